@@ -1,4 +1,4 @@
-"""Measure speeds next to what bounds them and to what others reach: training steps, layouts, a GPU.
+"""Measure training steps, layouts and a GPU next to their bounds and to other systems.
 
 python launch/benchmark.py step
 """
@@ -31,7 +31,7 @@ examples:
       everything that one GPU can tell, in steps of minutes
 exit codes: 0 measured, 1 failed, 2 refused."""
 
-# Name -> what it measures, and of its module: the examples, what adds its flags, what measures.
+# Name -> (summary, examples, function that adds the flags, function that measures).
 COMMANDS: dict[str, tuple[str, str, Any, Any]] = {
     "step": (
         "the training step next to others",

@@ -1,4 +1,4 @@
-"""Train one recipe under one process and under every parallel layout that fits, and compare what came out.
+"""Train one recipe in one process and under every parallel layout that fits, and compare the results.
 
 python launch/compare_layouts.py --tiny
 """
@@ -60,7 +60,7 @@ the one-process run, and every gradient norm within 1e-4 of it, relatively.
 exit codes: 0 all that were run agree, 1 some do not or failed, 2 refused
 before anything was started."""
 
-STEPS = 20  # where nothing else is asked for
+STEPS = 20  # by default
 PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -114,7 +114,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def chosen_cases(args: argparse.Namespace) -> list[LayoutCase]:
-    """The layouts that are asked for; of those asked for by name also the ones of too many processes."""
+    """Return the requested layouts; layouts requested by name also if they have too many processes."""
     names = [c.name for c in CASES]
     if unknown := [name for name in args.only or [] if name not in names]:
         ending.refuse(f"--only {'; '.join(unknown)}: no such layout; there are: {'; '.join(names)}")
@@ -128,12 +128,12 @@ def chosen_cases(args: argparse.Namespace) -> list[LayoutCase]:
 
 
 def most_processes(asked_for: int) -> int:
-    """How many processes a layout may have on this machine."""
+    """Return the largest number of processes of a layout on this machine."""
     return min(asked_for, device_limit() or asked_for)
 
 
 def chosen_recipe(args: argparse.Namespace) -> Recipe:
-    """The recipe as every layout trains it. Raises ProblemsError."""
+    """Return the recipe for all layouts. Raises ProblemsError."""
     keys = {setting: setting.partition("=")[0].strip() for setting in args.set}
     decided = tuple(f"{key}." for key in DECIDED)
     rule, fix = "every layout decides it", "leave it out, and name layouts with --only (--list shows them)"
@@ -155,9 +155,9 @@ def chosen_recipe(args: argparse.Namespace) -> Recipe:
 def impossible_cases(
     recipe: Recipe, cases: Sequence[LayoutCase], most: int
 ) -> Mapping[str, Sequence[Problem]]:
-    """Why layouts cannot be run with this recipe, this machine and `most` processes, by name.
+    """Map impossible layouts to their problems on this machine with `most` processes.
 
-    Raises ValueError where no layout is left, or where one process, which they are compared with, cannot.
+    Raises ValueError if no layout is left, or if the one-process reference is impossible.
     """
     machine = abilities.detect_machine()
     found = {case.name: why_impossible(recipe, case, machine, most) for case in (REFERENCE, *cases)}
@@ -168,7 +168,7 @@ def impossible_cases(
 
 
 def check_data(recipe: Recipe) -> None:
-    """Prepare vocabulary and tokens, which every rank reads. Raises ValueError where they cannot be had."""
+    """Prepare vocabulary and tokens for all ranks. Raises ValueError if they are unavailable."""
     from data.corpus import build  # takes transformers along, which no --help should wait for
 
     build(recipe, say=print)

@@ -54,7 +54,7 @@ not be read (they are named); 2 refused, nothing written."""
 
 
 def main(arguments: Sequence[str] | None = None, folder: Path = FOLDER) -> int:
-    """Write the report that the flags ask for; the exit code. `folder`: of the tables."""
+    """Write the requested report and return the exit code. `folder` holds the tables."""
     args = build_parser().parse_args(arguments)
     try:
         return report(args, folder)
@@ -79,7 +79,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def report(args: argparse.Namespace, folder: Path) -> int:
-    """Raises ValueError for whatever is refused, before anything is written."""
+    """Check the flags, read tables and runs, write the report and return the exit code.
+
+    Raises ValueError for every refusal, before anything is written.
+    """
     if not (args.runs or args.table or args.all):
         raise ValueError(
             "nothing to report: name run directories, as in launch/report.py runs, or --table NAME, or --all "
@@ -92,7 +95,7 @@ def report(args: argparse.Namespace, folder: Path) -> int:
     from launch.reports.tables import Tables
 
     tables = Tables(folder)
-    names, paths = _asked(args, tables)
+    names, paths = _tables_and_runs(args, tables)
     every, problems = tables.published() if args.all else ([], [])
     run_labels = labels(paths)
     chosen = writing.default_directory(names, run_labels, args.all)
@@ -102,12 +105,12 @@ def report(args: argparse.Namespace, folder: Path) -> int:
     only_named = bool(args.table) and not args.all
     made = document.assemble(tables, [*names, *every], runs, problems, only_named=only_named)
     files = writing.write(made, directory)
-    _say(made, directory, files, former)
+    _print_summary(made, directory, files, former)
     return 1 if made.problems else 0
 
 
-def _asked(args: argparse.Namespace, tables: Tables) -> tuple[list[str], list[Path]]:
-    """Names of tables and run directories; all that is wrong with both in one error."""
+def _tables_and_runs(args: argparse.Namespace, tables: Tables) -> tuple[list[str], list[Path]]:
+    """Return table names and run directories; raise one error with the problems of both."""
     from launch.reports.search import find
 
     try:
@@ -121,7 +124,7 @@ def _asked(args: argparse.Namespace, tables: Tables) -> tuple[list[str], list[Pa
     return names, find(args.runs)
 
 
-def _say(made: Document, directory: Path, files: Sequence[Path], former: Sequence[str]) -> None:
+def _print_summary(made: Document, directory: Path, files: Sequence[Path], former: Sequence[str]) -> None:
     for section in made.sections:
         say(f"{section.table.name}: {section.summary}")
     if made.comparison:

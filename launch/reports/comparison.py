@@ -1,4 +1,4 @@
-"""Runs next to each other: what differs in how they were made and in what came out."""
+"""Compare runs: differences of their configurations and of their results."""
 
 from __future__ import annotations
 
@@ -16,11 +16,21 @@ from launch.reports.runs import Run, differences
 from recipes import key_paths
 from recipes.problems import counted
 
-MOST_COMPARED = 6  # more columns than that are no table any more
+MOST_COMPARED = 6  # runs; a table of more columns is unreadable
 ABSENT = "absent"
 
-# Parts of a recipe that are said elsewhere or change nothing.
-UNSAID = {"title", "published", "inferred", "differs", "unknown", "note", "hardware", "parallel", "ds_config"}
+# Parts of a recipe that are shown elsewhere or change nothing.
+OMITTED = {
+    "title",
+    "published",
+    "inferred",
+    "differs",
+    "unknown",
+    "note",
+    "hardware",
+    "parallel",
+    "ds_config",
+}
 MACHINE = (
     "cpu",
     "cores",
@@ -31,52 +41,52 @@ MACHINE = (
     "cuda",
     "host",
 )
-# What decides on which text the loss is measured, and in which tokens.
+# Keys that decide the text and the tokens of the loss.
 SAME_TEXT = ("data", "model.vocab_size", "model.family", "model.sentence_head")
 SAME_TEXT_BUT = ("data.streaming",)
 OF_BERT = "data.masking."
 
-# Relative difference of two losses that the precision explains. fp32: `compare_layouts` measures 1.5e-7
-# between layouts after 20 steps, which training amplifies; fp16 and bf16: one unit in the last place of the
-# activations (11 and 8 significant bits).
+# Relative difference of two losses due to rounding. fp32: `compare_layouts` measures 1.5e-7 between layouts
+# after 20 steps, and training amplifies it. fp16 and bf16: one unit in the last place of the activations
+# (11 and 8 significant bits).
 ROUNDING = {"fp32": 2e-6, "fp16": 2.0**-11, "bf16": 2.0**-8}
 
 
-class Outcome(NamedTuple):
-    """A number that came out. `kind`: whether a difference or a ratio says more; a loss's is a difference."""
+class Quantity(NamedTuple):
+    """A quantity of a result. `kind`: compare by difference or ratio; losses by difference, if comparable."""
 
     name: str
     of: Callable[[Result], Any]
     kind: Literal["difference", "ratio", "loss"]
 
 
-OUTCOMES = (
-    Outcome("steps", lambda r: r.steps, "difference"),
-    Outcome("skipped steps", lambda r: r.skipped_steps, "difference"),
-    Outcome("training loss (nats, last 10 steps)", lambda r: r.losses.training.loss, "loss"),
-    Outcome("validation loss (nats)", validation_loss, "loss"),
-    Outcome("test loss (nats)", lambda r: r.losses.test and r.losses.test.loss, "loss"),
-    Outcome("time per step (s)", lambda r: r.speed.seconds_per_step, "ratio"),
-    Outcome("waiting for data (share of the time)", lambda r: r.speed.data_wait_share, "difference"),
-    Outcome("samples/s", lambda r: r.speed.samples_per_s, "ratio"),
-    Outcome("tokens/s", lambda r: r.speed.tokens_per_s, "ratio"),
-    Outcome("TFLOPS per GPU, formula", lambda r: r.speed.tflops, "ratio"),
-    Outcome("TFLOPS per GPU, exact count", lambda r: r.speed.exact_tflops, "ratio"),
-    Outcome("peak memory (GB)", lambda r: numbers.gigabytes(r.memory.peak_bytes), "ratio"),
-    Outcome("cached memory (GB)", lambda r: numbers.gigabytes(r.memory.cached_bytes), "ratio"),
-    Outcome("parameters", lambda r: r.parameters, "ratio"),
+QUANTITIES = (
+    Quantity("steps", lambda r: r.steps, "difference"),
+    Quantity("skipped steps", lambda r: r.skipped_steps, "difference"),
+    Quantity("training loss (nats, last 10 steps)", lambda r: r.losses.training.loss, "loss"),
+    Quantity("validation loss (nats)", validation_loss, "loss"),
+    Quantity("test loss (nats)", lambda r: r.losses.test and r.losses.test.loss, "loss"),
+    Quantity("time per step (s)", lambda r: r.speed.seconds_per_step, "ratio"),
+    Quantity("waiting for data (share of the time)", lambda r: r.speed.data_wait_share, "difference"),
+    Quantity("samples/s", lambda r: r.speed.samples_per_s, "ratio"),
+    Quantity("tokens/s", lambda r: r.speed.tokens_per_s, "ratio"),
+    Quantity("TFLOPS per GPU, formula", lambda r: r.speed.tflops, "ratio"),
+    Quantity("TFLOPS per GPU, exact count", lambda r: r.speed.exact_tflops, "ratio"),
+    Quantity("peak memory (GB)", lambda r: numbers.gigabytes(r.memory.peak_bytes), "ratio"),
+    Quantity("cached memory (GB)", lambda r: numbers.gigabytes(r.memory.cached_bytes), "ratio"),
+    Quantity("parameters", lambda r: r.parameters, "ratio"),
 )
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs next to the first of them.
+    """The first run compared with each of the others.
 
     Attributes:
-        results: a value per run, and how each after the first differs from it.
-        configuration: only what differs.
-        remarks: what a reader has to know before comparing.
-        findings: on the curves.
+        results: a value per run, and the change from the first run to each other.
+        configuration: the keys that differ.
+        remarks: cautions for the reader.
+        findings: differences of the loss curves.
     """
 
     runs: list[Run]
@@ -87,7 +97,7 @@ class Comparison:
 
 
 def compare(runs: Sequence[Run]) -> Comparison:
-    """The first of the runs that can be read with each of the others."""
+    """Compare the first readable run with each of the others."""
     first = next((run for run in runs if run.readable), runs[0])
     others = [run for run in runs if run is not first]
     why_not = [incomparable(first, run) for run in others]
@@ -102,29 +112,31 @@ def compare(runs: Sequence[Run]) -> Comparison:
     labels = tuple(run.label for run in runs)
     changed = tuple(f"{label}, next to {labels[0]}" for label in labels[1:])
     kinds = ("name", *["text"] * len(runs), *["change"] * len(others))
-    results = Frame(("", *labels, *changed), kinds, list(outcomes(runs, why_not)), "Results", style="results")
+    results = Frame(
+        ("", *labels, *changed), kinds, list(result_rows(runs, why_not)), "Results", style="results"
+    )
     made = "What differs in how they were made"
     keys = Frame(("", *labels), kinds, list(configuration(runs)), made, style="differences")
     return Comparison(runs, results, keys, list(dict.fromkeys(remarks)), findings)
 
 
 def configuration(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
-    """Dotted keys in which runs differ: recipe, layout, DeepSpeed JSON, versions, machine, commit."""
+    """Yield the dotted keys that differ between runs: recipe, layout, DeepSpeed JSON, machine, commit."""
     facts = [dict(key_paths.flatten(_facts(run))) for run in runs]
     for key in dict.fromkeys(key for each in facts for key in each):
         values = [each.get(key, ABSENT) for each in facts]
         if any(value != values[0] for value in values):
-            yield key, *map(_shown, values)
+            yield key, *map(_text, values)
 
 
-def outcomes(runs: Sequence[Run], why_not: Sequence[str | None]) -> Iterator[tuple[str, ...]]:
-    """Every result that at least one run has; no difference of losses that are not comparable."""
+def result_rows(runs: Sequence[Run], why_not: Sequence[str | None]) -> Iterator[tuple[str, ...]]:
+    """Yield every quantity that any run has; incomparable losses get no difference."""
     statuses = [run.status + (" (tiny)" if run.tiny else "") for run in runs]
     yield "status", *statuses, *("" if status == statuses[0] else "differs" for status in statuses[1:])
     parts = (each and each.parts for each in (run.result.losses.validation for run in runs))
     names = dict.fromkeys(name for each in parts for name in each or {})
-    of_parts = (Outcome(f"of validation: {name}", partial(_part, name=name), "loss") for name in names)
-    for name, of, kind in (*OUTCOMES, *of_parts):
+    of_parts = (Quantity(f"of validation: {name}", partial(_part, name=name), "loss") for name in names)
+    for name, of, kind in (*QUANTITIES, *of_parts):
         values = [of(run.result) for run in runs]
         if all(value is None for value in values):
             continue
@@ -137,7 +149,7 @@ def outcomes(runs: Sequence[Run], why_not: Sequence[str | None]) -> Iterator[tup
 
 
 def incomparable(a: Run, b: Run) -> str | None:
-    """Why the losses of two runs must not be compared; None where they may."""
+    """Return why the losses of two runs are not comparable; None if they are."""
     beginning = f"the losses of {a.label} and {b.label} are not comparable"
     if a.recipe is None or b.recipe is None:
         unread = a if a.recipe is None else b
@@ -146,7 +158,7 @@ def incomparable(a: Run, b: Run) -> str | None:
     same = (*SAME_TEXT_BUT, *([OF_BERT] if both_gpt else []))
     both = (recipe.compared() for recipe in (a.recipe, b.recipe))
     changed = [
-        f"{key}: {_shown(one)} / {_shown(other)}"
+        f"{key}: {_text(one)} / {_text(other)}"
         for key, one, other in key_paths.differences(*both)
         if f"{key}.".startswith(tuple(f"{part}." for part in SAME_TEXT)) and not key.startswith(same)
     ]
@@ -165,7 +177,7 @@ def incomparable(a: Run, b: Run) -> str | None:
 
 
 def cautions(a: Run, b: Run) -> Iterator[str]:
-    """What makes two comparable losses differ besides what one wants to compare."""
+    """Yield further causes of a difference between two comparable losses."""
     if a.recipe is None or b.recipe is None:
         return
     pair, one, two = f"{a.label} and {b.label}", a.recipe, b.recipe
@@ -184,12 +196,12 @@ def cautions(a: Run, b: Run) -> Iterator[str]:
         small = a.label if a.tiny else b.label
         yield f"{small} is tiny, the other is not: its speed and its loss say nothing about the other's"
     kinds = [run.result.memory.kind for run in (a, b)]
-    if None not in kinds and kinds[0] != kinds[1]:  # None: of a run that recorded no step
+    if None not in kinds and kinds[0] != kinds[1]:  # None: the run recorded no step
         yield f"{pair} count different kinds of memory ({kinds[0]} / {kinds[1]})"
 
 
 def curve_findings(a: Run, b: Run) -> Iterator[str]:
-    """Where the losses of two comparable runs part, and by how much."""
+    """Yield the step at which two loss curves part, and the largest difference."""
     tolerance = max(map(_rounding, (a, b)))
     for name, what in (("training", "step"), ("validation", "validation")):
         first, second = dict(getattr(a, name)), dict(getattr(b, name))
@@ -211,7 +223,7 @@ def curve_findings(a: Run, b: Run) -> Iterator[str]:
 
 def _facts(run: Run) -> dict[str, Any]:
     plan, result, git = run.plan, run.result, run.machine.get("git") or {}
-    recipe = plan.recipe.model_dump(mode="json", by_alias=True, exclude=UNSAID) if plan else {}
+    recipe = plan.recipe.model_dump(mode="json", by_alias=True, exclude=OMITTED) if plan else {}
     return {
         "recipe": run.name + (" (tiny)" if run.tiny else ""),
         "ds_config": plan.ds_name if plan else result.ds_config,
@@ -241,12 +253,12 @@ def _change(first: float | None, value: float | None, kind: str) -> str:
 
 
 def _rounding(run: Run) -> float:
-    """The relative difference that the run's precision explains."""
+    """Return the relative rounding error of the run's precision."""
     precision = run.result.precision or (run.recipe.precision if run.recipe else "fp32")
     return ROUNDING.get(precision, ROUNDING["fp32"])
 
 
-def _shown(value: Any) -> str:
+def _text(value: Any) -> str:
     if value is None:
         return "none"
     return f"{value:g}" if isinstance(value, float) else str(value)

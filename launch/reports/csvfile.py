@@ -1,6 +1,6 @@
-"""A report as CSV: one line per row and run of every table, with the same columns for all tables.
+"""Write a report as CSV, with the same columns for all tables.
 
-And a line per figure of a task that a row publishes, or a fine-tuning of its weights has.
+One line per row and run; one more line per fine-tuning figure, published or measured.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PUBLISHED = (
     *("size_label", "parameters", "time_per_iteration_s", "samples_per_s", "tflops", "cached_gb"),
     *("weak_scaling_percent", "peak_percent", "tflops_by", "validation_loss", "oom"),
 )
-# Of a line of launch/reports/predictions.py, next to what was published, and to what was measured.
+# Fields of a PredictionLine, for the published row and for the run.
 PREDICTED = ("predicted_s", "mfu", "predicted_mfu", "left", "predicted_left", "normalised", "scaling")
 COLUMNS = (
     *("table", "recipe", "published_columns", "published_row"),
@@ -38,7 +38,7 @@ COLUMNS = (
 
 
 def write(document: Document) -> str:
-    """RFC 4180 with a heading; unrounded numbers, nothing for what was not measured, lists joined by ";"."""
+    """Return the CSV (RFC 4180): headings, unrounded numbers, empty if not measured, lists joined by ";"."""
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, COLUMNS, lineterminator="\r\n")
     writer.writeheader()
@@ -107,9 +107,9 @@ def _finetuned(line: FinetunedLine) -> dict[str, Any]:
     }
 
 
-def _predicted(entry: Entry, lines: Mapping[tuple[str, str], predictions.Line]) -> dict[str, Any]:
+def _predicted(entry: Entry, lines: Mapping[tuple[str, str], predictions.PredictionLine]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for prefix, label in (("published_", predictions.PUBLISHED), ("", entry.run and entry.run.labelled)):
+    for prefix, label in (("published_", predictions.PUBLISHED), ("", entry.run and entry.run.full_label)):
         if line := lines.get((entry.row.full_name, label or "")):
             found |= {f"{prefix}{key}": getattr(line, key) for key in PREDICTED}
     return found

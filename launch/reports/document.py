@@ -1,4 +1,4 @@
-"""A report as data: what Markdown, CSV and the page are all written from."""
+"""A report as data, the common source of the Markdown, CSV and HTML files."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from launch.reports.entries import Column, Entry, Scale, entries_of, measured_co
 from launch.reports.finetuned import FinetunedLine
 from launch.reports.frames import Frame
 from launch.reports.plots import Plot
-from launch.reports.predictions import Line
+from launch.reports.predictions import PredictionLine
 from launch.reports.remarks import Remarks, split_remarks
 from launch.reports.runs import Run
-from launch.reports.tables import Published, Row, Tables
+from launch.reports.tables import PublishedRow, PublishedTable, Tables
 from recipes.problems import ProblemsError, counted
 
 ELSEWHERE = "other-recipes"
-# `Entry.scale` -> how a count of such runs goes on.
+# `Entry.scale` -> words after a count of such runs.
 SCALES: dict[Scale, str] = {
     "full": "at full size",
     "other": "of another model (--set)",
@@ -33,38 +33,38 @@ SCALES: dict[Scale, str] = {
 
 @dataclass(frozen=True)
 class Section:
-    """One table.
+    """One table of the report.
 
     Attributes:
-        columns: measured ones, none where nothing was run.
-        predicted: rows and runs next to what is predicted of them.
-        finetuned: scores of fine-tuned models that rows publish, and those that came of their weights here.
-        common: what all rows say of themselves; remarks: what each says besides that.
+        columns: measured quantities; empty without runs.
+        predicted: rows and runs next to their predictions.
+        finetuned: fine-tuning scores, published by the rows and measured here from their weights.
+        common: remarks that all rows share; remarks: the other remarks of each row.
     """
 
-    table: Published
+    table: PublishedTable
     entries: list[Entry]
     columns: list[Column]
     common: Remarks
-    remarks: list[tuple[Row, Remarks]]
+    remarks: list[tuple[PublishedRow, Remarks]]
     plots: list[Plot]
-    predicted: list[Line]
+    predicted: list[PredictionLine]
     finetuned: list[FinetunedLine]
 
     @property
     def frames(self) -> list[Frame]:
-        """Its further tables."""
+        """Return the tables below the main one: predictions and fine-tuning scores."""
         found = (predictions.frame(self.predicted), finetuned.frame(self.finetuned))
         return [frame for frame in found if frame]
 
     @property
     def anchor(self) -> str:
-        """The name of the table as an id: a user's file may be called anything."""
+        """Return the table's name as an HTML id; a user's file may have any name."""
         return re.sub(r"[^A-Za-z0-9_]+", "-", self.table.name)
 
     @property
-    def with_errata(self) -> dict[str, str]:
-        """Full name of each row that has errata -> id of the place where they are."""
+    def errata_ids(self) -> dict[str, str]:
+        """Map the full name of each row with errata to the HTML id of these errata."""
         marked = ((row, n) for n, (row, remarks) in enumerate(self.remarks) if remarks.errata)
         return {row.full_name: f"errata-{self.anchor}-{n}" for row, n in marked}
 
@@ -73,13 +73,13 @@ class Section:
         return [entry.run for entry in self.entries if entry.run]
 
     @property
-    def groups(self) -> list[tuple[Row, list[Entry]]]:
-        """The entries of each row."""
+    def groups(self) -> list[tuple[PublishedRow, list[Entry]]]:
+        """Group the entries by row."""
         return [(row, list(entries)) for row, entries in groupby(self.entries, key=lambda entry: entry.row)]
 
     @property
     def summary(self) -> str:
-        """How many rows there are, and how many runs of them at which size."""
+        """Count the rows, and the runs by size, in words."""
         scales = Counter(entry.scale for entry in self.entries if entry.run)
         counts = [f"{counted(scales[scale], 'run')} {how}" for scale, how in SCALES.items() if scales[scale]]
         return f"{counted(len(self.table.rows), 'row')}, {', '.join(counts) or 'nothing run'}"
@@ -87,9 +87,12 @@ class Section:
 
 @dataclass(frozen=True)
 class Document:
-    """A whole report. `problems`: what could not be read; `notes`: what was left out, and why.
+    """A whole report.
 
-    `scores`: of the runs and published ones, and of fine-tuned models that belong to no row.
+    Attributes:
+        problems: files that could not be read.
+        notes: omissions and their reasons.
+        scores: of runs, published models, and fine-tuned models without a row.
     """
 
     title: str
@@ -105,13 +108,13 @@ class Document:
 def assemble(
     tables: Tables, names: Sequence[str], runs: Sequence[Run], problems: Sequence[str], *, only_named: bool
 ) -> Document:
-    """The report of `runs` and of the tables `names`.
+    """Assemble the report of `runs` and of the tables `names`.
 
-    `problems`: of tables, so far. With `only_named`, runs of other tables are left out; otherwise their
-    tables are reported too, and runs whose recipe is in no table of `recipes/` come in one of their own.
+    `problems`: problems of tables found so far. With `only_named`, runs of other tables are left out.
+    Otherwise their tables are reported too; runs whose recipe is in no table of `recipes/` get an own table.
     """
     problems, notes = list(problems), []
-    tuned = finetuned.finetuned_in(runs, problems)
+    tuned = finetuned.finetuned_models(runs, problems)
     of_runs = {*(run.table for run in runs), *filter(None, (run.pretrained_table for run in runs))}
     names = list(dict.fromkeys((*names, *(() if only_named else sorted(of_runs)))))
     shown = [run for run in runs if run.table in names]
@@ -122,7 +125,7 @@ def assemble(
         notes.append(f"{many}: name 2 to {MOST_COMPARED} of them")
     comparison = compare(shown) if 2 <= len(shown) <= MOST_COMPARED else None
 
-    def section(table: Published, runs: Sequence[Run]) -> Section:
+    def section(table: PublishedTable, runs: Sequence[Run]) -> Section:
         entries = entries_of(table, runs)
         ran = [entry.run for entry in entries if entry.run]
         return Section(
@@ -148,7 +151,7 @@ def assemble(
             sections.append(section(found, own))
         strangers += [run for run in own if not (found and found.row(run.name.rpartition("/")[2]))]
     if strangers:
-        sections.append(section(_elsewhere(strangers), strangers))
+        sections.append(section(_table_of_strangers(strangers), strangers))
     problems += [problem for each in sections for problem in each.table.problems]
     problems += [problem for run in runs for problem in run.problems]
     if comparison and len(shown) == 2:
@@ -168,16 +171,16 @@ def assemble(
     )
 
 
-def _elsewhere(runs: Sequence[Run]) -> Published:
-    """Runs of a user's own recipe file, or of a row that is no longer in its table."""
+def _table_of_strangers(runs: Sequence[Run]) -> PublishedTable:
+    """Make a table of the runs of users' own recipe files and of rows no longer in their table."""
     rows = []
     for name, run in {run.name: run for run in runs}.items():
         table, _, row = name.rpartition("/")
         title = (run.recipe.title if run.recipe else run.result.title) or name
-        rows.append(Row(table, row, (title,), run.recipe))
+        rows.append(PublishedRow(table, row, (title,), run.recipe))
     note = "Rows of the user's own files; their titles are those of the runs."
     title = "Recipes that are in no table of recipes/"
-    return Published(ELSEWHERE, title, None, note, ("Recipe",), rows)
+    return PublishedTable(ELSEWHERE, title, None, note, ("Recipe",), rows)
 
 
 def _comparison_plots(runs: Sequence[Run]) -> list[Plot]:

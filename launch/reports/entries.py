@@ -1,4 +1,4 @@
-"""The entries of a table: each row with the runs of its recipe next to it, or with "not run"."""
+"""Entries of a table in a report: each row with the runs of its recipe, or "not run"."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from launch.records.comparability import Incomparable, changed_work, not_compara
 from launch.records.deviations import Deviation
 from launch.records.result import TFLOPS_BY, ComparedQuantity, Result, compare_with
 from launch.reports.runs import OOM, Run
-from launch.reports.tables import Published, Row
+from launch.reports.tables import PublishedRow, PublishedTable
 
-Scale = Literal["full", "tiny", "other", "unknown"]  # of a run, next to its row
+Scale = Literal["full", "tiny", "other", "unknown"]  # size of a run compared with its row
 NOT_RUN = "not run"
 NO_RECIPE = "no recipe"  # of a line about a model that this project cannot train
-OTHER_MODEL = ("model.", "sequence_length")  # beginnings of the keys that make a run one of another model
+OTHER_MODEL = ("model.", "sequence_length")  # prefixes of keys; a change makes another model
 RATIO_NAMES = {
     "time_per_iteration_s": "time",
     "samples_per_s": "samples/s",
@@ -28,7 +28,7 @@ RATIO_NAMES = {
 
 @dataclass(frozen=True)
 class Column:
-    """A measured quantity. `key`: in the CSV; `heading` with its unit, for people."""
+    """A measured quantity. `key` names it in the CSV; `heading` includes the unit."""
 
     key: str
     heading: str
@@ -57,16 +57,16 @@ MEASURED = (
 
 @dataclass(frozen=True)
 class Entry:
-    """A row and one run of it.
+    """A row, alone or with one run of it.
 
     Attributes:
-        run: None: not run.
-        compared: what the run's numbers are next to the published ones; empty where nothing was published.
-        incomparable: why there are no ratios.
-        memory: what came of running out of memory, published or measured, which has no ratios either.
+        run: None if the row was not run.
+        compared: the run's numbers next to the published ones; empty where nothing was published.
+        incomparable: the reason why there are no ratios.
+        memory: words about an out-of-memory error, published or measured; such a run has no ratios.
     """
 
-    row: Row
+    row: PublishedRow
     run: Run | None = None
     compared: tuple[ComparedQuantity, ...] = ()
     incomparable: Incomparable | None = None
@@ -80,7 +80,7 @@ class Entry:
 
     @property
     def scale(self) -> Scale | None:
-        """Whether the run is of the row's model, of the shrunk one or of one that --set made."""
+        """Return the size of the run's model: the row's, tiny, or another one by --set."""
         row, run = self.row.recipe, self.run
         if run is None:
             return None
@@ -94,21 +94,21 @@ class Entry:
 
     @property
     def ratios(self) -> dict[str, float]:
-        """Measured / published, by quantity."""
+        """Return measured / published by quantity."""
         return {each.quantity: each.ratio for each in self.compared if each.ratio is not None}
 
     @property
     def no_ratio(self) -> str | None:
-        """Why there are no ratios; None where there are, or nothing to compare with."""
+        """Return why there are no ratios; None with ratios, or with nothing to compare with."""
         return f"not compared: {self.incomparable}" if self.incomparable else self.memory
 
     @property
     def outcome(self) -> str:
-        """The ratios as text, or why there are none; empty where nothing was published to compare with."""
+        """Return the ratios as text, or why there are none; empty where nothing was published."""
         said = [f"{RATIO_NAMES[key]} {numbers.ratio(value)}" for key, value in self.ratios.items()]
         published, run = self.row.published, self.run
         validation = run.result.losses.validation if run else None
-        # No ratio: the held-out text is another, and so may be the vocabulary.
+        # No ratio: the held-out text differs, and the vocabulary may differ.
         if published and published.validation_loss is not None and validation:
             measured = numbers.loss((validation.parts or {}).get("mlm_loss", validation.loss))
             here = f"validation loss {measured} here, {published.validation_loss:g} published"
@@ -117,7 +117,7 @@ class Entry:
 
     @property
     def deviations(self) -> list[Deviation]:
-        """What the run itself stated, and what has changed in the table since."""
+        """Return the deviations that the run stated, and changes of the table since."""
         stated = list(self.run.result.deviations) if self.run else []
         row, run = self.row.recipe, self.run and self.run.recipe
         if row and run and row.published != run.published:
@@ -125,8 +125,8 @@ class Entry:
         return stated
 
 
-def measured_columns(table: Published, runs: Sequence[Run]) -> list[Column]:
-    """MEASURED of any of the runs, with the count of TFLOPS named that stands next to the published ones."""
+def measured_columns(table: PublishedTable, runs: Sequence[Run]) -> list[Column]:
+    """Return the columns of MEASURED with a value in any run; mark the TFLOPS counted as published."""
     published = [row.published for row in table.rows if row.published]
     counted = {TFLOPS_BY[each.tflops_by][1] for each in published if each.tflops}
     return [
@@ -136,8 +136,8 @@ def measured_columns(table: Published, runs: Sequence[Run]) -> list[Column]:
     ]
 
 
-def entries_of(table: Published, runs: Sequence[Run]) -> list[Entry]:
-    """Every row in the order of the table, each with its runs, newest first."""
+def entries_of(table: PublishedTable, runs: Sequence[Run]) -> list[Entry]:
+    """Return the entries of every row in table order, runs newest first."""
     found = []
     newest_first = sorted(runs, key=lambda run: run.started.timestamp() if run.started else 0.0, reverse=True)
     for row in table.rows:
@@ -145,8 +145,8 @@ def entries_of(table: Published, runs: Sequence[Run]) -> list[Entry]:
     return found
 
 
-def entry_of(row: Row, run: Run) -> Entry:
-    """The run compared with what its row published."""
+def entry_of(row: PublishedRow, run: Run) -> Entry:
+    """Compare the run with the published numbers of its row."""
     if row.published is None:
         return Entry(row, run)
     if why := not_comparable(row.recipe, run.plan, tiny=run.tiny, emulated_fp16=run.result.emulated_fp16):

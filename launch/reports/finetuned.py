@@ -1,4 +1,4 @@
-"""Scores of fine-tuned models, next to those that the row of their pretraining published."""
+"""Scores of fine-tuned models next to the published scores of their pretraining row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from launch.evaluation.pretrained import Pretrained
 from launch.records.facts import TaskScore
 from launch.reports.frames import Frame
 from launch.reports.runs import Run
-from launch.reports.tables import Row
+from launch.reports.tables import PublishedRow
 from recipes import catalog
 from recipes.schema import Downstream, Published, Recipe, TaskName
 from recipes.tasks import TASKS
@@ -31,11 +31,11 @@ SHARES = ("accuracy", "middle_accuracy", "high_accuracy", "f1", "exact")  # of t
 
 @dataclass(frozen=True)
 class Figure:
-    """A number that sources print of a task, and where it is among ours.
+    """A score as sources print it for a task, and its place in our results.
 
     Attributes:
-        key: of `Downstream`'s field of the task.
-        split, metric: of a run's scores.
+        key: field of the task's published scores in `Downstream`.
+        split, metric: keys of a run's scores.
     """
 
     task: TaskName
@@ -61,15 +61,15 @@ FIGURES = (
 
 
 @dataclass(frozen=True)
-class Finetuned:
-    """A fine-tuned model, or several of one task.
+class FinetunedModel:
+    """A fine-tuned model, or several models of one task.
 
     Attributes:
-        label: of the run, or of the directory of several.
-        kind: one run, the median of seeds, or seeds that answer together; `models`: how many.
+        label: of the run, or of the directory of several runs.
+        kind: one run, the median of seeds, or an ensemble of seeds; `models`: their number.
         scores: split -> metric -> share of 1.
-        own_files: not the hub's data set.
-        cut: whether it ended before its last epoch (--steps).
+        own_files: trained on the user's files instead of the hub's data set.
+        cut: ended before its last epoch (--steps).
     """
 
     label: str
@@ -85,7 +85,7 @@ class Finetuned:
 
     @property
     def how(self) -> str:
-        """In words."""
+        """Return the label with the number of seeds, in words."""
         several = {
             "run": "",
             "median": f", median of {self.models} seeds",
@@ -96,7 +96,7 @@ class Finetuned:
 
     @property
     def weights(self) -> str:
-        """Where they are from, in words."""
+        """Return the origin of the weights, in words."""
         if self.pretrained is None:
             return "weights of no pretraining run, or drawn at random"
         tiny = ", tiny" if self.pretrained.tiny else ""
@@ -108,13 +108,13 @@ class FinetunedLine:
     """A figure of a row, published or measured or both; shares of 1.
 
     Attributes:
-        why_not: why there is no ratio; "" where there is one, or nothing to compare.
+        why_not: the reason against a ratio; "" with a ratio, or with nothing to compare.
     """
 
-    row: Row
+    row: PublishedRow
     figure: Figure
     published: float | None
-    finetuned: Finetuned | None
+    finetuned: FinetunedModel | None
     why_not: str = ""
 
     @property
@@ -124,14 +124,14 @@ class FinetunedLine:
 
     @property
     def ratio(self) -> float | None:
-        """Measured / published."""
+        """Return measured / published."""
         if self.measured is None or not self.published or self.why_not:
             return None
         return self.measured / self.published
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """As HEADINGS."""
+        """Return the line as text in the columns of HEADINGS."""
         compared = f"not compared: {self.why_not}" if self.why_not else ""
         return (
             self.row.name,
@@ -149,12 +149,12 @@ def frame(lines: Sequence[FinetunedLine]) -> Frame | None:
     return Frame(HEADINGS, kinds, [line.cells for line in lines], "Fine-tuned", EXPLAINED) if lines else None
 
 
-def finetuned_in(runs: Sequence[Run], problems: list[str]) -> list[Finetuned]:
-    """Fine-tuning runs with scores; of several with a summary their median and ensemble alone.
+def finetuned_models(runs: Sequence[Run], problems: list[str]) -> list[FinetunedModel]:
+    """Return the fine-tuned models among the runs; for runs with a summary only median and ensemble.
 
-    What cannot be read is added to `problems`.
+    Unreadable summaries are added to `problems`.
     """
-    found: list[Finetuned] = []
+    found: list[FinetunedModel] = []
     summaries: dict[Path, Summary | None] = {}
     shown: set[Path] = set()
     for run in runs:
@@ -181,8 +181,8 @@ def _summary(folder: Path, problems: list[str]) -> Summary | None:
         return None
 
 
-def _of_summary(run: Run, summary: Summary) -> Iterator[Finetuned]:
-    """The median and the ensemble; the run is one of those that the summary names."""
+def _of_summary(run: Run, summary: Summary) -> Iterator[FinetunedModel]:
+    """Yield the median and the ensemble of a summary; `run` is one of its runs."""
     label, path = run.path.parent.name, run.path.parent / SUMMARY
     sound = sum(bool(each.scores) for each in summary.seeds)
     yield _of_run(run, label, path, summary.median, "median", sound)
@@ -198,12 +198,12 @@ def _of_run(
     scores: Mapping[str, Mapping[str, float]],
     kind: Literal["run", "median", "ensemble"] = "run",
     models: int = 1,
-) -> Finetuned:
+) -> FinetunedModel:
     assert run.recipe is not None and run.recipe.task is not None, "a fine-tuning run"
     task = run.recipe.task
     cut = any(each.kind == "recipe" and each.key == "steps" for each in run.result.deviations)
     own, parameters = task.train is not None, run.result.parameters
-    return Finetuned(label, path, task.name, run.pretrained, scores, parameters, own, cut, kind, models)
+    return FinetunedModel(label, path, task.name, run.pretrained, scores, parameters, own, cut, kind, models)
 
 
 def _values(scores: Sequence[TaskScore]) -> dict[str, Mapping[str, float]]:
@@ -211,11 +211,13 @@ def _values(scores: Sequence[TaskScore]) -> dict[str, Mapping[str, float]]:
 
 
 def finetuned_lines(
-    rows: Sequence[Row], finetuned: Sequence[Finetuned], recipe_of: Callable[[str], Recipe | None]
+    rows: Sequence[PublishedRow],
+    finetuned: Sequence[FinetunedModel],
+    recipe_of: Callable[[str], Recipe | None],
 ) -> list[FinetunedLine]:
-    """Of every row each figure that it publishes, or that a fine-tuning of its weights has.
+    """Return a line for each figure of each row, published or measured with its weights.
 
-    `recipe_of`: the recipe of that name. Rows of several tables may be one pretraining.
+    `recipe_of` returns the recipe of a name. Rows of several tables may share one pretraining.
     """
     lines: list[FinetunedLine] = []
     for row in rows:
@@ -224,7 +226,7 @@ def finetuned_lines(
     return lines
 
 
-def _is_of(finetuned: Finetuned, row: Row, recipe_of: Callable[[str], Recipe | None]) -> bool:
+def _is_of(finetuned: FinetunedModel, row: PublishedRow, recipe_of: Callable[[str], Recipe | None]) -> bool:
     if (pretrained := finetuned.pretrained) is None:
         return False
     if pretrained.recipe == row.full_name:
@@ -234,8 +236,10 @@ def _is_of(finetuned: Finetuned, row: Row, recipe_of: Callable[[str], Recipe | N
     return len(trainings) == 1 and None not in trainings
 
 
-def _lines_of(row: Row, figure: Figure, finetuned: Sequence[Finetuned]) -> Iterator[FinetunedLine]:
-    """`finetuned`: of the row's weights, on any task."""
+def _lines_of(
+    row: PublishedRow, figure: Figure, finetuned: Sequence[FinetunedModel]
+) -> Iterator[FinetunedLine]:
+    """Yield the lines of one figure. `finetuned`: models of the row's weights, on any task."""
     published = row.published
     printed = _printed(published.downstream, figure) if published else None
     own = [each for each in finetuned if each.task == figure.task]
@@ -249,14 +253,14 @@ def _lines_of(row: Row, figure: Figure, finetuned: Sequence[Finetuned]) -> Itera
 
 
 def _printed(downstream: Downstream | None, figure: Figure) -> float | None:
-    """As a share of 1."""
+    """Return the published score as a share of 1."""
     of_task = getattr(downstream, figure.task, None)
     percent = getattr(of_task, figure.key, None)
     return None if percent is None else round(percent / PERCENT, 6)
 
 
-def _why_not(finetuned: Finetuned, published: Published) -> Iterator[str]:
-    """What makes the scores those of something else than was published."""
+def _why_not(finetuned: FinetunedModel, published: Published) -> Iterator[str]:
+    """Yield the reasons why measured and published scores cannot be compared."""
     pretrained = finetuned.pretrained
     assert pretrained is not None, "of a row"
     if pretrained.tiny:

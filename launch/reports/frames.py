@@ -1,4 +1,4 @@
-"""A table of text, the same for Markdown and for the page."""
+"""A table of text for the Markdown and the HTML report."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Frame:
-    """Headings and rows.
+    """A table of text with headings.
 
     Attributes:
-        kinds: of the columns: "name", "text", "number", "change" or "words" (which the page breaks).
-        title, note: what stands above.
-        style: of the whole table on the page.
+        kinds: of the columns: "name", "text", "number", "change" or "words" (with line breaks in HTML).
+        title, note: text above the table.
+        style: CSS class of the table.
     """
 
     headings: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""A report as Markdown with tables, footnotes and no plots."""
+"""Write a report as Markdown: tables and footnotes, no plots."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from launch.reports.frames import Frame
 from launch.reports.remarks import Remark
 
 MARKER = "<!-- written by megarecipes: launch/report.py -->"
-DAGGER = "†"  # of a row that has errata
+DAGGER = "†"  # marks a row with errata
 SCALES: dict[Scale | None, str] = {
     "tiny": "**TINY** ",
     "other": "**OTHER MODEL** ",
-}  # of a run, in front of its status
+}  # text in front of a run's status
 
 
 def write(document: Document) -> str:
@@ -33,7 +33,7 @@ def write(document: Document) -> str:
 
 
 def text(value: object) -> str:
-    """One line of text that Markdown and HTML leave alone."""
+    """Return the value as one line, escaped for Markdown and HTML."""
     return re.sub(r"([\\`*_\[\]|~$])", r"\\\1", escape(" ".join(str(value).split()), quote=False))
 
 
@@ -42,7 +42,7 @@ def bullets(lines: Iterable[object]) -> str:
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Cells are Markdown already."""
+    """Return a Markdown table; the cells are Markdown already."""
     lines = [headings, ["---"] * len(headings), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
@@ -62,7 +62,7 @@ def _section(section: Section) -> list[str]:
         text(published.note or ""),
         table([*map(text, published.columns), *map(text, ours)], rows),
     ]
-    if section.with_errata:
+    if section.errata_ids:
         marked = "The source contradicts itself or what it names: see the row's footnote (*erratum*)."
         blocks.append(f"{DAGGER} {marked}")
     blocks += [block for frame in section.frames for block in _frame(frame)]
@@ -70,19 +70,19 @@ def _section(section: Section) -> list[str]:
         blocks.append("**Deviations of the runs**")
     for entry in section.entries:
         if run := entry.run:
-            blocks += [f"{text(run.labelled)}, {text(run.name)}:", bullets(entry.deviations or ["none"])]
+            blocks += [f"{text(run.full_label)}, {text(run.name)}:", bullets(entry.deviations or ["none"])]
     if section.common:
         blocks.append("**Of all rows**")
-        blocks.append("\n".join(f"- {_said(each)}" for each in section.common))
+        blocks.append("\n".join(f"- {_remark_text(each)}" for each in section.common))
     for row, remarks in section.remarks:
-        said = " ".join(_said(each) + ("" if each.text.endswith(".") else ".") for each in remarks)
+        said = " ".join(_remark_text(each) + ("" if each.text.endswith(".") else ".") for each in remarks)
         blocks.append(f"{footnotes[row.full_name]}: {text(row.name)}. {said}")
     return blocks
 
 
 def _cells(section: Section, entry: Entry, footnotes: Mapping[str, str]) -> list[str]:
     row, run = entry.row, entry.run
-    marks = [DAGGER] if row.full_name in section.with_errata else []
+    marks = [DAGGER] if row.full_name in section.errata_ids else []
     marks += [footnotes[row.full_name]] if row.full_name in footnotes else []
     status = SCALES.get(entry.scale, "") + text(entry.status)
     cells = [*map(text, row.cells), " ".join([text(row.name), *marks])]
@@ -95,7 +95,7 @@ def _cells(section: Section, entry: Entry, footnotes: Mapping[str, str]) -> list
     return [*cells, status]
 
 
-def _said(remark: Remark) -> str:
+def _remark_text(remark: Remark) -> str:
     return f"*{text(remark.what)}*: {text(remark.text)}"
 
 

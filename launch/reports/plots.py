@@ -1,4 +1,4 @@
-"""Plots of a report: published throughput with what was measured, losses, and seconds per step."""
+"""Plots of a report: published and measured throughput, losses, and seconds per step."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from recipes.problems import counted
 
 INK, FAINT = "#1c2024", "#c3c9cf"
 PALETTE = ("#3b82c4", "#d9822b", "#3a9d5d", "#cf4f4f", "#8f6fd1", "#9a7560", "#d06fa6", "#7f8790")
-LOG_FROM = 30  # largest / smallest value above which a linear axis would hide the small ones
+LOG_FROM = 30  # largest / smallest value; above this the axis is logarithmic
 RUNS_PER_PLOT = len(PALETTE)
-# One for each run of a plot: each curve shows through the gaps of the next; validations have a mark.
+# One dash pattern per run, so that curves show through each other's gaps; validations have marks.
 DASHES: tuple[Any, ...] = (
     *("-", (0, (6, 3)), (0, (3, 3)), (0, (1, 2))),
     *((0, (9, 3, 2, 3)), (0, (5, 2, 1, 2)), (0, (2, 4)), (0, (8, 5))),
@@ -45,13 +45,13 @@ DIAMONDS: dict[str, Any] = {
 }
 MOST_POINTS = 1000  # of one curve
 PAGE_POINTS = 12_000  # of all curves of one plot together
-NOISY_POINTS = 300  # of a curve that is not smoothed: more would be a band
-# Of the curves' own range: a reference further away is named at the edge, and takes nothing of the axis.
+NOISY_POINTS = 300  # of a curve without smoothing; more would draw a band
+# Share of the curves' range: a reference line further away is only named at the edge.
 NEAR = 0.5
-LEAST_RANGE = 0.2  # nats: curves that are flat are no reason to call a reference far away
-LEAST_TICKS = 3  # of a logarithmic axis
+LEAST_RANGE = 0.2  # nats; the least range assumed for flat curves
+LEAST_TICKS = 3  # on a logarithmic axis
 COLUMNS = {column.key: column for column in MEASURED}
-# Quantity -> axis; the first two are drawn where they were published, the time only where neither was.
+# Quantity -> axis label. The time is drawn only where neither of the first two was published.
 THROUGHPUT = {
     "tflops": "TFLOPS per GPU, counted as each row's source does",
     "samples_per_s": "samples per second, all GPUs",
@@ -62,7 +62,7 @@ Legend = list[tuple[Any, str]]  # (handle, label)
 
 @dataclass(frozen=True)
 class Plot:
-    """An SVG. `label`: for those who cannot see it; `caption`: what is drawn, and what is left out."""
+    """An SVG image. `label`: its alternative text; `caption`: its contents and omissions."""
 
     svg: str
     label: str
@@ -70,18 +70,18 @@ class Plot:
 
     @property
     def address(self) -> str:
-        """The image itself, as the address of an <img>."""
+        """Return the image as a data address for <img>."""
         return f"data:image/svg+xml;base64,{base64.b64encode(self.svg.encode()).decode()}"
 
 
 def throughput(entries: Sequence[Entry]) -> list[Plot]:
-    """A bar for each published number with the measured ones as points on it; one plot per quantity."""
+    """Plot published numbers as bars and measured ones as points, one plot per quantity."""
     found = [key for key in THROUGHPUT if _published(entries, key)]
     return [_throughput(entries, key) for key in found if key != "time_per_iteration_s" or len(found) == 1]
 
 
 def losses(runs: Sequence[Run], title: str = "Loss") -> list[Plot]:
-    """Training (moving average) and validation; one plot per unit and `RUNS_PER_PLOT` runs."""
+    """Plot training losses (moving average) and validations, per unit and `RUNS_PER_PLOT` runs."""
     found = []
     every = [run for run in runs if run.training or run.validation]
     for per in dict.fromkeys(run.loss_per for run in every):
@@ -96,7 +96,7 @@ def losses(runs: Sequence[Run], title: str = "Loss") -> list[Plot]:
 
 
 def step_times(runs: Sequence[Run]) -> list[Plot]:
-    """Wall time of every step."""
+    """Plot the wall time of every step."""
     wide = _wide([value for run in runs for _, value in run.seconds])
     curves = [(index, run, run.seconds) for index, run in enumerate(runs)]
     label = "Time per step"
@@ -104,7 +104,7 @@ def step_times(runs: Sequence[Run]) -> list[Plot]:
 
 
 def loss_differences(first: Run, *others: Run) -> list[Plot]:
-    """How far the training loss of each other run is from the first's, step by step."""
+    """Plot the difference of each other run's training loss from the first run's, step by step."""
     curves = []
     for index, run in enumerate(others, start=1):
         apart = differences(first.training, run.training)
@@ -120,9 +120,9 @@ def loss_differences(first: Run, *others: Run) -> list[Plot]:
 def _steps(
     curves: Sequence[tuple[int, Run, Points]], names: tuple[str, str], label: str, caption: str, *, log: bool
 ) -> list[Plot]:
-    """(number of the run, the run, its curve), not smoothed; no plot where no run has points.
+    """Plot curves without smoothing; return no plot without points.
 
-    `names`: of the plot and of its y axis.
+    `curves`: (number of the run, run, curve); `names`: title and y axis.
     """
     figure = Figure(figsize=(8, 4.2), layout="constrained")
     axes = new_axes(figure, names[0], "optimizer step", names[1])
@@ -187,7 +187,7 @@ def _losses(runs: Sequence[Run], unit: str, title: str, most: int) -> Plot:
         if points := thin(run.validation, most):
             axes.plot(*zip(*points, strict=True), color=PALETTE[index], marker=MARKS[index], **VALIDATION)
             if not run.training:
-                legend.append((Line2D([], [], color=PALETTE[index]), run.labelled))
+                legend.append((Line2D([], [], color=PALETTE[index]), run.full_label))
     if any(run.validation for run in runs):
         legend.append((Line2D([], [], color=INK, marker=MARKS[0], **VALIDATION), "validation"))
     outside = draw_references(axes, _entropies(runs), len(runs))
@@ -201,7 +201,7 @@ def _losses(runs: Sequence[Run], unit: str, title: str, most: int) -> Plot:
 
 
 def _draw(axes: Axes, curves: Sequence[tuple[int, Run, Points]], most: int) -> Legend:
-    """A line over whole optimizer steps for each run that has points; the legend of those."""
+    """Draw a line for each run with points over optimizer steps; return the legend."""
     axes.xaxis.set_major_locator(step_ticks())
     legend: Legend = []
     for index, run, points in curves:
@@ -209,12 +209,12 @@ def _draw(axes: Axes, curves: Sequence[tuple[int, Run, Points]], most: int) -> L
             style = {"color": PALETTE[index % len(PALETTE)], "linestyle": DASHES[index % len(DASHES)]}
             marker = "." if len(points) == 1 else ""  # a curve of one point would be invisible as a line
             (line,) = axes.plot(*zip(*points, strict=True), linewidth=1.6, marker=marker, **style)
-            legend.append((line, run.labelled))
+            legend.append((line, run.full_label))
     return legend
 
 
 def thin(points: Points, most: int = MOST_POINTS) -> Points:
-    """At most `most` points: equal runs of neighbours, each replaced by its mean."""
+    """Reduce a curve to at most `most` points by averaging neighbours."""
     if len(points) <= most:
         return points
     size = ceil(len(points) / most)
@@ -229,26 +229,26 @@ def _thinned(runs: Sequence[Run], most: int) -> str:
 
 
 def _published(entries: Sequence[Entry], key: str) -> dict[str, float]:
-    """Row -> published number, of the rows that have one."""
+    """Map each row with a published number to that number."""
     numbers = {entry.row.full_name: getattr(entry.row.published, key, None) for entry in entries}
     return {name: number for name, number in numbers.items() if number is not None}
 
 
 def _counted_as(entries: Sequence[Entry]) -> str | None:
-    """Which of our two counts stands next to the published TFLOPS; None where the sources made both."""
+    """Return our count of TFLOPS that matches the published ones; None where sources used both."""
     published = [entry.row.published for entry in entries if entry.row.published]
     found = {each.tflops_by for each in published if each.tflops is not None} or {"formula"}
     return TFLOPS_BY[found.pop()][1] if len(found) == 1 else None
 
 
 def _axis(entries: Sequence[Entry], key: str) -> str:
-    """With the count of TFLOPS that the source made, and we next to it."""
+    """Return the axis label; for TFLOPS it names the source's count."""
     counted = _counted_as(entries) if key == "tflops" else None
     return COLUMNS[counted].heading if counted else THROUGHPUT[key]
 
 
 def _measured(entry: Entry, key: str) -> float | None:
-    """None also where the run's numbers are not those of the row."""
+    """Return the measured value; None if missing or incomparable with the row."""
     counted = _counted_as([entry]) if key == "tflops" else key
     value = COLUMNS[counted or key].of(entry.run.result) if entry.run and not entry.no_ratio else None
     return value if value and value > 0 else None
@@ -281,7 +281,7 @@ def new_axes(figure: Figure, title: str, x: str, y: str) -> Axes:
 
 
 def log_axis(axes: Axes, which: str) -> None:
-    """A logarithmic x or y axis whose numbers are plain text: 0.001, 1e-05."""
+    """Make the x or y axis logarithmic, with plain numbers: 0.001, 1e-05."""
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
     axis = axes.xaxis if which == "x" else axes.yaxis
     axis.set_major_locator(LogTicks())
@@ -290,7 +290,7 @@ def log_axis(axes: Axes, which: str) -> None:
 
 
 class LogTicks(Locator):
-    """Ticks of a logarithmic axis: decades, in between 2 and 5 where these are few, and whatever is round."""
+    """Ticks of a logarithmic axis: decades; if few, also 2 and 5; if still few, any round numbers."""
 
     def __call__(self) -> Sequence[float]:
         assert self.axis is not None
@@ -306,10 +306,10 @@ class LogTicks(Locator):
 
 
 def draw_references(axes: Axes, entropies: Mapping[tuple[str, float], Sequence[str]], runs: int) -> bool:
-    """Draw a grey line for each (kind, nats) -> labels of its runs; name it in the margin.
+    """Draw and name a grey line for each (kind, nats) -> run labels.
 
-    Call it after the curves are drawn. `runs`: how many they are of; a reference of one of several names it.
-    Returns whether one lies outside the axis.
+    Call it after the curves are drawn. `runs`: number of runs in the plot; a reference of only one of them
+    names it. Returns True if a reference lies outside the axis.
     """
     values = [float(y) for line in axes.get_lines() for y in np.asarray(line.get_ydata())]
     bottom, top = (min(values), max(values)) if values else (0.0, float("inf"))
@@ -327,7 +327,7 @@ def draw_references(axes: Axes, entropies: Mapping[tuple[str, float], Sequence[s
 
 
 def _render(figure: Figure, legend: Legend, label: str, caption: str) -> Plot:
-    """The figure with its legend below, where it covers nothing."""
+    """Render the figure as SVG, with the legend below the axes."""
     if legend:
         # matplotlib leaves labels out that begin with an underscore.
         labels = [f" {text}" if text.startswith("_") else text for _, text in legend]

@@ -1,4 +1,4 @@
-"""Published rows and runs next to what the planner predicts: time, share of peak, memory left, scaling."""
+"""Published rows and runs next to the planner's predictions: time, share of peak, free memory, scaling."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ EXPLAINED = (
 
 
 @dataclass(frozen=True)
-class Line:
-    """A published row or a run; None: not known. Shares are of 1.
+class PredictionLine:
+    """A published row or a run; None: unknown. Shares are of 1.
 
     Attributes:
-        where: what it can be compared with: published rows, or runs on one machine.
-        seconds: per step; of a row that prints none, from its samples/s or its TFLOPS.
-        oom, predicted_oom: it did not fit, or is not predicted to.
+        where: group of comparable lines: published rows, or runs on one machine.
+        seconds: per step; derived from samples/s or TFLOPS where a row prints no time.
+        oom, predicted_oom: memory did not suffice, or is predicted not to suffice.
         mfu: share of the peak rate, without recomputation (Chowdhery et al. 2022, appendix B).
-        left: share of the memory that is not taken.
+        left: share of free memory.
         normalised: samples/s times parameters, relative to the smallest model on as many GPUs.
-        scaling: TFLOPS per GPU, relative to those of the fewest GPUs.
+        scaling: TFLOPS per GPU, relative to the line with the fewest GPUs.
     """
 
     name: str
@@ -67,43 +67,43 @@ class Line:
     scaling: float | None = None
 
     @property
-    def known(self) -> bool:
-        """Whether there is more to say than what was printed."""
+    def has_numbers(self) -> bool:
+        """Check that the line has a prediction or a derived number."""
         return any(getattr(self, field.name) for field in fields(self)[8:])
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """As HEADINGS."""
+        """Return the line as text in the columns of HEADINGS."""
         without = "not published" if self.label == PUBLISHED else "not measured"
         predicted = "not predicted"
         ratio = self.predicted_s / self.seconds if self.predicted_s and self.seconds else None
         return (
             self.name,
             self.label,
-            "OOM" if self.oom else _shown(self.seconds, numbers.number, without),
-            _shown(self.predicted_s, numbers.number, predicted),
-            _shown(ratio, "{:.2f}".format, ""),
-            _shown(self.mfu, "{:.1%}".format, "" if self.oom else without),
-            _shown(self.predicted_mfu, "{:.1%}".format, predicted),
-            "OOM" if self.oom else _shown(self.left, "{:.1%}".format, without),
-            "OOM" if self.predicted_oom else _shown(self.predicted_left, "{:.1%}".format, predicted),
-            _shown(self.normalised, "{:.3g}".format, ""),
-            _shown(self.scaling, "{:.1%}".format, ""),
+            "OOM" if self.oom else _text(self.seconds, numbers.number, without),
+            _text(self.predicted_s, numbers.number, predicted),
+            _text(ratio, "{:.2f}".format, ""),
+            _text(self.mfu, "{:.1%}".format, "" if self.oom else without),
+            _text(self.predicted_mfu, "{:.1%}".format, predicted),
+            "OOM" if self.oom else _text(self.left, "{:.1%}".format, without),
+            "OOM" if self.predicted_oom else _text(self.predicted_left, "{:.1%}".format, predicted),
+            _text(self.normalised, "{:.3g}".format, ""),
+            _text(self.scaling, "{:.1%}".format, ""),
         )
 
 
-def frame(lines: Sequence[Line]) -> Frame | None:
-    """None where nothing is known of any."""
-    if not any(line.known for line in lines):
+def frame(lines: Sequence[PredictionLine]) -> Frame | None:
+    """Return the table of the lines; None without any prediction or derived number."""
+    if not any(line.has_numbers for line in lines):
         return None
     kinds = ("name", "text", *["number"] * (len(HEADINGS) - 2))
     title = "Predicted beside published and measured"
     return Frame(HEADINGS, kinds, [line.cells for line in lines], title, EXPLAINED)
 
 
-def lines_of(entries: Sequence[Entry]) -> list[Line]:
-    """Of every row what was published, then its runs; tiny runs are compared with none."""
-    found: list[Line] = []
+def lines_of(entries: Sequence[Entry]) -> list[PredictionLine]:
+    """Return a line for each published row, followed by its runs; tiny runs are not compared."""
+    found: list[PredictionLine] = []
     for row, each in groupby(entries, key=lambda entry: entry.row):
         if row.recipe and row.recipe.published:
             found.append(_of_row(row.full_name, row.recipe, row.recipe.published))
@@ -111,10 +111,10 @@ def lines_of(entries: Sequence[Entry]) -> list[Line]:
     return list(_compared(found))
 
 
-def _of_row(name: str, recipe: Recipe, published: Published) -> Line:
+def _of_row(name: str, recipe: Recipe, published: Published) -> PredictionLine:
     theirs = _as_their_system(recipe)
     seconds = published_seconds(recipe, published, theirs.work if theirs else None)
-    line = Line(
+    line = PredictionLine(
         name,
         PUBLISHED,
         gpus=recipe.hardware.gpus if recipe.hardware else None,
@@ -141,24 +141,24 @@ def _of_row(name: str, recipe: Recipe, published: Published) -> Line:
 
 
 def _as_their_system(recipe: Recipe) -> Forecast | None:
-    """The row on its hardware as its system ran it; None where the catalogue or the planner has not both."""
+    """Forecast the row on its hardware and system; None where catalogue or planner lacks one of them."""
     named = recipe.hardware.node if recipe.hardware else None
-    if named in (None, hardware.THIS):  # a report measures nothing
+    if named in (None, hardware.THIS):  # a report takes no measurements
         return None
     try:
         node = hardware.node_for(recipe)
         plan = planned(recipe, recipe.ds_config, node, None)
         step = as_published(plan)
         return forecast(step, node) if step else None
-    except (ValueError, OSError):  # of a user's recipe, configuration or catalogue
+    except (ValueError, OSError):  # a broken recipe, configuration or catalogue of the user
         return None
 
 
-def _of_run(name: str, run: Run) -> Line:
+def _of_run(name: str, run: Run) -> PredictionLine:
     result, seconds = run.result, run.result.speed.seconds_per_step
-    line = Line(
+    line = PredictionLine(
         name,
-        run.labelled,
+        run.full_label,
         where="" if run.tiny else _machine(run),
         # Processes that share cores are no GPUs.
         gpus=result.layout.world if result.layout and run.machine.get("accelerators") else None,
@@ -169,7 +169,7 @@ def _of_run(name: str, run: Run) -> Line:
         oom=result.status == "OOM",
     )
     if run.plan is None or any(each.kind == "measured" for each in result.deviations):
-        return line  # speed and memory are of steps that the newest plan did not make
+        return line  # speed and memory are from steps under an earlier plan
     room, used = _available(run.plan, run.machine), result.memory.cached_bytes or result.memory.peak_bytes
     line = replace(line, left=1 - used / room if used and room else None)
     if (found := run_forecast(run.plan, run.machine)) is None:
@@ -179,7 +179,7 @@ def _of_run(name: str, run: Run) -> Line:
     return replace(
         line,
         predicted_s=predicted,
-        # The operations are those of the predicted step, which took another time.
+        # Same operations as in the predicted step, but the measured time.
         mfu=rate.mfu * predicted / seconds if rate and predicted and seconds else None,
         predicted_mfu=rate.mfu if rate else None,
         predicted_left=1 - needed / room if room else None,
@@ -188,7 +188,7 @@ def _of_run(name: str, run: Run) -> Line:
 
 
 def run_forecast(plan: Plan, machine: Mapping[str, Any]) -> Forecast | None:
-    """The step on the machine that the run was on, measuring nothing; None where no such machine is known.
+    """Forecast the step on the run's machine without measuring; None for an unknown machine.
 
     `machine`: `description.describe()`.
     """
@@ -206,7 +206,7 @@ def run_forecast(plan: Plan, machine: Mapping[str, Any]) -> Forecast | None:
 
 
 def _available(plan: Plan, machine: Mapping[str, Any]) -> float | None:
-    """Bytes of a GPU, or a process's part of the host's memory."""
+    """Return the bytes of a GPU, or a process's share of the host memory."""
     if (each := machine.get("accelerator_memory_gb")) is not None:
         return float(each) * 1e9
     whole = machine.get("memory_gb")
@@ -217,7 +217,7 @@ def _machine(run: Run) -> str:
     return "run on " + ", ".join(str(run.machine.get(key)) for key in ("accelerator", "cpu", "cores"))
 
 
-def _compared(lines: Sequence[Line]) -> Iterator[Line]:
+def _compared(lines: Sequence[PredictionLine]) -> Iterator[PredictionLine]:
     for line in lines:
         others = [each for each in lines if line.where and each.where == line.where]
         as_many = [each for each in others if each.gpus == line.gpus and each.samples_per_s]
@@ -232,9 +232,9 @@ def _compared(lines: Sequence[Line]) -> Iterator[Line]:
         yield replace(line, normalised=normalised, scaling=scaling)
 
 
-def _work(line: Line) -> float:
+def _work(line: PredictionLine) -> float:
     return (line.samples_per_s or 0.0) * (line.parameters or 0)
 
 
-def _shown(value: float | None, form: Callable[[float], str], without: str) -> str:
+def _text(value: float | None, form: Callable[[float], str], without: str) -> str:
     return without if value is None else form(value)

@@ -1,4 +1,4 @@
-"""What a recipe says about itself next to its numbers."""
+"""Remarks of recipes for reports: errata, notes, unknown and inferred values."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from launch.records.result_text import EXACT
-from launch.reports.tables import Row
+from launch.reports.tables import PublishedRow
 
 
 class Remark(NamedTuple):
-    """A sentence. `kind`: "erratum", "note", ...; `key`: of the recipe, where it is about one."""
+    """A sentence about a row. `kind`: "erratum", "note", ...; `key`: the recipe's key, if there is one."""
 
     kind: str
     text: str
@@ -18,14 +18,14 @@ class Remark(NamedTuple):
 
     @property
     def what(self) -> str:
-        """What the sentence is, as it is written in front of it."""
+        """Return the words in front of the sentence: its kind and key."""
         if self.kind == "printed":
             return f"{self.key} printed as"
         return f"{self.kind}: {self.key}" if self.key else self.kind
 
 
 class Remarks(tuple[Remark, ...]):
-    """The remarks of a row, or those that all rows of a table share."""
+    """The remarks of one row, or the common remarks of a table."""
 
     @property
     def errata(self) -> int:
@@ -33,7 +33,7 @@ class Remarks(tuple[Remark, ...]):
 
     @property
     def kinds(self) -> str:
-        """What the remarks are about: "note; unknown: steps; inferred: optimizer, schedule"."""
+        """Return kinds and keys: "note; unknown: steps; inferred: optimizer, schedule"."""
         keys: dict[str, list[str]] = {}
         for remark in self:
             printed = remark.kind == "printed"
@@ -43,8 +43,8 @@ class Remarks(tuple[Remark, ...]):
         return "; ".join(f"{kind}: {', '.join(found)}" if found else kind for kind, found in keys.items())
 
 
-def remarks_of(row: Row) -> list[Remark]:
-    """Errata, note, printed values that cannot be, what no source gives, and where the rest comes from."""
+def remarks_of(row: PublishedRow) -> list[Remark]:
+    """Return errata, note, impossible printed values, unknown values, and origins of inferred values."""
     found = [Remark("erratum", str(known)) for known in row.errata]
     if row.no_recipe:
         found.append(Remark("no recipe", row.no_recipe))
@@ -61,8 +61,8 @@ def remarks_of(row: Row) -> list[Remark]:
     return found
 
 
-def split_remarks(rows: Sequence[Row]) -> tuple[Remarks, list[tuple[Row, Remarks]]]:
-    """(what all of several rows say, what each says besides that): a table's defaults are read once."""
+def split_remarks(rows: Sequence[PublishedRow]) -> tuple[Remarks, list[tuple[PublishedRow, Remarks]]]:
+    """Return the common remarks of all rows, and each row's other remarks."""
     every = [remarks_of(row) for row in rows]
     recipes = [own for row, own in zip(rows, every, strict=True) if not row.no_recipe]
     shared = recipes[0] if len(recipes) > 1 else []

@@ -1,4 +1,4 @@
-"""One run directory as a report reads it, whole, unfinished or with broken files."""
+"""Read a run directory for a report: complete, unfinished, or with broken files."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ UNFINISHED, UNREADABLE, OOM = "unfinished", "unreadable", "OOM"
 
 @dataclass(frozen=True)
 class Run:
-    """What a run directory says.
+    """The contents of a run directory.
 
     Attributes:
-        name: its recipe, table/row, without a remark that it was shrunk.
-        result: of an unfinished run from its metrics; empty where the files do not say enough.
-        plan, launch: of the newest launch; None: cannot be read.
-        training, validation: (step, nats) of what is finite; of a BERT's pretraining the masked-token loss.
-        seconds: (step, seconds of wall time).
-        scores: what launch/score.py has kept of it.
-        pretrained: of a fine-tuning run the run that its weights are of; None: of none.
+        name: its recipe, table/row, without "-tiny".
+        result: for an unfinished run made from its metrics; empty where the files do not suffice.
+        plan, launch: of the newest launch; None if unreadable.
+        training, validation: (step, nats) with finite losses; for BERT pretraining the masked-token loss.
+        seconds: (step, wall time in seconds).
+        scores: from scores.json, written by launch/score.py.
+        pretrained: the pretraining run of a fine-tuning run's weights; None without one.
     """
 
     path: Path
@@ -55,7 +55,7 @@ class Run:
 
     @property
     def loss_per(self) -> str:
-        """What its losses are means over: token, masked token or example."""
+        """Return the unit of its mean losses: token, masked token or example."""
         return self.recipe.model.predicted if self.recipe else self.result.loss_per
 
     @property
@@ -67,13 +67,13 @@ class Run:
         return "measured" if self.result.status == "ok" else self.result.status
 
     @property
-    def labelled(self) -> str:
-        """Its label, and that it is tiny."""
+    def full_label(self) -> str:
+        """Return the label, marked if the run is tiny."""
         return self.label + (" (TINY)" if self.tiny else "")
 
     @property
     def readable(self) -> bool:
-        """Whether there is anything to compare other runs with."""
+        """Check that other runs can be compared with this one."""
         return self.plan is not None and self.status != UNREADABLE
 
     @property
@@ -90,7 +90,7 @@ class Run:
 
     @property
     def pretrained_table(self) -> str | None:
-        """The table of the row whose pretraining the weights are of."""
+        """Return the table of the row that pretrained the weights."""
         return self.pretrained.recipe.rpartition("/")[0] if self.pretrained else None
 
     @property
@@ -99,9 +99,9 @@ class Run:
 
 
 def read_run(path: Path, label: str, original_of: Callable[[str], Recipe | None]) -> Run:
-    """Read everything of a run that can be read; what cannot is named in `problems`.
+    """Read all readable files of a run; add the others to its `problems`.
 
-    `original_of`: the recipe of that name as the tables have it now, for a run that wrote no deviations.
+    `original_of` returns the current recipe of a name; it serves runs that wrote no deviations.
     """
     problems: list[str] = []
     at = RunDirectory(path)
@@ -121,14 +121,16 @@ def read_run(path: Path, label: str, original_of: Callable[[str], Recipe | None]
     name = name.removesuffix("-tiny") if tiny else name
     oom = out_of_memory.reason(path)
     if written is None or _continued(records, written):
-        # A resumed run keeps its old result.json until it ends again, and may resume from an earlier step.
+        # A resumed run keeps its old result.json until it ends again. It may resume from an earlier step.
         status = OOM if oom else UNFINISHED if written or not at.result_json.exists() else UNREADABLE
         known = Result(name, status if oom else UNREADABLE, tiny=tiny, reason=oom)
-        made = _so_far(plan, launch, records, original_of(name), problems, replace(known, status=status))
+        made = _unfinished_result(
+            plan, launch, records, original_of(name), problems, replace(known, status=status)
+        )
         result = made or known
     else:
         result = written
-        if oom and result.status not in ("ok", OOM):  # of a launch that wrote no result
+        if oom and result.status not in ("ok", OOM):  # from a later launch that wrote no result
             stated = (Deviation("status", OOM, is_=oom), *result.deviations)
             result = replace(result, status=OOM, reason=oom, deviations=stated)
     curves = (curve(each, records.part) for each in (records.steps, records.validations))
@@ -141,14 +143,14 @@ def read_run(path: Path, label: str, original_of: Callable[[str], Recipe | None]
 
 
 def _continued(records: Records, result: Result) -> bool:
-    """Whether the run continued after the result; with lines left out, fewer steps are no sign of that."""
+    """Check whether the run continued after the result; with broken lines, fewer steps are no sign of it."""
     if not records.steps:
         return False
     last = records.steps[-1].step
     return last > result.steps if records.broken else last != result.steps
 
 
-def _so_far(
+def _unfinished_result(
     plan: Plan | None,
     launch: Launch | None,
     records: Records,
@@ -156,7 +158,7 @@ def _so_far(
     problems: list[str],
     known: Result,
 ) -> Result | None:
-    """A result from what is recorded so far, named and with the status as `known`; None without a plan."""
+    """Make a result from the records so far, with the name and status of `known`; None without a plan."""
     if plan is None or launch is None:
         return None
     try:
@@ -183,6 +185,6 @@ def _read(read: Callable[[], T], problems: list[str]) -> T | None:
 
 
 def differences(first: Points, second: Points) -> Points:
-    """(step, absolute difference) of the steps that both curves have."""
+    """Return (step, absolute difference) at the common steps of two curves."""
     one, other = dict(first), dict(second)
     return [(step, abs(one[step] - other[step])) for step in sorted(one.keys() & other.keys())]

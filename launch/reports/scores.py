@@ -1,4 +1,4 @@
-"""Scores of the runs of a report, task after task, next to the published ones."""
+"""Scores of a report's runs by task, next to published scores."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from launch.console.numbers import number
 from launch.evaluation.scores import WORDS, Score, figure_text, published_next_to
-from launch.reports.finetuned import SHARES, Finetuned, percent
+from launch.reports.finetuned import SHARES, FinetunedModel, percent
 from launch.reports.frames import Frame
 from launch.reports.runs import Run
 
 HEADINGS = ("task", "figure", "model", "score", "parameters", "how")
 
 
-def frame(runs: Sequence[Run], finetuned: Iterable[Finetuned]) -> Frame | None:
-    """Every score by the figure that its task is known by; `finetuned`: those that belong to no row."""
-    rows = [*_scored(runs), *_finetuned(finetuned)]
+def frame(runs: Sequence[Run], finetuned: Iterable[FinetunedModel]) -> Frame | None:
+    """Return the table of all scores, each by its task's main figure. `finetuned`: models without a row."""
+    rows = [*_score_rows(runs), *_finetuned_rows(finetuned)]
     kinds = ("text", "text", "name", "number", "number", "words")
     return Frame(HEADINGS, kinds, rows) if rows else None
 
 
-def _scored(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
-    """The runs of each task, and after them the published scores."""
+def _score_rows(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
+    """Yield the runs of each task, followed by the published scores."""
     by_task: dict[tuple[str, str], list[tuple[Run, Score]]] = {}
     for run in runs:
         for score in run.scores:
@@ -45,7 +45,7 @@ def _of_run(run: Run, score: Score) -> tuple[str, ...]:
     return score.name, WORDS[figure], f"{run.label}{step}", value, number(score.parameters), how
 
 
-def _finetuned(finetuned: Iterable[Finetuned]) -> Iterator[tuple[str, ...]]:
+def _finetuned_rows(finetuned: Iterable[FinetunedModel]) -> Iterator[tuple[str, ...]]:
     for each in finetuned:
         how = f"{each.weights}{', on files of its own' if each.own_files else ''}"
         for split, metrics in each.scores.items():

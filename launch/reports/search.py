@@ -1,4 +1,4 @@
-"""Which run directories a user means: directories, globs, and folders that hold runs somewhere below them."""
+"""Find the run directories named by a user: directories, globs, and folders with runs below them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 from recipes.problems import Problem, ProblemsError, did_you_mean
 
-# A directory with one of these is a run, whole or not.
+# A directory with any of these files is a run, complete or not.
 RUN_FILES = ("recipe.yaml", "result.json", "metrics.jsonl")
 WHAT_A_RUN_HOLDS = "a run directory holds recipe.yaml, metrics.jsonl and, once it has ended, result.json"
 
 
 def find(arguments: Sequence[str]) -> list[Path]:
-    """The run directories meant by `arguments`, in their order, each once.
+    """Return the run directories of `arguments`, in their order, each once.
 
     Raises:
         ProblemsError: every argument that leads to no run, one line each.
@@ -23,7 +23,7 @@ def find(arguments: Sequence[str]) -> list[Path]:
     problems = []
     for argument in arguments:
         try:
-            for path in _meant(argument):
+            for path in _runs_of(argument):
                 found.setdefault(path.resolve(), path)
         except OSError as error:  # a name too long, a directory that may not be read
             why = f"cannot be looked into ({error.strerror or error})"
@@ -39,7 +39,7 @@ def is_run(path: Path) -> bool:
     return any((path / name).is_file() for name in RUN_FILES)
 
 
-def _meant(argument: str) -> list[Path]:
+def _runs_of(argument: str) -> list[Path]:
     path = Path(argument).expanduser()
     if path.is_dir():
         if runs := list(_below(path, set())):
@@ -64,7 +64,7 @@ def _meant(argument: str) -> list[Path]:
 
 
 def _below(path: Path, seen: set[Path]) -> Iterator[Path]:
-    """The run at `path`, or the runs below it by name; what a run holds is not looked into."""
+    """Yield the run at `path`, or the runs below it sorted by name; do not search inside runs."""
     if path.resolve() in seen:  # a link that leads back up
         return
     seen.add(path.resolve())
@@ -80,7 +80,7 @@ def _subdirectories(path: Path) -> list[Path]:
 
 
 def labels(paths: Sequence[Path]) -> list[str]:
-    """A short name for each: as many of the last parts of its path as tell it from the others."""
+    """Return a short name for each path: the fewest last parts that make it unique."""
     parts = [path.resolve().parts for path in paths]
     found = []
     for own in parts:

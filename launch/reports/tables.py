@@ -1,4 +1,4 @@
-"""Published tables as a report needs them: the source's own cells word for word, and each row's recipe."""
+"""Published tables for reports: the source's cells word for word, and the recipe of each row."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from launch.tables import evidence
 from launch.tables.evidence import RowErratum
 from recipes import files
 from recipes.problems import Problem, ProblemsError, RecipeError, counted, did_you_mean
-from recipes.schema import Published as PublishedNumbers
-from recipes.schema import Recipe
+from recipes.schema import Published, Recipe
 from recipes.tables import FOLDER, Table, read_table
 from recipes.validation import validate
 
-# Quantity -> what an erratum may be of for the number to be wrong, or computed from what is wrong.
+# Quantity -> erratum quantities; an erratum of any makes the published number wrong.
 WRONG_BY = {
     "tflops": {"TFLOPS", "time", "GPUs", "global batch"},
     "samples_per_s": {"samples/s", "time", "global batch"},
@@ -25,14 +24,14 @@ WRONG_BY = {
 
 
 @dataclass(frozen=True)
-class Row:
-    """One row.
+class PublishedRow:
+    """One row of a published table.
 
     Attributes:
-        cells: as many as the table has columns.
+        cells: the source's text, one cell per column.
         recipe: None where the YAML is no valid recipe.
-        errata: of the printed numbers.
-        no_recipe: why the source's line is of a model that is none here.
+        errata: errors in the printed numbers.
+        no_recipe: the reason why the source's row has no recipe here.
     """
 
     table: str
@@ -47,54 +46,54 @@ class Row:
         return f"{self.table}/{self.name}" if self.table else self.name
 
     @property
-    def published(self) -> PublishedNumbers | None:
+    def published(self) -> Published | None:
         return self.recipe.published if self.recipe else None
 
     def is_wrong(self, quantity: str) -> bool:
-        """Whether an erratum says that the published number is wrong."""
+        """Check whether an erratum makes the published number wrong."""
         return any(known.quantity in WRONG_BY[quantity] for known in self.errata)
 
 
 @dataclass(frozen=True)
-class Published:
-    """A table of `recipes/`; `columns`: the source's headings, or ours where no document printed it."""
+class PublishedTable:
+    """A table of `recipes/`. `columns`: the source's headings, or our own for a table without source."""
 
     name: str
     title: str
     source: str | None
     note: str | None
     columns: tuple[str, ...]
-    rows: list[Row]
+    rows: list[PublishedRow]
     problems: Sequence[str] = ()
 
-    def row(self, name: str) -> Row | None:
+    def row(self, name: str) -> PublishedRow | None:
         return next((row for row in self.rows if row.name == name), None)
 
 
 class Tables:
-    """The tables of a folder, each read when it is first asked for."""
+    """The tables of a folder, each read on first use."""
 
     def __init__(self, folder: Path = FOLDER) -> None:
         self._folder = folder
-        self._read: dict[str, Published | None] = {}
+        self._read: dict[str, PublishedTable | None] = {}
 
     @property
     def names(self) -> list[str]:
         read = {name for name, table in self._read.items() if table}
         return sorted(read.union(path.stem for path in self._folder.glob("*.yaml")))
 
-    def get(self, name: str) -> Published | None:
-        """The table of that name; None: there is none. Raises ProblemsError where its file is no table."""
+    def get(self, name: str) -> PublishedTable | None:
+        """Return the table of a name; None if there is none. Raises ProblemsError for a broken file."""
         if name not in self._read:
             path = self._folder / f"{name}.yaml"
             self._read[name] = load(read_table(path)) if path in self._folder.glob("*.yaml") else None
         return self._read[name]
 
     def named(self, asked: Sequence[str]) -> list[str]:
-        """Names of the tables asked for, by name or as a YAML file, each once.
+        """Return the names of requested tables, given by name or as a YAML file, each once.
 
         Raises:
-            ProblemsError: every table that is not there or cannot be read, with near matches.
+            ProblemsError: every missing or unreadable table, with near matches.
         """
         found: dict[str, None] = {}
         problems: list[Problem] = []
@@ -115,7 +114,7 @@ class Tables:
         return list(found)
 
     def published(self) -> tuple[list[str], list[str]]:
-        """(names of all tables that reproduce a document's, problems of those that cannot be read)."""
+        """Return the names of all tables reproduced from documents, and the problems of unreadable ones."""
         found: list[str] = []
         problems: list[str] = []
         for name in self.names:
@@ -129,7 +128,7 @@ class Tables:
         return found, problems
 
     def recipe(self, full_name: str) -> Recipe | None:
-        """The recipe table/row as its file has it now; None where there is none, or none that is valid."""
+        """Return the current recipe of table/row; None if it is missing or invalid."""
         table, _, row = full_name.rpartition("/")
         try:
             found = self.get(table)
@@ -138,10 +137,10 @@ class Tables:
         return known.recipe if found and (known := found.row(row)) else None
 
 
-def load(table: Table) -> Published:
-    """Every row, also where the recipe is not valid: what was published can be shown all the same."""
+def load(table: Table) -> PublishedTable:
+    """Convert a table with every row; rows with an invalid recipe keep their published cells."""
     known = evidence.read(table)
-    rows: list[Row] = []
+    rows: list[PublishedRow] = []
     problems: list[str] = []
     for name in table.rows:
         values, full_name = table.row(name), f"{table.name}/{name}"
@@ -154,17 +153,17 @@ def load(table: Table) -> Published:
         if table.columns:
             cells, problem = source_cells(values.get("published"), table.columns)
             problems += [f"{full_name}: {problem}"] if problem else []
-        rows.append(Row(table.name, name, cells, recipe, tuple(known.errata_of(name))))
+        rows.append(PublishedRow(table.name, name, cells, recipe, tuple(known.errata_of(name))))
     for name, other in known.others.items():
         cells, problem = source_cells({"row": other.published.row}, table.columns)
         problems += [f"{table.name}/{name}: {problem}"] if problem else []
-        rows.append(Row(table.name, name, cells, None, no_recipe=other.why))
+        rows.append(PublishedRow(table.name, name, cells, None, no_recipe=other.why))
     columns, unique = table.columns or ("Recipe",), list(dict.fromkeys(problems))
-    return Published(table.name, table.title, table.source, table.note, columns, rows, unique)
+    return PublishedTable(table.name, table.title, table.source, table.note, columns, rows, unique)
 
 
 def source_cells(published: Any, columns: Sequence[str]) -> tuple[tuple[str, ...], str | None]:
-    """(the cells of `published.row`, one per column; what is wrong with them or None)."""
+    """Split `published.row` into one cell per column; return the cells and a problem or None."""
     printed = published.get("row") if isinstance(published, Mapping) else None
     width = len(columns)
     if not printed:

@@ -1,4 +1,4 @@
-"""report.md, report.csv and report.html in one directory, in place of a former report only."""
+"""Write report.md, report.csv and report.html to one directory; replace former reports only."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ STATUS_CLASSES = {
 
 
 def page(document: Document) -> str:
-    """One HTML page that needs nothing else: plots are inside, and no script runs."""
-    # Everything is escaped but what this project wrote itself: the marker and the style sheet.
+    """Render one self-contained HTML page: plots inside, no scripts."""
+    # All text is escaped except the marker and the style sheet, which are our own.
     options: dict[str, Any] = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(loader=FileSystemLoader(FOLDER), autoescape=True, **options)
     environment.filters["number"] = number
@@ -42,11 +42,11 @@ def page(document: Document) -> str:
 
 
 def unbroken(text: str) -> str:
-    """The text with 3.9e-03 kept in one line: the hyphen of an exponent is one at which no line breaks."""
+    """Replace the hyphen of exponents such as 3.9e-03 by one without a line break."""
     return re.sub(r"(?<=\de)-(?=\d)", "\N{NON-BREAKING HYPHEN}", text)
 
 
-# Name -> (what writes it, what stands near the beginning of every such file: by it a former report is known).
+# File name -> (its writer, a marker near the beginning of the file, which identifies a former report).
 FORMS: dict[str, tuple[Callable[[Document], str], str]] = {
     "report.md": (markdown.write, markdown.MARKER),
     "report.csv": (csvfile.write, ",".join(csvfile.COLUMNS[:4])),
@@ -56,7 +56,7 @@ MARKER_WITHIN = 1000  # characters
 
 
 def default_directory(tables: Sequence[str], labels: Sequence[str], everything: bool) -> Path:
-    """reports/<table>, reports/<run>-and-<run>, reports/all-tables or reports/runs."""
+    """Return reports/<table>, reports/<run>-and-<run>, reports/all-tables or reports/runs."""
     if everything:
         name = "all-tables"
     elif len(tables) == 1:
@@ -69,7 +69,7 @@ def default_directory(tables: Sequence[str], labels: Sequence[str], everything: 
 
 
 def check(directory: Path) -> list[str]:
-    """Names of a former report's files there.
+    """Check that the directory can take a report; return the file names of a former report there.
 
     Raises:
         ValueError: the directory cannot be made or written, is a run, or holds other files of our names.
@@ -88,8 +88,10 @@ def check(directory: Path) -> list[str]:
 
 
 def write(document: Document, directory: Path) -> list[Path]:
-    """Write the three files; their paths."""
-    texts = {directory / name: form(document) for name, (form, _) in FORMS.items()}  # before one is replaced
+    """Write the three files and return their paths."""
+    texts = {
+        directory / name: form(document) for name, (form, _) in FORMS.items()
+    }  # all texts, before any file is replaced
     directory.mkdir(parents=True, exist_ok=True)
     for path, text in texts.items():
         write_atomically(path, text)

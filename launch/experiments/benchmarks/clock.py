@@ -1,4 +1,4 @@
-"""Seconds of the parts of a step, for those steps in which somebody asks for them."""
+"""Clock for the phases of a training step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PHASES = ("data", "forward", "backward", "optimizer")
 
 
 class Clock:
-    """Adds up seconds by phase while it is `running`: then it waits for a GPU at each end of a phase."""
+    """Sum of seconds by phase while `running`; waits for the GPU at both ends of a phase."""
 
     def __init__(self) -> None:
         self.running = False
@@ -31,7 +31,7 @@ class Clock:
         self._seconds[phase] += now() - started
 
     def timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, whose calls belong to `phase`."""
+        """Wrap `function` so that its calls count as `phase`."""
 
         @functools.wraps(function)
         def call(*args: Any, **keywords: Any) -> Any:
@@ -41,13 +41,13 @@ class Clock:
         return call
 
     def take(self) -> dict[str, float]:
-        """What was added up since the last call."""
+        """Return the seconds by phase since the last call."""
         found, self._seconds = dict(self._seconds), defaultdict(float)
         return found
 
 
 def now() -> float:
-    """Seconds, once a GPU has done what it was given."""
+    """Return the time in seconds, after the GPU has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

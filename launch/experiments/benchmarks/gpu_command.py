@@ -1,4 +1,4 @@
-"""`benchmark.py gpu`: its flags, and the walk through its steps, whose results are kept as they come."""
+"""`benchmark.py gpu`: flags, running its steps, and writing results after each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from recipes.problems import Problem, ProblemsError
 if TYPE_CHECKING:
     from launch.experiments.benchmarks.gpu_steps import Context, Step
 
-MOST_BYTES = 2**28  # of a results file
+MOST_BYTES = 2**28  # in a results file
 
 EXAMPLES = """\
 examples:
@@ -59,8 +59,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]:
-    """Take the steps that are not done; all results. Raises ValueError where it cannot be done like that."""
-    from launch.experiments.benchmarks import gpu_steps  # with torch, which no --help waits for
+    """Run the steps that are not done and return all results. Raises ValueError."""
+    from launch.experiments.benchmarks import gpu_steps  # loads torch, too slow for --help
 
     steps = gpu_steps.STEPS
     if args.list:
@@ -70,7 +70,7 @@ def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]
     if args.on == "cuda" and not machine["accelerators"]:
         raise ProblemsError([NO_GPU])
     folder = output.directory("--folder", args.folder).absolute()
-    kept = kept_results(folder, args.on, machine)
+    kept = read_results(folder, args.on, machine)
     folder.mkdir(parents=True, exist_ok=True)
     context = gpu_steps.Context(args.on == "cpu", folder, terminal.say)
     started = time.monotonic()
@@ -83,30 +83,30 @@ def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]
             terminal.say(f"{step.name} and later steps: left for the next start (--minutes {args.minutes})")
             break
         terminal.say(f"\nstep {number} of {len(chosen)}: {step.name}, {step.title}")
-        kept["steps"][step.name] = taken(step, context) | {"command": sys.argv, "hardware": machine}
-        keep(folder, kept)
-        terminal.say(described(step.name, kept["steps"][step.name]))
+        kept["steps"][step.name] = run_step(step, context) | {"command": sys.argv, "hardware": machine}
+        write_results(folder, kept)
+        terminal.say(result_text(step.name, kept["steps"][step.name]))
     return kept
 
 
-def taken(step: Step, context: Context) -> dict[str, Any]:
-    """The result of one step, which fails for itself alone."""
+def run_step(step: Step, context: Context) -> dict[str, Any]:
+    """Run one step and return its result; a failure does not stop the other steps."""
     started = time.monotonic()
     result: dict[str, Any] = {"title": step.title, "at": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     try:
         outcome = step.run(context)
-        # A walk reaches and misses nothing.
+        # Tiny shapes neither reach nor miss a goal.
         judged = [replace(goal, measured=None) if context.walks else goal for goal in outcome.goals]
         goals = [asdict(goal) | {"said": str(goal)} for goal in judged]
         result |= {"status": "done", "goals": goals, "said": outcome.said, "found": outcome.found}
-    except Exception as error:  # whatever it is, the next step may work
+    except Exception as error:  # of any kind: the next step may work
         told = str(error) if isinstance(error, ValueError) else traceback.format_exc()[-2000:]
         result |= {"status": "failed", "said": told}
     return result | {"seconds": time.monotonic() - started}
 
 
 def chosen_steps(args: argparse.Namespace, steps: Sequence[Step]) -> list[Step]:
-    """Those asked for by name, else all. Raises ProblemsError."""
+    """Return the steps requested by name, or all. Raises ProblemsError."""
     names = [step.name for step in steps]
     problems = [
         Problem(flag, f"{flag} {name}", f"the steps are {', '.join(names)}", "see --list")
@@ -119,8 +119,8 @@ def chosen_steps(args: argparse.Namespace, steps: Sequence[Step]) -> list[Step]:
     return [step for step in steps if not args.only or step.name in args.only or step.name in args.again]
 
 
-def kept_results(folder: Path, device: str, machine: dict[str, Any]) -> dict[str, Any]:
-    """What earlier starts measured here. Raises ProblemsError where that was another machine."""
+def read_results(folder: Path, device: str, machine: dict[str, Any]) -> dict[str, Any]:
+    """Read the results of earlier starts. Raises ProblemsError if they are from another machine."""
     new = {"on": device, "accelerator": machine["accelerator"], "steps": {}}
     path = folder / "results.json"
     if not path.exists():
@@ -133,15 +133,15 @@ def kept_results(folder: Path, device: str, machine: dict[str, Any]) -> dict[str
     return kept
 
 
-def keep(folder: Path, kept: dict[str, Any]) -> None:
-    """Write all results, as numbers and as text."""
+def write_results(folder: Path, kept: dict[str, Any]) -> None:
+    """Write all results as JSON and as text."""
     write_atomically(folder / "results.json", json.dumps(kept, indent=1, default=str) + "\n")
-    text = "\n\n".join(described(name, result) for name, result in kept["steps"].items())
+    text = "\n\n".join(result_text(name, result) for name, result in kept["steps"].items())
     write_atomically(folder / "results.txt", f"{kept['accelerator']}, {kept['on']}\n\n{text}\n")
 
 
-def described(name: str, result: dict[str, Any]) -> str:
-    """One step's result as text: the goals next to what was measured, then the rest."""
+def result_text(name: str, result: dict[str, Any]) -> str:
+    """Return one step's result as text: goals with measured values, then the rest."""
     first = f"{name}: {result['title']}: {result['status']} after {result['seconds']:.0f} s"
     goals = [goal["said"] for goal in result.get("goals", [])]
     return "\n".join([first, *goals, result["said"]])

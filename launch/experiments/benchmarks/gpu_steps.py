@@ -1,4 +1,4 @@
-"""The steps of `benchmark.py gpu`, each some minutes on one GPU, what matters most first."""
+"""Steps of `benchmark.py gpu`, each some minutes on one GPU, the most important first."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ds_configs.resolver import resolve
 from launch.console.text_table import table
 from launch.experiments.benchmarks import step_speed, step_text
 from launch.experiments.benchmarks.specification import Specification
-from launch.experiments.benchmarks.step_speed import RATE, Measured, Pace, Row
+from launch.experiments.benchmarks.step_speed import RATE, Measurement, Pace, SpeedRow
 from launch.experiments.benchmarks.turns import ROOT
 from launch.machine import abilities, measuring
 from launch.planning import memory_fit
@@ -31,21 +31,21 @@ GPT, BERT = "openwebtext/gpt2-124m", "wikipedia/bert-336m"
 LARGE, LARGEST = "a100_blog_table4/1.2b", "jeanzay_megatron_max_size_32gb/193b-g256"
 MEDIUM = ("sber_path_to_13b/03-medium", "sber_path_to_13b/05-gpt3-medium")
 SPARSE = "sber_path_to_13b/07-gpt3-large-sparse"
-RATE_GOAL, TIMES_GOAL = 0.55, 1.5  # share of the matrix rate; of transformers' seconds under the same JSON
+RATE_GOAL, TIMES_GOAL = 0.55, 1.5  # share of the matrix rate; speed over transformers' under the same JSON
 CONFIGS = ("zero1", "zero3_offload", "zero0", "zero2", "zero3", "zero2_offload", "zero3_offload_optimizer")
 UNUSABLE = {"pipeline", "3d", "zero_infinity"}  # they need several processes, or a disk
-SMALL = ("batch.global=64",)  # of the row that GPU users run first
+SMALL = ("batch.global=64",)  # for GPT
 FEW = ("batch.global=16", "batch.micro=16")
-UNDROPPED = ("precision=bf16", "dropout.attention=0")
+NO_ATTENTION_DROPOUT = ("precision=bf16", "dropout.attention=0")
 PACKAGED = ("data.source=packaged", "data.validation_every=20")
-LARGE_SIZES = ("batch.", "model.heads")  # settings that no tiny recipe takes
+LARGE_SIZES = ("batch.", "model.heads")  # prefixes of settings that do not fit a tiny recipe
 PACE, WALK = Pace(3, 5, 5, apart=True), Pace(1, 1, 1, apart=True)
-MOST_SAID = 8000  # characters of what a command said
+MOST_SAID = 8000  # characters of a command's output
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What was hoped for, and what came: at least `least` of `what`. None: it could not be measured."""
+    """A goal and its measured value: at least `least` of `what`. `measured`: None if impossible."""
 
     what: str
     least: float
@@ -58,8 +58,8 @@ class Goal:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Of one step: all numbers, and what is shown of them."""
+class StepOutcome:
+    """Numbers, text and goals of one step."""
 
     found: Any
     said: str
@@ -68,7 +68,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Context:
-    """`walks`: on a CPU through tiny shapes, two of each step, which measures nothing."""
+    """Settings of all steps. `walks`: try two cases of each step with tiny shapes on a CPU."""
 
     walks: bool
     folder: Path
@@ -79,15 +79,15 @@ class Context:
 class Step:
     name: str
     title: str
-    run: Callable[[Context], Outcome]
+    run: Callable[[Context], StepOutcome]
 
 
 @dataclass(frozen=True)
-class Case:
-    """A row of `recipes/` in one process on the packaged corpus, its micro-batch kept.
+class GpuCase:
+    """A row of `recipes/` in one process on the packaged corpus, with its own micro-batch.
 
     Attributes:
-        degree: tensor, pipeline or data parallelism of two ranks, which share the GPU through gloo.
+        degree: "tp", "pp" or "dp" for two ranks that share the GPU through gloo; None: one rank.
     """
 
     name: str
@@ -125,13 +125,13 @@ class Case:
         return replace(spec, emulate_fp16=tiny and spec.load().precision == "fp16")
 
 
-Goals = Callable[[Mapping[str, Row]], Sequence[Goal]]
+Goals = Callable[[Mapping[str, SpeedRow]], Sequence[Goal]]
 
 
 def speeds(
-    cases: Sequence[Case], context: Context, traced: bool = False, goals: Goals | None = None
-) -> Outcome:
-    """Measure them as `benchmark.py step` does, one after the other, and the machine's rate."""
+    cases: Sequence[GpuCase], context: Context, traced: bool = False, goals: Goals | None = None
+) -> StepOutcome:
+    """Measure the cases one after the other as `benchmark.py step`, and the machine's matrix rate."""
     specs = [case.specification(context.walks) for case in cases[: 2 if context.walks else None]]
     if not specs[0].emulate_fp16:
         rate = replace(cases[0], name=RATE, system=RATE, compiled=False, threads=None, degree=None)
@@ -140,18 +140,18 @@ def speeds(
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
     measured = step_speed.measure(specs, WALK if context.walks else PACE, context.say, folder)
-    rows = step_speed.summarised(measured)
+    rows = step_speed.speed_rows(measured)
     facts = {each.spec.name: facts_of(each, context) for each in measured if each.seconds}
     parts = [step_text.rates(measured), step_text.speeds(rows, rows[0].name)] if rows else []
     parts += [step_text.parts(measured), lines_of(facts)] if rows else []
     parts += [f"{each.spec.name}: {each.failed}" for each in measured if each.failed]
     found = {"rows": [asdict(row) for row in rows], "measured": [asdict(each) for each in measured]}
     reached = goals({row.name: row for row in rows}) if goals else ()
-    return Outcome(found | {"facts": facts}, "\n\n".join(parts), reached)
+    return StepOutcome(found | {"facts": facts}, "\n\n".join(parts), reached)
 
 
-def facts_of(measured: Measured, context: Context) -> dict[str, Any]:
-    """Kernels of attention, graphs of torch.compile, and memory next to what is predicted."""
+def facts_of(measured: Measurement, context: Context) -> dict[str, Any]:
+    """Return attention kernels, graphs of torch.compile, and measured over predicted memory."""
     found: dict[str, Any] = {}
     if measured.profile:
         found["kernels"] = measured.profile["attention"]
@@ -162,7 +162,7 @@ def facts_of(measured: Measured, context: Context) -> dict[str, Any]:
         machine = abilities.detect_machine(spec.emulate_fp16)
         plan = resolve(spec.load(), spec.ds_config or "", spec.processes, machine)
         needed = memory_fit.needs(plan, gpus=not context.walks)
-        # Of a GPU, torch's peak is of tensors alone.
+        # On a GPU torch's peak counts tensors alone.
         outside = 0.0 if context.walks else needed.context + needed.fragmentation
         found["predicted_gb"] = (needed.total - outside) / 1e9
         found["measured / predicted"] = measured.peak_bytes / 1e9 / found["predicted_gb"]
@@ -170,7 +170,7 @@ def facts_of(measured: Measured, context: Context) -> dict[str, Any]:
 
 
 def lines_of(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """A line for each."""
+    """Return a line of facts per name."""
 
     def shown(value: Any) -> str:
         return f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -180,8 +180,8 @@ def lines_of(found: Mapping[str, Mapping[str, Any]]) -> str:
     )
 
 
-def commands(context: Context, folder: str, lines: Iterable[tuple[str, Sequence[str]]]) -> Outcome:
-    """Run our commands one after the other; of a training its loss and its seconds per step."""
+def commands(context: Context, folder: str, lines: Iterable[tuple[str, Sequence[str]]]) -> StepOutcome:
+    """Run our commands one after the other; collect loss and seconds per step of trainings."""
     shutil.rmtree(context.folder / folder, ignore_errors=True)
     path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
     found: dict[str, dict[str, Any]] = {}
@@ -200,7 +200,7 @@ def commands(context: Context, folder: str, lines: Iterable[tuple[str, Sequence[
         else:
             said.append(f"{name}\n{done.stdout.strip()[-MOST_SAID:]}")
         context.say(f"{name}: {found[name]}")
-    return Outcome({"commands": found, "said": said}, "\n\n".join([lines_of(found), *said]))
+    return StepOutcome({"commands": found, "said": said}, "\n\n".join([lines_of(found), *said]))
 
 
 def training(context: Context, out: Path, *flags: str) -> list[str]:
@@ -208,14 +208,14 @@ def training(context: Context, out: Path, *flags: str) -> list[str]:
     return ["launch/pretrain.py", *flags, *tiny, "--set", "run.prompt=null", "--out", str(out)]
 
 
-def rates(context: Context) -> Outcome:
+def rates(context: Context) -> StepOutcome:
     measured = asdict(measuring.measured())
-    torch.cuda.empty_cache()  # of this process, for those of the next steps
-    return Outcome(measured, table(measured.items()))
+    torch.cuda.empty_cache()  # free this process's memory for the next steps
+    return StepOutcome(measured, table(measured.items()))
 
 
-def runs(context: Context) -> Outcome:
-    """Some 30 steps of every configuration that one GPU takes, in both families and by `transformers`."""
+def runs(context: Context) -> StepOutcome:
+    """Train 30 steps of every one-GPU configuration, in both families and with `transformers`."""
     names = {path.stem for path in (ROOT / "ds_configs").glob("*.json")} - UNUSABLE
     configs = [*CONFIGS, *sorted(names - {*CONFIGS})][: 2 if context.walks else None]
     cases = [("default/sotu", config) for config in configs]
@@ -233,8 +233,8 @@ def runs(context: Context) -> Outcome:
     return commands(context, "runs", lines)
 
 
-def repeating(context: Context) -> Outcome:
-    """Two equal runs and one that is stopped and resumed; the report says whether a loss differs."""
+def repeating(context: Context) -> StepOutcome:
+    """Train two equal runs and a resumed one, and compare their losses in a report."""
     whole, half = ("4", "2") if context.walks else ("20", "10")
     folder = context.folder / "repeating"
     parts = (("first", whole), ("second", whole), ("resumed", half), ("resumed", whole))
@@ -247,24 +247,24 @@ def repeating(context: Context) -> Outcome:
     return commands(context, "repeating", lines)
 
 
-def layouts(context: Context) -> Outcome:
+def layouts(context: Context) -> StepOutcome:
     few = ["--steps", "2", "--only", "accumulation 4"]
     more = few if context.walks else ["--compile"]
     return commands(context, "layouts", [("layouts", ["launch/compare_layouts.py", "--tiny", *more])])
 
 
-KEPT = (*UNDROPPED, "activation_checkpointing=none", "dropout.hidden=0")
-CASES_1_2B = (  # as the row stands (fp16, recomputed, dropout), and in bf16 with all activations kept
-    Case("bf16, compiled", LARGE, KEPT, compiled=True),
-    Case("bf16, eager", LARGE, KEPT),
-    Case("bf16, transformers", LARGE, KEPT, system="transformers"),
-    Case("bf16, bare loop", LARGE, KEPT, system="bare", compiled=True),
-    Case("the row, compiled", LARGE, compiled=True),
-    Case("the row, transformers", LARGE, system="transformers"),
+NO_RECOMPUTATION = (*NO_ATTENTION_DROPOUT, "activation_checkpointing=none", "dropout.hidden=0")
+CASES_1_2B = (  # the row unchanged (fp16, recomputation, dropout), and bf16 without recomputation
+    GpuCase("bf16, compiled", LARGE, NO_RECOMPUTATION, compiled=True),
+    GpuCase("bf16, eager", LARGE, NO_RECOMPUTATION),
+    GpuCase("bf16, transformers", LARGE, NO_RECOMPUTATION, system="transformers"),
+    GpuCase("bf16, bare loop", LARGE, NO_RECOMPUTATION, system="bare", compiled=True),
+    GpuCase("the row, compiled", LARGE, compiled=True),
+    GpuCase("the row, transformers", LARGE, system="transformers"),
 )
 
 
-def goals_1_2b(rows: Mapping[str, Row]) -> list[Goal]:
+def goals_1_2b(rows: Mapping[str, SpeedRow]) -> list[Goal]:
     row = catalog.load(LARGE)
     count = partial(cost.exact_flops_per_step, row.model, row.sequence_length, 1)
     repeated = count(checkpointing=row.checkpoint_interval > 0) / count()
@@ -287,25 +287,25 @@ def goals_1_2b(rows: Mapping[str, Row]) -> list[Goal]:
 
 
 ATTENTION = (
-    Case("GPT-2", GPT, SMALL),
-    Case("padded BERT", BERT, FEW),
-    Case("GPT-2, dropout 0.1", GPT, (*SMALL, "dropout.attention=0.1")),
+    GpuCase("GPT-2", GPT, SMALL),
+    GpuCase("padded BERT", BERT, FEW),
+    GpuCase("GPT-2, dropout 0.1", GPT, (*SMALL, "dropout.attention=0.1")),
 )
 ONE_DEVICE = (
-    Case("tp2", "default/sotu", degree="tp"),
-    Case("pp2", "default/sotu", ds_config="pipeline", degree="pp"),
-    Case("tp2 zero3", "default/sotu", ds_config="zero3", degree="tp"),
+    GpuCase("tp2", "default/sotu", degree="tp"),
+    GpuCase("pp2", "default/sotu", ds_config="pipeline", degree="pp"),
+    GpuCase("tp2 zero3", "default/sotu", ds_config="zero3", degree="tp"),
     *(
-        Case(f"dp2 {config}", "default/sotu", ds_config=config, degree="dp")
+        GpuCase(f"dp2 {config}", "default/sotu", ds_config=config, degree="dp")
         for config in ("zero1", "zero2", "zero3", "zero3_offload")
     ),
 )
 PRECISIONS = tuple(
-    Case(f"{config}, {kind}", GPT, (*SMALL, f"precision={kind}"), config)
+    GpuCase(f"{config}, {kind}", GPT, (*SMALL, f"precision={kind}"), config)
     for config, kind in product(CONFIGS[:6], ("bf16", "fp16"))
 )
 COMPILED = tuple(
-    Case(f"{name}, {config}{', compiled' * form}", recipe, settings, config, compiled=form)
+    GpuCase(f"{name}, {config}{', compiled' * form}", recipe, settings, config, compiled=form)
     for name, recipe, settings, config in (
         ("GPT-2", GPT, SMALL, "zero1"),
         ("padded BERT", BERT, FEW, "zero1"),
@@ -315,29 +315,29 @@ COMPILED = tuple(
     for form in (False, True)
 )
 OF_345M = tuple(
-    Case(f"{recipe.partition('/')[2]}, {how}", recipe, ("precision=bf16",), system=system, compiled=form)
+    GpuCase(f"{recipe.partition('/')[2]}, {how}", recipe, ("precision=bf16",), system=system, compiled=form)
     for recipe in MEDIUM
     for how, system, form in (("compiled", "ours", True), ("transformers", "transformers", False))
 )
 MEMORY = (
-    *(Case(config, LARGE, ds_config=config) for config in ("zero1", "zero3_offload", "zero0", "zero3")),
-    Case("zero3_offload, one thread", LARGE, ds_config="zero3_offload", threads=1),
+    *(GpuCase(config, LARGE, ds_config=config) for config in ("zero1", "zero3_offload", "zero0", "zero3")),
+    GpuCase("zero3_offload, one thread", LARGE, ds_config="zero3_offload", threads=1),
 )
-OF_193B = (Case("one layer", LARGEST, ("model.layers=1", "batch.global=4", "precision=bf16")),)
+OF_193B = (GpuCase("one layer", LARGEST, ("model.layers=1", "batch.global=4", "precision=bf16")),)
 BANDED = (
     *(
-        Case(
+        GpuCase(
             f"heads of {1536 // heads}, recomputed: {recompute}{', compiled' * form}",
             SPARSE,
-            (*UNDROPPED, f"model.heads={heads}", f"activation_checkpointing={recompute}"),
+            (*NO_ATTENTION_DROPOUT, f"model.heads={heads}", f"activation_checkpointing={recompute}"),
             compiled=form,
         )
         for heads, recompute, form in product((16, 24), ("none", "full"), (False, True))
     ),
-    Case(
+    GpuCase(
         "dense, compiled",
         SPARSE,
-        (*UNDROPPED, "model.attention=[dense]", "model.attention_window=null"),
+        (*NO_ATTENTION_DROPOUT, "model.attention=[dense]", "model.attention_window=null"),
         compiled=True,
     ),
 )

@@ -1,4 +1,4 @@
-"""`benchmark.py layouts` and `benchmark.py scaling`: their flags, and what they measure."""
+"""`benchmark.py layouts` and `benchmark.py scaling`: flags, measurement and output."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from launch.console import arguments, output, terminal
 from launch.experiments.benchmarks import layout_speed, step_speed, step_text
 from launch.experiments.benchmarks.layout_speed import STRONG, WEAK
 from launch.experiments.benchmarks.specification import Specification
-from launch.experiments.benchmarks.step_command import PICTURES, add_model, add_pace, pace_of, plans_of
-from launch.experiments.benchmarks.step_speed import RATE, Measured
+from launch.experiments.benchmarks.step_command import PICTURES, add_model, add_pace, model_line, pace_of
+from launch.experiments.benchmarks.step_speed import RATE, Measurement
 from recipes.layout import Layout
 from recipes.problems import Problem, ProblemsError, counted
 
@@ -44,12 +44,12 @@ examples:
 
 
 def add_layout_flags(parser: argparse.ArgumentParser) -> None:
-    _add_shared(parser)
+    _add_common_flags(parser)
     add_pace(parser)
 
 
 def add_scaling_flags(parser: argparse.ArgumentParser) -> None:
-    add = _add_shared(parser)
+    add = _add_common_flags(parser)
     kinds = (WEAK, STRONG)
     add("--kinds", nargs="+", choices=kinds, default=list(kinds), help="default: both")
     add(
@@ -59,7 +59,7 @@ def add_scaling_flags(parser: argparse.ArgumentParser) -> None:
     add_pace(parser)
 
 
-def _add_shared(parser: argparse.ArgumentParser) -> Any:
+def _add_common_flags(parser: argparse.ArgumentParser) -> Any:
     add_model(parser)
     add = parser.add_argument_group("what is measured").add_argument
     add("--ds_config", default="zero1", metavar="FILE", help="but for the pipeline (default: %(default)s)")
@@ -67,22 +67,22 @@ def _add_shared(parser: argparse.ArgumentParser) -> Any:
     return add
 
 
-def base(args: argparse.Namespace, system: str = "ours") -> Specification:
+def specification_of(args: argparse.Namespace, system: str = "ours") -> Specification:
     compiled = not args.eager and system == "ours"
     settings = tuple(args.set)
     return Specification(system, system, args.recipe, settings, args.tiny, args.ds_config, compiled)
 
 
 def one_process(args: argparse.Namespace) -> Layout:
-    """The layout of the recipe in one process. Raises ValueError."""
+    """Return the layout of the recipe in one process. Raises ValueError."""
     from ds_configs.resolver import resolve
     from launch.machine import abilities
 
-    return resolve(base(args).load(), args.ds_config, 1, abilities.detect_machine()).layout
+    return resolve(specification_of(args).load(), args.ds_config, 1, abilities.detect_machine()).layout
 
 
 def check_devices(needed: int, flag: str) -> None:
-    """Raises ProblemsError where ranks would share a GPU."""
+    """Check that every rank has its own GPU. Raises ProblemsError."""
     from launch.ranks.processes import device_limit
 
     limit = device_limit()
@@ -92,8 +92,8 @@ def check_devices(needed: int, flag: str) -> None:
 
 
 def measure_layouts(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]:
-    """Measure and print; the numbers. Raises ValueError where it cannot be done like that."""
-    cases = layout_speed.cases(base(args), one_process(args))
+    """Measure the layouts, print the tables and return the numbers. Raises ValueError."""
+    cases = layout_speed.cases(specification_of(args), one_process(args))
     check_devices(2, "layouts")
     measured = measure(args, [case.spec for case in cases])
     rows = layout_speed.overheads(measured, cases)
@@ -103,15 +103,15 @@ def measure_layouts(args: argparse.Namespace, machine: dict[str, Any]) -> dict[s
 
 
 def measure_scaling(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]:
-    """The same of more and more processes."""
+    """Measure the scaling, print the tables and return the numbers. Raises ValueError."""
     most = args.processes or machine["accelerators"] or machine["cores"]
-    specs = layout_speed.scaled(base(args), one_process(args), most, args.kinds)
+    specs = layout_speed.scaling_systems(specification_of(args), one_process(args), most, args.kinds)
     check_devices(most, "--processes")
     if args.plot is not None:
         output.new_file("--plot", args.plot, PICTURES)
     measured = measure(args, specs)
     found = layout_speed.efficiencies(measured)
-    print(f"\n{step_text.speeds(step_speed.summarised(measured), specs[0].name)}\n")
+    print(f"\n{step_text.speeds(step_speed.speed_rows(measured), specs[0].name)}\n")
     for kind, efficiency in found.items():
         said = ", ".join(f"{n}: {share:.0%}" for n, share in efficiency.items())
         print(f"{kind} scaling, tokens/s and process over those of the fewest processes: {said}")
@@ -121,8 +121,8 @@ def measure_scaling(args: argparse.Namespace, machine: dict[str, Any]) -> dict[s
     return {"efficiency": found, "measured": [asdict(each) for each in measured]}
 
 
-def measure(args: argparse.Namespace, specs: Sequence[Specification]) -> list[Measured]:
-    """The specifications and the matrix rate, in turns."""
-    terminal.say(plans_of(specs))
-    rate = base(args, RATE)
+def measure(args: argparse.Namespace, specs: Sequence[Specification]) -> list[Measurement]:
+    """Measure the systems and the matrix rate in turns."""
+    terminal.say(model_line(specs))
+    rate = specification_of(args, RATE)
     return step_speed.measure([*specs, rate], pace_of(args), terminal.say)

@@ -1,4 +1,4 @@
-"""What sharing the work between processes costs: rates and overhead by kind, and how they scale."""
+"""Cost of parallel layouts: rates, overhead by kind, and scaling."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from launch.console.text_table import table
 from launch.experiments.benchmarks.specification import Specification
-from launch.experiments.benchmarks.step_speed import Measured
+from launch.experiments.benchmarks.step_speed import Measurement
 from recipes.layout import Layout
 
 MICRO_BATCHES = 8  # of the pipeline
@@ -17,24 +17,24 @@ WEAK, STRONG = "weak", "strong"
 
 
 @dataclass(frozen=True)
-class Case:
-    """A layout, and the one that does the same work in one process."""
+class SpeedCase:
+    """A layout, and the name of its one-process reference with the same work."""
 
     spec: Specification
     reference: str
-    bubble: float = 0.0  # share of the time in which the pipeline's schedule has nothing to do for a stage
+    bubble: float = 0.0  # share of a stage's idle time in the pipeline schedule
 
 
 @dataclass(frozen=True)
 class Overhead:
-    """Where a step's seconds go beyond those that the reference needs for its tokens on the same cores.
+    """Seconds of a step beyond the reference's seconds for as many tokens on the same cores.
 
     Attributes:
-        rate: tokens per second over those of the reference.
-        ideal: seconds that the reference needs for as many tokens.
-        bubble: in which the schedule of the pipeline has nothing to do.
-        waiting: for other ranks and for their tensors, beyond that; the mean of the ranks.
-        computing: the rest: smaller products, work that is done twice, cores and memory that are shared.
+        rate: tokens per second, relative to the reference.
+        ideal: seconds of the reference for as many tokens.
+        bubble: idle seconds in the pipeline schedule.
+        waiting: further seconds of waiting for other ranks and their tensors; mean of the ranks.
+        computing: the rest: smaller products, repeated work, shared cores and memory.
     """
 
     name: str
@@ -47,19 +47,19 @@ class Overhead:
     computing: float
 
 
-def cases(spec: Specification, layout: Layout) -> list[Case]:
-    """TP2, DP2 and PP2 next to one process of `layout`, each rank with half of its cores.
+def cases(spec: Specification, layout: Layout) -> list[SpeedCase]:
+    """Return TP2, DP2 and PP2 with their one-process references; each rank has half of the cores.
 
-    DP2 has a global batch twice as large; PP2, and one process for it, MICRO_BATCHES micro-batches.
+    DP2 has twice the global batch. PP2 and its reference have MICRO_BATCHES micro-batches.
     """
 
-    def case(name: str, degree: str, samples: int, reference: str = "", bubble: float = 0.0) -> Case:
+    def case(name: str, degree: str, samples: int, reference: str = "", bubble: float = 0.0) -> SpeedCase:
         batch = batch_of(samples, layout)
         degrees = (f"parallel.{degree}=2",) if degree else ()
         config = "pipeline" if degree == "pp" else spec.ds_config
         settings = (*spec.settings, *batch, *degrees)
         made = replace(spec, name=name, settings=settings, ds_config=config, processes=2 if degree else 1)
-        return Case(made, reference or name, bubble)
+        return SpeedCase(made, reference or name, bubble)
 
     one, many, samples = "one process", f"one process, {MICRO_BATCHES} micro-batches", layout.global_batch
     piped = layout.micro * MICRO_BATCHES
@@ -73,12 +73,12 @@ def cases(spec: Specification, layout: Layout) -> list[Case]:
 
 
 def batch_of(samples: int, layout: Layout) -> tuple[str, ...]:
-    """Settings of a global batch in the micro-batches of `layout`."""
+    """Return the settings of a global batch with the micro-batch size of `layout`."""
     return (f"batch.global={samples}", f"batch.micro={layout.micro}", "batch.accumulation=null")
 
 
-def overheads(measured: Sequence[Measured], found: Sequence[Case]) -> list[Overhead]:
-    """The overhead of every case of which it and its reference were measured."""
+def overheads(measured: Sequence[Measurement], found: Sequence[SpeedCase]) -> list[Overhead]:
+    """Return the overhead of every case measured together with its reference."""
     by_name = {each.spec.name: each for each in measured if each.seconds}
     rows = []
     for case in found:
@@ -109,14 +109,16 @@ def overhead_table(rows: Sequence[Overhead]) -> str:
 
 
 def sizes(most: int) -> list[int]:
-    """1, 2, 4 and so on, and `most`."""
+    """Return the powers of two up to `most`, and `most`."""
     return sorted({most, *(2**power for power in range(most.bit_length()) if 2**power <= most)})
 
 
-def scaled(spec: Specification, layout: Layout, most: int, kinds: Sequence[str]) -> list[Specification]:
-    """Data parallelism on more and more processes, of which each has one core or one GPU.
+def scaling_systems(
+    spec: Specification, layout: Layout, most: int, kinds: Sequence[str]
+) -> list[Specification]:
+    """Return data-parallel systems of 1 to `most` processes, each with one core or one GPU.
 
-    Weak: each has the micro-batches of `layout`, which is of one process. Strong: they share those of `most`.
+    Weak: each process has the batch of `layout`. Strong: all share the batch of `most` processes.
     """
     found = []
     for kind in kinds:
@@ -128,8 +130,8 @@ def scaled(spec: Specification, layout: Layout, most: int, kinds: Sequence[str])
     return found
 
 
-def efficiencies(measured: Sequence[Measured]) -> dict[str, dict[int, float]]:
-    """Kind of scaling -> processes -> tokens per second and process, over those of the fewest."""
+def efficiencies(measured: Sequence[Measurement]) -> dict[str, dict[int, float]]:
+    """Map kind -> processes -> tokens per second and process, relative to the fewest processes."""
     rates: dict[str, dict[int, float]] = {}
     for each in measured:
         if each.seconds:
@@ -139,7 +141,7 @@ def efficiencies(measured: Sequence[Measured]) -> dict[str, dict[int, float]]:
 
 
 def draw_scaling(found: dict[str, dict[int, float]], out: Path, title: str) -> None:
-    """Efficiency over the number of processes."""
+    """Draw the efficiency over the number of processes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

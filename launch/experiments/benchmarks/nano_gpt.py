@@ -1,4 +1,4 @@
-"""A plain GPT-2 as people write it for one process, in the manner of nanoGPT, to compare speeds with."""
+"""A plain one-process GPT-2 in the manner of nanoGPT, for speed comparisons."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Block(nn.Module):
 
 
 class NanoGpt(nn.Module):
-    """`dropout` everywhere alike, as nanoGPT has one for all."""
+    """GPT-2 with one dropout probability everywhere, as nanoGPT."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class NanoGpt(nn.Module):
                 nn.init.normal_(parameter, std=recipe.init_std)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """The mean loss; `labels` are the next tokens, both (B, S)."""
+        """Return the mean loss. `tokens` and `labels`, the next tokens: (B, S)."""
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         x = F.dropout(x, self.dropout)
         for block in self.blocks:

@@ -1,4 +1,4 @@
-"""What one measured system is, as the process that measures it is told."""
+"""Specification of one measured system, passed to the process that measures it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from recipes.schema import Recipe
 
 @dataclass(frozen=True)
 class Specification:
-    """One system: a recipe, a DeepSpeed JSON, and who trains it.
+    """One measured system: a recipe, a DeepSpeed JSON, and the training code.
 
     Attributes:
-        name: for tables.
-        system: key of `worker.SYSTEMS`.
-        settings: of the recipe, as --set has them.
+        name: title in tables.
+        system: name of the training code: "ours", "transformers", "bare", "nano" or "rate".
+        settings: changes of the recipe, as for --set.
         ds_config: None: the recipe's own.
         compiled: by torch.compile.
         processes: ranks on this machine.
         shared_device: all ranks on one GPU, through gloo.
-        threads: of torch on each rank's cores; None: the cores are shared by the ranks.
+        threads: torch threads of each rank; None: the ranks share the cores.
     """
 
     name: str
@@ -36,5 +36,5 @@ class Specification:
     shared_device: bool = False
 
     def load(self) -> Recipe:
-        """Its recipe. Raises ValueError."""
+        """Load the recipe. Raises ValueError."""
         return catalog.load(self.recipe, self.settings, tiny=self.tiny)

@@ -1,4 +1,4 @@
-"""`benchmark.py step`: its flags, and what they measure."""
+"""`benchmark.py step`: flags, measurement and output."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def pace_of(args: argparse.Namespace) -> Pace:
 
 
 def specifications(args: argparse.Namespace) -> list[Specification]:
-    """The systems that the flags ask for, ours first."""
+    """Return the requested systems, ours first."""
 
     def made(name: str, system: str, config: str, compiled: bool) -> Specification:
         return Specification(name, system, args.recipe, tuple(args.set), args.tiny, config, compiled)
@@ -120,23 +120,25 @@ def specifications(args: argparse.Namespace) -> list[Specification]:
 
 
 def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]:
-    """Measure and print; the numbers. Raises ValueError where it cannot be done like that."""
+    """Measure the systems, print the tables and return the numbers. Raises ValueError."""
     specs = specifications(args)
     check_files(args)
-    described = plans_of(specs)
+    described = model_line(specs)
     terminal.say(described)
     folder = None
     if args.profile:
         folder = Path(args.profile).absolute()
         folder.mkdir(parents=True, exist_ok=True)
     measured = step_speed.measure(specs, pace_of(args), terminal.say, folder)
-    rows = step_speed.summarised(measured)
+    rows = step_speed.speed_rows(measured)
     found: dict[str, Any] = {"model": described, "rows": [asdict(row) for row in rows]}
     found["measured"] = [asdict(each) for each in measured]
     if rows:
         print(f"\n{step_text.rates(measured)}\n\n{step_text.speeds(rows, rows[0].name)}")
         print(step_text.disturbance(measured))
-        print(f"\n{step_text.parts(measured)}\n{step_text.starts(measured)}\n{step_text.profiled(measured)}")
+        print(
+            f"\n{step_text.parts(measured)}\n{step_text.starts(measured)}\n{step_text.profile_tables(measured)}"
+        )
         if args.plot:
             step_text.draw(rows, Path(args.plot), described)
     if not args.no_launch and "ours" in args.systems:
@@ -150,15 +152,15 @@ def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """Raises ProblemsError where something cannot be written."""
+    """Check that the output files can be written. Raises ProblemsError."""
     if args.plot is not None:
         output.new_file("--plot", args.plot, PICTURES)
     if args.profile is not None:
         output.directory("--profile", args.profile)
 
 
-def plans_of(specs: Sequence[Specification]) -> str:
-    """The model and its batch in a line. Raises ValueError where a configuration refuses it."""
+def model_line(specs: Sequence[Specification]) -> str:
+    """Describe the model and its batch in one line. Raises ValueError if a configuration refuses it."""
     from ds_configs.resolver import resolve
     from launch.machine import abilities
 

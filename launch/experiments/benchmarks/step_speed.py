@@ -1,4 +1,4 @@
-"""How fast a training step is next to other ways to do it, and to the rate of the machine's products."""
+"""Measure the speed of a training step next to other systems and the machine's matrix rate."""
 
 from __future__ import annotations
 
@@ -19,46 +19,46 @@ from launch.experiments.benchmarks.specification import Specification
 from launch.experiments.benchmarks.turns import ROOT, Worker, WorkerFailed
 from launch.records.metrics import StartRecord, read_metrics
 
-RATE = "rate"  # the system that is no model
+RATE = "rate"  # the matrix rate, a system without a model
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How long is measured: `blocks` turns of `steps` steps for every system, after `warm_up` steps."""
+    """Length of a measurement: per system `warm_up` steps, then `blocks` turns of `steps` steps."""
 
     blocks: int
     steps: int
     warm_up: int
-    apart: bool = False  # each system in one go, and ended before the next is started
+    apart: bool = False  # run each system to its end before the next starts
 
 
 @dataclass
-class Measured:
-    """What was measured of one system. `failed`: why it was not."""
+class Measurement:
+    """Measured values of one system. `failed`: reason for a failure."""
 
     spec: Specification
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     operations: list[int] = field(default_factory=list)
-    start_s: float | None = None  # from its start until its first step can begin, compiling included
-    warm_up_s: float | None = None  # of the first steps, in which graphs are compiled
+    start_s: float | None = None  # from the start of the process to its first step
+    warm_up_s: float | None = None  # of the first steps, with compilation
     peak_bytes: int | None = None
     phases: list[dict[str, float]] = field(default_factory=list)  # of each rank
     profile: dict[str, Any] | None = None
     graphs: dict[str, Any] | None = None  # of torch.compile
     rates: list[dict[str, float]] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
-    others: list[float] = field(default_factory=list)  # share of the cores that other programs had, by turn
+    others: list[float] = field(default_factory=list)  # other programs' share of the cores, by turn
     failed: str | None = None
 
 
 @dataclass(frozen=True)
-class Row:
-    """One system in numbers; `seconds` is the median, and what follows from it.
+class SpeedRow:
+    """Speed of one system; `seconds` is the median per step, and rates follow from it.
 
-    `share`: of the rate of a square product; `product_share`: of the model's own; `times`: its seconds over
-    those of the reference.
+    `share`: of the rate of a square product; `product_share`: of the rate of the model's products; `times`:
+    seconds divided by the reference's seconds.
     """
 
     name: str
@@ -72,10 +72,10 @@ class Row:
     times: float
 
 
-def summarised(measured: Sequence[Measured], reference: str | None = None) -> list[Row]:
-    """The rows of what was measured, by median step times.
+def speed_rows(measured: Sequence[Measurement], reference: str | None = None) -> list[SpeedRow]:
+    """Return a row per measured model, from median step times.
 
-    `reference`: name of the row that others are compared with; None: the first one.
+    `reference`: name of the row to compare with; None: the first.
     """
     rates = [rate for each in measured for rate in each.rates]
     square, products = (
@@ -89,7 +89,7 @@ def summarised(measured: Sequence[Measured], reference: str | None = None) -> li
         seconds = medians[each.spec.name]
         operations = statistics.mean(each.operations) / seconds
         rows.append(
-            Row(
+            SpeedRow(
                 each.spec.name,
                 seconds,
                 min(each.seconds),
@@ -106,9 +106,9 @@ def summarised(measured: Sequence[Measured], reference: str | None = None) -> li
 
 def measure(
     specs: Sequence[Specification], pace: Pace, say: Say, profile: Path | None = None
-) -> list[Measured]:
-    """Every system in turns, block by block; one that cannot be measured says why, and the others go on."""
-    found = [Measured(spec) for spec in specs]
+) -> list[Measurement]:
+    """Measure every system in turns, block by block; record the failure of one and go on with the others."""
+    found = [Measurement(spec) for spec in specs]
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder, contextlib.ExitStack() as stack:
         workers: dict[int, Worker] = {}
 
@@ -120,7 +120,7 @@ def measure(
             say(f"{specs[index].name}: ready")
 
         def turn(index: int) -> None:
-            with watching_others(found[index]):
+            with record_other_load(found[index]):
                 block(workers[index], found[index], pace.steps)
 
         def last(index: int) -> None:
@@ -132,14 +132,14 @@ def measure(
             for work in (start, *[turn] * pace.blocks, last):
                 for index in together:
                     if found[index].failed is None:
-                        with failing(found[index], say):
+                        with record_failure(found[index], say):
                             work(index)
     return found
 
 
 @contextlib.contextmanager
-def failing(measured: Measured, say: Say) -> Iterator[None]:
-    """Keep why a system could not be measured."""
+def record_failure(measured: Measurement, say: Say) -> Iterator[None]:
+    """Record the failure of a system's worker."""
     try:
         yield
     except WorkerFailed as error:
@@ -148,8 +148,8 @@ def failing(measured: Measured, say: Say) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def watching_others(measured: Measured) -> Iterator[None]:
-    """Keep the share of this machine's cores that programs other than our processes had in the block."""
+def record_other_load(measured: Measurement) -> Iterator[None]:
+    """Record the share of the cores that other programs used during the block."""
     started, busy, own = time.perf_counter(), _busy_seconds(), _own_seconds()
     yield
     cores = (time.perf_counter() - started) * (psutil.cpu_count() or 1)
@@ -169,7 +169,7 @@ def _own_seconds() -> float:
     return found
 
 
-def warm_up(worker: Worker, measured: Measured, pace: Pace) -> None:
+def warm_up(worker: Worker, measured: Measurement, pace: Pace) -> None:
     started = time.perf_counter()
     if measured.spec.system == RATE:
         worker.ask("rates", 1)
@@ -178,8 +178,8 @@ def warm_up(worker: Worker, measured: Measured, pace: Pace) -> None:
     measured.warm_up_s = time.perf_counter() - started
 
 
-def block(worker: Worker, measured: Measured, steps: int) -> None:
-    """One turn."""
+def block(worker: Worker, measured: Measurement, steps: int) -> None:
+    """Measure one turn of a system."""
     if measured.spec.system == RATE:
         measured.rates.append(worker.ask("rates", steps))
         return
@@ -189,8 +189,8 @@ def block(worker: Worker, measured: Measured, steps: int) -> None:
         measured.operations.append(operations)
 
 
-def finish(worker: Worker, measured: Measured, steps: int, profile: Path | None) -> None:
-    """Memory, then the parts of the step, which timing and tracing disturb."""
+def finish(worker: Worker, measured: Measurement, steps: int, profile: Path | None) -> None:
+    """Measure memory first, then phases and a profile, because these disturb the timing."""
     if measured.spec.system == RATE:
         return
     measured.peak_bytes = worker.ask("memory")["peak_bytes"]
@@ -203,7 +203,7 @@ def finish(worker: Worker, measured: Measured, steps: int, profile: Path | None)
 
 
 def launch_seconds(spec: Specification) -> StartRecord:
-    """Where the seconds go from starting pretrain.py to the end of its first step. Raises WorkerFailed."""
+    """Measure the seconds from the start of pretrain.py to its first step's end. Raises WorkerFailed."""
     settings = [*spec.settings, "run.save_every=0", "run.save_last=false", "run.prompt=null"]
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         command = [sys.executable, str(ROOT / "launch/pretrain.py"), "--recipe", spec.recipe, "--steps", "1"]

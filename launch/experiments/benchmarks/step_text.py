@@ -1,4 +1,4 @@
-"""What `benchmark.py step` shows: a table, where the time goes, a picture."""
+"""Text and plot of `benchmark.py step`: speeds, phases, profile."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch.console.text_table import table
-from launch.experiments.benchmarks.step_speed import Measured, Row
+from launch.experiments.benchmarks.step_speed import Measurement, SpeedRow
 
 PARTS = ("data", "forward", "backward", "optimizer", "reduction", "between stages")
 
 
-def speeds(rows: Sequence[Row], reference: str) -> str:
-    """A line per system."""
+def speeds(rows: Sequence[SpeedRow], reference: str) -> str:
+    """Return a table with a row per system."""
     headings = ("", "s/step", "fastest", "tokens/s", "TFLOP/s", "of square", "of products", "peak GB", "time")
     cells = [
         (
@@ -32,8 +32,8 @@ def speeds(rows: Sequence[Row], reference: str) -> str:
     return f"{table(cells, headings, 'lrrrrrrrr')}\n(s/step: the median; time: over that of {reference})"
 
 
-def disturbance(measured: Sequence[Measured]) -> str:
-    """How much others computed meanwhile, without which no timing can be judged."""
+def disturbance(measured: Sequence[Measurement]) -> str:
+    """Return a line with the load by other programs, needed to judge the timings."""
     shares = [share for each in measured for share in each.others]
     if not shares:
         return ""
@@ -41,8 +41,8 @@ def disturbance(measured: Sequence[Measured]) -> str:
     return f"other programs had {median:.0%} of the cores in the median turn, {most:.0%} in the worst"
 
 
-def rates(measured: Sequence[Measured]) -> str:
-    """The machine's rates, medians over the blocks."""
+def rates(measured: Sequence[Measurement]) -> str:
+    """Return a line with the machine's matrix rates, medians over the blocks."""
     found = [rate for each in measured for rate in each.rates]
     if not found:
         return "the machine's matrix rate was not measured"
@@ -56,8 +56,8 @@ def rates(measured: Sequence[Measured]) -> str:
     )
 
 
-def parts(measured: Sequence[Measured]) -> str:
-    """Where the step's time goes, in milliseconds of rank 0; communication is part of the others."""
+def parts(measured: Sequence[Measurement]) -> str:
+    """Return a table of milliseconds per phase on rank 0; the phases include communication."""
     shown = [each for each in measured if each.phases]
     used = [part for part in PARTS if any(part in each.phases[0] for each in shown)]
     cells = []
@@ -74,8 +74,8 @@ def parts(measured: Sequence[Measured]) -> str:
     return table(cells, headings, "l" + "r" * (len(headings) - 1))
 
 
-def profiled(measured: Sequence[Measured]) -> str:
-    """The operations that take longest."""
+def profile_tables(measured: Sequence[Measurement]) -> str:
+    """Return tables of the slowest operations."""
     found = []
     for each in measured:
         if each.profile:
@@ -89,8 +89,8 @@ def percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}"
 
 
-def draw(rows: Sequence[Row], out: Path, title: str) -> None:
-    """A bar per system: tokens per second, with the share of the matrix rate."""
+def draw(rows: Sequence[SpeedRow], out: Path, title: str) -> None:
+    """Draw a bar of tokens per second for each system, labelled with its share of the matrix rate."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -108,8 +108,8 @@ def draw(rows: Sequence[Row], out: Path, title: str) -> None:
     figure.savefig(out, dpi=120)
 
 
-def starts(measured: Sequence[Measured]) -> str:
-    """Seconds until a system is ready for its first step, and of the first steps."""
+def starts(measured: Sequence[Measurement]) -> str:
+    """Return a table of seconds from start to readiness, and of the first steps."""
     cells = [
         (each.spec.name, f"{each.start_s:.1f}", f"{each.warm_up_s:.1f}", " ".join(each.said))
         for each in measured

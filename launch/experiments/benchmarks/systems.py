@@ -1,4 +1,4 @@
-"""What is measured, as one rank runs it: our engine, and what people would pick instead."""
+"""Systems to measure, as one rank runs them: our engine and its alternatives."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from modeling.parallel.process_grid import ProcessGrid
 from modeling.parallel.random_state import seed_step
 from recipes.schema import Recipe
 
-SQUARE = {"cpu": 2048, "cuda": 8192}  # rows and columns of the products that are the machine's rate
+SQUARE = {"cpu": 2048, "cuda": 8192}  # rows and columns of the products for the matrix rate
 PIPELINE_PHASES = {
     schedule.LoadMicroBatch: "data",
     schedule.ForwardPass: "forward",
@@ -54,17 +54,17 @@ PIPELINE_PHASES = {
 
 
 class Work(NamedTuple):
-    """What a step of the model amounts to; padding is none."""
+    """Tokens and operations of a step, without padding."""
 
     tokens: int
-    operations: int  # of the matrix products, forward and backward, nothing twice
+    operations: int  # of matrix products, forward and backward, without recomputation
 
     def __add__(self, other: Any) -> Work:
         return Work(self.tokens + other.tokens, self.operations + other.operations)
 
 
 def work_of(recipe: Recipe, batch: MicroBatch) -> Work:
-    """The work of one micro-batch."""
+    """Return the work of one micro-batch."""
     count = cost.exact_flops_per_step
     if "lengths" not in batch:
         samples, length = batch["tokens"].shape
@@ -75,7 +75,7 @@ def work_of(recipe: Recipe, batch: MicroBatch) -> Work:
 
 
 class System(Protocol):
-    """One of them. `step` trains a step on the next batches, its parts on the `clock`."""
+    """A measured system. `step` trains one step on the next batches; `clock` times its phases."""
 
     clock: Clock
     loss: float  # of the last step
@@ -84,7 +84,7 @@ class System(Protocol):
 
 
 class Data:
-    """The batches of a training, as its loader gives them."""
+    """The batches of a training, from its own loader."""
 
     def __init__(self, spec: Specification) -> None:
         self.recipe = spec.load()
@@ -102,7 +102,7 @@ class Data:
         self.done = 0
 
     def take(self) -> tuple[list[MicroBatch], Work]:
-        """The micro-batches of the next step, and their work over all ranks."""
+        """Return the micro-batches of the next step, and their work over all ranks."""
         seed_step(self.recipe.seed, self.done, self.grid.at)
         batches = next_batch(self.batches)
         self.done += 1
@@ -111,7 +111,7 @@ class Data:
 
 
 class Ours:
-    """Our engine and our model, in the steps of launch/training/loop.py."""
+    """Our engine and our model, with the steps of launch/training/loop.py."""
 
     def __init__(self, spec: Specification) -> None:
         self.data, self.clock, self.said = Data(spec), Clock(), list[str]()
@@ -157,7 +157,7 @@ class Transformers:
         if plan.zero_stage == 3:
             with deepspeed.zero.Init(config_dict_or_path=plan.ds):
                 model = kind(config)
-            for parameter in model.parameters():  # transformers' own initialisation meets empty tensors
+            for parameter in model.parameters():  # transformers' own initialisation saw empty tensors
                 with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                     if parameter.dim() > 1:
                         torch.nn.init.normal_(parameter, std=recipe.init_std)
@@ -194,10 +194,10 @@ class Transformers:
 
 
 def transformers_inputs(batch: MicroBatch, device: torch.device) -> dict[str, torch.Tensor]:
-    """Arguments of a model of `transformers`, which computes its loss itself."""
+    """Return the arguments of a `transformers` model, which computes its own loss."""
     if "lengths" not in batch:
         tokens = batch["tokens"].to(device)
-        return {"input_ids": tokens, "labels": tokens}  # it shifts them
+        return {"input_ids": tokens, "labels": tokens}  # the model shifts them
     given: Any = padded_arguments(batch, device)
     tokens, types, _, positions, labels, weights, sentences, _ = given
     full = torch.full_like(tokens, -100)
@@ -210,7 +210,7 @@ def transformers_inputs(batch: MicroBatch, device: torch.device) -> dict[str, to
 
 
 class Bare:
-    """Our model in a compiled PyTorch loop: flat fp32 masters, torch's fused AdamW, clipping; no more."""
+    """Our model in a bare PyTorch loop: flat fp32 master weights, torch's fused AdamW, clipping."""
 
     def __init__(self, spec: Specification) -> None:
         self.data, self.clock = Data(spec), Clock()
@@ -320,7 +320,7 @@ class Nano:
 
 
 class MatrixRate:
-    """Not a model but the machine: a large square product, and the products that this model consists of."""
+    """The machine's matrix rate: for a large square product, and for the model's own products."""
 
     clock = Clock()
 
@@ -337,7 +337,7 @@ class MatrixRate:
         self.times = [model.layers] * (len(self.products) - len(heads)) + [1] * len(heads)
 
     def rates(self, repeats: int) -> dict[str, float]:
-        """Operations per second of a square product, and of the model's, forward and both gradients."""
+        """Return operations per second of a square product, and of the model's with both gradients."""
         left, right = (torch.randn(self.size, self.size, device=self.device).to(self.dtype) for _ in "ab")
         square = 2 * self.size**3 / self._seconds(lambda: left @ right, repeats)
         operations = seconds = 0.0

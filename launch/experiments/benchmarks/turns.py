@@ -1,4 +1,4 @@
-"""Measured systems in processes of their own, of which one computes at a time: noise meets all alike."""
+"""Run measured systems in separate processes that compute in turns, so that noise hits all alike."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from typing import Any
 from launch.experiments.benchmarks.specification import Specification
 
 ROOT = Path(__file__).resolve().parents[3]
-LAST_LINES = 6  # of what a process said before it failed
+LAST_LINES = 6  # of a failed process's log
 LOOK_EVERY_S, ENDS_WITHIN_S = 0.2, 30
 
 
 class WorkerFailed(Exception):
-    """A system could not be measured; the message says why."""
+    """Failure of a measured system, with the reason as its message."""
 
 
 class Worker:
@@ -40,7 +40,7 @@ class Worker:
         threads = {"OMP_NUM_THREADS": str(spec.threads)} if spec.threads else {}
         self._ranks = []
         with theirs, self._log.open("w") as log:
-            for place in places(spec.processes):
+            for place in rank_environments(spec.processes):
                 own = {**os.environ, "PYTHONPATH": path, **place, **threads}
                 passed = (theirs.fileno(),) if place["RANK"] == "0" else ()
                 how: dict[str, Any] = dict(env=own, stdout=log, stderr=subprocess.STDOUT, pass_fds=passed)
@@ -53,14 +53,14 @@ class Worker:
         self.start_seconds, self.said = ready["ready"], ready["said"]
 
     def ask(self, *command: Any) -> Any:
-        """What the system answers to a command of `worker.serve`."""
+        """Send a command of `worker.serve` and return the system's answer."""
         self._connection.send(command)
         return self._answer()
 
     def _answer(self) -> Any:
         gone = False
         while not gone:
-            gone = any(rank.poll() not in (None, 0) for rank in self._ranks)  # looked at before the answer
+            gone = any(rank.poll() not in (None, 0) for rank in self._ranks)  # checked before the answer
             if self._connection.poll(LOOK_EVERY_S):
                 with contextlib.suppress(EOFError, ConnectionResetError):
                     answer = self._connection.recv()
@@ -73,7 +73,7 @@ class Worker:
         raise WorkerFailed("\n".join(lines) or "it ended without a word")
 
     def end(self) -> None:
-        """End the processes, which have nothing left to do."""
+        """End the processes."""
         with contextlib.suppress(OSError):
             self._connection.send(("end",))
         deadline = time.monotonic() + ENDS_WITHIN_S
@@ -89,8 +89,8 @@ class Worker:
             rank.wait()
 
 
-def places(processes: int) -> list[dict[str, str]]:
-    """What torchrun would tell each of so many ranks on this machine."""
+def rank_environments(processes: int) -> list[dict[str, str]]:
+    """Return the environment variables of torchrun for each rank on this machine."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -106,7 +106,7 @@ def places(processes: int) -> list[dict[str, str]]:
 
 @contextlib.contextmanager
 def ended(worker: Worker) -> Iterator[Worker]:
-    """The worker, whose processes end with the block."""
+    """Yield the worker and end its processes after the block."""
     try:
         yield worker
     finally:

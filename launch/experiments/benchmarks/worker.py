@@ -1,8 +1,8 @@
-"""A rank of a measured system. It waits for its turns, so that of many systems one computes at a time.
+"""Run one rank of a measured system; it computes only in its turns.
 
 python -m launch.experiments.benchmarks.worker SPECIFICATION.json FILE-DESCRIPTOR
 
-(started by `turns.py` beside it; rank 0 has the other end of the connection and tells the others)
+(started by `turns.py`; rank 0 receives commands over the connection and broadcasts them)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from launch.experiments.benchmarks.specification import Specification
 from launch.machine import abilities
 from launch.ranks import joining, processes
 
-COLLECTIVES = "nccl"  # how a GPU's kernels of collectives begin
+COLLECTIVES = "nccl"  # prefix of a GPU's collective kernels
 SHOWN = 15  # lines of a profile
 # Kernels of attention: FlashAttention's, cuDNN's, the memory-efficient ones, and plain softmax.
 ATTENTION = re.compile(
@@ -35,14 +35,14 @@ def main() -> None:
     meeting = joining.meet()
     spec = Specification(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
     parent = Connection(int(sys.argv[2])) if processes.rank() == 0 else None
-    with refusals_sent(parent):
-        abilities.detect_machine(spec.emulate_fp16)  # before anything takes the accelerator
+    with send_refusals(parent):
+        abilities.detect_machine(spec.emulate_fp16)  # before any other code uses the accelerator
         tp, _ = spec.load().parallel.model_parallel
     if spec.shared_device:
         share_device()
     with joining.joined(meeting, tp, own_devices=not spec.shared_device):
         meeting.end()
-        with refusals_sent(parent):
+        with send_refusals(parent):
             from launch.experiments.benchmarks import systems
 
             kinds: dict[str, Any] = {
@@ -56,8 +56,8 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def refusals_sent(parent: Connection | None) -> Iterator[None]:
-    """Send the parent what the block refuses."""
+def send_refusals(parent: Connection | None) -> Iterator[None]:
+    """Send the message of a ValueError in the block to the parent, and raise it again."""
     try:
         yield
     except ValueError as error:
@@ -67,7 +67,7 @@ def refusals_sent(parent: Connection | None) -> Iterator[None]:
 
 
 def serve(system: Any, parent: Connection | None) -> None:
-    """Do what the parent asks for until it asks for the end. Collective."""
+    """Answer the parent's commands until the command "end". Collective."""
     import torch.distributed as dist
 
     commands: dict[str, Callable[..., Any]] = {
@@ -86,7 +86,7 @@ def serve(system: Any, parent: Connection | None) -> None:
 
 
 def run(system: Any, steps: int) -> list[tuple[float, int, int]]:
-    """(seconds, tokens, operations) of each of so many steps."""
+    """Run `steps` steps and return (seconds, tokens, operations) of each."""
     from launch.experiments.benchmarks.clock import now
 
     found = []
@@ -98,7 +98,7 @@ def run(system: Any, steps: int) -> list[tuple[float, int, int]]:
 
 
 def phases(system: Any, steps: int) -> list[dict[str, float]]:
-    """Seconds of a step and of its parts on every rank, means of so many; "step" is the whole."""
+    """Return mean seconds per phase on every rank over `steps` steps; "step" is the whole step."""
     from launch.ranks.processes import gathered
 
     system.clock.running = True
@@ -109,7 +109,7 @@ def phases(system: Any, steps: int) -> list[dict[str, float]]:
 
 
 def profile(system: Any, trace: str | None, steps: int) -> dict[str, Any]:
-    """What takes longest in a step on rank 0, and a GPU's collectives; a trace for chrome://tracing."""
+    """Profile rank 0: slowest operations, attention kernels, seconds of collectives; write a Chrome trace."""
     import torch
     from torch.profiler import ProfilerActivity
 
@@ -131,7 +131,7 @@ def profile(system: Any, trace: str | None, steps: int) -> dict[str, Any]:
 
 
 def share_device() -> None:
-    """Put every rank on the first GPU, where NCCL would refuse a second one: gloo takes its place."""
+    """Put every rank on the first GPU, with gloo, since NCCL refuses two ranks on one GPU."""
     from deepspeed.accelerator import get_accelerator
 
     os.environ["LOCAL_RANK"] = "0"
@@ -139,7 +139,7 @@ def share_device() -> None:
 
 
 def graphs(system: Any) -> dict[str, Any]:
-    """How many graphs torch.compile has made so far, and what broke them."""
+    """Count the graphs of torch.compile so far, and the reasons of graph breaks."""
     from torch._dynamo.utils import counters
 
     breaks = {reason[:200]: count for reason, count in counters["graph_break"].items()}
@@ -147,7 +147,7 @@ def graphs(system: Any) -> dict[str, Any]:
 
 
 def memory(system: Any) -> dict[str, Any]:
-    """The largest peak of any rank."""
+    """Return the largest memory peak of any rank."""
     from launch.machine.memory import peak_memory
     from launch.ranks.processes import gathered
 

@@ -1,4 +1,4 @@
-"""Comparing two runs of one recipe: losses, gradient norms, gradients of the first step and final weights."""
+"""Compare two runs of one recipe: losses, gradient norms, first gradients and final weights."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ NORM_TOLERANCE = 1e-4  # relative, at every step
 GRADIENT_TOLERANCE = 1e-4  # L2 norm of the difference, relative to that of the tensor
 WEIGHT_TOLERANCE = 1e-3  # the same, of the final weights: Adam amplifies rounding where gradients are small
 
-FINISHED = "result.json"  # in a run directory: every step was done
+FINISHED = "result.json"  # file in the directory of a run that did every step
 MOST_SHOWN = 2000  # characters of a failure, from its end
 ENDED = re.compile(r"^.*failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+)", re.MULTILINE)
 HEADINGS = ("layout", "ranks", "loss", "grad norm", "gradients", "weights", "s/step", "agrees")
 
-# Names of parameters, and of what is in a layer or a head, in forward order.
+# Names of parameters, and of modules in a layer or head, in forward order.
 TOP = ("word", "position", "embedding", "layers", "final_norm", "head", "decoder_bias")
 INNER = (
     "position",
@@ -46,8 +46,8 @@ INNER = (
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a run left."""
+class RunOutcome:
+    """Losses, norms, gradients and weights of one run, or its failure."""
 
     name: str
     processes: int
@@ -55,45 +55,45 @@ class Outcome:
     norms: Sequence[float] = ()
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)  # of the first step, by canonical name
     weights: dict[str, torch.Tensor] = field(default_factory=dict)  # after the last one
-    seconds: float = math.nan  # median per step, the first five left out
+    seconds: float = math.nan  # median per step without the first five
     validations: Sequence[float] = ()  # losses on held-out text, before and after the steps
-    failure: str | None = None  # why there is nothing to compare
+    failure: str | None = None  # reason for a missing result
     compiled_from: str | None = None  # the name of the same layout without compiled layers
 
-    def without_tensors(self) -> Outcome:
+    def without_tensors(self) -> RunOutcome:
         return replace(self, gradients={}, weights={})
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a run, kept without its tensors, is from the reference.
+    """The differences of a run, kept without its tensors, from the reference.
 
-    `diverging`: the first tensor beyond the tolerance, of gradients in backward, of weights in forward order.
+    `diverging`: the first tensor beyond the tolerance, gradients in backward order, weights in forward order.
     """
 
-    run: Outcome
+    run: RunOutcome
     loss: float = math.nan  # largest absolute difference over the steps and the validations
     norm: float = math.nan  # largest relative difference over the steps
     gradient: float = math.nan  # largest relative difference over the tensors, first step
     weight: float = math.nan  # largest absolute difference of an element of the final weights
     diverging: str | None = None
     agrees: bool = False
-    failure: str | None = None  # why nothing was compared
+    failure: str | None = None  # reason for a missing comparison
 
 
 def read_outcome(
     name: str, processes: int, directory: Path, log: Path, compiled_from: str | None = None
-) -> Outcome:
-    """The outcome of the run in `directory`, whose launch wrote `log`."""
-    # With DeepSpeed, which --help and refusals do without.
+) -> RunOutcome:
+    """Read the outcome of the run in `directory`. `log`: output of its launch."""
+    # These load DeepSpeed, too slow for --help and refusals.
     from launch.checkpoints import gradients
     from launch.checkpoints.stored import load_weights
 
     last = newest(directory / "checkpoints")
     if last is None or not (directory / FINISHED).exists():
-        return Outcome(name, processes, failure=f"did not finish: {_cause(directory, log)}".strip())
+        return RunOutcome(name, processes, failure=f"did not finish: {_cause(directory, log)}".strip())
     records = read_metrics(directory / "metrics.jsonl")
-    return Outcome(
+    return RunOutcome(
         name,
         processes,
         losses=[_number(record.loss) for record in records.steps],
@@ -110,7 +110,7 @@ def _number(recorded: float | None) -> float:
     return math.nan if recorded is None else recorded
 
 
-def compare(reference: Outcome, other: Outcome) -> Difference:
+def compare(reference: RunOutcome, other: RunOutcome) -> Difference:
     failure = reference.failure or other.failure
     if failure is None and len(reference.losses) != len(other.losses):
         failure = f"{counted(len(other.losses), 'step')}, the reference has {len(reference.losses)}"
@@ -131,12 +131,12 @@ def compare(reference: Outcome, other: Outcome) -> Difference:
 
 
 def table(
-    reference: Outcome,
+    reference: RunOutcome,
     rows: Sequence[Difference],
     left_out: Mapping[str, Sequence[Problem]],
     width: int | None = None,
 ) -> str:
-    """The comparison as aligned text of `width` columns; at its end what failed, and what was not run."""
+    """Return the comparison as aligned text of `width` columns, followed by failures and layouts not run."""
     if reference.failure:
         return f"{reference.name}: {reference.failure}"
     first, last = reference.losses[0], reference.losses[-1]
@@ -173,12 +173,12 @@ def _verdict(row: Difference) -> str:
 
 
 def reasons(left_out: Mapping[str, Sequence[Problem]]) -> list[str]:
-    """Why layouts are not run, a line for each."""
+    """Return one line per layout with the reasons for not running it."""
     return [f"{name} is not run: {'; '.join(map(str, problems))}" for name, problems in left_out.items()]
 
 
-def _compile_gains(runs: list[Outcome]) -> list[str]:
-    """How many times faster a compiled layout steps than the same one eager."""
+def _compile_gains(runs: list[RunOutcome]) -> list[str]:
+    """Return a line with the speed of compiled layouts relative to eager ones."""
     seconds = {run.name: run.seconds for run in runs}
     pairs = [(run.compiled_from, run.seconds) for run in runs if run.compiled_from]
     gains = ", ".join(f"{eager} {seconds[eager] / compiled:.2f}x" for eager, compiled in pairs)
@@ -186,7 +186,7 @@ def _compile_gains(runs: list[Outcome]) -> list[str]:
 
 
 def _largest(values: Iterable[float]) -> float:
-    """Like max, but not blind to NaN."""
+    """Return the maximum, or NaN if any value is NaN."""
     return float(np.max([*values]))
 
 
@@ -195,7 +195,7 @@ def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _first(differences: dict[str, float], tolerance: float, what: str, backward: bool = False) -> str | None:
-    """The tensor nearest to the fault: a wrong gradient spreads to all that backpropagation reaches then."""
+    """Describe the first tensor beyond the tolerance; later ones inherit the error of a wrong gradient."""
     for name in sorted(differences, key=_forward_order, reverse=backward):
         if not differences[name] <= tolerance:
             return f"{name} ({what} differs by {differences[name]:.1e})"
@@ -203,18 +203,18 @@ def _first(differences: dict[str, float], tolerance: float, what: str, backward:
 
 
 def _forward_order(name: str) -> tuple[Any, ...]:
-    """Where a parameter stands in the forward pass."""
+    """Return a sort key: the parameter's position in the forward pass."""
     top, *below = name.split(".")
     layer = int(below.pop(0)) if top == "layers" else 0
     return TOP.index(top), layer, INNER.index(below[0]) if below[0] in INNER else 0, name
 
 
 def _cause(directory: Path, log: Path) -> str:
-    """The traceback that a failing rank left, there or before the first run; else the end of the log."""
+    """Return the traceback of a failed rank, from the run or its parent folder; else the end of the log."""
     pattern = "error-rank-*.txt"
     for kept in (*sorted(directory.glob(pattern)), *sorted(directory.parent.glob(pattern))):
         return kept.read_text(errors="replace").strip()[-MOST_SHOWN:]
     text = log.read_text(errors="replace") if log.exists() else ""
-    ended = ENDED.search(text)  # what follows is torchrun's report, which knows no more
+    ended = ENDED.search(text)  # torchrun's own report follows; it adds nothing
     killed = f"\nrank {ended['rank']} ended with exit code {ended['code']}" if ended else ""
     return text[: ended.start() if ended else None].strip()[-MOST_SHOWN:] + killed

@@ -1,4 +1,4 @@
-"""The loss curves of all layouts on top of each other, and how far each is from one process."""
+"""Plot the loss curves of all layouts, and their differences from one process."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from launch.experiments.parity.comparison import Outcome
+from launch.experiments.parity.comparison import RunOutcome
 
-LEAST = 1e-9  # differences below, none among them, stand at the lower edge
+LEAST = 1e-9  # smaller differences, zero included, are drawn at the lower edge
 
 
-def draw_curves(reference: Outcome, others: Sequence[Outcome], path: Path, title: str) -> None:
+def draw_curves(reference: RunOutcome, others: Sequence[RunOutcome], path: Path, title: str) -> None:
     """Draw the losses per step and, below, their absolute differences from the reference, in nats per token.
 
-    A layout that did not train is left out. `path` ends in what matplotlib can write: .png, .svg, .pdf.
+    Layouts without a full training are left out. `path` ends in .png, .svg or .pdf.
     """
     compared = [other for other in others if len(other.losses) == len(reference.losses)]
     steps = range(1, len(reference.losses) + 1)

@@ -1,4 +1,4 @@
-"""The layouts that are compared with one process, and the plan of each."""
+"""Layouts for the comparison with one process, and their plans."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from recipes.problems import Problem
 from recipes.schema import Recipe
 
 NO_DROPOUT = ("dropout.hidden=0", "dropout.attention=0")
-# What a recipe is trained with in every layout.
+# Settings of the recipe in every layout.
 FORCED = ("precision=fp32", *NO_DROPOUT, "optimizer.eps=1e-6", "run.save_last=true")
-# What every layout decides by itself: keys of the recipe, or sections of it.
+# Keys or sections of the recipe that each layout decides.
 DECIDED = ("parallel", "ds_config", "activation_checkpointing", "run.save_last")
 
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """One way to run the recipe, which must not change its numbers."""
+    """One layout of the recipe; it must not change the numbers."""
 
     name: str
     tp: int  # degrees of tensor, pipeline and data parallelism
     pp: int
     dp: int
     ds_config: str  # bare name of a file in ds_configs/
-    # micro-batches per optimizer step, of the recipe's global batch; None: as the recipe shares it out
+    # micro-batches per optimizer step, at the recipe's global batch; None: the recipe's own number
     accumulation: int | None = 1
     checkpointing: str = "none"  # activation_checkpointing of the recipe
     sequence: bool = False  # sequence parallelism over the tensor ranks
-    compiled_from: str | None = None  # with compiled layers; the name of the same case without
+    compiled_from: str | None = None  # name of the eager case, if layers are compiled
 
     @property
     def processes(self) -> int:
@@ -38,7 +38,7 @@ class LayoutCase:
 
     @property
     def folder(self) -> str:
-        """Name of its run directory."""
+        """Return the name of the run directory."""
         return self.name.replace(",", "").replace(" ", "-")
 
     def with_compiled_layers(self) -> LayoutCase:
@@ -102,7 +102,7 @@ CASES = (
 
 
 def case_plan(recipe: Recipe, case: LayoutCase, machine: Machine) -> Plan:
-    """The plan of the recipe under the case's layout, its global batch kept. Raises ConfigError."""
+    """Resolve the recipe under the case's layout, with the same global batch. Raises ConfigError."""
     batch, recomputed = recipe.batch, case.checkpointing
     shares = {"micro": None, "accumulation": case.accumulation}
     if case.accumulation is None:
@@ -117,9 +117,9 @@ def case_plan(recipe: Recipe, case: LayoutCase, machine: Machine) -> Plan:
 
 
 def why_impossible(recipe: Recipe, case: LayoutCase, machine: Machine, most: int) -> tuple[Problem, ...]:
-    """What keeps the recipe from being trained under the case's layout, on `most` processes at most; or ().
+    """Return the problems of the recipe under the case's layout, with at most `most` processes.
 
-    Without fixes, which would make another layout of it.
+    The problems have no fixes: a fix would change the layout.
     """
     if case.processes > most:
         return (Problem("--processes", f"it has {case.processes} processes", f"there are {most} at most"),)

@@ -1,4 +1,4 @@
-"""Training a recipe under layouts, one launch for all of the same number of processes.
+"""Train a recipe under several layouts, with one launch per number of processes.
 
 python -m torch.distributed.run --nproc_per_node=2 -m launch.experiments.parity.layout_runs CASES.json
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ds_configs.plan import Machine
 from launch.console import terminal
-from launch.experiments.parity.comparison import Outcome, read_outcome
+from launch.experiments.parity.comparison import RunOutcome, read_outcome
 from launch.experiments.parity.layout_cases import LayoutCase, case_plan
 from launch.machine import abilities
 from launch.ranks import ending, joining
@@ -32,7 +32,7 @@ Start = Callable[[int, Path, Path], None]  # (processes, CASES.json, log to writ
 
 
 def start_torchrun(processes: int, jobs: Path, log: Path) -> None:
-    """Run the cases of a file on so many ranks, by torchrun."""
+    """Run the cases of a file on `processes` ranks with torchrun."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     command = [sys.executable, *launcher, "-m", "launch.experiments.parity.layout_runs", str(jobs)]
     path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
@@ -41,7 +41,7 @@ def start_torchrun(processes: int, jobs: Path, log: Path) -> None:
         launched = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
         try:
             launched.wait()
-        except BaseException:  # Ctrl-C: its workers are in sessions of their own, and it has to end them
+        except BaseException:  # Ctrl-C: torchrun must end its workers, which have sessions of their own
             launched.terminate()
             launched.wait()
             raise
@@ -49,11 +49,11 @@ def start_torchrun(processes: int, jobs: Path, log: Path) -> None:
 
 def run_cases(
     recipe: Recipe, cases: Sequence[LayoutCase], out: Path, keep: bool = True, start: Start = start_torchrun
-) -> Iterator[Outcome]:
-    """Run every case, each possible, fewest processes first; its run directory is removed unless `keep`.
+) -> Iterator[RunOutcome]:
+    """Run every case, fewest processes first; remove each run directory unless `keep`.
 
-    Cases of one number of processes share a launch, which takes longer than they. Where one fails, another
-    launch takes those behind it.
+    Cases with the same number of processes share a launch, since a launch takes longer than a case. After a
+    failure another launch runs the rest.
     """
     out.mkdir(parents=True, exist_ok=True)
     (out / "recipe.yaml").write_text(catalog.dump(recipe))
@@ -66,7 +66,7 @@ def run_cases(
             jobs.write_text(json.dumps([vars(case) for case in waiting]))
             names = "; ".join(case.name for case in waiting)
             terminal.say(f"{counted(processes, 'process')}: {names}")
-            for earlier in out.glob("error-rank-*.txt"):  # of a launch that failed before its first case
+            for earlier in out.glob("error-rank-*.txt"):  # from a launch that failed before its first case
                 earlier.unlink()
             start(processes, jobs, log)
             began = [case for case in waiting if (out / case.folder).exists()]
@@ -79,9 +79,9 @@ def run_cases(
 
 
 def work(jobs: Path) -> None:
-    """The ranks of one launch: every case in turn, in the same process group."""
+    """Run every case of one launch in turn on this rank, in the same process group."""
     out = jobs.parent
-    current = out  # the run directory of the case that is trained
+    current = out  # run directory of the current case
     meeting = joining.meet()
     machine = abilities.detect_machine()
     cases = [LayoutCase(**case) for case in json.loads(jobs.read_text())]
@@ -97,7 +97,7 @@ def work(jobs: Path) -> None:
 
 
 def run_case(recipe: Recipe, case: LayoutCase, directory: Path, machine: Machine) -> None:
-    """Train one case; one that fails ends the launch with its traceback, one that diverges says so."""
+    """Train one case. A failure ends the launch with a traceback; a divergence is only recorded."""
     from data.corpus import build
     from launch.machine import description
     from launch.records import vocabulary
@@ -127,7 +127,7 @@ def run_case(recipe: Recipe, case: LayoutCase, directory: Path, machine: Machine
         try:
             grid = ProcessGrid(case.tp, case.pp, case.dp, TIMEOUT)
             train(Start(job, recorder, corpus, grid))
-        except Diverged as error:  # on all ranks alike: the next case may do better
+        except Diverged as error:  # on all ranks alike, so the next case can run
             ending.keep_error(directory, error.why)
         else:
             recorder.finish(Ending())

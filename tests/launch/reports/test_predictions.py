@@ -129,7 +129,7 @@ def test_a_tiny_run_is_compared_with_none(made):
 
 
 def test_runs_are_compared_on_one_machine_and_tiny_ones_with_none():
-    base = predictions.Line(
+    base = predictions.PredictionLine(
         "t/a", "a", where="run on x", gpus=1, parameters=10, samples_per_s=8.0, tflops=4.0
     )
     others = [

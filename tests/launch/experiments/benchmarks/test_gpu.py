@@ -12,9 +12,9 @@ from ds_configs.plan import ANY_GPU
 from ds_configs.resolver import resolve
 from launch import benchmark
 from launch.experiments.benchmarks import gpu_command, gpu_steps, step_speed, worker
-from launch.experiments.benchmarks.gpu_steps import Case, Context, Goal, Outcome, Step
+from launch.experiments.benchmarks.gpu_steps import Context, Goal, GpuCase, Step, StepOutcome
 from launch.experiments.benchmarks.specification import Specification
-from launch.experiments.benchmarks.step_speed import Measured
+from launch.experiments.benchmarks.step_speed import Measurement
 from recipes import catalog
 
 
@@ -29,11 +29,11 @@ def taken(monkeypatch) -> list[str]:
     names: list[str] = []
 
     def step(name: str, end=None) -> Step:
-        def run(context: Context) -> Outcome:
+        def run(context: Context) -> StepOutcome:
             names.append(name)
             if end is not None:
                 raise end
-            return Outcome(
+            return StepOutcome(
                 {"number": 1}, f"said by {name}", (Goal("speed", 2, 3.0), Goal("share", 0.5, None))
             )
 
@@ -95,9 +95,9 @@ def measuring(monkeypatch, seconds: dict[str, float] = {}) -> list[Specification
     def measure(specs, pace, say, profile=None):
         found.extend(specs)
         return [
-            Measured(spec, rates=[{"square": 1e12, "products": 1e12}])
+            Measurement(spec, rates=[{"square": 1e12, "products": 1e12}])
             if spec.system == "rate"
-            else Measured(spec, [seconds.get(spec.name, 1.0)] * 3, [1] * 3, [10**12] * 3, peak_bytes=10**9)
+            else Measurement(spec, [seconds.get(spec.name, 1.0)] * 3, [1] * 3, [10**12] * 3, peak_bytes=10**9)
             for spec in specs
         ]
 
@@ -124,7 +124,7 @@ def test_every_step_asks_for_what_can_be_trained(walks, tmp_path, monkeypatch):
 
 def test_a_published_row_keeps_its_micro_batch_when_it_is_alone():
     for name in (*gpu_steps.MEDIUM, gpu_steps.LARGE):
-        row, own = catalog.load(name), Case("x", name).specification(tiny=False).load()
+        row, own = catalog.load(name), GpuCase("x", name).specification(tiny=False).load()
         assert own.batch.micro == own.batch.global_ == row.batch.micro
         assert own.parallel.dp == 1 and own.model == row.model and own.sequence_length == row.sequence_length
 

@@ -12,7 +12,7 @@ from ds_configs.resolver import resolve
 from launch import benchmark
 from launch.experiments.benchmarks import layout_speed, step_speed
 from launch.experiments.benchmarks.specification import Specification
-from launch.experiments.benchmarks.step_speed import Measured
+from launch.experiments.benchmarks.step_speed import Measurement
 from recipes.layout import Layout
 
 ONE = Specification("ours", "ours", "default/sotu", ("precision=fp32",), True, "zero1")
@@ -20,9 +20,9 @@ LAYOUT = Layout(1, 1, 1, 4, 2, 8)  # micro-batches of 4, two of them
 CPU = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
 
 
-def measured(spec: Specification, seconds: float, tokens: int, waited: float = 0.0) -> Measured:
+def measured(spec: Specification, seconds: float, tokens: int, waited: float = 0.0) -> Measurement:
     phases = [{"step": 10.0, "communication": share * 10 * waited} for share in (0.5, 1.5)]
-    return Measured(spec, [seconds] * 3, [tokens] * 3, [1] * 3, phases=phases[: spec.processes])
+    return Measurement(spec, [seconds] * 3, [tokens] * 3, [1] * 3, phases=phases[: spec.processes])
 
 
 def test_each_layout_is_one_that_can_be_trained_and_does_the_work_of_its_reference():
@@ -63,7 +63,7 @@ def test_overhead_is_split_into_kinds_that_add_up():
 
 
 def test_scaling_keeps_the_work_of_a_process_or_of_all():
-    specs = layout_speed.scaled(ONE, LAYOUT, 6, ("weak", "strong"))
+    specs = layout_speed.scaling_systems(ONE, LAYOUT, 6, ("weak", "strong"))
     assert [spec.name for spec in specs if "weak" in spec.name] == [
         "weak, 1",
         "weak, 2",
@@ -78,7 +78,7 @@ def test_scaling_keeps_the_work_of_a_process_or_of_all():
 
 
 def test_efficiency_is_against_the_fewest_processes(tmp_path):
-    specs = {spec.name: spec for spec in layout_speed.scaled(ONE, LAYOUT, 2, ("weak", "strong"))}
+    specs = {spec.name: spec for spec in layout_speed.scaling_systems(ONE, LAYOUT, 2, ("weak", "strong"))}
     found = [
         measured(specs["weak, 1"], 1.0, 8),
         measured(specs["weak, 2"], 1.25, 16),

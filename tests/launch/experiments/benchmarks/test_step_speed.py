@@ -13,14 +13,14 @@ from launching import WORKERS, run_ranks
 from launch import benchmark
 from launch.experiments.benchmarks import step_speed, step_text, systems
 from launch.experiments.benchmarks.specification import Specification
-from launch.experiments.benchmarks.step_speed import Measured, Pace
+from launch.experiments.benchmarks.step_speed import Measurement, Pace
 from launch.experiments.benchmarks.turns import Worker, WorkerFailed
 from modeling import cost
 from recipes import catalog
 
 
-def measured(name: str, seconds: list[float], **more) -> Measured:
-    found = Measured(Specification(name, "ours", "default/sotu"), seconds, **more)
+def measured(name: str, seconds: list[float], **more) -> Measurement:
+    found = Measurement(Specification(name, "ours", "default/sotu"), seconds, **more)
     found.tokens, found.operations = [100] * len(seconds), [3 * 10**12] * len(seconds)
     return found
 
@@ -28,8 +28,8 @@ def measured(name: str, seconds: list[float], **more) -> Measured:
 GIVEN = [
     measured("ours", [2.0, 1.0, 30.0], peak_bytes=10**9, phases=[{"step": 2.0, "forward": 0.5}]),
     measured("theirs", [6.0, 4.0, 5.0], others=[0.25]),
-    Measured(Specification("broken", "nano", "default/sotu"), failed="no memory"),
-    Measured(
+    Measurement(Specification("broken", "nano", "default/sotu"), failed="no memory"),
+    Measurement(
         Specification("rate", "rate", "default/sotu"),
         rates=[{"square": s, "products": s / 2} for s in (1e12, 3e12, 99e12)],
     ),
@@ -37,17 +37,17 @@ GIVEN = [
 
 
 def test_shares_and_ratios_follow_from_the_medians():
-    ours, theirs = step_speed.summarised(GIVEN)
+    ours, theirs = step_speed.speed_rows(GIVEN)
     assert (ours.seconds, ours.fastest, ours.tokens_per_s, ours.tflops) == (2.0, 1.0, 50.0, 1.5)
     assert (ours.share, ours.product_share, ours.times, ours.peak_bytes) == (0.5, 1.0, 1.0, 10**9)
     assert (theirs.seconds, theirs.share, theirs.times) == (5.0, 0.2, 2.5)
-    assert [row.times for row in step_speed.summarised(GIVEN, "theirs")] == [0.4, 1.0]
-    without = step_speed.summarised(GIVEN[:2])
-    assert [row.share for row in without] == [None, None] and step_speed.summarised([]) == []
+    assert [row.times for row in step_speed.speed_rows(GIVEN, "theirs")] == [0.4, 1.0]
+    without = step_speed.speed_rows(GIVEN[:2])
+    assert [row.share for row in without] == [None, None] and step_speed.speed_rows([]) == []
 
 
 def test_the_tables_and_the_picture_show_them(tmp_path):
-    rows = step_speed.summarised(GIVEN)
+    rows = step_speed.speed_rows(GIVEN)
     table = step_text.speeds(rows, "ours")
     assert all(said in table for said in ("50.0%", "100.0%", "2.50x", "1.00")) and "broken" not in table
     assert "3.000 TFLOP/s in large square products (1.000 to 99.000 in 3 blocks)" in step_text.rates(GIVEN)

@@ -17,7 +17,7 @@ from launching import run
 from ds_configs.plan import Machine
 from launch import compare_layouts
 from launch.experiments.parity import comparison
-from launch.experiments.parity.comparison import Outcome, compare, read_outcome
+from launch.experiments.parity.comparison import RunOutcome, compare, read_outcome
 from launch.experiments.parity.layout_cases import CASES, FORCED, case_plan
 from launch.experiments.parity.layout_runs import run_cases
 from recipes import catalog
@@ -42,7 +42,7 @@ def test_a_loss_that_is_lost_is_said(tmp_path):
 
 
 def test_where_one_process_fails_the_command_does(monkeypatch, capsys):
-    failed = Outcome("one process", 1, failure="did not finish: the loss is nan in fp32")
+    failed = RunOutcome("one process", 1, failure="did not finish: the loss is nan in fp32")
     monkeypatch.setattr(sys, "argv", [*COMMAND[1:], "--only", "tp2"])
     monkeypatch.setattr(compare_layouts, "run_cases", lambda *_, **__: iter([failed]))
     monkeypatch.setattr(compare_layouts, "check_data", lambda recipe: None)
@@ -76,14 +76,14 @@ def test_the_recipe_shares_out_its_own_batch():
 # The comparison itself
 
 
-def made_up(**changes) -> Outcome:
+def made_up(**changes) -> RunOutcome:
     weights = {
         "word.weight": torch.ones(4, 2),
         "layers.0.mlp.expand.weight": torch.ones(3),
         "final_norm.bias": torch.ones(2),
     }
     curves = dict(losses=[3.0, 2.0], validations=[3.1, 2.1], norms=[1.0, 0.5])
-    return replace(Outcome("made up", 2, **curves, gradients=weights, weights=dict(weights)), **changes)
+    return replace(RunOutcome("made up", 2, **curves, gradients=weights, weights=dict(weights)), **changes)
 
 
 def test_equal_runs_agree():

@@ -26,7 +26,7 @@ from launching import run
 from stored import layers_of_files
 
 from launch.experiments.parity import comparison
-from launch.experiments.parity.comparison import Outcome, compare
+from launch.experiments.parity.comparison import RunOutcome, compare
 from launch.experiments.parity.layout_cases import REFERENCE
 from launch.records.metrics import read_metrics
 from modeling.bert import LOSS_PARTS
@@ -110,7 +110,7 @@ def compared(tmp_path_factory) -> Callable[[str], tuple[Path, str]]:
 
 
 @pytest.fixture(scope="module")
-def reference(compared) -> Callable[[str], Outcome]:
+def reference(compared) -> Callable[[str], RunOutcome]:
     return lambda kind: outcome(compared(kind)[0], REFERENCE.name)
 
 
