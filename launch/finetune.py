@@ -115,7 +115,7 @@ def main() -> None:
 
 
 def check_flags(args: argparse.Namespace, several: bool) -> None:
-    """Refuse flags that contradict each other, before a library is loaded. Raises ProblemsError."""
+    """Refuse contradictory flags before any slow import. Raises ProblemsError."""
     from launch.evaluation.finetuning_summary import MEMBERS
     from launch.ranks import processes
 
@@ -144,7 +144,7 @@ def check_flags(args: argparse.Namespace, several: bool) -> None:
 
 
 def several_runs(args: argparse.Namespace) -> None:
-    """Grid, seeds, median and ensemble. Ends with code 2 where the first run would be refused."""
+    """Run grid, seeds, median and ensemble. Exit with code 2 if the first run would be refused."""
     from launch.console import output, quiet, terminal
 
     out = output.directory("--out", args.out or f"runs/finetune-{args.task}-seeds")
@@ -155,10 +155,12 @@ def several_runs(args: argparse.Namespace) -> None:
 
     facts = TASKS[args.task]
     try:
-        devices = runs.shared_out(processes.device_limit() or 0, args.ranks, args.side_by_side)
+        devices = runs.devices_of_runs(processes.device_limit() or 0, args.ranks, args.side_by_side)
         planned = argparse.Namespace(**{**vars(args), "plan": True, "processes": args.ranks, "out": None})
         checked(planned)
-        made = runs.Runs(out, __file__, passed_on(sys.argv[1:]), args.ranks, devices, facts, terminal.say)
+        made = runs.Runs(
+            out, __file__, common_arguments(sys.argv[1:]), args.ranks, devices, facts, terminal.say
+        )
         first = Trial(args.batch or facts.batch, args.lr or facts.lr, args.seed)
         summary = runs.procedure(made, first, search=args.grid, seeds=args.seeds or 1, average=args.ensemble)
     except ValueError as e:
@@ -171,8 +173,8 @@ def several_runs(args: argparse.Namespace) -> None:
         raise SystemExit(1)
 
 
-def passed_on(typed: Sequence[str]) -> tuple[str, ...]:
-    """What every run is given: all that was typed but what tells runs apart, and what starts several."""
+def common_arguments(typed: Sequence[str]) -> tuple[str, ...]:
+    """Return the common arguments of all runs, without flags that differ per run or start several runs."""
     alone, valued = {"--grid", "--ensemble", "--resume"}, {"--seeds", "--ranks", "--side_by_side"}
     valued |= {"--out", "--batch", "--lr", "--seed"}
     kept, rest = list[str](), list(typed)
@@ -186,7 +188,7 @@ def passed_on(typed: Sequence[str]) -> tuple[str, ...]:
 
 
 def checked(args: argparse.Namespace) -> Training:
-    """The fine-tuning that the flags ask for; the number of a task's examples decides its steps.
+    """Make the fine-tuning from the flags; the number of training examples decides its steps.
 
     Raises ValueError with every problem.
     """

@@ -22,11 +22,11 @@ from recipes.problems import Problem, ProblemsError, counted
 
 if TYPE_CHECKING:
     from launch.evaluation.trained_model import TrainedModel
-    from launch.evaluation.writing import EncodedPrompt, Settings, Written
+    from launch.evaluation.writing import EncodedPrompt, Settings, WrittenText
     from launch.ranks.meeting import Meeting
 
 DTYPES = ("float32", "bfloat16", "float16")
-# What says how a continuation is drawn; a BERT has none.
+# Flags of continuations, which a BERT does not take.
 OF_CONTINUATIONS = (
     "tokens",
     "samples",
@@ -38,7 +38,7 @@ OF_CONTINUATIONS = (
     "batch",
     "no_cache",
 )
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # of a text that ends within the bytes of a character
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # at the end of a text that stops inside a character
 
 EXAMPLES = """\
 examples:
@@ -68,7 +68,7 @@ position, and a line says how many did which. What is drawn depends on --seed,
 the prompt and the number of the sample, and not on the batch, the file or the
 number of processes (to rounding). With transformers' temperature, top_k and
 top_p it has transformers' distribution, and with --greedy its texts.
-exit codes: 0 written, 1 failed, 2 refused before anything is loaded."""
+exit codes: 0 written, 1 failed, 2 refused before anything is load_model."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -106,7 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be written, checked. `out`: None writes to the terminal."""
+    """A checked generation job. `out`: None writes to the terminal."""
 
     model: TrainedModel
     prompts: Sequence[EncodedPrompt]
@@ -123,7 +123,7 @@ def main() -> None:
     if ranks == 1:
         run(job, meeting)
         return
-    # A run that is still training may have saved a newer one meanwhile.
+    # A run still in training may have saved a newer checkpoint meanwhile.
     weights = Path(meeting.from_rank_0(str(job.model.weights)))
     job = replace(job, model=replace(job.model, weights=weights))
     advice = "start more processes, or take --dtype bfloat16, or lower --batch"
@@ -132,7 +132,7 @@ def main() -> None:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Raise ProblemsError with all flags that contradict each other, or are missing."""
+    """Refuse contradictory or missing flags. Raises ProblemsError."""
     problems = []
     if bool(args.prompt) == bool(args.file):
         came = "--prompt and --file" if args.file else "neither --prompt nor --file"
@@ -150,7 +150,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def checked_job(args: argparse.Namespace) -> Job:
-    """Everything but the weights, of which headers are read. Raises ProblemsError."""
+    """Make the job from the flags; of the weights only headers are read. Raises ProblemsError."""
     from launch.evaluation import trained_model, writing
 
     processes.check_device()
@@ -169,7 +169,7 @@ def checked_job(args: argparse.Namespace) -> Job:
 
 
 def unfit(args: argparse.Namespace, model: TrainedModel) -> Iterator[Problem]:
-    """Flags that a BERT has no use for, and processes that the heads cannot be shared out to."""
+    """Yield problems of flags useless for a BERT, and of process counts that do not divide the heads."""
     useless = [f"--{name}" for name in OF_CONTINUATIONS if getattr(args, name) not in (None, False)]
     family, heads, ranks = model.recipe.model.family, model.recipe.model.heads, processes.world_size()
     if useless and not model.continues:
@@ -200,20 +200,20 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 def run(job: Job, meeting: Meeting) -> None:
-    """Load the model and write. Collective; rank 0 alone is heard."""
+    """Load the model and write the texts. Collective; only rank 0 prints."""
     from deepspeed.accelerator import get_accelerator
 
     from launch.console.progress import bar
     from launch.evaluation import writing
 
-    first, model = processes.rank() == 0, loaded(job, meeting)
+    first, model = processes.rank() == 0, load_model(job, meeting)
     model.to(get_accelerator().current_device_name())
     meeting.end()
     total = len(job.prompts) * (job.settings.samples if job.model.continues else 1)
     stream = Stream(job.model.tokenizer) if first and total == 1 and not job.out else None
-    began, done = time.perf_counter(), list[writing.Written]()
+    began, done = time.perf_counter(), list[writing.WrittenText]()
     with job.out.open("x", encoding="utf-8") if job.out else nullcontext() as file:
-        # Texts in a terminal show by themselves how far it has come.
+        # Texts in a terminal show the progress themselves.
         hidden = not first or stream or (job.out is None and sys.stdout.isatty())
         with nullcontext() if hidden else bar(sys.stderr, total=total, unit="text") as shown:
             heard = stream.hear if stream else lambda tokens: None
@@ -227,11 +227,11 @@ def run(job: Job, meeting: Meeting) -> None:
         terminal.say(summary(done, time.perf_counter() - began, job), sys.stderr)
 
 
-def loaded(job: Job, meeting: Meeting) -> Any:
-    """The model, cut over all processes. Collective."""
+def load_model(job: Job, meeting: Meeting) -> Any:
+    """Load the model, split over all processes. Collective."""
     import torch
 
-    from launch.weights import foreign_weights as given_tensors
+    from launch.weights import foreign_weights
     from modeling.families import whole_model
     from modeling.parallel.process_grid import ProcessGrid
 
@@ -240,31 +240,31 @@ def loaded(job: Job, meeting: Meeting) -> Any:
         terminal.say(f"{counted(world, 'process')} share out the weights, not the prompts", sys.stderr)
     for remark in (job.model.remarks or (str(job.model.weights),)) if first else ():
         terminal.say(f"weights: {remark}", sys.stderr)
-    weights = meeting.settle(lambda: given_tensors.read(job.model.weights, job.model.recipe))
+    weights = meeting.settle(lambda: foreign_weights.read(job.model.weights, job.model.recipe))
     group = ProcessGrid(world, 1, 1, processes.TIMEOUT).tensor_group if world > 1 else None
     return whole_model(job.model.recipe, weights, group, getattr(torch, job.dtype))
 
 
 class Stream:
-    """A text in the terminal as it grows; whole characters alone."""
+    """A growing text in the terminal, in whole characters."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         self.shown = ""
 
     def hear(self, tokens: Sequence[int]) -> None:
-        """All tokens so far."""
+        """Show the text of all tokens so far."""
         self.show(self._tokenizer.decode(tokens).rstrip(UNFINISHED))
 
     def show(self, text: str) -> None:
-        """What is new of the text. A vocabulary may change its last words again: they wait for the end."""
+        """Print the new part of the text. If the tokenizer changed earlier words, print nothing yet."""
         if text.startswith(self.shown):
             print(text[len(self.shown) :], end="", flush=True)
             self.shown = text
 
 
-def show(written: Written, file: IO[str] | None, stream: Stream | None) -> None:
-    """One text: in the file, as the end of its stream, or under a line that says whose it is."""
+def show(written: WrittenText, file: IO[str] | None, stream: Stream | None) -> None:
+    """Write one text: to the file, to the end of its stream, or under a heading with its prompt number."""
     if file is not None:
         file.write(json.dumps(written.record(), ensure_ascii=False) + "\n")
         file.flush()
@@ -276,8 +276,8 @@ def show(written: Written, file: IO[str] | None, stream: Stream | None) -> None:
         print(f"--- prompt {written.number + 1}{how}\n{written.text}", flush=True)
 
 
-def summary(done: Sequence[Written], seconds: float, job: Job) -> str:
-    """How much was written, how fast, and why texts ended."""
+def summary(done: Sequence[WrittenText], seconds: float, job: Job) -> str:
+    """Return a line with the numbers of texts and tokens, the speed, and the reasons of text ends."""
     tokens = sum(written.tokens for written in done)
     said = f"{len(done):,} texts, {tokens:,} tokens in {seconds:.2f} s: {tokens / seconds:,.0f} tokens/s"
     if not job.model.continues:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from launch.evaluation.scores import Score
     from launch.evaluation.scoring_job import ScoredModel, ScoringTask
 
-# Sections of a recipe that other flags decide, and those that score nothing.
+# Sections of a recipe decided by other flags, and sections without effect on scores.
 BY_FLAGS = {"precision": "--precision", "batch": "--batch", "ds_config": "--ds_config"}
 FOR_TRAINING = ("dropout", "activation_checkpointing", "optimizer", "schedule", "steps", "init_std")
 
@@ -120,9 +120,9 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class ScoringJob:
-    """What is scored and how, checked.
+    """A checked scoring job.
 
-    `out`: file for the result; None: none is asked for. `from_scratch`: with weights that are drawn.
+    `out`: file for the result; None: no file. `from_scratch`: draw the weights at random.
     """
 
     task: ScoringTask
@@ -135,7 +135,7 @@ class ScoringJob:
 
 
 def checked_job(args: Namespace) -> ScoringJob:
-    """The job that the flags ask for. Raises ValueError."""
+    """Make the job from the flags. Raises ValueError."""
     from launch.evaluation.scoring_job import ScoringTask, Wishes, open_model, plan_scoring
 
     check_settings(args.set)
@@ -150,7 +150,7 @@ def checked_job(args: Namespace) -> ScoringJob:
 
 
 def check_settings(settings: list[str]) -> None:
-    """Refuse --set of what flags or the weights decide, and of what is for training. Raises ProblemsError."""
+    """Refuse --set of keys decided by flags or weights, or used in training only. Raises ProblemsError."""
     problems = []
     for setting in settings:
         key = setting.partition("=")[0].strip()
@@ -166,7 +166,7 @@ def check_settings(settings: list[str]) -> None:
 
 
 def run(job: ScoringJob, meeting: Meeting) -> None:
-    """Data, model, scores, results."""
+    """Read the data, build the model, score it, and write the results. Collective."""
     from launch.console.progress import bar
     from launch.evaluation import scores as results
     from launch.evaluation.scoring import build_scoring_engine, figures, score
@@ -200,14 +200,14 @@ def run(job: ScoringJob, meeting: Meeting) -> None:
 
 
 def less_memory(plan: Plan) -> str:
-    """What helps where memory runs out."""
+    """Return the advice for out-of-memory errors."""
     smaller = "" if plan.layout.micro == 1 else f"lower --batch, which is {plan.layout.micro}, or "
     half = "" if plan.precision != "fp32" else ", or take --precision bf16"
     return f"{smaller}share the model out (--set parallel.tp=2 on two GPUs, --ds_config zero3){half}"
 
 
 def check_same_data(data: TaskData, checksums: list[str]) -> None:
-    """Raise ProblemsError where ranks have read other texts, or cut them into other tokens."""
+    """Check that all ranks have read the same text as the same tokens. Raises ProblemsError."""
     if len(set(checksums)) > 1:
         came = f"ranks read {len(set(checksums))} different forms of {data.source}"
         rule = "all of them score the same windows"
@@ -237,7 +237,7 @@ def make_score(job: ScoringJob, data: TaskData, found: dict[str, float], seconds
 
 
 def _silence(text: str) -> None:
-    """What ranks other than the first say."""
+    """Ignore the text, on ranks other than the first."""
 
 
 if __name__ == "__main__":

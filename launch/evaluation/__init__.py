@@ -1,1 +1,1 @@
-"""What a trained model is worth: scores, predictions and their files."""
+"""Evaluation of trained models: scores, fine-tuning, generated text."""

@@ -1,7 +1,7 @@
-"""Predictions of a fine-tuned model, under the layout that trained it and in the directory of its run.
+"""Predict the splits of a task with a fine-tuned model, under its training layout.
 
 RUN/predictions/dev/SST-2.tsv     in the form of the task's submissions
-RUN/predictions/dev/logits.npy    (n, classes) or (windows, S, 2), float32: what ensembles average
+RUN/predictions/dev/logits.npy    (n, classes) or (windows, S, 2), float32, for ensembles
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from launch.training.run import TrainingRun, held_out_batches
 if TYPE_CHECKING:
     from data.tasks.corpus import PredictedSplit
 
-CHUNK = 2048  # examples that are in memory with their padding
+CHUNK = 2048  # padded examples in memory at a time
 
 
 def predict(run: TrainingRun, corpus: TaskCorpus) -> tuple[TaskScore, ...]:
-    """Predicts every split of the corpus; rank 0 writes and returns what came of it. Collective."""
+    """Predict every split of the corpus; rank 0 writes and returns the scores. Collective."""
     found: dict[str, np.ndarray] = {}
     for split in corpus.predicted:
         logits = logits_of(run, split.features)
@@ -45,7 +45,7 @@ def predict(run: TrainingRun, corpus: TaskCorpus) -> tuple[TaskScore, ...]:
 
 
 def logits_of(run: TrainingRun, features: Features) -> np.ndarray | None:
-    """On rank 0 the logits of all examples in their order, float32; None on the others. Collective."""
+    """Return the float32 logits of all examples in order on rank 0, None on other ranks. Collective."""
     parts = []
     for start in range(0, len(features), CHUNK):
         chunk = range(start, min(start + CHUNK, len(features)))
@@ -53,24 +53,24 @@ def logits_of(run: TrainingRun, features: Features) -> np.ndarray | None:
             HeldOut(features.take(chunk), features.sequence_length), run.job.plan, run.grid
         )
         run.watchdog.enter(Phase.VALIDATING)
-        with captured(run.engine) as kept:
+        with capture_logits(run.engine) as kept:
             run.validate(batches)
         steps, at = len(batches), run.grid.at
         speaks = at.tp == 0 and at.pp == run.grid.pp - 1
-        own = _joined(kept, steps, features.sequence_length) if speaks else None
+        own = _join(kept, steps, features.sequence_length) if speaks else None
         ranks = gathered((at.dp, own), run.grid.control_group)
         if run.grid.rank == 0:
             by_rank = [
                 logits
                 for _, logits in sorted(((dp, x) for dp, x in ranks if x is not None), key=lambda r: r[0])
             ]
-            # A step's samples are shared out over the data-parallel ranks, consecutive ones to each.
+            # Each data-parallel rank has consecutive samples of a step.
             parts.append(np.concatenate(by_rank, axis=1).reshape(-1, *by_rank[0].shape[2:])[: len(chunk)])
     return np.concatenate(parts) if parts else None
 
 
-def _joined(kept: Sequence[torch.Tensor], steps: int, length: int) -> np.ndarray:
-    """(steps, examples of this rank, ...) of the micro-batches' logits, of spans up to S."""
+def _join(kept: Sequence[torch.Tensor], steps: int, length: int) -> np.ndarray:
+    """Join the logits of micro-batches to (steps, examples of this rank, ...); pad spans to S."""
     if kept[0].dim() == 3:
         kept = [torch.nn.functional.pad(x, (0, 0, 0, length - x.shape[1]), value=float("-inf")) for x in kept]
     joined = torch.cat(list(kept))
@@ -78,8 +78,8 @@ def _joined(kept: Sequence[torch.Tensor], steps: int, length: int) -> np.ndarray
 
 
 @contextlib.contextmanager
-def captured(engine: DeepSpeedEngine) -> Iterator[list[torch.Tensor]]:
-    """The logits that the losses in the block are computed from, a tensor of each micro-batch."""
+def capture_logits(engine: DeepSpeedEngine) -> Iterator[list[torch.Tensor]]:
+    """Yield a list that collects the logits of each micro-batch in the block."""
     kept: list[torch.Tensor] = []
     pipeline = isinstance(engine, PipelineEngine)
     holder, name = (engine.module.loss_fn, "function") if pipeline else (engine.module, "loss")
@@ -102,7 +102,7 @@ FOLDER, LOGITS = "predictions", "logits.npy"
 def keep(
     folder: Path, splits: Sequence[PredictedSplit], logits: Mapping[str, np.ndarray]
 ) -> tuple[TaskScore, ...]:
-    """Scores the logits of splits, and writes these and the submissions below `folder`."""
+    """Score the logits of splits; write logits and submissions below `folder`."""
     scores, dev = list[TaskScore](), None
     for split in splits:
         scored: SplitScores = split.score(logits[split.name], dev)

@@ -1,4 +1,4 @@
-"""The recipe of a fine-tuning: a task, the model of given weights, and RoBERTa's settings by default.
+"""Make the recipe of a fine-tuning from a task, a pretrained model, and RoBERTa's settings by default.
 
 Liu et al. 2019 (arXiv 1907.11692), table 10: Adam with betas 0.9 and 0.98, eps 1e-6, weight decay 0.1, linear
 decay after a warm-up over 6 % of the steps; batches of 16 or 32, learning rates of 1e-5, 2e-5 and 3e-5.
@@ -25,9 +25,9 @@ OPTIMIZER: dict[str, Any] = {"betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the flags of a fine-tuning ask for; None: the task's default.
+    """Options of a fine-tuning from the flags; None: the task's default.
 
-    `files`: split -> path; `settings`: texts of --set, which have the last word.
+    `files`: split -> path; `settings`: values of --set, which override everything else.
     """
 
     task: TaskName
@@ -43,11 +43,10 @@ class Wishes:
 def recipe_of(
     wishes: Wishes, model: Mapping[str, Any], vocabulary: Path, machine: Machine, examples: int | None = None
 ) -> Recipe:
-    """The recipe of a fine-tuning.
+    """Make the recipe of a fine-tuning. Raises RecipeError with every problem.
 
-    `model`: family, shape and placement of LayerNorm; `vocabulary`: where its tokens are numbered;
-    `examples`: samples to train on, which decide the steps; None: they are not counted yet. Raises
-    RecipeError with every problem.
+    `model`: family, shape and placement of LayerNorm; `vocabulary`: directory of the model's vocabulary;
+    `examples`: number of training samples, which decides the steps; None: not counted yet.
     """
     facts = TASKS[wishes.task]
     batch = wishes.batch or facts.batch
@@ -84,7 +83,7 @@ def _validated(values: Mapping[str, Any], wishes: Wishes) -> Recipe:
 
 
 def cut_to(recipe: Recipe, steps: int | None) -> Recipe:
-    """Ended after `steps`, its schedule as it was."""
+    """Cut the recipe to `steps` steps, with an unchanged schedule."""
     if steps is None:
         return recipe
     schedule = recipe.schedule.model_copy(update={"decay_steps": recipe.decay_steps})

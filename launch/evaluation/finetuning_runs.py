@@ -1,14 +1,13 @@
-"""Several fine-tunings of one task: a grid, seeds, their median and their ensemble.
+"""Run several fine-tunings of one task: a grid, seeds, their median and their ensemble.
 
-RoBERTa's procedure (Liu et al. 2019, section 5.1): batches and learning rates are tried with one seed, the
-best by the dev set is trained with several, and the median of these is reported. A run is a process of its
-own, in
+RoBERTa's procedure (Liu et al. 2019, section 5.1): try batches and learning rates with one seed, train the
+best on the dev set with several seeds, and report their median. Each run is a separate process. Files:
 
     OUT/batch32-lr2e-05-seed1234/        a run directory, with OUT/batch32-lr2e-05-seed1234.log
     OUT/ensemble/SPLIT/                  predictions of all seeds together
-    OUT/runs.json, OUT/summary.json      what was asked for, and what came of it
+    OUT/runs.json, OUT/summary.json      arguments and outcome
 
-A run that is finished is not made again, and one that was interrupted resumes.
+A finished run is not repeated, and an interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from tqdm import tqdm
 from data.durable_files import write_atomically
 from data.tasks.corpus import splits_to_predict
 from launch.evaluation.finetuning_predictions import FOLDER, LOGITS, keep
-from launch.evaluation.finetuning_summary import MEMBERS, Finished, Summary, Trial, write
+from launch.evaluation.finetuning_summary import MEMBERS, Summary, Trial, TrialOutcome, write
 from launch.records.facts import TaskScore
 from launch.records.result import read_result
 from recipes import files
@@ -45,20 +44,20 @@ BATCHES, RATES = (16, 32), (1e-5, 2e-5, 3e-5)  # RoBERTa's grid for GLUE
 Item = TypeVar("Item")
 T = TypeVar("T")
 ARGUMENTS = "runs.json"
-WORK_S = 1.0  # what takes less was made before, and tells nothing of what is left
+WORK_S = 1.0  # faster runs existed before; the estimate of the remaining time ignores them
 Say = Callable[[str], None]
 
 
 class NoScores(Exception):
-    """None of several runs has come to an end; says why."""
+    """Failure of all runs, with their problems as the message."""
 
 
 def side_by_side(
     make: Callable[[Item], T], items: Sequence[Item], at_once: int, words: Callable[[T], str], say: Say
 ) -> list[T]:
-    """What `make` returns for every item, in their order; `words` of each are said when it is there.
+    """Call `make` on every item, `at_once` at a time; return the results in order, and say `words` of each.
 
-    Where one raises, or on Ctrl-C, what has not begun is left out; what is under way is waited for.
+    After an error or Ctrl-C no further item begins; running ones are awaited.
     """
     done, took = itertools.count(1), list[float]()
 
@@ -80,18 +79,18 @@ def side_by_side(
                 say(f"{error}; no other begins, and what is under way is waited for")
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-    return [future.result() for future in futures]  # what is left out was asked for after what has raised
+    return [future.result() for future in futures]  # raises before it meets a cancelled item
 
 
 @dataclass(frozen=True)
 class Runs:
-    """How runs are made.
+    """Command, directory and devices of several runs.
 
     Attributes:
-        out: the directory of all of them.
-        script, arguments: the command, and what all runs are given.
+        out: parent directory of the runs.
+        script, arguments: the command and the common arguments of all runs.
         ranks: processes of each run.
-        devices: of accelerators for each run that goes on beside others; () of one that takes what is there.
+        devices: accelerators for each simultaneous run; () for a run without a choice of devices.
     """
 
     out: Path
@@ -104,25 +103,25 @@ class Runs:
 
     @property
     def metric(self) -> str:
-        """By which trials are compared."""
+        """Return the metric that compares trials."""
         return "f1" if self.facts.head == "span" else "accuracy"
 
-    def finished(self, trial: Trial) -> Finished | None:
-        """The outcome of a trial that was made before; None: there is none."""
+    def finished(self, trial: Trial) -> TrialOutcome | None:
+        """Return the outcome of an earlier finished trial; None without one."""
         path = self.out / trial.name / "result.json"
         if not path.exists():
             return None
         result = read_result(path)
         scores = result.task_scores
-        return Finished(**vars(trial), scores=scores) if result.status == "ok" and scores else None
+        return TrialOutcome(**vars(trial), scores=scores) if result.status == "ok" and scores else None
 
-    def make(self, trials: Sequence[Trial]) -> list[Finished]:
-        """The trials, side by side as devices allow; those that are finished are not made again."""
+    def make(self, trials: Sequence[Trial]) -> list[TrialOutcome]:
+        """Run the trials side by side as devices allow; do not repeat finished ones."""
         free: queue.Queue[tuple[str, ...]] = queue.Queue()
         for devices in self.devices:
             free.put(devices)
 
-        def one(trial: Trial) -> tuple[Finished, str]:
+        def one(trial: Trial) -> tuple[TrialOutcome, str]:
             if before := self.finished(trial):
                 return before, ", made before"
             devices = free.get()
@@ -131,13 +130,13 @@ class Runs:
             finally:
                 free.put(devices)
 
-        def words(made: tuple[Finished, str]) -> str:
+        def words(made: tuple[TrialOutcome, str]) -> str:
             found, when = made
             return f"{found.name}: {found.problem or found.scores[0]}{when}"
 
         return [found for found, _ in side_by_side(one, trials, len(self.devices), words, self.say)]
 
-    def _made(self, trial: Trial, devices: tuple[str, ...]) -> Finished:
+    def _made(self, trial: Trial, devices: tuple[str, ...]) -> TrialOutcome:
         directory, log = self.out / trial.name, self.out / f"{trial.name}.log"
         place = f"--rdzv_backend c10d --rdzv_endpoint localhost:0 --nproc_per_node {self.ranks}"
         launcher = ["-m", "torch.distributed.run", *place.split()] if self.ranks > 1 else []
@@ -149,7 +148,7 @@ class Runs:
             ended = subprocess.run(command, env=env, stdout=file, **streams)
         if found := self.finished(trial):
             return found
-        return Finished(**vars(trial), problem=f"ended with code {ended.returncode}, see {log}")
+        return TrialOutcome(**vars(trial), problem=f"ended with code {ended.returncode}, see {log}")
 
 
 def grid(batches: Sequence[int], rates: Sequence[float], seed: int) -> list[Trial]:
@@ -157,7 +156,7 @@ def grid(batches: Sequence[int], rates: Sequence[float], seed: int) -> list[Tria
 
 
 def keep_arguments(out: Path, arguments: Sequence[str]) -> None:
-    """Keep the arguments of all runs; refuse to go on with other ones. Raises ProblemsError."""
+    """Write the common arguments of the runs; refuse to go on with other ones. Raises ProblemsError."""
     out.mkdir(parents=True, exist_ok=True)
     path, given = out / ARGUMENTS, {"arguments": list(arguments)}
     if path.exists() and files.read_json_object(path) != given:
@@ -167,12 +166,12 @@ def keep_arguments(out: Path, arguments: Sequence[str]) -> None:
 
 
 def procedure(runs: Runs, first: Trial, *, search: bool, seeds: int, average: bool) -> Summary:
-    """Grid (`search`), seeds, median and ensemble (`average`); the summary, which is kept as well.
+    """Run grid (`search`), seeds, median and ensemble (`average`); write and return the summary.
 
-    Raises NoScores where no trial of the grid, or no seed, has come to a score.
+    Raises NoScores if no trial of the grid, or no seed, has scores.
     """
     keep_arguments(runs.out, runs.arguments)
-    found: tuple[Finished, ...] = ()
+    found: tuple[TrialOutcome, ...] = ()
     if search:
         found = tuple(runs.make(grid(BATCHES, RATES, first.seed)))
         first = max(_scored(found), key=lambda each: each.value(runs.metric)).trial
@@ -188,15 +187,15 @@ def procedure(runs: Runs, first: Trial, *, search: bool, seeds: int, average: bo
     return summary
 
 
-def _scored(made: Sequence[Finished]) -> list[Finished]:
+def _scored(made: Sequence[TrialOutcome]) -> list[TrialOutcome]:
     sound = [each for each in made if each.scores]
     if not sound:
         raise NoScores("\n".join(f"{each.name}: {each.problem}" for each in made))
     return sound
 
 
-def medians(made: Sequence[Finished]) -> Iterator[tuple[str, dict[str, float]]]:
-    """Of every metric of every split with labels."""
+def medians(made: Sequence[TrialOutcome]) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield (split, metric -> median) for every split with labels."""
     for scores in zip(*(each.scores for each in made), strict=True):
         if names := list(scores[0].metrics):
             values = {name: statistics.median(score.metrics[name] for score in scores) for name in names}
@@ -204,7 +203,7 @@ def medians(made: Sequence[Finished]) -> Iterator[tuple[str, dict[str, float]]]:
 
 
 def ensemble(out: Path, trials: Sequence[Trial]) -> tuple[TaskScore, ...]:
-    """The scores of the mean of the trials' probabilities, over classes, choices, or places of a span."""
+    """Score the trials' mean probabilities over classes, choices, or positions of a span."""
     recipe = load_resolved(out / trials[0].name / "recipe.yaml")
     splits = splits_to_predict(recipe, lambda line: None)
     logits = {
@@ -215,7 +214,7 @@ def ensemble(out: Path, trials: Sequence[Trial]) -> tuple[TaskScore, ...]:
 
 
 def averaged(logits: Sequence[np.ndarray]) -> np.ndarray:
-    """The logarithm of the mean probability; each (n, C), or (n, S, 2) over S."""
+    """Return the logarithm of the mean probabilities; logits are (n, C), or (n, S, 2) over S."""
     axis = 1  # classes, or places
     probabilities = [np.exp(x - x.max(axis, keepdims=True)) for x in logits]
     shares = np.mean([x / x.sum(axis, keepdims=True) for x in probabilities], axis=0)
@@ -223,10 +222,10 @@ def averaged(logits: Sequence[np.ndarray]) -> np.ndarray:
         return np.log(shares)
 
 
-def shared_out(accelerators: int, ranks: int, side_by_side: int | None) -> tuple[tuple[str, ...], ...]:
-    """The accelerators of each of the runs that are made at once; without any, as many as asked for, or one.
+def devices_of_runs(accelerators: int, ranks: int, side_by_side: int | None) -> tuple[tuple[str, ...], ...]:
+    """Return the accelerators of each simultaneous run; without accelerators `side_by_side` runs, or one.
 
-    Raises ProblemsError where there are too few.
+    Raises ProblemsError if there are too few accelerators.
     """
     if not accelerators:
         return ((),) * (side_by_side or 1)

@@ -1,4 +1,4 @@
-"""The outcome of several fine-tunings of one task: OUT/summary.json, and its text."""
+"""Summary of several fine-tunings of one task: OUT/summary.json, and its text."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from recipes.problems import counted
 from recipes.tasks import TaskFacts
 
 SUMMARY = "summary.json"  # next to the directories of the runs
-MEMBERS = 2  # seeds that an ensemble takes at least
+MEMBERS = 2  # least number of seeds in an ensemble
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run."""
+    """Batch, learning rate and seed of one run."""
 
     batch: int
     lr: float
@@ -39,8 +39,8 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Finished(Trial):
-    """A trial and what came of it. `problem`: why it has no scores."""
+class TrialOutcome(Trial):
+    """A trial and its scores. `problem`: reason for missing scores."""
 
     scores: tuple[TaskScore, ...] = ()
     problem: str = ""
@@ -50,26 +50,26 @@ class Finished(Trial):
         return Trial(self.batch, self.lr, self.seed)
 
     def value(self, metric: str) -> float:
-        """Of the dev set."""
+        """Return a metric of the dev set."""
         return self.scores[0].metrics[metric]
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Of a grid, seeds and their ensemble.
+    """Outcomes of a grid, of seeds and of their ensemble.
 
     Attributes:
-        metric: by which the best of the grid was chosen.
-        median: split -> metric -> value, of the seeds that have scores.
-        grid: empty: none was asked for.
-        ensemble: None: none was asked for; empty: fewer than MEMBERS seeds have scores.
-        ensemble_of: seeds that have scores, where an ensemble was asked for.
+        metric: criterion for the best trial of the grid.
+        median: split -> metric -> value, over the seeds with scores.
+        grid: empty if not requested.
+        ensemble: None if not requested; empty if fewer than MEMBERS seeds have scores.
+        ensemble_of: number of seeds with scores, if an ensemble was requested.
     """
 
     metric: str
-    seeds: tuple[Finished, ...]
+    seeds: tuple[TrialOutcome, ...]
     median: Mapping[str, Mapping[str, float]]
-    grid: tuple[Finished, ...] = ()
+    grid: tuple[TrialOutcome, ...] = ()
     ensemble: tuple[TaskScore, ...] | None = None
     ensemble_of: int | None = None
 
@@ -82,13 +82,13 @@ def write(summary: Summary, out: Path) -> None:
 
 
 def read(out: Path) -> Summary | None:
-    """None where no procedure has come to its end there. Raises FileError."""
+    """Read the summary; None without a finished procedure. Raises FileError."""
     path = out / SUMMARY
     return files.checked(_FORM, files.read_json_object(path), path) if path.exists() else None
 
 
 def summary_text(summary: Summary, facts: TaskFacts) -> str:
-    """The rows of every run, the median and the ensemble."""
+    """Return a table with a row per run, the median and the ensemble."""
     headings = ("", "batch", "lr", "seed", facts.title)
     return table(list(_rows(summary)), headings, align="lrrrl", width=terminal.columns())
 
@@ -96,17 +96,17 @@ def summary_text(summary: Summary, facts: TaskFacts) -> str:
 def _rows(summary: Summary) -> Iterator[tuple[object, ...]]:
     for kind, made in (("grid", summary.grid), ("seeds", summary.seeds)):
         for row in made:
-            told = row.problem or "; ".join(_told(each.split, each.metrics) for each in row.scores)
+            told = row.problem or "; ".join(_split_text(each.split, each.metrics) for each in row.scores)
             yield kind, row.batch, f"{row.lr:g}", row.seed, told
     for split, metrics in summary.median.items():
-        yield "median", "", "", "", _told(split, metrics)
+        yield "median", "", "", "", _split_text(split, metrics)
     for each in summary.ensemble or ():
-        yield "ensemble", "", "", "", _told(each.split, each.metrics)
+        yield "ensemble", "", "", "", _split_text(each.split, each.metrics)
     if summary.ensemble == ():
         had = f"{counted(summary.ensemble_of or 0, 'seed')} of {len(summary.seeds)} with scores"
         yield "ensemble", "", "", "", f"none: {had}, and an ensemble takes {MEMBERS}"
 
 
-def _told(split: str, metrics: Mapping[str, float]) -> str:
+def _split_text(split: str, metrics: Mapping[str, float]) -> str:
     values = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items())
     return f"{split}: {values or 'labels are hidden'}"

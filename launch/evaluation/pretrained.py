@@ -1,4 +1,4 @@
-"""The pretraining run of a fine-tuned encoder: RUN/pretrained.json, by which reports find its row."""
+"""The pretraining run of a fine-tuned encoder: RUN/pretrained.json, read by reports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from recipes.problems import RecipeError
 from recipes.schema import Recipe
 
 NAME = "pretrained.json"  # in the directory of a fine-tuning run
-# What decides the weights that a pretraining comes to.
+# Sections and keys of a recipe that decide the pretrained weights.
 DECISIVE = (
     *("model", "sequence_length", "batch.global", "steps", "optimizer", "schedule", "dropout", "init_std"),
     "data",
@@ -26,13 +26,13 @@ DECISIVE = (
 
 @dataclass(frozen=True)
 class Pretrained:
-    """The run of the weights.
+    """The pretraining run of an encoder's weights.
 
     Attributes:
         directory: of the checkpoint.
         recipe: table/row as the user named it.
-        step, steps: of the checkpoint, and of the run as its recipe has it.
-        changed: keys that decide the weights and differ from the row's; None: the row cannot be read.
+        step, steps: of the checkpoint; of the whole run by its recipe.
+        changed: decisive keys that differ from the row's; None: the row cannot be read.
     """
 
     directory: str
@@ -47,7 +47,7 @@ _FORM = TypeAdapter(Pretrained)
 
 
 def pretrained_in(weights: str) -> Pretrained | None:
-    """The run of the weights in a directory; None where they are of no run, or its files do not say."""
+    """Return the pretraining run of the weights in a directory; None if unknown or without one."""
     from launch.weights.foreign_weights import RunWeights, saved_in
 
     saved = saved_in(weights)
@@ -65,7 +65,7 @@ def pretrained_in(weights: str) -> Pretrained | None:
 
 
 def changed_from_row(name: str, recipe: Recipe) -> tuple[str, ...] | None:
-    """Keys that decide the weights and differ from the row of that name; None: it cannot be read."""
+    """Return the decisive keys that differ from the row of that name; None if it cannot be read."""
     try:
         row = catalog.load(name)
     except RecipeError:
@@ -82,6 +82,6 @@ def keep(run: Path, pretrained: Pretrained) -> None:
 
 
 def read(run: Path) -> Pretrained | None:
-    """Of a fine-tuning run; None where its weights are of no run. Raises FileError."""
+    """Read the pretraining run of a fine-tuning run; None without one. Raises FileError."""
     path = run / NAME
     return files.checked(_FORM, files.read_json_object(path), path) if path.exists() else None

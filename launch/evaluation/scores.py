@@ -1,4 +1,4 @@
-"""Scores of a model on a task: scores.json of a run, its text, and the published ones next to them."""
+"""Scores of a model on a task: scores.json of a run, text output, and published scores."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class Score:
     """One model on one task.
 
     Attributes:
-        model: the directory that was given.
-        step: of the run; None: the model is of no run.
-        figures: by name, the one that the task is known by first.
-        examples, windows, tokens: documents or passages; runs of tokens that were read; targets that count.
-        words: of the original text; None: the task counts none.
-        limited: whether a part was read (--limit).
-        broken: examples that were left out, each with its reason.
-        cut: examples of which the model reads the end alone.
+        model: the directory as the user typed it.
+        step: of the run; None: the model belongs to no run.
+        figures: name -> value, the task's main figure first.
+        examples, windows, tokens: documents or passages; token windows; scored targets.
+        words: of the original text; None: not counted.
+        limited: only a part was read (--limit).
+        broken: reasons of the examples left out.
+        cut: examples longer than the window; only their end is read.
         window, stride: tokens; a cloze test has no stride.
         layout: degrees of parallelism, and what DeepSpeed shards.
         seconds: from the first window to the last.
@@ -79,13 +79,13 @@ class Score:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What makes it a score of its own in scores.json; a later one of the same key replaces it."""
+        """Return the key of the score in scores.json; a later score of the same key replaces it."""
         what = (self.task, self.variant, self.source, self.limited, self.step)
         return (*what, self.window, self.stride, self.precision)
 
     @property
     def name(self) -> str:
-        """Task and variant."""
+        """Return task and variant in words."""
         return f"{self.task} ({self.variant})" if self.variant else self.task
 
 
@@ -93,13 +93,13 @@ _SCORES = TypeAdapter(tuple[Score, ...])
 
 
 def to_json(score: Score) -> str:
-    """The score with the published ones of its task."""
+    """Return the score and the published scores of its task as JSON."""
     beside = [asdict(each) for each in published_next_to(score.task)]
     return json.dumps({**asdict(score), "published": beside}, indent=2, ensure_ascii=False) + "\n"
 
 
 def read_scores(run: Path) -> tuple[Score, ...]:
-    """Of a run, in the order in which they were made; none where it was never scored. Raises FileError."""
+    """Read the scores of a run, oldest first; empty without a scores.json. Raises FileError."""
     path = run / SCORES
     if not path.exists():
         return ()
@@ -111,7 +111,7 @@ def read_scores(run: Path) -> tuple[Score, ...]:
 
 
 def keep(run: Path, score: Score) -> Path:
-    """Add a score to those of its run. Raises FileError: scores.json is broken; OSError."""
+    """Add a score to scores.json of its run. Raises FileError if the file is broken, or OSError."""
     others = [each for each in read_scores(run) if each.key != score.key]
     held = {"scores": [asdict(each) for each in (*others, score)]}
     write_atomically(run / SCORES, json.dumps(held, indent=2, ensure_ascii=False) + "\n")
@@ -119,14 +119,14 @@ def keep(run: Path, score: Score) -> Path:
 
 
 def figure_text(name: str, value: float) -> str:
-    """A figure as a person reads it."""
+    """Return a figure as text for people."""
     if name.startswith("accuracy"):
         return f"{100 * value:.2f} %"
     return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.4g}"
 
 
 def describe(score: Score, width: int | None = None) -> str:
-    """Figures and facts in two columns, then the published figures of the task."""
+    """Return figures and facts in two columns, followed by the published figures of the task."""
     lines = aligned(_lines(score), width=width)
     beside = published_next_to(score.task)
     if not beside:
@@ -161,11 +161,11 @@ def _lines(score: Score) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class PublishedScore:
-    """A figure as printed.
+    """A published score.
 
     Attributes:
         figure: its name in `figures`.
-        value: a share of 1 where it is printed in percent.
+        value: a share of 1 for figures printed in percent.
     """
 
     model: str
@@ -177,13 +177,13 @@ class PublishedScore:
 
 
 def published_next_to(task: str) -> tuple[PublishedScore, ...]:
-    """Those of the same task."""
+    """Return the published scores of a task."""
     return tuple(each for each in published_scores() if each.task == task)
 
 
 @cache
 def published_scores() -> tuple[PublishedScore, ...]:
-    """All of the table, each row's and then the best ones before it."""
+    """Return all published scores of the table; after each row its "best before it"."""
     rows = [entry.name for entry in catalog.names() if entry.name.startswith(f"{TABLE}/")]
     found: list[PublishedScore] = []
     for name in rows:

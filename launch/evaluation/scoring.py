@@ -1,10 +1,9 @@
-"""Scoring windows of tokens by a model under any layout.
+"""Score windows of tokens with a model under any layout.
 
-The model is made as for training and gets another loss: of every target its negative log-likelihood, and
-whether it is the model's likeliest token. A vocabulary that is cut over tensor-parallel ranks stays cut.
-Logits are computed from the first target on that counts. A window is padded, and its logits are cut, by its
-own length and targets alone, and it lies in a batch of full size, so that its figures depend on layout and
-batch only as far as products of other shapes round otherwise.
+The model is built as for training, with another loss: the negative log-likelihood of every target, and
+whether the target is the likeliest token. A vocabulary split over tensor-parallel ranks stays split. Logits
+start at the first target that counts. The padding of a window depends only on its own length and targets,
+and every batch is full. Layout and batch therefore change figures only by rounding.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ from modeling.parallel.process_grid import Group, ProcessGrid
 from modeling.transformer import TransformerLayer
 from modeling.unpadding import rounded_up
 
-LENGTH_MULTIPLE = 32  # to which windows are padded, and their logits
-MEETING = 16  # steps after which data-parallel ranks wait for each other, so that one that hangs is noticed
+LENGTH_MULTIPLE = 32  # padding of windows and of their logits
+MEETING = 16  # steps between barriers of data-parallel ranks, which reveal a hanging rank
 LARGEST_EXPONENT = 700.0  # of e, in float64
 
 
 @dataclass(frozen=True)
 class WindowScore:
-    """Of the targets that count: the sum of their losses in nats, how many are likeliest, and the last."""
+    """Score of a window: summed loss in nats, number of correct targets, and whether the last is correct."""
 
     nll: float
     right: int
@@ -56,17 +55,17 @@ class WindowScore:
 
 
 class Step(NamedTuple):
-    """Windows that are scored together, by all ranks."""
+    """Windows scored together by all ranks."""
 
-    windows: Sequence[int]  # indices, each data-parallel rank's one after the other, filled up with the last
-    length: int  # to which they are padded
-    scored: int  # of these positions the last, which have all targets that count
+    windows: Sequence[int]  # indices, rank after rank, filled up with the last window
+    length: int  # of the padded windows
+    scored: int  # number of last positions with logits
 
 
 def build_scoring_engine(
     plan: Plan, grid: ProcessGrid, weights: str | None, say: compiled_ops.Say
 ) -> DeepSpeedEngine:
-    """An engine without an optimizer that holds the weights in a directory; None: drawn ones. Collective."""
+    """Build an engine without optimizer from a directory of weights; None draws them. Collective."""
     if plan.offload != "none":
         memory.pin_no_more_than_asked()
     compiled_ops.prepare(plan.ds, grid.control_group, say)
@@ -88,13 +87,13 @@ def build_scoring_engine(
 
 
 def _scores(logits: Tensor, labels: Tensor, weights: Tensor, group: Group) -> Tensor:
-    """(2, B, scored): losses in nats, and 1 where a label is the likeliest token."""
+    """Return (2, B, scored): losses in nats, and 1 where the label is the likeliest token."""
     losses, likeliest = token_scores(logits, labels, group)
     return torch.stack([losses, likeliest.to(losses.dtype)])
 
 
 def _sum_and_scores(logits: Tensor, labels: Tensor, weights: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """What a pipeline wants for its mean, and the scores."""
+    """Return the summed loss, which the pipeline engine requires, and the scores."""
     scores = _scores(logits, labels, weights, group)
     return scores[0].sum(), scores
 
@@ -108,10 +107,10 @@ def score(
     watchdog: Watchdog,
     seen: Callable[[int], object] = lambda number: None,
 ) -> list[WindowScore]:
-    """The score of every window, on every rank. Collective.
+    """Score every window; return all scores on every rank. Collective.
 
-    `watchdog` hears of the steps, `seen` how many windows each has scored. Raises Failed where the model's
-    numbers overflow.
+    `watchdog` is told the phase of each step; `seen` receives the number of windows of each step. Raises
+    Failed if losses are not finite.
     """
     layout = plan.layout
     passes = layout.accumulation if grid.pp > 1 else 1
@@ -145,7 +144,7 @@ def score(
     everyone: dict[int, WindowScore] = {}
     for each in gathered(own, grid.control_group):
         everyone |= each
-    watchdog.enter(Phase.SAVING)  # none that is already gone shall be missed
+    watchdog.enter(Phase.SAVING)  # a rank that has already left must not count as hanging
     dist.barrier(grid.control_group)
     found = [everyone[i] for i in range(len(windows))]
     if odd := sum(not math.isfinite(each.nll) for each in found):
@@ -156,7 +155,7 @@ def score(
 
 
 def steps_of(windows: Sequence[Window], together: int, plan: Plan) -> Iterator[Step]:
-    """Windows of like length and like many logits, the longest first, `together` at a time."""
+    """Group windows of the same padded length and logits, the longest first, `together` at a time."""
     multiple = math.lcm(LENGTH_MULTIPLE, plan.layout.tp)
     cut_over_ranks = plan.recipe.parallel.sequence and plan.layout.tp > 1
     alike: dict[tuple[int, int], list[int]] = {}
@@ -181,7 +180,7 @@ def _micro_batch(windows: Sequence[Window], step: Step) -> MicroBatch:
 
 
 def _plain_scores(engine: DeepSpeedEngine, batches: Sequence[MicroBatch]) -> Tensor:
-    """(2, windows, scored) on the host."""
+    """Return the scores (2, windows, scored) on the host."""
     found = []
     for batch in batches:
         given, named = micro_batches.for_plain(batch, engine.device)
@@ -190,7 +189,7 @@ def _plain_scores(engine: DeepSpeedEngine, batches: Sequence[MicroBatch]) -> Ten
 
 
 def _pipeline_scores(engine: PipelineEngine, batches: Sequence[MicroBatch]) -> Tensor | None:
-    """The same on the last stage; None on the others."""
+    """Return the scores (2, windows, scored) on the last stage, None on the others."""
     pairs = (micro_batches.for_pipeline(batch, None, engine.device) for batch in batches)
     engine.eval_batch(pairs, num_micro_batches=len(batches), bcast_loss=False)
     taken = engine.module.loss_fn.take_parts()
@@ -198,14 +197,14 @@ def _pipeline_scores(engine: PipelineEngine, batches: Sequence[MicroBatch]) -> T
 
 
 def _window_score(window: Window, scores: Tensor, step: Step) -> WindowScore:
-    """`scores` (2, scored) -> those of the targets that count."""
+    """Sum the scores (2, scored) of a window over the targets that count."""
     last = window.length - (step.length - step.scored)
     losses, right = scores[:, last - window.counted : last].double().tolist()
     return WindowScore(math.fsum(losses), int(sum(right)), bool(right[-1]))
 
 
 def figures(data: TaskData, scores: Sequence[WindowScore]) -> dict[str, float]:
-    """The task's figures by name, the one that it is known by first."""
+    """Return the task's figures by name, its main figure first."""
     nll = math.fsum(score.nll for score in scores)
     right, tokens = sum(score.right for score in scores), data.tokens
     per_token = {

@@ -1,4 +1,4 @@
-"""A scoring job: a model without its training, the plan to load it by, and a task with its data."""
+"""Prepare a scoring job: the model, its plan for loading, and a task with its data."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ MOST_PADDING = 1024  # rows of an embedding beyond its vocabulary
 
 @dataclass(frozen=True)
 class ScoredModel:
-    """A model that can be scored.
+    """A model to score.
 
     Attributes:
-        given: as the user named it.
-        trained: where its weights and its vocabulary are.
-        recipe: as it is scored, in batches of its own and without dropout.
+        given: its directory as the user typed it.
+        trained: its weights and its vocabulary.
+        recipe: for scoring, with other batches and no dropout.
     """
 
     given: str
@@ -45,7 +45,7 @@ class ScoredModel:
 
 @dataclass(frozen=True)
 class Wishes:
-    """How a model is to be loaded. `batch`: windows of a forward pass, of each data-parallel rank."""
+    """Options for loading a model. `batch`: windows per forward pass and data-parallel rank."""
 
     precision: str
     batch: int
@@ -55,7 +55,7 @@ class Wishes:
 
 
 def open_model(given: str, wishes: Wishes) -> ScoredModel:
-    """The model in a directory, checked as far as its headers tell. Raises ProblemsError."""
+    """Open the model in a directory and check it by its headers. Raises ProblemsError."""
 
     def check(recipe: Recipe) -> None:
         if recipe.model.facts.masked:
@@ -68,14 +68,14 @@ def open_model(given: str, wishes: Wishes) -> ScoredModel:
         came = f"the vocabulary has {tokens:,} tokens, the model {size:,}"
         fix = "name the directory of the model's own with --tokenizer DIR"
         raise ProblemsError([Problem(trained_model.TOKENIZER, came, "they are of one vocabulary", fix)])
-    recipe = _as_scored(opened.recipe, wishes, opened.vocabulary_at)
-    InitialWeights(str(opened.weights)).check(recipe)  # with the settings that are wished for
+    recipe = _scoring_recipe(opened.recipe, wishes, opened.vocabulary_at)
+    InitialWeights(str(opened.weights)).check(recipe)  # with the user's settings
     return ScoredModel(given, opened, recipe)
 
 
-def _as_scored(base: Recipe, wishes: Wishes, vocabulary_at: Path | None) -> Recipe:
-    """The recipe of the model without what belongs to its training, in the batches that are wished for."""
-    # Positions are the weights', whatever sequence_length is set to.
+def _scoring_recipe(base: Recipe, wishes: Wishes, vocabulary_at: Path | None) -> Recipe:
+    """Return the model's recipe for scoring, without training settings and with the requested batch."""
+    # Positions come from the weights, not from sequence_length.
     kept = {"implementation": "megarecipes", "positions": base.positions}
     plain = base.model_copy(
         update=dict(
@@ -88,7 +88,7 @@ def _as_scored(base: Recipe, wishes: Wishes, vocabulary_at: Path | None) -> Reci
             precision=wishes.precision,
         )
     )
-    if base.data.tokenizer.kind in TRAINED:  # on another text it would become another one
+    if base.data.tokenizer.kind in TRAINED:  # training it on another text would change it
         own = Tokenizer(kind="file", path=str(vocabulary_at)) if vocabulary_at else Tokenizer(kind="gpt2")
         plain = plain.model_copy(update={"data": plain.data.model_copy(update={"tokenizer": own})})
     changed = validation.apply(plain.model_dump(by_alias=True), wishes.settings)
@@ -96,10 +96,10 @@ def _as_scored(base: Recipe, wishes: Wishes, vocabulary_at: Path | None) -> Reci
 
 
 def plan_scoring(model: ScoredModel, ds_config: str, world: int, machine: Machine) -> Plan:
-    """How the model is loaded and run: the plan of its training, but for the optimizer. Raises ValueError.
+    """Plan loading and scoring: the training plan without the optimizer. Raises ValueError.
 
-    Without optimizer states and gradients, stages 1 and 2 of ZeRO have nothing to share out: they become
-    stage 0. What stage 3 shares out, or keeps outside the GPU, stays as it is.
+    Without optimizer states and gradients, ZeRO stages 1 and 2 shard nothing and become stage 0. Stage 3
+    shards and offloads parameters as in training.
     """
     plan = resolve(model.recipe, ds_config, world, machine)
     tp = plan.layout.tp
@@ -113,7 +113,7 @@ def plan_scoring(model: ScoredModel, ds_config: str, world: int, machine: Machin
     sharded = plan.zero_stage == 3
     if not sharded:
         zero = {"stage": 0}
-        # Half a model needs no master weights: its parameters are made so themselves.
+        # Half precision needs no master weights here: the parameters themselves are converted.
         ds |= {half: {"enabled": False} for half in ("fp16", "bf16")}
     ds["zero_optimization"] = zero
     offload = plan.offload if "offload_param" in zero else "none"
@@ -122,12 +122,12 @@ def plan_scoring(model: ScoredModel, ds_config: str, world: int, machine: Machin
 
 @dataclass(frozen=True)
 class ScoringTask:
-    """What is scored, as the flags say; None: the task's own.
+    """The task to score, from the flags; None: the task's default.
 
     Attributes:
         data: a local file.
-        window, stride: tokens that are read at once, and from one window to the next.
-        limit: examples or windows.
+        window, stride: tokens of a window, and from one window to the next.
+        limit: largest number of examples or windows.
     """
 
     task: TaskName
@@ -139,7 +139,7 @@ class ScoringTask:
     limit: int | None = None
 
     def check(self, model: ScoredModel) -> tuple[int, int]:
-        """Window and stride. Raises ProblemsError with everything that does not fit the model."""
+        """Return window and stride. Raises ProblemsError with every option unfit for the model."""
         window = self.window or model.recipe.sequence_length
         stride = self.stride or (min(STRIDE, window) if self.task == "wikitext103" else window)
         if problems := [*self._unfit(model.recipe, window, stride)]:
@@ -174,7 +174,7 @@ class ScoringTask:
 def read_task(
     task: ScoringTask, model: ScoredModel, window: int, stride: int, say: Callable[[str], None]
 ) -> TaskData:
-    """The task as the model meets it. Raises ValueError: its data cannot be read, or nothing is left."""
+    """Read the task's data as windows. Raises ValueError if it is unreadable or nothing is left to score."""
     place = Path(local_file(task.data)) if task.data is not None else None
     tokenizer, column, limit = model.trained.tokenizer, task.column, task.limit
     if task.task == "wikitext103":

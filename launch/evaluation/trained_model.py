@@ -1,4 +1,4 @@
-"""A trained model in a directory: its recipe, where its weights are, and its vocabulary."""
+"""Open a trained model in a directory: recipe, weights and vocabulary."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data.text.vocabulary import gpt2_tokenizer, missing_roles, read_tokenizer, vocabulary_size
 from launch.records import vocabulary
-from launch.weights import foreign_weights as given_tensors
+from launch.weights import foreign_weights
 from launch.weights.foreign_weights import RunWeights
 from launch.weights.initial_weights import KEY as INIT_FROM
 from launch.weights.initial_weights import InitialWeights
@@ -19,21 +19,21 @@ from recipes.families import GPT2_VOCABULARY
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Recipe
 
-KEY = "MODEL"  # how the command calls its argument
+KEY = "MODEL"  # name of the command's argument
 TOKENIZER = "--tokenizer"
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model that can be loaded.
+    """A trained model, ready to load.
 
     Attributes:
-        run: the run that it is of; None: `transformers`' or Megatron's weights.
-        weights: their directory: of a run that of its newest whole checkpoint.
-        step: completed optimizer steps of that run.
-        vocabulary_at: the directory that holds the vocabulary; None: GPT-2's published one.
-        recipe: its model without a sentence head; all but model and positions matters to training alone.
-        remarks: what a user should know of the weights.
+        run: directory of its run; None: `transformers`' or Megatron's weights.
+        weights: their directory; for a run that of its newest complete checkpoint.
+        step: completed optimizer steps of the run.
+        vocabulary_at: directory of the vocabulary; None: GPT-2's published one.
+        recipe: of the model without a sentence head; other sections matter only for training.
+        remarks: on the weights, for the user.
     """
 
     weights: Path
@@ -46,17 +46,17 @@ class TrainedModel:
 
     @property
     def continues(self) -> bool:
-        """Whether it writes on after a prompt, and does not fill in masks."""
+        """Return True if the model continues prompts, False if it fills in masks."""
         return not self.recipe.model.facts.masked
 
 
 def open_model(
     given: str, tokenizer: str | None = None, check: Callable[[Recipe], None] = lambda recipe: None
 ) -> TrainedModel:
-    """The model in a directory, checked as far as headers tell; `tokenizer`: where its vocabulary is.
+    """Open the model in a directory; check it by its headers. `tokenizer`: directory of its vocabulary.
 
-    `check`: raises ProblemsError where the model is not what is wanted, before its vocabulary is looked for.
-    Raises ProblemsError: there is none, its weights are not whole, or the vocabulary is not the model's.
+    `check` raises ProblemsError for an unsuitable model, before the search for a vocabulary. Raises
+    ProblemsError for missing or incomplete weights, or for a foreign vocabulary.
     """
     try:
         return _open(given, tokenizer, check)
@@ -66,12 +66,12 @@ def open_model(
 
 def _open(given: str, tokenizer: str | None, check: Callable[[Recipe], None]) -> TrainedModel:
     recipe, run, step = InitialWeights(given).described(catalog.load()), None, None
-    saved, weights = given_tensors.saved_in(given), Path(given)
+    saved, weights = foreign_weights.saved_in(given), Path(given)
     if isinstance(saved, RunWeights):
         recipe, weights, step = saved.recipe, saved.checkpoint.directory, saved.checkpoint.step
         run = weights.parent.parent if weights.parent.name == "checkpoints" else None
     check(recipe)
-    # The head is not asked, and weights without one are as good.
+    # The sentence head is unused; the weights may lack it.
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"sentence_head": "none"})})
     InitialWeights(str(weights)).check(recipe)
     found, place = _tokenizer(weights, run, recipe, tokenizer)
@@ -81,7 +81,7 @@ def _open(given: str, tokenizer: str | None, check: Callable[[Recipe], None]) ->
 
 
 def _of_this_command(problem: Problem) -> Problem:
-    """What is said of weights and vocabularies in general, as of this command's arguments."""
+    """Rewrite a problem of weights or vocabularies for this command's arguments."""
     where = problem.where.removeprefix(f"{INIT_FROM} ")
     return replace(problem, key=KEY if problem.key == INIT_FROM else problem.key, where=where)
 
@@ -89,7 +89,7 @@ def _of_this_command(problem: Problem) -> Problem:
 def _tokenizer(
     weights: Path, run: Path | None, recipe: Recipe, asked: str | None
 ) -> tuple[PreTrainedTokenizerFast, Path | None]:
-    """The vocabulary, and where it is."""
+    """Return the vocabulary and its directory."""
     if asked is not None:
         tokenizer = read_tokenizer(asked)
         if said := vocabulary.foreign_tokens(weights, tokenizer):

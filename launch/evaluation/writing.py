@@ -1,4 +1,4 @@
-"""Prompts as they are typed or stand in a file, as tokens, and what a model makes of them."""
+"""Read and encode prompts, and write texts with a trained model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FIELD = "prompt"
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt. `where`: the flag, or file and line, that it comes from."""
+    """One prompt. `where`: its flag, or its file and line."""
 
     text: str
     where: str
@@ -37,7 +37,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt that the model takes. `tokens`: of a BERT with [CLS] and [SEP]."""
+    """A valid prompt as tokens; for a BERT with [CLS] and [SEP]."""
 
     text: str
     tokens: tuple[int, ...]
@@ -48,9 +48,9 @@ def typed(texts: Sequence[str]) -> list[Prompt]:
 
 
 def read(file: str) -> list[Prompt]:
-    """The prompts of a file: its lines, or of JSON lines the "prompt" of each; blank ones are left out.
+    """Read the prompts of a file, without blank ones: its lines, or the "prompt" of each JSON line.
 
-    Raises FileError: what is wrong with the file, or with any of its lines.
+    Raises FileError with the problems of the file and of all lines.
     """
     path, found, problems = files.path_of(file, "--file"), list[Prompt](), list[Problem]()
     for number, content in files.lines_of(path, files.MOST_TEXT):
@@ -81,24 +81,24 @@ def _field(line: str, path: Path, number: int) -> str:
 
 
 def encode(prompts: Sequence[Prompt], model: TrainedModel) -> list[EncodedPrompt]:
-    """All prompts as tokens. Raises ProblemsError with those that the model cannot take."""
+    """Encode all prompts. Raises ProblemsError with every prompt unfit for the model."""
     encoded = [(prompt, _tokens(prompt.text, model)) for prompt in prompts]
     problems = [
         problem for prompt, tokens in encoded for problem in _unfit(prompt, tokens, model)
-    ]  # of all of them, not of the first
+    ]  # of all prompts
     if problems:
         raise ProblemsError(_first(problems, prompts[0].where.partition(":")[0]))
     return [EncodedPrompt(prompt.text, tokens) for prompt, tokens in encoded if tokens is not None]
 
 
 def _tokens(text: str, model: TrainedModel) -> tuple[int, ...] | None:
-    """None: the text is no Unicode, which no vocabulary takes."""
+    """Return the tokens of a text; None if it is not valid Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError:
         return None
     tokenizer: PreTrainedTokenizerFast = model.tokenizer
-    # What fills in masks was trained between [CLS] and [SEP]; verbose says what is refused here anyway.
+    # Masked models need [CLS] and [SEP]; verbose would warn about lengths that are refused here anyway.
     return tuple(tokenizer.encode(text, add_special_tokens=not model.continues, verbose=False))
 
 
@@ -119,7 +119,7 @@ def _unfit(prompt: Prompt, tokens: tuple[int, ...] | None, model: TrainedModel) 
 
 
 def _first(problems: list[Problem], where: str) -> list[Problem]:
-    """The first of them, and how many more there are."""
+    """Return the first problems, and the number of the others."""
     more = len(problems) - MOST
     left = [Problem("--file", f"{more:,} more lines are wrong", where=where)] if more > 0 else []
     return [*problems[:MOST], *left]
@@ -127,13 +127,13 @@ def _first(problems: list[Problem], where: str) -> list[Problem]:
 
 @dataclass(frozen=True)
 class Settings:
-    """How texts are written.
+    """Settings of the generation.
 
     Attributes:
-        tokens: the most after each prompt.
-        samples: of each prompt.
+        tokens: largest number after each prompt.
+        samples: per prompt.
         sampling: None takes the most likely token.
-        batch: samples that are written at a time.
+        batch: samples at a time.
         cached: keep keys and values of earlier tokens.
     """
 
@@ -146,15 +146,15 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Written:
-    """One sample of one prompt.
+class WrittenText:
+    """One generated sample of one prompt.
 
     Attributes:
         number: of the prompt, from 0 on.
-        text: the prompt and what follows it, or the prompt with its masks filled in.
-        new: what follows it alone, or what the masks became, one after the other.
-        tokens: how many of them the model chose.
-        ended: why it goes no further; None: masks are filled in, which end by themselves.
+        text: the prompt with its continuation, or with its masks filled in.
+        new: the continuation alone, or the tokens for the masks.
+        tokens: number of generated tokens.
+        ended: reason for the end of the text; None for filled masks.
     """
 
     number: int
@@ -166,12 +166,12 @@ class Written:
     ended: Ended | None
 
     def record(self) -> dict[str, Any]:
-        """As it is written in a file of JSON lines."""
+        """Return the record for a file of JSON lines."""
         own = dict(prompt=self.prompt, text=self.text, new=self.new, tokens=self.tokens)
         return own if self.ended is None else {**own, "sample": self.sample, "ended": self.ended}
 
 
-Heard = Callable[[Sequence[int]], None]  # all tokens of a text so far, its prompt's too
+Heard = Callable[[Sequence[int]], None]  # receives all tokens of a text so far, with its prompt
 
 
 def write(
@@ -180,13 +180,13 @@ def write(
     prompts: Sequence[EncodedPrompt],
     settings: Settings,
     heard: Heard = lambda tokens: None,
-) -> Iterator[Written]:
-    """All samples of all prompts in order. Collective over the model's tensor group.
+) -> Iterator[WrittenText]:
+    """Generate all samples of all prompts in order. Collective over the model's tensor group.
 
-    `heard`: the text of a lone sample as it grows.
+    `heard` receives the growing text if there is only one sample.
     """
     if not trained.continues:
-        yield from _filled(model, trained, prompts)
+        yield from _fill(model, trained, prompts)
         return
     order = [(number, sample) for number in range(len(prompts)) for sample in range(settings.samples)]
     tokenizer = trained.tokenizer
@@ -208,14 +208,14 @@ def write(
             prompt = prompts[number]
             text = str(tokenizer.decode([*prompt.tokens, *more.tokens]))
             new = str(tokenizer.decode([*more.tokens]))
-            yield Written(number, sample, prompt.text, text, new, len(more.tokens), more.ended)
+            yield WrittenText(number, sample, prompt.text, text, new, len(more.tokens), more.ended)
 
 
-def _filled(model: Any, trained: TrainedModel, prompts: Sequence[EncodedPrompt]) -> Iterator[Written]:
+def _fill(model: Any, trained: TrainedModel, prompts: Sequence[EncodedPrompt]) -> Iterator[WrittenText]:
     tokenizer, mask = trained.tokenizer, trained.tokenizer.mask_token_id
     for number, prompt in enumerate(prompts):
         tokens = fill_masks(model, prompt.tokens, mask=mask)
         new = [token for token, before in zip(tokens, prompt.tokens, strict=True) if before == mask]
         text, words = tokenizer.decode(tokens, skip_special_tokens=True), tokenizer.convert_ids_to_tokens(new)
         assert isinstance(text, str)
-        yield Written(number, 0, prompt.text, text, " ".join(words), len(new), None)
+        yield WrittenText(number, 0, prompt.text, text, " ".join(words), len(new), None)

@@ -14,13 +14,13 @@ from launch.evaluation.finetuning_runs import (
     NoScores,
     Runs,
     averaged,
+    devices_of_runs,
     keep_arguments,
     procedure,
-    shared_out,
     side_by_side,
 )
-from launch.evaluation.finetuning_summary import Finished, Trial, read, summary_text
-from launch.finetune import passed_on
+from launch.evaluation.finetuning_summary import Trial, TrialOutcome, read, summary_text
+from launch.finetune import common_arguments
 from launch.records.facts import TaskScore
 from recipes.problems import ProblemsError
 from recipes.tasks import TASKS
@@ -40,9 +40,9 @@ class Made:
             self.trials.append(trial)
             self.devices.append(devices)
         if trial.seed == 1236:
-            return Finished(**vars(trial), problem="ended with code 3")
+            return TrialOutcome(**vars(trial), problem="ended with code 3")
         accuracy = 0.5 + (trial.batch == 16) * 0.1 + (trial.lr == 2e-5) * 0.2 + (trial.seed - 1234) / 100
-        self.done[trial] = Finished(**vars(trial), scores=(TaskScore("dev", {"accuracy": accuracy}, 9),))
+        self.done[trial] = TrialOutcome(**vars(trial), scores=(TaskScore("dev", {"accuracy": accuracy}, 9),))
         return self.done[trial]
 
 
@@ -87,17 +87,17 @@ def test_too_few_seeds_for_an_ensemble_are_told(monkeypatch, tmp_path):
 
 def test_devices_are_shared_out(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert shared_out(0, 2, None) == ((),) and shared_out(0, 1, 3) == ((), (), ())
-    assert shared_out(5, 2, None) == (("0", "1"), ("2", "3"))
+    assert devices_of_runs(0, 2, None) == ((),) and devices_of_runs(0, 1, 3) == ((), (), ())
+    assert devices_of_runs(5, 2, None) == (("0", "1"), ("2", "3"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    assert shared_out(2, 1, None) == (("4",), ("6",))
+    assert devices_of_runs(2, 1, None) == (("4",), ("6",))
     with pytest.raises(ProblemsError, match=r"this machine has 2 accelerators; lower --ranks"):
-        shared_out(2, 4, None)
+        devices_of_runs(2, 4, None)
 
 
 def test_every_run_gets_what_was_typed_but_what_tells_runs_apart():
     typed = "--task sst2 --seeds 5 --grid --out=x --seed 3 --init DIR --lr=1e-5 --set a=b --resume --ranks 2"
-    assert passed_on(typed.split()) == ("--task", "sst2", "--init", "DIR", "--set", "a=b")
+    assert common_arguments(typed.split()) == ("--task", "sst2", "--init", "DIR", "--set", "a=b")
 
 
 def test_an_ensemble_is_the_mean_of_probabilities():

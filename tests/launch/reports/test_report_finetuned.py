@@ -11,7 +11,7 @@ import pytest
 from reported import Page, make_run, write_tables
 
 from launch.evaluation import finetuning_summary, pretrained
-from launch.evaluation.finetuning_summary import Finished, Summary
+from launch.evaluation.finetuning_summary import Summary, TrialOutcome
 from launch.evaluation.pretrained import Pretrained
 from launch.records.facts import TaskScore
 from launch.reports import csvfile, finetuned, markdown, writing
@@ -192,7 +192,9 @@ def test_a_row_that_publishes_nothing_shows_what_was_measured(tables, tmp_path):
 
 def test_of_several_runs_median_and_ensemble_are_shown(tables, tmp_path):
     several = tmp_path / "several"
-    seeds = [Finished(32, 1e-5, seed, MNLI) for seed in range(3)] + [Finished(32, 1e-5, 3, problem="killed")]
+    seeds = [TrialOutcome(32, 1e-5, seed, MNLI) for seed in range(3)] + [
+        TrialOutcome(32, 1e-5, 3, problem="killed")
+    ]
     runs = [tuned(several / seed.name, tables) for seed in seeds[:3]]
     medians = {"dev": {"accuracy": 0.8}, "dev_mismatched": {"accuracy": 0.81}}
     joined = (TaskScore("dev", {"accuracy": 0.88}, 100),)
