@@ -68,7 +68,7 @@ position, and a line says how many did which. What is drawn depends on --seed,
 the prompt and the number of the sample, and not on the batch, the file or the
 number of processes (to rounding). With transformers' temperature, top_k and
 top_p it has transformers' distribution, and with --greedy its texts.
-exit codes: 0 written, 1 failed, 2 refused before anything is load_model."""
+exit codes: 0 written, 1 failed, 2 refused before anything is loaded."""
 
 
 def build_parser() -> argparse.ArgumentParser:

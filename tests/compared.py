@@ -11,7 +11,7 @@ from pathlib import Path
 import broken_layouts
 from launching import ROOT, WORKERS, run, run_ranks
 
-from launch.experiments.parity.comparison import Difference, Outcome, compare, read_outcome, table
+from launch.experiments.parity.comparison import Difference, RunOutcome, compare, read_outcome, table
 from launch.experiments.parity.layout_cases import CASES, FORCED, REFERENCE, LayoutCase
 from launch.experiments.parity.layout_runs import run_cases
 from recipes import catalog
@@ -70,7 +70,7 @@ def rows_of(output: str) -> dict[str, str]:
     raise AssertionError(f"no legend after the table:\n{output}")
 
 
-def outcome(out: Path, name: str) -> Outcome:
+def outcome(out: Path, name: str) -> RunOutcome:
     return read_outcome(name, 0, out / folder(name), out / "no log")
 
 
@@ -87,7 +87,7 @@ def train_broken(recipe: Path, out: Path) -> Path:
     return out
 
 
-def check_noticed(reference: Outcome, found: Outcome, breakage: broken_layouts.Breakage) -> Difference:
+def check_noticed(reference: RunOutcome, found: RunOutcome, breakage: broken_layouts.Breakage) -> Difference:
     """The comparison says no, and names the tensor nearest to the fault or sees the wrong norm."""
     difference = compare(reference, found)
     assert found.failure is None, "it has to train, and wrongly: a crash proves nothing"
