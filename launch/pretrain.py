@@ -36,7 +36,7 @@ examples:
       several nodes without Slurm
   python launch/pretrain.py --plan --processes 64 \\
       --recipe openwebtext/gpt2-124m
-      the plan of 64 processes, training_of on a laptop; nothing is started
+      the plan of 64 processes, checked on a laptop; nothing is started
   python launch/pretrain.py --ds_config bf16 --set optimizer.lr=3e-4 \\
       --steps 100 --out runs/try1
       one process, one field of the recipe changed
