@@ -1,4 +1,4 @@
-"""The core of dense attention, softmax(q k' / sqrt(D)) v, by the kernel that suits device, precision, length.
+"""Dense attention's core, softmax(q k' / sqrt(D)) v, and the choice of its kernel.
 
     sdpa    torch's scaled_dot_product_attention: on GPUs, where its kernels are the fastest there are, and
             on a CPU in other precisions and for long sequences
@@ -29,40 +29,43 @@ _WORD = 1 << 32
 
 
 def choose(device: str, dtype: torch.dtype, dropout: float, positions: int, compiled: bool) -> Kernel:
-    """The kernel of a training step; `dropout`: on the attention weights; `compiled`: by torch.compile."""
+    """Return the kernel for a training step.
+
+    `dropout` is the probability on attention weights; `compiled` says whether torch.compile traces the step.
+    """
     if device != "cpu" or dtype != torch.bfloat16:  # fp16 could not hold products that are not scaled yet
         return "sdpa"
     if dropout:
         return "blocks"
-    # Eager, what lies between two products takes longer than all of torch's kernel.
+    # In eager mode the operations between two products take longer than all of torch's kernel.
     return "blocks" if compiled and positions <= LONGEST else "sdpa"
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None, dropout_p: float = 0.0
 ) -> Tensor:
-    """softmax(q k' / sqrt(D)) v of q, k, v (B, N, S, D).
+    """Return softmax(q k' / sqrt(D)) v for q, k, v (B, N, S, D).
 
     Args:
-        mask: (B, 1, 1, S), True for the keys that may be attended to; None: all. Every sample has one.
-        dropout_p: on the weights; it draws from the stream that is current.
+        mask: (B, 1, 1, S), True for visible keys, at least one a sample; None: all are visible.
+        dropout_p: probability on the weights; draws from the current random stream.
     """
     compiled = torch.compiler.is_compiling()
     kernel = choose(q.device.type, q.dtype, dropout_p, q.shape[-2], compiled)
-    if kernel == "sdpa" or not _differentiated(q, k, v):
+    if kernel == "sdpa" or not _needs_gradient(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout_p, is_causal=causal)
     rows = dropout_rows(q) if dropout_p else None
     return _Blocks.apply(q, k, v, mask, rows, causal, dropout_p)
 
 
-def _differentiated(*tensors: Tensor) -> bool:
+def _needs_gradient(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 # Opaque to torch.compile, whose own generator would draw other numbers than an eager run.
 @torch.library.custom_op("megarecipes::dropout_rows", mutates_args=())
 def dropout_rows(q: Tensor) -> Tensor:
-    """Two random words (B, N, S, 2) int32 for each row of scores, of which `_kept` makes the row's mask."""
+    """Draw two random words (B, N, S, 2) int32 for each row of scores, the input of `_keep_mask`."""
     size = (*q.shape[:-1], 2)
     return torch.randint(-(_WORD // 2), _WORD // 2, size, dtype=torch.int32, device=q.device)
 
@@ -72,10 +75,10 @@ def _(q: Tensor) -> Tensor:
     return q.new_empty((*q.shape[:-1], 2), dtype=torch.int32)
 
 
-# Opaque, too: woven into a loop over scores it would be computed for each of them.
+# Opaque, too: fused into a loop over scores, it would be computed again for every score.
 @torch.library.custom_op("megarecipes::dropout_columns", mutates_args=())
 def dropout_columns(rows: Tensor, keys: int) -> Tensor:
-    """A fixed word (keys,) int32 for every key, on the device of `rows`."""
+    """Return a fixed word (keys,) int32 for every key, on the device of `rows`."""
     return mixed(torch.arange(keys, device=rows.device), 0).to(torch.int32)
 
 
@@ -84,8 +87,8 @@ def _(rows: Tensor, keys: int) -> Tensor:
     return rows.new_empty(keys, dtype=torch.int32)
 
 
-def _kept(rows: Tensor, keys: int, p: float) -> Tensor:
-    """rows (..., 2) -> (..., keys), False with probability p: where (a c + b) mod 2^32 < p 2^32.
+def _keep_mask(rows: Tensor, keys: int, p: float) -> Tensor:
+    """Turn rows (..., 2) into a mask (..., keys): False (probability p) where (a c + b) mod 2^32 < p 2^32.
 
     Within a row, any two keys are dropped independently of each other (Dietzfelbinger 1996, as in
     `modeling/hidden_dropout.py`); rows have words of their own.
@@ -95,10 +98,10 @@ def _kept(rows: Tensor, keys: int, p: float) -> Tensor:
 
 
 class _Blocks(torch.autograd.Function):
-    """Attention of which queries, keys, values, the output and one number per query are kept.
+    """Attention by blocks of queries. The backward pass computes the weights again.
 
-    The backward pass makes the weights again from the logarithms of their sums (Dao et al. 2022, arXiv
-    2205.14135, section 3.1), block by block.
+    It keeps queries, keys, values, the output and the logarithm of each query's sum of weights (Dao et al.
+    2022, arXiv 2205.14135, section 3.1).
     """
 
     @staticmethod
@@ -120,7 +123,7 @@ class _Blocks(torch.autograd.Function):
             logarithms.append(torch.logsumexp(scores, -1))
             weights = torch.exp(scores - logarithms[-1][..., None])
             if rows is not None:
-                weights = weights * _kept(rows[..., block, :], seen.stop, p) * (1 / (1 - p))
+                weights = weights * _keep_mask(rows[..., block, :], seen.stop, p) * (1 / (1 - p))
             outs.append(weights.to(v.dtype) @ v[..., seen, :])
         out, sums = torch.cat(outs, -2), torch.cat(logarithms, -1)
         ctx.save_for_backward(q, k, v, mask, rows, out, sums)
@@ -140,7 +143,7 @@ class _Blocks(torch.autograd.Function):
             weights = kept_weights = torch.exp(scores - sums[..., block, None])
             of_weights = (incoming @ v[..., seen, :].mT).float()
             if rows is not None:
-                kept = _kept(rows[..., block, :], seen.stop, ctx.p) * (1 / (1 - ctx.p))
+                kept = _keep_mask(rows[..., block, :], seen.stop, ctx.p) * (1 / (1 - ctx.p))
                 kept_weights, of_weights = weights * kept, of_weights * kept
             of_scores = (weights * (of_weights - along[..., block, :]) * scale).to(q.dtype)
             of_q.insert(0, of_scores @ keys)
@@ -155,13 +158,13 @@ class _Blocks(torch.autograd.Function):
 
 
 def _block(start: int, positions: int, causal: bool) -> tuple[slice, slice]:
-    """Queries of the block that begins at `start`, and the keys that it sees."""
+    """Return the slices of the block's queries, from `start` on, and of the keys visible to it."""
     end = min(start + QUERIES, positions)
     return slice(start, end), slice(0, end if causal else positions)
 
 
 def _scores(queries: Tensor, keys: Tensor, mask: Tensor | None, start: int, causal: bool) -> Tensor:
-    """Scores of the queries from `start` on in fp32, -inf for the keys that they do not see."""
+    """Return the fp32 scores of the queries from `start` on, -inf at hidden keys."""
     scores = (queries @ keys.mT).float() * queries.shape[-1] ** -0.5
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)

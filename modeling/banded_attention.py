@@ -2,16 +2,16 @@
 
 Position i sees the `window` positions max(0, i - window + 1) .. i: the work grows with S x window, not S^2.
 
-Four kernels compute it; `choose` says which one is taken, as a function of the case alone:
+`choose` takes one of four kernels:
 
     flex_attention  CUDA: one fused kernel, compiled at first use; skips blocks off the band, has no dropout
-    blocks          anywhere: each block of queries gets a copy of the keys and values it can see, SDPA a mask
+    blocks          any device: each block of queries gets a copy of its keys and values; SDPA gets a mask
     dense mask      SDPA over all S x S scores: where the sequence is short or the window covers most of it
     causal          SDPA without a mask: where the window covers all of the sequence
 
 `choose` rests on what a kernel can compute and on what was measured on a CPU; nothing was measured on CUDA.
 
-Shapes: B samples, N heads, S positions, D head size; n blocks of T positions, R that a query reaches back.
+Shapes: B samples, N heads, S positions, D head size; n blocks of T positions; a query reaches R blocks back.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def choose(
     *,
     compiler: bool = False,
 ) -> Choice:
-    """The kernel that computes the band, and why.
+    """Return the kernel for the band, and the reason.
 
     Args:
         device: type of the device, e.g. "cpu" or "cuda".
         dropout: probability on attention weights; 0 in evaluation.
-        compiler: whether torch.compile can make GPU code, as `has_gpu_compiler` finds it.
+        compiler: result of `has_gpu_compiler`.
     """
     if window >= positions:
         return Choice("causal", "the window covers the sequence")
@@ -69,7 +69,7 @@ def choose(
 
 
 def computes_fewer_scores(kernel: Kernel, positions: int, window: int) -> bool:
-    """Whether it computes fewer scores (a count, not a time) than a dense kernel without its upper half."""
+    """Check whether the kernel computes fewer scores (a count, not a time) than a dense causal kernel."""
     if kernel == "flex_attention":
         return (_blocks_back(window, FLEX_BLOCK) + 1) * FLEX_BLOCK < positions
     return kernel == "blocks" and 2 * keys_per_block(window) < positions
@@ -78,7 +78,7 @@ def computes_fewer_scores(kernel: Kernel, positions: int, window: int) -> bool:
 def _obstacle_to_flex(
     device: str, dtype: torch.dtype, dropout: float, positions: int, head_size: int, compiler: bool
 ) -> str | None:
-    """Why flex_attention cannot compute it; None: it can. What holds on every machine comes first."""
+    """Return why flex_attention cannot compute the band, or None; reasons of every machine come first."""
     if dropout:
         dropped = f"attention weights are dropped with probability {dropout:g}"
         return f"flex_attention has no dropout, and {dropped}"
@@ -97,7 +97,7 @@ def _obstacle_to_flex(
 
 @functools.cache
 def has_gpu_compiler() -> bool:
-    """Whether torch.compile can make code for this GPU: takes Triton that supports it and a C compiler."""
+    """Check whether torch.compile can make code for this GPU: it needs Triton and a C compiler."""
     from torch.utils._triton import has_triton
 
     compilers = filter(None, (os.environ.get("CC"), "gcc", "clang"))
@@ -105,33 +105,33 @@ def has_gpu_compiler() -> bool:
 
 
 def block_size(window: int) -> int:
-    """T: a power of two near half the window. Larger ones compute more off the band, smaller copy more."""
+    """Return T, a power of two near half the window: a larger T computes more, a smaller one copies more."""
     return min(128, max(32, 1 << (max(1, window // 2) - 1).bit_length()))
 
 
 def keys_per_block(window: int) -> int:
-    """(R + 1) T, the keys that every query of a block is multiplied with."""
+    """Return (R + 1) T, the number of keys multiplied with every query of a block."""
     size = block_size(window)
     return (_blocks_back(window, size) + 1) * size
 
 
 def _blocks_back(window: int, size: int) -> int:
-    """R: blocks before its own that a query's window reaches into."""
+    """Return R, the number of earlier blocks in a query's window."""
     return -(-(window - 1) // size)
 
 
 def banded_attention(
     q: Tensor, k: Tensor, v: Tensor, window: int, dropout_p: float = 0.0, *, mask: Any = None
 ) -> Tensor:
-    """softmax(q k' / sqrt(D)) v over the band, by the kernel that `choose` names; all are (B, N, S, D).
+    """Return softmax(q k' / sqrt(D)) v over the band; all tensors are (B, N, S, D).
 
     Args:
-        dropout_p: on the weights; it draws from the stream that is current.
-        mask: flex_attention's, as `prepared_mask` makes it; needed where torch.compile traces this.
+        dropout_p: probability on the weights; draws from the current random stream.
+        mask: flex_attention's, from `prepared_mask`; needed under torch.compile.
     """
     assert window >= 1, f"a window of {window} positions does not hold the position itself"
     S, D = q.shape[-2:]
-    # What torch.compile is tracing for a GPU, it can compile.
+    # If torch.compile is tracing for a GPU, there is a compiler.
     compiler = q.is_cuda and (torch.compiler.is_compiling() or has_gpu_compiler())
     kernel = choose(q.device.type, q.dtype, dropout_p, S, window, D, compiler=compiler).kernel
     if kernel == "causal":
@@ -142,19 +142,19 @@ def banded_attention(
 
 
 def in_band(query: Tensor, key: Tensor, window: int) -> Tensor:
-    """Positions, broadcast against each other -> whether the query sees the key."""
+    """Check whether each query sees each key; positions are broadcast against each other."""
     return (key <= query) & (key > query - window)
 
 
 def by_dense_mask(q: Tensor, k: Tensor, v: Tensor, window: int, dropout_p: float = 0.0) -> Tensor:
-    """All S x S scores, those outside of the band masked: the reference."""
+    """Compute all S x S scores and mask those outside of the band: the reference."""
     position = torch.arange(q.shape[-2], device=q.device)
     mask = in_band(position[:, None], position, window)  # (S, S)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p)
 
 
 def by_blocks(q: Tensor, k: Tensor, v: Tensor, window: int, dropout_p: float = 0.0) -> Tensor:
-    """Blocks of T queries, each against the keys of its own block and of the R before it: S (R + 1) T scores.
+    """Multiply each block of T queries with the keys of its own block and of R before it: S (R + 1) T scores.
 
     Blocks stand where SDPA expects heads, so that one mask serves all samples and heads.
     """
@@ -177,7 +177,7 @@ def by_blocks(q: Tensor, k: Tensor, v: Tensor, window: int, dropout_p: float = 0
 
 
 def by_flex(q: Tensor, k: Tensor, v: Tensor, window: int, mask: Any = None) -> Tensor:
-    """One fused kernel, part of a compiled region around it; a `mask` for another length is left alone."""
+    """Compute the band in one fused kernel; a `mask` for another length is replaced."""
     from torch.nn.attention.flex_attention import flex_attention
 
     S = q.shape[-2]
@@ -190,7 +190,7 @@ def by_flex(q: Tensor, k: Tensor, v: Tensor, window: int, mask: Any = None) -> T
 
 @functools.cache
 def compiled_flex() -> Callable[..., Any]:
-    """flex_attention as one fused kernel, compiled once."""
+    """Compile flex_attention to one fused kernel, once."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=False)
@@ -199,21 +199,20 @@ def compiled_flex() -> Callable[..., Any]:
 def prepared_mask(
     device: torch.device, dtype: torch.dtype, positions: int, window: int, head_size: int
 ) -> Any:
-    """flex_attention's mask, for a layer to keep before torch.compile traces it; None: for another kernel.
+    """Return flex_attention's mask, or None if `choose` takes another kernel; for layers without dropout.
 
-    The case is that without dropout, as evaluation is. Traced without it, a layer is cut in two, since
-    `block_mask` is not traced.
+    A layer needs it before torch.compile traces it: `block_mask` cannot be traced and would break the graph.
     """
     compiler = device.type == "cuda" and has_gpu_compiler()
     chosen = choose(device.type, dtype, 0.0, positions, window, head_size, compiler=compiler)
     return block_mask(positions, window, device) if chosen.kernel == "flex_attention" else None
 
 
-# Dynamo looks past lru_cache: the comparisons would be in the graph, made in every call.
+# Dynamo ignores lru_cache: traced, the comparisons would be in the graph and run in every call.
 @torch.compiler.disable
 @functools.lru_cache(maxsize=16)
 def block_mask(positions: int, window: int, device: torch.device) -> Any:
-    """Which blocks of keys each block of queries has to visit; made once, as it compares S x S positions."""
+    """Return the blocks of keys for each block of queries; cached, since it compares S x S positions."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def visible(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

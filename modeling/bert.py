@@ -6,7 +6,7 @@ branch and once after the last layer, and not on the embeddings, as `transformer
 
 Shapes: B samples, S positions, P predicted positions, H hidden size, V vocabulary (V/t: of this tensor rank).
 The plain form also takes samples without their padding, as one row (`modeling/unpadding.py`): then B is 1
-everywhere but in the sentence objective, S the tokens of the row, and P all of its predictions.
+except in the sentence objective, S counts the tokens of the row, and P all of its predictions.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LOSS_PARTS = ("mlm_loss", "sentence_loss", "sentence_accuracy")
 
 @dataclass(frozen=True)
 class BertShape(ModelShape):
-    """With what a BERT can choose."""
+    """Shape of a BERT: the common fields, the place of LayerNorm and the sentence objective."""
 
     post_norm: bool = False
     sentence_head: Literal["none", "nsp", "sop"] = "none"
@@ -55,16 +55,16 @@ class BertShape(ModelShape):
 
 
 def shape_of(recipe: Recipe, padded_vocab: int) -> BertShape:
-    """The recipe's model, with `padded_vocab` rows of the embedding."""
+    """Return the shape of the recipe's model, with `padded_vocab` rows of the embedding."""
     post_norm, sentence_head = recipe.model.layer_norm == "post", recipe.model.sentence_head
     common = common_shape(recipe, padded_vocab)
     return BertShape(**common, post_norm=post_norm, sentence_head=sentence_head)
 
 
 class Embedding(nn.Module):
-    """Adds learned positions and token types (segments A and B) to words; LayerNorm if post-LN; dropout.
+    """Sum of word, position and token-type embeddings (segments A and B); LayerNorm if post-LN; dropout.
 
-    `cut_over`: the group over which positions are cut, if they are.
+    `cut_over`: the group that shares the positions under sequence parallelism, or None.
     """
 
     def __init__(self, shape: BertShape, *, init: Init, cut_over: Group = None):
@@ -94,10 +94,10 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """What comes before the tied decoder, and the sentence head; duplicated on every tensor rank.
+    """Transform before the tied decoder, and the sentence head; duplicated on every tensor rank.
 
     Masked tokens: dense, GELU, LayerNorm, at the predicted positions alone. Sentences: pooler (dense and tanh
-    of [CLS]), then two logits. `cut_over`: the group over which positions are cut, if they are.
+    of [CLS]), then two logits. `cut_over`: the group that shares the positions, or None.
     """
 
     def __init__(self, shape: BertShape, *, init: Init, cut_over: Group = None):
@@ -127,7 +127,7 @@ class Head(nn.Module):
 
 
 class DecoderBias(nn.Module):
-    """The decoder's own bias, cut over the vocabulary like the embedding that it is tied to."""
+    """The decoder's own bias, cut over the vocabulary like the tied embedding."""
 
     def __init__(self, vocab: int, padded: int, *, group: Group, init: Init):
         super().__init__()
@@ -142,7 +142,7 @@ class DecoderBias(nn.Module):
 
 
 def embed(embedding: nn.Module, stream: tuple, cut_over: Group) -> tuple:
-    """Positions, token types and LayerNorm of the stream; `cut_over`: the group that shares its positions."""
+    """Add positions and token types to the stream; `cut_over`: the group that shares its positions."""
     x, token_types, lengths, positions, *salts = stream
     token_types, *salts = (own_positions(each, cut_over) for each in (token_types, *salts))
     placed = {"places": own_positions(lengths.places, cut_over)} if isinstance(lengths, Row) else {}
@@ -160,7 +160,10 @@ def _head(head: nn.Module, stream: tuple) -> tuple:
 
 
 def layer_list(shape: BertShape, *, group: Group, init: Init) -> list[LayerDefinition]:
-    """(tokens, token types, lengths, positions) -> (logits (B, P, V/t), sentence logits (B, 2) or None)."""
+    """Return the layers: (tokens, token types, lengths, positions) -> (logits (B, P, V/t), sentence logits).
+
+    Sentence logits are (B, 2), or None without a sentence head.
+    """
     word = word_embedding(shape, group, init)
     cut_over: Any = dict(cut_over=shape.positions_group(group))
     embedding, head = (dict(shape=shape, init=init.child(n), **cut_over) for n in ("embedding", "head"))
@@ -188,7 +191,7 @@ def pretraining_loss(
     sentence_weights: Tensor,
     group: Group,
 ) -> tuple[Tensor, Tensor]:
-    """(masked-token loss + sentence loss, its parts in the order of `LOSS_PARTS`, without gradient), float32.
+    """Return (masked-token loss + sentence loss, the `LOSS_PARTS` without gradient), float32.
 
     Without a sentence head the masked-token loss is the only part.
 
@@ -207,7 +210,7 @@ def pretraining_loss(
 
 
 def loss_parts(shape: BertShape) -> tuple[str, ...]:
-    """Names of the parts that `pretraining_loss` returns."""
+    """Return the names of the parts of `pretraining_loss`."""
     return LOSS_PARTS[:1] if shape.sentence_head == "none" else LOSS_PARTS
 
 

@@ -1,9 +1,8 @@
-"""Parameters that each (tensor, pipeline) rank holds, by building its real modules on the meta device.
+"""Parameter counts of each (tensor, pipeline) rank, by building its real modules on the meta device.
 
-`modeling.cost` has the same numbers as closed forms. Here they are counted on the modules that train: the
-family's list of layers, cut into stages as the pipeline cuts it, each layer made by the constructor that
-a run calls, with the rank and the size of a tensor-parallel group. No parameter has memory, so 193e9 of them
-on 256 ranks take a second.
+`modeling.cost` has the same numbers as closed forms. Here they are counted on the modules of a run: the
+family's list of layers, the pipeline's cut into stages, and the layers' constructors with the rank and the
+size of a tensor-parallel group. No parameter has memory, so 193e9 of them on 256 ranks take a second.
 """
 
 from __future__ import annotations
@@ -42,18 +41,18 @@ class RankCounts:
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Sum over the tensor-parallel ranks of each stage: the size that Megatron-LM prints at one stage."""
+        """Parameters of each stage, summed over its tensor ranks: Megatron-LM's printed size at one stage."""
         return tuple(sum(ranks) for ranks in self.held)
 
     @property
     def all_ranks(self) -> int:
-        """Sum over all ranks; the last stage's copy of the tied embedding counts again."""
+        """Parameters of all ranks; the last stage's copy of the tied embedding counts again."""
         return sum(self.stages)
 
 
 @cache
 def count(layer_list: LayerList, shape: ModelShape, tp: int, layers: tuple[int, ...]) -> RankCounts:
-    """Build every rank of a replica and count; `layers`: transformer layers of every stage.
+    """Build every rank of a replica and count its parameters; `layers`: transformer layers of every stage.
 
     Raises:
         AssertionError: a dimension that the ranks cannot share (the recipe's layout is wrong), or parameters
@@ -66,12 +65,12 @@ def count(layer_list: LayerList, shape: ModelShape, tp: int, layers: tuple[int, 
             init = Init(seed=0, std=1.0, layers=shape.layers, meta=True)
             definitions = layer_list(shape, group=group, init=init)
             stages = [definitions[a:b] for a, b in pairwise(stage_bounds(definitions, layers))]
-            ranks.append([_held(stage, once) for stage in stages])
+            ranks.append([_count_stage(stage, once) for stage in stages])
     return RankCounts(tuple(zip(*ranks, strict=True)), sum(once.values()), layers)
 
 
-def _held(stage: Sequence[LayerDefinition], once: dict[str, int]) -> int:
-    """Parameters of a stage on one rank; notes the full size of each by name."""
+def _count_stage(stage: Sequence[LayerDefinition], once: dict[str, int]) -> int:
+    """Count the parameters of a stage on one rank; write each one's full size into `once`."""
     held = 0
     for layer, module in build(stage).items():
         for p in module.parameters():
@@ -84,7 +83,7 @@ def _held(stage: Sequence[LayerDefinition], once: dict[str, int]) -> int:
 
 @contextmanager
 def tensor_rank(rank: int, size: int) -> Iterator[Group]:
-    """A tensor-parallel group whose `rank` this process is, though the others do not exist; None for size 1.
+    """Give this process the place `rank` in a fake tensor-parallel group; None for size 1.
 
     Raises:
         RuntimeError: this process is in a real process group.
@@ -104,7 +103,7 @@ def tensor_rank(rank: int, size: int) -> Iterator[Group]:
 
 @cache
 def count_transformers(model: Model, positions: int) -> RankCounts:
-    """The GPT-2 of `transformers` on its one rank (ZeRO alone shards it), built on the meta device."""
+    """Count the GPT-2 of `transformers` on one rank (ZeRO alone shards it), built on the meta device."""
     with torch.device("meta"):
         built = gpt2.CONVERSION.model_class(model)(gpt2.config(model, positions=positions))
     parameters = sum(p.numel() for p in built.parameters())

@@ -1,4 +1,4 @@
-"""The families that there are."""
+"""The table of model families, and models made from recipes."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ FAMILIES: dict[str, Family] = {family.name: family for family in (gpt2.FAMILY, b
 
 
 def family_of(model: Model) -> Family:
-    """The family of a recipe's model."""
+    """Return the family of a recipe's model."""
     if model.task_head != "none":
         return task_heads.FAMILIES[model.task_head]
     return FAMILIES[model.family]
 
 
 def model_shape(recipe: Recipe, padded_vocab: int) -> ModelShape:
-    """The shape of a recipe's model with `padded_vocab` rows of the embedding."""
+    """Return the shape of a recipe's model, with `padded_vocab` rows of the embedding."""
     return family_of(recipe.model).shape(recipe, padded_vocab)
 
 
 def meta_parameters(recipe: Recipe) -> dict[str, Parameter]:
-    """Every parameter of a recipe's model by its canonical name, unpadded, on the meta device."""
+    """Return every parameter of a recipe's model by its canonical name, unpadded, on the meta device."""
     init = Init(recipe.seed, recipe.init_std, recipe.model.layers, meta=True)
     shape = model_shape(recipe, recipe.model.vocab_size)
     model = family_of(recipe.model).plain(shape, group=None, init=init)
@@ -41,7 +41,7 @@ def meta_parameters(recipe: Recipe) -> dict[str, Parameter]:
 
 
 def with_few_layers(recipe: Recipe, stored: int) -> Recipe:
-    """At most one layer more than `stored` tensors could fill: of a billion layers none can be made."""
+    """Limit the recipe's layers to one more than `stored` tensors: a wrong number must not fill memory."""
     few = min(recipe.model.layers, stored + 1)
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"layers": few})})
 
@@ -52,7 +52,7 @@ def whole_model(
     group: Group = None,
     dtype: torch.dtype = torch.float32,
 ) -> Stack:
-    """The model with the given canonical weights in evaluation mode, in one process or cut over `group`.
+    """Build the model from canonical weights, in evaluation mode, in one process or cut over `group`.
 
     Every rank reads one tensor after the other and keeps its slice, on the CPU.
     """

@@ -1,4 +1,4 @@
-"""What the other rooms ask a family of models.
+"""The interface of a family of models.
 
 A third family is one file like `gpt2.py`, its facts in `recipes/families.py`, and its line in `families.py`;
 a conversion comes on top (`modeling/formats/families.py`).
@@ -24,8 +24,8 @@ class Family:
     Attributes:
         name: `model.family` of its recipes; `model.task_head` of a BERT that is fine-tuned.
         shape: (recipe, rows of the embedding) -> the shape of its model, a `ModelShape`.
-        layer_list: (shape, group=, init=) -> the layers in order, of which both forms are made.
-        loss: (what the last layer gives, targets, group) -> the loss, or (the loss, its parts).
+        layer_list: (shape, group=, init=) -> the layers in order, for both forms.
+        loss: (output of the last layer, targets, group) -> the loss, or (the loss, its parts).
         loss_parts: shape -> names of these parts.
     """
 
@@ -37,11 +37,11 @@ class Family:
 
     @property
     def fields(self) -> MicroBatchFields:
-        """Inputs and targets."""
+        """Names of the inputs and targets of a micro-batch."""
         return TASK_FIELDS.get(self.name) or FAMILIES[self.name].fields
 
     def plain(self, shape: Any, *, group: Group, init: Init) -> Stack:
-        """The plain form: it takes `fields.inputs`, then `fields.targets`."""
+        """Build the plain form: it takes `fields.inputs`, then `fields.targets`."""
         layers, parts = self.layer_list(shape, group=group, init=init), self.loss_parts(shape)
         inputs = len(self.fields.inputs)
         return Stack(layers, shape, group=group, loss=self.loss, loss_parts=parts, inputs=inputs)
@@ -49,9 +49,9 @@ class Family:
     def pipeline(
         self, shape: Any, *, grid: ProcessGrid, group: Group, init: Init, stages: Sequence[int]
     ) -> Pipeline:
-        """The pipeline form: the first stage takes `fields.inputs`, the last one `fields.targets`.
+        """Build the pipeline form: the first stage takes `fields.inputs`, the last one `fields.targets`.
 
-        `stages`: transformer layers of each.
+        `stages`: transformer layers of each stage.
         """
         loss = PipelineLoss(self.loss, group, self.loss_parts(shape))
         layers = self.layer_list(shape, group=group, init=init)
@@ -59,7 +59,7 @@ class Family:
 
 
 def common_shape(recipe: Recipe, padded_vocab: int) -> dict[str, Any]:
-    """What every `ModelShape` has, from a recipe and the rows of the embedding."""
+    """Return the fields common to every `ModelShape`, from a recipe and the rows of the embedding."""
     model = recipe.model
     return dict(
         layers=model.layers, hidden=model.hidden, heads=model.heads, vocab=model.vocab_size,

@@ -1,7 +1,7 @@
-"""What a trained model makes of a prompt: GPT-2 continues it, BERT fills in its masks.
+"""Text from a trained model: GPT-2 continues a prompt, BERT fills in its masks.
 
-The model is whole on one rank, or cut over a tensor group, whose ranks all get the same logits and so choose
-the same tokens.
+The model is whole on one rank, or cut over a tensor group. All ranks of a group get the same logits and so
+choose the same tokens.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from modeling.past import Past
 
 @dataclass(frozen=True)
 class Sampling:
-    """Draws from the distribution that `transformers`' processors of the same names leave.
+    """Filters of the next token's distribution, like `transformers`' processors of the same names.
 
     Attributes:
         temperature: logits are divided by it; above 0.
-        top_k: tokens that can be drawn, the most likely; None: all.
-        top_p: the least likely go as long as what is left sums up to it (Holtzman et al., arXiv 1904.09751).
+        top_k: number of tokens to draw from, the most likely ones; None: all.
+        top_p: least sum of the probabilities of the tokens to draw from (Holtzman et al., arXiv 1904.09751).
     """
 
     temperature: float = 1.0
@@ -35,7 +35,7 @@ class Sampling:
     top_p: float = 1.0
 
     def filtered(self, logits: Tensor) -> Tensor:
-        """(B, V) -> the same divided by the temperature, in float32, -inf for tokens that are not drawn."""
+        """Divide logits (B, V) by the temperature, in float32; -inf for excluded tokens."""
         scores = logits.float() / self.temperature
         if self.top_k is not None and self.top_k < scores.shape[-1]:
             least = scores.topk(self.top_k).values[..., -1:]
@@ -48,18 +48,19 @@ class Sampling:
         return scores
 
     def draw(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """logits (B, V), uniform (B,) float64 in [0, 1) -> tokens (B,): where summed probabilities pass it.
+        """Draw tokens (B,) from logits (B, V) by numbers `uniform` (B,), float64 in [0, 1).
 
-        By the number and not by a generator of the device, so that a CPU and a GPU draw alike.
+        Each is the first token whose cumulative probability passes its number. No generator of the device
+        takes part, so that a CPU and a GPU draw alike.
         """
         sums = self.filtered(logits).softmax(-1).double().cumsum(-1)
         return torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)[:, 0]
 
 
 def uniform_numbers(seed: int, prompt: Sequence[int], sample: int) -> np.random.Generator:
-    """What one sample's tokens are drawn by: a function of seed, prompt and the sample's number alone.
+    """Return the generator for one sample's tokens, a function of seed, prompt and the sample's number alone.
 
-    So a text does not depend on the batch or the file that its prompt stands in.
+    So a text depends neither on its batch nor on the file of its prompt.
     """
     digest = hashlib.sha256(f"{seed}:{sample}:{list(prompt)}".encode()).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
@@ -67,14 +68,14 @@ def uniform_numbers(seed: int, prompt: Sequence[int], sample: int) -> np.random.
 
 CONTINUED_TOKENS = 80
 DEFAULT_SAMPLING = Sampling(temperature=0.8, top_k=40)
-# "length": as many tokens as were asked for; "end": the end token came; "positions": the model has no more.
-Ended = Literal["length", "end", "positions"]
-Heard = Callable[[int, int], None]  # (number of the request, token), as soon as it is chosen
+# "length": it has the requested length; "end": the end token came; "positions": the model has no more.
+EndReason = Literal["length", "end", "positions"]
+TokenCallback = Callable[[int, int], None]  # (number of the request, token), as soon as it is chosen
 
 
 @dataclass(frozen=True)
 class Request:
-    """One sample to write: a prompt's tokens, and the sample's number among those of this prompt."""
+    """One sample to write: a prompt's tokens, and the sample's number among this prompt's samples."""
 
     prompt: tuple[int, ...]
     sample: int = 0
@@ -82,16 +83,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Continuation:
-    """What follows a prompt, without the end token, and why it ends there."""
+    """Tokens after a prompt, without the end token, and the reason why they end."""
 
     tokens: tuple[int, ...]
-    ended: Ended
+    ended: EndReason
 
 
 def continue_prompt(model: Stack, tokenizer: PreTrainedTokenizerFast, prompt: str, seed: int) -> str:
-    """The prompt and what a GPT-2 writes after it, a function of the seed.
+    """Return the prompt with a GPT-2's continuation, a function of the seed.
 
-    Of a long prompt the model sees the end, so that there are positions left to write in.
+    The model sees only the end of a long prompt, so that positions are left for the continuation.
     """
     # A WordPiece vocabulary would add [CLS] and [SEP].
     tokens = tokenizer.encode(prompt, add_special_tokens=False) or [tokenizer.eos_token_id]
@@ -105,7 +106,7 @@ def continue_prompt(model: Stack, tokenizer: PreTrainedTokenizerFast, prompt: st
 
 
 def fill_prompt(model: Stack, tokenizer: PreTrainedTokenizerFast, prompt: str, seed: int) -> str:
-    """The prompt with each [MASK] filled in by a BERT; nothing is drawn, so `seed` is not used."""
+    """Return the prompt with each [MASK] filled in by a BERT; nothing is drawn, so `seed` is not used."""
     tokens = tokenizer.encode(prompt)[: model.shape.positions]
     filled = fill_masks(model, tokens, mask=tokenizer.mask_token_id)
     return str(tokenizer.decode(filled, skip_special_tokens=True))
@@ -114,19 +115,19 @@ def fill_prompt(model: Stack, tokenizer: PreTrainedTokenizerFast, prompt: str, s
 @torch.no_grad()
 def continue_all(
     model: Any, requests: Sequence[Request], length: int, *, sampling: Sampling | None, seed: int = 0,
-    end: int | None = None, cached: bool = True, heard: Heard = lambda request, token: None,
+    end: int | None = None, cached: bool = True, heard: TokenCallback = lambda request, token: None,
 ) -> list[Continuation]:  # fmt: skip
-    """At most `length` tokens after each prompt, all in one batch. Collective over the model's tensor group.
+    """Write at most `length` tokens after each prompt, in one batch. Collective over the tensor group.
 
     Args:
-        model: a GPT-2. Prompts have from 1 token to as many as it has positions.
+        model: a GPT-2. A prompt has at least 1 token and at most as many as the model has positions.
         sampling: None takes the most likely token.
-        seed: of what is drawn; with a request's prompt and number it decides all of its text.
+        seed: with a request's prompt and number it decides all of its text.
         end: the token that ends a text.
-        cached: keep keys and values; otherwise every token computes all those before it again.
+        cached: keep keys and values; otherwise every step computes all earlier tokens again.
 
-    A text ends at the model's last position, after the token that is predicted there: learned positions have
-    none beyond, and a context that slid would compute every token anew.
+    A text ends at the model's last position, after the token predicted there: there is no learned position
+    beyond, and a sliding context would compute every token anew.
     """
     prompts, positions = [request.prompt for request in requests], model.shape.positions
     assert all(0 < len(prompt) <= positions for prompt in prompts), "a prompt is empty, or too long"
@@ -137,12 +138,12 @@ def continue_all(
     text = torch.tensor([[0] * (longest - len(prompt)) + [*prompt] for prompt in prompts], device=device)
     numbers = [uniform_numbers(seed, request.prompt, request.sample) for request in requests]
     made: list[list[int]] = [[] for _ in requests]
-    ended: dict[int, Ended] = {}
+    ended: dict[int, EndReason] = {}
     rows = [*range(len(requests))]  # requests that go on, in the order of `text`
     past, new = Past(padding, columns, model.shape.layers), text
     while rows:
         logits = decode(model, new, past)
-        chosen = _chosen(logits, sampling, [numbers[row].random() for row in rows] if sampling else [])
+        chosen = _choose_tokens(logits, sampling, [numbers[row].random() for row in rows] if sampling else [])
         for row, token in zip(rows, chosen.tolist(), strict=True):
             if token == end:
                 ended[row] = "end"
@@ -167,9 +168,9 @@ def continue_all(
 
 
 def decode(model: Any, tokens: Tensor, past: Past) -> Tensor:
-    """tokens (B, S) that follow those in `past` -> a GPT-2's logits (B, V) of the next one, on every rank.
+    """Return a GPT-2's logits (B, V) of the token after `tokens` (B, S), on every rank.
 
-    `past` then has them, too. Collective over the tensor group.
+    `tokens` follow those in `past` and are added to it. Collective over the tensor group.
     """
     assert model.position_ranks == 1, "decoding does not cut positions over ranks"
     new = tokens.shape[1]
@@ -181,8 +182,8 @@ def decode(model: Any, tokens: Tensor, past: Past) -> Tensor:
     return logits
 
 
-def _chosen(logits: Tensor, sampling: Sampling | None, uniform: Sequence[float]) -> Tensor:
-    """logits (B, V) -> tokens (B,)."""
+def _choose_tokens(logits: Tensor, sampling: Sampling | None, uniform: Sequence[float]) -> Tensor:
+    """Choose tokens (B,) from logits (B, V)."""
     if sampling is None:
         return logits.argmax(-1)
     return sampling.draw(logits, torch.tensor(uniform, dtype=torch.float64, device=logits.device))
@@ -190,7 +191,7 @@ def _chosen(logits: Tensor, sampling: Sampling | None, uniform: Sequence[float])
 
 @torch.no_grad()
 def fill_masks(model: Stack, tokens: Sequence[int], *, mask: int) -> list[int]:
-    """`tokens` ([CLS] ... [SEP]) with each `mask` replaced by its most likely token, the surest first.
+    """Replace each `mask` in `tokens` ([CLS] ... [SEP]) by its most likely token, the surest one first.
 
     Collective over the model's tensor group.
     """

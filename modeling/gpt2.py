@@ -30,9 +30,11 @@ from recipes.schema import Recipe
 
 @dataclass(frozen=True)
 class GPT2Shape(ModelShape):
-    """A GPT-2, whose layers differ in their attention alone."""
+    """Shape of a GPT-2; its layers differ in their attention alone."""
 
-    windows: tuple[int | None, ...] = ()  # of banded attention, by layer; None: a dense one; (): all are
+    windows: tuple[
+        int | None, ...
+    ] = ()  # of banded attention, by layer; None: dense; (): all layers are dense
 
     def layer_at(self, index: int) -> LayerShape:
         assert len(self.windows) in (0, self.layers), f"{len(self.windows)} windows for {self.layers} layers"
@@ -41,14 +43,14 @@ class GPT2Shape(ModelShape):
 
 
 def shape_of(recipe: Recipe, padded_vocab: int) -> GPT2Shape:
-    """The recipe's model, with `padded_vocab` rows of the embedding."""
+    """Return the shape of the recipe's model, with `padded_vocab` rows of the embedding."""
     return GPT2Shape(**common_shape(recipe, padded_vocab), windows=recipe.model.windows)
 
 
 class PositionEmbedding(nn.Module):
-    """Adds learned positions to the word embeddings, then dropout.
+    """Sum of word embeddings and learned positions, then dropout.
 
-    `cut_over`: the group over which positions are cut, if they are.
+    `cut_over`: the group that shares the positions under sequence parallelism, or None.
     """
 
     def __init__(self, shape: GPT2Shape, *, init: Init, cut_over: Group = None):
@@ -73,7 +75,7 @@ class PositionEmbedding(nn.Module):
 
 
 def _add_positions(layer: nn.Module, stream: Stream, cut_over: Group) -> Stream:
-    """Salts come whole, as tokens do."""
+    """Add positions to the stream and cut its salts, which every rank has whole."""
     if not isinstance(stream, Tensor):
         x, salts = stream
         stream = x, own_positions(salts, cut_over)
@@ -81,7 +83,7 @@ def _add_positions(layer: nn.Module, stream: Stream, cut_over: Group) -> Stream:
 
 
 def _drop(layer: nn.Module, stream: Stream) -> Stream:
-    """A layer with dropout."""
+    """Apply a layer with dropout; the salts ride along."""
     if isinstance(stream, Tensor):
         return layer(stream)
     x, salts = stream
@@ -93,7 +95,7 @@ def _finish(norm: nn.Module, stream: Stream) -> Tensor:
 
 
 def layer_list(shape: GPT2Shape, *, group: Group, init: Init) -> list[LayerDefinition]:
-    """tokens (B, S) -> logits (B, S, V/t); the first layer and the last share a module."""
+    """Return the layers, tokens (B, S) -> logits (B, S, V/t); the first and the last share a module."""
     word = word_embedding(shape, group, init)
     cut, cut_over = shape.sequence_parallel, shape.positions_group(group)
     position = dict(shape=shape, init=init.child("position"), cut_over=cut_over)

@@ -1,10 +1,10 @@
-"""Dropout on the residual stream, which no layout changes.
+"""Dropout on the residual stream, the same under every layout.
 
-Whether an element is dropped is a function of (seed, step, sample's number in the global batch, position,
-name of the dropout, feature) and of nothing else: not of the rank, the stage, the micro-batch, the padding it
-is cut to, or what was drawn before. So nothing has to be restored for a recomputation or a resumed run.
+An element's fate is a function of (seed, step, sample's number in the global batch, position, name of the
+dropout, feature) alone: not of the rank, the stage, the micro-batch, the padding, or earlier draws. So a
+recomputation or a resumed run restores nothing.
 
-Two factors meet in every element, so that a mask costs one multiplication, one addition and one comparison:
+Every element's word is made of two factors; a mask costs one multiplication, one addition and one comparison:
 
     salts   (B, S, 2): a and b of every position of every sample, made anew for every step; they ride along
             with the stream (`modeling/layer_list.py`)
@@ -14,10 +14,10 @@ Two factors meet in every element, so that a mask costs one multiplication, one 
 
 With a and b uniform, two elements of one position, in one dropout or in two, are dropped independently of
 each other (Dietzfelbinger, "Universal hashing and k-wise independent random variables via integer arithmetic
-without primes", 1996; exactly to 2^(z-32), where their c's have the z lowest bits in common). Words of 32
-bits are what units of vectors multiply; of 64 bits, a CPU took 20 to 50 times as long. Elements of
-other positions, samples and steps have salts of their own. torch's generators are not used, since what they
-draw depends on the shape that is asked for, and on a GPU on its size.
+without primes", 1996; exactly to 2^(z-32), where their c's have the z lowest bits in common). Vector units
+multiply words of 32 bits; with 64 bits a CPU took 20 to 50 times as long. Elements of other positions,
+samples and steps have salts of their own. torch's generators are not used: their numbers depend on the
+shape of the tensor, and on a GPU on its size.
 
 Shapes: B samples, S positions, H hidden size.
 """
@@ -36,7 +36,7 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def salts_of(seed: int, step: int, samples: Tensor, positions: int) -> Tensor:
-    """Salts (..., S, 2) int64 of optimizer step `step`, on the device of `samples`.
+    """Return the salts (..., S, 2) int64 of optimizer step `step`, on the device of `samples`.
 
     samples (...): numbers in the global batch.
     """
@@ -47,20 +47,20 @@ def salts_of(seed: int, step: int, samples: Tensor, positions: int) -> Tensor:
 
 
 def mixed(counters: Tensor, start: int) -> Tensor:
-    """SplitMix64's output after each of `counters` steps from `start`, as int64."""
-    x = counters * _signed(_STEP) + _signed(start)
-    x = (x ^ _shifted(x, 30)) * _signed(_FIRST)
-    x = (x ^ _shifted(x, 27)) * _signed(_SECOND)
-    return x ^ _shifted(x, 31)
+    """Return SplitMix64's output after each of `counters` steps from `start`, as int64."""
+    x = counters * _as_int64(_STEP) + _as_int64(start)
+    x = (x ^ _shift_right(x, 30)) * _as_int64(_FIRST)
+    x = (x ^ _shift_right(x, 27)) * _as_int64(_SECOND)
+    return x ^ _shift_right(x, 31)
 
 
-def _signed(word: int) -> int:
-    """The int64 of the same 64 bits."""
+def _as_int64(word: int) -> int:
+    """Return the int64 of the same 64 bits."""
     return word - 2**64 if word >= 2**63 else word
 
 
-def _shifted(x: Tensor, by: int) -> Tensor:
-    """To the right, with zeros, which torch's shift of a signed number is not."""
+def _shift_right(x: Tensor, by: int) -> Tensor:
+    """Shift to the right and fill with zeros; torch fills a signed number with its sign."""
     return (x >> by) & (2 ** (64 - by) - 1)
 
 
@@ -78,7 +78,7 @@ class HiddenDropout(nn.Module):
             self.register_buffer("columns", words, persistent=False)
 
     def forward(self, x: Tensor, salts: Tensor | None) -> Tensor:
-        """salts (B, S, 2), which training with a probability above 0 cannot do without."""
+        """Drop elements of x by salts (B, S, 2); training with a probability above 0 needs them."""
         if not (self.training and self.probability):
             return x
         assert salts is not None, "hidden dropout in training needs the salts of the micro-batch"
@@ -88,5 +88,5 @@ class HiddenDropout(nn.Module):
 
     @property
     def _limit(self) -> int:
-        """Signed words below it are dropped: `probability` of all."""
+        """The share `probability` of all signed words is below it; these are dropped."""
         return round(self.probability * 2**32) - 2**31

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from modeling.parallel.process_grid import Group
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # by the names of recipes
-NEW_HEADS = ("head.",)  # canonical names of what a head for a task may draw anew
+NEW_HEADS = ("head.",)  # beginnings of the canonical names of a task head's new parameters
 Size = tuple[int, ...]
 
 
@@ -58,14 +58,14 @@ class Init:
         return torch.from_numpy(values)
 
     def words(self, leaf: str, count: int) -> Tensor:
-        """(count,) int64 of random bits, the same on every rank: no parameter, and never given."""
+        """Draw (count,) int64 of random bits, the same on every rank; they are no parameter."""
         if self.meta:
             return torch.empty(count, dtype=torch.int64, device="meta")
         bits = self._generator(self.child(leaf).name).integers(0, 2**64, count, np.uint64)
         return torch.from_numpy(bits.view(np.int64))
 
     def normal(self, leaf: str, shape: Size, std: float, *, shard: Shard | None = None) -> Parameter:
-        """N(0, std^2) of the full `shape`, of which this rank keeps its slice."""
+        """Draw N(0, std^2) of the full `shape` and keep this rank's slice."""
         return self._parameter(leaf, shape, shard, lambda name: self._normal(name, shape, std))
 
     def zeros(self, leaf: str, shape: Size, *, shard: Shard | None = None) -> Parameter:
@@ -95,7 +95,7 @@ class Init:
         return parameter
 
     def _given(self, name: str, shape: Size) -> Tensor:
-        """Raises ValueError where the given weights lack the parameter or have it in another shape."""
+        """Return a given weight; ValueError if it is absent or has another shape."""
         assert self.given is not None
         full = self.given.get(name)
         if full is None or tuple(full.shape) != tuple(shape):
@@ -106,7 +106,7 @@ class Init:
 
 @dataclass(frozen=True)
 class Shard:
-    """A cut over a tensor-parallel group: dimension `dim`, first padded with zeros to `padded` entries."""
+    """A cut of dimension `dim` over a tensor group; zeros first fill it up to `padded` entries."""
 
     dim: int
     rank: int
@@ -126,13 +126,13 @@ class Shard:
         return (*shape[: self.dim], entries // self.size, *shape[self.dim + 1 :])
 
     def of(self, full: Tensor) -> Tensor:
-        """This rank's slice of a full, unpadded tensor (a copy)."""
+        """Return this rank's slice of a full, unpadded tensor (a copy)."""
         length = self.local_shape(tuple(full.shape))[self.dim]
         return padded_slice(full, self.dim, self.rank * length, length)
 
 
 def padded_slice(full: Tensor, dim: int, start: int, length: int) -> Tensor:
-    """`length` entries of a dimension from `start` on (a copy); zeros where the tensor has ended."""
+    """Copy `length` entries of a dimension from `start` on; zeros beyond the tensor's end."""
     start = min(start, full.shape[dim])
     kept = full.narrow(dim, start, min(length, full.shape[dim] - start))
     missing = list(kept.shape)
@@ -141,23 +141,23 @@ def padded_slice(full: Tensor, dim: int, start: int, length: int) -> Tensor:
 
 
 def label(parameter: Parameter, name: str, shard: Any) -> None:
-    """Attach what checkpoints need: the canonical name, and a `Shard`, None, or what stands in its place."""
+    """Attach the canonical name and the cut (a `Shard`, a stand-in, or None) for checkpoints."""
     parameter.canonical_name = name  # type: ignore[attr-defined]
     parameter.shard = shard  # type: ignore[attr-defined]
 
 
 def canonical_name(parameter: Parameter) -> str:
-    """The name that `label` attached."""
+    """Return the name attached by `label`."""
     return parameter.canonical_name  # type: ignore[attr-defined]
 
 
 def shard_of(parameter: Parameter) -> Any:
-    """The shard, or what stands in its place, that `label` attached; None: the parameter is not cut."""
+    """Return the shard, or its stand-in, attached by `label`; None: the parameter is not cut."""
     return parameter.shard  # type: ignore[attr-defined]
 
 
 def full_shape(parameter: Parameter) -> list[int]:
-    """Shape of the full, unpadded tensor that this rank's `parameter` is a slice of."""
+    """Return the shape of the full, unpadded tensor of this rank's `parameter`."""
     shape, shard = list(parameter.shape), shard_of(parameter)
     if shard is not None:
         shape[shard.dim] = shard.entries

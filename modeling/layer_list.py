@@ -1,8 +1,8 @@
 """A model as one list of layers, in the plain form and in DeepSpeed's pipeline form.
 
-A family (`gpt2.py`, `bert.py`) defines its layers once, each with how it acts on the *stream*: what one layer
-hands to the next. That is one tensor, or a tuple whose first entry is the residual stream x (B, S, H) and
-whose others ride along: integers that later layers need, such as lengths and the salts of hidden dropout.
+A family (`gpt2.py`, `bert.py`) defines its layers once, each with its action on the *stream*, the value
+handed from layer to layer. That is one tensor, or a tuple: first the residual stream x (B, S, H), then
+integers for later layers, such as lengths and the salts of hidden dropout, which ride along.
 With sequence parallelism x and salts hold this tensor rank's S/t positions, from the embedding to the head.
 `Stack` holds all layers as one module (ZeRO 0-3, with or without tensor parallelism); `Pipeline` hands them
 to DeepSpeed (pipeline and 3D).
@@ -32,7 +32,7 @@ from modeling.transformer import LayerShape, TransformerLayer
 
 Stream = Any  # a tensor, or a tuple of tensors and None
 Apply = Callable[[nn.Module, Any], Any]  # (layer, stream) -> stream
-# (what the last layer gives, targets, group) -> the loss, or (the loss, its parts without gradient)
+# (output of the last layer, targets, group) -> the loss, or (the loss, its parts without gradient)
 Loss = Callable[..., Any]
 Parts = tuple[str, ...]  # names of parts of the loss
 Definitions = Sequence["LayerDefinition"]
@@ -41,7 +41,7 @@ Layers = Sequence[tuple[Apply, nn.Module]]
 
 
 def first(module: Callable[[Tensor], Tensor], stream: Stream) -> Stream:
-    """The layer takes the first tensor; the others ride along."""
+    """Apply the layer to the stream's first tensor; the others ride along."""
     if isinstance(stream, Tensor):
         return module(stream)
     changed, *others = stream
@@ -50,9 +50,9 @@ def first(module: Callable[[Tensor], Tensor], stream: Stream) -> Stream:
 
 @dataclass(frozen=True)
 class LayerDefinition:
-    """One entry of the model: how its module is made and what it does with the stream.
+    """One layer: its module's class and arguments, and its action on the stream.
 
-    Entries of one name share the module of the first; `tied` says so for all of them.
+    Entries of one name share a module; all of them are marked `tied`.
     """
 
     name: str
@@ -64,7 +64,7 @@ class LayerDefinition:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What defines a model of any family, besides its weights."""
+    """The definition of a model of any family, without its weights."""
 
     layers: int
     hidden: int
@@ -79,12 +79,12 @@ class ModelShape:
     sequence_parallel: bool = False  # under tensor parallelism
 
     def layer_at(self, index: int) -> LayerShape:
-        """Shape of one transformer layer."""
+        """Return the shape of one transformer layer."""
         raise NotImplementedError
 
     @property
     def of_every_layer(self) -> dict[str, Any]:
-        """What `layer_at` hands on as it is."""
+        """Arguments common to the shapes of all layers."""
         return dict(
             hidden=self.hidden, heads=self.heads, hidden_dropout=self.hidden_dropout,
             attention_dropout=self.attention_dropout, sequence_parallel=self.sequence_parallel,
@@ -92,41 +92,41 @@ class ModelShape:
         )  # fmt: skip
 
     def positions_group(self, group: Group) -> Group:
-        """The tensor group over which the stream's positions are cut; None: every rank holds them all."""
+        """Return the tensor group that shares the stream's positions; None: every rank holds them all."""
         return group if self.sequence_parallel else None
 
     def layer_kinds(self) -> dict[LayerShape, int]:
-        """How many layers there are of each shape, in the order in which the shapes first occur."""
+        """Count the layers of each shape, in the order of the shapes' first layers."""
         return Counter(self.layer_at(i) for i in range(self.layers))
 
 
 def word_embedding(shape: ModelShape, group: Group, init: Init) -> dict[str, Any]:
-    """Arguments of the tied word embedding, called "word"."""
+    """Return the arguments of the tied word embedding, called "word"."""
     sizes = dict(vocab=shape.vocab, padded=shape.padded_vocab, hidden=shape.hidden)
     return dict(**sizes, group=group, init=init.child("word"))
 
 
 def embed_words(word: nn.Module, stream: Stream, cut: bool) -> Stream:
-    """Tokens become the residual stream, whose positions are `cut` over the tensor ranks or not."""
+    """Turn tokens into the residual stream; `cut`: its positions are cut over the tensor ranks."""
     return first(partial(word, cut=cut), stream)
 
 
 def project_words(word: nn.Module, stream: Stream, cut: bool) -> Stream:
-    """The residual stream becomes logits; `cut` as above."""
+    """Turn the residual stream into logits; `cut` as above."""
     return first(partial(word, project=True, cut=cut), stream)
 
 
 def transformer_layers(
     shape: ModelShape, group: Group, init: Init, apply: Apply = first
 ) -> list[LayerDefinition]:
-    """The layers between the embeddings and the final norm or the heads, called "layers.N"."""
+    """Return the layers between the embeddings and the final norm or the heads, called "layers.N"."""
     names = [f"layers.{i}" for i in range(shape.layers)]
     arguments = [dict(shape=shape.layer_at(i), group=group, init=init.child(n)) for i, n in enumerate(names)]
     return [LayerDefinition(n, TransformerLayer, a, apply) for n, a in zip(names, arguments, strict=True)]
 
 
 def build(definitions: Definitions) -> dict[str, nn.Module]:
-    """The modules by name, each made once."""
+    """Make each module once; return them by name."""
     modules: dict[str, nn.Module] = {}
     for d in definitions:
         if d.name not in modules:
@@ -135,10 +135,10 @@ def build(definitions: Definitions) -> dict[str, nn.Module]:
 
 
 class Stack(nn.Module):
-    """The plain form: every layer in one module, of which `layers` holds the transformer layers.
+    """The plain form: one module of all layers; `layers` holds the transformer layers.
 
-    `loss` is what the family computes from the last layer; `loss_parts` are the names of its parts; `inputs`:
-    how many tensors the first layer takes, besides salts.
+    `loss` is the family's function of the last layer's output; `loss_parts` are the names of its parts;
+    `inputs` is the number of tensors, without salts, for the first layer.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Stack(nn.Module):
         super().__init__()
         self.inputs = inputs
         self.shape, self.group, self.loss, self.loss_parts = shape, group, loss, loss_parts
-        # The length of its inputs is a multiple of it.
+        # The length of the inputs is a multiple of it.
         self.position_ranks = group_size(shape.positions_group(group))
         built = build(definitions)
         for name, module in built.items():
@@ -162,14 +162,14 @@ class Stack(nn.Module):
                 self.add_module(name, module)
         self.layers = nn.ModuleList(m for m in built.values() if isinstance(m, TransformerLayer))
         self._in_order = [(d.apply, built[d.name]) for d in definitions]
-        self.last_positions: int | None = None  # of the stream, that the last layer takes; None: all
+        self.last_positions: int | None = None  # the last layer takes so many of the stream; None: all
 
     def forward(self, *tensors: Any, salts: Tensor | None = None) -> Any:
-        """The loss of a micro-batch, or (the loss, its parts); without targets what the last layer gives.
+        """Return a micro-batch's loss, or (the loss, its parts); without targets the last layer's output.
 
-        tensors: inputs, then targets, in the order of the family's `fields`; inputs at the end may be left
-        out, which is None. salts (B, S, 2): of hidden dropout in training. Without targets logits are those
-        of tokens alone, where one rank has them all; else its block as it is, -inf for padding.
+        tensors: inputs, then targets, in the order of the family's `fields`; missing inputs at the end are
+        None. salts (B, S, 2): of hidden dropout in training. On one rank the output has the logits of tokens
+        alone; in a tensor group it is this rank's block, -inf at padding of the vocabulary.
         """
         given = [*tensors[: self.inputs], *[None] * (self.inputs - len(tensors))]
         given += [] if salts is None else [salts]
@@ -183,19 +183,19 @@ class Stack(nn.Module):
         return logits[..., : self.shape.vocab]
 
     def whole_logits(self, logits: Tensor) -> Tensor:
-        """This rank's logits (..., V/t), joined over the tensor ranks, of tokens alone. Collective."""
+        """Join logits (..., V/t) over the tensor ranks, without padding of the vocabulary. Collective."""
         return gather_vocabulary(logits, self.group)[..., : self.shape.vocab]
 
     def run(self, stream: Stream) -> Stream:
-        """Every layer in turn."""
+        """Run every layer in turn."""
         interval = self.shape.checkpoint_interval if self.training else 0
-        layers = of_last_positions(self._in_order, self.last_positions)
+        layers = cut_last_positions(self._in_order, self.last_positions)
         # DeepSpeed's checkpointing restores both streams of attention dropout.
         return run_layers(layers, stream, interval, deepspeed.checkpointing.checkpoint)
 
 
 class PipelineLoss:
-    """The loss of the last stage, on the stream and on its targets; keeps its parts for `take_parts`."""
+    """The loss of the last stage; keeps its parts for `take_parts`."""
 
     def __init__(self, function: Loss, group: Group, part_names: Parts):
         self.function, self.group, self.part_names = function, group, part_names
@@ -209,15 +209,15 @@ class PipelineLoss:
         return loss
 
     def take_parts(self) -> Tensor | None:
-        """(micro-batches, parts) since the last call; None on the other stages."""
+        """Return the parts (micro-batches, parts) since the last call; None on the other stages."""
         taken, self.parts = self.parts, []
         return torch.stack(taken) if taken else None
 
 
 class Pipeline(PipelineModule):
-    """DeepSpeed's stage, with recomputed chunks that begin at a transformer layer.
+    """DeepSpeed's stage, with recomputed chunks of transformer layers alone.
 
-    DeepSpeed cuts chunks from the stage's first layer, whatever it is, and recomputes none with an embedding.
+    DeepSpeed itself cuts chunks from the stage's first layer on and recomputes none with an embedding.
     """
 
     def __init__(
@@ -228,13 +228,16 @@ class Pipeline(PipelineModule):
         interval: int,
         stages: Sequence[int],
     ):
-        """`interval`: layers of a recomputed chunk; `stages`: transformer layers of each stage."""
+        """Build this rank's stage.
+
+        `interval`: layers of a recomputed chunk; `stages`: transformer layers of each stage.
+        """
         self._bounds = stage_bounds(definitions, stages)
         layers = [
             TiedLayerSpec(d.name, d.kind, **d.arguments) if d.tied else LayerSpec(d.kind, **d.arguments)
             for d in definitions
         ]
-        with grid.lent():
+        with grid.lend_groups():
             super().__init__(
                 layers,
                 loss_fn=loss,
@@ -245,10 +248,10 @@ class Pipeline(PipelineModule):
         self.loss_parts = loss.part_names
         self.salted = any(isinstance(m, HiddenDropout) and m.probability > 0 for m in self.modules())
         self._applies = [d.apply for d in definitions[self._local_start : self._local_stop]]
-        self.last_positions: int | None = None  # as of a Stack
+        self.last_positions: int | None = None  # as in Stack
 
     def _partition_layers(self, method: str = "") -> None:
-        """Take this rank's part; DeepSpeed's own ways to cut know nothing of the output layer's time."""
+        """Take this rank's layers; DeepSpeed's own cuts ignore the output layer's time."""
         self.parts = self._bounds
         stage = self._topo.get_coord(self.global_rank).pipe
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
@@ -257,20 +260,23 @@ class Pipeline(PipelineModule):
         interval = self.activation_checkpoint_interval if self.training else 0
         layers: Layers = list(zip(self._applies, self.forward_funcs, strict=True))
         if self._local_stop == self.parts[-1]:
-            layers = of_last_positions(layers, self.last_positions)
+            layers = cut_last_positions(layers, self.last_positions)
         return run_layers(layers, stream, interval, self.activation_checkpoint_func)
 
 
 def stage_bounds(definitions: Definitions, stages: Sequence[int]) -> list[int]:
-    """Where in `definitions` each stage begins, and the end; what is no transformer layer is on both ends."""
+    """Return each stage's first index in `definitions`, and the end.
+
+    Embeddings are on the first stage, norm and heads on the last.
+    """
     layers = [index for index, d in enumerate(definitions) if d.kind is TransformerLayer]
     assert sum(stages) == len(layers), f"stages of {stages} layers for {len(layers)}"
     firsts = [layers[before] for before in accumulate(stages[:-1])]
     return [0, *firsts, len(definitions)]
 
 
-def of_last_positions(layers: Layers, count: int | None) -> Layers:
-    """The layers, the last of which takes the stream's last `count` positions alone; None: all of them."""
+def cut_last_positions(layers: Layers, count: int | None) -> Layers:
+    """Cut the stream to its last `count` positions before the last layer; None: leave it whole."""
     if count is None:
         return layers
     apply, output = layers[-1]
@@ -282,39 +288,39 @@ def of_last_positions(layers: Layers, count: int | None) -> Layers:
 
 
 def run_layers(layers: Layers, stream: Stream, interval: int, checkpoint: Callable) -> Stream:
-    """Every layer in turn; `checkpoint` recomputes transformer layers in chunks of `interval` (0: none)."""
+    """Run every layer in turn; `checkpoint` recomputes chunks of `interval` transformer layers (0: none)."""
     for chunk, recomputed in recomputed_chunks(layers, interval):
         if not recomputed:
-            stream = _in_turn(chunk, stream)
+            stream = _apply_all(chunk, stream)
         elif isinstance(stream, Tensor):
-            stream = checkpoint(partial(_in_turn, chunk), stream)
-        else:  # only x changes in a transformer layer; what rides along is no output of the recomputation
+            stream = checkpoint(partial(_apply_all, chunk), stream)
+        else:  # a transformer layer changes x alone; the others are no output of the recomputation
             x, *others = stream
             stream = (
-                checkpoint(partial(_recomputed, chunk, others), x, *filter(_is_tensor, others)),
+                checkpoint(partial(_apply_all_to_x, chunk, others), x, *filter(_is_tensor, others)),
                 *others,
             )
     return stream
 
 
-def _recomputed(layers: Layers, others: list[Any], x: Tensor, *given: Tensor) -> Tensor:
-    """x after the layers; `given`: the tensors among `others`, which alone pass through a recomputation."""
+def _apply_all_to_x(layers: Layers, others: list[Any], x: Tensor, *given: Tensor) -> Tensor:
+    """Return x after the layers; `given`: the tensors among `others` (a recomputation takes no others)."""
     tensors = iter(given)
-    return _in_turn(layers, (x, *(next(tensors) if _is_tensor(other) else other for other in others)))[0]
+    return _apply_all(layers, (x, *(next(tensors) if _is_tensor(other) else other for other in others)))[0]
 
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _in_turn(layers: Layers, stream: Stream) -> Stream:
+def _apply_all(layers: Layers, stream: Stream) -> Stream:
     for apply, layer in layers:
         stream = apply(layer, stream)
     return stream
 
 
 def recomputed_chunks(layers: Layers, interval: int) -> list[tuple[list, bool]]:
-    """(consecutive layers, whether to keep only their input), transformer layers by `interval`."""
+    """Group consecutive layers, with True for a chunk of `interval` transformer layers to recompute."""
     chunks: list[tuple[list, bool]] = []
     for apply, layer in layers:
         recomputed = interval > 0 and isinstance(layer, TransformerLayer)

@@ -1,4 +1,4 @@
-"""Canonical weights that are read when they are asked for, so that a model never lies in memory twice."""
+"""Canonical weights read on demand, so that a model is never in memory twice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def same_numbers(one: Tensor, other: Tensor, rows: int = 4096) -> bool:
-    """Whether two tensors of any types hold the same numbers, of which few are held at a time."""
+    """Check that two tensors of any types hold the same numbers, `rows` rows at a time."""
     if one.shape != other.shape:
         return False
     parts = zip(one.split(rows), other.split(rows), strict=True) if one.dim() else ((one, other),)
@@ -17,9 +17,9 @@ def same_numbers(one: Tensor, other: Tensor, rows: int = 4096) -> bool:
 
 
 class LazyWeights(Mapping[str, Tensor]):
-    """Canonical name -> the full float32 tensor, made each time out of files that are mapped into memory.
+    """Canonical name -> the full float32 tensor, read anew at each access from memory-mapped files.
 
-    Each is a copy of its own: what becomes of the files afterwards does not reach a model.
+    Each tensor is a copy: later changes of the files do not reach a model.
     """
 
     def __init__(self, sources: Mapping[str, Callable[[], Tensor]]):
@@ -39,5 +39,5 @@ class LazyWeights(Mapping[str, Tensor]):
         return len(self._sources)
 
     def not_finite(self) -> list[str]:
-        """Names of tensors with NaN or infinity. Reads all of them, one after the other."""
+        """Return the names of tensors with NaN or infinity. Reads all tensors, one after the other."""
         return [name for name, source in self._sources.items() if not source().isfinite().all()]

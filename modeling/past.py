@@ -1,13 +1,13 @@
-"""What decoding keeps of the tokens that it has read: keys and values of every layer, each computed once.
+"""The cache of decoding: keys and values of earlier tokens in every layer.
 
-Samples of a batch stand right-aligned in columns, so that the newest token of all of them is in one column
-and a prompt shorter than the longest begins after some columns of padding:
+Samples of a batch are right-aligned in columns: their newest tokens share one column, and a prompt shorter
+than the longest begins after some columns of padding:
 
     column     0 1 2 3 4 5
     sample 0   a b c d e .      padding 0: position = column
     sample 1   - - a b c .      padding 2: position = column - 2
 
-Two tokens of a sample are as many columns apart as positions, which is all that causal and banded layers ask.
+Two tokens of a sample are as many columns apart as positions; causal and banded layers need no more.
 
 Shapes: B samples, S new columns, L columns with them, N heads of this rank, D head size.
 """
@@ -22,10 +22,10 @@ from modeling.banded_attention import banded_attention, in_band
 
 
 class Past:
-    """Which columns a batch has filled, and what each layer keeps of them."""
+    """The columns of a batch, and the keys and values of each layer."""
 
     def __init__(self, padding: Tensor, columns: int, layers: int):
-        """padding (B,): columns before each sample's first token; columns: the most there will be."""
+        """Make an empty cache of at most `columns` columns; padding (B,): columns before each first token."""
         self.padding, self.columns = padding, columns
         self.length = 0  # columns that all layers have read
         self.layers = [KeysAndValues(self) for _ in range(layers)]
@@ -33,7 +33,7 @@ class Past:
         self._masks: dict[tuple[int, int | None], Tensor] = {}  # of this step, equal in layers of a kind
 
     def places(self, new: int) -> Tensor:
-        """Positions (B, S) of the next `new` columns; 0 in the padding."""
+        """Return the positions (B, S) of the next `new` columns; 0 in the padding."""
         columns = torch.arange(self.length, self.length + new, device=self.padding.device)
         return (columns - self.padding[:, None]).clamp(min=0)
 
@@ -50,7 +50,7 @@ class Past:
             layer.keep(rows)
 
     def mask(self, new: int, window: int | None) -> Tensor:
-        """(B, 1, S, L), or (1, 1, S, L) without padding: what each of `new` columns sees.
+        """Return the mask (B, 1, S, L) of `new` columns, or (1, 1, S, L) without padding; True: visible.
 
         A column of padding sees itself, since weights over nothing would be NaN.
         """
@@ -65,14 +65,14 @@ class Past:
 
 
 class KeysAndValues:
-    """Those of one layer, for all columns of its `Past`."""
+    """Keys and values of one layer, for all columns of its `Past`."""
 
     def __init__(self, past: Past):
         self._past = past
         self._kept: Tensor | None = None  # (2, B, N, columns, D)
 
     def attend(self, qkv: Tensor, window: int | None) -> Tensor:
-        """Causal attention of new tokens to themselves and to what is kept, which then has them, too.
+        """Attend causally from new tokens to themselves and the cached ones; add the new ones to the cache.
 
         qkv (B, S, N, 3, D) -> (B, S, N, D); window: positions that each one sees, or None.
         """

@@ -1,7 +1,7 @@
 """BERT for fine-tuning: the layers of `bert.py` with a head for a task, and its loss.
 
 Classification is `transformers`' BertForSequenceClassification, choices are BertForMultipleChoice, and spans
-BertForQuestionAnswering, but that the softmax here leaves padding out.
+BertForQuestionAnswering, except that the softmax here leaves padding out.
 
 Shapes: B samples, S positions, H hidden size, C classes or choices, N examples: B, or B / C where each choice
 is a sample of its own. The plain form also takes samples without their padding (`modeling/unpadding.py`).
@@ -37,7 +37,7 @@ LOSS_PARTS = ("accuracy",)
 
 @dataclass(frozen=True)
 class TaskShape(BertShape):
-    """With the head: its kind, its logits of a sample (for spans of a token), the choices of an example."""
+    """Shape of a BERT with a task head: kind, logits per sample (spans: per token), choices per example."""
 
     task_head: str = "classification"
     outputs: int = 2
@@ -45,7 +45,7 @@ class TaskShape(BertShape):
 
 
 def shape_of(recipe: Recipe, padded_vocab: int) -> TaskShape:
-    """The recipe's model, with `padded_vocab` rows of the embedding."""
+    """Return the shape of the recipe's model, with `padded_vocab` rows of the embedding."""
     model, encoder = recipe.model, vars(bert.shape_of(recipe, padded_vocab))
     choices = model.head_classes if model.task_head == "choice" else 1
     return TaskShape(**encoder, task_head=model.task_head, outputs=head_outputs(model), choices=choices)
@@ -74,12 +74,12 @@ class SampleHead(nn.Module):
 
 
 def _first(x: Tensor, lengths: Tensor | Row | None) -> Tensor:
-    """(B, 1, ...) of [CLS], from (B, S, ...) or a row (1, T, ...)."""
+    """Return the [CLS] entries (B, 1, ...) of (B, S, ...) or of a row (1, T, ...)."""
     return x[0, lengths.firsts.long()][:, None] if isinstance(lengths, Row) else x[:, :1]
 
 
 class SpanHead(nn.Module):
-    """Two logits of every token: an answer begins there, or ends there. On every tensor rank."""
+    """Two logits of every token, for the start and the end of an answer. On every tensor rank."""
 
     def __init__(self, shape: TaskShape, *, init: Init, cut_over: Group = None):
         super().__init__()
@@ -87,7 +87,7 @@ class SpanHead(nn.Module):
         self.span = ColumnParallelLinear(shape.hidden, shape.outputs, group=None, init=init.child("span"))
 
     def forward(self, x: Tensor, lengths: Tensor | Row | None, salts: Tensor | None = None) -> Tensor:
-        """x (B, S, H) or a row -> (B, S, 2) in float32, -inf at padding; of a row S is the longest's."""
+        """x (B, S, H) or a row -> (B, S, 2) in float32, -inf at padding; a row's S is its longest length."""
         logits = self.span(gather_positions(x, self.cut_over, summed=False)).float()
         if isinstance(lengths, Row):
             counts = lengths.offsets.diff()[:-1].long()
@@ -121,7 +121,7 @@ def _head(head: nn.Module, stream: tuple) -> Tensor:
 
 
 def layer_list(shape: TaskShape, *, group: Group, init: Init) -> list[LayerDefinition]:
-    """(tokens, token types, lengths) -> logits (N, C) or (B, S, 2)."""
+    """Return the layers: (tokens, token types, lengths) -> logits (N, C) or (B, S, 2)."""
     word = word_embedding(shape, group, init)
     cut_over: Any = dict(cut_over=shape.positions_group(group))
     embedding, head = (dict(shape=shape, init=init.child(n), **cut_over) for n in ("embedding", "head"))
@@ -139,9 +139,9 @@ def layer_list(shape: TaskShape, *, group: Group, init: Init) -> list[LayerDefin
 
 
 def class_loss(logits: Tensor, labels: Tensor, weights: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """(weighted sum of cross-entropies, its accuracy (1,) without gradient), float32.
+    """Return (weighted sum of cross-entropies, accuracy (1,) without gradient), float32.
 
-    logits (N, C); labels, weights (N,). Every tensor rank has all logits: `group` is not asked.
+    logits (N, C); labels, weights (N,). Every tensor rank has all logits: `group` is not used.
     """
     losses = F.cross_entropy(logits.float(), labels, reduction="none")
     right = ((logits.argmax(-1) == labels) * weights).sum()
@@ -151,7 +151,7 @@ def class_loss(logits: Tensor, labels: Tensor, weights: Tensor, group: Group) ->
 def span_loss(
     logits: Tensor, starts: Tensor, ends: Tensor, weights: Tensor, group: Group
 ) -> tuple[Tensor, Tensor]:
-    """(mean of the losses of both ends, the share of samples with both right), as `class_loss` has them.
+    """Return (mean of the losses of both ends, weighted share of samples with both right), as `class_loss`.
 
     logits (B, S, 2); starts, ends and weights (B,).
     """

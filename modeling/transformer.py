@@ -26,8 +26,8 @@ from modeling.parallel.random_state import tensor_parallel_random
 from modeling.past import KeysAndValues
 from modeling.unpadding import Row, padding_mask, unpadded_attention
 
-# Which tokens attend to which: lengths (B,), the Row that samples are, what decoding keeps of earlier tokens,
-# or None: all tokens of a sample, or in a causal layer those before.
+# Which tokens attend to which: lengths (B,), a Row of samples, decoding's cache of earlier tokens,
+# or None: all tokens of a sample, or in a causal layer the earlier ones.
 Seen = Tensor | Row | KeysAndValues | None
 _TWICE = 2 * math.sqrt(2 / math.pi)
 GPT2_NORM_EPS, BERT_NORM_EPS = 1e-5, 1e-12  # of the original implementations
@@ -35,7 +35,7 @@ GPT2_NORM_EPS, BERT_NORM_EPS = 1e-5, 1e-12  # of the original implementations
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The defaults are GPT-2's."""
+    """Shape of a transformer layer; the defaults are GPT-2's."""
 
     hidden: int
     heads: int
@@ -46,19 +46,19 @@ class LayerShape:
     tanh_gelu: bool = True  # the tanh form of GELU that GPT-2 was trained with; else the exact one
     norm_eps: float = GPT2_NORM_EPS
     window: int | None = None  # causal: positions that each one sees, itself and those before; None: all
-    # Under tensor parallelism a rank holds 1/t of the positions of what is between attention and MLP.
+    # Under tensor parallelism a rank holds 1/t of the positions between attention and MLP.
     sequence_parallel: bool = False
     recomputes_core: bool = False  # attention's scores, softmax and values again in the backward pass
 
     def positions_group(self, group: Group) -> Group:
-        """The tensor group over which positions are cut; None: every rank holds them all."""
+        """Return the tensor group that shares the positions; None: every rank holds them all."""
         return group if self.sequence_parallel else None
 
 
 class LayerNorm(nn.Module):
     """LayerNorm (arXiv 1607.06450), duplicated on every tensor rank.
 
-    `cut_over`: the group over which the positions of its input are cut, if they are.
+    `cut_over`: the group that shares the positions of its input, or None.
     """
 
     def __init__(self, hidden: int, *, init: Init, eps: float = GPT2_NORM_EPS, cut_over: Group = None):
@@ -95,7 +95,7 @@ class Attention(nn.Module):
         self.projection = RowParallelLinear(shape.hidden, shape.hidden, **how)
 
     def prepare(self, positions: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Make a banded layer's block mask, which depends on the length alone, before `forward` is traced."""
+        """Make a banded layer's block mask for this length, before `forward` is traced."""
         if self.window is not None:
             self.block_mask = prepared_mask(device, dtype, positions, self.window, self.head_size)
 
@@ -114,7 +114,7 @@ class Attention(nn.Module):
         assert not self.causal or lengths is None or isinstance(lengths, KeysAndValues), (
             "causal samples are packed and have no padding"
         )
-        # Around the recomputation, too: it restores the state of the stream that is current here.
+        # It encloses the recomputation, too, which restores the state of the stream current here.
         with tensor_parallel_random(self.own_stream and self.training):
             if self.recomputes_core and self.training:
                 out_BSND = checkpoint(self._core, qkv_BSN3D, lengths, use_reentrant=False)
@@ -136,9 +136,9 @@ class Attention(nn.Module):
 
 
 def tanh_gelu(x: Tensor) -> Tensor:
-    """x (1 + tanh u) / 2 with u = sqrt(2/pi) (x + 0.044715 x^3) (Hendrycks and Gimpel, arXiv 1606.08415).
+    """Return x (1 + tanh u) / 2, u = sqrt(2/pi) (x + 0.044715 x^3) (Hendrycks and Gimpel, arXiv 1606.08415).
 
-    That is x sigmoid(2 u), which takes code compiled for a CPU three quarters of the time of a tanh.
+    Compiled for a CPU, the equal x sigmoid(2 u) takes three quarters of the time.
     """
     if x.device.type != "cpu" or not torch.compiler.is_compiling():
         return F.gelu(x, approximate="tanh")
@@ -182,7 +182,7 @@ class TransformerLayer(nn.Module):
         )
 
     def forward(self, x: Tensor, lengths: Seen = None, salts: Tensor | None = None) -> Tensor:
-        """x (B, S, H), lengths (B,) of what is not padding, or None -> (B, S, H); (1, T, H) with a Row.
+        """x (B, S, H), lengths (B,) without padding, or None -> (B, S, H); (1, T, H) with a Row.
 
         salts (B, S, 2): of hidden dropout in training. With sequence parallelism x, salts and the result hold
         S/t positions.

@@ -1,9 +1,9 @@
-"""Samples without their padding: one after the other in a single row.
+"""Samples without their padding, one after the other in a single row.
 
-B samples of up to S positions, of which T hold tokens, become a row of about T. Embeddings, LayerNorms,
-projections, MLPs and dropout take every token alone and do not notice; attention keeps to the samples
-(`unpadded_attention`). T is filled up to a multiple of ROW_MULTIPLE by copies of the first token, which form
-a sample that nobody looks at: it changes no loss and no gradient.
+B samples of up to S positions with T tokens in all become a row of about T. Embeddings, LayerNorms,
+projections, MLPs and dropout treat every token alone; attention keeps to the samples (`unpadded_attention`).
+Copies of the first token fill T up to a multiple of ROW_MULTIPLE. They form an unused sample, which changes
+no loss and no gradient.
 
 Shapes: B samples, S positions, T tokens of the row, L of one sample, N heads of this rank, D their size.
 """
@@ -22,56 +22,56 @@ from torch import Tensor
 
 from modeling.attention import attention
 
-MOST_WEIGHTS = 2**21  # attention weights that are computed at once: few enough for a cache
+MOST_WEIGHTS = 2**21  # attention weights computed at once: few enough for a cache
 ROW_MULTIPLE = 64  # matrix units want it, and few different sizes keep torch's memory in one piece
 VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 VARLEN_HEAD_SIZE, VARLEN_CAPABILITY = 256, (8, 0)  # at most; at least: what FlashAttention takes
 
 
 class Row(NamedTuple):
-    """Where the samples are in the row."""
+    """Places of the samples in the row."""
 
     places: Tensor  # (1, T) int64 of each token in its sample; 0 in the filling
     offsets: Tensor  # (B + 2,) int32: where each sample begins, then the filling, then T
-    longest: int  # positions that no sample exceeds
+    longest: int  # length of the longest sample
 
     @property
     def firsts(self) -> Tensor:
-        """(B,) where the first token of each sample is: [CLS]."""
+        """Index (B,) of each sample's first token, [CLS]."""
         return self.offsets[:-2]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Row:
-        """As a tensor's."""
+        """Move the row's tensors, as `Tensor.to` does."""
         places, offsets = (each.to(device, non_blocking=non_blocking) for each in (self.places, self.offsets))
         return Row(places, offsets, self.longest)
 
 
 def row_of(lengths: Tensor, positions: int, multiple: int = ROW_MULTIPLE) -> tuple[Tensor, Row]:
-    """(indices (T,) of the row's tokens among the B x S padded ones, the row); lengths (B,) from 1 on.
+    """Return (indices (T,) of the row's tokens among the B x S padded ones, the row); lengths (B,) from 1 on.
 
-    `multiple`: of which T is one.
+    T is a multiple of `multiple`.
     """
     real = (torch.arange(positions) < lengths[:, None]).flatten().nonzero().squeeze(1)
-    indices = filled(real, multiple)
+    indices = fill_up(real, multiple)
     offsets = F.pad(lengths.cumsum(0), (1, 1))
     offsets[-1] = indices.numel()
     return indices, Row((indices % positions)[None], offsets.int(), int(lengths.max()))
 
 
-def filled(x: Tensor, multiple: int) -> Tensor:
-    """x (n,) with zeros up to a multiple, which is not 0."""
-    return F.pad(x, (0, rounded_up(max(1, x.numel()), multiple) - x.numel()))
+def fill_up(x: Tensor, multiple: int) -> Tensor:
+    """Fill x (n,) up with zeros to a multiple above 0."""
+    return F.pad(x, (0, round_up(max(1, x.numel()), multiple) - x.numel()))
 
 
-def rounded_up(number: int, multiple: int) -> int:
+def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
 def unpadded_attention(qkv: Tensor, row: Row, dropout: float = 0.0) -> Tensor:
-    """Attention of every token to all of its sample: qkv (T, N, 3, D) -> (T, N, D).
+    """Attend from every token to all of its sample: qkv (T, N, 3, D) -> (T, N, D).
 
-    Where no kernel keeps to samples of different lengths, q, k and v alone are padded again: with dropout on
-    attention weights, and on GPUs without FlashAttention or in fp32.
+    With dropout on attention weights, on GPUs without FlashAttention, and in fp32 there, no kernel takes
+    samples of different lengths: q, k and v are then padded again.
     """
     if dropout == 0 and qkv.device.type == "cpu":
         return attention_of_samples(qkv, row.offsets)
@@ -85,19 +85,19 @@ def unpadded_attention(qkv: Tensor, row: Row, dropout: float = 0.0) -> Tensor:
 
 
 def _has_varlen(qkv: Tensor) -> bool:
-    """Whether torch's FlashAttention for samples of different lengths takes them."""
+    """Check that torch's FlashAttention for samples of different lengths takes `qkv`."""
     sizes = qkv.shape[-1] <= VARLEN_HEAD_SIZE and qkv.shape[-1] % 8 == 0
     return qkv.is_cuda and qkv.dtype in VARLEN_DTYPES and sizes and _has_flash()
 
 
 @functools.cache
 def _has_flash() -> bool:
-    """AMD's GPUs have it too, with capabilities of their own; what torch says of them is not tried yet."""
+    """Check that the GPU has FlashAttention; AMD's GPUs, not tried yet, count as without."""
     return torch.version.hip is None and torch.cuda.get_device_capability() >= VARLEN_CAPABILITY
 
 
 def _padded_attention(qkv: Tensor, row: Row, dropout: float) -> Tensor:
-    """By a kernel for samples of one length and a mask."""
+    """Attend by a kernel for padded samples, with a mask."""
     T, N, _, D = qkv.shape
     samples = row.offsets.numel() - 1  # with the filling, whose tokens are equal: all at its first place
     sample = torch.bucketize(torch.arange(T, device=qkv.device), row.offsets[1:-1], right=True)
@@ -111,14 +111,14 @@ def _padded_attention(qkv: Tensor, row: Row, dropout: float) -> Tensor:
 
 
 def padding_mask(lengths: Tensor, positions: int) -> Tensor:
-    """lengths (B,) -> (B, 1, 1, S), True for the keys that may be attended to: a sample's first `lengths`."""
+    """Return the mask (B, 1, 1, S) of lengths (B,): True for a sample's first `lengths` keys."""
     return (torch.arange(positions, device=lengths.device) < lengths[:, None])[:, None, None, :]
 
 
 # An op, so that torch.compile makes one graph for all lengths, which are numbers in a tensor.
 @torch.library.custom_op("megarecipes::attention_of_samples", mutates_args=())
 def attention_of_samples(qkv: Tensor, offsets: Tensor) -> Tensor:
-    """On a CPU, by samples: (T, N, 3, D), offsets -> (T, N, D).
+    """Attend within each sample, on a CPU: (T, N, 3, D), offsets -> (T, N, D).
 
     Plain products and a softmax take less time than torch's fused kernel: 38 ms a layer instead of 61,
     forward and backward (8 samples of 512 tokens, 6 heads of 64, bf16, two cores). No weights are kept: the
@@ -126,7 +126,7 @@ def attention_of_samples(qkv: Tensor, offsets: Tensor) -> Tensor:
     """
     T, N, _, D = qkv.shape
     out = qkv.new_empty(T, N, D)
-    for rows, count in _alike(offsets, N):
+    for rows, count in _equal_runs(offsets, N):
         q, k, v = _heads_first(qkv[rows], count)
         _tokens_first(out[rows], count).copy_((_weights(q, k) @ v).view(count, N, -1, D))
     return out
@@ -134,16 +134,16 @@ def attention_of_samples(qkv: Tensor, offsets: Tensor) -> Tensor:
 
 @torch.library.custom_op("megarecipes::attention_of_samples_backward", mutates_args=())
 def _backward(gradient: Tensor, qkv: Tensor, offsets: Tensor) -> Tensor:
-    """The gradient of qkv; `gradient` (T, N, D) is that of the output."""
+    """Return the gradient of qkv from the output's `gradient` (T, N, D)."""
     _, N, _, D = qkv.shape
     out = torch.empty_like(qkv)
-    for rows, count in _alike(offsets, N):
+    for rows, count in _equal_runs(offsets, N):
         q, k, v = _heads_first(qkv[rows], count)
         weights = _weights(q, k)
         upper = _tokens_first(gradient[rows], count).reshape(count * N, -1, D)
         of_weights = upper @ v.transpose(1, 2)
         of_scores = torch.ops.aten._softmax_backward_data(of_weights, weights, -1, q.dtype)
-        of_q, of_k = _scaled(of_scores, k, D), _scaled(of_scores.transpose(1, 2), q, D)
+        of_q, of_k = _scaled_product(of_scores, k, D), _scaled_product(of_scores.transpose(1, 2), q, D)
         found = of_q, of_k, weights.transpose(1, 2) @ upper
         for part, each in zip(out[rows].unbind(2), found, strict=True):
             _tokens_first(part, count).copy_(each.view(count, N, -1, D))
@@ -172,8 +172,8 @@ def _differentiate(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -
 attention_of_samples.register_autograd(_differentiate, setup_context=_keep)
 
 
-def _alike(offsets: Tensor, heads: int) -> Iterator[tuple[slice, int]]:
-    """Tokens of samples in a row that are equally long, and how many they are; so of the filling."""
+def _equal_runs(offsets: Tensor, heads: int) -> Iterator[tuple[slice, int]]:
+    """Yield runs of consecutive samples of equal length: the slice of their tokens, and their number."""
     ends = offsets.tolist()
     for length, alike in itertools.groupby(itertools.pairwise(ends), lambda pair: pair[1] - pair[0]):
         starts = [start for start, _ in alike]
@@ -195,10 +195,10 @@ def _tokens_first(x: Tensor, count: int) -> Tensor:
 
 
 def _weights(q: Tensor, k: Tensor) -> Tensor:
-    """Of attention, (count x N, L, L)."""
-    return torch.softmax(_scaled(q, k.transpose(1, 2), q.shape[-1]), -1)
+    """Return the attention weights (count x N, L, L)."""
+    return torch.softmax(_scaled_product(q, k.transpose(1, 2), q.shape[-1]), -1)
 
 
-def _scaled(x: Tensor, y: Tensor, head_size: int) -> Tensor:
-    """Their products, scaled as attention's scores are, and rounded once."""
+def _scaled_product(x: Tensor, y: Tensor, head_size: int) -> Tensor:
+    """Multiply x with y and scale as for attention's scores, with one rounding."""
     return torch.baddbmm(x.new_empty(()), x, y, beta=0, alpha=1 / math.sqrt(head_size))

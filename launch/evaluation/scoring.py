@@ -38,7 +38,7 @@ from modeling.layer_list import Pipeline, PipelineLoss
 from modeling.parallel.cross_entropy import token_scores
 from modeling.parallel.process_grid import Group, ProcessGrid
 from modeling.transformer import TransformerLayer
-from modeling.unpadding import rounded_up
+from modeling.unpadding import round_up
 
 LENGTH_MULTIPLE = 32  # padding of windows and of their logits
 MEETING = 16  # steps between barriers of data-parallel ranks, which reveal a hanging rank
@@ -160,9 +160,9 @@ def steps_of(windows: Sequence[Window], together: int, plan: Plan) -> Iterator[S
     cut_over_ranks = plan.recipe.parallel.sequence and plan.layout.tp > 1
     alike: dict[tuple[int, int], list[int]] = {}
     for index, window in enumerate(windows):
-        length = min(plan.recipe.positions, rounded_up(window.length, multiple))
+        length = min(plan.recipe.positions, round_up(window.length, multiple))
         needed = length if cut_over_ranks else length - (window.length - window.counted)
-        alike.setdefault((length, min(length, rounded_up(needed, LENGTH_MULTIPLE))), []).append(index)
+        alike.setdefault((length, min(length, round_up(needed, LENGTH_MULTIPLE))), []).append(index)
     for (length, scored), indices in sorted(alike.items(), reverse=True):
         for at in range(0, len(indices), together):
             part = indices[at : at + together]

@@ -13,7 +13,7 @@ from launch.evaluation.trained_model import TrainedModel
 from modeling.generation import (
     CONTINUED_TOKENS,
     DEFAULT_SAMPLING,
-    Ended,
+    EndReason,
     Request,
     Sampling,
     continue_all,
@@ -163,7 +163,7 @@ class WrittenText:
     text: str
     new: str
     tokens: int
-    ended: Ended | None
+    ended: EndReason | None
 
     def record(self) -> dict[str, Any]:
         """Return the record for a file of JSON lines."""

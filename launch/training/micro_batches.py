@@ -16,7 +16,7 @@ from ds_configs.plan import Plan
 from modeling.cost.parameter_count import SENTENCE_CLASSES, TOKEN_TYPES
 from modeling.hidden_dropout import salts_of
 from modeling.parallel.process_grid import ProcessGrid
-from modeling.unpadding import ROW_MULTIPLE, filled, rounded_up, row_of
+from modeling.unpadding import ROW_MULTIPLE, fill_up, round_up, row_of
 from recipes.families import MicroBatchFields, fields_of
 
 Device = torch.device | str
@@ -74,7 +74,7 @@ def for_plain(
     if fields_of(batch).padded:
         multiple = math.lcm(ROW_MULTIPLE, position_ranks)
         lengths, kept = batch["lengths"], _longest(batch, position_ranks)
-        row, whole = rounded_up(int(lengths.sum()), multiple), kept * lengths.numel()
+        row, whole = round_up(int(lengths.sum()), multiple), kept * lengths.numel()
         if row < whole or (row == whole and torch.device(device).type == "cpu"):
             return _row_arguments(batch, device, salts, multiple)
     given = padded_arguments(batch, device, position_ranks)
@@ -101,7 +101,7 @@ def padded_arguments(batch: MicroBatch, device: Device, position_ranks: int = 1)
 
 def _longest(batch: MicroBatch, position_ranks: int) -> int:
     """Return the length to which samples are cut."""
-    needed = rounded_up(int(batch["lengths"].max()), math.lcm(LENGTH_MULTIPLE, position_ranks))
+    needed = round_up(int(batch["lengths"].max()), math.lcm(LENGTH_MULTIPLE, position_ranks))
     return min(batch["tokens"].shape[1], needed)
 
 
@@ -122,7 +122,7 @@ def _row_arguments(
         if size == "BS":
             values[name] = batch[name].flatten()[indices][None]
         elif size == "BP":
-            values[name] = filled(within[name].flatten()[chosen], PREDICTIONS_MULTIPLE)[None]
+            values[name] = fill_up(within[name].flatten()[chosen], PREDICTIONS_MULTIPLE)[None]
         else:
             values[name] = batch[name]
     rows = [name for name, size in fields.sizes.items() if size in ("BS", "BP")]

@@ -18,7 +18,7 @@ from launch.ranks import processes
 from modeling.families import meta_parameters, with_few_layers
 from modeling.formats.families import conversion_of
 from modeling.formats.huggingface.config_forms import FORMS, MEGATRON_FORMS, RUN_FORMS, Forms, form_of
-from modeling.formats.huggingface.conversion import Selected
+from modeling.formats.huggingface.conversion import Selection
 from modeling.formats.huggingface.weight_files import read_state_dict
 from modeling.formats.megatron import files, names
 from modeling.formats.megatron.checkpoint import Checkpoint, open_checkpoint
@@ -344,7 +344,7 @@ def _differences(
         yield Problem(KEY, came, rule, words.fix)
 
 
-def _untied(stored: Checkpoint | Selected, recipe: Recipe) -> Iterator[Problem]:
+def _untied(stored: Checkpoint | Selection, recipe: Recipe) -> Iterator[Problem]:
     for copy, original in stored.untied() if processes.local_rank() == 0 else ():
         rule = f"our {recipe.model.family} has one tensor for both, and would lose the other"
         yield Problem(KEY, f"{copy} differs from {original}", rule, "give weights with tied embeddings")

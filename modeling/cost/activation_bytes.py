@@ -1,9 +1,8 @@
-"""Bytes of activations that a rank holds for the backward pass.
+"""Bytes of a rank's activations for the backward pass.
 
 Symbols besides those of the package: b samples of a micro-batch, S tokens of each, a heads, t tensor ranks,
 w bytes of a number (2 in half precision). Derived as in Korthikanti et al. 2022 (arXiv 2205.05198, sections
-4.1 and 4.2), with w in the place of their 2 and dropout masks of one byte that are counted where there is
-dropout.
+4.1 and 4.2), with w in the place of their 2; dropout masks, of one byte, count only if there is dropout.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from recipes.schema import Dropout, Model
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """How the layers of a model are computed on one of t tensor ranks.
+    """Activations of a model's layers on one of t tensor ranks.
 
     Attributes:
         tokens: b S, of a micro-batch.
         length: S.
         width: w, bytes of a number.
-        sequence_parallel: what is whole on every tensor rank is cut over them instead (section 4.2.2).
-        keeps_scores: attention keeps its S x S scores, as softmax kernels do; false for those that compute
+        sequence_parallel: tensors otherwise whole on every tensor rank are cut over them (section 4.2.2).
+        keeps_scores: attention keeps its S x S scores, as softmax kernels do; false for kernels that compute
             them again from queries and keys (Dao et al. 2022, arXiv 2205.14135).
-        dropout_bytes: per element, of a dropout of the residual stream while it is computed.
+        dropout_bytes: per element, of a residual stream's dropout during its computation.
     """
 
     model: Model
@@ -40,7 +39,7 @@ class LayerActivations:
 
     @property
     def stream(self) -> float:
-        """Bytes of the residual stream of a micro-batch: w b S h, what a recomputed chunk keeps.
+        """Bytes of the residual stream of a micro-batch, w b S h: all that a recomputed chunk keeps.
 
         With sequence parallelism a rank has 1/t of it.
         """
@@ -53,12 +52,12 @@ class LayerActivations:
 
     @property
     def kept(self) -> float:
-        """Bytes that a layer keeps where nothing is recomputed.
+        """Bytes kept by a layer without recomputation.
 
         Whole on every rank: the inputs of both LayerNorms, of QKV and of the MLP, 4 w, and two dropout masks;
         cut over t: queries, keys, values and the input of the projection, 4 w, and both sides of the GELU of
-        4 h, 8 w: w = 2 gives the paper's 10 + 24 / t. Scores add w where they are kept, and with dropout
-        their masks, 1, and the result, w: 5 a b S^2 / t. Each of `gelu_copies` adds 4 w / t.
+        4 h, 8 w: w = 2 gives the paper's 10 + 24 / t. Scores, if kept, add w, and with dropout their masks,
+        1, and the result, w: 5 a b S^2 / t. Each of `gelu_copies` adds 4 w / t.
         """
         masks = 2 if self.dropout.hidden else 0
         whole = (4 * self.width + masks) / self._cut
@@ -69,15 +68,15 @@ class LayerActivations:
 
     @property
     def kept_scores(self) -> float:
-        """Bytes of the softmax, its mask and its dropout: what selective recomputation saves."""
+        """Bytes of the softmax, its mask and its dropout: the saving of selective recomputation."""
         return self.scores * (2 + 1 / self.width if self.dropout.attention else 1)
 
     @property
     def transient(self) -> float:
-        """Bytes that a layer's backward pass needs next to what is kept, about: gradients of the widest step.
+        """Approximate further bytes of a layer's backward pass: the gradients of its widest step.
 
-        The gradients of both sides of the GELU, 8 w h / t, and of the stream, 2 w h; or those of the scores
-        before and after the softmax, where they are kept; or what a dropout computes its mask in.
+        These are the gradients of both sides of the GELU, 8 w h / t, and of the stream, 2 w h; or of kept
+        scores before and after the softmax; or the memory of a dropout's mask.
         """
         mlp = self.width * self.tokens * self.model.hidden * (8 / self.tp + 2 / self._cut)
         dropped = self.dropout_bytes * self.tokens * self.model.hidden if self.dropout.hidden else 0.0

@@ -1,4 +1,4 @@
-"""Floating-point operations of an optimizer step: all matrix products, and the published tables' formula."""
+"""Floating-point operations of an optimizer step, by all matrix products and by the tables' formula."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def exact_flops_per_step(
     checkpointing: bool = False,
     predictions: int | None = None,
 ) -> int:
-    """Operations of the matrix multiplications of one optimizer step, over all GPUs.
+    """Count the operations of the matrix products of one optimizer step, over all GPUs.
 
     Forward, per sample and layer: QKV 6 S h^2, scores 2 S^2 h, attention times values 2 S^2 h (the full S x S
     square, as a dense kernel computes it: a causal kernel that skips the upper triangle does about half of
@@ -28,12 +28,11 @@ def exact_flops_per_step(
     which for f = 4 is 96 B S L h^2 (1 + S / 6h + V / 16 L h), the count of Narayanan et al. (arXiv
     2104.04473, section 5.1 and appendix).
     A banded layer counts the S x S square only inside its band of W keys, `band(S, W)` pairs of a query and a
-    key instead of S^2: scores and values together 4 h (W S - W (W - 1) / 2) operations. What a kernel
-    computes beyond, in blocks that the edge of the band crosses or under a mask, is no work of the model and
-    is not counted. BERT has its own heads in place of 2 S h V, which see only P = `predictions` positions of
-    a sample (`modeling.cost.parameter_count`). A question is a sequence for each of its choices. Padding is
-    counted as tokens. Embedding look-ups, LayerNorm, GeLU, softmax, dropout and the optimizer are left out,
-    as there.
+    key instead of S^2: scores and values together 4 h (W S - W (W - 1) / 2) operations. A kernel's further
+    operations, in blocks on the edge of the band or under a mask, are not counted. BERT's own heads replace
+    2 S h V; they see only P = `predictions` positions of a sample (`modeling.cost.parameter_count`). A
+    question is a sequence for each of its choices. Padding is counted as tokens. Embedding look-ups,
+    LayerNorm, GeLU, softmax, dropout and the optimizer are left out, as in that paper.
     """
     hidden, length = model.hidden, sequence_length
     vocab = model.vocab_size if padded_vocab is None else padded_vocab
@@ -45,22 +44,20 @@ def exact_flops_per_step(
 
 
 def band(length: int, window: int) -> int:
-    """Pairs (query, key) of a causal band: query i of `length` sees min(i + 1, window) keys."""
+    """Count the pairs (query, key) of a causal band: query i of `length` sees min(i + 1, window) keys."""
     window = min(window, length)
     return window * length - window * (window - 1) // 2
 
 
 def exact_tflops(flops_per_step: float, seconds: float, gpus: int) -> float:
-    """TFLOPS (10^12 operations per second) per GPU of an optimizer step of `exact_flops_per_step`."""
+    """Return TFLOPS (10^12 operations per second) per GPU from the count of `exact_flops_per_step`."""
     return flops_per_step / (seconds * gpus * 1e12)
 
 
 def published_tflops(
     parameters: float, length: int, batch: int, seconds: float, gpus: int, *, checkpointing: bool
 ) -> float:
-    """TFLOPS per GPU by the formula of the published tables.
-
-    "GPT2 Experiments" (Jean Zay HPC) has it:
+    """Return TFLOPS per GPU by the formula of the published tables, "GPT2 Experiments" (Jean Zay HPC).
 
         parameters / 1e9 * 4 * 2 * S * B / (seconds * gpus * 1000)
 
@@ -75,9 +72,9 @@ def published_tflops(
 def tflops(
     model: Model, length: int, batch: int, seconds: float, gpus: int, *, checkpointing: bool, **more: Any
 ) -> tuple[float, float]:
-    """TFLOPS per GPU of a step: by the published formula with the model's own size, and by exact count.
+    """Return TFLOPS per GPU of a step, by the published formula with the model's own size and by exact count.
 
-    `more`: `padded_vocab` and `predictions` as `exact_flops_per_step` takes them.
+    `more`: `padded_vocab` and `predictions` of `exact_flops_per_step`.
     """
     size = parameters(model, length)
     flops = exact_flops_per_step(model, length, batch, checkpointing=checkpointing, **more)
@@ -100,10 +97,9 @@ class Product(NamedTuple):
 
 
 def layer_products(model: Model, tokens: int, length: int, tp: int = 1) -> tuple[Product, ...]:
-    """The weights' products of a layer's forward pass, cut as Megatron-LM cuts them: 24 b S h^2 / t.
+    """Return the products with weights in a layer's forward pass, cut as in Megatron-LM: 24 b S h^2 / t.
 
-    tokens: b S of a micro-batch. Their sum with `attention_products` is the count of
-    `operation_count.exact_flops_per_step`.
+    tokens: b S of a micro-batch. Their sum with `attention_products` is the count of `exact_flops_per_step`.
     """
     hidden = model.hidden
     return (
@@ -117,7 +113,7 @@ def layer_products(model: Model, tokens: int, length: int, tp: int = 1) -> tuple
 def attention_products(
     model: Model, tokens: int, length: int, tp: int = 1, window: int | None = None
 ) -> tuple[Product, ...]:
-    """Scores and values of a layer, one product for each head and sample: 4 b S^2 h / t.
+    """Return the products of scores and values in a layer, one for each head and sample: 4 b S^2 h / t.
 
     A banded layer's share of the square is `band(S, W)` pairs.
     """
@@ -130,10 +126,10 @@ def attention_products(
 def head_products(
     model: Model, samples: int, length: int, padded_vocab: int, tp: int = 1, predictions: int | None = None
 ) -> tuple[Product, ...]:
-    """The products after the last layer: logits at every position, a BERT's at its P predicted ones.
+    """Return the products after the last layer: logits at every position, a BERT's at its P predicted ones.
 
-    BERT's masked-token head has a dense layer before its logits, on every tensor rank. Its sentence head is
-    left out here: two products of b rows. So is a head for a task, which has a few outputs.
+    BERT's masked-token head has a dense layer before its logits, on every tensor rank. Its sentence head, two
+    products of b rows, is left out, and so is a task's head with its few outputs.
     """
     if model.task_head != "none":
         return ()

@@ -1,4 +1,4 @@
-"""Parameters of a GPT-2 or BERT, in all and per rank, derived symbol by symbol."""
+"""Parameter counts of a GPT-2 or BERT, in all and per rank, derived symbol by symbol."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ SENTENCE_CLASSES = 2  # of BERT's sentence head
 
 
 def head_outputs(model: Model) -> int:
-    """Logits of a head for a task, of a sample or, for spans, of a token: where one begins and ends."""
+    """Return the number of a task head's logits per sample, or for spans per token (start and end)."""
     return {"classification": model.head_classes, "span": 2, "choice": 1}[model.task_head]
 
 
 def first_stage(model: Model) -> int:
-    """Parameters of the first stage besides words and positions; whole on every tensor rank.
+    """Count the first stage's parameters besides words and positions; whole on every tensor rank.
 
-    Of a BERT 2 h of token types; post-LN has its LayerNorm, 2 h, on the embeddings.
+    A BERT has 2 h of token types; post-LN adds the embeddings' LayerNorm, 2 h.
     """
     types = TOKEN_TYPES * model.hidden if model.facts.masked else 0
     return types + (2 * model.hidden if model.layer_norm == "post" else 0)
 
 
 def last_stage(model: Model, vocab: int) -> int:
-    """Parameters of the last stage besides the final LayerNorm and this rank's `vocab` words.
+    """Count the last stage's parameters besides the final LayerNorm and this rank's `vocab` words.
 
-    Of a GPT-2 none: its output layer is the embedding. A BERT has heads and the decoder's bias. The
+    A GPT-2 has none: its output layer is the embedding. A BERT has heads and the decoder's bias. The
     masked-token head is dense and LayerNorm, h^2 + h + 2 h; a sentence head has its pooler, h^2 + h, and its
-    own weights and biases, 2 (h + 1). In their place a head for a task with C outputs has C (h + 1), and but
-    for spans a pooler.
+    own weights and biases, 2 (h + 1). A task's head with C outputs replaces them: C (h + 1), and a pooler
+    except for spans.
     """
     if not model.facts.masked:
         return 0
@@ -41,9 +41,9 @@ def last_stage(model: Model, vocab: int) -> int:
 
 
 def head_operations(model: Model, length: int, vocab: int, predictions: int | None) -> int:
-    """Operations after the last layer in a sample's forward pass.
+    """Count the operations after the last layer in a sample's forward pass.
 
-    Of a GPT-2 logits at every position, 2 S h V. Of a BERT at P (None: S) positions dense and decoder,
+    GPT-2: logits at every position, 2 S h V. BERT: dense and decoder at P (None: S) positions,
     2 P h^2 + 2 P h V; sentence head once, 2 h^2 + 4 h.
     """
     if not model.facts.masked:
@@ -58,15 +58,14 @@ def head_operations(model: Model, length: int, vocab: int, predictions: int | No
 
 
 def parameters(model: Model, positions: int, padded_vocab: int | None = None) -> int:
-    """Parameters of the whole model, each counted once.
+    """Count the parameters of the whole model, each once.
 
     GPT-2: V h + S h + L (12 h^2 + 13 h) + 2 h: token and position embeddings (the output layer is tied to the
     first), per layer 12 h^2 weights and 13 h biases and LayerNorm parameters, and the final LayerNorm.
-    BERT: V (h + 1) + S h + L (12 h^2 + 13 h) + 2 h + 2 h + (h^2 + h + 2 h) + (h^2 + h + 2 h + 2): beside
-    these two token types, the decoder's bias, the dense and LayerNorm of the masked-token head, and unless
-    sentence_head is none the pooler and the sentence head. Post-LN has a LayerNorm on the embeddings where
-    pre-LN has one after the last layer: the same number. V is `padded_vocab`, or the recipe's vocabulary
-    where None.
+    BERT: V (h + 1) + S h + L (12 h^2 + 13 h) + 2 h + 2 h + (h^2 + h + 2 h) + (h^2 + h + 2 h + 2): in addition
+    two token types, the decoder's bias, the dense and LayerNorm of the masked-token head, and unless
+    sentence_head is none the pooler and the sentence head. Post-LN has a LayerNorm on the embeddings, pre-LN
+    one after the last layer: the same number. V is `padded_vocab`, or if None the recipe's vocabulary.
     """
     return parameters_per_rank(model, positions, padded_vocab)
 
@@ -81,7 +80,7 @@ def parameters_per_rank(
     first: bool = True,
     last: bool = True,
 ) -> int:
-    """Parameters held by one tensor-parallel rank of one pipeline stage, as Megatron-LM splits.
+    """Count the parameters of one tensor rank of one pipeline stage, split as in Megatron-LM.
 
     See arXiv 1909.08053, section 3.
 
@@ -90,8 +89,8 @@ def parameters_per_rank(
     LayerNorms, BERT's heads, and the row-parallel biases, 6 h per layer. Multiplied by t this is the sum over
     ranks that Megatron-LM prints as the size of a model.
 
-    `layers` of the stage (None: all), `first` and `last`: whether it is the first stage (embeddings) and the
-    last (final LayerNorm, heads, and a copy of the tied embedding unless it is also the first).
+    `layers`: of the stage (None: all). `first`: it is the first stage (embeddings). `last`: it is the last
+    (final LayerNorm, heads, and a copy of the tied embedding unless it is also the first).
     """
     hidden = model.hidden
     vocab = model.vocab_size if padded_vocab is None else padded_vocab

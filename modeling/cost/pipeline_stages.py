@@ -1,4 +1,4 @@
-"""How many transformer layers each pipeline stage has."""
+"""Numbers of transformer layers of the pipeline stages."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from recipes.schema import Model, Recipe
 
 
 def stages_of(recipe: Recipe, padded_vocab: int, pp: int) -> tuple[int, ...]:
-    """Layers of each stage of a recipe's model, as it trains."""
+    """Return the layers of each stage of a recipe's model in training."""
     recomputed = recipe.checkpoint_interval > 0
     predictions = recipe.predictions if recipe.model.facts.masked else None
     return stages_by_time(recipe.model, recipe.sequence_length, padded_vocab, predictions, recomputed, pp)
 
 
-@lru_cache(maxsize=1024)  # a search of layouts asks ten times of each
+@lru_cache(maxsize=1024)  # a search of layouts calls it ten times for each
 def stages_by_time(
     model: Model, length: int, padded_vocab: int, predictions: int | None, recomputed: bool, pp: int
 ) -> tuple[int, ...]:
-    """Layers of each stage, with the output layer's time as `head_in_layers` counts it."""
+    """Return the layers of each stage, balanced with the output layer's time from `head_in_layers`."""
     head = head_in_layers(model, length, padded_vocab, predictions, recomputed)
     return tuple(balanced_stages(model.layers, pp, head))
 
 
 def equal_stages(layers: int, pp: int) -> list[int]:
-    """Layers of each stage, as equal as they can be; the first stages have one more."""
+    """Split the layers as equally as possible; the first stages have one more."""
     each, over = divmod(layers, pp)
     return [each + (stage < over) for stage in range(pp)]
 
 
 def balanced_stages(layers: int, pp: int, head: float) -> list[int]:
-    """Layers of each stage so that the slowest one takes least time.
+    """Split the layers so that the slowest stage takes least time.
 
-    `head`: time of the output layer, in layers. The stages before the last share the rest equally. Of splits
-    that take equally long, the most equal one; every stage has a layer.
+    `head`: time of the output layer, in layers. The stages before the last share the rest equally. Among
+    splits with the same time the most equal one is taken; every stage has a layer.
     """
     if pp == 1:
         return [layers]
@@ -51,7 +51,7 @@ def balanced_stages(layers: int, pp: int, head: float) -> list[int]:
 def head_in_layers(
     model: Model, length: int, padded_vocab: int, predictions: int | None, recomputed: bool
 ) -> float:
-    """Time of the output layer over that of a transformer layer, by the count of `exact_flops_per_step`."""
+    """Return the output layer's time in layers' times, by the count of `exact_flops_per_step`."""
     pairs = [length**2 if window is None else band(length, window) for window in model.windows]
     layer = 24 * length * model.hidden**2 + 4 * model.hidden * sum(pairs) / len(pairs)
     head = head_operations(model, length, padded_vocab, predictions)

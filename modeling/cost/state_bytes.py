@@ -9,7 +9,7 @@ Place = Literal["gpu", "host", "nvme"]
 
 
 class StateBytes(NamedTuple):
-    """Where the model states of one process lie, in bytes."""
+    """Bytes of one process's model states in each place."""
 
     gpu: float
     host: float
@@ -20,8 +20,8 @@ class Widths(NamedTuple):
     """Bytes of one number of each kind of model state."""
 
     weight: int = 2
-    gradient: int = 2  # as it is accumulated
-    master: int = 4  # the optimizer's copy of a weight, and the gradient that it takes
+    gradient: int = 2  # while it is accumulated
+    master: int = 4  # the optimizer's copy of a weight, and its gradient
     moment: int = 4  # each of Adam's two
 
 
@@ -29,7 +29,7 @@ MIXED, FP32 = Widths(), Widths(weight=4, gradient=4)
 
 
 def model_state_bytes(parameters: float, zero_stage: int, dp: int, widths: Widths = MIXED) -> float:
-    """Bytes of weights, gradients and Adam's states on a data-parallel rank between steps, without offload.
+    """Return the bytes of weights, gradients and Adam's states on a rank between steps, without offload.
 
     Rajbhandari et al., arXiv 1910.02054, section 3.1: mixed precision keeps 2 bytes of weight, 2 of gradient
     and K = 12 of optimizer states (fp32 weight, momentum, variance) per parameter; fp32 keeps 4, 4 and 8 (the
@@ -42,7 +42,7 @@ def model_state_bytes(parameters: float, zero_stage: int, dp: int, widths: Width
 
 @dataclass(frozen=True)
 class PlacedStates:
-    """Bytes of each kind of model state of one process, each where it lies while the optimizer steps."""
+    """Bytes of each kind of model state of one process, by place, during the optimizer's step."""
 
     weights: StateBytes
     gradients: StateBytes
@@ -66,7 +66,7 @@ def placed_state_bytes(
     accumulates: bool = False,
     sub_group: float = 1e9,
 ) -> PlacedStates:
-    """The same where it lies at the fullest moment of a step, which is when Adam gets its gradients in fp32.
+    """Return the bytes of model states by place at a step's fullest moment, when Adam gets fp32 gradients.
 
     Nothing offloaded: ZeRO-0 in half precision holds all gradients in fp32 until the step is done
     (launch/deepspeed_fixes/zero0.py), in place of those in half precision: 18 bytes per parameter. Stages 1
@@ -76,16 +76,16 @@ def placed_state_bytes(
     Optimizer offloaded (ZeRO-Offload, arXiv 2101.06840, section 4; DeepSpeed 0.19.8): the host holds the
     partition's 12 bytes of optimizer states and 4 of fp32 gradients, 16, which is what deepspeed's
     estimate_zero2_model_states_mem_needs counts. The code holds one more copy of the partition in the
-    precision of training, which makes 18: stages 1 and 2 (stage_1_and_2.py) of the weights on their way to
-    the GPU, and with gradient accumulation of the gradients as well; stage 3 (stage3.py) of the gradients. On
-    the GPU stay the weights. On NVMe lie the 16 bytes, that copy stays on the host. Staging buffers of a
+    precision of training, which makes 18: stages 1 and 2 (stage_1_and_2.py) copy the weights on their way to
+    the GPU, and with gradient accumulation the gradients as well; stage 3 (stage3.py) copies the gradients.
+    The weights stay on the GPU. NVMe takes the 16 bytes; the copy stays on the host. Staging buffers of a
     bucket or of a parameter come on top.
 
     These are the bytes of mixed precision; `widths` may have others.
 
     Args:
-        optimizer, weights: where the optimizer states with the step, and the weights of stage 3, lie: gpu,
-            host or nvme.
+        optimizer, weights: place of the optimizer states with the step, and of stage 3's weights: gpu, host
+            or nvme.
         accumulates: more than one micro-batch per step.
         sub_group: zero_optimization.sub_group_size, elements.
     """
@@ -112,7 +112,7 @@ def _at(place: Place, size: float) -> StateBytes:
 
 
 def _kinds(parameters: float, zero_stage: int, dp: int, widths: Widths) -> tuple[float, float, float]:
-    """Bytes of one rank's weights, gradients and optimizer states."""
+    """Return the bytes of one rank's weights, gradients and optimizer states."""
     assert zero_stage in (0, 1, 2, 3), f"no such ZeRO stage: {zero_stage}"
     copied = zero_stage > 0 or widths.weight < widths.master
     optimizer = 2 * widths.moment + (widths.master if copied else 0)

@@ -12,7 +12,7 @@ CONVERSIONS: dict[str, Conversion] = {"gpt2": gpt2.CONVERSION, "bert": bert.CONV
 
 
 def conversion_of(model: Model) -> Conversion:
-    """Raises ValueError: `transformers` has no such family."""
+    """Return the conversion of the model's family; ValueError if `transformers` has no such family."""
     if model.family not in CONVERSIONS:
         raise ValueError(f"model.family={model.family}: there is no conversion to transformers")
     found = CONVERSIONS[model.family]

@@ -1,4 +1,4 @@
-"""The conjugate pair f and g of Megatron-LM (arXiv 1909.08053, section 3, figure 3), and what layers add up.
+"""Collectives of tensor parallelism: f and g of Megatron-LM (arXiv 1909.08053, section 3, figure 3).
 
 f stands before a column-parallel layer: identity forward, all-reduce of the gradient backward.
 g stands after a row-parallel layer: all-reduce forward, identity backward.
@@ -6,12 +6,12 @@ Both are the identity, and vanish, in a group of one rank. f is in `products.py`
 
 With sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2) each rank holds 1/t of
 the positions between the tensor-parallel regions; f becomes an all-gather and g a reduce-scatter, each the
-other's backward pass. Collectives join and cut the first dimension, so that what is gathered is in *rank
-order*: (t B, S/t, ...), all samples' positions of the first rank, then those of the next. Layers that treat
+other's backward pass. Collectives join and cut the first dimension, so a gathered tensor is in *rank order*:
+(t B, S/t, ...), all samples' positions of the first rank, then those of the next. Layers that treat
 positions alike compute in that order; attention and loss need samples in one piece.
 
-A collective is begun and finished in two calls, so that work between them overlaps with it. These are torch's
-functional collectives, which torch.compile keeps in its graph, and which run on gloo and NCCL alike.
+A collective is begun in one call and awaited in another; work between them overlaps with it. These are
+torch's functional collectives: torch.compile keeps them in its graph, and they run on gloo and NCCL alike.
 """
 
 from __future__ import annotations
@@ -28,23 +28,20 @@ _ops = torch.ops._c10d_functional
 
 
 def begin_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Begin to add up `x` over the ranks, in its place: it is contiguous, and nobody else's.
-
-    `finished` makes the result readable.
-    """
-    # A traced graph changes nothing in place; the compiler does, where the value has no other use.
+    """Begin to add up a contiguous `x` over the ranks and overwrite it; `wait_for` returns the sum."""
+    # A traced graph changes nothing in place; the compiler may, if the value has no other use.
     op = _ops.all_reduce if torch.compiler.is_compiling() else _ops.all_reduce_
     return op(x, "sum", group.group_name)
 
 
-def finished(begun: Tensor) -> Tensor:
-    """The result of a collective: on a GPU the current stream waits for it, and not the host."""
+def wait_for(begun: Tensor) -> Tensor:
+    """Return the result of a collective; on a GPU the current stream waits for it, not the host."""
     return _ops.wait_tensor(begun)
 
 
 def _sum_of_copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over the ranks of an `x` that belongs to somebody else."""
-    return finished(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
+    """Return the sum of `x` over the ranks and leave `x` as it is."""
+    return wait_for(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
 
 
 def begin_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -53,22 +50,22 @@ def begin_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def begin_scattered_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Begin to add up (t B, S/t, ...) over the ranks, of which each gets its own (B, S/t, ...)."""
+    """Begin to add up (t B, S/t, ...) over the ranks; each gets its own (B, S/t, ...) of the sum."""
     return _ops.reduce_scatter_tensor(x.contiguous(), "sum", dist.get_world_size(group), group.group_name)
 
 
 def in_rank_order(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(B, S, ...) as (t B, S/t, ...)."""
+    """Reorder (B, S, ...) to (t B, S/t, ...)."""
     return x.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1).flatten(0, 1)
 
 
 def in_sample_order(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(t B, S/t, ...) as (B, S, ...)."""
+    """Reorder (t B, S/t, ...) to (B, S, ...)."""
     return x.unflatten(0, (dist.get_world_size(group), -1)).transpose(0, 1).flatten(1, 2)
 
 
 def own_positions(x: Tensor, group: Group) -> Tensor:
-    """This rank's (B, S/t, ...) of an (B, S, ...) that every rank holds and nothing is differentiated by."""
+    """Cut this rank's (B, S/t, ...) out of a (B, S, ...) of every rank; no gradient flows back."""
     if group is None:
         return x
     length = x.shape[1] // dist.get_world_size(group)
@@ -91,33 +88,33 @@ def reduce_from_tensor_parallel(x: Tensor, group: Group) -> Tensor:
     return x if group is None else _G.apply(x, group)
 
 
-class _Gathered(torch.autograd.Function):
+class _GatherPositions(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, summed: bool) -> Tensor:
         ctx.group, ctx.summed = group, summed
-        return in_sample_order(finished(begin_gather(x, group)), group)
+        return in_sample_order(wait_for(begin_gather(x, group)), group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         if ctx.summed:
-            return finished(begin_scattered_sum(in_rank_order(gradient, ctx.group), ctx.group)), None, None
+            return wait_for(begin_scattered_sum(in_rank_order(gradient, ctx.group), ctx.group)), None, None
         return own_positions(gradient, ctx.group), None, None
 
 
-class _Scattered(torch.autograd.Function):
+class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return finished(begin_scattered_sum(x, group))
+        return wait_for(begin_scattered_sum(x, group))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return finished(begin_gather(gradient, ctx.group)), None
+        return wait_for(begin_gather(gradient, ctx.group)), None
 
 
-class _Summed(torch.autograd.Function):
+class _SumGradients(torch.autograd.Function):
     @staticmethod
-    def forward(  # without *parameters, of which torch.compile takes the first for ctx where nothing is kept
+    def forward(  # not *parameters: torch.compile would take the first for ctx, as ctx saves no tensor
         ctx: Any, first: Tensor, second: Tensor | None, group: dist.ProcessGroup
     ) -> tuple[Tensor, Tensor | None]:
         ctx.group = group
@@ -126,33 +123,33 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
         there = [gradient for gradient in gradients if gradient is not None]
-        joined = finished(begin_sum(torch.cat([gradient.flatten() for gradient in there]), ctx.group))
+        joined = wait_for(begin_sum(torch.cat([gradient.flatten() for gradient in there]), ctx.group))
         summed = joined.split([gradient.numel() for gradient in there])
         first, *second = (part.view_as(gradient) for part, gradient in zip(summed, there, strict=True))
         return first, second[0] if second else None, None
 
 
 def gather_positions(x: Tensor, group: Group, *, summed: bool) -> Tensor:
-    """x (B, S/t, ...) of every rank -> (B, S, ...) on every rank.
+    """Gather x (B, S/t, ...) of every rank to (B, S, ...) on every rank.
 
-    `summed`: what follows is cut over the ranks, whose gradients are summands; else all compute the same.
+    `summed`: the ranks' gradients are summands, since the next layer is cut; else all ranks have the same.
     """
-    return x if group is None else _Gathered.apply(x, group, summed)
+    return x if group is None else _GatherPositions.apply(x, group, summed)
 
 
 def gather_vocabulary(logits: Tensor, group: Group) -> Tensor:
-    """(..., V/t) of every rank -> (..., V) on every rank, equal to the bit; not for a backward pass."""
+    """Gather (..., V/t) of every rank to (..., V) on every rank, equal to the bit; no backward pass."""
     if group is None:
         return logits
-    return finished(begin_gather(logits[None], group)).movedim(0, -2).flatten(-2)
+    return wait_for(begin_gather(logits[None], group)).movedim(0, -2).flatten(-2)
 
 
 def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Leave a tensor-parallel region: summands (t B, S/t, ...) of every rank -> the sum, (B, S/t, ...)."""
-    return _Scattered.apply(x, group)
+    return _ScatterSum.apply(x, group)
 
 
 def with_summed_gradients(group: Group, first: Tensor, second: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Parameters that every rank holds and uses on its own positions: f of each, which sums gradients."""
-    parameters: Any = (first, second) if group is None else _Summed.apply(first, second, group)
+    """Apply f, which sums gradients, to parameters of every rank for its own positions."""
+    parameters: Any = (first, second) if group is None else _SumGradients.apply(first, second, group)
     return parameters[:1] if second is None else parameters

@@ -46,7 +46,7 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """Y = sum_i X_i A_i + b: the input features are cut; the output is whole on every rank. Ends with g.
 
-    The bias is added once, after the sum, and is duplicated. Initial weights are those of a branch's end.
+    The bias is added once, after the sum, and is duplicated. Initial weights have `residual_std`.
     With `sequence`: (t B, S/t, inputs/t), in rank order, or (B, S, inputs/t) `in_samples` -> this rank's
     positions, (B, S/t, outputs).
     """
@@ -100,11 +100,11 @@ class VocabParallelEmbedding(nn.Module):
     def _logits(
         self, x: Tensor, cut: bool
     ) -> Tensor:  # (B, S, H) -> (B, S, V/t), -inf where a row is padding
-        # Of all rows: units of matrix products want whole tiles of columns, and 50257 has none.
+        # All rows take part: matrix units want whole tiles of columns, and 50257 has none.
         if cut:  # samples in one piece, as the loss takes them
             logits = F.linear(gather_positions(x, self.group, summed=True), self.weight)
         else:
             logits = column_parallel(x, self.weight, None, self.group)
         if self.valid < self.rows:
-            logits.detach()[..., self.valid :] = float("-inf")  # whose gradient is 0 as it is
+            logits.detach()[..., self.valid :] = float("-inf")  # the gradient there is 0 anyway
         return logits

@@ -17,11 +17,11 @@ Group = dist.ProcessGroup | None  # of an axis of the grid; None: one rank
 
 
 class _Groups:
-    """Process groups by their ranks, each made once; the whole world is there already.
+    """Process groups by their ranks, each made once; the world's group exists already.
 
-    Every group is a communicator, which takes memory, and on a large cluster seconds. Ranks make all of an
-    axis, in the same order, as NCCL and gloo demand. (On CUDA `dist.split_group` could make an axis in one
-    call; that needs machines to try it on.)
+    Every group is a communicator, which takes memory, and on a large cluster seconds. All ranks make all
+    groups of an axis in the same order, as NCCL and gloo demand. (On CUDA `dist.split_group` could make an
+    axis in one call; this is untested.)
     """
 
     def __init__(self, timeout: timedelta | None):
@@ -29,31 +29,31 @@ class _Groups:
         self.made: dict[tuple[int, ...], Any] = {tuple(range(dist.get_world_size())): dist.group.WORLD}
 
     def of(self, ranks: Iterable[int]) -> Any:
-        """The group of these ranks; what stands for a group that this rank is not in."""
+        """Return the group of these ranks, or torch's stand-in if this rank is not among them."""
         ranks = tuple(ranks)
         if ranks not in self.made:
             self.made[ranks] = dist.new_group(list(ranks), timeout=self.timeout)
         return self.made[ranks]
 
     def own(self, groups: list[list[int]], rank: int) -> dist.ProcessGroup:
-        """Make every group of the list; the one of this rank."""
+        """Make every group of the list; return this rank's."""
         made = [(ranks, self.of(ranks)) for ranks in groups]
         return next(group for ranks, group in made if rank in ranks)
 
 
 def _getter(path: str) -> Callable[[ProcessGrid], Any]:
-    """A method that returns the attribute at `path`."""
+    """Return a method that reads the attribute at `path`."""
     return lambda grid: attrgetter(path)(grid)
 
 
 class ProcessGrid:
-    """Process groups of one layout, DeepSpeed's `mpu` object.
+    """Process groups of one layout: DeepSpeed's `mpu` object.
 
-    It lacks `initialize_sequence_parallel`: with it, DeepSpeed switches the tensor-parallel norm off.
+    It lacks `initialize_sequence_parallel`, at whose sight DeepSpeed switches the tensor-parallel norm off.
     """
 
     def __init__(self, tp: int, pp: int, dp: int, timeout: timedelta | None = None):
-        """Make the groups. `timeout`: of their collectives; None: torch's, 10 minutes of NCCL. Collective."""
+        """Make the groups. `timeout` of their collectives; None: torch's, 10 minutes for NCCL. Collective."""
         world = dist.get_world_size()
         assert tp * pp * dp == world, f"tp={tp} x pp={pp} x dp={dp} is not the world size {world}"
         self.tp, self.pp, self.dp, self.timeout = tp, pp, dp, timeout
@@ -63,16 +63,16 @@ class ProcessGrid:
         own = partial(self._groups.own, rank=self.rank)
         self.tensor_group: Group = own(tensor_groups(tp, pp, dp)) if tp > 1 else None
         self.pipeline_group: Group = own(pipeline_groups(tp, pp, dp)) if pp > 1 else None
-        # Of one rank, too: DeepSpeed takes the world for a data group that is None.
+        # Made for one rank, too: DeepSpeed takes the world in place of None.
         self.data_group = own(data_groups(tp, pp, dp))
         # Small messages between hosts' CPUs (stop requests, barriers), on no accelerator's stream.
         self.control_group = dist.new_group(backend="gloo", timeout=timeout)
 
     @contextlib.contextmanager
-    def lent(self) -> Iterator[None]:
-        """Have DeepSpeed's own grid of a pipeline, built within, take the groups that are there.
+    def lend_groups(self) -> Iterator[None]:
+        """Lend these groups to DeepSpeed's pipeline grid, built within this context.
 
-        It makes each again, and one for every rank alone where tp is 1, which nothing uses.
+        It would make each again, and at tp = 1 an unused one for every rank.
         """
         import deepspeed.comm
 
@@ -85,7 +85,7 @@ class ProcessGrid:
         finally:
             deepspeed.comm.new_group = make
 
-    # What DeepSpeed calls on an `mpu`.
+    # DeepSpeed's interface of an `mpu`.
     get_model_parallel_rank = get_tensor_model_parallel_rank = _getter("at.tp")
     get_model_parallel_world_size = get_tensor_model_parallel_world_size = _getter("tp")
     get_model_parallel_group = get_tensor_model_parallel_group = _getter("tensor_group")

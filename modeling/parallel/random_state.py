@@ -1,9 +1,9 @@
 """Random state of attention dropout, as a function of (seed, step, rank's place) alone.
 
-The attention kernel draws it from the stream of the device, so that it follows the layout; dropout of the
-residual stream does not (`modeling/hidden_dropout.py`). Two streams, as in Megatron-LM (arXiv 1909.08053,
-appendix B.2): tensor ranks hold different heads, and each draws from its own, which DeepSpeed's RNG tracker
-holds; one process for all heads draws from the default stream of the accelerator, and so does all dropout of
+The attention kernel draws from a stream of the device, so its dropout follows the layout; dropout of the
+residual stream does not (`modeling/hidden_dropout.py`). There are two streams, as in Megatron-LM (arXiv
+1909.08053, appendix B.2). Tensor ranks hold different heads: each draws from its own stream in DeepSpeed's
+RNG tracker. A process with all heads draws from the accelerator's default stream, and so does all dropout of
 `transformers`' modules. DeepSpeed's activation checkpointing saves and restores both.
 
 Reseeding at every step makes resuming exact without storing any state, which matters because DeepSpeed's
@@ -37,5 +37,5 @@ def seed_step(seed: int, step: int, at: Coordinates) -> None:
 
 
 def tensor_parallel_random(active: bool) -> contextlib.AbstractContextManager[Any]:
-    """Draw from this tensor rank's own stream; not `active` where nothing is drawn, or by one tensor rank."""
+    """Draw from this tensor rank's own stream within; without `active`, from the default stream."""
     return get_cuda_rng_tracker().fork(TENSOR_PARALLEL_STREAM) if active else contextlib.nullcontext()

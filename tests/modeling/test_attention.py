@@ -43,7 +43,7 @@ def test_output_and_gradients_are_those_of_the_definition(kind, dropout, how):
     found = run(q, k, v)
     gradients = torch.autograd.grad(found, (q, k, v), incoming)
 
-    kept = core._kept(rows, LONG, dropout) / (1 - dropout) if rows is not None else 1.0
+    kept = core._keep_mask(rows, LONG, dropout) / (1 - dropout) if rows is not None else 1.0
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
     expected = defined(*exact, causal, mask, kept)
     wanted = torch.autograd.grad(expected, exact, incoming.double())
@@ -55,7 +55,7 @@ def test_output_and_gradients_are_those_of_the_definition(kind, dropout, how):
 def test_each_weight_is_dropped_with_the_probability_and_apart_from_the_others():
     torch.manual_seed(0)
     rows = core.dropout_rows(torch.empty(4, 4, 512, 8))
-    kept = core._kept(rows, 512, 0.1).double()
+    kept = core._keep_mask(rows, 512, 0.1).double()
     assert abs(kept.mean() - 0.9) < 1e-3
     along_keys, along_queries = kept.mean((0, 1, 2)), kept.mean((0, 1, 3))
     for line in (along_keys, along_queries):  # of 8192 weights: 3.3e-3 of standard deviation

@@ -66,14 +66,14 @@ def nothing_summed() -> AbstractContextManager:
 
 def norms_count_own_positions() -> AbstractContextManager:
     own = staticmethod(lambda ctx, *gradients: (*gradients, None))
-    return mock.patch.object(collectives._Summed, "backward", own)
+    return mock.patch.object(collectives._SumGradients, "backward", own)
 
 
 def gathered_gradients_stay_apart() -> AbstractContextManager:
     def own(ctx, gradient):
         return collectives.own_positions(gradient, ctx.group), None, None
 
-    return mock.patch.object(collectives._Gathered, "backward", staticmethod(own))
+    return mock.patch.object(collectives._GatherPositions, "backward", staticmethod(own))
 
 
 def dropout_of_the_first_positions() -> AbstractContextManager:

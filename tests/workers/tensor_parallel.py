@@ -296,7 +296,7 @@ def pipeline_takes_the_groups(grid: ProcessGrid) -> None:
     degrees = grid.tp, 4 // grid.tp, 1
     own, made = ProcessGrid(*degrees), distributed_c10d._world.pg_map
     before = {*made}
-    with own.lent():
+    with own.lend_groups():
         topology = PipeModelDataParallelTopology(num_pp=own.pp, num_mp=own.tp, num_dp=own.dp)
         theirs = PipelineParallelGrid(topology=topology)
     assert {*made} == before, "one was made again"

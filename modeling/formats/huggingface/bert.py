@@ -29,7 +29,7 @@ PARAMETERS = {
     "embedding.token_type": "bert.embeddings.token_type_embeddings.weight",
 }
 
-# Modules, each with a weight and a bias: ours -> theirs; of layers, below layers.N. and bert.encoder.layer.N.
+# Modules, each with a weight and a bias: ours -> theirs; in layers below layers.N. and bert.encoder.layer.N.
 PER_LAYER = {
     "attention.projection": "attention.output.dense",
     "mlp.expand": "intermediate.dense",
@@ -52,7 +52,7 @@ TASK_CLASSES = {
 
 
 class Placement(NamedTuple):
-    """Where a placement of LayerNorm has its norms, and what `transformers` calls the model."""
+    """Names of the LayerNorms, and of the `transformers` classes, of one placement of LayerNorm."""
 
     top: Mapping[str, str]
     per_layer: Mapping[str, str]
@@ -66,7 +66,7 @@ PLACEMENTS = {
     "pre": Placement({"final_norm": "bert.encoder.ln"}, _PRE_NORMS, "MegatronBert"),
 }
 
-# Copies of tied tensors, and a buffer that old checkpoints stored.
+# Copies of tied tensors, and buffers in old checkpoints.
 TIED = {
     "cls.predictions.decoder.weight": PARAMETERS["word.weight"],
     "cls.predictions.decoder.bias": DECODER_BIAS.theirs[0],
@@ -74,23 +74,23 @@ TIED = {
 BUFFERS = frozenset({"bert.embeddings.position_ids", "bert.embeddings.token_type_ids"})
 
 
-def _fused(parts: Sequence[Tensor], heads: int) -> Tensor:
-    """Query, key and value, each (heads x D, ...), -> (heads x 3 x D, ...)."""
+def _fuse(parts: Sequence[Tensor], heads: int) -> Tensor:
+    """Join query, key and value, each (heads x D, ...), to (heads x 3 x D, ...)."""
     by_head = [part.reshape(heads, -1, *part.shape[1:]) for part in parts]
     return torch.stack(by_head, dim=1).reshape(-1, *parts[0].shape[1:])
 
 
-def _apart(fused: Tensor, heads: int) -> Sequence[Tensor]:
-    """(heads x 3 x D, ...) -> query, key and value, each (heads x D, ...)."""
+def _split(fused: Tensor, heads: int) -> Sequence[Tensor]:
+    """Split (heads x 3 x D, ...) into query, key and value, each (heads x D, ...)."""
     by_part = fused.view(heads, 3, -1, *fused.shape[1:]).unbind(1)
     return [part.reshape(-1, *fused.shape[1:]) for part in by_part]
 
 
-QKV = Form(to_theirs=_apart, to_ours=_fused)
+QKV = Form(to_theirs=_split, to_ours=_fuse)
 
 
 def name_map(model: Model) -> Iterator[Entry]:
-    """Every parameter of the model; three of theirs where ours is fused."""
+    """Yield an entry for every parameter of the model; our fused QKV has three names of theirs."""
     placement = PLACEMENTS[model.layer_norm]
     yield from (Entry(ours, (theirs,)) for ours, theirs in PARAMETERS.items())
     modules = [Entry(ours, (theirs,)) for ours, theirs in placement.top.items()]
@@ -111,13 +111,12 @@ def name_map(model: Model) -> Iterator[Entry]:
 
 
 def from_transformers(theirs: Tensors, model: Model, *, allow_missing_heads: bool = False) -> LazyWeights:
-    """The state dict of a `transformers` BERT of this placement -> canonical float32 weights.
+    """Turn the state dict of a `transformers` BERT of this placement into canonical float32 weights.
 
-    A pooler and a sentence head are left out where the model has none. `allow_missing_heads`: parameters of
-    heads that the weights lack (as a `BertModel`'s do) are missing in the result too, for the caller to fill;
-    so are those of a head for a task.
+    A pooler and a sentence head are left out if the model has none. With `allow_missing_heads`, and for a
+    task's model, heads absent from the weights (as from a `BertModel`'s) are absent from the result, too.
 
-    Raises ValueError naming missing and unexpected tensors, or where decoder and embedding are not tied.
+    Raises ValueError for missing and unexpected tensors, and for a decoder that differs from the embedding.
     """
     selected = select(theirs, model)
     conversion.check_tied(selected)
@@ -133,13 +132,13 @@ def from_transformers(theirs: Tensors, model: Model, *, allow_missing_heads: boo
     return conversion.to_canonical(found, entries, model.heads, keys)
 
 
-def select(theirs: Tensors, model: Model) -> conversion.Selected:
-    """The tensors of any BERT of this placement, without the heads that a model lacks."""
-    found = conversion.under_one_name(theirs, _rename, TIED)
+def select(theirs: Tensors, model: Model) -> conversion.Selection:
+    """Select the tensors of any BERT of this placement, without heads foreign to the model."""
+    found = conversion.select_tensors(theirs, _rename, TIED)
     if model.task_head != "none":
         wanted, outputs = {name for entry in name_map(model) for name in entry.theirs}, head_outputs(model)
         kept = {name: tensor for name, tensor in found.tensors.items() if name in wanted}
-        # A classifier of other classes is another one's.
+        # A classifier with another number of classes belongs to another task.
         own = {n: t for n, t in kept.items() if not n.startswith("classifier.") or t.shape[0] == outputs}
         return found._replace(tensors=own, twice=[name for name in found.twice if name in own])
     if model.sentence_head != "none":
@@ -149,14 +148,17 @@ def select(theirs: Tensors, model: Model) -> conversion.Selected:
 
 
 def _rename(stored: str) -> str | None:
-    """Handles a bare `BertModel` (no prefix), TensorFlow's gamma and beta of LayerNorm, stored buffers."""
+    """Return the name in the class with all heads; None for a buffer.
+
+    Takes a bare `BertModel` (no prefix) and TensorFlow's gamma and beta of LayerNorm.
+    """
     name = stored if stored.startswith(("bert.", "cls.", "classifier.", "qa_outputs.")) else f"bert.{stored}"
     name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
     return None if name in BUFFERS else name
 
 
 def why_missing(missing: Collection[str], model: Model) -> str:
-    """Which class was saved, where heads are missing."""
+    """Explain missing heads by the saved class; "" if it explains nothing."""
     if {f"{name}.weight" for name in MASKED_HEAD.values()} <= {*missing}:
         bare = f"a {PLACEMENTS[model.layer_norm].prefix}Model alone has no head to predict tokens with"
         return f"{bare}; pretraining starts from a {class_name(model)}"
@@ -166,7 +168,7 @@ def why_missing(missing: Collection[str], model: Model) -> str:
 
 
 def class_name(model: Model) -> str:
-    """Name of the `transformers` class that holds the model with its heads."""
+    """Return the name of the `transformers` class of the model with its heads."""
     heads = "ForMaskedLM" if model.sentence_head == "none" else "ForPreTraining"
     heads = TASK_CLASSES.get(model.task_head, heads)
     return PLACEMENTS[model.layer_norm].prefix + heads
@@ -175,7 +177,7 @@ def class_name(model: Model) -> str:
 def config(
     model: Model, positions: int, dropout: Dropout = NO_DROPOUT, end: int | None = None, pad: int = 0
 ) -> transformers.PretrainedConfig:
-    """The `BertConfig` or `MegatronBertConfig` of the same model; `end` is GPT-2's."""
+    """Return the `BertConfig` or `MegatronBertConfig` of the model; `end` is GPT-2's and not used."""
     return getattr(transformers, PLACEMENTS[model.layer_norm].prefix + "Config")(
         vocab_size=model.vocab_size, max_position_embeddings=positions, hidden_size=model.hidden,
         num_hidden_layers=model.layers, num_attention_heads=model.heads, intermediate_size=4 * model.hidden,
@@ -187,7 +189,7 @@ def config(
 
 
 def logits(model: Any, tokens: Tensor, token_types: Tensor, mask: Tensor) -> Logits:
-    """Of every token that is not padding, and of the sentence head where the model has one; or of samples."""
+    """Return the logits of every token that is not padding and of a sentence head; or those of samples."""
     given = dict(input_ids=tokens, attention_mask=mask.long(), token_type_ids=token_types)
     if type(model).__name__.endswith(TASK_CLASSES["choice"]):  # (N, C, S), where our choices are samples
         given = {name: value[None] for name, value in given.items()}

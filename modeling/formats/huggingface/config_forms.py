@@ -1,4 +1,4 @@
-"""How config.json of `transformers`, Megatron's arguments and our recipes state a model; needs no torch."""
+"""Keys and defaults of a model in config.json, in Megatron's arguments and in our recipes; needs no torch."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class ConfigForm:
     Attributes:
         shape: key of a recipe -> (their key, their default).
         width: key of the MLP's width and its default; None stands for four times the hidden size.
-        fixed: their key -> the values that our model has and cannot change; the first is their default.
-        layer_norm: the placement that this type has, where those of the family are several types.
-        says: how a message begins that tells what it says.
+        fixed: their key -> the values of our model, which it cannot change; the first is their default.
+        layer_norm: the placement of this type, if the family has a type for each.
+        says: beginning of messages about its values.
     """
 
     model_type: str
@@ -72,7 +72,7 @@ FORMS: Forms = {
     ),
 }
 
-# Arguments of Megatron-LM's training, with "gelu" and "vocab_size" made of several.
+# Arguments of Megatron-LM's training; `Checkpoint.config` makes "gelu" and "vocab_size" of several.
 _MEGATRON_FIXED: Fixed = {
     "swiglu": (False, None),
     "squared_relu": (False, None),
@@ -96,7 +96,7 @@ def _megatron(model_type: str, fixed: Fixed, layer_norm: str | None = None) -> C
     return ConfigForm(model_type, _MEGATRON_SHAPE, width, fixed, layer_norm, "its arguments say")
 
 
-# Megatron's BERT always has another form of GELU and epsilon than ours: it is taken, and that is said.
+# Megatron's BERT always has another GELU and epsilon than ours: it is accepted, with a message.
 MEGATRON_FORMS: Forms = {
     "gpt2": (_megatron("megatron-lm-gpt", {"gelu": ("tanh",), "layernorm_epsilon": (1e-5,)}),),
     "bert": (_megatron("megatron-lm-bert", {}, "pre"),),
@@ -104,7 +104,7 @@ MEGATRON_FORMS: Forms = {
 
 
 def _run(family: FamilyFacts) -> Iterator[ConfigForm]:
-    """A run of this project: keys of its recipe are ours."""
+    """Yield the forms of a run of this project, whose recipe has our keys."""
     shape = _shape(" ".join(SHAPE), 0, 0, 0, 0, 0)
     for placement in family.placements or (None,):
         name = f"megarecipes-{family.name}" + (f"-{placement}-LN" if placement else "")
@@ -115,6 +115,6 @@ RUN_FORMS: Forms = {name: tuple(_run(family)) for name, family in FAMILIES.items
 
 
 def form_of(model: Model, forms: Forms = FORMS) -> ConfigForm | None:
-    """The form of the model's own type; None where it has none."""
+    """Return the form of the model's own type, or None if it has none."""
     of_family = forms.get(model.family, ())
     return next((form for form in of_family if form.layer_norm in (None, model.layer_norm)), None)

@@ -20,11 +20,11 @@ from recipes.schema import Dropout, Model
 
 NO_DROPOUT = Dropout()
 Tensors = Mapping[str, Tensor]
-Logits = tuple[Tensor, ...]  # of tokens that are not padding (tokens, V); of a sentence head (B, 2)
+Logits = tuple[Tensor, ...]  # of tokens without padding (tokens, V); of a sentence head (B, 2)
 
 
 class Form(NamedTuple):
-    """How a canonical tensor and those of `transformers` become each other, by the number of heads."""
+    """The two functions between a canonical tensor and its `transformers` tensors; both take the heads."""
 
     to_theirs: Callable[[Tensor, int], Sequence[Tensor]]
     to_ours: Callable[[Sequence[Tensor], int], Tensor]
@@ -34,12 +34,12 @@ SAME = Form(lambda ours, heads: (ours,), lambda theirs, heads: theirs[0])
 TRANSPOSED = Form(lambda ours, heads: (ours.t(),), lambda theirs, heads: theirs[0].t())
 
 
-class Selected(NamedTuple):
-    """Tensors under the names of the class that holds the model with its heads.
+class Selection(NamedTuple):
+    """Tensors of a state dict, by their names in the class of the model with its heads.
 
     Attributes:
         tensors: each once.
-        copies: (its stored copy, the tensor) -> the stored copy, of tied tensors that were stored twice.
+        copies: (name of the copy, name of the tensor) -> the copy, for tied tensors stored twice.
         twice: names under which two tensors were stored.
         stored: name -> the name under which it was stored.
     """
@@ -50,13 +50,13 @@ class Selected(NamedTuple):
     stored: dict[str, str]
 
     def untied(self) -> list[tuple[str, str]]:
-        """(copy, tensor) where the stored numbers differ, which have to be read for it."""
+        """Return (copy, tensor) for each copy that differs from its tensor. Reads their numbers."""
         pairs = ((names, copy, self.tensors[names[1]]) for names, copy in self.copies.items())
         return [names for names, copy, tensor in pairs if not same_numbers(copy, tensor)]
 
 
 class Entry(NamedTuple):
-    """One parameter."""
+    """Names of one parameter, and its conversion."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -68,14 +68,14 @@ class Conversion:
     """A family's counterpart in `transformers`.
 
     Attributes:
-        class_name: of the class that holds the model with its heads.
+        class_name: name of the class of the model with its heads.
         config: (model, positions, dropout, end= a document of GPT-2, pad= a BERT's sample) -> configuration.
         name_map: every parameter of the model.
-        select: (a state dict, model) -> its tensors, without buffers and heads that the model has not.
-        why_missing: (names that are missing, model) -> what else they tell of the weights; "": nothing.
+        select: (a state dict, model) -> its tensors, without buffers and without heads foreign to the model.
+        why_missing: (missing names, model) -> an explanation; "": none.
         from_transformers: a state dict -> canonical float32 weights; raises ValueError naming missing and
             unexpected tensors, and tied ones that differ.
-        copies: names of tied tensors, which no export holds.
+        copies: names of tied copies, left out of every export.
         logits: (a `transformers` model, tokens (B, S), token types (B, S) or None, mask (B, S): no padding).
         usage: lines of Python that use an exported `{directory}` on a `{prompt}`.
     """
@@ -83,7 +83,7 @@ class Conversion:
     class_name: Callable[[Model], str]
     config: Callable[..., transformers.PretrainedConfig]
     name_map: Callable[[Model], Iterable[Entry]]
-    select: Callable[[Tensors, Model], Selected]
+    select: Callable[[Tensors, Model], Selection]
     why_missing: Callable[[Collection[str], Model], str]
     from_transformers: Callable[[Tensors, Model], LazyWeights]
     copies: frozenset[str]
@@ -91,11 +91,11 @@ class Conversion:
     usage: str
 
     def model_class(self, model: Model) -> Any:
-        """The class that `class_name` names."""
+        """Return the `transformers` class of the model with its heads."""
         return getattr(transformers, self.class_name(model))
 
     def to_transformers(self, ours: Tensors, model: Model) -> dict[str, Tensor]:
-        """Canonical weights -> the state dict of `model_class`, tied copies left out.
+        """Turn canonical weights into the state dict of `model_class`, without tied copies.
 
         Raises ValueError as `check_convertible` does, or naming missing and unexpected tensors.
         """
@@ -109,16 +109,18 @@ class Conversion:
         }
 
     def read(self, directory: str | Path, model: Model) -> LazyWeights:
-        """Canonical weights of the model saved in `directory`. Raises ValueError where it holds others."""
+        """Read canonical weights from `directory`. Raises ValueError if they are not the model's."""
         return self.from_transformers(read_state_dict(directory), model)
 
 
-def under_one_name(theirs: Tensors, rename: Callable[[str], str | None], tied: Mapping[str, str]) -> Selected:
-    """The tensors of a state dict, each once.
+def select_tensors(
+    theirs: Tensors, rename: Callable[[str], str | None], tied: Mapping[str, str]
+) -> Selection:
+    """Select the tensors of a state dict, each once.
 
     Args:
-        rename: a stored name -> the one of the class with all heads; None: a buffer, left out.
-        tied: name of a copy -> that of the tensor; a state dict may hold either or both.
+        rename: a stored name -> the name in the class with all heads; None: a buffer, left out.
+        tied: name of a copy -> name of the tensor; a state dict may hold either or both.
     """
     found, stored, twice = dict[str, Tensor](), dict[str, str](), list[str]()
     for written, tensor in theirs.items():
@@ -128,11 +130,11 @@ def under_one_name(theirs: Tensors, rename: Callable[[str], str | None], tied: M
     stored_copies = {names: found.pop(names[0]) for names in tied.items() if names[0] in found}
     copies = {names: copy for names, copy in stored_copies.items() if names[1] in found}
     found |= {names[1]: copy for names, copy in stored_copies.items() if names not in copies}
-    return Selected(found, copies, twice, stored)
+    return Selection(found, copies, twice, stored)
 
 
-def check_tied(selected: Selected) -> None:
-    """Raises ValueError where a tied tensor and its copy differ."""
+def check_tied(selected: Selection) -> None:
+    """Check that tied tensors equal their copies, else raise ValueError."""
     for copy, original in selected.untied():
         came = f"transformers weights have a {copy} of its own"
         raise ValueError(f"{came}: in our model it is the same tensor as {original}")
@@ -141,7 +143,7 @@ def check_tied(selected: Selected) -> None:
 def to_canonical(
     found: Tensors, entries: Iterable[Entry], heads: int, keys: str = "model.layers and model.family"
 ) -> LazyWeights:
-    """The tensors of `entries` from the state dict that has them; raises as `check_names` does."""
+    """Convert the tensors of `entries` from a state dict; raises as `check_names` does."""
     entries = list(entries)
     check_names(set(found), {n for entry in entries for n in entry.theirs}, "transformers weights", keys)
 
@@ -152,7 +154,7 @@ def to_canonical(
 
 
 def check_convertible(model: Model) -> None:
-    """Raises ValueError where no `transformers` model computes what `model` does."""
+    """Check that a `transformers` model can compute the same as `model`, else raise ValueError."""
     if any(window is not None for window in model.windows):
         raise ValueError(
             f"model.attention={list(model.attention)}, model.attention_window={model.attention_window}: "
@@ -165,7 +167,7 @@ def check_convertible(model: Model) -> None:
 def check_names(
     found: set[str], expected: set[str], what: str, keys: str = "model.layers and model.family"
 ) -> None:
-    """Raises ValueError naming missing and unexpected tensors, and the recipe's `keys` that decide."""
+    """Check for missing and unexpected tensors; ValueError names them and the recipe's `keys` that decide."""
     if found != expected:
         missing, more = (sorted(names)[:5] or "nothing" for names in (expected - found, found - expected))
         came = f"{what} are not those of this model: missing {missing}, unexpected {more}"

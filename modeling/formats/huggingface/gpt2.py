@@ -1,8 +1,7 @@
 """Conversion between our canonical GPT-2 weights and `transformers`' GPT-2.
 
-Besides names two things differ: `transformers` stores linear weights as (inputs, outputs), and orders the
-rows of QKV as (q/k/v, head, D) where we order (head, q/k/v, D), so that a tensor-parallel slice holds whole
-heads.
+Besides names two things differ. `transformers` stores linear weights as (inputs, outputs), and orders the
+rows of QKV as (q/k/v, head, D). Ours are (head, q/k/v, D), so that a tensor-parallel slice has whole heads.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ PER_LAYER = {
 
 
 def name_map(model: Model) -> Iterator[Entry]:
-    """Every parameter of the model."""
+    """Yield an entry for every parameter of the model."""
     for ours, theirs in TOP.items():
         yield Entry(ours, (theirs,))
     for i in range(model.layers):
@@ -64,21 +63,21 @@ def name_map(model: Model) -> Iterator[Entry]:
 
 
 def _rename(stored: str) -> str | None:
-    """Handles a bare `GPT2Model` (no prefix), and masks that old checkpoints stored."""
+    """Return the name in `GPT2LMHeadModel`, also of a bare `GPT2Model`; None for masks in old checkpoints."""
     if stored.endswith((".attn.bias", ".attn.masked_bias")):
         return None
     return stored if stored.startswith(("transformer.", "lm_head.")) else f"transformer.{stored}"
 
 
-def select(theirs: conversion.Tensors, model: Model) -> conversion.Selected:
-    """The tensors of `GPT2LMHeadModel`, or of `GPT2Model`."""
-    return conversion.under_one_name(theirs, _rename, TIED)
+def select(theirs: conversion.Tensors, model: Model) -> conversion.Selection:
+    """Select the tensors of `GPT2LMHeadModel`, or of `GPT2Model`."""
+    return conversion.select_tensors(theirs, _rename, TIED)
 
 
 def from_transformers(theirs: conversion.Tensors, model: Model) -> LazyWeights:
-    """The state dict of `GPT2LMHeadModel`, or of `GPT2Model`, -> canonical float32 weights.
+    """Turn the state dict of `GPT2LMHeadModel`, or of `GPT2Model`, into canonical float32 weights.
 
-    Raises ValueError naming missing and unexpected tensors, or where head and embedding are not tied.
+    Raises ValueError for missing and unexpected tensors, and for a head that differs from the embedding.
     """
     selected = select(theirs, model)
     conversion.check_tied(selected)
@@ -88,7 +87,7 @@ def from_transformers(theirs: conversion.Tensors, model: Model) -> LazyWeights:
 def config(
     model: Model, positions: int, dropout: Dropout = NO_DROPOUT, end: int | None = None, pad: int = 0
 ) -> transformers.GPT2Config:
-    """The `GPT2Config` of the same model; samples have no padding, so `pad` is not used."""
+    """Return the `GPT2Config` of the model; samples have no padding, so `pad` is not used."""
     return transformers.GPT2Config(
         vocab_size=model.vocab_size, n_positions=positions, n_embd=model.hidden, n_layer=model.layers,
         n_head=model.heads, activation_function="gelu_new", layer_norm_epsilon=GPT2_NORM_EPS,
@@ -98,7 +97,7 @@ def config(
 
 
 def logits(model: Any, tokens: Tensor, token_types: None, mask: Tensor) -> conversion.Logits:
-    """At every position that is not padding."""
+    """Return the logits of every token that is not padding."""
     return (model(tokens).logits[mask],)
 
 

@@ -1,6 +1,6 @@
-"""The weights in a directory that `save_pretrained` wrote, from the files that `transformers` would take.
+"""Reader of the weights in a directory of `save_pretrained`, from the same files as `transformers`.
 
-They are mapped into memory: names, shapes and types cost the headers, numbers are read where they are used.
+They are mapped into memory: names, shapes and types come from the headers, numbers are read on use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from recipes.files import FileError, named_kind, read_json_object, read_part, read_safetensors_header, refuse
 from recipes.problems import Problem, some
 
-# In the order in which `from_pretrained` looks for them, each whole or in shards that an index lists.
+# In the order of `from_pretrained`, each whole or in shards listed by an index.
 NAMES = ("model.safetensors", "pytorch_model.bin")
 AGAIN = "copy or download the directory again"
 CONVERT = (
@@ -27,7 +27,7 @@ CONVERT = (
 
 
 def read_state_dict(directory: str | Path) -> dict[str, Tensor]:
-    """Every tensor of the directory by its stored name. Raises FileError naming all files that are broken."""
+    """Read every tensor of the directory by its stored name. Raises FileError with all broken files."""
     directory, found = Path(directory), dict[str, Tensor]()
     problems: list[Problem] = []
     for file, names in _files(directory).items():
@@ -46,7 +46,7 @@ def read_state_dict(directory: str | Path) -> dict[str, Tensor]:
 
 
 def _files(directory: Path) -> dict[str, set[str]]:
-    """Names of the files, each with the tensors that an index says are in it."""
+    """Return the names of the files, each with its tensors by the index."""
     for name in NAMES:
         if os.path.lexists(directory / name):
             return {name: set()}
@@ -77,7 +77,7 @@ def _shards(index: Path) -> dict[str, set[str]]:
 
 
 def _read(file: Path) -> dict[str, Tensor]:
-    """Tensors of one file, mapped into memory."""
+    """Read the tensors of one file, mapped into memory."""
     if file.suffix == ".safetensors":
         return _read_safetensors(file)
     zipped = read_part(file, 0, 4) == b"PK\x03\x04"

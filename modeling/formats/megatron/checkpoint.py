@@ -1,7 +1,7 @@
-"""A checkpoint of Megatron-LM or Megatron-DeepSpeed, mapped into memory: what it says, and its tensors.
+"""A checkpoint of Megatron-LM or Megatron-DeepSpeed, mapped into memory: its arguments and its tensors.
 
 Its files are pickles that name classes of Megatron-LM, numpy and others. None of them is imported or called:
-a `StandIn` takes the place of each, and a file that names anything else is refused.
+a `StandIn` takes the place of each. A file that names any other class is refused.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from modeling.formats.megatron.names import (
     POSITION,
     WITH_PADDING,
     WORD,
+    common_name,
     cut_dimension,
     heads_first,
     is_qkv,
     name_map,
-    renamed,
 )  # fmt: skip
 from modeling.lazy_weights import LazyWeights, same_numbers
 from recipes.files import FileError, read_part, refuse
 from recipes.problems import Problem, some
 from recipes.schema import Model
 
-# Modules whose classes such checkpoints name, in arguments, random states, optimizers and loss scalers.
-STOOD_IN_FOR = re.compile(
+# Modules of the classes in such checkpoints' arguments, random states, optimizers and loss scalers.
+STAND_IN_MODULES = re.compile(
     r"(megatron|deepspeed|fp16|apex|transformer_engine|numpy|signal|pathlib|datetime|enum|torch|types)\."
 )
-OF_ENUMS = "builtins.getattr"  # by which Python 3.11.0 to 3.11.3 pickles a member of an enumeration
+ENUM_MEMBER = "builtins.getattr"  # by which Python 3.11.0 to 3.11.3 pickles a member of an enumeration
 KEYS = ("model", "module")  # of the state dict: Megatron-LM's, DeepSpeed's
 CHUNK = re.compile(r"model(\d+)")  # of an interleaved pipeline schedule
 BERT_ALONE = ("lm_head.", "pooler.", "binary_head.", "embedding.tokentype_embeddings.")
-SMALLEST_PADDING = 1024  # rows that a vocabulary may at least be padded with: 128 x 8 slices is common
+SMALLEST_PADDING = 1024  # padding rows that are accepted in any case: 128 x 8 slices is common
 
 
 class StandIn:
-    """Takes the place of a class that a checkpoint names: takes everything and does nothing."""
+    """Stand-in for a class in a checkpoint: accepts any arguments and state, and does nothing."""
 
     def __init__(self, *args: Any, **more: Any):
         pass
@@ -57,7 +57,7 @@ class StandIn:
 
 
 class Slices(NamedTuple):
-    """One tensor as tensor-parallel ranks hold it; `dim`: where it is cut, None: each rank has all of it."""
+    """The tensor ranks' slices of one tensor; `dim`: dimension of the cut, None: each rank has all of it."""
 
     parts: tuple[Tensor, ...]
     dim: int | None
@@ -78,7 +78,7 @@ class Slices(NamedTuple):
         return self.parts[0].layout
 
     def join(self) -> Tensor:
-        """The whole tensor, a copy only where it is cut."""
+        """Return the whole tensor, a copy only if it is cut."""
         if self.dim is None or len(self.parts) == 1:
             return self.parts[0]
         return torch.cat(self.parts, self.dim)
@@ -90,11 +90,11 @@ class Checkpoint:
 
     Attributes:
         where: its directory.
-        arguments: what it was trained with, by Megatron's names; empty where it does not say.
-        version: of the checkpoint, which tells the order of QKV's rows.
-        slices: ranks of tensor parallelism.
+        arguments: settings of its training, by Megatron's names; empty if the checkpoint has none.
+        version: of the checkpoint; it decides the order of QKV's rows.
+        slices: number of tensor ranks.
         tensors: by the names of `names.py`, layers counted over all stages.
-        copies: (name of a copy as it is stored, its tensor) -> the copy: of tied tensors of several stages.
+        copies: (stored name of a copy, its tensor) -> the copy, for tied tensors of several stages.
     """
 
     where: Path
@@ -114,26 +114,26 @@ class Checkpoint:
 
     @property
     def tanh_gelu(self) -> bool:
-        """Whether the MLP has the tanh form of GELU, as Megatron's default, fused with the bias, does."""
+        """True if the MLP has the tanh form of GELU, as Megatron's default (fused with the bias) has."""
         return bool(self.arguments.get("openai_gelu") or self.arguments.get("bias_gelu_fusion", True))
 
     @property
     def most_padding(self) -> int:
-        """Rows that the vocabulary may have more than tokens."""
+        """Largest number of padding rows to accept in the vocabulary."""
         multiple = self.arguments.get("make_vocab_size_divisible_by")
         return max(SMALLEST_PADDING, multiple * self.slices if type(multiple) is int else 0)
 
     def size(self, name: str, dim: int) -> int | None:
-        """A size of a tensor, if there is one."""
+        """Return one size of a tensor, or None without such a tensor or dimension."""
         shape = self.tensors[name].shape if name in self.tensors else ()
         return shape[dim] if dim < len(shape) else None
 
     def config(self, model: Model, vocabularies: Sequence[int]) -> dict[str, Any]:
-        """As a config.json of one of `MEGATRON_FORMS` would state it.
+        """Return the configuration in the keys of `MEGATRON_FORMS`.
 
-        What its arguments leave out is read off the tensors; the number of heads, which no tensor tells, is
-        then the model's. How many tokens the vocabulary has without padding is not stored: the model's number
-        is taken, or the first of `vocabularies`, that some padding makes as many rows; or else all rows.
+        Sizes that the arguments leave out come from the tensors, the number of heads from `model`. The number
+        of tokens without padding is not stored: the model's number is taken if padding can make it the number
+        of rows, else the first such number of `vocabularies`, else the number of rows.
         """
         rows = self.size(WORD, 0)
         padded = [v for v in (model.vocab_size, *vocabularies) if rows and 0 <= rows - v < self.most_padding]
@@ -150,7 +150,7 @@ class Checkpoint:
         }
 
     def untied(self) -> list[tuple[str, str]]:
-        """(copy, tensor) where the numbers differ, which have to be read for it."""
+        """Return (copy, tensor) for each copy that differs from its tensor. Reads their numbers."""
         return [
             (copy, name)
             for (copy, name), slices in self.copies.items()
@@ -158,7 +158,7 @@ class Checkpoint:
         ]
 
     def weights(self, model: Model) -> LazyWeights:
-        """Canonical weights of a model that has these tensors."""
+        """Return the canonical weights of `model` from these tensors."""
         return LazyWeights({
             ours: partial(self._canonical, theirs, model)
             for ours, theirs in name_map(model).items()
@@ -175,7 +175,7 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: str | Path) -> Checkpoint:
-    """The newest iteration in a directory. Reads names, shapes and arguments; raises FileError."""
+    """Open the newest iteration in a directory. Reads names, shapes and arguments; raises FileError."""
     files = find(Path(directory))
     problems: list[Problem] = []
     paths = dict.fromkeys([files.stated, *(file for stage in files.stages for file in stage)])
@@ -205,7 +205,7 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
 
 
 def _load(file: Path) -> dict[str, Any]:
-    """The dictionary in a file of torch.save, its tensors mapped into memory."""
+    """Load the dictionary in a file of torch.save; its tensors are mapped into memory."""
     if read_part(file, 0, 4) != b"PK\x03\x04":
         rule = "it is no file of torch.save, or one of before torch 1.6, which cannot be mapped into memory"
         again = f"torch.save(torch.load(f, map_location='cpu', weights_only=False), f) with f={str(file)!r}"
@@ -213,7 +213,7 @@ def _load(file: Path) -> dict[str, Any]:
         refuse(file, "cannot be read", rule, fix)
     try:
         named = set(torch.serialization.get_unsafe_globals_in_checkpoint(file))
-        stood_in_for = {n for n in named if STOOD_IN_FOR.match(n) or n == OF_ENUMS}
+        stood_in_for = {n for n in named if STAND_IN_MODULES.match(n) or n == ENUM_MEMBER}
         if other := sorted(named - stood_in_for - {"argparse.Namespace"}):
             rule = "a checkpoint of Megatron names none of it, and loading it might run a program"
             refuse(
@@ -238,12 +238,12 @@ def _load(file: Path) -> dict[str, Any]:
 
 
 def _stand_in(name: str) -> type[StandIn]:
-    """A class of its own for each name, as torch wants it."""
+    """Return a class of its own for each name, as torch demands."""
     return type(name.rpartition(".")[2], (StandIn,), {})
 
 
 def _arguments(stored: Any) -> dict[str, Any]:
-    """Those whose values are plain."""
+    """Return the stored arguments with plain values."""
     found = vars(stored) if isinstance(stored, argparse.Namespace) else stored
     plain = (bool, int, float, str, list, type(None))
     return {k: v for k, v in found.items() if type(v) in plain} if isinstance(found, dict) else {}
@@ -252,7 +252,7 @@ def _arguments(stored: Any) -> dict[str, Any]:
 def _stages(
     files: Files, contents: Mapping[Path, Mapping[str, Any]]
 ) -> Iterator[tuple[str, Sequence[Mapping[str, Tensor]]]]:
-    """(what it is called, the tensors of each slice by stored names) of each stage in the model's order."""
+    """Yield (name, tensors of each slice by stored names) of each stage, in the model's order."""
     if files.by_layer:
         for stage in files.stages:
             slices = [_flat(contents[file]) for file in stage]
@@ -273,7 +273,7 @@ def _chunks(content: Mapping[str, Any]) -> list[Any]:
 
 
 def _layer_prefix(tensors: Mapping[str, Tensor], file: Path) -> str:
-    """What comes before the names of a layer of DeepSpeed's pipeline, where they say nothing of the place."""
+    """Return the prefix for a layer file of DeepSpeed's pipeline; its own names do not tell the layer."""
     if any(name.startswith("word_embeddings.") for name in tensors):
         return "embedding."
     if tensors.keys() == {"weight", "bias"}:
@@ -282,7 +282,7 @@ def _layer_prefix(tensors: Mapping[str, Tensor], file: Path) -> str:
 
 
 def _flat(state: Any, prefix: str = "") -> dict[str, Tensor]:
-    """The tensors of nested dictionaries, by their keys joined with dots."""
+    """Return the tensors of nested dictionaries, by their keys joined with dots."""
     found = dict[str, Tensor]()
     for key, value in state.items() if isinstance(state, dict) else ():
         if isinstance(value, dict):
@@ -300,7 +300,7 @@ def _take(
     copies: dict[tuple[str, str], Slices],
     problems: list[Problem],
 ) -> int:
-    """Add a stage, whose layers count from `offset` on, and return how many it has."""
+    """Add a stage to `tensors` and `copies`, its layers counted from `offset`; return their number."""
     uneven = sorted(set().union(*slices) - set(slices[0]).intersection(*slices))
     uneven += [n for n in slices[0] if n not in uneven and len({s[n].shape for s in slices}) > 1]
     if uneven:
@@ -308,7 +308,7 @@ def _take(
         problems.append(Problem(called, came, "each holds an equal part of the same tensors", WHOLE))
     layers = 0
     for stored in slices[0]:
-        name = renamed(stored)
+        name = common_name(stored)
         if layer := LAYER.fullmatch(name):
             layers = max(layers, int(layer[2]) + 1)
             name = f"{layer[1]}{offset + int(layer[2])}{layer[3]}"
@@ -323,7 +323,7 @@ def _take(
 
 
 def _missing(files: Files, arguments: Mapping[str, Any], layers: Collection[Path]) -> Iterator[Problem]:
-    """Ranks that the arguments tell of, whose files are not there, and layers between those of `layers`."""
+    """Yield problems: ranks of the arguments without files, and gaps between the files in `layers`."""
     found = {"tensor": len(files.stages[0])}
     if not files.by_layer:
         found["pipeline"] = len(files.stages)

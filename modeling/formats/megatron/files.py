@@ -5,7 +5,7 @@
     global_step1000/mp_rank_01_model_states.pt                  DeepSpeed without its pipeline: slice 1
     global_step1000/layer_05-model_01-model_states.pt           DeepSpeed's pipeline: slice 1 of layer 5
 
-Above them latest_checkpointed_iteration.txt, or DeepSpeed's latest, says which iteration is the newest.
+Above them latest_checkpointed_iteration.txt, or DeepSpeed's latest, names the newest iteration.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Files(NamedTuple):
 
     Attributes:
         where: its directory.
-        stages: of each pipeline stage, or of each layer if `by_layer`, the slices in order.
-        stated: the file that holds arguments and version.
-        by_layer: whether a file is one layer of DeepSpeed's pipeline.
+        stages: the slices, in order, of each pipeline stage, or of each layer if `by_layer`.
+        stated: the file with arguments and version.
+        by_layer: True if a file is one layer of DeepSpeed's pipeline.
     """
 
     where: Path
@@ -46,7 +46,7 @@ class Files(NamedTuple):
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Whether names in the directory are those of such a checkpoint."""
+    """Check whether the directory has the file names of a Megatron checkpoint."""
     names, patterns = _names(directory), (SAVED, RANK, PLAIN, LAYER, PARTITIONED, DISTRIBUTED)
     if "config.json" in names:  # transformers' Trainer leaves a global_stepN next to one
         return False
@@ -54,7 +54,7 @@ def is_checkpoint(directory: Path) -> bool:
 
 
 def find(directory: Path) -> Files:
-    """The files of the iteration in `directory`, or of the newest below it. Raises FileError."""
+    """Find the files of the iteration in `directory`, or of the newest below it. Raises FileError."""
     where = _iteration(directory)
     names = _names(where)
     if layers := [(int(m[1]), int(m[2]), where / m[0]) for m in _matches(LAYER, names)]:
@@ -78,7 +78,7 @@ def find(directory: Path) -> Files:
 def _names(directory: Path) -> list[str]:
     try:
         return sorted(path.name for path in directory.iterdir())
-    except OSError:  # what is in it says why
+    except OSError:  # a later read of a file reports it
         return []
 
 
@@ -110,13 +110,13 @@ def _iteration(directory: Path) -> Path:
 
 
 def _stages(where: Path, found: Sequence[tuple[int, int, Path]]) -> Sequence[Sequence[Path]]:
-    """From (stage or layer, slice, file): all have the same slices, which begin with 0, as stages do."""
+    """Sort (stage or layer, slice, file) by stage; refuse a missing slice or stage."""
     by_stage: dict[int, dict[int, Path]] = {}
     for stage, index, file in found:
         by_stage.setdefault(stage, {})[index] = file
     count = 1 + max(index for _, index, _ in found)
     if missing := [
-        f"slice {index} of {count} of {_called(slices)}"
+        f"slice {index} of {count} of {_stage_name(slices)}"
         for _, slices in sorted(by_stage.items())
         for index in range(count)
         if index not in slices
@@ -127,8 +127,8 @@ def _stages(where: Path, found: Sequence[tuple[int, int, Path]]) -> Sequence[Seq
     return [[slices[index] for index in range(count)] for _, slices in sorted(by_stage.items())]
 
 
-def _called(slices: Mapping[int, Path]) -> str:
-    """What a stage or a layer is called, after one of its files."""
+def _stage_name(slices: Mapping[int, Path]) -> str:
+    """Return the name of a stage or a layer, from one of its files."""
     file = next(iter(slices.values()))
     if layer := LAYER.fullmatch(file.name):
         return f"layer_{layer[1]}"

@@ -1,4 +1,4 @@
-"""Names and layouts of Megatron-LM's GPT and BERT, as its versions wrote them, and ours for them.
+"""Names and layouts of Megatron-LM's GPT and BERT in all its versions, and our names for them.
 
 Facts from https://github.com/NVIDIA/Megatron-LM: tags v1.0, v2.0, 23.04 (`megatron/model`,
 `megatron/checkpointing.py`), core_v0.8.0 (`megatron/legacy/model`, `megatron/core/models`), and
@@ -19,8 +19,8 @@ WORD = "embedding.word_embeddings.weight"
 POSITION = "embedding.position_embeddings.weight"
 LAYER = re.compile(r"(encoder\.layers\.)(\d+)(\..+)")
 
-# What versions call a thing -> its name here, applied in this order.
-_RENAMED = tuple(
+# Patterns of each version's names -> one name, applied in this order.
+_RENAMES = tuple(
     (re.compile(pattern), name)
     for pattern, name in (
         (r"^(module\.)+", ""),
@@ -48,7 +48,7 @@ _RENAMED = tuple(
     )
 )
 
-# Dimension in which ranks of tensor parallelism hold slices, by the end of a name; of others each holds all.
+# Dimension of the cut over tensor ranks, by the end of a name; every rank has all of the other tensors.
 _CUT = {
     "word_embeddings.weight": 0, "lm_head.bias": 0, "query_key_value.weight": 0, "query_key_value.bias": 0,
     "self_attention.dense.weight": 1, "dense_h_to_4h.weight": 0, "dense_h_to_4h.bias": 0,
@@ -79,15 +79,15 @@ _PER_LAYER = {
 }
 
 
-def renamed(stored: str) -> str:
-    """The one name of what versions call differently."""
-    for pattern, name in _RENAMED:
+def common_name(stored: str) -> str:
+    """Return the common name of a tensor whose name differs between versions."""
+    for pattern, name in _RENAMES:
         stored = pattern.sub(name, stored)
     return stored
 
 
 def name_map(model: Model) -> Mapping[str, str]:
-    """Every parameter of the model: ours -> theirs."""
+    """Map every parameter of the model: our name -> Megatron's."""
     modules = dict(_FINAL_NORM)
     for i in range(model.layers):
         modules |= {f"layers.{i}.{a}": f"encoder.layers.{i}.{b}" for a, b in _PER_LAYER.items()}
@@ -98,20 +98,19 @@ def name_map(model: Model) -> Mapping[str, str]:
 
 
 def cut_dimension(name: str) -> int | None:
-    """The dimension in which a tensor is cut over tensor-parallel ranks; None: each rank has all of it."""
+    """Return the dimension of a tensor's cut over tensor ranks; None: each rank has all of it."""
     return next((dim for end, dim in _CUT.items() if name.endswith(end)), None)
 
 
 def is_qkv(name: str) -> bool:
-    """Whether its rows have the order that `heads_first` makes ours."""
+    """Check that the tensor is a layer's QKV, with rows for `heads_first`."""
     return ".query_key_value." in name
 
 
 def heads_first(rows: Tensor, heads: int, version: float) -> Tensor:
-    """The rows of a slice's QKV, (heads x 3 x D, ...) in the order of a checkpoint version, in ours.
+    """Reorder the QKV rows (heads x 3 x D, ...) of a slice from the checkpoint version's order to ours.
 
-    Version 0 has them as (q/k/v, head, D), version 1.0 as (head, D, q/k/v), from 2.0 on (head, q/k/v, D),
-    which is ours.
+    Version 0 has (q/k/v, head, D), version 1.0 (head, D, q/k/v), 2.0 and later our (head, q/k/v, D).
     """
     rest = rows.shape[1:]
     if version < 1:
