@@ -1,4 +1,4 @@
-"""What to train: one YAML file per table, one recipe per row.
+"""Recipes of trainings: one YAML file per table, one recipe per row.
 
 `recipes.schema` is the schema, `recipes.catalog` finds and loads the files.
 """

@@ -26,13 +26,13 @@ from recipes.yaml_lines import read
 
 DEFAULT_RECIPE = "default/sotu"
 
-# These change what is reported or how the work is shared, never a number of the training.
+# These change reports or the sharing of the work, never a number of the training.
 NOT_IN_DIGEST = frozenset({
     "title", "run", "ds_config", "parallel", "hardware", "published", "inferred", "differs", "unknown",
     "note",
 })  # fmt: skip
-# Keys, or sections, that may change where a run resumes: those above, how the same numbers are laid out,
-# rounded or read, and how far the run goes. Every other key decides which numbers are trained.
+# Keys or sections that may change on resuming: those above, keys of layout, rounding and reading of the same
+# numbers, and the end of the run. Every other key decides the numbers of the training.
 MAY_CHANGE = frozenset({
     *NOT_IN_DIGEST, "activation_checkpointing", "batch.accumulation", "batch.micro", "data.broken_records",
     "model.implementation", "model.vocab_divisible_by", "precision", "steps",
@@ -43,14 +43,14 @@ Change = tuple[str, Any, Any]  # dotted key, there, now
 
 
 class Changes(NamedTuple):
-    """In what a run would resume otherwise than it was started."""
+    """Differences between a run's recipe and the recipe to resume it with."""
 
     allowed: list[Change]
     refused: list[Change]
 
 
 class Entry(NamedTuple):
-    """A line of `--list`."""
+    """One recipe in a list: its name, its title and its table's title."""
 
     name: str
     title: str
@@ -58,7 +58,7 @@ class Entry(NamedTuple):
 
 
 def names(folder: Path = FOLDER) -> list[Entry]:
-    """Every recipe of the folder, the default one first; one RecipeError for all tables that are broken."""
+    """List every recipe of the folder, the default one first; one RecipeError for all broken tables."""
     entries = [
         Entry(f"{table.name}/{row}", str(table.row(row).get("title", "")), table.title)
         for table in tables(folder)
@@ -70,15 +70,15 @@ def names(folder: Path = FOLDER) -> list[Entry]:
 def load(
     name: str = DEFAULT_RECIPE, overrides: Sequence[str] = (), tiny: bool = False, steps: int | None = None
 ) -> Recipe:
-    """The recipe called `name`, shrunk, overridden, cut to `steps`, in this order.
+    """Load the recipe `name`; shrink it, override keys and cut it to `steps`, in this order.
 
     `name` is table/row, a row or a table with one row if that is unambiguous, or a YAML file followed by
     /row or :row.
     `overrides` are texts like "batch.micro=4", the value in YAML; they have the last word over `tiny`.
-    `steps` ends the run earlier or later and leaves the schedule as the recipe has it, so that a short run is
-    the beginning of the long one; to stretch the schedule as well, override `steps=`.
+    `steps` ends the run earlier or later and keeps the recipe's schedule, so that a short run is the
+    beginning of the long one; to stretch the schedule as well, override `steps=`.
 
-    Raises RecipeError: no such recipe, or every problem of it, one line each.
+    Raises RecipeError: no such recipe, or all its problems, one line each.
     """
     table, row = find(name)
     values, where = table.row(row), f"{table.name}/{row}"
@@ -96,19 +96,19 @@ def load(
 
 
 def full_name(name: str) -> str:
-    """The recipe that `name` means to `load`, as table/row. Raises RecipeError where there is none."""
+    """Complete a recipe's name to table/row, as `load` reads it. Raises RecipeError if there is none."""
     table, row = find(name)
     return f"{table.name}/{row}"
 
 
 def dump(recipe: Recipe) -> str:
-    """The recipe as YAML with every value written out; `load_resolved` reads it back."""
+    """Write the recipe as YAML with every value; `load_resolved` reads it back."""
     values = recipe.model_dump(mode="json", by_alias=True)
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
 
 
 def load_resolved(path: str | Path) -> Recipe:
-    """Read a recipe that `dump` wrote (a run's recipe.yaml); RecipeError: missing, malformed or no recipe."""
+    """Read a run's recipe.yaml, written by `dump`; RecipeError: missing, malformed or no recipe."""
     where = str(path)
     if not files.is_file(Path(path)):
         rule, fix = "a run keeps its recipe in recipe.yaml", "give the run's directory"
@@ -121,23 +121,23 @@ def load_resolved(path: str | Path) -> Recipe:
 
 
 def digest(recipe: Recipe) -> str:
-    """sha256 over what decides the numbers of the training.
+    """Return the sha256 of the values that decide the numbers of the training.
 
-    Left out are the layout (`parallel`, `batch.micro`, `batch.accumulation`, `ds_config`), what is only
-    printed or kept, and `steps`, which decides how far the run goes: in its place stands the step at which
-    the learning rate has decayed.
+    The layout (`parallel`, `batch.micro`, `batch.accumulation`, `ds_config`), values for printing and
+    keeping, and `steps`, the end of the run, are left out; the step of the learning rate's decay replaces
+    `steps`.
     """
     values = {key: value for key, value in recipe.compared().items() if key not in NOT_IN_DIGEST}
     values["batch"] = {"global": recipe.batch.global_}
     values["schedule"]["decay_steps"] = _decay_steps(recipe)
-    del values["steps"], values["data"]["broken_records"]  # what is skipped is said, and sound data have none
+    del values["steps"], values["data"]["broken_records"]  # sound data have none, and a run reports skips
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def changes(there: Recipe, now: Recipe) -> Changes:
-    """What differs between the recipe of a run and the one that it is to resume with.
+    """Compare the recipe of a run with the recipe to resume it with.
 
-    Two schedules are compared by the step at which the learning rate has decayed.
+    Two schedules are compared by the step of the learning rate's decay.
     """
     both = []
     for recipe in (there, now):
@@ -153,12 +153,12 @@ def changes(there: Recipe, now: Recipe) -> Changes:
 
 
 def _decay_steps(recipe: Recipe) -> int | None:
-    """None where the learning rate does not decay."""
+    """Return the last step of the learning rate's decay; None: it does not decay."""
     return None if recipe.schedule.kind == "constant" else recipe.decay_steps
 
 
 def tables(folder: Path = FOLDER) -> list[Table]:
-    """Every table of the folder, in the order of their names. Raises RecipeError as `names` does."""
+    """Read every table of the folder, in the order of their names. Raises RecipeError as `names` does."""
     found, problems = _tables(folder)
     if problems:
         raise RecipeError(problems)
@@ -176,7 +176,7 @@ def _tables(folder: Path) -> tuple[list[Table], list[Problem]]:
 
 
 def find(name: str) -> tuple[Table, str]:
-    """The table and the row that `name` means to `load`. Raises RecipeError where there is none."""
+    """Find the table and the row of a recipe's name. Raises RecipeError if there is none."""
     if outside := _outside(name):
         path, row = outside
         if not files.is_file(path):
@@ -199,7 +199,7 @@ def _unfound(asked: str, came: str, fix: str, others: Sequence[Problem] = ()) ->
 
 
 def _outside(name: str) -> tuple[Path, str] | None:
-    """`path.yaml/row` or `path.yaml:row` -> path and row; None for a name of the catalog."""
+    """Split `path.yaml/row` or `path.yaml:row` into path and row; None for a name of the catalog."""
     for suffix in (".yaml", ".yml"):
         before, found, after = name.rpartition(suffix)
         if found and after[:1] in ("", "/", ":"):
@@ -210,9 +210,9 @@ def _outside(name: str) -> tuple[Path, str] | None:
 def _row_of(
     tables: list[Table], asked: str, name: str, problems: list[Problem], written: Callable[[str], str] = str
 ) -> tuple[Table, str]:
-    """The one row that `name` can mean; other tables' problems are told only where the name is not found.
+    """Find the only row that matches `name`; other tables' problems are reported only if none matches.
 
-    `written`: table/row as the user has to write it.
+    `written` turns table/row into the user's form of the name.
     """
     every = {f"{table.name}/{row}": (table, row) for table in tables for row in table.rows}
     matching = [name] if name in every else [key for key in every if name in key.split("/", 1)]
@@ -225,7 +225,7 @@ def _row_of(
 
 
 def _suggestion(name: str, every: Mapping[str, tuple[Table, str]], written: Callable[[str], str]) -> str:
-    """Rows spelt like `name`, else tables spelt like it, else the tables there are, as `load` takes them."""
+    """Suggest rows spelt like `name`, else tables spelt like it, else all tables."""
     near = nearest(name, every)
     if "/" not in name:
         rows = nearest(name, {row for _, row in every.values()})

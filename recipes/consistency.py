@@ -1,6 +1,6 @@
-"""What the fields of one recipe owe each other; what they owe a layout is `ds_configs.resolver`'s part.
+"""Rules between the fields of one recipe; `ds_configs.resolver` has the rules between recipe and layout.
 
-One function per subject yields what is wrong, so that all problems are reported at once.
+One function per subject yields its problems, so that all are reported at once.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from recipes.schema import Origin, Recipe
 from recipes.tasks import TASKS
 
 ORIGIN_FIELDS = tuple(sorted(Origin.model_fields))
-# A folder of data here; that package imports this one.
+# Read as a folder of JSONs: that package imports this one.
 _DS_CONFIGS = Path(__file__).resolve().parents[1] / "ds_configs"
 
 Found = Iterator[Problem]
 
 
 def problems(recipe: Recipe, *, whole: bool = True, columns: Sequence[str] | None = None) -> list[Problem]:
-    """Every broken rule; empty when the recipe is consistent.
+    """Return the problem of every broken rule; empty for a consistent recipe.
 
     Args:
         recipe: its fields valid one by one.
-        whole: without it, fields may be missing: what a rule says before it asks for one of them still holds.
-        columns: headings of the table whose row it is; None for a run's own recipe, of which less is asked.
+        whole: if False, fields may be missing; a rule's problems before its first missing field are kept.
+        columns: headings of the row's table; None for a run's own recipe, which has fewer rules.
     """
     rules = [rule(recipe) for rule in _RULES]
     if columns is not None:
@@ -40,13 +40,13 @@ def problems(recipe: Recipe, *, whole: bool = True, columns: Sequence[str] | Non
     found: list[Problem] = []
     for rule in rules:
         with contextlib.suppress(*(() if whole else (AttributeError, TypeError))):
-            for problem in rule:  # one by one: what comes before the missing field is kept
+            for problem in rule:  # one by one, to keep those before a missing field
                 found.append(problem)
     return found
 
 
 def _together(recipe: Recipe, first: str, second: str, joint: str = " with ") -> tuple[Words, ...]:
-    """Two keys with their values, as in "schedule.min_lr=1.0 is above optimizer.lr=0.1"."""
+    """Join two keys with their values, as in "schedule.min_lr=1.0 is above optimizer.lr=0.1"."""
     return Setting(first, attrgetter(first)(recipe)), joint, Setting(second, attrgetter(second)(recipe))
 
 
@@ -210,7 +210,7 @@ def _checkpointing(recipe: Recipe) -> Found:
 
 
 def _provenance(recipe: Recipe) -> Found:
-    """Keys named in `inferred`, `differs`, `unknown` and `published.printed` exist."""
+    """Check that the keys named in `inferred`, `differs`, `unknown` and `published.printed` exist."""
     for key in sorted(recipe.inferred.keys() & recipe.unknown.keys()):
         rule = "is in inferred as well, and a value has a source or none"
         yield Problem("unknown", f"unknown: {key}", rule, "keep one of the two")
@@ -225,7 +225,7 @@ def _provenance(recipe: Recipe) -> Found:
 
 
 def _task(recipe: Recipe) -> Found:
-    """A task and its head belong together, and the head to a BERT."""
+    """Check that the task has its head, and the head a BERT."""
     model, task = recipe.model, recipe.task
     head = Setting("model.task_head", model.task_head)
     if head.value != "none" and not model.facts.masked:
@@ -263,7 +263,7 @@ _RULES: tuple[Callable[[Recipe], Found], ...] = (
 
 
 def _ds_config(recipe: Recipe) -> Found:
-    """A bare name is a file of ds_configs/; a path may be another machine's, and is looked up when used."""
+    """Check that a bare name is a file of ds_configs/; a path may be another machine's: checked on use."""
     name, known = recipe.ds_config, [path.stem for path in _DS_CONFIGS.glob("*.json")]
     if Path(name).name == name and not files.is_file(Path(name)) and name.removesuffix(".json") not in known:
         came, rule = Setting("ds_config", name), "no such file in ds_configs/"
@@ -271,7 +271,7 @@ def _ds_config(recipe: Recipe) -> Found:
 
 
 def _batch(recipe: Recipe) -> Found:
-    """The shares of the batch for the dp that the row states."""
+    """Check the shares of the batch, if the row states dp."""
     batch, dp, (_, pp) = recipe.batch, recipe.parallel.dp, recipe.parallel.model_parallel
     if dp:
         shares = share_batch(batch.micro, batch.accumulation, batch.global_, dp, pp, dp_is_stated=True)

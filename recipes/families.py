@@ -1,7 +1,7 @@
-"""The families of models: what is known of each without torch, once.
+"""Facts of the families of models; needs no torch.
 
-Shapes of a micro-batch: B samples of S tokens, of which a masked family predicts P; for a task N = B, or a
-B-th share where a choice is among several samples. Token ids, lengths and positions are int64, weights
+Shapes of a micro-batch: B samples of S tokens; a masked family predicts P tokens of a sample; a task has N
+examples, B, or B / C for choices among C samples. Token ids, lengths and positions are int64, weights
 float32. The loss of a micro-batch is the sum of cross-entropies times weights.
 """
 
@@ -19,40 +19,40 @@ PUBLISHED_VOCABULARIES = {
     "bert_uncased": BERT_UNCASED_VOCABULARY,
     "bert_cased": BERT_CASED_VOCABULARY,
 }
-TRAINED = ("trained_bpe", "trained_wordpiece")  # kinds of vocabulary that are learnt from the text
+TRAINED = ("trained_bpe", "trained_wordpiece")  # kinds of vocabulary learnt from the text
 SMALLEST_BPE = 257  # the 256 bytes, and the end-of-document token
 
 
 @dataclass(frozen=True)
 class MicroBatchFields:
-    """Tensor names in the order in which a model takes them -> their dimensions."""
+    """Names of a micro-batch's tensors, in the model's order -> their dimensions."""
 
-    inputs: Mapping[str, str]  # what the first pipeline stage takes
-    targets: Mapping[str, str]  # what the last one computes the loss from
+    inputs: Mapping[str, str]  # of the first pipeline stage
+    targets: Mapping[str, str]  # of the loss, on the last one
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of them, as the plain model takes them."""
+        """Names of all tensors, in the plain model's order."""
         return (*self.inputs, *self.targets)
 
     @property
     def sizes(self) -> Mapping[str, str]:
-        """The dimensions of all of them."""
+        """Dimensions of all tensors."""
         return {**self.inputs, **self.targets}
 
     @property
     def padded(self) -> bool:
-        """Whether a sample may end before its S-th token: `lengths` says where."""
+        """True if a sample may end before its S-th token, at its entry of `lengths`."""
         return "lengths" in self.inputs
 
     @property
     def uneven(self) -> bool:
-        """Whether samples predict different numbers of tokens, up to P."""
+        """True if samples predict different numbers of tokens, up to P."""
         return "P" in self.targets["weights"]
 
 
 class Refused(NamedTuple):
-    """Values of a key that a family does not have."""
+    """Values of a key without meaning for a family."""
 
     key: str
     values: tuple[str, ...]
@@ -62,11 +62,11 @@ class Refused(NamedTuple):
 
 @dataclass(frozen=True)
 class FamilyFacts:
-    """One family. The defaults are those of models that predict each next token.
+    """Facts of one family; the defaults suit models of the next token.
 
     Attributes:
         name: `model.family` of its recipes.
-        title: as people call it.
+        title: common name.
         fields: tensors of a micro-batch in pretraining.
         masked: it predicts masked tokens of whole samples and can have heads for sentences and tasks, as a
             BERT; else the next token at every position.
@@ -74,9 +74,9 @@ class FamilyFacts:
         length: usual tokens of a sample.
         shortest: tokens of the shortest sample.
         trained, published: kinds of vocabulary that are usual for it.
-        refused: values that it does not have.
-        settings: keys that a recipe of another family sets to become one of this, besides the shape.
-        placements: values of `model.layer_norm`, where it has several.
+        refused: values without meaning for it.
+        settings: keys, besides the shape, that turn a recipe of another family into one of this family.
+        placements: values of `model.layer_norm`, if it has several.
     """
 
     name: str
@@ -152,6 +152,6 @@ TASK_FIELDS: Mapping[str, MicroBatchFields] = {
 
 
 def fields_of(names: Collection[str]) -> MicroBatchFields:
-    """The fields of the micro-batch that holds tensors of these names; those of equal names share them."""
+    """Return the fields with exactly these names; families with equal names have equal fields."""
     every = (*(family.fields for family in FAMILIES.values()), *TASK_FIELDS.values())
     return next(fields for fields in every if set(fields.names) == set(names))

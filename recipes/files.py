@@ -1,9 +1,9 @@
-"""The door through which every file of a user or of a run comes in: bounded, UTF-8, checked in its form.
+"""Readers of all files of users and runs: of bounded size, UTF-8, and checked in their form.
 
-Whatever is wrong with a file is a `FileError` that names it, and the line where there is one: it cannot be
-read, is no ordinary file (a pipe would hang), is larger than any such file is, is not UTF-8, not JSON, nested
-too deeply for the libraries that take it from here, or holds numbers and texts that Python reads and nothing
-else takes: NaN, integers of thousands of digits, halves of a surrogate pair.
+Every fault of a file is a `FileError` with its name, and the line if there is one. The file cannot be read,
+is no ordinary file (a pipe would hang), is too large, not UTF-8, not JSON, or nested too deeply for later
+libraries. Or it holds values that only Python accepts: NaN, integers of thousands of digits, halves of a
+surrogate pair.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from recipes.problems import Problem, ProblemsError
 T = TypeVar("T")
 
 MIB = 2**20
-MOST_TEXT = 16 * MIB  # bytes of a file that people write, or that says how a run was made
+MOST_TEXT = 16 * MIB  # bytes of a file that people write, or of a run's facts
 MOST_DEPTH = 50  # objects and lists within each other
-MOST_BITS = 1024  # of an integer; texts of much longer ones Python itself refuses
+MOST_BITS = 1024  # of an integer; Python itself refuses texts of much longer ones
 MOST_HEADER = 100_000_000  # bytes of a safetensors header, by its format
 # Bits of an element, by the names of safetensors.
 DTYPE_BITS = {
@@ -37,12 +37,12 @@ DTYPE_BITS = {
 
 
 class FileError(ProblemsError):
-    """A file that cannot be used. The message names it, the line where there is one, the rule and the fix."""
+    """An unusable file. The message has its name, the line if there is one, the rule and the fix."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as the header of a safetensors file has it: `start` and `end` are bytes within the file."""
+    """A tensor's entry in the header of a safetensors file; `start` and `end` are bytes within the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ def refuse(where: str | Path, came: str, rule: str = "", fix: str = "", line: in
 
 
 def path_of(text: str | Path, where: str) -> Path:
-    """The path that a user wrote, "~" spelt out. Raises FileError: the home of a user who is not known."""
+    """Return a user's path with "~" spelt out. Raises FileError for the home of an unknown user."""
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
@@ -65,7 +65,7 @@ def path_of(text: str | Path, where: str) -> Path:
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is a file, or something of which only reading can tell why it is none."""
+    """Check that there is a file; also True where only reading it can tell the fault."""
     try:
         return path.is_file()
     except (OSError, ValueError):  # no permission, a name too long, a NUL
@@ -73,7 +73,7 @@ def is_file(path: Path) -> bool:
 
 
 def read_bytes(path: Path, most: int = MOST_TEXT) -> bytes:
-    """All of an ordinary file of at most `most` bytes. Raises FileError."""
+    """Read an ordinary file of at most `most` bytes. Raises FileError."""
     content = read_part(path, 0, most + 1)
     if len(content) > most:
         refuse(
@@ -83,7 +83,7 @@ def read_bytes(path: Path, most: int = MOST_TEXT) -> bytes:
 
 
 def read_part(path: Path, start: int, length: int) -> bytes:
-    """At most `length` bytes of an ordinary file from byte `start` on. Raises FileError."""
+    """Read at most `length` bytes of an ordinary file from byte `start` on. Raises FileError."""
     with _opened(path) as file:
         file.seek(start)
         return file.read(length)
@@ -91,7 +91,7 @@ def read_part(path: Path, start: int, length: int) -> bytes:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-    """The open file; what the system says against it is a FileError."""
+    """Open an ordinary file; errors of the system become a FileError."""
     try:
         kind = path.stat().st_mode
         if stat.S_ISDIR(kind):
@@ -111,12 +111,12 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_text(path: Path, most: int = MOST_TEXT) -> str:
-    """All of a text file, without a byte-order mark. Raises FileError."""
+    """Read a text file, without its byte-order mark. Raises FileError."""
     return decode(read_bytes(path, most), path)
 
 
 def decode(content: bytes, where: str | Path, line: int | None = None) -> str:
-    """UTF-8 as text. Raises FileError."""
+    """Decode UTF-8. Raises FileError."""
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -125,12 +125,12 @@ def decode(content: bytes, where: str | Path, line: int | None = None) -> str:
 
 
 def read_json(path: Path, most: int = MOST_TEXT) -> Any:
-    """The value in a JSON file. Raises FileError."""
+    """Read the value in a JSON file. Raises FileError."""
     return parse_json(read_text(path, most), path)
 
 
 def read_json_object(path: Path, most: int = MOST_TEXT) -> dict[str, Any]:
-    """The object in a JSON file. Raises FileError."""
+    """Read the object in a JSON file. Raises FileError."""
     value = read_json(path, most)
     if not isinstance(value, dict):
         refuse(path, f"holds {named_kind(value)}", "an object, {...}, is needed here")
@@ -138,7 +138,7 @@ def read_json_object(path: Path, most: int = MOST_TEXT) -> dict[str, Any]:
 
 
 def lines_of(path: Path, most: int) -> Iterator[tuple[int, bytes]]:
-    """Number from 1 and bytes of every line, with its end. Raises FileError: a line too long, too."""
+    """Yield the number, from 1, and the bytes of every line, with its end. Raises FileError."""
     with _opened(path) as file:
         for number in itertools.count(1):
             line = file.readline(most + 1)
@@ -151,7 +151,7 @@ def lines_of(path: Path, most: int) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_json(text: str, where: str | Path, line: int | None = None) -> Any:
-    """The value of a JSON text, in which no key stands twice. `line`: where the text stands in the file.
+    """Parse a JSON text and refuse a key that stands twice. `line`: of the text in the file.
 
     Raises FileError with line and column.
     """
@@ -181,7 +181,7 @@ def parse_json(text: str, where: str | Path, line: int | None = None) -> Any:
 
 
 def checked(form: TypeAdapter[T], value: Any, where: str | Path, line: int | None = None) -> T:
-    """The value in the form it must have. Raises FileError: what is missing, or the first that is wrong."""
+    """Check a value against its form and return it. Raises FileError: missing keys, or the first fault."""
     try:
         return form.validate_python(value)
     except ValidationError as error:
@@ -195,7 +195,7 @@ def checked(form: TypeAdapter[T], value: Any, where: str | Path, line: int | Non
 
 
 def check_value(value: Any, where: str | Path, line: int | None = None) -> None:
-    """Refuse what is nested too deeply, huge integers, and texts that are no Unicode."""
+    """Refuse values nested too deeply, huge integers, and texts that are no Unicode."""
     waiting = [(value, 1)]
     while waiting:
         each, depth = waiting.pop()
@@ -217,16 +217,16 @@ def check_value(value: Any, where: str | Path, line: int | None = None) -> None:
 
 
 def named_kind(value: Any) -> str:
-    """What a value of JSON or YAML is called: a list, an object, a text, ..."""
+    """Return the name of a JSON or YAML value's kind: a list, an object, a text, ..."""
     kinds = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "nothing"}
     return kinds.get(type(value), "a number" if isinstance(value, (int, float)) else "a value")
 
 
 def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file by their names; its numbers are not read.
+    """Read the entries of a safetensors file's tensors by their names, without their numbers.
 
-    Checked are all that the format promises (https://github.com/huggingface/safetensors, "Format"): the
-    tensors fill the rest of the file without a gap, each with as many bytes as its shape and type take.
+    Checks the format's rules (https://github.com/huggingface/safetensors, "Format"): the tensors fill the
+    rest of the file without a gap, each with the bytes of its shape and type.
 
     Raises FileError.
     """
@@ -253,7 +253,7 @@ def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _stored_tensor(path: Path, name: str, entry: Any, data: int) -> StoredTensor:
-    """`data`: byte at which the numbers begin."""
+    """Check a tensor's entry in the header; `data`: byte at which the numbers begin."""
     try:
         dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         whole = all(type(n) is int and 0 <= n < 2**63 for n in (*shape, start, end))
@@ -286,7 +286,7 @@ def _refuse_malformed(
 
 
 class _DuplicateKeyError(Exception):
-    """A key that stands twice in one object."""
+    """A key twice in one object."""
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Dotted keys of the recipe and of nested mappings: which there are, and what a misspelt one may mean."""
+"""Dotted keys of the recipe and of nested mappings, and suggestions for misspelt ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Path = Sequence[str | int]  # of keys, and indices of the parts of a list
 
 
 def submodel(annotation: Any) -> type[BaseModel] | None:
-    """The pydantic model in an annotation such as `Published | None` or `tuple[BlendPart, ...]`, if any."""
+    """Return the pydantic model in an annotation such as `Published | None` or `tuple[BlendPart, ...]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if get_origin(annotation) in (Union, types.UnionType, tuple):
@@ -25,17 +25,17 @@ def submodel(annotation: Any) -> type[BaseModel] | None:
 
 
 def children(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Key in the file -> field of the model."""
+    """Map the keys in the file to the fields of the model."""
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
 def shown(path: Path) -> str:
-    """A path as users write it: data.blend[1].weight."""
+    """Write a path as users do: data.blend[1].weight."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
 def paths(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
-    """Every dotted key: model, model.layers, … Keys inside lists have none."""
+    """Yield every dotted key: model, model.layers, … Keys inside lists have none."""
     for key, field in children(model).items():
         yield prefix + key
         below = submodel(field.annotation)
@@ -44,7 +44,7 @@ def paths(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
 
 
 def known_prefix(path: Path) -> tuple[str | int, ...]:
-    """The part of an error's location that names keys of the schema, and models in lists by index from 0.
+    """Cut an error's location to keys of the schema and indices, from 0, of models in lists.
 
     pydantic appends union members and indices of plain values.
     """
@@ -58,7 +58,7 @@ def known_prefix(path: Path) -> tuple[str | int, ...]:
 
 
 def list_rule(path: Path) -> str:
-    """What the list of a key consists of; empty for a key that holds no list of models."""
+    """Describe the parts of a key's list; empty if the key holds no list of models."""
     level, part = _model_at(path[:-1]), _model_at(path)
     if not level or not part or get_origin(children(level)[str(path[-1])].annotation) is not tuple:
         return ""
@@ -67,7 +67,7 @@ def list_rule(path: Path) -> str:
 
 
 def suggestion(path: Path) -> str:
-    """What an unknown key may have been meant as: a sibling spelt alike, or the same word elsewhere."""
+    """Suggest keys for an unknown one: siblings spelt alike, or the same word elsewhere."""
     for end in range(1, len(path)):
         if isinstance(path[end], str) and isinstance(path[end - 1], str) and (rule := list_rule(path[:end])):
             return f"{shown(path[:end])} is {rule}: give it as a whole"
@@ -85,7 +85,7 @@ def suggestion(path: Path) -> str:
 
 
 def _model_at(path: Path) -> type[BaseModel] | None:
-    """The model that a key holds, or each part of its list."""
+    """Return the model of a key's value, or of its list's parts."""
     level: type[BaseModel] | None = Recipe
     for part in path:
         if isinstance(part, str):
@@ -95,7 +95,7 @@ def _model_at(path: Path) -> type[BaseModel] | None:
 
 
 def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """("a.b", value) for every leaf of nested mappings; lists and empty mappings are leaves."""
+    """Yield ("a.b", value) for every leaf of nested mappings; lists and empty mappings are leaves."""
     if isinstance(tree, Mapping) and tree:
         for key, value in tree.items():
             yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
@@ -104,7 +104,7 @@ def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def differences(old: Any, new: Any) -> list[tuple[str, Any, Any]]:
-    """(dotted key, old value, new value) of the leaves that differ; "absent" where one side lacks the key."""
+    """List (dotted key, old value, new value) of differing leaves; "absent" if one side lacks the key."""
     before, after = dict(flatten(old)), dict(flatten(new))
     pairs = [(key, before.get(key, "absent"), after.get(key, "absent")) for key in {**before, **after}]
     return [pair for pair in pairs if pair[1] != pair[2]]

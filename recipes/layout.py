@@ -11,7 +11,7 @@ from recipes.problems import Problem, Setting, Words
 
 @dataclass(frozen=True)
 class Layout:
-    """How one optimizer step is shared out.
+    """Degrees of parallelism, and the shares of one optimizer step's batch.
 
     `dataclasses.asdict` and `Layout(**values)` take it to JSON and back.
 
@@ -34,27 +34,27 @@ class Layout:
 
     @property
     def world(self) -> int:
-        """Processes."""
+        """Number of processes."""
         return self.tp * self.pp * self.dp
 
     def degrees(self) -> str:
-        """In words: "8 tensor x 1 pipeline x 2 data parallel"."""
+        """Describe the degrees: "8 tensor x 1 pipeline x 2 data parallel"."""
         return f"{self.tp} tensor x {self.pp} pipeline x {self.dp} data parallel"
 
     def identity(self) -> str:
-        """The batch in one line: "8 micro x 1 accumulation x 1 dp = 8 global"."""
+        """Describe the batch in one line: "8 micro x 1 accumulation x 1 dp = 8 global"."""
         micro, accumulation = f"{self.micro} micro", f"{self.accumulation} accumulation"
         return f"{micro} x {accumulation} x {self.dp} dp = {self.global_batch} global"
 
 
 def padded_vocab(vocab: int, tp: int, divisible_by: int = 128) -> int:
-    """The smallest multiple of `divisible_by` x tp that holds `vocab` tokens, as Megatron-LM pads them."""
+    """Round `vocab` up to a multiple of `divisible_by` x tp, as Megatron-LM pads the vocabulary."""
     multiple = divisible_by * tp
     return -(-vocab // multiple) * multiple
 
 
 def divisors(number: int) -> list[int]:
-    """Divisors in ascending order."""
+    """Return all divisors in ascending order."""
     small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
     return sorted({*small, *(number // candidate for candidate in small)})
 
@@ -62,13 +62,13 @@ def divisors(number: int) -> list[int]:
 def share_batch(
     micro: int | None, accumulation: int | None, total: int, dp: int, pp: int, *, dp_is_stated: bool = False
 ) -> tuple[int, int] | Problem:
-    """(micro, accumulation) with micro x accumulation x dp = total, or why there are none.
+    """Return (micro, accumulation) with micro x accumulation x dp = total, or the problem.
 
-    What is None is derived. With neither given, the micro-batch is the largest that leaves a pipeline of `pp`
-    stages at least `pp` micro-batches, since with fewer some stage never works while another does.
+    A share of None is derived. With neither given, the micro-batch is the largest that leaves a pipeline of
+    `pp` stages at least `pp` micro-batches: with fewer, some stage would always wait.
 
     Args:
-        dp_is_stated: by the recipe, where it can be changed; else it follows from the number of processes.
+        dp_is_stated: True if the recipe states dp; else dp follows from the number of processes.
     """
     per_rank, over = divmod(total, dp)
     whole = Setting("batch.global", total)
@@ -110,7 +110,7 @@ def share_batch(
 
 
 def _set(options: Mapping[str, Iterable[int]]) -> tuple[Words, ...]:
-    """ "--set batch.micro=2 or 4, or --set batch.global=6": each key with the numbers that mend it."""
+    """Write fixes as "--set batch.micro=2 or 4, or --set batch.global=6"."""
     words: list[Words] = []
     for key, numbers in options.items():
         words += [", or --set " if words else "--set ", Setting(key, _or(numbers))]
@@ -118,12 +118,12 @@ def _set(options: Mapping[str, Iterable[int]]) -> tuple[Words, ...]:
 
 
 def _multiples_near(number: int, step: int) -> list[int]:
-    """The multiple of `step` below and the one above."""
+    """Return the multiples of `step` below and above `number`."""
     return [max(step, number // step * step), (number // step + 1) * step]
 
 
 def _nearest(number: int, options: list[int]) -> list[int]:
-    """The two options nearest to `number`, in ascending order."""
+    """Return the two options nearest to `number`, in ascending order."""
     return sorted(sorted(options, key=lambda option: (abs(option - number), option))[:2])
 
 

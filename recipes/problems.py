@@ -1,4 +1,4 @@
-"""Errors that list everything wrong at once, and near matches for misspelt words."""
+"""Problems of inputs, errors that list all of them at once, and near matches for misspelt words."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import difflib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-MOST = 10  # options that a message lists
+MOST = 10  # options in a message
 
 
 class Key(str):
-    """A dotted key of the recipe inside a text, which a command may show as a flag of its own."""
+    """A dotted key of the recipe inside a text; a command may show it as its own flag."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A key of the recipe with a value inside a text: `batch.micro=4`, or a command's own flag with it."""
+    """A key of the recipe with its value inside a text: `batch.micro=4`, or a command's own flag."""
 
     key: str
     value: object
@@ -30,15 +30,15 @@ Text = Words | tuple[Words, ...]
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with what the user gave.
+    """One fault of a user's input.
 
     Attributes:
-        key: what has to change: a dotted key of the recipe or of the JSON, a flag or a file.
-        came: what was given.
-        rule: what it breaks; "" where `came` says it all.
-        fix: what to do.
-        where: what holds it: a recipe by its name, a file or a flag; "" where the rest says so.
-        place: where the key is written: file:line, or the flag.
+        key: a dotted key of the recipe or of the JSON, a flag or a file, which has to change.
+        came: the input.
+        rule: the broken rule; "" if `came` says it all.
+        fix: advice for the user.
+        where: recipe, file or flag of the fault; "" if the other texts name it.
+        place: file:line of the key, or its flag.
     """
 
     key: str
@@ -52,9 +52,9 @@ class Problem:
         return self.render()
 
     def render(self, show: Callable[[Words], str] = str) -> str:
-        """The sentence "where: came: rule; fix (place)".
+        """Write the sentence "where: came: rule; fix (place)".
 
-        `show` turns each piece of the texts into what this command's user types.
+        `show` turns each piece of the texts into the form that this command's user types.
         """
         came, rule, fix = ("".join(map(show, pieces(text))) for text in (self.came, self.rule, self.fix))
         sentence = ": ".join(part for part in (self.where, came, rule) if part)
@@ -63,18 +63,18 @@ class Problem:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """What it is about: its own key, and those in what was given."""
+        """The problem's key, and the keys in `came`."""
         named = [piece for piece in pieces(self.came) if isinstance(piece, (Key, Setting))]
         return (self.key, *(piece.key if isinstance(piece, Setting) else piece for piece in named))
 
 
 def pieces(text: Text) -> tuple[Words, ...]:
-    """The pieces that a text is made of."""
+    """Split a text into its pieces."""
     return text if isinstance(text, tuple) else (text,)
 
 
 class ProblemsError(ValueError):
-    """Several problems of one input, each once and in a line of its own: what came, the rule, the fix."""
+    """Several problems of one input, each once and in a line of its own."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         by_line = {str(problem): problem for problem in problems}
@@ -84,16 +84,16 @@ class ProblemsError(ValueError):
 
 
 class RecipeError(ProblemsError):
-    """No such recipe, or one that cannot be used."""
+    """An unknown or unusable recipe."""
 
 
 def nearest(word: str, options: Iterable[str], count: int = 3) -> list[str]:
-    """The options spelt most like `word`, best first; empty if none is close."""
+    """Return the options spelt most like `word`, best first; empty if none is close."""
     return difflib.get_close_matches(word, list(options), n=count, cutoff=0.6)
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:
-    """The question "did you mean heads?", or what there is, at most `MOST` of it."""
+    """Ask "did you mean heads?", or list at most `MOST` of the options."""
     options = sorted(options)
     near = nearest(word, options)
     if near:
@@ -102,13 +102,13 @@ def did_you_mean(word: str, options: Iterable[str]) -> str:
 
 
 def some(options: Sequence[str], most: int = MOST) -> str:
-    """The first `most` of them, and how many more there are."""
+    """List the first `most` options, and the number of the others."""
     more = len(options) - most
     return ", ".join(options[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def either(words: Iterable[object]) -> str:
-    """The words as "a, b or c"."""
+    """Join the words as "a, b or c"."""
     *first, last = [str(word) for word in words]
     return f"{', '.join(first)} or {last}" if first else last
 
@@ -117,6 +117,6 @@ ES = ("s", "x", "ch", "sh")
 
 
 def counted(number: int, thing: str) -> str:
-    """The count as "1 process", "2 processes", "1,024 warm-up steps"."""
+    """Write a count as "1 process", "2 processes", "1,024 warm-up steps"."""
     plural = "" if number == 1 else "es" if thing.endswith(ES) else "s"
     return f"{number:,} {thing}{plural}"

@@ -1,4 +1,4 @@
-"""Which global rank holds which tensor, pipeline and data coordinate.
+"""The order of global ranks in the grid of tensor, pipeline and data coordinates.
 
 The order is DeepSpeed's PipeModelDataParallelTopology: tensor fastest, pipeline slowest. With tp=2, dp=2,
 pp=2:
@@ -12,7 +12,7 @@ pp=2:
     data groups      [0 2] [1 3] [4 6] [5 7]    hold the same slice, see other samples
     pipeline groups  [0 4] [1 5] [2 6] [3 7]    hold consecutive layers
 
-Training makes its process groups by it (`modeling/parallel/process_grid.py`), and planning its maps.
+Training makes its process groups in this order (`modeling/parallel/process_grid.py`), planning its maps.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ class Coordinates(NamedTuple):
 
 
 def coordinates(rank: int, tp: int, dp: int) -> Coordinates:
-    """Place of global `rank` in a grid of tensor degree `tp` and data degree `dp`."""
+    """Return the place of global `rank` in a grid of tensor degree `tp` and data degree `dp`."""
     return Coordinates(tp=rank % tp, dp=rank // tp % dp, pp=rank // (tp * dp))
 
 
 def tensor_groups(tp: int, pp: int, dp: int) -> list[list[int]]:
-    """Global ranks of every tensor group."""
+    """List the global ranks of every tensor group."""
     return [list(range(start, start + tp)) for start in range(0, tp * pp * dp, tp)]
 
 
 def data_groups(tp: int, pp: int, dp: int) -> list[list[int]]:
-    """Global ranks of every data group."""
+    """List the global ranks of every data group."""
     stage = tp * dp
     return [[s * stage + d * tp + t for d in range(dp)] for s in range(pp) for t in range(tp)]
 
 
 def pipeline_groups(tp: int, pp: int, dp: int) -> list[list[int]]:
-    """Global ranks of every pipeline group, by stage."""
+    """List the global ranks of every pipeline group, by stage."""
     stage = tp * dp
     return [[s * stage + i for s in range(pp)] for i in range(stage)]
 
 
 def model_groups(tp: int, pp: int, dp: int) -> list[list[int]]:
-    """Global ranks of every copy of the model: all tensor ranks of all stages at one data coordinate."""
+    """List the global ranks of every copy of the model: all tensor ranks of all stages."""
     stage = tp * dp
     return [[s * stage + d * tp + t for s in range(pp) for t in range(tp)] for d in range(dp)]

@@ -1,4 +1,4 @@
-"""What the system refuses (a full disk, a quota, rights, file handles), in one sentence with the fix."""
+"""Refusals of the system (a full disk, a quota, rights, file handles) as problems with a fix."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KNOWN = {*_SPACE, *_RIGHTS, *_HANDLES, *_DEVICE, errno.EFBIG}
 
 
 def take_file_handles(least: int) -> None:
-    """Let this process open as many files as it may. Raises ProblemsError: that is less than `least`."""
+    """Raise this process's limit of open files. Raises ProblemsError if `least` is out of reach."""
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MANY_FILES if most == resource.RLIM_INFINITY else min(most, _MANY_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -30,7 +30,7 @@ def take_file_handles(least: int) -> None:
 
 
 def told_by(error: BaseException) -> OSError | None:
-    """The error, or the one it came from, that a sentence explains better than a traceback; None: neither."""
+    """Return the known refusal of the system in an error and its causes, or None."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in _KNOWN:
@@ -40,9 +40,9 @@ def told_by(error: BaseException) -> OSError | None:
 
 
 def problem(error: OSError, place: Path, elsewhere: str) -> Problem:
-    """What, where, how much is free, and the fix.
+    """Turn a refusal of the system into a problem with the file, the free space and the fix.
 
-    `place`: where it was written, where the error does not say; `elsewhere`: how to name another place.
+    `place`: the file, if the error names none; `elsewhere`: advice to name another place.
     """
     path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else place
     said = error.strerror or str(error)
@@ -65,7 +65,7 @@ def problem(error: OSError, place: Path, elsewhere: str) -> Problem:
 
 
 def _free(path: Path) -> str:
-    """How much room the file system of `path` has for this user."""
+    """Describe the room for this user on the file system of `path`."""
     above = next((each for each in (path, *path.absolute().parents) if each.exists()), Path("/"))
     try:
         facts = os.statvfs(above)

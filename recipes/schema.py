@@ -1,8 +1,8 @@
-"""The recipe: everything that decides what is trained, as one frozen and strict object.
+"""The recipe: the whole definition of a training, as one frozen and strict object.
 
 A recipe says *what* is trained (model, batch, data, optimizer, schedule); a file of `ds_configs/` says *how*
-DeepSpeed runs it. Unknown keys are refused. Here each field is checked by itself; what fields owe each other
-is in `recipes.consistency`. Nothing is computed later and written back: derived values are properties.
+DeepSpeed runs it. Unknown keys are refused. Each field is checked by itself here; `recipes.consistency` has
+the rules between fields. Nothing is computed later and written back: derived values are properties.
 
 Imports neither torch nor deepspeed, so that reading and planning recipes is instant.
 """
@@ -24,7 +24,7 @@ TaskName = Literal["sst2", "rte", "mrpc", "mnli", "qqp", "squad1", "squad2", "ra
 MOST_LOADER_WORKERS = 256  # threads
 
 
-# Whole numbers, bounded where larger ones would be slips, and take a planner's time or a machine's memory.
+# Whole numbers; larger ones would be slips that cost a planner's time or a machine's memory.
 Count = Annotated[int, Field(ge=1, le=10**9)]
 CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
 Parameters = Annotated[int, Field(ge=1, le=10**15)]
@@ -92,17 +92,17 @@ class Model(Strict):
 
     @property
     def facts(self) -> FamilyFacts:
-        """What is known of its family."""
+        """Facts of the model's family."""
         return FAMILIES[self.family]
 
     @property
     def predicted(self) -> str:
-        """What its losses are means over."""
+        """Unit of the mean in its losses: example, masked token or token."""
         return "example" if self.task_head != "none" else "masked token" if self.facts.masked else "token"
 
     @property
     def sequences(self) -> int:
-        """Sequences that the model reads of a sample: one for each choice of a question, else one."""
+        """Sequences of a sample: one for each choice of a question, else one."""
         return self.head_classes if self.task_head == "choice" else 1
 
     @property
@@ -112,7 +112,7 @@ class Model(Strict):
         return tuple(self.attention_window if kind == "banded" else None for kind in kinds)
 
     def positions_at(self, sequence_length: int) -> int:
-        """Rows of the table of positions where samples have `sequence_length` tokens."""
+        """Return the rows of the table of positions, for samples of `sequence_length` tokens."""
         return self.positions or sequence_length
 
 
@@ -137,7 +137,7 @@ class Parallel(Strict):
 
     @property
     def model_parallel(self) -> tuple[int, int]:
-        """(tp, pp) as the recipe alone has them: 1 where it leaves a degree to the DeepSpeed JSON."""
+        """(tp, pp) of the recipe alone: 1 if it leaves a degree to the DeepSpeed JSON."""
         return self.tp or 1, self.pp or 1
 
 
@@ -238,7 +238,7 @@ class Origin(Strict):
 
     @property
     def streamed(self) -> bool:
-        """Whether documents are tokenized while training."""
+        """True if documents are tokenized during training."""
         return self.source == "hub" or self.streaming
 
 
@@ -470,9 +470,9 @@ class Recipe(Strict):
         return self.model.positions_at(self.sequence_length)
 
     def compared(self) -> dict[str, Any]:
-        """Every field as plain data, in which two recipes of the same table of positions agree.
+        """Return every field as plain data for comparisons.
 
-        Positions that are as many as sequence_length are null, stated or not.
+        model.positions is null if it equals sequence_length, stated or not.
         """
         values = self.model_dump(mode="json", by_alias=True)
         if self.positions == self.sequence_length:
@@ -492,10 +492,10 @@ class Recipe(Strict):
 
     @property
     def recomputes_core(self) -> bool:
-        """Whether attention's scores, softmax and values are recomputed, and nothing else."""
+        """True if attention's scores, softmax and values alone are recomputed."""
         return self.activation_checkpointing == "selective"
 
     @property
     def predictions(self) -> int:
-        """Most tokens that are predicted in one sample of a BERT: data.masking.probability of them."""
+        """Largest number of predicted tokens in a BERT's sample: the share data.masking.probability."""
         return max(1, round(self.data.masking.probability * self.sequence_length))

@@ -1,11 +1,11 @@
-"""A table file: `title`, `defaults`, and `rows`, each laid over the defaults.
+"""Table files: `title`, `defaults`, and `rows`, each laid over the defaults.
 
 A published table also has `source`, `note` and `columns`, the headings of the source's table, in the order of
 the cells of each row's `published.row`, and `evidence`, what launch/recipe.py verify checks the rows against
 (launch.tables/evidence.py).
 
-A table that prints something else of the models of another one says `like: that_table`: each row starts from
-the row of that name there, without what was published of it, or from the defaults there.
+A table with other results of another table's models says `like: that_table`: each row starts from the row of
+the same name there, without its `published`, or from the defaults there.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ class Table:
 
     @property
     def published(self) -> bool:
-        """Whether it reproduces a table of a document."""
+        """True if it reproduces a table of a document."""
         return bool(self.columns)
 
     def row(self, name: str) -> dict[str, Any]:
-        """The row over the defaults; not yet validated."""
+        """Lay the row over the defaults; not yet validated."""
         return merge(merge(self._below(name), self.defaults), self.rows[name])
 
     def _below(self, name: str) -> dict[str, Any]:
-        """What the row starts from: the other table's row of that name, or its defaults."""
+        """Return the row's base: the other table's row of the same name, or its defaults."""
         if self.like is None:
             return {}
         whole = self.like.row(name) if name in self.like.rows else self.like.defaults
         return {key: value for key, value in whole.items() if key != "published"}
 
     def paths(self, row: str) -> tuple[KeyPath, ...]:
-        """Where a key of the row may stand in the file, nearest first."""
+        """List the sections of the file that may hold a key of the row, nearest first."""
         return (("rows", row), ("defaults",))
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`above` over `below`: mappings are merged key by key, anything else is replaced."""
+    """Lay `above` over `below`: mappings are merged key by key, other values are replaced."""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
@@ -82,7 +82,7 @@ def read_table(path: Path) -> Table:
 
 
 def _other_table(path: Path, name: str, document: Document) -> Table:
-    """The table of the same folder that another one is like. Raises RecipeError."""
+    """Read the table that `like` names, from the same folder. Raises RecipeError."""
     others = {other.stem: other for other in path.parent.glob("*.yaml") if other != path}
 
     def refused(came: str, rule: str, fix: str) -> RecipeError:

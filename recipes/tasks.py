@@ -1,4 +1,4 @@
-"""The data sets that a BERT is fine-tuned on: names, heads, fields and labels. Needs no torch."""
+"""Data sets for fine-tuning a BERT: names, heads, fields and labels. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from recipes.schema import TaskHead, TaskName
 
 @dataclass(frozen=True)
 class TaskFacts:
-    """One data set.
+    """Facts of one data set.
 
     Attributes:
         hub: name of the data set on the hub, and its configuration.
@@ -19,9 +19,9 @@ class TaskFacts:
         labels: names of the classes or choices by their numbers; () for spans.
         sequence_length: tokens of a sample, by default.
         batch, lr: by default; RoBERTa (Liu et al. 2019, arXiv 1907.11692), table 10, has them for its grid.
-        submission: split -> the file that the benchmark takes.
-        named_labels: whether it takes the names of labels, not their numbers.
-        f1: whether F1 of label 1 is reported next to accuracy.
+        submission: split -> the benchmark's name of the file.
+        named_labels: True if the file has names of labels, not their numbers.
+        f1: True if F1 of label 1 is reported next to accuracy.
         splits: split of ours -> split on the hub.
     """
 
@@ -42,12 +42,12 @@ class TaskFacts:
 
     @property
     def classes(self) -> int:
-        """Classes, or choices; 2 for spans, which have neither."""
+        """Number of classes or choices; 2 for spans, which have neither."""
         return len(self.labels) or 2
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """What a record needs besides its label."""
+        """Fields of a record besides its label."""
         return (*self.texts, *(("id",) if self.head == "span" else ()))
 
     @property

@@ -1,4 +1,4 @@
-"""`--tiny`: any recipe shrunk to what two CPU cores carry in a minute, on the same code path.
+"""`--tiny`: any recipe shrunk to a minute's work of two CPU cores, on the same code path.
 
 Kept: family, objective, implementation, pattern of attention, kind of layout, ZeRO stage and offload (they
 are the ds_config's), kind of checkpointing, precision, dropout, kind of schedule, and whether micro-batches
@@ -25,7 +25,7 @@ LEAST_LR = 1e-3  # with less, 20 steps learn nothing visible
 
 
 def tiny(recipe: Recipe) -> Recipe:
-    """The recipe, shrunk; shrinking twice changes nothing more."""
+    """Shrink a recipe; shrinking twice changes nothing more."""
     suffix, chunk = " (tiny)", recipe.activation_checkpointing
     positions, length = _lengths(recipe)
     tokenizer = Tokenizer.model_validate({"kind": recipe.model.facts.trained})
@@ -49,10 +49,10 @@ def tiny(recipe: Recipe) -> Recipe:
 
 
 def _lengths(recipe: Recipe) -> tuple[int | None, int]:
-    """Positions of the model, null where they are, and tokens of a sample.
+    """Return the model's positions, None if the recipe states none, and the tokens of a sample.
 
-    Where positions are stated samples keep their share of them, so that phases of one model stay so: a whole
-    share is whole, and a smaller one smaller, an even number for two tensor ranks to share.
+    Samples keep their share of stated positions, so that phases of one model still differ. The tokens are
+    an even number, for two tensor ranks to share.
     """
     most = SEQUENCE if recipe.model.attention_window is None else BANDED_SEQUENCE
     length, stated = recipe.sequence_length, recipe.model.positions
@@ -74,10 +74,7 @@ def _model(recipe: Recipe, positions: int | None, length: int) -> Model:
 
 
 def _pattern(kinds: tuple[AttentionKind, ...]) -> tuple[AttentionKind, ...]:
-    """At most LAYERS kinds of layers in the same order, both if there are two.
-
-    The longest run of one kind gets shorter first.
-    """
+    """Shorten a pattern to LAYERS kinds of layers in the same order; the longest run gets shorter first."""
     runs = [list(run) for _, run in groupby(kinds)]
     for _ in range(len(kinds) - LAYERS):
         longest = max(runs, key=len)
@@ -86,7 +83,7 @@ def _pattern(kinds: tuple[AttentionKind, ...]) -> tuple[AttentionKind, ...]:
 
 
 def _window(window: int | None, length: int, shrunk: int) -> int | None:
-    """16 positions, a block's own and the one before; or the same share of the sequence, if that is large.
+    """Shrink the window to 16 positions, or keep its share of the sequence if that is large.
 
     `length`, `shrunk`: tokens of a sample before and after.
     """
@@ -98,7 +95,7 @@ def _window(window: int | None, length: int, shrunk: int) -> int | None:
 
 
 def _batch(batch: Batch, dp: int | None) -> dict[str, int]:
-    """Micro-batch at most 2; accumulated (twice) if the recipe accumulates, or may once dp is known."""
+    """Shrink the batch: micro-batch at most 2, two of them a step if the recipe accumulates."""
     if dp is None:
         return {"global": GLOBAL} | ({} if batch.micro is None else {"micro": min(2, batch.micro)})
     accumulates = batch.accumulation or (batch.global_ // (batch.micro * dp) if batch.micro else 1)
@@ -108,7 +105,7 @@ def _batch(batch: Batch, dp: int | None) -> dict[str, int]:
 
 
 def _schedule(recipe: Recipe) -> Schedule:
-    """Warm-up and decay scaled like the steps, and the warm-up over after a quarter of them."""
+    """Scale warm-up and decay like the steps; the warm-up ends within a quarter of them."""
     schedule, steps = recipe.schedule, min(STEPS, recipe.steps)
     shrunk = steps / recipe.steps
     decay = max(2, round(recipe.decay_steps * shrunk))

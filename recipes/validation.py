@@ -1,4 +1,4 @@
-"""From a mapping and `--set key=value` to a Recipe, or to every problem in it at once."""
+"""Validation of a mapping and `--set key=value`: a Recipe, or all its problems at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from recipes.yaml_lines import Document, KeyPath, YamlError, parse
 
 @dataclass(frozen=True)
 class Overridden:
-    """Values with the overrides in them, the keys that were set, and what is wrong with overrides."""
+    """Values with the overrides in them, the keys of the overrides, and their problems."""
 
     values: dict[str, Any]
     keys: frozenset[KeyPath]
@@ -29,7 +29,7 @@ class Overridden:
 
 
 def apply(values: Mapping[str, Any], texts: Sequence[str]) -> Overridden:
-    """Lay the overrides over `values`, later ones winning."""
+    """Lay the overrides over `values`; later ones win."""
     changed: dict[str, Any] = copy.deepcopy(dict(values))
     known = set(paths())
     problems, keys = list[Problem](), set[KeyPath]()
@@ -60,7 +60,7 @@ def apply(values: Mapping[str, Any], texts: Sequence[str]) -> Overridden:
 
 
 def _blend_instead(values: dict[str, Any], keys: set[KeyPath]) -> None:
-    """A blend that is set takes the place of the recipe's own source; what is set next to it stays."""
+    """Remove the recipe's own source if a blend is set; keys set next to the blend stay."""
     data = values.get("data")
     if ("data", "blend") in keys and isinstance(data, dict) and data.get("blend"):
         for field in Origin.model_fields:
@@ -86,18 +86,18 @@ def validate(
     roots: Sequence[KeyPath],
     overridden: Overridden | None = None,
 ) -> Recipe:
-    """The Recipe in `values`.
+    """Check `values` and return them as a Recipe.
 
     Args:
         values: the recipe as plain data, keys as in the file.
-        name: of the recipe, to start each line with.
-        document: the file it comes from.
-        roots: the paths in it under which a key of the recipe may stand.
-        overridden: where the values come from `--set`: its problems are reported with those found here.
+        name: of the recipe, at the start of each line.
+        document: the recipe's file.
+        roots: paths of its sections that may hold a key of the recipe.
+        overridden: outcome of `--set`; its problems are reported together with those of `values`.
 
     Raises RecipeError: all problems.
     """
-    # Of a run's recipe.yaml, which has no rows, only what training needs is asked.
+    # A run's recipe.yaml has no rows and fewer rules: those of training alone.
     columns = document.value.get("columns") or () if "rows" in document.value else None
     found: list[tuple[Problem, list[ErrorPath]]] = []  # with the keys that it is about
     try:
@@ -124,9 +124,9 @@ def validate(
 def _partial(
     model: type[BaseModel], values: Mapping[str, Any], wrong: Set[ErrorPath], path: KeyPath = ()
 ) -> Any:
-    """A `model` without the fields at `wrong` and the required ones that `values` lacks.
+    """Build a `model` without the fields at `wrong` and without required ones absent from `values`.
 
-    To read such a field raises AttributeError. Values are taken as they are in the file, lists of models too.
+    To read such a field raises AttributeError. Values are as in the file, lists of models, too.
     """
     built = model.model_construct()
     for name, field in model.model_fields.items():
@@ -141,7 +141,7 @@ def _partial(
 
 
 def _field_problems(details: Sequence[ErrorDetails]) -> dict[ErrorPath, Problem]:
-    """What is wrong with each key; pydantic tells a value that fits no member of a union once per member."""
+    """Return the problem of each key; pydantic reports a value once per unfit member of a union."""
     found: dict[ErrorPath, Problem] = {}
     for path, problem in map(_describe, details):
         known = found.setdefault(path, problem)
@@ -164,12 +164,12 @@ def _describe(detail: ErrorDetails) -> tuple[ErrorPath, Problem]:
 
 
 def _outside_lists(path: ErrorPath) -> KeyPath:
-    """The path up to its first list: what is in a list has no line and no --set of its own."""
+    """Cut the path at its first list: values in a list have no line and no --set of their own."""
     return tuple(str(part) for part in itertools.takewhile(lambda part: isinstance(part, str), path))
 
 
 def _place(keys: Sequence[KeyPath], document: Document, roots: Sequence[KeyPath]) -> str:
-    """Where the first of the keys stands, as recipes/default.yaml:14; empty where none is in the file."""
+    """Return the line of the first of the keys, as recipes/default.yaml:14; empty if none is in the file."""
     lines = (document.lines.get((*root, *key)) for root in roots for key in keys if key)
     line = next(filter(None, lines), None)
     return f"{document.where}:{line}" if line else ""

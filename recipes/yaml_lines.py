@@ -1,6 +1,6 @@
-"""YAML with the line of every key: no key stands twice, 1e-4 is a number, errors say file:line:column.
+"""YAML with the line of every key: no key twice, 1e-4 is a number, errors name file:line:column.
 
-Aliases (`*name`) are followed, within bounds: a few bytes of them can stand for gigabytes, or for themselves.
+Aliases (`*name`) are followed within bounds: a few bytes of them can stand for gigabytes, or for themselves.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from recipes import files
 from recipes.problems import Problem, RecipeError
 
 KeyPath = tuple[str, ...]
-MOST_VALUES = 100_000  # of one document, aliases followed; the largest table here has 3000
+MOST_VALUES = 100_000  # of one document with its aliases; the largest table here has 3000
 
 
 class YamlError(RecipeError):
-    """Not readable as YAML; the problem is at file:line:column."""
+    """A text that is no YAML; its problem names file:line:column."""
 
     def __init__(self, where: str, came: str, rule: str = "", fix: str = "") -> None:
         super().__init__([Problem(where, came, rule, fix, where=where)])
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML reads YAML 1.1, where 1e-4 is a string; here it is a number, as in YAML 1.2."""
+    """PyYAML's loader of YAML 1.1, but with 1e-4 as a number, as in YAML 1.2."""
 
 
 class _FastLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """The same by libyaml, where PyYAML was built with it: ten times as fast, with poorer messages."""
+    """The same loader by libyaml, if PyYAML has it: ten times as fast, with poorer messages."""
 
 
 for _loader in (_Loader, _FastLoader):
@@ -51,7 +51,7 @@ class Document:
     lines: dict[KeyPath, int] = field(default_factory=dict)
 
     def at(self, *path: str) -> str:
-        """file:line of a key, of its nearest parent in the file, or the file."""
+        """Return file:line of a key or of its nearest parent in the file, else the file."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.lines:
                 return f"{self.where}:{self.lines[path[:length]]}"
@@ -61,13 +61,13 @@ class Document:
 def parse(text: str, where: str) -> Document:
     """Parse `text`, called `where` in a YamlError.
 
-    Refused are malformed YAML, a key twice in one mapping, and what is too deep or too large.
+    Refuses malformed YAML, a key twice in one mapping, and a document that is too deep or too large.
     """
     try:
         _check_size(text, where)
         return _parse(text, where, _FastLoader)
     except yaml.YAMLError:
-        pass  # for its message
+        pass  # the other loader has the better message
     try:
         return _parse(text, where, _Loader)
     except yaml.MarkedYAMLError as error:
@@ -81,9 +81,9 @@ def parse(text: str, where: str) -> Document:
 
 
 def _check_size(text: str, where: str) -> None:
-    """Refuse what is too deep or too large once aliases are followed. Raises yaml.YAMLError: malformed."""
-    sizes: dict[str, tuple[int, int]] = {}  # of what has an anchor: values, depth
-    within: list[tuple[str | None, list[int]]] = [(None, [0, 0])]  # open: anchor, [values, depth]
+    """Refuse a document too deep or too large with its aliases. Raises yaml.YAMLError if it is malformed."""
+    sizes: dict[str, tuple[int, int]] = {}  # anchor -> values, depth
+    within: list[tuple[str | None, list[int]]] = [(None, [0, 0])]  # open collections: anchor, [values, depth]
     for event in yaml.parse(text, Loader=_FastLoader):
         line = event.start_mark.line + 1 if event.start_mark else 1
         if isinstance(event, yaml.CollectionStartEvent):

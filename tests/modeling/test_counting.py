@@ -55,7 +55,7 @@ def test_ranks_hold_what_the_real_modules_hold(alone, capsys, family, shape, tp,
     for rank in range(tp * pp):
         group = alone(rank, tp, tp * pp)
         if pp > 1:
-            grid = SimpleNamespace(tp=tp, pp=pp, dp=1, lent=contextlib.nullcontext)
+            grid = SimpleNamespace(tp=tp, pp=pp, dp=1, lend_groups=contextlib.nullcontext)
             module = family.pipeline(shape, grid=grid, group=group, init=init, stages=stages)
         else:
             module = family.plain(shape, group=group, init=init)
