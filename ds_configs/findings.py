@@ -9,7 +9,7 @@ from recipes.problems import Problem, Setting, Text
 
 @dataclass(frozen=True)
 class Notice:
-    """Something that differs from what recipe or JSON ask for, and why; `key` is e.g. "precision"."""
+    """A difference from recipe or JSON, and its reason; `key` is e.g. "precision"."""
 
     key: str
     text: str
@@ -20,7 +20,7 @@ class Notice:
 
 @dataclass
 class Findings:
-    """Collects what is found; `where` names the JSON in it."""
+    """Collector of problems and notices; `where` names the JSON."""
 
     where: str
     problems: list[Problem] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Findings:
         self.notices.append(Notice(key, f"{key}: {text}"))
 
     def disagreement(self, key: str, value: object, stated: Setting) -> None:
-        """Add that the JSON and the recipe state different values; names both places."""
+        """Add a problem for different values in the JSON and the recipe; it names both places."""
         written = Setting(stated.key, str(value).replace(" ", ""))
         fix = f'set {key} to "auto" in the JSON, or --set ', written
         self.refuse(key, (f"{key}={value} disagrees with the recipe's ", stated), "one of them decides", fix)

@@ -1,4 +1,4 @@
-"""Find and read a DeepSpeed JSON: near matches for a missing file, file:line:column for a malformed one."""
+"""Finding and reading of a DeepSpeed JSON: near matches for a missing file, the place in a malformed one."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class ConfigError(ProblemsError):
 
 
 def available() -> list[str]:
-    """Names of the JSONs in ds_configs/."""
+    """List the names of the JSONs in ds_configs/."""
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
 def find(ds_path: str | Path) -> Path:
-    """The file meant by a path, or by the bare name of a file of ds_configs/; else ConfigError: near ones."""
+    """Find a JSON by its path, or by its bare name in ds_configs/; ConfigError with near names."""
     path = files.path_of(ds_path, "--ds_config")
     tried = [path, FOLDER.parent / path]
     if path.name == str(path):
@@ -37,7 +37,7 @@ def find(ds_path: str | Path) -> Path:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; ConfigError with line and column: malformed, a key twice, no object."""
+    """Read the JSON object in `path`; ConfigError, with line and column, for a malformed one."""
     try:
         return files.read_json_object(path)
     except files.FileError as error:

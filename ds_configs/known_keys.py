@@ -1,7 +1,7 @@
-"""The keys that a DeepSpeed JSON may have, and what value each may have: keys.yaml, read and applied.
+"""The allowed keys and values of a DeepSpeed JSON, from keys.yaml.
 
-DeepSpeed accepts unknown top-level keys in silence, so that a misspelt section does nothing, and asks after
-many a value only when it meets it, in the middle of a start; here both are refused.
+DeepSpeed accepts unknown top-level keys in silence, so that a misspelt section does nothing, and checks many
+values only in the middle of a start; here both are refused.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Kind(NamedTuple):
     """The allowed values of a key.
 
     Attributes:
-        rule: as a refusal says it.
-        fits: whether a value is one.
-        fix: what to do about another value.
+        rule: text for a refusal.
+        fits: check of a value.
+        fix: advice about another value.
         whole: a whole number, which JSON may also write as 5e8.
         null: null means something of its own to DeepSpeed; elsewhere it stands for an absent key.
     """
@@ -60,7 +60,7 @@ _KINDS = {
 
 
 def _kind(words: str) -> Kind:
-    """The kind that these words of keys.yaml mean."""
+    """Make the kind from its words in keys.yaml."""
     rule = f"must be {words}"
     if kind := _KINDS.get(words):
         return kind if kind.rule else kind._replace(rule=rule)
@@ -95,7 +95,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _read() -> tuple[dict[str, dict[str, Kind]], dict[str, tuple[str, str]]]:
-    """Kinds by section and key; the rule and the fix of keys that are refused."""
+    """Read the kinds by section and key, and the rule and the fix of refused keys."""
     table = yaml.safe_load((FOLDER / "keys.yaml").read_text(encoding="utf-8"))
     keys = {
         section: {key: _kind(words) for words, names in kinds.items() for key in names.split()}
@@ -114,16 +114,15 @@ KEYS, REFUSED = _read()
 
 
 def check(config: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
-    """Refuse keys that DeepSpeed does not read, no longer reads or must not read here, and unfit values.
+    """Refuse unknown, removed and forbidden keys, and unfit values; return a cleaned copy.
 
-    Returns a copy to go on with: without what was refused, without the keys that are null, which DeepSpeed
-    does not bear everywhere, and with whole numbers as such (5e8).
+    The copy lacks refused keys and null ones (DeepSpeed fails on some), and has integers for 5e8 and such.
     """
     return _usable("", config, findings)
 
 
 def unread(config: Mapping[str, Any]) -> list[str]:
-    """Sections of a JSON that are handed on to DeepSpeed with whatever they hold: no table is about them."""
+    """List the sections of a JSON that pass on to DeepSpeed unchecked."""
     sections = [_join(name, key) for name, keys in KEYS.items() for key in keys if keys[key] is _SECTION]
     return [name for name in sections if name not in KEYS and lookup(config, name)]
 
@@ -156,7 +155,7 @@ def _usable(name: str, section: Mapping[str, Any], findings: Findings) -> dict[s
 
 
 def lookup(config: Mapping[str, Any], dotted: str) -> Any:
-    """The value at a.b.c; None where any part is absent or null."""
+    """Return the value at a.b.c; None if any part is absent or null."""
     value: Any = config
     for part in dotted.split("."):
         if not isinstance(value, dict):
@@ -166,12 +165,12 @@ def lookup(config: Mapping[str, Any], dotted: str) -> Any:
 
 
 def stated(config: Mapping[str, Any], dotted: str) -> Any:
-    """The value at a.b.c; None where it is left open, by "auto" as well."""
+    """Return the value at a.b.c; None if it is absent, null or "auto"."""
     value = lookup(config, dotted)
     return None if value == "auto" else value
 
 
 def shown(value: Any) -> str:
-    """A value as the JSON has it, cut where it is long."""
+    """Write a value as JSON, shortened if it is long."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:57]}..."

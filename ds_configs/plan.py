@@ -24,7 +24,7 @@ class Machine:
     Attributes:
         accelerator: "cpu" or "cuda".
         fp16, bf16: the accelerator trains in it.
-        slow_bf16: without instructions for it: a product takes many times as long as in fp32.
+        slow_bf16: there are no instructions for it: a product takes many times as long as in fp32.
         compiler: DeepSpeed can compile its ops (g++ and ninja).
         cuda_compiler: it can compile CUDA ops as well (nvcc); true where there is no CUDA.
         libaio: library and headers for DeepSpeed's NVMe op.
@@ -56,7 +56,7 @@ class Plan:
         layout: degrees of parallelism, and the batch identity.
         ds: resolved JSON for DeepSpeed: no "auto" left to fill, no `parallel` section.
         zero_stage: 0 to 3.
-        offload: what is kept outside the GPU.
+        offload: parts of the model states outside the GPU.
         precision: of the run, never "auto"; differs from the recipe's only with a notice.
         padded_vocab: rows of the embedding, a multiple of model.vocab_divisible_by x tp (not transformers').
         notices: to be shown loudly and kept with the results.
@@ -78,11 +78,11 @@ FORM = TypeAdapter(Plan)  # of plan.json: makes an equal plan of what `plan_to_j
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """The plan as plain data."""
+    """Return the plan as plain data."""
     values: dict[str, Any] = FORM.dump_python(plan, mode="json", by_alias=True)
     return values
 
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
-    """The plan as plain data, without the recipe and the DeepSpeed configuration, which stand elsewhere."""
+    """Return the plan as plain data, without the recipe and the DeepSpeed configuration."""
     return {key: value for key, value in plan_to_json(plan).items() if key not in ("recipe", "ds")}

@@ -1,4 +1,4 @@
-"""A recipe, a DeepSpeed JSON, a number of processes and a machine become a Plan, or every reason against it.
+"""The Plan of a recipe, a DeepSpeed JSON, a number of processes and a machine, or all reasons against it.
 
     machine = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
     plan = resolve(recipe, "zero3_offload", world=2, machine=machine)
@@ -50,7 +50,7 @@ def resolve(
     Args:
         recipe: valid in itself.
         ds_path: a JSON file, or the bare name of one of ds_configs/.
-        world: processes, over all machines; None: as many as the layout asks for.
+        world: processes, over all machines; None: the number that the layout needs.
         machine: what the accelerator and the system offer.
         environ: for MEGARECIPES_NVME; by default the process's environment.
 
@@ -73,7 +73,7 @@ def resolve(
     monitors.check(config, layout, machine, findings)
     values = optimizer.fills(recipe, config, offload, machine, findings)
     values |= zero.nvme_paths(config, environ, findings) | parallel.sends(recipe)
-    # Where the layout is refused, another stands in, so that none of the "auto" that it fills is left over.
+    # A refused layout is replaced by another, so that it leaves no "auto" open.
     shared = layout or Layout(tp=1, pp=1, dp=1, micro=1, accumulation=1, global_batch=1)
     values |= {
         "train_batch_size": shared.global_batch,
@@ -95,7 +95,7 @@ def resolve(
 
 
 def resized(plan: Plan, config: Mapping[str, Any], layout: Layout, machine: Machine) -> Plan:
-    """The plan of `config` under another layout, with the sizes and types that hang on it."""
+    """Return the plan of `config` under another layout, with its sizes and data types."""
     values = sizes(plan.recipe, layout, machine) | sums(config, plan.precision, layout, machine)
     open_ = {key: value for key, value in values.items() if known_keys.lookup(config, key) == "auto"}
     ds = copy.deepcopy(plan.ds)
@@ -105,7 +105,7 @@ def resized(plan: Plan, config: Mapping[str, Any], layout: Layout, machine: Mach
 
 
 def _filled(config: dict[str, Any], values: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `config` with `values` where it says "auto" or nothing, and `sizes` where it says "auto"."""
+    """Copy `config`; `values` replace "auto" and absent keys, `sizes` replace "auto" alone."""
     filled = copy.deepcopy(config)
     for key, value in {**values, **sizes}.items():
         written = known_keys.lookup(filled, key)
@@ -123,7 +123,7 @@ def _put(config: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _autos(value: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted keys that hold "auto"."""
+    """Yield the dotted keys with the value "auto"."""
     if isinstance(value, dict):
         for key, below in value.items():
             yield from _autos(below, f"{prefix}.{key}" if prefix else str(key))

@@ -81,7 +81,7 @@ def export(
     dtype: str = "float32",
     compare_logits: bool = False,
 ) -> tuple[Export, Recipe]:
-    """Export one checkpoint of `run` to the new directory `out`; what was written, and the run's recipe.
+    """Export one checkpoint of `run` to the new directory `out`; return its facts and the run's recipe.
 
     Raises:
         ValueError: no run, no such complete checkpoint, a model that `transformers` does not have, files
@@ -109,7 +109,7 @@ def export(
 
 
 def describe(done: Export, recipe: Recipe) -> str:
-    """What was exported and a few lines of Python that use it."""
+    """Describe the export, with a few lines of Python to use it."""
     from modeling.formats.families import conversion_of
 
     if done.difference is None:

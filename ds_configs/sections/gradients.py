@@ -9,7 +9,7 @@ from ds_configs.known_keys import shown, stated
 
 
 def check(config: dict[str, Any], stage: int | None, findings: Findings) -> None:
-    """Refuse another average than the mean, and a division that the stage does not do."""
+    """Refuse another average than the mean, and divisions foreign to the stage."""
     key = "gradient_allreduce_op"
     if (op := stated(config, key)) not in (None, "mean"):
         rule = "a step's gradient is the mean over its global batch, whatever dp is"

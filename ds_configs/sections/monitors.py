@@ -1,4 +1,4 @@
-"""Monitors, profilers and loggers of a run, and DeepSpeed's features that no test has run."""
+"""Monitors, profilers and loggers of a run, and DeepSpeed's features without a test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from recipes.layout import Layout
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}  # of the monitors
 _WRITERS = ("tensorboard", "csv_monitor")
-# Keys that pass on to DeepSpeed and that no test here has run; a value in brackets changes nothing.
+# Keys for DeepSpeed without a test here -> their values without effect.
 UNTRIED: dict[str, tuple[Any, ...]] = {
     "compile.deepcompile": (False,),
     "compile.autoep_non_moe": (False,),
@@ -34,7 +34,7 @@ UNTRIED: dict[str, tuple[Any, ...]] = {
 
 
 def check(config: dict[str, Any], layout: Layout | None, machine: Machine, findings: Findings) -> None:
-    """Refuse monitors that cannot write; say what cannot be seen, and what is unchecked."""
+    """Refuse monitors that cannot write; notice the limits of the logger, and unchecked keys."""
     for name, package in PACKAGES.items():
         key = f"{name}.enabled"
         if stated(config, key) is True and package in machine.lacks:
@@ -79,7 +79,7 @@ def _untried(config: dict[str, Any]) -> Iterator[str]:
 
 
 def _unwritable(folder: Path) -> str | None:
-    """Why DeepSpeed could not make the folder and write into it."""
+    """Return why DeepSpeed could not make the folder and write into it, or None."""
     try:
         there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     except OSError as error:  # a name that is too long

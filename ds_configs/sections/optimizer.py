@@ -10,7 +10,7 @@ from ds_configs.plan import Machine, Offload
 from recipes.problems import Setting, Text
 from recipes.schema import Recipe
 
-# By the recipe's name: what DeepSpeed calls it (adam is run as AdamW unless adam_w_mode is false), and how.
+# The recipe's name -> DeepSpeed's names (adam is AdamW unless adam_w_mode is false), and their spelling.
 _TYPES = {"adamw": ("adamw", "adam"), "lamb": ("lamb",)}
 _WRITTEN = {"adamw": "AdamW", "lamb": "Lamb"}
 _ON_GPU = ("none", "parameters")  # where the accelerator steps the optimizer
@@ -18,7 +18,7 @@ _WITHOUT = "remove the key: torch's AdamW steps as fast"
 
 
 def check(recipe: Recipe, config: dict[str, Any], stage: int | None, findings: Findings) -> None:
-    """Refuse another optimizer than the recipe's, and numbers that are not the recipe's."""
+    """Refuse another optimizer and other numbers than the recipe's."""
     key = "optimizer.type"
     kind = lookup(config, key)
     name = recipe.optimizer.name
@@ -38,7 +38,7 @@ def check(recipe: Recipe, config: dict[str, Any], stage: int | None, findings: F
 
 
 def _check_lamb(recipe: Recipe, config: dict[str, Any], stage: int | None, findings: Findings) -> None:
-    """LAMB runs on whole parameters, in our own step of ZeRO-0."""
+    """Refuse LAMB except on whole parameters, in our own step of ZeRO-0."""
     setting = Setting("optimizer.name", "lamb")
     if stage != 0:
         came: Text = (setting, f" with zero_optimization.stage={stage}")
@@ -67,10 +67,10 @@ def _check_lamb(recipe: Recipe, config: dict[str, Any], stage: int | None, findi
 def fills(
     recipe: Recipe, config: dict[str, Any], offload: Offload, machine: Machine, findings: Findings
 ) -> dict[str, Any]:
-    """Values by dotted key: the recipe's numbers, and which AdamW steps.
+    """Return values by dotted key: the recipe's numbers, and the choice of AdamW.
 
-    torch's, as one fused kernel, which compiles nothing and resumes exactly: on a CPU it is as fast as
-    DeepSpeed's compiled CPU Adam. That one steps where DeepSpeed or the JSON asks for it.
+    The choice is torch's fused kernel, which compiles nothing and resumes exactly; on a CPU it is as fast as
+    DeepSpeed's compiled CPU Adam. DeepSpeed's Adam steps only if DeepSpeed or the JSON demands it.
     """
     values: dict[str, Any] = {key: setting.value for key, setting in _numbers(recipe).items()}
     values["optimizer.type"] = _WRITTEN[recipe.optimizer.name]
@@ -97,7 +97,7 @@ def fills(
 
 
 def _asks_for_deepspeeds(config: dict[str, Any], offload: Offload) -> str | None:
-    """The key of a JSON that asks for DeepSpeed's own compiled CPU Adam; None: no key does."""
+    """Return the setting that demands DeepSpeed's own compiled CPU Adam, or None."""
     if offload in _ON_GPU:
         return None
     halves = [f"{half}.{half}_master_weights_and_grads" for half in ("fp16", "bf16")]
@@ -114,14 +114,14 @@ def _asks_for_deepspeeds(config: dict[str, Any], offload: Offload) -> str | None
 
 
 def _missing(machine: Machine, offload: Offload) -> str | None:
-    """The missing compiler of DeepSpeed's Adam."""
+    """Return the missing compiler of DeepSpeed's Adam, or None."""
     if not machine.compiler:
         return "a C++ compiler (g++, ninja, Python's headers)"
     return "nvcc (the CUDA toolkit)" if offload in _ON_GPU and not machine.cuda_compiler else None
 
 
 def _check_states(config: dict[str, Any], torch_adam: bool, offloads: bool, findings: Findings) -> None:
-    """Refuse what only the other Adam understands."""
+    """Refuse keys of the other Adam."""
     key = "optimizer.params.bias_correction"
     if lookup(config, key) is not None and torch_adam:
         findings.refuse(key, key, "torch's AdamW, which has it, takes no such key", "remove the key")
@@ -139,7 +139,7 @@ def _check_states(config: dict[str, Any], torch_adam: bool, offloads: bool, find
 
 
 def _numbers(recipe: Recipe) -> dict[str, Setting]:
-    """Key of the JSON -> what the recipe has for it."""
+    """Map keys of the JSON to the recipe's settings."""
     numbers = recipe.optimizer.model_dump(mode="json", exclude={"name", "clip"})
     settings = {f"optimizer.params.{key}": Setting(f"optimizer.{key}", numbers[key]) for key in numbers}
     return settings | {"gradient_clipping": Setting("optimizer.clip", recipe.optimizer.clip)}
@@ -152,5 +152,5 @@ def _equal(written: Any, value: Any) -> bool:
 
 
 def _number(written: Any) -> Any:
-    """JSON has 1 for 1.0; anything else is compared as it is."""
+    """Turn a whole number into a float, as JSON may have 1 for 1.0."""
     return float(written) if isinstance(written, int) and not isinstance(written, bool) else written

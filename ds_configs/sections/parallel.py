@@ -1,4 +1,4 @@
-"""The `parallel` section of our JSON and the recipe's `parallel` and `batch` become a Layout."""
+"""The Layout from the `parallel` section of our JSON and the recipe's `parallel` and `batch`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BATCH_KEYS = {  # of the JSON -> of the recipe
 
 
 class _Degree(NamedTuple):
-    """A degree of tensor or pipeline parallelism, and what to say of its origin where that is the JSON."""
+    """A degree of tensor or pipeline parallelism; `origin` names the JSON if it comes from there."""
 
     key: str
     value: int
@@ -35,7 +35,7 @@ class _Degree(NamedTuple):
 def layout(
     recipe: Recipe, config: Config, world: int | None, stage: int | None, findings: Findings
 ) -> Layout | None:
-    """The layout of `world` processes, or of as many as it asks for; None with its problems reported."""
+    """Lay out `world` processes (None: the number that the degrees need); None with problems reported."""
     before = len(findings.problems)
     tp = _degree("tensor", recipe, config, findings)
     pp = _degree("pipeline", recipe, config, findings)
@@ -58,10 +58,10 @@ def layout(
 
 
 def _degree(name: str, recipe: Recipe, config: Config, findings: Findings) -> _Degree | None:
-    """A degree: the recipe's where it states one, else the JSON's.
+    """Return a degree: the recipe's if it states one, else the JSON's.
 
-    "auto" takes the recipe's; `default_tensor` and `default_pipeline` stand in where the recipe states none,
-    so that 3d.json gives a layout to recipes that have none and leaves the published ones theirs.
+    "auto" takes the recipe's; `default_tensor` and `default_pipeline` stand in if the recipe states none, so
+    that 3d.json gives a layout to recipes without one and leaves published ones theirs.
     """
     key = f"parallel.{_RECIPE_KEY[name]}"
     stated: int | None = getattr(recipe.parallel, _RECIPE_KEY[name])
@@ -133,9 +133,9 @@ def _check_sequence(recipe: Recipe, config: Config, tp: _Degree, findings: Findi
 
 
 def sends(recipe: Recipe) -> dict[str, Any]:
-    """DeepSpeed's keys for sending activations and gradients between pipeline stages.
+    """Return DeepSpeed's keys for sending activations and gradients between pipeline stages.
 
-    Where every tensor rank has all of them, each sends 1/tp (DeepSpeed's default).
+    Without sequence parallelism each tensor rank sends 1/tp of them (DeepSpeed's default).
     """
     if not recipe.parallel.sequence:
         return {}
@@ -145,7 +145,7 @@ def sends(recipe: Recipe) -> dict[str, Any]:
 def _data_parallel(
     recipe: Recipe, config: Config, tp: _Degree, pp: _Degree, world: int, agreed: bool, findings: Findings
 ) -> int | None:
-    """dp, or None with the problem reported. `agreed`: JSON and recipe have the same batch."""
+    """Return dp, or None with the problem reported. `agreed`: JSON and recipe have the same batch."""
     dp, shared = recipe.parallel.dp, tp.value * pp.value
     started, degrees = f"{counted(world, 'process')} started", (*tp.words, " x ", *pp.words)
     if dp is not None and shared * dp != world:
@@ -168,9 +168,9 @@ def _data_parallel(
 
 
 def _batch_for(recipe: Recipe, config: Config, dp: int, pp: int) -> str | None:
-    """Flags that fit the batch to another dp: the same samples per step where dp divides them.
+    """Return flags that fit the batch to another dp, with the same samples per step if dp divides them.
 
-    None where the JSON states what is in the way.
+    None if a value of the JSON prevents it.
     """
     micro, accumulation = _stated_shares(recipe, config)
     free = {key for written, key in _BATCH_KEYS.items() if config.get(written) in (None, "auto")}
@@ -188,7 +188,7 @@ def _batch_for(recipe: Recipe, config: Config, dp: int, pp: int) -> str | None:
 
 
 def _check_batch(recipe: Recipe, config: Config, findings: Findings) -> bool:
-    """Whether the JSON says nothing of the batch that the recipe says otherwise."""
+    """Check that the JSON and the recipe agree on the batch."""
     before, batch = len(findings.problems), recipe.batch
     own = (batch.micro, batch.accumulation, batch.global_)
     for (key, recipe_key), stated in zip(_BATCH_KEYS.items(), own, strict=True):
@@ -203,6 +203,6 @@ def _check_batch(recipe: Recipe, config: Config, findings: Findings) -> bool:
 
 
 def _stated_shares(recipe: Recipe, config: Config) -> tuple[int | None, int | None]:
-    """(micro, accumulation) as recipe or JSON state them, None where neither does."""
+    """Return (micro, accumulation) of recipe or JSON, None if neither states one."""
     micro, accumulation, _ = (None if (value := config.get(key)) == "auto" else value for key in _BATCH_KEYS)
     return recipe.batch.micro or micro, recipe.batch.accumulation or accumulation

@@ -1,4 +1,4 @@
-"""The precision of a run: what the JSON demands, else what the recipe asks for, else what the machine has."""
+"""The precision of a run: the JSON's demand, else the recipe's wish, else the machine's ability."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _HALVES: tuple[Precision, Precision] = ("fp16", "bf16")
 def precision(
     recipe: Recipe, config: dict[str, Any], stage: int | None, machine: Machine, findings: Findings
 ) -> Precision | None:
-    """The precision, with notices where it is not the recipe's; None where the problems leave none.
+    """Choose the precision, with a notice if it is not the recipe's; None if there are problems.
 
     An explicit `"enabled": true` is never changed. "auto" takes the recipe's precision and falls to the
-    other half precision, then fp32, where the machine lacks it. An absent section is off, as in DeepSpeed.
+    other half precision, then fp32, if the machine lacks it. An absent section is off, as in DeepSpeed.
     """
     switches = {half: _switch(half, config, findings) for half in _HALVES}
     _check_autocast(config, findings)
@@ -64,7 +64,7 @@ def _has(machine: Machine, half: str) -> bool:
 
 
 def _of_machine(switches: dict[Precision, _Switch], machine: Machine) -> Precision:
-    """Precision of a recipe that leaves it to the machine, as far as the JSON allows."""
+    """Choose the machine's fastest precision that the JSON allows, for precision=auto."""
     fast = {
         "bf16": machine.bf16 and not machine.slow_bf16,
         "fp16": machine.fp16 and machine.accelerator != "cpu",
@@ -115,7 +115,7 @@ def _check_accumulation(chosen: Precision, config: dict[str, Any], findings: Fin
 
 
 def _check_masters(chosen: Precision, stage: int | None, config: dict[str, Any], findings: Findings) -> None:
-    """Refuse half-precision weights in the optimizer where DeepSpeed has no optimizer for them."""
+    """Refuse half-precision weights in an optimizer that cannot step them."""
     for half in _HALVES:
         key = f"{half}.{half}_master_weights_and_grads"
         if not stated(config, key):
@@ -144,7 +144,7 @@ def _check_masters(chosen: Precision, stage: int | None, config: dict[str, Any],
 
 
 def _check_loss_scale(config: dict[str, Any], findings: Findings) -> None:
-    """Refuse a smallest loss scale above the first one, which no step could have."""
+    """Refuse a smallest loss scale above the first one."""
     key, first = "fp16.min_loss_scale", "fp16.initial_scale_power"
     least, power = stated(config, key) or 1, stated(config, first)
     power = 16 if power is None else power

@@ -1,4 +1,4 @@
-"""The `activation_checkpointing` section: how DeepSpeed keeps what the recipe has recomputed."""
+"""The `activation_checkpointing` section: DeepSpeed's storage of inputs for the recipe's recomputation."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ PARTITION = f"{_SECTION}.partition_activations"
 
 
 def partitions(recipe: Recipe, layout: Layout, machine: Machine) -> bool:
-    """Whether "auto" partitions activations: each tensor rank then keeps a part of what all of them have.
+    """Decide if "auto" partitions activations, so that each tensor rank keeps a part of them.
 
-    One rank keeps all of it, and so do those of a cut sequence; a GPU then copies it to the host while it
-    computes, and does not wait. On a CPU DeepSpeed 0.19 keeps parts alone.
+    A single tensor rank, or ranks of a cut sequence, keep whole ones; a GPU then copies them to the host
+    without waiting. On a CPU DeepSpeed 0.19 keeps parts alone.
     """
     return machine.accelerator == "cpu" or (layout.tp > 1 and not recipe.parallel.sequence)
 
@@ -27,7 +27,7 @@ def partitions(recipe: Recipe, layout: Layout, machine: Machine) -> bool:
 def check(
     recipe: Recipe, config: dict[str, Any], layout: Layout | None, machine: Machine, findings: Findings
 ) -> None:
-    """Refuse what DeepSpeed asserts later; say where the section does nothing."""
+    """Refuse settings on which DeepSpeed would fail later; notice a section without effect."""
     chunk = recipe.checkpoint_interval
     section = {key: stated(config, f"{_SECTION}.{key}") for key in KEYS[_SECTION]}
     if lookup(config, PARTITION) == "auto":

@@ -13,20 +13,20 @@ from ds_configs.sections.recomputation import PARTITION, partitions
 from recipes.layout import Layout
 from recipes.schema import Recipe
 
-# Elements of a bucket from which on a collective of a GPU is all bandwidth and no latency, about.
+# Elements of a bucket large enough that latency hardly counts in a GPU's collective.
 _BUCKET = 50_000_000
 # Bits by which the first loss scale exceeds 1, for one micro-batch.
 _FIRST_SCALE = 16
-# Ranks from which on a sum in bf16 is off by half a percent and more.
+# Number of ranks from which a sum in bf16 is off by half a percent or more.
 _MANY_RANKS = 16
 
 
 def sizes(recipe: Recipe, layout: Layout, machine: Machine) -> dict[str, Any]:
-    """Values of "auto", by dotted key; sizes in elements.
+    """Return the values of "auto", by dotted key; sizes in elements.
 
-    A bucket holds hidden^2 elements, or 5e7 where that is less, and never more than a rank has parameters.
-    Stage 3 keeps what Hugging Face's integration keeps whole, parameters below 10 hidden. It gathers the next
-    layer, 12 hidden^2 / tp, while one is computed, and has room for three.
+    A bucket holds hidden^2 elements, at least 5e7, and at most a rank's parameters. Stage 3 keeps parameters
+    below 10 hidden whole, as Hugging Face's integration does. It gathers the next layer, 12 hidden^2 / tp,
+    during the computation of one, and has room for three.
     """
     hidden, tp = recipe.model.hidden, layout.tp
     layer = 12 * hidden * hidden // tp
@@ -53,10 +53,10 @@ def sizes(recipe: Recipe, layout: Layout, machine: Machine) -> dict[str, Any]:
 def sums(
     config: Mapping[str, Any], precision: Precision | None, layout: Layout, machine: Machine
 ) -> dict[str, Any]:
-    """Data types in which gradients are summed, over micro-batches and over ranks.
+    """Return the data types for sums of gradients over micro-batches and over ranks.
 
-    bf16 has 8 bits: a sum of 512 gradients in it is off by 2 %, where they agree in sign by half, since it
-    stops growing at 256 times an addend. fp16 has 11, and a loss scale. For sums in fp32 DeepSpeed's stage 1
+    bf16 has 8 bits: a sum of 512 gradients is off by 2 %, or by half if they agree in sign, since it stops
+    growing at 256 times an addend. fp16 has 11, and a loss scale. For sums in fp32 DeepSpeed's stage 1
     takes another optimizer, which on a CPU is faster even without accumulation: 38 ms a step instead of 70
     (`launch/benchmark.py step`, default/sotu on two cores).
     """
@@ -70,7 +70,7 @@ def sums(
 
 
 def _parameters(recipe: Recipe, layout: Layout, layer: int, embedding: int) -> int:
-    """Parameters of a rank of the largest pipeline stage, about."""
+    """Estimate the parameters of a rank of the largest pipeline stage."""
     model = recipe.model
     layers = math.ceil(model.layers / layout.pp)
     positions = recipe.positions * model.hidden

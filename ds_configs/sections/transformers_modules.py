@@ -15,7 +15,7 @@ _FIX = "or --set model.implementation=megarecipes"
 
 
 def check(recipe: Recipe, config: dict[str, Any], findings: Findings) -> None:
-    """Refuse keys that such a run would ignore."""
+    """Refuse DeepSpeed's recomputation, which such a run would ignore."""
     section = lookup(config, "activation_checkpointing")
     if recipe.model.implementation != _RUN.value or not isinstance(section, dict):
         return
@@ -28,7 +28,7 @@ def check(recipe: Recipe, config: dict[str, Any], findings: Findings) -> None:
 
 
 def check_degree(recipe: Recipe, degree: Setting, origin: str, findings: Findings) -> None:
-    """Refuse a degree of tensor or pipeline parallelism; `origin` says where it comes from."""
+    """Refuse a degree of tensor or pipeline parallelism; `origin` names its source."""
     if recipe.model.implementation == _RUN.value and degree.value != 1:
         fix = f"take another --ds_config (zero1, zero2, zero3), {_FIX}"
         came = degree, f"{origin} with ", _RUN
@@ -36,7 +36,7 @@ def check_degree(recipe: Recipe, degree: Setting, origin: str, findings: Finding
 
 
 def embedding_rows(recipe: Recipe, tp: int) -> int:
-    """Rows of the embedding; that of transformers has no padding."""
+    """Return the rows of the embedding; that of transformers has no padding."""
     model = recipe.model
     padded = model.implementation != _RUN.value
     return padded_vocab(model.vocab_size, tp, model.vocab_divisible_by) if padded else model.vocab_size

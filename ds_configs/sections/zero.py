@@ -28,7 +28,7 @@ _OF_STAGE_3 = (
 
 
 def stage(config: dict[str, Any], findings: Findings) -> ZeroStage | None:
-    """ZeRO stage 0 to 3; an absent section is 0, as in DeepSpeed; None for a broken one."""
+    """Read the ZeRO stage, 0 to 3; an absent section is 0, as in DeepSpeed; None for a broken one."""
     key = "zero_optimization.stage"
     value = lookup(config, key)
     if value is None or (value in get_args(ZeroStage) and not isinstance(value, bool)):
@@ -38,7 +38,7 @@ def stage(config: dict[str, Any], findings: Findings) -> ZeroStage | None:
 
 
 def offload(config: dict[str, Any], stage: int | None, machine: Machine, findings: Findings) -> Offload:
-    """The parts of the model states outside the GPU."""
+    """Return the parts of the model states to keep outside the GPU."""
     optimizer, parameters = _device("optimizer", config, findings), _device("param", config, findings)
     if stage is not None:
         _check_stage(config, optimizer, parameters, stage, findings)
@@ -54,7 +54,7 @@ def offload(config: dict[str, Any], stage: int | None, machine: Machine, finding
 
 
 def nvme_paths(config: dict[str, Any], environ: Mapping[str, str], findings: Findings) -> dict[str, str]:
-    """nvme_path of each section that offloads to NVMe, "auto" filled from the environment; writable."""
+    """Return the writable nvme_path of each NVMe offload, with "auto" filled from the environment."""
     found = {}
     for kind in ("optimizer", "param"):
         section = lookup(config, f"zero_optimization.offload_{kind}")
@@ -77,7 +77,7 @@ def nvme_paths(config: dict[str, Any], environ: Mapping[str, str], findings: Fin
 
 
 def check_rest(config: dict[str, Any], stage: int | None, layout: Layout | None, findings: Findings) -> None:
-    """Refuse what belongs to another stage, and groups of ranks that do not divide them."""
+    """Refuse keys of another stage, and groups of ranks that do not divide the data-parallel ranks."""
     for name in () if stage in (3, None) else _OF_STAGE_3:
         key = f"zero_optimization.{name}"
         if (value := stated(config, key)) is True or (value or 1) > 1:

@@ -36,19 +36,19 @@ TOLERANCE = 1e-4  # largest difference of a logit, relative to the largest logit
 RESTORE = "restore it from a copy of the run, or name another with --step"
 SAMPLES, POSITIONS = 2, 128  # random tokens to compare on; the second sample is padded where samples may be
 SHARD = 5 * 10**9  # bytes of a file, as transformers had it up to version 4
-# Bytes a parameter that comparing logits takes: one model at a time in float32, and what transformers loads.
+# Bytes per parameter for comparing logits: one model at a time in float32, and transformers' loading.
 COMPARING = 8
 
 
 @dataclass(frozen=True)
 class Export:
-    """What was written.
+    """Facts of an export.
 
     Attributes:
-        difference: the largest absolute one between logits on random tokens, of transformers on the export
-            and of our model with the same, rounded, weights; None: they were not compared.
-        rounding: that of our model with the rounded weights and with the run's float32 weights.
-        needed, free: bytes of memory for comparing logits, and those that there were.
+        difference: largest absolute difference of logits on random tokens, between transformers on the
+            export and our model with the same, rounded, weights; None: not compared.
+        rounding: largest absolute difference of our model's logits with rounded and with float32 weights.
+        needed, free: bytes of memory for comparing logits: needed, and available.
     """
 
     directory: Path
@@ -63,11 +63,11 @@ class Export:
 
 
 class ExportMismatch(RuntimeError):
-    """The exported model computes something else than ours, or has other numbers."""
+    """An exported model with other logits or other numbers than ours."""
 
 
 def recipe_of(run: Path) -> Recipe:
-    """The recipe of a run. Raises ValueError where `run` is none, or `transformers` has no such model."""
+    """Read a run's recipe. Raises ValueError if `run` is no run, or `transformers` has no such model."""
     if not is_file(run / "recipe.yaml"):
         what = "is no run of this project (it holds no recipe.yaml)" if run.exists() else "does not exist"
         raise ValueError(f"{run} {what}: give a run directory, as pretrain.py printed it")
@@ -79,9 +79,9 @@ def recipe_of(run: Path) -> Recipe:
 def choose_checkpoint(
     run: Path, recipe: Recipe, step: int | None, warn: Callable[[str], None] = lambda text: None
 ) -> Checkpoint:
-    """The complete checkpoint after `step` steps, or the newest. Raises ValueError naming those there are.
+    """Choose the complete checkpoint of `step`, or the newest. Raises ValueError with the existing steps.
 
-    `warn` hears of newer ones that are damaged.
+    `warn` gets a line for each newer, damaged one.
     """
     damaged: list[Damaged] = []
     whole: dict[int, Checkpoint] = {}
@@ -122,10 +122,10 @@ def export(
     compare_logits: bool = False,
     seen: inspection.Seen = lambda number: None,
 ) -> Export:
-    """Export to `out`, a directory that is new or empty, which appears whole and checked or not at all.
+    """Export to `out`, a new or empty directory, which appears whole and checked or not at all.
 
-    Memory holds one tensor at a time; two models, one after the other, where `compare_logits` says so or
-    they fit. `seen` hears of the checkpoint's bytes as they are checked.
+    Memory holds one tensor at a time; two models, one after the other, with `compare_logits` or if they fit.
+    `seen` gets the number of checked bytes of the checkpoint.
 
     Raises:
         FileError: checkpoint or tokenizer are damaged or of another model, or `out` cannot be made.
@@ -170,7 +170,7 @@ def export(
 def checked_weights(
     checkpoint: Checkpoint, recipe: Recipe, seen: inspection.Seen = lambda number: None
 ) -> StoredTensors:
-    """The weights of a checkpoint whose files were read. Raises FileError: damaged, or of another recipe."""
+    """Read and check a checkpoint's weights. Raises FileError: damaged, or of another recipe."""
     stored = StoredTensors(checkpoint.directory, checkpoint.manifest)
     expected = {name: tuple(parameter.shape) for name, parameter in meta_parameters(recipe).items()}
     if other := sorted(expected.keys() ^ stored.keys()):
@@ -187,7 +187,7 @@ def checked_weights(
 
 
 class RandomBatch(NamedTuple):
-    """Random inputs: tokens (B, S), token types (B, S) and lengths (B,) where the family has them."""
+    """Random inputs: tokens (B, S), and the family's token types (B, S) and lengths (B,), or None."""
 
     tokens: Tensor
     token_types: Tensor | None
@@ -195,7 +195,7 @@ class RandomBatch(NamedTuple):
 
     @staticmethod
     def of(recipe: Recipe) -> RandomBatch:
-        """By the recipe's seed."""
+        """Draw a batch by the recipe's seed."""
         generator, inputs = torch.Generator().manual_seed(recipe.seed), family_of(recipe.model).fields.inputs
         samples = recipe.model.head_classes if recipe.model.task_head == "choice" else SAMPLES
         shape = (samples, min(POSITIONS, recipe.positions))
@@ -214,7 +214,7 @@ class RandomBatch(NamedTuple):
 
 
 def our_logits(recipe: Recipe, weights: Tensors, batch: RandomBatch) -> Logits:
-    """From our own model in one process."""
+    """Compute the logits of our own model in one process."""
     with torch.no_grad():
         outcome = whole_model(recipe, weights)(*(x for x in batch if x is not None))
     if recipe.model.task_head != "none":  # of tokens for spans, else of samples
@@ -227,7 +227,7 @@ def our_logits(recipe: Recipe, weights: Tensors, batch: RandomBatch) -> Logits:
 def write_model(
     recipe: Recipe, weights: Tensors, tokenizer: Tokenizer, directory: Path, dtype: torch.dtype
 ) -> Mapping[str, str]:
-    """Write config.json, the weights and, of a GPT-2, generation_config.json; the file of each tensor.
+    """Write config.json, weights and a GPT-2's generation_config.json; return the file of each tensor.
 
     `weights` are canonical, and read one after the other. Files are those of `save_pretrained`:
     model.safetensors, or shards with their index.
@@ -262,7 +262,7 @@ def write_model(
 
 
 class _Converted:
-    """The tensors of `transformers`, made of canonical ones one at a time."""
+    """Converter of canonical tensors to those of `transformers`, one at a time."""
 
     def __init__(self, weights: Tensors, conversion: Conversion, recipe: Recipe, dtype: torch.dtype):
         self._weights, self._dtype, self._heads = weights, dtype, recipe.model.heads
@@ -280,12 +280,12 @@ class _Converted:
 
 
 def _in_type(weights: Tensors, dtype: torch.dtype) -> LazyWeights:
-    """The weights as they are after rounding."""
+    """Round the weights to `dtype`."""
     return LazyWeights({name: partial(lambda n: weights[n].to(dtype), name) for name in weights})
 
 
 def their_logits(recipe: Recipe, directory: Path, batch: RandomBatch) -> Logits:
-    """From the exported directory as a user loads it, computed in float32."""
+    """Load the exported directory as a user does, and compute its logits in float32."""
     conversion = conversion_of(recipe.model)
     kind = conversion.model_class(recipe.model)
     model = kind.from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
@@ -301,7 +301,7 @@ def compare_tensors(
     directory: Path,
     source: Path,
 ) -> None:
-    """Read the exported tensors again, one at a time. Raises ExportMismatch: they hold other numbers."""
+    """Read the exported tensors again, one at a time. Raises ExportMismatch for other numbers."""
     opened = {file: Reader(directory / file) for file in set(files.values())}
     odd = []
     for ours, theirs, form in conversion_of(recipe.model).name_map(recipe.model):
@@ -314,7 +314,7 @@ def compare_tensors(
 
 
 def compare(ours: Logits, theirs: Logits, source: Path) -> float:
-    """The largest difference. Raises ExportMismatch where it is more than rounding."""
+    """Return the largest difference of logits. Raises ExportMismatch if it is more than rounding."""
     for mine, other in zip(ours, theirs, strict=True):
         difference = _largest((mine,), (other,))
         allowed = TOLERANCE * max(1.0, float(mine.abs().max()))

@@ -1,4 +1,4 @@
-"""Weights that others saved: what they say of their model, whether they have its tensors, and the tensors."""
+"""Weights of transformers, Megatron and runs: the stated model, a check of the tensors, and the tensors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RESTORE = "restore it, or give another step-NNNNNN"
 
 
 class Saved:
-    """A directory of weights."""
+    """Weights of any kind in a directory."""
 
     forms: Forms
 
@@ -46,13 +46,13 @@ class Saved:
         self.directory = directory
 
     def config(self, recipe: Recipe | None) -> Mapping[str, Any]:
-        """What states the model, in one of `forms`. Raises FileError."""
+        """Read the description of the model, in one of `forms`. Raises FileError."""
         raise NotImplementedError
 
     def problems(self, recipe: Recipe | None) -> list[Problem]:
-        """Everything wrong with the tensors, as of the model of `recipe`; None: it is not known.
+        """Compare the tensors with the recipe's model and return all problems; None: no known model.
 
-        Of the tensors only headers are read, and those that have to be equal, by one process of a machine.
+        Reads the headers of the tensors; one process of a machine also reads tied tensors.
         """
         return [] if recipe is None else list(self._differences(recipe))
 
@@ -60,7 +60,7 @@ class Saved:
         raise NotImplementedError
 
     def remarks(self, recipe: Recipe) -> Iterator[str]:
-        """What a user should know of weights that fit."""
+        """Yield remarks for the user on fitting weights."""
         model = recipe.model
         if banded := [str(i) for i, window in enumerate(model.windows) if window is not None]:
             seen = f"{model.attention_window} of {recipe.sequence_length} positions (model.attention_window)"
@@ -68,18 +68,18 @@ class Saved:
             yield f"{layers}: they see {seen}, so the loss starts above that of the dense model"
 
     def weights(self, recipe: Recipe) -> LazyWeights:
-        """Canonical weights. Raises ValueError where they are not the recipe's model's."""
+        """Return canonical weights. Raises ValueError if they do not fit the recipe's model."""
         raise NotImplementedError
 
     def damage(self, weights: LazyWeights) -> list[Problem]:
-        """What is wrong with their numbers, all of which are read."""
+        """Read all numbers and return their problems."""
         odd, rule = weights.not_finite(), "a model with NaN or infinity never leaves it"
         came, where = f"holds numbers that are not finite, in {some(odd)}", str(self.directory)
         return [Problem(where, came, rule, "give other weights", where)] if odd else []
 
 
 def saved_in(directory: str | Path) -> Saved:
-    """The weights in a directory, of whatever kind."""
+    """Recognize the kind of weights in a directory."""
     path = Path(directory)
     if run_checkpoints.holds_ours(path):
         return RunWeights(path)
@@ -87,10 +87,10 @@ def saved_in(directory: str | Path) -> Saved:
 
 
 def read(directory: str | Path, recipe: Recipe) -> LazyWeights:
-    """Canonical weights, read when they are asked for.
+    """Return canonical weights, read on demand.
 
-    Raises ValueError where the directory holds none of the recipe's model, or numbers that are not finite,
-    for which one process of a machine reads them all.
+    Raises ValueError if they do not fit the recipe's model, or have numbers that are not finite; one process
+    of a machine reads them all for it.
     """
     saved = saved_in(directory)
     weights = saved.weights(recipe)
@@ -100,7 +100,7 @@ def read(directory: str | Path, recipe: Recipe) -> LazyWeights:
 
 
 class TransformersWeights(Saved):
-    """What `save_pretrained` wrote."""
+    """Weights written by `save_pretrained`."""
 
     forms = FORMS
 
@@ -205,7 +205,7 @@ class MegatronWeights(Saved):
 
 
 class RunWeights(Saved):
-    """A checkpoint of this project: that in the directory, or the newest whole one of a run."""
+    """A checkpoint of this project: the directory's own, or the newest whole one of a run."""
 
     forms = RUN_FORMS
 
@@ -223,7 +223,7 @@ class RunWeights(Saved):
 
     @cached_property
     def recipe(self) -> Recipe:
-        """That of the run."""
+        """The run's recipe."""
         where = self.checkpoint.directory / manifest.NAME
         held: Recipe = checked(TypeAdapter(Recipe), self.checkpoint.manifest.recipe, where)
         return held
@@ -279,7 +279,7 @@ class RunWeights(Saved):
 
 
 class Header(NamedTuple):
-    """What is known of a stored tensor before it is read."""
+    """Facts of a stored tensor from its header."""
 
     name: str  # as it is stored
     shape: torch.Size
@@ -289,7 +289,7 @@ class Header(NamedTuple):
 
 
 class Words(NamedTuple):
-    """How messages call the model, what states its shapes, and what to do."""
+    """Words of messages: the model, the source of its shapes, and the fix."""
 
     model: str
     source: str
@@ -303,7 +303,7 @@ def _but_for_heads(
     model: Model,
     heads: tuple[str, ...],
 ) -> Iterator[Problem]:
-    """`_differences`, where `heads` for sentences are no fault in weights of a model without."""
+    """Yield `_differences`, but ignore `heads` for sentences if the model has none."""
     heads = tuple(f"{head}." for head in heads)
     if model.sentence_head == "none":
         found = {name: header for name, header in found.items() if not name.startswith(heads)}
@@ -316,7 +316,7 @@ def _but_for_heads(
 def _differences(
     found: Mapping[str, Header], shapes: Mapping[str, torch.Size], words: Words, why_missing: str = ""
 ) -> Iterator[Problem]:
-    """Missing and unexpected tensors, odd types and shapes."""
+    """Yield problems of missing and unexpected tensors, unreadable types and other shapes."""
     if missing := [name for name in shapes if name not in found]:
         rule = why_missing or f"{words.model} has {'it' if len(missing) == 1 else 'them'}"
         yield Problem(KEY, f"lacks {some(missing, SHOWN)}", rule, "" if "--set" in rule else words.fix)

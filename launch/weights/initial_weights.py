@@ -1,4 +1,4 @@
-"""Whether given weights fit a recipe, seen before a start from what states their model, and from headers."""
+"""Check before a start that given weights fit a recipe, by their configuration and headers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LARGEST = 10**8  # of a size in a config.json, so that a product of two is still
 
 @dataclass(frozen=True)
 class GivenModel:
-    """The model of a config.json, or of arguments. `shape`: key of a recipe -> its value."""
+    """The model of given weights, by config.json or arguments. `shape`: key of a recipe -> its value."""
 
     form: ConfigForm
     shape: Mapping[str, int]
@@ -51,14 +51,14 @@ class GivenModel:
 
     @property
     def model_values(self) -> dict[str, Any]:
-        """What a recipe's model takes of it."""
+        """Values for a recipe's model."""
         values: dict[str, Any] = {key.partition(".")[2]: size for key, size in self.shape.items()}
         return {**values, "family": self.family, "layer_norm": self.form.layer_norm}
 
     def as_recipe(self, recipe: Recipe) -> Recipe:
-        """The recipe with this model, in dense layers, for samples of all its positions.
+        """Return the recipe with this model, in dense layers, for samples of all its positions.
 
-        The recipe says whether it has a sentence head.
+        The recipe decides about a sentence head.
         """
         values = self.model_values | {"attention": ("dense",), "attention_window": None}
         values["layer_norm"] = self.form.layer_norm or recipe.model.layer_norm
@@ -76,11 +76,10 @@ class InitialWeights:
     key: str = KEY
 
     def check(self, recipe: Recipe) -> tuple[Notice, ...]:
-        """Remarks on weights that fit the recipe.
+        """Check that the weights fit the recipe; return remarks on them.
 
-        Reads config.json, or arguments, and the headers of the weights; on the first process of a machine
-        also the tensors that have to be equal. Raises ProblemsError with every mismatch, and what to put on
-        the command line instead.
+        Reads config.json, or arguments, and the headers of the weights; the first process of a machine also
+        reads tied tensors. Raises ProblemsError with every mismatch and the flags that mend it.
         """
         saved = self.saved()
         given, problems = self._model(saved, recipe)
@@ -90,10 +89,9 @@ class InitialWeights:
         return tuple(Notice("init_from", f"initial weights: {text}") for text in remarks)
 
     def described(self, recipe: Recipe) -> Recipe:
-        """`recipe` with the model that the weights are of, for samples of all its positions.
+        """Return `recipe` with the weights' model, for samples of all its positions.
 
-        Raises ProblemsError: there are none, or what states the model is broken. `check` finds what else is
-        wrong.
+        Raises ProblemsError: no weights, or a broken description of the model. `check` finds other faults.
         """
         given, problems = self._model(self.saved(), recipe)
         if given is None:
@@ -101,31 +99,31 @@ class InitialWeights:
         return given.as_recipe(recipe)
 
     def resolved(self) -> InitialWeights:
-        """The same; of a run those of its newest whole checkpoint, which may change."""
+        """Replace a run by its newest whole checkpoint, so that later ones change nothing."""
         saved = saved_in(self.directory)
         if not isinstance(saved, RunWeights):
             return self
         return replace(self, directory=str(saved.checkpoint.directory))
 
     def read(self, recipe: Recipe) -> LazyWeights:
-        """Canonical weights, read when they are asked for. Raises ValueError as `foreign_weights.read`."""
+        """Return canonical weights, read on demand. Raises ValueError as `foreign_weights.read`."""
         return read(self.directory, recipe)
 
     def vocabulary(self) -> Path:
-        """Where their vocabulary is kept: in the run, or next to them."""
+        """Return the directory of their vocabulary: in the run, or next to the weights."""
         saved = saved_in(self.directory)
         if isinstance(saved, RunWeights):
             return (saved.checkpoint.directory.parent.parent / "tokenizer").resolve()
         return Path(self.directory).resolve()
 
     def saved(self) -> Saved:
-        """Raises ProblemsError: there is no directory."""
+        """Recognize the kind of weights. Raises ProblemsError if there is no directory."""
         if problems := list(_no_directory(Path(self.directory))):
             raise self._error(problems)
         return saved_in(self.directory)
 
     def _model(self, saved: Saved, recipe: Recipe) -> tuple[GivenModel | None, Sequence[Problem]]:
-        """The model that is stated, if that is clear, and what is wrong with it for the recipe."""
+        """Return the stated model, or None if it is unclear, and its problems for the recipe."""
         try:
             found = _Config(saved.config(recipe), recipe, saved.forms)
         except FileError as error:
@@ -138,9 +136,9 @@ class InitialWeights:
 
 
 def encoder_in(weights: InitialWeights) -> GivenModel:
-    """The model of weights that `save_pretrained` or a run of ours left, for a recipe that takes its shape.
+    """Read the model of weights of `save_pretrained` or of a run, for a recipe with its shape.
 
-    Raises ProblemsError where it is none of ours.
+    Raises ProblemsError if it is none of our models.
     """
     saved = weights.saved()
     fix = "give a run with a checkpoint, or a directory that save_pretrained or export_hf.py wrote"
@@ -180,7 +178,7 @@ def _no_directory(path: Path) -> Iterator[Problem]:
 
 
 class _Config:
-    """What is wrong with a config for a recipe, and the model that it describes if that is clear."""
+    """Comparison of a config with a recipe: the described model, None if unclear, and the problems."""
 
     def __init__(self, config: Mapping[str, Any], recipe: Recipe, forms: Forms):
         self.config, self.recipe, self.forms = config, recipe, forms
@@ -222,7 +220,7 @@ class _Config:
         yield from self._fixed(form, sizes.get("model.hidden"))
 
     def _of_this_shape(self, other: Mapping[str, int]) -> dict[str, int | None]:
-        """What the recipe has to set for sizes that are not its own; samples end where positions do."""
+        """Return the recipe's settings for other sizes; samples end with the positions."""
         sets: dict[str, int | None] = dict(other)
         positions = other.get("model.positions", self.recipe.positions)
         if positions < self.recipe.sequence_length:
@@ -242,7 +240,7 @@ class _Config:
         return Problem(KEY, came, rule)
 
     def _settings(self, form: ConfigForm, vocabulary: int) -> dict[str, Any]:
-        """What the recipe has to set for a model of this form, besides the shape."""
+        """Return the recipe's settings for a model of this form, besides the shape."""
         family = FAMILY_OF_TYPE[form.model_type]
         wanted: dict[str, Any] = {"model.layer_norm": form.layer_norm} if form.layer_norm else {}
         if family != self.recipe.model.family:
@@ -254,7 +252,7 @@ class _Config:
         return {key: value for key, value in wanted.items() if self.values[key] != value}
 
     def _fixed(self, form: ConfigForm, hidden: int | None) -> Iterator[Problem]:
-        """Settings that our models have without a switch."""
+        """Yield problems of settings that our models have without a switch."""
         allowed_by_key = {key: (allowed, allowed[0]) for key, allowed in form.fixed.items()}
         width, standard = form.width
         if hidden is not None:
@@ -266,11 +264,11 @@ class _Config:
 
 
 def _shown(value: Any) -> str:
-    """As it stands in a config.json, shortened."""
+    """Write a value as config.json does, shortened."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def _setting(value: Any) -> str:
-    """As --set takes it."""
+    """Write a value for --set."""
     return "null" if value is None else f"[{','.join(value)}]" if isinstance(value, tuple) else str(value)
