@@ -18,7 +18,7 @@ from slices import joined
 from transformers import GPT2LMHeadModel
 
 from launch import export_hf
-from launch.experiments.parity.comparison import Outcome, compare
+from launch.experiments.parity.comparison import RunOutcome, compare
 from launch.experiments.parity.layout_cases import FORCED
 from launch.records import plan_text
 from launch.training import build_model
@@ -110,7 +110,7 @@ def layouts(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def in_one_process(layouts) -> Outcome:
+def in_one_process(layouts) -> RunOutcome:
     """The first step in this process, without DeepSpeed, by the reference kernel."""
     from data.corpus import build
     from data.loader import StepBatches
@@ -131,13 +131,13 @@ def in_one_process(layouts) -> Outcome:
         p.canonical_name: joined(p.shard, [p.grad]) if p.shard else p.grad for p in used.parameters()
     }
     norm = torch.stack([g.norm() for g in gradients.values()]).norm()
-    return Outcome("one process", 1, [loss.item()], [norm.item()], gradients, NO_WEIGHTS)
+    return RunOutcome("one process", 1, [loss.item()], [norm.item()], gradients, NO_WEIGHTS)
 
 
 NO_WEIGHTS = {"final_norm.weight": torch.ones(1)}  # those after the last step are not compared
 
 
-def check_layout(reference: Outcome, found: Outcome) -> None:
+def check_layout(reference: RunOutcome, found: RunOutcome) -> None:
     """The first step: loss, norm and every gradient."""
     assert found.failure is None, found.failure
     difference = compare(
