@@ -215,7 +215,7 @@ def layout(plan: Plan, memory: Memory, listed: Hosts | None) -> Check:
 
 def fits(plan: Plan, memory: Memory, ranks: int) -> Check:
     """Check the planner's memory of this machine's `ranks` against its memory."""
-    rank = memory_fit.needs(plan, gpus=memory.gpus > 0)
+    rank = memory_fit.memory_of_plan(plan, gpus=memory.gpus > 0)
     host = rank.host * ranks if memory.gpus else (rank.total + rank.host) * ranks
     rooms = [(host, memory.host_bytes, "of the host")]
     if memory.gpus:

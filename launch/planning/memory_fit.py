@@ -9,7 +9,7 @@ from ds_configs.jsonfile import ConfigError
 from ds_configs.plan import Plan
 from launch.machine.memory import Memory
 from launch.planning.prediction import hardware, rank_memory, workload
-from launch.planning.prediction.constants import fitted
+from launch.planning.prediction.constants import fitted_constants
 from launch.planning.resolved_plans import processes, published_plan
 from recipes.layout import divisors
 from recipes.problems import counted
@@ -20,7 +20,7 @@ USUAL = "a100-80x8"  # node whose CUDA context stands for that of a GPU that not
 IMPORTED = 0.4e9
 
 
-def needs(plan: Plan, *, gpus: bool = True) -> rank_memory.RankMemory:
+def memory_of_plan(plan: Plan, *, gpus: bool = True) -> rank_memory.RankMemory:
     """Memory of a rank of the fullest pipeline stage, on the recipe's hardware where it names some.
 
     Without `gpus` all of it is the host's, and counts as far as a process has written to it.
@@ -28,14 +28,16 @@ def needs(plan: Plan, *, gpus: bool = True) -> rank_memory.RankMemory:
     own = plan.recipe.hardware
     gpu = hardware.find(own.node if own and own.node else USUAL).gpu
     if gpus:
-        return rank_memory.fullest(workload.of_plan(plan), gpu, fitted())
+        return rank_memory.fullest_rank(workload.of_plan(plan), gpu, fitted_constants())
     cores = gpu.model_copy(update={"in_host": True, "context_gib": IMPORTED / hardware.GIB})
-    return rank_memory.fullest(workload.of_plan(plan), cores, fitted((("fragmentation", 0.0),)))
+    return rank_memory.fullest_rank(
+        workload.of_plan(plan), cores, fitted_constants((("fragmentation", 0.0),))
+    )
 
 
 def describe(plan: Plan) -> str:
     """Memory of a process of the fullest pipeline stage in words, by kind and place."""
-    rank = needs(plan)
+    rank = memory_of_plan(plan)
     activations, other = rank.activations + rank.working, rank.buffers + rank.fragmentation + rank.context
     kinds = (
         ("model states", rank.states),
@@ -102,14 +104,14 @@ def _fits(plan: Plan, memory: Memory) -> bool:
 
 def _needed(plan: Plan, memory: Memory) -> tuple[float, ...]:
     """Bytes on a GPU and in the host's memory; without GPUs all in the host's."""
-    rank, world = needs(plan, gpus=memory.gpus > 0), plan.layout.world
+    rank, world = memory_of_plan(plan, gpus=memory.gpus > 0), plan.layout.world
     return (rank.total, rank.host * world) if memory.gpus else ((rank.total + rank.host) * world,)
 
 
 def _least(plans: Sequence[Plan], memory: Memory) -> str:
     """Memory per process of the plan with the smallest need on a GPU; without GPUs, in all."""
     plan = min(plans, key=lambda plan: _needed(plan, memory))
-    rank, world = needs(plan, gpus=memory.gpus > 0), plan.layout.world
+    rank, world = memory_of_plan(plan, gpus=memory.gpus > 0), plan.layout.world
     sizes = [(rank.total + rank.host, "")]
     if memory.gpus:
         sizes = [(rank.total, " on the GPU"), (rank.host, " in host memory")]

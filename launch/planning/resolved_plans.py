@@ -24,10 +24,10 @@ def published_plan(recipe: Recipe, world: int | None = None) -> Plan:
 
     Raises ConfigError.
     """
-    return resolved(recipe, recipe.ds_config, world or processes(recipe))
+    return resolve_on_machine(recipe, recipe.ds_config, world or processes(recipe))
 
 
-def planned(recipe: Recipe, ds_config: str | Path, node: Node, nodes: int | None = None) -> Plan:
+def plan_on_nodes(recipe: Recipe, ds_config: str | Path, node: Node, nodes: int | None = None) -> Plan:
     """The recipe on so many such nodes; None: as many as its layout takes. Raises ConfigError."""
     world = None
     if recipe.parallel.dp is None and not node.is_cpu:
@@ -36,10 +36,10 @@ def planned(recipe: Recipe, ds_config: str | Path, node: Node, nodes: int | None
         stated = processes(recipe)
         # A node that the layout leaves partly empty is its user's to choose.
         world = stated if (nodes - 1) * node.gpus < stated <= nodes * node.gpus else nodes * node.gpus
-    return resolved(recipe, ds_config, world, node.machine)
+    return resolve_on_machine(recipe, ds_config, world, node.machine)
 
 
-def resolved(
+def resolve_on_machine(
     recipe: Recipe, ds_config: str | Path, world: int | None = None, machine: Machine = ANY_GPU
 ) -> Plan:
     """The plan on another machine; a path that its environment gives is left as $MEGARECIPES_NVME.

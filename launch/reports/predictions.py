@@ -12,8 +12,8 @@ from launch.console import numbers
 from launch.machine import rates
 from launch.planning.prediction import hardware, workload
 from launch.planning.prediction.forecast import Forecast, forecast, speed
-from launch.planning.prediction.published_step import as_published, published_seconds
-from launch.planning.resolved_plans import planned
+from launch.planning.prediction.published_step import published_seconds, published_workload
+from launch.planning.resolved_plans import plan_on_nodes
 from launch.reports.entries import Entry
 from launch.reports.frames import Frame
 from launch.reports.runs import Run
@@ -135,7 +135,7 @@ def _of_row(name: str, recipe: Recipe, published: Published) -> PredictionLine:
         predicted_mfu=theirs.speed.mfu,
         tflops=reached.exact_tflops if reached else None,
         left=1 - memory * hardware.GIB / room if memory else None,
-        predicted_left=1 - theirs.fullest.cached(room) / room,
+        predicted_left=1 - theirs.fullest_rank.cached(room) / room,
         predicted_oom=theirs.verdict == "out of memory",
     )
 
@@ -147,8 +147,8 @@ def _as_their_system(recipe: Recipe) -> Forecast | None:
         return None
     try:
         node = hardware.node_for(recipe)
-        plan = planned(recipe, recipe.ds_config, node, None)
-        step = as_published(plan)
+        plan = plan_on_nodes(recipe, recipe.ds_config, node, None)
+        step = published_workload(plan)
         return forecast(step, node) if step else None
     except (ValueError, OSError):  # a broken recipe, configuration or catalogue of the user
         return None
@@ -174,7 +174,7 @@ def _of_run(name: str, run: Run) -> PredictionLine:
     line = replace(line, left=1 - used / room if used and room else None)
     if (found := run_forecast(run.plan, run.machine)) is None:
         return line
-    needed, time, rate = found.fullest.total, found.time, found.speed
+    needed, time, rate = found.fullest_rank.total, found.time, found.speed
     predicted = time.total if time else None
     return replace(
         line,
@@ -194,13 +194,13 @@ def run_forecast(plan: Plan, machine: Mapping[str, Any]) -> Forecast | None:
     """
     try:
         name, count = str(machine["accelerator"]), machine["accelerators"]
-        node = hardware.recognised(name, count) if count else None
+        node = hardware.catalogue_node(name, count) if count else None
         if node is None:
             here = rates.machine()
             if any(machine[key] != here[key] for key in ("host", "cpu", "cores")):
                 return None
-            node = hardware.this(measure=False)
-        return forecast(workload.of_plan(plan), node.shared_by(plan.layout.world))
+            node = hardware.this_node(measure=False)
+        return forecast(workload.of_plan(plan), node.share_among(plan.layout.world))
     except (ValueError, KeyError):  # this machine was not measured, or the file does not describe it
         return None
 

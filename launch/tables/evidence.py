@@ -42,7 +42,7 @@ from recipes.schema import Published, Strict
 from recipes.tables import Table
 
 Part = Literal["each once", "all ranks", "first stage", "middle stages", "last stage"]
-Says = dict[str, dict[str, Any]]
+ValuesByQuotation = dict[str, dict[str, Any]]
 
 
 class Statement(NamedTuple):
@@ -58,8 +58,8 @@ class Quotations(Strict):
     """Quotations of one source: about all rows, and about the rows of a pattern."""
 
     source: str
-    says: Says = {}
-    rows: dict[str, Says] = {}
+    says: ValuesByQuotation = {}
+    rows: dict[str, ValuesByQuotation] = {}
 
 
 class Sizes(Strict):

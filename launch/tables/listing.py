@@ -52,7 +52,7 @@ class ListedRecipe:
         return processes(self.recipe) if self.recipe.parallel.dp else None
 
     @property
-    def stands_in(self) -> bool:
+    def has_stand_ins(self) -> bool:
         """Whether values without a source stand in, besides the number of steps, which most tables lack."""
         return bool(self.recipe.unknown.keys() - {"steps"})
 
@@ -63,7 +63,7 @@ class ListedRecipe:
         other = f"({self.processes})" if self.processes and self.processes != self.gpus else ""
         fits = {} if self.fits is None else {"fits": self.fits}
         return {
-            "row": self.name + (" ?" if self.stands_in else ""),  # apart, so that a name can be copied
+            "row": self.name + (" ?" if self.has_stand_ins else ""),  # apart, so that a name can be copied
             "parameters, each once": short_count(cost.parameters(model, recipe.positions)),
             "layers x hidden": f"{'BERT ' if model.family == 'bert' else ''}{model.layers}x{model.hidden}",
             "tp x pp x dp": f"{tp} x {pp} x {recipe.parallel.dp or 'any'}",
@@ -143,14 +143,14 @@ def select(rows: Sequence[ListedRecipe], args: argparse.Namespace) -> list[Liste
         recipe = row.recipe
         yield not args.family or recipe.model.family == args.family
         yield not args.gpus or any(least <= count <= most for count in (row.gpus, row.processes) if count)
-        yield not args.hardware or _has(recipe.hardware, args.hardware)
+        yield not args.hardware or _matches_hardware(recipe.hardware, args.hardware)
         yield not args.published or row.table.published
         yield not args.oom or (recipe.published is not None and recipe.published.oom)
 
     return [row for row in rows if all(passes(row))]
 
 
-def _has(hardware: Hardware | None, text: str) -> bool:
+def _matches_hardware(hardware: Hardware | None, text: str) -> bool:
     plain, wanted = (re.sub(r"[^a-z0-9]+", "", str(part).lower()) for part in (hardware, text))
     return hardware is not None and wanted in plain
 
@@ -176,7 +176,7 @@ def as_text(rows: Sequence[ListedRecipe], memory: Memory | None = None, width: i
     notes = [f"{counted(len(rows), 'recipe')}; recipe.py show TABLE/ROW tells all of one"]
     if memory:
         notes.append(f"this machine: {memory}; memory as launch/plan.py predicts it")
-    if any(row.stands_in for row in rows):
+    if any(row.has_stand_ins for row in rows):
         notes.append("?: values that no source gives stand in for some of the row; show says which")
     if any(row.gpus and row.processes and row.gpus != row.processes for row in rows):
         notes.append("16 (32): 16 GPUs are printed, and the layout has 32 processes")

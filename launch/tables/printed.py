@@ -62,7 +62,7 @@ def agreement(
     return None
 
 
-def derived(
+def recompute(
     printed: Printed, because: str, formula: Callable[..., float], *inputs: Printed
 ) -> tuple[float, str | None]:
     """(value of a formula of printed numbers, how it gives the printed number).

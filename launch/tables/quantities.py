@@ -8,10 +8,10 @@ from typing import Any
 
 from ds_configs.jsonfile import ConfigError
 from ds_configs.sections.transformers_modules import embedding_rows
-from launch.planning.memory_fit import needs
+from launch.planning.memory_fit import memory_of_plan
 from launch.planning.resolved_plans import published_plan
 from launch.tables.evidence import OtherRun, Part, PublishedTable
-from launch.tables.printed import Printed, agreement, derived, size_unit
+from launch.tables.printed import Printed, agreement, recompute, size_unit
 from launch.tables.rows import SAMPLES, TFLOPS, TIME, Check, PublishedRow
 from modeling import cost, counting
 from modeling.counting import RankCounts
@@ -40,9 +40,9 @@ NEAR_TWICE = 0.005  # relative: a value this close to twice the computed one is 
 def layout(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
     """tp x pp x dp = GPUs; micro x accumulation x dp = global; pp divides the layers, tp the heads."""
     for quantity, (whole, factors) in PRODUCTS.items():
-        yield _product(row, quantity, row.as_printed, whole, factors)
+        yield _product(row, quantity, row.printed_value, whole, factors)
     if row.published.printed:
-        yield _product(row, "global batch of the run", row.own, *BATCH)
+        yield _product(row, "global batch of the run", row.value, *BATCH)
     model, (tp, pp) = row.recipe.model, row.recipe.parallel.model_parallel
     for quantity, all_, by in (("layers per stage", model.layers, pp), ("heads per rank", model.heads, tp)):
         yield row.compare(quantity, f"{all_} over {by}", f"{all_ / by:g}", all_ % by == 0)
@@ -55,9 +55,9 @@ def _product(
     known, printed = [each for each in values if each is not None], value(whole)
     computed = f"{' x '.join(map(str, known))} = {math.prod(known)}"
     if printed is None:
-        return row.unchecked(quantity, "the row has no such number", computed=computed)
+        return row.not_checkable(quantity, "the row has no such number", computed=computed)
     if len(known) < len(factors):
-        return row.unchecked(quantity, "the recipe leaves a factor open", printed)
+        return row.not_checkable(quantity, "the recipe leaves a factor open", printed)
     return row.compare(quantity, printed, computed, math.prod(known) == printed)
 
 
@@ -99,7 +99,7 @@ def sizes(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
     """The modules against the arithmetic at every rank, then every printed size against the modules."""
     if not _can_be_built(row):
         why = "no module of this layout can be built: tp does not divide the heads"
-        yield row.unchecked("parameters", why)
+        yield row.not_checkable("parameters", why)
         return
     counted, published = counts(row.recipe), row.published
     yield _modules(row, counted)
@@ -110,7 +110,7 @@ def sizes(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
     if published.size_label is not None:
         yield _label(row, published.size_label, counted)
     if (published.parameters, published.size_label) == (None, None):
-        yield row.unchecked("parameters", "the row prints no model size", computed=counted.all_ranks)
+        yield row.not_checkable("parameters", "the row prints no model size", computed=counted.all_ranks)
     for document in source.evidence.sizes:
         for part, printed in document.rows.get(row.name, {}).items():
             computed, size = PARTS[part](counted), _size(str(printed))
@@ -132,8 +132,8 @@ def _modules(row: PublishedRow, counted: RankCounts) -> Check:
 def _to_the_unit(row: PublishedRow, quantity: str, printed: int, counted: RankCounts, ranks: int) -> Check:
     """All ranks' parameters, or one's of `ranks`; a wrong number may be the one of another layout."""
     computed = counted.all_ranks // ranks
-    if reason := row.unknown("model"):
-        return row.unchecked(quantity, reason, printed, computed)
+    if reason := row.unknown_reason("model"):
+        return row.not_checkable(quantity, reason, printed, computed)
     if printed == computed:
         return row.compare(quantity, printed, computed, how=True)
     hint, share = "", f" / {ranks}" if ranks > 1 else ""
@@ -149,8 +149,8 @@ def _label(row: PublishedRow, label: str, counted: RankCounts) -> Check:
     """In 10^9 or 10^6, every parameter once; names the other units of these sources where those fit."""
     unit, size = size_unit(label), _size(label)
     plain = f"{counted.once / unit:.4g}{label[-1:]}"
-    if reason := row.unknown("model"):
-        return row.unchecked("size label", f"the model stands in: {reason}", label, plain)
+    if reason := row.unknown_reason("model"):
+        return row.not_checkable("size label", f"the model stands in: {reason}", label, plain)
     how = agreement(size, counted.once)
     if how in ("exact", "rounded"):
         return row.compare("size label", label, plain, how)
@@ -171,15 +171,15 @@ def _size(label: str) -> Printed:
 # --- speeds
 
 
-def untimed(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
+def missing_time(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
     """A row without a time; the time that its samples/s imply is plausible."""
     published, rate = row.published, row.published.samples_per_s
     if published.oom:
-        yield row.unchecked("time", "out of memory: no time, no samples/s, no TFLOPS", "OOM")
+        yield row.not_checkable("time", "out of memory: no time, no samples/s, no TFLOPS", "OOM")
     elif published.time_per_iteration_s is None:
         why, implied = "no time of an iteration is printed", row.recipe.batch.global_ / rate if rate else None
         computed = f"{implied:.3f} s would give it" if implied else ""
-        yield row.unchecked("time", why, rate or published.tflops or "", computed)
+        yield row.not_checkable("time", why, rate or published.tflops or "", computed)
         if implied:
             yield from _plausible(row, implied)
 
@@ -205,28 +205,30 @@ def operations(row: PublishedRow) -> int:
 
 def samples(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
     """Samples of an iteration over its time."""
-    rate, seconds = row.printed(SAMPLES), row.printed(TIME)
+    rate, seconds = row.printed_number(SAMPLES), row.printed_number(TIME)
     if rate and seconds:
-        computed, how = derived(rate, "the printed time", lambda s: row.batch / s, seconds)
+        computed, how = recompute(rate, "the printed time", lambda s: row.batch / s, seconds)
         division = f"{row.batch} / {seconds.value:g} s = {computed:.3f}"
         yield row.compare("samples/s", rate.text, division, how)
 
 
 def tflops(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
     """By the row's definition: every product, or the formula with the label's size, whatever its unit."""
-    printed, seconds, label = row.printed(TFLOPS), row.printed(TIME), row.published.size_label
+    printed, seconds, label = row.printed_number(TFLOPS), row.printed_number(TIME), row.published.size_label
     if not (printed and seconds):
         return
     if row.published.tflops_by == "exact":
         work, gpus = operations(row), row.gpus
-        exact, how = derived(printed, "the printed time", lambda s: cost.exact_tflops(work, s, gpus), seconds)
+        exact, how = recompute(
+            printed, "the printed time", lambda s: cost.exact_tflops(work, s, gpus), seconds
+        )
         yield row.compare("TFLOPS", printed.text, f"{exact:.4g}, every product", how)
         return
     if label is None:
-        yield row.unchecked("TFLOPS", "the row prints no model size for the formula", printed.text)
+        yield row.not_checkable("TFLOPS", "the row prints no model size for the formula", printed.text)
         return
     size = _size(label).value
-    computed, how = derived(printed, "the printed time", lambda s: formula(row, size, s), seconds)
+    computed, how = recompute(printed, "the printed time", lambda s: formula(row, size, s), seconds)
     ratio = printed.value / computed
     twice = abs(ratio / 2 - 1) < NEAR_TWICE
     off = "" if how else " (printed is twice that)" if twice else f" (printed is {100 * (ratio - 1):+.1f} %)"
@@ -240,29 +242,29 @@ def operations_per_second(row: PublishedRow, _: PublishedTable) -> Iterator[Chec
     if gpus is None or seconds is None:
         return
 
-    def say(name: str, value: float, how: str) -> Check:
-        return row.say("computed", f"TFLOPS, {name}", "", f"{value:.4g}", how)
+    def information(name: str, value: float, how: str) -> Check:
+        return row.check("computed", f"TFLOPS, {name}", "", f"{value:.4g}", how)
 
     share = batch / row.batch
     if row.published.tflops is None and label:
         by_label = formula(row, _size(label).value, seconds)
-        yield say("formula, label", by_label, f"none is printed; {label} as the size")
+        yield information("formula, label", by_label, f"none is printed; {label} as the size")
         if "batch.global" in row.published.printed:
-            yield say("formula, batch of the run", share * by_label, f"global batch {batch}")
-    if row.unknown("model") or not _can_be_built(row):
+            yield information("formula, batch of the run", share * by_label, f"global batch {batch}")
+    if row.unknown_reason("model") or not _can_be_built(row):
         return
     once, work = counts(row.recipe).once, operations(row)
-    yield say("formula, all parameters", share * formula(row, once, seconds), f"{once} parameters")
+    yield information("formula, all parameters", share * formula(row, once, seconds), f"{once} parameters")
     exact = cost.exact_tflops(work, seconds, gpus)
-    yield say("exact count", exact, f"{work:.4g} operations per iteration on {gpus} GPUs")
+    yield information("exact count", exact, f"{work:.4g} operations per iteration on {gpus} GPUs")
     yield from _plausible(row, seconds)
 
 
 def _plausible(row: PublishedRow, seconds: float) -> Iterator[Check]:
     """A time's share of the GPU's peak, within wide limits: catches a wrong digit."""
-    name = str(row.own("hardware.name"))
+    name = str(row.value("hardware.name"))
     known = (value for gpu, value in PEAKS.items() if gpu in name)
-    peak = row.own("hardware.peak_tflops") or next(known, None)
+    peak = row.value("hardware.peak_tflops") or next(known, None)
     if peak and row.gpus:
         share = 100 * cost.exact_tflops(operations(row), seconds, row.gpus) / peak
         limits, computed = f"{LEAST:g} to {MOST:g} %", f"{share:.1f} % of {peak:g} TFLOPS"
@@ -272,17 +274,17 @@ def _plausible(row: PublishedRow, seconds: float) -> Iterator[Check]:
 
 def share_of_peak(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
     """The printed TFLOPS over the GPU's peak."""
-    printed, rate = row.printed("published.peak_percent"), row.printed(TFLOPS)
-    peak = row.own("hardware.peak_tflops")
+    printed, rate = row.printed_number("published.peak_percent"), row.printed_number(TFLOPS)
+    peak = row.value("hardware.peak_tflops")
     if printed and (rate is None or peak is None):
-        yield row.unchecked("share of peak", "needs TFLOPS and a peak", printed.text)
+        yield row.not_checkable("share of peak", "needs TFLOPS and a peak", printed.text)
     elif printed and rate:
-        computed, how = derived(printed, "the printed TFLOPS", lambda t: 100 * t / peak, rate)
+        computed, how = recompute(printed, "the printed TFLOPS", lambda t: 100 * t / peak, rate)
         division = f"{rate.text} / {peak:g} = {computed:.2f} %"
         yield row.compare("share of peak", printed.text, division, how)
 
 
-def speeds_elsewhere(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
+def speeds_of_other_runs(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
     """TFLOPS of the row's model in other documents."""
     for document in source.evidence.speeds:
         for run in document.rows.get(row.name, ()):
@@ -296,7 +298,9 @@ def _other_run(row: PublishedRow, run: OtherRun, source: str) -> Check:
     assert printed and seconds, f"{row.full_name}: {run} of its evidence"
     model, length, padded = row.recipe.model, row.recipe.sequence_length, embedding_rows(row.recipe, row.tp)
     work = cost.exact_flops_per_step(model, length, run.batch, padded_vocab=padded, checkpointing=True)
-    exact, how = derived(printed, "the printed time", lambda s: cost.exact_tflops(work, s, run.gpus), seconds)
+    exact, how = recompute(
+        printed, "the printed time", lambda s: cost.exact_tflops(work, s, run.gpus), seconds
+    )
     quantity = f"TFLOPS, batch {run.batch} in {time} ms on {run.gpus} GPUs"
     return row.compare(quantity, run.tflops, f"{exact:.4g}", how and f"{how}: {source}")
 
@@ -306,20 +310,20 @@ def _other_run(row: PublishedRow, run: OtherRun, source: str) -> Check:
 
 def scaling(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
     """TFLOPS per GPU relative to the baseline's: the work per GPU is the same."""
-    printed, rate = row.printed(SCALING), row.printed(TFLOPS)
+    printed, rate = row.printed_number(SCALING), row.printed_number(TFLOPS)
     base = next((each for each in source.rows if each.published.weak_scaling_percent == 100), None)
-    of_base = base and base.printed(TFLOPS)
+    of_base = base and base.printed_number(TFLOPS)
     if printed and not (rate and of_base):
         why = "needs the TFLOPS of the row and of a baseline"
-        yield row.unchecked("weak scaling", why, printed.text)
+        yield row.not_checkable("weak scaling", why, printed.text)
     elif printed and rate and of_base:
-        computed, how = derived(printed, "the printed TFLOPS", lambda t, b: 100 * t / b, rate, of_base)
+        computed, how = recompute(printed, "the printed TFLOPS", lambda t, b: 100 * t / b, rate, of_base)
         ratio = f"{rate.text} / {of_base.text} = {computed:.1f} %"
         said = f"{computed:g} %" if row.published.weak_scaling_percent == 100 else ratio
         yield row.compare("weak scaling", printed.text, said, how)
 
 
-def slower_with_less(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
+def time_over_micro_batches(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
     """A longer iteration than that of a row with a larger micro-batch and nothing else different."""
     own = row.published.time_per_iteration_s
     timed = [(other.published.time_per_iteration_s, other) for other in _with_larger_micro(row, source)]
@@ -347,7 +351,7 @@ def configuration(row: PublishedRow, but_micro: bool = False) -> tuple[Any, ...]
     recipe, batch = row.recipe, row.recipe.batch
     shared = (batch.accumulation,) if but_micro else (batch.micro, batch.accumulation, batch.global_)
     work = recipe.model, recipe.sequence_length, recipe.parallel, shared, recipe.activation_checkpointing
-    return (*work, recipe.ds_config, row.own("hardware.name"), row.gpus, row.published.framework)
+    return (*work, recipe.ds_config, row.value("hardware.name"), row.gpus, row.published.framework)
 
 
 # --- memory
@@ -355,18 +359,18 @@ def configuration(row: PublishedRow, but_micro: bool = False) -> tuple[Any, ...]
 
 def memory(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
     """Model states against the GPU's memory: they fit, or it ran out; cached memory between the two."""
-    capacity = row.own("hardware.gpu_memory_gb")
+    capacity = row.value("hardware.gpu_memory_gb")
     quantity = "out of memory" if row.published.oom else "model states"
     ran = "OOM" if row.published.oom else f"ran on {capacity or 0:g} GB"
     try:
         states = states_gb(row)
     except ConfigError as error:
-        yield row.unchecked(quantity, f"its layout cannot be run here: {error}", ran)
+        yield row.not_checkable(quantity, f"its layout cannot be run here: {error}", ran)
         return
     if row.published.oom:
         yield _out_of_memory(row, source, states, capacity)
     elif capacity is None:
-        yield row.unchecked(quantity, "no memory of its GPUs is known", computed=f"{states:.1f} GB")
+        yield row.not_checkable(quantity, "no memory of its GPUs is known", computed=f"{states:.1f} GB")
     else:
         yield row.compare(quantity, ran, f"{states:.1f} GB", "they fit" if states <= capacity else None)
     if row.published.cached_gb is not None:
@@ -375,7 +379,7 @@ def memory(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
 
 def states_gb(row: PublishedRow) -> float:
     """Model states on the fullest GPU while it steps, in GB (10^9). Raises ConfigError."""
-    return needs(published_plan(row.recipe)).states / 1e9
+    return memory_of_plan(published_plan(row.recipe)).states / 1e9
 
 
 def _out_of_memory(row: PublishedRow, source: PublishedTable, states: float, capacity: float | None) -> Check:
@@ -387,7 +391,7 @@ def _out_of_memory(row: PublishedRow, source: PublishedTable, states: float, cap
         computed = f"{states:.1f} GB of model states on {capacity:g} GB"
         return row.compare("out of memory", "OOM", computed, "they do not fit")
     why = "the model states fit: activations decide, which nothing printed gives"
-    return row.unchecked("out of memory", why, "OOM")
+    return row.not_checkable("out of memory", why, "OOM")
 
 
 def _cached(

@@ -130,7 +130,7 @@ class Line:
     def _key_of(self, heading: str) -> str | None:
         if heading == THROUGHPUT:
             return SAMPLES if self.published.time_per_iteration_s is None else TIME
-        if heading == DATA_PARALLEL_RUN and self.own("parallel.dp") == 1:
+        if heading == DATA_PARALLEL_RUN and self.value("parallel.dp") == 1:
             return None
         return KEYS.get(heading)
 
@@ -143,20 +143,20 @@ class Line:
         cell = self.cell_of(key)
         return cell.text if cell else ""
 
-    def own(self, key: str) -> Any:
+    def value(self, key: str) -> Any:
         """Value of a dotted key; None where it is not stated."""
         return value_of(self, key)
 
     def compare(self, quantity: str, printed: object, computed: object, how: str | bool | None) -> Check:
         """Agrees where `how` says in which way; true: exactly."""
         how = "exact" if how is True else how or ""
-        return self.say("agrees" if how else "disagrees", quantity, printed, computed, how)
+        return self.check("agrees" if how else "disagrees", quantity, printed, computed, how)
 
-    def unchecked(self, quantity: str, why: str, printed: object = "", computed: object = "") -> Check:
+    def not_checkable(self, quantity: str, why: str, printed: object = "", computed: object = "") -> Check:
         """A quantity without a comparison; `why` there is none."""
-        return self.say("not checkable", quantity, printed, computed, why)
+        return self.check("not checkable", quantity, printed, computed, why)
 
-    def say(self, status: Status, quantity: str, printed: object, computed: object, how: str) -> Check:
+    def check(self, status: Status, quantity: str, printed: object, computed: object, how: str) -> Check:
         return Check(self.table.name, self.full_name, quantity, status, str(printed), str(computed), how)
 
 
@@ -178,28 +178,28 @@ class PublishedRow(Line):
     @property
     def gpus(self) -> Any:
         """As printed; None where no source gives them."""
-        return self.as_printed("hardware.gpus")
+        return self.printed_value("hardware.gpus")
 
     @property
     def batch(self) -> Any:
         """Samples per step, as printed."""
-        return self.as_printed("batch.global")
+        return self.printed_value("batch.global")
 
-    def own(self, key: str) -> Any:
+    def value(self, key: str) -> Any:
         return value_of(self.recipe, key)
 
-    def as_printed(self, key: str) -> Any:
+    def printed_value(self, key: str) -> Any:
         """The source's value: the recipe's own unless it declares another one in `published.printed`."""
-        return self.published.printed.get(key, self.own(key))
+        return self.published.printed.get(key, self.value(key))
 
-    def printed(self, key: str) -> Printed | None:
+    def printed_number(self, key: str) -> Printed | None:
         """A key's number with the digits of its cell, or the recipe's where no cell prints it."""
         numbers = (cell.number for cell in self.cells if cell.key == key)
-        value = self.as_printed(key)
+        value = self.printed_value(key)
         text = f"{value:g}" if isinstance(value, float) else str(value)
         return next((number for number in numbers if number), Printed.read(text))
 
-    def unknown(self, key: str) -> str | None:
+    def unknown_reason(self, key: str) -> str | None:
         """Why no source gives a key, where the recipe says so of it or of a related key."""
         return next((why for name, why in self.recipe.unknown.items() if related(key, name)), None)
 

@@ -8,7 +8,7 @@ from math import prod
 
 from launch.tables import transcription
 from launch.tables.evidence import PublishedTable
-from launch.tables.printed import Printed, agreement, derived
+from launch.tables.printed import Printed, agreement, recompute
 from launch.tables.rows import Check, Line, PublishedRow, value_of
 from modeling import cost
 from recipes.schema import Downstream
@@ -54,7 +54,9 @@ def _trained_tokens(line: Line, own: Sequence[Line]) -> Iterator[Check]:
     printed, smallest = Printed.read(f"{ratio:g}"), own[0].pretraining if own else None
     assert printed
     if line.pretraining is None or smallest is None:
-        yield line.unchecked("trained tokens", "no source gives the length of its pretraining", printed.text)
+        yield line.not_checkable(
+            "trained tokens", "no source gives the length of its pretraining", printed.text
+        )
         return
     computed = prod(line.pretraining) / prod(smallest)
     ours, least = (f"{steps:,} x {batch} x {length}" for steps, batch, length in (line.pretraining, smallest))
@@ -64,14 +66,14 @@ def _trained_tokens(line: Line, own: Sequence[Line]) -> Iterator[Check]:
 
 def _race(line: Line) -> Iterator[Check]:
     """The accuracy is the mean of its parts by their questions."""
-    race = line.own("published.downstream.race")
+    race = line.value("published.downstream.race")
     if race and race.middle is not None and race.high is not None:
         whole, *parts = (_tenths(value) for value in (race.accuracy, race.middle, race.high))
 
         def mean(middle: float, high: float) -> float:
             return (RACE_TEST[0] * middle + RACE_TEST[1] * high) / sum(RACE_TEST)
 
-        computed, how = derived(whole, "the parts", mean, *parts)
+        computed, how = recompute(whole, "the parts", mean, *parts)
         questions = f"{RACE_TEST[0]} x {race.middle} + {RACE_TEST[1]} x {race.high}"
         said = f"({questions}) / {sum(RACE_TEST)} = {computed:.2f}"
         yield line.compare("RACE, of middle and high", whole.text, said, how)
@@ -87,7 +89,7 @@ def _tenths(value: float) -> Printed:
 def _squad(line: Line) -> Iterator[Check]:
     """Exact matches are no more than F1: such an answer has all its words."""
     for name, task in (("SQuAD 1.1", "squad1"), ("SQuAD 2.0", "squad2")):
-        if scores := line.own(f"published.downstream.{task}"):
+        if scores := line.value(f"published.downstream.{task}"):
             how = "no more than F1" if scores.em <= scores.f1 else None
             yield line.compare(f"{name}, exact matches", scores.em, f"at most F1, {scores.f1}", how)
 
@@ -112,5 +114,5 @@ def _monotonic(lines: Sequence[Line]) -> Iterator[Check]:
 
 
 def _score(line: Line, name: str) -> float | None:
-    score: float | None = line.own(f"published.downstream.{name}")
+    score: float | None = line.value(f"published.downstream.{name}")
     return score

@@ -23,7 +23,7 @@ def scores(downstream: Downstream | None) -> Iterator[tuple[str, str]]:
                 yield name, "/".join([first, *rest])
 
 
-def said(published: Published) -> list[tuple[str, str]]:
+def score_lines(published: Published) -> list[tuple[str, str]]:
     """Lines about the scores: each task, what was the best before it, and whose answers they are."""
     before = dict(scores(published.previous))
     lines = [

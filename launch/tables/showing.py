@@ -19,7 +19,7 @@ from launch.planning.resolved_plans import processes, published_plan
 from launch.records.comparability import not_comparable
 from launch.records.plan_text import Surroundings, describe_plan
 from launch.tables import evidence
-from launch.tables.scores import said
+from launch.tables.scores import score_lines
 from modeling import cost
 from recipes import catalog
 from recipes.problems import RecipeError, counted
@@ -219,7 +219,7 @@ def _published(published: Published | None, table: Table, width: int | None) -> 
     printed = [(name, cell or "(blank)") for name, cell in cells]
     printed += [("cannot have been", f"{key} = {value}") for key, value in published.printed.items()]
     more = [("ran", published.framework), ("held-out loss", published.validation_loss)]
-    more += said(published)
+    more += score_lines(published)
     more += [("date", published.date), ("source", published.source)]
     printed += [(name, str(value)) for name, value in more if value]
     return [aligned(printed, indent=2, width=width)]

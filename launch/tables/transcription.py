@@ -17,7 +17,7 @@ from launch.tables.rows import HEADINGS, SAMPLES, TIME, Cell, Check, Line, Publi
 NUMBERS = [key for key in HEADINGS if re.fullmatch(r"published\.\w+", key) and key != "published.date"]
 _NUMBERS = re.compile(r"\d+(?:\.\d+)?")
 # What a table need not print, and then has to come from somewhere.
-OWED = (
+NEEDS_SOURCE = (
     "sequence_length",
     "activation_checkpointing",
     "precision",
@@ -40,7 +40,7 @@ SCORES = ("published.downstream.", "published.previous.")
 
 def entries(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
     """One check per cell, published number, declaration, and key in need of a source."""
-    for check in (*_cells(row), *_published_numbers(row), *_declarations(row), *_owed(row)):
+    for check in (*_cells(row), *_published_numbers(row), *_declarations(row), *_sources(row)):
         yield replace(check, transcribed=True)
 
 
@@ -59,11 +59,11 @@ def _cells(line: Line) -> Iterator[Check]:
             yield _cell(line, cell, cell.key, f'cell "{cell.heading}"')
         else:
             why = "free text, or of another run: no key of the recipe"
-            yield line.unchecked("cell", why, f"{cell.heading}: {cell.text}")
+            yield line.not_checkable("cell", why, f"{cell.heading}: {cell.text}")
 
 
 def _cell(line: Line, cell: Cell, key: str, quantity: str) -> Check:
-    own, oom = line.own(key), line.published.oom
+    own, oom = line.value(key), line.published.oom
     if cell.text == "OOM":
         return line.compare(quantity, cell.text, f"published.oom={oom}", oom)
     if not cell.text:
@@ -106,7 +106,7 @@ def _published_numbers(row: PublishedRow) -> Iterator[Check]:
     free = (cell.text for cell in row.cells if not cell.key)
     words = {word for text in free for word in re.split(r"[\s,;()]+", text)}
     for key in NUMBERS:
-        value = row.own(key)
+        value = row.value(key)
         if value is not None and row.cell_of(key) is None:
             yield row.compare(key, row.published.row or "", value, str(value) in words)
 
@@ -114,7 +114,7 @@ def _published_numbers(row: PublishedRow) -> Iterator[Check]:
 def _declarations(row: PublishedRow) -> Iterator[Check]:
     """`published.printed` names what differs; `inferred` names nothing that is printed."""
     for key, value in row.published.printed.items():
-        cell, own, quantity = row.cell_of(key), row.own(key), f"published.printed {key}"
+        cell, own, quantity = row.cell_of(key), row.value(key), f"published.printed {key}"
         how = None if value == own else "declared: it differs"
         yield row.compare(quantity, value, f"{key}={own}", how)
         if cell and not prints(cell, value):
@@ -124,8 +124,8 @@ def _declarations(row: PublishedRow) -> Iterator[Check]:
             yield row.compare(f"inferred {key}", text, "declared as not printed", None)
 
 
-def _owed(row: PublishedRow) -> Iterator[Check]:
-    for key in (key for key in OWED if not row.text_of(key)):
+def _sources(row: PublishedRow) -> Iterator[Check]:
+    for key in (key for key in NEEDS_SOURCE if not row.text_of(key)):
         said = any(related(key, name) for name in (*row.recipe.inferred, *row.recipe.unknown))
         computed, how = ("inferred or unknown", "declared") if said else ("no source", None)
         yield row.compare(f"source of {key}", "no cell", computed, how)
@@ -139,17 +139,20 @@ def settings(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
         yield replace(_setting(row, statement), stated=True)
     for cell in row.cells:
         if cell.text and cell.key and cell.key not in said and (why := _unchecked(row, cell.key)):
-            yield row.unchecked(f"printed {cell.key}", why, cell.text)
+            yield row.not_checkable(f"printed {cell.key}", why, cell.text)
 
 
 def _setting(row: PublishedRow, said: Statement) -> Check:
     """A number under `published` may be printed with other digits by the text."""
-    own, printed = row.own(said.key), row.printed(said.key) if said.key.startswith("published.") else None
+    own, printed = (
+        row.value(said.key),
+        row.printed_number(said.key) if said.key.startswith("published.") else None,
+    )
     text = Printed.read(_shown(said.value))
     agrees = _same(said.value, own)
     if printed and text and not agrees:
         agrees = bool(agreement(printed, text.value) or agreement(text, printed.value))
-    borrowed = "stands in, from " if row.unknown(said.key) else ""
+    borrowed = "stands in, from " if row.unknown_reason(said.key) else ""
     how = f'{borrowed}{said.source}: "{said.quotation}"' if agrees else None
     return row.compare(f"setting {said.key}", _shown(said.value), _shown(own), how)
 

@@ -17,7 +17,7 @@ from recipes.tables import FOLDER, Table
 
 Lines = tuple[str, ...]
 Progress = Callable[[Sequence[PublishedRow]], Iterator[PublishedRow]]
-Explained = tuple[tuple[Erratum, tuple[Check, ...]], ...]
+ExplainedErrata = tuple[tuple[Erratum, tuple[Check, ...]], ...]
 # Everything that is checked of a row, in the order of the report.
 QUANTITIES: tuple[Callable[[PublishedRow, PublishedTable], Iterator[Check]], ...] = (
     transcription.entries,
@@ -26,12 +26,12 @@ QUANTITIES: tuple[Callable[[PublishedRow, PublishedTable], Iterator[Check]], ...
     quantities.samples,
     quantities.tflops,
     quantities.operations_per_second,
-    quantities.untimed,
+    quantities.missing_time,
     quantities.share_of_peak,
-    quantities.speeds_elsewhere,
+    quantities.speeds_of_other_runs,
     transcription.settings,
     quantities.scaling,
-    quantities.slower_with_less,
+    quantities.time_over_micro_batches,
     quantities.memory,
 )
 
@@ -50,7 +50,7 @@ class Report:
     """
 
     checks: tuple[Check, ...]
-    errata: Explained
+    errata: ExplainedErrata
     stale: Lines
     repeated: Lines
     texts: Lines
@@ -124,7 +124,7 @@ def _repeated(rows: Sequence[PublishedRow]) -> Iterator[str]:
             yield f"{' / '.join(f'{time:g}' for time in times)} s, {apart}: {', '.join(names)}"
 
 
-def _explain(checks: Sequence[Check], sources: Sequence[PublishedTable]) -> tuple[Explained, Lines]:
+def _explain(checks: Sequence[Check], sources: Sequence[PublishedTable]) -> tuple[ExplainedErrata, Lines]:
     """(errata with the disagreements they explain, stale disagreements of errata)."""
     wrong = {(check.subject, check.difference): check for check in checks if check.status == "disagrees"}
     explained: dict[str, tuple[Erratum, list[Check]]] = {}

@@ -162,7 +162,7 @@ def test_the_memory_is_that_of_this_machines_processes():
     one = hostfile(16, slots=1)
     assert fits(large, Memory(0, 0, 30e9), one).verdict == "ok", "one process a machine"
     offloaded = published("default/sotu", "ds_config=zero2_offload", "parallel.dp=8")
-    host = 8 * memory_fit.needs(offloaded).host
+    host = 8 * memory_fit.memory_of_plan(offloaded).host
     for room, verdict in ((1.2 * host, "ok"), (1.01 * host, "warning"), (0.99 * host, "failed")):
         assert fits(offloaded, Memory(8, 32e9, room)).verdict == verdict
         assert fits(offloaded, Memory(0, 0, room)).verdict == "failed", "all of it"

@@ -161,7 +161,7 @@ def facts_of(measured: Measurement, context: Context) -> dict[str, Any]:
     if measured.peak_bytes and spec.system == "ours":
         machine = abilities.detect_machine(spec.emulate_fp16)
         plan = resolve(spec.load(), spec.ds_config or "", spec.processes, machine)
-        needed = memory_fit.needs(plan, gpus=not context.walks)
+        needed = memory_fit.memory_of_plan(plan, gpus=not context.walks)
         # On a GPU torch's peak counts tensors alone.
         outside = 0.0 if context.walks else needed.context + needed.fragmentation
         found["predicted_gb"] = (needed.total - outside) / 1e9

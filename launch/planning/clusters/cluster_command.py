@@ -9,8 +9,8 @@ from pathlib import Path
 from data.durable_files import write_atomically
 from launch.console import arguments, launch_lines, output, terminal
 from launch.planning.clusters import cluster_text, files
-from launch.planning.clusters.job import Job, Wishes, seconds
-from launch.planning.clusters.placement import node_of, placed
+from launch.planning.clusters.job import Job, SchedulerOptions, parse_clock
+from launch.planning.clusters.placement import node_of, place_on_nodes
 from recipes import catalog
 from recipes.files import path_of
 from recipes.problems import Problem, ProblemsError
@@ -92,7 +92,7 @@ def job_of(args: argparse.Namespace) -> Job:
     _check_words(args)
     node = node_of(recipe, args.hardware, args.gpus_per_node)
     ds_config = args.ds_config or recipe.ds_config
-    placement = placed(recipe, ds_config, node, args.nodes, whole=args.gpus_per_node is not None)
+    placement = place_on_nodes(recipe, ds_config, node, args.nodes, whole=args.gpus_per_node is not None)
     hosts = tuple(args.hosts or (f"node-{index}" for index in range(placement.nodes)))
     _check_hosts(hosts, placement.nodes)
     name = catalog.full_name(args.recipe) + "-tiny" * args.tiny
@@ -107,8 +107,10 @@ def job_of(args: argparse.Namespace) -> Job:
         placement.gpus,
         run_directory=str(path_of(args.run_directory, "--run")) if args.run_directory else usual,
         hosts=hosts,
-        named=bool(args.hosts),
-        wishes=Wishes(seconds(args.time), args.partition, args.account, args.constraint, args.cpus_per_task),
+        has_host_names=bool(args.hosts),
+        scheduler=SchedulerOptions(
+            parse_clock(args.time), args.partition, args.account, args.constraint, args.cpus_per_task
+        ),
         image=args.image,
     )
 

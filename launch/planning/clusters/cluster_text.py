@@ -118,7 +118,7 @@ def remarks(job: Job) -> list[str]:
     ]
     if idle := job.node.gpus - job.gpus:
         said.append(f"{idle} of the {job.node.gpus} GPUs of each node are not taken, and may be others'")
-    if not job.named and job.nodes > 1:
+    if not job.has_host_names and job.nodes > 1:
         said.append("the names of hosts stand in for yours: give --hosts, or edit the hostfile")
     if job.nodes > 1:
         said.append(

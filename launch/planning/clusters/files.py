@@ -14,7 +14,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 # hostfile, Slurm's batch script, PyTorchJob of kubeflow's training operator, image
 NAMES = ("hosts", "job.sbatch", "pytorchjob.yaml", "Dockerfile", "Dockerfile.dockerignore")
 WRITTEN_BY = "launch/plan.py cluster"
-BESIDES = 50e9  # bytes of a claim for text, caches and logs
+OTHER_BYTES = 50e9  # bytes of a claim for text, caches and logs
 BYTES_OF_PARAMETER = 12  # in a checkpoint: fp32 weights and Adam's two moments
 GIB = 2**30
 
@@ -53,7 +53,7 @@ def claimed_bytes(job: Job) -> float:
     parameters = cost.parameters(recipe.model, recipe.positions)
     saved = recipe.steps // recipe.run.save_every if recipe.run.save_every else 0
     kept = recipe.run.keep_checkpoints or saved + recipe.run.save_last
-    return (min(kept, saved + 1) + 1) * BYTES_OF_PARAMETER * parameters + BESIDES
+    return (min(kept, saved + 1) + 1) * BYTES_OF_PARAMETER * parameters + OTHER_BYTES
 
 
 def text(job: Job, name: str) -> str:

@@ -12,12 +12,12 @@ from launch.planning.clusters.placement import ClusterNode
 from recipes.layout import Layout
 from recipes.problems import Problem, ProblemsError
 
-LONGEST = 48  # characters of a name, which pods end with "-worker-1023" within 63
+MOST_CHARACTERS = 48  # characters of a name, which pods end with "-worker-1023" within 63
 CLOCK = re.compile(r"(?:(\d{1,3})-)?(\d{1,3}):([0-5]\d):([0-5]\d)")
 
 
 @dataclass(frozen=True)
-class Wishes:
+class SchedulerOptions:
     """The user's wishes for the scheduler; None: nothing.
 
     Attributes:
@@ -42,7 +42,7 @@ class Job:
         gpus: that it takes of each node, with a process on each.
         run_directory: on a file system that all nodes see; relative to the checkout.
         hosts: names of the nodes, in the order of ranks.
-        named: whether the user gave them.
+        has_host_names: whether the user gave them.
         image: of the container.
     """
 
@@ -54,8 +54,8 @@ class Job:
     gpus: int
     run_directory: str
     hosts: tuple[str, ...]
-    named: bool
-    wishes: Wishes
+    has_host_names: bool
+    scheduler: SchedulerOptions
     image: str
 
     @property
@@ -66,19 +66,19 @@ class Job:
     def slug(self) -> str:
         """Its name as schedulers take names: lower case, digits and hyphens, a letter first (RFC 1035)."""
         slug = "run-" + re.sub("[^a-z0-9]+", "-", self.name.lower()).strip("-")
-        if len(slug) <= LONGEST:
+        if len(slug) <= MOST_CHARACTERS:
             return slug
         digest = hashlib.sha256(self.name.encode()).hexdigest()[:6]
-        return f"{slug[: LONGEST - 7].rstrip('-')}-{digest}"
+        return f"{slug[: MOST_CHARACTERS - 7].rstrip('-')}-{digest}"
 
     @property
     def cores(self) -> int | None:
         """Physical cores of each process; None: not known."""
-        return self.wishes.cores or (self.node.cores // self.node.gpus if self.node.cores else None)
+        return self.scheduler.cores or (self.node.cores // self.node.gpus if self.node.cores else None)
 
     @property
     def constraint(self) -> str | None:
-        return self.wishes.constraint or self.node.constraint
+        return self.scheduler.constraint or self.node.constraint
 
     @property
     def command(self) -> str:
@@ -86,7 +86,7 @@ class Job:
         return f"{launch_lines.SCRIPT} {launch_lines.quoted(self.words)}"
 
 
-def seconds(text: str) -> int:
+def parse_clock(text: str) -> int:
     """Of [DAYS-]HOURS:MINUTES:SECONDS. Raises ProblemsError."""
     found = CLOCK.fullmatch(text)
     days, hours, minutes, rest = (int(part or 0) for part in found.groups()) if found else (0, 0, 0, 0)

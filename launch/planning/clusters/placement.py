@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ds_configs.jsonfile import ConfigError
 from ds_configs.plan import Plan
 from launch.planning.prediction import hardware
-from launch.planning.resolved_plans import resolved
+from launch.planning.resolved_plans import resolve_on_machine
 from recipes.layout import divisors
 from recipes.problems import Problem, ProblemsError, counted
 from recipes.schema import Recipe
@@ -63,7 +63,9 @@ class Placement(NamedTuple):
     gpus: int
 
 
-def placed(recipe: Recipe, ds_config: str, node: ClusterNode, nodes: int | None, *, whole: bool) -> Placement:
+def place_on_nodes(
+    recipe: Recipe, ds_config: str, node: ClusterNode, nodes: int | None, *, whole: bool
+) -> Placement:
     """The plan on these nodes; without `nodes` on as many as it needs.
 
     A layout may take fewer GPUs than a node has, unless `whole`, where the user says how many it takes.
@@ -73,8 +75,8 @@ def placed(recipe: Recipe, ds_config: str, node: ClusterNode, nodes: int | None,
     if recipe.parallel.dp is None:
         printed = recipe.hardware.gpus if recipe.hardware else None
         nodes = nodes or max(1, (printed or 0) // node.gpus)
-        return Placement(resolved(recipe, ds_config, nodes * node.gpus), nodes, node.gpus)
-    plan = resolved(recipe, ds_config)
+        return Placement(resolve_on_machine(recipe, ds_config, nodes * node.gpus), nodes, node.gpus)
+    plan = resolve_on_machine(recipe, ds_config)
     world = plan.layout.world
     taken = nodes or -(-world // node.gpus)
     gpus, over = divmod(world, taken)
@@ -107,7 +109,7 @@ def _other_dp(recipe: Recipe, ds_config: str, shared: int, there: int) -> list[s
     for update in ({}, {"accumulation": None}, {"micro": None}, {"micro": None, "accumulation": None}):
         batch = recipe.batch.model_copy(update=update)
         try:
-            resolved(recipe.model_copy(update={"parallel": parallel, "batch": batch}), ds_config)
+            resolve_on_machine(recipe.model_copy(update={"parallel": parallel, "batch": batch}), ds_config)
         except ConfigError:
             continue
         return [" ".join([f"--set parallel.dp={dp}", *(f"--set batch.{key}=null" for key in update)])]

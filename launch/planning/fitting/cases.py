@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ds_configs.jsonfile import ConfigError
 from launch.planning.prediction import hardware
-from launch.planning.prediction.published_step import as_published, published_seconds
+from launch.planning.prediction.published_step import published_seconds, published_workload
 from launch.planning.prediction.workload import Workload
 from launch.planning.resolved_plans import published_plan
 from launch.tables.evidence import Evidence, published_tables
@@ -15,7 +15,7 @@ from launch.tables.rows import PublishedRow
 from recipes import catalog
 
 # Errata of a row that make its time, or its running out of memory, worthless as a measurement.
-CONTRADICTED = {"time": ("GPUs", "time"), "memory": ("GPUs", "out of memory")}
+CONTRADICTIONS = {"time": ("GPUs", "time"), "memory": ("GPUs", "out of memory")}
 
 
 @dataclass(frozen=True)
@@ -74,18 +74,18 @@ def of_row(row: PublishedRow, evidence: Evidence) -> Case:
     node = recipe.hardware.node if recipe.hardware else None
     excluded = {
         quantity: erratum.difference
-        for quantity, errors in CONTRADICTED.items()
+        for quantity, errors in CONTRADICTIONS.items()
         for erratum in evidence.errata_of(row.name)
         if erratum.quantity in errors
     }
     work, why = None, None
     if published.software is None:
         why = f"{published.framework or 'its software'} is none that the planner knows"
-    elif guessed := row.unknown("model"):
+    elif guessed := row.unknown_reason("model"):
         why = f"the model is a guess: {guessed}"
     else:
         try:
-            work = as_published(published_plan(recipe))
+            work = published_workload(published_plan(recipe))
         except ConfigError as error:
             why = str(error)
     if why:

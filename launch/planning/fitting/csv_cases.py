@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from pydantic import ValidationError
 
 from launch.planning.fitting.cases import Case, of_published_tables
-from launch.planning.fitting.fitting import start
+from launch.planning.fitting.fitting import initial_constants
 from launch.planning.prediction import hardware, rank_memory
 from launch.planning.prediction.published_step import seconds_of
 from launch.planning.prediction.software import SYSTEMS
@@ -30,7 +30,7 @@ from recipes.layout import Layout, divisors, padded_vocab
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Dropout, Model
 
-OURS = Path(__file__).with_name("other_documents.csv")
+OTHER_DOCUMENTS = Path(__file__).with_name("other_documents.csv")
 COLUMNS = {
     "document": "short name of the source; constants are fitted leaving one out (default: the file's name)",
     "row": "name of the row",
@@ -119,9 +119,9 @@ class NotPredictable(Exception):
     """A row with too few numbers, or with impossible ones."""
 
 
-def published() -> list[Case]:
+def published_cases() -> list[Case]:
     """The rows of recipes/ and of other documents."""
-    return [*of_published_tables(), *read(OURS)]
+    return [*of_published_tables(), *read(OTHER_DOCUMENTS)]
 
 
 def read(path: Path) -> list[Case]:
@@ -214,12 +214,12 @@ class _Line:
 
         By the constants with which fitting starts: fitted ones may have seen the row.
         """
-        base, constants = self.base(), start()
+        base, constants = self.base(), initial_constants()
         if base.precision not in node.gpu.tflops:
             raise NotPredictable(f"{node.gpu.title} has no {base.precision}")
 
         def rank(work: Workload) -> tuple[bool, float]:
-            need = rank_memory.fullest(work, node.gpu, constants).total
+            need = rank_memory.fullest_rank(work, node.gpu, constants).total
             return need > node.gpu.memory_bytes, step_time(work, node, constants).total
 
         options = [
@@ -267,7 +267,7 @@ class _Line:
 
     def model(self) -> Model:
         """Its shape."""
-        family, hidden, layers = self.choice("family"), self.needed("hidden"), self.needed("layers")
+        family, hidden, layers = self.choice("family"), self.required("hidden"), self.required("layers")
         vocab = self.whole("vocab_size") or PUBLISHED_VOCABULARIES[FAMILIES[family].published]
         heads = self.whole("heads") or max(1, hidden // 128)
         try:
@@ -334,7 +334,7 @@ class _Line:
             self.refuse(key, f"{self.cells[key]} is no whole number from 0")
         return None if number is None else int(number)
 
-    def needed(self, key: str) -> int:
+    def required(self, key: str) -> int:
         if value := self.whole(key):
             return value
         raise NotPredictable(f"{key} is not stated")

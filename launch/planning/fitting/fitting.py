@@ -20,7 +20,7 @@ from launch.planning.fitting.cases import Case, by_document
 from launch.planning.prediction import constants
 from launch.planning.prediction.constants import Constants
 from launch.planning.prediction.hardware import GIB
-from launch.planning.prediction.rank_memory import fullest
+from launch.planning.prediction.rank_memory import fullest_rank
 from launch.planning.prediction.step_time import step_time
 
 # Quantity -> constants with where the search starts and the range in which each stays physical.
@@ -61,27 +61,27 @@ class Ratio:
         return self.predicted / self.published - 1
 
 
-def ratios(quantity: str, cases: Iterable[Case], tried: Constants) -> list[Ratio]:
+def ratios(quantity: str, cases: Iterable[Case], trial: Constants) -> list[Ratio]:
     """Of every row whose "time" (seconds), or "memory" (bytes cached), is compared."""
     predicted = {"time": predicted_time, "memory": predicted_memory}[quantity]
     return [
-        Ratio(case, predicted(case, tried), printed) for case in cases if (printed := case.printed(quantity))
+        Ratio(case, predicted(case, trial), printed) for case in cases if (printed := case.printed(quantity))
     ]
 
 
-def predicted_time(case: Case, tried: Constants) -> float:
+def predicted_time(case: Case, trial: Constants) -> float:
     """Seconds of a step."""
-    return step_time(*case.step, tried).total
+    return step_time(*case.step, trial).total
 
 
-def predicted_memory(case: Case, tried: Constants) -> float:
+def predicted_memory(case: Case, trial: Constants) -> float:
     """Bytes that torch would report as cached, with the context where the device was asked."""
     work, node = case.step
-    cached = fullest(work, node.gpu, tried).cached(node.gpu.memory_bytes)
+    cached = fullest_rank(work, node.gpu, trial).cached(node.gpu.memory_bytes)
     return cached + (node.gpu.context_gib * GIB if case.by_device else 0.0)
 
 
-def start() -> Constants:
+def initial_constants() -> Constants:
     """Where the search begins."""
     first = {name: values[0] for ranges in RANGES.values() for name, values in ranges.items()}
     return Constants(**first, **ASSUMED)
@@ -89,7 +89,7 @@ def start() -> Constants:
 
 def fit(documents: Mapping[str, Sequence[Case]]) -> Constants:
     """The constants of all documents given."""
-    found = start()
+    found = initial_constants()
     for quantity in RANGES:
         found = _search(found, quantity, documents)
     return found
@@ -124,7 +124,7 @@ def refit(cases: Sequence[Case]) -> None:
     }
     text = HEADING + yaml.safe_dump(document, sort_keys=False, width=110, default_flow_style=None)
     write_atomically(constants.FILE, text)
-    constants.forget()
+    constants.clear_cache()
     print(f"wrote {constants.FILE}\n")
 
 
@@ -136,8 +136,8 @@ def _search(found: Constants, quantity: str, documents: Mapping[str, Sequence[Ca
     """Hooke and Jeeves' pattern search (1961) over the constants' logarithms."""
     ranges = RANGES[quantity]
 
-    def distance(tried: Constants) -> float:
-        each = [ratios(quantity, cases, tried) for cases in documents.values()]
+    def distance(trial: Constants) -> float:
+        each = [ratios(quantity, cases, trial) for cases in documents.values()]
         means = [(sum(map(_distance, own)) / len(own), math.sqrt(len(own))) for own in each if own]
         return sum(mean * weight for mean, weight in means) / (sum(weight for _, weight in means) or 1.0)
 
@@ -150,14 +150,14 @@ def _search(found: Constants, quantity: str, documents: Mapping[str, Sequence[Ca
         before, base = best, found
         for name in ranges:
             for step in (factor, 1 / factor):
-                tried = changed({name: getattr(found, name) * step})
-                if (now := distance(tried)) < best - LEAST_GAIN:
-                    found, best = tried, now
+                trial = changed({name: getattr(found, name) * step})
+                if (now := distance(trial)) < best - LEAST_GAIN:
+                    found, best = trial, now
                     break
         if best < before:  # once more in the direction that all these steps took together
-            tried = changed({name: getattr(found, name) ** 2 / getattr(base, name) for name in ranges})
-            if (now := distance(tried)) < best:
-                found, best = tried, now
+            trial = changed({name: getattr(found, name) ** 2 / getattr(base, name) for name in ranges})
+            if (now := distance(trial)) < best:
+                found, best = trial, now
         else:
             factor = math.sqrt(factor)
     return found

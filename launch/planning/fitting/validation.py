@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from launch.planning.fitting.cases import Case
 from launch.planning.fitting.fitting import Ratio, ratios
-from launch.planning.prediction.constants import Constants, fitted, left_out
-from launch.planning.prediction.rank_memory import fullest
+from launch.planning.prediction.constants import Constants, constants_without_each, fitted_constants
+from launch.planning.prediction.rank_memory import fullest_rank
 from modeling import cost
 
 Share = tuple[int, int]  # how many, of how many
@@ -30,7 +30,7 @@ class Errors:
 
 
 @dataclass(frozen=True)
-class Judged:
+class MemoryVerdict:
     """A row with a printed verdict on its memory. `share`: predicted need over the GPU's memory."""
 
     case: Case
@@ -52,7 +52,7 @@ class Validation:
     cases: Sequence[Case]
     time: Sequence[Ratio]
     memory: Sequence[Ratio]
-    judged: Sequence[Judged]
+    memory_verdicts: Sequence[MemoryVerdict]
 
     def part(self, document: str, table: str = "") -> Validation:
         """The rows of a document, or of one of its tables."""
@@ -64,7 +64,7 @@ class Validation:
             [case for case in self.cases if own(case)],
             [ratio for ratio in self.time if own(ratio.case)],
             [ratio for ratio in self.memory if own(ratio.case)],
-            [each for each in self.judged if own(each.case)],
+            [each for each in self.memory_verdicts if own(each.case)],
         )
 
     @property
@@ -79,9 +79,9 @@ class Validation:
         return [(case, next(iter(case.excluded.values()))) for case in self.cases if case.excluded]
 
     @property
-    def unseen(self) -> list[str]:
+    def unfitted(self) -> list[str]:
         """Documents outside every fit; the others were left out one at a time."""
-        return sorted({case.document for case in self.cases} - left_out().keys())
+        return sorted({case.document for case in self.cases} - constants_without_each().keys())
 
     @property
     def parameters(self) -> Share:
@@ -90,9 +90,9 @@ class Validation:
         return sum(counted_parameters(case) == case.parameters for case in counted), len(counted)
 
     @property
-    def verdicts(self) -> Share:
+    def right_verdicts(self) -> Share:
         """Right ones."""
-        return sum(each.right for each in self.judged), len(self.judged)
+        return sum(each.right for each in self.memory_verdicts), len(self.memory_verdicts)
 
 
 def errors(found: Sequence[Ratio]) -> Errors | None:
@@ -106,22 +106,22 @@ def errors(found: Sequence[Ratio]) -> Errors | None:
 
 def validate(cases: Sequence[Case]) -> Validation:
     """Predict the rows of every document with the constants fitted without it."""
-    known = left_out()
+    known = constants_without_each()
 
     def constants(case: Case) -> Constants:
-        return known.get(case.document, fitted())
+        return known.get(case.document, fitted_constants())
 
     time, memory = (
         [ratio for case in cases for ratio in ratios(quantity, [case], constants(case))]
         for quantity in ("time", "memory")
     )
-    judged = [
-        Judged(case, fullest(work, node.gpu, constants(case)).total / node.gpu.memory_bytes)
+    memory_verdicts = [
+        MemoryVerdict(case, fullest_rank(work, node.gpu, constants(case)).total / node.gpu.memory_bytes)
         for case in cases
         if case.oom is not None and case.compares("memory")
         for work, node in [case.step]
     ]
-    return Validation(cases, time, memory, judged)
+    return Validation(cases, time, memory, memory_verdicts)
 
 
 def counted_parameters(case: Case) -> int:

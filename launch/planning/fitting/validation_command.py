@@ -54,9 +54,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.plot:
         new_file("--plot", args.plot, (".png", ".svg"))
-    cases = csv_cases.read(args.table) if args.table else csv_cases.published()
+    cases = csv_cases.read(args.table) if args.table else csv_cases.published_cases()
     if args.refit:
-        fitting.refit(csv_cases.published())
+        fitting.refit(csv_cases.published_cases())
     found = validation.validate(cases)
     print(validation_text.describe(found, verbose=args.verbose, width=terminal.columns()))
     if args.plot:

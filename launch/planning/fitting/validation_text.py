@@ -30,15 +30,15 @@ def describe(found: Validation, *, verbose: bool = False, width: int | None = No
     wrong = [
         f"  {each.case.document}, {each.case.name}: printed {'OOM' if each.case.oom else 'ran'}, "
         f"predicted {each.share:.0%} of the memory"
-        for each in found.judged
+        for each in found.memory_verdicts
         if not each.right
     ]
     sections.append("\n".join(["verdicts that are wrong:", *wrong]) if wrong else "no verdict is wrong")
     excluded = [wrapped(f"  {case.table}/{case.name}: {why}", width, hang=4) for case, why in found.excluded]
     if excluded:
         sections.append("\n".join(["shown, and not compared:", *excluded]))
-    if found.unseen:
-        sections.append(wrapped(f"no constant was fitted on: {', '.join(found.unseen)}", width))
+    if found.unfitted:
+        sections.append(wrapped(f"no constant was fitted on: {', '.join(found.unfitted)}", width))
     if verbose and found.time:
         sections.append(_rows("seconds per iteration", found.time, 1.0, width))
     if verbose and found.memory:
@@ -52,7 +52,7 @@ def shortened(name: str, most: int = 43) -> str:
 
 
 def _cells(found: Validation) -> list[str]:
-    return [_of(found.parameters), _of(found.verdicts), _errors(found.memory), _errors(found.time)]
+    return [_of(found.parameters), _of(found.right_verdicts), _errors(found.memory), _errors(found.time)]
 
 
 def _of(share: Share) -> str:
@@ -66,7 +66,7 @@ def _errors(ratios: Sequence[Ratio]) -> str:
 
 def _matrix(found: Validation) -> str:
     """Out of memory: printed against predicted."""
-    count = Counter((each.case.oom, each.predicted_oom) for each in found.judged)
+    count = Counter((each.case.oom, each.predicted_oom) for each in found.memory_verdicts)
     rows = [
         (name, count[printed, True], count[printed, False])
         for name, printed in (("printed OOM", True), ("ran", False))

@@ -40,7 +40,7 @@ class Constants(Strict):
 
 
 @functools.cache
-def fitted(measured: tuple[tuple[str, float], ...] = ()) -> Constants:
+def fitted_constants(measured: tuple[tuple[str, float], ...] = ()) -> Constants:
     """The file's constants; `measured`: those of a machine, by name, in their place."""
     return Constants.model_validate({**document()["constants"], **dict(measured)})
 
@@ -52,13 +52,13 @@ def document() -> dict[str, Any]:
     return loaded
 
 
-def left_out() -> dict[str, Constants]:
+def constants_without_each() -> dict[str, Constants]:
     """For each document the constants fitted without it."""
     fits = document().get("left_out") or {}
     return {name: Constants.model_validate(values) for name, values in fits.items()}
 
 
-def forget() -> None:
+def clear_cache() -> None:
     """Read the file again when it is next asked for."""
-    fitted.cache_clear()
+    fitted_constants.cache_clear()
     document.cache_clear()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from launch.planning.prediction import rank_memory
-from launch.planning.prediction.constants import Constants, fitted
+from launch.planning.prediction.constants import Constants, fitted_constants
 from launch.planning.prediction.hardware import Node
 from launch.planning.prediction.rank_memory import RankMemory
 from launch.planning.prediction.step_time import StepTime, step_time
@@ -40,7 +40,7 @@ class Remark:
 
 
 @dataclass(frozen=True)
-class Largest:
+class LargestMicroBatch:
     """The largest micro-batches that fit: as planned, with every layer recomputed, and with none; 0: none."""
 
     as_planned: int
@@ -94,20 +94,20 @@ class Forecast:
     host: float
     nvme: float
     verdict: Verdict
-    largest: Largest
+    largest: LargestMicroBatch
     time: StepTime | None
     speed: Speed | None
     remarks: list[Remark]
 
     @property
-    def fullest(self) -> RankMemory:
+    def fullest_rank(self) -> RankMemory:
         """Memory of the fullest stage."""
         return max(self.stages, key=lambda rank: rank.total)
 
     @property
     def margin(self) -> float:
         """Bytes left on the fullest GPU; negative: missing."""
-        return self.node.gpu.memory_bytes - self.fullest.total
+        return self.node.gpu.memory_bytes - self.fullest_rank.total
 
     def bill(self, steps: int) -> Bill | None:
         """Time and energy of that many optimizer steps."""
@@ -122,7 +122,7 @@ class Forecast:
 
 def forecast(work: Workload, node: Node, constants: Constants | None = None) -> Forecast:
     """Predict a step on as many of the nodes as its layout takes."""
-    constants = constants or fitted(node.measured)
+    constants = constants or fitted_constants(node.measured)
     layout, gpu = work.layout, node.gpu
     stages = rank_memory.of_stages(work, gpu, constants)
     here = min(layout.world, node.gpus)
@@ -164,19 +164,19 @@ def speed(work: Workload, node: Node, seconds: float) -> Speed:
     )
 
 
-def largest_micro(work: Workload, node: Node, constants: Constants) -> Largest:
+def largest_micro(work: Workload, node: Node, constants: Constants) -> LargestMicroBatch:
     """The largest micro-batch of each kind of recomputation; activations on the host fill that."""
     here = min(work.layout.world, node.gpus)
 
     def largest(step: Workload) -> int:
         def fits(micro: int) -> bool:
-            rank = rank_memory.fullest(step.with_micro(micro), node.gpu, constants)
+            rank = rank_memory.fullest_rank(step.with_micro(micro), node.gpu, constants)
             return verdict_of([rank], rank.host * here, node) != "out of memory"
 
         return largest_number(fits, MOST_MICRO)
 
     recomputed, kept = (replace(work, recomputed=layers, selective=False) for layers in (1, 0))
-    return Largest(largest(work), largest(recomputed), largest(kept))
+    return LargestMicroBatch(largest(work), largest(recomputed), largest(kept))
 
 
 def largest_number(fits: Callable[[int], bool], most: int) -> int:
@@ -199,7 +199,7 @@ def _remarks(found: Forecast) -> list[Remark]:
     def say(kind: str, **values: float | int | str) -> None:
         said.append(Remark(kind, values))
 
-    if not node.joins(layout.tp, 1, layout.world):
+    if not node.holds_groups(layout.tp, 1, layout.world):
         say("tensor across nodes", tp=layout.tp, gpus=node.gpus)
     if found.nodes > 1 and node.form.network is None:
         say("network unknown", node=node.name, rate=node.form.pcie_gb_s)

@@ -10,7 +10,7 @@ from launch.console import arguments, terminal
 from launch.planning.prediction import forecast_text, hardware, workload
 from launch.planning.prediction.forecast import forecast
 from launch.planning.prediction.published_step import side_by_side
-from launch.planning.resolved_plans import planned
+from launch.planning.resolved_plans import plan_on_nodes
 from recipes import catalog
 
 
@@ -34,9 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code 0: shown, whatever the verdict. Raises ProblemsError."""
     recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
-    node = hardware.node_for(recipe, args.hardware, again=args.remeasure)
-    plan = planned(recipe, args.ds_config or recipe.ds_config, node, args.nodes)
-    found = forecast(workload.of_plan(plan), node.shared_by(plan.layout.world))
+    node = hardware.node_for(recipe, args.hardware, remeasure=args.remeasure)
+    plan = plan_on_nodes(recipe, args.ds_config or recipe.ds_config, node, args.nodes)
+    found = forecast(workload.of_plan(plan), node.share_among(plan.layout.world))
     steps = math.ceil(args.tokens / found.work.tokens_per_step) if args.tokens else recipe.steps
     bill = found.bill(steps)
     if args.json:

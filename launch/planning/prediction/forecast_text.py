@@ -146,7 +146,7 @@ def _stages(stages: list[int], count: int) -> str:
 
 def _add_verdict(shown: Page, found: Forecast) -> None:
     memory, largest = found.node.gpu.memory_bytes, found.largest
-    share = f"{found.fullest.total / memory:.0%} of {memory / 1e9:.1f} GB"
+    share = f"{found.fullest_rank.total / memory:.0%} of {memory / 1e9:.1f} GB"
     margin = f"{abs(found.margin) / 1e9:.1f} GB {'left' if found.margin >= 0 else 'missing'}"
     recomputed = f"{largest.recomputed} with every layer recomputed, {largest.kept} with none"
     shown.facts(

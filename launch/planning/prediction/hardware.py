@@ -135,7 +135,7 @@ class Node:
         kind, rates = "cpu" if self.is_cpu else "cuda", self.gpu.tflops
         return Machine(kind, fp16="fp16" in rates, bf16="bf16" in rates, compiler=True, libaio=True)
 
-    def shared_by(self, ranks: int) -> Node:
+    def share_among(self, ranks: int) -> Node:
         """The machine as its ranks see it: without GPUs they share its cores, memory and bandwidth."""
         if not self.is_cpu:
             return self
@@ -145,20 +145,20 @@ class Node:
         form = self.form.model_copy(update={"gpus": ranks})
         return replace(self, gpu=self.gpu.model_copy(update=values), form=form)
 
-    def joins(self, ranks: int, spread: int, world: int) -> bool:
+    def holds_groups(self, ranks: int, spread: int, world: int) -> bool:
         """Whether groups of ranks that are `spread` apart, of `world` in all, never cross a node's border."""
         reach = ranks * spread
         return reach <= self.gpus and (self.gpus % reach == 0 or world <= self.gpus)
 
 
-def node_for(recipe: Recipe, name: str | None = None, *, again: bool = False) -> Node:
-    """The node named by the user, or the recipe's; `again`: measure this machine once more.
+def node_for(recipe: Recipe, name: str | None = None, *, remeasure: bool = False) -> Node:
+    """The node named by the user, or the recipe's; `remeasure`: measure this machine once more.
 
     Raises ProblemsError: neither is there.
     """
     name = name or (recipe.hardware.node if recipe.hardware else None)
     if name == THIS:
-        return this(again=again)
+        return this_node(remeasure=remeasure)
     if name is None:
         came, rule = "no --hardware, and the recipe names none", "a plan is for a kind of node"
         fix = f"--hardware {', '.join(names()[:6])}, … or this"
@@ -182,12 +182,12 @@ def find(name: str) -> Node:
     )
 
 
-def this(*, again: bool = False, measure: bool = True) -> Node:
-    """This machine, measured once, or `again`.
+def this_node(*, remeasure: bool = False, measure: bool = True) -> Node:
+    """This machine, measured once, or `remeasure`.
 
     Raises ProblemsError: not measured, and not to `measure`.
     """
-    found = None if again else rates.cached()
+    found = None if remeasure else rates.cached()
     if found is None and not measure:
         fix = "python launch/plan.py --recipe default/sotu --hardware this measures it once"
         raise ProblemsError([Problem("--hardware", "this machine", "it is not measured", fix)])
@@ -197,10 +197,10 @@ def this(*, again: bool = False, measure: bool = True) -> Node:
         from launch.machine import measuring  # with torch
 
         found = measuring.measured()
-    return of_rates(found)
+    return node_of_rates(found)
 
 
-def of_rates(found: Rates) -> Node:
+def node_of_rates(found: Rates) -> Node:
     """The node of a measured machine."""
     cpu = found.accelerators == 0
     key = gpu_named(found.accelerator)
@@ -248,7 +248,7 @@ def gpu_named(name: str) -> str | None:
     return next((key for key, gpu in catalogue()["gpus"].items() if name in gpu.get("torch_names", ())), None)
 
 
-def recognised(accelerator: str, count: int) -> Node | None:
+def catalogue_node(accelerator: str, count: int) -> Node | None:
     """The catalogue's smallest node with at least `count` of these GPUs (torch's name); None: none."""
     gpu = gpu_named(accelerator)
     nodes = [find(name) for name, form in catalogue()["nodes"].items() if form["gpu"] == gpu]

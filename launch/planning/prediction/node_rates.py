@@ -14,7 +14,7 @@ LATENCY, FAR_LATENCY = 2.5e-6, 10e-6  # seconds of a hop of a collective, inside
 
 
 @dataclass(frozen=True)
-class Machine:
+class NodeRates:
     """Rates of a node as training reaches them: operations and bytes per second."""
 
     node: Node
@@ -74,7 +74,7 @@ class Machine:
 
     def inside(self, ranks: int, spread: int) -> bool:
         """Whether no such group crosses a node's border."""
-        return self.node.joins(ranks, spread, self.ranks)
+        return self.node.holds_groups(ranks, spread, self.ranks)
 
     def link(self, ranks: int) -> float:
         """Bytes per second of a GPU to the others of a group of its node.

@@ -10,20 +10,20 @@ from launch.planning.prediction.forecast import forecast
 from launch.planning.prediction.workload import Workload
 from recipes.schema import Published, Recipe
 
-Counted = Literal["formula", "exact", "model"]
+TflopsRule = Literal["formula", "exact", "model"]
 
 
-def as_published(plan: Plan) -> Workload | None:
+def published_workload(plan: Plan) -> Workload | None:
     """The step of the row's plan on its source's system; None: no source, or no known system."""
     published = plan.recipe.published
     if published is None or published.software is None:
         return None
-    return workload.as_run_by(workload.of_plan(plan), published.software)
+    return workload.on_system(workload.of_plan(plan), published.software)
 
 
 def side_by_side(plan: Plan, node: hardware.Node) -> list[tuple[str, float | str, float | str]]:
     """(quantity, predicted on the row's own system, published); empty where the row ran on another node."""
-    recipe, step = plan.recipe, as_published(plan)
+    recipe, step = plan.recipe, published_workload(plan)
     published = recipe.published
     own = recipe.hardware.node if recipe.hardware else None
     if published is None or step is None or node.name != own:
@@ -38,7 +38,7 @@ def side_by_side(plan: Plan, node: hardware.Node) -> list[tuple[str, float | str
         counted = theirs.speed.tflops if by_formula else theirs.speed.exact_tflops
         found.append(("TFLOPS per GPU", counted, published.tflops))
     if published.cached_gb:
-        cached = theirs.fullest.cached(node.gpu.memory_bytes) / hardware.GIB
+        cached = theirs.fullest_rank.cached(node.gpu.memory_bytes) / hardware.GIB
         found.append(("cached, GiB per GPU", cached, published.cached_gb))
     if published.oom:
         found.append(("memory", theirs.verdict, "out of memory"))
@@ -61,7 +61,7 @@ def published_seconds(recipe: Recipe, published: Published, work: Workload | Non
     return seconds
 
 
-def seconds_of(work: Workload, tflops: float, gpus: int, counted: Counted) -> float:
+def seconds_of(work: Workload, tflops: float, gpus: int, counted: TflopsRule) -> float:
     """Seconds of an iteration from TFLOPS per GPU.
 
     counted: "exact", all products of weights and attention, recomputed ones too; "model", without

@@ -82,7 +82,7 @@ def _resident(work: Workload, rank: RankMemory) -> RankMemory:
     return replace(rank, optimizer=optimizer, buffers=min(rank.buffers, written), host=0.0)
 
 
-def fullest(work: Workload, gpu: Gpu, constants: Constants) -> RankMemory:
+def fullest_rank(work: Workload, gpu: Gpu, constants: Constants) -> RankMemory:
     """Memory of the fullest stage; of those between the ends only one is computed."""
     pp = work.layout.pp
     stages = {0, 1, pp - 1} & {*range(pp)}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 from launch.planning.prediction.constants import Constants
 from launch.planning.prediction.hardware import Node
-from launch.planning.prediction.node_rates import Machine
+from launch.planning.prediction.node_rates import NodeRates
 from launch.planning.prediction.workload import Workload
 from modeling import cost
 
@@ -63,8 +63,8 @@ class StepTime:
 def step_time(work: Workload, node: Node, constants: Constants) -> StepTime:
     """The step of `work` on nodes of that kind, as many as it takes."""
     layout = work.layout
-    machine = Machine(node, constants, layout.world)
-    passes, m = Passes(work, machine), layout.accumulation
+    machine = NodeRates(node, constants, layout.world)
+    passes, m = StageTimes(work, machine), layout.accumulation
     slowest = max({0, layout.pp - 1}, key=lambda stage: passes.of_stage(stage).total)
     own = passes.of_stage(slowest)
     typical = passes.of_stage(min(1, layout.pp - 1) if layout.pp > 2 else 0)
@@ -83,7 +83,7 @@ def step_time(work: Workload, node: Node, constants: Constants) -> StepTime:
 
 
 @dataclass(frozen=True)
-class Pass:
+class MicroBatchTime:
     """Seconds of one micro-batch on a stage, forward, recomputation and backward."""
 
     matrix: float
@@ -96,10 +96,10 @@ class Pass:
         return self.matrix + self.elementwise + self.tensor + self.boundary
 
 
-class Passes:
+class StageTimes:
     """Seconds of a micro-batch on the stages of a pipeline."""
 
-    def __init__(self, work: Workload, machine: Machine):
+    def __init__(self, work: Workload, machine: NodeRates):
         self.work, self.machine = work, machine
         layout, model, software = work.layout, work.model, work.software
         self.again = 1.0 if work.recomputed else 0.0
@@ -114,7 +114,7 @@ class Passes:
         )
         self.heads = self._products(heads)
 
-    def of_stage(self, stage: int) -> Pass:
+    def of_stage(self, stage: int) -> MicroBatchTime:
         work, layers, software = self.work, self.work.layers_of(stage), self.work.software
         last = stage == work.layout.pp - 1
         weights = (3 + self.again) * self.weights
@@ -125,7 +125,7 @@ class Passes:
         between = max(between, started - matrix)
         if last:
             between += self._loss()
-        return Pass(matrix, between, self._tensor() * layers, self._boundary())
+        return MicroBatchTime(matrix, between, self._tensor() * layers, self._boundary())
 
     def _scores(self, window: int | None) -> float:
         """Seconds of a layer's scores and values; kernels without kept scores skip the masked half."""
@@ -183,7 +183,7 @@ class Passes:
         return 2 * work.interleave * self.machine.hop_seconds(size, layout.tp * layout.dp)
 
 
-def _data_seconds(work: Workload, machine: Machine, computed: float) -> tuple[float, float]:
+def _data_seconds(work: Workload, machine: NodeRates, computed: float) -> tuple[float, float]:
     """(seconds of data parallelism's communication, seconds of it hidden under computation).
 
     Reductions run under the backward pass where a system overlaps them. Stage 3's gathering counts in full:
@@ -206,7 +206,7 @@ def _data_seconds(work: Workload, machine: Machine, computed: float) -> tuple[fl
     return times * reduced + gathered, hidden
 
 
-def _offload_seconds(work: Workload, machine: Machine) -> float:
+def _offload_seconds(work: Workload, machine: NodeRates) -> float:
     """Seconds of PCIe and NVMe transfers; DeepSpeed hides few of them."""
     layout, form, here = work.layout, machine.node.form, machine.ranks_here
     pcie = form.pcie_gb_s * 1e9
@@ -229,7 +229,7 @@ def _offload_seconds(work: Workload, machine: Machine) -> float:
     return seconds
 
 
-def _update_seconds(work: Workload, machine: Machine) -> float:
+def _update_seconds(work: Workload, machine: NodeRates) -> float:
     """Seconds of Adam over the rank's share: a stream through the GPU's memory, or the host's."""
     layout, node = work.layout, machine.node
     parameters = max(work.parameters_of(stage) for stage in {0, layout.pp - 1})

@@ -210,7 +210,7 @@ def of_plan(plan: Plan) -> Workload:
     )
 
 
-def as_run_by(work: Workload, software: str) -> Workload:
+def on_system(work: Workload, software: str) -> Workload:
     """The step of one of our plans on another system; one with states of its own shards nothing."""
     system = SYSTEMS[software]
     stage = 0 if system.states else work.zero_stage

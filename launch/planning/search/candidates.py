@@ -115,7 +115,7 @@ class Templates:
         self.recomputations = pinned if question.recomputation else ["none", "full"]
         with tempfile.TemporaryDirectory() as folder:
             for way in ways_of(question.software):
-                path = ways.written(ways.config(way, question.base), Path(folder) / "ds_config.json")
+                path = ways.write(ways.config(way, question.base), Path(folder) / "ds_config.json")
                 for kind in sorted(kinds):
                     self._probe(way, kind, path, exclusions)
 
@@ -147,7 +147,7 @@ class Templates:
         config = ways.config(way, question.base)
         work = workload.of_plan(resized(plan, config, layout, question.node.machine))
         if question.software is not OURS:
-            work = workload.as_run_by(work, question.software.name)
+            work = workload.on_system(work, question.software.name)
         return replace(work, padded_vocab=transformers_modules.embedding_rows(question.recipe, at.tp))
 
 

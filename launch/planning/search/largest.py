@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ds_configs.plan import Plan
 from ds_configs.resolver import resolve
 from launch.planning.prediction import rank_memory, workload
-from launch.planning.prediction.constants import fitted
+from launch.planning.prediction.constants import fitted_constants
 from launch.planning.prediction.forecast import Verdict, largest_number, verdict_of
 from launch.planning.prediction.hardware import Node
 from launch.planning.prediction.rank_memory import RankMemory
@@ -23,8 +23,8 @@ MOST_HIDDEN = 2**17
 MOST_LAYERS = 10_000
 # "Optimizing Large-Scale GPT Models Pretraining" (SberDevices): "practical upper bound of GPT model size per
 # GPU", and its bytes per parameter: fp32, mixed precision as it counts that, and with gradients.
-PRINTED = {"v100-32": 2.0e9, "v100-32-pcie": 2.0e9, "2080ti": 0.7e9}
-RULES = (12, 14, 16)
+PRINTED_LIMITS = {"v100-32": 2.0e9, "v100-32-pcie": 2.0e9, "2080ti": 0.7e9}
+BYTES_PER_PARAMETER = (12, 14, 16)
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def plan_of(setting: Setting, configuration: Configuration, layers: int, hidden:
 def _model(setting: Setting, configuration: Configuration, layers: int, hidden: int) -> LargestModel:
     node = setting.node
     work = workload.of_plan(plan_of(setting, configuration, layers, hidden))
-    rank = rank_memory.of_stage(work, 0, node.gpu, fitted(node.measured))
+    rank = rank_memory.of_stage(work, 0, node.gpu, fitted_constants(node.measured))
     host = min(setting.ranks, node.gpus) * rank.host
     share = host / (node.form.host.memory_gb * 1e9)
     return LargestModel(
@@ -135,6 +135,6 @@ def _model(setting: Setting, configuration: Configuration, layers: int, hidden: 
     )
 
 
-def by_rule(node: Node) -> dict[int, float]:
+def parameters_by_rule(node: Node) -> dict[int, float]:
     """Bytes per parameter -> parameters with room on one GPU, as the documents count."""
-    return {size: node.gpu.memory_bytes / size for size in RULES}
+    return {size: node.gpu.memory_bytes / size for size in BYTES_PER_PARAMETER}

@@ -93,10 +93,10 @@ def page(setting: Setting, found: list[LargestModel], width: int | None = None) 
 
 
 def _rule(setting: Setting) -> str:
-    rooms = largest.by_rule(setting.node).items()
+    rooms = largest.parameters_by_rule(setting.node).items()
     rules = ", ".join(f"{parameters / 1e9:.2f} billion at {size} bytes" for size, parameters in rooms)
     said = f"the documents' rule, memory over bytes per parameter, for one GPU: {rules}"
-    if printed := largest.PRINTED.get(setting.node.form.gpu):
+    if printed := largest.PRINTED_LIMITS.get(setting.node.form.gpu):
         said += f"; they print {printed / 1e9:g} billion for this GPU as the practical upper bound"
     kept = "That leaves nothing for activations; ZeRO-0 here takes 18 bytes, as its gradients are in fp32"
     return f"{said}. {kept}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from launch.planning.prediction import rank_memory
-from launch.planning.prediction.constants import fitted
+from launch.planning.prediction.constants import fitted_constants
 from launch.planning.prediction.forecast import Speed, Verdict, speed, verdict_of
 from launch.planning.prediction.rank_memory import RankMemory
 from launch.planning.prediction.step_time import StepTime, step_time
@@ -28,7 +28,7 @@ class Candidate:
 
     Attributes:
         memory: of the fullest rank.
-        missing: bytes that a GPU lacks, or else the node's host memory; 0: none.
+        shortage: bytes that a GPU lacks, or else the node's host memory; 0: none.
         time: None where it does not fit.
     """
 
@@ -36,7 +36,7 @@ class Candidate:
     work: Workload
     memory: RankMemory
     verdict: Verdict
-    missing: float
+    shortage: float
     on_host: bool
     time: StepTime | None = None
 
@@ -75,7 +75,7 @@ class Candidate:
         return found
 
 
-Why = Literal["best", "dominated", "memory", "divisibility", "DeepSpeed cannot"]
+Fate = Literal["best", "dominated", "memory", "divisibility", "DeepSpeed cannot"]
 
 
 @dataclass(frozen=True)
@@ -84,15 +84,15 @@ class Alternative:
 
     Attributes:
         best: the fastest that fits, or the one that misses least; None: there is none to try.
-        slower: its time over the winner's.
+        slowdown: its time over the winner's.
         rule: that excludes it, for divisibility and for what DeepSpeed cannot.
     """
 
     dimension: Dimension
     value: object
-    why: Why
+    fate: Fate
     best: Candidate | None = None
-    slower: float = 1.0
+    slowdown: float = 1.0
     rule: str = ""
 
 
@@ -114,7 +114,7 @@ class Answer:
     def winner(self) -> Candidate | None:
         return self.ranking[0] if self.ranking else None
 
-    def best_of_each(self, most: int) -> list[Candidate]:
+    def best_per_layout(self, most: int) -> list[Candidate]:
         """The first of each layout of degrees and model states, `most` of them."""
         firsts: dict[tuple[object, ...], Candidate] = {}
         for candidate in self.ranking:
@@ -183,7 +183,7 @@ def _of_degrees(question: Question, at: Degrees, templates: Templates) -> list[C
 
 def _predicted(question: Question, way: Way, work: Workload) -> Candidate:
     """Predict memory first, and time only where it fits."""
-    node, constants = question.node, fitted(question.node.measured)
+    node, constants = question.node, fitted_constants(question.node.measured)
     # The first stage holds most micro-batches, the last one the logits: none between is fuller than both.
     ends = [rank_memory.of_stage(work, stage, node.gpu, constants) for stage in {0, work.layout.pp - 1}]
     fullest = max(ends, key=lambda rank: rank.total)
@@ -191,8 +191,8 @@ def _predicted(question: Question, way: Way, work: Workload) -> Candidate:
     verdict = verdict_of(ends, host, node)
     over = fullest.total - node.gpu.memory_bytes
     if verdict == "out of memory":
-        missing = over if over > 0 else host - node.form.host.memory_gb * 1e9
-        return Candidate(way, work, fullest, verdict, missing, over <= 0)
+        shortage = over if over > 0 else host - node.form.host.memory_gb * 1e9
+        return Candidate(way, work, fullest, verdict, shortage, over <= 0)
     return Candidate(way, work, fullest, verdict, 0.0, False, step_time(work, node, constants))
 
 
@@ -220,7 +220,7 @@ def _alternatives(
 ) -> list[Alternative]:
     """The fate of each value of each dimension, and the resolver's refusals."""
     best, nearest = dict[Value, Candidate](), dict[Value, Candidate]()
-    by_missing = sorted((each for each in predicted if not each.time), key=lambda each: each.missing)
+    by_missing = sorted((each for each in predicted if not each.time), key=lambda each: each.shortage)
     for firsts, candidates_ in ((best, ranking), (nearest, by_missing)):
         for candidate in candidates_:
             for value in candidate.values:
@@ -228,9 +228,9 @@ def _alternatives(
     found: list[Alternative] = []
     for value in {**best, **nearest}:
         if value in best:
-            slower = best[value].seconds / ranking[0].seconds
-            why: Why = "best" if value in ranking[0].values else "dominated"
-            found.append(Alternative(*value, why, best[value], slower))
+            slowdown = best[value].seconds / ranking[0].seconds
+            fate: Fate = "best" if value in ranking[0].values else "dominated"
+            found.append(Alternative(*value, fate, best[value], slowdown))
         else:
             found.append(Alternative(*value, "memory", nearest[value]))
     found += [

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         plan = winner.plan()
         if args.out:
             args.out.mkdir(parents=True, exist_ok=True)
-            write_atomically(args.out / JSON_NAME, ways.text(winner.document))
+            write_atomically(args.out / JSON_NAME, ways.json_text(winner.document))
         search_text.add_launch(page, winner, plan, args.out)
     print(page)
     return 0 if answer.winner else 1

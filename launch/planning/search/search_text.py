@@ -50,7 +50,7 @@ def page(answer: Answer, name: str, most: int, width: int | None = None) -> Page
         ("hardware", f"{gpus}: {node.form.title} ({node.name}), {node.gpu.memory_bytes / 1e9:.1f} GB each"),
         ("searched", f"{number} ({question.software.name})"),
     )
-    if best := answer.best_of_each(most):
+    if best := answer.best_per_layout(most):
         _add_layouts(shown, answer, best)
         _add_split(shown, answer, best)
     else:
@@ -108,10 +108,10 @@ def _why_not(answer: Answer) -> list[str]:
     """A line for each choice against the winner's; choices with one reason share a line."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for each in sorted(answer.alternatives, key=_place):
-        implied = each.dimension == "data" and each.why != "divisibility"  # by tensor and pipeline
-        if each.why != "best" and not implied:
+        implied = each.dimension == "data" and each.fate != "divisibility"  # by tensor and pipeline
+        if each.fate != "best" and not implied:
             # The same rule of the resolver is one reason, whatever it was asked for.
-            alike = "" if each.why == "DeepSpeed cannot" else each.dimension
+            alike = "" if each.fate == "DeepSpeed cannot" else each.dimension
             reasons.setdefault((alike, _reason(each)), []).append(_label(each))
     lines = []
     for (dimension, reason), labels in reasons.items():
@@ -132,13 +132,13 @@ def _label(each: Alternative) -> str:
 
 def _reason(each: Alternative) -> str:
     if each.best is None:
-        cannot = each.why == "DeepSpeed cannot"
+        cannot = each.fate == "DeepSpeed cannot"
         return f"{'cannot be run' if cannot else 'not divisible'}: {each.rule}"
     layout = layout_words(each.best)
-    if each.why == "memory":
+    if each.fate == "memory":
         place = "of host memory per node" if each.best.on_host else "per GPU"
-        return f"out of memory by {each.best.missing / 1e9:,.1f} GB {place} ({layout})"
-    return f"{each.slower:.2f} x the time ({layout})"
+        return f"out of memory by {each.best.shortage / 1e9:,.1f} GB {place} ({layout})"
+    return f"{each.slowdown:.2f} x the time ({layout})"
 
 
 def layout_words(candidate: Candidate) -> str:

@@ -13,7 +13,7 @@ from ds_configs import jsonfile
 from recipes.layout import Layout
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-PLACED = ("stage", "offload_optimizer", "offload_param")  # of zero_optimization: what a way decides
+DECIDED_KEYS = ("stage", "offload_optimizer", "offload_param")  # of zero_optimization: what a way decides
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def config(way: Way, base: dict[str, Any] | None = None, layout: Layout | None =
     own = jsonfile.read(jsonfile.find(way.file))
     document: dict[str, Any] = copy.deepcopy(own if base is None else base)
     given = (document.get("zero_optimization") or {}).items()
-    kept = {key: value for key, value in given if key not in PLACED}
+    kept = {key: value for key, value in given if key not in DECIDED_KEYS}
     zero = {**own["zero_optimization"], **kept, "stage": way.stage}
     if way.offload:
         section = jsonfile.read(jsonfile.find(way.offload))["zero_optimization"]
@@ -65,12 +65,12 @@ def config(way: Way, base: dict[str, Any] | None = None, layout: Layout | None =
     return {**document, **dict(zip(BATCH, numbers, strict=True))}
 
 
-def written(document: dict[str, Any], path: Path) -> Path:
+def write(document: dict[str, Any], path: Path) -> Path:
     """Write such a JSON; its path."""
-    path.write_text(text(document))
+    path.write_text(json_text(document))
     return path
 
 
-def text(document: dict[str, Any]) -> str:
+def json_text(document: dict[str, Any]) -> str:
     """Such a JSON as a file holds it."""
     return json.dumps(document, indent=2) + "\n"

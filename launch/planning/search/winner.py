@@ -21,7 +21,7 @@ from recipes.schema import Recipe
 
 JSON_NAME = "ds_config.json"
 RECOMPUTATION = "activation_checkpointing"
-FOLLOW = {"parallel.dp", "batch.accumulation"}  # from the rest, where the recipe leaves them open
+DERIVED_KEYS = {"parallel.dp", "batch.accumulation"}  # from the rest, where the recipe leaves them open
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Winner:
         sets = {key: text for key, text in self.flags.keys.items() if key not in decided}
         for key, value in decided.items():
             stated = attrgetter(key)(own)
-            if stated != value and not (stated is None and key in FOLLOW):
+            if stated != value and not (stated is None and key in DERIVED_KEYS):
                 sets[key] = f"{key}={str(value).lower()}"
         return list(sets.values())
 
@@ -84,7 +84,7 @@ class Winner:
         """The plan to launch. Raises ConfigError."""
         recipe = self.flags.load(self.settings)
         with tempfile.TemporaryDirectory() as folder:
-            path = ways.written(self.document, Path(folder) / JSON_NAME)
+            path = ways.write(self.document, Path(folder) / JSON_NAME)
             return resolve(recipe, path, self.question.ranks, self.question.node.machine)
 
     def launch_line(self, out: Path | None) -> str | None:

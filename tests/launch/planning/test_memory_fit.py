@@ -22,7 +22,7 @@ def says(name: str, memory: memory.Memory, *settings: str) -> tuple[bool, str]:
 
 
 def needed(name: str, *settings: str, gpus: bool = True):
-    return memory_fit.needs(published_plan(catalog.load(name, settings)), gpus=gpus)
+    return memory_fit.memory_of_plan(published_plan(catalog.load(name, settings)), gpus=gpus)
 
 
 def test_what_fits_is_what_the_planner_predicts():
@@ -85,7 +85,7 @@ def test_rows_that_ran_fit_the_gpus_they_ran_on():
         recipe = catalog.load(name)
         gb = recipe.hardware and recipe.hardware.gpu_memory_gb
         if gb and recipe.published and not recipe.published.oom:
-            assert memory_fit.needs(published_plan(recipe)).states <= gb * 1e9, name
+            assert memory_fit.memory_of_plan(published_plan(recipe)).states <= gb * 1e9, name
 
 
 def test_zero_offload_fits_a_13b_model_on_one_gpu():

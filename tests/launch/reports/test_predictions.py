@@ -17,7 +17,7 @@ from launch import report
 from launch.machine import measuring, rates
 from launch.planning.prediction import hardware, workload
 from launch.planning.prediction.forecast import forecast, speed
-from launch.planning.resolved_plans import planned
+from launch.planning.resolved_plans import plan_on_nodes
 from launch.records.deviations import Deviation
 from launch.reports import predictions
 from launch.reports.entries import entries_of
@@ -40,8 +40,8 @@ def test_a_row_is_predicted_on_its_hardware_as_its_system_ran_it():
     row = "dgx2_gpt2_model_parallel/72x3072-h32-tp8"
     line = lines("dgx2_gpt2_model_parallel")["72x3072-h32-tp8"]
     recipe, node = catalog.load(row), hardware.find("dgx2")
-    work = workload.of_plan(planned(recipe, recipe.ds_config, node, None))
-    theirs = forecast(workload.as_run_by(work, recipe.published.software), node)
+    work = workload.of_plan(plan_on_nodes(recipe, recipe.ds_config, node, None))
+    theirs = forecast(workload.on_system(work, recipe.published.software), node)
     assert line.predicted_s == theirs.time.total and line.seconds == recipe.published.time_per_iteration_s
     assert line.mfu == pytest.approx(theirs.speed.mfu * line.predicted_s / line.seconds)
     cached = recipe.published.cached_gb * 2**30
@@ -161,7 +161,7 @@ def known(monkeypatch):
 
 
 def test_a_machine_that_was_measured_is_predicted(plan, known):
-    node = hardware.of_rates(TWO_CORES).shared_by(2)
+    node = hardware.node_of_rates(TWO_CORES).share_among(2)
     assert predictions.run_forecast(plan, HERE) == forecast(workload.of_plan(plan), node)
 
 
@@ -183,7 +183,7 @@ def test_shares_are_those_of_the_measured_time_and_of_the_steps_of_this_plan(tab
     found = predictions.run_forecast(read.plan, HERE)
     assert line.mfu == pytest.approx(speed(found.work, found.node, line.seconds).mfu)
     assert line.left == pytest.approx(1 - read.result.memory.peak_bytes / 8e9)
-    assert line.predicted_left == pytest.approx(1 - found.fullest.total / 8e9)
+    assert line.predicted_left == pytest.approx(1 - found.fullest_rank.total / 8e9)
     elsewhere = replace(read.result, deviations=(Deviation("measured", "steps 1 to 9"),))
     without = predictions._of_run("t/r", replace(read, result=elsewhere))
     assert without == predictions._of_run("t/r", replace(read, plan=None))

@@ -8,7 +8,7 @@ from launch.planning.prediction import workload
 from launch.planning.resolved_plans import published_plan
 from launch.tables import evidence, quantities, transcription
 from launch.tables.evidence import Evidence, PublishedTable, Quotations
-from launch.tables.printed import Printed, agreement, derived
+from launch.tables.printed import Printed, agreement, recompute
 from recipes import catalog, tables
 from recipes.problems import ProblemsError
 
@@ -34,7 +34,7 @@ def test_agreement_within_the_rounding_of_an_input():
         ("17.725", "within the rounding of the time"),
         ("17.730", None),
     ):
-        found = derived(Printed.read(printed), "the time", lambda s: 28 * 8 * 1024 * 4 / (s * 32e3), time)
+        found = recompute(Printed.read(printed), "the time", lambda s: 28 * 8 * 1024 * 4 / (s * 32e3), time)
         assert found == (pytest.approx(17.7206, abs=1e-4), how)
 
 

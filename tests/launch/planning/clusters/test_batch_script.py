@@ -12,7 +12,7 @@ import pytest
 from cluster_jobs import CASES, job, program, search_path, text
 from launching import ROOT
 
-from launch.planning.clusters.job import seconds
+from launch.planning.clusters.job import parse_clock
 from recipes.problems import ProblemsError
 
 # What stands in for srun: $MODE says how the training behaves. USR1 reaches it as srun passes it on.
@@ -166,7 +166,7 @@ def test_the_scheduler_is_asked_for_what_recipe_and_user_want(line):
 @pytest.mark.parametrize("time", ["20", "1:2:3:4", "00:00:00", "20:61:00", "20:00:00\n#SBATCH --nodes=9"])
 def test_a_time_of_another_form_is_refused(time):
     with pytest.raises(ProblemsError, match="DAYS"):
-        seconds(time)
+        parse_clock(time)
 
 
 @pytest.mark.parametrize("flag", ["partition", "account", "constraint", "image", "hosts"])

@@ -9,7 +9,7 @@ import pytest
 from launch.planning.fitting import csv_cases, fitting, validation, validation_command, validation_text
 from launch.planning.fitting.cases import Case, by_document, of_published_tables
 from launch.planning.prediction import constants
-from launch.planning.prediction.constants import document, fitted, left_out
+from launch.planning.prediction.constants import constants_without_each, document, fitted_constants
 from recipes.problems import ProblemsError
 
 ADVENTURES, OWN = "Adventures with BERT and GPT2", "GPT2 Experiments"
@@ -35,7 +35,7 @@ def table(tmp_path, *lines: str, header: str = HEADER):
 def test_every_row_with_a_measurement_is_predicted_or_named(published, found):
     assert len(published) > 80
     compared = {(r.case.table, r.case.name) for r in (*found.time, *found.memory)}
-    compared |= {(each.case.table, each.case.name) for each in found.judged}
+    compared |= {(each.case.table, each.case.name) for each in found.memory_verdicts}
     excluded = {(case.table, case.name) for case, _ in found.excluded}
     assert {(case.table, case.name) for case in published} == compared | excluded
     assert ("jeanzay_megatron_performance", "48b-pp32-ga256-mb4") in excluded, "twice the printed GPUs"
@@ -44,7 +44,7 @@ def test_every_row_with_a_measurement_is_predicted_or_named(published, found):
 
 
 def test_verdicts_of_dgx2_and_hpe_are_right(found):
-    ours = found.part(ADVENTURES).judged
+    ours = found.part(ADVENTURES).memory_verdicts
     assert len(ours) == 33 and sum(bool(each.case.oom) for each in ours) == 2
     assert all(each.right for each in ours)
 
@@ -63,17 +63,17 @@ def test_times_of_documents_that_were_left_out_are_within_the_goal(found):
 
 def test_a_document_is_predicted_without_having_been_fitted_on(published, found, monkeypatch):
     """Its own constants are used, and a document that nothing was fitted on gets those of all."""
-    slow = fitted().model_copy(update={"matrix": fitted().matrix / 2})
+    slow = fitted_constants().model_copy(update={"matrix": fitted_constants().matrix / 2})
     before = validation.errors(found.part(OWN).time).bias
-    monkeypatch.setattr(validation, "left_out", lambda: {**left_out(), OWN: slow})
+    monkeypatch.setattr(validation, "constants_without_each", lambda: {**constants_without_each(), OWN: slow})
     changed = validation.validate(published)
-    assert validation.errors(changed.part(OWN).time).bias > 1.5 * before and changed.unseen == []
-    monkeypatch.setattr(validation, "left_out", lambda: {})
-    assert OWN in changed.unseen
+    assert validation.errors(changed.part(OWN).time).bias > 1.5 * before and changed.unfitted == []
+    monkeypatch.setattr(validation, "constants_without_each", lambda: {})
+    assert OWN in changed.unfitted
 
 
 def test_the_constants_file_knows_what_it_was_fitted_on(published):
-    documents = by_document([*published, *csv_cases.read(csv_cases.OURS)])
+    documents = by_document([*published, *csv_cases.read(csv_cases.OTHER_DOCUMENTS)])
     rows = {
         name: [sum(bool(case.printed(quantity)) for case in own) for quantity in ("time", "memory")]
         for name, own in documents.items()
@@ -86,7 +86,9 @@ def test_the_constants_file_knows_what_it_was_fitted_on(published):
 
 def test_fitting_finds_the_constants_that_made_the_times(published):
     """Rows whose printed times are predictions of other constants are met by fitting."""
-    true = fitting.start().model_copy(update={"matrix": 0.62, "traffic": 1.6, "link": 0.5, "idle": 0.5})
+    true = fitting.initial_constants().model_copy(
+        update={"matrix": 0.62, "traffic": 1.6, "link": 0.5, "idle": 0.5}
+    )
     made = [
         replace(
             case,
@@ -109,17 +111,17 @@ def test_refitting_writes_the_file_that_the_planner_reads(published, tmp_path, m
     few = [case for case in published if case.table in ("dgx2_gpt2_model_parallel", "a100_blog_table4")]
     try:
         fitting.refit(few)
-        assert set(left_out()) == {case.document for case in few}
+        assert set(constants_without_each()) == {case.document for case in few}
         assert document()["fitted_on"][ADVENTURES] == [7, 7]
-        errors = [abs(ratio.error) for ratio in fitting.ratios("time", few, fitted())]
+        errors = [abs(ratio.error) for ratio in fitting.ratios("time", few, fitted_constants())]
         assert sum(errors) / len(errors) < 0.1
     finally:
         monkeypatch.undo()
-        constants.forget()
+        constants.clear_cache()
 
 
 def test_every_row_of_the_other_documents_is_read():
-    cases = csv_cases.read(csv_cases.OURS)
+    cases = csv_cases.read(csv_cases.OTHER_DOCUMENTS)
     assert len(cases) > 450 and all(case.work for case in cases), "every row can be predicted"
     doubtful = [case for case in cases if case.excluded]
     assert {case.document for case in doubtful} == {"megascale", "nanogpt"}

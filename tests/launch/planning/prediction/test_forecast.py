@@ -10,12 +10,12 @@ from planned import plan as planned_row
 from planned import work
 
 from launch.planning.prediction import forecast_text
-from launch.planning.prediction.constants import fitted
+from launch.planning.prediction.constants import fitted_constants
 from launch.planning.prediction.forecast import SNUG, forecast
 from launch.planning.prediction.hardware import find
 from launch.planning.prediction.published_step import side_by_side
-from launch.planning.prediction.rank_memory import fullest
-from launch.planning.resolved_plans import planned
+from launch.planning.prediction.rank_memory import fullest_rank
+from launch.planning.resolved_plans import plan_on_nodes
 from recipes import catalog
 
 DGX2 = find("dgx2")
@@ -36,7 +36,8 @@ def test_the_largest_micro_batch_is_the_largest_that_fits():
     for largest, recomputed in ((found.largest.recomputed, 1), (found.largest.kept, 0)):
         step = replace(found.work, recomputed=recomputed)
         need = [
-            fullest(step.with_micro(size), found.node.gpu, fitted()).total for size in (largest, largest + 1)
+            fullest_rank(step.with_micro(size), found.node.gpu, fitted_constants()).total
+            for size in (largest, largest + 1)
         ]
         assert need[0] <= found.node.gpu.memory_bytes < need[1]
     assert found.largest.as_planned == found.largest.recomputed > found.largest.kept
@@ -47,8 +48,8 @@ def test_the_verdict_is_about_the_fullest_gpu_and_the_host():
     # Where Megatron of 2019 ran out of memory: its loss held every logit in 14 bytes, ours does in 4.
     assert predicted("dgx2_gpt2_data_parallel/40x1536-b24-oom", "dgx2").verdict == "snug"
     fits = predicted(TENSOR, "dgx2")
-    assert fits.verdict == "fits" and fits.margin == fits.node.gpu.memory_bytes - fits.fullest.total
-    room = fits.fullest.total / (1 - SNUG / 2) / 2**30
+    assert fits.verdict == "fits" and fits.margin == fits.node.gpu.memory_bytes - fits.fullest_rank.total
+    room = fits.fullest_rank.total / (1 - SNUG / 2) / 2**30
     tight = replace(fits.node, gpu=fits.node.gpu.model_copy(update={"memory_gib": room}))
     assert forecast(fits.work, tight).verdict == "snug"
     # 20 bytes of each of 98.03B parameters over 64 ranks, 16 of them in each DGX-2 of 1.5 TB.
@@ -107,7 +108,7 @@ def test_what_no_gpu_reaches_is_remarked():
                                              "memory_gb_s": 1e6})  # fmt: skip
     link = found.node.form.link.model_copy(update={"gb_s": 1e6})
     node = replace(found.node, gpu=fast, form=found.node.form.model_copy(update={"link": link}))
-    rate = fitted().model_copy(update={"matrix": 1.4, "kernel_us": 0.0, "depth": 0.0})
+    rate = fitted_constants().model_copy(update={"matrix": 1.4, "kernel_us": 0.0, "depth": 0.0})
     assert "implausible" in kinds(forecast(found.work, node, rate)) and "implausible" not in kinds(found)
 
 
@@ -129,7 +130,7 @@ def test_a_host_that_is_too_small_limits_the_micro_batch():
 
 def test_bf16_on_a_v100_is_planned_as_it_would_run():
     recipe = catalog.load("openwebtext/gpt2-124m")
-    plan = planned(recipe, recipe.ds_config, find("v100-32x8"), 2)
+    plan = plan_on_nodes(recipe, recipe.ds_config, find("v100-32x8"), 2)
     assert (plan.precision, plan.layout.world) == ("fp16", 16), "two nodes of eight; V100 has no bf16"
 
 

@@ -102,8 +102,8 @@ def test_an_unknown_node_is_answered_with_near_ones():
 
 
 def test_ranks_share_a_machine_without_gpus():
-    node, gpus = hardware.of_rates(TWO_CORES), hardware.find("v100-32x4")
-    half = node.shared_by(2)
+    node, gpus = hardware.node_of_rates(TWO_CORES), hardware.find("v100-32x4")
+    half = node.share_among(2)
     assert half.gpus == 2 and half.gpu.tflops["fp32"] == node.gpu.tflops["fp32"] / 2
     assert half.gpu.memory_bytes == node.gpu.memory_bytes / 2
-    assert gpus.shared_by(2) is gpus
+    assert gpus.share_among(2) is gpus

@@ -6,7 +6,7 @@ import pytest
 from planned import work
 
 from launch.planning.prediction import rank_memory, workload
-from launch.planning.prediction.constants import fitted
+from launch.planning.prediction.constants import fitted_constants
 from launch.planning.prediction.hardware import find
 
 V100 = find("dgx2").gpu
@@ -14,7 +14,7 @@ NAME = "jeanzay_megatron_performance/48b-pp16-ga256-mb4-0527"
 
 
 def stage(step: workload.Workload, number: int = 0) -> rank_memory.RankMemory:
-    return rank_memory.of_stage(step, number, V100, fitted())
+    return rank_memory.of_stage(step, number, V100, fitted_constants())
 
 
 def test_the_categories_make_the_total():
@@ -48,7 +48,7 @@ def test_stages_hold_activations_of_the_micro_batches_in_flight():
     assert second.activations == 15 * 4 * stream, "15 micro-batches of 4 layers, the input of each"
     assert first.activations == 16 * (4 + 1) * stream, "and the embedding's output"
     assert first.total > second.total and last.moment == "optimizer step"
-    assert rank_memory.fullest(step, V100, fitted()) == first
+    assert rank_memory.fullest_rank(step, V100, fitted_constants()) == first
 
 
 def test_recomputation_keeps_inputs_and_works_on_one_chunk():
@@ -66,7 +66,7 @@ def test_recomputation_keeps_inputs_and_works_on_one_chunk():
 
 def test_logits_are_those_of_the_predicted_positions():
     bert = work("dgx2_bert_data_parallel/24x1024-b14")
-    ours, theirs = bert, workload.as_run_by(bert, "megatron-2019")
+    ours, theirs = bert, workload.on_system(bert, "megatron-2019")
     assert ours.logits == 14 * 77 * bert.padded_vocab
     assert theirs.logits == 14 * 512 * bert.padded_vocab
     assert work("dgx2_gpt2_model_parallel/72x3072-h32-tp8").logits == 8 * 1024 * 51200 / 8
@@ -74,12 +74,14 @@ def test_logits_are_those_of_the_predicted_positions():
 
 def test_memory_grows_with_the_micro_batch_and_falls_with_every_degree():
     step = work("dgx2_gpt2_model_parallel/64x2304-h24-tp4")
-    totals = [rank_memory.fullest(step.with_micro(n), V100, fitted()).total for n in (1, 2, 4, 8, 64)]
+    totals = [
+        rank_memory.fullest_rank(step.with_micro(n), V100, fitted_constants()).total for n in (1, 2, 4, 8, 64)
+    ]
     assert totals == sorted(totals) and totals[-1] > 1.5 * totals[0]
     layout = step.layout
     for tp, pp in ((8, 1), (4, 2), (8, 2)):
         other = replace(step, layout=replace(layout, tp=tp, pp=pp))
-        assert rank_memory.fullest(other, V100, fitted()).total < stage(step).total
+        assert rank_memory.fullest_rank(other, V100, fitted_constants()).total < stage(step).total
     assert stage(replace(step, sequence_parallel=True)).total < stage(step).total
 
 
@@ -87,8 +89,12 @@ def test_the_fullest_stage_may_be_the_last():
     step = work(NAME)
     as_equals = replace(step.software, balances_stages=False)
     wide = replace(step, padded_vocab=40 * step.padded_vocab, software=as_equals)
-    stages = rank_memory.of_stages(wide, V100, fitted())
-    assert rank_memory.fullest(wide, V100, fitted()) == stages[-1] == max(stages, key=lambda r: r.total)
+    stages = rank_memory.of_stages(wide, V100, fitted_constants())
+    assert (
+        rank_memory.fullest_rank(wide, V100, fitted_constants())
+        == stages[-1]
+        == max(stages, key=lambda r: r.total)
+    )
 
 
 def test_a_chunk_is_no_longer_than_its_stage():
@@ -123,13 +129,13 @@ def test_without_gpus_memory_counts_once_it_is_written():
     cores = V100.model_copy(update={"in_host": True})
     step = work("default/sotu")
     bucket = replace(step, buffers=replace(step.buffers, reduce=5e8))
-    rank, there = stage(step), rank_memory.of_stage(step, 0, cores, fitted())
+    rank, there = stage(step), rank_memory.of_stage(step, 0, cores, fitted_constants())
     assert there.host == 0 and there.optimizer == rank.optimizer + rank.host > 0
-    assert rank_memory.of_stage(bucket, 0, cores, fitted()).buffers < 0.1 * stage(bucket).buffers
+    assert rank_memory.of_stage(bucket, 0, cores, fitted_constants()).buffers < 0.1 * stage(bucket).buffers
 
 
 def test_what_is_cached_is_no_more_than_the_gpu_has():
-    rank = stage(workload.as_run_by(work("dgx2_gpt2_data_parallel/40x1536-b24-oom"), "megatron-2019"))
+    rank = stage(workload.on_system(work("dgx2_gpt2_data_parallel/40x1536-b24-oom"), "megatron-2019"))
     assert (
         rank.total > V100.memory_bytes and rank.cached(V100.memory_bytes) == V100.memory_bytes - rank.context
     )

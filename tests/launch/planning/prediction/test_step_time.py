@@ -6,10 +6,10 @@ import pytest
 from planned import work
 
 from launch.planning.prediction import workload
-from launch.planning.prediction.constants import fitted
+from launch.planning.prediction.constants import fitted_constants
 from launch.planning.prediction.forecast import speed
 from launch.planning.prediction.hardware import find
-from launch.planning.prediction.node_rates import FAR_LATENCY, Machine
+from launch.planning.prediction.node_rates import FAR_LATENCY, NodeRates
 from launch.planning.prediction.step_time import step_time
 from modeling.cost import Product
 
@@ -19,7 +19,7 @@ TENSOR = "dgx2_gpt2_model_parallel/72x3072-h32-tp8"
 
 
 def seconds(step: workload.Workload, node=DGX2):
-    return step_time(step, node, fitted())
+    return step_time(step, node, fitted_constants())
 
 
 def laid(step: workload.Workload, **degrees: int) -> workload.Workload:
@@ -48,7 +48,7 @@ def test_the_bubble_is_that_of_narayanan_et_al():
 
 
 def test_computing_never_beats_the_gpus_peak():
-    machine = Machine(A100, fitted(), 8)
+    machine = NodeRates(A100, fitted_constants(), 8)
     for product in (Product(8192, 8192, 8192), Product(128, 128, 64, 96), Product(1, 50304, 768)):
         assert product.operations / machine.product_seconds(product, "bf16") < 312e12
     large, small = (
@@ -61,23 +61,23 @@ def test_computing_never_beats_the_gpus_peak():
 
 
 def test_an_all_reduce_moves_twice_what_a_gather_does():
-    machine = Machine(DGX2, fitted(), 16)
+    machine = NodeRates(DGX2, fitted_constants(), 16)
     size = 1e9
-    rate = 150e9 * fitted().link
+    rate = 150e9 * fitted_constants().link
     assert machine.collective_seconds(size, 8, 1) == pytest.approx(2 * 7 / 8 * size / rate, rel=0.01)
     assert machine.collective_seconds(size, 8, 1, passes=1) == pytest.approx(7 / 8 * size / rate, rel=0.01)
     assert machine.collective_seconds(size, 1, 1) == 0
 
 
 def test_groups_that_cross_nodes_share_the_network():
-    machine = Machine(A100, fitted(), 64)
-    whole = 200e9 * fitted().network
-    inside = A100.form.link.gb_s * 1e9 * fitted().link
+    machine = NodeRates(A100, fitted_constants(), 64)
+    whole = 200e9 * fitted_constants().network
+    inside = A100.form.link.gb_s * 1e9 * fitted_constants().link
     assert machine.ring_rate(8, 1) == inside, "tensor parallelism of a node"
     assert machine.ring_rate(64, 1) == whole, "one group has the whole network of a node"
     assert machine.ring_rate(8, 8) == whole / 8, "a rank of a node in each of eight groups"
     assert machine.ring_rate(16, 4) == whole / 4
-    assert Machine(JEAN_ZAY, fitted(), 64).network == 8e9, "measured there"
+    assert NodeRates(JEAN_ZAY, fitted_constants(), 64).network == 8e9, "measured there"
 
 
 def test_tensor_parallelism_across_nodes_is_slow():
@@ -139,7 +139,9 @@ def test_causal_kernels_skip_what_is_masked_and_others_do_not():
 
 def test_small_layers_wait_for_the_host():
     step = work("default/sotu", "ds_config=zero1", "precision=fp16")
-    slow, fast = (step_time(step, DGX2, fitted().model_copy(update={"kernel_us": us})) for us in (40.0, 20.0))
+    slow, fast = (
+        step_time(step, DGX2, fitted_constants().model_copy(update={"kernel_us": us})) for us in (40.0, 20.0)
+    )
     passes, layers = 3, 6
     assert slow.matrix == fast.matrix
     assert slow.elementwise - fast.elementwise == pytest.approx(34 * passes * layers * 20e-6, rel=0.01)
@@ -175,22 +177,24 @@ def test_overlapped_traffic_hides_under_the_passes():
 
 
 def test_a_group_that_straddles_nodes_is_no_group_of_one():
-    machine = Machine(A100, fitted(), 24)
+    machine = NodeRates(A100, fitted_constants(), 24)
     assert machine.inside(8, 1) and machine.inside(2, 4) and not machine.inside(3, 1)
-    assert Machine(A100, fitted(), 6).inside(3, 1), "one node holds them all"
-    assert machine.ring_rate(3, 1) <= 200e9 * fitted().network < machine.ring_rate(4, 1)
+    assert NodeRates(A100, fitted_constants(), 6).inside(3, 1), "one node holds them all"
+    assert machine.ring_rate(3, 1) <= 200e9 * fitted_constants().network < machine.ring_rate(4, 1)
 
 
 def test_without_a_switch_a_pair_has_the_lines_between_them():
-    machine = Machine(JEAN_ZAY, fitted(), 4)
+    machine = NodeRates(JEAN_ZAY, fitted_constants(), 4)
     assert machine.ring_rate(2, 1) == pytest.approx(machine.ring_rate(4, 1) / 3)
-    assert Machine(DGX2, fitted(), 16).ring_rate(2, 1) == Machine(DGX2, fitted(), 16).ring_rate(16, 1)
+    assert NodeRates(DGX2, fitted_constants(), 16).ring_rate(2, 1) == NodeRates(
+        DGX2, fitted_constants(), 16
+    ).ring_rate(16, 1)
 
 
 def test_a_hop_between_nodes_is_shared_by_the_nodes_ranks():
-    machine = Machine(A100, fitted(), 64)
+    machine = NodeRates(A100, fitted_constants(), 64)
     near, far = machine.hop_seconds(1e8, 1), machine.hop_seconds(1e8, 8)
-    assert far - FAR_LATENCY == pytest.approx(1e8 / (200e9 * fitted().network / 8)) and near < far
+    assert far - FAR_LATENCY == pytest.approx(1e8 / (200e9 * fitted_constants().network / 8)) and near < far
     cut = work(PIPELINE)
     whole = replace(cut, software=replace(cut.software, cuts_boundaries=False))
     assert seconds(whole, JEAN_ZAY).boundary > 3 * seconds(cut, JEAN_ZAY).boundary

@@ -27,7 +27,7 @@ def plan(ds_config="zero0", ranks=1, *changes):
 
 def predict(found: Rates, ds_config="zero0", ranks=1, *changes):
     work = workload.of_plan(plan(ds_config, ranks, *changes))
-    return forecast(work, hardware.of_rates(found).shared_by(ranks))
+    return forecast(work, hardware.node_of_rates(found).share_among(ranks))
 
 
 def test_products_of_a_layer_take_what_they_were_measured_to_take():
@@ -64,8 +64,8 @@ def test_the_link_is_as_fast_as_its_collective_was():
 
 def test_what_is_offloaded_lies_in_the_memory_of_the_process():
     kept, offloaded = predict(TWO_CORES, "zero3", 2), predict(TWO_CORES, "zero3_offload", 2)
-    assert offloaded.host == 0 and offloaded.fullest.host == 0
-    assert offloaded.fullest.optimizer > kept.fullest.optimizer
+    assert offloaded.host == 0 and offloaded.fullest_rank.host == 0
+    assert offloaded.fullest_rank.optimizer > kept.fullest_rank.optimizer
 
 
 def test_a_bucket_holds_no_more_than_a_rank_has_parameters():
@@ -79,7 +79,7 @@ def test_a_known_gpu_keeps_its_published_peak():
         layer_tflops={},
         memory_bytes=150e9,
     )  # fmt: skip
-    node = hardware.of_rates(board)
+    node = hardware.node_of_rates(board)
     assert node.gpu.tflops["bf16"] == hardware.find("h200x8").gpu.tflops["bf16"] > 700
     assert not node.is_cpu and not node.measured and node.gpu.matrix_share < 1
     assert node.kernel_seconds == pytest.approx(3e-6)
@@ -90,7 +90,7 @@ def test_a_known_gpu_keeps_its_published_peak():
     ("NVIDIA A100-SXM4-40GB", 8, "a100-40x8"), ("NVIDIA H200", 9, None), ("Abacus 9", 1, None),
 ])  # fmt: skip
 def test_a_gpu_is_recognised_by_the_name_that_torch_gives_it(named, count, node):
-    found = hardware.recognised(named, count)
+    found = hardware.catalogue_node(named, count)
     assert (found and found.name) == node
 
 
@@ -99,10 +99,12 @@ def test_it_is_measured_once_and_again_where_asked(monkeypatch, capsys):
     monkeypatch.setattr(rates, "cached", lambda: TWO_CORES if asked else None)
     monkeypatch.setattr(measuring, "measured", lambda: asked.append(1) or TWO_CORES)
     with pytest.raises(ProblemsError, match="not measured"):
-        hardware.this(measure=False)
-    assert hardware.this() == hardware.this() == hardware.of_rates(TWO_CORES) and len(asked) == 1
+        hardware.this_node(measure=False)
+    assert (
+        hardware.this_node() == hardware.this_node() == hardware.node_of_rates(TWO_CORES) and len(asked) == 1
+    )
     assert capsys.readouterr().err.count("measuring this machine, once") == 1
-    assert hardware.this(again=True) == hardware.of_rates(TWO_CORES) and len(asked) == 2
+    assert hardware.this_node(remeasure=True) == hardware.node_of_rates(TWO_CORES) and len(asked) == 2
 
 
 def test_a_measured_machine_is_planned_for_without_torch(monkeypatch, tmp_path):

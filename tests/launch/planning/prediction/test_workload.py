@@ -8,7 +8,7 @@ from planned import work as step
 
 from launch.machine.model_states import state_widths
 from launch.planning.prediction import workload
-from launch.planning.prediction.constants import fitted
+from launch.planning.prediction.constants import fitted_constants
 from launch.planning.prediction.forecast import speed
 from launch.planning.prediction.hardware import find
 from launch.planning.prediction.rank_memory import of_stage
@@ -58,7 +58,7 @@ def test_a_question_is_computed_as_one_sequence_for_each_choice():
     assert asked.tokens == plain.tokens and asked.tokens_per_step == plain.tokens_per_step
     assert asked.logits == 32 and plain.logits == 4 * 32
     node = find("v100-32x4")
-    memory = [of_stage(work, 0, node.gpu, fitted(node.measured)) for work in (asked, plain)]
+    memory = [of_stage(work, 0, node.gpu, fitted_constants(node.measured)) for work in (asked, plain)]
     assert memory[0].activations == memory[1].activations > 0
     speeds = [speed(work, node, 1.0) for work in (asked, plain)]
     assert [each.samples for each in speeds] == [8, 32] and speeds[0].tokens == speeds[1].tokens
@@ -78,7 +78,7 @@ def test_accumulated_gradients_are_on_the_host_under_zero2_offload():
     layout = replace(of.layout, accumulation=4, global_batch=4)
     assert states(replace(of, layout=layout)) == (2 * held, 20 * held, 0)
     work = workload.of_plan(of)
-    assert of_stage(work, 0, GPU, fitted()).host == 18 * held
+    assert of_stage(work, 0, GPU, fitted_constants()).host == 18 * held
 
 
 def test_the_jsons_half_precision_states_count():
@@ -159,6 +159,6 @@ def test_a_stage_holds_its_layers_and_the_micro_batches_in_flight():
 
 def test_a_system_with_states_of_its_own_shards_nothing():
     work = step("jeanzay_megatron_performance/48b-pp16-ga256-mb4-0527")
-    theirs = workload.as_run_by(work, "megatron")
+    theirs = workload.on_system(work, "megatron")
     assert (work.zero_stage, theirs.zero_stage, theirs.buffers) == (1, 0, workload.Buffers())
-    assert workload.as_run_by(work, "megatron-deepspeed").zero_stage == 1
+    assert workload.on_system(work, "megatron-deepspeed").zero_stage == 1

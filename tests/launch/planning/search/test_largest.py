@@ -55,7 +55,7 @@ def test_sharding_offload_and_recomputation_make_room():
 def test_the_documents_bound_stands_next_to_ours(hardware, printed, capsys):
     """Theirs is memory over 16 bytes; ours under ZeRO-0 is smaller by gradients in fp32 and activations."""
     setting = largest_command.setting_of(parsed(f"--hardware {hardware}"))
-    assert largest.by_rule(setting.node)[16] == pytest.approx(printed, rel=0.07)
+    assert largest.parameters_by_rule(setting.node)[16] == pytest.approx(printed, rel=0.07)
     plain = largest.largest(setting)[1]
     assert plain.configuration == (WAYS[0], 1, True) and 0.6 * printed < plain.parameters < printed
     assert largest_command.run(parsed(f"--hardware {hardware}")) == 0

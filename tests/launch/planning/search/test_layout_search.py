@@ -64,7 +64,7 @@ def test_the_written_winner_is_the_layout_that_was_predicted(case, capsys, tmp_p
     best = found.winner
     assert plan.layout == best.work.layout and plan.layout.world == found.question.ranks
     again = forecast(workload.of_plan(plan), found.question.node)
-    assert again.fullest.total == best.memory.total and again.verdict == best.verdict != "out of memory"
+    assert again.fullest_rank.total == best.memory.total and again.verdict == best.verdict != "out of memory"
     assert again.time == best.time
 
 
@@ -120,18 +120,18 @@ def test_every_family_that_is_not_taken_has_its_reason():
     assert found.winner is not None
     families = {(each.dimension, each.value): each for each in found.alternatives}
     assert families["tensor", 16].rule == "40 heads are not divisible by it"
-    assert families["pipeline", 64].why == "divisibility"
+    assert families["pipeline", 64].fate == "divisibility"
     dominated = families["tensor", 8]
-    assert dominated.why == "dominated" and dominated.best and dominated.best.work.layout.tp == 8
-    assert dominated.slower == dominated.best.seconds / found.winner.seconds > 1
-    assert families["micro-batch", 128].why == "memory" and families["micro-batch", 128].best.missing > 0
+    assert dominated.fate == "dominated" and dominated.best and dominated.best.work.layout.tp == 8
+    assert dominated.slowdown == dominated.best.seconds / found.winner.seconds > 1
+    assert families["micro-batch", 128].fate == "memory" and families["micro-batch", 128].best.shortage > 0
     with pytest.raises(ConfigError) as refused:
         resolve(catalog.load("openwebtext/gpt2-124m", ["parallel.pp=2"]), "zero3", 2, ANY_GPU)
     (problem,) = refused.value.problems
     assert families["model states", "ZeRO-3 with pipeline"].rule == problem.rule
     assert not any("with tensor and pipeline" in str(value) for _, value in families)  # the same rule again
     whys = {"best", "dominated", "memory", "divisibility", "DeepSpeed cannot"}
-    assert {each.why for each in found.alternatives} == whys
+    assert {each.fate for each in found.alternatives} == whys
     ruled_out = [each for each in answer(CASES["175b"]).alternatives if each.rule]
     assert ("data", 1024) in [(each.dimension, each.value) for each in ruled_out]
 
@@ -165,7 +165,7 @@ def test_what_is_set_stays():
 
 def test_host_memory_excludes_what_is_offloaded():
     found = answer("--model 13b --hardware v100-32x4 --set parallel.tp=1 --set parallel.pp=1")
-    missing = {each.value: each.best for each in found.alternatives if each.why == "memory"}
+    missing = {each.value: each.best for each in found.alternatives if each.fate == "memory"}
     assert missing["ZeRO-3 offload all"] is not None and missing["ZeRO-3 offload all"].on_host
 
 
@@ -181,7 +181,7 @@ def test_the_users_json_is_kept_but_for_its_stage_and_offload(tmp_path):
     base["zero_optimization"]["reduce_bucket_size"] = 3_000_000
     base["zero_optimization"]["offload_param"] = {"device": "cpu"}
     base["train_micro_batch_size_per_gpu"] = 3
-    mine = ways.written({**base, "gradient_clipping": 1.0}, tmp_path / "mine.json")
+    mine = ways.write({**base, "gradient_clipping": 1.0}, tmp_path / "mine.json")
     line = f"{CASES['345m']} --ds_config {mine}"
     assert search_command.run(parsed(f"{line} --out {tmp_path / 'out'}")) == 0
     written = json.loads((tmp_path / "out" / "ds_config.json").read_text())
