@@ -91,7 +91,7 @@ def made(tmp_path_factory, tables):
     root = tmp_path_factory.mktemp("predicted")
     runs, out = root / "runs", root / "out"
     total = lambda number: SimpleNamespace(total=number)  # noqa: E731
-    said = SimpleNamespace(fullest=total(1e9), time=total(0.25), speed=SimpleNamespace(mfu=0.4))
+    said = SimpleNamespace(fullest_rank=total(1e9), time=total(0.25), speed=SimpleNamespace(mfu=0.4))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measuring, "measured", lambda: pytest.fail("a report measures nothing"))
         known = lambda plan, machine: said if machine["host"] == "one" else None  # noqa: E731
