@@ -78,7 +78,7 @@ WORK = {
     "generate": ["launch.generate:run"],
     "benchmark": [
         "launch.experiments.benchmarks.step_speed:measure",
-        "launch.experiments.benchmarks.gpu_command:taken",
+        "launch.experiments.benchmarks.gpu_command:run_step",
     ],
 }
 
