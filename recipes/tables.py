@@ -110,7 +110,9 @@ def _frame_problems(document: Document) -> Iterator[Problem]:
         if key not in _KEYS:
             yield at((str(key),), str(key), "unknown key of a table", did_you_mean(str(key), _KEYS))
     if not value.get("title"):
-        yield Problem("title", "title is missing", "", "give the table one line for --list", where=where)
+        yield Problem(
+            "title", "title is missing", "", "give the table one line for recipe.py list", where=where
+        )
     if not isinstance(value.get("defaults") or {}, dict):
         yield at(("defaults",), f"defaults={value['defaults']!r}", "must be a mapping of recipe keys")
     columns = value.get("columns") or []

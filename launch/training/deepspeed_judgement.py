@@ -1,4 +1,4 @@
-"""DeepSpeed's own check of a resolved JSON before the start: the second judge of its values."""
+"""DeepSpeed's own check of the sections of a JSON that the resolver hands on as written, before the start."""
 
 from __future__ import annotations
 
