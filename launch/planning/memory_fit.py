@@ -1,4 +1,4 @@
-"""Whether a row fits the GPUs, or the memory, of a machine: the planner's memory of its resolved plan."""
+"""The planner's memory of a row's plan, compared with the memory of a machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IMPORTED = 0.4e9
 
 
 def memory_of_plan(plan: Plan, *, gpus: bool = True) -> rank_memory.RankMemory:
-    """Memory of a rank of the fullest pipeline stage, on the recipe's hardware where it names some.
+    """Predict the memory of a rank of the fullest pipeline stage, on the recipe's hardware if it names some.
 
     Without `gpus` all of it is the host's, and counts as far as a process has written to it.
     """
@@ -36,7 +36,7 @@ def memory_of_plan(plan: Plan, *, gpus: bool = True) -> rank_memory.RankMemory:
 
 
 def describe(plan: Plan) -> str:
-    """Memory of a process of the fullest pipeline stage in words, by kind and place."""
+    """Describe the memory of a process of the fullest pipeline stage, by kind and place."""
     rank = memory_of_plan(plan)
     activations, other = rank.activations + rank.working, rank.buffers + rank.fragmentation + rank.context
     kinds = (
@@ -56,7 +56,7 @@ def _gb(size: float) -> str:
 
 
 def verdict(recipe: Recipe, memory: Memory) -> tuple[bool, str]:
-    """(whether the row can be run on one such machine, how or why not)."""
+    """Return whether the row can run on such a machine, and how or why not."""
     shared = math.prod(recipe.parallel.model_parallel)
     fewer = recipe.parallel.dp is None or 0 < memory.gpus < processes(recipe)
     most = max(memory.gpus if fewer else processes(recipe), shared)
@@ -87,7 +87,7 @@ def _how(recipe: Recipe, dp: int, shared: int) -> str:
 
 
 def _with_dp(recipe: Recipe, dp: int) -> Recipe:
-    """The recipe with the settings of `_how`."""
+    """Set the data-parallel degree, as the text of `_how` says."""
     if dp == recipe.parallel.dp:
         return recipe
     parallel = recipe.parallel.model_copy(update={"dp": dp})
@@ -103,13 +103,13 @@ def _fits(plan: Plan, memory: Memory) -> bool:
 
 
 def _needed(plan: Plan, memory: Memory) -> tuple[float, ...]:
-    """Bytes on a GPU and in the host's memory; without GPUs all in the host's."""
+    """Return bytes on a GPU and in the host's memory; without GPUs all bytes on the host."""
     rank, world = memory_of_plan(plan, gpus=memory.gpus > 0), plan.layout.world
     return (rank.total, rank.host * world) if memory.gpus else ((rank.total + rank.host) * world,)
 
 
 def _least(plans: Sequence[Plan], memory: Memory) -> str:
-    """Memory per process of the plan with the smallest need on a GPU; without GPUs, in all."""
+    """Describe the smallest memory per process among the plans."""
     plan = min(plans, key=lambda plan: _needed(plan, memory))
     rank, world = memory_of_plan(plan, gpus=memory.gpus > 0), plan.layout.world
     sizes = [(rank.total + rank.host, "")]

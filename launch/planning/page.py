@@ -1,4 +1,4 @@
-"""A page of the planner's answers: facts, tables and notes at the width of the terminal."""
+"""A page of text from the planner: facts, tables and notes at the width of the terminal."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ INDENT = "  "
 
 
 class Page:
-    """Blocks of text with an empty line between them; `width` in columns, None: lines are left whole."""
+    """Blocks of text with an empty line between them. `width`: in columns; None: unlimited."""
 
     def __init__(self, width: int | None = None):
         self.width = width
         self.blocks: list[str] = []
 
     def facts(self, *pairs: tuple[str, object]) -> None:
-        """Labels and their values in two columns."""
+        """Add labels and their values in two columns."""
         self._add([aligned(pairs, indent=len(INDENT), width=self.width)])
 
     def table(
@@ -29,21 +29,21 @@ class Page:
         above: Iterable[str] = (),
         below: Iterable[str] = (),
     ) -> None:
-        """A table, as `text_table` makes them, with lines of text right above and below it."""
+        """Add a table of `text_table`, with lines of text right above and below it."""
         width = None if self.width is None else self.width - len(INDENT)
         lines = table(rows, headings, align, width).splitlines()
         self._add([*self._wrapped(above), *(INDENT + line for line in lines), *self._wrapped(below)])
 
     def text(self, *lines: str, hang: int = 0) -> None:
-        """Wrapped lines of text; what follows a break is indented by `hang`."""
+        """Add wrapped lines of text; continuation lines are indented by `hang`."""
         self._add(self._wrapped(lines, hang))
 
     def notes(self, notes: Iterable[object]) -> None:
-        """Notes to the user, each after an exclamation mark."""
+        """Add notes to the user, each after an exclamation mark."""
         self._add(self._wrapped((f"! {note}" for note in notes), hang=2))
 
     def commands(self, *lines: str, above: Iterable[str] = (), below: Iterable[str] = ()) -> None:
-        """Commands of a shell, with comments between them (#), and lines of text above and below."""
+        """Add shell commands and comments (#), with lines of text above and below."""
         shown = (
             terminal.wrapped(INDENT + line, self.width)
             if line.startswith("#")

@@ -1,4 +1,4 @@
-"""Plans of recipes for other machines than this one: as published, on any GPUs, on nodes of the catalogue."""
+"""Plans of recipes for other machines: as published, on any GPUs, on nodes of the catalogue."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from recipes.schema import Recipe
 
 
 def processes(recipe: Recipe) -> int:
-    """tp x pp x dp as the recipe states them."""
+    """Return tp x pp x dp as stated by the recipe."""
     return math.prod(recipe.parallel.model_parallel) * (recipe.parallel.dp or 1)
 
 
 def published_plan(recipe: Recipe, world: int | None = None) -> Plan:
-    """The recipe with its own ds_config and number of processes (or `world`), on GPUs that can do everything.
+    """Resolve a recipe with its own ds_config, on `world` or its own number of ideal GPUs.
 
     Raises ConfigError.
     """
@@ -28,7 +28,7 @@ def published_plan(recipe: Recipe, world: int | None = None) -> Plan:
 
 
 def plan_on_nodes(recipe: Recipe, ds_config: str | Path, node: Node, nodes: int | None = None) -> Plan:
-    """The recipe on so many such nodes; None: as many as its layout takes. Raises ConfigError."""
+    """Resolve a recipe on `nodes` such nodes; None: on as many as needed. Raises ConfigError."""
     world = None
     if recipe.parallel.dp is None and not node.is_cpu:
         world = (nodes or 1) * node.gpus
@@ -42,7 +42,7 @@ def plan_on_nodes(recipe: Recipe, ds_config: str | Path, node: Node, nodes: int 
 def resolve_on_machine(
     recipe: Recipe, ds_config: str | Path, world: int | None = None, machine: Machine = ANY_GPU
 ) -> Plan:
-    """The plan on another machine; a path that its environment gives is left as $MEGARECIPES_NVME.
+    """Resolve a plan for another machine; the NVMe path stays $MEGARECIPES_NVME.
 
     Raises ConfigError.
     """

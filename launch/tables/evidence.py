@@ -1,4 +1,4 @@
-"""The evidence for a published table: the key `evidence` of its file, next to the rows.
+"""Evidence for a published table, under the key `evidence` of its file.
 
     evidence:
       settings:  # what texts, papers and public scripts say
@@ -55,7 +55,7 @@ class Statement(NamedTuple):
 
 
 class Quotations(Strict):
-    """Quotations of one source: about all rows, and about the rows of a pattern."""
+    """Quotations of one source about all rows, and about rows by pattern."""
 
     source: str
     says: ValuesByQuotation = {}
@@ -63,14 +63,14 @@ class Quotations(Strict):
 
 
 class Sizes(Strict):
-    """Numbers of parameters, those of a stage on one rank; text has the digits and the unit as printed."""
+    """Numbers of parameters, in all or of a stage on one rank; text keeps digits and unit as printed."""
 
     source: str
     rows: dict[str, dict[Part, int | str]]
 
 
 class OtherRun(Strict):
-    """A run of a row's model: `milliseconds` of an iteration, `tflops` per GPU with its printed digits."""
+    """Another run of a row's model. `milliseconds`: of an iteration; `tflops`: per GPU, as printed."""
 
     gpus: int
     batch: int
@@ -84,7 +84,7 @@ class Speeds(Strict):
 
 
 class Pretraining(Strict):
-    """Length of a model's training, by its own paper; `batch` in samples."""
+    """The length of a model's training by its own paper; `batch` in samples."""
 
     source: str
     steps: int
@@ -93,12 +93,12 @@ class Pretraining(Strict):
 
     @property
     def factors(self) -> tuple[int, int, int]:
-        """Of the tokens."""
+        """The factors of the number of tokens."""
         return self.steps, self.batch, self.sequence_length
 
 
 class OtherModel(Strict):
-    """A line of the table about a model without a recipe; `why` there is none."""
+    """A line of the table about a model without a recipe; `why`: the reason."""
 
     why: str
     published: Published
@@ -106,7 +106,7 @@ class OtherModel(Strict):
 
 
 class Disagreement(Strict):
-    """One difference, and the rows that differ so."""
+    """A difference from the source, with its rows."""
 
     quantity: str
     printed: str
@@ -115,7 +115,7 @@ class Disagreement(Strict):
 
 
 class Erratum(Strict):
-    """One explanation of disagreements."""
+    """An explanation of disagreements."""
 
     explanation: str
     later: str | None = None
@@ -127,7 +127,7 @@ class Erratum(Strict):
 
 
 class RowErratum(NamedTuple):
-    """A disagreement of one row with its source, explained; `difference` as a check says it."""
+    """An explained disagreement of one row with its source."""
 
     quantity: str
     difference: str
@@ -138,7 +138,7 @@ class RowErratum(NamedTuple):
 
 
 class Evidence(Strict):
-    """Evidence about a table's rows, besides their own cells."""
+    """Evidence about a table's rows besides their own cells."""
 
     settings: list[Quotations] = []
     sizes: list[Sizes] = []
@@ -149,7 +149,7 @@ class Evidence(Strict):
     texts: list[str] = []
 
     def statements(self, row: str) -> Iterator[Statement]:
-        """Statements of texts and scripts about a row."""
+        """Yield the statements of texts and scripts about a row."""
         for part in self.settings:
             of_row = [says for pattern, says in part.rows.items() if fnmatchcase(row, pattern)]
             for says in (part.says, *of_row):
@@ -181,7 +181,7 @@ class PublishedTable:
 
 
 def published_tables(tables: Sequence[Table]) -> list[PublishedTable]:
-    """Raises ProblemsError: wrong evidence of a table, or all rows that are no recipes."""
+    """Read rows and evidence of tables. Raises ProblemsError for wrong evidence, or all broken rows."""
     evidence = [read(table) for table in tables]
     rows = published_rows(tables)
     return [
@@ -191,7 +191,7 @@ def published_tables(tables: Sequence[Table]) -> list[PublishedTable]:
 
 
 def read(table: Table) -> Evidence:
-    """The table's evidence; ProblemsError for unknown keys, rows and patterns, and for what is said twice."""
+    """Read a table's evidence. Raises ProblemsError: unknown keys, rows, patterns; repetitions."""
     try:
         evidence = Evidence.model_validate(table.evidence)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""`launch/recipe.py list`: the recipes as tables, filtered."""
+"""The subcommand `launch/recipe.py list`: the recipes as tables, filtered."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MEASURED = {  # of a row, as its line says them
 
 @dataclass(frozen=True)
 class ListedRecipe:
-    """A recipe with where it stands."""
+    """A recipe with its table and name."""
 
     table: Table
     name: str
@@ -53,12 +53,12 @@ class ListedRecipe:
 
     @property
     def has_stand_ins(self) -> bool:
-        """Whether values without a source stand in, besides the number of steps, which most tables lack."""
+        """True if values without a source stand in, besides the often missing number of steps."""
         return bool(self.recipe.unknown.keys() - {"steps"})
 
     @property
     def cells(self) -> dict[str, str]:
-        """Its line, by the headings."""
+        """The cells of its line by heading."""
         recipe, model, (tp, pp) = self.recipe, self.recipe.model, self.recipe.parallel.model_parallel
         other = f"({self.processes})" if self.processes and self.processes != self.gpus else ""
         fits = {} if self.fits is None else {"fits": self.fits}
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def catalog_rows(tables: Sequence[str] = ()) -> list[ListedRecipe]:
-    """Every row of the named tables or YAML files, or of all of recipes/.
+    """Load every row of the named tables or YAML files, or of all of recipes/.
 
     Raises RecipeError: tables that are not there, with near matches; broken tables and rows, all of them.
     """
@@ -136,7 +136,7 @@ def catalog_rows(tables: Sequence[str] = ()) -> list[ListedRecipe]:
 
 
 def select(rows: Sequence[ListedRecipe], args: argparse.Namespace) -> list[ListedRecipe]:
-    """The rows behind all filters."""
+    """Return the rows that pass all filters."""
     least, most = args.gpus or (0, 0)
 
     def passes(row: ListedRecipe) -> Iterator[bool]:
@@ -156,7 +156,7 @@ def _matches_hardware(hardware: Hardware | None, text: str) -> bool:
 
 
 def as_text(rows: Sequence[ListedRecipe], memory: Memory | None = None, width: int | None = None) -> str:
-    """A block per table, then what the marks mean, in lines of `width` columns. `memory`: of --fits."""
+    """Describe the rows in a block per table, with a legend. `memory`: of --fits."""
     if not rows:
         return "no recipe is left by these filters" + (f" (this machine: {memory})" if memory else "")
     headings, shown = list(rows[0].cells), [list(row.cells.values()) for row in rows]
@@ -184,7 +184,7 @@ def as_text(rows: Sequence[ListedRecipe], memory: Memory | None = None, width: i
 
 
 def published_text(published: Published | None) -> str:
-    """The measured numbers of a row in one phrase."""
+    """Return the measured numbers of a row in one phrase."""
     if published is None:
         return ""
     label = f"{published.size_label}: " if published.size_label else ""
@@ -197,7 +197,7 @@ def published_text(published: Published | None) -> str:
 
 
 def short_count(number: int) -> str:
-    """14.2M, 8.30B."""
+    """Shorten a number of parameters: 14.2M, 8.30B."""
     for size, letter in ((10**9, "B"), (10**6, "M")):
         if number >= size:
             return f"{number / size:.3g}{letter}"

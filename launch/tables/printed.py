@@ -1,4 +1,4 @@
-"""A printed number with its digits, and how a recomputed value agrees with it."""
+"""Printed numbers with their digits, and their agreement with recomputed values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNITS = {"B": 1e9, "M": 1e6, "k": 1e3}
 
 @dataclass(frozen=True)
 class Printed:
-    """A number as a document prints it.
+    """A number as printed by a document.
 
     Attributes:
         text: word for word.
@@ -29,7 +29,7 @@ class Printed:
 
     @staticmethod
     def read(text: str, factor: float = 1.0) -> Printed | None:
-        """The first number in `text` ("90.5s", "Baseline (100%)"), times `factor`; None for "OOM"."""
+        """Read the first number in `text` ("90.5s", "Baseline (100%)") times `factor`; None for "OOM"."""
         found = _NUMBER.search(text)
         if not found:
             return None
@@ -39,14 +39,14 @@ class Printed:
 
 
 def size_unit(label: str) -> float:
-    """Parameters in one unit of a size label: 1e9 of "48B", 1e6 of "345M"."""
+    """Return the parameters in one unit of a size label: 1e9 of "48B", 1e6 of "345M"."""
     return UNITS.get(label.strip()[-1:], 1.0)
 
 
 def agreement(
     printed: Printed, computed: float, spread: tuple[float, float] | None = None, because: str = "its inputs"
 ) -> str | None:
-    """How `computed` gives the printed number: "exact", "rounded", …; None where it does not.
+    """Name the agreement of a computed and a printed number: "exact", "rounded", …; None: they differ.
 
     `spread`: (least, largest) of `computed` over what its printed inputs (`because`) were unrounded.
     """
@@ -65,7 +65,7 @@ def agreement(
 def recompute(
     printed: Printed, because: str, formula: Callable[..., float], *inputs: Printed
 ) -> tuple[float, str | None]:
-    """(value of a formula of printed numbers, how it gives the printed number).
+    """Return the value of a formula of printed numbers, and its agreement with the printed one.
 
     The formula is monotonic in each input; `because` names the inputs, whose rounding may explain the rest.
     """

@@ -38,7 +38,7 @@ NEAR_TWICE = 0.005  # relative: a value this close to twice the computed one is 
 
 
 def layout(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
-    """tp x pp x dp = GPUs; micro x accumulation x dp = global; pp divides the layers, tp the heads."""
+    """Check tp x pp x dp = GPUs, micro x accumulation x dp = global, and divisible layers and heads."""
     for quantity, (whole, factors) in PRODUCTS.items():
         yield _product(row, quantity, row.printed_value, whole, factors)
     if row.published.printed:
@@ -65,7 +65,7 @@ def _product(
 
 
 def counts(recipe: Recipe) -> RankCounts:
-    """Parameters of one replica, tp x pp ranks, on its modules.
+    """Count the parameters of one replica, tp x pp ranks, on its modules.
 
     Raises AssertionError where the ranks cannot share the model.
     """
@@ -78,7 +78,7 @@ def counts(recipe: Recipe) -> RankCounts:
 
 
 def arithmetic(recipe: Recipe) -> RankCounts:
-    """The same from modeling/cost/."""
+    """Count the same parameters by the formulas of modeling/cost/."""
     model, positions, (tp, pp) = recipe.model, recipe.positions, recipe.parallel.model_parallel
     padded = embedding_rows(recipe, tp)
     layers = cost.stages_of(recipe, padded, pp)
@@ -96,7 +96,7 @@ def _can_be_built(row: PublishedRow) -> bool:
 
 
 def sizes(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
-    """The modules against the arithmetic at every rank, then every printed size against the modules."""
+    """Check the modules against the formulas at every rank, then printed sizes against the modules."""
     if not _can_be_built(row):
         why = "no module of this layout can be built: tp does not divide the heads"
         yield row.not_checkable("parameters", why)
@@ -119,7 +119,7 @@ def sizes(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
 
 
 def _modules(row: PublishedRow, counted: RankCounts) -> Check:
-    """Rank by rank; a disagreement is a mistake of this project, never of a source."""
+    """Compare rank by rank; a disagreement is this project's mistake, never a source's."""
     expected = arithmetic(row.recipe)
     pairs = enumerate(zip(counted.held, expected.held, strict=True))
     wrong = [f"stage {stage}: {got} for {want}" for stage, (got, want) in pairs if got != want]
@@ -130,7 +130,7 @@ def _modules(row: PublishedRow, counted: RankCounts) -> Check:
 
 
 def _to_the_unit(row: PublishedRow, quantity: str, printed: int, counted: RankCounts, ranks: int) -> Check:
-    """All ranks' parameters, or one's of `ranks`; a wrong number may be the one of another layout."""
+    """Compare with the parameters of all ranks, or of one; a wrong number may fit another layout."""
     computed = counted.all_ranks // ranks
     if reason := row.unknown_reason("model"):
         return row.not_checkable(quantity, reason, printed, computed)
@@ -146,7 +146,7 @@ def _to_the_unit(row: PublishedRow, quantity: str, printed: int, counted: RankCo
 
 
 def _label(row: PublishedRow, label: str, counted: RankCounts) -> Check:
-    """In 10^9 or 10^6, every parameter once; names the other units of these sources where those fit."""
+    """Compare in 10^9 or 10^6, every parameter once; name other units of these sources that fit."""
     unit, size = size_unit(label), _size(label)
     plain = f"{counted.once / unit:.4g}{label[-1:]}"
     if reason := row.unknown_reason("model"):
@@ -162,7 +162,7 @@ def _label(row: PublishedRow, label: str, counted: RankCounts) -> Check:
 
 
 def _size(label: str) -> Printed:
-    """A size label's number of parameters."""
+    """Return the number of parameters of a size label."""
     size = Printed.read(label, size_unit(label))
     assert size is not None, f"size label {label!r} has no number"
     return size
@@ -172,7 +172,7 @@ def _size(label: str) -> Printed:
 
 
 def missing_time(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
-    """A row without a time; the time that its samples/s imply is plausible."""
+    """Report a missing time, and check that the time implied by samples/s is plausible."""
     published, rate = row.published, row.published.samples_per_s
     if published.oom:
         yield row.not_checkable("time", "out of memory: no time, no samples/s, no TFLOPS", "OOM")
@@ -185,13 +185,13 @@ def missing_time(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
 
 
 def formula(row: PublishedRow, parameters: float, seconds: float) -> float:
-    """TFLOPS per GPU by the documents' formula, with the batch and the GPUs as printed."""
+    """Return TFLOPS per GPU by the documents' formula, with batch and GPUs as printed."""
     length, recomputed = row.recipe.sequence_length, row.recipe.checkpoint_interval > 0
     return cost.published_tflops(parameters, length, row.batch, seconds, row.gpus, checkpointing=recomputed)
 
 
 def operations(row: PublishedRow) -> int:
-    """Operations of one iteration, every matrix product counted."""
+    """Count the operations of one iteration, every matrix product included."""
     recipe = row.recipe
     return cost.exact_flops_per_step(
         recipe.model,
@@ -204,7 +204,7 @@ def operations(row: PublishedRow) -> int:
 
 
 def samples(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
-    """Samples of an iteration over its time."""
+    """Check samples/s: the batch over the printed time."""
     rate, seconds = row.printed_number(SAMPLES), row.printed_number(TIME)
     if rate and seconds:
         computed, how = recompute(rate, "the printed time", lambda s: row.batch / s, seconds)
@@ -213,7 +213,7 @@ def samples(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
 
 
 def tflops(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
-    """By the row's definition: every product, or the formula with the label's size, whatever its unit."""
+    """Check TFLOPS by the row's definition: every product, or the formula with the label's size."""
     printed, seconds, label = row.printed_number(TFLOPS), row.printed_number(TIME), row.published.size_label
     if not (printed and seconds):
         return
@@ -236,7 +236,7 @@ def tflops(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
 
 
 def operations_per_second(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
-    """For information: the printed time in TFLOPS. Their share of the peak is plausible."""
+    """Report the printed time as TFLOPS, and check that their share of the peak is plausible."""
     seconds, label, gpus = row.published.time_per_iteration_s, row.published.size_label, row.gpus
     batch = row.recipe.batch.global_
     if gpus is None or seconds is None:
@@ -261,7 +261,7 @@ def operations_per_second(row: PublishedRow, _: PublishedTable) -> Iterator[Chec
 
 
 def _plausible(row: PublishedRow, seconds: float) -> Iterator[Check]:
-    """A time's share of the GPU's peak, within wide limits: catches a wrong digit."""
+    """Check a time's share of the GPU's peak within wide limits, to catch a wrong digit."""
     name = str(row.value("hardware.name"))
     known = (value for gpu, value in PEAKS.items() if gpu in name)
     peak = row.value("hardware.peak_tflops") or next(known, None)
@@ -273,7 +273,7 @@ def _plausible(row: PublishedRow, seconds: float) -> Iterator[Check]:
 
 
 def share_of_peak(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
-    """The printed TFLOPS over the GPU's peak."""
+    """Check the printed share of the peak: printed TFLOPS over the GPU's peak."""
     printed, rate = row.printed_number("published.peak_percent"), row.printed_number(TFLOPS)
     peak = row.value("hardware.peak_tflops")
     if printed and (rate is None or peak is None):
@@ -285,14 +285,14 @@ def share_of_peak(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
 
 
 def speeds_of_other_runs(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
-    """TFLOPS of the row's model in other documents."""
+    """Check TFLOPS of the row's model in other documents."""
     for document in source.evidence.speeds:
         for run in document.rows.get(row.name, ()):
             yield _other_run(row, run, document.source)
 
 
 def _other_run(row: PublishedRow, run: OtherRun, source: str) -> Check:
-    """Every product is counted, and layers are recomputed."""
+    """Check a run by every product, with layers recomputed."""
     printed, time = Printed.read(run.tflops), f"{run.milliseconds:g}"
     seconds = Printed.read(time, 1e-3)
     assert printed and seconds, f"{row.full_name}: {run} of its evidence"
@@ -309,7 +309,7 @@ def _other_run(row: PublishedRow, run: OtherRun, source: str) -> Check:
 
 
 def scaling(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
-    """TFLOPS per GPU relative to the baseline's: the work per GPU is the same."""
+    """Check TFLOPS per GPU relative to the baseline's: the work per GPU is the same."""
     printed, rate = row.printed_number(SCALING), row.printed_number(TFLOPS)
     base = next((each for each in source.rows if each.published.weak_scaling_percent == 100), None)
     of_base = base and base.printed_number(TFLOPS)
@@ -324,7 +324,7 @@ def scaling(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
 
 
 def time_over_micro_batches(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
-    """A longer iteration than that of a row with a larger micro-batch and nothing else different."""
+    """Report an iteration slower than that of a row with only a larger micro-batch."""
     own = row.published.time_per_iteration_s
     timed = [(other.published.time_per_iteration_s, other) for other in _with_larger_micro(row, source)]
     quicker = [(seconds, other) for seconds, other in timed if own and seconds and seconds < own]
@@ -335,7 +335,7 @@ def time_over_micro_batches(row: PublishedRow, source: PublishedTable) -> Iterat
 
 
 def _alike(row: PublishedRow, source: PublishedTable) -> list[PublishedRow]:
-    """The other rows that differ in the micro-batch at most."""
+    """Return the other rows, different in at most the micro-batch."""
     same = configuration(row, but_micro=True)
     return [
         other for other in source.rows if other is not row and configuration(other, but_micro=True) == same
@@ -347,7 +347,7 @@ def _with_larger_micro(row: PublishedRow, source: PublishedTable) -> list[Publis
 
 
 def configuration(row: PublishedRow, but_micro: bool = False) -> tuple[Any, ...]:
-    """Everything a speed depends on, perhaps without the micro-batch."""
+    """Return everything that a speed depends on, perhaps without the micro-batch."""
     recipe, batch = row.recipe, row.recipe.batch
     shared = (batch.accumulation,) if but_micro else (batch.micro, batch.accumulation, batch.global_)
     work = recipe.model, recipe.sequence_length, recipe.parallel, shared, recipe.activation_checkpointing
@@ -358,7 +358,7 @@ def configuration(row: PublishedRow, but_micro: bool = False) -> tuple[Any, ...]
 
 
 def memory(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
-    """Model states against the GPU's memory: they fit, or it ran out; cached memory between the two."""
+    """Check model states against the GPU's memory and an OOM, and cached memory between the two."""
     capacity = row.value("hardware.gpu_memory_gb")
     quantity = "out of memory" if row.published.oom else "model states"
     ran = "OOM" if row.published.oom else f"ran on {capacity or 0:g} GB"
@@ -378,12 +378,12 @@ def memory(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
 
 
 def states_gb(row: PublishedRow) -> float:
-    """Model states on the fullest GPU while it steps, in GB (10^9). Raises ConfigError."""
+    """Predict the model states on the fullest GPU during the update, in GB (10^9). Raises ConfigError."""
     return memory_of_plan(published_plan(row.recipe)).states / 1e9
 
 
 def _out_of_memory(row: PublishedRow, source: PublishedTable, states: float, capacity: float | None) -> Check:
-    """Contradicted by a larger batch that ran; confirmed where the model states alone exceed the memory."""
+    """Check an OOM: a larger batch that ran contradicts it, larger model states confirm it."""
     ran = [r for r in _alike(row, source) if not r.published.oom and r.micro >= row.micro]
     if ran:
         return row.compare("out of memory", "OOM", f"micro-batch {ran[0].micro} of the same model ran", None)
@@ -397,7 +397,7 @@ def _out_of_memory(row: PublishedRow, source: PublishedTable, states: float, cap
 def _cached(
     row: PublishedRow, source: PublishedTable, cached: float, states: float, capacity: float | None
 ) -> Iterator[Check]:
-    """At least the model states, at most the GPU's memory and what a larger micro-batch cached."""
+    """Check cached memory: between model states and the GPU's memory, below a larger batch's."""
     limits = f"{states:.1f} GB of model states" + (f" to {capacity:g} GB" if capacity else "")
     how = "between them: bounds, no value" if states <= cached <= (capacity or cached) else None
     yield row.compare("cached", row.text_of("published.cached_gb") or cached, limits, how)

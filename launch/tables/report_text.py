@@ -1,4 +1,4 @@
-"""Text of `launch/recipe.py verify`: a summary, the errata, at the end unexplained disagreements."""
+"""Text of `launch/recipe.py verify`: a summary, errata, and unexplained disagreements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MARKS = {"agrees": "ok", "not checkable": "open", "computed": ""}
 
 
 def describe(report: Report, *, verbose: bool = False, width: int | None = None) -> str:
-    """Blocks of text, an empty line between them, in lines of `width` columns."""
+    """Describe the report in blocks, in lines of `width` columns."""
     blocks = [
         _summary(report, width),
         _every_check(report) if verbose else "",
@@ -29,7 +29,7 @@ def describe(report: Report, *, verbose: bool = False, width: int | None = None)
 
 
 def _summary(report: Report, width: int | None) -> str:
-    """A line for each table."""
+    """Tabulate the numbers of checks by table."""
     by_table: dict[str, list[Check]] = {name: [] for name in report.rows}
     for check in report.checks:
         by_table[check.table].append(check)
@@ -41,7 +41,7 @@ def _summary(report: Report, width: int | None) -> str:
 
 
 def _numbers(report: Report, checks: Sequence[Check]) -> dict[str, int]:
-    """Numbers of checks by kind; of cells and settings, those in agreement."""
+    """Count the checks by kind; of cells and settings, those that agree."""
     number = Counter(check.status for check in checks)
     agree = [check for check in checks if check.status == "agrees"]
     recomputed = Counter(check.status for check in checks if not (check.transcribed or check.stated))
@@ -73,7 +73,7 @@ def _every_check(report: Report) -> str:
 
 
 def _errata(report: Report) -> str:
-    """Each with its disagreements, and below each of them its rows, table by table."""
+    """List the errata, each with its disagreements, and their rows by table."""
     blocks = []
     for number, (erratum, checks) in enumerate(report.errata, 1):
         alike: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
@@ -88,7 +88,7 @@ def _errata(report: Report) -> str:
 
 
 def _not_checkable(report: Report) -> str:
-    """By quantity and reason: in which rows, or in how many of which tables."""
+    """List what cannot be checked by quantity and reason, with its rows or tables."""
     reasons: dict[tuple[str, str], list[Check]] = defaultdict(list)
     for check in report.checks:
         if check.status == "not checkable":

@@ -1,4 +1,4 @@
-"""Rows of published tables: the cells of the source, and the recipe's values in their place."""
+"""Rows of published tables: the source's cells, and the recipe's values for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Status = Literal["agrees", "disagrees", "not checkable", "computed"]
 
 @dataclass(frozen=True)
 class Check:
-    """A quantity of a row, as printed and as recomputed.
+    """A quantity of a row, printed and recomputed.
 
     Attributes:
         subject: the row, as "table/row".
@@ -44,7 +44,7 @@ class Check:
 
 
 def difference(quantity: str, printed: str, computed: str) -> str:
-    """A disagreement in one phrase."""
+    """Describe a disagreement in one phrase."""
     return f"{quantity}: printed {printed}, computed {computed}"
 
 
@@ -98,7 +98,7 @@ class Cell(NamedTuple):
 
     @property
     def number(self) -> Printed | None:
-        """In the unit of the key."""
+        """The cell's number in the unit of the key."""
         return Printed.read(self.text, 1e-3 if self.heading.endswith("(ms)") else 1.0)
 
 
@@ -135,25 +135,25 @@ class Line:
         return KEYS.get(heading)
 
     def cell_of(self, key: str) -> Cell | None:
-        """The cell for a key; None without a column."""
+        """Return the cell of a key; None without a column."""
         return next((cell for cell in self.cells if cell.key == key), None)
 
     def text_of(self, key: str) -> str:
-        """The text of that cell; empty where it is blank, or there is no column."""
+        """Return the text of a key's cell; empty if it is blank or missing."""
         cell = self.cell_of(key)
         return cell.text if cell else ""
 
     def value(self, key: str) -> Any:
-        """Value of a dotted key; None where it is not stated."""
+        """Return the value of a dotted key; None if it is not stated."""
         return value_of(self, key)
 
     def compare(self, quantity: str, printed: object, computed: object, how: str | bool | None) -> Check:
-        """Agrees where `how` says in which way; true: exactly."""
+        """Make a check. `how`: the kind of agreement, or True for an exact one; else they disagree."""
         how = "exact" if how is True else how or ""
         return self.check("agrees" if how else "disagrees", quantity, printed, computed, how)
 
     def not_checkable(self, quantity: str, why: str, printed: object = "", computed: object = "") -> Check:
-        """A quantity without a comparison; `why` there is none."""
+        """Make a check without a comparison. `why`: the reason."""
         return self.check("not checkable", quantity, printed, computed, why)
 
     def check(self, status: Status, quantity: str, printed: object, computed: object, how: str) -> Check:
@@ -172,12 +172,12 @@ class PublishedRow(Line):
 
     @property
     def micro(self) -> int:
-        """Micro-batch; 0 where it is left open."""
+        """Micro-batch; 0: left open."""
         return self.recipe.batch.micro or 0
 
     @property
     def gpus(self) -> Any:
-        """As printed; None where no source gives them."""
+        """Number of GPUs as printed; None: no source gives it."""
         return self.printed_value("hardware.gpus")
 
     @property
@@ -189,35 +189,35 @@ class PublishedRow(Line):
         return value_of(self.recipe, key)
 
     def printed_value(self, key: str) -> Any:
-        """The source's value: the recipe's own unless it declares another one in `published.printed`."""
+        """Return the source's value: the recipe's own, unless `published.printed` has another."""
         return self.published.printed.get(key, self.value(key))
 
     def printed_number(self, key: str) -> Printed | None:
-        """A key's number with the digits of its cell, or the recipe's where no cell prints it."""
+        """Return a key's number with the digits of its cell, or the recipe's if no cell prints it."""
         numbers = (cell.number for cell in self.cells if cell.key == key)
         value = self.printed_value(key)
         text = f"{value:g}" if isinstance(value, float) else str(value)
         return next((number for number in numbers if number), Printed.read(text))
 
     def unknown_reason(self, key: str) -> str | None:
-        """Why no source gives a key, where the recipe says so of it or of a related key."""
+        """Return the reason for an unknown key or related key, as stated in the recipe."""
         return next((why for name, why in self.recipe.unknown.items() if related(key, name)), None)
 
 
 def value_of(model: Any, key: str) -> Any:
-    """Value of a dotted key; None where it is not stated."""
+    """Return the value of a dotted key; None if it is not stated."""
     for part in key.split("."):
         model = getattr(model, "global_" if part == "global" else part, None)
     return model
 
 
 def related(key: str, name: str) -> bool:
-    """Whether two dotted keys are the same, or one belongs to the other."""
+    """Check whether two dotted keys are the same, or one contains the other."""
     return key == name or key.startswith(f"{name}.") or name.startswith(f"{key}.")
 
 
 def published_rows(tables: Sequence[Table]) -> list[PublishedRow]:
-    """Every published row of the tables; one RecipeError for all rows that are no recipes."""
+    """Load every published row of the tables. Raises RecipeError with all rows that are no recipes."""
     rows, problems = list[PublishedRow](), list[Problem]()
     for table in tables:
         for name in table.rows:

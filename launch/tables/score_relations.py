@@ -1,4 +1,4 @@
-"""Scores on tasks against their parts, the table's other models and the length of the training."""
+"""Checks of task scores: their parts, other models of the table, length of the training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCORES = [f"{task}.{part}" for task, parts in PARTS.items() for part in parts]
 
 
 def checks(source: PublishedTable, singles: Mapping[str, Downstream]) -> Iterator[Check]:
-    """Everything about the scores of a table, lines of other models included.
+    """Check all scores of a table, including lines of other models.
 
     `singles`: scores of the models, one by one, that the table's ensembles are of.
     """
@@ -47,7 +47,7 @@ def _parameters(row: PublishedRow) -> int:
 
 
 def _trained_tokens(line: Line, own: Sequence[Line]) -> Iterator[Check]:
-    """Tokens of the pretraining over those of the table's smallest model: steps, batch and length of each."""
+    """Check the tokens of the pretraining relative to those of the table's smallest model."""
     ratio = line.published.trained_tokens
     if ratio is None:
         return
@@ -65,7 +65,7 @@ def _trained_tokens(line: Line, own: Sequence[Line]) -> Iterator[Check]:
 
 
 def _race(line: Line) -> Iterator[Check]:
-    """The accuracy is the mean of its parts by their questions."""
+    """Check that the accuracy is the mean of its parts by their questions."""
     race = line.value("published.downstream.race")
     if race and race.middle is not None and race.high is not None:
         whole, *parts = (_tenths(value) for value in (race.accuracy, race.middle, race.high))
@@ -80,14 +80,14 @@ def _race(line: Line) -> Iterator[Check]:
 
 
 def _tenths(value: float) -> Printed:
-    """A score with one decimal, as in the tables."""
+    """Return a score with one decimal, as in the tables."""
     printed = Printed.read(f"{value:.1f}")
     assert printed
     return printed
 
 
 def _squad(line: Line) -> Iterator[Check]:
-    """Exact matches are no more than F1: such an answer has all its words."""
+    """Check that exact matches are no more than F1: such an answer has all its words."""
     for name, task in (("SQuAD 1.1", "squad1"), ("SQuAD 2.0", "squad2")):
         if scores := line.value(f"published.downstream.{task}"):
             how = "no more than F1" if scores.em <= scores.f1 else None
@@ -95,7 +95,7 @@ def _squad(line: Line) -> Iterator[Check]:
 
 
 def _ensemble(line: Line, singles: Mapping[str, Downstream]) -> Iterator[Check]:
-    """Models together do no worse than one of them."""
+    """Check that models together do no worse than one of them."""
     for name in SCORES if line.published.ensemble else ():
         joined, alone = _score(line, name), value_of(singles.get(line.name), name)
         if joined is not None and alone is not None:
@@ -104,7 +104,7 @@ def _ensemble(line: Line, singles: Mapping[str, Downstream]) -> Iterator[Check]:
 
 
 def _monotonic(lines: Sequence[Line]) -> Iterator[Check]:
-    """The A100 blog: as the model size increases, the downstream task accuracies improve in all cases."""
+    """Check that scores improve with size "in all cases", as the A100 blog says."""
     for smaller, larger in pairwise(lines):
         for name in SCORES:
             before, after = _score(smaller, name), _score(larger, name)

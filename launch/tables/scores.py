@@ -1,4 +1,4 @@
-"""Printed scores on tasks, in the words of people who fine-tune."""
+"""Printed scores of tasks in words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAMES = {
 
 
 def scores(downstream: Downstream | None) -> Iterator[tuple[str, str]]:
-    """(task, its numbers) of printed scores, as in ("RACE", "89.5 (91.8/88.6)")."""
+    """Yield task and numbers of printed scores, as in ("RACE", "89.5 (91.8/88.6)")."""
     for task, name in NAMES.items():
         if found := getattr(downstream, task, None):
             first, *rest = (f"{value:g}" for value in found.model_dump().values() if value is not None)
@@ -24,7 +24,7 @@ def scores(downstream: Downstream | None) -> Iterator[tuple[str, str]]:
 
 
 def score_lines(published: Published) -> list[tuple[str, str]]:
-    """Lines about the scores: each task, what was the best before it, and whose answers they are."""
+    """Return lines about the scores: each task, the best before it, and the ensemble."""
     before = dict(scores(published.previous))
     lines = [
         (name, f"{value}, {before[name]} before" if name in before else value)

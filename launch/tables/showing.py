@@ -1,4 +1,4 @@
-"""`launch/recipe.py show`: one recipe, resolved, with its published numbers and its launch lines."""
+"""The subcommand `launch/recipe.py show`: one recipe with its published numbers and launch lines."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code: 2 for a recipe that is shown and cannot be run as it is."""
+    """Print the recipe and return the exit code; 2: it cannot be run as it is."""
     shown = ShownRecipe(args.recipe, args.tiny, args.set)
     if args.yaml:
         print(catalog.dump(shown.recipe), end="")
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class ShownRecipe:
-    """A recipe as the user names it; `settings`: what --set changes."""
+    """A recipe named by the user; `settings`: changes by --set."""
 
     name: str
     tiny: bool = False
@@ -86,21 +86,21 @@ class ShownRecipe:
 
     @cached_property
     def original(self) -> Recipe | None:
-        """The row without --set and --tiny; None where it is no recipe without them."""
+        """The row without --set and --tiny; None: it is no recipe without them."""
         try:
             return catalog.load(self.name) if self.tiny or self.settings else self.recipe
         except RecipeError:
             return None
 
     def resolved(self) -> Plan:
-        """The plan on the row's hardware, whose GPUs give an open dp. Raises ConfigError."""
+        """Resolve the plan on the row's hardware, whose GPUs decide an open dp. Raises ConfigError."""
         gpus = self.recipe.hardware.gpus if self.recipe.hardware else None
         return published_plan(
             self.recipe, gpus if self.recipe.parallel.dp is None and not self.tiny else None
         )
 
     def describe(self, plan: Plan | ConfigError, width: int | None = None) -> str:
-        """Sections of text in lines of `width` columns."""
+        """Describe the recipe in sections, in lines of `width` columns."""
         recipe, (table, row) = self.recipe, catalog.find(self.name)
         name, launch = f"{table.name}/{row}", list[str]()
         if isinstance(plan, ConfigError):
@@ -129,7 +129,7 @@ class ShownRecipe:
         return terminal.wrapped("\n\n".join(blocks), width)
 
     def _derived(self, plan: Plan) -> Iterator[tuple[str, str]]:
-        """Sizes, and the published time in both kinds of TFLOPS where the recipe's work is the row's."""
+        """Yield sizes, and the published time in TFLOPS if the work is the row's."""
         published = self.recipe.published
         yield from _padded_size(plan)
         if published and published.time_per_iteration_s:
@@ -140,7 +140,7 @@ class ShownRecipe:
             yield "TFLOPS", f"{published.tflops:g} printed, without a time; {COUNTED[published.tflops_by]}"
 
     def _reasons(self, reasons: Mapping[str, str]) -> list[str]:
-        """The reasons of the keys whose value is still the row's."""
+        """Return the reasons of keys with the row's own value."""
         lines: list[str] = []
         for key in filter(self._is_own, reasons):
             value = _value(self.recipe, key)
@@ -149,11 +149,11 @@ class ShownRecipe:
         return lines
 
     def _is_own(self, key: str) -> bool:
-        """Whether a dotted key has the row's own value."""
+        """Check whether a dotted key has the row's own value."""
         return self.original is not None and _value(self.recipe, key) == _value(self.original, key)
 
     def launch_lines(self) -> list[str]:
-        """Command lines: for the row's hardware, and for any machine."""
+        """Return command lines for the row's hardware and for any machine."""
         script = f"{SCRIPT} {quoted(arguments(self.name, self.recipe.ds_config, self.settings))}"
         lines, shrunk = list[str](), self.recipe
         if not self.tiny:
@@ -170,7 +170,7 @@ class ShownRecipe:
 
 
 def _padded_size(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Parameters by Megatron-LM's count, where it is another number."""
+    """Yield the parameters by Megatron-LM's count, if it differs."""
     recipe, tp = plan.recipe, plan.layout.tp
     per_rank = cost.parameters_per_rank(recipe.model, recipe.positions, plan.padded_vocab, tp)
     count = tp * per_rank
@@ -186,7 +186,7 @@ def _padded_size(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _tflops(plan: Plan) -> str:
-    """The published time in both kinds of TFLOPS, and which of them the document counts."""
+    """Describe the published time in both kinds of TFLOPS, and name the document's kind."""
     recipe, layout = plan.recipe, plan.layout
     published, hardware = recipe.published, recipe.hardware
     assert published and published.time_per_iteration_s
@@ -226,7 +226,7 @@ def _published(published: Published | None, table: Table, width: int | None) -> 
 
 
 def _value(recipe: Recipe, key: str) -> Any:
-    """The value of a dotted key as plain data."""
+    """Return the value of a dotted key as plain data."""
     value: Any = recipe.model_dump(mode="json", by_alias=True)
     for part in key.split("."):
         value = (value or {}).get(part)
@@ -234,7 +234,7 @@ def _value(recipe: Recipe, key: str) -> Any:
 
 
 def _launcher(recipe: Recipe) -> tuple[str, str]:
-    """(where the recipe runs, the launcher for that)."""
+    """Return a description of the recipe's machines, and the launcher for them."""
     world, per_node = processes(recipe), recipe.hardware.gpus_per_node if recipe.hardware else None
     if recipe.parallel.dp is None:
         return "any number of GPUs of one machine that divides the batch", "deepspeed"
@@ -246,5 +246,5 @@ def _launcher(recipe: Recipe) -> tuple[str, str]:
 
 
 def _indented(*paragraphs: str | None) -> list[str]:
-    """A line for each paragraph."""
+    """Return a line for each paragraph."""
     return [f"  {' '.join(text.split())}" for text in paragraphs if text]

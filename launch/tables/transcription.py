@@ -1,4 +1,4 @@
-"""The recipe against its row in words: cells, its own declarations, texts and public scripts."""
+"""Checks of a recipe against its row: cells, declarations, texts and public scripts."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ SCORES = ("published.downstream.", "published.previous.")
 
 
 def entries(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
-    """One check per cell, published number, declaration, and key in need of a source."""
+    """Check cells, published numbers, declarations, and keys in need of a source."""
     for check in (*_cells(row), *_published_numbers(row), *_declarations(row), *_sources(row)):
         yield replace(check, transcribed=True)
 
 
 def other_model(line: Line) -> Iterator[Check]:
-    """The cells of a line without a recipe against its own numbers."""
+    """Check the cells of a line without a recipe against its own numbers."""
     for check in _cells(line):
         if check.status != "not checkable":  # nothing else is checked of it
             yield replace(check, transcribed=True)
@@ -76,7 +76,7 @@ def _cell(line: Line, cell: Cell, key: str, quantity: str) -> Check:
 
 
 def prints(cell: Cell, value: object) -> bool:
-    """Whether a cell prints this value of its key, all numbers of it where the value has parts."""
+    """Check whether a cell prints this value of its key, or all numbers of a value with parts."""
     if isinstance(value, BaseModel):
         stated = [each for each in value.model_dump().values() if each is not None]
         return [*map(float, _NUMBERS.findall(cell.text))] == stated
@@ -99,7 +99,7 @@ def _close(one: float, other: float) -> bool:
 
 
 def _published_numbers(row: PublishedRow) -> Iterator[Check]:
-    """Every number under `published` stands in its column or in a cell of free text; so does an OOM."""
+    """Check that every number under `published`, and an OOM, stands in a cell."""
     if row.published.oom:
         found = "OOM" in (cell.text for cell in row.cells)
         yield row.compare("published.oom", "OOM" if found else "no OOM", "published.oom=True", found)
@@ -112,7 +112,7 @@ def _published_numbers(row: PublishedRow) -> Iterator[Check]:
 
 
 def _declarations(row: PublishedRow) -> Iterator[Check]:
-    """`published.printed` names what differs; `inferred` names nothing that is printed."""
+    """Check that `published.printed` names differences, and `inferred` nothing printed."""
     for key, value in row.published.printed.items():
         cell, own, quantity = row.cell_of(key), row.value(key), f"published.printed {key}"
         how = None if value == own else "declared: it differs"
@@ -132,7 +132,7 @@ def _sources(row: PublishedRow) -> Iterator[Check]:
 
 
 def settings(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
-    """One check per value in a text or script, and per printed number without any other check."""
+    """Check each value in a text or script, and report printed numbers without any other check."""
     said = set()
     for statement in source.evidence.statements(row.name):
         said.add(statement.key)
@@ -143,7 +143,7 @@ def settings(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
 
 
 def _setting(row: PublishedRow, said: Statement) -> Check:
-    """A number under `published` may be printed with other digits by the text."""
+    """Compare a stated value; a number under `published` may have other digits there."""
     own, printed = (
         row.value(said.key),
         row.printed_number(said.key) if said.key.startswith("published.") else None,
@@ -172,7 +172,7 @@ def _shown(value: Any) -> str:
 
 
 def _unchecked(row: PublishedRow, key: str) -> str:
-    """Why nothing recomputes a printed number; empty where something does."""
+    """Return the reason why nothing recomputes a printed number; empty if something does."""
     published = row.published
     if key in NEVER_CHECKED:
         return NEVER_CHECKED[key]

@@ -1,4 +1,4 @@
-"""The published tables recomputed from this project's modules and arithmetic: every quantity of every row."""
+"""Verification of the published tables: every quantity of every row, recomputed."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Every disagreement is explained, and no explanation is stale."""
+        """True if every disagreement is explained, and no explanation is stale."""
         return not (self.unexplained or self.stale)
 
 
 def verify(only: Sequence[str] = (), *, folder: Path = FOLDER, progress: Progress = iter) -> Report:
-    """Check the published tables of `folder`, or those of `only`; `progress` wraps the rows.
+    """Check the published tables of `folder`, or those in `only`; `progress` wraps the rows.
 
     Raises ProblemsError: an unknown name in `only`, a file that cannot be read; all broken recipes at once.
     """
@@ -100,7 +100,7 @@ def verify(only: Sequence[str] = (), *, folder: Path = FOLDER, progress: Progres
 
 
 def _singles(published: Mapping[str, Table], source: PublishedTable) -> dict[str, Downstream]:
-    """Scores of the single models of a table of ensembles; none for any other table."""
+    """Return the scores of the single models behind a table of ensembles; {} for other tables."""
     if (name := source.evidence.single_models) is None:
         return {}
     if name not in published:
@@ -112,7 +112,7 @@ def _singles(published: Mapping[str, Table], source: PublishedTable) -> dict[str
 
 
 def _repeated(rows: Sequence[PublishedRow]) -> Iterator[str]:
-    """Remarks on configurations with more than one printed time."""
+    """Yield remarks on configurations with several printed times."""
     same = quantities.configuration
     timed = [row for row in rows if row.published.time_per_iteration_s]
     for _, group in groupby(sorted(timed, key=lambda row: repr(same(row))), key=same):
@@ -125,7 +125,7 @@ def _repeated(rows: Sequence[PublishedRow]) -> Iterator[str]:
 
 
 def _explain(checks: Sequence[Check], sources: Sequence[PublishedTable]) -> tuple[ExplainedErrata, Lines]:
-    """(errata with the disagreements they explain, stale disagreements of errata)."""
+    """Return the errata with their disagreements, and the stale disagreements."""
     wrong = {(check.subject, check.difference): check for check in checks if check.status == "disagrees"}
     explained: dict[str, tuple[Erratum, list[Check]]] = {}
     stale = []

@@ -1,4 +1,4 @@
-"""`launch/recipe.py verify`: recompute the published tables and list every disagreement with them."""
+"""The subcommand `launch/recipe.py verify`: every disagreement with the published tables."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0 or 1. Raises ValueError for what is refused."""
+    """Verify, print the report, and return exit code 0 or 1. Raises ValueError for refusals."""
     quiet.quiet_libraries()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # models are built without memory: no GPU is looked for
     if args.csv:  # before minutes are spent
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _progress(rows: Sequence[PublishedRow]) -> Iterator[PublishedRow]:
-    """A bar on a terminal while models are built; nothing in a log."""
+    """Show a bar on a terminal while models are built, and nothing in a log."""
     from tqdm import tqdm
 
     bar = tqdm(rows, file=sys.stderr, unit="row", disable=None, leave=False, dynamic_ncols=True)
@@ -82,7 +82,7 @@ def _progress(rows: Sequence[PublishedRow]) -> Iterator[PublishedRow]:
 
 
 def _as_csv(report: Report) -> str:
-    """RFC 4180 with a heading."""
+    """Return all checks as CSV (RFC 4180) with a heading."""
     texts, buffer = {check: erratum.text for check, erratum in report.explanations.items()}, io.StringIO()
     writer = csv.DictWriter(buffer, COLUMNS)
     writer.writeheader()

@@ -1,1 +1,1 @@
-"""A recipe on a cluster: hostfile, batch script, manifest, image, and a map of the ranks."""
+"""A recipe on a cluster: hostfile, batch script, manifest, image, and a map of its ranks."""

@@ -1,4 +1,4 @@
-"""`launch/plan.py cluster`: a recipe on a cluster, as files for its scheduler and as a map of its ranks."""
+"""The subcommand `launch/plan.py cluster`: files for a cluster's scheduler, and a map of ranks."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0. Raises ProblemsError."""
+    """Print the map of ranks, write the files, and return exit code 0. Raises ProblemsError."""
     job = job_of(args)
     texts = {name: files.text(job, name) for name in files.NAMES} if args.out else {}
     _check_places(args.out, texts)
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def job_of(args: argparse.Namespace) -> Job:
-    """The job from the flags. Raises ProblemsError."""
+    """Make the job from the flags. Raises ProblemsError."""
     recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
     _check_words(args)
     node = node_of(recipe, args.hardware, args.gpus_per_node)
@@ -116,7 +116,7 @@ def job_of(args: argparse.Namespace) -> Job:
 
 
 def _check_words(args: argparse.Namespace) -> None:
-    """Refuse what is not one word: it goes into files as it is written."""
+    """Refuse values of several words: files take them as they are written."""
     words = [(flag, getattr(args, flag)) for flag in ("partition", "account", "constraint", "image")]
     words += [("hosts", host) for host in args.hosts or ()]
     problems = [
@@ -136,7 +136,7 @@ def _check_hosts(hosts: tuple[str, ...], nodes: int) -> None:
 
 
 def _check_places(out: Path | None, texts: dict[str, str]) -> None:
-    """Refuse a directory with files of others in our files' places, before anything is written."""
+    """Refuse a directory with other people's files in the places of ours."""
     if out is None or not output.directory("--out", out).exists():
         return
     problems: list[Problem] = []

@@ -1,4 +1,4 @@
-"""A job on a cluster as a person reads it: a map of its ranks, how each launcher starts it, remarks."""
+"""A cluster's job as text: a map of its ranks, the command line of each launcher, and notes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STRETCH = ("stage", "ranks", "data", "tensor", "where")
 
 
 def page(job: Job, out: Path | None, *, whole: bool, width: int | None = None) -> Page:
-    """The map of ranks, notes, and the launch lines; `whole`: every rank."""
+    """Describe the job: its map of ranks (`whole`: every rank), notes, and command lines."""
     layout, node = job.layout, job.node
     sm = f", sm_{node.capability}" if node.capability else ""
     shown = Page(width)
@@ -37,7 +37,7 @@ def page(job: Job, out: Path | None, *, whole: bool, width: int | None = None) -
 
 
 def add_map(shown: Page, job: Job, *, whole: bool) -> None:
-    """A table of stages, by host while these are few; `whole`: of every rank."""
+    """Add a table of stages and their hosts; `whole`: a table of all ranks."""
     layout, gpus = job.layout, job.gpus
     order = f"rank = (stage x {layout.dp} + data) x {layout.tp} + tensor; {gpus} ranks on each host"
     if whole:
@@ -56,7 +56,7 @@ def add_map(shown: Page, job: Job, *, whole: bool) -> None:
 
 
 def _lines(job: Job) -> list[list[str]]:
-    """Of each host's part of each stage; of the first two and the last in each; or of whole stages."""
+    """Return the lines of the map: hosts of each stage, its first two and last, or whole stages."""
     layout, gpus = job.layout, job.gpus
     parts = list(rank_map.stretches(layout, gpus, by_host=True))
     if len(parts) <= MOST:
@@ -99,7 +99,7 @@ def _ranks(first: int, last: int) -> str:
 
 
 def _spread(each: Spread) -> tuple[str, str, str]:
-    """How far the groups of one kind of parallelism reach."""
+    """Describe the number and the reach of the groups of one kind of parallelism."""
     where = f"{each.crossing} of them over {counted(each.hosts, 'node')}, the others inside one"
     if not each.crossing:
         where = "each inside a node"
@@ -109,7 +109,7 @@ def _spread(each: Spread) -> tuple[str, str, str]:
 
 
 def remarks(job: Job) -> list[str]:
-    """Notes to the user before anything is paid for."""
+    """Return warnings about the job before it costs anything."""
     capability = job.node.capability
     said = [
         _tensor_crosses(job, each)
@@ -149,7 +149,7 @@ def _tensor_crosses(job: Job, spread: Spread) -> str:
 
 
 def _add_launch(shown: Page, job: Job, out: Path | None) -> None:
-    """The launch lines of each launcher, and the written files."""
+    """Add the command line of each launcher, and the names of the written files."""
     at, nodes, gpus = "." if out is None else str(out), job.nodes, job.gpus
     started = f"{job.command} --out {launch_lines.quoted([job.run_directory])}"
     each = f", on each host with its NODE_RANK, 0 to {nodes - 1}" if nodes > 1 else ""

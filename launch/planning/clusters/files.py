@@ -1,4 +1,4 @@
-"""The files of a cluster: the templates of `templates/`, filled from a job."""
+"""The files of a cluster, filled from the templates in `templates/`."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ WHEELS = (Wheel("13.0.2", None, 75, 120), Wheel("12.6.3", "https://download.pyto
 
 
 def wheel_for(capability: int | None) -> Wheel:
-    """The first build with kernels for GPUs of that capability; PyPI's where it is not known."""
+    """Return the first build with kernels for a compute capability; PyPI's for an unknown one."""
     fitting = (wheel for wheel in WHEELS if capability and wheel.least <= capability <= wheel.most)
     return next(fitting, WHEELS[0])
 
 
 def claimed_bytes(job: Job) -> float:
-    """Bytes of all kept checkpoints, another one being written, and a run's other files."""
+    """Count the bytes of all kept checkpoints, another one being written, and a run's other files."""
     recipe = job.plan.recipe
     parameters = cost.parameters(recipe.model, recipe.positions)
     saved = recipe.steps // recipe.run.save_every if recipe.run.save_every else 0
@@ -57,7 +57,7 @@ def claimed_bytes(job: Job) -> float:
 
 
 def text(job: Job, name: str) -> str:
-    """The text of one of the files."""
+    """Return the text of one of the files."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # here: a forecast does without
 
     environment = Environment(
@@ -86,5 +86,5 @@ def _clock(seconds: int) -> str:
 
 
 def _word(word: str) -> str:
-    """A word of a manifest's command: Kubernetes puts variables in for $(NAME); $$ stands for $."""
+    """Quote a word of a manifest's command: in Kubernetes $(NAME) is a variable, and $$ is a $."""
     return json.dumps(word.replace("$(", "$$("), ensure_ascii=False)

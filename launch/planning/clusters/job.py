@@ -1,4 +1,4 @@
-"""A recipe on a cluster: the source of every file."""
+"""A recipe on a cluster: the values for every file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLOCK = re.compile(r"(?:(\d{1,3})-)?(\d{1,3}):([0-5]\d):([0-5]\d)")
 
 @dataclass(frozen=True)
 class SchedulerOptions:
-    """The user's wishes for the scheduler; None: nothing.
+    """Options of the scheduler from the flags; None: not given.
 
     Attributes:
         seconds: of a job, after which it is requeued.
@@ -64,7 +64,7 @@ class Job:
 
     @property
     def slug(self) -> str:
-        """Its name as schedulers take names: lower case, digits and hyphens, a letter first (RFC 1035)."""
+        """The name in the form of schedulers: lower case, digits and hyphens, a letter first (RFC 1035)."""
         slug = "run-" + re.sub("[^a-z0-9]+", "-", self.name.lower()).strip("-")
         if len(slug) <= MOST_CHARACTERS:
             return slug
@@ -82,12 +82,12 @@ class Job:
 
     @property
     def command(self) -> str:
-        """Python's arguments to start it, besides --out and --resume."""
+        """The arguments of Python to start the run, without --out and --resume."""
         return f"{launch_lines.SCRIPT} {launch_lines.quoted(self.words)}"
 
 
 def parse_clock(text: str) -> int:
-    """Of [DAYS-]HOURS:MINUTES:SECONDS. Raises ProblemsError."""
+    """Return the seconds of [DAYS-]HOURS:MINUTES:SECONDS. Raises ProblemsError."""
     found = CLOCK.fullmatch(text)
     days, hours, minutes, rest = (int(part or 0) for part in found.groups()) if found else (0, 0, 0, 0)
     total = ((days * 24 + hours) * 60 + minutes) * 60 + rest

@@ -1,4 +1,4 @@
-"""Nodes of a layout: their kind and number, and whether it fills them."""
+"""Kind and number of the nodes of a layout, which has to fill them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from recipes.schema import Recipe
 
 @dataclass(frozen=True)
 class ClusterNode:
-    """One node of a cluster, as far as its scheduler and its image ask.
+    """A node of a cluster, as its scheduler and its image need to know it.
 
     Attributes:
         title: for people.
@@ -34,7 +34,7 @@ class ClusterNode:
 
 
 def node_of(recipe: Recipe, name: str | None = None, gpus: int | None = None) -> ClusterNode:
-    """The node of the catalogue called `name`, else the recipe's; with `gpus` GPUs, where they are given.
+    """Return the node `name` of the catalogue, else the recipe's; `gpus` replaces its number of GPUs.
 
     Raises ProblemsError: no such node, or nobody says how many GPUs one has.
     """
@@ -56,7 +56,7 @@ def node_of(recipe: Recipe, name: str | None = None, gpus: int | None = None) ->
 
 
 class Placement(NamedTuple):
-    """A plan on `nodes` nodes, of each of which it takes `gpus` GPUs."""
+    """A plan on `nodes` nodes with `gpus` GPUs of each."""
 
     plan: Plan
     nodes: int
@@ -66,7 +66,7 @@ class Placement(NamedTuple):
 def place_on_nodes(
     recipe: Recipe, ds_config: str, node: ClusterNode, nodes: int | None, *, whole: bool
 ) -> Placement:
-    """The plan on these nodes; without `nodes` on as many as it needs.
+    """Resolve the plan on `nodes` nodes; None: on as many as the layout needs.
 
     A layout may take fewer GPUs than a node has, unless `whole`, where the user says how many it takes.
 
@@ -101,7 +101,7 @@ def _misfit(recipe: Recipe, ds_config: str, node: ClusterNode, nodes: int, plan:
 
 
 def _other_dp(recipe: Recipe, ds_config: str, shared: int, there: int) -> list[str]:
-    """The --set to fill the nodes by data parallelism, where the batch allows it."""
+    """Return the --set options to fill the nodes by data parallelism, if the batch allows it."""
     dp, over = divmod(there, shared)
     if over or not dp:
         return []

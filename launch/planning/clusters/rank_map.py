@@ -19,7 +19,7 @@ GROUPS = {"tensor": tensor_groups, "pipeline": pipeline_groups, "data": data_gro
 
 @dataclass(frozen=True)
 class Place:
-    """The place of one rank. `host`: counted from 0; `gpu`: counted on that host."""
+    """The place of a rank. `host`: counted from 0; `gpu`: counted on its host."""
 
     rank: int
     host: int
@@ -37,7 +37,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Spread:
-    """How the groups of one kind of parallelism lie over the hosts.
+    """The reach of the groups of one kind of parallelism over the hosts.
 
     Attributes:
         degree: ranks of one group.
@@ -56,17 +56,17 @@ class Spread:
 
 
 def place(rank: int, layout: Layout, gpus: int) -> Place:
-    """The place of global `rank`, with `gpus` ranks on each host."""
+    """Return the place of global `rank`, with `gpus` ranks on each host."""
     return Place(rank, rank // gpus, rank % gpus, coordinates(rank, layout.tp, layout.dp))
 
 
 def places(layout: Layout, gpus: int) -> list[Place]:
-    """The places of all ranks, in their order."""
+    """Return the places of all ranks in order."""
     return [place(rank, layout, gpus) for rank in range(layout.world)]
 
 
 def stretches(layout: Layout, gpus: int, *, by_host: bool) -> Iterator[Stretch]:
-    """All ranks, cut at the ends of pipeline stages and, `by_host`, of hosts."""
+    """Cut all ranks at the ends of pipeline stages and, `by_host`, at the ends of hosts."""
     stage = layout.tp * layout.dp
     ends = {*range(stage, layout.world + 1, stage)}
     if by_host:
@@ -78,7 +78,7 @@ def stretches(layout: Layout, gpus: int, *, by_host: bool) -> Iterator[Stretch]:
 
 
 def spreads(layout: Layout, gpus: int) -> list[Spread]:
-    """Of tensor, pipeline and data groups; those of one rank are left out."""
+    """Return the reach of tensor, pipeline and data groups; groups of one rank are left out."""
     degrees: dict[Kind, int] = {"tensor": layout.tp, "pipeline": layout.pp, "data": layout.dp}
     return [_spread(kind, degree, layout, gpus) for kind, degree in degrees.items() if degree > 1]
 

@@ -1,1 +1,1 @@
-"""Predictions of published rows, and how wrong they are."""
+"""Predictions of published rows, and their errors."""

@@ -47,29 +47,29 @@ class Case:
 
     @property
     def step(self) -> tuple[Workload, hardware.Node]:
-        """Of a row that can be predicted."""
+        """Workload and node of a predictable row."""
         assert self.work and self.node
         return self.work, self.node
 
     def compares(self, quantity: str) -> bool:
-        """Whether its "time" or "memory" can be predicted, and may be compared where it is printed."""
+        """Check whether the row can be predicted, and its "time" or "memory" compared."""
         return self.work is not None and quantity not in self.excluded
 
     def printed(self, quantity: str) -> float | None:
-        """Seconds of its "time", or cached bytes of its "memory"; None where they are not compared."""
+        """Return the compared seconds of "time", or cached bytes of "memory"; None if not compared."""
         value = {"time": self.seconds, "memory": self.cached}[quantity]
         return value if self.compares(quantity) else None
 
 
 def of_published_tables() -> list[Case]:
-    """Every row of recipes/ that prints a time, TFLOPS, cached memory, or that memory ran out."""
+    """Return the rows of recipes/ with a printed time, rate, size, cached memory, or out of memory."""
     tables = published_tables(catalog.tables())
     cases = (of_row(row, table.evidence) for table in tables for row in table.rows)
     return [case for case in cases if case.seconds or case.cached or case.oom or case.parameters]
 
 
 def of_row(row: PublishedRow, evidence: Evidence) -> Case:
-    """A row of recipes/, run as its source ran it."""
+    """Make the case of a row of recipes/, on the system of its source."""
     published, recipe = row.published, row.recipe
     node = recipe.hardware.node if recipe.hardware else None
     excluded = {
@@ -106,12 +106,12 @@ def of_row(row: PublishedRow, evidence: Evidence) -> Case:
 
 
 def _document(source: str) -> str:
-    """The document of a table: its source up to the first comma."""
+    """Return the short name of a document: its source up to the first comma."""
     return source.split(",")[0].split(" (")[0].strip('"')
 
 
 def by_document(cases: Sequence[Case]) -> dict[str, list[Case]]:
-    """The cases of each document."""
+    """Group the cases by document."""
     documents: dict[str, list[Case]] = {}
     for case in cases:
         documents.setdefault(case.document, []).append(case)

@@ -120,12 +120,12 @@ class NotPredictable(Exception):
 
 
 def published_cases() -> list[Case]:
-    """The rows of recipes/ and of other documents."""
+    """Return the rows of recipes/ and of other documents."""
     return [*of_published_tables(), *read(OTHER_DOCUMENTS)]
 
 
 def read(path: Path) -> list[Case]:
-    """Every row of a CSV file. Raises ProblemsError: every line that cannot be read, with its number."""
+    """Read every row of a CSV file. Raises ProblemsError with the number of every unreadable line."""
     lines = csv.DictReader(StringIO(files.read_text(path)))
     plain = {name: name.strip().lower() for name in lines.fieldnames or ()}
     columns = {name: COLUMN_OF.get(written, written) for name, written in plain.items()}
@@ -169,7 +169,7 @@ class _Line:
         return document, self.path.stem, self.cells.get("row", f"line {self.number}")
 
     def case(self) -> Case:
-        """Raises ProblemsError, NotPredictable."""
+        """Make the case of the line. Raises ProblemsError, NotPredictable."""
         node = self.node()
         work = self.workload(node)
         gpus = work.layout.world
@@ -191,7 +191,7 @@ class _Line:
         )
 
     def seconds(self, work: Workload) -> float | None:
-        """Seconds of a step as stated, or as the rate or the TFLOPS give them."""
+        """Return the seconds of a step as stated, or from a stated rate or TFLOPS."""
         if seconds := self.real("time_per_iteration_s"):
             return seconds
         if rate := self.real("samples_per_s"):
@@ -200,7 +200,7 @@ class _Line:
         return seconds_of(work, tflops, work.layout.world, self.choice("tflops_by")) if tflops else None
 
     def node(self) -> hardware.Node:
-        """The node of the catalogue, or the usual one of a GPU that is named in its place."""
+        """Return the node by its name in the catalogue, or the usual node of a named GPU."""
         written = self.cells.get("hardware", "")
         if written in hardware.names() or written.partition(":")[0].endswith((".yaml", ".yml")):
             return hardware.find(written)
@@ -210,9 +210,9 @@ class _Line:
         return hardware.find(node)
 
     def workload(self, node: hardware.Node) -> Workload:
-        """The step. Of what a row leaves open, micro-batch and recomputation, the fastest that fits.
+        """Make the workload; of open micro-batches and recomputations take the fastest that fits.
 
-        By the constants with which fitting starts: fitted ones may have seen the row.
+        They are compared by the first constants of a fit: fitted ones may have seen the row.
         """
         base, constants = self.base(), initial_constants()
         if base.precision not in node.gpu.tflops:
@@ -230,7 +230,7 @@ class _Line:
         return options[0] if len(options) == 1 else min(options, key=rank)
 
     def base(self) -> Workload:
-        """The step with one micro-batch of one sample."""
+        """Make the workload of one micro-batch with one sample."""
         model, system = self.model(), SYSTEMS[self.software()]
         tp, pp, stage = (self.whole(key) or least for key, least in (("tp", 1), ("pp", 1), ("zero_stage", 0)))
         dp = self.whole("dp") or max(1, (self.whole("gpus") or tp * pp) // (tp * pp))
@@ -266,7 +266,7 @@ class _Line:
         )
 
     def model(self) -> Model:
-        """Its shape."""
+        """Make the shape of the model."""
         family, hidden, layers = self.choice("family"), self.required("hidden"), self.required("layers")
         vocab = self.whole("vocab_size") or PUBLISHED_VOCABULARIES[FAMILIES[family].published]
         heads = self.whole("heads") or max(1, hidden // 128)
@@ -276,7 +276,7 @@ class _Line:
             self.refuse("layers", error.errors()[0]["msg"])
 
     def layouts(self, base: Layout) -> list[Layout]:
-        """The layout with the row's micro-batch, or with each that divides a replica's share."""
+        """Return the layout with the stated micro-batch, or one for each divisor of a replica's share."""
         micro, accumulation = self.whole("micro_batch"), self.whole("gradient_accumulation")
         stated, total = (micro or 1) * (accumulation or 1), self.whole("global_batch")
         if not micro and not total:
@@ -296,7 +296,7 @@ class _Line:
         ]
 
     def recomputations(self) -> list[tuple[int, bool]]:
-        """(layers per chunk, whether attention's scores alone): the row's, or what the planner may choose."""
+        """Return (layers per chunk, scores only) as stated, or all choices of the planner."""
         written = self.cells.get("activation_checkpointing", "")
         if not written:
             return [(0, False), (1, False)]
@@ -306,7 +306,7 @@ class _Line:
         return [(int(chosen in ("full", *YES)), chosen == "selective")]
 
     def software(self) -> str:
-        """The system, or the usual one of the row's ZeRO stage, GPU and pipeline."""
+        """Return the stated system, or the usual one for ZeRO stage, GPU and pipeline."""
         if written := self.cells.get("software", "").lower():
             if (named := SOFTWARE.get(written, written)) not in SYSTEMS:
                 self.refuse("software", f"{written} is none of these")
@@ -320,7 +320,7 @@ class _Line:
         return "megatron-core" if gpu.startswith("9") else "megatron"
 
     def choice(self, key: str) -> Any:
-        """The cell's choice of `CHOICES`."""
+        """Return the choice of a cell of `CHOICES`."""
         options = CHOICES[key]
         written = self.cells.get(key, options[0]).lower()
         if written not in options:
@@ -328,7 +328,7 @@ class _Line:
         return written
 
     def whole(self, key: str) -> int | None:
-        """A whole number; None where the cell is empty."""
+        """Return a whole number; None for an empty cell."""
         number = self.real(key)
         if number is not None and number % 1:
             self.refuse(key, f"{self.cells[key]} is no whole number from 0")
@@ -340,7 +340,7 @@ class _Line:
         raise NotPredictable(f"{key} is not stated")
 
     def real(self, key: str) -> float | None:
-        """A number; None where the cell is empty."""
+        """Return a number; None for an empty cell."""
         if key not in self.cells:
             return None
         try:

@@ -1,4 +1,4 @@
-"""Fits the planner's constants to published rows, leaving one document out at a time.
+"""Fit the planner's constants to published rows, leaving out one document at a time.
 
 What is minimised is the mean |ln(predicted / published)| of the rows, rounded off below 5 %. A document of n
 rows weighs as much as sqrt(n) single ones: rows of one document share its machine and its mistakes.
@@ -49,7 +49,7 @@ HEADING = """\
 
 @dataclass(frozen=True)
 class Ratio:
-    """A row's prediction over what its source printed."""
+    """A predicted number of a row, and the published one."""
 
     case: Case
     predicted: float
@@ -57,12 +57,12 @@ class Ratio:
 
     @property
     def error(self) -> float:
-        """Relative error: predicted / published - 1."""
+        """The relative error: predicted / published - 1."""
         return self.predicted / self.published - 1
 
 
 def ratios(quantity: str, cases: Iterable[Case], trial: Constants) -> list[Ratio]:
-    """Of every row whose "time" (seconds), or "memory" (bytes cached), is compared."""
+    """Predict "time" (seconds) or "memory" (bytes cached) of every row with a published number."""
     predicted = {"time": predicted_time, "memory": predicted_memory}[quantity]
     return [
         Ratio(case, predicted(case, trial), printed) for case in cases if (printed := case.printed(quantity))
@@ -70,25 +70,25 @@ def ratios(quantity: str, cases: Iterable[Case], trial: Constants) -> list[Ratio
 
 
 def predicted_time(case: Case, trial: Constants) -> float:
-    """Seconds of a step."""
+    """Predict the seconds of a step."""
     return step_time(*case.step, trial).total
 
 
 def predicted_memory(case: Case, trial: Constants) -> float:
-    """Bytes that torch would report as cached, with the context where the device was asked."""
+    """Predict the cached bytes, with CUDA's context if the device was asked."""
     work, node = case.step
     cached = fullest_rank(work, node.gpu, trial).cached(node.gpu.memory_bytes)
     return cached + (node.gpu.context_gib * GIB if case.by_device else 0.0)
 
 
 def initial_constants() -> Constants:
-    """Where the search begins."""
+    """Return the constants from which the search starts."""
     first = {name: values[0] for ranges in RANGES.values() for name, values in ranges.items()}
     return Constants(**first, **ASSUMED)
 
 
 def fit(documents: Mapping[str, Sequence[Case]]) -> Constants:
-    """The constants of all documents given."""
+    """Fit the constants to all given documents."""
     found = initial_constants()
     for quantity in RANGES:
         found = _search(found, quantity, documents)
@@ -96,7 +96,7 @@ def fit(documents: Mapping[str, Sequence[Case]]) -> Constants:
 
 
 def fit_leaving_out(documents: Mapping[str, Sequence[Case]], processes: int) -> dict[str, Constants]:
-    """For each document the constants of the others, and under "" those of all."""
+    """Fit the constants without each document, and under "" with all of them."""
     rest = {
         name: {key: cases for key, cases in documents.items() if key != name} for name in ("", *documents)
     }
@@ -133,7 +133,7 @@ def _distance(ratio: Ratio) -> float:
 
 
 def _search(found: Constants, quantity: str, documents: Mapping[str, Sequence[Case]]) -> Constants:
-    """Hooke and Jeeves' pattern search (1961) over the constants' logarithms."""
+    """Fit the constants of one quantity by the pattern search of Hooke and Jeeves (1961), on logarithms."""
     ranges = RANGES[quantity]
 
     def distance(trial: Constants) -> float:

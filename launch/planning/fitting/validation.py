@@ -1,4 +1,4 @@
-"""The planner's errors: every published row, predicted by constants fitted without its document."""
+"""The planner's errors on published rows, predicted by constants fitted without their document."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Share = tuple[int, int]  # how many, of how many
 
 @dataclass(frozen=True)
 class Errors:
-    """Relative errors of a quantity over some rows; median and worst are of their absolute values.
+    """Relative errors of a quantity over some rows; median and worst of the absolute values.
 
     Attributes:
         bias: the median of predicted / published.
@@ -55,7 +55,7 @@ class Validation:
     memory_verdicts: Sequence[MemoryVerdict]
 
     def part(self, document: str, table: str = "") -> Validation:
-        """The rows of a document, or of one of its tables."""
+        """Return the rows of a document, or of one of its tables."""
 
         def own(case: Case) -> bool:
             return case.document == document and table in ("", case.table)
@@ -69,7 +69,7 @@ class Validation:
 
     @property
     def tables(self) -> dict[str, list[str]]:
-        """The tables of each document, both in the order of the rows."""
+        """The tables of each document, in the order of the rows."""
         places = dict.fromkeys((case.document, case.table) for case in self.cases)
         return {name: [table for document, table in places if document == name] for name, _ in places}
 
@@ -85,18 +85,18 @@ class Validation:
 
     @property
     def parameters(self) -> Share:
-        """Rows with the printed parameters to the unit, of all rows with printed parameters."""
+        """Rows with printed parameters: those predicted to the unit, and all of them."""
         counted = [case for case in self.cases if case.parameters and case.work]
         return sum(counted_parameters(case) == case.parameters for case in counted), len(counted)
 
     @property
     def right_verdicts(self) -> Share:
-        """Right ones."""
+        """Verdicts on memory: the right ones, and all of them."""
         return sum(each.right for each in self.memory_verdicts), len(self.memory_verdicts)
 
 
 def errors(found: Sequence[Ratio]) -> Errors | None:
-    """None without rows."""
+    """Summarise the errors; None without rows."""
     if not found:
         return None
     sizes = [abs(ratio.error) for ratio in found]
@@ -125,7 +125,7 @@ def validate(cases: Sequence[Case]) -> Validation:
 
 
 def counted_parameters(case: Case) -> int:
-    """Parameters summed over tensor ranks, as Megatron-LM prints them."""
+    """Count the parameters as Megatron-LM prints them, summed over tensor ranks."""
     work, _ = case.step
     tp = work.layout.tp
     return tp * cost.parameters_per_rank(work.model, work.positions, work.padded_vocab, tp)

@@ -1,4 +1,4 @@
-"""`launch/plan.py validate`: the planner's error on published rows, and its constants fitted again."""
+"""The subcommand `launch/plan.py validate`: the planner's error on published rows, and a new fit."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0. Raises ProblemsError."""
+    """Validate the planner or fit it again, and return exit code 0. Raises ProblemsError."""
     # Here and below: a forecast does without.
     from launch.planning.fitting import csv_cases, fitting, validation, validation_text
 

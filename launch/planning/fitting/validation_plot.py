@@ -1,4 +1,4 @@
-"""Predicted against published, one point per row."""
+"""A plot of predicted against published numbers, one point per row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BAND = 0.15  # around the diagonal: the error that the planner aims at
 
 
 def draw(found: Validation, path: Path) -> None:
-    """Two panels, seconds per iteration (logarithmic) and cached memory; a colour for each document."""
+    """Draw seconds per iteration (logarithmic) and cached memory, with a colour for each document."""
     figure = Figure(figsize=(11, 5.2), layout="constrained")
     FigureCanvasAgg(figure)
     times, memory = figure.subplots(1, 2)

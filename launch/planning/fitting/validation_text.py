@@ -1,4 +1,4 @@
-"""Text of `validate`: errors table by table, wrong verdicts, rows left out."""
+"""Text of `validate`: errors by table, wrong verdicts, and rows left out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ABOUT = (
 
 
 def describe(found: Validation, *, verbose: bool = False, width: int | None = None) -> str:
-    """The table, the confusion matrix, wrong verdicts, rows left out; every row if `verbose`."""
+    """Describe errors, verdicts and left-out rows; `verbose`: also every row."""
     lines = []
     for document, tables in found.tables.items():
         lines.append([shortened(document), *_cells(found.part(document))])
@@ -47,7 +47,7 @@ def describe(found: Validation, *, verbose: bool = False, width: int | None = No
 
 
 def shortened(name: str, most: int = 43) -> str:
-    """A document's name in at most so many characters."""
+    """Shorten a document's name to `most` characters."""
     return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
@@ -65,7 +65,7 @@ def _errors(ratios: Sequence[Ratio]) -> str:
 
 
 def _matrix(found: Validation) -> str:
-    """Out of memory: printed against predicted."""
+    """Tabulate printed against predicted verdicts on memory."""
     count = Counter((each.case.oom, each.predicted_oom) for each in found.memory_verdicts)
     rows = [
         (name, count[printed, True], count[printed, False])

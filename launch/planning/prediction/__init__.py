@@ -1,1 +1,1 @@
-"""Memory and time of a step predicted: what it needs, on what hardware, by which constants."""
+"""The prediction of a step's memory and time: workload, hardware, fitted constants."""

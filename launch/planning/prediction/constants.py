@@ -1,4 +1,4 @@
-"""The planner's few fitted constants and their documents: `constants.yaml` next to this file.
+"""The planner's fitted constants, in `constants.yaml` next to this file.
 
 `python launch/plan.py validate --refit` fits them again and writes that file.
 """
@@ -18,7 +18,7 @@ FILE = Path(__file__).with_name("constants.yaml")
 
 
 class Constants(Strict):
-    """Shares are of the catalogue's figures."""
+    """Constants of the prediction; shares are of the catalogue's figures."""
 
     matrix: float = Field(gt=0, le=1.5)
     """of `matrix_share` x peak: what the products of training reach"""
@@ -41,24 +41,24 @@ class Constants(Strict):
 
 @functools.cache
 def fitted_constants(measured: tuple[tuple[str, float], ...] = ()) -> Constants:
-    """The file's constants; `measured`: those of a machine, by name, in their place."""
+    """Return the fitted constants; `measured` replaces those measured on this machine, by name."""
     return Constants.model_validate({**document()["constants"], **dict(measured)})
 
 
 @functools.cache
 def document() -> dict[str, Any]:
-    """The file: constants, what they were fitted on, the errors found."""
+    """Read the file: constants, rows of the fit, constants without each document."""
     loaded: dict[str, Any] = yaml.safe_load(FILE.read_text())
     return loaded
 
 
 def constants_without_each() -> dict[str, Constants]:
-    """For each document the constants fitted without it."""
+    """Return the constants fitted without each document."""
     fits = document().get("left_out") or {}
     return {name: Constants.model_validate(values) for name, values in fits.items()}
 
 
 def clear_cache() -> None:
-    """Read the file again when it is next asked for."""
+    """Forget the file, so that it is read again."""
     fitted_constants.cache_clear()
     document.cache_clear()

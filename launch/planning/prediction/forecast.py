@@ -41,7 +41,7 @@ class Remark:
 
 @dataclass(frozen=True)
 class LargestMicroBatch:
-    """The largest micro-batches that fit: as planned, with every layer recomputed, and with none; 0: none."""
+    """The largest micro-batches that fit: as planned, with every layer recomputed, with none; 0: none."""
 
     as_planned: int
     recomputed: int
@@ -67,7 +67,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Bill:
-    """Time and energy of a number of steps. `kwh`: of boards at their power limit and nodes, or unknown."""
+    """Time and energy of some steps. `kwh`: at the boards' power limit, with the nodes; None: unknown."""
 
     steps: int
     tokens: int
@@ -78,7 +78,7 @@ class Bill:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The planner's answer.
+    """The prediction for a workload on nodes.
 
     Attributes:
         nodes: that the ranks take, the last one perhaps in part.
@@ -101,7 +101,7 @@ class Forecast:
 
     @property
     def fullest_rank(self) -> RankMemory:
-        """Memory of the fullest stage."""
+        """Memory of a rank of the fullest stage."""
         return max(self.stages, key=lambda rank: rank.total)
 
     @property
@@ -110,7 +110,7 @@ class Forecast:
         return self.node.gpu.memory_bytes - self.fullest_rank.total
 
     def bill(self, steps: int) -> Bill | None:
-        """Time and energy of that many optimizer steps."""
+        """Return time and energy of `steps` optimizer steps; None without a predicted time."""
         if self.time is None:
             return None
         seconds, gpus = steps * self.time.total, self.work.layout.world
@@ -121,7 +121,7 @@ class Forecast:
 
 
 def forecast(work: Workload, node: Node, constants: Constants | None = None) -> Forecast:
-    """Predict a step on as many of the nodes as its layout takes."""
+    """Predict a step on as many nodes as its layout needs."""
     constants = constants or fitted_constants(node.measured)
     layout, gpu = work.layout, node.gpu
     stages = rank_memory.of_stages(work, gpu, constants)
@@ -145,7 +145,7 @@ def forecast(work: Workload, node: Node, constants: Constants | None = None) -> 
 
 
 def verdict_of(stages: list[RankMemory], host: float, node: Node) -> Verdict:
-    """Whether these ranks, with `host` bytes of a node's host memory, have room on the node."""
+    """Judge whether ranks, with `host` bytes of a node's host memory, fit the node."""
     needed, there = max(rank.total for rank in stages), node.gpu.memory_bytes
     if needed > there or host > node.form.host.memory_gb * 1e9:
         return "out of memory"
@@ -153,7 +153,7 @@ def verdict_of(stages: list[RankMemory], host: float, node: Node) -> Verdict:
 
 
 def speed(work: Workload, node: Node, seconds: float) -> Speed:
-    """Rates of a step of `seconds`, predicted or measured."""
+    """Return the rates of a step of `seconds`, predicted or measured."""
     gpus = work.layout.world
     return Speed(
         samples=work.layout.global_batch / seconds,
@@ -165,7 +165,7 @@ def speed(work: Workload, node: Node, seconds: float) -> Speed:
 
 
 def largest_micro(work: Workload, node: Node, constants: Constants) -> LargestMicroBatch:
-    """The largest micro-batch of each kind of recomputation; activations on the host fill that."""
+    """Return the largest micro-batch for each kind of recomputation; host memory counts too."""
     here = min(work.layout.world, node.gpus)
 
     def largest(step: Workload) -> int:
@@ -180,7 +180,7 @@ def largest_micro(work: Workload, node: Node, constants: Constants) -> LargestMi
 
 
 def largest_number(fits: Callable[[int], bool], most: int) -> int:
-    """The largest fitting number from 1 to `most`, by bisection; 0: none."""
+    """Return the largest fitting number from 1 to `most` by bisection; 0: none fits."""
     low, high = 0, 1
     while high <= most and fits(high):
         low, high = high, 2 * high
@@ -192,7 +192,7 @@ def largest_number(fits: Callable[[int], bool], most: int) -> int:
 
 
 def _remarks(found: Forecast) -> list[Remark]:
-    """Remarks on the forecast, each from what the documents teach."""
+    """Return the remarks on the forecast."""
     work, node, layout = found.work, found.node, found.work.layout
     said: list[Remark] = []
 

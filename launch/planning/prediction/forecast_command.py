@@ -1,4 +1,4 @@
-"""`launch/plan.py` without a subcommand: memory, verdict, time and cost of one recipe on given hardware."""
+"""The command `launch/plan.py` without a subcommand: a recipe's memory, time and cost on hardware."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recipes import catalog
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of a forecast."""
+    """Add the flags of a forecast."""
     arguments.add_recipe_arguments(parser)
     add = parser.add_argument_group("on what, and for how long").add_argument
     config = "DeepSpeed JSON, or the name of one of ds_configs/ (default: the recipe's)"
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0: shown, whatever the verdict. Raises ProblemsError."""
+    """Print the forecast and return exit code 0, whatever the verdict. Raises ProblemsError."""
     recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
     node = hardware.node_for(recipe, args.hardware, remeasure=args.remeasure)
     plan = plan_on_nodes(recipe, args.ds_config or recipe.ds_config, node, args.nodes)

@@ -1,4 +1,4 @@
-"""A forecast as a person reads it, and as JSON."""
+"""A forecast as text and as JSON."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ DURATIONS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
 
 
 def page(found: Forecast, name: str, bill: Bill | None, width: int | None = None) -> Page:
-    """Hardware and layout, memory by kind and stage, verdict, time by cause, cost of the run, remarks."""
+    """Describe the forecast: layout, memory, verdict, time, cost of the run, remarks."""
     shown = Page(width)
     shown.facts(("recipe", name), *_placed(found))
     _add_memory(shown, found)
@@ -72,12 +72,12 @@ def page(found: Forecast, name: str, bill: Bill | None, width: int | None = None
 
 
 def remark_text(remark: Remark) -> str:
-    """A remark as a sentence."""
+    """Return a remark as a sentence."""
     return REMARKS[remark.kind].format(**remark.values)
 
 
 def add_published(shown: Page, plan: Plan, pairs: Sequence[tuple[str, float | str, float | str]]) -> None:
-    """The published numbers of a row next to those predicted of its own system."""
+    """Add a row's published numbers next to the prediction for its own system."""
     published = plan.recipe.published
     if not published or not pairs:
         return
@@ -91,7 +91,7 @@ def add_published(shown: Page, plan: Plan, pairs: Sequence[tuple[str, float | st
 
 
 def _placed(found: Forecast) -> list[tuple[str, str]]:
-    """Hardware, layout, and how model states are kept."""
+    """Describe hardware, layout, and place of the model states."""
     work, node, layout = found.work, found.node, found.work.layout
     gpus = f"{counted(layout.world, _unit(found))} on {counted(found.nodes, 'node')}"
     places = {"optimizer": work.optimizer_at, "weights": work.weights_at, "activations": work.checkpoints_at}
@@ -110,12 +110,12 @@ def _placed(found: Forecast) -> list[tuple[str, str]]:
 
 
 def _unit(found: Forecast) -> str:
-    """The word for a rank's hardware."""
+    """Return the word for a rank's hardware."""
     return "process" if found.node.is_cpu else "GPU"
 
 
 def _add_memory(shown: Page, found: Forecast) -> None:
-    """A table of categories by stage; equal stages share one, of many the first and last are shown."""
+    """Add a table of categories by stage; equal stages share a column, and few of many are shown."""
     groups: dict[tuple[float, ...], list[int]] = {}
     for rank in found.stages:
         groups.setdefault(tuple(rank.on_gpu.values()), []).append(rank.stage)
@@ -185,7 +185,7 @@ def _rounded(number: float) -> str:
 
 
 def as_json(found: Forecast, bill: Bill | None) -> dict[str, Any]:
-    """Every number, in bytes and seconds."""
+    """Return every number, in bytes and seconds."""
     memory = found.node.gpu.memory_bytes
     return {
         "hardware": found.node.name,

@@ -1,4 +1,4 @@
-"""The hardware catalogue: GPUs, nodes and their connections, every figure with its source.
+"""The hardware catalogue: GPUs, nodes and their connections, with the source of every figure.
 
 `hardware.yaml` next to this file is the catalogue; a file of the user's in the same form adds to it and may
 use its GPUs. Figures there are mappings {is: number, source: key of `sources`}, or plain numbers.
@@ -31,7 +31,7 @@ THIS = "this"  # the machine that the planner runs on, as --hardware names it
 
 
 class Gpu(Strict):
-    """One accelerator, or all cores of a machine without any."""
+    """An accelerator, or all cores of a machine without one."""
 
     title: str
     torch_names: list[str] = Field(default_factory=list)
@@ -81,7 +81,7 @@ class Network(Strict):
 
 
 class Host(Strict):
-    """The node besides its GPUs."""
+    """The host of a node's GPUs."""
 
     memory_gb: PositiveFloat
     memory_gb_s: PositiveFloat
@@ -89,7 +89,7 @@ class Host(Strict):
 
 
 class NodeForm(Strict):
-    """A node as the catalogue's file has it."""
+    """A node in the form of the catalogue's file."""
 
     title: str
     gpu: str
@@ -126,7 +126,7 @@ class Node:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether ranks share the host's cores and memory instead of having GPUs."""
+        """True if ranks share the host's cores and memory instead of having GPUs."""
         return self.gpu.in_host
 
     @property
@@ -136,7 +136,7 @@ class Node:
         return Machine(kind, fp16="fp16" in rates, bf16="bf16" in rates, compiler=True, libaio=True)
 
     def share_among(self, ranks: int) -> Node:
-        """The machine as its ranks see it: without GPUs they share its cores, memory and bandwidth."""
+        """Divide a machine without GPUs among its ranks: cores, memory and bandwidth."""
         if not self.is_cpu:
             return self
         values = {key: getattr(self.gpu, key) / ranks for key in ("memory_gib", "memory_gb_s", "watts")}
@@ -146,13 +146,13 @@ class Node:
         return replace(self, gpu=self.gpu.model_copy(update=values), form=form)
 
     def holds_groups(self, ranks: int, spread: int, world: int) -> bool:
-        """Whether groups of ranks that are `spread` apart, of `world` in all, never cross a node's border."""
+        """Check that groups of ranks, `spread` apart, of `world` in all, never cross a node's border."""
         reach = ranks * spread
         return reach <= self.gpus and (self.gpus % reach == 0 or world <= self.gpus)
 
 
 def node_for(recipe: Recipe, name: str | None = None, *, remeasure: bool = False) -> Node:
-    """The node named by the user, or the recipe's; `remeasure`: measure this machine once more.
+    """Return the node named by the user, or the recipe's; `remeasure`: measure this machine again.
 
     Raises ProblemsError: neither is there.
     """
@@ -167,7 +167,7 @@ def node_for(recipe: Recipe, name: str | None = None, *, remeasure: bool = False
 
 
 def find(name: str) -> Node:
-    """The node of the catalogue called `name`, or NODE of a user's file given as FILE.yaml:NODE.
+    """Return the node `name` of the catalogue, or NODE of a user's file given as FILE.yaml:NODE.
 
     Raises ProblemsError: no such node, with near matches; a file that is no catalogue.
     """
@@ -183,7 +183,7 @@ def find(name: str) -> Node:
 
 
 def this_node(*, remeasure: bool = False, measure: bool = True) -> Node:
-    """This machine, measured once, or `remeasure`.
+    """Return this machine; measure it the first time, or with `remeasure`.
 
     Raises ProblemsError: not measured, and not to `measure`.
     """
@@ -201,7 +201,7 @@ def this_node(*, remeasure: bool = False, measure: bool = True) -> Node:
 
 
 def node_of_rates(found: Rates) -> Node:
-    """The node of a measured machine."""
+    """Make the node of a measured machine."""
     cpu = found.accelerators == 0
     key = gpu_named(found.accelerator)
     known = Gpu.model_validate(catalogue()["gpus"][key]) if key else None
@@ -234,7 +234,7 @@ def node_of_rates(found: Rates) -> Node:
 
 
 def _own_constants(found: Rates) -> tuple[tuple[str, float], ...]:
-    """Constants of a CPU in place of those fitted on GPUs.
+    """Return constants measured on a CPU, in place of those fitted on GPUs.
 
     `traffic` is chosen so that what a layer does between its products takes what it was measured to take.
     The link was measured by a collective, and no allocator keeps what nothing uses.
@@ -244,12 +244,12 @@ def _own_constants(found: Rates) -> tuple[tuple[str, float], ...]:
 
 
 def gpu_named(name: str) -> str | None:
-    """The catalogue's key of a GPU by torch's name for it; None: there is none."""
+    """Return the catalogue's key of a GPU by torch's name for it; None: not in the catalogue."""
     return next((key for key, gpu in catalogue()["gpus"].items() if name in gpu.get("torch_names", ())), None)
 
 
 def catalogue_node(accelerator: str, count: int) -> Node | None:
-    """The catalogue's smallest node with at least `count` of these GPUs (torch's name); None: none."""
+    """Return the smallest node with at least `count` such GPUs (torch's name); None: there is none."""
     gpu = gpu_named(accelerator)
     nodes = [find(name) for name, form in catalogue()["nodes"].items() if form["gpu"] == gpu]
     large = [node for node in nodes if node.gpus >= count]
@@ -257,13 +257,13 @@ def catalogue_node(accelerator: str, count: int) -> Node | None:
 
 
 def names() -> list[str]:
-    """Every node of the catalogue."""
+    """Return the names of all nodes of the catalogue."""
     return list(catalogue()["nodes"])
 
 
 @functools.cache
 def catalogue() -> dict[str, Any]:
-    """The catalogue's file as plain numbers: sources, gpus, nodes."""
+    """Read the catalogue as plain numbers: sources, gpus, nodes."""
     return _read(CATALOGUE, CATALOGUE.name)
 
 
@@ -283,7 +283,7 @@ def _read(path: Path, shown: str) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Figures without their sources."""
+    """Strip the sources from figures."""
     if isinstance(value, dict):
         return value["is"] if "is" in value else {key: _plain(below) for key, below in value.items()}
     return value

@@ -1,4 +1,4 @@
-"""Rates of a node as training reaches them: products, collectives inside and between nodes, kernels."""
+"""Rates of a node in training: products, collectives inside and between nodes, kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LATENCY, FAR_LATENCY = 2.5e-6, 10e-6  # seconds of a hop of a collective, inside
 
 @dataclass(frozen=True)
 class NodeRates:
-    """Rates of a node as training reaches them: operations and bytes per second."""
+    """Rates of a node in training, in operations and bytes per second."""
 
     node: Node
     constants: Constants
@@ -23,17 +23,17 @@ class NodeRates:
 
     @property
     def ranks_here(self) -> int:
-        """Ranks of a full node."""
+        """Ranks on a full node."""
         return min(self.ranks, self.node.gpus)
 
     @property
     def kernel_seconds(self) -> float:
-        """Seconds of the host to start one kernel."""
+        """Seconds of the host to start a kernel."""
         own = self.node.kernel_seconds
         return self.constants.kernel_us * 1e-6 if own is None else own
 
     def product_seconds(self, product: cost.Product, precision: str) -> float:
-        """A matrix product: the slower of computing and moving its operands.
+        """Predict a matrix product: computing it or moving its operands, whichever is slower.
 
         The share of the rate falls with the last wave of tiles that does not fill the GPU, and with short
         sums.
@@ -52,7 +52,7 @@ class NodeRates:
         return max(product.operations / (rate * filled * deep), moved / (gpu.memory_gb_s * 1e9))
 
     def collective_seconds(self, size: float, ranks: int, spread: int, *, passes: int = 2) -> float:
-        """A ring over `ranks` ranks that are `spread` apart in rank order: `passes` x (n - 1) / n x size.
+        """Predict a ring of `ranks` ranks, `spread` apart in rank order: `passes` x (n - 1) / n x size.
 
         Two passes are an all-reduce, one is a gather or a scatter (Patarasuk and Yuan 2009). Inside a node
         each rank has its link; between nodes the groups that cross share the node's network.
@@ -64,7 +64,7 @@ class NodeRates:
         )
 
     def ring_rate(self, ranks: int, spread: int) -> float:
-        """Bytes per second of each rank of such a ring."""
+        """Return the bytes per second of each rank of a ring."""
         inside = self.link(ranks)
         if self.inside(ranks, spread):
             return inside
@@ -73,11 +73,11 @@ class NodeRates:
         return min(inside, self.network / groups)
 
     def inside(self, ranks: int, spread: int) -> bool:
-        """Whether no such group crosses a node's border."""
+        """Check that no group of `ranks` ranks, `spread` apart, crosses a node's border."""
         return self.node.holds_groups(ranks, spread, self.ranks)
 
     def link(self, ranks: int) -> float:
-        """Bytes per second of a GPU to the others of a group of its node.
+        """Return the bytes per second of a GPU to the others of its group in a node.
 
         Without a switch only the lines that lead to them count.
         """
@@ -87,7 +87,7 @@ class NodeRates:
 
     @property
     def network(self) -> float:
-        """Bytes per second of a node; where the catalogue knows no network, of its PCIe."""
+        """Bytes per second of a node to others; of its PCIe if no network is known."""
         form = self.node.form
         if form.network and form.network.reached_gb_s:
             return form.network.reached_gb_s * 1e9
@@ -98,7 +98,7 @@ class NodeRates:
         return passes * min(ranks - 1, 2 * math.ceil(math.log2(ranks))) * hop
 
     def hop_seconds(self, size: float, spread: int) -> float:
-        """Sending `size` to the rank that is `spread` further; every rank of a node sends at once."""
+        """Predict sending `size` bytes to the rank `spread` further; every rank of a node sends at once."""
         if not size:
             return 0.0
         here = self.ranks_here

@@ -1,4 +1,4 @@
-"""The step of a published row: on its source's system, with its printed and its predicted time."""
+"""The step of a published row on its source's system, with its printed and predicted time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TflopsRule = Literal["formula", "exact", "model"]
 
 
 def published_workload(plan: Plan) -> Workload | None:
-    """The step of the row's plan on its source's system; None: no source, or no known system."""
+    """Make the workload of a row's plan on its source's system; None: without a known system."""
     published = plan.recipe.published
     if published is None or published.software is None:
         return None
@@ -22,7 +22,7 @@ def published_workload(plan: Plan) -> Workload | None:
 
 
 def side_by_side(plan: Plan, node: hardware.Node) -> list[tuple[str, float | str, float | str]]:
-    """(quantity, predicted on the row's own system, published); empty where the row ran on another node."""
+    """Return (quantity, predicted, published) for the row's own system and node; [] for another node."""
     recipe, step = plan.recipe, published_workload(plan)
     published = recipe.published
     own = recipe.hardware.node if recipe.hardware else None
@@ -46,14 +46,14 @@ def side_by_side(plan: Plan, node: hardware.Node) -> list[tuple[str, float | str
 
 
 def printed_seconds(recipe: Recipe, published: Published) -> float | None:
-    """Seconds of an iteration as printed, or as the printed samples/s give them."""
+    """Return the seconds of an iteration as printed, or from printed samples/s."""
     if published.time_per_iteration_s is None and published.samples_per_s:
         return recipe.batch.global_ / published.samples_per_s
     return published.time_per_iteration_s
 
 
 def published_seconds(recipe: Recipe, published: Published, work: Workload | None) -> float | None:
-    """Seconds of an iteration as printed, or else from printed TFLOPS."""
+    """Return the seconds of an iteration as printed, or else from printed TFLOPS."""
     seconds, tflops = printed_seconds(recipe, published), published.tflops
     gpus = published.printed.get("hardware.gpus", recipe.hardware.gpus if recipe.hardware else None)
     if seconds is None and tflops and work and isinstance(gpus, int):
@@ -62,7 +62,7 @@ def published_seconds(recipe: Recipe, published: Published, work: Workload | Non
 
 
 def seconds_of(work: Workload, tflops: float, gpus: int, counted: TflopsRule) -> float:
-    """Seconds of an iteration from TFLOPS per GPU.
+    """Return the seconds of an iteration from TFLOPS per GPU.
 
     counted: "exact", all products of weights and attention, recomputed ones too; "model", without
     recomputation; "formula", two operations per parameter, token and pass.

@@ -1,4 +1,4 @@
-"""Memory of one rank of each pipeline stage, in bytes by category, while a step is at its fullest."""
+"""Memory of a rank of each pipeline stage, in bytes by category, at a step's fullest moment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOT_IN_THE_TOTAL = ("stage", "moment", "idle", "host", "nvme")
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on a rank of pipeline stage `stage`, at the fullest moment of a step.
+    """Bytes on a rank of pipeline stage `stage` at the fullest moment of a step.
 
     Attributes:
         weights, gradients, optimizer: model states; the optimizer's with its fp32 master weights.
@@ -49,7 +49,7 @@ class RankMemory:
 
     @property
     def on_gpu(self) -> dict[str, float]:
-        """The categories on the GPU; their sum is the total."""
+        """Bytes by category on the GPU; their sum is the total."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in NOT_IN_THE_TOTAL}
 
     @property
@@ -63,17 +63,17 @@ class RankMemory:
         return self.weights + self.gradients + self.optimizer
 
     def cached(self, memory: float) -> float:
-        """The most bytes that torch reports as cached (reserved) on a GPU of `memory` bytes."""
+        """Return the most bytes reported by torch as cached (reserved) on a GPU of `memory` bytes."""
         return min(self.total - self.context + self.idle, memory - self.context)
 
 
 def of_stages(work: Workload, gpu: Gpu, constants: Constants) -> list[RankMemory]:
-    """Each pipeline stage's; all data- and tensor-parallel ranks of a stage hold as much."""
+    """Predict a rank of each pipeline stage; all data and tensor ranks of a stage hold as much."""
     return [of_stage(work, stage, gpu, constants) for stage in range(work.layout.pp)]
 
 
 def _resident(work: Workload, rank: RankMemory) -> RankMemory:
-    """The same without a GPU: host memory, counted once it is written to.
+    """Convert to a rank without a GPU: host memory, counted once it is written to.
 
     What is offloaded lies there too, and of a reduction's bucket the gradients that are in it.
     """
@@ -83,14 +83,14 @@ def _resident(work: Workload, rank: RankMemory) -> RankMemory:
 
 
 def fullest_rank(work: Workload, gpu: Gpu, constants: Constants) -> RankMemory:
-    """Memory of the fullest stage; of those between the ends only one is computed."""
+    """Predict a rank of the fullest stage; the stages between the ends are alike."""
     pp = work.layout.pp
     stages = {0, 1, pp - 1} & {*range(pp)}
     return max((of_stage(work, stage, gpu, constants) for stage in stages), key=lambda rank: rank.total)
 
 
 def of_stage(work: Workload, stage: int, gpu: Gpu, constants: Constants) -> RankMemory:
-    """A rank of one stage, at the fuller of two moments.
+    """Predict a rank of one stage at the fuller of two moments.
 
     In the backward pass all activations are held, in the optimizer's step the gradients that it takes.
     """
@@ -118,7 +118,7 @@ def of_stage(work: Workload, stage: int, gpu: Gpu, constants: Constants) -> Rank
 
 
 def _states(work: Workload, stage: int) -> tuple[cost.PlacedStates, float]:
-    """(model states while the optimizer steps, bytes of gradients on the GPU in the backward pass)."""
+    """Return the model states during the update, and the bytes of gradients in the backward pass."""
     parameters, software, dp = work.parameters_of(stage), work.software, work.layout.dp
     share = parameters / (dp if work.zero_stage >= 2 else 1)
     if software.states:
@@ -146,7 +146,7 @@ def _states(work: Workload, stage: int) -> tuple[cost.PlacedStates, float]:
 
 
 def _buffers(work: Workload, stage: int) -> float:
-    """Bytes of ZeRO's buckets and gathered parameters."""
+    """Return the bytes of ZeRO's buckets and gathered parameters."""
     parameters, buffers = work.parameters_of(stage), work.buffers
     if work.zero_stage == 1 and _sums_whole_gradients(work):
         # DeepSpeed's BF16_Optimizer: copies of what is averaged at once, in fp32 and in bf16.
@@ -158,12 +158,12 @@ def _buffers(work: Workload, stage: int) -> float:
 
 
 def _sums_whole_gradients(work: Workload) -> bool:
-    """Whether a rank sums gradients of all its parameters in fp32, and computes them in half precision."""
+    """Check whether a rank sums all gradients in fp32 but computes them in half precision."""
     return work.zero_stage <= 1 and work.width < work.widths.gradient and work.software.states is None
 
 
 def _two_layers(work: Workload) -> float:
-    """Parameters of two layers: the computed one, and the next, gathered ahead."""
+    """Count the parameters of two layers: the computed one, and the next, gathered ahead."""
     one = cost.parameters_per_rank(
         work.model, work.positions, work.padded_vocab, work.layout.tp, layers=1, first=False, last=False
     )
@@ -171,7 +171,7 @@ def _two_layers(work: Workload) -> float:
 
 
 def _activations(work: Workload, stage: int) -> tuple[cost.StateBytes, float, float]:
-    """(kept over a stage, at work in one layer, logits) in bytes."""
+    """Return the bytes kept over a stage, at work in one layer, and of logits."""
     layer, layers, flights = work.activations, work.layers_of(stage), work.in_flight(stage)
     chunk = work.recomputed
     if chunk:

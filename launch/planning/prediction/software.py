@@ -13,7 +13,7 @@ from modeling.cost import Widths
 
 @dataclass(frozen=True)
 class Passes:
-    """Reads and writes of a layer's forward pass between its matrix products.
+    """Memory traffic of a layer's forward pass between its matrix products.
 
     Attributes:
         whole: of w b S h, done in full by every tensor rank: norms, bias, dropout and the residual sums.

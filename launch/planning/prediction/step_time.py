@@ -1,4 +1,4 @@
-"""Time of one optimizer step: matrix products, everything between them, communication, offload, the update.
+"""Time of an optimizer step: products, element-wise work, communication, offload, update.
 
 A roofline with few constants (`constants.yaml`). Symbols as in `modeling.cost`; p pipeline stages, m
 micro-batches of a step, v chunks of layers per stage.
@@ -61,7 +61,7 @@ class StepTime:
 
 
 def step_time(work: Workload, node: Node, constants: Constants) -> StepTime:
-    """The step of `work` on nodes of that kind, as many as it takes."""
+    """Predict a step of `work` on as many such nodes as it needs."""
     layout = work.layout
     machine = NodeRates(node, constants, layout.world)
     passes, m = StageTimes(work, machine), layout.accumulation
@@ -84,7 +84,7 @@ def step_time(work: Workload, node: Node, constants: Constants) -> StepTime:
 
 @dataclass(frozen=True)
 class MicroBatchTime:
-    """Seconds of one micro-batch on a stage, forward, recomputation and backward."""
+    """Seconds of a micro-batch on a stage: forward, recomputation and backward."""
 
     matrix: float
     elementwise: float
@@ -128,7 +128,7 @@ class StageTimes:
         return MicroBatchTime(matrix, between, self._tensor() * layers, self._boundary())
 
     def _scores(self, window: int | None) -> float:
-        """Seconds of a layer's scores and values; kernels without kept scores skip the masked half."""
+        """Predict a layer's attention; kernels without kept scores skip the masked half."""
         work = self.work
         square = cost.attention_products(
             work.model, work.tokens, work.sequence_length, work.layout.tp, window
@@ -140,14 +140,14 @@ class StageTimes:
         return sum(self.machine.product_seconds(product, self.work.precision) for product in products)
 
     def _attention(self, square: Sequence[cost.Product]) -> float:
-        """Seconds of scores and values, at attention's measured rate where there is one."""
+        """Predict the products of attention, at its measured rate if there is one."""
         reached = self.machine.node.gpu.attention_tflops.get(self.work.precision)
         if reached is None:
             return self._products(square)
         return sum(product.operations for product in square) / (reached * 1e12)
 
     def _between(self) -> float:
-        """Seconds of a layer's forward pass besides matrix products: bytes over the memory's bandwidth."""
+        """Predict a layer's forward pass besides products: bytes over the memory's bandwidth."""
         work, gpu = self.work, self.machine.node.gpu
         cut = work.layout.tp if work.sequence_parallel else 1
         size = work.width * work.tokens * work.model.hidden
@@ -158,12 +158,12 @@ class StageTimes:
         return self.machine.constants.traffic * moved / (gpu.memory_gb_s * 1e9)
 
     def _loss(self) -> float:
-        """Seconds of the loss over its logits, three passes in fp32 and two in half precision."""
+        """Predict the loss over its logits: three passes in fp32 and two in half precision."""
         moved = self.machine.constants.traffic * 32 * self.work.logits
         return moved / (self.machine.node.gpu.memory_gb_s * 1e9)
 
     def _tensor(self) -> float:
-        """Seconds of a layer's all-reduces: two forward, two backward, two recomputed.
+        """Predict a layer's all-reduces: two forward, two backward, two recomputed.
 
         Sequence parallelism moves as much by gathers and scatters (Korthikanti et al. 2022, section 4.2.2).
         """
@@ -173,7 +173,7 @@ class StageTimes:
         return each * (4 + 2 * self.again)
 
     def _boundary(self) -> float:
-        """Seconds of handing activations on and gradients back, for each of v chunks."""
+        """Predict handing on activations and gradients, for each of v chunks."""
         work, layout = self.work, self.work.layout
         if layout.pp == 1:
             return 0.0
@@ -184,7 +184,7 @@ class StageTimes:
 
 
 def _data_seconds(work: Workload, machine: NodeRates, computed: float) -> tuple[float, float]:
-    """(seconds of data parallelism's communication, seconds of it hidden under computation).
+    """Return seconds of data-parallel communication, and its seconds hidden under computation.
 
     Reductions run under the backward pass where a system overlaps them. Stage 3's gathering counts in full:
     where a share of it that is hidden was fitted too, that came out at 0.01, the least that was allowed.
@@ -207,7 +207,7 @@ def _data_seconds(work: Workload, machine: NodeRates, computed: float) -> tuple[
 
 
 def _offload_seconds(work: Workload, machine: NodeRates) -> float:
-    """Seconds of PCIe and NVMe transfers; DeepSpeed hides few of them."""
+    """Predict the seconds of PCIe and NVMe transfers; DeepSpeed hides few of them."""
     layout, form, here = work.layout, machine.node.form, machine.ranks_here
     pcie = form.pcie_gb_s * 1e9
     parameters, m = work.parameters_of(0), layout.accumulation
@@ -230,7 +230,7 @@ def _offload_seconds(work: Workload, machine: NodeRates) -> float:
 
 
 def _update_seconds(work: Workload, machine: NodeRates) -> float:
-    """Seconds of Adam over the rank's share: a stream through the GPU's memory, or the host's."""
+    """Predict the seconds of Adam over a rank's share, at the rate of the GPU's or host's memory."""
     layout, node = work.layout, machine.node
     parameters = max(work.parameters_of(stage) for stage in {0, layout.pp - 1})
     share = parameters / (layout.dp if work.zero_stage else 1)

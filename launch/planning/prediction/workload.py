@@ -1,4 +1,4 @@
-"""One optimizer step for the planner: model, layout, precision, training system."""
+"""An optimizer step for the planner: model, layout, precision, training system."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Workload:
 
     @property
     def width(self) -> int:
-        """Bytes of a number of the activations."""
+        """Bytes per activation."""
         return 4 if self.precision == "fp32" else 2
 
     @property
@@ -100,7 +100,7 @@ class Workload:
         )
 
     def layers_of(self, stage: int) -> int:
-        """Transformer layers of a pipeline stage."""
+        """Return the transformer layers of a pipeline stage."""
         if not self.software.balances_stages:
             return cost.equal_stages(self.model.layers, self.layout.pp)[stage]
         return cost.stages_by_time(
@@ -113,7 +113,7 @@ class Workload:
         )[stage]
 
     def parameters_of(self, stage: int) -> int:
-        """Parameters on a rank of a pipeline stage."""
+        """Return the parameters on a rank of a pipeline stage."""
         return cost.parameters_per_rank(
             self.model,
             self.positions,
@@ -125,7 +125,7 @@ class Workload:
         )
 
     def in_flight(self, stage: int) -> float:
-        """The most micro-batches with activations in a stage at once.
+        """Return the most micro-batches with activations in a stage at once.
 
         1F1B: as many as there are stages from this one on (Narayanan et al. 2021, section 2.2.1); with
         interleaving the first stage holds (1 + (p - 1) / (p v)) p (Korthikanti et al. 2022, section 4.2.3).
@@ -152,13 +152,13 @@ class Workload:
         return self.layout.micro * positions * self.padded_vocab / self.layout.tp
 
     def published_tflops(self, seconds: float, gpus: int) -> float:
-        """TFLOPS per GPU of a step of `seconds`, by the formula of the published tables."""
+        """Return TFLOPS per GPU of a step of `seconds` by the published tables' formula."""
         size = cost.parameters(self.model, self.positions)
         read, again = self.layout.global_batch * self.model.sequences, self.recomputed > 0
         return cost.published_tflops(size, self.sequence_length, read, seconds, gpus, checkpointing=again)
 
     def exact_tflops(self, seconds: float, gpus: int, *, recomputation: bool = True) -> float:
-        """TFLOPS per GPU of a step of `seconds`, every matrix product counted; recomputed ones as asked."""
+        """Return TFLOPS per GPU of a step of `seconds`, every matrix product counted."""
         flops = cost.exact_flops_per_step(
             self.model,
             self.sequence_length,
@@ -170,14 +170,14 @@ class Workload:
         return cost.exact_tflops(flops, seconds, gpus)
 
     def with_micro(self, micro: int) -> Workload:
-        """The same with another micro-batch, and as many of them."""
+        """Replace the micro-batch, at the same accumulation."""
         layout = self.layout
         total = micro * layout.accumulation * layout.dp
         return replace(self, layout=replace(layout, micro=micro, global_batch=total))
 
 
 def of_plan(plan: Plan) -> Workload:
-    """The step of a resolved plan."""
+    """Make the workload of a resolved plan."""
     recipe, ds = plan.recipe, plan.ds
     zero, checkpointing = ds.get("zero_optimization") or {}, ds.get("activation_checkpointing") or {}
     if plan.layout.pp > 1:  # DeepSpeed 0.19.8, engine.py: a pipeline switches it off
@@ -211,7 +211,7 @@ def of_plan(plan: Plan) -> Workload:
 
 
 def on_system(work: Workload, software: str) -> Workload:
-    """The step of one of our plans on another system; one with states of its own shards nothing."""
+    """Move a plan's workload to another system; systems with their own states shard nothing."""
     system = SYSTEMS[software]
     stage = 0 if system.states else work.zero_stage
     buffers = Buffers() if system.states else work.buffers
@@ -219,9 +219,9 @@ def on_system(work: Workload, software: str) -> Workload:
 
 
 def _buffers(stage: int, zero: dict[str, Any]) -> Buffers:
-    """DeepSpeed 0.19.8: `setup_buckets` of stage_1_and_2.py and `__ipg_bucket_flat_buffer` of stage3.py.
+    """Return the sizes of DeepSpeed's buffers; stages 1 and 2 have a second bucket with overlap_comm.
 
-    Stages 1 and 2 have a second bucket with overlap_comm.
+    DeepSpeed 0.19.8: `setup_buckets` of stage_1_and_2.py and `__ipg_bucket_flat_buffer` of stage3.py.
     """
     usual = usual_buffers(stage)
     reduce = zero.get("reduce_bucket_size", usual.reduce)
@@ -231,5 +231,5 @@ def _buffers(stage: int, zero: dict[str, Any]) -> Buffers:
 
 
 def usual_buffers(stage: int) -> Buffers:
-    """DeepSpeed's defaults for a ZeRO stage."""
+    """Return DeepSpeed's default buffers for a ZeRO stage."""
     return (Buffers(), Buffers(5e8), Buffers(5e8), Buffers(5e8, live=1e9))[stage]

@@ -1,1 +1,1 @@
-"""The fastest layout on given nodes, and the largest model for a node."""
+"""Searches for the fastest layout on given nodes, and for the largest model."""

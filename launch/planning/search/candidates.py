@@ -1,4 +1,4 @@
-"""Possible layouts of a recipe on a number of GPUs, and the reasons against all others."""
+"""Possible layouts of a recipe on a number of GPUs, and the reasons against the others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Value = tuple[Dimension, object]  # a value of a dimension
 
 
 class Degrees(NamedTuple):
-    """tp, pp and dp of a number of processes."""
+    """Tensor, pipeline and data-parallel degree of a number of processes."""
 
     tp: int
     pp: int
@@ -80,7 +80,7 @@ class Exclusions:
 
 
 def degrees(question: Question, exclusions: Exclusions) -> list[Degrees]:
-    """Every tp x pp x dp of all processes with divisible heads, layers and batch."""
+    """Return every tp x pp x dp of all processes with divisible heads, layers and batch."""
     recipe, found = question.recipe, []
     model, batch, pinned = recipe.model, recipe.batch.global_, recipe.parallel
     for tp in divisors(question.ranks) if pinned.tp is None else [pinned.tp]:
@@ -105,7 +105,7 @@ def degrees(question: Question, exclusions: Exclusions) -> list[Degrees]:
 
 
 class Templates:
-    """The steps of each way, with and without recomputation, as the resolver has them."""
+    """Resolved steps of each way of keeping model states, with and without recomputation."""
 
     def __init__(self, question: Question, kinds: set[tuple[bool, bool]], exclusions: Exclusions):
         """Resolve each way for each kind of parallelism; refusals go to `exclusions`."""
@@ -128,7 +128,7 @@ class Templates:
                 return
 
     def _plan(self, kind: tuple[bool, bool], again: Any, path: Path) -> Plan:
-        """A stand-in of the kind of parallelism: refusals do not depend on the degrees."""
+        """Resolve a stand-in for a kind of parallelism: refusals do not depend on the degrees."""
         recipe = self.question.recipe
         kind = kind if self.question.software is OURS else (False, False)
         tp = next(d for d in divisors(recipe.model.heads) if d > 1) if kind[0] else 1
@@ -138,7 +138,7 @@ class Templates:
         return resolve(recipe.model_copy(update=changed), path, None, self.question.node.machine)
 
     def step(self, way: Way, at: Degrees, again: Any, accumulation: int) -> Workload | None:
-        """Micro-batches of one sample under these degrees; None: refused."""
+        """Return the workload of one-sample micro-batches under these degrees; None: refused."""
         plan = self.plans.get((way, at.kind, again))
         if plan is None:
             return None
@@ -152,19 +152,19 @@ class Templates:
 
 
 def half_precision(node: Node) -> str:
-    """The node's half precision for training; fp32 where it has none."""
+    """Return the node's half precision for training; fp32 if it has none."""
     return next((kind for kind in ("bf16", "fp16") if kind in node.gpu.tflops), "fp32")
 
 
 def ways_of(software: Software) -> tuple[Way, ...]:
-    """Another system's states are its own, or those of ZeRO-0 and -1 without DeepSpeed's limits."""
+    """Return the ways of a system; other systems have their own states, or those of ZeRO-0 and -1."""
     if software is OURS:
         return WAYS
     return WAYS[:1] if software.states else WAYS[:2]
 
 
 def micro_batches(question: Question, at: Degrees) -> list[int]:
-    """Divisors of a rank's share of the batch, as micro-batches, ascending."""
+    """Return the possible micro-batches: divisors of a rank's share of the batch, ascending."""
     batch = question.recipe.batch
     share = batch.global_ // at.dp
     sizes = [size for size in divisors(share) if size <= MOST_MICRO]
@@ -174,7 +174,7 @@ def micro_batches(question: Question, at: Degrees) -> list[int]:
 
 
 def variants(work: Workload) -> Iterator[Workload]:
-    """The same step with each optional feature of its system.
+    """Yield the step with each combination of its system's optional features.
 
     Sequence parallelism and selective recomputation came together (Korthikanti et al. 2022); a kernel that
     keeps no scores gains nothing by the latter.
@@ -190,12 +190,12 @@ def variants(work: Workload) -> Iterator[Workload]:
 
 
 def _choices(demanded: bool, possible: bool) -> list[bool]:
-    """Values of an option: the recipe's demand, or both where there is a choice."""
+    """Return the values of an option: the recipe's demand, or both if there is a choice."""
     return [True] if demanded else [False, True] if possible else [False]
 
 
 def chunk_counts(work: Workload) -> list[int]:
-    """Chunks of layers per stage: equal ones, and micro-batches in whole rounds of the stages."""
+    """Return the possible chunks per stage: equal ones, for micro-batches in whole rounds."""
     layout, layers = work.layout, work.model.layers
     plain = layout.pp == 1 or layers % layout.pp or layout.accumulation % layout.pp
     if plain or not work.software.has_interleaving:

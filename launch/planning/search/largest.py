@@ -29,7 +29,7 @@ BYTES_PER_PARAMETER = (12, 14, 16)
 
 @dataclass(frozen=True)
 class Setting:
-    """Common to all configurations: recipe, nodes, micro-batch.
+    """The common part of all configurations: recipe, nodes, micro-batch.
 
     Attributes:
         recipe: of the family, sequence length and precision; its shape is replaced.
@@ -47,7 +47,7 @@ class Setting:
 
 
 class Configuration(NamedTuple):
-    """How the states of a model are kept, over `tp` tensor ranks; `recomputed`: of every layer."""
+    """A way of keeping model states over `tp` tensor ranks; `recomputed`: every layer."""
 
     way: Way
     tp: int
@@ -56,7 +56,7 @@ class Configuration(NamedTuple):
 
 @dataclass(frozen=True)
 class LargestModel:
-    """The largest of a configuration.
+    """The largest model of a configuration.
 
     Attributes:
         layers, hidden, heads: where even the smallest does not fit, those of the smallest.
@@ -76,7 +76,7 @@ class LargestModel:
 
 
 def largest(setting: Setting) -> list[LargestModel]:
-    """Without and with recomputation: each file's way, and ZeRO-1 with a node's GPUs as tensor ranks."""
+    """Find the largest model of each way and ZeRO-1 over a node, without and with recomputation."""
     degrees = [(way, 1) for way in WAYS if way.offload is None]
     if setting.node.gpus > 1:
         degrees.append((WAYS[1], setting.node.gpus))
@@ -88,7 +88,7 @@ def largest(setting: Setting) -> list[LargestModel]:
 
 
 def _largest(setting: Setting, configuration: Configuration) -> LargestModel:
-    """First the largest hidden size with as many layers as is usual, then as many layers as fit."""
+    """Find the largest hidden size with a usual number of layers, then the most layers."""
     step = STEP * configuration.tp
 
     def fits(layers: int, hidden: int) -> bool:
@@ -101,7 +101,7 @@ def _largest(setting: Setting, configuration: Configuration) -> LargestModel:
 
 
 def plan_of(setting: Setting, configuration: Configuration, layers: int, hidden: int) -> Plan:
-    """Such a model as it would be launched. Raises ConfigError."""
+    """Resolve a model of that shape. Raises ConfigError."""
     recipe, (way, tp, recomputed) = setting.recipe, configuration
     heads = hidden // (128 if hidden >= WIDE and hidden % (128 * tp) == 0 else 64)
     dp, micro = setting.ranks // tp, setting.micro
@@ -136,5 +136,5 @@ def _model(setting: Setting, configuration: Configuration, layers: int, hidden: 
 
 
 def parameters_by_rule(node: Node) -> dict[int, float]:
-    """Bytes per parameter -> parameters with room on one GPU, as the documents count."""
+    """Map the documents' bytes per parameter to the parameters with room on one GPU."""
     return {size: node.gpu.memory_bytes / size for size in BYTES_PER_PARAMETER}

@@ -1,4 +1,4 @@
-"""`launch/plan.py largest`: the largest model for a node, by configuration."""
+"""The subcommand `launch/plan.py largest`: the largest model for a node, by configuration."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0. Raises ProblemsError."""
+    """Print the largest models and return exit code 0. Raises ProblemsError."""
     setting = setting_of(args)
     print(page(setting, largest.largest(setting), terminal.columns()))
     return 0
 
 
 def setting_of(args: argparse.Namespace) -> Setting:
-    """The setting from the flags. Raises ProblemsError."""
+    """Make the setting from the flags. Raises ProblemsError."""
     name = RECIPES[args.family]
     node = hardware.node_for(catalog.load(name), args.hardware)
     length = args.sequence_length or LENGTHS[args.family]
@@ -75,7 +75,7 @@ def setting_of(args: argparse.Namespace) -> Setting:
 
 
 def page(setting: Setting, found: list[LargestModel], width: int | None = None) -> Page:
-    """A table of the largest models, and the documents' rule below it."""
+    """Describe the largest models in a table, with the documents' rule below it."""
     node, recipe = setting.node, setting.recipe
     gpus = f"{counted(setting.ranks, 'GPU')} on {counted(setting.nodes, 'node')}"
     memory = f"{node.gpu.memory_bytes / 1e9:.1f} GB each"
@@ -114,7 +114,7 @@ def _size(model: LargestModel) -> str:
 
 
 def _limit(setting: Setting, model: LargestModel) -> str:
-    """Host memory, or the largest category on the GPU."""
+    """Name the limit: host memory, or the largest category on the GPU."""
     if model.on_host:
         return f"host memory {model.host / setting.node.form.host.memory_gb / 1e9:.0%}"
     name, size = max(model.memory.on_gpu.items(), key=lambda part: part[1])

@@ -1,4 +1,4 @@
-"""The fastest fitting layouts, and the cost of every other choice."""
+"""A search for the fastest fitting layouts, with the cost of every other choice."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Candidate:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """The identity of a row in a table of layouts."""
+        """The identity of a layout in a table of the best."""
         work = self.work
         return work.layout.tp, work.layout.pp, self.way, work.sequence_parallel, work.interleave > 1
 
@@ -115,19 +115,19 @@ class Answer:
         return self.ranking[0] if self.ranking else None
 
     def best_per_layout(self, most: int) -> list[Candidate]:
-        """The first of each layout of degrees and model states, `most` of them."""
+        """Return the first candidate of each layout, at most `most`."""
         firsts: dict[tuple[object, ...], Candidate] = {}
         for candidate in self.ranking:
             firsts.setdefault(candidate.key, candidate)
         return list(firsts.values())[:most]
 
     def speed(self, candidate: Candidate) -> Speed:
-        """Its rates."""
+        """Return the rates of a candidate."""
         return speed(candidate.work, self.question.node, candidate.seconds)
 
 
 def search(question: Question) -> Answer:
-    """Predict every layout's memory, and the time of fitting ones. Raises ProblemsError: there is none."""
+    """Predict every layout's memory, and the time of fitting ones. Raises ProblemsError without a layout."""
     exclusions = Exclusions()
     found = candidates.degrees(question, exclusions)
     if not found:
@@ -158,7 +158,7 @@ def _no_layout(question: Question, exclusions: Exclusions) -> Problem:
 
 
 def _of_degrees(question: Question, at: Degrees, templates: Templates) -> list[Candidate]:
-    """Every way, recomputation and micro-batch, up to the first micro-batch too large to fit."""
+    """Predict every way, recomputation and micro-batch, up to the first micro-batch too large."""
     found = []
     for way in candidates.ways_of(question.software):
         for again in templates.recomputations:
@@ -197,7 +197,7 @@ def _predicted(question: Question, way: Way, work: Workload) -> Candidate:
 
 
 def ranking(fitting: list[Candidate]) -> list[Candidate]:
-    """Rank by time, but put first the simplest layout among those hardly slower than the fastest.
+    """Rank by time, but put first the simplest layout within `WORTH` of the fastest.
 
     It fits with a margin, offloads nothing, has the least model parallelism: in this order, where one does.
     """
@@ -218,7 +218,7 @@ def _complexity(candidate: Candidate) -> tuple[bool, bool, int, float]:
 def _alternatives(
     predicted: list[Candidate], ranking: list[Candidate], exclusions: Exclusions
 ) -> list[Alternative]:
-    """The fate of each value of each dimension, and the resolver's refusals."""
+    """Return the fate of each value of each dimension, and the resolver's refusals."""
     best, nearest = dict[Value, Candidate](), dict[Value, Candidate]()
     by_missing = sorted((each for each in predicted if not each.time), key=lambda each: each.shortage)
     for firsts, candidates_ in ((best, ranking), (nearest, by_missing)):
@@ -242,7 +242,7 @@ def _alternatives(
 
 
 def _refused(exclusions: Exclusions) -> list[Alternative]:
-    """The resolver's refusals; a rule for pipelines holds for those with several tensor ranks as well."""
+    """Return the resolver's refusals; a rule for pipelines also covers those with tensor ranks."""
     found: dict[tuple[Way, str], Alternative] = {}
     for (way, (tensor, pipeline)), problems in exclusions.refused.items():
         parts = " and ".join(["tensor"] * tensor + ["pipeline"] * pipeline)
@@ -253,7 +253,7 @@ def _refused(exclusions: Exclusions) -> list[Alternative]:
 
 
 def recomputation(work: Workload) -> str:
-    """The recomputed part, in words."""
+    """Return the recomputed part in words."""
     if work.selective:
         return "scores"
     return NAMED.get(work.recomputed, f"chunks of {work.recomputed}")

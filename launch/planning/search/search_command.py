@@ -1,4 +1,4 @@
-"""`launch/plan.py search`: the fastest layout of a recipe on given nodes, as a ds_config and flags."""
+"""The subcommand `launch/plan.py search`: the fastest layout of a recipe on given nodes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0: shown, 1: nothing fits. Raises ProblemsError."""
+    """Print the layouts, write the first, return exit code 0; 1: nothing fits. Raises ProblemsError."""
     _check_out(args)
     flags, question = question_of(args)
     answer = layout_search.search(question)
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_out(args: argparse.Namespace) -> None:
-    """Before anything is predicted: a place for the JSON, and our engine to run it."""
+    """Refuse --out for other systems, or without a place for the JSON, before the search."""
     if args.out and args.software:
         came, rule = f"--out with --software {args.software}", "only what this engine runs is written"
         raise ProblemsError([Problem("--out", came, rule, "leave one of the two out")])
@@ -106,7 +106,7 @@ def _check_out(args: argparse.Namespace) -> None:
 
 
 def question_of(args: argparse.Namespace) -> tuple[RecipeFlags, Question]:
-    """The question from the flags. Raises ProblemsError."""
+    """Make the question from the flags. Raises ProblemsError."""
     name = OWN if args.model and args.recipe == catalog.DEFAULT_RECIPE else args.recipe
     node = hardware.node_for(catalog.load(name), args.hardware)
     shape = shapes.settings(args.model, candidates.half_precision(node)) if args.model else []

@@ -1,4 +1,4 @@
-"""The result of a search as a person reads it."""
+"""The result of a search as text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SETTLED = ("larger batch", "recomputation")  # remarks about what the search has
 
 
 def page(answer: Answer, name: str, most: int, width: int | None = None) -> Page:
-    """The question, the best layouts with memory, time and its split, and why not the others."""
+    """Describe the question, the best layouts, and the reasons against the others."""
     question, recipe, node = answer.question, answer.question.recipe, answer.question.node
     size = cost.parameters(recipe.model, recipe.positions)
     shape = f"{recipe.model.layers} layers of {recipe.model.hidden}, {recipe.model.heads} heads"
@@ -79,7 +79,7 @@ def _add_layouts(shown: Page, answer: Answer, best: list[Candidate]) -> None:
 
 
 def _add_split(shown: Page, answer: Answer, best: list[Candidate]) -> None:
-    """MFU, and shares of the time."""
+    """Add a table of MFU and shares of the time."""
     columns = {}
     for heading, causes in SPLIT.items():
         shares = [sum(each.split[cause] for cause in causes) / each.seconds for each in best]
@@ -95,7 +95,7 @@ def _add_split(shown: Page, answer: Answer, best: list[Candidate]) -> None:
 
 
 def _states(candidate: Candidate) -> str:
-    """The place of model states, recomputation, and further features of a layout."""
+    """Name the place of model states, recomputation, and further features of a layout."""
     work, again = candidate.work, recomputation(candidate.work)
     words = [candidate.way.name if work.software.states is None else "its own"]
     words += [] if again == "nothing" else [f"{again} recomputed"]
@@ -105,7 +105,7 @@ def _states(candidate: Candidate) -> str:
 
 
 def _why_not(answer: Answer) -> list[str]:
-    """A line for each choice against the winner's; choices with one reason share a line."""
+    """Compare each choice with the winner's; choices with one reason share a line."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for each in sorted(answer.alternatives, key=_place):
         implied = each.dimension == "data" and each.fate != "divisibility"  # by tensor and pipeline
@@ -142,13 +142,13 @@ def _reason(each: Alternative) -> str:
 
 
 def layout_words(candidate: Candidate) -> str:
-    """A layout in a few words."""
+    """Describe a layout in a few words."""
     layout = candidate.work.layout
     return f"{layout.tp}x{layout.pp}x{layout.dp}, micro-batch {layout.micro}, {_states(candidate)}"
 
 
 def add_launch(shown: Page, winner: Winner, plan: Plan, out: Path | None) -> None:
-    """The launch line of the first layout, and notes."""
+    """Add the command line of the first layout, and notes."""
     above = [f"to launch layout 1: {layout_words(winner.layout)}"]
     below = [f"wrote {out / JSON_NAME}"] if out else []
     if line := winner.launch_line(out):

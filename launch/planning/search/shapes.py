@@ -1,4 +1,4 @@
-"""Shapes of GPT-3's models, and interpolated ones of other sizes.
+"""Shapes of GPT-3's models, with interpolation for other sizes.
 
 Brown et al. 2020 (arXiv 2005.14165), table 2.1.
 """
@@ -40,7 +40,7 @@ NAMES = {**{name: name for name in SHAPES}, "345m": "350m"}  # GPT-2's label of 
 
 
 def settings(name: str, precision: str) -> list[str]:
-    """The model of that name as overrides of a recipe."""
+    """Return the model of that name as overrides of a recipe."""
     shape = SHAPES[NAMES[name]]
     return [
         f"model.layers={shape.layers}",
@@ -54,7 +54,7 @@ def settings(name: str, precision: str) -> list[str]:
 
 
 def usual_layers(hidden: int) -> int:
-    """The table's layers for a hidden size: between rows in proportion, even, at least 2."""
+    """Interpolate the table's layers for a hidden size: even, at least 2."""
     rows = [(0, 0), *((shape.hidden, shape.layers) for shape in SHAPES.values())]
     if hidden >= rows[-1][0]:
         return rows[-1][1]

@@ -18,7 +18,7 @@ DECIDED_KEYS = ("stage", "offload_optimizer", "offload_param")  # of zero_optimi
 
 @dataclass(frozen=True)
 class Way:
-    """A ZeRO stage with its offload to the host: nothing, the optimizer, or all model states.
+    """A ZeRO stage, with nothing, the optimizer, or all model states offloaded to the host.
 
     Attributes:
         file: of ds_configs/, which does it.
@@ -44,7 +44,7 @@ WAYS = (
 
 
 def config(way: Way, base: dict[str, Any] | None = None, layout: Layout | None = None) -> dict[str, Any]:
-    """The JSON of a way: its file of ds_configs/, or `base` with the way's stage and offload in it.
+    """Make the JSON of a way from its file, or from `base` with the way's stage and offload in it.
 
     With a layout its numbers stand in the JSON, so that the JSON is refused with any other.
     """
@@ -66,11 +66,11 @@ def config(way: Way, base: dict[str, Any] | None = None, layout: Layout | None =
 
 
 def write(document: dict[str, Any], path: Path) -> Path:
-    """Write such a JSON; its path."""
+    """Write a DeepSpeed JSON and return its path."""
     path.write_text(json_text(document))
     return path
 
 
 def json_text(document: dict[str, Any]) -> str:
-    """Such a JSON as a file holds it."""
+    """Return a DeepSpeed JSON as the text of a file."""
     return json.dumps(document, indent=2) + "\n"

@@ -1,4 +1,4 @@
-"""The first layout of a search as pretrain.py starts it: overrides, DeepSpeed JSON, command line."""
+"""The first layout of a search for pretrain.py: overrides, DeepSpeed JSON, command line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DERIVED_KEYS = {"parallel.dp", "batch.accumulation"}  # from the rest, where the
 
 @dataclass(frozen=True)
 class RecipeFlags:
-    """The recipe as the flags state it.
+    """The recipe as stated by the flags.
 
     Attributes:
         overrides: `--model`, `--set` and `--global-batch`.
@@ -38,12 +38,12 @@ class RecipeFlags:
     steps: int | None
 
     def load(self, overrides: Sequence[str]) -> Recipe:
-        """The recipe with these overrides in the place of its own."""
+        """Load the recipe with these overrides instead of its own."""
         return catalog.load(self.name, overrides, tiny=self.tiny, steps=self.steps)
 
     @property
     def keys(self) -> dict[str, str]:
-        """Every override by its key; the last of each holds."""
+        """The last override of each key."""
         return {text.partition("=")[0].strip(): text for text in self.overrides}
 
 
@@ -57,7 +57,7 @@ class Winner:
 
     @property
     def settings(self) -> list[str]:
-        """Overrides from the recipe to the predicted step."""
+        """The overrides for the predicted step."""
         own, work = self.flags.load([]), self.layout.work
         decided = {
             "parallel.tp": work.layout.tp,
@@ -81,14 +81,14 @@ class Winner:
         return ways.config(self.layout.way, self.question.base, self.layout.work.layout)
 
     def plan(self) -> Plan:
-        """The plan to launch. Raises ConfigError."""
+        """Resolve the plan to launch. Raises ConfigError."""
         recipe = self.flags.load(self.settings)
         with tempfile.TemporaryDirectory() as folder:
             path = ways.write(self.document, Path(folder) / JSON_NAME)
             return resolve(recipe, path, self.question.ranks, self.question.node.machine)
 
     def launch_line(self, out: Path | None) -> str | None:
-        """The line to start it, with its JSON in `out`; None: it needs a JSON that is not written yet."""
+        """Return the command line, with its JSON in `out`; None: its JSON is not written yet."""
         question, flags = self.question, self.flags
         if out is None and (question.base or self.layout.way.offload):
             return None
@@ -99,7 +99,7 @@ class Winner:
 
 
 def _recomputation(work: Workload) -> str | int:
-    """As a recipe says it."""
+    """Return the recipe's value for recomputation."""
     if work.selective:
         return "selective"
     return {0: "none", 1: "full"}.get(work.recomputed, work.recomputed)
