@@ -1,0 +1,39 @@
+"""The documents: every link leads to a file and a heading that are there, and prose fits 110 columns."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from launching import ROOT
+
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
+WIDTH = 110
+
+
+def prose(document: Path) -> str:
+    """The document without code blocks and tables."""
+    lines, fenced = [], False
+    for line in document.read_text(encoding="utf-8").splitlines():
+        fenced ^= line.startswith("```")
+        if not fenced and not line.startswith(("    ", "|", "!")):
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def anchors(document: Path) -> set[str]:
+    """The headings of a document as GitHub writes them into links."""
+    headings = re.findall(r"^#+ (.+)$", prose(document), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere_and_prose_fits_the_page(document):
+    for name, heading in LINK.findall(document.read_text(encoding="utf-8")):
+        target = (document.parent / name).resolve() if name else document
+        assert target.exists(), f"{document.name}: no {name}"
+        assert not heading or heading in anchors(target), f"{document.name}: no heading {heading} in {name}"
+    wide = [line for line in prose(document).splitlines() if len(line) > WIDTH]
+    assert not wide, f"{document.name}: {wide[:3]}"
