@@ -9,7 +9,7 @@ from pathlib import Path
 from data.durable_files import write_atomically
 from launch.console import arguments, launch_lines, output, terminal
 from launch.planning.clusters import cluster_text, files
-from launch.planning.clusters.job import Job, SchedulerOptions, parse_clock
+from launch.planning.clusters.job import Job, parse_clock
 from launch.planning.clusters.placement import node_of, place_on_nodes
 from recipes import catalog
 from recipes.files import path_of
@@ -94,7 +94,11 @@ def job_of(args: argparse.Namespace) -> Job:
     ds_config = args.ds_config or recipe.ds_config
     placement = place_on_nodes(recipe, ds_config, node, args.nodes, whole=args.gpus_per_node is not None)
     hosts = tuple(args.hosts or (f"node-{index}" for index in range(placement.nodes)))
-    _check_hosts(hosts, placement.nodes)
+    if len({*hosts}) != placement.nodes or len(hosts) != placement.nodes:
+        came = f"--hosts names {len(hosts)}, {len({*hosts})} different"
+        fix = f"name {placement.nodes}, or give --nodes {len(hosts)}"
+        rule = f"the layout takes {placement.nodes}, each once"
+        raise ProblemsError([Problem("--hosts", came, rule, fix)])
     name = catalog.full_name(args.recipe) + "-tiny" * args.tiny
     name = " ".join(name.split())  # it stands in comments, which a line's end would end
     usual = launch_lines.run_directory(name, placement.plan.ds_name)
@@ -108,9 +112,11 @@ def job_of(args: argparse.Namespace) -> Job:
         run_directory=str(path_of(args.run_directory, "--run")) if args.run_directory else usual,
         hosts=hosts,
         has_host_names=bool(args.hosts),
-        scheduler=SchedulerOptions(
-            parse_clock(args.time), args.partition, args.account, args.constraint, args.cpus_per_task
-        ),
+        seconds=parse_clock(args.time),
+        partition=args.partition,
+        account=args.account,
+        constraint=args.constraint or node.constraint,
+        cores=args.cpus_per_task or (node.cores // node.gpus if node.cores else None),
         image=args.image,
     )
 
@@ -126,13 +132,6 @@ def _check_words(args: argparse.Namespace) -> None:
     ]
     if problems:
         raise ProblemsError(problems)
-
-
-def _check_hosts(hosts: tuple[str, ...], nodes: int) -> None:
-    came = f"--hosts names {len(hosts)}, {len({*hosts})} different"
-    if len({*hosts}) != nodes or len(hosts) != nodes:
-        rule = f"the layout takes {nodes}, each once"
-        raise ProblemsError([Problem("--hosts", came, rule, f"name {nodes}, or give --nodes {len(hosts)}")])
 
 
 def _check_places(out: Path | None, texts: dict[str, str]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from launch.console import launch_lines
 from launch.planning.clusters import files, rank_map
 from launch.planning.clusters.job import Job
-from launch.planning.clusters.rank_map import Spread, Stretch
+from launch.planning.clusters.rank_map import Place, Spread
 from launch.planning.page import Page
 from recipes.problems import counted
 
@@ -43,7 +43,7 @@ def add_map(shown: Page, job: Job, *, whole: bool) -> None:
     if whole:
         rows = [
             [each.rank, job.hosts[each.host], each.gpu, each.at.tp, each.at.dp, each.at.pp]
-            for each in rank_map.places(layout, gpus)
+            for each in (rank_map.place(rank, layout, gpus) for rank in range(layout.world))
         ]
         shown.table(rows, PLACE, "rlrrrr", above=[order])
         return
@@ -60,12 +60,12 @@ def _lines(job: Job) -> list[list[str]]:
     layout, gpus = job.layout, job.gpus
     parts = list(rank_map.stretches(layout, gpus, by_host=True))
     if len(parts) <= MOST:
-        return [_line(part, job) for part in parts]
+        return [_line(*part, job) for part in parts]
     if layout.pp * 4 > MOST:
-        return [_line(part, job) for part in rank_map.stretches(layout, gpus, by_host=False)]
+        return [_line(*part, job) for part in rank_map.stretches(layout, gpus, by_host=False)]
     lines: list[list[str]] = []
     for stage in range(layout.pp):
-        first, second, *others, last = [_line(part, job) for part in parts if part.first.at.pp == stage]
+        first, second, *others, last = [_line(*part, job) for part in parts if part[0].at.pp == stage]
         lines += [first, second]
         if others:
             lines.append([*ELIDED, f"{len(others)} more hosts"])
@@ -73,18 +73,17 @@ def _lines(job: Job) -> list[list[str]]:
     return lines
 
 
-def _line(part: Stretch, job: Job) -> list[str]:
-    first, last = part.first, part.last
+def _line(first: Place, last: Place, job: Job) -> list[str]:
     data, tensor = _ranks(first.at.dp, last.at.dp), f"0-{job.layout.tp - 1}" if job.layout.tp > 1 else "0"
     if data == str(first.at.dp):
         tensor = _ranks(first.at.tp, last.at.tp)
     elif (first.at.tp, last.at.tp) != (0, job.layout.tp - 1):
         tensor = f"{first.at.tp} (data {first.at.dp}) to {last.at.tp} (data {last.at.dp})"
-    return [str(first.at.pp), _ranks(first.rank, last.rank), data, tensor, _where(part, job)]
+    return [str(first.at.pp), _ranks(first.rank, last.rank), data, tensor, _where(first, last, job)]
 
 
-def _where(part: Stretch, job: Job) -> str:
-    first, last, hosts = part.first, part.last, job.hosts
+def _where(first: Place, last: Place, job: Job) -> str:
+    hosts = job.hosts
     whole = first.gpu == 0 and last.gpu == job.gpus - 1
     if first.host == last.host:
         gpus = "" if whole else f" GPU {_ranks(first.gpu, last.gpu)}"

@@ -17,33 +17,16 @@ CLOCK = re.compile(r"(?:(\d{1,3})-)?(\d{1,3}):([0-5]\d):([0-5]\d)")
 
 
 @dataclass(frozen=True)
-class SchedulerOptions:
-    """Options of the scheduler from the flags; None: not given.
-
-    Attributes:
-        seconds: of a job, after which it is requeued.
-        cores: physical ones of each process.
-    """
-
-    seconds: int
-    partition: str | None = None
-    account: str | None = None
-    constraint: str | None = None
-    cores: int | None = None
-
-
-@dataclass(frozen=True)
 class Job:
     """A recipe on the nodes of a cluster.
 
     Attributes:
-        name: of the recipe, as table/row.
         words: what pretrain.py is given, besides --out and --resume.
         gpus: that it takes of each node, with a process on each.
         run_directory: on a file system that all nodes see; relative to the checkout.
         hosts: names of the nodes, in the order of ranks.
-        has_host_names: whether the user gave them.
-        image: of the container.
+        seconds: after which the scheduler requeues the job.
+        cores: physical ones of each process; None: not known.
     """
 
     name: str
@@ -55,7 +38,11 @@ class Job:
     run_directory: str
     hosts: tuple[str, ...]
     has_host_names: bool
-    scheduler: SchedulerOptions
+    seconds: int
+    partition: str | None
+    account: str | None
+    constraint: str | None
+    cores: int | None
     image: str
 
     @property
@@ -70,15 +57,6 @@ class Job:
             return slug
         digest = hashlib.sha256(self.name.encode()).hexdigest()[:6]
         return f"{slug[: MOST_CHARACTERS - 7].rstrip('-')}-{digest}"
-
-    @property
-    def cores(self) -> int | None:
-        """Physical cores of each process; None: not known."""
-        return self.scheduler.cores or (self.node.cores // self.node.gpus if self.node.cores else None)
-
-    @property
-    def constraint(self) -> str | None:
-        return self.scheduler.constraint or self.node.constraint
 
     @property
     def command(self) -> str:

@@ -19,8 +19,6 @@ class ClusterNode:
     """A node of a cluster, as its scheduler and its image need to know it.
 
     Attributes:
-        title: for people.
-        gpus: that it has.
         capability: compute capability of its GPUs, 70 for sm_70; None: not known.
         cores: of its host; None: not known.
         constraint: by which Slurm there tells its kinds of nodes apart; None: there is no need.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from recipes.layout import Layout
 from recipes.rank_order import Coordinates, coordinates, data_groups, pipeline_groups, tensor_groups
@@ -17,8 +17,7 @@ Kind = Literal["tensor", "pipeline", "data"]
 GROUPS = {"tensor": tensor_groups, "pipeline": pipeline_groups, "data": data_groups}
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """The place of a rank. `host`: counted from 0; `gpu`: counted on its host."""
 
     rank: int
@@ -28,20 +27,10 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Consecutive ranks of one pipeline stage."""
-
-    first: Place
-    last: Place
-
-
-@dataclass(frozen=True)
 class Spread:
     """The reach of the groups of one kind of parallelism over the hosts.
 
     Attributes:
-        degree: ranks of one group.
-        groups: how many there are.
         crossing: of these, how many have ranks on more than one host.
         hosts: the most hosts on which one group lies.
         example: ranks of the first group that crosses, else of the first.
@@ -60,32 +49,27 @@ def place(rank: int, layout: Layout, gpus: int) -> Place:
     return Place(rank, rank // gpus, rank % gpus, coordinates(rank, layout.tp, layout.dp))
 
 
-def places(layout: Layout, gpus: int) -> list[Place]:
-    """Return the places of all ranks in order."""
-    return [place(rank, layout, gpus) for rank in range(layout.world)]
-
-
-def stretches(layout: Layout, gpus: int, *, by_host: bool) -> Iterator[Stretch]:
-    """Cut all ranks at the ends of pipeline stages and, `by_host`, at the ends of hosts."""
+def stretches(layout: Layout, gpus: int, *, by_host: bool) -> Iterator[tuple[Place, Place]]:
+    """Yield the first and last rank of each pipeline stage, or `by_host` of each host's part of it."""
     stage = layout.tp * layout.dp
     ends = {*range(stage, layout.world + 1, stage)}
     if by_host:
         ends |= {*range(gpus, layout.world + 1, gpus)}
     first = 0
     for end in sorted(ends):
-        yield Stretch(place(first, layout, gpus), place(end - 1, layout, gpus))
+        yield place(first, layout, gpus), place(end - 1, layout, gpus)
         first = end
 
 
 def spreads(layout: Layout, gpus: int) -> list[Spread]:
     """Return the reach of tensor, pipeline and data groups; groups of one rank are left out."""
     degrees: dict[Kind, int] = {"tensor": layout.tp, "pipeline": layout.pp, "data": layout.dp}
-    return [_spread(kind, degree, layout, gpus) for kind, degree in degrees.items() if degree > 1]
-
-
-def _spread(kind: Kind, degree: int, layout: Layout, gpus: int) -> Spread:
-    groups = GROUPS[kind](layout.tp, layout.pp, layout.dp)
-    hosts = [len({rank // gpus for rank in group}) for group in groups]
-    crossing = [group for group, number in zip(groups, hosts, strict=True) if number > 1]
-    example = tuple((crossing or groups)[0])
-    return Spread(kind, degree, len(groups), len(crossing), max(hosts), example)
+    found = []
+    for kind, degree in degrees.items():
+        groups = GROUPS[kind](layout.tp, layout.pp, layout.dp)
+        hosts = [len({rank // gpus for rank in group}) for group in groups]
+        crossing = [group for group, number in zip(groups, hosts, strict=True) if number > 1]
+        example = tuple((crossing or groups)[0])
+        if degree > 1:
+            found.append(Spread(kind, degree, len(groups), len(crossing), max(hosts), example))
+    return found

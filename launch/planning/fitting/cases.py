@@ -92,7 +92,7 @@ def of_row(row: PublishedRow, evidence: Evidence) -> Case:
         excluded |= {"time": why, "memory": why}
     ran = published.cached_gb or published.time_per_iteration_s
     return Case(
-        document=_document(row.table.source or row.table.title),
+        document=(row.table.source or row.table.title).split(",")[0].split(" (")[0].strip('"'),
         table=row.table.name,
         name=row.name,
         node=hardware.find(node or "dgx2"),
@@ -103,11 +103,6 @@ def of_row(row: PublishedRow, evidence: Evidence) -> Case:
         parameters=published.parameters,
         excluded=excluded,
     )
-
-
-def _document(source: str) -> str:
-    """Return the short name of a document: its source up to the first comma."""
-    return source.split(",")[0].split(" (")[0].strip('"')
 
 
 def by_document(cases: Sequence[Case]) -> dict[str, list[Case]]:

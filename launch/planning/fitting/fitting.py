@@ -95,21 +95,16 @@ def fit(documents: Mapping[str, Sequence[Case]]) -> Constants:
     return found
 
 
-def fit_leaving_out(documents: Mapping[str, Sequence[Case]], processes: int) -> dict[str, Constants]:
-    """Fit the constants without each document, and under "" with all of them."""
-    rest = {
-        name: {key: cases for key, cases in documents.items() if key != name} for name in ("", *documents)
-    }
-    with ProcessPoolExecutor(processes) as pool:
-        return dict(zip(rest, pool.map(fit, rest.values()), strict=True))
-
-
 def refit(cases: Sequence[Case]) -> None:
     """Fit the constants, on all documents and without each, and write them."""
     documents = by_document(cases)
     count = sum(map(len, RANGES.values()))
     terminal.say(f"fitting {count} constants {len(documents) + 1} times …")
-    fits = fit_leaving_out(documents, os.cpu_count() or 1)
+    others = {
+        name: {key: cases for key, cases in documents.items() if key != name} for name in ("", *documents)
+    }
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        fits = dict(zip(others, pool.map(fit, others.values()), strict=True))
     rows = {
         name: [len(ratios(quantity, own, fits[""])) for quantity in RANGES] for name, own in documents.items()
     }

@@ -26,7 +26,12 @@ def describe(found: Validation, *, verbose: bool = False, width: int | None = No
         if len(tables) > 1:
             lines += [[f"- {name}", *_cells(found.part(document, name))] for name in tables]
     lines.append(["all rows", "", "", _errors(found.memory), _errors(found.time)])
-    sections = [wrapped(ABOUT, width), table(lines, HEADINGS, width=width), _matrix(found)]
+    count = Counter((each.case.oom, each.predicted_oom) for each in found.memory_verdicts)
+    verdicts = [
+        (name, count[oom, True], count[oom, False]) for name, oom in (("printed OOM", True), ("ran", False))
+    ]
+    matrix = table(verdicts, ("memory verdicts", "predicted OOM", "predicted to fit"), "lrr")
+    sections = [wrapped(ABOUT, width), table(lines, HEADINGS, width=width), matrix]
     wrong = [
         f"  {each.case.document}, {each.case.name}: printed {'OOM' if each.case.oom else 'ran'}, "
         f"predicted {each.share:.0%} of the memory"
@@ -62,16 +67,6 @@ def _of(share: Share) -> str:
 def _errors(ratios: Sequence[Ratio]) -> str:
     found = errors(ratios)
     return f"{found.median:.1%}, {found.worst:.0%} ({found.rows}) x {found.bias:.2f}" if found else ""
-
-
-def _matrix(found: Validation) -> str:
-    """Tabulate printed against predicted verdicts on memory."""
-    count = Counter((each.case.oom, each.predicted_oom) for each in found.memory_verdicts)
-    rows = [
-        (name, count[printed, True], count[printed, False])
-        for name, printed in (("printed OOM", True), ("ran", False))
-    ]
-    return table(rows, ("memory verdicts", "predicted OOM", "predicted to fit"), "lrr")
 
 
 def _rows(title: str, ratios: Sequence[Ratio], unit: float, width: int | None) -> str:

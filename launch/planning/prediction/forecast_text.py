@@ -60,9 +60,16 @@ DURATIONS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
 def page(found: Forecast, name: str, bill: Bill | None, width: int | None = None) -> Page:
     """Describe the forecast: layout, memory, verdict, time, cost of the run, remarks."""
     shown = Page(width)
+    memory, largest = found.node.gpu.memory_bytes, found.largest
+    share = f"{found.fullest_rank.total / memory:.0%} of {memory / 1e9:.1f} GB"
+    margin = f"{abs(found.margin) / 1e9:.1f} GB {'left' if found.margin >= 0 else 'missing'}"
+    recomputed = f"{largest.recomputed} with every layer recomputed, {largest.kept} with none"
     shown.facts(("recipe", name), *_placed(found))
     _add_memory(shown, found)
-    _add_verdict(shown, found)
+    shown.facts(
+        ("verdict", f"{found.verdict.upper()}: {share}, {margin}"),
+        ("largest micro-batch", f"{largest.as_planned} as planned, {recomputed}"),
+    )
     if found.time and found.speed:
         _add_time(shown, found, found.time, found.speed)
     if bill:
@@ -142,17 +149,6 @@ def _stages(stages: list[int], count: int) -> str:
     if count == 1:
         return ""
     return f"stage {stages[0]}" if len(stages) == 1 else f"stages {stages[0]}-{stages[-1]}"
-
-
-def _add_verdict(shown: Page, found: Forecast) -> None:
-    memory, largest = found.node.gpu.memory_bytes, found.largest
-    share = f"{found.fullest_rank.total / memory:.0%} of {memory / 1e9:.1f} GB"
-    margin = f"{abs(found.margin) / 1e9:.1f} GB {'left' if found.margin >= 0 else 'missing'}"
-    recomputed = f"{largest.recomputed} with every layer recomputed, {largest.kept} with none"
-    shown.facts(
-        ("verdict", f"{found.verdict.upper()}: {share}, {margin}"),
-        ("largest micro-batch", f"{largest.as_planned} as planned, {recomputed}"),
-    )
 
 
 def _add_time(shown: Page, found: Forecast, time: StepTime, rates: Speed) -> None:

@@ -59,9 +59,9 @@ class NodeRates:
         """
         if ranks == 1 or not size:
             return 0.0
-        return passes * (ranks - 1) / ranks * size / self.ring_rate(ranks, spread) + self._latency(
-            ranks, spread, passes
-        )
+        hop = LATENCY if self.inside(ranks, spread) else FAR_LATENCY
+        latency = passes * min(ranks - 1, 2 * math.ceil(math.log2(ranks))) * hop
+        return passes * (ranks - 1) / ranks * size / self.ring_rate(ranks, spread) + latency
 
     def ring_rate(self, ranks: int, spread: int) -> float:
         """Return the bytes per second of each rank of a ring."""
@@ -93,16 +93,11 @@ class NodeRates:
             return form.network.reached_gb_s * 1e9
         return (form.network.gb_s if form.network else form.pcie_gb_s) * 1e9 * self.constants.network
 
-    def _latency(self, ranks: int, spread: int, passes: int) -> float:
-        hop = LATENCY if self.inside(ranks, spread) else FAR_LATENCY
-        return passes * min(ranks - 1, 2 * math.ceil(math.log2(ranks))) * hop
-
     def hop_seconds(self, size: float, spread: int) -> float:
         """Predict sending `size` bytes to the rank `spread` further; every rank of a node sends at once."""
         if not size:
             return 0.0
-        here = self.ranks_here
         rate = self.link(2)
         if spread >= self.node.gpus:
-            rate = min(rate, self.network / here)
+            rate = min(rate, self.network / self.ranks_here)
         return size / rate + FAR_LATENCY

@@ -153,21 +153,16 @@ def _buffers(work: Workload, stage: int) -> float:
         return min(parameters, AVERAGED_AT_ONCE) * (4 + work.width) if work.layout.dp > 1 else 0.0
     gathered = 0.0
     if work.zero_stage == 3:
-        gathered = min(parameters, buffers.live) if buffers.live else _two_layers(work)
+        # Two layers: the computed one, and the next, gathered ahead.
+        rows, padded, tp = work.positions, work.padded_vocab, work.layout.tp
+        one = cost.parameters_per_rank(work.model, rows, padded, tp, layers=1, first=False, last=False)
+        gathered = min(parameters, buffers.live) if buffers.live else 2 * one
     return work.width * (buffers.reduce + gathered)
 
 
 def _sums_whole_gradients(work: Workload) -> bool:
     """Check whether a rank sums all gradients in fp32 but computes them in half precision."""
     return work.zero_stage <= 1 and work.width < work.widths.gradient and work.software.states is None
-
-
-def _two_layers(work: Workload) -> float:
-    """Count the parameters of two layers: the computed one, and the next, gathered ahead."""
-    one = cost.parameters_per_rank(
-        work.model, work.positions, work.padded_vocab, work.layout.tp, layers=1, first=False, last=False
-    )
-    return 2 * one
 
 
 def _activations(work: Workload, stage: int) -> tuple[cost.StateBytes, float, float]:

@@ -6,7 +6,7 @@ micro-batches of a step, v chunks of layers per stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from launch.planning.prediction.constants import Constants
@@ -123,8 +123,9 @@ class StageTimes:
         between = self._between() * (3 + self.again) * layers
         started = software.passes.kernels * (3 + self.again) * layers * self.machine.kernel_seconds
         between = max(between, started - matrix)
-        if last:
-            between += self._loss()
+        if last:  # of the loss, three passes in fp32 over the logits and two in half precision
+            moved = self.machine.constants.traffic * 32 * work.logits
+            between += moved / (self.machine.node.gpu.memory_gb_s * 1e9)
         return MicroBatchTime(matrix, between, self._tensor() * layers, self._boundary())
 
     def _scores(self, window: int | None) -> float:
@@ -134,17 +135,13 @@ class StageTimes:
             work.model, work.tokens, work.sequence_length, work.layout.tp, window
         )
         causal = not work.model.facts.masked and window is None and not work.software.keeps_scores
-        return (0.5 if causal else 1.0) * self._attention(square)
+        seconds = self._products(square)
+        if reached := self.machine.node.gpu.attention_tflops.get(work.precision):
+            seconds = sum(product.operations for product in square) / (reached * 1e12)
+        return (0.5 if causal else 1.0) * seconds
 
     def _products(self, products: Iterable[cost.Product]) -> float:
         return sum(self.machine.product_seconds(product, self.work.precision) for product in products)
-
-    def _attention(self, square: Sequence[cost.Product]) -> float:
-        """Predict the products of attention, at its measured rate if there is one."""
-        reached = self.machine.node.gpu.attention_tflops.get(self.work.precision)
-        if reached is None:
-            return self._products(square)
-        return sum(product.operations for product in square) / (reached * 1e12)
 
     def _between(self) -> float:
         """Predict a layer's forward pass besides products: bytes over the memory's bandwidth."""
@@ -156,11 +153,6 @@ class StageTimes:
         if work.software.keeps_scores:
             moved += passes.scores * work.activations.scores
         return self.machine.constants.traffic * moved / (gpu.memory_gb_s * 1e9)
-
-    def _loss(self) -> float:
-        """Predict the loss over its logits: three passes in fp32 and two in half precision."""
-        moved = self.machine.constants.traffic * 32 * self.work.logits
-        return moved / (self.machine.node.gpu.memory_gb_s * 1e9)
 
     def _tensor(self) -> float:
         """Predict a layer's all-reduces: two forward, two backward, two recomputed.

@@ -117,15 +117,11 @@ class Templates:
             for way in ways_of(question.software):
                 path = ways.write(ways.config(way, question.base), Path(folder) / "ds_config.json")
                 for kind in sorted(kinds):
-                    self._probe(way, kind, path, exclusions)
-
-    def _probe(self, way: Way, kind: tuple[bool, bool], path: Path, exclusions: Exclusions) -> None:
-        for again in self.recomputations:
-            try:
-                self.plans[way, kind, again] = self._plan(kind, again, path)
-            except ConfigError as error:
-                exclusions.refused[way, kind] = error.problems
-                return
+                    try:
+                        for again in self.recomputations:
+                            self.plans[way, kind, again] = self._plan(kind, again, path)
+                    except ConfigError as error:
+                        exclusions.refused[way, kind] = error.problems
 
     def _plan(self, kind: tuple[bool, bool], again: Any, path: Path) -> Plan:
         """Resolve a stand-in for a kind of parallelism: refusals do not depend on the degrees."""

@@ -33,7 +33,6 @@ class Setting:
 
     Attributes:
         recipe: of the family, sequence length and precision; its shape is replaced.
-        nodes: whose GPUs all take part.
     """
 
     recipe: Recipe

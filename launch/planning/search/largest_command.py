@@ -88,18 +88,14 @@ def page(setting: Setting, found: list[LargestModel], width: int | None = None) 
     pairs = zip(found[::2], found[1::2], strict=True)  # without and with recomputation
     rows = [[_name(again), _size(kept), _size(again), _limit(setting, again)] for kept, again in pairs]
     shown.table(rows, HEADINGS, "llll")
-    shown.text(_rule(setting), NOTE)
-    return shown
-
-
-def _rule(setting: Setting) -> str:
-    rooms = largest.parameters_by_rule(setting.node).items()
+    rooms = largest.parameters_by_rule(node).items()
     rules = ", ".join(f"{parameters / 1e9:.2f} billion at {size} bytes" for size, parameters in rooms)
     said = f"the documents' rule, memory over bytes per parameter, for one GPU: {rules}"
-    if printed := largest.PRINTED_LIMITS.get(setting.node.form.gpu):
+    if printed := largest.PRINTED_LIMITS.get(node.form.gpu):
         said += f"; they print {printed / 1e9:g} billion for this GPU as the practical upper bound"
     kept = "That leaves nothing for activations; ZeRO-0 here takes 18 bytes, as its gradients are in fp32"
-    return f"{said}. {kept}"
+    shown.text(f"{said}. {kept}", NOTE)
+    return shown
 
 
 def _name(model: LargestModel) -> str:

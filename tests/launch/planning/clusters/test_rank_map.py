@@ -47,10 +47,9 @@ def test_stretches_hold_every_rank_once_and_one_stage_each(gpus):
     there = layout(2, 3, 4)
     for by_host in (False, True):
         parts = list(rank_map.stretches(there, gpus, by_host=by_host))
-        ranks = [rank for part in parts for rank in range(part.first.rank, part.last.rank + 1)]
-        assert ranks == list(range(24))
-        assert all(part.first.at.pp == part.last.at.pp for part in parts)
-        assert not by_host or all(part.first.host == part.last.host for part in parts)
+        assert [rank for first, last in parts for rank in range(first.rank, last.rank + 1)] == list(range(24))
+        assert all(first.at.pp == last.at.pp for first, last in parts)
+        assert not by_host or all(first.host == last.host for first, last in parts)
 
 
 def test_groups_that_cross_nodes_are_counted():
