@@ -5,6 +5,7 @@ Aliases (`*name`) are followed within bounds: a few bytes of them can stand for 
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,6 +81,9 @@ def parse(text: str, where: str) -> Document:
         raise YamlError(where, "not YAML", " ".join(str(error).split())) from None
 
 
+_parse_once = functools.lru_cache(maxsize=128)(parse)  # for readers, who leave the shared value as it is
+
+
 def _check_size(text: str, where: str) -> None:
     """Refuse a document too deep or too large with its aliases. Raises yaml.YAMLError if it is malformed."""
     sizes: dict[str, tuple[int, int]] = {}  # anchor -> values, depth
@@ -138,7 +142,7 @@ def _parse(text: str, where: str, kind: Any) -> Document:
 def read(path: Path, where: str) -> Document:
     """Parse the file; raises YamlError as `parse` does, and for a file that cannot be read."""
     try:
-        return parse(files.read_text(path), where)
+        return _parse_once(files.read_text(path), where)
     except files.FileError as error:
         raise RecipeError(error.problems) from None
 

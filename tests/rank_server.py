@@ -2,8 +2,8 @@
 
 The client (`RankServer.run`) talks to the server (`python rank_server.py`) in lines of JSON over its standard
 streams. A launch is one child of the server, the leader of a process group; its children are the ranks, which
-see what torchrun would tell them. DeepSpeed is not imported here: it must meet the accelerator that a script
-chooses.
+see what torchrun would tell them. DeepSpeed, and with it `modeling` and `launch`, is not imported here: it
+must meet the accelerator that a script chooses.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 PRELOADED = (
+    "data.corpus",
+    "ds_configs.resolver",
     "matplotlib.pyplot",
+    "recipes.catalog",
     "torch._inductor.compile_fx",
     "torch.distributed.run",
+    "torch.utils.cpp_extension",
     "torch.utils.tensorboard",
     "transformers",
 )

@@ -12,8 +12,6 @@ import torch
 
 from modeling import banded_attention as band
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 KERNELS = {"blocks": band.by_blocks, "dense mask": band.by_dense_mask, "chosen": band.banded_attention}
 SIZES = [  # positions, window, head size
     (1, 1, 3), (7, 3, 5), (65, 1, 8), (97, 33, 4), (129, 64, 7), (130, 129, 8), (130, 130, 8), (130, 500, 8),

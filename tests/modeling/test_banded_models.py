@@ -32,8 +32,6 @@ from modeling.layer_list import Stack
 from recipes import catalog
 from recipes.schema import Model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 BANDED = ("model.attention=[dense,banded]", "model.attention_window=24")
 
 

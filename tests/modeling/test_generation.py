@@ -34,8 +34,6 @@ from modeling.layer_list import Stack
 from modeling.past import Past
 from recipes.schema import Model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 POSITIONS, VOCAB, LAYERS = 40, 300, 4
 MODEL = Model(layers=LAYERS, hidden=32, heads=4, vocab_size=VOCAB)
 KINDS = {"dense": (), "banded": (6,) * LAYERS, "alternating": (None, 6, None, 1)}

@@ -93,8 +93,7 @@ def test_transformers_get_the_same_tokens_to_predict():
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:
     out = tmp_path_factory.mktemp("systems") / "found.json"
-    alone = {"OMP_NUM_THREADS": "1"}  # threads would wait for each other while others compute
-    done = run_ranks(1, WORKERS / "measured_systems.py", out, timeout=200, env=alone)
+    done = run_ranks(1, WORKERS / "measured_systems.py", out, timeout=200)
     assert done.returncode == 0, done.stdout
     return json.loads(out.read_text())
 
@@ -123,7 +122,6 @@ def test_the_parts_of_a_step_are_timed(found):
 
 @pytest.mark.long
 def test_systems_take_turns_in_processes_of_their_own(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     ours = Specification("ours", "ours", "default/sotu", (), True, "zero1")
     broken = Specification("broken", "nano", "bert/sotu", (), True, "zero1")
     said = []
