@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -108,3 +108,8 @@ def differences(old: Any, new: Any) -> list[tuple[str, Any, Any]]:
     before, after = dict(flatten(old)), dict(flatten(new))
     pairs = [(key, before.get(key, "absent"), after.get(key, "absent")) for key in {**before, **after}]
     return [pair for pair in pairs if pair[1] != pair[2]]
+
+
+def is_part(key: str, parts: Iterable[str]) -> bool:
+    """Check whether a dotted key is one of `parts`, or lies below one."""
+    return any(key == part or key.startswith(f"{part}.") for part in parts)

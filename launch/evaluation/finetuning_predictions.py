@@ -60,11 +60,8 @@ def logits_of(run: TrainingRun, features: Features) -> np.ndarray | None:
         own = _join(kept, steps, features.sequence_length) if speaks else None
         ranks = gathered((at.dp, own), run.grid.control_group)
         if run.grid.rank == 0:
-            by_rank = [
-                logits
-                for _, logits in sorted(((dp, x) for dp, x in ranks if x is not None), key=lambda r: r[0])
-            ]
             # Each data-parallel rank has consecutive samples of a step.
+            by_rank = [x for _, x in sorted(ranks, key=lambda rank: rank[0]) if x is not None]
             parts.append(np.concatenate(by_rank, axis=1).reshape(-1, *by_rank[0].shape[2:])[: len(chunk)])
     return np.concatenate(parts) if parts else None
 

@@ -89,7 +89,6 @@ class Runs:
     Attributes:
         out: parent directory of the runs.
         script, arguments: the command and the common arguments of all runs.
-        ranks: processes of each run.
         devices: accelerators for each simultaneous run; () for a run without a choice of devices.
     """
 

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from data.durable_files import write_atomically
 from launch.records.directory import RunDirectory
 from recipes import catalog, files
-from recipes.key_paths import differences
+from recipes.key_paths import differences, is_part
 from recipes.problems import RecipeError
 from recipes.schema import Recipe
 
@@ -70,11 +70,8 @@ def changed_from_row(name: str, recipe: Recipe) -> tuple[str, ...] | None:
         row = catalog.load(name)
     except RecipeError:
         return None
-    keys = (
-        key
-        for key, _, _ in differences(*(each.model_dump(mode="json", by_alias=True) for each in (row, recipe)))
-    )
-    return tuple(key for key in keys if any(key == part or key.startswith(f"{part}.") for part in DECISIVE))
+    both = (each.model_dump(mode="json", by_alias=True) for each in (row, recipe))
+    return tuple(key for key, _, _ in differences(*both) if is_part(key, DECISIVE))
 
 
 def keep(run: Path, pretrained: Pretrained) -> None:

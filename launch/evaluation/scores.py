@@ -46,7 +46,6 @@ class Score:
         examples, windows, tokens: documents or passages; token windows; scored targets.
         words: of the original text; None: not counted.
         limited: only a part was read (--limit).
-        broken: reasons of the examples left out.
         cut: examples longer than the window; only their end is read.
         window, stride: tokens; a cloze test has no stride.
         layout: degrees of parallelism, and what DeepSpeed shards.

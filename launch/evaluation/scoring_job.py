@@ -34,7 +34,6 @@ class ScoredModel:
 
     Attributes:
         given: its directory as the user typed it.
-        trained: its weights and its vocabulary.
         recipe: for scoring, with other batches and no dropout.
     """
 
@@ -125,7 +124,6 @@ class ScoringTask:
     """The task to score, from the flags; None: the task's default.
 
     Attributes:
-        data: a local file.
         window, stride: tokens of a window, and from one window to the next.
         limit: largest number of examples or windows.
     """

@@ -64,9 +64,8 @@ def read(file: str) -> list[Prompt]:
     if problems:
         raise files.FileError(_first(problems, str(path)))
     if not found:
-        form = (
-            f'lines of JSON, {{"{FIELD}": "text"}}' if path.suffix == JSON_LINES else "a prompt in each line"
-        )
+        form = f'lines of JSON, {{"{FIELD}": "text"}}'
+        form = form if path.suffix == JSON_LINES else "a prompt in each line"
         files.refuse(path, "holds no prompt", f"it has {form}")
     return found
 
@@ -83,10 +82,7 @@ def _field(line: str, path: Path, number: int) -> str:
 def encode(prompts: Sequence[Prompt], model: TrainedModel) -> list[EncodedPrompt]:
     """Encode all prompts. Raises ProblemsError with every prompt unfit for the model."""
     encoded = [(prompt, _tokens(prompt.text, model)) for prompt in prompts]
-    problems = [
-        problem for prompt, tokens in encoded for problem in _unfit(prompt, tokens, model)
-    ]  # of all prompts
-    if problems:
+    if problems := [each for prompt, tokens in encoded for each in _unfit(prompt, tokens, model)]:
         raise ProblemsError(_first(problems, prompts[0].where.partition(":")[0]))
     return [EncodedPrompt(prompt.text, tokens) for prompt, tokens in encoded if tokens is not None]
 
@@ -131,10 +127,8 @@ class Settings:
 
     Attributes:
         tokens: largest number after each prompt.
-        samples: per prompt.
         sampling: None takes the most likely token.
         batch: samples at a time.
-        cached: keep keys and values of earlier tokens.
     """
 
     tokens: int = CONTINUED_TOKENS
@@ -153,7 +147,6 @@ class WrittenText:
         number: of the prompt, from 0 on.
         text: the prompt with its continuation, or with its masks filled in.
         new: the continuation alone, or the tokens for the masks.
-        tokens: number of generated tokens.
         ended: reason for the end of the text; None for filled masks.
     """
 

@@ -69,7 +69,8 @@ def verdict(recipe: Recipe, memory: Memory) -> tuple[bool, str]:
         except ConfigError as error:
             refused = str(error)
             continue
-        if _fits(plan, memory):
+        room = (memory.gpu_bytes, memory.host_bytes) if memory.gpus else (memory.host_bytes,)
+        if all(needed <= there for needed, there in zip(_needed(plan, memory), room, strict=True)):
             return True, _how(recipe, dp, shared)
         too_large.append(plan)
     return False, _least(too_large, memory) if too_large else refused
@@ -95,11 +96,6 @@ def _with_dp(recipe: Recipe, dp: int) -> Recipe:
     return recipe.model_copy(
         update={"parallel": parallel, "batch": recipe.batch.model_copy(update=left_open)}
     )
-
-
-def _fits(plan: Plan, memory: Memory) -> bool:
-    room = (memory.gpu_bytes, memory.host_bytes) if memory.gpus else (memory.host_bytes,)
-    return all(needed <= there for needed, there in zip(_needed(plan, memory), room, strict=True))
 
 
 def _needed(plan: Plan, memory: Memory) -> tuple[float, ...]:

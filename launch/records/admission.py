@@ -18,7 +18,7 @@ from launch.records.facts import RunFacts
 from launch.records.metrics import Records, StepRecord, read_metrics
 from launch.records.result import OURS
 from recipes import catalog, files
-from recipes.key_paths import differences
+from recipes.key_paths import differences, is_part
 from recipes.problems import counted
 from recipes.schema import Recipe
 
@@ -178,9 +178,11 @@ def _refuse_other_recipe(directory: RunDirectory, changed: Sequence[catalog.Chan
     keys = {key for key, _, _ in changed}
     found = "; ".join(way for key, way in ways.items() if key in keys)
     other = f" ({found})" if found else ""
+    differ = "".join(f"\n  {key}: {old} -> {new}" for key, old, new in changed)
     raise RunDirectoryError(
         f"{directory.path} holds a run of another recipe, and a run is never overwritten: name another "
-        f"directory with --out, or give these keys the values that are there{other}. {_list_changes(changed)}"
+        f"directory with --out, or give these keys the values that are there{other}. They differ in "
+        f"(there -> now):{differ}"
     )
 
 
@@ -188,8 +190,8 @@ def _notices_of_changes(saved: Plan, plan: Plan, of_recipe: Sequence[catalog.Cha
     """Return notices of all differences between this launch and the one before."""
     # Through JSON, since a saved plan has lists where a new one has tuples.
     there, now = (json.loads(json.dumps(plan_to_json(each))) for each in (saved, plan))
-    facts = [change for change in differences(there, now) if _is_part_of(change[0], CHANGEABLE_FACTS)]
-    facts += [change for change in of_recipe if not _is_part_of(change[0], (*SHOWN_BY_PLAN, *REMARKS))]
+    facts = [change for change in differences(there, now) if is_part(change[0], CHANGEABLE_FACTS)]
+    facts += [change for change in of_recipe if not is_part(change[0], (*SHOWN_BY_PLAN, *REMARKS))]
     notices = [f"resumed with {key}: {old} -> {new}" for key, old, new in facts]
     if config := differences(there["ds"], now["ds"]):
         listed = "; ".join(f"{key}: {old} -> {new}" for key, old, new in config)
@@ -209,10 +211,6 @@ def _other_masks(saved: Plan, plan: Plan) -> bool:
     dropout = plan.recipe.dropout
     every = own == other == OURS and not dropout.attention
     return (own != other or saved.layout != plan.layout) and not every and any(dict(dropout).values())
-
-
-def _is_part_of(key: str, parts: Sequence[str]) -> bool:
-    return key.split(".")[0] in parts
 
 
 def _lock(path: Path) -> Lock:
@@ -236,8 +234,3 @@ def _make(path: Path) -> None:
         raise RunDirectoryError(f"{path} cannot be made ({error.strerror}): {fix}") from None
     if not os.access(path, os.W_OK):
         raise RunDirectoryError(f"{path} is not writable for you: {fix}")
-
-
-def _list_changes(changes: Sequence[catalog.Change]) -> str:
-    lines = (f"\n  {key}: {old} -> {new}" for key, old, new in changes)
-    return f"They differ in (there -> now):{''.join(lines)}"

@@ -12,7 +12,7 @@ from ds_configs.jsonfile import ConfigError, find, read
 from ds_configs.known_keys import lookup
 from ds_configs.plan import ANY_GPU, Plan
 from ds_configs.sections import zero
-from recipes.key_paths import differences
+from recipes.key_paths import differences, is_part
 from recipes.layout import Layout
 from recipes.schema import Recipe
 
@@ -33,7 +33,6 @@ class Incomparable:
     Attributes:
         reason: "tiny": another model; "unreadable": one of the recipes cannot be read; "other": other work by
             `keys`; "emulated": fp16 on a CPU.
-        keys: keys of the recipe with other values.
         sharding: sharding and offload of the run and of the row's ds_config, if "ds_config" is in `keys`.
     """
 
@@ -70,7 +69,7 @@ def changed_work(row: Recipe, run: Recipe) -> list[str]:
     """Return the keys in which the recipes differ in their amount of work."""
     both = (recipe.compared() for recipe in (row, run))
     keys = [key for key, _, _ in differences(*both)]
-    return [key for key in keys if any(key == part or key.startswith(f"{part}.") for part in SAME_WORK)]
+    return [key for key in keys if is_part(key, SAME_WORK)]
 
 
 def changed_degrees(row: Recipe, layout: Layout) -> list[str]:

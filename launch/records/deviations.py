@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -11,7 +11,7 @@ from pydantic import Field
 from ds_configs.plan import Plan
 from launch.records.comparability import short_name
 from launch.records.facts import RunFacts
-from recipes.key_paths import flatten
+from recipes.key_paths import flatten, is_part
 from recipes.layout import share_batch
 from recipes.problems import Problem
 from recipes.schema import Recipe
@@ -58,7 +58,6 @@ class Deviation:
     Attributes:
         kind: key of `SENTENCES`.
         key: of the recipe; for "status" the status, for "notice" the notice's key.
-        was: the recipe's value.
         is_: the run's value, or a remark on it.
     """
 
@@ -91,7 +90,7 @@ def _differences(run: RunFacts, steps: int) -> Iterator[Deviation]:
     yield from _changed_layout(reference, plan, tiny)
     for kind, texts in (("differs", recipe.differs), ("unknown", recipe.unknown)):
         for key, text in texts.items():
-            if not (tiny and (key == "model" or _belongs(key, REPLACED))):
+            if not (tiny and (key == "model" or is_part(key, REPLACED))):
                 yield Deviation(kind, key, is_=text)
     if reference.hardware:
         yield Deviation("hardware", "hardware", str(reference.hardware), run.hardware)
@@ -109,9 +108,9 @@ def _changed_fields(original: Recipe, recipe: Recipe, tiny: bool) -> Iterator[De
     own, small, used = (_fields(each) for each in (original, shrink(original) if tiny else original, recipe))
     for key in {**own, **small, **used}:
         written, shrunk, value = (fields.get(key, "absent") for fields in (own, small, used))
-        if _belongs(key, NO_DEVIATION):
+        if is_part(key, NO_DEVIATION):
             continue
-        if written != shrunk and _belongs(key, SHRUNK):
+        if written != shrunk and is_part(key, SHRUNK):
             if value != shrunk:
                 yield Deviation("shrunk", key, shrunk, value)
         elif value != written:
@@ -123,10 +122,6 @@ def _fields(recipe: Recipe) -> dict[str, Any]:
     fields = recipe.compared()
     fields["schedule"]["decay_steps"] = recipe.decay_steps  # null means the same schedule
     return dict(flatten(fields))
-
-
-def _belongs(key: str, parts: Sequence[str]) -> bool:
-    return any(key == part or key.startswith(f"{part}.") for part in parts)
 
 
 def _changed_layout(reference: Recipe, plan: Plan, tiny: bool) -> Iterator[Deviation]:

@@ -46,7 +46,6 @@ class Launch:
 
     Attributes:
         started: local time, as "2026-07-01T10:00:00+0000".
-        recipe: table/row as the user names it.
         plan: facts of the plan, without recipe and DeepSpeed configuration.
         machine: `description.describe()`.
     """

@@ -69,7 +69,7 @@ class SaveOutcome:
         blocking_seconds: time in which rank 0 could not train.
         seconds: from the beginning until the checkpoint has its final name.
         background: training went on while rank 0 wrote.
-        problem: the reason for no checkpoint; None: it is complete.
+        problem: None: the checkpoint is complete.
     """
 
     step: int
@@ -102,7 +102,6 @@ class TaskScore:
 
     Attributes:
         metrics: by name, in shares of 1; none if labels are hidden.
-        examples: number of predicted examples.
         broken: number of examples that could not be predicted.
         files: files of the submission, in RUN/predictions/SPLIT.
     """
@@ -127,7 +126,6 @@ class RunFacts:
         name: name of the recipe, table/row as the user names it.
         machine: `description.describe()`.
         original: the recipe before --tiny, --set and --steps; None: the plan's.
-        data: the corpus' summary.
         band_kernel: the kernel of banded layers; None: all layers are dense.
     """
 
@@ -155,10 +153,7 @@ class Ending:
     Attributes:
         status: "ok", or the cause of the end ("interrupted", "OOM", "diverged", "not saved": its last
             checkpoint could not be written); "saving": it is at its last checkpoint.
-        reason: the reason for the status.
         peaks: peaks of all ranks; None: only rank 0's are known.
-        sample: text of the trained model.
-        task_scores: scores of a fine-tuned model.
     """
 
     status: str = "ok"

@@ -41,16 +41,13 @@ class StepRecord:
 
     Attributes:
         loss: nats per token, mean over the global batch; None: not finite.
-        skipped: the loss scaler dropped the update.
         seconds: wall time of the step, with its wait for the batch.
-        data_seconds: wait for the batch.
         launch_step: the step's number within its launch, from 1.
         peak_memory_bytes: rank 0's peak so far, of the memory `memory_kind`
             (`launch.machine.memory.peak_memory`).
         rank_seconds_min, rank_seconds_median, rank_seconds_max, slowest_rank: busy seconds of the ranks
             (`launch.records.facts.RankSeconds`); None in a run of one rank.
         samples_per_s, tokens_per_s: over all ranks; tflops, exact_tflops: per rank.
-        time: seconds since the epoch.
     """
 
     step: int
@@ -319,6 +316,5 @@ def truncate(path: Path, step: int) -> None:
 def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield number, from 1, and bytes of each line, without a torn last one."""
     if path.exists():
-        yield from (
-            (number, line) for number, line in files.lines_of(path, MOST_LINE) if line.endswith(b"\n")
-        )
+        lines = files.lines_of(path, MOST_LINE)
+        yield from ((number, line) for number, line in lines if line.endswith(b"\n"))

@@ -28,7 +28,6 @@ class Surroundings:
         data: the corpus' summary; None: not known yet.
         started: number of processes of this launch; None: not to be compared with the plan.
         memory: memory of a process in words; None: its model states are counted.
-        more: further lines at the end.
     """
 
     hardware: str
@@ -92,11 +91,8 @@ def describe_precision(plan: Plan) -> str:
     over_ranks = plan.ds.get("communication_data_type")
     sums = ((over_batches, "micro-batches"), (over_ranks, "data-parallel ranks"))
     longer = [what for dtype, what in sums if dtype == "fp32" and plan.precision != "fp32"]
-    return (
-        f"{plan.precision}, gradients summed over {' and '.join(longer)} in fp32"
-        if longer
-        else plan.precision
-    )
+    summed = f", gradients summed over {' and '.join(longer)} in fp32" if longer else ""
+    return f"{plan.precision}{summed}"
 
 
 def describe_states(plan: Plan) -> str:

@@ -94,19 +94,16 @@ class Recorder(SilentRecorder):
         self.directory.close()
 
     def say(self, text: str) -> None:
-        """Record and show one line of text."""
         self._write(Note(self._step, text, time.time()))
         self._screen.line(text)
 
     def mark(self, part: str) -> None:
-        """Mark the end of a part of the start."""
         if self._clock:
             self._clock.mark(part)
 
     def step(
         self, step: int, outcome: StepOutcome, seconds: float, waited: float, ranks: RankSeconds | None = None
     ) -> None:
-        """Record a completed optimizer step; its `seconds` include those `waited` for the batch."""
         assert step == self._step + 1, f"step {step} follows step {self._step}: the first completed step is 1"
         self._step = step
         compared: dict[str, Any] = {}
@@ -125,7 +122,7 @@ class Recorder(SilentRecorder):
             grad_norm=finite(outcome.grad_norm),
             loss_scale=finite(outcome.loss_scale),
             data_seconds=waited,
-            **vars(self._throughput.rates(seconds)),
+            **self._throughput.rates(seconds),
             **compared,
             parts=finite_parts(outcome.parts),
             time=time.time(),
@@ -145,7 +142,6 @@ class Recorder(SilentRecorder):
             self._screen.line(str(start))
 
     def validation(self, step: int, outcome: Validation, kind: str = "validation") -> None:
-        """Record the loss on held-out text."""
         parts, loss = finite_parts(outcome.parts), finite(outcome.loss)
         record = ValidationRecord(step, loss, parts, time.time(), "test" if kind == "test" else "validation")
         self._write(record)
@@ -160,7 +156,6 @@ class Recorder(SilentRecorder):
         self._write_result(Ending("saving", reason, peaks))
 
     def save(self, saved: SaveOutcome) -> None:
-        """Record a checkpoint, or a failed one."""
         self._write(SaveRecord(**vars(saved), time=time.time()))
         per_second = saved.bytes / saved.seconds
         for name, value in (("blocking_seconds", saved.blocking_seconds), ("bytes_per_second", per_second)):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -31,10 +31,11 @@ from launch.records.metrics import (
     ValidationRecord,
     stretches,
 )
-from launch.records.throughput import WARMUP_STEPS, SteadySeconds, Throughput, steady_seconds
+from launch.records.throughput import WARMUP_STEPS, Throughput, steady_seconds
 from modeling import cost
 from recipes import files
 from recipes.layout import Layout
+from recipes.problems import counted
 from recipes.schema import Model, Published
 
 OURS = "megarecipes"  # as model.implementation names it
@@ -95,7 +96,8 @@ class Speed:
     @property
     def measured_over(self) -> str:
         """The steps behind the median, in words."""
-        return str(SteadySeconds(self.seconds_per_step or 0.0, self.steps, self.left_out))
+        left_out = f", the first {self.left_out} of each launch left out" if self.left_out else ""
+        return f"median of {counted(self.steps, 'step')}{left_out}"
 
 
 @dataclass(frozen=True)
@@ -128,17 +130,13 @@ class Result:
     Attributes:
         recipe: table/row as the user names it.
         implementation: source of modules and loop: ours, or "transformers" with its version.
-        status: "ok", or the cause of the end ("interrupted", "OOM", "diverged", "not saved": its last
-            checkpoint could not be written); "saving": it is at its last checkpoint.
-        reason: the reason for the status.
+        status, reason, sample, task_scores: as in `Ending`.
         emulated_fp16: fp16 on a CPU, whose speed means nothing.
         parameters_summed_over_tp_ranks: a model's size as Megatron-LM prints it, with duplicates and padding.
         steps: optimizer steps, including `skipped_steps` that the loss scaler skipped.
         not_comparable: the reason for no ratios; None also if nothing was published.
         banded_attention_kernel: the kernel of banded layers; None: all layers are dense.
         start: parts of the last launch with a step.
-        task_scores: scores of a fine-tuned model.
-        loss_per: unit of the losses, such as "token".
     """
 
     recipe: str
@@ -199,6 +197,8 @@ def make_result(run: RunFacts, records: Records, ending: Ending) -> Result:
     stated += [Deviation("otherwise", str(each), is_=str(each.how or NOT_RECORDED)) for each in others]
     stated += [Deviation("measured", str(measured_over), is_=str(measured_over.how))] if elsewhere else []
     other = not_comparable(run.original or recipe, plan, tiny=run.tiny, emulated_fp16=run.emulated_fp16)
+    tp = plan.layout.tp
+    per_rank = cost.parameters_per_rank(recipe.model, recipe.positions, plan.padded_vocab, tp)
     measured = Result(
         recipe=run.name,
         status=ending.status,
@@ -215,7 +215,7 @@ def make_result(run: RunFacts, records: Records, ending: Ending) -> Result:
         activation_checkpointing=recipe.activation_checkpointing,
         sequence_parallel=recipe.parallel.sequence,
         parameters=cost.parameters(recipe.model, recipe.positions),
-        parameters_summed_over_tp_ranks=_summed_parameters(plan),
+        parameters_summed_over_tp_ranks=tp * per_rank,
         steps=last,
         skipped_steps=sum(record.skipped for record in steps),
         losses=Losses(_training_loss(steps), _last(records.validations), _last(records.tests)),
@@ -265,11 +265,6 @@ def implementation(model: Model) -> str:
     return OURS if own else f"{model.implementation} {metadata.version(model.implementation)}"
 
 
-def _summed_parameters(plan: Plan) -> int:
-    recipe, tp = plan.recipe, plan.layout.tp
-    return tp * cost.parameters_per_rank(recipe.model, recipe.positions, plan.padded_vocab, tp)
-
-
 def _training_loss(steps: Sequence[StepRecord]) -> TrainingLoss:
     last = steps[-LAST_STEPS:]
     if not last:
@@ -290,18 +285,17 @@ def _last(records: Sequence[ValidationRecord]) -> HeldOutLoss | None:
 
 def _speed(plan: Plan, steps: Sequence[StepRecord], elsewhere: bool) -> Speed:
     """Return the rates; `elsewhere`: the steps had other settings than the plan, use their own rates."""
-    steady = steady_seconds(steps)
-    if steady is None:
+    if (steady := steady_seconds(steps)) is None:
         return Speed()
-    rates: Mapping[str, float | None] = vars(Throughput(plan).rates(steady.seconds))
+    rates = Throughput(plan).rates(steady[0])
     if elsewhere:
         own = {name: getattr(steps[-1], name) for name in rates}
-        share = steps[-1].seconds / steady.seconds
+        share = steps[-1].seconds / steady[0]
         rates = {name: None if value is None else value * share for name, value in own.items()}
     late = [record for record in steps if record.launch_step > WARMUP_STEPS] or steps
     total = math.fsum(record.seconds for record in late)
     waited = math.fsum(record.data_seconds for record in late) / total if total else None
-    return Speed(steady.seconds, steady.steps, steady.left_out, waited, **rates)
+    return Speed(*steady, waited, **rates)
 
 
 def write_result(path: Path, result: Result) -> None:

@@ -14,11 +14,7 @@ from data.text.vocabulary import vocabulary_digest
 from recipes.files import FileError, read_json_object, read_text, refuse
 
 FOLDER = "tokenizer"
-VOCABULARY_FILES = (
-    "tokenizer.json",
-    "vocab.json",
-    "vocab.txt",
-)  # files next to weights, the first one counts
+VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")  # next to weights; the first one counts
 MOST_VOCABULARY = 64 * 2**20  # bytes; a quarter of a million tokens take 17 MB
 RESTORE = "restore it from a copy of the run"
 

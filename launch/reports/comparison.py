@@ -160,7 +160,7 @@ def incomparable(a: Run, b: Run) -> str | None:
     changed = [
         f"{key}: {_text(one)} / {_text(other)}"
         for key, one, other in key_paths.differences(*both)
-        if f"{key}.".startswith(tuple(f"{part}." for part in SAME_TEXT)) and not key.startswith(same)
+        if key_paths.is_part(key, SAME_TEXT) and not key.startswith(same)
     ]
     if changed:
         return f"{beginning}, other data, vocabulary or objective ({', '.join(changed)})"
@@ -202,7 +202,8 @@ def cautions(a: Run, b: Run) -> Iterator[str]:
 
 def curve_findings(a: Run, b: Run) -> Iterator[str]:
     """Yield the step at which two loss curves part, and the largest difference."""
-    tolerance = max(map(_rounding, (a, b)))
+    precisions = (run.result.precision or (run.recipe.precision if run.recipe else "fp32") for run in (a, b))
+    tolerance = max(ROUNDING.get(precision, ROUNDING["fp32"]) for precision in precisions)
     for name, what in (("training", "step"), ("validation", "validation")):
         first, second = dict(getattr(a, name)), dict(getattr(b, name))
         apart = differences(getattr(a, name), getattr(b, name))
@@ -250,12 +251,6 @@ def _change(first: float | None, value: float | None, kind: str) -> str:
     if kind == "ratio":
         return numbers.ratio(value / first)
     return f"{value - first:+,}" if isinstance(value - first, int) else f"{value - first:+.4g}"
-
-
-def _rounding(run: Run) -> float:
-    """Return the relative rounding error of the run's precision."""
-    precision = run.result.precision or (run.recipe.precision if run.recipe else "fp32")
-    return ROUNDING.get(precision, ROUNDING["fp32"])
 
 
 def _text(value: Any) -> str:

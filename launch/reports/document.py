@@ -90,7 +90,6 @@ class Document:
     """A whole report.
 
     Attributes:
-        problems: files that could not be read.
         notes: omissions and their reasons.
         scores: of runs, published models, and fine-tuned models without a row.
     """

@@ -60,7 +60,6 @@ class Entry:
     """A row, alone or with one run of it.
 
     Attributes:
-        run: None if the row was not run.
         compared: the run's numbers next to the published ones; empty where nothing was published.
         incomparable: the reason why there are no ratios.
         memory: words about an out-of-memory error, published or measured; such a run has no ratios.
@@ -88,9 +87,8 @@ class Entry:
             return "tiny"
         if row is None or run.recipe is None:
             return "unknown"
-        return (
-            "other" if any(key.startswith(OTHER_MODEL) for key in changed_work(row, run.recipe)) else "full"
-        )
+        changed = any(key.startswith(OTHER_MODEL) for key in changed_work(row, run.recipe))
+        return "other" if changed else "full"
 
     @property
     def ratios(self) -> dict[str, float]:
@@ -152,9 +150,8 @@ def entry_of(row: PublishedRow, run: Run) -> Entry:
     if why := not_comparable(row.recipe, run.plan, tiny=run.tiny, emulated_fp16=run.result.emulated_fp16):
         return Entry(row, run, incomparable=why)
     if run.status == OOM:
-        return Entry(
-            row, run, memory=f"OOM, {'as published' if row.published.oom else 'published as running'}"
-        )
+        how = "as published" if row.published.oom else "published as running"
+        return Entry(row, run, memory=f"OOM, {how}")
     if row.published.oom:
         return Entry(row, run, memory=f"published as OOM; this run: {run.status}")
     return Entry(row, run, compare_with(row.published, run.result, comparable=True))

@@ -16,7 +16,7 @@ from launch.reports.frames import Frame
 from launch.reports.runs import Run
 from launch.reports.tables import PublishedRow
 from recipes import catalog
-from recipes.schema import Downstream, Published, Recipe, TaskName
+from recipes.schema import Published, Recipe, TaskName
 from recipes.tasks import TASKS
 
 NOT_RUN, NOT_SCORED = "not run", "not scored"
@@ -65,7 +65,6 @@ class FinetunedModel:
     """A fine-tuned model, or several models of one task.
 
     Attributes:
-        label: of the run, or of the directory of several runs.
         kind: one run, the median of seeds, or an ensemble of seeds; `models`: their number.
         scores: split -> metric -> share of 1.
         own_files: trained on the user's files instead of the hub's data set.
@@ -133,12 +132,13 @@ class FinetunedLine:
     def cells(self) -> tuple[str, ...]:
         """Return the line as text in the columns of HEADINGS."""
         compared = f"not compared: {self.why_not}" if self.why_not else ""
+        without = NOT_SCORED if self.finetuned else NOT_RUN
         return (
             self.row.name,
             TASKS[self.figure.task].title.split(",")[0],
             self.figure.name,
-            _percent(self.published, "not published"),
-            _percent(self.measured, NOT_SCORED if self.finetuned else NOT_RUN),
+            "not published" if self.published is None else percent(self.published),
+            without if self.measured is None else percent(self.measured),
             compared if self.ratio is None else ratio(self.ratio),
             self.finetuned.how if self.finetuned else "",
         )
@@ -241,7 +241,9 @@ def _lines_of(
 ) -> Iterator[FinetunedLine]:
     """Yield the lines of one figure. `finetuned`: models of the row's weights, on any task."""
     published = row.published
-    printed = _printed(published.downstream, figure) if published else None
+    of_task = getattr(published.downstream, figure.task, None) if published else None
+    percent = getattr(of_task, figure.key, None)
+    printed = None if percent is None else round(percent / PERCENT, 6)
     own = [each for each in finetuned if each.task == figure.task]
     for each in own:
         why_not = ", ".join(_why_not(each, published)) if published and printed is not None else ""
@@ -250,13 +252,6 @@ def _lines_of(
             yield line
     if printed is not None and not own:
         yield FinetunedLine(row, figure, printed, None)
-
-
-def _printed(downstream: Downstream | None, figure: Figure) -> float | None:
-    """Return the published score as a share of 1."""
-    of_task = getattr(downstream, figure.task, None)
-    percent = getattr(of_task, figure.key, None)
-    return None if percent is None else round(percent / PERCENT, 6)
 
 
 def _why_not(finetuned: FinetunedModel, published: Published) -> Iterator[str]:
@@ -277,10 +272,6 @@ def _why_not(finetuned: FinetunedModel, published: Published) -> Iterator[str]:
         yield "fine-tuning was cut short (--steps)"
     if bool(published.ensemble) != (finetuned.kind == "ensemble"):
         yield "published of models that answer together" if published.ensemble else "published of one model"
-
-
-def _percent(share: float | None, without: str) -> str:
-    return without if share is None else percent(share)
 
 
 def percent(share: float) -> str:

@@ -12,8 +12,6 @@ class Frame:
 
     Attributes:
         kinds: of the columns: "name", "text", "number", "change" or "words" (with line breaks in HTML).
-        title, note: text above the table.
-        style: CSS class of the table.
     """
 
     headings: tuple[str, ...]

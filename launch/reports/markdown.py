@@ -14,10 +14,8 @@ from launch.reports.remarks import Remark
 
 MARKER = "<!-- written by megarecipes: launch/report.py -->"
 DAGGER = "†"  # marks a row with errata
-SCALES: dict[Scale | None, str] = {
-    "tiny": "**TINY** ",
-    "other": "**OTHER MODEL** ",
-}  # text in front of a run's status
+# Text in front of a run's status.
+SCALES: dict[Scale | None, str] = {"tiny": "**TINY** ", "other": "**OTHER MODEL** "}
 
 
 def write(document: Document) -> str:

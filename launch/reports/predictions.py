@@ -43,7 +43,6 @@ class PredictionLine:
         seconds: per step; derived from samples/s or TFLOPS where a row prints no time.
         oom, predicted_oom: memory did not suffice, or is predicted not to suffice.
         mfu: share of the peak rate, without recomputation (Chowdhery et al. 2022, appendix B).
-        left: share of free memory.
         normalised: samples/s times parameters, relative to the smallest model on as many GPUs.
         scaling: TFLOPS per GPU, relative to the line with the fewest GPUs.
     """
@@ -156,10 +155,11 @@ def _as_their_system(recipe: Recipe) -> Forecast | None:
 
 def _of_run(name: str, run: Run) -> PredictionLine:
     result, seconds = run.result, run.result.speed.seconds_per_step
+    machine = ", ".join(str(run.machine.get(key)) for key in ("accelerator", "cpu", "cores"))
     line = PredictionLine(
         name,
         run.full_label,
-        where="" if run.tiny else _machine(run),
+        where="" if run.tiny else f"run on {machine}",
         # Processes that share cores are no GPUs.
         gpus=result.layout.world if result.layout and run.machine.get("accelerators") else None,
         parameters=result.parameters,
@@ -211,10 +211,6 @@ def _available(plan: Plan, machine: Mapping[str, Any]) -> float | None:
         return float(each) * 1e9
     whole = machine.get("memory_gb")
     return None if whole is None else float(whole) * 1e9 / plan.layout.world
-
-
-def _machine(run: Run) -> str:
-    return "run on " + ", ".join(str(run.machine.get(key)) for key in ("accelerator", "cpu", "cores"))
 
 
 def _compared(lines: Sequence[PredictionLine]) -> Iterator[PredictionLine]:

@@ -144,9 +144,7 @@ def read_run(path: Path, label: str, original_of: Callable[[str], Recipe | None]
 
 def _continued(records: Records, result: Result) -> bool:
     """Check whether the run continued after the result; with broken lines, fewer steps are no sign of it."""
-    if not records.steps:
-        return False
-    last = records.steps[-1].step
+    last = records.steps[-1].step if records.steps else result.steps
     return last > result.steps if records.broken else last != result.steps
 
 

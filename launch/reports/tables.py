@@ -30,7 +30,6 @@ class PublishedRow:
     Attributes:
         cells: the source's text, one cell per column.
         recipe: None where the YAML is no valid recipe.
-        errata: errors in the printed numbers.
         no_recipe: the reason why the source's row has no recipe here.
     """
 

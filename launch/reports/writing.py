@@ -20,12 +20,8 @@ from launch.reports.search import is_run
 
 FOLDER = Path(__file__).resolve().parent
 PAGE_MARKER = '<meta name="generator" content="megarecipes launch/report.py">'
-STATUS_CLASSES = {
-    "measured": "good",
-    "not run": "idle",
-    "unfinished": "idle",
-    "saving": "idle",
-}  # others: bad
+# Status -> CSS class; others: bad.
+STATUS_CLASSES = {"measured": "good", **dict.fromkeys(("not run", "unfinished", "saving"), "idle")}
 
 
 def page(document: Document) -> str:
@@ -89,9 +85,8 @@ def check(directory: Path) -> list[str]:
 
 def write(document: Document, directory: Path) -> list[Path]:
     """Write the three files and return their paths."""
-    texts = {
-        directory / name: form(document) for name, (form, _) in FORMS.items()
-    }  # all texts, before any file is replaced
+    # All texts, before any file is replaced.
+    texts = {directory / name: form(document) for name, (form, _) in FORMS.items()}
     directory.mkdir(parents=True, exist_ok=True)
     for path, text in texts.items():
         write_atomically(path, text)

@@ -19,7 +19,7 @@ from modeling import cost
 from recipes import catalog, files
 from recipes.families import FAMILIES
 from recipes.problems import Problem, ProblemsError, RecipeError, counted, did_you_mean
-from recipes.schema import Hardware, Published, Recipe
+from recipes.schema import Published, Recipe
 from recipes.tables import Table, read_table
 
 MEASURED = {  # of a row, as its line says them
@@ -138,21 +138,21 @@ def catalog_rows(tables: Sequence[str] = ()) -> list[ListedRecipe]:
 def select(rows: Sequence[ListedRecipe], args: argparse.Namespace) -> list[ListedRecipe]:
     """Return the rows that pass all filters."""
     least, most = args.gpus or (0, 0)
+    wanted = _letters(args.hardware)
 
     def passes(row: ListedRecipe) -> Iterator[bool]:
         recipe = row.recipe
         yield not args.family or recipe.model.family == args.family
         yield not args.gpus or any(least <= count <= most for count in (row.gpus, row.processes) if count)
-        yield not args.hardware or _matches_hardware(recipe.hardware, args.hardware)
+        yield not args.hardware or (recipe.hardware is not None and wanted in _letters(recipe.hardware))
         yield not args.published or row.table.published
         yield not args.oom or (recipe.published is not None and recipe.published.oom)
 
     return [row for row in rows if all(passes(row))]
 
 
-def _matches_hardware(hardware: Hardware | None, text: str) -> bool:
-    plain, wanted = (re.sub(r"[^a-z0-9]+", "", str(part).lower()) for part in (hardware, text))
-    return hardware is not None and wanted in plain
+def _letters(name: object) -> str:
+    return re.sub(r"[^a-z0-9]+", "", str(name).lower())
 
 
 def as_text(rows: Sequence[ListedRecipe], memory: Memory | None = None, width: int | None = None) -> str:

@@ -18,7 +18,6 @@ class Printed:
     """A number as printed by a document.
 
     Attributes:
-        text: word for word.
         value: the number, in the unit that it is compared in.
         half: half a unit of its last printed digit: what rounding can have hidden.
     """

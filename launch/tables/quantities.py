@@ -101,8 +101,14 @@ def sizes(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
         why = "no module of this layout can be built: tp does not divide the heads"
         yield row.not_checkable("parameters", why)
         return
-    counted, published = counts(row.recipe), row.published
-    yield _modules(row, counted)
+    counted, published, expected = counts(row.recipe), row.published, arithmetic(row.recipe)
+    # Rank by rank; a disagreement is this project's mistake, never a source's.
+    pairs = enumerate(zip(counted.held, expected.held, strict=True))
+    wrong = [f"stage {stage}: {got} for {want}" for stage, (got, want) in pairs if got != want]
+    found = "; ".join(wrong[:2]) or f"once {counted.once}, layers {set(counted.layers)}"
+    if counted == expected:
+        found = f"{counted.once} on {sum(map(len, counted.held))} ranks"
+    yield row.compare("modules against cost.py", expected.once, found, counted == expected)
     if published.parameters is not None:
         yield _to_the_unit(row, "parameters", published.parameters, counted, 1)
     if published.parameters_per_rank is not None:
@@ -116,17 +122,6 @@ def sizes(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
             computed, size = PARTS[part](counted), _size(str(printed))
             how = agreement(size, computed)
             yield row.compare(f"parameters, {part}", printed, computed, how and f"{how}: {document.source}")
-
-
-def _modules(row: PublishedRow, counted: RankCounts) -> Check:
-    """Compare rank by rank; a disagreement is this project's mistake, never a source's."""
-    expected = arithmetic(row.recipe)
-    pairs = enumerate(zip(counted.held, expected.held, strict=True))
-    wrong = [f"stage {stage}: {got} for {want}" for stage, (got, want) in pairs if got != want]
-    found = "; ".join(wrong[:2]) or f"once {counted.once}, layers {set(counted.layers)}"
-    if counted == expected:
-        found = f"{counted.once} on {sum(map(len, counted.held))} ranks"
-    return row.compare("modules against cost.py", expected.once, found, counted == expected)
 
 
 def _to_the_unit(row: PublishedRow, quantity: str, printed: int, counted: RankCounts, ranks: int) -> Check:
@@ -337,9 +332,8 @@ def time_over_micro_batches(row: PublishedRow, source: PublishedTable) -> Iterat
 def _alike(row: PublishedRow, source: PublishedTable) -> list[PublishedRow]:
     """Return the other rows, different in at most the micro-batch."""
     same = configuration(row, but_micro=True)
-    return [
-        other for other in source.rows if other is not row and configuration(other, but_micro=True) == same
-    ]
+    others = (other for other in source.rows if other is not row)
+    return [other for other in others if configuration(other, but_micro=True) == same]
 
 
 def _with_larger_micro(row: PublishedRow, source: PublishedTable) -> list[PublishedRow]:

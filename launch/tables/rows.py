@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from launch.tables.printed import Printed
+from recipes.key_paths import is_part
 from recipes.problems import Problem, RecipeError
 from recipes.schema import Published, Recipe
 from recipes.tables import Table
@@ -144,7 +145,6 @@ class Line:
         return cell.text if cell else ""
 
     def value(self, key: str) -> Any:
-        """Return the value of a dotted key; None if it is not stated."""
         return value_of(self, key)
 
     def compare(self, quantity: str, printed: object, computed: object, how: str | bool | None) -> Check:
@@ -213,7 +213,7 @@ def value_of(model: Any, key: str) -> Any:
 
 def related(key: str, name: str) -> bool:
     """Check whether two dotted keys are the same, or one contains the other."""
-    return key == name or key.startswith(f"{name}.") or name.startswith(f"{key}.")
+    return is_part(key, [name]) or is_part(name, [key])
 
 
 def published_rows(tables: Sequence[Table]) -> list[PublishedRow]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import prod
+from typing import Any
 
 from launch.tables import transcription
 from launch.tables.evidence import PublishedTable
@@ -54,9 +55,8 @@ def _trained_tokens(line: Line, own: Sequence[Line]) -> Iterator[Check]:
     printed, smallest = Printed.read(f"{ratio:g}"), own[0].pretraining if own else None
     assert printed
     if line.pretraining is None or smallest is None:
-        yield line.not_checkable(
-            "trained tokens", "no source gives the length of its pretraining", printed.text
-        )
+        why = "no source gives the length of its pretraining"
+        yield line.not_checkable("trained tokens", why, printed.text)
         return
     computed = prod(line.pretraining) / prod(smallest)
     ours, least = (f"{steps:,} x {batch} x {length}" for steps, batch, length in (line.pretraining, smallest))
@@ -68,7 +68,8 @@ def _race(line: Line) -> Iterator[Check]:
     """Check that the accuracy is the mean of its parts by their questions."""
     race = line.value("published.downstream.race")
     if race and race.middle is not None and race.high is not None:
-        whole, *parts = (_tenths(value) for value in (race.accuracy, race.middle, race.high))
+        values = (race.accuracy, race.middle, race.high)  # printed with one decimal
+        whole, *parts = (printed for value in values if (printed := Printed.read(f"{value:.1f}")))
 
         def mean(middle: float, high: float) -> float:
             return (RACE_TEST[0] * middle + RACE_TEST[1] * high) / sum(RACE_TEST)
@@ -77,13 +78,6 @@ def _race(line: Line) -> Iterator[Check]:
         questions = f"{RACE_TEST[0]} x {race.middle} + {RACE_TEST[1]} x {race.high}"
         said = f"({questions}) / {sum(RACE_TEST)} = {computed:.2f}"
         yield line.compare("RACE, of middle and high", whole.text, said, how)
-
-
-def _tenths(value: float) -> Printed:
-    """Return a score with one decimal, as in the tables."""
-    printed = Printed.read(f"{value:.1f}")
-    assert printed
-    return printed
 
 
 def _squad(line: Line) -> Iterator[Check]:
@@ -113,6 +107,5 @@ def _monotonic(lines: Sequence[Line]) -> Iterator[Check]:
                 yield larger.compare(f"size, {name}", after, f"above {before}, of {smaller.name}", how)
 
 
-def _score(line: Line, name: str) -> float | None:
-    score: float | None = line.value(f"published.downstream.{name}")
-    return score
+def _score(line: Line, name: str) -> Any:
+    return line.value(f"published.downstream.{name}")

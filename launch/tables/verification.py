@@ -41,12 +41,10 @@ class Report:
     """The result of a verification.
 
     Attributes:
-        checks: in the order of tables and rows.
         errata: each explanation, which several tables may share, and the disagreements that it explains.
         stale: disagreements of the errata that are none any more.
         repeated: how far the times of one configuration lie apart.
         texts: what the documents' texts get wrong, found by hand.
-        rows: number of published rows of each table.
     """
 
     checks: tuple[Check, ...]

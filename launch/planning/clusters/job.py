@@ -24,7 +24,6 @@ class Job:
         words: what pretrain.py is given, besides --out and --resume.
         gpus: that it takes of each node, with a process on each.
         run_directory: on a file system that all nodes see; relative to the checkout.
-        hosts: names of the nodes, in the order of ranks.
         seconds: after which the scheduler requeues the job.
         cores: physical ones of each process; None: not known.
     """

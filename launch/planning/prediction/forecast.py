@@ -81,7 +81,6 @@ class Forecast:
     """The prediction for a workload on nodes.
 
     Attributes:
-        stages: memory of a rank of each pipeline stage.
         host, nvme: bytes in a node's host memory and on its NVMe.
         time: None where the GPU lacks the precision.
     """

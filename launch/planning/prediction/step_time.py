@@ -33,7 +33,6 @@ class StepTime:
         bubble: waiting for the pipeline to fill and to empty.
         data: gradients over data-parallel ranks and ZeRO's gathering, as far as computation does not hide it.
         offload: transfers to and from the host or NVMe.
-        update: the optimizer, on GPU or CPU.
     """
 
     matrix: float

@@ -11,6 +11,7 @@ from launch.planning.prediction.forecast import SNUG
 from launch.planning.search import candidates, largest
 from launch.planning.search.largest import LargestModel, Setting
 from recipes import catalog
+from recipes.families import FAMILIES
 from recipes.problems import counted
 
 ABOUT = """\
@@ -31,7 +32,6 @@ examples:
 
 exit codes: 0 shown, 2 refused."""
 RECIPES = {"gpt2": "openwebtext/gpt2-124m", "bert": "wikipedia/bert-336m"}
-LENGTHS = {"gpt2": 1024, "bert": 512}
 HEADINGS = ["model states", "nothing recomputed", "all recomputed", "which fills"]
 # Categories whose names are others in a cell.
 FILLS = {"working": "one layer", "fragmentation": "fragments", "context": "CUDA context"}
@@ -68,7 +68,7 @@ def setting_of(args: argparse.Namespace) -> Setting:
     """Make the setting from the flags. Raises ProblemsError."""
     name = RECIPES[args.family]
     node = hardware.node_for(catalog.load(name), args.hardware)
-    length = args.sequence_length or LENGTHS[args.family]
+    length = args.sequence_length or FAMILIES[args.family].length
     half = candidates.half_precision(node)
     recipe = catalog.load(name, [f"sequence_length={length}", f"precision={half}"])
     return Setting(recipe, node, args.nodes, args.micro)

@@ -27,7 +27,6 @@ class Candidate:
     """A layout with its predicted memory and time.
 
     Attributes:
-        memory: of the fullest rank.
         shortage: bytes that a GPU lacks, or else the node's host memory; 0: none.
         time: None where it does not fit.
     """

@@ -15,7 +15,6 @@ class Shape(NamedTuple):
 
     Attributes:
         batch: samples of a step, the table's 0.5 to 3.2 million tokens as a multiple of 256 samples.
-        rate: learning rate.
     """
 
     layers: int

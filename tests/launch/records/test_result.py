@@ -11,9 +11,9 @@ from ds_configs.findings import Notice
 from launch.records.directory import RunDirectory
 from launch.records.facts import Ending, Entropies, Peaks
 from launch.records.metrics import StepRecord, read_metrics
-from launch.records.result import HeldOutLoss, Result, make_result, read_result, write_result
+from launch.records.result import HeldOutLoss, Result, Speed, make_result, read_result, write_result
 from launch.records.result_text import result_text
-from launch.records.throughput import SteadySeconds, steady_seconds
+from launch.records.throughput import steady_seconds
 from modeling import cost
 from recipes.files import FileError
 from recipes.layout import Layout
@@ -31,10 +31,10 @@ def test_steady_time_leaves_out_the_start_of_every_launch():
 
     slow = (9.0,) * 5
     steady = steady_seconds([*launch(*slow, 1.0, 2.0, 3.0), *launch(*slow, 2.0)])
-    assert steady == SteadySeconds(2.0, 4, 5)
-    assert str(steady) == "median of 4 steps, the first 5 of each launch left out"
-    assert steady_seconds(launch(9.0, 1.0)) == SteadySeconds(1.0, 1, 1)
-    assert str(steady_seconds(launch(9.0))) == "median of 1 step"
+    assert steady == (2.0, 4, 5)
+    assert Speed(*steady).measured_over == "median of 4 steps, the first 5 of each launch left out"
+    assert steady_seconds(launch(9.0, 1.0)) == (1.0, 1, 1)
+    assert Speed(*steady_seconds(launch(9.0))).measured_over == "median of 1 step"
     assert steady_seconds([]) is None
 
 

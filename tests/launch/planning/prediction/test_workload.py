@@ -65,10 +65,10 @@ def test_a_question_is_computed_as_one_sequence_for_each_choice():
     assert speeds[0].tflops == pytest.approx(speeds[1].tflops, rel=1e-3)
     assert speeds[0].exact_tflops == pytest.approx(speeds[1].exact_tflops, rel=1e-3)
     rates = [Throughput(of_task(*of)).rates(2.0) for of in (("choice", 8), ("classification", 32))]
-    assert [each.samples_per_s for each in rates] == [4, 16]
-    assert rates[0].tokens_per_s == rates[1].tokens_per_s == asked.tokens / 2
-    assert rates[0].exact_tflops == pytest.approx(rates[1].exact_tflops, rel=1e-3)
-    assert rates[0].tflops == pytest.approx(rates[1].tflops, rel=1e-3)
+    assert [each["samples_per_s"] for each in rates] == [4, 16]
+    assert rates[0]["tokens_per_s"] == rates[1]["tokens_per_s"] == asked.tokens / 2
+    assert rates[0]["exact_tflops"] == pytest.approx(rates[1]["exact_tflops"], rel=1e-3)
+    assert rates[0]["tflops"] == pytest.approx(rates[1]["tflops"], rel=1e-3)
 
 
 def test_accumulated_gradients_are_on_the_host_under_zero2_offload():
