@@ -18,8 +18,8 @@ class Printed:
     """A number as printed by a document.
 
     Attributes:
-        value: the number, in the unit that it is compared in.
-        half: half a unit of its last printed digit: what rounding can have hidden.
+        value: the number in the unit of the comparison.
+        half: half a unit of its last printed digit, the most that rounding can hide.
     """
 
     text: str

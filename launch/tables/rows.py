@@ -22,10 +22,10 @@ class Check:
 
     Attributes:
         subject: the row, as "table/row".
-        status: "computed" is for information: nothing printed stands against it.
-        how: how the two agree; why they cannot be compared; of a computed value, what it is.
-        transcribed: compares the recipe with its row's cells and its declarations; recomputes nothing.
-        stated: compares the recipe with what a text or a public script says of its row; recomputes nothing.
+        status: "computed" is for information, without a printed number.
+        how: the kind of agreement, the reason for no comparison, or the meaning of a computed value.
+        transcribed: the recipe is compared with its row's cells and declarations; nothing is recomputed.
+        stated: the recipe is compared with a text or a public script; nothing is recomputed.
     """
 
     table: str
@@ -108,7 +108,7 @@ class Line:
     """A line of a published table.
 
     Attributes:
-        pretraining: steps, samples per step and tokens per sample; None where no source gives them.
+        pretraining: steps, samples per step and tokens per sample; None: no source gives them.
     """
 
     table: Table

@@ -41,10 +41,10 @@ class Report:
     """The result of a verification.
 
     Attributes:
-        errata: each explanation, which several tables may share, and the disagreements that it explains.
-        stale: disagreements of the errata that are none any more.
-        repeated: how far the times of one configuration lie apart.
-        texts: what the documents' texts get wrong, found by hand.
+        errata: each explanation, perhaps shared by several tables, and its disagreements.
+        stale: errata's disagreements that have disappeared.
+        repeated: remarks on several times of one configuration.
+        texts: errors of the documents' texts, found by hand.
     """
 
     checks: tuple[Check, ...]

@@ -24,9 +24,9 @@ class Wheel:
     """A build of torch 2.13 for Linux x86-64.
 
     Attributes:
-        cuda: CUDA's version, of the base image too: DeepSpeed compiles its ops with that one's nvcc.
-        index: of torch's builds; None: PyPI has it.
-        least, most: compute capabilities for which it holds kernels.
+        cuda: version of CUDA, also of the base image, whose nvcc compiles DeepSpeed's ops.
+        index: address of torch's builds; None: PyPI.
+        least, most: range of the compute capabilities with kernels.
     """
 
     cuda: str

@@ -21,11 +21,11 @@ class Job:
     """A recipe on the nodes of a cluster.
 
     Attributes:
-        words: what pretrain.py is given, besides --out and --resume.
-        gpus: that it takes of each node, with a process on each.
-        run_directory: on a file system that all nodes see; relative to the checkout.
-        seconds: after which the scheduler requeues the job.
-        cores: physical ones of each process; None: not known.
+        words: arguments of pretrain.py, without --out and --resume.
+        gpus: number of GPUs and processes on each node.
+        run_directory: on a file system shared by all nodes; relative to the checkout.
+        seconds: time limit, after which the scheduler requeues the job.
+        cores: physical cores of each process; None: not known.
     """
 
     name: str

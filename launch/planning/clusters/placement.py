@@ -20,8 +20,8 @@ class ClusterNode:
 
     Attributes:
         capability: compute capability of its GPUs, 70 for sm_70; None: not known.
-        cores: of its host; None: not known.
-        constraint: by which Slurm there tells its kinds of nodes apart; None: there is no need.
+        cores: cores of its host; None: not known.
+        constraint: Slurm's name for this kind of node; None: not needed.
     """
 
     title: str

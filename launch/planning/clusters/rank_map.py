@@ -31,8 +31,8 @@ class Spread:
     """The reach of the groups of one kind of parallelism over the hosts.
 
     Attributes:
-        crossing: of these, how many have ranks on more than one host.
-        hosts: the most hosts on which one group lies.
+        crossing: number of groups on more than one host.
+        hosts: number of hosts of the most widely spread group.
         example: ranks of the first group that crosses, else of the first.
     """
 

@@ -24,13 +24,13 @@ class Case:
 
     Attributes:
         document: short name of its source; constants are fitted leaving one document out.
-        node, work: None where the row cannot be predicted, for which `excluded` says why.
-        seconds: of an iteration, as printed or as the printed TFLOPS and sizes give it.
-        cached: bytes that torch reported as cached, or that the device had in use.
-        by_device: whether that is the device's own figure, with CUDA's context, as nvidia-smi shows it.
-        oom: whether it ran out of memory; None: not told.
-        parameters: as printed, to the unit.
-        excluded: why the printed time, or the memory, is not compared, by "time" or "memory".
+        node, work: None for an unpredictable row; `excluded` has the reason.
+        seconds: time of an iteration as printed, or from printed TFLOPS and sizes.
+        cached: bytes cached by torch, or in use on the device.
+        by_device: `cached` is the device's own figure, as of nvidia-smi, with CUDA's context.
+        oom: it ran out of memory; None: not known.
+        parameters: number as printed, to the unit.
+        excluded: reasons against comparing "time" or "memory".
     """
 
     document: str

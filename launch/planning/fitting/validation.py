@@ -20,7 +20,7 @@ class Errors:
     """Relative errors of a quantity over some rows; median and worst of the absolute values.
 
     Attributes:
-        bias: the median of predicted / published.
+        bias: median of predicted / published.
     """
 
     rows: int

@@ -31,8 +31,8 @@ class Remark:
     """A warning or advice about a plan.
 
     Attributes:
-        kind: key of `forecast_text.REMARKS`, which words it.
-        values: numbers and names that belong to it, by name.
+        kind: key of its sentence in `forecast_text.REMARKS`.
+        values: numbers and names in the sentence.
     """
 
     kind: str
@@ -53,8 +53,8 @@ class Speed:
     """Rates of a step.
 
     Attributes:
-        tflops: per GPU, by the published tables' formula.
-        exact_tflops: per GPU, every matrix product counted, recomputed ones too.
+        tflops: per GPU, by the formula of the published tables.
+        exact_tflops: per GPU, by a count of every matrix product, recomputed ones too.
         mfu: share of the peak rate, without recomputation (Chowdhery et al. 2022, appendix B).
     """
 
@@ -82,7 +82,7 @@ class Forecast:
 
     Attributes:
         host, nvme: bytes in a node's host memory and on its NVMe.
-        time: None where the GPU lacks the precision.
+        time: None if the GPU lacks the precision.
     """
 
     work: Workload

@@ -110,8 +110,8 @@ class Node:
     """A node of the catalogue with its GPU.
 
     Attributes:
-        kernel_seconds: of starting one kernel or operation; None: as GPUs need.
-        measured: constants of the planner, by name, that were measured on this machine.
+        kernel_seconds: time to start a kernel or operation; None: as on GPUs.
+        measured: the planner's constants as measured on this machine, by name.
     """
 
     name: str

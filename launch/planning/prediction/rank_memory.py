@@ -21,15 +21,15 @@ class RankMemory:
 
     Attributes:
         weights, gradients, optimizer: model states; the optimizer's with its fp32 master weights.
-        buffers: of DeepSpeed's communication, and parameters that stage 3 has gathered.
-        activations: kept for the backward pass, of all micro-batches in flight.
-        working: a recomputed chunk, and gradients of a layer's backward pass.
-        logits: of the loss, on the last stage.
-        fragmentation: what the caching allocator holds and nothing uses.
+        buffers: DeepSpeed's communication buffers, and parameters gathered by stage 3.
+        activations: numbers kept for the backward pass of all micro-batches in flight.
+        working: a recomputed chunk of layers, and gradients of a layer's backward pass.
+        logits: logits and loss, on the last stage.
+        fragmentation: unused memory between the allocator's blocks.
         idle: cached by the allocator at the step's other moment; given back where memory runs short, and no
             part of the total.
-        context: CUDA's own, and that of the communication library; no part of what torch reports as cached.
-        host, nvme: outside the GPU.
+        context: memory of CUDA and the communication library, which torch does not report as cached.
+        host, nvme: bytes outside the GPU.
     """
 
     stage: int

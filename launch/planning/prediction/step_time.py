@@ -27,11 +27,11 @@ class StepTime:
 
     Attributes:
         matrix: products of weights, attention and the heads; recomputation included.
-        elementwise: everything else that layers compute, and time in which the host starts kernels.
+        elementwise: all other computation of layers, and starting kernels from the host.
         tensor: all-reduces, or gathers and scatters, of tensor parallelism.
-        boundary: what pipeline stages hand to each other.
+        boundary: transfers between pipeline stages.
         bubble: waiting for the pipeline to fill and to empty.
-        data: gradients over data-parallel ranks and ZeRO's gathering, as far as computation does not hide it.
+        data: averaging gradients and ZeRO's gathering, without the part hidden by computation.
         offload: transfers to and from the host or NVMe.
     """
 

@@ -18,8 +18,8 @@ class Buffers:
     """Elements of the communication buffers of DeepSpeed's ZeRO.
 
     Attributes:
-        reduce: gradients on their way to other ranks, all buffers of that kind together.
-        live: gathered parameters of stage 3, at most; those that are gathered ahead count.
+        reduce: gradients on their way to other ranks, over all such buffers.
+        live: most gathered parameters of stage 3, including those gathered ahead.
     """
 
     reduce: float = 0.0
@@ -33,11 +33,11 @@ class Workload:
     Attributes:
         predictions: P of a BERT; None: logits at every position.
         recomputed: layers per recomputed chunk; 0: none.
-        selective: attention's scores alone are recomputed (Korthikanti et al. 2022, section 5).
+        selective: only attention's scores are recomputed (Korthikanti et al. 2022, section 5).
         sequence_parallel: the residual stream is cut over tensor ranks (there, section 4.2.2).
         interleave: chunks of layers per pipeline stage (Narayanan et al. 2021, section 2.2); 1: plain 1F1B.
-        optimizer_at, weights_at: where the optimizer states with the step, and stage 3's weights, lie.
-        checkpoints_at: where the inputs of recomputed chunks lie.
+        optimizer_at, weights_at: place of the optimizer's states and step, and of stage 3's weights.
+        checkpoints_at: place of the inputs of recomputed chunks.
         cuts_checkpoints: each tensor rank keeps 1/t of them.
     """
 

@@ -49,9 +49,9 @@ class Question:
     """The question of a search: recipe, nodes, pinned values.
 
     Attributes:
-        recipe: its degrees, micro-batch and accumulation are pinned where it states them.
-        recomputation: the recipe's own is pinned.
-        base: DeepSpeed JSON of the user's, whose stage and offload are replaced; None: those of ds_configs/.
+        recipe: its stated degrees, micro-batch and accumulation are pinned.
+        recomputation: the recipe's recomputation is pinned.
+        base: the user's DeepSpeed JSON; stage and offload are replaced. None: those of ds_configs/.
     """
 
     recipe: Recipe
@@ -71,7 +71,7 @@ class Exclusions:
     """Layouts ruled out, with the reasons.
 
     Attributes:
-        indivisible: value -> the rule.
+        indivisible: value -> the rule against it.
         refused: (way, (tensor, pipeline parallelism)) -> the resolver's problems.
     """
 

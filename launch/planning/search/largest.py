@@ -32,7 +32,7 @@ class Setting:
     """The common part of all configurations: recipe, nodes, micro-batch.
 
     Attributes:
-        recipe: of the family, sequence length and precision; its shape is replaced.
+        recipe: gives family, sequence length and precision; its shape is replaced.
     """
 
     recipe: Recipe
@@ -58,9 +58,9 @@ class LargestModel:
     """The largest model of a configuration.
 
     Attributes:
-        layers, hidden, heads: where even the smallest does not fit, those of the smallest.
-        memory: of a rank; host: bytes in a node's host memory.
-        on_host: host memory is what it would run out of first.
+        layers, hidden, heads: the shape; of the smallest model if none fits.
+        memory: memory of a rank; host: bytes in a node's host memory.
+        on_host: host memory is the tighter limit.
     """
 
     configuration: Configuration

@@ -27,8 +27,8 @@ class Candidate:
     """A layout with its predicted memory and time.
 
     Attributes:
-        shortage: bytes that a GPU lacks, or else the node's host memory; 0: none.
-        time: None where it does not fit.
+        shortage: missing bytes on a GPU, or else in the node's host memory.
+        time: None if it does not fit.
     """
 
     way: Way
@@ -82,9 +82,9 @@ class Alternative:
     """All layouts with one value of a dimension, and their fate.
 
     Attributes:
-        best: the fastest that fits, or the one that misses least; None: there is none to try.
+        best: the fastest fitting layout, or the one nearest to fitting; None: there is none.
         slowdown: its time over the winner's.
-        rule: that excludes it, for divisibility and for what DeepSpeed cannot.
+        rule: the rule against it: divisibility, or a limit of DeepSpeed.
     """
 
     dimension: Dimension
@@ -100,8 +100,8 @@ class Answer:
     """The result of a search.
 
     Attributes:
-        ranking: layouts that fit, the winner first, then by time.
-        predicted: number of layouts whose memory was predicted.
+        ranking: fitting layouts, the winner first, then by time.
+        predicted: number of layouts with a predicted memory.
     """
 
     question: Question

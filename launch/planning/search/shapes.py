@@ -14,7 +14,7 @@ class Shape(NamedTuple):
     """A row of the table.
 
     Attributes:
-        batch: samples of a step, the table's 0.5 to 3.2 million tokens as a multiple of 256 samples.
+        batch: samples of a step: the table's 0.5 to 3.2 million tokens in multiples of 256 samples.
     """
 
     layers: int

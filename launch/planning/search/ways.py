@@ -21,8 +21,8 @@ class Way:
     """A ZeRO stage, with nothing, the optimizer, or all model states offloaded to the host.
 
     Attributes:
-        file: of ds_configs/, which does it.
-        offload: another of them, whose offload of the optimizer is added; None: that file does it as it is.
+        file: name of its JSON in ds_configs/.
+        offload: name of another JSON, whose offload of the optimizer is added; None: nothing is added.
     """
 
     name: str
