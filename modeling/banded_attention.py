@@ -4,12 +4,12 @@ Position i sees the `window` positions max(0, i - window + 1) .. i: the work gro
 
 `choose` takes one of four kernels:
 
-    flex_attention  CUDA: one fused kernel, compiled at first use; skips blocks off the band, has no dropout
+    flex_attention  GPUs: one fused kernel, compiled at first use; skips blocks off the band, has no dropout
     blocks          any device: each block of queries gets a copy of its keys and values; SDPA gets a mask
     dense mask      SDPA over all S x S scores: where the sequence is short or the window covers most of it
     causal          SDPA without a mask: where the window covers all of the sequence
 
-`choose` rests on what a kernel can compute and on what was measured on a CPU; nothing was measured on CUDA.
+`choose` rests on what a kernel can compute and on what was measured on a CPU; nothing was measured on a GPU.
 
 Shapes: B samples, N heads, S positions, D head size; n blocks of T positions; a query reaches R blocks back.
 """
@@ -82,8 +82,8 @@ def _obstacle_to_flex(
     if dropout:
         dropped = f"attention weights are dropped with probability {dropout:g}"
         return f"flex_attention has no dropout, and {dropped}"
-    if device != "cuda":
-        return f"flex_attention has no backward pass on a {device.upper()}"
+    if device == "cpu":
+        return "flex_attention has no backward pass on a CPU"
     if dtype not in FLEX_DTYPES:
         return f"flex_attention has no {dtype}"
     if positions % FLEX_BLOCK:  # would be compiled again for every length that generation passes through
@@ -91,17 +91,16 @@ def _obstacle_to_flex(
     least, most = FLEX_HEAD_SIZES
     if not least <= head_size <= most:
         return f"flex_attention takes heads of {least} to {most} dimensions"
-    needed = "flex_attention needs Triton, a GPU of compute capability 7 or more and a C compiler"
-    return None if compiler else needed
+    return None if compiler else "flex_attention needs a GPU that Triton supports and a C compiler"
 
 
 @functools.cache
 def has_gpu_compiler() -> bool:
-    """Check whether torch.compile can make code for this GPU: it needs Triton and a C compiler."""
+    """Check whether torch.compile can make code for the GPU that trains: it needs Triton and a C compiler."""
     from torch.utils._triton import has_triton
 
     compilers = filter(None, (os.environ.get("CC"), "gcc", "clang"))
-    return torch.cuda.is_available() and has_triton() and any(map(shutil.which, compilers))
+    return has_triton() and any(map(shutil.which, compilers))
 
 
 def block_size(window: int) -> int:
@@ -132,7 +131,7 @@ def banded_attention(
     assert window >= 1, f"a window of {window} positions does not hold the position itself"
     S, D = q.shape[-2:]
     # If torch.compile is tracing for a GPU, there is a compiler.
-    compiler = q.is_cuda and (torch.compiler.is_compiling() or has_gpu_compiler())
+    compiler = q.device.type != "cpu" and (torch.compiler.is_compiling() or has_gpu_compiler())
     kernel = choose(q.device.type, q.dtype, dropout_p, S, window, D, compiler=compiler).kernel
     if kernel == "causal":
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
@@ -203,7 +202,7 @@ def prepared_mask(
 
     A layer needs it before torch.compile traces it: `block_mask` cannot be traced and would break the graph.
     """
-    compiler = device.type == "cuda" and has_gpu_compiler()
+    compiler = device.type != "cpu" and has_gpu_compiler()
     chosen = choose(device.type, dtype, 0.0, positions, window, head_size, compiler=compiler)
     return block_mask(positions, window, device) if chosen.kernel == "flex_attention" else None
 

@@ -87,13 +87,15 @@ def unpadded_attention(qkv: Tensor, row: Row, dropout: float = 0.0) -> Tensor:
 def _has_varlen(qkv: Tensor) -> bool:
     """Check that torch's FlashAttention for samples of different lengths takes `qkv`."""
     sizes = qkv.shape[-1] <= VARLEN_HEAD_SIZE and qkv.shape[-1] % 8 == 0
-    return qkv.is_cuda and qkv.dtype in VARLEN_DTYPES and sizes and _has_flash()
+    return qkv.dtype in VARLEN_DTYPES and sizes and _has_flash(qkv.device)
 
 
 @functools.cache
-def _has_flash() -> bool:
-    """Check that the GPU has FlashAttention; AMD's GPUs, not tried yet, count as without."""
-    return torch.version.hip is None and torch.cuda.get_device_capability() >= VARLEN_CAPABILITY
+def _has_flash(device: torch.device) -> bool:
+    """Check that torch has FlashAttention for `device`; AMD's GPUs, not tried yet, count as without."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= VARLEN_CAPABILITY
 
 
 def _padded_attention(qkv: Tensor, row: Row, dropout: float) -> Tensor:

@@ -135,6 +135,7 @@ CASES = [  # device, dtype, dropout, positions, window, head size, compiler -> k
     ("cuda", torch.float64, 0.0, 1024, 64, 64, True, "blocks"),
     ("cuda", torch.bfloat16, 0.0, 1024, 64, 8, True, "blocks"),
     ("cuda", torch.bfloat16, 0.0, 1024, 64, 64, False, "blocks"),
+    ("xpu", torch.bfloat16, 0.0, 1024, 64, 64, True, "flex_attention"),
 ]
 
 
