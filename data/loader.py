@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -81,6 +81,7 @@ class StepBatches:
         start_step: int = 0,
         start_state: dict[str, Any] | None = None,
         workers: int = 0,
+        pinned: bool = False,
     ):
         """Make batches of one rank.
 
@@ -89,10 +90,11 @@ class StepBatches:
             start_state: all ranks' `state` at that step, joined by `merge_states`. It only saves time:
                 without it a stream is tokenized again from its beginning.
             workers: threads that make batches ahead of their use (at most one for a stream); 0: none.
+            pinned: make them in pinned memory, for asynchronous copies to this process's current device.
 
         Raises ValueError: the state is of another step, or of data read in another way.
         """
-        self._samples, self._seed, self._layout = samples.fresh(), seed, layout
+        self._samples, self._seed, self._layout, self._pinned = samples.fresh(), seed, layout, pinned
         self.step = start_step
         position = start_step * layout.global_batch
         if start_state is not None:
@@ -105,11 +107,10 @@ class StepBatches:
         # Taken before any thread reads the samples. At a later position without a start state, a stream would
         # have to be read up to it: `state` does so only when it is called before the first batch.
         self._state = start_state or (self._samples.state(0) if position == 0 else None)
-        self._produce = partial(_make_step, self._samples, seed, layout, rank_rows(layout, dp_rank))
+        self._produce = partial(_make_step, self._samples, seed, layout, rank_rows(layout, dp_rank), pinned)
         threads = workers if samples.random_access else min(workers, 1)
-        self._ahead = (
-            Prefetcher(self._produce, start_step, threads, prepare=_cuda_device()) if threads else None
-        )
+        begin = _current_device() if pinned else lambda: None
+        self._ahead = Prefetcher(self._produce, start_step, threads, prepare=begin) if threads else None
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         return self
@@ -138,29 +139,24 @@ class StepBatches:
 
 
 def _make_step(
-    samples: TrainingSamples, seed: int, layout: Layout, rows: np.ndarray, step: int
+    samples: TrainingSamples, seed: int, layout: Layout, rows: np.ndarray, pinned: bool, step: int
 ) -> tuple[list[MicroBatch], dict[str, Any]]:
     """Make the batches of a step and the state after it; `rows` as from `rank_rows`."""
     size, micro = layout.global_batch, layout.micro
     fields = samples.take((step * size + rows).ravel().tolist(), seed)
     weights = np.full(micro, 1.0 / micro)
     batches = [micro_batch(fields.rows(slice(at, at + micro)), weights) for at in range(0, rows.size, micro)]
-    return [pin_batch(batch) for batch in batches], samples.state((step + 1) * size)
+    return pin_batches(batches) if pinned else batches, samples.state((step + 1) * size)
 
 
-def pin_batch(batch: MicroBatch) -> MicroBatch:
-    """Copy a batch to pinned memory, for asynchronous copies to the GPU; without a GPU return it as it is."""
-    if not torch.cuda.is_available():
-        return batch
-    return {key: tensor.pin_memory() for key, tensor in batch.items()}
+def pin_batches(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Copy batches to pinned memory."""
+    return [{key: tensor.pin_memory() for key, tensor in batch.items()} for batch in batches]
 
 
-def _cuda_device() -> Callable[[], None]:
-    """Return a function to select this rank's GPU in a new thread; else pinning would use the first GPU."""
-    if not torch.cuda.is_available():
-        return lambda: None
-    device = torch.cuda.current_device()
-    return lambda: torch.cuda.set_device(device)
+def _current_device() -> Callable[[], None]:
+    """Return a function to select this rank's device in a new thread; else pinning would use the first."""
+    return partial(torch.accelerator.set_device_index, torch.accelerator.current_device_index())
 
 
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:

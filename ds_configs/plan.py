@@ -1,4 +1,4 @@
-"""Input and outcome of the resolver: `Machine`, which `launch` detects, and `Plan`."""
+"""Input and outcome of the resolver: `Device` and `Machine`, which `launch` detects, and `Plan`."""
 
 from __future__ import annotations
 
@@ -18,21 +18,40 @@ ZeroStage = Literal[0, 1, 2, 3]
 
 
 @dataclass(frozen=True)
+class Device:
+    """Facts about the device that trains: code asks these, and shows the name.
+
+    Attributes:
+        name: torch's for its kind, such as "cpu", "cuda" (NVIDIA and AMD) or "xpu".
+        asynchronous: calls return early; copies and collectives run beside computation.
+        own_memory: each rank has a device with memory, kernels and clocks of its own; else it is the host.
+    """
+
+    name: str
+    asynchronous: bool
+    own_memory: bool
+
+
+HOST = Device("cpu", asynchronous=False, own_memory=False)
+GPU = Device("cuda", asynchronous=True, own_memory=True)
+
+
+@dataclass(frozen=True)
 class Machine:
     """A machine's abilities.
 
     Attributes:
-        accelerator: "cpu" or "cuda".
-        fp16, bf16: the accelerator trains in it.
+        device: what trains.
+        fp16, bf16: the device trains in it.
         slow_bf16: there are no instructions for it: a product takes many times as long as in fp32.
         compiler: DeepSpeed can compile its ops (g++ and ninja).
-        cuda_compiler: it can compile CUDA ops as well (nvcc); true where there is no CUDA.
+        cuda_compiler: it can compile CUDA ops as well (nvcc); true without CUDA.
         libaio: library and headers for DeepSpeed's NVMe op.
         lacks: optional packages that are missing.
-        emulated_fp16: fp16 on an accelerator that refuses it, as the user asks, to test the loss scaler.
+        emulated_fp16: fp16 on a device that refuses it, as the user asks, to test the loss scaler.
     """
 
-    accelerator: str
+    device: Device
     fp16: bool
     bf16: bool
     compiler: bool
@@ -44,7 +63,7 @@ class Machine:
 
 
 # For resolving a plan that is meant for another machine: it refuses nothing.
-ANY_GPU = Machine("cuda", fp16=True, bf16=True, compiler=True, libaio=True)
+ANY_GPU = Machine(GPU, fp16=True, bf16=True, compiler=True, libaio=True)
 
 
 @dataclass(frozen=True)

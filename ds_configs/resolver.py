@@ -1,6 +1,6 @@
 """The Plan of a recipe, a DeepSpeed JSON, a number of processes and a machine, or all reasons against it.
 
-    machine = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
+    machine = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=False)
     plan = resolve(recipe, "zero3_offload", world=2, machine=machine)
     deepspeed.initialize(..., config=plan.ds)
 

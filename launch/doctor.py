@@ -116,10 +116,8 @@ def table(
     recipe: Recipe, config: Path, listed: Hosts | None, directory: Path, environ: Mapping[str, str]
 ) -> dict[str, Function]:
     """Return the checks of this process alone, in the order of their lines. `listed`: the hostfile."""
-    machine, memory = abilities.detect_machine(), this_machine()
-    if machine.accelerator == "cpu":  # by choice, where there are GPUs
-        memory = Memory(0, 0.0, memory.host_bytes)
-    world, plan = processes_of(recipe, listed, memory), None
+    machine, memory, plan = abilities.detect_machine(), this_machine(), None
+    world = processes_of(recipe, listed, memory)
     try:
         plan = resolve(recipe, config, world, machine)
         configured = configuration(plan)

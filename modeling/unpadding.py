@@ -93,9 +93,8 @@ def _has_varlen(qkv: Tensor) -> bool:
 @functools.cache
 def _has_flash(device: torch.device) -> bool:
     """Check that torch has FlashAttention for `device`; AMD's GPUs, not tried yet, count as without."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= VARLEN_CAPABILITY
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability(device) >= VARLEN_CAPABILITY
 
 
 def _padded_attention(qkv: Tensor, row: Row, dropout: float) -> Tensor:

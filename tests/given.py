@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ds_configs.plan import Machine, Plan
+from ds_configs.plan import HOST, Machine, Plan
 from launch.training.job import plan_job
 from launch.weights.initial_weights import InitialWeights
 from recipes import catalog
@@ -15,7 +15,7 @@ from recipes.problems import ProblemsError
 from recipes.schema import Recipe
 
 ONE_RANK = SimpleNamespace(tensor_group=None, pp=1)
-MACHINE = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
+MACHINE = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=False)
 
 
 def tiny(name: str = "default/sotu", settings: tuple[str, ...] = ()) -> Recipe:

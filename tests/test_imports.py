@@ -144,10 +144,10 @@ def test_planning_loads_neither_torch_nor_deepspeed():
 import importlib, sys
 for name in {modules!r}:
     importlib.import_module(name)
-from ds_configs.plan import Machine
+from ds_configs.plan import HOST, Machine
 from ds_configs.resolver import resolve
 from recipes import catalog
-machine = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
+machine = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=False)
 resolve(catalog.load(catalog.DEFAULT_RECIPE), "zero1", 2, machine)
 heavy = {{"torch", "deepspeed", "transformers", "datasets", "numpy"}} & set(sys.modules)
 sys.exit(f"loaded {{sorted(heavy)}}" if heavy else 0)

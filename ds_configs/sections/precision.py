@@ -39,8 +39,8 @@ def precision(
         slow = "this CPU has no instructions for it, and a product takes many times as long as in fp32"
         findings.notice("precision", f"bf16 IS SLOW here: {slow}; --set precision=fp32")
     if chosen == "fp16" and machine.emulated_fp16:
-        accelerator = f"the {machine.accelerator} accelerator"
-        findings.notice("precision", f"fp16 is EMULATED on {accelerator}: right in its numbers, slow")
+        device = f"the {machine.device.name} accelerator"
+        findings.notice("precision", f"fp16 is EMULATED on {device}: right in its numbers, slow")
     if stage == 0 and chosen in _HALVES:
         _check_accumulation(chosen, config, findings)
     if chosen:
@@ -67,7 +67,7 @@ def _of_machine(switches: dict[Precision, _Switch], machine: Machine) -> Precisi
     """Choose the machine's fastest precision that the JSON allows, for precision=auto."""
     fast = {
         "bf16": machine.bf16 and not machine.slow_bf16,
-        "fp16": machine.fp16 and machine.accelerator != "cpu",
+        "fp16": machine.fp16 and machine.device.own_memory,
     }
     halves: tuple[Precision, Precision] = ("bf16", "fp16")
     return next((half for half in halves if fast[half] and switches[half] is not False), "fp32")
@@ -76,7 +76,7 @@ def _of_machine(switches: dict[Precision, _Switch], machine: Machine) -> Precisi
 def _demanded(half: Precision, recipe: Recipe, machine: Machine, findings: Findings) -> Precision | None:
     if not _has(machine, half):
         other = "bf16" if half == "fp16" and machine.bf16 else "fp32"
-        key, lacks = f"{half}.enabled", f"the {machine.accelerator} accelerator of this machine has no {half}"
+        key, lacks = f"{half}.enabled", f"the {machine.device.name} accelerator of this machine has no {half}"
         fix = f'--ds_config {other}, or set {key} to "auto" (falls to {other})'
         findings.refuse(key, f"{key}=true", f"{lacks}, and what is demanded is not changed silently", fix)
         return None
@@ -101,7 +101,7 @@ def _asked(
     fast = machine.bf16 and not machine.slow_bf16
     there = fast if other == "bf16" else machine.fp16  # an emulation is slower than fp32
     fallback: Precision = other if there and switches[other] == "auto" else "fp32"
-    lacks = f"which the {machine.accelerator} accelerator of this machine lacks"
+    lacks = f"which the {machine.device.name} accelerator of this machine lacks"
     findings.notice("precision", f"{fallback} INSTEAD OF {wanted}: {asks}, {lacks}")
     return fallback
 

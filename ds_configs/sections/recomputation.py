@@ -21,7 +21,7 @@ def partitions(recipe: Recipe, layout: Layout, machine: Machine) -> bool:
     A single tensor rank, or ranks of a cut sequence, keep whole ones; a GPU then copies them to the host
     without waiting. On a CPU DeepSpeed 0.19 keeps parts alone.
     """
-    return machine.accelerator == "cpu" or (layout.tp > 1 and not recipe.parallel.sequence)
+    return not machine.device.asynchronous or (layout.tp > 1 and not recipe.parallel.sequence)
 
 
 def check(
@@ -44,7 +44,7 @@ def check(
         )
     partition = 'set partition_activations to "auto", or remove the key'
     key = f"{_SECTION}.cpu_checkpointing"
-    on_host = section["cpu_checkpointing"] and machine.accelerator == "cpu"
+    on_host = section["cpu_checkpointing"] and not machine.device.asynchronous
     if on_host and chunk and not section["partition_activations"]:
         rule = "on a CPU DeepSpeed 0.19 empties whole activations before it has copied them"
         findings.refuse(key, f"{key}=true", rule, partition)

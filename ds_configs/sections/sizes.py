@@ -41,7 +41,7 @@ def sizes(recipe: Recipe, layout: Layout, machine: Machine) -> dict[str, Any]:
         "zero_optimization.stage3_max_reuse_distance": max(1_000_000_000, 3 * layer),
         "zero_optimization.stage3_param_persistence_threshold": 10 * hidden,
         # A CPU computes nothing while it copies a bucket.
-        "zero_optimization.overlap_comm": machine.accelerator != "cpu",
+        "zero_optimization.overlap_comm": machine.device.asynchronous,
         PARTITION: partitions(recipe, layout, machine),
         # A buffer holds any one parameter: the embedding, or an MLP matrix of 4 hidden² / tp.
         "zero_optimization.offload_param.buffer_size": max(embedding, 4 * hidden * hidden // tp),
@@ -62,7 +62,7 @@ def sums(
     """
     own = precision or "fp32"
     short = own == "bf16" and not stated(config, "bf16.bf16_master_weights_and_grads")
-    faster = machine.accelerator == "cpu" and stated(config, "zero_optimization.stage") == 1
+    faster = not machine.device.asynchronous and stated(config, "zero_optimization.stage") == 1
     return {
         "data_types.grad_accum_dtype": "fp32" if short and (layout.accumulation > 1 or faster) else own,
         "communication_data_type": "fp32" if short and layout.dp >= _MANY_RANKS else own,

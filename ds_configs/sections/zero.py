@@ -16,7 +16,7 @@ from recipes.problems import Problem, either
 NVME_VARIABLE = "MEGARECIPES_NVME"
 _Device = Literal["none", "cpu", "nvme"]
 _QUANTISED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
-_OF_CUDA = {
+_OF_GPUS = {
     **{f"zero_optimization.{name}": "ZeRO++ quantisation has no CPU kernel" for name in _QUANTISED},
     "zero_optimization.offload_optimizer.super_offload": "SuperOffload is for a GPU next to its CPU",
     "aio.use_gds": "GPUDirect Storage reads into a GPU's memory",
@@ -42,7 +42,7 @@ def offload(config: dict[str, Any], stage: int | None, machine: Machine, finding
     optimizer, parameters = _device("optimizer", config, findings), _device("param", config, findings)
     if stage is not None:
         _check_stage(config, optimizer, parameters, stage, findings)
-    for key, why in _OF_CUDA.items() if machine.accelerator == "cpu" else ():
+    for key, why in () if machine.device.own_memory else _OF_GPUS.items():
         if lookup(config, key) is True:
             findings.refuse(key, f"{key}=true", why, "set it to false")
     if "nvme" in (optimizer, parameters):

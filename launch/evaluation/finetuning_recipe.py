@@ -59,7 +59,7 @@ def recipe_of(
         "optimizer": {"lr": wishes.lr or facts.lr, **OPTIMIZER},
         "schedule": {"kind": "linear"},
         "dropout": {"hidden": 0.1, "attention": 0.1},
-        "precision": "fp32" if machine.accelerator == "cpu" else "bf16" if machine.bf16 else "fp16",
+        "precision": ("bf16" if machine.bf16 else "fp16") if machine.device.own_memory else "fp32",
         "seed": wishes.seed,
         "data": {"tokenizer": {"kind": "file", "path": str(vocabulary)}},
         "task": {"name": wishes.task, "epochs": float(wishes.epochs), **wishes.files},

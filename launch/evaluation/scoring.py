@@ -16,10 +16,8 @@ from typing import NamedTuple
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.utils import set_z3_leaf_modules
 from torch import Tensor
 
 from data.loader import MicroBatch
@@ -37,7 +35,6 @@ from modeling.initialization import DTYPES
 from modeling.layer_list import Pipeline, PipelineLoss
 from modeling.parallel.cross_entropy import token_scores
 from modeling.parallel.process_grid import Group, ProcessGrid
-from modeling.transformer import TransformerLayer
 from modeling.unpadding import round_up
 
 LENGTH_MULTIPLE = 32  # padding of windows and of their logits
@@ -75,8 +72,6 @@ def build_scoring_engine(
         module.loss_fn = PipelineLoss(_sum_and_scores, grid.tensor_group, ())
     else:
         module.loss = _scores
-        if plan.zero_stage == 3 and get_accelerator().device_name() == "cpu":
-            set_z3_leaf_modules(module, [TransformerLayer])  # as for training (launch/training/engine.py)
     mpu = None if isinstance(module, Pipeline) else grid
     engine = deepspeed.initialize(model=module, mpu=mpu, config=plan.ds)[0]
     move_buffers(module, engine.device)

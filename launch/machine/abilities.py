@@ -8,10 +8,12 @@ import os
 import shutil
 import sys
 import sysconfig
+from dataclasses import dataclass
 from pathlib import Path
 
 from ds_configs.plan import Machine
 from ds_configs.sections.monitors import PACKAGES
+from launch.ranks import processes
 
 
 def emulate_fp16() -> None:
@@ -21,10 +23,10 @@ def emulate_fp16() -> None:
     (https://github.com/deepspeedai/DeepSpeed/pull/7207), though torch computes in it on every CPU. It is slow
     (a 1024^3 matrix product takes about 150 times as long as in fp32), and results name it as a deviation.
     """
-    from deepspeed.accelerator import get_accelerator, set_accelerator
+    from deepspeed.accelerator import set_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-    if get_accelerator().device_name() != "cpu":
+    if processes.device().own_memory:
         return
 
     class EmulatedFp16(CPU_Accelerator):
@@ -40,26 +42,52 @@ def detect_machine(emulated_fp16: bool = False) -> Machine:
         emulate_fp16()
     from deepspeed.accelerator import get_accelerator
 
-    accelerator = get_accelerator()
-    device, bf16, cuda_compiler = accelerator.device_name(), accelerator.is_bf16_supported(), True
-    if device == "cuda":
+    device, bf16, cuda_compiler = processes.device(), get_accelerator().is_bf16_supported(), True
+    if device.name == "cuda":
         import torch
         from torch.utils.cpp_extension import CUDA_HOME
 
         # In hardware: DeepSpeed also counts the slow emulation of cards before Ampere.
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        cuda_compiler = CUDA_HOME is not None and Path(CUDA_HOME, "bin", "nvcc").exists()
+        nvcc = CUDA_HOME is not None and Path(CUDA_HOME, "bin", "nvcc").exists()
+        cuda_compiler = nvcc or torch.version.cuda is None  # AMD's GPUs
     return Machine(
-        accelerator=device,
-        fp16=bool(accelerator.is_fp16_supported()),
+        device=device,
+        fp16=bool(get_accelerator().is_fp16_supported()),
         bf16=bool(bf16),
         compiler=not missing_for_compiling(),
         cuda_compiler=cuda_compiler,
         libaio=ctypes.util.find_library("aio") is not None,
-        emulated_fp16=emulated_fp16 and device == "cpu",
+        emulated_fp16=emulated_fp16 and not device.own_memory,
         lacks=frozenset(name for name in PACKAGES.values() if importlib.util.find_spec(name) is None),
-        slow_bf16=device == "cpu" and not _has_bf16_products(),
+        slow_bf16=not device.own_memory and not _has_bf16_products(),
     )
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A visible GPU: name, total and free bytes (0: not read), compute capability (None: not NVIDIA's)."""
+
+    name: str
+    capability: tuple[int, int] | None
+    total: float
+    free: float
+
+
+def gpus(with_free: bool = False) -> list[Gpu]:
+    """List the GPUs that this process sees; none where it trains on a CPU.
+
+    `with_free`: with free memory, which needs a context on each GPU, and time.
+    """
+    import torch
+
+    module, found = processes.device_module(), []
+    for number in range(processes.device_limit() or 0):
+        facts = module.get_device_properties(number)
+        capability = (facts.major, facts.minor) if torch.version.cuda and hasattr(facts, "major") else None
+        free = module.mem_get_info(number)[0] if with_free else 0
+        found.append(Gpu(facts.name, capability, float(facts.total_memory), float(free)))
+    return found
 
 
 def _has_bf16_products() -> bool:

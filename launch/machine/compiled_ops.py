@@ -33,7 +33,7 @@ from torch.utils.cpp_extension import _get_build_directory, _import_module_from_
 from data.cache import default_directory
 from data.durable_files import locked
 from ds_configs.known_keys import lookup
-from launch.machine import description
+from launch.machine import abilities, description
 from launch.ranks import ending, processes
 
 Say = Callable[[str], None]
@@ -110,8 +110,7 @@ def use_own_directory() -> Path:
 
 def environment_key() -> str:
     """Name the environment of a compiled op: interpreter, packages, compiler, processors."""
-    device = get_accelerator().device_name()
-    device = device if device == "cpu" else torch.cuda.get_device_name()
+    device = next((gpu.name for gpu in abilities.gpus()), "cpu")
     installed = [os.stat(str(package.__file__)).st_mtime_ns for package in (torch, deepspeed)]
     compiler = [os.environ.get(name) for name in ("CXX", "CUDA_HOME", "TORCH_CUDA_ARCH_LIST")]
     facts = [sys.prefix, *installed, *compiler, torch.version.cuda, description.cpu_model(), device]

@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from launch.machine.abilities import gpus
 from launch.machine.memory import physical_memory
 from recipes.problems import counted
 
@@ -27,17 +28,16 @@ def describe(repository: Path = REPOSITORY) -> dict[str, Any]:
     """
     import torch
 
-    gpu = torch.cuda.is_available()
-    memory = torch.cuda.get_device_properties(0).total_memory if gpu else None
+    found = gpus()
     return {
         "host": socket.gethostname(),
         "cpu": cpu_model(),
         "cores": cores(),
         "memory_gb": round(physical_memory() / 1e9, 1),
-        "accelerator": torch.cuda.get_device_name(0) if gpu else "cpu",
-        "accelerators": torch.cuda.device_count() if gpu else 0,
-        "accelerator_memory_gb": None if memory is None else round(memory / 1e9, 1),
-        "cuda": torch.version.cuda if gpu else None,
+        "accelerator": found[0].name if found else "cpu",
+        "accelerators": len(found),
+        "accelerator_memory_gb": round(found[0].total / 1e9, 1) if found else None,
+        "cuda": torch.version.cuda if found else None,
         "versions": versions(),
         "git": git_state(repository),
     }

@@ -18,6 +18,6 @@ def demand_determinism() -> None:
 
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True)  # with warn_only, attention's backward pass would not be
     # Our code reads no unwritten memory, and filling all memory first takes longer than the step.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

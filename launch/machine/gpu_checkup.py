@@ -6,12 +6,12 @@ import os
 import platform
 import re
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 
 from ds_configs.plan import Machine
+from launch.machine.abilities import gpus
 from launch.machine.checks import Check, failed, ok, unchecked, warning
-from launch.machine.description import cores
+from launch.machine.description import cores, installed
 from recipes.problems import counted
 
 # Bytes of /dev/shm. Docker gives 64 MB, in which NCCL failed on four GPUs: a segment of a connection has
@@ -19,21 +19,6 @@ from recipes.problems import counted
 # (--shm-size=1g, https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html).
 LEAST_SHARED, ADVISED_SHARED = 64 * 2**20, 10**9
 VOLTA_WHEELS = "12.6"  # CUDA version of the newest wheels for Volta and older
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A visible GPU: name, (major, minor) of its compute capability, total and free bytes (0: not read)."""
-
-    name: str
-    capability: tuple[int, int]
-    total: float
-    free: float
-
-    @property
-    def architecture(self) -> str:
-        """The architecture as in torch's lists: sm_70."""
-        return "sm_{}{}".format(*self.capability)
 
 
 def accelerator() -> Check:
@@ -54,23 +39,6 @@ def accelerator() -> Check:
     return ok(came)
 
 
-def gpus(with_free: bool = False) -> list[Gpu]:
-    """List the GPUs that this process sees; none with DS_ACCELERATOR=cpu.
-
-    `with_free`: with free memory, which needs a context on each GPU, and time.
-    """
-    import torch
-
-    if os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available():
-        return []
-    found = []
-    for number in range(torch.cuda.device_count()):
-        facts = torch.cuda.get_device_properties(number)
-        free = torch.cuda.mem_get_info(number)[0] if with_free else 0
-        found.append(Gpu(facts.name, (facts.major, facts.minor), float(facts.total_memory), float(free)))
-    return found
-
-
 def cpu_only() -> str:
     """Say why torch uses no GPU though the system shows one; "" if there is none or none is wanted."""
     import torch
@@ -89,12 +57,13 @@ def kernels() -> Check:
         return unchecked("no GPU")
     if not (built := built_for()):
         return unchecked("torch does not say what it is built for")
-    without = {gpu.architecture: gpu for gpu in found if not runs_on(gpu.capability, built)}
+    of_nvidia = {gpu.capability: gpu for gpu in found if gpu.capability}
+    without = {capability: gpu for capability, gpu in of_nvidia.items() if not runs_on(capability, built)}
     if not without:
         return ok(f"torch is built for {', '.join(built)}")
-    named = ", ".join(f"{gpu.name} ({name})" for name, gpu in without.items())
-    came = f"torch {torch_version()} has none for {named}: it is built for {', '.join(built)}"
-    return failed(came, torch_for([gpu.capability for gpu in without.values()]))
+    named = ", ".join(f"{gpu.name} (sm_{major}{minor})" for (major, minor), gpu in without.items())
+    came = f"torch {installed('torch')} has none for {named}: it is built for {', '.join(built)}"
+    return failed(came, torch_for([*without]))
 
 
 def built_for() -> list[str]:
@@ -102,12 +71,6 @@ def built_for() -> list[str]:
     import torch
 
     return torch.cuda.get_arch_list()
-
-
-def torch_version() -> str:
-    import torch
-
-    return torch.__version__
 
 
 def runs_on(capability: tuple[int, int], built: list[str]) -> bool:
@@ -161,7 +124,7 @@ def cuda_compiler() -> Check:
     """Check that nvcc has the major version of torch's CUDA: torch loads the ops that it compiles."""
     wanted = torch_cuda()
     if wanted is None or not gpus():
-        return unchecked("no GPU" if wanted else f"torch {torch_version()} has no CUDA")
+        return unchecked("no GPU" if wanted else f"torch {installed('torch')} has no CUDA")
     found = nvcc_version()
     if found is None:
         return warning("no nvcc: no NVMe offload", f"install the CUDA toolkit {wanted} and set CUDA_HOME")

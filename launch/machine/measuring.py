@@ -17,15 +17,17 @@ from typing import NoReturn
 
 import torch
 
+from launch.machine import abilities
 from launch.machine.description import cores
 from launch.machine.memory import host_memory
 from launch.machine.rates import Rates, keep
+from launch.ranks import processes
 from recipes.problems import Problem, ProblemsError
 
-LARGE = {"cpu": 2048, "cuda": 8192}  # rows and columns of large products
-# Tokens and hidden size of a typical layer on such a machine.
-LAYER = {"cpu": (1024, 512), "cuda": (8192, 2048)}
-STREAM_BYTES = {"cpu": 2**27, "cuda": 2**31}  # larger than caches
+# On a CPU, and on a GPU.
+LARGE = 2048, 8192  # rows and columns of large products
+LAYER = (1024, 512), (8192, 2048)  # tokens and hidden size of a typical layer
+STREAM_BYTES = 2**27, 2**31  # larger than caches
 LINK_ELEMENTS = 2**21  # of an all-reduce: about a layer's activations or gradients
 STARTS = 300
 # Least number of repetitions, and least seconds; the median counts.
@@ -39,13 +41,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"""
 
 def measured() -> Rates:
     """Measure this machine's rates, which takes seconds, and keep them in the cache."""
-    rates = _of_gpu() if _has_gpu() else _of_cpu()
+    device = processes.device()
+    rates = _of_gpu(device.name) if device.own_memory else _of_cpu()
     keep(rates)
     return rates
-
-
-def _has_gpu() -> bool:
-    return os.environ.get("DS_ACCELERATOR") != "cpu" and bool(torch.cuda.is_available())
 
 
 def _of_cpu() -> Rates:
@@ -76,26 +75,27 @@ def _of_cpu() -> Rates:
     )  # fmt: skip
 
 
-def _of_gpu() -> Rates:
-    facts, count = torch.cuda.get_device_properties(0), torch.cuda.device_count()
-    torch.zeros(1, device="cuda")
-    free, total = torch.cuda.mem_get_info()
-    context = total - free - torch.cuda.memory_reserved()  # with what other processes hold, if there are any
+def _of_gpu(device: str) -> Rates:
+    module = torch.get_device_module(device)
+    facts, count = module.get_device_properties(0), module.device_count()
+    torch.zeros(1, device=device)
+    free, total = module.mem_get_info()
+    context = total - free - module.memory_reserved()  # with what other processes hold, if there are any
     precisions = {"fp32": torch.float32, "fp16": torch.float16}
-    if torch.cuda.is_bf16_supported(including_emulation=False):
+    if abilities.detect_machine().bf16:
         precisions["bf16"] = torch.bfloat16
     large, layers, attention = (
-        {name: of("cuda", kind) for name, kind in precisions.items()}
+        {name: of(device, kind) for name, kind in precisions.items()}
         for of in (_large_tflops, _layer_tflops, _attention_tflops)
     )
     return Rates(
-        accelerator=torch.cuda.get_device_name(0), accelerators=count, cores=cores(), tflops=large,
+        accelerator=facts.name, accelerators=count, cores=cores(), tflops=large,
         layer_tflops=layers, attention_tflops=attention,
-        memory_gb_s=_stream_gb_s("cuda"), layer_gb_s=_layer_gb_s("cuda", torch.float16),
-        host_gb_s=_stream_gb_s("cpu"), copy_gb_s=_pinned_gb_s(),
-        link_gb_s=_peer_gb_s() if count > 1 else None, start_us=_start_us("cuda"),
+        memory_gb_s=_stream_gb_s(device), layer_gb_s=_layer_gb_s(device, torch.float16),
+        host_gb_s=_stream_gb_s("cpu"), copy_gb_s=_pinned_gb_s(device),
+        link_gb_s=_peer_gb_s(device) if count > 1 else None, start_us=_start_us(device),
         memory_bytes=facts.total_memory, host_bytes=host_memory(), context_bytes=context,
-        multiprocessors=facts.multi_processor_count, watts=_board_watts(),
+        multiprocessors=getattr(facts, "multi_processor_count", 1), watts=_board_watts(),
     )  # fmt: skip
 
 
@@ -104,26 +104,25 @@ def _seconds(work: Callable[[], object], device: str = "cpu") -> float:
 
     On a CPU only the thread's own computing time counts, not its waits for a core.
     """
-    clock = time.perf_counter if device == "cuda" else time.thread_time
+    clock = time.thread_time if device == "cpu" else time.perf_counter
     found: list[float] = []
     while len(found) <= REPEATS or sum(found) < REPEAT_S:
         start = clock()
         work()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        torch.get_device_module(device).synchronize()
         found.append(clock() - start)
     return statistics.median(found[1:])
 
 
 def _large_tflops(device: str, kind: torch.dtype) -> float:
-    size = LARGE[device]
+    size = LARGE[device != "cpu"]
     one, other = (torch.randn(size, size, device=device).to(kind) for _ in range(2))
     return 2 * size**3 / _seconds(lambda: one @ other, device) / 1e12
 
 
 def _layer_tflops(device: str, kind: torch.dtype) -> float:
     """Measure the four weight products of a transformer layer, with both gradients: 72 T h^2."""
-    tokens, hidden = LAYER[device]
+    tokens, hidden = LAYER[device != "cpu"]
     linear = torch.nn.functional.linear
     sizes = ((hidden, 3 * hidden), (hidden, hidden), (hidden, 4 * hidden), (4 * hidden, hidden))
     weights = [torch.randn(n, k, device=device).to(kind).requires_grad_() for k, n in sizes]
@@ -139,7 +138,7 @@ def _layer_tflops(device: str, kind: torch.dtype) -> float:
 
 def _attention_tflops(device: str, kind: torch.dtype) -> float:
     """Measure attention, two products forward and five backward: heads of 64, sequences of 256 tokens."""
-    tokens, hidden = LAYER[device]
+    tokens, hidden = LAYER[device != "cpu"]
     sequence, head = 256, 64
     shape = (tokens // sequence, hidden // head, sequence, head)
     given = torch.randn(shape, device=device).to(kind)
@@ -154,7 +153,7 @@ def _attention_tflops(device: str, kind: torch.dtype) -> float:
 
 def _layer_gb_s(device: str, kind: torch.dtype) -> float:
     """Measure norm, residual sum and GELU over 4 h, forward and backward: 3 times 13 w T h bytes."""
-    tokens, hidden = LAYER[device]
+    tokens, hidden = LAYER[device != "cpu"]
     functional = torch.nn.functional
     narrow, wide = (torch.randn(tokens, n, device=device).to(kind) for n in (hidden, 4 * hidden))
     given = (narrow.clone(), wide.clone())
@@ -169,22 +168,22 @@ def _layer_gb_s(device: str, kind: torch.dtype) -> float:
 
 
 def _stream_gb_s(device: str) -> float:
-    source = torch.ones(STREAM_BYTES[device] // 4, device=device)
+    source = torch.ones(STREAM_BYTES[device != "cpu"] // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * STREAM_BYTES[device] / _seconds(lambda: target.copy_(source), device) / 1e9
+    return 2 * source.nbytes / _seconds(lambda: target.copy_(source), device) / 1e9
 
 
-def _pinned_gb_s() -> float:
+def _pinned_gb_s(device: str) -> float:
     host = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
-    board = torch.empty_like(host, device="cuda")
+    board = torch.empty_like(host, device=device)
     ways = (lambda: board.copy_(host, non_blocking=True), lambda: host.copy_(board, non_blocking=True))
-    return min(2**28 / _seconds(way, "cuda") / 1e9 for way in ways)
+    return min(2**28 / _seconds(way, device) / 1e9 for way in ways)
 
 
-def _peer_gb_s() -> float:
-    source = torch.empty(2**28, dtype=torch.uint8, device="cuda:0")
-    target = torch.empty_like(source, device="cuda:1")
-    return 2**28 / _seconds(lambda: target.copy_(source), "cuda") / 1e9
+def _peer_gb_s(device: str) -> float:
+    source = torch.empty(2**28, dtype=torch.uint8, device=f"{device}:0")
+    target = torch.empty_like(source, device=f"{device}:1")
+    return 2**28 / _seconds(lambda: target.copy_(source), device) / 1e9
 
 
 def _start_us(device: str) -> float:

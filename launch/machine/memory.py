@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.machine.abilities import gpus
+from launch.ranks import processes
 from recipes.problems import counted
 
 
@@ -23,37 +24,29 @@ class PeakMemory:
 
 def peak_memory() -> PeakMemory:
     """Return this process's peak: torch's allocations on the GPU, or the resident set without a GPU."""
-    import torch
-
-    if torch.cuda.is_available():
-        return PeakMemory(torch.cuda.max_memory_allocated(), "GPU memory allocated")
-    with contextlib.suppress(
-        OSError, KeyError
-    ):  # of this program; what getrusage says begins with its parent
+    if processes.device().own_memory:
+        return PeakMemory(processes.device_module().max_memory_allocated(), "GPU memory allocated")
+    with contextlib.suppress(OSError, KeyError):  # of this program; getrusage begins with its parent
         lines = Path("/proc/self/status").read_text().splitlines()
         own = dict(line.split(":", 1) for line in lines)["VmHWM"]
         return PeakMemory(1024 * int(own.split()[0]), "resident set")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # macOS counts in bytes, Linux in KiB.
-    return PeakMemory(peak if sys.platform == "darwin" else peak * 1024, "resident set")
+    return PeakMemory(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "resident set")
 
 
 def peak_cached_bytes() -> int | None:
     """Return the peak that torch reserved on the GPU (the tables' "cached"); None without a GPU."""
-    import torch
-
-    return torch.cuda.max_memory_reserved() if torch.cuda.is_available() else None
+    return processes.device_module().max_memory_reserved() if processes.device().own_memory else None
 
 
 def pin_no_more_than_asked() -> None:
     """Keep torch from rounding large blocks of pinned host memory up to powers of two.
 
-    Rounding costs offloaded state a quarter more memory (torch 2.13, ATen/core/CachingHostAllocator.h). A
-    setting in PYTORCH_ALLOC_CONF stays.
+    Rounding costs offloaded state a quarter more memory (torch 2.13, ATen/core/CachingHostAllocator.h). The
+    user's settings stay.
     """
     import torch
 
-    key, given = "pinned_max_round_threshold_mb", os.environ.get("PYTORCH_ALLOC_CONF", "")
+    key, given = "pinned_max_round_threshold_mb", torch._C._accelerator_getAllocatorSettings()
     if key not in given:
         torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [given, f"{key}:1"])))
 
@@ -62,7 +55,7 @@ def return_unused_pinned() -> None:
     """Give unused pinned memory back to the system."""
     import torch
 
-    if torch.cuda.is_available():
+    if processes.device().own_memory and hasattr(torch._C, "_host_emptyCache"):  # CUDA's alone
         torch._C._host_emptyCache()
 
 
@@ -81,11 +74,8 @@ class Memory:
 
 def this_machine() -> Memory:
     """Return the memory of this machine: of its smallest visible GPU, and the host's within limits."""
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    gpus = [float(torch.cuda.get_device_properties(i).total_memory) for i in range(count)]
-    return Memory(count, min(gpus, default=0.0), host_memory())
+    sizes = [gpu.total for gpu in gpus()]
+    return Memory(len(sizes), min(sizes, default=0.0), host_memory())
 
 
 def host_memory(root: Path = Path("/")) -> float:

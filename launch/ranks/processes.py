@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ds_configs.plan import Device
 from launch.ranks import launch_environment
 from recipes.problems import Problem, ProblemsError
 
@@ -136,18 +137,14 @@ def start_processes(timeout: datetime.timedelta = TIMEOUT, store: Store | None =
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
 
     import deepspeed
-    from deepspeed.accelerator import get_accelerator
 
-    accelerator = get_accelerator()
     share_cores()
-    if accelerator.device_name() == "cpu":
-        switch_shared_memory_op_off()
-        backend, device = "gloo", 0
-    else:
-        device = take_device()
-        backend = accelerator.communication_backend_name()
+    switch_shared_memory_op_off()
+    backend, index = "gloo", 0
+    if device().own_memory:
+        index, backend = take_device(), _accelerator().communication_backend_name()
     if store is not None:
-        place = accelerator.device(device) if accelerator.device_name() == "cuda" else None  # as DeepSpeed
+        place = _accelerator().device(index) if backend == "nccl" else None  # as DeepSpeed
         dist.init_process_group(
             backend, store=store, rank=rank(), world_size=world_size(), timeout=timeout, device_id=place
         )
@@ -191,11 +188,28 @@ def switch_shared_memory_op_off() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def device_limit() -> int | None:
-    """Return the number of ranks for this machine's devices; None on a CPU, where ranks share cores."""
+def _accelerator() -> Any:
     from deepspeed.accelerator import get_accelerator
 
-    return None if get_accelerator().device_name() == "cpu" else get_accelerator().device_count()
+    return get_accelerator()
+
+
+def device() -> Device:
+    """Return the facts of the device that DeepSpeed trains on in this process."""
+    name = _accelerator().device_name()
+    return Device(name, not _accelerator().is_synchronized_device(), own_memory=name != "cpu")
+
+
+def device_module() -> Any:
+    """Return torch's module for the device, such as torch.cuda; of a CPU, torch.cpu."""
+    import torch
+
+    return torch.get_device_module(device().name)
+
+
+def device_limit() -> int | None:
+    """Return the number of ranks for this machine's devices; None on a CPU, where ranks share cores."""
+    return _accelerator().device_count() if device().own_memory else None
 
 
 def check_device() -> int:
@@ -203,15 +217,13 @@ def check_device() -> int:
 
     A rank to which Slurm or a wrapper shows one device alone has that one, whatever its local rank.
     """
-    from deepspeed.accelerator import get_accelerator
-
     limit, local = device_limit(), local_rank()
     if limit is None or local < limit:
         return local
-    accelerator = get_accelerator()
-    if limit == 1 and launch_environment.sees_own_device(os.environ, accelerator.visible_devices_envs()):
+    visible = _accelerator().visible_devices_envs()
+    if limit == 1 and launch_environment.sees_own_device(os.environ, visible):
         return 0
-    came = f"local rank {local} has no {accelerator.device_name()} device of its own"
+    came = f"local rank {local} has no {device().name} device of its own"
     rule = f"this machine has {limit}"
     fix = "start as many processes as devices, or set DS_ACCELERATOR=cpu and CUDA_VISIBLE_DEVICES= for CPUs"
     raise ProblemsError([Problem("LOCAL_RANK", came, rule, fix)])
@@ -223,27 +235,21 @@ def take_device() -> int:
     They take LOCAL_RANK for the index: where it is another, `local_rank` remembers what the launcher said.
     Raises ProblemsError as `check_device`.
     """
-    from deepspeed.accelerator import get_accelerator
-
-    device, local = check_device(), local_rank()
-    if device != local:
+    index, local = check_device(), local_rank()
+    if index != local:
         os.environ[OWN_LOCAL_RANK] = str(local)
-        os.environ["LOCAL_RANK"] = str(device)
+        os.environ["LOCAL_RANK"] = str(index)
         if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:  # DeepSpeed's engine insists that it is the same
-            os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = str(device)
-    get_accelerator().set_device(device)
-    return device
+            os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = str(index)
+    _accelerator().set_device(index)
+    return index
 
 
 def device_identity() -> tuple[str, str] | None:
-    """Return this machine's name and its GPU's serial number (UUID), to find ranks with one GPU."""
-    from deepspeed.accelerator import get_accelerator
-
-    if get_accelerator().device_name() != "cuda":
-        return None
-    import torch
-
-    return socket.gethostname(), str(torch.cuda.get_device_properties(check_device()).uuid)
+    """Return this machine's name and its GPU's serial number (UUID), if any, to find ranks that share one."""
+    facts = device_module().get_device_properties(check_device()) if device().own_memory else None
+    uuid = getattr(facts, "uuid", None)
+    return None if uuid is None else (socket.gethostname(), str(uuid))
 
 
 def check_shared_devices(identities: Sequence[Sequence[str] | None]) -> None:

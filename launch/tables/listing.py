@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from launch.console import terminal, text_table
+from launch.console import quiet, terminal, text_table
 from launch.machine.memory import Memory, this_machine
 from launch.planning.memory_fit import verdict
 from launch.planning.resolved_plans import processes
@@ -98,6 +98,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     rows = select(catalog_rows(args.table), args)
+    quiet.quiet_libraries()
     memory = this_machine() if args.fits else None
     if memory:
         rows = [replace(row, fits=how) for row in rows for ok, how in [verdict(row.recipe, memory)] if ok]

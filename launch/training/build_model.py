@@ -7,15 +7,17 @@ from dataclasses import replace
 
 import deepspeed
 import torch
-from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import set_z3_leaf_modules
 
 from ds_configs.plan import Plan
+from launch.ranks import processes
 from modeling import cost
 from modeling.banded_attention import choose, computes_fewer_scores, has_gpu_compiler
 from modeling.families import family_of, model_shape
 from modeling.initialization import DTYPES, NEW_HEADS, Init
 from modeling.layer_list import Pipeline, Stack
 from modeling.parallel.process_grid import ProcessGrid
+from modeling.transformer import TransformerLayer
 
 
 def band_kernel(plan: Plan) -> str | None:
@@ -26,15 +28,15 @@ def band_kernel(plan: Plan) -> str | None:
     recipe, window = plan.recipe, plan.recipe.model.attention_window
     if window is None:
         return None
-    device, dtype, dropout = get_accelerator().device_name(), DTYPES[plan.precision], recipe.dropout.attention
+    device, dtype, dropout = processes.device(), DTYPES[plan.precision], recipe.dropout.attention
     length, head_size = recipe.sequence_length, recipe.model.hidden // recipe.model.heads
-    compiler = device == "cuda" and has_gpu_compiler()
-    kernel, why = choose(device, dtype, dropout, length, window, head_size, compiler=compiler)
+    compiler = device.own_memory and has_gpu_compiler()
+    kernel, why = choose(device.name, dtype, dropout, length, window, head_size, compiler=compiler)
     said = [f"{kernel} ({why})"]
     if not computes_fewer_scores(kernel, length, window):
         said.append("counted, not timed: no fewer scores than in dense layers")
-    if device == "cuda":
-        said.append("not measured on CUDA")
+    if device.own_memory:
+        said.append("not measured on a GPU")
     return "; ".join(said)
 
 
@@ -57,4 +59,9 @@ def build_module(
     if plan.zero_stage < 3:
         return family.plain(shape, group=group, init=init)
     with deepspeed.zero.Init(data_parallel_group=grid.data_group, config_dict_or_path=plan.ds, mpu=grid):
-        return family.plain(shape, group=group, init=replace(init, dtype=DTYPES[plan.precision]))
+        module = family.plain(shape, group=group, init=replace(init, dtype=DTYPES[plan.precision]))
+    if not processes.device().asynchronous:
+        # Gather a layer's parameters at once, by one set of hooks instead of one for each of its leaves.
+        # Not where gathering runs beside computation: DeepSpeed gathers no such layer ahead of its use.
+        set_z3_leaf_modules(module, [TransformerLayer])
+    return module

@@ -35,18 +35,19 @@ def worth_compiling(plan: Plan, machine: Machine) -> bool:
     """Judge whether compiling is paid back within the run, if there is a compiler.
 
     No under ZeRO-3 on a GPU, until it is measured there: DeepSpeed gathers parameters in hooks inside the
-    compiled layer, and each hook breaks its graph.
+    compiled layer, and each hook breaks its graph. No on GPUs without bf16 (NVIDIA's before Ampere), which
+    Triton no longer tests.
     """
     if plan.recipe.model.implementation == "transformers" or machine.emulated_fp16:
         return False
-    if plan.zero_stage == 3 and machine.accelerator != "cpu":
-        return False
-    return eager_seconds(plan, machine) >= PAYS_FROM
+    old = machine.device.own_memory and not machine.bf16
+    broken = plan.zero_stage == 3 and machine.device.asynchronous
+    return not (old or broken) and eager_seconds(plan, machine) >= PAYS_FROM
 
 
 def has_compiler(machine: Machine) -> bool:
     """Check for the compiler of torch.compile: a C++ compiler on a CPU, Triton on a GPU."""
-    if machine.accelerator != "cuda":
+    if not machine.device.own_memory:
         return machine.compiler
     from modeling.banded_attention import has_gpu_compiler
 
@@ -57,7 +58,7 @@ def explain_missing(wish: Wish, plan: Plan, machine: Machine) -> str | None:
     """Return a warning that a needed compiler is missing, or None."""
     if wish == "off" or not worth_compiling(plan, machine) or has_compiler(machine):
         return None
-    needed = "Triton and a C compiler" if machine.accelerator == "cuda" else "g++ and Python's headers"
+    needed = "Triton and a C compiler" if machine.device.own_memory else "g++ and Python's headers"
     return f"not compiled: torch.compile needs {needed}, which are missing; the run is slower without it"
 
 
@@ -68,7 +69,7 @@ def eager_seconds(plan: Plan, machine: Machine) -> float:
         recipe.model, recipe.sequence_length, layout.global_batch, padded_vocab=plan.padded_vocab,
         checkpointing=recipe.checkpoint_interval > 0, predictions=recipe.predictions,
     )  # fmt: skip
-    if machine.accelerator == "cuda":
+    if machine.device.own_memory:
         return operations / (GPU[plan.precision] * layout.world)
     cores = max(1, len(os.sched_getaffinity(0)) // processes.local_world_size())
     return operations / (CORE[plan.precision] * cores * layout.world)

@@ -15,6 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from torch._inductor import cpp_builder
 
 from ds_configs.plan import Plan
+from launch.ranks import processes
 from launch.training.micro_batches import for_plain, random_batch
 from modeling.families import family_of, model_shape
 from modeling.hidden_dropout import salts_of
@@ -64,7 +65,7 @@ def compile_module(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> st
     seed_step(plan.recipe.seed, 0, grid.at)
     started = time.perf_counter()
     prepare(module, plan)
-    if isinstance(module, Stack) and _compiles_whole(plan, get_accelerator().device_name()):
+    if isinstance(module, Stack) and _compiles_whole(plan):
         gains = [Gain("a micro-batch", *_compile_whole(module, plan))]
     else:
         gains = _compile_layers(module, plan, grid)
@@ -93,9 +94,9 @@ def keep_gcc_from_joining_statements() -> None:
     cpp_builder._get_optimization_cflags = with_flag
 
 
-def _compiles_whole(plan: Plan, device: str) -> bool:
+def _compiles_whole(plan: Plan) -> bool:
     """Decide whether a plain model is compiled whole: no other work lies between its layers."""
-    averages = device != "cpu" and plan.layout.dp > 1
+    averages = processes.device().asynchronous and plan.layout.dp > 1
     return plan.zero_stage < 3 and not plan.recipe.checkpoint_interval and not averages
 
 

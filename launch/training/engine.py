@@ -15,11 +15,9 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.utils import set_z3_leaf_modules
 
 from data.loader import MicroBatch
 from launch.deepspeed_fixes import zero0
@@ -36,7 +34,6 @@ from launch.training.early_ends import Diverged
 from launch.training.job import Job
 from launch.training.schedule import Schedule
 from modeling.parallel.process_grid import ProcessGrid
-from modeling.transformer import TransformerLayer
 
 Forward = Callable[..., tuple[torch.Tensor, ...]]  # (engine, micro-batch) -> (loss) or (loss, parts of it)
 
@@ -75,10 +72,6 @@ def build_engine(
     deepspeed.checkpointing.configure(grid, deepspeed_config=plan.ds)
     given = None if resumed or job.initial_weights is None else job.initial_weights.read(plan.recipe)
     module = build_module(plan, grid, given, drawn=not resumed)
-    if plan.zero_stage == 3 and get_accelerator().device_name() == "cpu":
-        # Gather a layer's parameters at once, by one set of hooks instead of one for each of its leaves.
-        # Not on a GPU: DeepSpeed does not gather such a layer ahead of its use.
-        set_z3_leaf_modules(module, [TransformerLayer])
     if job.compiled:
         mark("engine")
         say(compiling.compile_module(module, plan, grid))

@@ -10,6 +10,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from launch.ranks import processes
+
 
 class ForwardClock:
     """Measure the forward passes of training; call `on_pass` after every pass.
@@ -19,11 +21,11 @@ class ForwardClock:
 
     def __init__(self, engine: DeepSpeedEngine, on_pass: Callable[[], None] = lambda: None) -> None:
         self._engine, self._on_pass = engine, on_pass
-        self._on_stream = get_accelerator().device_name() != "cpu"
+        self._on_stream = processes.device().own_memory
         self._marks: list[Any] = []  # begin, end, begin, end, ...
         # The pipeline's engine calls its module. Hooks of a plain module would be compiled with it.
         called = engine.module if isinstance(engine, PipelineEngine) else engine
-        called.register_forward_pre_hook(self._begin)
+        called.register_forward_pre_hook(lambda *_: self._mark())
         called.register_forward_hook(self._end)
 
     def take(self) -> float:
@@ -36,19 +38,13 @@ class ForwardClock:
             pairs[-1][1].synchronize()  # long done: the step's loss has been read
         return sum(begin.elapsed_time(end) for begin, end in pairs) / 1000
 
-    def _begin(self, *_: Any) -> None:
-        self._mark()
-
     def _end(self, *_: Any) -> None:
         self._mark()
         self._on_pass()
 
     def _mark(self) -> None:
-        if not self._engine.module.training:
-            return
-        if not self._on_stream:
-            self._marks.append(time.perf_counter())
-            return
-        event = get_accelerator().Event(enable_timing=True)
-        event.record()
-        self._marks.append(event)
+        if self._engine.module.training:
+            on_stream = get_accelerator().Event(enable_timing=True) if self._on_stream else None
+            self._marks.append(on_stream or time.perf_counter())
+            if on_stream:
+                on_stream.record()

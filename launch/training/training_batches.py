@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 
 from data.corpus import Corpus
-from data.loader import MicroBatch, StepBatches, pin_batch
+from data.loader import MicroBatch, StepBatches, pin_batches
 from data.samples.fields import TrainingSamples
 from ds_configs.plan import Plan
 from launch.checkpoints.run_checkpoints import Checkpoint
+from launch.ranks import processes
 from launch.ranks.processes import gathered
 from launch.training.early_ends import BrokenData
 from modeling.parallel.process_grid import ProcessGrid
@@ -24,16 +25,17 @@ def training_batches(
 ) -> StepBatches:
     """Make this rank's training micro-batches, one step's per `next`, after the checkpoint. Collective."""
     if corpus.train.random_access:  # mapped tokens, in which nothing can be broken
-        return StepBatches(*_batch_arguments(plan, corpus, grid, checkpoint), plan.recipe.run.loader_workers)
+        return StepBatches(*_batch_arguments(plan, corpus, grid, checkpoint, plan.recipe.run.loader_workers))
     return StreamBatches(plan, corpus, grid, checkpoint)
 
 
 def _batch_arguments(
-    plan: Plan, corpus: Corpus, grid: ProcessGrid, checkpoint: Checkpoint | None
-) -> tuple[TrainingSamples, int, Layout, int, int, dict[str, Any] | None]:
-    """Return the arguments of StepBatches, without its workers."""
+    plan: Plan, corpus: Corpus, grid: ProcessGrid, checkpoint: Checkpoint | None, workers: int
+) -> tuple[TrainingSamples, int, Layout, int, int, dict[str, Any] | None, int, bool]:
+    """Return the arguments of StepBatches."""
     start, state = (checkpoint.step, checkpoint.data_state) if checkpoint else (0, None)
-    return corpus.train, plan.recipe.seed, plan.layout, grid.at.dp, start, state
+    pinned = processes.device().own_memory
+    return corpus.train, plan.recipe.seed, plan.layout, grid.at.dp, start, state, workers, pinned
 
 
 class StreamBatches(StepBatches):
@@ -48,7 +50,7 @@ class StreamBatches(StepBatches):
         self._copy, self._reader = _copy_group(grid)
         self._reads = grid.rank == self._reader
         workers = plan.recipe.run.loader_workers if self._reads else 0
-        super().__init__(*_batch_arguments(plan, corpus, grid, checkpoint), workers)
+        super().__init__(*_batch_arguments(plan, corpus, grid, checkpoint, workers))
         self._before: dict[str, Any] | None = None  # state before a step that is being fetched
 
     def __next__(self) -> list[MicroBatch]:
@@ -74,7 +76,7 @@ class StreamBatches(StepBatches):
         if self._reads:
             return found
         ((found, self._state),), self.step = sent, self.step + 1
-        return [pin_batch(batch) for batch in found]
+        return pin_batches(found) if self._pinned else found
 
     def state(self) -> dict[str, Any]:
         return self._before or super().state()

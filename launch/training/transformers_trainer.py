@@ -25,7 +25,6 @@ from typing import Any
 import deepspeed
 import torch
 from accelerate.state import AcceleratorState, GradientState
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -35,7 +34,7 @@ from ds_configs.plan import Plan
 from launch.deepspeed_fixes import zero0
 from launch.deepspeed_fixes.loss_scale_growth import postpone_growth
 from launch.machine import compiled_ops
-from launch.ranks import ending
+from launch.ranks import ending, processes
 from launch.ranks.stop_request import StopRequest
 from launch.ranks.watchdog import Phase, Watchdog
 from launch.training import engine as steps
@@ -94,7 +93,7 @@ def training_arguments(plan: Plan, directory: str) -> TrainingArguments:
         output_dir=directory,
         # accelerate wants the section, even at stage 0
         deepspeed={"zero_optimization": {"stage": plan.zero_stage}, **plan.ds},
-        use_cpu=get_accelerator().device_name() == "cpu",
+        use_cpu=not processes.device().own_memory,
         max_steps=recipe.steps,
         per_device_train_batch_size=layout.micro,
         gradient_accumulation_steps=layout.accumulation,

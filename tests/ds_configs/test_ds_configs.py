@@ -14,15 +14,15 @@ import pytest
 
 from ds_configs import jsonfile, known_keys
 from ds_configs.jsonfile import FOLDER, ConfigError, available
-from ds_configs.plan import FORM, Machine, Plan, plan_to_json
+from ds_configs.plan import ANY_GPU, FORM, HOST, Machine, Plan, plan_to_json
 from ds_configs.resolver import resolve
 from recipes import catalog
 from recipes.layout import divisors, padded_vocab, share_batch
 from recipes.problems import Problem
 from recipes.schema import Recipe
 
-GPU = Machine("cuda", fp16=True, bf16=True, compiler=True, libaio=True)
-CPU = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=True)
+GPU = ANY_GPU
+CPU = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=True)
 OLD = dataclasses.replace(CPU, bf16=False)
 V100 = dataclasses.replace(GPU, bf16=False)
 EVERY_RECIPE = [entry.name for entry in catalog.names()]

@@ -15,13 +15,13 @@ import pytest
 from ds_configs import known_keys
 from ds_configs.findings import Findings
 from ds_configs.jsonfile import FOLDER, ConfigError
-from ds_configs.plan import Machine, Plan
+from ds_configs.plan import ANY_GPU, HOST, Machine, Plan
 from ds_configs.resolver import resolve
 from recipes import catalog
 from recipes.schema import Recipe
 
-GPU = Machine("cuda", fp16=True, bf16=True, compiler=True, libaio=True)
-CPU = dataclasses.replace(GPU, accelerator="cpu", lacks=frozenset({"wandb", "comet_ml"}))
+GPU = ANY_GPU
+CPU = dataclasses.replace(GPU, device=HOST, lacks=frozenset({"wandb", "comet_ml"}))
 STAGES = {stage: json.loads((FOLDER / f"zero{stage}.json").read_text()) for stage in range(4)}
 STAGES["offload"] = json.loads((FOLDER / "zero3_offload.json").read_text())
 

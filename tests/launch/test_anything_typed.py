@@ -27,7 +27,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from data.text.trained_vocabulary import train_bpe, wrap_tokenizer
 from ds_configs.jsonfile import ConfigError, available
-from ds_configs.plan import Machine
+from ds_configs.plan import HOST, Machine
 from ds_configs.resolver import resolve
 from launch.checkpoints import manifest
 from launch.checkpoints.inspection import faults
@@ -265,7 +265,7 @@ VALUES = st.recursive(
     lambda below: st.lists(below, max_size=3) | st.dictionaries(st.text(max_size=5), below, max_size=3),
     max_leaves=10,
 )
-MACHINE = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
+MACHINE = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=False)
 KEYS = [*key_paths.paths()]
 
 

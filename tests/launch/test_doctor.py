@@ -7,11 +7,11 @@ import sys
 import pytest
 from launching import run, run_ranks
 
-from ds_configs.plan import Machine
+from ds_configs.plan import GPU, Machine
 from launch import doctor
 from launch.machine import abilities, checkup, gpu_checkup, places
+from launch.machine.abilities import Gpu
 from launch.machine.checks import Check
-from launch.machine.gpu_checkup import Gpu
 from launch.machine.hosts import Hosts
 from launch.machine.memory import Memory
 from launch.planning import memory_fit
@@ -44,7 +44,7 @@ def gpu_machine(monkeypatch):
 
     def put(gpu: Gpu, count: int = 8, bf16: bool = True) -> None:
         found = [gpu] * count
-        machine = Machine("cuda", fp16=True, bf16=bf16, compiler=True, libaio=True)
+        machine = Machine(GPU, fp16=True, bf16=bf16, compiler=True, libaio=True)
         monkeypatch.setattr(abilities, "detect_machine", lambda: machine)
         monkeypatch.setattr(doctor, "this_machine", lambda: Memory(count, gpu.total, 1e12))
         monkeypatch.setattr(gpu_checkup, "gpus", lambda with_free=False: found)

@@ -7,7 +7,7 @@ import sys
 import pytest
 from launching import ROOT, WORKERS, deepspeed, run
 
-from ds_configs.plan import Machine
+from ds_configs.plan import HOST, Machine
 from launch import pretrain
 from launch.console import ends
 from launch.ranks import start_up
@@ -97,7 +97,7 @@ def test_a_plan_of_two_processes_is_that_of_two_that_are_started(monkeypatch):
 
 
 def test_a_plan_on_paper_says_for_what_machine(monkeypatch, capsys):
-    machine = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=True)
+    machine = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=True)
     monkeypatch.setattr("launch.machine.abilities.detect_machine", lambda emulate: machine)
     parse = pretrain.build_parser().parse_args
     row = ["--recipe", "megatron_paper_table1/8.3b-mp-dp", "--set", "parallel.dp=null", "--plan"]

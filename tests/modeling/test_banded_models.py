@@ -17,9 +17,11 @@ from launching import WORKERS, run_ranks
 from slices import joined
 from transformers import GPT2LMHeadModel
 
+from ds_configs.plan import GPU
 from launch import export_hf
 from launch.experiments.parity.comparison import RunOutcome, compare
 from launch.experiments.parity.layout_cases import FORCED
+from launch.ranks import processes
 from launch.records import plan_text
 from launch.training import build_model
 from launch.weights.initial_weights import InitialWeights
@@ -209,6 +211,6 @@ def test_the_plan_names_the_kernel(monkeypatch):
     sber = SimpleNamespace(recipe=catalog.load("sber_path_to_13b/07-gpt3-large-sparse"), precision="fp16")
     why = "flex_attention has no dropout, and attention weights are dropped with probability 0.1"
     assert build_model.band_kernel(sber) == f"blocks ({why})", "no machine would take flex_attention"
-    monkeypatch.setattr(build_model, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
+    monkeypatch.setattr(processes, "device", lambda: GPU)
     monkeypatch.setattr(build_model, "has_gpu_compiler", lambda: True)
-    assert build_model.band_kernel(sber) == f"blocks ({why}); not measured on CUDA"
+    assert build_model.band_kernel(sber) == f"blocks ({why}); not measured on a GPU"

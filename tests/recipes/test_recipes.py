@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 
 from ds_configs.jsonfile import ConfigError
-from ds_configs.plan import Machine
+from ds_configs.plan import GPU, Machine
 from ds_configs.resolver import resolve
 from recipes import catalog
 from recipes.catalog import changes, digest, dump, load, load_resolved
@@ -446,7 +446,7 @@ def test_a_recipe_means_its_values_whether_stated_or_not(name):
 def outcome(recipe: Recipe) -> object:
     """The plan on as many GPUs as the recipe states, or the reasons against it."""
     world = math.prod(recipe.parallel.model_parallel) * (recipe.parallel.dp or 1)
-    machine = Machine("cuda", fp16=True, bf16=True, compiler=True, libaio=True)
+    machine = Machine(GPU, fp16=True, bf16=True, compiler=True, libaio=True)
     try:
         return resolve(recipe, recipe.ds_config, world, machine, {"MEGARECIPES_NVME": "/tmp"})
     except ConfigError as error:

@@ -16,7 +16,7 @@ from data import corpus
 from data.loader import batch_digest
 from data.samples import splits
 from data.samples.streamed import StreamedSamples
-from ds_configs.plan import Machine
+from ds_configs.plan import HOST, Machine
 from ds_configs.resolver import resolve
 from launch.ranks import ending, processes
 from launch.ranks.meeting import Meeting
@@ -24,7 +24,7 @@ from launch.training.training_batches import training_batches
 from modeling.parallel.process_grid import ProcessGrid
 from recipes import catalog
 
-CPU = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=True)
+CPU = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=True)
 READ = {"heads": 0, "samples": 0}
 STEPS = 3
 

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
+from deepspeed.accelerator import get_accelerator
 
 PHASES = ("data", "forward", "backward", "optimizer")
 
@@ -48,6 +48,5 @@ class Clock:
 
 def now() -> float:
     """Return the time in seconds, after the GPU has finished its work."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    get_accelerator().synchronize()
     return time.perf_counter()

@@ -42,7 +42,7 @@ NO_GPU = Problem(
     "gpu",
     "benchmark.py gpu on a machine without a GPU",
     "its steps measure one",
-    "start it where torch.cuda.is_available(), or walk through the steps on tiny shapes with --on cpu",
+    "start it on a machine with a GPU, or walk through the steps on tiny shapes with --on cpu",
 )
 
 

@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
+from deepspeed.accelerator import get_accelerator
 
 from ds_configs.resolver import resolve
 from launch.console.text_table import table
@@ -210,7 +210,7 @@ def training(context: Context, out: Path, *flags: str) -> list[str]:
 
 def rates(context: Context) -> StepOutcome:
     measured = asdict(measuring.measured())
-    torch.cuda.empty_cache()  # free this process's memory for the next steps
+    get_accelerator().empty_cache()  # free this process's memory for the next steps
     return StepOutcome(measured, table(measured.items()))
 
 

@@ -38,7 +38,7 @@ from modeling.parallel.process_grid import ProcessGrid
 from modeling.parallel.random_state import seed_step
 from recipes.schema import Recipe
 
-SQUARE = {"cpu": 2048, "cuda": 8192}  # rows and columns of the products for the matrix rate
+SQUARE = 2048, 8192  # rows and columns of the products for the matrix rate, on a CPU and on a GPU
 PIPELINE_PHASES = {
     schedule.LoadMicroBatch: "data",
     schedule.ForwardPass: "forward",
@@ -327,7 +327,7 @@ class MatrixRate:
     def __init__(self, spec: Specification) -> None:
         self.device = torch.device(get_accelerator().current_device_name())
         self.data = Data(spec)
-        self.dtype, self.size = self.data.dtype, SQUARE[self.device.type] if not spec.tiny else 256
+        self.dtype, self.size = self.data.dtype, SQUARE[self.device.type != "cpu"] if not spec.tiny else 256
         layout, recipe = self.data.plan.layout, self.data.recipe
         tokens, model = layout.micro * recipe.sequence_length, recipe.model
         heads = head_products(

@@ -115,8 +115,8 @@ def profile(system: Any, trace: str | None, steps: int) -> dict[str, Any]:
     import torch
     from torch.profiler import ProfilerActivity
 
-    gpu = torch.cuda.is_available()
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
+    gpu = processes.device().own_memory
+    kinds = torch.profiler.supported_activities() if gpu else {ProfilerActivity.CPU}
     with torch.profiler.profile(activities=kinds) as profiler:
         run(system, steps)
     averages = profiler.key_averages()

@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 
-from ds_configs.plan import Machine
-from launch.console import terminal
+from ds_configs.plan import GPU, HOST, Machine
+from launch.console import quiet, terminal
 from launch.machine import rates
 from launch.machine.rates import Rates
 from recipes import files
@@ -132,8 +132,8 @@ class Node:
     @property
     def machine(self) -> Machine:
         """The node's abilities, for the resolver."""
-        kind, rates = "cpu" if self.is_cpu else "cuda", self.gpu.tflops
-        return Machine(kind, fp16="fp16" in rates, bf16="bf16" in rates, compiler=True, libaio=True)
+        device, rates = HOST if self.is_cpu else GPU, self.gpu.tflops
+        return Machine(device, fp16="fp16" in rates, bf16="bf16" in rates, compiler=True, libaio=True)
 
     def share_among(self, ranks: int) -> Node:
         """Divide a machine without GPUs among its ranks: cores, memory and bandwidth."""
@@ -194,6 +194,7 @@ def this_node(*, remeasure: bool = False, measure: bool = True) -> Node:
     if found is None:
         line = "measuring this machine, once: matrix products, memory, copies, a collective, an empty process"
         terminal.say(line, sys.stderr)
+        quiet.quiet_libraries()
         from launch.machine import measuring  # with torch
 
         found = measuring.measured()

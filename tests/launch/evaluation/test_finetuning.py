@@ -15,14 +15,14 @@ from tasked import choices, questions, save_bert, sentences, write_lines
 
 from data.loader import StepBatches
 from data.tasks.corpus import build
-from ds_configs.plan import Machine
+from ds_configs.plan import HOST, Machine
 from launch.evaluation.finetuning_recipe import Wishes, recipe_of
 from launch.training.engine import parameter_groups
 from launch.training.schedule import learning_rate
 from launch.weights.initial_weights import InitialWeights, encoder_in
 from recipes.layout import Layout
 
-MACHINE = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
+MACHINE = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=False)
 NO_DROPOUT = ["dropout.hidden=0", "dropout.attention=0"]
 STEPS = 6
 ONE = "one process"

@@ -14,7 +14,7 @@ from launching import ROOT, run
 from scored import PASSAGES, make_run, tokenizer_of, write_passages
 from transformers import GPT2LMHeadModel
 
-from ds_configs.plan import Machine
+from ds_configs.plan import HOST, Machine
 from launch import export_hf, report
 from launch.evaluation.scores import read_scores
 from launch.evaluation.scoring_job import ScoringTask, Wishes, open_model, plan_scoring
@@ -203,7 +203,7 @@ def test_what_flags_and_weights_decide_is_no_setting(made):
     assert "nothing is trained here" in said
 
 
-CPU = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
+CPU = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=False)
 
 
 @pytest.mark.parametrize("sequence", [False, True])

@@ -9,8 +9,8 @@ from launching import ROOT
 
 from launch.console import quiet
 from launch.machine import abilities, checks, checkup, gpu_checkup, places
+from launch.machine.abilities import Gpu
 from launch.machine.checks import Check, ok
-from launch.machine.gpu_checkup import Gpu
 from recipes.problems import ProblemsError
 
 V100 = Gpu("Tesla V100-SXM2-32GB", (7, 0), 32e9, 32e9)

@@ -14,7 +14,7 @@ import pytest
 from launching import ROOT, environment, run, run_ranks
 from torch.utils import cpp_extension
 
-from ds_configs.plan import Machine
+from ds_configs.plan import GPU, HOST, Machine
 from ds_configs.resolver import resolve
 from launch.machine import compiled_ops
 from recipes import catalog
@@ -33,10 +33,10 @@ def launch(processes: int, ds_config: str, directory: Path, env: dict[str, str],
 @pytest.mark.parametrize(
     "ds_config, accelerator, compiler, builders",
     [
-        ("zero0", "cuda", True, []),
-        ("zero3_offload", "cuda", True, []),
-        ("zero_infinity", "cpu", True, ["CPUAdamBuilder", "PinMemoryBuilder", "AsyncIOBuilder"]),
-        ("zero3_offload", "cpu", False, []),
+        ("zero0", GPU, True, []),
+        ("zero3_offload", GPU, True, []),
+        ("zero_infinity", HOST, True, ["CPUAdamBuilder", "PinMemoryBuilder", "AsyncIOBuilder"]),
+        ("zero3_offload", HOST, False, []),
     ],
 )
 def test_ops_that_a_configuration_needs(ds_config, accelerator, compiler, builders, tmp_path):
@@ -55,7 +55,7 @@ def compiling_adam(base: str, directory: Path) -> str:
 
 
 def test_deepspeeds_own_adam_is_compiled(tmp_path):
-    machine = Machine("cuda", fp16=False, bf16=True, compiler=True, libaio=True)
+    machine = Machine(GPU, fp16=False, bf16=True, compiler=True, libaio=True)
     for base, builder in (("zero1", "FusedAdamBuilder"), ("zero2_offload", "CPUAdamBuilder")):
         plan = resolve(catalog.load(tiny=True), compiling_adam(base, tmp_path), 1, machine)
         assert [op.builder for op in compiled_ops.needed(plan.ds)] == [builder]

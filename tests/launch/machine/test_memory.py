@@ -4,11 +4,11 @@ import math
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
 from launch.machine import memory
+from launch.machine.abilities import Gpu
 
 
 @pytest.fixture
@@ -49,12 +49,8 @@ def test_the_memory_under_control_groups_of_version_1(groups):
 
 
 def test_the_smallest_gpu_stands_for_all(monkeypatch):
-    import torch
-
-    sizes = [80e9, 24e9, 80e9]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(sizes))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(total_memory=sizes[i]))
+    found = [Gpu("NVIDIA H200", (9, 0), size, 0) for size in (80e9, 24e9, 80e9)]
+    monkeypatch.setattr(memory, "gpus", lambda: found)
     machine = memory.this_machine()
     assert (machine.gpus, machine.gpu_bytes) == (3, 24e9) and math.isfinite(machine.host_bytes)
 
@@ -64,23 +60,24 @@ def test_large_blocks_are_pinned_as_they_are_unless_the_user_says_otherwise(monk
     code = "from launch.machine import memory; memory.pin_no_more_than_asked(); import torch; "
     code += "print(torch._C._accelerator_getAllocatorSettings())"
 
-    def settings(given: str | None) -> str:
-        environ = {**os.environ, **({} if given is None else {"PYTORCH_ALLOC_CONF": given})}
+    def settings(given: str | None, name: str = "PYTORCH_ALLOC_CONF") -> str:
+        environ = {**os.environ, **({} if given is None else {name: given})}
         return subprocess.run(
             [sys.executable, "-c", code], env=environ, text=True, capture_output=True
         ).stdout
 
     assert "pinned_max_round_threshold_mb:1" in settings(None)
-    both = settings("expandable_segments:True")
-    assert "pinned_max_round_threshold_mb:1" in both and "expandable_segments:True" in both
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        assert settings("expandable_segments:True", name) == (
+            "expandable_segments:True,pinned_max_round_threshold_mb:1\n"
+        )
     assert "pinned_max_round_threshold_mb:1\n" not in settings("pinned_max_round_threshold_mb:1024")
 
 
 def test_the_peak_of_a_child_is_not_its_large_parents():
     """As a launcher's is, which has imported more than the rank it starts; getrusage tells the larger one."""
-    child = "import sys, types; no_gpu = types.SimpleNamespace(is_available=lambda: False); "
-    child += "sys.modules['torch'] = types.SimpleNamespace(cuda=no_gpu); "
-    child += "from launch.machine.memory import peak_memory; print(peak_memory().bytes)"
+    child = "from ds_configs.plan import HOST; from launch.machine.memory import peak_memory, processes; "
+    child += "processes.device = lambda: HOST; print(peak_memory().bytes)"
     parent = "import subprocess, sys; large = b'x' * (300 << 20); "
     parent += f"raise SystemExit(subprocess.run([sys.executable, '-c', {child!r}]).returncode)"
     done = subprocess.run([sys.executable, "-c", parent], text=True, capture_output=True, check=True)

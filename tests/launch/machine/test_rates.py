@@ -9,6 +9,7 @@ import pytest
 from launching import run
 from measured_machine import TWO_CORES
 
+from ds_configs.plan import HOST
 from launch.machine import measuring, rates
 from launch.machine.rates import Rates
 
@@ -50,7 +51,7 @@ def test_measuring_finds_every_rate_and_keeps_them(cache):
     """In a process of its own, with small products: it forks, and sets torch's threads."""
     program = """
 from launch.machine import measuring, rates
-measuring.LARGE["cpu"], measuring.LAYER["cpu"], measuring.STREAM_BYTES["cpu"] = 256, (256, 64), 2**22
+measuring.LARGE, measuring.LAYER, measuring.STREAM_BYTES = (256,), ((256, 64),), (2**22,)
 measuring.REPEATS, measuring.REPEAT_S, measuring.LINK_ELEMENTS = 2, 0.0, 2**14
 measuring.BEFORE = "print(1024)"
 found = measuring.measured()
@@ -67,6 +68,6 @@ assert found.context_bytes == 2**20 and (found.link_gb_s is None or found.link_g
 
 def test_a_cache_that_cannot_be_written_loses_nothing(monkeypatch, cache):
     cache.write_text("a file where the directory would be")
-    monkeypatch.setattr(measuring, "_has_gpu", lambda: False)
+    monkeypatch.setattr(measuring.processes, "device", lambda: HOST)
     monkeypatch.setattr(measuring, "_of_cpu", lambda: TWO_CORES)
     assert measuring.measured() == TWO_CORES and rates.cached() is None

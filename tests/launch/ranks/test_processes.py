@@ -64,6 +64,9 @@ class OneDevice:
     def device_name(self):
         return "cuda"
 
+    def is_synchronized_device(self):
+        return False
+
     def device_count(self):
         return 1
 

@@ -8,7 +8,7 @@ from launching import ROOT
 from recorded import facts, plan
 
 from ds_configs.jsonfile import find, read
-from ds_configs.plan import Machine
+from ds_configs.plan import GPU, Machine
 from ds_configs.resolver import resolve
 from launch.records.comparability import Incomparable, not_comparable
 from launch.records.facts import Ending, Peaks
@@ -57,7 +57,7 @@ def dgx2(*overrides: str, ds_name=None) -> Result:
     original = catalog.load("dgx2_gpt2_model_parallel/72x3072-h32-tp8")
     changed = catalog.load("dgx2_gpt2_model_parallel/72x3072-h32-tp8", list(overrides))
     parallel = changed.parallel
-    machine = Machine("cuda", fp16=True, bf16=True, compiler=True, libaio=True)
+    machine = Machine(GPU, fp16=True, bf16=True, compiler=True, libaio=True)
     resolved = resolve(
         changed, ds_name or changed.ds_config, math.prod(parallel.model_parallel) * parallel.dp, machine
     )

@@ -6,7 +6,7 @@ Fields changed by --set, what --tiny changes, and what a recipe says of itself.
 import pytest
 from recorded import facts, plan
 
-from ds_configs.plan import Machine
+from ds_configs.plan import HOST, Machine
 from launch import pretrain
 from launch.records.deviations import deviations
 from launch.training.start import show_plan
@@ -103,7 +103,7 @@ def test_what_a_recipe_says_of_itself_is_said_of_a_tiny_run_too_where_tiny_keeps
 
 def test_a_plan_needs_neither_the_processes_nor_the_machine(monkeypatch, capsys):
     """…as long as no launcher has started any; what would be started is refused as ever."""
-    machine = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=True)
+    machine = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=True)
     monkeypatch.setattr("launch.machine.abilities.detect_machine", lambda emulate: machine)
     row = ["--recipe", "megatron_paper_table1/8.3b-mp-dp", "--ds_config", "fp16_dynamic"]
     parse = pretrain.build_parser().parse_args
@@ -122,7 +122,7 @@ def test_a_plan_needs_neither_the_processes_nor_the_machine(monkeypatch, capsys)
 
 
 def test_deepspeed_judges_what_is_handed_on_unread(monkeypatch, tmp_path):
-    machine = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=True)
+    machine = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=True)
     monkeypatch.setattr("launch.machine.abilities.detect_machine", lambda emulate: machine)
     path = tmp_path / "mine.json"
     path.write_text('{"compile": {"passes": ["z1", "z4"]}}')
@@ -132,7 +132,7 @@ def test_deepspeed_judges_what_is_handed_on_unread(monkeypatch, tmp_path):
 
 
 def test_pretrain_hands_over_the_recipe_before_tiny_and_set(monkeypatch):
-    machine = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=True)
+    machine = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=True)
     monkeypatch.setattr("launch.machine.abilities.detect_machine", lambda emulate: machine)
     monkeypatch.setattr("launch.ranks.processes.world_size", lambda: 2)
     asked = pretrain.build_parser().parse_args(

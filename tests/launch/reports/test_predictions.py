@@ -11,7 +11,7 @@ import pytest
 from measured_machine import TWO_CORES
 from reported import MACHINE, Page, make_run, read_of
 
-from ds_configs.plan import Machine
+from ds_configs.plan import HOST, Machine
 from ds_configs.resolver import resolve
 from launch import report
 from launch.machine import measuring, rates
@@ -151,7 +151,7 @@ H200 = {"accelerator": "NVIDIA H200", "accelerators": 1, "accelerator_memory_gb"
 
 @pytest.fixture
 def plan():
-    machine = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
+    machine = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=False)
     return resolve(catalog.load("default/sotu", ["activation_checkpointing=full"]), "zero1", 2, machine)
 
 

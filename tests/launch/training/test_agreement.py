@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from ds_configs.plan import Machine
+from ds_configs.plan import ANY_GPU
 from ds_configs.resolver import resolve
 from launch.machine import description
 from launch.training import agreement
 from recipes import catalog
 
-GPU = Machine("cuda", fp16=True, bf16=True, compiler=True, libaio=True)
+GPU = ANY_GPU
 CORPUS = SimpleNamespace(summary={})
 
 

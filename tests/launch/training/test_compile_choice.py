@@ -7,14 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from ds_configs.plan import Machine
+from ds_configs.plan import GPU, HOST, Machine
 from ds_configs.resolver import resolve
+from launch.ranks import processes
 from launch.training import compile_choice, compiling
 from launch.training.compiling import Gain, payback
 from modeling.layer_list import Stack
 from recipes import catalog
 
-CPU = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
+CPU = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=False)
 
 
 @pytest.fixture(autouse=True)
@@ -53,13 +54,16 @@ def test_transformers_modules_and_emulated_fp16_are_left_as_they_are():
 
 def test_zero_3_on_a_gpu_is_compiled_on_request_alone(monkeypatch):
     monkeypatch.setattr(compile_choice, "has_compiler", lambda machine: True)
-    gpu = Machine("cuda", fp16=True, bf16=True, compiler=True, libaio=False)
+    gpu = Machine(GPU, fp16=True, bf16=True, compiler=True, libaio=False)
     recipe = catalog.load("default/sotu", steps=10**7)
     by_stage = {stage: resolve(recipe, f"zero{stage}", 1, gpu) for stage in (2, 3)}
     assert compile_choice.compiles("auto", by_stage[2], gpu)
     assert not compile_choice.compiles("auto", by_stage[3], gpu)
     assert compile_choice.compiles("on", by_stage[3], gpu)
     assert compile_choice.compiles("auto", by_stage[3], CPU)
+    before_ampere = replace(gpu, bf16=False)
+    assert not compile_choice.compiles("auto", by_stage[2], before_ampere)
+    assert compile_choice.compiles("on", by_stage[2], before_ampere)
 
 
 def test_the_step_at_which_compiling_is_paid_back():
@@ -70,14 +74,14 @@ def test_the_step_at_which_compiling_is_paid_back():
 
 
 WHOLE = [
-    ("zero1", 1, (), "cpu", True),
-    ("zero1", 1, (), "cuda", True),
-    ("zero1", 2, ("parallel.tp=2",), "cuda", True),
-    ("zero1", 2, (), "cpu", True),
-    ("zero1", 2, (), "cuda", False),  # gradients travel while the layers before theirs are computed
-    ("zero0", 2, (), "cuda", False),
-    ("zero3", 1, (), "cpu", False),  # parameters are gathered layer by layer
-    ("zero1", 1, ("activation_checkpointing=full",), "cpu", False),
+    ("zero1", 1, (), HOST, True),
+    ("zero1", 1, (), GPU, True),
+    ("zero1", 2, ("parallel.tp=2",), GPU, True),
+    ("zero1", 2, (), HOST, True),
+    ("zero1", 2, (), GPU, False),  # gradients travel while the layers before theirs are computed
+    ("zero0", 2, (), GPU, False),
+    ("zero3", 1, (), HOST, False),  # parameters are gathered layer by layer
+    ("zero1", 1, ("activation_checkpointing=full",), HOST, False),
 ]
 
 
@@ -87,8 +91,7 @@ def test_what_is_compiled_as_a_whole_and_what_layer_by_layer(
 ):
     planned = resolve(catalog.load("default/sotu", settings, tiny=True), ds_config, ranks, CPU)
     module = object.__new__(Stack)
-    accelerator = SimpleNamespace(device_name=lambda: device)
-    monkeypatch.setattr(compiling, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(processes, "device", lambda: device)
     monkeypatch.setattr(compiling, "seed_step", lambda *of: None)
     monkeypatch.setattr(compiling, "prepare", lambda *of: None)
     monkeypatch.setattr(compiling, "_compile_whole", lambda *of: (2.0, 1.0))

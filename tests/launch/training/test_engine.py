@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from ds_configs.plan import Machine
+from ds_configs.plan import HOST, Machine
 from ds_configs.resolver import resolve
 from launch.training import engine
 from launch.training.build_model import build_module
 from modeling.hidden_dropout import salts_of
 from recipes import catalog
 
-CPU = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
+CPU = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=False)
 DROPOUT = ["dropout.hidden=0.1"]
 META = torch.device("meta")
 ALONE = SimpleNamespace(tp=1, pp=1, dp=1, tensor_group=None)

@@ -3,13 +3,13 @@
 import pytest
 
 from ds_configs.jsonfile import ConfigError
-from ds_configs.plan import Machine
+from ds_configs.plan import HOST, Machine
 from launch.training.job import plan_anywhere
 from recipes import catalog
 
 
 def test_a_plan_for_another_machine_says_what_this_one_refuses():
-    bare = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
+    bare = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=False)
     made = plan_anywhere(catalog.load("megatron_paper_table1/8.3b-mp-dp"), "fp16_dynamic", bare)
     assert made.layout.world == 512 and made.precision == "fp16"
     (notice,) = [notice for notice in made.notices if notice.key == "machine"]

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from data.loader import rank_rows
-from ds_configs.plan import Machine
+from ds_configs.plan import HOST, Machine
 from ds_configs.resolver import resolve
 from launch.training import micro_batches
 from recipes import catalog
 from recipes.families import FAMILIES, TASK_FIELDS
 
 SIZES = dict(samples=3, length=24, predictions=4, vocabulary=90)
-MACHINE = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
+MACHINE = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=False)
 ALONE = SimpleNamespace(dp=1)
 EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 

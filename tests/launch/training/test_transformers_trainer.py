@@ -12,7 +12,7 @@ import torch
 from launching import ROOT, WORKERS, deepspeed, environment, run, run_ranks
 
 from ds_configs.jsonfile import ConfigError
-from ds_configs.plan import Machine
+from ds_configs.plan import HOST, Machine
 from ds_configs.resolver import resolve
 from launch.checkpoints.run_checkpoints import complete_checkpoints, newest
 from launch.checkpoints.stored import load_weights
@@ -21,7 +21,7 @@ from launch.training.job import plan_job
 from recipes import catalog
 
 HF = "model.implementation=transformers"
-MACHINE = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
+MACHINE = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=False)
 
 # --- the same numbers
 

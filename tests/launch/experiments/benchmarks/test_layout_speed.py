@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from ds_configs.plan import Machine
+from ds_configs.plan import HOST, Machine
 from ds_configs.resolver import resolve
 from launch import benchmark
 from launch.experiments.benchmarks import layout_speed, step_speed
@@ -17,7 +17,7 @@ from recipes.layout import Layout
 
 ONE = Specification("ours", "ours", "default/sotu", ("precision=fp32",), True, "zero1")
 LAYOUT = Layout(1, 1, 1, 4, 2, 8)  # micro-batches of 4, two of them
-CPU = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
+CPU = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=False)
 
 
 def measured(spec: Specification, seconds: float, tokens: int, waited: float = 0.0) -> Measurement:

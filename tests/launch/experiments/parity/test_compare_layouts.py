@@ -14,7 +14,7 @@ import torch
 from compared import COMMAND, ODD_SHAPES, folder, rows_of, train_and_compare
 from launching import run
 
-from ds_configs.plan import Machine
+from ds_configs.plan import HOST, Machine
 from launch import compare_layouts
 from launch.experiments.parity import comparison
 from launch.experiments.parity.comparison import RunOutcome, compare, read_outcome
@@ -23,7 +23,7 @@ from launch.experiments.parity.layout_runs import run_cases
 from recipes import catalog
 from recipes.problems import Problem
 
-MACHINE = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=True)
+MACHINE = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=True)
 
 
 @pytest.mark.long

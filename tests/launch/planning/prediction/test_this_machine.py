@@ -9,7 +9,7 @@ import pytest
 from launching import run
 from measured_machine import TWO_CORES
 
-from ds_configs.plan import Machine
+from ds_configs.plan import HOST, Machine
 from ds_configs.resolver import resolve
 from launch.machine import measuring, rates
 from launch.machine.rates import Rates
@@ -21,7 +21,7 @@ from recipes.problems import ProblemsError
 
 
 def plan(ds_config="zero0", ranks=1, *changes):
-    machine = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
+    machine = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=False)
     return resolve(catalog.load("default/sotu", changes), ds_config, ranks, machine)
 
 
