@@ -116,9 +116,17 @@ class StepBatches:
         return self
 
     def __next__(self) -> list[MicroBatch]:
-        batches, self._state = self._ahead.next() if self._ahead else self._produce(self.step)
+        batches, self._state = self._take()
         self.step += 1
         return batches
+
+    def _take(self) -> tuple[list[MicroBatch], dict[str, Any]]:
+        """Wait for the batches of the next step and the state after it."""
+        return self._ahead.next() if self._ahead else self._produce(self.step)
+
+    def fetch(self) -> str | None:
+        """Fetch the next step ahead of its use, where ranks share it; return why this rank cannot read it."""
+        return None
 
     def state(self) -> dict[str, Any]:
         """Return this rank's position after the last step handed out, as JSON values."""

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import json
 import os
+import resource
 import socket
 import sys
 import time
@@ -30,14 +31,14 @@ from launch.machine.hosts import Hosts
 from launch.machine.memory import Memory, this_machine
 from launch.planning import memory_fit
 from launch.planning.prediction.forecast import SNUG
-from launch.ranks import processes
-from launch.ranks.meeting import Meeting
+from launch.ranks import joining, processes
 from launch.records.directory import default_path
 from recipes import catalog
 from recipes.files import path_of
 from recipes.problems import ProblemsError, counted
 from recipes.schema import Recipe
 
+IN_MEMORY = ("tmpfs", "ramfs")
 ORDER: tuple[Verdict, ...] = ("ok", "warning", "failed", "not checked")
 
 EXAMPLES = """\
@@ -136,7 +137,7 @@ def table(
         "CUDA compiler": gpu_checkup.cuda_compiler,
         "libaio": partial(checkup.libaio, machine),
         "shared memory": partial(gpu_checkup.shared_memory, ranks),
-        "open files": partial(checkup.open_files, world),
+        "open files": partial(open_files, world),
         "variables": checkup.variables,
         "host name": partial(hosts.host_name, several),
         "port": partial(hosts.port, os.environ),
@@ -162,7 +163,7 @@ def table(
         "data": partial(data, recipe),
         "run directory": partial(places.writable, directory),
         "disk": partial(places.space, directory, *start_checks.checkpoint_bytes(recipe)),
-        "file system": partial(places.file_system, directory, several),
+        "file system": partial(file_system, directory, several),
         "clock": partial(places.clock, directory),
     }
     return {**of_machine, **of_hosts, "configuration": lambda: configured, **of_plan, **of_files}
@@ -227,6 +228,30 @@ def fits(plan: Plan, memory: Memory, ranks: int) -> Check:
     return warning(f"{came}: snug", fix) if share > 1 - SNUG else ok(came)
 
 
+def open_files(world: int) -> Check:
+    """Check the hard limit of open files; a run raises the soft limit up to it by itself."""
+    needed, limit = checkup.files_needed(world), checkup.file_limit()
+    if limit == resource.RLIM_INFINITY or limit >= needed:
+        allowed = "any number" if limit == resource.RLIM_INFINITY else f"{limit:,}"
+        return ok(f"{allowed} allowed, {needed:,} needed")
+    came = f"a process may have {limit:,} files open, and {needed:,} are needed"
+    return failed(came, f"raise the hard limit: ulimit -Hn {needed}")
+
+
+def file_system(directory: Path, several: bool) -> Check:
+    """Check the kind of file system: not in memory, and shared if the run has `several` machines."""
+    kind = places.kind_of(places.existing(directory))
+    if kind is None:
+        return unchecked("there is no /proc/mounts")
+    network = bool(places.NETWORK.match(kind))
+    if several and not network:
+        fix = "name one on a shared file system with --out, by its absolute path"
+        return warning(f"{kind}, of this machine: all machines write into one run directory", fix)
+    if kind in IN_MEMORY:
+        return warning(f"{kind}: it takes memory, and is gone after a restart", "name a disk with --out")
+    return ok(f"{kind}, " + ("over the network" if network else "of this machine"))
+
+
 def deepspeed_accepts(plan: Plan, config: Path) -> Check:
     """Check that DeepSpeed itself accepts the resolved JSON."""
     from launch.training import deepspeed_judgement
@@ -281,8 +306,7 @@ def gather_checks(own: list[Check], directory: Path) -> list[Check]:
     from launch.machine import description
     from launch.records import shared_directory
 
-    meeting, place, path = Meeting(), places.existing(directory), str(directory.absolute())
-    meeting.settle(lambda: None)
+    meeting, place, path = joining.meet(), places.existing(directory), str(directory.absolute())
     ahead = time.time() - meeting.from_rank_0(time.time())
     first = processes.rank() == 0
     with shared_directory.token(place) if first else contextlib.nullcontext("") as name:
@@ -291,6 +315,7 @@ def gather_checks(own: list[Check], directory: Path) -> list[Check]:
         mine = own if processes.local_rank() == 0 else []
         told = RankReport(socket.gethostname(), sees, ahead, description.versions(), mine)
         every = meeting.to_rank_0(RANK_REPORT.dump_python(told, mode="json"))
+    meeting.end()
     ranks = [RANK_REPORT.validate_python(each) for each in every]
     return [
         *merge_checks([(rank.host, rank.checks) for rank in ranks if rank.checks]),

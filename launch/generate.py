@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from launch.console import arguments, ends, output, terminal
-from launch.ranks import joining, processes
+from launch.ranks import ending, joining, processes
 from recipes.problems import Problem, ProblemsError, counted
 
 if TYPE_CHECKING:
@@ -119,14 +119,17 @@ def main() -> None:
     args = build_parser().parse_args()
     meeting = joining.meet(lambda: check_flags(args))
     job = meeting.settle(lambda: checked_job(args))
-    ranks = processes.world_size()
+    ranks, advice = processes.world_size(), "start more processes, or take --dtype bfloat16, or lower --batch"
     if ranks == 1:
-        run(job, meeting)
+        try:
+            with ending.explain_out_of_memory(advice):
+                run(job, meeting)
+        except ending.Failed as error:
+            raise SystemExit(str(error)) from None
         return
     # A run still in training may have saved a newer checkpoint meanwhile.
     weights = Path(meeting.from_rank_0(str(job.model.weights)))
     job = replace(job, model=replace(job.model, weights=weights))
-    advice = "start more processes, or take --dtype bfloat16, or lower --batch"
     with joining.joined(meeting, ranks, out_of_memory_advice=advice):
         run(job, meeting)
 
@@ -208,7 +211,6 @@ def run(job: Job, meeting: Meeting) -> None:
 
     first, model = processes.rank() == 0, load_model(job, meeting)
     model.to(get_accelerator().current_device_name())
-    meeting.end()
     total = len(job.prompts) * (job.settings.samples if job.model.continues else 1)
     stream = Stream(job.model.tokenizer) if first and total == 1 and not job.out else None
     began, done = time.perf_counter(), list[writing.WrittenText]()

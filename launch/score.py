@@ -11,7 +11,7 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from launch.console import arguments, ends, output, terminal
 from launch.machine import abilities
@@ -178,7 +178,6 @@ def run(job: ScoringJob, meeting: Meeting) -> None:
     grid = ProcessGrid(layout.tp, layout.pp, layout.dp, processes.TIMEOUT)
     say = partial(terminal.say, stream=sys.stderr) if first else _silence
     data = meeting.settle(lambda: read_task(job.task, job.model, job.window, job.stride, say))
-    meeting.end()
     check_same_data(data, processes.gathered(data.checksum, grid.control_group))
     weights = None if job.from_scratch else str(job.model.trained.weights)
     engine = build_scoring_engine(job.plan, grid, weights, say)
@@ -223,17 +222,25 @@ def make_score(job: ScoringJob, data: TaskData, found: dict[str, float], seconds
     layout = plan.layout
     degrees = f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}, ZeRO-{plan.zero_stage}"
     offload = f", offload {plan.offload}" if plan.offload != "none" else ""
-    limited = job.task.limit is not None
+    names = ("task", "variant", "source", "examples", "tokens", "words", "broken", "cut")
+    of_data: dict[str, Any] = {name: getattr(data, name) for name in names}
     return Score(
-        model=model.given, parameters=cost.parameters(model.recipe.model, model.recipe.positions),
-        step=None if job.from_scratch else model.trained.step, task=data.task, variant=data.variant,
-        source=data.source, figures=found,
-        examples=data.examples, windows=len(data.windows), tokens=data.tokens, words=data.words,
-        limited=limited, broken=data.broken, cut=data.cut, window=job.window,
-        stride=None if data.task == "lambada" else job.stride, batch=layout.micro, precision=plan.precision,
-        layout=degrees + offload, hardware=description.summary(description.describe()), seconds=seconds,
+        model=model.given,
+        parameters=cost.parameters(model.recipe.model, model.recipe.positions),
+        step=None if job.from_scratch else model.trained.step,
+        figures=found,
+        windows=len(data.windows),
+        limited=job.task.limit is not None,
+        window=job.window,
+        stride=None if data.task == "lambada" else job.stride,
+        hardware=description.summary(description.describe()),
+        seconds=seconds,
         from_scratch=job.from_scratch,
-    )  # fmt: skip
+        batch=layout.micro,
+        precision=plan.precision,
+        layout=degrees + offload,
+        **of_data,
+    )
 
 
 def _silence(text: str) -> None:

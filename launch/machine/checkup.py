@@ -107,16 +107,6 @@ def files_needed(world: int) -> int:
     return FILES + FILES_PER_RANK * world
 
 
-def open_files(world: int) -> Check:
-    """Check the hard limit of open files; a run raises the soft limit up to it by itself."""
-    needed, limit = files_needed(world), file_limit()
-    if limit == resource.RLIM_INFINITY or limit >= needed:
-        allowed = "any number" if limit == resource.RLIM_INFINITY else f"{limit:,}"
-        return ok(f"{allowed} allowed, {needed:,} needed")
-    came = f"a process may have {limit:,} files open, and {needed:,} are needed"
-    return failed(came, f"raise the hard limit: ulimit -Hn {needed}")
-
-
 def file_limit() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 

@@ -15,7 +15,6 @@ from launch.machine.checks import Check, failed, ok, unchecked, warning
 NETWORK = re.compile(
     r"nfs|lustre|gpfs|beegfs|ceph|cifs|smb|glusterfs|fuse\.|9p|virtiofs|wekafs|panfs|orangefs|pvfs|afs|daos"
 )
-IN_MEMORY = ("tmpfs", "ramfs")
 CLOCK_S = 2.0  # seconds; with a larger difference of clocks, times of files mislead
 
 
@@ -46,20 +45,6 @@ def space(directory: Path, checkpoint: float, kept: int | None) -> Check:
         fix = f"{fewer}, make room, or take another disk (--out)"
         return warning(f"{came}: room for {fit} of the {kept} that lie there at once", fix)
     return ok(f"{came}; {kept} at most lie there at once")
-
-
-def file_system(directory: Path, several: bool) -> Check:
-    """Check the kind of file system: not in memory, and shared if the run has `several` machines."""
-    kind = kind_of(existing(directory))
-    if kind is None:
-        return unchecked("there is no /proc/mounts")
-    network = bool(NETWORK.match(kind))
-    if several and not network:
-        fix = "name one on a shared file system with --out, by its absolute path"
-        return warning(f"{kind}, of this machine: all machines write into one run directory", fix)
-    if kind in IN_MEMORY:
-        return warning(f"{kind}: it takes memory, and is gone after a restart", "name a disk with --out")
-    return ok(f"{kind}, " + ("over the network" if network else "of this machine"))
 
 
 def clock(directory: Path) -> Check:

@@ -22,7 +22,6 @@ from recipes.refused_by_system import problem, told_by
 
 LOST_PEER = re.compile("Connection (closed|reset) by peer|Broken pipe|Timed out waiting|NCCL|gloo")
 AFTER_STOP_REQUEST = "after_stop_request"  # attribute of an exception after a request to stop
-LOST_RANKS = "lost_ranks"  # attribute of an exception over the end of others: a function that names them
 
 
 class Failed(Exception):
@@ -109,14 +108,10 @@ def _tell(error: BaseException, note_failure: Callable[[str], None]) -> None:
         if getattr(error, AFTER_STOP_REQUEST, False):
             return
         # A consequence of another rank's end. Say nothing, so that the cause stays last on the screen, and
-        # let the launcher end this process; speak up only if nothing does.
+        # let the launcher or the lifeline end this process; speak up only if nothing does.
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
         time.sleep(20)
-        note_failure(text)
-        if tell_lost := getattr(error, LOST_RANKS, None):
-            tell_lost()
-            return
     note_failure(text)
     if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun prints what is in there as the root cause
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler

@@ -68,8 +68,12 @@ def joined(
     admitted = admit()
     with ending.clean_exit(note_failure):
         processes.start_processes(store=meeting.store)
-        with ending.explain_out_of_memory(out_of_memory_advice):
-            yield admitted
+        try:
+            with ending.explain_out_of_memory(out_of_memory_advice):
+                yield admitted
+        except SystemExit:  # of all ranks alike
+            meeting.end()
+            raise
         meeting.end()
 
 

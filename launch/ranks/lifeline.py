@@ -1,7 +1,8 @@
-"""Connections of all ranks to rank 0 before training, so that one rank's death ends all at once.
+"""Connections of all ranks to rank 0, so that one rank's death ends all at once.
 
 Else the others would wait for half an hour, or for days during the preparation of a corpus: srun, unlike
-torchrun and deepspeed, does not end them. In training the process group and the watchdog notice a death.
+torchrun and deepspeed, does not end them. A rank that waits for a GPU in training is not told by NCCL either;
+gloo tells, and that rank ends by itself.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from typing import Any
 
 from launch.console import terminal
 
-BYE = b"."  # the last byte of a rank that ends well
+BYE, LEAVE = b".", b"!"  # the last byte of a rank that ends well; rank 0's word over the death of another one
 CONNECT_S = 10.0
-SETTLE_S = 2.0  # before a death is told: a launcher that ends all of them ends this rank meanwhile
+SETTLE_S = 5.0  # before a death is told: this rank may notice it, or a launcher end it, meanwhile
+TOLD = "what it or its machine said last tells why; all ranks end"
 
 
 class Lifeline:
@@ -40,22 +42,26 @@ class Lifeline:
             connection.settimeout(None)
             connection.sendall(f"rank {rank} on {socket.gethostname()} (pid {os.getpid()})\n".encode())
             self._connections[connection] = "rank 0"
-            threading.Thread(target=self._hold, args=(connection,), daemon=True).start()
+            threading.Thread(target=self._hold, args=(connection, rank), daemon=True).start()
 
     def end(self) -> None:
         """Let ranks end without ending the others from now on."""
         self._over = True
+        self._send(BYE)
+
+    def _send(self, word: bytes) -> None:
         for connection in list(self._connections):
             with contextlib.suppress(OSError):
-                connection.sendall(BYE)
+                connection.sendall(word)
 
-    def _hold(self, connection: socket.socket) -> None:
+    def _hold(self, connection: socket.socket, rank: int) -> None:
+        said = b""
         with contextlib.suppress(OSError):
-            if connection.recv(1) == BYE:
-                return
-        time.sleep(SETTLE_S)
-        if not self._over:  # rank 0 has died, and what it said last tells why
+            said = connection.recv(1)
+        if said == LEAVE:
             os._exit(1)
+        if said != BYE:
+            self._end(f"rank 0 at {os.environ['MASTER_ADDR']}", tell=rank == 1)
 
     def _watch(self, server: socket.socket) -> None:
         selector = selectors.DefaultSelector()
@@ -75,7 +81,7 @@ class Lifeline:
                 with contextlib.suppress(OSError):
                     said = connection.recv(1)
                 if said != BYE:
-                    self._end_all(self._connections[connection])
+                    self._end(self._connections[connection])
         # Of one that was not accepted in time it must not look as if this rank had died.
         server.setblocking(False)
         with contextlib.suppress(OSError):
@@ -84,10 +90,12 @@ class Lifeline:
                 self._connections[connection] = ""
                 connection.sendall(BYE)
 
-    def _end_all(self, who: str) -> None:
+    def _end(self, who: str, tell: bool = True) -> None:
+        """End this rank after the death of another one, and `tell` of that."""
         time.sleep(SETTLE_S)
         if not self._over:
-            why = "what it or its machine said last tells why; all ranks end"
-            terminal.say(f"\n{who} has ended before training: {why}\n", sys.stderr)
-            sys.stderr.flush()
+            if tell:
+                terminal.say(f"\n{who} has ended: {TOLD}\n", sys.stderr)
+                sys.stderr.flush()
+            self._send(LEAVE)
             os._exit(1)

@@ -43,7 +43,7 @@ class Meeting:
         self._lifeline: Lifeline | None = None
 
     def end(self) -> None:
-        """Let ranks end by themselves: they train, or all of them refuse."""
+        """Let ranks end by themselves: they are done, or all of them refuse."""
         if self._lifeline:
             self._lifeline.end()
 

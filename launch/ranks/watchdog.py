@@ -30,7 +30,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from launch.console import terminal
-from launch.ranks import ending
 from launch.ranks.processes import gathered
 
 HANGING = 4  # exit code
@@ -51,6 +50,7 @@ class Phase(enum.Enum):
     DATA = "waiting for its data"
     COMPUTING = "computing"
     COMPUTED = "done with its step, waiting for the others"
+    RECORDING = "at the files of the run"
     VALIDATING = "validating"
     SAVING = "saving a checkpoint"
 
@@ -131,6 +131,13 @@ class Watchdog:
             self._step, self._passes = step, 0
         self._phase, self._since = phase, now
 
+    @contextlib.contextmanager
+    def aside(self, phase: Phase) -> Iterator[None]:
+        """Be in another phase during the block, then go on with the one before."""
+        before, self._phase, self._since = self._phase, phase, time.monotonic()
+        yield
+        self._phase, self._since = before, time.monotonic()
+
     def advance(self) -> None:
         """Count a forward pass."""
         self._passes += 1
@@ -165,7 +172,6 @@ class Watchdog:
             return
         self._rank = dist.get_rank(group)
         server = socket.create_server(("", 0), backlog=dist.get_world_size(group))
-        asked = False  # for as long as this process lives
         try:
             host, port = socket.gethostname(), server.getsockname()[1]
             own = Place(self._rank, host, os.getpid(), _own_address(self._rank), port)
@@ -184,33 +190,11 @@ class Watchdog:
             else:
                 threading.Thread(target=self._watch, daemon=True).start()
             yield self
-        except RuntimeError as error:
-            if self.places and ending.lost_peers(error):
-                asked = True  # by others that fail over the same rank
-                setattr(error, ending.LOST_RANKS, self._lost())
-            raise
         finally:
             self._ended.set()
-            if not asked:
-                with contextlib.suppress(OSError):
-                    server.shutdown(socket.SHUT_RDWR)  # or its thread would wait on
-                server.close()
-
-    def _lost(self) -> Callable[[], None] | None:
-        """Make a function that names the lost ranks, on the lowest that is left; None if all answer."""
-        if not self._is_judge():
-            return lambda: None
-        left, silent = self._ask_all([place for place in self.places if place.rank != self._rank])
-
-        def tell() -> None:
-            first = f"rank {self._rank} of {len(self.places)} on {socket.gethostname()} cannot go on without:"
-            gone = [f"  {self.places[rank]} {how}" for rank, how in sorted(silent.items())]
-            fix = f"what these said last tells why; {self._what_next()}"
-            terminal.say("\n".join(["", first, *gone, fix]), sys.stderr)
-            # Those that wait for this rank would fail over its end in turn, and name it.
-            self._ask_all([self.places[rank] for rank in left], b"leave")
-
-        return tell if silent else None
+            with contextlib.suppress(OSError):
+                server.shutdown(socket.SHUT_RDWR)  # or its thread would wait on
+            server.close()
 
     def _answer(self, server: socket.socket) -> None:
         while True:
@@ -229,8 +213,6 @@ class Watchdog:
                 connection.shutdown(socket.SHUT_RDWR)
                 if wish == b"end":
                     os._exit(HANGING)
-                if wish == b"leave":
-                    os._exit(1)
 
     def _watch(self) -> None:
         tick = min(5.0, self._hang_after / 10)

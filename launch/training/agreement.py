@@ -65,11 +65,19 @@ def without_paths(ds: dict[str, Any]) -> dict[str, Any]:
 class StepReport:
     """The report of one rank at the end of a step, in numbers that travel as one row of a tensor.
 
-    `stop`: index in `REASONS` of the request to stop; `own_seconds`: this rank's time in `RankSeconds`.
+    Attributes:
+        stop: index in `REASONS` of the request to stop.
+        own_seconds: this rank's time in `RankSeconds`.
+        unreadable: this rank cannot read the batches of the next step.
+        written: this rank has written its file of the checkpoint in progress.
+        overdue: run.save_every_minutes have passed since the last save.
     """
 
     stop: int = 0
     own_seconds: float = 0.0
+    unreadable: bool = False
+    written: bool = False
+    overdue: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,8 +117,8 @@ class StepExchange:
 
 
 def _report(values: list[float]) -> StepReport:
-    stop, own_seconds = values
-    return StepReport(int(stop), own_seconds)
+    stop, own_seconds, *flags = values
+    return StepReport(int(stop), own_seconds, *map(bool, flags))
 
 
 def peak_memory(group: dist.ProcessGroup) -> Peaks:

@@ -50,13 +50,14 @@ def train(start: Start, after: Callable[[TrainingRun], None] = lambda run: None)
             # DeepSpeed accumulates, scales the loss, averages over data ranks, clips, steps the schedule.
             salts = salts_of_step(plan, grid.at.dp, step - 1, engine.device)
             pending = train_step(engine, micro_batches, grid, salts)
+            waited += run.fetch_next(step)
             exchange = run.exchange(waited)
             outcome = pending.outcome()
             seconds, news = time.perf_counter() - started, run.news(exchange)
             run.record(step, outcome, seconds, waited, news.rank_seconds)
             run.validate_if_due(step)
-            run.save_if_due(step, news.stopped)
-            if news.stopped and step < recipe.steps:
-                return EarlyStop(news.stopped, step, recipe.steps)
+            run.save_if_due(step, news)
+            if early := run.end_if_due(step, news):
+                return early
         after(run)
     return None

@@ -1,8 +1,8 @@
 """A run on this rank without its loop: the start, records, validations and saves.
 
 The loop is in launch/training/loop.py, or is `transformers.Trainer`'s
-(launch/training/transformers_trainer.py). Both call `exchange`, `news`, `record`, `validate_if_due` and
-`save_if_due` after every step.
+(launch/training/transformers_trainer.py). Both call `fetch_next`, `exchange`, `news`, `record`,
+`validate_if_due`, `save_if_due` and `end_if_due` after every step.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from data.corpus import Corpus
@@ -35,10 +33,11 @@ from launch.ranks.watchdog import Phase, Watchdog
 from launch.records.facts import RankSeconds, SilentRecorder, StepOutcome, Validation
 from launch.training import agreement
 from launch.training.agreement import StepExchange, StepNews, StepReport
-from launch.training.early_ends import BrokenData, Diverged, NotSavedError, SkipCounter
+from launch.training.early_ends import BrokenData, Diverged, EarlyStop, NotSavedError, SkipCounter
 from launch.training.engine import Forward, forward, validate
 from launch.training.forward_clock import ForwardClock
 from launch.training.job import Job
+from launch.training.training_batches import end_together
 from modeling.parallel.process_grid import ProcessGrid
 
 
@@ -82,6 +81,7 @@ class TrainingRun:
         self.skipped = SkipCounter(job.plan.precision)
         self.start_step = self.done = self.saved = first_step(start.checkpoint)
         self._saved_at = time.monotonic()  # when the last save began
+        self._unreadable: str | None = None  # why this rank cannot read the next step
         self._reported: set[str] = set()  # broken records that were already named
         self.state = EngineState(engine, grid)
         self.saver = Saver(self.state, job.plan, grid, job.checkpoints, recorder)
@@ -107,12 +107,23 @@ class TrainingRun:
                 kept = f"the state after step {self.done} could not be saved: {self.saver.problem}"
             error.advice = f"{kept}; once that is done, the same command with --resume continues"
 
+    def fetch_next(self, step: int) -> float:
+        """Fetch the step after `step` of a stream, while a GPU computes; return the seconds of waiting."""
+        started = time.perf_counter()
+        if step < self.recipe.steps:
+            with self.watchdog.aside(Phase.DATA):
+                self._unreadable = self.batches.fetch()
+        return time.perf_counter() - started
+
     def exchange(self, waited: float) -> StepExchange:
         """Send this rank's report of a step to the others; it `waited` so many seconds for data.
 
         A later request to stop is heard at the end of the next step.
         """
-        own = StepReport(REASONS.index(self.stop.look()), waited + self.clock.take())
+        with self.watchdog.aside(Phase.RECORDING):
+            stop = REASONS.index(self.stop.look())
+        seconds, written = waited + self.clock.take(), self.saver.written
+        own = StepReport(stop, seconds, self._unreadable is not None, written, self._overdue())
         return StepExchange(own, self.grid.control_group)
 
     def news(self, exchange: StepExchange) -> StepNews:
@@ -127,6 +138,7 @@ class TrainingRun:
 
         `seconds`: wall time, with the seconds `waited` for the batch; `ranks`: times of all ranks.
         """
+        self.watchdog.enter(Phase.RECORDING)
         self.recorder.step(step, outcome, seconds, waited, ranks)
         self.done = step
         self.skipped.see(outcome)
@@ -146,7 +158,7 @@ class TrainingRun:
         if last or due(step, self.recipe.run.validate_every):
             self.report_skipped_records()
 
-    def save_if_due(self, step: int, stopped: str | None) -> None:
+    def save_if_due(self, step: int, news: StepNews) -> None:
         """Save every run.save_every steps and run.save_every_minutes, at the end and at a stop.
 
         Training goes on while files are written; at its end it waits for the disk. Raises NotSavedError if
@@ -154,26 +166,32 @@ class TrainingRun:
         """
         last, run = step == self.recipe.steps, self.recipe.run
         self.watchdog.enter(Phase.SAVING)
-        self.saver.poll()
-        if stopped or (last and run.save_last) or due(step, run.save_every) or self._overdue():
-            if stopped or last:
+        if all(report.written for report in news.reports):
+            self.saver.finish()
+        overdue = news.reports[0].overdue  # by rank 0's clock
+        if news.stopped or (last and run.save_last) or due(step, run.save_every) or overdue:
+            if news.stopped or last:
                 self.recorder.last_save(agreement.peak_memory(self.grid.control_group))
             self._save(step)
-        if stopped or last:
+        if news.stopped or last:
             self.finish_saving()
+
+    def end_if_due(self, step: int, news: StepNews) -> EarlyStop | None:
+        """Return the early stop that was asked for. Raises BrokenData if a rank cannot read the next step."""
+        if step < self.recipe.steps and news.stopped:
+            return EarlyStop(news.stopped, step, self.recipe.steps)
+        if step < self.recipe.steps and any(report.unreadable for report in news.reports):
+            end_together(self._unreadable, self.grid.control_group)
+        return None
 
     def _save(self, step: int) -> None:
         self.saver.save(self._progress(step), self.batches.state(), checksum(self.corpus))
         self.saved, self._saved_at = step, time.monotonic()
 
     def _overdue(self) -> bool:
-        """Check by rank 0's clock whether run.save_every_minutes have passed since the last save."""
-        if self.recipe.run.save_every_minutes is None:
-            return False
-        minutes = (time.monotonic() - self._saved_at) / 60
-        overdue = torch.tensor(minutes >= self.recipe.run.save_every_minutes)
-        dist.broadcast(overdue, src=0, group=self.grid.control_group)
-        return bool(overdue)
+        """Check by this rank's clock whether run.save_every_minutes have passed since the last save."""
+        every = self.recipe.run.save_every_minutes
+        return every is not None and time.monotonic() - self._saved_at >= 60 * every
 
     def finish_saving(self) -> None:
         """Wait for the checkpoint that is being written. Raises NotSavedError if that failed."""
@@ -213,6 +231,8 @@ def next_batch(batches: StepBatches) -> list[MicroBatch]:
     except (MemoryError, BrokenData):  # out of memory; an end on which all ranks agreed
         raise
     except Exception as e:  # of threads, tokenizers, file systems, networks: each has its own
+        if ending.lost_peers(e):
+            raise
         what = str(e) if isinstance(e, ValueError) else f"{type(e).__name__}: {e}"
         raise ending.Failed(
             f"there is no batch for step {batches.step + 1}: {what}\nWhat a run reads must stay as it is, "

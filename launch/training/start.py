@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,15 @@ class Training:
     after: Callable[[TrainingRun], None] = lambda run: None
     outcome: Callable[[Corpus], Ending] = lambda corpus: Ending()
     clock: start_up.StartClock = field(default_factory=start_up.StartClock)
+
+    @cached_property
+    def facts(self) -> RunFacts:
+        """The facts of the run, as far as they are known before its data."""
+        from launch.machine import description
+        from launch.records.facts import RunFacts
+
+        job, machine = self.job, description.describe()
+        return RunFacts(job.plan, job.name, machine, self.original, self.tiny, self.emulated_fp16)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -171,21 +181,10 @@ def open_run_directory(training: Training) -> RunDirectory | None:
         tuple((each.directory, each.why) for each in every if isinstance(each, Damaged)),
     )
     with system_refusals(job.directory):
-        directory = admit(
-            job.directory, run_facts(training), sys.argv, resume=job.resume, checkpoints=checkpoints
-        )
+        directory = admit(job.directory, training.facts, sys.argv, resume=job.resume, checkpoints=checkpoints)
     out_of_memory.forget(directory.path)  # before this rank joins the others: none of them computes yet
     watchdog.forget(directory.path)
     return directory
-
-
-def run_facts(training: Training) -> RunFacts:
-    """Return the facts of the run, as far as they are known before its data."""
-    from launch.machine import description
-    from launch.records.facts import RunFacts
-
-    job, machine = training.job, description.describe()
-    return RunFacts(job.plan, job.name, machine, training.original, training.tiny, training.emulated_fp16)
 
 
 def make_quick_checks(job: Job) -> None:
@@ -253,7 +252,6 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
     # One process of a machine prepares a large corpus; the others may wait for hours.
     make = system_refusals(Path.cwd())(training.corpus)
     corpus = meeting.settle(lambda: make(meeting), PREPARATION)
-    meeting.end()
     try:
         given = job.initial_weights
         agreement.check(job.plan, corpus, grid.control_group, given.directory if given else None)
@@ -312,7 +310,7 @@ def open_recorder(
     vocabulary.keep(directory.path, corpus.tokenizer)
     entropies = Entropies(corpus.uniform_entropy, corpus.unigram_entropy)
     known = replace(
-        run_facts(training), data=corpus.summary, entropies=entropies, band_kernel=band_kernel(job.plan)
+        training.facts, data=corpus.summary, entropies=entropies, band_kernel=band_kernel(job.plan)
     )
     recorder = Recorder(directory, known, first_step(chosen.checkpoint), training.clock, sys.stdout)
     given = job.initial_weights

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from data.corpus import Corpus
-from data.loader import MicroBatch, StepBatches, pin_batches
+from data.loader import MicroBatch, StepBatches, micro_batch, pin_batches
 from data.samples.fields import TrainingSamples
 from ds_configs.plan import Plan
 from launch.checkpoints.run_checkpoints import Checkpoint
@@ -41,45 +43,77 @@ def _batch_arguments(
 class StreamBatches(StepBatches):
     """Batches of a stream: one rank of each model copy reads and tokenizes for its whole copy.
 
-    If one rank cannot read a step's batches, no rank gets them.
+    The loop fetches each step while the one before is computed, and the ranks tell each other of a failure in
+    the message that ends a step: either all of them begin the next one, or none.
     """
 
     def __init__(self, plan: Plan, corpus: Corpus, grid: ProcessGrid, checkpoint: Checkpoint | None):
         """Start the batches of this rank; run.loader_workers threads if it reads. Collective."""
-        self._all_ranks = grid.control_group
+        self._all_ranks, micro = grid.control_group, plan.layout.micro
         self._copy, self._reader = _copy_group(grid)
         self._reads = grid.rank == self._reader
         workers = plan.recipe.run.loader_workers if self._reads else 0
         super().__init__(*_batch_arguments(plan, corpus, grid, checkpoint, workers))
-        self._before: dict[str, Any] | None = None  # state before a step that is being fetched
+        # All micro-batches have one form.
+        like = micro_batch(corpus.validation.take([0] * micro), np.zeros(micro))
+        self._blank = [like] * plan.layout.accumulation
+        self._fetched: tuple[list[MicroBatch], dict[str, Any] | None] | None = None
+        self._packed = torch.empty(0, dtype=torch.uint8)
+        self._arrival: dist.Work | None = None
+
+    def fetch(self) -> str | None:
+        """Read the next step, and begin to send it to this copy's ranks; return why that fails."""
+        problem, self._fetched = None, (self._blank, None)
+        try:
+            if self._reads:
+                self._fetched = self._take()
+        except MemoryError:
+            raise
+        except Exception as error:  # of threads, tokenizers, file systems, networks: each has its own
+            known = isinstance(error, ValueError | OSError)
+            problem = str(error) if known else f"{type(error).__name__}: {error}"
+        if self._copy is not None:  # the others wait for something, also where there is nothing to read
+            self._packed = _packed(self._fetched[0])
+            self._arrival = dist.broadcast(self._packed, self._reader, self._copy, async_op=True)
+        return problem
 
     def __next__(self) -> list[MicroBatch]:
-        """Fetch the next step. Collective. Raises BrokenData on all ranks, and then keeps the `state`."""
-        problem, self._before = None, super().state()
-        found: list[MicroBatch] = []
-        try:
-            found = super().__next__() if self._reads else []
-        except (ValueError, OSError) as error:
-            problem = str(error)
-        failed = torch.tensor(problem is not None)
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._all_ranks)
-        if failed:
-            said = dict.fromkeys(filter(None, gathered(problem, self._all_ranks)))  # ranks may share a lane
-            raise BrokenData("\n".join(said))
-        self._before = None
-        return found if self._copy is None else self._share(found)
+        """Hand out the fetched step; fetch a launch's first one. Collective.
 
-    def _share(self, found: list[MicroBatch]) -> list[MicroBatch]:
-        """Send the reading rank's batches and the state after them to all ranks of its copy."""
-        sent: list[Any] = [(found, self._state)]
-        dist.broadcast_object_list(sent, src=self._reader, group=self._copy)
-        if self._reads:
-            return found
-        ((found, self._state),), self.step = sent, self.step + 1
-        return pin_batches(found) if self._pinned else found
+        Raises BrokenData on all ranks if one of them cannot read that first step.
+        """
+        if self._fetched is None:
+            end_together(self.fetch(), self._all_ranks)
+        assert self._fetched is not None
+        (batches, self._state), self._fetched = self._fetched, None
+        self.step += 1
+        if self._arrival is not None:
+            self._arrival.wait()
+        if not self._reads:
+            batches = _unpacked(self._packed, self._blank)
+            return pin_batches(batches) if self._pinned else batches
+        return batches
 
-    def state(self) -> dict[str, Any]:
-        return self._before or super().state()
+
+def end_together(problem: str | None, group: dist.ProcessGroup) -> None:
+    """Raise BrokenData on all ranks if there is a `problem` on any, with all of them. Collective."""
+    problems = dict.fromkeys(filter(None, gathered(problem, group)))  # ranks may share a lane
+    if problems:
+        raise BrokenData("\n".join(problems))
+
+
+def _packed(batches: Sequence[MicroBatch]) -> torch.Tensor:
+    """Pack the bytes of a step's micro-batches into one tensor."""
+    return torch.cat([x.view(-1).view(torch.uint8) for batch in batches for x in batch.values()])
+
+
+def _unpacked(packed: torch.Tensor, like: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Return the micro-batches of `_packed`, in the form of those that are `like` them."""
+    parts = iter(packed.split([x.nbytes for batch in like for x in batch.values()]))
+    # Copies, since a view of another type has to begin at a multiple of its size.
+    return [
+        {name: next(parts).clone().view(x.dtype).view(x.shape) for name, x in batch.items()} for batch in like
+    ]
 
 
 def _copy_group(grid: ProcessGrid) -> tuple[dist.ProcessGroup | None, int]:

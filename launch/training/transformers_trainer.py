@@ -144,16 +144,15 @@ class FollowRun(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         run, step = self.run, state.global_step
         loss = steps.data_parallel_mean(torch.stack(self.trainer.losses).mean(0), run.grid)
-        waited = self.trainer.waited
+        waited = self.trainer.waited + run.fetch_next(step)
         exchange = run.exchange(waited)
         outcome = steps.outcome_of_step(run.engine, self.before, loss)
         seconds, news = time.perf_counter() - self.trainer.started, run.news(exchange)
         run.record(step, outcome, seconds, waited, news.rank_seconds)
         run.validate_if_due(step)
-        run.save_if_due(step, news.stopped)
-        if news.stopped and step < run.recipe.steps:
-            self.trainer.stopped = EarlyStop(news.stopped, step, run.recipe.steps)
-            control.should_training_stop = True
+        run.save_if_due(step, news)
+        self.trainer.stopped = run.end_if_due(step, news)
+        control.should_training_stop |= self.trainer.stopped is not None
 
 
 class RecipeTrainer(Trainer):

@@ -79,6 +79,14 @@ def test_a_rank_that_hangs_in_training_is_named(tmp_path, implementation):
 
 
 @pytest.mark.long
+def test_a_file_system_that_pauses_hangs_no_run(tmp_path):
+    """Rank 0 is at its records for longer than the others' steps may take."""
+    own = ["--set", "run.hang_after=1", "--steps", "6", "--out", tmp_path / "run"]
+    done = run_ranks(2, WORKERS / "slow_records.py", 8, *TINY, *own, kill_after=0.5)
+    assert done.returncode == 0 and steps_of(tmp_path / "run") == 6, done.stdout[-3000:]
+
+
+@pytest.mark.long
 def test_a_rank_that_hangs_in_scoring_is_named(tmp_path):
     """By a rank that has scored its own windows and waits; there is no directory for the stacks."""
     model, texts = make_run(tmp_path / "run"), write_passages(tmp_path / "texts.jsonl")
@@ -91,6 +99,15 @@ def test_a_rank_that_hangs_in_scoring_is_named(tmp_path):
     assert "the run hangs and is ended" in done.stdout and "rank 1 on " in done.stdout
     assert "does not answer: its process is stopped" in done.stdout
     assert "the same command begins anew" in done.stdout and {*(tmp_path / "run").iterdir()} == before
+
+
+@pytest.mark.parametrize(("lost", "step"), [(1, 1), pytest.param(0, 3, marks=pytest.mark.long)])
+def test_a_lost_rank_ends_those_that_wait_for_their_devices(tmp_path, lost, step):
+    """NCCL does not tell them of it; the launcher would let them wait for longer than this test may take."""
+    how = (lost, step, *TINY, "--out", tmp_path / "run")
+    done = run_ranks(2, WORKERS / "lost_rank.py", *how, timeout=120, kill_after=110)
+    assert done.returncode == -signal.SIGKILL and f"rank {lost} " in done.stdout, done.stdout[-3000:]
+    assert done.stdout.count("has ended: what it or its machine said last") == 1
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -279,3 +281,11 @@ def test_a_damaged_checkpoint_is_refused(folder, tmp_path):
     file.write_bytes(content)
     done = run([sys.executable, str(COMMAND), str(directory), "--prompt", "The", "--tokens", "2"])
     assert done.returncode == 2 and "checksum" in done.stdout, done.stdout
+
+
+def test_one_process_that_runs_out_of_memory_says_what_to_lower(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["generate.py", "run", "--prompt", "My"])
+    monkeypatch.setattr(generate.joining, "meet", lambda check: SimpleNamespace(settle=lambda check: None))
+    monkeypatch.setattr(generate, "run", mock.Mock(side_effect=MemoryError("no room")))
+    with pytest.raises(SystemExit, match="out of memory: MemoryError: no room\n.*lower --batch"):
+        generate.main()

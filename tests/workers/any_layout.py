@@ -22,6 +22,7 @@ MACHINE = abilities.detect_machine(emulated_fp16=True)
 from data.corpus import build  # noqa: E402  (after the accelerator is chosen)
 from ds_configs.resolver import resolve  # noqa: E402
 from launch.checkpoints import run_checkpoints  # noqa: E402
+from launch.experiments.parity.groups import temporary_groups  # noqa: E402
 from launch.records.facts import SilentRecorder  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.loop import train as train_run  # noqa: E402
@@ -65,7 +66,7 @@ def train(out: Path, case: dict, steps: int, source: str | None) -> None:
 def main(jobs: Path) -> None:
     processes.start_processes()
     for job in json.loads(jobs.read_text()):
-        with processes.temporary_groups():
+        with temporary_groups():
             train(Path(job["out"]), job["case"], job["steps"], job["source"])
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ds_configs.plan import Device
 from launch.console import quiet
+from launch.experiments.parity.groups import temporary_groups
 from launch.ranks import ending, processes
 
 quiet.quiet_libraries()
@@ -40,7 +41,7 @@ def count(case: dict, out: Path) -> dict:
     weights = torch.full((plan.layout.micro, 16), 1 / text[:, 1:].numel())
     batches = [{"tokens": text[:, :-1], "labels": text[:, 1:], "weights": weights}] * plan.layout.accumulation
     counters.clear()
-    with processes.temporary_groups():
+    with temporary_groups():
         engine = build_engine(Job(plan, "hooks", out.parent, compiled=True), ProcessGrid(1, 1, 1), print)
         with release_at_end(engine):
             train_step(engine, batches, ProcessGrid(1, 1, 1), [None] * len(batches)).outcome()

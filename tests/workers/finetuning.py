@@ -20,6 +20,7 @@ from data.tasks.corpus import build  # noqa: E402  (after the accelerator is cho
 from ds_configs.resolver import resolve  # noqa: E402
 from launch.evaluation.finetuning_predictions import predict  # noqa: E402
 from launch.evaluation.finetuning_recipe import Wishes, cut_to, recipe_of  # noqa: E402
+from launch.experiments.parity.groups import temporary_groups  # noqa: E402
 from launch.records.facts import SilentRecorder  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.loop import train  # noqa: E402
@@ -63,5 +64,5 @@ if __name__ == "__main__":
     with ending.clean_exit():
         processes.start_processes()
         for case in json.loads(Path(sys.argv[2]).read_text()):
-            with processes.temporary_groups():
+            with temporary_groups():
                 finetune(Path(sys.argv[1]), case)

@@ -18,6 +18,7 @@ from data.samples import splits
 from data.samples.streamed import StreamedSamples
 from ds_configs.plan import HOST, Machine
 from ds_configs.resolver import resolve
+from launch.experiments.parity.groups import temporary_groups
 from launch.ranks import ending, processes
 from launch.ranks.meeting import Meeting
 from launch.training.training_batches import training_batches
@@ -42,7 +43,7 @@ def batches_of(case: dict, settings: list[str], meeting: Meeting) -> dict:
     of = [f"parallel.{axis}={degree}" for axis, degree in case.items()]
     recipe = catalog.load(catalog.DEFAULT_RECIPE, [*settings, *of], tiny=True)
     plan = resolve(recipe, "zero1" if case["pp"] == 1 else "pipeline", processes.world_size(), CPU)
-    with processes.temporary_groups():
+    with temporary_groups():
         grid = ProcessGrid(*case.values(), processes.TIMEOUT)
         built = meeting.settle(lambda: corpus.build(recipe, say=lambda line: None, once=meeting.once))
         batches = training_batches(plan, built, grid, None)

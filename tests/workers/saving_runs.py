@@ -24,6 +24,7 @@ MACHINE = abilities.detect_machine()
 from data.corpus import build  # noqa: E402  (after the accelerator is chosen)
 from ds_configs.resolver import resolve  # noqa: E402
 from launch.checkpoints import manifest, run_checkpoints, saving, tensor_file  # noqa: E402
+from launch.experiments.parity.groups import temporary_groups  # noqa: E402
 from launch.machine import memory  # noqa: E402
 from launch.records.facts import SilentRecorder  # noqa: E402
 from launch.training.early_ends import NotSavedError  # noqa: E402
@@ -115,7 +116,7 @@ if __name__ == "__main__":
         assert saving.tensor_file is tensor_file
         found = {}
         for case in CASES:
-            with processes.temporary_groups():
+            with temporary_groups():
                 found[case] = run(case, Path(sys.argv[1]).parent)
         if RANK == 0:
             Path(sys.argv[1]).write_text(json.dumps(found))

@@ -22,6 +22,7 @@ MACHINE = abilities.detect_machine()
 
 from launch.evaluation.scoring import build_scoring_engine, figures, score, steps_of  # noqa: E402  (after the accelerator is chosen)
 from launch.evaluation.scoring_job import ScoringTask, Wishes, open_model, plan_scoring, read_task  # noqa: E402
+from launch.experiments.parity.groups import temporary_groups  # noqa: E402
 from launch.ranks.watchdog import Watchdog  # noqa: E402
 from launch.training.engine import release_at_end  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
@@ -57,7 +58,7 @@ if __name__ == "__main__":
         processes.start_processes()
         jobs = json.loads(Path(sys.argv[1]).read_text())
         for case in jobs["cases"]:
-            with processes.temporary_groups():
+            with temporary_groups():
                 found = score_case(jobs["run"], jobs["texts"], jobs["long"], case)
             if processes.rank() == 0:
                 (Path(jobs["out"]) / f"{case['name']}.json").write_text(json.dumps(found))

@@ -41,7 +41,6 @@ def main() -> None:
     if spec.shared_device:
         share_device()
     with joining.joined(meeting, tp, own_devices=not spec.shared_device):
-        meeting.end()
         with send_refusals(parent):
             from launch.experiments.benchmarks import systems
             from launch.training import compiling

@@ -19,10 +19,11 @@ from pathlib import Path
 from ds_configs.plan import Machine
 from launch.console import terminal
 from launch.experiments.parity.comparison import RunOutcome, read_outcome
+from launch.experiments.parity.groups import temporary_groups
 from launch.experiments.parity.layout_cases import LayoutCase, case_plan
 from launch.machine import abilities
 from launch.ranks import ending, joining
-from launch.ranks.processes import TIMEOUT, rank, temporary_groups
+from launch.ranks.processes import TIMEOUT, rank
 from recipes import catalog
 from recipes.problems import counted
 from recipes.schema import Recipe
@@ -88,7 +89,6 @@ def work(jobs: Path) -> None:
     with joining.joined(
         meeting, max(case.tp for case in cases), note_failure=lambda text: ending.keep_error(current, text)
     ):
-        meeting.end()
         recipe = catalog.load_resolved(out / "recipe.yaml")
         for case in cases:
             current = out / case.folder

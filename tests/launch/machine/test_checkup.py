@@ -7,6 +7,7 @@ import pytest
 import torch
 from launching import ROOT
 
+from launch import doctor
 from launch.console import quiet
 from launch.machine import abilities, checks, checkup, gpu_checkup, places
 from launch.machine.abilities import Gpu
@@ -164,8 +165,8 @@ def test_no_compiler_is_a_warning_that_names_what_is_missing(monkeypatch, tmp_pa
 
 def test_too_few_open_files(monkeypatch):
     monkeypatch.setattr(checkup, "file_limit", lambda: 1024)
-    assert checkup.open_files(100).verdict == "ok"
-    found = checkup.open_files(1000)
+    assert doctor.open_files(100).verdict == "ok"
+    found = doctor.open_files(1000)
     assert found.verdict == "failed" and "1,024" in found.found and found.fix.endswith("ulimit -Hn 8128")
 
 
@@ -212,7 +213,7 @@ def test_the_kind_of_file_system_matters(monkeypatch, tmp_path):
     verdicts = {}
     for kind in ("ext4", "nfs4", "tmpfs", "lustre"):
         monkeypatch.setattr(places, "kind_of", lambda place, kind=kind: kind)
-        verdicts[kind] = [places.file_system(tmp_path, several).verdict for several in (False, True)]
+        verdicts[kind] = [doctor.file_system(tmp_path, several).verdict for several in (False, True)]
     assert verdicts == {
         "ext4": ["ok", "warning"], "nfs4": ["ok", "ok"], "tmpfs": ["warning"] * 2, "lustre": ["ok", "ok"],
     }  # fmt: skip

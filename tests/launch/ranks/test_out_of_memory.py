@@ -10,8 +10,57 @@ import pytest
 from launching import WORKERS, run, run_ranks
 
 from launch import report
+from launch.ranks import ending, out_of_memory
 
 TINY = ["--recipe", "parallel_kinds/zero1", "--tiny", "--steps", "4", "--ds_config", "zero1"]
+
+
+TRACEBACK = """\
+Traceback (most recent call last):
+  File "launch/training/engine.py", line 1, in train_step
+    raise ValueError("no OutOfMemoryError, CUDA out of memory")
+{}
+"""
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        OOM,
+        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate "
+        "memory: you tried to allocate 8.",
+        "torch.AcceleratorError: CUDA error: out of memory",
+        "torch.distributed.DistBackendError: NCCL error\nncclUnhandledCudaError: failed.\nLast error:\nCuda "
+        "failure 2 'out of memory'",
+        "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 8 GiB",
+    ],
+)
+def test_tracebacks_that_say_oom(said):
+    assert out_of_memory.line(TRACEBACK.format(said))
+    assert out_of_memory.line(TRACEBACK.format("ValueError: no")) is None, "a line of source code counts"
+
+
+def test_exceptions_that_are_an_oom():
+    import torch
+
+    for error in (
+        torch.OutOfMemoryError("CUDA out of memory."),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ):
+        assert out_of_memory.said_by(error)
+    for error in (
+        RuntimeError("Connection closed by peer"),
+        ValueError("CUDA out of memory"),
+        RuntimeError("out of tune"),
+    ):
+        assert out_of_memory.said_by(error) is None
+    assert not ending.lost_peers(RuntimeError("NCCL error: Cuda failure 2 'out of memory'")), (
+        "it would wait to be ended, and say nothing"
+    )
+    assert ending.lost_peers(RuntimeError("NCCL communicator was aborted"))
 
 
 def status_in_report(directory: Path, out: Path) -> str:

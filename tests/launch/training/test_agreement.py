@@ -1,9 +1,11 @@
 """Ranks train on the same thing, or none does; where each offloads to is its own affair."""
 
+import runpy
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from ds_configs.plan import ANY_GPU
 from ds_configs.resolver import resolve
@@ -18,6 +20,17 @@ CORPUS = SimpleNamespace(summary={})
 def plan(scratch):
     recipe = catalog.load(catalog.DEFAULT_RECIPE)
     return resolve(recipe, "zero_infinity", 2, GPU, {"MEGARECIPES_NVME": str(scratch)})
+
+
+def test_reports_are_exchanged_by_the_name_of_torch_before_2_13(monkeypatch):
+    monkeypatch.delattr(dist, "all_gather_single", raising=False)
+    module = runpy.run_path(agreement.__file__)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        own = module["StepReport"](1, 0.5, written=True)
+        assert module["StepExchange"](own, dist.group.WORLD).wait().reports == (own,)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.fixture

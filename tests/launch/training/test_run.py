@@ -6,10 +6,13 @@ from types import SimpleNamespace
 import pytest
 
 from launch.checkpoints.run_checkpoints import Checkpoint
+from launch.ranks.stop_request import REASONS
+from launch.ranks.watchdog import LONG, Phase, Watchdog
 from launch.records.facts import StepOutcome
-from launch.training import loop
+from launch.training import loop, training_batches
 from launch.training import run as runs
-from launch.training.early_ends import STUCK_STEPS, Diverged, EarlyStop, SkipCounter
+from launch.training.agreement import StepNews, StepReport
+from launch.training.early_ends import STUCK_STEPS, BrokenData, Diverged, EarlyStop, SkipCounter
 from launch.training.run import Start, TrainingRun
 from recipes import catalog
 
@@ -48,10 +51,7 @@ class FakeSaver:
     """Saves nothing; tells that it was asked to, and when it was waited for."""
 
     def __init__(self, events):
-        self.events, self.problem = events, None
-
-    def poll(self):
-        pass
+        self.events, self.problem, self.written = events, None, False
 
     def save(self, progress, data, corpus):
         self.events.seen.append(("save", progress.step))
@@ -63,7 +63,8 @@ class FakeSaver:
 @pytest.fixture
 def start(monkeypatch):
     """Makes a run of 6 steps whose engine, data and checkpoints are not there; `events` has what it does."""
-    monkeypatch.setattr(runs, "ForwardClock", lambda *how: None)
+    monkeypatch.setattr(runs, "ForwardClock", lambda *how: SimpleNamespace(take=lambda: 0.25))
+    monkeypatch.setattr(runs, "StepExchange", lambda own, group: own)
     monkeypatch.setattr(runs, "held_out_batches", lambda samples, plan, grid: samples)
     monkeypatch.setattr(runs, "validate", lambda engine, samples, grid, forward: samples)
     monkeypatch.setattr(runs.agreement, "peak_memory", lambda group: {})
@@ -82,17 +83,21 @@ def start(monkeypatch):
         batches, grid = SimpleNamespace(state=dict), SimpleNamespace(control_group=None)
         schedule = SimpleNamespace(state_dict=lambda: {"completed": 0})
         engine = SimpleNamespace(lr_scheduler=schedule, skipped_steps=0)
-        watchdog = SimpleNamespace(enter=lambda phase: None, advance=None)
-        start = Start(job, events, corpus, grid, checkpoint)
-        return TrainingRun(start, engine, batches, None, watchdog), events
+        start, stop = Start(job, events, corpus, grid, checkpoint), SimpleNamespace(look=lambda: "")
+        return TrainingRun(start, engine, batches, stop, Watchdog(None, 60)), events
 
     return made
+
+
+def news(stopped=None):
+    """What the ranks hear of a step."""
+    return StepNews((StepReport(REASONS.index(stopped or "")),))
 
 
 def saved_steps(start, *overrides, stopped_at=None):
     run, events = start(*overrides)
     for step in range(1, 7):
-        run.save_if_due(step, "SIGTERM" if step == stopped_at else None)
+        run.save_if_due(step, news(stopped="SIGTERM" if step == stopped_at else None))
         if step == stopped_at:
             break
     return [step for _, step in events.of("save")]
@@ -111,13 +116,13 @@ def test_the_last_checkpoint_can_be_left_out_and_a_stop_still_saves(start):
 def test_results_are_written_before_the_last_checkpoint(start, step, stopped):
     """A host that is killed while it saves leaves its numbers."""
     run, events = start("run.save_last=true")
-    run.save_if_due(step, stopped)
+    run.save_if_due(step, news(stopped=stopped))
     assert events.of("saving", "save") == [("saving", None), ("save", step)]
 
 
 def test_a_checkpoint_on_the_way_writes_no_results(start):
     run, events = start("run.save_every=3")
-    run.save_if_due(3, None)
+    run.save_if_due(3, news())
     assert events.of("saving", "save") == [("save", 3)]
 
 
@@ -164,32 +169,75 @@ def test_an_early_stop_says_who_asked_and_where_it_stands():
 def test_training_goes_on_while_a_checkpoint_is_written_and_its_end_waits(start):
     run, events = start("run.save_every=3", "run.save_last=false")
     for step in range(1, 6):
-        run.save_if_due(step, None)
+        run.save_if_due(step, news())
     assert events.of("save", "finish") == [("save", 3)]
-    run.save_if_due(6, None)
+    run.save_if_due(6, news())
     assert events.of("save", "finish") == [("save", 3), ("save", 6), ("finish", None)]
 
 
 def test_a_run_that_cannot_keep_what_it_trained_does_not_end_well(start):
     run, _ = start("run.save_last=true")
     run.saver.problem = "no space left on device"
-    run.save_if_due(3, None)
+    run.save_if_due(3, news())
     with pytest.raises(runs.NotSavedError, match="no space left"):
-        run.save_if_due(6, None)
+        run.save_if_due(6, news())
 
 
 def test_a_run_saves_by_the_clock_too(start, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(runs.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(runs.dist, "broadcast", lambda tensor, src, group: None)
     run, events = start("run.save_every_minutes=2", "run.save_last=false", "run.save_every=2")
     for step, seconds in enumerate((60, 110, 200, 300, 301), 1):
         clock[0] = seconds
-        run.save_if_due(step, None)
+        run.save_if_due(step, StepNews((run.exchange(0.5), StepReport())))
     assert [step for _, step in events.of("save")] == [2, 4], "minutes count from the last save"
     clock[0] += 240
-    run.save_if_due(5, None)
+    run.save_if_due(5, StepNews((StepReport(), run.exchange(0.5))))
+    assert [step for _, step in events.of("save")] == [2, 4], "by rank 0's clock"
+    run.save_if_due(5, StepNews((run.exchange(0.5), StepReport())))
     assert [step for _, step in events.of("save")] == [2, 4, 5]
+
+
+def test_a_save_is_completed_once_all_ranks_have_written_their_files(start):
+    run, events = start()
+    run.saver.written = True
+    own = run.exchange(0.5)
+    assert own == StepReport(0, 0.75, written=True)
+    run.save_if_due(1, StepNews((own, StepReport())))
+    assert not events.of("finish")
+    run.save_if_due(2, StepNews((own, own)))
+    assert events.of("finish") == [("finish", None)]
+
+
+def test_all_ranks_end_after_the_step_in_which_one_cannot_read_the_next(start, monkeypatch):
+    run, events = start()
+    run.batches.fetch = lambda: "line 7 is broken"
+    monkeypatch.setattr(training_batches, "gathered", lambda own, group: [None, own, own])
+    run.fetch_next(3)
+    said = StepNews((StepReport(), run.exchange(0)))
+    with pytest.raises(BrokenData, match="^line 7 is broken"), run:
+        run.record(3, OUTCOME, 1.0, 0.5)
+        run.save_if_due(3, said)
+        run.end_if_due(3, said)
+    assert events.of("step", "save", "finish") == [("step", 3), ("save", 3), ("finish", None)]
+    run.batches.fetch = lambda: pytest.fail("the last step needs no other")
+    run.fetch_next(6)
+    assert run.end_if_due(6, said) is None
+
+
+def test_a_rank_at_the_files_of_a_run_has_long(start):
+    """A file system may pause for longer than a step may take."""
+    run, events = start()
+    seen = []
+    run.stop.look = lambda: seen.append(run.watchdog.status()) or ""
+    run.recorder.step = lambda *of: seen.append(run.watchdog.status())
+    run.watchdog._usual.append(1.0)
+    run.watchdog.enter(Phase.COMPUTING, 1)
+    run.exchange(0)
+    assert run.watchdog.status().phase is Phase.COMPUTING
+    run.record(1, OUTCOME, 1.0, 0.5)
+    assert [status.phase for status in seen] == 2 * [Phase.RECORDING]
+    assert run.watchdog.limit() == LONG * 60
 
 
 class FakeRun:
@@ -217,8 +265,15 @@ class FakeRun:
     def validate_if_due(self, step):
         self.seen.append("validate")
 
-    def save_if_due(self, step, stopped):
+    def save_if_due(self, step, news):
         self.seen.append("save")
+
+    def end_if_due(self, step, news):
+        pass
+
+    def fetch_next(self, step):
+        self.seen.append("fetch")
+        return 0.0
 
 
 def test_ranks_tell_of_a_step_while_it_is_computed_and_hear_once_its_figures_are_read(monkeypatch):
@@ -244,4 +299,4 @@ def test_ranks_tell_of_a_step_while_it_is_computed_and_hear_once_its_figures_are
         plan=SimpleNamespace(recipe=catalog.load(tiny=True, steps=2)), stop_file=None, directory=None
     )
     loop.train(Start(job, Events(), None, SimpleNamespace(at=SimpleNamespace(dp=0))))
-    assert seen == 2 * ["train", "exchange", "outcome", "news", "record", "validate", "save"]
+    assert seen == 2 * ["train", "fetch", "exchange", "outcome", "news", "record", "validate", "save"]

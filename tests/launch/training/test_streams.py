@@ -5,6 +5,7 @@ import json
 import pytest
 from launching import WORKERS, run_ranks
 
+from data.loader import merge_states
 from data.text.trained_vocabulary import train_bpe, wrap_tokenizer
 from launch.checkpoints.run_checkpoints import newest
 from launch.records.metrics import read_metrics
@@ -78,12 +79,24 @@ def test_one_rank_of_a_model_copy_reads_and_the_others_have_its_batches(stream, 
         assert [r for r in range(4) if found[r][case]["read"]["samples"]] == readers
         assert all(rank[case]["step"] == whole["step"] for rank in found)
     assert all(rank[0]["digests"] == whole["digests"] for rank in found), "tp 4: all of the global batch"
-    assert all(rank[0]["state"] == whole["state"] for rank in found)
+    assert merge_states([rank[0]["state"] for rank in found]) == whole["state"]
     for case, copies in (1, ([0, 1], [2, 3])), (2, ([0, 2], [1, 3])):
         assert len({str(found[rank][case]["digests"]) for rank in range(4)}) == 2
         for first, second in copies:
             assert found[first][case]["digests"] == found[second][case]["digests"]
-            assert found[first][case]["state"] == found[second][case]["state"]
+        state = merge_states([rank[case]["state"] for rank in found])
+        assert state["lanes"].keys() == whole["state"]["lanes"].keys()
+
+
+def test_a_step_has_one_message_between_hosts_which_nobody_waits_for(stream, tmp_path):
+    """Also while a checkpoint is written and with run.save_every_minutes; a copy has its batches, too."""
+    settings = [*stream[1], "data.broken_records=skip", "batch.global=8", "run.loader_workers=1"]
+    done = run_ranks(2, WORKERS / "host_messages.py", tmp_path / "found.json", *settings)
+    assert done.returncode == 0, done.stdout[-3000:]
+    alone, copy = json.loads((tmp_path / "found.json").read_text())
+    for step in map(str, (2, 3, 4, 6, 7)):  # saved after 4; on the disk after 7
+        assert alone[step] == [["_all_gather", True]], step
+        assert copy[step] == [["broadcast", True], ["_all_gather", True]], step
 
 
 def test_a_stream_that_holds_nothing_out_is_refused_once(stream, tmp_path):
