@@ -8,6 +8,7 @@ from ds_configs.plan import Plan
 from modeling import cost
 
 PLACES: dict[str, cost.Place] = {"none": "gpu", "cpu": "host", "nvme": "nvme"}  # of DeepSpeed's devices
+SAVED_BYTES = 12.0  # a parameter in a checkpoint: fp32 weights and two moments, shared over data ranks
 
 
 def model_states(plan: Plan) -> cost.StateBytes:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from launch.machine import checkup, gpu_checkup, places
 from launch.machine.checks import Function
+from launch.machine.model_states import SAVED_BYTES
 from launch.ranks import processes
 from modeling import cost
 from recipes.schema import Recipe
@@ -28,11 +29,10 @@ def quick(recipe: Recipe, directory: Path) -> dict[str, Function]:
 def checkpoint_bytes(recipe: Recipe) -> tuple[float, int | None]:
     """Return (bytes of a checkpoint, largest number on the disk at one time; None: unknown).
 
-    A checkpoint holds fp32 weights and Adam's two moments (launch/checkpoints). An old one is removed after
-    the newer one is on the disk.
+    An old checkpoint is removed after the newer one is on the disk.
     """
     run = recipe.run
-    size = 12.0 * cost.parameters(recipe.model, recipe.positions)
+    size = SAVED_BYTES * cost.parameters(recipe.model, recipe.positions)
     saves = recipe.steps // run.save_every if run.save_every else 0
     saves += bool(run.save_last and not (run.save_every and recipe.steps % run.save_every == 0))
     most = run.keep_checkpoints + 1 if run.keep_checkpoints else None

@@ -17,7 +17,7 @@ from launch.checkpoints.stored import StoredTensors
 from launch.ranks import processes
 from modeling.families import meta_parameters, with_few_layers
 from modeling.formats.families import conversion_of
-from modeling.formats.huggingface.config_forms import FORMS, MEGATRON_FORMS, RUN_FORMS, Forms, form_of
+from modeling.formats.huggingface.config_forms import FORMS, MEGATRON_FORMS, Forms, form_of, run_forms
 from modeling.formats.huggingface.conversion import Selection
 from modeling.formats.huggingface.weight_files import read_state_dict
 from modeling.formats.megatron import files, names
@@ -207,7 +207,9 @@ class MegatronWeights(Saved):
 class RunWeights(Saved):
     """A checkpoint of this project: the directory's own, or the newest whole one of a run."""
 
-    forms = RUN_FORMS
+    def __init__(self, directory: Path):
+        super().__init__(directory)
+        self.forms = run_forms()
 
     @cached_property
     def _found(self) -> tuple[run_checkpoints.Checkpoint, tuple[Damaged, ...]]:
@@ -229,7 +231,7 @@ class RunWeights(Saved):
         return held
 
     def config(self, recipe: Recipe | None) -> Mapping[str, Any]:
-        form = form_of(self.recipe.model, RUN_FORMS)
+        form = form_of(self.recipe.model, self.forms)
         assert form is not None, "every model of a recipe has one"
         own = dict(flatten(self.recipe.model_dump()))
         return {"model_type": form.model_type, **own, "model.positions": self.recipe.positions}

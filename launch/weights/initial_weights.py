@@ -11,14 +11,7 @@ from typing import Any, NoReturn
 
 from ds_configs.findings import Notice
 from launch.weights.foreign_weights import MegatronWeights, RunWeights, Saved, read, saved_in
-from modeling.formats.huggingface.config_forms import (
-    FORMS,
-    MEGATRON_FORMS,
-    RUN_FORMS,
-    ConfigForm,
-    Forms,
-    form_of,
-)
+from modeling.formats.huggingface.config_forms import ConfigForm, Forms, family_of, form_of
 from modeling.lazy_weights import LazyWeights
 from recipes.families import FAMILIES, PUBLISHED_VOCABULARIES
 from recipes.files import FileError
@@ -29,12 +22,6 @@ from recipes.schema import Recipe
 KEY = "--init_from"
 SAVED = "give a directory that save_pretrained or export_hf.py wrote, a run, or a checkpoint of Megatron"
 TOKENIZERS = {size: kind for kind, size in PUBLISHED_VOCABULARIES.items()}
-FAMILY_OF_TYPE = {
-    form.model_type: family
-    for table in (FORMS, MEGATRON_FORMS, RUN_FORMS)
-    for family, forms in table.items()
-    for form in forms
-}
 LARGEST = 10**8  # of a size in a config.json, so that a product of two is still an integer of torch
 
 
@@ -47,7 +34,7 @@ class GivenModel:
 
     @property
     def family(self) -> str:
-        return FAMILY_OF_TYPE[self.form.model_type]
+        return family_of(self.form)
 
     @property
     def model_values(self) -> dict[str, Any]:
@@ -154,7 +141,7 @@ def encoder_in(weights: InitialWeights) -> GivenModel:
     config = saved.config(None)
     known = {form.model_type: form for forms in saved.forms.values() for form in forms}
     form = known.get(str(config.get("model_type")))
-    if form is None or not FAMILIES[FAMILY_OF_TYPE[form.model_type]].masked:
+    if form is None or not FAMILIES[family_of(form)].masked:
         came = f"is a model of type {_shown(config.get('model_type'))}"
         refuse(came, "heads for tasks stand on a BERT", fix)
     sizes = {key: config.get(theirs, default) for key, (theirs, default) in form.shape.items()}
@@ -241,7 +228,7 @@ class _Config:
 
     def _settings(self, form: ConfigForm, vocabulary: int) -> dict[str, Any]:
         """Return the recipe's settings for a model of this form, besides the shape."""
-        family = FAMILY_OF_TYPE[form.model_type]
+        family = family_of(form)
         wanted: dict[str, Any] = {"model.layer_norm": form.layer_norm} if form.layer_norm else {}
         if family != self.recipe.model.family:
             facts = FAMILIES[family]
@@ -259,7 +246,7 @@ class _Config:
             allowed_by_key[width] = ((4 * hidden,) if standard else (4 * hidden, None), standard)
         for key, (allowed, default) in allowed_by_key.items():
             if (value := self.config.get(key, default)) not in allowed:
-                rule = f"our {FAMILY_OF_TYPE[form.model_type]} has {_shown(allowed[0])}, and no switch"
+                rule = f"our {family_of(form)} has {_shown(allowed[0])}, and no switch"
                 yield Problem(KEY, f"{key}={_shown(value)}", rule, "give other weights")
 
 

@@ -7,6 +7,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.machine.model_states import SAVED_BYTES
 from launch.planning.clusters.job import Job
 from modeling import cost
 
@@ -15,7 +16,6 @@ TEMPLATES = Path(__file__).with_name("templates")
 NAMES = ("hosts", "job.sbatch", "pytorchjob.yaml", "Dockerfile", "Dockerfile.dockerignore")
 WRITTEN_BY = "launch/plan.py cluster"
 OTHER_BYTES = 50e9  # bytes of a claim for text, caches and logs
-BYTES_OF_PARAMETER = 12  # in a checkpoint: fp32 weights and Adam's two moments
 GIB = 2**30
 
 
@@ -53,7 +53,7 @@ def claimed_bytes(job: Job) -> float:
     parameters = cost.parameters(recipe.model, recipe.positions)
     saved = recipe.steps // recipe.run.save_every if recipe.run.save_every else 0
     kept = recipe.run.keep_checkpoints or saved + recipe.run.save_last
-    return (min(kept, saved + 1) + 1) * BYTES_OF_PARAMETER * parameters + OTHER_BYTES
+    return (min(kept, saved + 1) + 1) * SAVED_BYTES * parameters + OTHER_BYTES
 
 
 def text(job: Job, name: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from launch.machine.model_states import SAVED_BYTES
 from launch.planning.prediction import rank_memory
 from launch.planning.prediction.constants import Constants, fitted_constants
 from launch.planning.prediction.hardware import Node
@@ -23,7 +24,6 @@ MOST_MICRO = 8191
 # % of the peak rate, every product counted: what no published row of this repository leaves (it has 3 to 52).
 LEAST_SHARE, MOST_SHARE = 1.0, 75.0
 HOURS = 3600.0  # seconds
-SAVED = 12.0  # bytes of a checkpoint per parameter: fp32 weights and two moments, shared over data ranks
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def _remarks(found: Forecast) -> list[Remark]:
         say("partly filled node", ranks=over, gpus=node.gpus)
     if found.host > node.form.host.memory_gb * 1e9:
         say("host memory", needed=found.host / 1e9, there=node.form.host.memory_gb)
-    copy = found.host + min(layout.world, node.gpus) * SAVED * work.parameters_of(0) / layout.dp
+    copy = found.host + min(layout.world, node.gpus) * SAVED_BYTES * work.parameters_of(0) / layout.dp
     if not node.is_cpu and found.host <= node.form.host.memory_gb * 1e9 < copy:
         say("saving waits", needed=copy / 1e9, there=node.form.host.memory_gb)
     if found.nvme and node.form.nvme_gb_s is None:

@@ -111,7 +111,15 @@ def _run(family: FamilyFacts) -> Iterator[ConfigForm]:
         yield ConfigForm(name, shape, ("", None), {}, placement, "its recipe says")
 
 
-RUN_FORMS: Forms = {name: tuple(_run(family)) for name, family in FAMILIES.items()}
+def run_forms() -> Forms:
+    """Return the forms of runs of every family that is registered by now."""
+    return {name: tuple(_run(family)) for name, family in FAMILIES.items()}
+
+
+def family_of(form: ConfigForm) -> str:
+    """Return the family of models of a form."""
+    tables = (FORMS, MEGATRON_FORMS, run_forms())
+    return next(family for table in tables for family, forms in table.items() if form in forms)
 
 
 def form_of(model: Model, forms: Forms = FORMS) -> ConfigForm | None:

@@ -8,6 +8,7 @@ import re
 import shutil
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,11 +22,11 @@ from launch.records import vocabulary
 from launch.training import build_model, transformers_model
 from launch.weights import export
 from launch.weights import foreign_weights as given_tensors
-from launch.weights.initial_weights import InitialWeights
+from launch.weights.initial_weights import GivenModel, InitialWeights
 from modeling.formats.families import conversion_of
-from modeling.formats.huggingface.config_forms import SHAPE
+from modeling.formats.huggingface.config_forms import SHAPE, form_of
 from modeling.formats.huggingface.weight_files import read_state_dict
-from recipes import catalog
+from recipes import catalog, families
 from recipes.key_paths import flatten
 from recipes.problems import ProblemsError
 from recipes.schema import Recipe
@@ -363,3 +364,10 @@ def test_vocabularies_next_to_weights_are_compared(name, same, other, tmp_path):
     assert vocabulary.foreign_tokens(tmp_path, tokenizer) is None
     (tmp_path / name).write_text(other)
     assert "tokens differ" in (vocabulary.foreign_tokens(tmp_path, tokenizer) or "")
+
+
+def test_a_run_of_a_family_that_is_registered_later_can_be_given(monkeypatch, tmp_path):
+    monkeypatch.setitem(families.FAMILIES, "later", replace(families.GPT2, name="later"))
+    model = SimpleNamespace(family="later", layer_norm="pre")
+    form = form_of(model, given_tensors.RunWeights(tmp_path).forms)
+    assert GivenModel(form, {}).family == "later"
