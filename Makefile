@@ -7,8 +7,9 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-# A file of tests stays on one of the two processes, so that its tests share what they launched.
-ON_TWO_CORES := -n 2 --dist loadfile
+# A file of tests stays on one of the two processes, so that its tests share what they launched. The order is
+# that of tests/conftest.py.
+ON_TWO_CORES := -n 2 --dist loadfile --no-loadscope-reorder
 # Extra flags, e.g. make pretrain ARGS="--tiny"
 ARGS ?=
 

@@ -3,6 +3,7 @@
 import os
 import sys
 
+import pytest
 from hypothesis import HealthCheck, settings
 from launching import WORKERS
 
@@ -11,3 +12,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.append(str(WORKERS))
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")  # timing decides no test, also on a machine that others keep busy
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files that start processes first: small ones are left to fill both processes to the end."""
+    items.sort(key=lambda item: not {"run", "run_ranks"} & vars(item.module).keys())

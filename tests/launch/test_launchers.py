@@ -5,7 +5,7 @@ import socket
 import sys
 
 import pytest
-from launching import ROOT, WORKERS, deepspeed, run
+from launching import ROOT, WORKERS, deepspeed, run, run_ranks
 
 from ds_configs.plan import HOST, Machine
 from launch import pretrain
@@ -75,12 +75,16 @@ def test_a_wrong_launch_is_refused(variables, refusal):
     assert WRONG_LAUNCHES[variables] in refusal(variables)
 
 
-def test_two_launches_on_one_port_are_told_apart(tmp_path):
+@pytest.mark.parametrize("launcher", ["rank 0", pytest.param("deepspeed", marks=pytest.mark.long)])
+def test_two_launches_on_one_port_are_told_apart(tmp_path, launcher):
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
         port = other.getsockname()[1]
-        done = run([*deepspeed(2, port), *TINY, "--out", str(tmp_path / "run")])
+        rank_0 = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        rank_0 |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        start, env = ([sys.executable], rank_0) if launcher == "rank 0" else (deepspeed(2, port), None)
+        done = run([*start, *TINY, "--out", str(tmp_path / "run")], env=env)
     assert done.returncode != 0 and f"port {port}: all processes of a launch meet there" in done.stdout
     assert "--master_port" in done.stdout and "Traceback" not in done.stdout, done.stdout
     assert not (tmp_path / "run").exists()
@@ -143,19 +147,12 @@ def test_the_partitioned_activations_of_a_json_are_honoured(tmp_path):
     assert losses(tmp_path / "partitioned") == pytest.approx(losses(tmp_path / "plain"), abs=1e-5)
 
 
-def test_a_refusal_is_said_once_and_starts_nothing(tmp_path):
+@pytest.mark.parametrize("launcher", ["forked", pytest.param("deepspeed", marks=pytest.mark.long)])
+def test_a_refusal_is_said_once_and_starts_nothing(tmp_path, launcher):
     out = tmp_path / "run"
-    bad = [
-        "--ds_config",
-        "zero3",
-        "--set",
-        "parallel.pp=2",
-        "--set",
-        "batch.micro=3",
-        "--set",
-        "batch.accumulation=2",
-    ]
-    done = run([*deepspeed(2), *TINY, *bad, "--out", str(out)])
+    settings = ("parallel.pp=2", "batch.micro=3", "batch.accumulation=2")
+    bad = [*TINY, "--ds_config", "zero3", *(f"--set={setting}" for setting in settings), "--out", str(out)]
+    done = run_ranks(2, *bad) if launcher == "forked" else run([*deepspeed(2), *bad])
     assert done.returncode != 0 and "Traceback" not in done.stdout
     assert done.stdout.count("parallel.pp=2 with zero_optimization.stage=3") == 1
     assert done.stdout.count("is not batch.global") == 1, "all problems at once"

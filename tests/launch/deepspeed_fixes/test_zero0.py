@@ -82,7 +82,7 @@ def test_trains_like_zero_1(fast, name):
 
 
 def check_resumed(result):
-    assert result["resumed_steps"] == list(range(5, 13)), "goes on after the newest checkpoint"
+    assert result["resumed_steps"] == list(range(5, 9)), "goes on after the newest checkpoint"
     assert result["different_steps"] == [] and result["different_weights"] == [] and result["tensors"] > 40
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from launch.machine import memory
 from launch.machine.abilities import Gpu
@@ -56,6 +57,16 @@ def test_the_smallest_gpu_stands_for_all(monkeypatch):
 
 
 def test_large_blocks_are_pinned_as_they_are_unless_the_user_says_otherwise(monkeypatch):
+    key, set_ = "pinned_max_round_threshold_mb", []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", set_.append)
+    for given in ("", "expandable_segments:True", f"{key}:1024"):
+        monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda given=given: given)
+        memory.pin_no_more_than_asked()
+    assert set_ == [f"{key}:1", f"expandable_segments:True,{key}:1"], "what the user says of it stays"
+
+
+@pytest.mark.long
+def test_torch_takes_these_settings():
     """In a process of its own: torch's settings last."""
     code = "from launch.machine import memory; memory.pin_no_more_than_asked(); import torch; "
     code += "print(torch._C._accelerator_getAllocatorSettings())"

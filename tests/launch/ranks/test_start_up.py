@@ -44,6 +44,7 @@ def test_the_first_step_waits_for_no_library_that_it_does_not_use(said):
     assert "TOO EARLY []" in said, said
 
 
+@pytest.mark.long
 def test_importing_muon_loads_the_compiler(said):
     """DeepSpeed's own decorator does; else `deepspeed_fixes/muon_compilation.py` can go."""
     assert "UPSTREAM True" in said, said
