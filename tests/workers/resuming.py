@@ -29,7 +29,7 @@ from launch.training.run import Start, checksum  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 from recipes import catalog  # noqa: E402
 
-EARLY = 8, 4, 5  # steps, checkpoint every, failure after
+EARLY = 8, 4, 7  # steps, checkpoint every, failure after
 LATE = 60, 44, 46  # by when the products of beta that DeepSpeed's CPU Adam keeps have gathered rounding
 
 
