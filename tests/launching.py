@@ -98,4 +98,6 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if k not in of_a_launch and not k.startswith(of_launchers)}
     path = os.pathsep.join(p for p in (str(ROOT), kept.get("PYTHONPATH", "")) if p)
     # Also on a machine with GPUs: these tests are about gloo on CPUs, with more ranks than there may be GPUs.
-    return {**kept, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "PYTHONPATH": path, **(extra or {})}
+    # LAUNCHED_ON=board: about the second device (tests/second_device).
+    device = os.environ.get("LAUNCHED_ON", "cpu")
+    return {**kept, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": device, "PYTHONPATH": path, **(extra or {})}

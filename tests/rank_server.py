@@ -156,6 +156,8 @@ def _run(rank: int, processes: int, port: int, command: list[str]) -> None:
         sys.path.insert(1, entry)
     code = 1
     try:
+        if start := next(filter(Path.exists, (Path(p, "sitecustomize.py") for p in sys.path[1:])), None):
+            runpy.run_path(str(start))  # as an interpreter does that starts with this environment
         runpy.run_path(command[0], run_name="__main__")
         code = 0
     except SystemExit as end:

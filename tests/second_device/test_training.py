@@ -1,0 +1,178 @@
+"""Training on the second device: the CPU's losses, out of memory, counts; commands and layouts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from compared import check_all_layouts
+from launching import ROOT, WORKERS, environment, run, run_ranks
+from rank_server import free_port
+from second_device.running import needed, on_board, train_layouts
+
+from launch.experiments.parity.layout_cases import LayoutCase
+from launch.planning import resolved_plans
+from launch.records.metrics import read_metrics
+from launch.records.result import read_result
+from recipes import catalog
+
+pytestmark = needed
+PRETRAIN = ROOT / "launch/pretrain.py"
+DROPPED = ["dropout.hidden=0.1", "dropout.attention=0.1", "run.save_last=true"]
+FP32 = [*DROPPED, "precision=fp32"]
+GPT2, BERT = catalog.DEFAULT_RECIPE, "bert/sotu"
+STAGES = [LayoutCase(f"zero{stage}", 1, 1, 1, f"zero{stage}") for stage in range(4)]
+TWO_RANKS = [
+    LayoutCase("tp2 zero3", 2, 1, 1, "zero3"),
+    LayoutCase("dp2 zero2", 1, 1, 2, "zero2"),
+    LayoutCase("pp2", 1, 2, 1, "pipeline", accumulation=4),
+]
+JSONS = sorted(path.stem for path in (ROOT / "ds_configs").glob("*.json"))
+
+
+def check_equal(tmp_path, recipe, settings, cases, steps=3, tolerance=2e-6):
+    """Check that every case has the losses of the same case on the CPU."""
+    here = train_layouts(recipe, settings, cases, tmp_path / "board", steps, on_board())
+    there = train_layouts(recipe, settings, cases, tmp_path / "cpu", steps)
+    for name, outcome in here.items():
+        assert outcome.failure is None and len(outcome.losses) == steps, f"{name}: {outcome.failure}"
+        assert outcome.losses == pytest.approx(there[name].losses, abs=tolerance), name
+
+
+def test_losses_of_every_stage_and_of_two_ranks_are_the_cpus(tmp_path):
+    check_equal(tmp_path, GPT2, FP32, [*STAGES, *TWO_RANKS])
+
+
+def test_a_buffer_left_on_the_host_ends_zero3_with_dropout(tmp_path):
+    """zero.Init moves parameters alone."""
+    flags = ["--tiny", "--steps", 1, "--ds_config", "zero3", "--set", DROPPED[0], "--out", tmp_path / "run"]
+    done = run_ranks(1, WORKERS / "buffers_left.py", *flags, env=on_board())
+    assert done.returncode != 0 and "Expected all tensors to be on the same device" in done.stdout
+
+
+def test_out_of_memory_is_a_result(tmp_path):
+    flags = ["--tiny", "--steps", 2, "--ds_config", "zero1", "--out", tmp_path / "run"]
+    done = run_ranks(1, PRETRAIN, *flags, env=on_board(BOARD_MEMORY_MB=8))
+    assert done.returncode != 0 and "board: out of memory. Tried to allocate" in done.stdout
+    row = read_result(tmp_path / "run" / "result.json")
+    assert row.status == "OOM" and "rank 0: OutOfMemoryError: board" in row.reason
+
+
+# The second tier
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", [GPT2, BERT])
+@pytest.mark.parametrize("half", [False, True])
+def test_every_json_trains_with_dropout(tmp_path, recipe, half):
+    """BERT's attention draws its dropout in another order than on a CPU, and bf16 sums in another."""
+    names = [name for name in JSONS if ("16" in name) == half and name != "zero_infinity"]  # libaio
+    cases = [
+        LayoutCase(name, 1, 1, 1, name, checkpointing="full" if "checkpointing" in name else "none")
+        for name in names
+    ]
+    if half:
+        for name, outcome in train_layouts(recipe, DROPPED, cases, tmp_path, 4, on_board()).items():
+            assert outcome.failure is None and outcome.losses[3] < outcome.losses[0], (name, outcome.failure)
+    else:
+        check_equal(tmp_path, recipe, FP32, cases, steps=4, tolerance=1e-3 if recipe == GPT2 else 5e-3)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("recipe", [GPT2, BERT])
+def test_all_layouts_agree_there(tmp_path, monkeypatch, recipe):
+    for name, value in on_board().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("launching.environment", lambda extra=None: {**os.environ, **(extra or {})})
+    check_all_layouts(tmp_path / "out", "--recipe", recipe)
+
+
+def published() -> list[str]:
+    return [f"{t.name}/{next(iter(t.rows))}" for t in catalog.tables() if t.published]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", published())
+def test_a_row_of_every_published_table_trains(tmp_path, name):
+    recipe = catalog.load(name, tiny=True)
+    if recipe.model.implementation == "transformers":
+        pytest.skip("accelerate does not know the device, and takes the world for one rank")
+    flags = ["--recipe", name, "--tiny", "--steps", 2, "--out", tmp_path / "run"]
+    done = run_ranks(resolved_plans.processes(recipe), PRETRAIN, *flags, env=on_board(), timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert read_result(tmp_path / "run" / "result.json").status == "ok"
+
+
+COMMANDS = (
+    "evaluation/test_scoring_layouts.py",
+    "test_finetune.py",
+    "test_generate.py",
+    "test_export_hf.py",
+    "training/test_run_weights.py",
+    "checkpoints/test_any_layout.py",
+    "checkpoints/test_resume.py",
+    "checkpoints/test_kills.py",
+)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("file", COMMANDS)
+def test_tests_of_commands_pass_there(file):
+    """What they launch has the second device: scores, fine-tuning, text, weights, kills and resumes."""
+    env = {"LAUNCHED_ON": "board", "PYTHONPATH": on_board()["PYTHONPATH"]}
+    done = run([sys.executable, "-m", "pytest", "-q", f"tests/launch/{file}"], env=env, timeout=1700)
+    assert done.returncode == 0, done.stdout[-6000:]
+
+
+@pytest.mark.long
+def test_two_machines_train_one_run(tmp_path):
+    """Two launchers, each of which numbers its devices from 0."""
+    flags = ["--tiny", "--steps", "3", "--ds_config", "zero3", "--set", "precision=fp32"]
+    end = [
+        "--rdzv_backend",
+        "c10d",
+        "--rdzv_endpoint",
+        f"127.0.0.1:{free_port()}",
+        "--local_addr",
+        "127.0.0.1",
+    ]
+    launcher = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1", *end]
+    command = [sys.executable, *launcher, str(PRETRAIN), *flags, "--out", str(tmp_path / "two")]
+    machines = [
+        subprocess.Popen(command, env=environment(on_board(BOARD_DEVICES=1)), cwd=ROOT) for _ in range(2)
+    ]
+    assert [machine.wait(200) for machine in machines] == [0, 0]
+    alone = run_ranks(1, PRETRAIN, *flags, "--out", tmp_path / "one")
+    assert alone.returncode == 0
+    losses = [
+        [s.loss for s in read_metrics(tmp_path / run / "metrics.jsonl").steps] for run in ("two", "one")
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "most_waits"),
+    [("zero0", 3), ("zero1", 6), ("zero2", 6), ("zero3", 6), ("zero2_offload", 60), ("zero3_offload", 200)],
+)
+def test_what_a_step_starts_and_waits_for(tmp_path, name, most_waits):
+    """One step is what four have more than three; printed (pytest -s)."""
+    counted = []
+    for steps in (3, 4):
+        file = tmp_path / f"{steps}.json"
+        flags = ["--tiny", "--steps", steps, "--ds_config", name, "--set", "run.prompt=null"]
+        done = run_ranks(1, PRETRAIN, *flags, "--out", tmp_path / str(steps), env=on_board(BOARD_COUNTS=file))
+        assert done.returncode == 0, done.stdout[-3000:]
+        counted.append(json.loads(file.with_suffix(".0.json").read_text()))
+    step = {
+        kind: {what: n - counted[0][kind].get(what, 0) for what, n in counted[1][kind].items()}
+        for kind in counted[1]
+    }
+    sums = {kind: sum(each.values()) for kind, each in step.items()}
+    print(name, sums, {kind: {k: n for k, n in each.items() if n} for kind, each in step.items()})
+    assert 200 < sums["launches"] < 5000 and sums["waits"] <= most_waits, step["waits"]
