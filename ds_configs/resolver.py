@@ -80,7 +80,7 @@ def resolve(
         "train_micro_batch_size_per_gpu": shared.micro,
         "gradient_accumulation_steps": shared.accumulation,
     }
-    ds = _filled(config, values, sizes=sizes(recipe, shared, machine) | sums(config, chosen, shared, machine))
+    ds = _filled(config, values, sizes=sizes(recipe, shared, machine) | sums(config, chosen, shared))
     ds.pop("parallel", None)
     for half in ("fp16", "bf16"):
         ds.setdefault(half, {})["enabled"] = chosen == half
@@ -96,7 +96,7 @@ def resolve(
 
 def resized(plan: Plan, config: Mapping[str, Any], layout: Layout, machine: Machine) -> Plan:
     """Return the plan of `config` under another layout, with its sizes and data types."""
-    values = sizes(plan.recipe, layout, machine) | sums(config, plan.precision, layout, machine)
+    values = sizes(plan.recipe, layout, machine) | sums(config, plan.precision, layout)
     open_ = {key: value for key, value in values.items() if known_keys.lookup(config, key) == "auto"}
     ds = copy.deepcopy(plan.ds)
     for key, value in open_.items():

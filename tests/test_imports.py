@@ -113,8 +113,9 @@ def test_no_modules_import_each_other_in_a_circle():
     graphlib.TopologicalSorter({module: GRAPH[module] - {module} for module in MODULES}).prepare()
 
 
-# What pretrain.py reaches over all its imports: files (folders' markers aside) and lines. It only falls.
-ENGINE = (188, 26_076)
+# What pretrain.py reaches over all its imports: files (folders' markers aside) and lines. It only falls; the
+# one rise, by 340 lines, paid for the steps of deepspeed_fixes/short_steps.py.
+ENGINE = (189, 26_417)
 APART = (
     *("launch.planning", "launch.tables", "launch.reports", "launch.evaluation", "launch.experiments"),
     *("data.tasks", "data.prepare"),

@@ -50,21 +50,17 @@ def sizes(recipe: Recipe, layout: Layout, machine: Machine) -> dict[str, Any]:
     }
 
 
-def sums(
-    config: Mapping[str, Any], precision: Precision | None, layout: Layout, machine: Machine
-) -> dict[str, Any]:
+def sums(config: Mapping[str, Any], precision: Precision | None, layout: Layout) -> dict[str, Any]:
     """Return the data types for sums of gradients over micro-batches and over ranks.
 
     bf16 has 8 bits: a sum of 512 gradients is off by 2 %, or by half if they agree in sign, since it stops
     growing at 256 times an addend. fp16 has 11, and a loss scale. For sums in fp32 DeepSpeed's stage 1
-    takes another optimizer, which on a CPU is faster even without accumulation: 38 ms a step instead of 70
-    (`launch/benchmark.py step`, default/sotu on two cores).
+    takes another optimizer.
     """
     own = precision or "fp32"
     short = own == "bf16" and not stated(config, "bf16.bf16_master_weights_and_grads")
-    faster = not machine.device.asynchronous and stated(config, "zero_optimization.stage") == 1
     return {
-        "data_types.grad_accum_dtype": "fp32" if short and (layout.accumulation > 1 or faster) else own,
+        "data_types.grad_accum_dtype": "fp32" if short and layout.accumulation > 1 else own,
         "communication_data_type": "fp32" if short and layout.dp >= _MANY_RANKS else own,
     }
 

@@ -16,13 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.zero.utils import get_norm_dtype
 
-from launch.deepspeed_fixes.squares import squared_norm
+from launch.deepspeed_fixes.norms import sum_of_squares
 from modeling.parallel.process_grid import ProcessGrid
 
 
@@ -39,9 +37,7 @@ def mend_bf16_sums(engine: DeepSpeedEngine, grid: ProcessGrid) -> None:
 
 def norm_of_tensors(input_tensors: Iterable[torch.Tensor], mpu: Any = None, **_: Any) -> torch.Tensor:
     """Replace DeepSpeed's `get_global_norm_of_tensors` by sums in float64; return an fp32 scalar."""
-    total = torch.zeros((), dtype=get_norm_dtype(), device=get_accelerator().current_device_name())
-    for tensor in input_tensors:
-        total += squared_norm(tensor)
+    total = sum_of_squares(list(input_tensors))
     if mpu is not None and mpu.get_model_parallel_world_size() > 1:
         dist.all_reduce(total, group=mpu.get_model_parallel_group())
     return total.sqrt().float()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.utils import is_model_parallel_parameter
 
-from launch.deepspeed_fixes.squares import squared_norm
+from launch.deepspeed_fixes.norms import squared_norm
 from modeling.parallel.process_grid import ProcessGrid
 
 LEAST, MOST = 0.01, 10.0  # bounds of the trust ratio, as in DeepSpeed's FusedLamb

@@ -35,17 +35,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
-from deepspeed.runtime.utils import is_model_parallel_parameter
-from deepspeed.runtime.zero.utils import get_norm_dtype
 from torch.optim import Optimizer
 
 from launch.deepspeed_fixes.lamb import Lamb
-from launch.deepspeed_fixes.squares import squared_norm
+from launch.deepspeed_fixes.norms import counts_here, divide, divisor_of, sum_of_squares
 from modeling.parallel.process_grid import ProcessGrid
 
 LAMB = "lamb"  # optimizer.type of the JSON in lower case, as DeepSpeed compares it
@@ -118,14 +115,13 @@ def gradient_norm(
     `gradients`: the gradients, if the parameters do not hold them. Collective over the tensor-parallel ranks.
     The norm is not finite if a gradient is not.
     """
-    # Duplicated parameters have equal gradients on all tensor-parallel ranks: they count once.
-    first = mpu.get_model_parallel_rank() == 0
-    total = torch.zeros((), dtype=get_norm_dtype(), device=get_accelerator().current_device_name())
     parameters = list(parameters)
+    kinds: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     held = list(gradients) or [parameter.grad for parameter in parameters]
     for parameter, gradient in zip(parameters, held, strict=True):
-        if gradient is not None and (first or is_model_parallel_parameter(parameter)):
-            total += squared_norm(gradient)
+        if gradient is not None:
+            kinds[not counts_here(parameter, mpu.get_model_parallel_rank())].append(gradient)
+    total = sum_of_squares(*kinds)
     if mpu.get_model_parallel_world_size() > 1:
         dist.all_reduce(total, group=mpu.get_model_parallel_group())
     return total.sqrt().float()
@@ -151,7 +147,7 @@ class MasterWeights(DeepSpeedOptimizer):
         self.optimizer, self.mpu, self.clip = optimizer, mpu, clip
         self.scaler, self.skips_overflow = scaler, skips_overflow
         self.overflow = False
-        self._global_grad_norm: float | torch.Tensor = 0.0
+        self._global_grad_norm = 0.0
         self.pairs: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         for group in optimizer.param_groups:
             masters = [p.detach().to(torch.float32, copy=True) for p in group["params"]]
@@ -203,22 +199,18 @@ class MasterWeights(DeepSpeedOptimizer):
     @torch.no_grad()
     def step(self) -> None:
         """Unscale, clip, step and round; if a gradient is not finite, skip the step on all ranks."""
-        scaled_norm = self._norm()
+        scaled_norm = self._norm().item()
         self.overflow = self.skips_overflow and not math.isfinite(scaled_norm)
         if self.overflow:
             self._global_grad_norm = math.inf
             self._update_scale(True)
             self.zero_grad()
             return
-        norm = self._global_grad_norm = scaled_norm / self.cur_scale
-        divisor: Any = self.cur_scale * (
-            torch.clamp((norm + 1e-6) / self.clip, min=1.0) if self.clip else 1.0
-        )
+        self._global_grad_norm = scaled_norm / self.cur_scale
         if not self.sums_in_fp32:
             self._take_gradients()
-        for _, masters in self.lists:
-            gradients: Any = [master.grad for master in masters]
-            torch._foreach_mul_(gradients, 1.0 / divisor)
+        gradients: Any = [master.grad for _, master in self.pairs]
+        divide(self.optimizer, gradients, divisor_of(scaled_norm, self.cur_scale, self.clip))
         self.optimizer.step()
         for _, master in self.pairs:
             master.grad = None

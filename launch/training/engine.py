@@ -25,6 +25,7 @@ from launch.deepspeed_fixes.bf16_gradient_sums import mend_bf16_sums
 from launch.deepspeed_fixes.loss_scale_floor import is_at_floor
 from launch.deepspeed_fixes.loss_scale_growth import postpone_growth
 from launch.deepspeed_fixes.muon_compilation import postpone_compilation
+from launch.deepspeed_fixes.short_steps import shorten_step
 from launch.deepspeed_fixes.train_batch_timer import forget_batches
 from launch.machine import compiled_ops, memory
 from launch.records.facts import StepOutcome, Validation
@@ -89,6 +90,8 @@ def build_engine(
     if engine.fp16_enabled():
         postpone_growth(engine)
     mend_bf16_sums(engine, grid)
+    if setting := shorten_step(engine):
+        say(f"{setting}: DeepSpeed's own step, with its copies of the gradients")
     return engine
 
 

@@ -18,12 +18,12 @@ from unittest import mock
 
 import resuming
 import torch
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from data.corpus import build
 from ds_configs.resolver import resolve
 from launch.checkpoints import run_checkpoints
 from launch.checkpoints.stored import load_weights
+from launch.deepspeed_fixes.short_steps import FlatStep
 from launch.deepspeed_fixes.zero0 import MasterWeights
 from launch.ranks import ending, processes
 from launch.training.job import Job
@@ -75,10 +75,7 @@ def train(case: dict, ds_config: str, out: Path) -> dict:
     torch.distributed.barrier()
     plan = resolve(recipe, directory / "ds.json", processes.world_size(), resuming.MACHINE)
     records = resuming.Records()
-    norm = (
-        (MasterWeights, "_norm") if ds_config == "zero0" else (DeepSpeedZeroOptimizer, "scaled_global_norm")
-    )
-    with rounded_norms(*norm) as norms:
+    with rounded_norms(MasterWeights if ds_config == "zero0" else FlatStep, "_norm") as norms:
         job = Job(plan, case["name"], directory)
         corpus, grid = build(recipe, say=records.say), ProcessGrid(case["tp"], 1, case["dp"])
         train_run(Start(job, records, corpus, grid))

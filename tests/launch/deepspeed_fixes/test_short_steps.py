@@ -1,0 +1,64 @@
+"""The short steps of ZeRO 1 to 3: an overflow is found by the norm, on all ranks, whatever the layout."""
+
+import hashlib
+import inspect
+import json
+
+import pytest
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from launching import WORKERS, run_ranks
+
+from launch.deepspeed_fixes.short_steps import FlatStep, OffloadedStep, ShardedStep
+
+# configuration, tp, pp, dp, precision
+CASES = {
+    "zero1 tp2 dp2": ("zero1", 2, 1, 2, "fp16"),
+    "zero2 dp4 in bf16": ("zero2", 1, 1, 4, "bf16"),
+    "zero1 tp2 pp2": ("3d", 2, 2, 1, "fp16"),
+    "zero1 pp2 dp2": ("pipeline", 1, 2, 2, "fp16"),
+    "zero0 tp2 dp2": ("zero0", 2, 1, 2, "fp16"),
+    "zero3 tp2 dp2": ("zero3", 2, 1, 2, "fp16"),
+    "zero2 offload tp2 dp2": ("zero2_offload", 2, 1, 2, "fp16"),
+    "zero3 offload dp4 in bf16": ("zero3_offload", 1, 1, 4, "bf16"),
+}
+STEPS = {"0": "MasterWeights", "offload": "OffloadedStep", "3": "ShardedStep", "": "FlatStep"}
+UPSTREAM = {
+    FlatStep: (DeepSpeedZeroOptimizer, "dd94c32fa845"),
+    OffloadedStep: (DeepSpeedZeroOptimizer, "fd3a65b81a01"),
+    ShardedStep: (DeepSpeedZeroOptimizer_Stage3, "5971fac9dcad"),
+}
+
+
+@pytest.fixture(scope="module")
+def spoiled(tmp_path_factory):
+    """What every rank did in three steps, the second with one infinity on one rank, by case."""
+    out = tmp_path_factory.mktemp("infinities")
+    keys = ("ds_config", "tp", "pp", "dp", "precision")
+    (out / "cases.json").write_text(json.dumps([dict(zip(keys, c, strict=True)) for c in CASES.values()]))
+    launched = run_ranks(4, WORKERS / "one_infinity.py", out / "found.json", out / "cases.json", timeout=400)
+    assert launched.returncode == 0, launched.stdout[-4000:]
+    return dict(zip(CASES, json.loads((out / "found.json").read_text()), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_infinity_on_one_rank_skips_the_step_on_all(spoiled, name):
+    for rank in spoiled[name]:
+        assert rank["skipped"] == rank["kept"] == [False, True, False]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_stage_takes_its_short_step(spoiled, name):
+    kind = (
+        "0" if "zero0" in name else "offload" if "zero2 offload" in name else "3" if "zero3" in name else ""
+    )
+    assert {rank["step"] for rank in spoiled[name]} == {STEPS[kind]}
+
+
+@pytest.mark.parametrize("ours", UPSTREAM, ids=lambda kind: kind.__name__)
+def test_deepspeed_has_what_the_short_steps_replace(ours):
+    """Of DeepSpeed 0.19.8. If a method changed, compare it with the one that overrides it."""
+    upstream, digest = UPSTREAM[ours]
+    replaced = sorted(name for name in vars(ours) if hasattr(upstream, name) and not name.startswith("__"))
+    sources = "".join(inspect.getsource(getattr(upstream, name)) for name in replaced)
+    assert hashlib.sha256(sources.encode()).hexdigest()[:12] == digest, replaced
