@@ -52,7 +52,7 @@ KINDS = {
     "gpt2": Kind(
         GPT2,
         [],
-        6,
+        4,
         [
             *("accumulation 4", "recomputed by 2", "tp2 zero3", "pp2 accumulation 4, recomputed"),
             *("dp2 zero0", "dp2 zero1", "dp2 zero2", "dp2 zero3 offload"),
@@ -63,7 +63,7 @@ KINDS = {
     "bert": Kind(
         BERT,
         [],
-        6,
+        4,
         ["accumulation 4", "tp2 zero3", "selective tp2", "pp2 accumulation 4, recomputed", "dp2 zero1"],
         broken_layouts.BERT_BREAKAGES,
     ),
