@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from launch.console import arguments, ends, output, quiet
+from launch.console import arguments, ends, new_output, quiet
 from launch.experiments.benchmarks import gpu_command, layout_command, step_command
 from launch.machine import description
 from launch.ranks import ending
@@ -72,7 +72,7 @@ def main() -> None:
     quiet.quiet_libraries()
     try:
         if args.out is not None:
-            output.new_file("--out", args.out)
+            new_output.new_file("--out", args.out)
         machine, load = description.describe(), os.getloadavg()[0]
         print(f"{description.summary(machine)}; load average at the start {load:.1f}", flush=True)
         result = {"command": sys.argv, "hardware": machine, "load_average": load}

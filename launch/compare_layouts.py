@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from launch.console import arguments, ends, output, quiet, terminal
+from launch.console import arguments, ends, new_output, quiet, terminal
 from launch.experiments.parity.comparison import compare, reasons, table
 from launch.experiments.parity.layout_cases import (
     CASES,
@@ -73,8 +73,8 @@ def main() -> None:
         return
     try:
         launch_environment.refuse_tasks(os.environ)
-        out = output.new_directory("--out", args.out) if args.out else None
-        picture = output.new_file("--plot", args.plot, PICTURES) if args.plot else None
+        out = new_output.new_directory("--out", args.out) if args.out else None
+        picture = new_output.new_file("--plot", args.plot, PICTURES) if args.plot else None
         recipe = chosen_recipe(args)
         left_out = impossible_cases(recipe, cases, most_processes(args.processes))
         check_data(recipe)

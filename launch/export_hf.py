@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.console import arguments, ends, output, quiet, terminal
+from launch.console import arguments, ends, new_output, quiet, terminal
 from launch.ranks import ending
 from recipes.schema import Recipe
 
@@ -97,7 +97,7 @@ def export(
     recipe = exporting.recipe_of(run)
     warn = partial(terminal.say, stream=sys.stderr)
     checkpoint = exporting.choose_checkpoint(run, recipe, step, warn)
-    place = output.new_directory("--out", out)
+    place = new_output.new_directory("--out", out)
     place = place.resolve() if place.is_symlink() else place  # an export takes its place whole
     tokenizer, size = vocabulary.load(run), checkpoint.manifest.bytes
     with bar(sys.stderr, total=size, unit="B", unit_scale=True, desc="checksums") as shown:

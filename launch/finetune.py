@@ -196,7 +196,8 @@ def checked(args: argparse.Namespace) -> Training:
     from launch.evaluation import pretrained
     from launch.evaluation.finetuning_recipe import cut_to, recipe_of
     from launch.machine import abilities
-    from launch.weights.initial_weights import InitialWeights, encoder_in
+    from launch.weights.encoder import encoder_in
+    from launch.weights.initial_weights import InitialWeights
 
     machine = abilities.detect_machine(args.emulate_fp16)
     given = InitialWeights(args.init, "--init")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from launch.console import arguments, ends, output, terminal
+from launch.console import arguments, ends, new_output, terminal
 from launch.ranks import ending, joining, processes
 from recipes.problems import Problem, ProblemsError, counted
 
@@ -157,7 +157,7 @@ def checked_job(args: argparse.Namespace) -> Job:
     from launch.evaluation import trained_model, writing
 
     processes.check_device()
-    out = output.new_file("--out", args.out, (".jsonl",)) if args.out and processes.rank() == 0 else None
+    out = new_output.new_file("--out", args.out, (".jsonl",)) if args.out and processes.rank() == 0 else None
     given = writing.read(args.file) if args.file else writing.typed(args.prompt)
     model = trained_model.open_model(args.model, args.tokenizer)
     problems = list(unfit(args, model))

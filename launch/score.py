@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.console import arguments, ends, output, terminal
+from launch.console import arguments, ends, new_output, terminal
 from launch.machine import abilities
 from launch.ranks import joining, processes
 from launch.ranks.meeting import Meeting
@@ -145,7 +145,7 @@ def checked_job(args: Namespace) -> ScoringJob:
     task = ScoringTask(args.task, args.variant, args.data, args.column, args.window, args.stride, args.limit)
     window, stride = task.check(model)
     plan = plan_scoring(model, args.ds_config, world, abilities.detect_machine())
-    out = output.new_file("--out", args.out, (".json",)) if args.out and processes.rank() == 0 else None
+    out = new_output.new_file("--out", args.out, (".json",)) if args.out and processes.rank() == 0 else None
     return ScoringJob(task, model, plan, window, stride, out, args.from_scratch)
 
 

@@ -16,10 +16,11 @@ from math import prod
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
 
 from modeling.formats.huggingface import gpt2
-from modeling.initialization import Init, canonical_name, full_shape
+from modeling.initialization import Init, canonical_name, shard_of
 from modeling.layer_list import LayerDefinition, LayerList, ModelShape, build, stage_bounds
 from modeling.parallel.process_grid import Group
 from recipes.schema import Model
@@ -108,3 +109,11 @@ def count_transformers(model: Model, positions: int) -> RankCounts:
         built = gpt2.CONVERSION.model_class(model)(gpt2.config(model, positions=positions))
     parameters = sum(p.numel() for p in built.parameters())
     return RankCounts(((parameters,),), parameters, (len(built.transformer.h),))
+
+
+def full_shape(parameter: nn.Parameter) -> list[int]:
+    """Return the shape of the full, unpadded tensor of this rank's `parameter`."""
+    shape, shard = list(parameter.shape), shard_of(parameter)
+    if shard is not None:
+        shape[shard.dim] = shard.entries
+    return shape

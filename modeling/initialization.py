@@ -154,11 +154,3 @@ def canonical_name(parameter: Parameter) -> str:
 def shard_of(parameter: Parameter) -> Any:
     """Return the shard, or its stand-in, attached by `label`; None: the parameter is not cut."""
     return parameter.shard  # type: ignore[attr-defined]
-
-
-def full_shape(parameter: Parameter) -> list[int]:
-    """Return the shape of the full, unpadded tensor of this rank's `parameter`."""
-    shape, shard = list(parameter.shape), shard_of(parameter)
-    if shard is not None:
-        shape[shard.dim] = shard.entries
-    return shape

@@ -4,7 +4,7 @@ import torch
 
 from launch.checkpoints import manifest, run_checkpoints, tensor_file
 from launch.checkpoints.geometry import share
-from launch.checkpoints.manifest import WEIGHT, Manifest, Piece, Progress, StoredTensor
+from launch.checkpoints.manifest import WEIGHT, Manifest, Progress, Series, StoredTensor, file_name, joined
 from launch.checkpoints.tensor_file import Entry
 from modeling.families import meta_parameters
 from modeling.formats.families import conversion_of
@@ -33,20 +33,26 @@ def write_checkpoint(
     directory = run_checkpoints.begin(root, step)
     files, pieces = {}, {name: [] for name in tensors}
     for rank in range(ranks):
-        file, entries = f"rank-{rank:05d}.safetensors", []
+        file, entries = file_name(rank), []
         for name, tensor in tensors.items():
             first, count = share(tensor.numel(), rank, ranks)
-            pieces[name].append(Piece(file, None, first, count))
+            if count:
+                pieces[name].append(Series(rank, None, first, count, count))
             part = tensor.reshape(-1)[first : first + count]
             entries += [Entry(f"{k}/{name}", part.dtype, (count,), lambda p=part: p) for k in kinds]
         files[file] = tensor_file.write(directory / file, entries)
     held = {
-        name: StoredTensor(tuple(t.shape), tuple(pieces[name]), forms[name]) for name, t in tensors.items()
+        name: StoredTensor(tuple(t.shape), joined(pieces[name]), forms[name]) for name, t in tensors.items()
     }
     progress = Progress(step, step if len(kinds) > 1 else 0, step)
     values = recipe.model_dump(mode="json", by_alias=True) if recipe else {}
     made = Manifest(progress, data or {}, corpus, values, {}, {}, files, held, kinds)
     return run_checkpoints.complete(directory, made)
+
+
+def complete_checkpoints(root):
+    """All whole checkpoints, the oldest first."""
+    return [e for e in run_checkpoints.found(root) if isinstance(e, run_checkpoints.Checkpoint)][::-1]
 
 
 def rewrite_manifest(directory, change):

@@ -57,13 +57,7 @@ def rectangles(shape: Sequence[int], cut: Cut | None, first: int, count: int) ->
     first needs a matrix.
     """
     rows, columns = _matrix(shape)
-    top, left, height, width = 0, 0, rows, columns
-    if cut is not None:
-        assert cut.dim == 0 or (cut.dim == 1 and len(shape) == 2), f"{cut} of a tensor of {list(shape)}"
-        if cut.dim == 0:
-            top, height = cut.start, cut.length
-        else:
-            left, width = cut.start, cut.length
+    top, left, height, width = _slice(shape, cut)
     assert min(first, count) >= 0 and first + count <= height * width, f"{first}+{count} of {height}x{width}"
     found = []
     at, end = first, first + count
@@ -79,6 +73,16 @@ def rectangles(shape: Sequence[int], cut: Cut | None, first: int, count: int) ->
             found.append(whole)
         at += lines * taken
     return found
+
+
+def run_around(shape: Sequence[int], cut: Cut | None, wanted: Rectangle) -> range:
+    """Return the elements of a slice from the first that is in a rectangle of the tensor to the last."""
+    top, left, height, width = _slice(shape, cut)
+    rows = range(max(wanted.top - top, 0), min(wanted.bottom - top, height))
+    columns = range(max(wanted.left - left, 0), min(wanted.right - left, width))
+    if not rows or not columns:
+        return range(0)
+    return range(rows[0] * width + columns[0], rows[-1] * width + columns[-1] + 1)
 
 
 def copies(source: Iterable[Rectangle], target: Sequence[Rectangle]) -> Iterator[Copy]:
@@ -105,10 +109,20 @@ def overlap(pieces: Iterable[Rectangle]) -> bool:
 
 
 def share(count: int, part: int, parts: int) -> tuple[int, int]:
-    """Return (first, number) of the elements in `part` of `parts` nearly equal parts of `count`."""
-    first = count * part // parts
-    return first, count * (part + 1) // parts - first
+    """Return (first, number) of the elements in `part` of `parts` parts of `count`, the last ones shorter."""
+    each = -(-count // parts)
+    first = min(count, part * each)
+    return first, min(count - first, each)
 
 
 def _matrix(shape: Sequence[int]) -> tuple[int, int]:
     return (shape[0] if shape else 1), math.prod(shape[1:])
+
+
+def _slice(shape: Sequence[int], cut: Cut | None) -> tuple[int, int, int, int]:
+    """Return first row and column, height and width of a slice in the tensor's matrix."""
+    rows, columns = _matrix(shape)
+    if cut is None:
+        return 0, 0, rows, columns
+    assert cut.dim == 0 or (cut.dim == 1 and len(shape) == 2), f"{cut} of a tensor of {list(shape)}"
+    return (cut.start, 0, cut.length, columns) if cut.dim == 0 else (0, cut.start, rows, cut.length)

@@ -7,9 +7,9 @@ from pathlib import Path
 from ds_configs.plan import Plan
 from launch.checkpoints import manifest, tensor_file
 from launch.checkpoints.engine_state import EngineState
-from launch.checkpoints.manifest import MOMENTS, Manifest, Progress
-from launch.checkpoints.saving import Part, assemble, contents, file_name
-from launch.ranks.processes import gathered
+from launch.checkpoints.manifest import MOMENTS, Manifest, Progress, file_name
+from launch.checkpoints.saving import Part, contents
+from launch.ranks.processes import gathered, merged
 from modeling.parallel.process_grid import ProcessGrid
 
 DIRECTORY = "first-gradients"  # in a run directory
@@ -31,13 +31,13 @@ def save_first_gradients(
     if grid.rank == 0:
         directory.mkdir()
     gathered(None, grid.control_group)
-    entries, pieces = contents(state, (KIND,), grid.rank, lambda moment: moment / scale)
+    entries, tensors = contents(state, (KIND,), grid.rank, lambda moment: moment / scale)
     written = tensor_file.write(directory / file_name(grid.rank), entries)
     state.close()
-    parts = gathered(Part(written, pieces, {}), grid.control_group)
+    own = Part(grid.rank, {file_name(grid.rank): written}, tensors, {})
+    whole = merged(own, Part.followed_by, grid.control_group)
     if grid.rank == 0:
         recipe = plan.recipe.model_dump(mode="json", by_alias=True)
-        files, tensors = assemble(parts)
-        progress = Progress(step=1, adam_steps=1, schedule=1)
-        manifest.write(Manifest(progress, {}, None, recipe, {}, {}, files, tensors, (KIND,)), directory)
+        progress, held = Progress(step=1, adam_steps=1, schedule=1), (whole.files, whole.tensors, (KIND,))
+        manifest.write(Manifest(progress, {}, None, recipe, {}, {}, *held), directory)
     gathered(None, grid.control_group)

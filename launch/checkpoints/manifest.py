@@ -13,23 +13,26 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
 from data.durable_files import write_atomically
-from launch.checkpoints.geometry import Cut, Rectangle, overlap, rectangles
+from launch.checkpoints.geometry import Cut, Rectangle, overlap, rectangles, run_around
 from recipes import files
 
 NAME = "manifest.json"
 WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of Adam's moments
-MOST_BYTES = 4 * 2**30  # of a manifest; 193B parameters on 256 ranks take some 10 MB
+MOST_BYTES = 4 * 2**30  # of a manifest; format 1, with every piece in it, took 59 MB for 1,024 ranks
+FILE = re.compile(r"rank-(\d{5,})\.safetensors")
 
 Whole = Annotated[int, Field(ge=0)]
+Counting = Annotated[int, Field(ge=1)]
 Form = Literal["canonical", "transformers"]
 
 
@@ -37,13 +40,80 @@ Form = Literal["canonical", "transformers"]
 class Piece:
     """Elements [first, first + count) of a slice of a tensor; `cut` None: of the full tensor."""
 
-    file: str
+    rank: int
     cut: Cut | None
-    first: Whole
-    count: Whole
+    first: int
+    count: int
+
+    @property
+    def file(self) -> str:
+        return file_name(self.rank)
 
     def rectangles(self, shape: tuple[int, ...]) -> list[Rectangle]:
         return rectangles(shape, self.cut, self.first, self.count)
+
+
+@dataclass(frozen=True)
+class Series:
+    """Pieces that follow each other in a slice of a tensor: its elements [first, first + count).
+
+    Each piece but the last has `each` elements; they are in the files of `rank`, `rank + step` and so on.
+    """
+
+    rank: Whole
+    cut: Cut | None
+    first: Whole
+    count: Counting
+    each: Counting
+    step: Counting = 1
+
+    def __len__(self) -> int:
+        return -(-self.count // self.each)
+
+    @property
+    def ranks(self) -> range:
+        return range(self.rank, self.rank + len(self) * self.step, self.step)
+
+    def pieces(self, within: range | None = None) -> Iterator[Piece]:
+        """Yield the pieces, or those that share an element of the slice with `within`."""
+        end = self.first + self.count
+        low = 0 if within is None else max(0, (within.start - self.first) // self.each)
+        high = len(self) if within is None else -(-(min(within.stop, end) - self.first) // self.each)
+        for number in range(low, high):
+            first = self.first + number * self.each
+            yield Piece(self.ranks[number], self.cut, first, min(self.each, end - first))
+
+    def pieces_around(self, shape: tuple[int, ...], wanted: Rectangle) -> Iterator[Piece]:
+        """Yield the pieces that may hold elements of a rectangle of the tensor, found by arithmetic."""
+        return self.pieces(run_around(shape, self.cut, wanted))
+
+    def rectangles(self, shape: tuple[int, ...]) -> list[Rectangle]:
+        return rectangles(shape, self.cut, self.first, self.count)
+
+    def extended(self, by: Series) -> Series | None:
+        """Return this series continued by one that begins at its end; None if both together are no series."""
+        step = by.rank - self.ranks[-1]
+        spaced = step > 0 and all(len(each) == 1 or each.step == step for each in (self, by))
+        even = by.count <= self.each if len(by) == 1 else by.each == self.each
+        if not spaced or not even or self.count % self.each:
+            return None
+        return replace(self, count=self.count + by.count, step=step)
+
+
+def joined(series: Iterable[Series]) -> tuple[Series, ...]:
+    """Join series of one tensor, in the order of their pieces, to few."""
+    found: list[Series] = []
+    at_end: dict[tuple[Cut | None, int], int] = {}  # the series that ends there
+    for each in series:
+        number = at_end.pop((each.cut, each.first), len(found))
+        longer = found[number].extended(each) if number < len(found) else None
+        if longer is None:
+            number = len(found)
+            found.append(each)
+        else:
+            found[number] = longer
+        at_end[each.cut, each.first + each.count] = number
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -54,8 +124,13 @@ class StoredTensor:
     """
 
     shape: tuple[Whole, ...]
-    pieces: tuple[Piece, ...]
+    series: tuple[Series, ...]
     form: Form = "canonical"
+
+    @property
+    def pieces(self) -> Iterator[Piece]:
+        """All pieces, one after the other: as many as ranks under ZeRO-3."""
+        return (piece for each in self.series for piece in each.pieces())
 
 
 @dataclass(frozen=True)
@@ -98,7 +173,7 @@ class Manifest:
         files: files by name.
         tensors: tensors by canonical name.
         kinds: weight and moments that are stored of every tensor.
-        format: version of the manifest's format.
+        format: version of the manifest's format; 1 had a list of pieces in the place of series.
     """
 
     progress: Progress
@@ -110,7 +185,7 @@ class Manifest:
     files: dict[str, StoredFile]
     tensors: dict[str, StoredTensor]
     kinds: tuple[str, ...] = (WEIGHT, *MOMENTS)
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     saved: str = field(default="", compare=False)  # local time
 
     @property
@@ -124,17 +199,27 @@ class Manifest:
 
     def held_by(self, file: str) -> list[str]:
         """Return the names of tensors with a piece in `file`."""
-        return [n for n, tensor in self.tensors.items() if any(p.file == file for p in tensor.pieces)]
+        rank = rank_of(file)
+        return [n for n, tensor in self.tensors.items() if any(rank in s.ranks for s in tensor.series)]
 
     def gaps(self) -> Iterator[str]:
         """Yield the names of tensors whose pieces do not hold each element once."""
+        ranks = {rank_of(file) for file in self.files}
         for name, tensor in self.tensors.items():
-            covered = [r for piece in tensor.pieces for r in piece.rectangles(tensor.shape)]
+            covered = [r for series in tensor.series for r in series.rectangles(tensor.shape)]
             held = -1 if overlap(covered) else sum(each.elements for each in covered)
-            if held != math.prod(tensor.shape) or any(
-                piece.file not in self.files for piece in tensor.pieces
-            ):
+            if held != math.prod(tensor.shape) or not all(ranks.issuperset(s.ranks) for s in tensor.series):
                 yield name
+
+
+def file_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def rank_of(file: str) -> int | None:
+    """Return the rank that wrote a file, by its name; None: no rank did."""
+    named = FILE.fullmatch(file)
+    return int(named[1]) if named else None
 
 
 FORM = TypeAdapter(Manifest)
@@ -153,6 +238,8 @@ def read(directory: Path) -> Manifest:
     told = values.pop("sha256", None)
     if told != digest(values):
         files.refuse(path, "its own checksum is another", "it is written once and never edited")
+    if values.get("format") == 1:
+        values |= {"format": 2, "tensors": {n: _from_format_1(t) for n, t in values["tensors"].items()}}
     found: Manifest = files.checked(FORM, values, path)
     try:
         gaps = list(found.gaps())
@@ -163,6 +250,16 @@ def read(directory: Path) -> Manifest:
             path, f"the pieces of {gaps[0]} leave gaps or overlap", "they hold each of its elements once"
         )
     return found
+
+
+def _from_format_1(tensor: dict[str, Any]) -> dict[str, Any]:
+    """Join the pieces of a tensor, which format 1 lists with the names of their files."""
+    series = joined(
+        Series(rank_of(p["file"]) or 0, p["cut"] and Cut(*p["cut"]), p["first"], p["count"], p["count"])
+        for p in tensor["pieces"]
+        if p["count"]
+    )
+    return {"shape": tensor["shape"], "form": tensor["form"], "series": [asdict(each) for each in series]}
 
 
 def digest(values: dict[str, Any]) -> str:

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from launch.checkpoints import run_checkpoints
+from launch.checkpoints import manifest, run_checkpoints
 from launch.checkpoints.engine_state import EngineState
 from launch.checkpoints.manifest import MOMENTS, WEIGHT
 from launch.checkpoints.placement import Placement
 from launch.checkpoints.run_checkpoints import Checkpoint, Damaged
 from launch.checkpoints.stored import StoredTensors
-from launch.ranks.processes import gathered
+from launch.ranks.processes import merged
 from modeling.parallel.process_grid import ProcessGrid
+from recipes import files
 
 Seen = Callable[[int, int], None]  # called with the bytes read so far and their total
 
@@ -34,14 +36,13 @@ def choose(
 ) -> Choice:
     """Choose the newest checkpoint whose files have the checksums of its manifest. Collective.
 
-    Each rank reads a share of the files. `corpus`: checksum of the training tokens. Raises ValueError on
-    every rank if all checkpoints are damaged, if a machine does not see one, or if it was trained on other
-    tokens.
+    Rank 0 reads the names and one manifest after the other, until a checkpoint is whole; each rank reads a
+    share of its files. `corpus`: checksum of the training tokens. Raises ValueError on every rank if all
+    checkpoints are damaged, if a machine does not see one, or if it was trained on other tokens.
     """
-    candidates = [run_checkpoints.found(root) if grid.rank == 0 else []]
-    dist.broadcast_object_list(candidates, src=0, group=grid.control_group)
+    every = run_checkpoints.found(root, sizes=False) if grid.rank == 0 else iter(())
     damaged: list[Damaged] = []
-    for candidate in candidates[0]:
+    while candidate := _from_rank_0(next(every, None), grid):
         if isinstance(candidate, Checkpoint) and (why := _problem(candidate, grid, seen)):
             candidate = Damaged(candidate.directory, why)
         if isinstance(candidate, Checkpoint):
@@ -57,10 +58,15 @@ def choose(
     return Choice(None)
 
 
+def _from_rank_0(own: Any, grid: ProcessGrid) -> Any:
+    sent = [own]
+    dist.broadcast_object_list(sent, src=0, group=grid.control_group)
+    return sent[0]
+
+
 def _problem(candidate: Checkpoint, grid: ProcessGrid, seen: Seen) -> str | None:
     """Check a checkpoint's files by their checksums; return the damage, or None. Collective."""
-    world = dist.get_world_size()
-    mine = sorted(candidate.manifest.files)[grid.rank :: world]
+    mine = sorted(candidate.manifest.files)[grid.rank :: dist.get_world_size()]
     total = sum(candidate.manifest.files[name].bytes for name in mine)
     done = 0
 
@@ -69,16 +75,17 @@ def _problem(candidate: Checkpoint, grid: ProcessGrid, seen: Seen) -> str | None
         done += number
         seen(done, total)
 
-    visible = run_checkpoints.read(candidate.directory)
-    own = [problem for name in mine if (problem := candidate.check_file(name, count))]
-    blind = isinstance(visible, Damaged)
-    told = gathered((blind, own), grid.control_group)
-    if blinded := [rank for rank, (rank_is_blind, _) in enumerate(told) if rank_is_blind]:
+    blind = not files.is_file(candidate.directory / manifest.NAME)  # which rank 0 has read
+    own = [] if blind else [problem for name in mine if (problem := candidate.check_file(name, count))]
+    told = [grid.rank] * blind, own
+    told = merged(told, lambda one, other: (one[0] + other[0], one[1] + other[1]), grid.control_group)
+    blinded, problems = _from_rank_0(told, grid)
+    if blinded:
         raise ValueError(
-            f"ranks {blinded} do not see {candidate.directory} whole: the run directory (--out) must be on a "
+            f"ranks {blinded} do not see {candidate.directory}: the run directory (--out) must be on a "
             "file system that all machines share"
         )
-    return "; ".join(problem for _, problems in told for problem in problems) or None
+    return "; ".join(problems) or None
 
 
 def _check_corpus(candidate: Checkpoint, corpus: str | None) -> None:

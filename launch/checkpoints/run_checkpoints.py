@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,13 +98,13 @@ def writing_directory(root: Path, step: int) -> Path:
     return directory_of(root, step).with_suffix(WRITING)
 
 
-def read(directory: Path) -> Checkpoint | Damaged:
-    """Read the checkpoint in a directory; check the sizes of its files, not their content."""
+def read(directory: Path, sizes: bool = True) -> Checkpoint | Damaged:
+    """Read the manifest of the checkpoint in a directory; `sizes`: check the sizes of its files."""
     try:
         found = Checkpoint(directory, manifest.read(directory))
     except files.FileError as error:
         return Damaged(directory, "; ".join(str(problem) for problem in error.problems))
-    for name, expected in found.manifest.files.items():
+    for name, expected in found.manifest.files.items() if sizes else ():
         try:
             size = (directory / name).stat().st_size
         except OSError as error:
@@ -114,10 +114,15 @@ def read(directory: Path) -> Checkpoint | Damaged:
     return found
 
 
-def found(root: Path) -> list[Checkpoint | Damaged]:
-    """Find every checkpoint below `root`, whole or damaged, the newest first."""
+def named(root: Path) -> list[Path]:
+    """Return the directories below `root` that are named as checkpoints, the newest first. Reads no file."""
     every = (entry for entry in root.glob("step-*") if NAME.fullmatch(entry.name))
-    return [read(directory) for directory in sorted(every, key=_step, reverse=True)]
+    return sorted(every, key=_step, reverse=True)
+
+
+def found(root: Path, sizes: bool = True) -> Iterator[Checkpoint | Damaged]:
+    """Yield every checkpoint below `root`, the newest first, each `read` only when it is asked for."""
+    return (read(directory, sizes) for directory in named(root))
 
 
 def below(path: Path, step: int | None = None) -> list[Checkpoint | Damaged]:
@@ -136,7 +141,7 @@ def below(path: Path, step: int | None = None) -> list[Checkpoint | Damaged]:
     if NAME.fullmatch(path.name) or files.is_file(path / manifest.NAME):
         every = [read(path)]
     else:
-        every = found(path / "checkpoints") or found(path)
+        every = [*found(path / "checkpoints")] or [*found(path)]
     if not every:
         files.refuse(path, "holds no checkpoint", "they are directories step-NNNNNN", GIVEN)
     chosen = [each for each in every if step in (None, each.step)]
@@ -174,11 +179,6 @@ def newest_whole(path: Path, step: int | None = None) -> tuple[Checkpoint, tuple
     )
 
 
-def complete_checkpoints(root: Path) -> list[Checkpoint]:
-    """Return all whole checkpoints, the oldest first."""
-    return [each for each in reversed(found(root)) if isinstance(each, Checkpoint)]
-
-
 def newest(root: Path) -> Checkpoint | None:
     """Return the newest whole checkpoint, or None."""
     return next((each for each in found(root) if isinstance(each, Checkpoint)), None)
@@ -213,11 +213,15 @@ def abandon(directory: Path) -> None:
 
 
 def prune(root: Path, keep: int | None) -> None:
-    """Remove all whole checkpoints but the newest `keep`; None: remove none. Raises OSError."""
-    for old in complete_checkpoints(root)[:-keep] if keep else []:
+    """Remove all checkpoints with a manifest but the newest `keep`; None: remove none. Raises OSError.
+
+    Reads none: the newest was written just now.
+    """
+    whole = [directory for directory in named(root) if (directory / manifest.NAME).exists()]
+    for old in whole[keep:] if keep else []:
         # Renamed first: a killed removal leaves nothing that looks whole.
-        doomed = old.directory.with_suffix(PRUNED)
-        os.rename(old.directory, doomed)
+        doomed = old.with_suffix(PRUNED)
+        os.rename(old, doomed)
         shutil.rmtree(doomed)
 
 

@@ -2,8 +2,8 @@
 
 A save has three parts. First all ranks copy their state to host memory, and training waits. Then a thread of
 each rank writes and flushes its file, and training goes on. The ranks' reports of each step tell whether all
-threads are done; then rank 0 writes the manifest and gives the checkpoint its name. So a checkpoint appears
-whole or not at all, and a failing disk costs a checkpoint and not the run.
+threads are done; then a tree joins their parts, and rank 0 writes the manifest and names the checkpoint. So a
+checkpoint appears whole or not at all, and a failing disk costs a checkpoint, not the run.
 
 `torch.distributed.checkpoint` (torch 2.13) was considered first. It pickles its metadata, and also its
 tensors except by the Hugging Face writer, which has no checksums. It knows pieces as boxes: a run of a flat
@@ -18,8 +18,8 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,28 +32,49 @@ from data.loader import merge_states
 from ds_configs.plan import Plan, plan_facts
 from launch.checkpoints import run_checkpoints, tensor_file
 from launch.checkpoints.engine_state import EngineState
-from launch.checkpoints.manifest import MOMENTS, WEIGHT, Manifest, Piece, Progress, StoredFile, StoredTensor
+from launch.checkpoints.manifest import (
+    MOMENTS,
+    WEIGHT,
+    Manifest,
+    Progress,
+    Series,
+    StoredFile,
+    StoredTensor,
+    file_name,
+    joined,
+)
 from launch.checkpoints.placement import Placement
 from launch.checkpoints.tensor_file import Entry
 from launch.machine import description, memory
-from launch.ranks.processes import local_world_size
+from launch.ranks.processes import local_world_size, merged
 from launch.records.facts import SaveOutcome, SilentRecorder
 from modeling.parallel.process_grid import ProcessGrid
 
 STAGING_BYTES = 256 << 20  # of pinned memory
 SPARE = 0.1  # share of a machine's memory that a copy of the state must leave free
-Pieces = dict[str, tuple[Placement, Piece]]
+Tensors = dict[str, StoredTensor]
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's report to rank 0 on its share of a checkpoint."""
+    """The share of a checkpoint of the ranks from `rank` on; `problems`: their first failures."""
 
-    file: StoredFile | None
-    pieces: Pieces
+    rank: int
+    files: dict[str, StoredFile]
+    tensors: Tensors
     data: dict[str, Any]
-    problem: str | None = None
+    problems: tuple[str, ...] = ()
+
+    def followed_by(self, other: Part) -> Part:
+        """Join the part of the ranks that follow these."""
+        tensors = dict(self.tensors)
+        for name, tensor in other.tensors.items():
+            before = tensors[name].series if name in tensors else ()
+            tensors[name] = replace(tensor, series=joined((*before, *tensor.series)))
+        problems = (*self.problems, *other.problems)[:3]
+        data = merge_states([self.data, other.data])
+        return Part(self.rank, self.files | other.files, tensors, data, problems)
 
 
 @dataclass
@@ -64,7 +85,7 @@ class _Pending:
     progress: Progress
     data: dict[str, Any]
     corpus: str | None
-    pieces: Pieces
+    tensors: Tensors
     written: Future[StoredFile]
     started: float
     blocked: float
@@ -80,6 +101,8 @@ class Saver:
         self.state, self.plan, self.grid, self.root, self.listener = state, plan, grid, root, listener
         self.problem: str | None = None  # of the last completed save
         self._pending: _Pending | None = None
+        self._remover = ThreadPoolExecutor(1)  # of old checkpoints, on rank 0
+        self._removed: Future[None] | None = None
         self._warned = False
         self._staging = Staging()
         if grid.rank == 0:
@@ -97,7 +120,7 @@ class Saver:
             took = time.perf_counter() - started
             self._report(SaveOutcome(progress.step, 0, took, took, False, problem))
             return
-        entries, pieces = contents(self.state, kinds_after(progress.adam_steps), self.grid.rank)
+        entries, tensors = contents(self.state, kinds_after(progress.adam_steps), self.grid.rank)
         background = self._fits([entry.bytes for entry in entries])
         file = directory / file_name(self.grid.rank)
         written: Future[StoredFile] = Future()
@@ -110,7 +133,7 @@ class Saver:
         self.state.close()
         blocked = time.perf_counter() - started
         self._pending = _Pending(
-            directory, progress, data, corpus, pieces, written, started, blocked, background
+            directory, progress, data, corpus, tensors, written, started, blocked, background
         )
 
     @property
@@ -119,51 +142,51 @@ class Saver:
         return self._pending is not None and self._pending.written.done()
 
     def finish(self) -> None:
-        """Wait for the save in progress and complete it."""
+        """Wait for the save in progress, complete it, and wait until old checkpoints are removed."""
+        self.complete()
+        if self._removed and (error := self._removed.exception()):
+            self.listener.say(f"an old checkpoint could not be removed: {error}")
+        self._removed = None
+
+    def complete(self) -> None:
+        """Wait for the save in progress, and complete it."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        error = pending.written.exception()  # waits
-        file = None if error else pending.written.result()
-        problem = _reason(error, pending.directory) if error else None
-        own = Part(file, pending.pieces, pending.data, problem)
-        parts: list[Any] | None = [None] * dist.get_world_size() if self.grid.rank == 0 else None
-        dist.gather_object(own, parts, dst=0, group=self.grid.control_group)
-        problem = self._on_rank_0(lambda: self._complete(pending, parts or []))
-        written = sum(part.file.bytes for part in parts or [] if part.file)
+        error, rank = pending.written.exception(), self.grid.rank  # waits
+        files = {} if error else {file_name(rank): pending.written.result()}
+        problems = (f"rank {rank}: {_reason(error, pending.directory)}",) if error else ()
+        own = Part(rank, files, pending.tensors, pending.data, problems)
+        whole = merged(own, partial(_join_visible, pending.directory), self.grid.control_group)
+        problem = self._on_rank_0(lambda: self._complete(pending, whole))
+        written = sum(file.bytes for file in whole.files.values())
         took = time.perf_counter() - pending.started
         self._report(
             SaveOutcome(pending.progress.step, written, pending.blocked, took, pending.background, problem)
         )
 
-    def _complete(self, pending: _Pending, parts: list[Part]) -> None:
+    def _complete(self, pending: _Pending, whole: Part) -> None:
         """Complete the checkpoint on rank 0; on failure remove it and raise OSError or _NotSaved."""
         try:
-            problems = [f"rank {rank}: {part.problem}" for rank, part in enumerate(parts) if part.problem]
-            if not problems:
-                problems = _invisible(pending.directory, parts)
-            if problems:
-                raise _NotSaved("; ".join(problems[:3]))
-            run_checkpoints.complete(pending.directory, self._manifest(pending, parts))
+            if whole.problems:
+                raise _NotSaved("; ".join(whole.problems))
+            run_checkpoints.complete(pending.directory, self._manifest(pending, whole))
         except (OSError, _NotSaved):
             run_checkpoints.abandon(pending.directory)
             raise
-        try:
-            run_checkpoints.prune(self.root, self.plan.recipe.run.keep_checkpoints)
-        except OSError as error:
-            self.listener.say(f"an old checkpoint could not be removed: {error}")
+        prune, kept = run_checkpoints.prune, self.plan.recipe.run.keep_checkpoints
+        self._removed = self._remover.submit(prune, self.root, kept)
 
-    def _manifest(self, pending: _Pending, parts: list[Part]) -> Manifest:
-        files, tensors = assemble(parts)
+    def _manifest(self, pending: _Pending, whole: Part) -> Manifest:
         return Manifest(
             pending.progress,
-            merge_states([part.data for part in parts]),
+            whole.data,
             pending.corpus,
             self.plan.recipe.model_dump(mode="json", by_alias=True),
             plan_facts(self.plan),
             description.versions(),
-            files,
-            tensors,
+            whole.files,
+            whole.tensors,
             kinds_after(pending.progress.adam_steps),
             saved=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         )
@@ -195,47 +218,31 @@ class Saver:
 
 def contents(
     state: EngineState, kinds: Sequence[str], rank: int, convert: Convert | None = None
-) -> tuple[list[Entry], Pieces]:
-    """Return the entries of `rank`'s file, in the order of its partitions, and their places.
+) -> tuple[list[Entry], Tensors]:
+    """Return the entries of `rank`'s file, in the order of its partitions, and the tensors' pieces in it.
 
     `convert`: converts the numbers, without a change of shape or type.
     """
     entries: list[Entry] = []
-    pieces: Pieces = {}
+    tensors: Tensors = {}
     for partition in state.partitions:
         for fragment in state.owned(partition):
             place = Placement.of(fragment.parameter)
-            assert place.name not in pieces, f"two pieces of {place.name} on one rank"
-            pieces[place.name] = place, Piece(file_name(rank), place.cut, fragment.first, fragment.elements)
+            assert place.name not in tensors, f"two pieces of {place.name} on one rank"
+            piece = Series(rank, place.cut, fragment.first, fragment.elements, fragment.elements)
+            tensors[place.name] = StoredTensor(place.shape, (piece,), place.form)
             for kind in kinds:
                 read = partial(state.read, partition, fragment, kind)
                 if convert is not None:
                     read = partial(_read_converted, read, convert)
                 dtype = state.dtype(partition, kind)
                 entries.append(Entry(f"{kind}/{place.name}", dtype, (fragment.elements,), read))
-    return entries, pieces
-
-
-def assemble(parts: Sequence[Part]) -> tuple[dict[str, StoredFile], dict[str, StoredTensor]]:
-    """Combine all ranks' parts into files and tensors of a manifest."""
-    files: dict[str, StoredFile] = {}
-    tensors: dict[str, StoredTensor] = {}
-    for rank, part in enumerate(parts):
-        assert part.file is not None
-        files[file_name(rank)] = part.file
-        for name, (place, piece) in part.pieces.items():
-            before = tensors[name].pieces if name in tensors else ()
-            tensors[name] = StoredTensor(place.shape, (*before, piece), place.form)
-    return files, tensors
+    return entries, tensors
 
 
 def kinds_after(adam_steps: int) -> tuple[str, ...]:
     """Return the kinds of tensors to store after so many updates."""
     return (WEIGHT, *MOMENTS) if adam_steps else (WEIGHT,)
-
-
-def file_name(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
 
 
 def _read_converted(read: Callable[[], torch.Tensor], convert: Convert) -> torch.Tensor:
@@ -283,21 +290,20 @@ def _write(path: Path, entries: list[Entry], room: int, written: Future[StoredFi
     entries.clear()
 
 
-def _invisible(directory: Path, parts: list[Part]) -> list[str]:
-    """List the files that rank 0 does not see with the size that their ranks wrote."""
-    found = []
-    for rank, part in enumerate(parts):
-        path = directory / file_name(rank)
-        try:
-            seen = path.stat().st_size
-        except OSError:
-            seen = -1
-        if part.file and part.file.bytes != seen:
-            found.append(
-                f"rank 0 does not see {path.name}, which rank {rank} wrote: the run directory (--out) has "
-                "to be on a file system that all machines share"
-            )
-    return found
+def _join_visible(directory: Path, ours: Part, theirs: Part) -> Part:
+    """Join the part of later ranks, whose first file has to be seen here with the size that was written."""
+    name = file_name(theirs.rank)
+    try:
+        seen = (directory / name).stat().st_size
+    except OSError:
+        seen = -1
+    if name in theirs.files and theirs.files[name].bytes != seen:
+        problem = (
+            f"rank {ours.rank} does not see {name}, which rank {theirs.rank} wrote: the run directory "
+            "(--out) has to be on a file system that all machines share"
+        )
+        theirs = replace(theirs, problems=(problem, *theirs.problems))
+    return ours.followed_by(theirs)
 
 
 def _problem_of(work: Callable[[], Any], directory: Path) -> str | None:

@@ -6,8 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch.checkpoints import inspection, run_checkpoints
-from launch.checkpoints.inspection import Difference, Fault
+from launch.checkpoints import comparison, inspection, run_checkpoints
+from launch.checkpoints.comparison import Difference
+from launch.checkpoints.inspection import Fault
 from launch.checkpoints.manifest import Manifest
 from launch.checkpoints.run_checkpoints import Checkpoint, Damaged
 from launch.console import terminal
@@ -45,7 +46,7 @@ def _one(each: Checkpoint | Damaged) -> str:
     width = terminal.columns()
     if isinstance(each, Damaged):
         return terminal.wrapped(str(each), width)
-    held, types = each.manifest, inspection.dtypes(each)
+    held, types = each.manifest, comparison.dtypes(each)
     progress, plan = held.progress, held.plan
     skipped = f", {counted(progress.skipped, 'step')} skipped by the loss scaler" if progress.skipped else ""
     versions = (f"{name} {version}" for name, version in held.versions.items() if version)
@@ -61,7 +62,7 @@ def _one(each: Checkpoint | Damaged) -> str:
         ("state", BY_SIZE.replace(":", "")),
     ]
     rows = [
-        (name, " x ".join(map(str, t.shape)), len(t.pieces), _type(types[name]) + _form(t.form))
+        (name, " x ".join(map(str, t.shape)), sum(map(len, t.series)), _type(types[name]) + _form(t.form))
         for name, t in held.tensors.items()
     ]
     shown = table(rows, ("tensor", "shape", "pieces", "type"), "llrl", width)
@@ -123,7 +124,7 @@ def diff(first: Path, second: Path, step: int | None, most: int) -> int:
     kinds = [kind for kind in a.manifest.kinds if kind in b.manifest.kinds]
     with bar(sys.stderr, total=len(kinds) * len(a.manifest.tensors), unit="tensor") as shown:
         different: list[Difference] = []
-        for each in inspection.differences(a, b):
+        for each in comparison.differences(a, b):
             different += [] if each.equal else [each]
             shown.update()
     different.sort(key=lambda each: each.relative if each.relative == each.relative else float("inf"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -90,9 +91,10 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         wanted = rectangles(stored.shape, place.cut, first, target.numel())
         if sum(each.elements for each in wanted) < target.numel():
             target.zero_()
-        for piece in stored.pieces:
-            for copy in copies(piece.rectangles(stored.shape), wanted):
-                self._copy_rectangle(target, piece.file, f"{kind}/{name}", copy)
+        for part, series in product(wanted, stored.series):
+            for piece in series.pieces_around(stored.shape, part):
+                for copy in copies(piece.rectangles(stored.shape), [part]):
+                    self._copy_rectangle(target, piece.file, f"{kind}/{name}", copy)
 
     def _copy_rectangle(self, target: torch.Tensor, file: str, key: str, copy: Copy) -> None:
         source = self._reader(file)

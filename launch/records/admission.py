@@ -34,8 +34,8 @@ class Checkpoints:
     """The checkpoints of a run directory.
 
     Attributes:
-        complete: steps of the checkpoints that can be resumed.
-        damaged: (directory, damage) of the others.
+        complete: steps of the checkpoints that can be resumed; the newest is enough.
+        damaged: (directory, damage) of others.
     """
 
     complete: tuple[int, ...] = ()

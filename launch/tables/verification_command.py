@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from data.durable_files import write_atomically
 from launch.console import arguments, quiet, terminal
-from launch.console.output import new_file
+from launch.console.new_output import new_file
 from launch.tables.rows import Check, PublishedRow
 
 if TYPE_CHECKING:

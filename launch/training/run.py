@@ -167,7 +167,7 @@ class TrainingRun:
         last, run = step == self.recipe.steps, self.recipe.run
         self.watchdog.enter(Phase.SAVING)
         if all(report.written for report in news.reports):
-            self.saver.finish()
+            self.saver.complete()
         overdue = news.reports[0].overdue  # by rank 0's clock
         if news.stopped or (last and run.save_last) or due(step, run.save_every) or overdue:
             if news.stopped or last:

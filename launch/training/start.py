@@ -175,7 +175,11 @@ def open_run_directory(training: Training) -> RunDirectory | None:
     make_quick_checks(job)
     if processes.rank() != 0:
         return None
-    every = found(job.checkpoints)
+    every = []
+    for each in found(job.checkpoints):
+        every.append(each)
+        if isinstance(each, Checkpoint):  # older ones are not looked at
+            break
     checkpoints = Checkpoints(
         tuple(each.step for each in every if isinstance(each, Checkpoint)),
         tuple((each.directory, each.why) for each in every if isinstance(each, Damaged)),

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ds_configs.findings import Notice
-from launch.weights.foreign_weights import MegatronWeights, RunWeights, Saved, read, saved_in
+from launch.weights.foreign_weights import RunWeights, Saved, read, saved_in
 from modeling.formats.huggingface.config_forms import ConfigForm, Forms, family_of, form_of
 from modeling.lazy_weights import LazyWeights
 from recipes.families import FAMILIES, PUBLISHED_VOCABULARIES
@@ -71,7 +71,7 @@ class InitialWeights:
         saved = self.saved()
         given, problems = self._model(saved, recipe)
         if problems := [*problems, *saved.problems(given.as_recipe(recipe) if given else None)]:
-            raise self._error(problems)
+            raise self.error(problems)
         remarks = (f"those of {self.directory}", *saved.remarks(recipe))
         return tuple(Notice("init_from", f"initial weights: {text}") for text in remarks)
 
@@ -82,7 +82,7 @@ class InitialWeights:
         """
         given, problems = self._model(self.saved(), recipe)
         if given is None:
-            raise self._error(problems)
+            raise self.error(problems)
         return given.as_recipe(recipe)
 
     def resolved(self) -> InitialWeights:
@@ -106,7 +106,7 @@ class InitialWeights:
     def saved(self) -> Saved:
         """Recognize the kind of weights. Raises ProblemsError if there is no directory."""
         if problems := list(_no_directory(Path(self.directory))):
-            raise self._error(problems)
+            raise self.error(problems)
         return saved_in(self.directory)
 
     def _model(self, saved: Saved, recipe: Recipe) -> tuple[GivenModel | None, Sequence[Problem]]:
@@ -117,38 +117,9 @@ class InitialWeights:
             return None, [replace(problem, fix=problem.fix or SAVED) for problem in error.problems]
         return found.given, found.problems
 
-    def _error(self, problems: Iterable[Problem]) -> ProblemsError:
+    def error(self, problems: Iterable[Problem]) -> ProblemsError:
         where = f"{self.key} {self.directory[:200]}"
         return ProblemsError(replace(problem, where=problem.where or where) for problem in problems)
-
-
-def encoder_in(weights: InitialWeights) -> GivenModel:
-    """Read the model of weights of `save_pretrained` or of a run, for a recipe with its shape.
-
-    Raises ProblemsError if it is none of our models.
-    """
-    saved = weights.saved()
-    fix = "give a run with a checkpoint, or a directory that save_pretrained or export_hf.py wrote"
-
-    def refuse(came: str, rule: str, fix: str) -> NoReturn:
-        raise weights._error([Problem(weights.key, came, rule, fix)])
-
-    if isinstance(saved, MegatronWeights):
-        rule = "weights of Megatron say nothing of their vocabulary"
-        refuse(
-            "is a checkpoint of Megatron", rule, "pretrain from it with --init_from, and fine-tune that run"
-        )
-    config = saved.config(None)
-    known = {form.model_type: form for forms in saved.forms.values() for form in forms}
-    form = known.get(str(config.get("model_type")))
-    if form is None or not FAMILIES[family_of(form)].masked:
-        came = f"is a model of type {_shown(config.get('model_type'))}"
-        refuse(came, "heads for tasks stand on a BERT", fix)
-    sizes = {key: config.get(theirs, default) for key, (theirs, default) in form.shape.items()}
-    if odd := [key for key, size in sizes.items() if type(size) is not int or not 0 < size <= LARGEST]:
-        came = f"{form.says} {', '.join(f'{form.shape[key][0]}={_shown(sizes[key])}' for key in odd)}"
-        refuse(came, "sizes are whole numbers", SAVED)
-    return GivenModel(form, sizes)
 
 
 def _no_directory(path: Path) -> Iterator[Problem]:
@@ -185,7 +156,7 @@ class _Config:
         sizes = {key: self.config.get(theirs, default) for key, (theirs, default) in form.shape.items()}
         odd = [key for key, size in sizes.items() if type(size) is not int or not 0 < size <= LARGEST]
         for key in odd:
-            came = f"{form.says} {form.shape[key][0]}={_shown(sizes[key])}"
+            came = f"{form.says} {form.shape[key][0]}={shown(sizes[key])}"
             yield Problem(KEY, came, f"it is a whole number from 1 to {LARGEST:,}", SAVED)
         sizes = {key: size for key, size in sizes.items() if key not in odd}
         if not odd and sizes["model.hidden"] % sizes["model.heads"]:
@@ -223,7 +194,7 @@ class _Config:
         rule = (
             f"{f'only {own.model_type}' if own else 'none of Megatron'} can be given to model.family={ours}"
         )
-        came = "config.json names no model_type" if kind is None else f"is a model of type {_shown(kind)}"
+        came = "config.json names no model_type" if kind is None else f"is a model of type {shown(kind)}"
         return Problem(KEY, came, rule)
 
     def _settings(self, form: ConfigForm, vocabulary: int) -> dict[str, Any]:
@@ -246,11 +217,11 @@ class _Config:
             allowed_by_key[width] = ((4 * hidden,) if standard else (4 * hidden, None), standard)
         for key, (allowed, default) in allowed_by_key.items():
             if (value := self.config.get(key, default)) not in allowed:
-                rule = f"our {family_of(form)} has {_shown(allowed[0])}, and no switch"
-                yield Problem(KEY, f"{key}={_shown(value)}", rule, "give other weights")
+                rule = f"our {family_of(form)} has {shown(allowed[0])}, and no switch"
+                yield Problem(KEY, f"{key}={shown(value)}", rule, "give other weights")
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """Write a value as config.json does, shortened."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:60]}..."

@@ -36,12 +36,12 @@ class _CrossEntropy(torch.autograd.Function):
         local = local.masked_fill(foreign, 0).unsqueeze(-1)
         largest = logits.amax(-1).float()
         if group is not None:
-            largest = _reduce(largest, "max", group)
+            largest = reduce_columns(largest, "max", group)
         sums = [(z.float() - largest[rows, None]).exp_().sum(-1) for rows, z in _blocks(logits)]
         target = (logits.gather(-1, local).squeeze(-1).float() - largest).masked_fill(foreign, 0.0)
         both = torch.stack([torch.cat(sums), target])
         if group is not None:
-            both = _reduce(both, "sum", group)
+            both = reduce_columns(both, "sum", group)
         logarithm = both[0].log()
         # Saved apart: in their sum, large logits would round off the logarithm.
         ctx.save_for_backward(logits, local, foreign, largest, logarithm)
@@ -76,7 +76,7 @@ def _blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield block, logits[block]
 
 
-def _reduce(x: Tensor, operation: str, group: dist.ProcessGroup) -> Tensor:
+def reduce_columns(x: Tensor, operation: str, group: dist.ProcessGroup) -> Tensor:
     return wait_for(torch.ops._c10d_functional.all_reduce(x, operation, group.group_name))
 
 
@@ -86,23 +86,6 @@ def token_losses(logits: Tensor, targets: Tensor, group: Group) -> Tensor:
     The backward pass overwrites the logits with their gradient.
     """
     return _CrossEntropy.apply(logits.flatten(0, 1), targets.flatten(), group).view_as(targets)
-
-
-def token_scores(logits: Tensor, targets: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy (B, S) of targets (B, S), and True for each that is the likeliest token.
-
-    Among equal logits the first token counts as the likeliest, as in `argmax`. Without gradients.
-    """
-    first = logits.argmax(-1, keepdim=True)
-    if group is None:
-        return token_losses(logits, targets, group), first.squeeze(-1) == targets
-    own = logits.gather(-1, first).squeeze(-1).float()
-    columns = logits.shape[-1]
-    token = first.squeeze(-1) + dist.get_rank(group) * columns
-    foreign = own < _reduce(own, "max", group)
-    beyond = columns * dist.get_world_size(group)
-    likeliest = _reduce(token.masked_fill(foreign, beyond), "min", group)
-    return token_losses(logits, targets, group), likeliest == targets
 
 
 def weighted_loss(logits: Tensor, targets: Tensor, weights: Tensor, group: Group) -> Tensor:

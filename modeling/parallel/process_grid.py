@@ -3,42 +3,44 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch.distributed as dist
 
-from recipes.rank_order import coordinates, data_groups, pipeline_groups, tensor_groups
+from recipes.rank_order import coordinates, data_groups, model_groups, pipeline_groups, tensor_groups
 
 Group = dist.ProcessGroup | None  # of an axis of the grid; None: one rank
 
 
 class _Groups:
-    """Process groups by their ranks, each made once; the world's group exists already.
+    """This rank's process groups by their ranks, each made once; the world's group exists already.
 
-    Every group is a communicator, which takes memory, and on a large cluster seconds. All ranks make all
-    groups of an axis in the same order, as NCCL and gloo demand. (On CUDA `dist.split_group` could make an
-    axis in one call; this is untested.)
+    Every group is a communicator, which takes memory, and on a large cluster seconds. So a rank makes its own
+    groups alone, one of an axis whatever the world's size, and all ranks those of the axes in the same order.
     """
 
     def __init__(self, timeout: timedelta | None):
-        self.timeout = timeout
-        self.made: dict[tuple[int, ...], Any] = {tuple(range(dist.get_world_size())): dist.group.WORLD}
+        self.timeout, self.rank = timeout, dist.get_rank()
+        self.world: Any = dist.group.WORLD
+        self.made: dict[tuple[int, ...], Any] = {tuple(range(dist.get_world_size())): self.world}
 
-    def of(self, ranks: Iterable[int]) -> Any:
-        """Return the group of these ranks, or torch's stand-in if this rank is not among them."""
+    def own(self, groups: Sequence[list[int]]) -> Group:
+        """Make this rank's one of disjoint groups; None if it is in none of them. Collective."""
+        own = tuple(next((ranks for ranks in groups if self.rank in ranks), ()))
+        if own not in self.made:
+            if self.world.bound_device_id is not None:  # NCCL splits the world's communicator
+                self.made[own] = dist.split_group(split_ranks=[*groups], timeout=self.timeout)
+            elif own:
+                self.made[own] = dist.new_group([*own], self.timeout, use_local_synchronization=True)
+        return self.made.get(own)
+
+    def lent(self, ranks: Iterable[int]) -> Any:
+        """Return the made group of these ranks, or torch's stand-in if this rank is not among them."""
         ranks = tuple(ranks)
-        if ranks not in self.made:
-            self.made[ranks] = dist.new_group(list(ranks), timeout=self.timeout)
-        return self.made[ranks]
-
-    def own(self, groups: list[list[int]], rank: int) -> dist.ProcessGroup:
-        """Make every group of the list; return this rank's."""
-        made = [(ranks, self.of(ranks)) for ranks in groups]
-        return next(group for ranks, group in made if rank in ranks)
+        return self.made[ranks] if self.rank in ranks else dist.GroupMember.NON_GROUP_MEMBER
 
 
 def _getter(path: str) -> Callable[[ProcessGrid], Any]:
@@ -60,26 +62,30 @@ class ProcessGrid:
         self.rank = dist.get_rank()
         self.at = coordinates(self.rank, tp, dp)
         self._groups = _Groups(timeout)
-        own = partial(self._groups.own, rank=self.rank)
+        own = self._groups.own
         self.tensor_group: Group = own(tensor_groups(tp, pp, dp)) if tp > 1 else None
         self.pipeline_group: Group = own(pipeline_groups(tp, pp, dp)) if pp > 1 else None
-        # Made for one rank, too: DeepSpeed takes the world in place of None.
-        self.data_group = own(data_groups(tp, pp, dp))
+        # Made for this rank alone, too: DeepSpeed takes the world in place of None.
+        self.data_group: Group = own(data_groups(tp, pp, dp))
         # Small messages between hosts' CPUs (stop requests, barriers), on no accelerator's stream.
         self.control_group = dist.new_group(backend="gloo", timeout=timeout)
 
     @contextlib.contextmanager
     def lend_groups(self) -> Iterator[None]:
-        """Lend these groups to DeepSpeed's pipeline grid, built within this context.
+        """Lend these groups to DeepSpeed's pipeline grid, built within this context. Collective.
 
-        It would make each again, and at tp = 1 an unused one for every rank.
+        It would make each again, without their timeout, and at tp = 1 an unused one for every rank. Two kinds
+        are its own: the ranks of one copy of the model, and the ends of a pipeline, which tie an embedding.
         """
         import deepspeed.comm
 
-        make, made = deepspeed.comm.new_group, self._groups.made
-        deepspeed.comm.new_group = lambda ranks: (
-            made.get(tuple(ranks)) if len(ranks) == 1 else self._groups.of(ranks)
-        )
+        self._groups.own(model_groups(self.tp, self.pp, self.dp))
+        if self.pp > 1:
+            pipelines = pipeline_groups(self.tp, self.pp, self.dp)
+            self._groups.own([[ranks[0], ranks[-1]] for ranks in pipelines])
+        if self.tp == 1:
+            self._groups.made.setdefault((self.rank,), None)  # of DeepSpeed's tensor axis, never used
+        make, deepspeed.comm.new_group = deepspeed.comm.new_group, self._groups.lent
         try:
             yield
         finally:

@@ -14,7 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from modeling import bert, counting, gpt2
 from modeling.cost.pipeline_stages import balanced_stages
-from modeling.initialization import Init, canonical_name, full_shape
+from modeling.counting import full_shape
+from modeling.initialization import Init, canonical_name
 
 SIZES = dict(layers=5, hidden=32, heads=4, vocab=70, padded_vocab=256, positions=16)
 MODELS = [

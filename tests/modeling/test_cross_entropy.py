@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from modeling.parallel import cross_entropy
+from modeling.parallel.token_scores import token_scores
 
 VOCAB, PADDED = 50, 64
 
@@ -49,11 +50,11 @@ def test_the_likeliest_token_is_the_first_of_equal_ones():
     logits[0, 0] = logits[0, 0].min()
     logits[0, 0, [7, 30]] = 9.0
     targets[0, 0] = 7
-    losses, likeliest = cross_entropy.token_scores(logits, targets, None)
+    losses, likeliest = token_scores(logits, targets, None)
     assert torch.equal(losses, cross_entropy.token_losses(logits, targets, None))
     assert torch.equal(likeliest, logits.argmax(-1) == targets) and likeliest[0, 0]
     targets[0, 0] = 30
-    assert not cross_entropy.token_scores(logits, targets, None)[1][0, 0]
+    assert not token_scores(logits, targets, None)[1][0, 0]
 
 
 def test_the_gradient_takes_the_place_of_the_logits(monkeypatch):

@@ -25,7 +25,8 @@ from launch.records.facts import SilentRecorder  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.loop import train  # noqa: E402
 from launch.training.run import Start  # noqa: E402
-from launch.weights.initial_weights import InitialWeights, encoder_in  # noqa: E402
+from launch.weights.encoder import encoder_in  # noqa: E402
+from launch.weights.initial_weights import InitialWeights  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 
 

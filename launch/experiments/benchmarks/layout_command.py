@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from launch.console import arguments, output, terminal
+from launch.console import arguments, new_output, terminal
 from launch.experiments.benchmarks import layout_speed, step_speed, step_text
 from launch.experiments.benchmarks.layout_speed import STRONG, WEAK
 from launch.experiments.benchmarks.specification import Specification
@@ -108,7 +108,7 @@ def measure_scaling(args: argparse.Namespace, machine: dict[str, Any]) -> dict[s
     specs = layout_speed.scaling_systems(specification_of(args), one_process(args), most, args.kinds)
     check_devices(most, "--processes")
     if args.plot is not None:
-        output.new_file("--plot", args.plot, PICTURES)
+        new_output.new_file("--plot", args.plot, PICTURES)
     measured = measure(args, specs)
     found = layout_speed.efficiencies(measured)
     print(f"\n{step_text.speeds(step_speed.speed_rows(measured), specs[0].name)}\n")

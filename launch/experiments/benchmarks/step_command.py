@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_configs.plan import Plan
-from launch.console import arguments, output, terminal
+from launch.console import arguments, new_output, output, terminal
 from launch.experiments.benchmarks import step_speed, step_text
 from launch.experiments.benchmarks.specification import Specification
 from launch.experiments.benchmarks.step_speed import RATE, Pace
@@ -154,7 +154,7 @@ def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]
 def check_files(args: argparse.Namespace) -> None:
     """Check that the output files can be written. Raises ProblemsError."""
     if args.plot is not None:
-        output.new_file("--plot", args.plot, PICTURES)
+        new_output.new_file("--plot", args.plot, PICTURES)
     if args.profile is not None:
         output.directory("--profile", args.profile)
 

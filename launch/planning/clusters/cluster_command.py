@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from data.durable_files import write_atomically
-from launch.console import arguments, launch_lines, output, terminal
+from launch.console import arguments, launch_lines, new_output, output, terminal
 from launch.planning.clusters import cluster_text, files
 from launch.planning.clusters.job import Job, parse_clock
 from launch.planning.clusters.placement import node_of, place_on_nodes
@@ -142,7 +142,7 @@ def _check_places(out: Path | None, texts: dict[str, str]) -> None:
     for name, text in texts.items():
         own = text.partition(files.WRITTEN_BY)[0] + files.WRITTEN_BY  # how each of its files begins
         try:
-            output.new_file("--out", out / name, own=own.encode())
+            new_output.new_file("--out", out / name, own=own.encode())
         except ProblemsError as error:
             problems += error.problems
     if problems:

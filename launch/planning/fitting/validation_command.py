@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.console import arguments, terminal
-from launch.console.output import new_file
+from launch.console.new_output import new_file
 from launch.console.text_table import aligned
 
 ABOUT = """\

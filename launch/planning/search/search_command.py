@@ -7,7 +7,7 @@ from pathlib import Path
 
 from data.durable_files import write_atomically
 from ds_configs import jsonfile
-from launch.console import arguments, output, terminal
+from launch.console import arguments, new_output, output, terminal
 from launch.planning.prediction import hardware
 from launch.planning.prediction.software import OURS, SYSTEMS
 from launch.planning.search import candidates, layout_search, search_text, shapes, ways
@@ -102,7 +102,7 @@ def _check_out(args: argparse.Namespace) -> None:
         came, rule = f"--out with --software {args.software}", "only what this engine runs is written"
         raise ProblemsError([Problem("--out", came, rule, "leave one of the two out")])
     if args.out and output.directory("--out", args.out).exists():
-        output.new_file("--out", args.out / JSON_NAME)
+        new_output.new_file("--out", args.out / JSON_NAME)
 
 
 def question_of(args: argparse.Namespace) -> tuple[RecipeFlags, Question]:

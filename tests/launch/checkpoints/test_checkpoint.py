@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launching import run
 from safetensors.torch import load_file
-from stored import rewrite_manifest, write_checkpoint
+from stored import complete_checkpoints, rewrite_manifest, write_checkpoint
 
 from launch.checkpoints import manifest, run_checkpoints, tensor_file
 from launch.checkpoints.geometry import Cut, copies, rectangles, share
-from launch.checkpoints.manifest import Piece
+from launch.checkpoints.manifest import Series, joined
 from launch.checkpoints.placement import Placement
 from launch.checkpoints.run_checkpoints import Checkpoint, Damaged
 from launch.checkpoints.stored import StoredTensors, load_weights
@@ -48,7 +48,11 @@ def layouts(draw, shape):
 @given(st.data(), st.lists(st.integers(1, 9), min_size=1, max_size=2))
 def test_any_pieces_of_a_tensor_become_any_others(data, shape):
     full = torch.arange(1.0, math.prod(shape) + 1).view(shape)
-    have, want = data.draw(layouts(shape)), data.draw(layouts(shape))
+    want, each_alone = data.draw(layouts(shape)), data.draw(layouts(shape))
+    alone = [Series(n, cut, first, count, count) for n, (cut, first, count) in enumerate(each_alone) if count]
+    have = joined(alone)
+    pieces = {piece for series in have for piece in series.pieces()}
+    assert pieces == {piece for series in alone for piece in series.pieces()}
 
     def slice_of(cut):
         return Placement("x", "canonical", tuple(shape), cut).slice_of(full).reshape(-1)
@@ -56,12 +60,13 @@ def test_any_pieces_of_a_tensor_become_any_others(data, shape):
     for cut, first, count in want:
         target = torch.zeros(count)
         wanted = rectangles(shape, cut, first, count)
-        for source_cut, source_first, source_count in have:
-            held = slice_of(source_cut)[source_first : source_first + source_count]
-            for copy in copies(rectangles(shape, source_cut, source_first, source_count), wanted):
+        near = [(p, part) for part in wanted for series in have for p in series.pieces_around(shape, part)]
+        for piece, part in near:
+            held = slice_of(piece.cut)[piece.first : piece.first + piece.count]
+            for copy in copies(piece.rectangles(shape), [part]):
                 size = copy.rows, copy.columns
-                part = held.as_strided(size, (copy.source_stride, 1), held.storage_offset() + copy.source)
-                target.as_strided(size, (copy.target_stride, 1), copy.target).copy_(part)
+                read = held.as_strided(size, (copy.source_stride, 1), held.storage_offset() + copy.source)
+                target.as_strided(size, (copy.target_stride, 1), copy.target).copy_(read)
         assert torch.equal(target, slice_of(cut)[first : first + count])
 
 
@@ -137,20 +142,40 @@ def test_a_manifest_that_was_edited_is_damaged(tmp_path):
     assert "its own checksum is another" in reason(directory)
 
 
+def test_a_manifest_of_format_1_is_read(tmp_path):
+    """Its tensors list every piece, with the name of its file."""
+    directory = write_checkpoint(tmp_path, 4, TENSORS, ranks=3)
+    found, values = manifest.read(directory), json.loads((directory / manifest.NAME).read_text())
+    assert values["format"] == 2 and [len(t.series) for t in found.tensors.values()] == [1, 1]
+    for name, tensor in found.tensors.items():
+        pieces = [{"file": p.file, "cut": p.cut, "first": p.first, "count": p.count} for p in tensor.pieces]
+        assert len(pieces) == 3
+        values["tensors"][name] = {"shape": tensor.shape, "pieces": pieces, "form": tensor.form}
+    del values["sha256"]
+    values["format"] = 1
+    path = directory / manifest.NAME
+    path.write_text(json.dumps({**values, "sha256": manifest.digest(values)}))
+    assert manifest.read(directory) == found
+    values["tensors"]["word.weight"]["pieces"][1]["first"] += 1
+    path.write_text(json.dumps({**values, "sha256": manifest.digest(values)}))
+    assert "the pieces of word.weight leave gaps or overlap" in reason(directory)
+
+
 def test_pieces_have_to_add_up(tmp_path):
     directory = write_checkpoint(tmp_path, 4, TENSORS, ranks=2)
 
     def lose(held):
         tensor = held.tensors["word.weight"]
-        return replace(held, tensors={"word.weight": replace(tensor, pieces=tensor.pieces[:1])})
+        return replace(
+            held, tensors={"word.weight": replace(tensor, series=(replace(tensor.series[0], count=30),))}
+        )
 
     rewrite_manifest(directory, lose)
     assert "the pieces of word.weight leave gaps or overlap" in reason(directory)
 
     def stray(held):
         tensor = held.tensors["word.weight"]
-        piece = Piece("rank-00000.safetensors", None, 0, 61)
-        return replace(held, tensors={"word.weight": replace(tensor, pieces=(piece,))})
+        return replace(held, tensors={"word.weight": replace(tensor, series=(Series(0, None, 0, 61, 61),))})
 
     directory = write_checkpoint(tmp_path, 8, TENSORS)
     rewrite_manifest(directory, stray)
@@ -161,7 +186,7 @@ def test_pieces_have_to_add_up(tmp_path):
 
 
 def steps(root):
-    return [c.step for c in run_checkpoints.complete_checkpoints(root)]
+    return [c.step for c in complete_checkpoints(root)]
 
 
 def test_only_whole_checkpoints_count(tmp_path):

@@ -11,9 +11,9 @@ import torch
 from stored import model_tensors, rewrite_manifest, write_checkpoint
 
 from launch import checkpoint as command
-from launch.checkpoints import inspection, run_checkpoints, tensor_file
+from launch.checkpoints import comparison, inspection, run_checkpoints, tensor_file
 from launch.checkpoints.geometry import Cut, overlap, rectangles
-from launch.checkpoints.manifest import MOMENTS, WEIGHT
+from launch.checkpoints.manifest import MOMENTS, WEIGHT, Series
 from launch.console import ends
 from recipes import catalog
 from recipes.files import FileError
@@ -69,9 +69,9 @@ def set_piece(number, **values):
 
     def change(tensors):
         tensor = tensors["word.weight"]
-        pieces = [*tensor.pieces]
-        pieces[number] = replace(pieces[number], **values)
-        tensors["word.weight"] = replace(tensor, pieces=tuple(pieces))
+        series = [Series(p.rank, p.cut, p.first, p.count, p.count) for p in tensor.pieces]
+        series[number] = replace(series[number], **values)
+        tensors["word.weight"] = replace(tensor, series=tuple(series))
 
     return change
 
@@ -117,7 +117,7 @@ DAMAGE = {
         "lacks tensors of the recipe's model; it holds final_norm.weight",
     ),
     "a gap": (
-        lambda d: change_tensors(d, set_piece(1, first=HALF, count=HALF - 1)),
+        lambda d: change_tensors(d, set_piece(1, count=HALF - 1)),
         "the pieces of word.weight leave gaps or overlap",
     ),
     "a gap as large as an overlap": (
@@ -258,7 +258,7 @@ def test_diff_holds_one_tensor_of_each(directory, monkeypatch):
 
     monkeypatch.setattr(inspection.StoredTensors, "canonical", canonical)
     found = run_checkpoints.read(directory)
-    assert all(each.equal for each in inspection.differences(found, found)) and most == 2
+    assert all(each.equal for each in comparison.differences(found, found)) and most == 2
 
 
 def test_reading_a_file_that_was_cut_meanwhile_is_refused(directory):

@@ -9,8 +9,8 @@ import time
 import psutil
 import pytest
 from launching import ROOT, deepspeed, environment, run
+from stored import complete_checkpoints
 
-from launch.checkpoints.run_checkpoints import complete_checkpoints
 from launch.records.metrics import read_metrics
 
 KILLS = 20

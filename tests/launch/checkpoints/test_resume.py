@@ -12,9 +12,10 @@ from dataclasses import replace
 
 import pytest
 from launching import ROOT, WORKERS, environment, run, run_ranks
+from stored import complete_checkpoints
 
 from launch.checkpoints import manifest, tensor_file
-from launch.checkpoints.run_checkpoints import complete_checkpoints, newest
+from launch.checkpoints.run_checkpoints import newest
 from launch.records.metrics import read_metrics
 
 TWO_RANKS = {

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 from launching import WORKERS, run, run_ranks
+from stored import complete_checkpoints
 
-from launch.checkpoints.run_checkpoints import complete_checkpoints
 from launch.records.metrics import read_metrics
 
 

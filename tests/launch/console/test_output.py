@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from launching import environment
 
-from launch.console.output import new_directory, new_file
+from launch.console.new_output import new_directory, new_file
 from recipes.problems import ProblemsError
 
 

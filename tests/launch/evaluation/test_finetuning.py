@@ -19,7 +19,8 @@ from ds_configs.plan import HOST, Machine
 from launch.evaluation.finetuning_recipe import Wishes, recipe_of
 from launch.training.engine import parameter_groups
 from launch.training.schedule import learning_rate
-from launch.weights.initial_weights import InitialWeights, encoder_in
+from launch.weights.encoder import encoder_in
+from launch.weights.initial_weights import InitialWeights
 from recipes.layout import Layout
 
 MACHINE = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=False)

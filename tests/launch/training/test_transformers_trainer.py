@@ -10,11 +10,12 @@ import time
 import pytest
 import torch
 from launching import ROOT, WORKERS, deepspeed, environment, run, run_ranks
+from stored import complete_checkpoints
 
 from ds_configs.jsonfile import ConfigError
 from ds_configs.plan import HOST, Machine
 from ds_configs.resolver import resolve
-from launch.checkpoints.run_checkpoints import complete_checkpoints, newest
+from launch.checkpoints.run_checkpoints import newest
 from launch.checkpoints.stored import load_weights
 from launch.records.metrics import read_metrics
 from launch.training.job import plan_job

@@ -22,6 +22,10 @@ def shown(line: str, *, whole: bool) -> str:
     return str(page).partition("\n")[2]
 
 
+class World(list):
+    bound_device_id = None
+
+
 @pytest.mark.parametrize("degrees", [(1, 1, 1), (4, 1, 1), (1, 3, 2), (2, 2, 2), (2, 3, 4), (8, 2, 3)])
 def test_every_rank_is_where_training_puts_it(degrees, monkeypatch):
     tp, pp, dp = degrees
@@ -29,8 +33,8 @@ def test_every_rank_is_where_training_puts_it(degrees, monkeypatch):
     for rank in range(world):
         alone = SimpleNamespace(
             get_world_size=lambda: world, get_rank=lambda rank=rank: rank,
-            new_group=lambda ranks=None, **_: ranks, ProcessGroup=object,
-            group=SimpleNamespace(WORLD=[*range(world)]),
+            new_group=lambda ranks=None, *_, **__: ranks, ProcessGroup=object,
+            group=SimpleNamespace(WORLD=World(range(world))),
         )  # fmt: skip
         monkeypatch.setattr(process_grid, "dist", alone)
         grid = process_grid.ProcessGrid(tp, pp, dp)

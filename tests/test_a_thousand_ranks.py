@@ -1,0 +1,103 @@
+"""What one rank of a large run costs: no part of it may grow with the number of ranks.
+
+The ranks are made one at a time, in a world that torch fakes (`workers/thousand_ranks.py`).
+"""
+
+import json
+import math
+import queue
+import sys
+import threading
+from collections import defaultdict
+
+import pytest
+import torch.distributed as dist
+from launching import WORKERS, run
+
+from launch.checkpoints import manifest
+from launch.checkpoints.geometry import Cut, share
+from launch.checkpoints.manifest import Manifest, Progress, Series, StoredFile, StoredTensor, file_name
+from launch.checkpoints.saving import Part
+from launch.ranks import processes
+
+SHAPES = {"word.weight": (1000, 64), "layers.0.mlp.weight": (256, 64), "layers.0.mlp.bias": (256,)}
+
+
+@pytest.mark.parametrize(
+    "stages", ["own", pytest.param("every", marks=pytest.mark.long)], ids=lambda stages: stages
+)
+def test_every_large_layout_starts_steps_and_saves(stages, tmp_path):
+    """Published layouts of 64 ranks and more, as their rows run them, and under every ZeRO stage."""
+    worker = [sys.executable, str(WORKERS / "thousand_ranks.py"), stages, str(tmp_path / "found.json")]
+    done = run(worker, timeout=900)
+    assert done.returncode == 0, done.stdout[-3000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert {rank["world"] for rank in found.values()} >= {64, 128, 256, 512}
+    for name, rank in found.items():
+        alone = rank["groups"].count(1)
+        assert alone == (rank["dp"] == 1), f"{name}: DeepSpeed needs a data group of one rank, and no other"
+        assert len(rank["groups"]) <= 6, f"{name}: {rank['groups']}"
+        assert rank["elements"] > 0 or rank["tensors"] == 0
+
+
+def parts(world, tp=1):
+    """Each rank's part under ZeRO-3: every tensor cut over `tp` ranks, and each slice over the others."""
+    for rank in range(world):
+        tensors = {}
+        for name, shape in SHAPES.items():
+            cut = Cut(0, rank % tp * shape[0] // tp, shape[0] // tp) if tp > 1 else None
+            first, count = share(math.prod(shape) // tp, rank // tp, world // tp)
+            if count:
+                tensors[name] = StoredTensor(shape, (Series(rank, cut, first, count, count),))
+        yield Part(rank, {file_name(rank): StoredFile(1, "0" * 8)}, tensors, {})
+
+
+def merged(values):
+    """Merge neighbours, as ranks do over their tree."""
+    values = list(values)
+    while len(values) > 1:
+        pairs = [values[at : at + 2] for at in range(0, len(values), 2)]
+        values = [pair[0].followed_by(pair[1]) if len(pair) > 1 else pair[0] for pair in pairs]
+    return values[0]
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_a_manifest_has_a_line_for_a_tensor_and_not_for_each_of_its_pieces(tp, tmp_path):
+    whole = merged(parts(1024, tp))
+    for name, tensor in whole.tensors.items():
+        assert len(tensor.series) == tp, name
+        assert sum(piece.count for piece in tensor.pieces) == math.prod(SHAPES[name])
+    held = Manifest(Progress(1, 1, 1), {}, None, {}, {}, {}, whole.files, whole.tensors)
+    manifest.write(held, tmp_path)
+    assert manifest.read(tmp_path) == held
+    assert (tmp_path / manifest.NAME).stat().st_size < 1024 * 60 + 3 * tp * 150 + 2000
+
+
+@pytest.mark.parametrize("world", [1, 2, 7, 8])
+def test_values_of_all_ranks_are_merged_in_their_order_and_few_come_to_each(world, monkeypatch):
+    sent, me, heard = defaultdict(queue.Queue), threading.local(), [0] * world
+
+    def send(values, group, group_dst):
+        sent[me.rank, group_dst].put(values[0])
+
+    def receive(values, group, group_src):
+        values[0] = sent[group_src, me.rank].get(timeout=10)
+        heard[me.rank] += 1
+
+    fakes = {"send_object_list": send, "recv_object_list": receive}
+    fakes |= {"get_rank": lambda group: me.rank, "get_world_size": lambda group: world}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(dist, name, fake)
+    outcome = {}
+
+    def rank(number):
+        me.rank = number
+        outcome[number] = processes.merged([number], lambda one, other: one + other, None)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in reversed(range(world))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcome[0] == [*range(world)]
+    assert max(heard) <= math.ceil(math.log2(world)) if world > 1 else heard == [0]
