@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.console import arguments, ends, new_output, quiet
-from launch.experiments.benchmarks import gpu_command, layout_command, step_command
+from launch.experiments.benchmarks import gpu_command, kernel_command, layout_command, step_command
 from launch.machine import description
 from launch.ranks import ending
 
@@ -27,6 +27,8 @@ examples:
       where the difference goes
   python launch/benchmark.py scaling --plot scaling.png
       weak and strong scaling over the cores or GPUs at hand
+  python launch/benchmark.py kernels
+      kernels, bytes and waits of a GPU, counted without one
   python launch/benchmark.py gpu
       everything that one GPU can tell, in steps of minutes
 exit codes: 0 measured, 1 failed, 2 refused."""
@@ -50,6 +52,12 @@ COMMANDS: dict[str, tuple[str, str, Any, Any]] = {
         layout_command.SCALING_EXAMPLES,
         layout_command.add_scaling_flags,
         layout_command.measure_scaling,
+    ),
+    "kernels": (
+        "what a GPU does in a pass, counted without one",
+        kernel_command.EXAMPLES,
+        kernel_command.add_flags,
+        kernel_command.measure,
     ),
     "gpu": ("all that one GPU can tell", gpu_command.EXAMPLES, gpu_command.add_flags, gpu_command.measure),
 }

@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -70,17 +70,15 @@ def round_up(number: int, multiple: int) -> int:
 def unpadded_attention(qkv: Tensor, row: Row, dropout: float = 0.0) -> Tensor:
     """Attend from every token to all of its sample: qkv (T, N, 3, D) -> (T, N, D).
 
-    With dropout on attention weights, on GPUs without FlashAttention, and in fp32 there, no kernel takes
-    samples of different lengths: q, k and v are then padded again.
+    On GPUs without FlashAttention, in fp32 there, and with dropout on a CPU no kernel takes samples of
+    different lengths: q, k and v are then padded again.
     """
     if dropout == 0 and qkv.device.type == "cpu":
         return attention_of_samples(qkv, row.offsets)
-    if dropout == 0 and _has_varlen(qkv):
-        from torch.nn.attention.varlen import varlen_attn
-
-        q, k, v = qkv.unbind(2)
-        out: Any = varlen_attn(q, k, v, row.offsets, row.offsets, row.longest, row.longest)
-        return out
+    if _has_varlen(qkv):
+        # The operator of torch's `varlen_attn`, which has no argument for dropout.
+        places = (row.offsets, row.offsets, row.longest, row.longest)
+        return torch.ops.aten._flash_attention_forward(*qkv.unbind(2), *places, dropout, False, False)[0]
     return _padded_attention(qkv, row, dropout)
 
 

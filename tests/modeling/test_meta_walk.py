@@ -101,7 +101,7 @@ CASES = {
     "banded, by a mask": Case(options={"windows": (32, None)}, length=64),
     "banded, window of all positions": Case(options={"windows": (64, 64)}, length=64),
     "BERT, a row": Case(bert.FAMILY, SOP),
-    "BERT, a row by FlashAttention": Case(bert.FAMILY, {**SOP, "hidden_dropout": 0.1}, varlen=True),
+    "BERT, a row by FlashAttention": Case(bert.FAMILY, {**SOP, **DROPOUT}, varlen=True),
     "BERT, a row, dropout": Case(bert.FAMILY, {**SOP, **DROPOUT}),
     "BERT, nothing padded": Case(bert.FAMILY, {**SOP, **DROPOUT}, full=True),
     "BERT, padded": Case(bert.FAMILY, {**SOP, **DROPOUT}, form="padded"),

@@ -33,6 +33,8 @@ MEDIUM = ("sber_path_to_13b/03-medium", "sber_path_to_13b/05-gpt3-medium")
 SPARSE = "sber_path_to_13b/07-gpt3-large-sparse"
 RATE_GOAL, TIMES_GOAL = 0.55, 1.5  # share of the matrix rate; speed over transformers' under the same JSON
 CONFIGS = ("zero1", "zero3_offload", "zero0", "zero2", "zero3", "zero2_offload", "zero3_offload_optimizer")
+STAGES = ("zero1", "zero3", "zero2", "zero0", "zero3_offload")
+DROPOUT = ("dropout.hidden=0.1", "dropout.attention=0.1")
 UNUSABLE = {"pipeline", "3d", "zero_infinity"}  # they need several processes, or a disk
 SMALL = ("batch.global=64",)  # for GPT
 FEW = ("batch.global=16", "batch.micro=16")
@@ -214,6 +216,41 @@ def rates(context: Context) -> StepOutcome:
     return StepOutcome(measured, table(measured.items()))
 
 
+def firsts(context: Context) -> StepOutcome:
+    """Train what is most likely wrong for three steps: every ZeRO stage with dropout, recomputation, BERT."""
+    cases = [("default/sotu", config, precision) for precision in ("bf16", "fp16") for config in STAGES]
+    cases = cases[:: len(STAGES)] if context.walks else cases
+    lines = [
+        first_steps(context, recipe, config, f"precision={precision}", *DROPOUT)
+        for recipe, config, precision in [*cases, ("bert/sotu", "zero1", "bf16")]
+    ]
+    lines.append(first_steps(context, "bert/sotu", "zero1", "precision=bf16"))  # without padding or dropout
+    for config in ("zero3", "zero3_cpu_checkpointing"):
+        lines.append(first_steps(context, "default/sotu", config, *DROPOUT, "activation_checkpointing=full"))
+    return commands(context, "first", lines)
+
+
+def first_steps(context: Context, recipe: str, config: str, *settings: str) -> tuple[str, list[str]]:
+    """Return name and command of a training of three steps, not compiled."""
+    name = ", ".join((recipe, config, *settings))
+    flags = [flag for each in settings for flag in ("--set", each)]
+    flags += ["--emulate_fp16"] if context.walks and "precision=fp16" in settings else []
+    flags += ["--compile", "off", "--steps", "3", "--set", "run.save_every=0", "--set", "run.save_last=false"]
+    out = context.folder / "first" / name.replace("/", "-").replace(", ", "-").replace("=", "-")
+    return name, training(context, out, "--recipe", recipe, "--ds_config", config, *flags)
+
+
+def resumed(context: Context) -> StepOutcome:
+    """Train two steps under each stage from the checkpoint of the one before; the losses have to go on."""
+    configs = ("zero1", "zero3_offload", "zero2", "zero0")[: 2 if context.walks else None]
+    out, how = context.folder / "resumed" / "run", ("--resume", "--compile", "off")
+    lines = [
+        (config, training(context, out, "--ds_config", config, "--steps", str(2 * number), *how))
+        for number, config in enumerate(configs, 1)
+    ]
+    return commands(context, "resumed", lines)
+
+
 def runs(context: Context) -> StepOutcome:
     """Train 30 steps of every one-GPU configuration, in both families and with `transformers`."""
     names = {path.stem for path in (ROOT / "ds_configs").glob("*.json")} - UNUSABLE
@@ -291,15 +328,8 @@ ATTENTION = (
     GpuCase("padded BERT", BERT, FEW),
     GpuCase("GPT-2, dropout 0.1", GPT, (*SMALL, "dropout.attention=0.1")),
 )
-ONE_DEVICE = (
-    GpuCase("tp2", "default/sotu", degree="tp"),
-    GpuCase("pp2", "default/sotu", ds_config="pipeline", degree="pp"),
-    GpuCase("tp2 zero3", "default/sotu", ds_config="zero3", degree="tp"),
-    *(
-        GpuCase(f"dp2 {config}", "default/sotu", ds_config=config, degree="dp")
-        for config in ("zero1", "zero2", "zero3", "zero3_offload")
-    ),
-)
+# gloo sends, receives and scatters no CUDA tensors for sure: a pipeline and ZeRO-3 need two GPUs.
+ONE_DEVICE = (GpuCase("tp2", "default/sotu", degree="tp"), GpuCase("dp2 zero1", "default/sotu", degree="dp"))
 PRECISIONS = tuple(
     GpuCase(f"{config}, {kind}", GPT, (*SMALL, f"precision={kind}"), config)
     for config, kind in product(CONFIGS[:6], ("bf16", "fp16"))
@@ -343,23 +373,21 @@ BANDED = (
 )
 
 STEPS: Sequence[Step] = (
-    Step("rates", "matrix rate and memory bandwidth", rates),
+    Step("first", "a few steps of every ZeRO stage with dropout, bf16 and fp16, and recomputed", firsts),
+    Step("resumed", "a run that goes on under another stage", resumed),
     Step("runs", "does everything run: every configuration of one GPU, both families", runs),
-    Step(
-        "1.2b",
-        "the 1.2B row of the A100 document's table 4, and its goals",
-        partial(speeds, CASES_1_2B, goals=goals_1_2b),
-    ),
     Step(
         "attention",
         "kernels that attention takes in GPT-2 and in a padded BERT",
         partial(speeds, ATTENTION, traced=True),
     ),
+    Step("rates", "matrix rate and memory bandwidth", rates),
     Step(
-        "one_device",
-        "tensor, pipeline and data parallelism with two ranks on one GPU",
-        partial(speeds, ONE_DEVICE),
+        "1.2b",
+        "the 1.2B row of the A100 document's table 4, and its goals",
+        partial(speeds, CASES_1_2B, goals=goals_1_2b),
     ),
+    Step("one_device", "tensor and data parallelism with two ranks on one GPU", partial(speeds, ONE_DEVICE)),
     Step("precisions", "bf16 and fp16 under ZeRO 0-3 and offload", partial(speeds, PRECISIONS)),
     Step("compile", "eager against compiled, with the graphs", partial(speeds, COMPILED)),
     Step("345m", "the 345M rows", partial(speeds, OF_345M)),

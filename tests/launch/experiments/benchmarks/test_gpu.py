@@ -110,7 +110,7 @@ def test_every_step_asks_for_what_can_be_trained(walks, tmp_path, monkeypatch):
     specs = measuring(monkeypatch)
     monkeypatch.setattr(gpu_steps, "facts_of", lambda *_: {})
     for step in gpu_steps.STEPS:
-        if step.name not in ("rates", "runs", "repeat", "layouts"):  # they start commands
+        if step.name not in ("first", "resumed", "rates", "runs", "repeat", "layouts"):  # they start commands
             step.run(Context(walks, tmp_path, lambda text: None))
     assert len(specs) > (55 if not walks else 20)
     assert walks == any(spec.emulate_fp16 for spec in specs)

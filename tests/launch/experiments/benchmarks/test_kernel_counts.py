@@ -1,0 +1,84 @@
+"""launch/benchmark.py kernels: counts of small graphs by hand, and our model next to a plain GPT-2."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from launch import benchmark
+from launch.experiments.benchmarks.kernel_command import one_micro_batch
+from launch.experiments.benchmarks.kernel_counts import Counts, Kernel, count_compiled, count_eager, passes
+
+M, K, N = 8, 16, 32
+SMALL = ["model.layers=2", "model.hidden=64", "model.heads=4", "sequence_length=128", "batch.micro=2"]
+
+
+def tensor(*size: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device="meta", requires_grad=grad)
+
+
+def test_bytes_and_operations_are_those_of_the_operands():
+    x, weight = tensor(M, K), tensor(N, K, grad=True)
+    counts = count_eager(lambda: F.gelu(F.linear(x, weight)).sum())
+    found = Counter(kernel.name for kernel in counts.kernels)
+    assert found == Counter(mm=2, gelu=1, sum=1, ones_like=1, gelu_backward=1)
+    product = 4 * (M * K + K * N + M * N)
+    assert {k.moved for k in counts.kernels if k.name == "mm"} == {product}
+    assert counts.operations == 2 * 2 * M * N * K
+    assert counts.moved == 2 * product + 4 * (2 * M * N + (M * N + 1) + 2 + (2 * M * N + 1))
+
+
+def test_gathers_and_expanded_tensors_count_what_is_read():
+    table, at = tensor(1000, K, grad=True), tensor(5, dtype=torch.int64)
+    (kernel, *_) = count_eager(lambda: F.embedding(at, table).sum()).kernels
+    assert kernel == Kernel("embedding", 2 * 4 * 5 * K + 8 * 5, 0)
+    (kernel, *_) = count_eager(lambda: (tensor(K, grad=True).expand(100, K) + 1).sum()).kernels
+    assert kernel == Kernel("add", 4 * (K + 100 * K), 0)
+
+
+def test_a_number_read_on_the_host_is_a_wait():
+    x = tensor(K, grad=True)
+    assert len(count_eager(lambda: (x * x.max().item()).sum()).waits) == 1
+
+
+def test_compiled_loops_are_one_kernel_each_way():
+    x = tensor(M, K, grad=True)
+    counts = count_compiled(lambda: (torch.sigmoid(x) * 3 + 1).sum())
+    assert len(counts.kernels) == 2 and counts.moved == 4 * ((M * K + 1) + (2 * M * K + 1))
+
+
+def test_time_is_the_larger_of_bytes_and_operations():
+    counts = Counts([Kernel("bytes", 100, 10), Kernel("operations", 10, 300)])
+    assert counts.seconds(bytes_per_s=10, operations_per_s=100) == 10 + 3
+
+
+def test_our_products_are_those_of_a_plain_gpt2_and_half_precisions_are_alike():
+    found = {}
+    for precision in ("fp16", "bf16"):
+        recipe = one_micro_batch("openwebtext/gpt2-124m", [*SMALL, f"precision={precision}"])
+        found[precision] = {system: count_eager(one_pass) for system, one_pass in passes(recipe)}
+    assert found["fp16"] == found["bf16"]
+    ours, plain, theirs = found["bf16"].values()
+    assert ours.operations == pytest.approx(plain.operations, rel=0.01), "but for rows of padding"
+    assert len(plain.kernels) < len(theirs.kernels) and plain.moved < theirs.moved and not ours.waits
+
+
+def test_the_table_shows_counts_times_and_predictions(monkeypatch, capsys, tmp_path):
+    out = tmp_path / "counts.json"
+    flags = [flag for each in SMALL for flag in ("--set", each)]
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["benchmark.py", "kernels", "--recipe", "wikipedia/bert-336m", "--eager", "--out", str(out), *flags],
+    )
+    benchmark.main()
+    said = capsys.readouterr().out
+    assert "ours, eager" in said and "transformers, eager" in said and "ours, plan.py" in said
+    document = json.loads(out.read_text())
+    ours = dict(zip(document["columns"], document["counts"][0], strict=True))
+    assert (ours["system"], ours["dropout"]) == ("ours", 0.0) and ours["kernels"] > 50
