@@ -158,7 +158,7 @@ def test_two_machines_train_one_run(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "most_waits"),
-    [("zero0", 3), ("zero1", 6), ("zero2", 6), ("zero3", 6), ("zero2_offload", 60), ("zero3_offload", 200)],
+    [("zero0", 3), ("zero1", 9), ("zero2", 9), ("zero3", 40), ("zero2_offload", 130), ("zero3_offload", 200)],
 )
 def test_what_a_step_starts_and_waits_for(tmp_path, name, most_waits):
     """One step is what four have more than three; printed (pytest -s)."""
