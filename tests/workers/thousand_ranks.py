@@ -34,7 +34,7 @@ from deepspeed.runtime.zero import partitioned_param_coordinator  # noqa: E402
 from deepspeed.utils import groups as deepspeeds  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
-from ds_configs.plan import ANY_GPU, Machine, Plan  # noqa: E402
+from ds_configs.plan import ANY_GPU, HOST, Machine, Plan  # noqa: E402
 from ds_configs.resolver import resolve  # noqa: E402
 from launch.checkpoints import manifest  # noqa: E402
 from launch.checkpoints.engine_state import EngineState  # noqa: E402
@@ -49,7 +49,7 @@ from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 from modeling.parallel.random_state import seed_step  # noqa: E402
 from recipes import catalog  # noqa: E402
 
-CPU = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
+CPU = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=False)
 STAGES = ("zero0", "zero1", "zero2", "zero3")
 partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda numbers: None  # it asks real ones
 LEAST = 64  # ranks of a layout
