@@ -46,9 +46,10 @@ def pin_no_more_than_asked() -> None:
     """
     import torch
 
-    key, given = "pinned_max_round_threshold_mb", torch._C._accelerator_getAllocatorSettings()
-    if key not in given:
-        torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [given, f"{key}:1"])))
+    key = "pinned_max_round_threshold_mb"
+    with contextlib.suppress(AttributeError, ValueError):  # torch 2.11 has no such setting
+        if key not in (given := torch._C._accelerator_getAllocatorSettings()):
+            torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [given, f"{key}:1"])))
 
 
 def return_unused_pinned() -> None:
