@@ -7,11 +7,15 @@ same choice.
 from __future__ import annotations
 
 import os
+from importlib.metadata import version
 from typing import Literal
+
+from packaging.version import Version
 
 from ds_configs.plan import Machine, Plan
 from launch.ranks import processes
 from modeling.cost import exact_flops_per_step
+from recipes.problems import Problem, ProblemsError
 
 Wish = Literal["auto", "on", "off"]
 WISHES: tuple[Wish, ...] = ("auto", "on", "off")
@@ -25,10 +29,19 @@ PAYS_FROM = 100.0
 
 
 def compiles(wish: Wish, plan: Plan, machine: Machine) -> bool:
-    """Decide whether the run of `plan` is compiled on this machine."""
+    """Decide whether the run of `plan` is compiled on this machine. Raises ProblemsError."""
+    if wish == "on" and computes_wrong_gradients(plan):
+        came = f"--compile on with tp={plan.layout.tp} and torch {version('torch')}"
+        rule = "compiled by torch below 2.13, a tensor-parallel layer has wrong gradients"
+        raise ProblemsError([Problem("--compile", came, rule, "leave --compile out, or install torch 2.13")])
     if wish != "auto":
         return wish == "on"
     return worth_compiling(plan, machine) and has_compiler(machine)
+
+
+def computes_wrong_gradients(plan: Plan) -> bool:
+    """Check for a torch that loses sums over tensor ranks in compiled backward passes (2.11 does)."""
+    return plan.layout.tp > 1 and Version(version("torch")) < Version("2.13")
 
 
 def worth_compiling(plan: Plan, machine: Machine) -> bool:
@@ -39,6 +52,8 @@ def worth_compiling(plan: Plan, machine: Machine) -> bool:
     Triton no longer tests.
     """
     if plan.recipe.model.implementation == "transformers" or machine.emulated_fp16:
+        return False
+    if computes_wrong_gradients(plan):
         return False
     old = machine.device.own_memory and not machine.bf16
     broken = plan.zero_stage == 3 and machine.device.asynchronous

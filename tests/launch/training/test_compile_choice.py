@@ -14,6 +14,7 @@ from launch.training import compile_choice, compiling
 from launch.training.compiling import Gain, payback
 from modeling.layer_list import Stack
 from recipes import catalog
+from recipes.problems import ProblemsError
 
 CPU = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=False)
 
@@ -36,6 +37,15 @@ def test_a_long_run_is_compiled_and_a_short_one_is_not():
 def test_the_user_decides_where_they_say_so():
     assert compile_choice.compiles("on", plan(tiny=True), CPU)
     assert not compile_choice.compiles("off", plan(), CPU)
+
+
+def test_an_old_torch_compiles_no_tensor_parallel_layer(monkeypatch):
+    halves = resolve(catalog.load("default/sotu", ["parallel.tp=2"]), "zero1", 2, CPU)
+    assert compile_choice.compiles("auto", halves, CPU)
+    monkeypatch.setattr(compile_choice, "version", lambda _: "2.11.0+cu130")
+    assert not compile_choice.compiles("auto", halves, CPU) and compile_choice.compiles("auto", plan(), CPU)
+    with pytest.raises(ProblemsError, match="tp=2 and torch 2.11.0"):
+        compile_choice.compiles("on", halves, CPU)
 
 
 def test_a_missing_compiler_is_said_where_something_is_lost_by_it():
