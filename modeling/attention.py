@@ -52,14 +52,10 @@ def attention(
     """
     compiled = torch.compiler.is_compiling()
     kernel = choose(q.device.type, q.dtype, dropout_p, q.shape[-2], compiled)
-    if kernel == "sdpa" or not _needs_gradient(q, k, v):
+    if kernel == "sdpa" or not (torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))):
         return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout_p, is_causal=causal)
     rows = dropout_rows(q) if dropout_p else None
     return _Blocks.apply(q, k, v, mask, rows, causal, dropout_p)
-
-
-def _needs_gradient(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 # Opaque to torch.compile, whose own generator would draw other numbers than an eager run.

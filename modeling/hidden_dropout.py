@@ -25,10 +25,12 @@ Shapes: B samples, S positions, H hidden size.
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from modeling import fusing
 from modeling.initialization import Init
 
 _STEP = 0x9E3779B97F4A7C15  # of SplitMix64, whose finalizer `mixed` is, with Stafford's constants
@@ -82,11 +84,26 @@ class HiddenDropout(nn.Module):
         if not (self.training and self.probability):
             return x
         assert salts is not None, "hidden dropout in training needs the salts of the micro-batch"
-        factors = salts.to(torch.int32)
-        kept = factors[..., 1:] + factors[..., :1] * self.columns >= self._limit
-        return torch.where(kept, x * (1 / (1 - self.probability)), 0)
+        drop = _Dropped.apply if fusing.fuses(x) else dropped
+        return drop(x, salts, self.columns, self.probability)
 
-    @property
-    def _limit(self) -> int:
-        """The share `probability` of all signed words is below it; these are dropped."""
-        return round(self.probability * 2**32) - 2**31
+
+def dropped(x: Tensor, salts: Tensor, columns: Tensor, probability: float) -> Tensor:
+    """Return x (B, S, H) without the share `probability` of its elements, the others scaled."""
+    factors = salts.to(torch.int32)
+    kept = factors[..., 1:] + factors[..., :1] * columns >= round(probability * 2**32) - 2**31
+    return torch.where(kept, x * (1 / (1 - probability)), 0)
+
+
+class _Dropped(torch.autograd.Function):
+    """Dropout as one kernel in each pass; the backward pass computes the mask again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, salts: Tensor, columns: Tensor, probability: float) -> Tensor:
+        ctx.save_for_backward(salts, columns)
+        ctx.probability = probability
+        return fusing.fused(dropped, x, salts, columns, probability)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return fusing.fused(dropped, gradient, *ctx.saved_tensors, ctx.probability), None, None, None

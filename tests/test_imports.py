@@ -114,8 +114,8 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 # What pretrain.py reaches over all its imports: files (folders' markers aside) and lines. It only falls; the
-# one rise, by 350 lines, paid for the steps of deepspeed_fixes/short_steps.py.
-ENGINE = (189, 26_431)
+# one rise, by 420 lines, paid for the steps of deepspeed_fixes/short_steps.py and for modeling/fusing.py.
+ENGINE = (190, 26_494)
 APART = (
     *("launch.planning", "launch.tables", "launch.reports", "launch.evaluation", "launch.experiments"),
     *("data.tasks", "data.prepare"),

@@ -73,6 +73,13 @@ def own_positions(x: Tensor, group: Group) -> Tensor:
     return x.narrow(1, dist.get_rank(group) * length, length).contiguous()
 
 
+def own_rows(tokens: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Return the rows of tokens among this rank's `rows` from `first` on; 0 and True for foreign ones."""
+    local = tokens - first
+    foreign = (local < 0) | (local >= rows)
+    return local.masked_fill(foreign, 0), foreign
+
+
 class _G(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -19,10 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from modeling.parallel.collectives import wait_for
+from modeling import fusing
+from modeling.parallel.collectives import own_rows, wait_for
 from modeling.parallel.process_grid import Group
 
-BLOCK_ELEMENTS = 1 << 22  # logits in fp32 at once: 16 MiB
+BLOCK_ELEMENTS = 1 << 22  # logits in fp32 at once on a CPU: 16 MiB
+DEVICE_BLOCK_ELEMENTS = 1 << 26  # on a GPU without a compiler, which starts a dozen kernels for each block
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -30,50 +32,72 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Group) -> Tensor:  # (T, V/t), (T,)
-        columns = logits.shape[-1]
-        local = targets if group is None else targets - dist.get_rank(group) * columns
-        foreign = (local < 0) | (local >= columns)
-        local = local.masked_fill(foreign, 0).unsqueeze(-1)
-        largest = logits.amax(-1).float()
-        if group is not None:
-            largest = reduce_columns(largest, "max", group)
-        sums = [(z.float() - largest[rows, None]).exp_().sum(-1) for rows, z in _blocks(logits)]
-        target = (logits.gather(-1, local).squeeze(-1).float() - largest).masked_fill(foreign, 0.0)
-        both = torch.stack([torch.cat(sums), target])
-        if group is not None:
-            both = reduce_columns(both, "sum", group)
-        logarithm = both[0].log()
+        ctx.first = 0 if group is None else dist.get_rank(group) * logits.shape[-1]
+        if group is None:
+            blocks = [fusing.fused(_statistics, z, targets[at]) for at, z in _blocks(logits)]
+            losses, largest, logarithm = blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
+        else:
+            largest = reduce_columns(logits.amax(-1).float(), "max", group)
+            sums = [fusing.fused(_sums, z, targets[at], largest[at], ctx.first) for at, z in _blocks(logits)]
+            both = reduce_columns(torch.cat(sums, 1), "sum", group)
+            logarithm = both[0].log()
+            losses = logarithm - both[1]
         # Saved apart: in their sum, large logits would round off the logarithm.
-        ctx.save_for_backward(logits, local, foreign, largest, logarithm)
-        return logarithm - both[1]
+        ctx.save_for_backward(logits, targets, largest, logarithm)
+        return losses
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # (T,)
-        logits, local, foreign, largest, logarithm = ctx.saved_tensors
-        own = gradient.masked_fill(foreign, 0.0).unsqueeze(-1)
-        of_logits = []
-        for rows, z in _blocks(logits):
-            scores = (z.float() - largest[rows, None]).sub_(logarithm[rows, None])
-            of_rows = scores.exp_().mul_(gradient[rows, None])
-            if torch.compiler.is_compiling():
-                # A traced graph changes nothing in place, and a scattered sum would be a tensor in fp32.
-                targets = torch.arange(z.shape[-1], device=z.device) == local[rows]
-                of_logits.append(torch.where(targets, of_rows - own[rows], of_rows).to(z.dtype))
-            else:
-                of_logits.append(z.copy_(of_rows.scatter_add_(-1, local[rows], -own[rows])))
-        return of_logits[0] if torch.compiler.is_compiling() else logits, None, None
+        logits, *kept = ctx.saved_tensors
+        of_tokens = [*kept, gradient]
+        if torch.compiler.is_compiling():  # a traced graph changes nothing in place
+            return _gradient(logits, ctx.first, *of_tokens), None, None
+        for at, z in _blocks(logits):
+            fusing.fused(_overwrite, z, ctx.first, *(each[at] for each in of_tokens))
+        return logits, None, None
+
+
+def _statistics(z: Tensor, targets: Tensor) -> Tensor:
+    """Return (3, T) where all columns are here: losses, largest logits, ln of the sum of exp(z - largest)."""
+    largest = z.amax(-1).float()
+    sums, target = _sums(z, targets, largest, 0)
+    return torch.stack([sums.log() - target, largest, sums.log()])
+
+
+def _sums(z: Tensor, targets: Tensor, largest: Tensor, first: int) -> Tensor:
+    """Return (2, T): sums of exp(z - largest), and z - largest of the targets, 0 of another rank's."""
+    sums = (z.float() - largest[:, None]).exp_().sum(-1)
+    local, foreign = own_rows(targets, first, z.shape[-1])
+    target = z.gather(-1, local[:, None]).squeeze(-1).float() - largest
+    return torch.stack([sums, target.masked_fill(foreign, 0.0)])
+
+
+def _gradient(
+    z: Tensor, first: int, targets: Tensor, largest: Tensor, logarithm: Tensor, gradient: Tensor
+) -> Tensor:
+    """Return the gradient of z (T, V/t) from that of the losses."""
+    of_rows = (z.float() - largest[:, None]).sub_(logarithm[:, None]).exp_().mul_(gradient[:, None])
+    local, foreign = own_rows(targets, first, z.shape[-1])
+    own = gradient.masked_fill(foreign, 0.0)[:, None]
+    if not torch.compiler.is_compiling():
+        return of_rows.scatter_add_(-1, local[:, None], -own)
+    # In a fused loop; a scattered sum would be a tensor in fp32.
+    at_target = torch.arange(z.shape[-1], device=z.device) == local[:, None]
+    return torch.where(at_target, of_rows - own, of_rows).to(z.dtype)
+
+
+def _overwrite(z: Tensor, *arguments: Any) -> None:
+    z.copy_(_gradient(z, *arguments))
 
 
 def _blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield blocks of rows; under torch.compile one block, since the compiler fuses the loop."""
-    if torch.compiler.is_compiling():
+    """Yield blocks of rows; one block where a compiler fuses the loop."""
+    if torch.compiler.is_compiling() or fusing.fuses(logits):
         yield slice(None), logits  # a `range` over the rows would make a graph for each number of rows
         return
-    tokens, columns = logits.shape
-    rows = max(1, BLOCK_ELEMENTS // columns)
-    for start in range(0, tokens, rows):
-        block = slice(start, min(start + rows, tokens))
-        yield block, logits[block]
+    most = BLOCK_ELEMENTS if logits.device.type == "cpu" else DEVICE_BLOCK_ELEMENTS
+    rows = max(1, most // logits.shape[1])
+    yield from ((slice(at, at + rows), logits[at : at + rows]) for at in range(0, len(logits), rows))
 
 
 def reduce_columns(x: Tensor, operation: str, group: dist.ProcessGroup) -> Tensor:

@@ -7,6 +7,7 @@ because `deepspeed.zero.Init` partitions parameters as soon as that module's con
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from modeling.initialization import Init, Shard
 from modeling.parallel.collectives import (
     gather_positions,
     in_rank_order,
+    own_rows,
     reduce_from_tensor_parallel,
     scatter_sum,
 )
@@ -57,8 +59,7 @@ class RowParallelLinear(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.group, self.sequence, self.in_samples = group, sequence, in_samples
-        shard = Shard.over(group, 1)
-        # cut by columns
+        shard = Shard.over(group, 1)  # cut by columns
         self.weight = init.normal("weight", (outputs, inputs), init.residual_std, shard=shard)
         self.bias = init.zeros("bias", (outputs,))
 
@@ -91,20 +92,14 @@ class VocabParallelEmbedding(nn.Module):
             return F.embedding(tokens, self.weight)
         if cut:
             tokens = in_rank_order(tokens, self.group)
-        local = tokens - self.first
-        foreign = (local < 0) | (local >= self.rows)
-        embedded = F.embedding(local.masked_fill(foreign, 0), self.weight)
-        embedded = embedded.masked_fill(foreign.unsqueeze(-1), 0.0)
+        local, foreign = own_rows(tokens, self.first, self.rows)
+        embedded = F.embedding(local, self.weight).masked_fill(foreign.unsqueeze(-1), 0.0)
         return (scatter_sum if cut else reduce_from_tensor_parallel)(embedded, self.group)
 
-    def _logits(
-        self, x: Tensor, cut: bool
-    ) -> Tensor:  # (B, S, H) -> (B, S, V/t), -inf where a row is padding
+    def _logits(self, x: Tensor, cut: bool) -> Tensor:  # (B, S, H) -> (B, S, V/t), -inf at padding
         # All rows take part: matrix units want whole tiles of columns, and 50257 has none.
-        if cut:  # samples in one piece, as the loss takes them
-            logits = F.linear(gather_positions(x, self.group, summed=True), self.weight)
-        else:
-            logits = column_parallel(x, self.weight, None, self.group)
+        whole = gather_positions(x, self.group, summed=True) if cut else x  # samples in one piece
+        logits = column_parallel(whole, self.weight, None, None if cut else self.group)
         if self.valid < self.rows:
-            logits.detach()[..., self.valid :] = float("-inf")  # the gradient there is 0 anyway
+            logits.detach()[..., self.valid :].fill_(-torch.inf)  # the gradient there is 0 anyway
         return logits

@@ -21,7 +21,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._dynamo import device_interface
+from torch._dynamo import device_interface, trace_rules
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import partitioners
 from torch._functorch.aot_autograd import make_boxed_func
@@ -31,13 +31,14 @@ from torch._inductor.codegen import common, triton, wrapper
 from torch._inductor.fx_passes.replace_random import replace_random_passes
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from launch.experiments.benchmarks.nano_gpt import NanoGpt
 from launch.experiments.benchmarks.systems import transformers_inputs
 from launch.training.micro_batches import for_plain, random_batch
+from modeling import fusing
 from modeling.families import family_of, model_shape
 from modeling.formats.families import conversion_of
 from modeling.hidden_dropout import salts_of
@@ -101,8 +102,6 @@ class _Counter(TorchDispatchMode):
 
 def _moved(name: str, args: Any, kwargs: Any, out: Any) -> int:
     """Return the bytes that an operator reads and writes."""
-    if name == "scatter_add_":  # only the places that are added to
-        return 3 * _size(args[3]) + _size(args[2])
     given = tree_leaves((args, kwargs))
     if name in GATHERS:
         return 2 * _size(out) + sum(map(_size, given[1:]))
@@ -150,8 +149,21 @@ def _loss(outcome: Any) -> Tensor:
 
 def count_eager(one_pass: Callable[[], Tensor]) -> Counts:
     """Count the kernels of `one_pass`, which returns a loss on the meta device, and of its backward pass."""
-    counter = _Counter()
-    with _as_on_a_gpu(), counter:
+    counter, known = _Counter(), dict[Any, list[Kernel]]()
+
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            key = (function, *((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in arguments))
+            with _disable_current_modes():
+                if key not in known:
+                    known[key] = []
+                    _compile(function, known[key])(*arguments)
+                counter.counts.kernels.extend(known[key])
+                return function(*arguments)
+
+        return call
+
+    with _as_on_a_gpu(), patch.object(fusing, "_compiled", compiled), counter:
         one_pass().backward()
     return counter.counts
 
@@ -238,6 +250,9 @@ def _as_on_a_gpu() -> Iterator[None]:
         scores = aten._log_softmax(logits, -1, False)
         return aten.nll_loss_forward(scores, targets, None, int(reduction == "mean"), -100)[0]
 
+    def fuses(x: Tensor) -> bool:
+        return not torch.compiler.is_compiling()
+
     def unsupported(*_: Any) -> bool:  # inductor would leave meta tensors to torch
         return False
 
@@ -250,5 +265,11 @@ def _as_on_a_gpu() -> Iterator[None]:
         patch.object(F, "dropout", dropout),
         patch.object(F, "cross_entropy", cross_entropy),
         patch.object(torch, "where", where_tensors),
+        patch.object(fusing, "fuses", fuses),
     ):
-        yield
+        # torch.compile keeps what it once found under the patched names.
+        trace_rules.clear_lru_cache()
+        try:
+            yield
+        finally:
+            trace_rules.clear_lru_cache()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ import torch.nn.functional as F
 from launch import benchmark
 from launch.experiments.benchmarks.kernel_command import one_micro_batch
 from launch.experiments.benchmarks.kernel_counts import Counts, Kernel, count_compiled, count_eager, passes
+from modeling import fusing
+from modeling.hidden_dropout import _Dropped, dropped
+from modeling.parallel import cross_entropy
 
 M, K, N = 8, 16, 32
 SMALL = ["model.layers=2", "model.hidden=64", "model.heads=4", "sequence_length=128", "batch.micro=2"]
@@ -57,15 +61,54 @@ def test_time_is_the_larger_of_bytes_and_operations():
     assert counts.seconds(bytes_per_s=10, operations_per_s=100) == 10 + 3
 
 
-def test_our_products_are_those_of_a_plain_gpt2_and_half_precisions_are_alike():
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_our_model_starts_no_more_kernels_than_a_plain_gpt2_and_moves_no_more_bytes(dropout):
+    """fp16 and bf16 are alike."""
+    own = [*SMALL, f"dropout.hidden={dropout}", f"dropout.attention={dropout}"]
     found = {}
     for precision in ("fp16", "bf16"):
-        recipe = one_micro_batch("openwebtext/gpt2-124m", [*SMALL, f"precision={precision}"])
+        recipe = one_micro_batch("openwebtext/gpt2-124m", [*own, f"precision={precision}"])
         found[precision] = {system: count_eager(one_pass) for system, one_pass in passes(recipe)}
     assert found["fp16"] == found["bf16"]
     ours, plain, theirs = found["bf16"].values()
+    assert len(ours.kernels) <= len(plain.kernels) < len(theirs.kernels)
+    assert ours.moved <= 1.1 * plain.moved and not ours.waits
     assert ours.operations == pytest.approx(plain.operations, rel=0.01), "but for rows of padding"
-    assert len(plain.kernels) < len(theirs.kernels) and plain.moved < theirs.moved and not ours.waits
+
+
+def test_dropout_and_loss_are_fused_kernels():
+    """As what counts them takes for granted: each function is one kernel, or two."""
+    recipe = one_micro_batch("openwebtext/gpt2-124m", [*SMALL, "dropout.hidden=0.1"])
+    _, ours = next(passes(recipe))
+    named = Counter(kernel.name for kernel in count_eager(ours).kernels)
+    sites = 1 + 2 * recipe.model.layers
+    assert sum(count for name, count in named.items() if name.startswith("op")) <= 2 * sites + 3
+
+
+def test_fused_functions_compute_what_the_others_do(monkeypatch):
+    """By torch.compile's tracing, which a GPU's kernels follow: dropout to the bit, the loss to rounding."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 7, K, generator=draw).bfloat16().requires_grad_()
+    salts = torch.randint(-(2**40), 2**40, (2, 7, 2), generator=draw)
+    columns = torch.randint(-(2**31), 2**31, (K,), generator=draw).int()
+    targets = torch.randint(K, (2, 7), generator=draw)
+
+    def both(drop: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        out = drop(x, salts, columns, 0.3)
+        losses = cross_entropy.token_losses(3 * x, targets, None)
+        gradients = [torch.autograd.grad(y.float().square().sum(), x)[0] for y in (out, losses)]
+        return [out.detach(), gradients[0], losses.detach(), gradients[1]]
+
+    plain = both(dropped)
+    compiled = []
+    monkeypatch.setattr(fusing, "fuses", lambda x: not torch.compiler.is_compiling())
+    monkeypatch.setattr(
+        fusing, "_compiled", lambda f: compiled.append(f) or torch.compile(f, backend="aot_eager")
+    )
+    fused = both(_Dropped.apply)
+    assert len({*compiled}) == 3, "dropout, the loss and its gradient"
+    assert torch.equal(fused[0], plain[0]) and torch.equal(fused[1], plain[1])
+    torch.testing.assert_close(fused[2:], plain[2:])
 
 
 def test_the_table_shows_counts_times_and_predictions(monkeypatch, capsys, tmp_path):
