@@ -70,8 +70,8 @@ WORK = {
     "export_hf": ["launch.weights.export:choose_checkpoint"],
     "checkpoint": [
         "launch.checkpoints.inspection:faults",
-        "launch.checkpoints.inspection:dtypes",
-        "launch.checkpoints.inspection:differences",
+        "launch.checkpoints.comparison:dtypes",
+        "launch.checkpoints.comparison:differences",
     ],
     "prepare_data": ["data.prepare.pipeline:process_chunks"],
     "show_data": ["data.corpus:build"],

@@ -2,6 +2,7 @@
 
 import os
 from datetime import timedelta
+from types import SimpleNamespace
 from pathlib import Path
 
 import pytest
@@ -51,9 +52,10 @@ def test_every_group_of_the_grid_has_the_timeout_asked_for(monkeypatch):
     made = []
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "new_group", lambda ranks=None, **how: made.append(how.get("timeout")))
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=None)))
+    monkeypatch.setattr(dist, "new_group", lambda ranks=None, timeout=None, **_: made.append(timeout))
     ProcessGrid(2, 1, 2, timedelta(minutes=30))
-    assert len(made) == 2 + 2 + 1 and {*made} == {timedelta(minutes=30)}  # none for an axis of one rank
+    assert made == 3 * [timedelta(minutes=30)]  # this rank's own, and that of the hosts
 
 
 class OneDevice:

@@ -56,6 +56,9 @@ class FakeSaver:
     def save(self, progress, data, corpus):
         self.events.seen.append(("save", progress.step))
 
+    def complete(self):
+        self.events.seen.append(("complete", None))
+
     def finish(self):
         self.events.seen.append(("finish", None))
 
@@ -204,9 +207,9 @@ def test_a_save_is_completed_once_all_ranks_have_written_their_files(start):
     own = run.exchange(0.5)
     assert own == StepReport(0, 0.75, written=True)
     run.save_if_due(1, StepNews((own, StepReport())))
-    assert not events.of("finish")
+    assert not events.of("complete")
     run.save_if_due(2, StepNews((own, own)))
-    assert events.of("finish") == [("finish", None)]
+    assert events.of("complete") == [("complete", None)]
 
 
 def test_all_ranks_end_after_the_step_in_which_one_cannot_read_the_next(start, monkeypatch):
