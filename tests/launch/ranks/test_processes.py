@@ -2,8 +2,8 @@
 
 import os
 from datetime import timedelta
-from types import SimpleNamespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
