@@ -79,6 +79,7 @@ WORK = {
     "benchmark": [
         "launch.experiments.benchmarks.step_speed:measure",
         "launch.experiments.benchmarks.gpu_command:run_step",
+        "launch.experiments.benchmarks.kernel_counts:passes",
     ],
 }
 
