@@ -219,7 +219,7 @@ def run(job: Job, meeting: Meeting) -> None:
         hidden = not first or stream or (job.out is None and sys.stdout.isatty())
         with nullcontext() if hidden else bar(sys.stderr, total=total, unit="text") as shown:
             heard = stream.hear if stream else lambda tokens: None
-            for written in writing.write(model, job.model, job.prompts, job.settings, heard):
+            for written in finite(writing.write(model, job.model, job.prompts, job.settings, heard)):
                 done.append(replace(written, prompt="", text="", new=""))
                 if first:
                     show(written, file, stream)
@@ -240,11 +240,20 @@ def load_model(job: Job, meeting: Meeting) -> Any:
     world, first = processes.world_size(), processes.rank() == 0
     if first and world > 1 and len(job.prompts) > 1:
         terminal.say(f"{counted(world, 'process')} share out the weights, not the prompts", sys.stderr)
-    for remark in (job.model.remarks or (str(job.model.weights),)) if first else ():
-        terminal.say(f"weights: {remark}", sys.stderr)
+    for line in job.model.said() if first else ():
+        terminal.say(line, sys.stderr)
     weights = meeting.settle(lambda: foreign_weights.read(job.model.weights, job.model.recipe))
     group = ProcessGrid(world, 1, 1, processes.TIMEOUT).tensor_group if world > 1 else None
     return whole_model(job.model.recipe, weights, group, getattr(torch, job.dtype))
+
+
+def finite(texts: Iterator[WrittenText]) -> Iterator[WrittenText]:
+    """Yield the texts. Raises Failed where the logits of the next one are not finite."""
+    try:
+        yield from texts
+    except FloatingPointError as error:
+        fix = "give other weights, or --dtype float32, which has more room"
+        raise ending.Failed(f"{error}: its weights are too large for that; {fix}") from None
 
 
 class Stream:

@@ -180,6 +180,8 @@ def run(job: ScoringJob, meeting: Meeting) -> None:
     data = meeting.settle(lambda: read_task(job.task, job.model, job.window, job.stride, say))
     check_same_data(data, processes.gathered(data.checksum, grid.control_group))
     weights = None if job.from_scratch else str(job.model.trained.weights)
+    for line in () if job.from_scratch else job.model.trained.said():
+        say(line)
     engine = build_scoring_engine(job.plan, grid, weights, say)
     began, watchdog = time.perf_counter(), Watchdog(None, job.plan.recipe.run.hang_after)
     with watchdog.running(grid.control_group, say):

@@ -142,7 +142,7 @@ def continue_all(
     rows = [*range(len(requests))]  # requests that go on, in the order of `text`
     past, new = Past(padding, columns, model.shape.layers), text
     while rows:
-        logits = decode(model, new, past)
+        logits = _finite(decode(model, new, past))
         chosen = _choose_tokens(logits, sampling, [numbers[row].random() for row in rows] if sampling else [])
         for row, token in zip(rows, chosen.tolist(), strict=True):
             if token == end:
@@ -182,6 +182,13 @@ def decode(model: Any, tokens: Tensor, past: Past) -> Tensor:
     return logits
 
 
+def _finite(logits: Tensor) -> Tensor:
+    """Return the logits. Raises FloatingPointError if one is NaN or infinite: no token follows from it."""
+    if not logits.isfinite().all():
+        raise FloatingPointError(f"the model's logits are not finite in {logits.dtype}")
+    return logits
+
+
 def _choose_tokens(logits: Tensor, sampling: Sampling | None, uniform: Sequence[float]) -> Tensor:
     """Choose tokens (B,) from logits (B, V)."""
     if sampling is None:
@@ -199,7 +206,7 @@ def fill_masks(model: Stack, tokens: Sequence[int], *, mask: int) -> list[int]:
     filled = torch.tensor([list(tokens)], device=next(model.parameters()).device)
     while (masked := (filled == mask).nonzero()[:, 1]).numel():
         logits, _ = model(filled, torch.zeros_like(filled), None, masked[None])
-        scores = model.whole_logits(logits)[0]  # (masks, V)
+        scores = _finite(model.whole_logits(logits))[0]  # (masks, V)
         scores[:, mask] = float("-inf")
         surest = scores.float().softmax(-1).amax(-1).argmax()
         filled[0, masked[surest]] = scores[surest].argmax()

@@ -186,7 +186,7 @@ def checked(form: TypeAdapter[T], value: Any, where: str | Path, line: int | Non
         return form.validate_python(value)
     except ValidationError as error:
         wrong = error.errors()
-    keys = [".".join(map(str, each["loc"])) for each in wrong]
+    keys = [ascii(".".join(map(str, each["loc"])))[1:-1][:100] for each in wrong]
     if missing := [key for key, each in zip(keys, wrong, strict=True) if each["type"] == "missing"]:
         refuse(where, f"has no {', '.join(missing)}", line=line)
     said, rule = repr(wrong[0]["input"]), wrong[0]["msg"]

@@ -1,14 +1,26 @@
 """Checkpoints made by hand, for tests without an engine."""
 
+import zlib
+
 import torch
 
 from launch.checkpoints import manifest, run_checkpoints, tensor_file
 from launch.checkpoints.geometry import share
-from launch.checkpoints.manifest import WEIGHT, Manifest, Progress, Series, StoredTensor, file_name, joined
+from launch.checkpoints.manifest import (
+    WEIGHT,
+    Manifest,
+    Progress,
+    Series,
+    StoredFile,
+    StoredTensor,
+    file_name,
+    joined,
+)
 from launch.checkpoints.tensor_file import Entry
 from modeling.families import meta_parameters
 from modeling.formats.families import conversion_of
 from modeling.formats.huggingface.conversion import SAME
+from recipes import catalog
 
 
 def model_tensors(recipe, seed=1):
@@ -44,9 +56,14 @@ def write_checkpoint(
     held = {
         name: StoredTensor(tuple(t.shape), joined(pieces[name]), forms[name]) for name, t in tensors.items()
     }
-    progress = Progress(step, step if len(kinds) > 1 else 0, step)
-    values = recipe.model_dump(mode="json", by_alias=True) if recipe else {}
-    made = Manifest(progress, data or {}, corpus, values, {}, {}, files, held, kinds)
+    recipe = recipe or catalog.load("default/sotu", tiny=True)
+    recipe = recipe.model_copy(update={"steps": max(step, recipe.steps)})
+    updates = step if len(kinds) > 1 else 0  # without moments all steps were skipped
+    progress = Progress(step, updates, updates, step - updates)
+    values, position = recipe.model_dump(mode="json", by_alias=True), step * recipe.batch.global_
+    if form == "transformers":
+        values["model"]["implementation"] = form
+    made = Manifest(progress, data or {"position": position}, corpus, values, {}, {}, files, held, kinds)
     return run_checkpoints.complete(directory, made)
 
 
@@ -65,3 +82,9 @@ def layers_of_files(root):
     held = run_checkpoints.newest(root).manifest
     names = {file: (name.split(".") for name in held.held_by(file)) for file in sorted(held.files)}
     return {file: sorted({int(n[1]) for n in of if n[0] == "layers"}) for file, of in names.items()}
+
+
+def checksum(path):
+    """Size and checksum of a file, as a manifest holds them."""
+    content = path.read_bytes()
+    return StoredFile(len(content), f"{zlib.crc32(content):08x}")

@@ -19,7 +19,9 @@ from launch.checkpoints.geometry import Cut, share
 from launch.checkpoints.manifest import Manifest, Progress, Series, StoredFile, StoredTensor, file_name
 from launch.checkpoints.saving import Part
 from launch.ranks import processes
+from recipes import catalog
 
+RECIPE = catalog.load(tiny=True).model_dump(mode="json", by_alias=True)
 SHAPES = {"word.weight": (1000, 64), "layers.0.mlp.weight": (256, 64), "layers.0.mlp.bias": (256,)}
 
 
@@ -67,10 +69,12 @@ def test_a_manifest_has_a_line_for_a_tensor_and_not_for_each_of_its_pieces(tp, t
     for name, tensor in whole.tensors.items():
         assert len(tensor.series) == tp, name
         assert sum(piece.count for piece in tensor.pieces) == math.prod(SHAPES[name])
-    held = Manifest(Progress(1, 1, 1), {}, None, {}, {}, {}, whole.files, whole.tensors)
+    held = Manifest(Progress(1, 1, 1), {}, None, RECIPE, {}, {}, whole.files, whole.tensors)
     manifest.write(held, tmp_path)
     assert manifest.read(tmp_path) == held
-    assert (tmp_path / manifest.NAME).stat().st_size < 1024 * 60 + 3 * tp * 150 + 2000
+    assert (tmp_path / manifest.NAME).stat().st_size < 1024 * 60 + 3 * tp * 150 + 2000 + len(
+        json.dumps(RECIPE)
+    )
 
 
 @pytest.mark.parametrize("world", [1, 2, 7, 8])

@@ -14,7 +14,7 @@ fragments map parts of parameters to places in the buffer. No other module knows
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,13 +26,11 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from launch.checkpoints.geometry import share
-from launch.checkpoints.manifest import MOMENTS, WEIGHT
+from launch.checkpoints.manifest import MOMENTS, WEIGHT, ScalerState
 from launch.deepspeed_fixes.cpu_adam_bias_correction import replay_bias_correction
 from launch.deepspeed_fixes.zero0 import MasterWeights
 from modeling.initialization import shard_of
 from modeling.parallel.process_grid import ProcessGrid
-
-SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # state of a DynamicLossScaler
 
 
 class Fragment(NamedTuple):
@@ -155,7 +153,7 @@ class EngineState:
             step = torch.tensor(float(steps), device=master.device if on_device else "cpu")
         elif not isinstance(adam, FusedAdam):
             raise ValueError(f"a checkpoint cannot be read into an optimizer of type {type(adam).__name__}")
-        moments = {name: torch.zeros_like(master.data, dtype=dtype) for name in MOMENTS}
+        moments: dict[str, Any] = {name: torch.zeros_like(master.data, dtype=dtype) for name in MOMENTS}
         adam.state[master] = {"step": step, **moments}
 
     def finish(self) -> None:
@@ -170,17 +168,16 @@ class EngineState:
             zero.round_weights()
         replay_bias_correction(self.adam)
 
-    def scaler(self) -> dict[str, float] | None:
+    def scaler(self) -> ScalerState | None:
         """Return the state of a dynamic fp16 loss scaler; None without one."""
-        scaler = self._dynamic_scaler()
-        return None if scaler is None else {name: getattr(scaler, name) for name in SCALER}
+        scaler, names = self._dynamic_scaler(), [each.name for each in fields(ScalerState)]
+        return scaler and ScalerState(**{name: getattr(scaler, name) for name in names})
 
-    def set_scaler(self, state: dict[str, float] | None) -> None:
+    def set_scaler(self, state: ScalerState | None) -> None:
         """Continue a dynamic scaler from `state`, by the JSON's rules. None: it starts afresh."""
         scaler = self._dynamic_scaler()
         if scaler is not None and state is not None:
-            whole = {name: int(value) for name, value in state.items() if name != "cur_scale"}
-            vars(scaler).update(whole, cur_scale=state["cur_scale"])
+            vars(scaler).update(asdict(state))
 
     def _dynamic_scaler(self) -> Any:
         if not self.engine.fp16_enabled():

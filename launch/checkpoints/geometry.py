@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from pydantic import Field
+
+Whole = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Cut(NamedTuple):
     """A slice of `length` entries of dimension `dim` from `start` on; its end may be padding."""
 
-    dim: int
-    start: int
-    length: int
+    dim: Whole
+    start: Whole
+    length: Whole
 
 
 class Rectangle(NamedTuple):

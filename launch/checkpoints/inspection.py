@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
-from pydantic import ValidationError
 
 from launch.checkpoints import manifest
 from launch.checkpoints.manifest import Manifest
@@ -56,14 +55,8 @@ def faults(directory: Path, seen: Seen = lambda number: None) -> Iterator[Fault]
             yield Fault(manifest.NAME, ": ".join(str(part) for part in said if part))
         return
     yield from _model_faults(directory, held)
-    expected: dict[str, dict[str, int]] = {name: {} for name in held.files}
-    for name, tensor in held.tensors.items():
-        for piece in tensor.pieces:
-            if name in expected[piece.file]:
-                yield Fault(manifest.NAME, f"has two pieces in {piece.file}", (name,))
-            expected[piece.file][name] = piece.count
-    for file, counts in expected.items():
-        yield from _file_faults(directory / file, held, counts, seen)
+    for name in held.files:
+        yield from file_faults(directory, held, name, seen)
 
 
 def faults_of_kinds(
@@ -78,12 +71,7 @@ def faults_of_kinds(
 
 def _model_faults(directory: Path, held: Manifest) -> Iterator[Fault]:
     """Yield faults of tensors that differ from the recipe's model."""
-    try:
-        recipe = Recipe.model_validate(held.recipe)
-    except ValidationError as error:
-        where = ".".join(map(str, error.errors()[0]["loc"]))
-        yield Fault(manifest.NAME, f"has a recipe that cannot be read ({where}: {error.errors()[0]['msg']})")
-        return
+    recipe = Recipe.model_validate(held.recipe)
     stored = StoredTensors(directory, held)
     expected = {n: tuple(p.shape) for n, p in meta_parameters(with_few_layers(recipe, len(stored))).items()}
     if missing := tuple(name for name in expected if name not in stored):
@@ -96,21 +84,35 @@ def _model_faults(directory: Path, held: Manifest) -> Iterator[Fault]:
             yield Fault(manifest.NAME, f"has shape {list(has)} where the recipe has {list(shape)}", (name,))
 
 
-def _file_faults(path: Path, held: Manifest, counts: dict[str, int], seen: Seen) -> Iterator[Fault]:
-    """Yield the faults of a file that should hold `counts` elements of each tensor."""
-    told, names = held.files[path.name], tuple(counts)
+def size_fault(directory: Path, held: Manifest, name: str) -> Fault | None:
+    """Return the fault of a file that cannot be, or not in the size of the manifest `held`; None without."""
+    path, told = directory / name, held.files[name].bytes
     try:
         size = path.stat().st_size
-        if size != told.bytes:
-            yield Fault(path.name, f"has {size} bytes instead of {told.bytes}", names)
-            return
+        came = f"has {size} bytes instead of {told}" if path.is_file() else "is no file"
+    except OSError as error:
+        size, came = -1, f"cannot be read ({error.strerror})"
+    sound = size == told and path.is_file()
+    return None if sound else Fault(name, came, tuple(held.held_by(name)))
+
+
+def file_faults(
+    directory: Path, held: Manifest, name: str, seen: Seen = lambda number: None
+) -> Iterator[Fault]:
+    """Yield the faults of a file of the manifest `held`, also of its numbers. Reads it once."""
+    if fault := size_fault(directory, held, name):
+        yield fault
+        return
+    path, told, counts = directory / name, held.files[name], held.held_by(name)
+    names = tuple(counts)
+    try:
         problem, header = "", dict[str, files.StoredTensor]()
         try:
             header = files.read_safetensors_header(path)
         except files.FileError as error:
             problem = "; ".join(f"{each.came} ({each.rule})" for each in error.problems)
         with path.open("rb") as file:
-            checksum, odd = _read_through(file, size, header, seen)
+            checksum, odd = _read_through(file, told.bytes, header, seen)
     except OSError as error:
         yield Fault(path.name, f"cannot be read ({error.strerror})", names)
         return

@@ -22,18 +22,20 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from data.durable_files import write_atomically
-from launch.checkpoints.geometry import Cut, Rectangle, overlap, rectangles, run_around
+from launch.checkpoints.geometry import Cut, Rectangle, Whole, overlap, rectangles, run_around
 from recipes import files
+from recipes.schema import Recipe
 
 NAME = "manifest.json"
-WEIGHT = "weight"
-MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of Adam's moments
+Kind = Literal["weight", "exp_avg", "exp_avg_sq"]
+WEIGHT: Kind = "weight"
+MOMENTS: tuple[Kind, Kind] = ("exp_avg", "exp_avg_sq")  # torch's names of Adam's moments
 MOST_BYTES = 4 * 2**30  # of a manifest; format 1, with every piece in it, took 59 MB for 1,024 ranks
-FILE = re.compile(r"rank-(\d{5,})\.safetensors")
+DIRECTORY = re.compile(r"step-(\d+)")
 
-Whole = Annotated[int, Field(ge=0)]
-Counting = Annotated[int, Field(ge=1)]
+Counting = Annotated[int, Field(ge=1, lt=2**63)]
 Form = Literal["canonical", "transformers"]
+FileName = Annotated[str, Field(pattern=r"^rank-([0-9]{5}|[1-9][0-9]{5,8})\.safetensors$")]
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,11 @@ class Series:
 
     def __len__(self) -> int:
         return -(-self.count // self.each)
+
+    def held_by(self, rank: int) -> int:
+        """Return the number of elements in the file of `rank`."""
+        before = self.ranks.index(rank) * self.each if rank in self.ranks else self.count
+        return min(self.each, self.count - before)
 
     @property
     def ranks(self) -> range:
@@ -142,6 +149,16 @@ class StoredFile:
 
 
 @dataclass(frozen=True)
+class ScalerState:
+    """The state of a dynamic fp16 loss scaler, by DeepSpeed's names."""
+
+    cur_scale: Annotated[float, Field(gt=0, lt=2**128)]
+    cur_iter: Whole
+    last_overflow_iter: Annotated[int, Field(ge=-1, lt=2**63)]
+    cur_hysteresis: Counting
+
+
+@dataclass(frozen=True)
 class Progress:
     """The progress of training, without its tensors.
 
@@ -150,14 +167,14 @@ class Progress:
         adam_steps: updates by the optimizer; 0: there are no moments yet.
         schedule: steps of the learning rate's schedule.
         skipped: steps that the loss scaler dropped.
-        loss_scaler: state of a dynamic fp16 loss scaler; None in other precisions.
+        loss_scaler: None in other precisions than fp16.
     """
 
     step: Whole
     adam_steps: Whole
     schedule: Whole
     skipped: Whole = 0
-    loss_scaler: dict[str, float] | None = None
+    loss_scaler: ScalerState | None = None
 
 
 @dataclass(frozen=True)
@@ -182,9 +199,9 @@ class Manifest:
     recipe: dict[str, Any]
     plan: dict[str, Any]
     versions: dict[str, str | None]
-    files: dict[str, StoredFile]
+    files: dict[FileName, StoredFile]
     tensors: dict[str, StoredTensor]
-    kinds: tuple[str, ...] = (WEIGHT, *MOMENTS)
+    kinds: tuple[Kind, ...] = (WEIGHT, *MOMENTS)
     format: Literal[2] = 2
     saved: str = field(default="", compare=False)  # local time
 
@@ -197,18 +214,47 @@ class Manifest:
         """The size of all files together."""
         return sum(file.bytes for file in self.files.values())
 
-    def held_by(self, file: str) -> list[str]:
-        """Return the names of tensors with a piece in `file`."""
+    def held_by(self, file: str) -> dict[str, int]:
+        """Map each tensor with a piece in `file` to its number of elements there."""
         rank = rank_of(file)
-        return [n for n, tensor in self.tensors.items() if any(rank in s.ranks for s in tensor.series)]
+        counts = {n: sum(each.held_by(rank) for each in t.series) for n, t in self.tensors.items()}
+        return {name: count for name, count in counts.items() if count}
+
+    def contradictions(self, recipe: Recipe, named: int | None) -> Iterator[tuple[str, str]]:
+        """Yield facts that contradict others or the recipe, with the rule.
+
+        `named`: the step in the directory's name; None: it has another name.
+        """
+        at = self.progress
+        updates = at.step - at.skipped
+        expected: dict[str, tuple[object, object]] = {
+            "adam_steps": (at.adam_steps, updates), "schedule": (at.schedule, updates),
+            "the last step": (max(at.step, recipe.steps), recipe.steps),
+        }  # fmt: skip
+        if named is not None:
+            position = self.data.get("position")
+            expected["the step in its directory's name"] = (named, at.step)
+            expected["data.position"] = (position, at.step * recipe.batch.global_)
+            expected["kinds"] = (self.kinds, kinds_after(updates))
+        for fact, (value, right) in expected.items():
+            if value != right:
+                rule = f"after {at.step} steps, of them {at.skipped} skipped, it is {right}"
+                yield f"{fact} is {str(value)[:60]}", rule
+        forms, model = {tensor.form for tensor in self.tensors.values()}, recipe.model.implementation
+        if model not in forms and "transformers" in forms:
+            yield "holds tensors in transformers' form", f"its model is {model}'s"
+        if gaps := list(self.gaps()):
+            yield f"the pieces of {gaps[0]} leave gaps or overlap", "they hold each of its elements once"
 
     def gaps(self) -> Iterator[str]:
-        """Yield the names of tensors whose pieces do not hold each element once."""
+        """Yield the names of tensors whose pieces, one in a file, do not hold each element once."""
         ranks = {rank_of(file) for file in self.files}
         for name, tensor in self.tensors.items():
             covered = [r for series in tensor.series for r in series.rectangles(tensor.shape)]
             held = -1 if overlap(covered) else sum(each.elements for each in covered)
-            if held != math.prod(tensor.shape) or not all(ranks.issuperset(s.ranks) for s in tensor.series):
+            few = held == math.prod(tensor.shape) and sum(map(len, tensor.series)) <= len(ranks)
+            pieces = [rank for series in tensor.series for rank in series.ranks] if few else []
+            if not few or len({*pieces}) < len(pieces) or not ranks.issuperset(pieces):
                 yield name
 
 
@@ -216,13 +262,50 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def rank_of(file: str) -> int | None:
-    """Return the rank that wrote a file, by its name; None: no rank did."""
-    named = FILE.fullmatch(file)
+def rank_of(file: str) -> int:
+    """Return the rank that wrote a file of this name."""
+    return int(file.removeprefix("rank-").removesuffix(".safetensors"))
+
+
+def step_of(directory: Path) -> int | None:
+    """Return the step in the name of a checkpoint's directory; None: it is named otherwise."""
+    named = DIRECTORY.fullmatch(directory.name)
     return int(named[1]) if named else None
 
 
+def kinds_after(adam_steps: int) -> tuple[Kind, ...]:
+    """Return the kinds of tensors to store after so many updates."""
+    return (WEIGHT, *MOMENTS) if adam_steps else (WEIGHT,)
+
+
+@dataclass(frozen=True)
+class _Piece1:
+    """A piece in format 1, with the name of its file."""
+
+    file: FileName
+    cut: Cut | None
+    first: Whole
+    count: Whole
+
+
+@dataclass(frozen=True)
+class _Tensor1:
+    """A tensor in format 1, which lists its pieces."""
+
+    shape: tuple[Whole, ...]
+    pieces: tuple[_Piece1, ...]
+    form: Form
+
+    def joined(self) -> dict[str, Any]:
+        """Return the tensor in format 2."""
+        held = ((rank_of(p.file), p.cut, p.first, p.count) for p in self.pieces if p.count)
+        series = joined(Series(*piece, each=piece[-1]) for piece in held)
+        return asdict(StoredTensor(self.shape, series, self.form))
+
+
 FORM = TypeAdapter(Manifest)
+RECIPE = TypeAdapter(dict[str, Recipe])
+TENSORS_1 = TypeAdapter(dict[str, _Tensor1])
 
 
 def write(manifest: Manifest, directory: Path) -> None:
@@ -239,27 +322,16 @@ def read(directory: Path) -> Manifest:
     if told != digest(values):
         files.refuse(path, "its own checksum is another", "it is written once and never edited")
     if values.get("format") == 1:
-        values |= {"format": 2, "tensors": {n: _from_format_1(t) for n, t in values["tensors"].items()}}
+        tensors = files.checked(TENSORS_1, values.get("tensors"), path)
+        values |= {"format": 2, "tensors": {name: tensor.joined() for name, tensor in tensors.items()}}
     found: Manifest = files.checked(FORM, values, path)
+    recipe = files.checked(RECIPE, {"recipe": found.recipe}, path)["recipe"]
     try:
-        gaps = list(found.gaps())
+        for came, rule in found.contradictions(recipe, step_of(directory)):
+            files.refuse(path, came, rule)
     except AssertionError as error:
         files.refuse(path, str(error), "a piece lies within its tensor")
-    if gaps:
-        files.refuse(
-            path, f"the pieces of {gaps[0]} leave gaps or overlap", "they hold each of its elements once"
-        )
     return found
-
-
-def _from_format_1(tensor: dict[str, Any]) -> dict[str, Any]:
-    """Join the pieces of a tensor, which format 1 lists with the names of their files."""
-    series = joined(
-        Series(rank_of(p["file"]) or 0, p["cut"] and Cut(*p["cut"]), p["first"], p["count"], p["count"])
-        for p in tensor["pieces"]
-        if p["count"]
-    )
-    return {"shape": tensor["shape"], "form": tensor["form"], "series": [asdict(each) for each in series]}
 
 
 def digest(values: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from launch.checkpoints import manifest, run_checkpoints
+from launch.checkpoints import inspection, manifest, run_checkpoints
 from launch.checkpoints.engine_state import EngineState
 from launch.checkpoints.manifest import MOMENTS, WEIGHT
 from launch.checkpoints.placement import Placement
@@ -34,7 +34,7 @@ class Choice:
 def choose(
     root: Path, grid: ProcessGrid, corpus: str | None, seen: Seen = lambda done, total: None
 ) -> Choice:
-    """Choose the newest checkpoint whose files have the checksums of its manifest. Collective.
+    """Choose the newest checkpoint whose files are sound (`inspection.file_faults`). Collective.
 
     Rank 0 reads the names and one manifest after the other, until a checkpoint is whole; each rank reads a
     share of its files. `corpus`: checksum of the training tokens. Raises ValueError on every rank if all
@@ -65,9 +65,10 @@ def _from_rank_0(own: Any, grid: ProcessGrid) -> Any:
 
 
 def _problem(candidate: Checkpoint, grid: ProcessGrid, seen: Seen) -> str | None:
-    """Check a checkpoint's files by their checksums; return the damage, or None. Collective."""
-    mine = sorted(candidate.manifest.files)[grid.rank :: dist.get_world_size()]
-    total = sum(candidate.manifest.files[name].bytes for name in mine)
+    """Read a checkpoint's files; return the damage, also of their numbers, or None. Collective."""
+    held = candidate.manifest
+    mine = sorted(held.files)[grid.rank :: dist.get_world_size()]
+    total = sum(held.files[name].bytes for name in mine)
     done = 0
 
     def count(number: int) -> None:
@@ -76,7 +77,9 @@ def _problem(candidate: Checkpoint, grid: ProcessGrid, seen: Seen) -> str | None
         seen(done, total)
 
     blind = not files.is_file(candidate.directory / manifest.NAME)  # which rank 0 has read
-    own = [] if blind else [problem for name in mine if (problem := candidate.check_file(name, count))]
+    files_seen = [] if blind else mine
+    each = (inspection.file_faults(candidate.directory, held, name, count) for name in files_seen)
+    own = [str(fault) for faults in each for fault in faults]
     told = [grid.rank] * blind, own
     told = merged(told, lambda one, other: (one[0] + other[0], one[1] + other[1]), grid.control_group)
     blinded, problems = _from_rank_0(told, grid)
@@ -89,9 +92,10 @@ def _problem(candidate: Checkpoint, grid: ProcessGrid, seen: Seen) -> str | None
 
 
 def _check_corpus(candidate: Checkpoint, corpus: str | None) -> None:
-    if candidate.corpus not in (None, corpus):
+    trained_on = candidate.manifest.corpus
+    if trained_on not in (None, corpus):
         raise ValueError(
-            f"{candidate.directory} was trained on tokens with CRC-32 {candidate.corpus}, and the recipe's "
+            f"{candidate.directory} was trained on tokens with CRC-32 {trained_on}, and the recipe's "
             f"data now have {corpus}: its files, or the store of that name, have changed; restore them, or "
             "begin a new run with --out (--init_from takes its weights along)"
         )

@@ -12,21 +12,18 @@ step) and need no saving.
 from __future__ import annotations
 
 import os
-import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from data import durable_files
-from launch.checkpoints import manifest, tensor_file
-from launch.checkpoints.manifest import Manifest
+from launch.checkpoints import inspection, manifest
+from launch.checkpoints.manifest import Manifest, step_of
 from recipes import files
 from recipes.problems import Problem, some
 
 WRITING, PRUNED = ".writing", ".pruned"
-NAME = re.compile(r"step-(\d+)")
 GIVEN = "give a run directory, its checkpoints/, or one step-NNNNNN of them"
 
 
@@ -42,36 +39,6 @@ class Checkpoint:
         """Completed optimizer steps."""
         return self.manifest.step
 
-    @property
-    def data_state(self) -> dict[str, Any]:
-        """Position in the data, of all ranks."""
-        return self.manifest.data
-
-    @property
-    def corpus(self) -> str | None:
-        """Checksum of the training tokens; None for a stream."""
-        return self.manifest.corpus
-
-    def check_file(self, name: str, seen: Callable[[int], None] = lambda number: None) -> str | None:
-        """Check a file by its checksum; return the damage with the affected tensors, or None.
-
-        Reads the whole file; `seen` is called with the bytes of each part.
-        """
-        expected = self.manifest.files[name]
-        try:
-            found = tensor_file.checksum(self.directory / name, seen)
-        except OSError as error:
-            return self._describe(name, f"cannot be read ({error.strerror})")
-        if found.bytes != expected.bytes:
-            return self._describe(name, f"has {found.bytes} bytes instead of {expected.bytes}")
-        if found != expected:
-            return self._describe(name, f"has checksum {found.crc32} instead of {expected.crc32}")
-        return None
-
-    def _describe(self, name: str, problem: str) -> str:
-        held = self.manifest.held_by(name)
-        return f"{name} {problem}; it holds {some(held, 3)}" if held else f"{name} {problem}"
-
 
 @dataclass(frozen=True)
 class Damaged:
@@ -83,7 +50,7 @@ class Damaged:
     @property
     def step(self) -> int:
         """The step in the directory's name."""
-        return _step(self.directory)
+        return step_of(self.directory) or 0
 
     def __str__(self) -> str:
         return f"{self.directory} is damaged: {self.why}"
@@ -104,20 +71,15 @@ def read(directory: Path, sizes: bool = True) -> Checkpoint | Damaged:
         found = Checkpoint(directory, manifest.read(directory))
     except files.FileError as error:
         return Damaged(directory, "; ".join(str(problem) for problem in error.problems))
-    for name, expected in found.manifest.files.items() if sizes else ():
-        try:
-            size = (directory / name).stat().st_size
-        except OSError as error:
-            return Damaged(directory, found._describe(name, f"cannot be read ({error.strerror})"))
-        if size != expected.bytes:
-            return Damaged(directory, found._describe(name, f"has {size} bytes instead of {expected.bytes}"))
-    return found
+    faults = (inspection.size_fault(directory, found.manifest, name) for name in found.manifest.files)
+    fault = next(filter(None, faults), None) if sizes else None
+    return found if fault is None else Damaged(directory, str(fault))
 
 
 def named(root: Path) -> list[Path]:
     """Return the directories below `root` that are named as checkpoints, the newest first. Reads no file."""
-    every = (entry for entry in root.glob("step-*") if NAME.fullmatch(entry.name))
-    return sorted(every, key=_step, reverse=True)
+    every = [(step, entry) for entry in root.glob("step-*") if (step := step_of(entry)) is not None]
+    return [entry for _, entry in sorted(every, reverse=True)]
 
 
 def found(root: Path, sizes: bool = True) -> Iterator[Checkpoint | Damaged]:
@@ -138,7 +100,7 @@ def below(path: Path, step: int | None = None) -> list[Checkpoint | Damaged]:
         files.refuse(path, "is no directory" if path.exists() else "does not exist", fix=GIVEN)
     if path.name.endswith((WRITING, PRUNED)):
         files.refuse(path, "is half written or half removed", "killed runs leave such", GIVEN)
-    if NAME.fullmatch(path.name) or files.is_file(path / manifest.NAME):
+    if step_of(path) is not None or files.is_file(path / manifest.NAME):
         every = [read(path)]
     else:
         every = [*found(path / "checkpoints")] or [*found(path)]
@@ -158,8 +120,8 @@ def holds_ours(path: Path) -> bool:
             return True
         if (path / "config.json").exists():  # others, too, call directories step-1000
             return False
-        named = bool(NAME.fullmatch(path.name)) and path.is_dir()
-        return named or (path / "recipe.yaml").exists() or any(NAME.fullmatch(p.name) for p in path.iterdir())
+        named = step_of(path) is not None and path.is_dir()
+        return named or (path / "recipe.yaml").exists() or any(step_of(p) is not None for p in path.iterdir())
     except (OSError, ValueError):
         return False
 
@@ -169,19 +131,28 @@ def newest_whole(path: Path, step: int | None = None) -> tuple[Checkpoint, tuple
 
     Raises FileError if there is none.
     """
+    whole, damaged = first_whole(below(path, step))
+    if whole is not None:
+        return whole, damaged
+    fix = "restore it, or give another step"
+    raise files.FileError(
+        [Problem(str(d.directory), "is damaged", d.why, fix, str(d.directory)) for d in damaged]
+    )
+
+
+def first_whole(every: Iterable[Checkpoint | Damaged]) -> tuple[Checkpoint | None, tuple[Damaged, ...]]:
+    """Return the first undamaged checkpoint, or None, and the damaged ones before it; look at no others."""
     damaged: list[Damaged] = []
-    for each in below(path, step):
+    for each in every:
         if isinstance(each, Checkpoint):
             return each, tuple(damaged)
         damaged.append(each)
-    raise files.FileError(
-        [Problem(str(d.directory), "is damaged", d.why, "restore it", str(d.directory)) for d in damaged]
-    )
+    return None, tuple(damaged)
 
 
 def newest(root: Path) -> Checkpoint | None:
     """Return the newest whole checkpoint, or None."""
-    return next((each for each in found(root) if isinstance(each, Checkpoint)), None)
+    return first_whole(found(root))[0]
 
 
 def begin(root: Path, step: int) -> Path:
@@ -229,8 +200,3 @@ def remove_remains(root: Path) -> None:
     """Remove half written and half removed checkpoints of killed runs, under the run directory's lock."""
     for left in (*root.glob(f"step-*{WRITING}"), *root.glob(f"step-*{PRUNED}")):
         shutil.rmtree(left, ignore_errors=True)
-
-
-def _step(directory: Path) -> int:
-    number = NAME.match(directory.name)
-    return int(number[1]) if number else -1

@@ -33,8 +33,6 @@ from ds_configs.plan import Plan, plan_facts
 from launch.checkpoints import run_checkpoints, tensor_file
 from launch.checkpoints.engine_state import EngineState
 from launch.checkpoints.manifest import (
-    MOMENTS,
-    WEIGHT,
     Manifest,
     Progress,
     Series,
@@ -42,6 +40,7 @@ from launch.checkpoints.manifest import (
     StoredTensor,
     file_name,
     joined,
+    kinds_after,
 )
 from launch.checkpoints.placement import Placement
 from launch.checkpoints.tensor_file import Entry
@@ -238,11 +237,6 @@ def contents(
                 dtype = state.dtype(partition, kind)
                 entries.append(Entry(f"{kind}/{place.name}", dtype, (fragment.elements,), read))
     return entries, tensors
-
-
-def kinds_after(adam_steps: int) -> tuple[str, ...]:
-    """Return the kinds of tensors to store after so many updates."""
-    return (WEIGHT, *MOMENTS) if adam_steps else (WEIGHT,)
 
 
 def _read_converted(read: Callable[[], torch.Tensor], convert: Convert) -> torch.Tensor:

@@ -55,7 +55,7 @@ def _one(each: Checkpoint | Damaged) -> str:
         ("recipe", held.recipe.get("title", NOTHING)),
         ("step", f"{each.step}{skipped}"),
         ("saved", held.saved or NOTHING),
-        ("saved under", ": ".join(filter(None, (plan.get("ds_name"), _saved_under(held))))),
+        ("saved under", ": ".join(map(str, filter(None, (plan.get("ds_name"), _saved_under(held)))))),
         ("by", ", ".join(versions) or NOTHING),
         ("size", f"{_size(held.bytes)} in {counted(len(held.files), 'file')}"),
         ("holds", f"{', '.join(held.kinds)} of {counted(len(held.tensors), 'tensor')}"),
@@ -86,11 +86,12 @@ def _size(size: int) -> str:
 
 def _saved_under(held: Manifest) -> str:
     """Name layout, ZeRO stage, offload and precision."""
-    plan, layout = held.plan, held.plan.get("layout") or {}
+    plan, layout = held.plan, held.plan.get("layout")
+    layout = layout if isinstance(layout, dict) else {}
     degrees = " x ".join(f"{kind} {layout[kind]}" for kind in ("tp", "pp", "dp") if kind in layout)
     stage = f"ZeRO-{plan['zero_stage']}" if "zero_stage" in plan else ""
     offload = f"offload {plan['offload']}" if plan.get("offload", "none") != "none" else ""
-    return ", ".join(filter(None, (degrees, stage, offload, plan.get("precision")))) or NOTHING
+    return ", ".join(map(str, filter(None, (degrees, stage, offload, plan.get("precision"))))) or NOTHING
 
 
 # --- verify

@@ -102,16 +102,6 @@ class Reader:
         return found
 
 
-def checksum(path: Path, seen: Callable[[int], None] = lambda number: None) -> StoredFile:
-    """Return size and checksum of a file; call `seen` with the bytes of each part. Raises OSError."""
-    found = size = 0
-    with open(path, "rb", buffering=0) as file:
-        while part := file.read(BUCKET):
-            found, size = zlib.crc32(part, found), size + len(part)
-            seen(len(part))
-    return StoredFile(size, f"{found:08x}")
-
-
 def _write_tensor(write: Callable[[memoryview], object], entry: Entry, checksum: int) -> int:
     """Write the numbers of one tensor, a bucket at a time; return the updated checksum."""
     tensor = entry.read().detach()

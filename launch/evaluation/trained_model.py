@@ -49,6 +49,10 @@ class TrainedModel:
         """Return True if the model continues prompts, False if it fills in masks."""
         return not self.recipe.model.facts.masked
 
+    def said(self) -> Iterator[str]:
+        """Yield lines that say which weights these are."""
+        return (f"weights: {remark}" for remark in self.remarks or (str(self.weights),))
+
 
 def open_model(
     given: str, tokenizer: str | None = None, check: Callable[[Recipe], None] = lambda recipe: None

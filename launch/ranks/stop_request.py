@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 from pathlib import Path
@@ -42,6 +43,7 @@ class StopRequest:
     def look(self) -> str:
         """Return the reason to stop, of REASONS. Rank 0 looks for the file and removes it."""
         if rank() == 0 and self._stop_file.exists():
-            self._stop_file.unlink()  # so that a resumed run does not stop at once
+            with contextlib.suppress(OSError):  # a directory, or another user's: a resumed run says so
+                self._stop_file.unlink()  # so that a resumed run does not stop at once
             self.reason = STOP_FILE
         return self.reason

@@ -63,6 +63,11 @@ def admit(
     plan = run.plan
     directory = RunDirectory(Path(path) if path is not None else default_path(run.name, plan.ds_name))
     _make(directory.path)
+    if odd := directory.of_another_kind:
+        raise RunDirectoryError(
+            f"{', '.join(map(str, odd))}: a run keeps a {'directory' if odd[0].is_file() else 'file'} under "
+            "that name; move it away, or name another directory with --out"
+        )
     _refuse_strangers(directory)
     lock = _lock(directory.path)
     try:
@@ -86,7 +91,7 @@ def _admit_locked(
     steps = records.steps
     if not directory.recipe_yaml.exists() or not (_has_checkpoints(directory) or steps):
         # A start that failed before its first step left nothing to keep.
-        shutil.rmtree(directory.path / "tokenizer", ignore_errors=True)
+        shutil.rmtree(directory.tokenizer, ignore_errors=True)
         first = f"a first start: {directory.path} holds nothing to resume yet"
         return False, (first,) if resume else ()
     saved = directory.plan()

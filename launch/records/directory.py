@@ -85,14 +85,14 @@ class Launch:
             return None
 
 
-class _File:
-    """A file in the directory of a run; as an attribute, its path."""
+class _Place:
+    """A file in the directory of a run, or a directory there; as an attribute, its path."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, directory: bool = False) -> None:
+        self.name, self.directory = name, directory
 
     def __get__(self, run: RunDirectory, owner: type[RunDirectory]) -> Path:
-        return run.path / self._name
+        return run.path / self.name
 
 
 @dataclass(frozen=True)
@@ -104,15 +104,27 @@ class RunDirectory:
     notices: tuple[str, ...] = ()
     lock: Lock | None = field(default=None, repr=False, compare=False)
 
-    plan_json = _File("plan.json")
-    recipe_yaml = _File("recipe.yaml")
-    ds_config_json = _File("ds_config.json")
-    environment_json = _File("environment.json")
-    metrics_jsonl = _File("metrics.jsonl")
-    tensorboard = _File("tensorboard")
-    loss_png = _File("loss.png")
-    result_json = _File("result.json")
-    checkpoints = _File("checkpoints")
+    plan_json = _Place("plan.json")
+    recipe_yaml = _Place("recipe.yaml")
+    ds_config_json = _Place("ds_config.json")
+    environment_json = _Place("environment.json")
+    metrics_jsonl = _Place("metrics.jsonl")
+    tensorboard = _Place("tensorboard", directory=True)
+    loss_png = _Place("loss.png")
+    result_json = _Place("result.json")
+    checkpoints = _Place("checkpoints", directory=True)
+    tokenizer = _Place("tokenizer", directory=True)
+    stop = _Place("STOP")
+    lock_file = _Place(Lock.FILE)
+
+    @property
+    def of_another_kind(self) -> list[Path]:
+        """The files that should be directories, the directories that should be files, pipes and the like."""
+        places = (place for place in vars(RunDirectory).values() if isinstance(place, _Place))
+        found = ((self.path / place.name, place.directory) for place in places)
+        return [
+            p for p, is_dir in found if os.path.lexists(p) and not (p.is_dir() if is_dir else p.is_file())
+        ]
 
     def write_description(self, plan: Plan, launches: Sequence[Launch]) -> None:
         """Write the files that describe the run."""

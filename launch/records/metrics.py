@@ -301,16 +301,18 @@ def read_metrics(path: Path, problems: list[str] | None = None) -> Records:
     return Records(broken=bool(broken), **{field: tuple(each) for field, each in found.items()})
 
 
-def truncate(path: Path, step: int) -> None:
-    """Drop the records of later steps than `step`; 0: drop all records.
+def truncate(path: Path, step: int) -> list[int]:
+    """Drop the records of later steps than `step`, or all for 0; return the steps up to it without a record.
 
     A resumed run repeats the steps after its checkpoint: their old lines, and a torn last line, must not
     stand next to the new ones.
     """
+    lines = _whole_lines(path) if step else ()
+    records = [(line, from_line(line, path, number)) for number, line in lines]
     if path.exists():
-        lines = _whole_lines(path) if step else ()
-        kept = [line for number, line in lines if from_line(line, path, number).step <= step]
-        write_atomically(path, b"".join(kept).decode())
+        write_atomically(path, b"".join(line for line, record in records if record.step <= step).decode())
+    recorded = {record.step for _, record in records if record.kind == "step"}
+    return [number for number in range(1, step + 1) if number not in recorded]
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -48,6 +48,7 @@ from launch.records.plan_text import Surroundings, describe_plan
 from launch.records.result import Result, make_result, write_result
 from launch.records.result_text import result_text
 from launch.records.throughput import Throughput
+from recipes.problems import counted
 from recipes.refused_by_system import problem
 
 ELSEWHERE = "move the run directory to another disk and --resume there"
@@ -75,7 +76,7 @@ class Recorder(SilentRecorder):
         self._memory_kind, self._step = peak_memory().kind, start_step
         self._drawn: int | None = None  # records in loss.png
         self._show_plan()
-        metrics.truncate(directory.metrics_jsonl, start_step)
+        missing = metrics.truncate(directory.metrics_jsonl, start_step)
         # Unbuffered: after a full disk, Python would write the rest of its buffer again at the end.
         self._file = open(directory.metrics_jsonl, "ab", buffering=0)  # noqa: SIM115 (closed by _close)
         self._unwritten = b""  # lines that the disk did not take
@@ -87,6 +88,10 @@ class Recorder(SilentRecorder):
         self._write(LaunchRecord(start_step, SpeedSettings.of(run), time.time()))
         for notice in directory.notices:
             self.say(notice)
+        if missing:
+            lost = f"{directory.metrics_jsonl} has no record of {counted(len(missing), 'step')}"
+            fix = "curve and means go without them; restore the file from a copy"
+            self.say(f"WARNING: {lost}, the first {missing[0]}, and no checkpoint holds one: {fix}")
         self.mark("records")
 
     def __exit__(self, *error: object) -> None:

@@ -30,4 +30,7 @@ def sample(recipe: Recipe, checkpoints: Path, tokenizer: PreTrainedTokenizerFast
         )
     model = whole_model(recipe, StoredTensors(saved.directory, saved.manifest))
     answer = fill_prompt if recipe.model.facts.masked else continue_prompt
-    return answer(model, tokenizer, recipe.run.prompt, recipe.seed)
+    try:
+        return answer(model, tokenizer, recipe.run.prompt, recipe.seed)
+    except FloatingPointError as error:
+        return f"not sampled: {error}"

@@ -167,7 +167,7 @@ def job_of(
 
 def open_run_directory(training: Training) -> RunDirectory | None:
     """Open the run directory on rank 0. Raises ValueError where this rank cannot start there."""
-    from launch.checkpoints.run_checkpoints import Checkpoint, Damaged, found
+    from launch.checkpoints.run_checkpoints import first_whole, found
     from launch.ranks import watchdog
     from launch.records.admission import Checkpoints, admit
 
@@ -175,15 +175,8 @@ def open_run_directory(training: Training) -> RunDirectory | None:
     make_quick_checks(job)
     if processes.rank() != 0:
         return None
-    every = []
-    for each in found(job.checkpoints):
-        every.append(each)
-        if isinstance(each, Checkpoint):  # older ones are not looked at
-            break
-    checkpoints = Checkpoints(
-        tuple(each.step for each in every if isinstance(each, Checkpoint)),
-        tuple((each.directory, each.why) for each in every if isinstance(each, Damaged)),
-    )
+    whole, damaged = first_whole(found(job.checkpoints))
+    checkpoints = Checkpoints((whole.step,) if whole else (), tuple((d.directory, d.why) for d in damaged))
     with system_refusals(job.directory):
         directory = admit(job.directory, training.facts, sys.argv, resume=job.resume, checkpoints=checkpoints)
     out_of_memory.forget(directory.path)  # before this rank joins the others: none of them computes yet

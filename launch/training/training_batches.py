@@ -35,7 +35,7 @@ def _batch_arguments(
     plan: Plan, corpus: Corpus, grid: ProcessGrid, checkpoint: Checkpoint | None, workers: int
 ) -> tuple[TrainingSamples, int, Layout, int, int, dict[str, Any] | None, int, bool]:
     """Return the arguments of StepBatches."""
-    start, state = (checkpoint.step, checkpoint.data_state) if checkpoint else (0, None)
+    start, state = (checkpoint.step, checkpoint.manifest.data) if checkpoint else (0, None)
     pinned = processes.device().own_memory
     return corpus.train, plan.recipe.seed, plan.layout, grid.at.dp, start, state, workers, pinned
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from data.text.vocabulary import vocabulary_size
-from launch.checkpoints import inspection, tensor_file
+from launch.checkpoints import inspection, run_checkpoints, tensor_file
 from launch.checkpoints.manifest import WEIGHT
-from launch.checkpoints.run_checkpoints import Checkpoint, Damaged, found
+from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.checkpoints.stored import StoredTensors
 from launch.checkpoints.tensor_file import Entry, Reader
 from launch.machine import memory
@@ -79,26 +79,15 @@ def recipe_of(run: Path) -> Recipe:
 def choose_checkpoint(
     run: Path, recipe: Recipe, step: int | None, warn: Callable[[str], None] = lambda text: None
 ) -> Checkpoint:
-    """Choose the complete checkpoint of `step`, or the newest. Raises ValueError with the existing steps.
+    """Choose the complete checkpoint of `step`, or the newest. Raises ValueError if there is none.
 
     `warn` gets a line for each newer, damaged one.
     """
-    damaged: list[Damaged] = []
-    whole: dict[int, Checkpoint] = {}
-    for each in found(run / "checkpoints"):
-        if isinstance(each, Checkpoint):
-            whole[each.step] = each
-        elif not whole or each.step == step:
-            damaged.append(each)
-    broken = "".join(f"\n  {each}" for each in damaged)
-    if not whole:
-        why = _why_no_checkpoint(recipe) if not damaged else f"they are damaged{broken}"
-        raise ValueError(f"{run} holds no complete checkpoint: {why}")
-    if step is not None and step not in whole:
-        came = f"--step {step}: {run} holds no complete checkpoint of that step"
-        raise ValueError(f"{came}, only of {', '.join(map(str, reversed(whole)))}: give one of these{broken}")
-    chosen = whole[max(whole) if step is None else step]
-    for each in damaged if step is None else ():
+    root = run / "checkpoints"
+    if not run_checkpoints.named(root):
+        raise ValueError(f"{run} holds no complete checkpoint: {_why_no_checkpoint(recipe)}")
+    chosen, damaged = run_checkpoints.newest_whole(root, step)
+    for each in damaged:
         warn(f"WARNING: {each}; step {chosen.step} is exported")
     return chosen
 

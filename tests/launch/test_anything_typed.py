@@ -29,7 +29,7 @@ from data.text.trained_vocabulary import train_bpe, wrap_tokenizer
 from ds_configs.jsonfile import ConfigError, available
 from ds_configs.plan import HOST, Machine
 from ds_configs.resolver import resolve
-from launch.checkpoints import manifest
+from launch.checkpoints import manifest, run_checkpoints, showing
 from launch.checkpoints.inspection import faults
 from launch.console import ends
 from launch.records.directory import RunDirectory
@@ -377,8 +377,9 @@ def replaced(value: object, at: list[int], put: object) -> object:
     at=st.lists(st.integers(0, 30), max_size=5),
     put=VALUES,
     text=st.none() | st.text(max_size=9) | st.sampled_from(["[" * 9999, "\0", '{"step": 1}\n', "NaN"]),
+    kind=st.sampled_from([None] * 9 + [Path.mkdir, os.mkfifo, lambda path: path.symlink_to(path.name)]),
 )
-def test_a_damaged_run_is_read_or_named(made, name, at, put, text):
+def test_a_damaged_run_is_read_or_named(made, name, at, put, text, kind):
     path = made / name
     whole = path.read_text()
     lines = whole.splitlines() if name.endswith("l") and "yaml" not in name else [whole]
@@ -392,6 +393,9 @@ def test_a_damaged_run_is_read_or_named(made, name, at, put, text):
         lines[line] = json.dumps(changed)
         text = "\n".join(lines) + "\n"
     path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    if kind is not None:
+        path.unlink()
+        kind(path)
     run = RunDirectory(made)
     try:
         for read in (
@@ -400,6 +404,8 @@ def test_a_damaged_run_is_read_or_named(made, name, at, put, text):
             lambda: read_result(run.result_json),
             lambda: manifest.read(run.checkpoints / "step-000003"),
             lambda: list(faults(run.checkpoints / "step-000003")),
+            lambda: showing.show(made, 3),
+            lambda: run_checkpoints.newest_whole(made),
         ):
             try:
                 read()
@@ -410,4 +416,5 @@ def test_a_damaged_run_is_read_or_named(made, name, at, put, text):
         shown = read_run(made, "it", lambda name: None)
         assert shown.problems or shown.result
     finally:
+        path.rmdir() if path.is_dir() else path.unlink()
         path.write_text(whole)

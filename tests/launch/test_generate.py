@@ -283,6 +283,24 @@ def test_a_damaged_checkpoint_is_refused(folder, tmp_path):
     assert done.returncode == 2 and "checksum" in done.stdout, done.stdout
 
 
+def test_weights_too_large_for_a_text_are_told(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["generate.py", "run", "--prompt", "My"])
+    monkeypatch.setattr(generate.joining, "meet", lambda check: SimpleNamespace(settle=lambda check: None))
+
+    def run(job, meeting):
+        def write():
+            raise FloatingPointError("the model's logits are not finite in torch.float16")
+            yield
+
+        list(generate.finite(write()))
+
+    monkeypatch.setattr(generate, "run", run)
+    with pytest.raises(
+        SystemExit, match="not finite in torch.float16: its weights are too .* --dtype float32"
+    ):
+        generate.main()
+
+
 def test_one_process_that_runs_out_of_memory_says_what_to_lower(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["generate.py", "run", "--prompt", "My"])
     monkeypatch.setattr(generate.joining, "meet", lambda check: SimpleNamespace(settle=lambda check: None))

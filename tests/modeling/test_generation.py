@@ -150,6 +150,15 @@ def test_why_a_text_ends():
     assert texts(model, [full[:5]], 9, end=first) == [Continuation((), "end")]
 
 
+@pytest.mark.parametrize("sampling", [None, Sampling()])
+def test_no_token_follows_from_logits_that_are_not_finite(sampling):
+    model = gpt2()
+    with torch.no_grad():
+        model.word.weight.fill_(4e35)
+    with pytest.raises(FloatingPointError, match=r"logits are not finite in torch.float32"):
+        texts(model, PROMPTS[:2], 3, sampling=sampling)
+
+
 def test_tokens_are_heard_as_they_come():
     heard: list[tuple[int, int]] = []
     found = texts(gpt2(), PROMPTS[:2], 3, heard=lambda row, token: heard.append((row, token)))

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launching import run
 from safetensors.torch import load_file
-from stored import complete_checkpoints, rewrite_manifest, write_checkpoint
+from stored import checksum, complete_checkpoints, rewrite_manifest, write_checkpoint
 
-from launch.checkpoints import manifest, run_checkpoints, tensor_file
+from launch.checkpoints import inspection, manifest, run_checkpoints, tensor_file
 from launch.checkpoints.geometry import Cut, copies, rectangles, share
 from launch.checkpoints.manifest import Series, joined
 from launch.checkpoints.placement import Placement
@@ -87,7 +87,7 @@ def test_a_file_is_one_that_safetensors_reads_and_memory_holds_one_tensor(tmp_pa
     assert {name: (tuple(t.shape), float(t.sum())) for name, t in read.items()} == {
         f"t{n}": ((n, 3), 3.0 * n * n) for n in range(6)
     }
-    assert most <= 2 and tensor_file.checksum(tmp_path / "x") == told
+    assert most <= 2 and checksum(tmp_path / "x") == told
     with pytest.raises(FileExistsError):
         tensor_file.write(tmp_path / "x", entries)
 
@@ -156,9 +156,24 @@ def test_a_manifest_of_format_1_is_read(tmp_path):
     path = directory / manifest.NAME
     path.write_text(json.dumps({**values, "sha256": manifest.digest(values)}))
     assert manifest.read(directory) == found
-    values["tensors"]["word.weight"]["pieces"][1]["first"] += 1
-    path.write_text(json.dumps({**values, "sha256": manifest.digest(values)}))
-    assert "the pieces of word.weight leave gaps or overlap" in reason(directory)
+    good = json.dumps(values)
+    for change, said in (
+        (lambda of: of["word.weight"]["pieces"][1].update(first=21), "word.weight leave gaps or overlap"),
+        (
+            lambda of: of["word.weight"]["pieces"][0].update(file="../rank-00000.safetensors"),
+            "pieces.0.file=",
+        ),
+        (lambda of: of["word.weight"]["pieces"][0].update(file=3), "word.weight.pieces.0.file=3"),
+        (lambda of: of["word.weight"]["pieces"][0].update(count="many"), "word.weight.pieces.0.count='many'"),
+        (lambda of: of["word.weight"]["pieces"][0].update(cut=[1]), "word.weight.pieces.0.cut"),
+        (lambda of: of["word.weight"]["pieces"][0].pop("file"), "has no word.weight.pieces.0.file"),
+        (lambda of: of["word.weight"].pop("form"), "has no word.weight.form"),
+        (lambda of: of.update({"word.weight": 3}), "word.weight=3"),
+    ):
+        values = json.loads(good)
+        change(values["tensors"])
+        path.write_text(json.dumps({**values, "sha256": manifest.digest(values)}))
+        assert said in reason(directory)
 
 
 def test_pieces_have_to_add_up(tmp_path):
@@ -211,9 +226,10 @@ def test_a_flipped_bit_is_found_and_said_with_the_tensors_of_the_file(tmp_path):
     content[-3] ^= 8
     file.write_bytes(content)
     found = run_checkpoints.read(directory)
-    assert isinstance(found, Checkpoint) and found.check_file("rank-00000.safetensors") is None
-    said = found.check_file("rank-00001.safetensors")
-    assert "has checksum" in said and said.endswith("it holds word.weight, final_norm.bias")
+    assert isinstance(found, Checkpoint)
+    first, second = (inspection.file_faults(directory, found.manifest, name) for name in found.manifest.files)
+    (said,) = map(str, second)
+    assert not [*first] and "has checksum" in said and said.endswith("it holds word.weight, final_norm.bias")
 
 
 def test_old_checkpoints_go_and_damaged_ones_stay(tmp_path):

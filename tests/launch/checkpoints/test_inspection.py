@@ -1,17 +1,20 @@
 """What is damaged in a checkpoint is found and named; two checkpoints are compared, whatever saved them."""
 
+import json
 import os
 import re
 import sys
 import weakref
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from stored import model_tensors, rewrite_manifest, write_checkpoint
 
 from launch import checkpoint as command
-from launch.checkpoints import comparison, inspection, run_checkpoints, tensor_file
+from launch.checkpoints import comparison, inspection, manifest, run_checkpoints, tensor_file
 from launch.checkpoints.geometry import Cut, overlap, rectangles
 from launch.checkpoints.manifest import MOMENTS, WEIGHT, Series
 from launch.console import ends
@@ -53,6 +56,34 @@ def flip(path):
     content = bytearray(path.read_bytes())
     content[-3] ^= 8
     path.write_bytes(content)
+
+
+TOLD = {"bytes": 0, "crc32": "00000000"}
+SCALER = {"cur_scale": 2.0, "cur_iter": 4, "last_overflow_iter": -1, "cur_hysteresis": 1}
+PIECE = {"rank": 0, "cut": None, "first": 0, "count": 509 * 64, "each": 509 * 64, "step": 1}
+
+
+def in_place_of(path, make):
+    path.unlink()
+    make(path)
+
+
+def forge(directory, **changes):
+    """Merge changes into a manifest's JSON, whose own checksum fits again."""
+
+    def merged(old, new):
+        both = isinstance(old, dict) and isinstance(new, dict)
+        return {**old, **{key: merged(old.get(key), value) for key, value in new.items()}} if both else new
+
+    path = directory / manifest.NAME
+    values = json.loads(path.read_text())
+    del values["sha256"]
+    values = merged(values, changes)
+    path.write_text(json.dumps({**values, "sha256": manifest.digest(values)}))
+
+
+def forge_word(directory, **changes):
+    forge(directory, tensors={"word.weight": changes})
 
 
 def change_tensors(directory, change):
@@ -104,7 +135,8 @@ DAMAGE = {
         rf"holds {KEY} as \[3\] of F32 instead of \[32\] of a float",
     ),
     "no recipe": (
-        lambda d: rewrite_manifest(d, lambda held: replace(held, recipe={})), "a recipe that cannot be read",
+        lambda d: rewrite_manifest(d, lambda held: replace(held, recipe={})),
+        "manifest.json has no recipe.title, recipe.model",
     ),
     "another model": (
         lambda d: rewrite_manifest(
@@ -134,14 +166,86 @@ DAMAGE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", DAMAGE)
+# Files of a run that were made by hand: their checksums are right.
+FORGERIES = {
+    "a weight file of another kind": (lambda d: in_place_of(d / FILE, Path.mkdir), f"{FILE} is no file"),
+    "a pipe for a weight file": (
+        lambda d: (in_place_of(d / FILE, os.mkfifo), forge(d, files={FILE: {"bytes": 0}})),
+        f"{FILE} is no file",
+    ),
+    "another step's name": (
+        lambda d: forge(d.rename(d.with_name("step-000006"))),
+        "the step in its directory's name is 6: after 4 st",
+    ),
+    "another place in the data": (
+        lambda d: forge(d, data={"position": 5}),
+        "data.position is 5: after 4 .* is 32",
+    ),
+    "no moments": (lambda d: forge(d, kinds=["weight"]), "kinds is .*exp_avg"),
+    "kinds of its own": (lambda d: forge(d, kinds=["weight", "../x"]), "kinds.1='../x'"),
+    "a recipe that ends before": (lambda d: forge(d, recipe={"steps": 2}), "the last step is 4: .*it is 2"),
+    "a recipe of no model": (lambda d: forge(d, recipe={"model": 3}), "recipe.model=3"),
+    "another form": (lambda d: forge_word(d, form="transformers"), "in transformers' form"),
+    "a cut before the tensor": (lambda d: forge_word(d, series=[{**PIECE, "cut": [0, -1, 600]}]), "cut.1=-1"),
+    "more pieces than files": (
+        lambda d: forge_word(d, series=[{**PIECE, "each": 1}]),
+        "leave gaps or overlap",
+    ),
+    "two pieces in a file": (
+        lambda d: forge_word(
+            d, series=[{**PIECE, "first": n, "count": HALF, "each": HALF} for n in (0, HALF)]
+        ),
+        "leave gaps or overlap",
+    ),
+    "a tensor beyond all memory": (
+        lambda d: forge_word(d, shape=[2**31, 2**31], series=[{**PIECE, "count": 2**62, "each": 1}]),
+        "leave gaps or overlap",
+    ),
+}
+UPDATES = "after 4 steps, of them 0 skipped, it is 4"
+PROGRESS = {
+    f"adam_steps is .*: {UPDATES}": [{"adam_steps": 0}, {"adam_steps": 10**18}],
+    f"schedule is .*: {UPDATES}": [{"schedule": 0}, {"schedule": 5}],
+    "after 4 steps, of them 4 skipped, it is 0": [{"skipped": 4}],
+    "after 3 steps": [{"step": 3}, {"step": 3, "adam_steps": 3, "schedule": 3}],
+    "after 99 steps": [{"step": 99, "adam_steps": 99, "schedule": 99}],
+    "progress.step=": [{"step": -4}, {"step": 10**30}],
+    "progress.loss_scaler": [
+        {"loss_scaler": {"cur_scale": 2.0}},
+        {"loss_scaler": {**SCALER, "cur_scale": 0}},
+    ],
+}
+NAMES = (
+    *("../../outside.safetensors", "/etc/passwd", "rank-00007\0.safetensors", "rank-00007.safetensors\n"),
+    *(
+        "r" * 255,
+        "\N{GRINNING FACE}",
+        "",
+        ".",
+        "rank-000007.safetensors",
+        "rank-" + "\u0660" * 5 + ".safetensors",
+    ),
+)
+for said, every in PROGRESS.items():
+    for values in every:
+        FORGERIES[f"progress of {values}"] = partial(forge, progress=values), said
+for name in NAMES:
+    FORGERIES[f"a file named {name[:20]!r}"] = (
+        partial(forge, files={name: TOLD}),
+        "should match pattern .*rank-",
+    )
+
+
+@pytest.mark.parametrize("case", [*DAMAGE, *FORGERIES])
 def test_verify_finds_damage_and_names_it(case, directory, monkeypatch, capsys):
     assert [*inspection.faults(directory)] == []
-    damage, said = DAMAGE[case]
+    damage, said = {**DAMAGE, **FORGERIES}[case]
     damage(directory)
+    root = directory.parent
+    (directory,) = root.iterdir()
     found = [str(fault) for fault in inspection.faults(directory)]
     assert found and any(re.search(said, line) for line in found), found
-    code, out, _ = run(monkeypatch, capsys, "verify", directory.parent.parent)
+    code, out, _ = run(monkeypatch, capsys, "verify", root.parent)
     assert code == 1 and out.splitlines() == [f"{directory}: damaged", *(f"  {line}" for line in found)]
 
 

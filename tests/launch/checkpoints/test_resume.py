@@ -1,10 +1,12 @@
 """Stopping, being killed and resuming: bit for bit."""
 
 import json
+import math
 import os
 import pickle
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -12,9 +14,9 @@ from dataclasses import replace
 
 import pytest
 from launching import ROOT, WORKERS, environment, run, run_ranks
-from stored import complete_checkpoints
+from stored import checksum, complete_checkpoints
 
-from launch.checkpoints import manifest, tensor_file
+from launch.checkpoints import manifest
 from launch.checkpoints.run_checkpoints import newest
 from launch.records.metrics import read_metrics
 
@@ -292,18 +294,33 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(uninterrupted, t
     assert sums[0] == sums[1]
 
 
+def put_nan(directory):
+    """Write a checkpoint anew as one of step 18, with a NaN among its weights."""
+    file, held = directory / "rank-00000.safetensors", manifest.read(directory.with_name("step-000020"))
+    numbers = bytearray(file.read_bytes())
+    numbers[-4:] = struct.pack("<f", math.nan)
+    file.write_bytes(numbers)
+    progress = replace(held.progress, step=18, adam_steps=18, schedule=18)
+    data = {"position": held.data["position"] * 18 // 20}
+    files = {file.name: checksum(file)}
+    manifest.write(replace(held, progress=progress, data=data, files=files), directory)
+
+
 def checkpoint_files(directory):
     return manifest.read(directory).files
 
 
 def test_where_every_checkpoint_is_damaged_a_run_is_refused_and_kept(uninterrupted, tmp_path):
-    """By checksum, by size, and one without a manifest, whose pickle is not run."""
-    out = shutil.copytree(uninterrupted[0], tmp_path / "run")
+    """By checksum, size, numbers, its name, and one without a manifest, whose pickle is not run."""
+    whole, _ = uninterrupted
+    out = shutil.copytree(whole, tmp_path / "run")
     flip(out / "checkpoints" / "step-000020" / "rank-00000.safetensors")
     os.truncate(out / "checkpoints" / "step-000016" / "rank-00000.safetensors", 1000)
     other = out / "checkpoints" / "step-000004"
     other.mkdir()
     (other / "mp_rank_00_model_states.pt").write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
+    shutil.copytree(whole / "checkpoints" / "step-000020", out / "checkpoints" / "step-000019")
+    put_nan(shutil.copytree(whole / "checkpoints" / "step-000020", out / "checkpoints" / "step-000018"))
     before = (out / "metrics.jsonl").read_bytes()
     done = run([sys.executable, *TINY, "--out", str(out), "--resume"])
     said = " ".join(done.stdout.split())
@@ -311,6 +328,8 @@ def test_where_every_checkpoint_is_damaged_a_run_is_refused_and_kept(uninterrupt
     assert "step-000020 is damaged: rank-00000.safetensors has checksum" in said
     assert "step-000016 is damaged: rank-00000.safetensors has 1000 bytes" in said
     assert "step-000004 is damaged:" in said
+    assert "step-000019 is damaged:" in said and "the step in its directory's name is 19" in said
+    assert "step-000018 is damaged: rank-00000.safetensors holds numbers that are not finite" in said
     assert (out / "metrics.jsonl").read_bytes() == before and not (tmp_path / "ran").exists()
 
 
@@ -320,7 +339,7 @@ def test_a_pickle_in_the_place_of_tensors_is_not_run(uninterrupted, tmp_path):
         file, size = directory / "rank-00000.safetensors", checkpoint_files(directory)
         file.write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
         held = manifest.read(directory)
-        manifest.write(replace(held, files={file.name: tensor_file.checksum(file)}), directory)
+        manifest.write(replace(held, files={file.name: checksum(file)}), directory)
         assert size
     done = run([sys.executable, *TINY, "--steps", "22", "--out", str(out), "--resume"])
     assert done.returncode != 0 and not (tmp_path / "ran").exists(), done.stdout[-3000:]

@@ -127,7 +127,11 @@ def test_scores_are_kept_with_the_run_and_stand_in_its_report(made, tmp_path):
     text = tmp_path / "wiki.raw"
     text.write_text("".join(f" {each} . \n" for each in PASSAGES))
     wiki = (run_directory, "--task", "wikitext103", "--data", text)
-    assert "tokens per original token" in score(*wiki)
+    (run_directory / "checkpoints" / "step-000009").mkdir()
+    said = " ".join(score(*wiki).split())
+    assert "tokens per original token" in said
+    assert f"weights: WARNING: {run_directory}/checkpoints/step-000009 is damaged" in said
+    assert "an older checkpoint is taken" in said
     score(*wiki, "--batch", 3)  # the same score once more
     score(*wiki, "--limit", 1)
     kept = read_scores(run_directory)

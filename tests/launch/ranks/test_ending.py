@@ -37,3 +37,8 @@ def test_the_stop_file_asks_once(tmp_path):
     (tmp_path / "STOP").touch()
     assert stop_request.StopRequest(tmp_path / "STOP").look() == "STOP file"
     assert stop_request.StopRequest(tmp_path / "STOP").look() == ""
+
+
+def test_a_directory_in_its_place_asks_as_well(tmp_path):
+    (tmp_path / "STOP").mkdir()
+    assert stop_request.StopRequest(tmp_path / "STOP").look() == "STOP file"

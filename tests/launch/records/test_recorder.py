@@ -258,16 +258,43 @@ def test_metrics_are_cut_at_the_resumed_step(tmp_path):
     with open(run.metrics_jsonl, "a") as file:
         file.write('{"kind": "step", "step": 6, "lo')  # what a killed process leaves
     assert [record.step for record in read_metrics(run.metrics_jsonl).steps] == [1, 2, 3, 4, 5]
-    recorder(tmp_path, plan(), start=4).__exit__(None, None, None)
+    shown = io.StringIO()
+    recorder(tmp_path, plan(), start=4, stream=shown).__exit__(None, None, None)
+    assert "has no record" not in shown.getvalue()
     assert kinds(run) == ["launch", *["step"] * 4, "launch"] and run.metrics_jsonl.read_text().endswith("}\n")
     recorder(tmp_path, plan()).__exit__(None, None, None)
     assert kinds(run) == ["launch"]
 
 
+@pytest.mark.parametrize(
+    ("left", "said"),
+    [
+        (lambda content: b"", "4 steps, the first 1"),
+        (lambda content: None, "4 steps, the first 1"),
+        (lambda content: content[: len(content) // 2], "2 steps, the first 3"),
+        (
+            lambda content: b"".join(x for x in content.splitlines(True) if b'"step": 2' not in x),
+            "1 step, the first 2",
+        ),
+    ],
+)
+def test_missing_records_of_a_resumed_run_are_told(tmp_path, left, said):
+    run = run_steps(tmp_path, plan(), 5)
+    content = left(run.metrics_jsonl.read_bytes())
+    run.metrics_jsonl.unlink()
+    if content is not None:
+        run.metrics_jsonl.write_bytes(content)
+    shown = io.StringIO()
+    recorder(tmp_path, plan(), start=4, stream=shown).__exit__(None, None, None)
+    (note,) = read_metrics(run.metrics_jsonl).notes
+    assert f"WARNING: {run.metrics_jsonl} has no record of {said}, and no checkpoint holds one" in note.text
+    assert note.text.split(":")[0] in " ".join(shown.getvalue().split())
+
+
 def test_a_run_that_starts_over_forgets_its_first_validation(tmp_path):
     with recorder(tmp_path, plan()) as records:
         records.validation(0, outcome(6.0))
-    for start, left in ((1, 1), (0, 0)):
+    for start, left in ((1, 2), (0, 0)):  # a note says that the first step is missing
         recorder(tmp_path, plan(), start=start).__exit__(None, None, None)
         assert len(read_metrics(tmp_path / "metrics.jsonl")) == left
 
