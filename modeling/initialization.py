@@ -1,15 +1,15 @@
 """Initial weights as a function of (seed, parameter name), never of the layout.
 
-Every rank draws the full tensor of a parameter and keeps its slice, so that one recipe starts from the same
+A rank draws the full tensor of a parameter and keeps its slice, so that one recipe starts from the same
 weights under every layout. The draw comes from numpy's counter-based Philox generator keyed by the seed and
-the name: it does not depend on the order in which layers are built, and `deepspeed.zero.Init`, which replaces
-torch's constructors, cannot reach it.
+the name: it does not depend on the order in which layers are built, nor on the rank that draws, and
+`deepspeed.zero.Init`, which replaces torch's constructors, cannot reach it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,25 @@ NEW_HEADS = ("head.",)  # beginnings of the canonical names of a task head's new
 Size = tuple[int, ...]
 
 
+Draw = tuple[Size, torch.dtype, Callable[[], Tensor]]  # of a rank's slice
+
+
+def shared_draws(draws: Sequence[Draw], group: Group, device: str) -> Iterator[Tensor]:
+    """Yield the slices of these draws on the CPU, each drawn by one rank of `group`. Collective.
+
+    All ranks draw one each, then send them in turn, on `device`.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    for start in range(0, len(draws), size):
+        block = draws[start : start + size]
+        own = [draw() for *_, draw in block[rank : rank + 1]]
+        for source, (shape, dtype, _) in enumerate(block):
+            sent = own.pop() if source == rank else torch.from_numpy(np.empty(shape, np.float32)).to(dtype)
+            sent = sent.to(device)
+            dist.broadcast(sent, group=group, group_src=source)
+            yield sent.cpu()
+
+
 @dataclass(frozen=True)
 class Init:
     """Names and draws the parameters of one module; `child` goes one level down."""
@@ -39,6 +58,8 @@ class Init:
     given: Mapping[str, Tensor] | None = field(default=None, repr=False)  # full tensors, instead of draws
     new: tuple[str, ...] = ()  # beginnings of names that are drawn where the given tensors lack them
     drawn: bool = True  # False: zeros, of a model whose weights are read from a checkpoint
+    draws: list[Draw] | None = field(default=None, repr=False)  # gets all draws of a model with `meta`
+    shared: Iterator[Tensor] | None = field(default=None, repr=False)  # their slices, by other ranks too
 
     def child(self, name: str) -> Init:
         return replace(self, name=f"{self.name}.{name}" if self.name else name)
@@ -66,7 +87,7 @@ class Init:
 
     def normal(self, leaf: str, shape: Size, std: float, *, shard: Shard | None = None) -> Parameter:
         """Draw N(0, std^2) of the full `shape` and keep this rank's slice."""
-        return self._parameter(leaf, shape, shard, lambda name: self._normal(name, shape, std))
+        return self._parameter(leaf, shape, shard, lambda name: self._normal(name, shape, std), True)
 
     def zeros(self, leaf: str, shape: Size, *, shard: Shard | None = None) -> Parameter:
         return self._parameter(leaf, shape, shard, lambda name: torch.from_numpy(np.zeros(shape, np.float32)))
@@ -75,18 +96,23 @@ class Init:
         return self._parameter(leaf, shape, None, lambda name: torch.from_numpy(np.ones(shape, np.float32)))
 
     def _parameter(
-        self, leaf: str, shape: Size, shard: Shard | None, draw: Callable[[str], Tensor]
+        self, leaf: str, shape: Size, shard: Shard | None, fill: Callable[[str], Tensor], drawn: bool = False
     ) -> Parameter:
-        name = self.child(leaf).name
+        name, size = self.child(leaf).name, shard.local_shape(shape) if shard else shape
+        lacking = self.given is None or (name.startswith(self.new or ("\0",)) and name not in self.given)
+
+        def own_slice() -> Tensor:
+            full = fill(name) if lacking else self._given(name, shape)
+            return (shard.of(full) if shard else full).to(self.dtype)
+
         if self.meta:
-            local = torch.empty(shard.local_shape(shape) if shard else shape, dtype=self.dtype, device="meta")
+            local = torch.empty(size, dtype=self.dtype, device="meta")
+            if self.draws is not None and drawn and lacking:
+                self.draws.append((size, self.dtype, own_slice))
         elif not self.drawn:
-            local = torch.from_numpy(np.zeros(shard.local_shape(shape) if shard else shape, np.float32))
-            local = local.to(self.dtype)
+            local = torch.from_numpy(np.zeros(size, np.float32)).to(self.dtype)
         else:
-            lacking = self.given is None or (name.startswith(self.new or ("\0",)) and name not in self.given)
-            full = draw(name) if lacking else self._given(name, shape)
-            local = (shard.of(full) if shard else full).to(self.dtype)
+            local = next(self.shared) if self.shared and drawn and lacking else own_slice()
         parameter = Parameter(local)
         label(parameter, name, None if shard is None else replace(shard, entries=shape[shard.dim]))
         if shard is not None and shard.size > 1:

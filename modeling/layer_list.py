@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -24,7 +24,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
 from modeling.hidden_dropout import HiddenDropout
-from modeling.initialization import Init
+from modeling.initialization import Init, shared_draws
 from modeling.parallel.collectives import gather_vocabulary
 from modeling.parallel.layers import group_size
 from modeling.parallel.process_grid import Group, ProcessGrid
@@ -132,6 +132,13 @@ def build(definitions: Definitions) -> dict[str, nn.Module]:
         if d.name not in modules:
             modules[d.name] = d.kind(**d.arguments)
     return modules
+
+
+def share_draws(init: Init, layers: Callable[..., Definitions], group: Group, device: str) -> Init:
+    """Return `init` for these layers, whose draws the ranks of `group` share on `device`."""
+    recording = replace(init, meta=True, draws=[])
+    build(layers(init=recording))
+    return replace(init, shared=shared_draws(recording.draws or (), group, device))
 
 
 class Stack(nn.Module):

@@ -14,7 +14,7 @@ from recipes import catalog
 from recipes.problems import ProblemsError
 from recipes.schema import Recipe
 
-ONE_RANK = SimpleNamespace(tensor_group=None, pp=1)
+ONE_RANK = SimpleNamespace(tensor_group=None, pp=1, dp=1)
 MACHINE = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=False)
 
 

@@ -15,7 +15,7 @@ from modeling import cost
 from modeling.banded_attention import choose, computes_fewer_scores, has_gpu_compiler
 from modeling.families import family_of, model_shape
 from modeling.initialization import DTYPES, NEW_HEADS, Init
-from modeling.layer_list import Pipeline, Stack
+from modeling.layer_list import Definitions, Pipeline, Stack, share_draws, stage_bounds
 from modeling.parallel.process_grid import ProcessGrid
 from modeling.transformer import TransformerLayer
 
@@ -46,20 +46,30 @@ def build_module(
     """Build the model of this rank with its initial weights, partitioned at once under ZeRO-3.
 
     `given`: full tensors by canonical name, instead of random ones; `drawn` False: no initial weights, since
-    a checkpoint will be read into the model.
+    a checkpoint will be read into the model. Collective: data-parallel ranks share the draws.
     """
     recipe, family = plan.recipe, family_of(plan.recipe.model)
     shape = model_shape(recipe, plan.padded_vocab)
     group = grid.tensor_group
     new = NEW_HEADS if recipe.model.task_head != "none" else ()
     init = Init(recipe.seed, recipe.init_std, recipe.model.layers, given=given, new=new, drawn=drawn)
+    if plan.zero_stage == 3:
+        init = replace(init, dtype=DTYPES[plan.precision])
+    stages = cost.stages_of(recipe, plan.padded_vocab, grid.pp) if grid.pp > 1 else (recipe.model.layers,)
+    if drawn and grid.dp > 1:
+
+        def own_layers(init: Init) -> Definitions:
+            layers = family.layer_list(shape, group=group, init=init)
+            bounds = stage_bounds(layers, stages)
+            return layers[bounds[grid.at.pp] : bounds[grid.at.pp + 1]]
+
+        init = share_draws(init, own_layers, grid.data_group, processes.device().name)
     if grid.pp > 1:
-        stages = cost.stages_of(recipe, plan.padded_vocab, grid.pp)
         return family.pipeline(shape, grid=grid, group=group, init=init, stages=stages)
     if plan.zero_stage < 3:
         return family.plain(shape, group=group, init=init)
     with deepspeed.zero.Init(data_parallel_group=grid.data_group, config_dict_or_path=plan.ds, mpu=grid):
-        module = family.plain(shape, group=group, init=replace(init, dtype=DTYPES[plan.precision]))
+        module = family.plain(shape, group=group, init=init)
     if not processes.device().asynchronous:
         # Gather a layer's parameters at once, by one set of hooks instead of one for each of its leaves.
         # Not where gathering runs beside computation: DeepSpeed gathers no such layer ahead of its use.

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 import deepspeed
 import torch
-from deepspeed.runtime.zero.partition_parameters import is_zero_param
-from torch import Tensor
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 from transformers.initialization import no_init_weights
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from launch.ranks import processes
 from launch.training.job import InitialWeights
-from modeling import cost, gpt2
+from modeling import gpt2
 from modeling.formats.huggingface.conversion import SAME, Form
 from modeling.formats.huggingface.gpt2 import CONVERSION
 from modeling.initialization import Init, canonical_name, label
+from modeling.layer_list import share_draws
 from recipes.schema import Recipe
-
-LARGE = 500_000_000  # parameters; initial weights of such a model take many seconds, with progress lines
 
 
 @dataclass(frozen=True)
@@ -40,21 +37,16 @@ class TransformersForm:
 
 
 def build(
-    recipe: Recipe,
-    initial_weights: InitialWeights | None = None,
-    say: Callable[[str], None] = lambda text: None,
-    *,
-    drawn: bool = True,
+    recipe: Recipe, initial_weights: InitialWeights | None = None, *, drawn: bool = True
 ) -> GPT2LMHeadModel:
     """Build the recipe's GPT2LMHeadModel; under ZeRO-3 partitioned at once, as in Trainer's script.
 
     Collective. Parameters carry canonical names, so that checkpoints hold the same layout-free weights as
     those of our own model. transformers partitions by the DeepSpeed configuration of the newest
-    `TrainingArguments`: make them before, and keep them. Without partitions only rank 0 has weights, and
-    DeepSpeed's engine broadcasts them.
+    `TrainingArguments`: make them before, and keep them.
 
-    `initial_weights`: a GPT-2 to start from instead of random weights. `say` prints the progress of a large
-    model's weights. `drawn` False: no initial weights, since a checkpoint will be read into the model.
+    `initial_weights`: a GPT-2 to start from instead of random weights. `drawn` False: no initial weights,
+    since a checkpoint will be read into the model.
     """
     config = CONVERSION.config(recipe.model, recipe.positions, recipe.dropout)
     config.use_cache = False
@@ -66,7 +58,8 @@ def build(
     finally:
         hf_deepspeed.initialize_weights_zero3 = draw
     built.tie_weights()  # from_config leaves this out, too, without its weights
-    _fill(built, recipe, initial_weights if drawn else None, say, drawn)
+    given = initial_weights.read(recipe) if initial_weights and drawn else None
+    _fill(built, recipe, Init(recipe.seed, recipe.init_std, recipe.model.layers, given=given, meta=not drawn))
     if recipe.checkpoint_interval:
         # The name that both pinned versions of transformers have.
         built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -74,59 +67,21 @@ def build(
 
 
 @torch.no_grad()
-def _fill(
-    model: GPT2LMHeadModel,
-    recipe: Recipe,
-    initial_weights: InitialWeights | None,
-    say: Callable[[str], None],
-    drawn: bool,
-) -> None:
-    """Name the parameters and give them their initial weights, one at a time."""
+def _fill(model: GPT2LMHeadModel, recipe: Recipe, init: Init) -> None:
+    """Name the parameters and give them their initial weights, a layer at a time."""
     places = {entry.ours: entry for entry in CONVERSION.name_map(recipe.model)}
-    partitioned = any(is_zero_param(parameter) for parameter in model.parameters())
-    sources = processes.world_size() if partitioned and not initial_weights else 1
-    total, done, started = cost.parameters(recipe.model, recipe.positions), 0, time.perf_counter()
-    for name, canonical, source in _canonical_weights(recipe, initial_weights, sources if drawn else 0):
-        _, (theirs,), form = places.pop(name)
-        parameter, heads = model.get_parameter(theirs), recipe.model.heads
-        label(parameter, name, TransformersForm(form, heads))
-        if not drawn:
-            continue
-        # Every rank takes the source's weights; without partitions nothing is gathered.
-        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=source):
-            if not canonical.is_meta:
-                (whole,) = form.to_theirs(canonical, heads)
-                parameter.copy_(whole)
-        tenths, done = 10 * done // total, done + canonical.numel()
-        if total >= LARGE and 10 * done // total > tenths:
-            reached, rate = 10 * (10 * done // total), done / (time.perf_counter() - started)
-            say(f"initial weights: {reached} % of {total / 1e9:.3g}B, {rate / 1e6:,.0f} million per second")
+    shape = gpt2.shape_of(recipe, padded_vocab=recipe.model.vocab_size)
+    layers = partial(gpt2.layer_list, shape, group=None)
+    if not init.meta and processes.world_size() > 1:
+        init = share_draws(init, layers, dist.group.WORLD, processes.device().name)
+    for layer in {layer.name: layer for layer in layers(init=init)}.values():
+        for canonical in layer.kind(**layer.arguments).parameters():
+            ours, (theirs,), form = places.pop(canonical_name(canonical))
+            parameter, heads = model.get_parameter(theirs), recipe.model.heads
+            label(parameter, ours, TransformersForm(form, heads))
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=not init.meta):
+                if not init.meta:
+                    (whole,) = form.to_theirs(canonical, heads)
+                    parameter.copy_(whole)
     nameless = [name for name, p in model.named_parameters() if not hasattr(p, "canonical_name")]
     assert not places and not nameless, f"without a counterpart: {[*places, *nameless]}"
-
-
-def _canonical_weights(
-    recipe: Recipe, initial_weights: InitialWeights | None, sources: int
-) -> Iterator[tuple[str, Tensor, int]]:
-    """Yield (canonical name, full tensor, source rank) of every parameter; meta tensors on other ranks.
-
-    The first `sources` ranks draw at the same time, each every `sources`-th layer, and hold one layer each.
-    With 0 no rank draws.
-    """
-    mine = processes.rank()
-    given = initial_weights.read(recipe) if initial_weights and mine < sources else None
-    init = Init(recipe.seed, recipe.init_std, recipe.model.layers, given=given)
-    shape = gpt2.shape_of(recipe, padded_vocab=recipe.model.vocab_size)
-    drawn, shapes = (
-        {d.name: d for d in gpt2.layer_list(shape, group=None, init=replace(init, meta=meta))}
-        for meta in (False, True)
-    )
-    names = list(drawn)
-    for start in range(0, len(names), sources or 1):
-        block = enumerate(names[start : start + (sources or 1)])
-        layers = [(drawn if sources and source == mine else shapes)[name] for source, name in block]
-        modules = [layer.kind(**layer.arguments) for layer in layers]
-        for source, module in enumerate(modules):
-            for parameter in module.parameters():
-                yield canonical_name(parameter), parameter.detach(), source
-        del modules, module, parameter  # before the next ones are made

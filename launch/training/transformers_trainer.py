@@ -61,7 +61,7 @@ def train(start: Start) -> EarlyStop | None:
         stack.enter_context(_isolate_accelerate())
         arguments = training_arguments(plan, str(job.directory))
         drawn, given = start.checkpoint is None, job.initial_weights
-        model = transformers_model.build(plan.recipe, given, recorder.say, drawn=drawn)
+        model = transformers_model.build(plan.recipe, given, drawn=drawn)
         if plan.zero_stage == 0:
             stack.callback(setattr, deepspeed, "initialize", deepspeed.initialize)
             deepspeed.initialize = functools.partial(_plain_data_parallel, grid)

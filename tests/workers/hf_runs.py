@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -50,8 +51,8 @@ def unshifted(engine, batch, right=transformers_trainer.forward):
     return right(engine, {**batch, "labels": batch["tokens"]})
 
 
-def other_weights(recipe, *how, right=transformers_model._canonical_weights):
-    return right(recipe.model_copy(update={"seed": recipe.seed + 1}), *how)
+def other_weights(model, recipe, init, right=transformers_model._fill):
+    right(model, recipe, replace(init, seed=init.seed + 1))
 
 
 def swapped(batches, right=transformers_trainer.each_micro_batch):
@@ -67,7 +68,7 @@ def all_decayed(module, decay):
 
 BREAKAGES = {
     "labels are not shifted": (transformers_trainer, "forward", unshifted),
-    "other weights are drawn": (transformers_model, "_canonical_weights", other_weights),
+    "other weights are drawn": (transformers_model, "_fill", other_weights),
     "micro-batches in another order": (transformers_trainer, "each_micro_batch", swapped),
     "everything is decayed": (transformers_trainer, "parameter_groups", all_decayed),
     "dropout is not seeded by step": (transformers_trainer, "seed_step", lambda seed, step, at: None),
@@ -120,7 +121,6 @@ def train(case: dict, out: Path) -> None:
     job = Job(plan, case["name"], directory)
     records, blocks = Recorded(fails_after), BlocksRun()
     patches = [
-        (transformers_model, "LARGE", 0),
         (transformers_model, "build", drawn_once),
         (GPT2Attention, "forward", lambda *a, **k: blocks(*a, **k)),
     ]

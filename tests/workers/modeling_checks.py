@@ -13,6 +13,7 @@ from pathlib import Path
 import deepspeed
 import randomness
 import sequence_parallel
+import shared_draws
 import sparse
 import tensor_parallel
 import torch.distributed as dist
@@ -40,11 +41,11 @@ def checks_of(tp: int) -> dict[str, Callable[[ProcessGrid, Path], None]]:
     return found
 
 
-NAMES = [f"{name}, tp {tp}" for tp in DEGREES for name in checks_of(tp)]
+NAMES = [f"{name}, tp {tp}" for tp in DEGREES for name in checks_of(tp)] + [*shared_draws.CHECKS]
 
 
 def prepare(directory: Path) -> Checks:
-    checks = {}
+    checks = {**shared_draws.CHECKS}
     for tp in DEGREES:
         grid = ProcessGrid(tp, 1, dist.get_world_size() // tp)
         for name, check in checks_of(tp).items():

@@ -103,19 +103,11 @@ def test_transformers_has_our_loss_curve(on_two_ranks):
 
 
 @pytest.mark.long
-def test_unpartitioned_weights_are_those_of_rank_0_and_nothing_is_recomputed(on_two_ranks):
+def test_weights_are_the_same_unpartitioned_and_nothing_is_recomputed(on_two_ranks):
     partitioned, other = Trained(on_two_ranks / "theirs"), Trained(on_two_ranks / "unpartitioned")
     loss, norm, weights = apart(partitioned, other)
     assert loss < 3e-6 and norm < 1e-6 and weights < 5e-6
     assert (partitioned.blocks_run, other.blocks_run) == (2, 1), "forward passes of a layer per micro-batch"
-
-
-@pytest.mark.long
-def test_a_large_model_says_how_far_its_initial_weights_are(on_two_ranks):
-    said = [line for line in Trained(on_two_ranks / "theirs").said if line.startswith("initial weights")]
-    tenths = [int(line.split()[2]) for line in said]
-    assert tenths == sorted(set(tenths)) and tenths[-1] == 100 and 3 <= len(tenths) <= 10
-    assert all("% of " in line and line.endswith("million per second") for line in said)
 
 
 @pytest.mark.long
