@@ -81,11 +81,11 @@ def build_parser() -> ArgumentParser:
     what = parser.add_argument_group("on what")
     tasks = ("wikitext103", "lambada", "perplexity")
     what.add_argument("--task", choices=tasks, required=True, help="what to score it on")
-    variant = "of LAMBADA: the authors' text, or OpenAI's (default: %(default)s)"
-    what.add_argument("--variant", choices=("original", "openai"), default="original", help=variant)
+    variant = "of LAMBADA: the authors' text, or OpenAI's (default: original)"
+    what.add_argument("--variant", choices=("original", "openai"), help=variant)
     data = "a local file instead of the hub's, or of a recipe's held-out text: .jsonl, .parquet or text"
     what.add_argument("--data", metavar="FILE", help=data)
-    what.add_argument("--column", metavar="NAME", default="text", help="field with the text (default: text)")
+    what.add_argument("--column", metavar="NAME", help="field with the text (default: text)")
     window = "tokens that are read at once (default: those of a sample in its training, else its positions)"
     what.add_argument("--window", type=arguments.whole(most=10**7), metavar="N", help=window)
     stride = "tokens from one window to the next (default: wikitext103 32, else the window)"
@@ -138,7 +138,7 @@ def checked_job(args: Namespace) -> ScoringJob:
     """Make the job from the flags. Raises ValueError."""
     from launch.evaluation.scoring_job import ScoringTask, Wishes, open_model, plan_scoring
 
-    check_settings(args.set)
+    check_settings(args)
     world = processes.world_size()
     wishes = Wishes(args.precision, args.batch, world, args.set, args.tokenizer)
     model = open_model(args.model, wishes)
@@ -149,16 +149,19 @@ def checked_job(args: Namespace) -> ScoringJob:
     return ScoringJob(task, model, plan, window, stride, out, args.from_scratch)
 
 
-def check_settings(settings: list[str]) -> None:
+def check_settings(args: Namespace) -> None:
     """Refuse --set of keys decided by flags or weights, or used in training only. Raises ProblemsError."""
     problems = []
-    for setting in settings:
+    for setting in args.set:
         key = setting.partition("=")[0].strip()
         section = key.partition(".")[0]
         if flag := BY_FLAGS.get(section):
             problems.append(Problem(key, f"--set {setting}", f"{flag} decides it", f"give {flag}"))
         elif section in FOR_TRAINING:
             problems.append(Problem(key, f"--set {setting}", "nothing is trained here", "leave it out"))
+        elif section == "data" and (args.data or args.task != "perplexity"):
+            rule = f"{'--data' if args.data else f'--task {args.task}'} decides what is read"
+            problems.append(Problem(key, f"--set {setting}", rule, "leave one of the two out"))
         elif section == "model" and key != "model.vocab_divisible_by":
             problems.append(Problem(key, f"--set {setting}", "the weights decide it", "leave it out"))
     if problems:

@@ -9,21 +9,45 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from launch.console.text_table import aligned
 from recipes import catalog
+from recipes.files import path_of
 
 HELP_WIDTH = 78  # columns of a description, as argparse fills 80
 HELP = argparse.RawDescriptionHelpFormatter  # descriptions and examples keep their lines
+
+
+class _Given(argparse.Action):
+    """Store the value of a flag; refuse an empty one, and a second one: a given value is never ignored."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, names: argparse.Namespace, values: Any, option: Any = None
+    ) -> None:
+        earlier = vars(names).setdefault("given", set())
+        words = values if isinstance(values, list) else [values]
+        if any(isinstance(word, str) and not word.strip() for word in words):
+            raise argparse.ArgumentError(self, "is empty: give a value, or leave it out")
+        if self.option_strings and self.dest in earlier:
+            raise argparse.ArgumentError(self, "is given twice, and takes one value: leave one of them out")
+        earlier.add(self.dest)
+        setattr(names, self.dest, values)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser, of subcommands too, whose flags take one value that is not empty."""
+
+    def __init__(self, **how: Any):
+        super().__init__(**how)
+        self.register("action", None, _Given)
 
 
 def command(description: str, examples: str) -> argparse.ArgumentParser:
     """Make a parser with description and examples in its --help."""
     _refuse_another_checkout()
     about = textwrap.fill(description, HELP_WIDTH)
-    parser = argparse.ArgumentParser(
-        description=about, epilog=examples, formatter_class=HELP, allow_abbrev=False
-    )
+    parser = _Parser(description=about, epilog=examples, formatter_class=HELP, allow_abbrev=False)
     # The deepspeed launcher passes --local_rank=N; the environment says the same.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     return parser
@@ -66,6 +90,13 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=setting)
     add("--steps", type=whole(), metavar="N", help=steps)
     add("--tiny", action="store_true", help=tiny)
+
+
+def path(text: str) -> Path:
+    """Read a path, for `add_argument(type=...)`, which tells an empty one from the current directory."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("is empty: give a path, or leave it out")
+    return path_of(text, "a path")
 
 
 def whole(least: int = 1, most: int = 10**9) -> Callable[[str], int]:

@@ -22,11 +22,17 @@ def new_directory(flag: str, text: str | Path, resumed: str = "") -> Path:
     return path
 
 
-def new_file(flag: str, text: str | Path, endings: Sequence[str] = (), own: bytes = b"") -> Path:
+def new_file(
+    flag: str,
+    text: str | Path,
+    endings: Sequence[str] = (),
+    own: bytes = b"",
+    whose: str = "this command's own",
+) -> Path:
     """Check that the file is new, in an existing directory. Raises ProblemsError.
 
-    `endings`: the allowed endings of its name, such as ".png". `own`: first bytes of the command's own files,
-    which are replaced.
+    `endings`: the allowed endings of its name, such as ".png". `own`: first bytes of files that are
+    replaced, and `whose` they are.
     """
     path = path_of(text, flag)
     problem = place_problem(path)
@@ -34,7 +40,7 @@ def new_file(flag: str, text: str | Path, endings: Sequence[str] = (), own: byte
         problem = "has another ending", f"the form is told by it: {either(endings)}"
     elif not problem and path.exists() and not (own and _begins_with(path, own)):
         is_directory = path.is_dir()
-        kept = "only this command's own files are replaced" if own else "nothing is overwritten"
+        kept = f"only {whose} files are replaced" if own else "nothing is overwritten"
         problem = ("is a directory", "a file is made here") if is_directory else ("exists already", kept)
     elif not problem and not path.parent.is_dir():
         problem = f"lies in {path.parent}, which is not there", "a file is made in a directory that exists"

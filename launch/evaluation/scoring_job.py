@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data import corpus
-from data.tasks.rows import FLAG, local_file
+from data.tasks.rows import FLAG, is_plain_text, local_file
 from data.tasks.scored_text import WIKITEXT103, Variant, documents, held_out, lambada, wikitext103
 from data.tasks.windows import TaskData, TaskName
 from data.text.vocabulary import vocabulary_size
@@ -129,9 +129,9 @@ class ScoringTask:
     """
 
     task: TaskName
-    variant: Variant
+    variant: Variant | None = None
     data: str | None = None
-    column: str = "text"
+    column: str | None = None
     window: int | None = None
     stride: int | None = None
     limit: int | None = None
@@ -160,10 +160,15 @@ class ScoringTask:
             rule = f"held-out samples have {recipe.sequence_length:,} tokens"
             fix = f"leave it out, or give text with {FLAG} FILE"
             yield Problem("--window", f"--window {window}", rule, fix)
+        if self.variant and self.task != "lambada":
+            came = f"--variant {self.variant} with --task {self.task}"
+            yield Problem("--variant", came, "LAMBADA alone has variants", "leave it out")
         try:
-            if self.data is not None:
-                local_file(self.data)
-            elif own_text:
+            place = local_file(self.data) if self.data is not None else None
+            if self.column and (own_text or (place and is_plain_text(place))):
+                rule = "the recipe's text has data.column" if own_text else f"{self.data} is plain text"
+                yield Problem("--column", f"--column {self.column}", rule, "leave it out")
+            if own_text:
                 corpus.check_sources(recipe)
         except ProblemsError as error:
             yield from error.problems
@@ -174,11 +179,11 @@ def read_task(
 ) -> TaskData:
     """Read the task's data as windows. Raises ValueError if it is unreadable or nothing is left to score."""
     place = Path(local_file(task.data)) if task.data is not None else None
-    tokenizer, column, limit = model.trained.tokenizer, task.column, task.limit
+    tokenizer, column, limit = model.trained.tokenizer, task.column or "text", task.limit
     if task.task == "wikitext103":
         data = wikitext103(tokenizer, window, stride, place or WIKITEXT103, column, limit)
     elif task.task == "lambada":
-        data = lambada(tokenizer, window, task.variant, place, column, limit)
+        data = lambada(tokenizer, window, task.variant or "original", place, column, limit)
     elif place:
         data = documents(tokenizer, window, stride, place, column, limit)
     else:

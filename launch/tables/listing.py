@@ -145,7 +145,8 @@ def select(rows: Sequence[ListedRecipe], args: argparse.Namespace) -> list[Liste
         recipe = row.recipe
         yield not args.family or recipe.model.family == args.family
         yield not args.gpus or any(least <= count <= most for count in (row.gpus, row.processes) if count)
-        yield not args.hardware or (recipe.hardware is not None and wanted in _letters(recipe.hardware))
+        named = "" if recipe.hardware is None else _letters(recipe.hardware)
+        yield args.hardware is None or (wanted != "" and wanted in named)
         yield not args.published or row.table.published
         yield not args.oom or (recipe.published is not None and recipe.published.oom)
 

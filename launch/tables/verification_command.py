@@ -51,7 +51,7 @@ def add_parser(commands: Any) -> None:
     table = dict(nargs="+", action="extend", default=[], metavar="NAME")
     parser.add_argument("--table", **table, help="only these published tables")
     parser.add_argument("--verbose", action="store_true", help="list every check")
-    parser.add_argument("--csv", metavar="FILE", type=Path, help="write all checks as CSV, one a line")
+    parser.add_argument("--csv", metavar="FILE", type=arguments.path, help="write all checks as CSV, one a line")
     parser.set_defaults(run=run)
 
 

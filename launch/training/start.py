@@ -22,6 +22,7 @@ from launch.records.facts import Ending
 from launch.training import compile_choice
 from launch.training.compile_choice import WISHES
 from launch.training.job import InitialWeights, Job, assumed_machine, plan_job
+from recipes.files import path_of
 from recipes.problems import Problem, ProblemsError
 from recipes.refused_by_system import problem, take_file_handles, told_by
 from recipes.schema import Recipe
@@ -156,9 +157,9 @@ def job_of(
     )  # fmt: skip
     # Now, since a run that still trains there may save newer ones later.
     weights = weights and weights.resolved()
+    directory = path_of(args.out, "--out") if args.out else default_path(name, plan.ds_name)
     if args.out and processes.rank() == 0:
-        output.directory("--out", args.out)
-    directory = Path(args.out) if args.out else default_path(name, plan.ds_name)
+        output.directory("--out", directory)
     if (missing := compile_choice.explain_missing(args.compile, plan, machine)) is not None:
         say_on_rank_0(missing)
     compiled = compile_choice.compiles(args.compile, plan, machine)

@@ -257,6 +257,29 @@ def start(*_: object, **__: object) -> None:
     raise Started
 
 
+def with_subcommands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield from action.choices.values()
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_an_empty_value_and_a_second_one_are_refused(name, capsys):
+    """A repeatable flag has rules of its own for what is empty."""
+    for parser in with_subcommands(importlib.import_module(f"launch.{name}").build_parser()):
+        for action in parser._actions:
+            repeatable = isinstance(action, argparse._AppendAction)
+            if action.nargs == 0 or repeatable or not action.option_strings:
+                continue
+            flag, value = action.option_strings[0], [*(action.choices or ["1"])][0]
+            for line in ([flag, ""], [flag, " "], [flag, value, flag, value]):
+                with pytest.raises(SystemExit) as ended:
+                    parser.parse_args(line)
+                said = capsys.readouterr().err
+                assert ended.value.code == 2 and f"argument {flag}: " in said, f"{line}: {said}"
+
+
 PLAIN = (
     st.none() | st.booleans() | st.integers() | st.integers(2**62, 2**70) | st.floats() | st.text(max_size=8)
 )

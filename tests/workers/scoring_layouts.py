@@ -39,8 +39,8 @@ def score_case(run: str, texts: str, long: str, case: dict) -> dict:
     with release_at_end(engine):
         every = {
             "lambada": ScoringTask("lambada", "openai", texts),
-            "perplexity": ScoringTask("perplexity", "original", texts, stride=24),
-            "overlapping": ScoringTask("perplexity", "original", long, stride=24),
+            "perplexity": ScoringTask("perplexity", data=texts, stride=24),
+            "overlapping": ScoringTask("perplexity", data=long, stride=24),
         }
         for name, asked in every.items():
             window, stride = asked.check(model)

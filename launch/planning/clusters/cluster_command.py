@@ -37,7 +37,8 @@ examples:
   python launch/plan.py cluster --recipe megatron_paper_table1/8.3b-mp-dp --all
       where each of its 512 ranks sits
 
-Files that this command wrote earlier are replaced, any other is not.
+Files that this command wrote earlier for the same recipe and --run are
+replaced, any other is not.
 exit codes: 0 shown and written, 2 refused."""
 WORD = re.compile(r"[A-Za-z0-9_.,:&|*()\[\]!@/+-]+")  # of a scheduler: nothing that ends a line or a word
 
@@ -70,7 +71,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     slurm("--cpus-per-task", type=arguments.whole(most=4096), metavar="N", help=cores)
     shown = parser.add_argument_group("what comes out").add_argument
     shown("--all", action="store_true", help="list every rank")
-    shown("--out", metavar="DIR", type=Path, help="write the files there; without it none is written")
+    shown("--out", metavar="DIR", type=arguments.path, help="write the files there; without it none is written")
     parser.set_defaults(run=run)
 
 
@@ -109,7 +110,7 @@ def job_of(args: argparse.Namespace) -> Job:
         node,
         placement.nodes,
         placement.gpus,
-        run_directory=str(path_of(args.run_directory, "--run")) if args.run_directory else usual,
+        run_directory=str(_run_directory(args.run_directory) if args.run_directory else usual),
         hosts=hosts,
         has_host_names=bool(args.hosts),
         seconds=parse_clock(args.time),
@@ -119,6 +120,14 @@ def job_of(args: argparse.Namespace) -> Job:
         cores=args.cpus_per_task or (node.cores // node.gpus if node.cores else None),
         image=args.image,
     )
+
+
+def _run_directory(text: str) -> Path:
+    path = path_of(text, "--run")
+    if ".." in path.parts or not path.name:
+        rule = "a run has a directory of its own, in Kubernetes on the job's volume, which .. would leave"
+        raise ProblemsError([Problem("--run", f"--run {text[:100]}", rule, "name it: runs/x or /scratch/x")])
+    return path
 
 
 def _check_words(args: argparse.Namespace) -> None:
@@ -135,14 +144,14 @@ def _check_words(args: argparse.Namespace) -> None:
 
 
 def _check_places(out: Path | None, texts: dict[str, str]) -> None:
-    """Refuse a directory with other people's files in the places of ours."""
+    """Refuse a directory with files of other people, or of another job, in the places of ours."""
     if out is None or not output.directory("--out", out).exists():
         return
     problems: list[Problem] = []
     for name, text in texts.items():
-        own = text.partition(files.WRITTEN_BY)[0] + files.WRITTEN_BY  # how each of its files begins
+        own = text[: text.index("\n", text.index(files.WRITTEN_BY))]  # how each of the job's files begins
         try:
-            new_output.new_file("--out", out / name, own=own.encode())
+            new_output.new_file("--out", out / name, own=own.encode(), whose="the same job's")
         except ProblemsError as error:
             problems += error.problems
     if problems:

@@ -86,5 +86,5 @@ def _clock(seconds: int) -> str:
 
 
 def _word(word: str) -> str:
-    """Quote a word of a manifest's command: in Kubernetes $(NAME) is a variable, and $$ is a $."""
-    return json.dumps(word.replace("$(", "$$("), ensure_ascii=False)
+    """Quote a word of a manifest's command or environment: in Kubernetes $(NAME) is a variable, $$ is a $."""
+    return json.dumps(word.replace("$", "$$"), ensure_ascii=False)

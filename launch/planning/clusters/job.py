@@ -49,6 +49,11 @@ class Job:
         return self.plan.layout
 
     @property
+    def identity(self) -> str:
+        """Name and run directory in one line; the files of a job are replaced by the same job alone."""
+        return " ".join(f"{self.name} in {self.run_directory}".split())
+
+    @property
     def slug(self) -> str:
         """The name in the form of schedulers: lower case, digits and hyphens, a letter first (RFC 1035)."""
         slug = "run-" + re.sub("[^a-z0-9]+", "-", self.name.lower()).strip("-")

@@ -36,10 +36,10 @@ def add_parser(commands: Any) -> None:
     about = dict(help="the planner's error on published rows", description=ABOUT)
     form = dict(epilog=EXAMPLES, formatter_class=arguments.HELP, allow_abbrev=False)
     add = commands.add_parser("validate", **about, **form).add_argument
-    add("--table", metavar="FILE.csv", type=Path, help="predict the rows of this file alone")
+    add("--table", metavar="FILE.csv", type=arguments.path, help="predict the rows of this file alone")
     add("--columns", action="store_true", help="list the columns of such a file")
     add("--verbose", action="store_true", help="list every row")
-    add("--plot", metavar="FILE", type=Path, help="draw predicted against published (.png, .svg)")
+    add("--plot", metavar="FILE", type=arguments.path, help="draw predicted against published (.png, .svg)")
     add("--refit", action="store_true", help="fit the constants again, and keep them")
     commands.choices["validate"].set_defaults(run=run)
 

@@ -73,7 +73,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add = parser.add_argument_group("what comes out").add_argument
     top = "layouts that are shown (default: %(default)s)"
     add("--top", type=arguments.whole(1, 1000), default=8, metavar="N", help=top)
-    add("--out", metavar="DIR", type=Path, help=f"write {JSON_NAME} there; nothing is overwritten")
+    add("--out", metavar="DIR", type=arguments.path, help=f"write {JSON_NAME} there; nothing is overwritten")
     parser.set_defaults(run=run)
 
 

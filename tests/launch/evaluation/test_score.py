@@ -91,7 +91,7 @@ def test_a_window_is_a_sample_of_the_training_and_may_be_as_long_as_the_position
         found.append(json.loads((tmp_path / "out.json").read_text())["figures"])
         (tmp_path / "out.json").unlink()
     assert found[0] == found[1] == found[4] != found[2] == found[3] == found[5]
-    said = refusal(tmp_path / "short", ScoringTask("perplexity", "openai", str(task[-1]), window=65))
+    said = refusal(tmp_path / "short", ScoringTask("perplexity", data=str(task[-1]), window=65))
     assert "--window 65: the model has 64 positions; give 64 or less" in said
 
 
@@ -191,18 +191,24 @@ def test_what_cannot_be_scored_is_refused_before_a_start(made, tmp_path):
     tokenizer_of(PASSAGES, 300).save_pretrained(tmp_path / "small")
     said = refusal(run_directory, asked, tokenizer=str(tmp_path / "small"))
     assert "is not the vocabulary" in said or "300 tokens" in said
-    both = refusal(run_directory, ScoringTask("perplexity", "openai", texts, window=4096, stride=5000))
+    both = refusal(run_directory, ScoringTask("perplexity", data=texts, window=4096, stride=5000))
     assert "--window 4096" in both and "--stride 5000" in both
     assert "no such file" in refusal(run_directory, ScoringTask("lambada", "openai", str(tmp_path / "none")))
     said = refusal(run_directory, replace(asked, stride=3))
     assert "--stride with --task lambada" in said
     assert "hidden" in refusal(run_directory, asked, "model.hidden=32")
+    (tmp_path / "text.txt").write_text("some words\n")
+    plain = ScoringTask("perplexity", "openai", str(tmp_path / "text.txt"), column="body")
+    said = refusal(run_directory, plain)
+    assert "--variant openai with --task perplexity" in said and "--column body" in said
+    assert "data.column" in refusal(run_directory, ScoringTask("perplexity", column="body"))
 
 
 def test_what_flags_and_weights_decide_is_no_setting(made):
-    settings = ("precision=bf16", "optimizer.lr=1", "model.implementation=transformers")
+    settings = ("precision=bf16", "optimizer.lr=1", "model.implementation=transformers", "data.name=x")
     chosen = [part for setting in settings for part in ("--set", setting)]
-    said = score(made / "run", "--task", "perplexity", *chosen, code=2)
+    said = score(made / "run", "--task", "perplexity", "--data", made / "texts.jsonl", *chosen, code=2)
+    assert "--set data.name=x: --data decides what is read" in said
     assert "--precision decides it" in said and "the weights decide it" in said
     assert "nothing is trained here" in said
 

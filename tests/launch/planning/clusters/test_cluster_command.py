@@ -24,6 +24,8 @@ REFUSED = {
     f"{CASES['open']} c": "the layout takes 2, each once; name 2, or give --nodes 3",
     "--recipe parallel_kinds/3d --gpus-per-node 4 --hosts a a": "names 2, 1 different",
     "--recipe parallel_kinds/4d": "no such recipe",
+    f"{CASES['unknown']} --run ../../x": "--run ../../x: .* which .. would leave",
+    f"{CASES['unknown']} --run /": "a run has a directory of its own",
     "--recipe parallel_kinds/3d --gpus-per-node 8 --ds_config zero3": "stage",
 }
 
@@ -58,8 +60,14 @@ def test_files_are_written_and_written_again(tmp_path, capsys):
     cluster_command.run(parsed(f"{CASES['open']} --out {out}"))
     assert {path.name for path in out.iterdir()} == {*files.NAMES}
     assert (out / "hosts").read_text().splitlines()[1:] == ["a slots=8", "b slots=8"]
-    cluster_command.run(parsed(f"{CASES['3d']} --out {out}"))
-    assert "node-15 slots=4" in (out / "hosts").read_text()
+    cluster_command.run(parsed(f"{CASES['open']} c d --nodes 4 --out {out}"))
+    assert "d slots=8" in (out / "hosts").read_text()
+    before = [(out / name).read_bytes() for name in files.NAMES]
+    for other in (CASES["3d"], f"{CASES['open']} --run runs/second"):
+        with pytest.raises(ProblemsError, match="hosts exists already: only the same job's files") as refused:
+            cluster_command.run(parsed(f"{other} --out {out}"))
+        assert len(refused.value.problems) == len(files.NAMES)
+    assert before == [(out / name).read_bytes() for name in files.NAMES]
 
 
 @pytest.mark.parametrize("name", files.NAMES)

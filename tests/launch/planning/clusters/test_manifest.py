@@ -80,14 +80,16 @@ def test_names_of_rows_that_begin_alike_differ():
 
 
 def test_what_a_setting_says_reaches_the_training_as_it_is():
-    prompt = "it's $(HOME) `x` {a}"
-    setting = shlex.quote(f"run.prompt={prompt}")
-    _, pytorchjob = documents(f"--recipe parallel_kinds/3d --gpus-per-node 8 --set {setting}")
-    words = containers(pytorchjob)["Master"]["args"][2:]
+    """Kubernetes makes $ of $$ and puts in variables, $(HOME), in arguments and in the environment."""
+    prompt, directory = "it's $(HOME) $$(HOME) `x` {a}", "runs/$(HOME) b"
+    flags = shlex.join(["--set", f"run.prompt={prompt}", "--run", directory])
+    _, pytorchjob = documents(f"--recipe parallel_kinds/3d --gpus-per-node 8 {flags}")
+    container = containers(pytorchjob)["Master"]
+    assert container["env"][0] == {"name": "RUN", "value": "/runs/$$(HOME) b"}
+    words = container["args"][2:]
     started = "launch/pretrain.py --ds_config ds_configs/3d.json --recipe parallel_kinds/3d"
     assert words[:5] == started.split()
-    assert "$$(HOME)" in words[-1]  # or Kubernetes puts the variable in
-    assert words[-1].replace("$$", "$") == f"run.prompt={prompt}"
+    assert words[-1] == f"run.prompt={prompt.replace('$', '$$')}"
 
 
 # What stands in for torchrun: it ends as $MODE says, at once or when it is asked by the STOP file.
