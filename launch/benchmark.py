@@ -67,8 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES)
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, (summary, examples, add_flags, measure) in COMMANDS.items():
-        how: dict[str, Any] = {"formatter_class": arguments.HELP, "allow_abbrev": False}
-        command = benchmarks.add_parser(name, help=summary, epilog=examples, **how)
+        command = arguments.subcommand(benchmarks, name, summary, None, examples)
         add_flags(command)
         command.add_argument("--out", metavar="FILE", help="write all numbers as JSON")
         command.set_defaults(measure=measure)

@@ -52,15 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = arguments.command(str(__doc__).split("\n\n")[0], EXAMPLES)
     commands = parser.add_subparsers(required=True, dest="command", metavar="{show,verify,diff}")
     for name, runs, what, description, epilog in COMMANDS:
-        command = commands.add_parser(
-            name,
-            help=what,
-            description=description,
-            epilog=epilog,
-            allow_abbrev=False,
-            formatter_class=arguments.HELP,
-        )
-        add = command.add_argument
+        add = arguments.subcommand(commands, name, what, description, epilog).add_argument
         for run in runs:
             add(run, metavar=run.upper(), help="run directory, its checkpoints/, or one step-NNNNNN of them")
         add("--step", type=arguments.whole(0), metavar="N", help="the checkpoint after N optimizer steps")

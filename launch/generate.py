@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -88,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--tokens", type=arguments.whole(), metavar="N", help="at most N after each prompt (default: 80)")
     add("--samples", type=arguments.whole(), metavar="N", help="of each prompt (default: 1)")
     add("--greedy", action="store_true", help="take the most likely token, and draw nothing")
-    above, share = arguments.number(0, math.inf), arguments.number(0, 1, "above 0, at most 1")
+    above, share = arguments.number(0), arguments.number(0, 1)
     add("--temperature", type=above, metavar="T", help="below 1 the likely get likelier (default: 0.8)")
     top_k = "draw from the K most likely tokens; 0: from all (default: 40 without --top_p)"
     add("--top_k", type=arguments.whole(0), metavar="K", help=top_k)

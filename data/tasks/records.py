@@ -82,7 +82,10 @@ def _lines(path: Path) -> Iterator[LocatedRecord]:
 def _located(place: str, line: bytes) -> LocatedRecord:
     try:
         value = json.loads(line)
-    except ValueError as error:
+        files.check_value(value, place)
+    except files.FileError as error:
+        return LocatedRecord(place, {}, str(error.problems[0].came))
+    except (ValueError, RecursionError) as error:
         return LocatedRecord(place, {}, f"not JSON: {error}")
     return (
         LocatedRecord(place, value) if isinstance(value, dict) else LocatedRecord(place, {}, "not an object")

@@ -13,7 +13,6 @@ from typing import Any
 
 from launch.console.text_table import aligned
 from recipes import catalog
-from recipes.files import path_of
 
 HELP_WIDTH = 78  # columns of a description, as argparse fills 80
 HELP = argparse.RawDescriptionHelpFormatter  # descriptions and examples keep their lines
@@ -35,19 +34,14 @@ class _Given(argparse.Action):
         setattr(names, self.dest, values)
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser, of subcommands too, whose flags take one value that is not empty."""
-
-    def __init__(self, **how: Any):
-        super().__init__(**how)
-        self.register("action", None, _Given)
-
-
 def command(description: str, examples: str) -> argparse.ArgumentParser:
     """Make a parser with description and examples in its --help."""
     _refuse_another_checkout()
     about = textwrap.fill(description, HELP_WIDTH)
-    parser = _Parser(description=about, epilog=examples, formatter_class=HELP, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=about, epilog=examples, formatter_class=HELP, allow_abbrev=False
+    )
+    parser.register("action", None, _Given)
     # The deepspeed launcher passes --local_rank=N; the environment says the same.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     return parser
@@ -57,13 +51,15 @@ def subcommand(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],
     name: str,
     help_line: str,
-    about: str,
-    examples: str,
+    about: str | None,
+    examples: str = "",
 ) -> argparse.ArgumentParser:
     """Make the parser of a subcommand, with description and examples in its --help."""
-    return commands.add_parser(
+    parser = commands.add_parser(
         name, help=help_line, description=about, epilog=examples, formatter_class=HELP, allow_abbrev=False
     )
+    parser.register("action", None, _Given)
+    return parser
 
 
 def _refuse_another_checkout() -> None:
@@ -92,13 +88,6 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tiny", action="store_true", help=tiny)
 
 
-def path(text: str) -> Path:
-    """Read a path, for `add_argument(type=...)`, which tells an empty one from the current directory."""
-    if not text.strip():
-        raise argparse.ArgumentTypeError("is empty: give a path, or leave it out")
-    return path_of(text, "a path")
-
-
 def whole(least: int = 1, most: int = 10**9) -> Callable[[str], int]:
     """Make a reader of whole numbers within bounds, for `add_argument(type=...)`."""
 
@@ -110,7 +99,7 @@ def whole(least: int = 1, most: int = 10**9) -> Callable[[str], int]:
     return read
 
 
-def number(above: float, most: float, bounds: str = "above 0") -> Callable[[str], float]:
+def number(above: float, most: float = math.inf) -> Callable[[str], float]:
     """Make a reader of finite numbers in (above, most], for `add_argument(type=...)`."""
 
     def read(text: str) -> float:
@@ -119,6 +108,7 @@ def number(above: float, most: float, bounds: str = "above 0") -> Callable[[str]
         except ValueError:
             value = math.nan
         if not (math.isfinite(value) and above < value <= most):
+            bounds = f"above {above:g}" + (f", at most {most:,.0f}" if math.isfinite(most) else "")
             raise argparse.ArgumentTypeError(f"{text[:40]}: give a number {bounds}")
         return value
 

@@ -21,6 +21,9 @@ from recipes.schema import Downstream
 SCORES = "scores.json"  # in the directory of a run
 SHOWN_BROKEN = 3
 TABLE = "megatron_paper_results"  # of language models scored on the tasks of launch/score.py
+# Data of the published scores: original tokens (arXiv 1909.08053, appendix E.1), passages of OpenAI's text.
+PUBLISHED_SIZES = {"wikitext103": 245_566, "lambada": 5_153}
+OTHER_DATA = "other data than the published scores'"
 WORDS = {
     "accuracy": "accuracy",
     "perplexity": "perplexity",
@@ -83,6 +86,13 @@ class Score:
         return (*what, self.window, self.stride, self.precision)
 
     @property
+    def on_other_data(self) -> bool:
+        """Tell by size and variant whether published scores of the task were measured on other data."""
+        size = self.examples + len(self.broken) if self.words is None else self.words
+        whole = PUBLISHED_SIZES.get(self.task, size)
+        return self.variant == "original" or abs(size - whole) > whole / 100
+
+    @property
     def name(self) -> str:
         """Return task and variant in words."""
         return f"{self.task} ({self.variant})" if self.variant else self.task
@@ -94,7 +104,8 @@ _SCORES = TypeAdapter(tuple[Score, ...])
 def to_json(score: Score) -> str:
     """Return the score and the published scores of its task as JSON."""
     beside = [asdict(each) for each in published_next_to(score.task)]
-    return json.dumps({**asdict(score), "published": beside}, indent=2, ensure_ascii=False) + "\n"
+    told = {**asdict(score), "published": beside, "published_on_other_data": score.on_other_data}
+    return json.dumps(told, indent=2, ensure_ascii=False) + "\n"
 
 
 def read_scores(run: Path) -> tuple[Score, ...]:
@@ -131,7 +142,7 @@ def describe(score: Score, width: int | None = None) -> str:
     if not beside:
         return lines
     (figure,) = {each.figure for each in beside}
-    rows = [("this model", figure_text(figure, score.figures[figure]), "")]
+    rows = [("this model", figure_text(figure, score.figures[figure]), OTHER_DATA * score.on_other_data)]
     rows += [(each.model, each.printed, each.source) for each in beside]
     return f"{lines}\n\n{table(rows, ('', WORDS[figure], 'source'), 'lrl', width)}"
 

@@ -99,7 +99,7 @@ def libaio(machine: Machine) -> Check:
     """Look for the library of NVMe offload; without it the resolver refuses NVMe offload."""
     if machine.libaio:
         return ok("there, for NVMe offload")
-    return ok("missing, which only NVMe offload needs (apt-get install libaio-dev)")
+    return ok("only NVMe offload needs it, and it is not installed (apt-get install libaio-dev)")
 
 
 def files_needed(world: int) -> int:

@@ -37,7 +37,7 @@ REPORT = "hang.txt"  # in the run directory, next to STACKS.format(rank)
 STACKS = "hang-rank-{}.txt"
 USUAL_STEPS = 5  # a step may take so many times what steps usually take
 LONG = 25  # times run.hang_after, for what is no usual step; of a minute, just under the collectives' 30
-ANSWER_S = 10.0  # for an answer
+ANSWER_S = 10.0  # the most for an answer
 REMEMBERED = 20  # steps
 SHOWN_FRAMES = 8  # of a stack on the screen; the file has all
 SHOWN_RANKS = 8  # names in a row
@@ -112,6 +112,7 @@ class Watchdog:
         """Take `hang_after` in seconds (run.hang_after); `directory`: of the run; None: nothing is kept."""
         self.places: Sequence[Place] = ()
         self._directory, self._hang_after = directory, hang_after
+        self._patience = min(ANSWER_S, hang_after / 4)  # seconds for an answer
         self._rank, self._token = 0, b""
         self._step, self._phase, self._since, self._passes = 0, Phase.STARTING, time.monotonic(), 0
         self._began = self._since  # of the step
@@ -135,8 +136,10 @@ class Watchdog:
     def aside(self, phase: Phase) -> Iterator[None]:
         """Be in another phase during the block, then go on with the one before."""
         before, self._phase, self._since = self._phase, phase, time.monotonic()
-        yield
-        self._phase, self._since = before, time.monotonic()
+        try:
+            yield
+        finally:
+            self._phase, self._since = before, time.monotonic()
 
     def advance(self) -> None:
         """Count a forward pass."""
@@ -215,35 +218,37 @@ class Watchdog:
                     os._exit(HANGING)
 
     def _watch(self) -> None:
-        tick = min(5.0, self._hang_after / 10)
-        looked, pause = time.monotonic(), tick
-        while not self._ended.wait(pause):
-            asleep = time.monotonic() - looked - pause
+        tick, looked = min(5.0, self._hang_after / 10), time.monotonic()
+        while not self._ended.wait(tick):
+            asleep = time.monotonic() - looked - tick
             if asleep > 2 * tick:  # this process itself was stopped, and its clock was not
                 self._since += asleep
                 self._began += asleep
-            pause = tick
-            if self.limit() < time.monotonic() - self._since:
-                if self._is_judge():
-                    self._judge()
-                pause = max(tick, self._hang_after / 4)
+            # A silent rank is asked twice: its silence is sure when the phase is overdue.
+            if self.limit() - 2 * self._patience < time.monotonic() - self._since:
+                silent = self._silent_below()
+                if len(silent) == self._rank:
+                    self._judge(silent)
             looked = time.monotonic()
 
-    def _is_judge(self) -> bool:
-        """Check that no lower rank answers."""
+    def _silent_below(self) -> dict[int, str]:
+        """Return the silence of the ranks below the first that answers, which then judges."""
+        silent = dict[int, str]()
         for place in self.places[: self._rank]:
-            with contextlib.suppress(Unreachable):
+            try:
                 self._ask(place)
-                return False
-        return True
+                break
+            except Unreachable as error:
+                silent[place.rank] = str(error)
+        return silent
 
-    def _judge(self) -> None:
-        """End the run if it hangs."""
+    def _judge(self, silent: dict[int, str]) -> None:
+        """End the run if it hangs. `silent`: ranks that have not answered."""
         others = [place for place in self.places if place.rank != self._rank]
-        statuses, silent = self._ask_all(others)
-        if silent:
-            more, silent = self._ask_all([self.places[rank] for rank in silent])
-            statuses |= more
+        statuses, more = self._ask_all([place for place in others if place.rank not in silent])
+        if silent := silent | more:
+            answers, silent = self._ask_all([self.places[rank] for rank in silent])
+            statuses |= answers
         statuses[self._rank] = self.status()
         if self._ended.is_set() or not (silent or all(status.overdue for status in statuses.values())):
             return
@@ -276,9 +281,8 @@ class Watchdog:
         return statuses, silent
 
     def _ask(self, place: Place, wish: bytes = b"status") -> Status:
-        patience = min(ANSWER_S, self._hang_after)
         try:
-            with socket.create_connection((place.address, place.port), timeout=patience) as connection:
+            with socket.create_connection((place.address, place.port), self._patience) as connection:
                 connection.sendall(self._token + b" " + wish + b"\n")
                 return Status.from_json(connection.makefile("rb").read())
         except TimeoutError:
@@ -316,16 +320,9 @@ class Watchdog:
 
     def _advice(self) -> str:
         if self._directory is None:
-            return f"Nothing was kept: {self._what_next()}"
-        files = f"{REPORT} and {STACKS.format('N')}"
-        return (
-            f"All threads' stacks are in {self._directory}: {files}. Nothing was saved: {self._what_next()}"
-        )
-
-    def _what_next(self) -> str:
-        if self._directory is None:
-            return "the same command begins anew"
-        return "--resume continues from the newest complete checkpoint"
+            return "Nothing was kept: the same command begins anew"
+        stacks = f"All threads' stacks are in {self._directory}: {REPORT} and {STACKS.format('N')}"
+        return f"{stacks}. Nothing was saved: --resume continues from the newest complete checkpoint"
 
 
 def forget(directory: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from launch.console.numbers import number
-from launch.evaluation.scores import WORDS, Score, figure_text, published_next_to
+from launch.evaluation.scores import OTHER_DATA, WORDS, Score, figure_text, published_next_to
 from launch.reports.finetuned import SHARES, FinetunedModel, percent
 from launch.reports.frames import Frame
 from launch.reports.runs import Run
@@ -40,6 +40,7 @@ def _of_run(run: Run, score: Score) -> tuple[str, ...]:
     stride = f", stride {score.stride}" if score.stride else ""
     part = ", a part of it" if score.limited else ""
     left_out = f", {len(score.broken)} broken examples left out" if score.broken else ""
+    part += f", {OTHER_DATA}" * score.on_other_data
     how = f"{score.source}{part}, window {score.window}{stride}, {score.precision}{left_out}"
     value = figure_text(figure, score.figures[figure])
     return score.name, WORDS[figure], f"{run.label}{step}", value, number(score.parameters), how

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from launch.console import quiet, terminal, text_table
+from launch.console import arguments, quiet, terminal, text_table
 from launch.machine.memory import Memory, this_machine
 from launch.planning.memory_fit import verdict
 from launch.planning.resolved_plans import processes
@@ -77,9 +77,7 @@ class ListedRecipe:
 def add_parser(commands: Any) -> None:
     """Add the subcommand `list` to the subparsers of launch/recipe.py."""
     about = "List the recipes, filtered; every filter narrows the list."
-    parser = commands.add_parser(
-        "list", help="which recipes there are", allow_abbrev=False, description=about
-    )
+    parser = arguments.subcommand(commands, "list", "which recipes there are", about)
     add = parser.add_argument
     own = "only this table, or that of your own file.yaml; repeatable"
     add("--table", action="append", default=[], metavar="NAME", help=own)

@@ -11,8 +11,8 @@ from typing import Any
 
 from ds_configs.jsonfile import ConfigError
 from ds_configs.plan import Plan
-from launch.console import terminal
-from launch.console.launch_lines import SCRIPT, arguments, deepspeed, quoted
+from launch.console import arguments, launch_lines, terminal
+from launch.console.launch_lines import SCRIPT, deepspeed, quoted
 from launch.console.text_table import aligned
 from launch.planning import memory_fit
 from launch.planning.resolved_plans import processes, published_plan
@@ -38,9 +38,7 @@ and how to launch it."""
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand `show` to the subparsers of launch/recipe.py."""
-    parser = commands.add_parser(
-        "show", help="everything about one recipe", allow_abbrev=False, description=ABOUT
-    )
+    parser = arguments.subcommand(commands, "show", "everything about one recipe", ABOUT)
     name = "a row of recipes/, or of your own YAML file as file.yaml/row"
     parser.add_argument("recipe", metavar="TABLE/ROW", help=name)
     override = "override one field, as in pretrain.py; repeatable"
@@ -154,7 +152,7 @@ class ShownRecipe:
 
     def launch_lines(self) -> list[str]:
         """Return command lines for the row's hardware and for any machine."""
-        script = f"{SCRIPT} {quoted(arguments(self.name, self.recipe.ds_config, self.settings))}"
+        script = f"{SCRIPT} {quoted(launch_lines.arguments(self.name, self.recipe.ds_config, self.settings))}"
         lines, shrunk = list[str](), self.recipe
         if not self.tiny:
             where, launcher = _launcher(self.recipe)

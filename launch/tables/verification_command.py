@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.durable_files import write_atomically
@@ -45,13 +44,12 @@ COLUMNS = (*(field.name for field in fields(Check)), "explanation")
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand `verify` to the subparsers of launch/recipe.py."""
-    about = dict(help="recompute the published tables and list every disagreement", description=ABOUT)
-    form = dict(epilog=EXAMPLES, formatter_class=arguments.HELP, allow_abbrev=False)
-    parser = commands.add_parser("verify", **about, **form)
-    table = dict(nargs="+", action="extend", default=[], metavar="NAME")
-    parser.add_argument("--table", **table, help="only these published tables")
+    line = "recompute the published tables and list every disagreement"
+    parser = arguments.subcommand(commands, "verify", line, ABOUT, EXAMPLES)
+    tables = "only these published tables"
+    parser.add_argument("--table", nargs="+", action="extend", default=[], metavar="NAME", help=tables)
     parser.add_argument("--verbose", action="store_true", help="list every check")
-    parser.add_argument("--csv", metavar="FILE", type=arguments.path, help="write all checks as CSV, one a line")
+    parser.add_argument("--csv", metavar="FILE", help="write all checks as CSV, one a line")
     parser.set_defaults(run=run)
 
 
@@ -60,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     quiet.quiet_libraries()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # models are built without memory: no GPU is looked for
     if args.csv:  # before minutes are spent
-        new_file("--csv", args.csv, own=(",".join(COLUMNS) + "\r\n").encode())
+        args.csv = new_file("--csv", args.csv, own=(",".join(COLUMNS) + "\r\n").encode())
     from launch.tables import report_text, verification
 
     report = verification.verify(args.table, progress=_progress)

@@ -306,8 +306,11 @@ def compare(ours: Logits, theirs: Logits, source: Path) -> float:
     """Return the largest difference of logits. Raises ExportMismatch if it is more than rounding."""
     for mine, other in zip(ours, theirs, strict=True):
         difference = _largest((mine,), (other,))
+        if not (mine.isfinite().all() and other.isfinite().all()):
+            fix = "export in float32, or another checkpoint with --step N"
+            raise ExportMismatch(f"logits are not finite, the weights overflow: nothing was exported; {fix}")
         allowed = TOLERANCE * max(1.0, float(mine.abs().max()))
-        if not difference <= allowed:  # NaN differs
+        if not difference <= allowed:
             came = f"the logits of transformers differ from ours by {difference:.3g}, more than {allowed:.3g}"
             fix = "with the pinned version of transformers (requirements.txt) this is a bug of the conversion"
             raise ExportMismatch(f"{came}: nothing was exported from {source}; {fix}")

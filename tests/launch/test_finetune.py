@@ -42,10 +42,11 @@ def folder(tmp_path_factory):
 
 
 def given(folder, task, *flags, prefix=""):
-    """Words of the command; of flags that are given twice the last one counts."""
-    data = [f"--{split}={folder / f'{prefix}{split}.jsonl'}" for split in ("train", "dev")]
-    own = ["--task", task, "--init", folder / "bert", *data, "--batch", 8, "--sequence_length", 32, *flags]
-    return list(map(str, own))
+    """Words of the command; flags take the place of its own."""
+    own = {"--task": task, "--init": folder / "bert", "--batch": 8, "--sequence_length": 32}
+    own |= {f"--{split}": folder / f"{prefix}{split}.jsonl" for split in ("train", "dev")}
+    words = [word for flag, value in own.items() if flag not in flags for word in (flag, value)]
+    return list(map(str, [*words, *flags]))
 
 
 def finetune(folder, *flags):
@@ -197,6 +198,8 @@ def test_what_cannot_work_is_refused_before_anything_starts(folder, tmp_path, re
         "--ensemble without --seeds: the seeds' models answer together, 2 at least": ["--ensemble", "--plan"],
         "--ensemble with --seeds 1": ["--ensemble", "--seeds", 1],
         "--plan with --seeds, --grid or --ensemble: a plan is that of one run": ["--ensemble", "--plan"],
+        "--lr: 1e30: give a number above 0, at most 1,000,000": ["--lr", "1e30"],
+        "--epochs: 1e15: give a number above 0, at most 1,000,000": ["--epochs", "1e15"],
         "--ranks 2 without --seeds or --grid": ["--ranks", 2],
     }.items():
         assert said in refusal(*flags), said

@@ -229,6 +229,7 @@ REFUSED = {
     "no prompts": (["gpt", "--file", "blank.txt"], "holds no prompt", "a prompt in each line"),
     "bad lines": (["gpt", "--file", "bad.jsonl"], 'bad.jsonl:2: has no "prompt"', "bad.jsonl:4"),
     "out": (["gpt", "--prompt", "a", "--out", "prompts.txt"], "another ending", ".jsonl"),
+    "damaged": (["damaged", "--prompt", "a"], "n_layer=null: it is a whole number", "give a directory"),
     "out exists": (["gpt", "--prompt", "a", "--out", "bad.jsonl"], "exists already", "name another file"),
 }
 
@@ -245,6 +246,9 @@ def odd(folder) -> Path:
     wrap_tokenizer("trained_bpe", train_bpe([(ROOT / "README.md").read_text()], 600)).save_pretrained(
         folder / "large"
     )
+    config = json.loads((folder / "gpt-hf" / "config.json").read_text())
+    (folder / "damaged").mkdir()
+    (folder / "damaged" / "config.json").write_text(json.dumps(config | {"n_layer": None, "n_embd": 40}))
     (folder / "blank.txt").write_text("\n  \n")
     (folder / "bad.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n\n{"prompt": 3}\n[]\n')
     return folder
@@ -259,7 +263,8 @@ def test_what_cannot_be_done_is_refused(name, odd, monkeypatch, capsys):
     assert typed(monkeypatch, *words) == 2
     said = capsys.readouterr().err
     assert came in said and fix in said, said
-    assert "--init_from" not in said and "Traceback" not in said, said
+    assert "--init_from" not in said and "the recipe's" not in said, said
+    assert "Traceback" not in said, said
 
 
 def test_everything_is_refused_at_once(odd, monkeypatch, capsys):

@@ -71,13 +71,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     slurm("--cpus-per-task", type=arguments.whole(most=4096), metavar="N", help=cores)
     shown = parser.add_argument_group("what comes out").add_argument
     shown("--all", action="store_true", help="list every rank")
-    shown("--out", metavar="DIR", type=arguments.path, help="write the files there; without it none is written")
+    shown("--out", metavar="DIR", help="write the files there; without it none is written")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the map of ranks, write the files, and return exit code 0. Raises ProblemsError."""
-    job = job_of(args)
+    job, args.out = job_of(args), args.out and path_of(args.out, "--out")
     texts = {name: files.text(job, name) for name in files.NAMES} if args.out else {}
     _check_places(args.out, texts)
     print(cluster_text.page(job, args.out, whole=args.all, width=terminal.columns()))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from launch.console import arguments, terminal
 from launch.console.new_output import new_file
 from launch.console.text_table import aligned
+from recipes.files import path_of
 
 ABOUT = """\
 Predict every published row that tells a time, a memory or that memory ran
@@ -33,15 +33,15 @@ exit codes: 0 shown, 2 refused."""
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand `validate` to the subparsers of launch/plan.py."""
-    about = dict(help="the planner's error on published rows", description=ABOUT)
-    form = dict(epilog=EXAMPLES, formatter_class=arguments.HELP, allow_abbrev=False)
-    add = commands.add_parser("validate", **about, **form).add_argument
-    add("--table", metavar="FILE.csv", type=arguments.path, help="predict the rows of this file alone")
+    line = "the planner's error on published rows"
+    parser = arguments.subcommand(commands, "validate", line, ABOUT, EXAMPLES)
+    add = parser.add_argument
+    add("--table", metavar="FILE.csv", help="predict the rows of this file alone")
     add("--columns", action="store_true", help="list the columns of such a file")
     add("--verbose", action="store_true", help="list every row")
-    add("--plot", metavar="FILE", type=arguments.path, help="draw predicted against published (.png, .svg)")
+    add("--plot", metavar="FILE", help="draw predicted against published (.png, .svg)")
     add("--refit", action="store_true", help="fit the constants again, and keep them")
-    commands.choices["validate"].set_defaults(run=run)
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
         print(aligned(csv_cases.COLUMNS.items(), width=terminal.columns()))
         return 0
     if args.plot:
-        new_file("--plot", args.plot, (".png", ".svg"))
-    cases = csv_cases.read(args.table) if args.table else csv_cases.published_cases()
+        args.plot = new_file("--plot", args.plot, (".png", ".svg"))
+    cases = csv_cases.read(path_of(args.table, "--table")) if args.table else csv_cases.published_cases()
     if args.refit:
         fitting.refit(csv_cases.published_cases())
     found = validation.validate(cases)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from data.durable_files import write_atomically
 from ds_configs import jsonfile
@@ -14,6 +13,7 @@ from launch.planning.search import candidates, layout_search, search_text, shape
 from launch.planning.search.candidates import Question
 from launch.planning.search.winner import JSON_NAME, RECOMPUTATION, RecipeFlags, Winner
 from recipes import catalog
+from recipes.files import path_of
 from recipes.problems import Problem, ProblemsError
 
 ABOUT = """\
@@ -73,12 +73,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add = parser.add_argument_group("what comes out").add_argument
     top = "layouts that are shown (default: %(default)s)"
     add("--top", type=arguments.whole(1, 1000), default=8, metavar="N", help=top)
-    add("--out", metavar="DIR", type=arguments.path, help=f"write {JSON_NAME} there; nothing is overwritten")
+    add("--out", metavar="DIR", help=f"write {JSON_NAME} there; nothing is overwritten")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the layouts, write the first, return exit code 0; 1: nothing fits. Raises ProblemsError."""
+    args.out = args.out and path_of(args.out, "--out")
     _check_out(args)
     flags, question = question_of(args)
     answer = layout_search.search(question)

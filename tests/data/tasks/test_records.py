@@ -88,6 +88,19 @@ def test_broken_examples_are_counted_and_named(tmp_path):
     assert f"{path}:5: sentence is int" in str(found) and f"{path}:6: not JSON" in str(found)
 
 
+def test_json_that_is_no_text_or_too_deep_is_a_broken_example(tmp_path):
+    path = write_lines(tmp_path / "dev.jsonl", sentences(1))
+    deep = '{"sentence": "a film", "label": 1, "x": %s}' % ("[" * 100_000 + "]" * 100_000)
+    with path.open("a") as file:
+        file.write(
+            '{"sentence": "\\ud800 x", "label": 1}\n' + deep + "\n" + deep.replace("[" * 99_900, "") + "\n"
+        )
+    found = parse_examples("dev", read_split(SST2, "dev", str(path)), lambda *of: choices.parse(SST2, *of))
+    assert len(found.sound) == 1 and "dev: 3 broken examples" in str(found)
+    assert f"{path}:2: a text with half of a surrogate pair" in str(found)
+    assert f"{path}:3: not JSON: maximum recursion depth" in str(found)
+
+
 def test_a_file_of_broken_examples_alone_is_refused(tmp_path):
     path = write_lines(tmp_path / "dev.jsonl", [{"sentence": "a film", "label": 7}] * 5)
     with pytest.raises(ProblemsError, match="all of its 5 examples are broken: .*label 7 is out") as refused:

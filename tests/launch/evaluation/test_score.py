@@ -16,7 +16,7 @@ from transformers import GPT2LMHeadModel
 
 from ds_configs.plan import HOST, Machine
 from launch import export_hf, report
-from launch.evaluation.scores import read_scores
+from launch.evaluation.scores import Score, describe, read_scores, to_json
 from launch.evaluation.scoring_job import ScoringTask, Wishes, open_model, plan_scoring
 from launch.ranks.ending import Failed, explain_out_of_memory
 from launch.score import less_memory
@@ -113,6 +113,7 @@ def test_lambada_of_a_run_and_of_its_export_is_that_of_transformers(made):
         out = made / f"lambada-{directory.name}.json"
         said = score(directory, "--task", "lambada", "--variant", "openai", "--data", texts, "--out", out)
         assert "66.5 %" in said and "lambada (openai)" in said
+        assert "other data than the published scores'" in " ".join(said.split())
         kept = json.loads(out.read_text())["figures"]
         assert kept["perplexity_of_last_word"] == pytest.approx(math.exp(math.fsum(nll) / len(nll)), rel=1e-6)
         assert kept["accuracy"] == sum(bool(hits.all()) for _, hits in found) / len(found)
@@ -156,6 +157,19 @@ def test_from_scratch_scores_the_weights_that_the_run_began_with(made, tmp_path)
     assert figures[0] == pytest.approx(figures[1], rel=1e-6)
     kept = read_scores(made / "run")
     assert not any(each.from_scratch for each in kept), "they are none of the run's"
+
+
+def test_published_scores_stand_beside_their_own_data_alone():
+    of = dict(model="x", parameters=1, step=None, source="x", windows=1, tokens=1, limited=False, cut=0)
+    of |= dict(window=1, stride=None, batch=1, precision="fp32", layout="", hardware="", seconds=1.0)
+    cases = {("openai", 5153, 0): False, ("openai", 5150, 3): False, ("original", 5153, 0): True}
+    for (variant, examples, broken), other in {**cases, ("openai", 44, 0): True}.items():
+        made = dict(task="lambada", variant=variant, figures={"accuracy": 0.5}, words=None)
+        score = Score(**of, **made, examples=examples, broken=("x",) * broken)
+        assert score.on_other_data == json.loads(to_json(score))["published_on_other_data"] == other
+        assert ("other data" in describe(score)) == other and "66.5 %" in describe(score)
+    made = dict(task="wikitext103", variant="", figures={"perplexity": 20.0}, examples=1, broken=())
+    assert not Score(**of, **made, words=245_569).on_other_data and Score(**of, **made, words=9).on_other_data
 
 
 def test_a_right_word_counts_whole():

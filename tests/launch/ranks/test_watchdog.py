@@ -1,9 +1,11 @@
 """The watchdog names the rank that hangs, ends the run, and is not fooled by ranks that take their time."""
 
+from unittest.mock import Mock
+
 import pytest
 from launching import WORKERS, run_ranks
 
-from launch.ranks.watchdog import HANGING, LONG, USUAL_STEPS, Phase, Watchdog
+from launch.ranks.watchdog import HANGING, LONG, USUAL_STEPS, Phase, Place, Status, Unreachable, Watchdog
 
 
 def watched(tmp_path, what, rank, hang_after=1, ranks=3):
@@ -44,6 +46,40 @@ def test_ranks_that_cannot_reach_each_other_are_not_watched(tmp_path):
     done = watched(tmp_path, "blocked", 1)
     assert done.returncode == 0 and "all steps done" in done.stdout, done.stdout
     assert "no watchdog, a hanging rank will be noticed late: rank 1 on " in done.stdout
+
+
+@pytest.mark.parametrize("stopped", [0, 2])
+def test_a_silent_rank_is_named_when_the_step_is_overdue(stopped, monkeypatch, capsys):
+    """Waiting for its answers, twice, is part of run.hang_after and not added to it."""
+    now, watchdog = [0.0], Watchdog(None, 20)
+    monkeypatch.setattr("launch.ranks.watchdog.time.monotonic", lambda: now[0])
+    ended = Mock(wait=lambda seconds: now.__setitem__(0, now[0] + seconds), is_set=lambda: False)
+
+    def ask(place, wish=b"status"):
+        if place.rank != stopped:
+            return Status(place.rank, 5, Phase.COMPUTED, 1, now[0], False, ())
+        now[0] += watchdog._patience
+        raise Unreachable("does not answer")
+
+    monkeypatch.setattr(watchdog, "_ended", ended)
+    monkeypatch.setattr(watchdog, "_ask", ask)
+    monkeypatch.setattr("os._exit", Mock(side_effect=KeyboardInterrupt))
+    watchdog.places = [Place(rank, "here", rank, "", 0) for rank in range(3)]
+    watchdog._rank = 1 if stopped == 0 else 0
+    watchdog._usual.append(1.0)
+    watchdog.enter(Phase.COMPUTING, 5)
+    with pytest.raises(KeyboardInterrupt):
+        watchdog._watch()
+    assert f"rank {stopped} on here" in capsys.readouterr().err
+    assert 20 <= now[0] <= 20 + 2 * 2, "at most two looks later"
+
+
+def test_a_phase_aside_ends_with_its_block(tmp_path):
+    watchdog = Watchdog(tmp_path, 60)
+    watchdog.enter(Phase.COMPUTING, 3)
+    with pytest.raises(OSError), watchdog.aside(Phase.RECORDING):
+        raise OSError("the disk is full")
+    assert watchdog.status().phase is Phase.COMPUTING
 
 
 def test_a_step_has_a_multiple_of_its_usual_time_and_other_phases_have_long(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from launch.checkpoints.manifest import MOMENTS, WEIGHT
 from launch.checkpoints.stored import StoredTensors
 from launch.machine import memory
 from launch.weights import export
-from launch.weights.export import ExportMismatch
+from launch.weights.export import ExportMismatch, compare
 from modeling.formats.families import conversion_of
 from recipes import catalog
 from recipes.problems import ProblemsError
@@ -134,3 +134,12 @@ def test_only_whole_checkpoints_are_exported(tmp_path, capsys):
     with pytest.raises(ValueError, match="step-000008: is damaged: .*manifest.json"):
         export_hf.export(run, tmp_path / "again")
     assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+@pytest.mark.parametrize("ours", [True, False])
+def test_weights_that_overflow_are_no_fault_of_the_conversion(odd, ours, tmp_path):
+    sound, broken = (torch.ones(2),), (torch.tensor([1.0, odd]),)
+    with pytest.raises(ExportMismatch, match="not finite, the weights overflow.*export in float32") as caught:
+        compare(*((broken, sound) if ours else (sound, broken)), tmp_path)
+    assert "conversion" not in str(caught.value)
