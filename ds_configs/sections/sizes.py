@@ -55,13 +55,19 @@ def sums(config: Mapping[str, Any], precision: Precision | None, layout: Layout)
 
     bf16 has 8 bits: a sum of 512 gradients is off by 2 %, or by half if they agree in sign, since it stops
     growing at 256 times an addend. fp16 has 11, and a loss scale. For sums in fp32 DeepSpeed's stage 1
-    takes another optimizer.
+    takes another optimizer, whose sums are scattered in fp32 for the bytes of an all-reduce in bf16.
     """
     own = precision or "fp32"
     short = own == "bf16" and not stated(config, "bf16.bf16_master_weights_and_grads")
+    summed = short and layout.accumulation > 1
+    scattered = (
+        summed
+        and stated(config, "zero_optimization.stage") == 1
+        and stated(config, "zero_optimization.offload_optimizer.device") in (None, "none")
+    )
     return {
-        "data_types.grad_accum_dtype": "fp32" if short and layout.accumulation > 1 else own,
-        "communication_data_type": "fp32" if short and layout.dp >= _MANY_RANKS else own,
+        "data_types.grad_accum_dtype": "fp32" if summed else own,
+        "communication_data_type": "fp32" if scattered or short and layout.dp >= _MANY_RANKS else own,
     }
 
 

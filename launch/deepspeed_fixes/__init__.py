@@ -5,7 +5,6 @@ Each docstring names the symptom, upstream's issue, and a test that fails once D
     zero0                       stage 0 in fp16 and bf16 does not train as the JSON says, and its gradient
                                 norm in fp32 is too small on a CPU
     short_steps                 ZeRO 1 to 3 copy gradients, and look for infinities, more often than needed
-    bf16_gradient_sums          the norm of gradients summed in fp32 is too small on a CPU
     loss_scale_growth           a growing loss scale halves the gradients of its step
     loss_scale_floor            an overflow at the smallest loss scale is a bare Exception
     cpu_adam_bias_correction    a resumed CPU Adam differs in the last bits

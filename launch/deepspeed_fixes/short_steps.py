@@ -12,6 +12,13 @@ gradient, reduced where there is more than one data-parallel rank, goes once int
 gradient; torch's fused AdamW takes the factor along. In all of them an overflow is a norm that is not
 finite. What they lack is left to DeepSpeed's own way, and `shorten_step` says which setting it was.
 
+`runtime/bf16_optimizer.py` runs ZeRO-1 in bf16 with sums of gradients in fp32, plain and in a pipeline
+(`data_types.grad_accum_dtype`). It writes zeros into the gradients of each micro-batch before they are added
+to, and into the sums; copies the sums of the whole model twice to reduce them over all ranks, and does so for
+a group of one; and clips by a norm that is too small on a CPU, where squares are added up in float32 (figures
+in zero0.py). Under `SummedStep` the first micro-batch's gradient is copied, and each rank gets the sum of its
+own partition.
+
 Rounding differs from DeepSpeed's: of the norm, and of gradients divided in the kernel. Upstream: no issue
 found. `test_short_steps.py::test_deepspeed_has_what_the_short_steps_replace` fails when what they override
 changes.
@@ -27,11 +34,13 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.runtime.zero.utils import get_norm_dtype
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 
 from launch.deepspeed_fixes.norms import counts_here, divide, divisor_of, sum_of_squares
 
@@ -55,6 +64,9 @@ def shorten_step(engine: DeepSpeedEngine) -> str | None:
         else:
             optimizer.__class__ = FlatStep
             optimizer.begin()
+    elif type(optimizer) is BF16_Optimizer:
+        optimizer.__class__ = SummedStep
+        optimizer.begin(engine)
     elif type(optimizer) is DeepSpeedZeroOptimizer_Stage3:
         if optimizer.use_muon or optimizer.zenflow:
             return "zero_optimization.zenflow" if optimizer.zenflow else "optimizer.type=Muon"
@@ -80,41 +92,71 @@ def _obstacle(optimizer: DeepSpeedZeroOptimizer) -> str | None:
     return next((setting for setting, stands in reasons.items() if stands), None)
 
 
-class FlatStep(DeepSpeedZeroOptimizer):
+class _Partitions:
+    """This rank's flat fp32 partition of each group of parameters, and where gradients lie in it."""
+
+    def find_places(
+        self, groups: Sequence[Sequence[torch.nn.Parameter]], dp_group: dist.ProcessGroup, tensor_rank: int
+    ) -> None:
+        """Find the place of each gradient, once the optimizer is built."""
+        self._alone = dist.get_world_size(dp_group) == 1
+        self._places = [_places_of(group) for group in groups]
+        # Runs of neighbouring places, those that count in the norm and the others.
+        self._runs = [
+            [list(_find_runs(places, tensor_rank, counts)) for places in self._places]
+            for counts in (True, False)
+        ]
+
+    def norm_over_ranks(
+        self, gradients: Sequence[torch.Tensor], *groups: dist.ProcessGroup | None
+    ) -> torch.Tensor:
+        """Return the L2 norm of the whole model's gradient, which lies on the ranks of some groups."""
+        total = sum_of_squares(
+            *(
+                [gradients[number][a:b] for number, runs in enumerate(all_runs) for a, b in runs]
+                for all_runs in self._runs
+            )
+        )
+        for group in groups:
+            if group is not None and dist.get_world_size(group) > 1:
+                dist.all_reduce(total, group=group)
+        return total.sqrt().float()
+
+
+def _places_of(group: Sequence[torch.nn.Parameter]) -> dict[torch.nn.Parameter, Place]:
+    """Return the places of those parameters of which something lies in this rank's partition."""
+    places = {}
+    for parameter in group:
+        if (mapping := parameter._hp_mapping) is not None:  # type: ignore[attr-defined]
+            here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
+            places[parameter] = Place(there.start, here.start, here.numel)
+    return places
+
+
+def _find_runs(
+    places: dict[torch.nn.Parameter, Place], tensor_rank: int, counts: bool
+) -> Iterator[tuple[int, int]]:
+    """Yield start and end of neighbouring places whose elements count in the norm, or do not."""
+    start = end = 0
+    for parameter, (_, offset, elements) in places.items():
+        if counts_here(parameter, tensor_rank) != counts:
+            continue
+        if offset != end:
+            if end > start:
+                yield start, end
+            start = offset
+        end = offset + elements
+    if end > start:
+        yield start, end
+
+
+class FlatStep(_Partitions, DeepSpeedZeroOptimizer):
     """ZeRO 1 and 2 with one copy of each gradient, one norm, and nothing over a group of one."""
 
     def begin(self) -> None:
-        """Find the place of each gradient in the partition, once the optimizer is built."""
-        self._alone = dist.get_world_size(self.dp_process_group) == 1
-        self._taken: set[int] = set()  # parameters with a gradient in this step
-        self._places = [self._find_places(group) for group in range(len(self.bit16_groups))]
-        # Runs of neighbouring places, those that count in the norm and the others.
-        groups = range(len(self._places))
-        self._runs = [[list(self._find_runs(group, counts)) for group in groups] for counts in (True, False)]
-
-    def _find_places(self, group: int) -> dict[int, Place]:
-        """Return the place of each parameter, by its number, that lies in this rank's partition."""
-        own = dist.get_rank(self.real_dp_process_group[group])
-        offsets, size = self.grad_partition_insertion_offset[group][own], int(self.partition_size[group])
-        places = {}
-        for number, first in self.grad_start_offset[group][own].items():
-            elements = min(self.param_dict[number].numel() - first, size - offsets[number])
-            places[number] = Place(int(first), int(offsets[number]), int(elements))
-        return places
-
-    def _find_runs(self, group: int, counts: bool) -> Iterator[tuple[int, int]]:
-        """Yield start and end of neighbouring places whose elements count in the norm, or do not."""
-        start = end = 0
-        for number, (_, offset, elements) in self._places[group].items():
-            if counts_here(self.param_dict[number], self.model_parallel_rank) != counts:
-                continue
-            if offset != end:
-                if end > start:
-                    yield start, end
-                start = offset
-            end = offset + elements
-        if end > start:
-            yield start, end
+        """Begin without gradients."""
+        self.find_places(self.bit16_groups, self.dp_process_group, self.model_parallel_rank)
+        self._taken: set[torch.nn.Parameter] = set()  # with a gradient in this step
 
     def _use_compact_grad_partition_buffer(self, group_idx: int) -> bool:
         """Say whether reduced gradients go to DeepSpeed's own fp32 sums (DeepSpeed calls this)."""
@@ -137,15 +179,14 @@ class FlatStep(DeepSpeedZeroOptimizer):
         """Move a reduced gradient into the partition's, or add it there (DeepSpeed calls this)."""
         assert group_idx is not None and param.grad is not None
         if not self._use_compact_grad_partition_buffer(group_idx):
-            number = self.get_param_id(param)
-            first, offset, elements = self._places[group_idx][number]
+            first, offset, elements = self._places[group_idx][param]
             source = param.grad.view(-1)[first : first + elements]
             target = self._gradient(group_idx)[offset : offset + elements]
-            if number in self._taken:
+            if param in self._taken:
                 target.add_(source)
             else:
                 target.copy_(source)
-            self._taken.add(number)
+            self._taken.add(param)
         param.grad = None
 
     def _gradient(self, group: int) -> torch.Tensor:
@@ -173,6 +214,7 @@ class FlatStep(DeepSpeedZeroOptimizer):
         """Unscale, clip, step and round; if a gradient is not finite, skip the step on all ranks."""
         for group in range(len(self._places)):
             self._complete(group)
+        gradients = [self._gradient(group) for group in range(len(self._places))]
         scale, scaled_norm = self.loss_scale, self._norm().item()  # waits for the device
         self.overflow = not math.isfinite(scaled_norm) and (
             self.dtype != torch.bfloat16 or self.check_grad_overflow
@@ -180,7 +222,6 @@ class FlatStep(DeepSpeedZeroOptimizer):
         self._update_scale(self.overflow)
         self._global_grad_norm = math.inf if self.overflow else scaled_norm / scale
         if not self.overflow:
-            gradients = [self._gradient(group) for group in range(len(self._places))]
             divide(self.optimizer, gradients, divisor_of(scaled_norm, scale, self.clip_grad))
             self.optimizer.step()
             self._lazy_init_hp_params_optimizer_state()
@@ -192,22 +233,14 @@ class FlatStep(DeepSpeedZeroOptimizer):
         if self._use_compact_grad_partition_buffer(group):
             self.single_partition_of_fp32_groups[group].grad = self.averaged_gradients[group].flat_partition
             return
-        for number, (_, offset, elements) in self._places[group].items():
-            if number not in self._taken:
+        for parameter, (_, offset, elements) in self._places[group].items():
+            if parameter not in self._taken:
                 self._gradient(group)[offset : offset + elements].zero_()
 
     def _norm(self) -> torch.Tensor:
         """Return the L2 norm of the whole model's gradient times the loss scale."""
-        total = sum_of_squares(
-            *(
-                [self._gradient(group)[a:b] for group, runs in enumerate(groups) for a, b in runs]
-                for groups in self._runs
-            )
-        )
-        if not self._alone:
-            dist.all_reduce(total, group=self.dp_process_group)
-        self._model_parallel_all_reduce(tensor=total, op=dist.ReduceOp.SUM)
-        return total.sqrt().float()
+        gradients = [self._gradient(group) for group in range(len(self._places))]
+        return self.norm_over_ranks(gradients, self.dp_process_group, self.model_parallel_group)
 
     @torch.no_grad()
     def update_lp_params(self) -> None:
@@ -234,6 +267,75 @@ class FlatStep(DeepSpeedZeroOptimizer):
                 group
             ):
                 master.grad = None
+
+
+class SummedStep(_Partitions, BF16_Optimizer):
+    """ZeRO 1 in bf16 with sums in fp32, without the passes that write zeros or copy over a group of one."""
+
+    def begin(self, engine: DeepSpeedEngine) -> None:
+        """Take the reduction of the sums from the engine."""
+        tensor_rank = bwc_tensor_model_parallel_rank(mpu=self.mpu)
+        self.find_places(self.bf16_groups, self.dp_process_group, tensor_rank)
+        self._reduces_here = engine.communication_data_type == torch.float32
+        if self._alone or self._reduces_here:
+            engine.buffered_allreduce_fallback = self.reduce_sums
+
+    def clear_lp_grads(self, set_to_none: bool = True) -> None:
+        """Free the gradients of a micro-batch (DeepSpeed calls this before and after each)."""
+        for group in self.bf16_groups:
+            for parameter in group:
+                parameter.grad = None
+
+    def clear_hp_grads(self) -> None:
+        """Forget the sums; their memory is written over (DeepSpeed calls this after a step)."""
+        self.fp32_groups_has_gradients = [[False] * len(group) for group in self.bf16_groups]
+
+    @torch.no_grad()
+    def _update_hp_grad(
+        self, lp: torch.nn.Parameter, group_idx: int, param_idx: int, clear_lp_grads: bool
+    ) -> None:
+        """Begin or continue the sum of a parameter's gradients (DeepSpeed calls this after a micro-batch)."""
+        if lp.grad is None:
+            return
+        lp._hp_grad = self.fp32_groups_gradients[group_idx][param_idx]  # type: ignore[attr-defined]
+        if self.fp32_groups_has_gradients[group_idx][param_idx]:
+            lp._hp_grad.add_(lp.grad.view(-1))  # type: ignore[attr-defined]
+        else:
+            lp._hp_grad.copy_(lp.grad.view(-1))  # type: ignore[attr-defined]
+        self.fp32_groups_has_gradients[group_idx][param_idx] = True
+
+    def get_grads_for_reduction(self) -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:
+        """Return the flat sums; zeros where no gradient came (DeepSpeed calls this before it reduces)."""
+        for sums, came in zip(self.fp32_groups_gradients, self.fp32_groups_has_gradients, strict=True):
+            for one, is_there in zip(sums, came, strict=True):
+                if not is_there:
+                    one.zero_()
+        return self.non_expert_gradients, {}
+
+    def reduce_sums(self, **_: object) -> None:
+        """Give each rank the sum of its partition over the data-parallel ranks (DeepSpeed calls this)."""
+        whole = self.get_grads_for_reduction()[0]
+        if not self._alone:
+            for sums, partition in zip(whole, self.fp32_groups_gradient_flat_partition, strict=True):
+                dist.reduce_scatter_tensor(partition, sums, group=self.dp_process_group)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Average, clip, step and round; if a gradient is not finite, skip the step on all ranks."""
+        sums = self.fp32_groups_gradient_flat_partition
+        ranks = dist.get_world_size(self.dp_process_group) if self._reduces_here else 1
+        tensor_group = None if self.mpu is None else self.mpu.get_model_parallel_group()
+        norm = self.norm_over_ranks(sums, self.dp_process_group, tensor_group).item()  # of the sum; waits
+        self.overflow = not math.isfinite(norm)
+        self._global_grad_norm = math.inf if self.overflow else norm / ranks
+        if not self.overflow:
+            for master, gradient in zip(self.fp32_groups_flat_partition, sums, strict=True):
+                master.grad = gradient
+            divide(self.optimizer, sums, divisor_of(norm, ranks, self.clip_grad))
+            self.optimizer.step()
+            self._lazy_init_hp_params_optimizer_state()
+            self.update_lp_params()
+        self.clear_hp_grads()
 
 
 class OffloadedStep(DeepSpeedZeroOptimizer):

@@ -18,10 +18,11 @@ import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
+from torch.nn import functional as F
 
 from data.loader import MicroBatch
 from launch.deepspeed_fixes import zero0
-from launch.deepspeed_fixes.bf16_gradient_sums import mend_bf16_sums
 from launch.deepspeed_fixes.loss_scale_floor import is_at_floor
 from launch.deepspeed_fixes.loss_scale_growth import postpone_growth
 from launch.deepspeed_fixes.muon_compilation import postpone_compilation
@@ -89,7 +90,6 @@ def build_engine(
     move_buffers(module, engine.device)
     if engine.fp16_enabled():
         postpone_growth(engine)
-    mend_bf16_sums(engine, grid)
     if setting := shorten_step(engine):
         say(f"{setting}: DeepSpeed's own step, with its copies of the gradients")
     return engine
@@ -110,6 +110,8 @@ def release_at_end(engine: DeepSpeedEngine) -> Iterator[None]:
     finally:
         engine.destroy()
         deepspeed.checkpointing.reset()
+        # zero.Init leaves its own, which rounds otherwise, to every later model.
+        F.linear = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", F.linear)
         torch._dynamo.reset()  # graphs of this model count against the limit of the next one
 
 

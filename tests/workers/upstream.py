@@ -18,9 +18,8 @@ abilities.detect_machine(emulated_fp16=True)
 
 import deepspeed  # noqa: E402  (after the accelerator is chosen)
 import torch  # noqa: E402
-from deepspeed.runtime.utils import clip_grad_norm_, get_global_norm_of_tensors  # noqa: E402
+from deepspeed.runtime.utils import clip_grad_norm_  # noqa: E402
 
-from launch.deepspeed_fixes.bf16_gradient_sums import norm_of_tensors  # noqa: E402
 from launch.deepspeed_fixes.loss_scale_growth import postpone_growth  # noqa: E402
 from launch.deepspeed_fixes.zero0 import gradient_norm  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
@@ -91,13 +90,6 @@ def plain_fp32_norms() -> list[float]:
     return [float(clip_grad_norm_([embedding], 1e9)) / true, ours / true]
 
 
-def norms_of_bf16_sums() -> list[float]:
-    """The same of what BF16_Optimizer clips by."""
-    gradient = torch.randn(8192, 384, generator=torch.Generator().manual_seed(0))
-    norms = get_global_norm_of_tensors([gradient]), norm_of_tensors([gradient])
-    return [float(norm) / float(gradient.double().norm()) for norm in norms]
-
-
 def plain_fp32_norm_where_nothing_is_clipped() -> float | None:
     engine = engine_of(0)
     engine.backward(engine(torch.ones(2, 4)).sum())
@@ -114,7 +106,6 @@ if __name__ == "__main__":
             "steps_when_built": steps_when_built(),
             "plain_fp16_moments": plain_fp16_moments(),
             "plain_fp32_norms": plain_fp32_norms(),
-            "norms_of_bf16_sums": norms_of_bf16_sums(),
             "plain_fp32_norm_unclipped": plain_fp32_norm_where_nothing_is_clipped(),
         }
         Path(sys.argv[1]).write_text(json.dumps(facts))

@@ -7,6 +7,7 @@ from typing import Literal
 
 from launch.planning.prediction.constants import Constants
 from launch.planning.prediction.hardware import GIB, Gpu
+from launch.planning.prediction.software import OURS
 from launch.planning.prediction.workload import Workload
 from modeling import cost
 
@@ -138,7 +139,7 @@ def _states(work: Workload, stage: int) -> tuple[cost.PlacedStates, float]:
         sub_group=work.sub_group,
     )
     # Those of a micro-batch, before they are added to sums in fp32; stages 2 and 3 do that bucket by bucket.
-    fresh = work.width * parameters if _sums_whole_gradients(work) else 0.0
+    fresh = work.width * parameters if sums_whole_gradients(work) else 0.0
     if work.zero_stage == 0:  # its gradients are in fp32 throughout (deepspeed_fixes/zero0)
         return placed, placed.gradients.gpu + fresh
     stays = work.optimizer_at == "gpu" or work.zero_stage == 1
@@ -148,9 +149,10 @@ def _states(work: Workload, stage: int) -> tuple[cost.PlacedStates, float]:
 def _buffers(work: Workload, stage: int) -> float:
     """Return the bytes of ZeRO's buckets and gathered parameters."""
     parameters, buffers = work.parameters_of(stage), work.buffers
-    if work.zero_stage == 1 and _sums_whole_gradients(work):
-        # DeepSpeed's BF16_Optimizer: copies of what is averaged at once, in fp32 and in bf16.
-        return min(parameters, AVERAGED_AT_ONCE) * (4 + work.width) if work.layout.dp > 1 else 0.0
+    if work.zero_stage == 1 and sums_whole_gradients(work):
+        # DeepSpeed's BF16_Optimizer: copies of what is averaged at once, in fp32 and in bf16. Ours has none.
+        copied = work.layout.dp > 1 and work.software is not OURS
+        return min(parameters, AVERAGED_AT_ONCE) * (4 + work.width) if copied else 0.0
     gathered = 0.0
     if work.zero_stage == 3:
         # Two layers: the computed one, and the next, gathered ahead.
@@ -160,7 +162,7 @@ def _buffers(work: Workload, stage: int) -> float:
     return work.width * (buffers.reduce + gathered)
 
 
-def _sums_whole_gradients(work: Workload) -> bool:
+def sums_whole_gradients(work: Workload) -> bool:
     """Check whether a rank sums all gradients in fp32 but computes them in half precision."""
     return work.zero_stage <= 1 and work.width < work.widths.gradient and work.software.states is None
 

@@ -33,6 +33,7 @@ def victims(launcher):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_twenty_kills_at_random_moments_change_no_number(tmp_path):
     """Of a rank, of the launcher or of all, while every step is written in the background."""
     whole, out = tmp_path / "whole", tmp_path / "run"

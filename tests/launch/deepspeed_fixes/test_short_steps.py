@@ -5,26 +5,37 @@ import inspect
 import json
 
 import pytest
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from launching import WORKERS, run_ranks
 
-from launch.deepspeed_fixes.short_steps import FlatStep, OffloadedStep, ShardedStep
+from launch.deepspeed_fixes.short_steps import FlatStep, OffloadedStep, ShardedStep, SummedStep
 
-# configuration, tp, pp, dp, precision
+# configuration, tp, pp, dp, precision, accumulation
 CASES = {
-    "zero1 tp2 dp2": ("zero1", 2, 1, 2, "fp16"),
-    "zero2 dp4 in bf16": ("zero2", 1, 1, 4, "bf16"),
-    "zero1 tp2 pp2": ("3d", 2, 2, 1, "fp16"),
-    "zero1 pp2 dp2": ("pipeline", 1, 2, 2, "fp16"),
-    "zero0 tp2 dp2": ("zero0", 2, 1, 2, "fp16"),
-    "zero3 tp2 dp2": ("zero3", 2, 1, 2, "fp16"),
-    "zero2 offload tp2 dp2": ("zero2_offload", 2, 1, 2, "fp16"),
-    "zero3 offload dp4 in bf16": ("zero3_offload", 1, 1, 4, "bf16"),
+    "zero1 tp2 dp2": ("zero1", 2, 1, 2, "fp16", 1),
+    "zero2 dp4 in bf16": ("zero2", 1, 1, 4, "bf16", 1),
+    "zero1 tp2 pp2": ("3d", 2, 2, 1, "fp16", 1),
+    "zero1 pp2 dp2": ("pipeline", 1, 2, 2, "fp16", 1),
+    "zero0 tp2 dp2": ("zero0", 2, 1, 2, "fp16", 1),
+    "zero3 tp2 dp2": ("zero3", 2, 1, 2, "fp16", 1),
+    "zero2 offload tp2 dp2": ("zero2_offload", 2, 1, 2, "fp16", 1),
+    "zero3 offload dp4 in bf16": ("zero3_offload", 1, 1, 4, "bf16", 1),
+    "zero1 tp2 dp2 with sums": ("zero1", 2, 1, 2, "bf16", 2),
+    "zero1 tp2 pp2 with sums": ("3d", 2, 2, 1, "bf16", 3),
+    "zero1 pp2 dp2 with sums": ("pipeline", 1, 2, 2, "bf16", 2),
 }
-STEPS = {"0": "MasterWeights", "offload": "OffloadedStep", "3": "ShardedStep", "": "FlatStep"}
+STEPS = {
+    "zero0": "MasterWeights",
+    "zero2 offload": "OffloadedStep",
+    "zero3": "ShardedStep",
+    "sums": "SummedStep",
+    "": "FlatStep",
+}
 UPSTREAM = {
     FlatStep: (DeepSpeedZeroOptimizer, "dd94c32fa845"),
+    SummedStep: (BF16_Optimizer, "6b6848bcdba1"),
     OffloadedStep: (DeepSpeedZeroOptimizer, "fd3a65b81a01"),
     ShardedStep: (DeepSpeedZeroOptimizer_Stage3, "5971fac9dcad"),
 }
@@ -34,7 +45,7 @@ UPSTREAM = {
 def spoiled(tmp_path_factory):
     """What every rank did in three steps, the second with one infinity on one rank, by case."""
     out = tmp_path_factory.mktemp("infinities")
-    keys = ("ds_config", "tp", "pp", "dp", "precision")
+    keys = ("ds_config", "tp", "pp", "dp", "precision", "accumulation")
     (out / "cases.json").write_text(json.dumps([dict(zip(keys, c, strict=True)) for c in CASES.values()]))
     launched = run_ranks(4, WORKERS / "one_infinity.py", out / "found.json", out / "cases.json", timeout=400)
     assert launched.returncode == 0, launched.stdout[-4000:]
@@ -49,10 +60,13 @@ def test_one_infinity_on_one_rank_skips_the_step_on_all(spoiled, name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_stage_takes_its_short_step(spoiled, name):
-    kind = (
-        "0" if "zero0" in name else "offload" if "zero2 offload" in name else "3" if "zero3" in name else ""
-    )
-    assert {rank["step"] for rank in spoiled[name]} == {STEPS[kind]}
+    kind = next(step for words, step in STEPS.items() if words in name)
+    assert {rank["step"] for rank in spoiled[name]} == {kind}
+
+
+def test_no_run_leaves_its_products_to_the_next(spoiled):
+    """ZeRO-3 replaces torch's `linear`; what runs next in the process would round otherwise."""
+    assert all(rank["linear_is_torch's"] for ranks in spoiled.values() for rank in ranks)
 
 
 @pytest.mark.parametrize("ours", UPSTREAM, ids=lambda kind: kind.__name__)

@@ -57,7 +57,6 @@ def test_an_engine_has_its_buffers_where_it_computes(monkeypatch):
     monkeypatch.setattr(engine.deepspeed.checkpointing, "configure", lambda *_, **__: None)
     monkeypatch.setattr(engine, "build_module", lambda *_, **__: model)
     monkeypatch.setattr(engine.deepspeed, "initialize", lambda **_: (made,))
-    monkeypatch.setattr(engine, "mend_bf16_sums", lambda *_: None)
     monkeypatch.setattr(engine, "shorten_step", lambda *_: None)
     job = SimpleNamespace(plan=plan, compiled=False, initial_weights=None)
     engine.build_engine(job, SimpleNamespace(control_group=None), print)
