@@ -347,11 +347,19 @@ class OffloadedStep(DeepSpeedZeroOptimizer):
     def update_offload_overflow_tracker(self, grad: torch.Tensor) -> None:
         """Leave overflow to the norm (DeepSpeed calls this for every gradient)."""
 
+    def reset_cpu_buffers(self) -> None:
+        """Forget a step's gradients; of a skipped one DeepSpeed keeps the sums in fp32, and adds to them."""
+        super().reset_cpu_buffers()
+        for group in range(len(self.bit16_groups)):
+            self.averaged_gradients[group] = None
+
     def set_norm_for_param_grad_in_gpu(self, param: torch.nn.Parameter) -> None:
-        """Keep the sum of a gradient's squares on the device (DeepSpeed calls this)."""
+        """Keep a gradient's norm on the device (DeepSpeed calls this)."""
         number, gradient = self.get_param_id(param), self.get_param_gradient_attribute(param)
         _, first, _, elements = self.grad_position[number]
-        self.norm_for_param_grads[number] = sum_of_squares([gradient.view(-1)[first : first + elements]])
+        self.norm_for_param_grads[number] = sum_of_squares(
+            [gradient.view(-1)[first : first + elements]]
+        ).sqrt()
 
     def complete_grad_norm_calculation_for_cpu_offload(
         self, params: Sequence[torch.nn.Parameter]
@@ -360,10 +368,11 @@ class OffloadedStep(DeepSpeedZeroOptimizer):
         numbers = [number for p in params if (number := self.get_param_id(p)) in self.norm_for_param_grads]
         counted = [float(counts_here(self.param_dict[n], self.model_parallel_rank)) for n in numbers]
         device = get_accelerator().current_device_name()
-        squares = [self.norm_for_param_grads[n] for n in numbers]
+        norms = [self.norm_for_param_grads[n] for n in numbers]
         total = torch.zeros((), dtype=get_norm_dtype(), device=device)
-        if squares:  # an infinity times 0 is not finite either
-            total = torch.stack(squares) @ torch.tensor(counted, dtype=get_norm_dtype(), device=device)
+        if norms:  # an infinity times 0 is not finite either
+            weights = torch.tensor(counted, dtype=get_norm_dtype(), device=device)
+            total = torch.stack(norms).square() @ weights
         dist.all_reduce(total, group=self.dp_process_group)
         self._model_parallel_all_reduce(tensor=total, op=dist.ReduceOp.SUM)
         return total.sqrt().float().to(self.device)

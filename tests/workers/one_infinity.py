@@ -67,7 +67,7 @@ def run(case: dict) -> dict:
         "labels": text[:, 1:],
         "weights": torch.full((2, recipe.sequence_length), 1 / (2 * recipe.sequence_length)),
     }
-    skipped, kept = [], []
+    skipped, kept, norms = [], [], []
     with temporary_groups():
         engine = build_engine(Job(plan, "spoiled", Path("unused")), grid, print)
         with release_at_end(engine):
@@ -80,10 +80,12 @@ def run(case: dict) -> dict:
                 outcome = train_step(engine, [batch] * count, grid, [None] * count).outcome()
                 pairs = zip(before, masters(engine, grid), strict=True)
                 skipped.append(outcome.skipped)
+                norms.append(outcome.grad_norm)
                 kept.append(all(torch.equal(a, b) for a, b in pairs))
         return {
             "skipped": skipped,
             "kept": kept,
+            "norms": norms,
             "step": type(engine.optimizer).__name__,
             "linear_is_torch's": torch.nn.functional.linear is torch._C._nn.linear,
         }

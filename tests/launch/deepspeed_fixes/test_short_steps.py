@@ -12,31 +12,29 @@ from launching import WORKERS, run_ranks
 
 from launch.deepspeed_fixes.short_steps import FlatStep, OffloadedStep, ShardedStep, SummedStep
 
-# configuration, tp, pp, dp, precision, accumulation
+# configuration, tp, pp, dp, precision, accumulation, and the class that steps
 CASES = {
-    "zero1 tp2 dp2": ("zero1", 2, 1, 2, "fp16", 1),
-    "zero2 dp4 in bf16": ("zero2", 1, 1, 4, "bf16", 1),
-    "zero1 tp2 pp2": ("3d", 2, 2, 1, "fp16", 1),
-    "zero1 pp2 dp2": ("pipeline", 1, 2, 2, "fp16", 1),
-    "zero0 tp2 dp2": ("zero0", 2, 1, 2, "fp16", 1),
-    "zero3 tp2 dp2": ("zero3", 2, 1, 2, "fp16", 1),
-    "zero2 offload tp2 dp2": ("zero2_offload", 2, 1, 2, "fp16", 1),
-    "zero3 offload dp4 in bf16": ("zero3_offload", 1, 1, 4, "bf16", 1),
-    "zero1 tp2 dp2 with sums": ("zero1", 2, 1, 2, "bf16", 2),
-    "zero1 tp2 pp2 with sums": ("3d", 2, 2, 1, "bf16", 3),
-    "zero1 pp2 dp2 with sums": ("pipeline", 1, 2, 2, "bf16", 2),
-}
-STEPS = {
-    "zero0": "MasterWeights",
-    "zero2 offload": "OffloadedStep",
-    "zero3": "ShardedStep",
-    "sums": "SummedStep",
-    "": "FlatStep",
+    "zero1 tp2 dp2": ("zero1", 2, 1, 2, "fp16", 1, "FlatStep"),
+    "zero2 dp4 in bf16": ("zero2", 1, 1, 4, "bf16", 1, "FlatStep"),
+    "zero1 tp2 pp2": ("3d", 2, 2, 1, "fp16", 1, "FlatStep"),
+    "zero1 pp2 dp2": ("pipeline", 1, 2, 2, "fp16", 1, "FlatStep"),
+    "zero0 tp2 dp2": ("zero0", 2, 1, 2, "fp16", 1, "MasterWeights"),
+    "zero3 tp2 dp2": ("zero3", 2, 1, 2, "fp16", 1, "ShardedStep"),
+    "zero2 offload tp2 dp2": ("zero2_offload", 2, 1, 2, "fp16", 1, "OffloadedStep"),
+    "zero3 offload dp4 in bf16": ("zero3_offload", 1, 1, 4, "bf16", 1, "ShardedStep"),
+    "zero1 tp2 dp2 with sums": ("zero1", 2, 1, 2, "bf16", 2, "SummedStep"),
+    "zero1 tp2 pp2 with sums": ("3d", 2, 2, 1, "bf16", 3, "SummedStep"),
+    "zero1 pp2 dp2 with sums": ("pipeline", 1, 2, 2, "bf16", 2, "SummedStep"),
+    "zero0 dp4 with sums": ("zero0", 1, 1, 4, "bf16", 2, "MasterWeights"),
+    "zero1 dp4 with sums": ("zero1", 1, 1, 4, "bf16", 2, "SummedStep"),
+    "zero2 dp4 with sums": ("zero2", 1, 1, 4, "bf16", 2, "FlatStep"),
+    "zero2 offload dp4 with sums": ("zero2_offload", 1, 1, 4, "bf16", 2, "OffloadedStep"),
+    "zero3 offload dp4 with sums": ("zero3_offload", 1, 1, 4, "bf16", 2, "ShardedStep"),
 }
 UPSTREAM = {
     FlatStep: (DeepSpeedZeroOptimizer, "dd94c32fa845"),
     SummedStep: (BF16_Optimizer, "6b6848bcdba1"),
-    OffloadedStep: (DeepSpeedZeroOptimizer, "fd3a65b81a01"),
+    OffloadedStep: (DeepSpeedZeroOptimizer, "146ba72ae7df"),
     ShardedStep: (DeepSpeedZeroOptimizer_Stage3, "5971fac9dcad"),
 }
 
@@ -46,7 +44,7 @@ def spoiled(tmp_path_factory):
     """What every rank did in three steps, the second with one infinity on one rank, by case."""
     out = tmp_path_factory.mktemp("infinities")
     keys = ("ds_config", "tp", "pp", "dp", "precision", "accumulation")
-    (out / "cases.json").write_text(json.dumps([dict(zip(keys, c, strict=True)) for c in CASES.values()]))
+    (out / "cases.json").write_text(json.dumps([dict(zip(keys, c[:6], strict=True)) for c in CASES.values()]))
     launched = run_ranks(4, WORKERS / "one_infinity.py", out / "found.json", out / "cases.json", timeout=400)
     assert launched.returncode == 0, launched.stdout[-4000:]
     return dict(zip(CASES, json.loads((out / "found.json").read_text()), strict=True))
@@ -60,8 +58,13 @@ def test_one_infinity_on_one_rank_skips_the_step_on_all(spoiled, name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_stage_takes_its_short_step(spoiled, name):
-    kind = next(step for words, step in STEPS.items() if words in name)
-    assert {rank["step"] for rank in spoiled[name]} == {kind}
+    assert {rank["step"] for rank in spoiled[name]} == {CASES[name][6]}
+
+
+def test_equal_micro_batches_have_the_norm_of_one(spoiled):
+    norms = {name: spoiled[name][0]["norms"][0] for name, case in CASES.items() if case[3:5] == (4, "bf16")}
+    one = norms["zero2 dp4 in bf16"]
+    assert len(norms) == 7 and all(norm == pytest.approx(one, rel=2e-3) for norm in norms.values()), norms
 
 
 def test_no_run_leaves_its_products_to_the_next(spoiled):
