@@ -25,7 +25,7 @@ from ds_configs import jsonfile, known_keys
 from ds_configs.plan import Plan
 from ds_configs.resolver import resolve
 from launch.console import arguments, ends, quiet, terminal
-from launch.machine import abilities, checks, checkup, gpu_checkup, hosts, places, start_checks
+from launch.machine import abilities, checks, checkup, doctor_checks, gpu_checkup, hosts, places, start_checks
 from launch.machine.checks import Check, Function, Verdict, failed, ok, unchecked, warning
 from launch.machine.hosts import Hosts
 from launch.machine.memory import Memory, this_machine
@@ -128,14 +128,14 @@ def table(
     world = plan.layout.world if plan else world or 1
     several = hosts.several_machines(listed, os.environ)
     of_machine: dict[str, Function] = {
-        "python": checkup.python,
+        "python": doctor_checks.python,
         "packages": checkup.packages,
-        "accelerator": gpu_checkup.accelerator,
+        "accelerator": doctor_checks.accelerator,
         "GPU kernels": gpu_checkup.kernels,
-        "precision": partial(gpu_checkup.precision, machine),
-        "compiler": checkup.compiler,
-        "CUDA compiler": gpu_checkup.cuda_compiler,
-        "libaio": partial(checkup.libaio, machine),
+        "precision": partial(doctor_checks.precision, machine),
+        "compiler": doctor_checks.compiler,
+        "CUDA compiler": doctor_checks.cuda_compiler,
+        "libaio": partial(doctor_checks.libaio, machine),
         "shared memory": partial(gpu_checkup.shared_memory, ranks),
         "open files": partial(open_files, world),
         "variables": checkup.variables,
@@ -155,7 +155,7 @@ def table(
             "layout": partial(layout, plan, memory, listed),
             "batch": partial(ok, plan.layout.identity()),
             "memory": partial(fits, plan, memory, ranks),
-            "ops": partial(checkup.ops, plan.ds),
+            "ops": partial(doctor_checks.ops, plan.ds),
             "DeepSpeed": partial(deepspeed_accepts, plan, config),
             "rest of the JSON": partial(rest, plan, config),
         }
@@ -230,7 +230,7 @@ def fits(plan: Plan, memory: Memory, ranks: int) -> Check:
 
 def open_files(world: int) -> Check:
     """Check the hard limit of open files; a run raises the soft limit up to it by itself."""
-    needed, limit = checkup.files_needed(world), checkup.file_limit()
+    needed, limit = checkup.files_needed(world), doctor_checks.file_limit()
     if limit == resource.RLIM_INFINITY or limit >= needed:
         allowed = "any number" if limit == resource.RLIM_INFINITY else f"{limit:,}"
         return ok(f"{allowed} allowed, {needed:,} needed")

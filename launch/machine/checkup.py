@@ -1,17 +1,11 @@
-"""Checks of this machine without its GPUs: packages, compilers, limits, variables."""
+"""Checks of packages, open files and variables, made at every start."""
 
 from __future__ import annotations
 
 import difflib
 import os
-import platform
 import re
-import resource
-import shutil
-from typing import Any
 
-from ds_configs.plan import Machine
-from launch.machine import abilities
 from launch.machine.checks import Check, failed, ok, unchecked, warning
 from launch.machine.description import REPOSITORY, installed
 from recipes.problems import some
@@ -26,20 +20,6 @@ VARIABLES = {
     "MEGARECIPES_LOCAL_RANK": "a run's own",
 }
 FILES, FILES_PER_RANK = 128, 8  # open files of a process: libraries and data; connections
-
-
-def python() -> Check:
-    """Check the interpreter against pyproject's requires-python."""
-    from packaging.specifiers import SpecifierSet
-
-    version, file = platform.python_version(), REPOSITORY / "pyproject.toml"
-    written = re.search(r'^requires-python = "(.+)"', file.read_text(), re.M) if file.exists() else None
-    if written is None:
-        return unchecked(f"{version}; there is no {file} that says which are fit")
-    if version in SpecifierSet(written[1]):
-        return ok(version)
-    fix = "make a virtual environment with a fit one: make setup PYTHON=python3.11"
-    return failed(f"{version}, and {written[1]} is needed", fix)
 
 
 def packages() -> Check:
@@ -68,47 +48,9 @@ def packages() -> Check:
     return ok(f"{len(wanted) - len(missing)} as pinned in requirements.txt{left_out}")
 
 
-def compiler() -> Check:
-    """Check for the C++ compiler of DeepSpeed's ops, ninja and headers."""
-    if missing := abilities.missing_for_compiling():
-        slower = "torch's optimizer takes the place of DeepSpeed's compiled one, slower"
-        fix = "apt-get install g++ ninja-build python3-dev (Debian, Ubuntu)"
-        return warning(f"no {', no '.join(missing)}: {slower}", fix)
-    return ok(f"{shutil.which(os.environ.get('CXX', 'c++'))}, ninja, Python's headers")
-
-
-def ops(ds: dict[str, Any]) -> Check:
-    """Check DeepSpeed's ops for the resolved JSON `ds`: built already, or compiled at the first start."""
-    from launch.machine import compiled_ops
-
-    if not (needed := compiled_ops.needed(ds)):
-        return ok("none is used: torch's operations step")
-    directory = compiled_ops.use_own_directory()
-    later = "is compiled at the first start (about 40 s)"
-    came = "; ".join(
-        f"{op.builder.removesuffix('Builder')} {'is built' if compiled_ops.is_built(op) else later}"
-        for op in needed
-    )
-    if os.access(directory, os.W_OK):
-        return ok(came)
-    fix = "set TORCH_EXTENSIONS_DIR or MEGARECIPES_CACHE to a writable directory"
-    return failed(f"{directory} is not writable: {came}", fix)
-
-
-def libaio(machine: Machine) -> Check:
-    """Look for the library of NVMe offload; without it the resolver refuses NVMe offload."""
-    if machine.libaio:
-        return ok("there, for NVMe offload")
-    return ok("only NVMe offload needs it, and it is not installed (apt-get install libaio-dev)")
-
-
 def files_needed(world: int) -> int:
     """Return the open files that a process of `world` may need at once."""
     return FILES + FILES_PER_RANK * world
-
-
-def file_limit() -> int:
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 
 
 def variables() -> Check:

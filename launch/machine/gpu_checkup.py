@@ -1,53 +1,20 @@
-"""Checks of the GPUs, their kernels, compilers and shared memory."""
+"""Checks of kernels for the GPUs and of their shared memory, made at every start."""
 
 from __future__ import annotations
 
 import os
 import platform
 import re
-import subprocess
-from pathlib import Path
 
-from ds_configs.plan import Machine
 from launch.machine.abilities import gpus
 from launch.machine.checks import Check, failed, ok, unchecked, warning
-from launch.machine.description import cores, installed
-from recipes.problems import counted
+from launch.machine.description import installed
 
 # Bytes of /dev/shm. Docker gives 64 MB, in which NCCL failed on four GPUs: a segment of a connection has
 # 9,637,888 bytes (https://github.com/NVIDIA/nccl/issues/342, /525); containers are advised to have 1 GB
 # (--shm-size=1g, https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html).
 LEAST_SHARED, ADVISED_SHARED = 64 * 2**20, 10**9
 VOLTA_WHEELS = "12.6"  # CUDA version of the newest wheels for Volta and older
-
-
-def accelerator() -> Check:
-    """Check the GPUs that torch sees, and their free memory."""
-    found = gpus(with_free=True)
-    if not found:
-        why = cpu_only()
-        came = f"no GPU{why}: {counted(cores(), 'core')} of the CPU"
-        fix = "install a CUDA build of torch, or hide them with CUDA_VISIBLE_DEVICES="
-        return warning(came, fix) if why else ok(came)
-    names = ", ".join(dict.fromkeys(f"{gpu.name} ({gpu.total / 1e9:.3g} GB)" for gpu in found))
-    came = f"{counted(len(found), 'GPU')}: {names}"
-    if len({gpu.name for gpu in found}) > 1:
-        return warning(f"{came}: the slowest sets the pace", "choose equal ones: CUDA_VISIBLE_DEVICES")
-    if taken := [str(number) for number, gpu in enumerate(found) if gpu.free < 0.9 * gpu.total]:
-        came += f"; of the memory of {', '.join(taken)} more than a tenth is taken"
-        return warning(came, "look with nvidia-smi which process holds it")
-    return ok(came)
-
-
-def cpu_only() -> str:
-    """Say why torch uses no GPU though the system shows one; "" if there is none or none is wanted."""
-    import torch
-
-    hidden = os.environ.get("DS_ACCELERATOR") == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-    if hidden or not list(Path("/dev").glob("nvidia[0-9]*")):
-        return ""
-    why = "cannot use it (driver?)" if torch.version.cuda else "is a build for CPUs"
-    return f", though there is /dev/nvidia0: torch {torch.__version__} {why}"
 
 
 def kernels() -> Check:
@@ -110,47 +77,6 @@ def torch_for(capabilities: list[tuple[int, int]]) -> str:
     cuda, version = fit[0] if fit else VOLTA_WHEELS, torch.__version__.partition("+")[0]
     index = f"https://download.pytorch.org/whl/cu{cuda.replace('.', '')}"
     return f"pip install torch=={version} --index-url {index}"
-
-
-def precision(machine: Machine) -> Check:
-    """List the precisions of the accelerator."""
-    there = {"fp32": True, "bf16": machine.bf16, "fp16": machine.fp16}
-    able, unable = ([name for name, has in there.items() if has is wanted] for wanted in (True, False))
-    slow = " (no instructions for bf16: slow)" if machine.slow_bf16 else ""
-    return ok(", ".join(able) + slow + (f"; no {', no '.join(unable)}" if unable else ""))
-
-
-def cuda_compiler() -> Check:
-    """Check that nvcc has the major version of torch's CUDA: torch loads the ops that it compiles."""
-    wanted = torch_cuda()
-    if wanted is None or not gpus():
-        return unchecked("no GPU" if wanted else f"torch {installed('torch')} has no CUDA")
-    found = nvcc_version()
-    if found is None:
-        return warning("no nvcc: no NVMe offload", f"install the CUDA toolkit {wanted} and set CUDA_HOME")
-    if found.split(".")[0] == wanted.split(".")[0]:
-        return ok(f"nvcc {found}; torch has CUDA {wanted}")
-    came = f"nvcc {found}, and torch has CUDA {wanted}: DeepSpeed's CUDA ops need the same major version"
-    return failed(came, f"set CUDA_HOME to a CUDA toolkit {wanted}, or install torch for CUDA {found}")
-
-
-def torch_cuda() -> str | None:
-    """Return torch's CUDA version, such as 13.0; None: a build for CPUs."""
-    import torch
-
-    return torch.version.cuda
-
-
-def nvcc_version() -> str | None:
-    """Return the version of torch's and DeepSpeed's nvcc, such as 12.6; None: there is none."""
-    from torch.utils.cpp_extension import CUDA_HOME
-
-    try:
-        command = [str(Path(CUDA_HOME or "", "bin", "nvcc")), "--version"]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return found[1] if (found := re.search(r"release (\d+\.\d+)", said)) else None
 
 
 def shared_memory(ranks: int) -> Check:

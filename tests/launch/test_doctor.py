@@ -9,7 +9,7 @@ from launching import run, run_ranks
 
 from ds_configs.plan import GPU, Machine
 from launch import doctor
-from launch.machine import abilities, checkup, gpu_checkup, places
+from launch.machine import abilities, checkup, doctor_checks, gpu_checkup, places
 from launch.machine.abilities import Gpu
 from launch.machine.checks import Check
 from launch.machine.hosts import Hosts
@@ -48,9 +48,10 @@ def gpu_machine(monkeypatch):
         monkeypatch.setattr(abilities, "detect_machine", lambda: machine)
         monkeypatch.setattr(doctor, "this_machine", lambda: Memory(count, gpu.total, 1e12))
         monkeypatch.setattr(gpu_checkup, "gpus", lambda with_free=False: found)
+        monkeypatch.setattr(doctor_checks, "gpus", lambda with_free=False: found)
         monkeypatch.setattr(gpu_checkup, "built_for", lambda: ["sm_70", "sm_80", "sm_90"])
-        monkeypatch.setattr(gpu_checkup, "torch_cuda", lambda: "12.6")
-        monkeypatch.setattr(gpu_checkup, "nvcc_version", lambda: "12.4")
+        monkeypatch.setattr(doctor_checks, "torch_cuda", lambda: "12.6")
+        monkeypatch.setattr(doctor_checks, "nvcc_version", lambda: "12.4")
         monkeypatch.setattr(gpu_checkup, "free_shared_memory", lambda: 1e9)
 
     return put
@@ -259,6 +260,7 @@ def test_a_start_without_kernels_or_room_is_refused(monkeypatch, tmp_path):
     job = Job(plan(), "default/sotu", tmp_path / "run")
     make_quick_checks(job)
     monkeypatch.setattr(gpu_checkup, "gpus", lambda: [V100])
+    monkeypatch.setattr(doctor_checks, "gpus", lambda: [V100])
     monkeypatch.setattr(gpu_checkup, "built_for", lambda: ["sm_75"])
     monkeypatch.setattr(places, "free_bytes", lambda place: 1e3)
     monkeypatch.setattr(checkup, "installed", lambda name: "1.0")

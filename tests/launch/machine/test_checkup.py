@@ -9,7 +9,7 @@ from launching import ROOT
 
 from launch import doctor
 from launch.console import quiet
-from launch.machine import abilities, checks, checkup, gpu_checkup, places
+from launch.machine import abilities, checks, checkup, doctor_checks, gpu_checkup, places
 from launch.machine.abilities import Gpu
 from launch.machine.checks import Check, ok
 from recipes.problems import ProblemsError
@@ -25,8 +25,9 @@ def gpus(monkeypatch):
 
     def put(*found: Gpu, built=CUDA_13, cuda="13.0") -> None:
         monkeypatch.setattr(gpu_checkup, "gpus", lambda with_free=False: list(found))
+        monkeypatch.setattr(doctor_checks, "gpus", lambda with_free=False: list(found))
         monkeypatch.setattr(gpu_checkup, "built_for", lambda: built)
-        monkeypatch.setattr(gpu_checkup, "torch_cuda", lambda: cuda)
+        monkeypatch.setattr(doctor_checks, "torch_cuda", lambda: cuda)
 
     return put
 
@@ -102,22 +103,22 @@ def test_what_torch_itself_says_of_missing_kernels_is_not_hidden(monkeypatch):
 
 def test_gpus_that_differ_or_are_taken_are_warned_of(gpus):
     gpus(H200, H200)
-    assert gpu_checkup.accelerator() == ok("2 GPUs: NVIDIA H200 (141 GB)")
+    assert doctor_checks.accelerator() == ok("2 GPUs: NVIDIA H200 (141 GB)")
     gpus(H200, V100)
-    assert gpu_checkup.accelerator().verdict == "warning"
+    assert doctor_checks.accelerator().verdict == "warning"
     gpus(H200, Gpu("NVIDIA H200", (9, 0), 141e9, 60e9))
-    assert "of 1 more than a tenth is taken" in gpu_checkup.accelerator().found
+    assert "of 1 more than a tenth is taken" in doctor_checks.accelerator().found
 
 
 def test_an_nvcc_of_another_major_version_fails(gpus, monkeypatch):
     gpus(H200)
     verdicts = {}
     for version in ("13.2", "12.6", None):
-        monkeypatch.setattr(gpu_checkup, "nvcc_version", lambda version=version: version)
-        verdicts[version] = gpu_checkup.cuda_compiler().verdict
+        monkeypatch.setattr(doctor_checks, "nvcc_version", lambda version=version: version)
+        verdicts[version] = doctor_checks.cuda_compiler().verdict
     assert verdicts == {"13.2": "ok", "12.6": "failed", None: "warning"}
     gpus(cuda=None)
-    assert gpu_checkup.cuda_compiler().verdict == "not checked"
+    assert doctor_checks.cuda_compiler().verdict == "not checked"
 
 
 def test_docker_gives_too_little_shared_memory_for_nccl(gpus, monkeypatch):
@@ -156,15 +157,15 @@ def test_packages_other_than_pinned(monkeypatch):
 
 
 def test_no_compiler_is_a_warning_that_names_what_is_missing(monkeypatch, tmp_path):
-    assert checkup.compiler().verdict == "ok"
+    assert doctor_checks.compiler().verdict == "ok"
     monkeypatch.setenv("CXX", str(tmp_path / "none"))
-    found = checkup.compiler()
+    found = doctor_checks.compiler()
     assert found.verdict == "warning" and f"no {tmp_path / 'none'}:" in found.found and "g++" in found.fix
     assert abilities.detect_machine().compiler is False
 
 
 def test_too_few_open_files(monkeypatch):
-    monkeypatch.setattr(checkup, "file_limit", lambda: 1024)
+    monkeypatch.setattr(doctor_checks, "file_limit", lambda: 1024)
     assert doctor.open_files(100).verdict == "ok"
     found = doctor.open_files(1000)
     assert found.verdict == "failed" and "1,024" in found.found and found.fix.endswith("ulimit -Hn 8128")

@@ -27,7 +27,7 @@ from data.corpus import build
 from ds_configs.plan import ANY_GPU, GPU, HOST, Device, Machine
 from ds_configs.resolver import resolve
 from launch.checkpoints import run_checkpoints
-from launch.machine import description, gpu_checkup, memory
+from launch.machine import description, doctor_checks, gpu_checkup, memory
 from launch.ranks import processes
 from launch.training import compile_choice, forward_clock
 from launch.training.training_batches import training_batches
@@ -162,7 +162,7 @@ def test_memory_and_names_are_those_of_the_device_whoever_made_it(monkeypatch):
     assert memory.peak_memory() == memory.PeakMemory(5, "GPU memory allocated")
     assert memory.peak_cached_bytes() == 7 and memory.this_machine().gpu_bytes == 64e9
     monkeypatch.setattr(gpu_checkup, "built_for", lambda: ["gfx90a"])
-    assert gpu_checkup.accelerator().verdict == gpu_checkup.kernels().verdict == "ok"
+    assert doctor_checks.accelerator().verdict == gpu_checkup.kernels().verdict == "ok"
     assert processes.device_identity() is None, "no serial number that ranks could share"
 
 

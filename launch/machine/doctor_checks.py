@@ -1,0 +1,139 @@
+"""Checks of a machine that the doctor makes, and no run: interpreter, GPUs, compilers."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from ds_configs.plan import Machine
+from launch.machine import abilities, compiled_ops
+from launch.machine.abilities import gpus
+from launch.machine.checks import Check, failed, ok, unchecked, warning
+from launch.machine.description import REPOSITORY, cores, installed
+from recipes.problems import counted
+
+
+def python() -> Check:
+    """Check the interpreter against pyproject's requires-python."""
+    from packaging.specifiers import SpecifierSet
+
+    version, file = platform.python_version(), REPOSITORY / "pyproject.toml"
+    written = re.search(r'^requires-python = "(.+)"', file.read_text(), re.M) if file.exists() else None
+    if written is None:
+        return unchecked(f"{version}; there is no {file} that says which are fit")
+    if version in SpecifierSet(written[1]):
+        return ok(version)
+    fix = "make a virtual environment with a fit one: make setup PYTHON=python3.11"
+    return failed(f"{version}, and {written[1]} is needed", fix)
+
+
+def accelerator() -> Check:
+    """Check the GPUs that torch sees, and their free memory."""
+    found = gpus(with_free=True)
+    if not found:
+        why = cpu_only()
+        came = f"no GPU{why}: {counted(cores(), 'core')} of the CPU"
+        fix = "install a CUDA build of torch, or hide them with CUDA_VISIBLE_DEVICES="
+        return warning(came, fix) if why else ok(came)
+    names = ", ".join(dict.fromkeys(f"{gpu.name} ({gpu.total / 1e9:.3g} GB)" for gpu in found))
+    came = f"{counted(len(found), 'GPU')}: {names}"
+    if len({gpu.name for gpu in found}) > 1:
+        return warning(f"{came}: the slowest sets the pace", "choose equal ones: CUDA_VISIBLE_DEVICES")
+    if taken := [str(number) for number, gpu in enumerate(found) if gpu.free < 0.9 * gpu.total]:
+        came += f"; of the memory of {', '.join(taken)} more than a tenth is taken"
+        return warning(came, "look with nvidia-smi which process holds it")
+    return ok(came)
+
+
+def cpu_only() -> str:
+    """Say why torch uses no GPU though the system shows one; "" if there is none or none is wanted."""
+    import torch
+
+    hidden = os.environ.get("DS_ACCELERATOR") == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if hidden or not list(Path("/dev").glob("nvidia[0-9]*")):
+        return ""
+    why = "cannot use it (driver?)" if torch.version.cuda else "is a build for CPUs"
+    return f", though there is /dev/nvidia0: torch {torch.__version__} {why}"
+
+
+def precision(machine: Machine) -> Check:
+    """List the precisions of the accelerator."""
+    there = {"fp32": True, "bf16": machine.bf16, "fp16": machine.fp16}
+    able, unable = ([name for name, has in there.items() if has is wanted] for wanted in (True, False))
+    slow = " (no instructions for bf16: slow)" if machine.slow_bf16 else ""
+    return ok(", ".join(able) + slow + (f"; no {', no '.join(unable)}" if unable else ""))
+
+
+def compiler() -> Check:
+    """Check for the C++ compiler of DeepSpeed's ops, ninja and headers."""
+    if missing := abilities.missing_for_compiling():
+        slower = "torch's optimizer takes the place of DeepSpeed's compiled one, slower"
+        fix = "apt-get install g++ ninja-build python3-dev (Debian, Ubuntu)"
+        return warning(f"no {', no '.join(missing)}: {slower}", fix)
+    return ok(f"{shutil.which(os.environ.get('CXX', 'c++'))}, ninja, Python's headers")
+
+
+def cuda_compiler() -> Check:
+    """Check that nvcc has the major version of torch's CUDA: torch loads the ops that it compiles."""
+    wanted = torch_cuda()
+    if wanted is None or not gpus():
+        return unchecked("no GPU" if wanted else f"torch {installed('torch')} has no CUDA")
+    found = nvcc_version()
+    if found is None:
+        return warning("no nvcc: no NVMe offload", f"install the CUDA toolkit {wanted} and set CUDA_HOME")
+    if found.split(".")[0] == wanted.split(".")[0]:
+        return ok(f"nvcc {found}; torch has CUDA {wanted}")
+    came = f"nvcc {found}, and torch has CUDA {wanted}: DeepSpeed's CUDA ops need the same major version"
+    return failed(came, f"set CUDA_HOME to a CUDA toolkit {wanted}, or install torch for CUDA {found}")
+
+
+def torch_cuda() -> str | None:
+    """Return torch's CUDA version, such as 13.0; None: a build for CPUs."""
+    import torch
+
+    return torch.version.cuda
+
+
+def nvcc_version() -> str | None:
+    """Return the version of torch's and DeepSpeed's nvcc, such as 12.6; None: there is none."""
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    try:
+        command = [str(Path(CUDA_HOME or "", "bin", "nvcc")), "--version"]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found[1] if (found := re.search(r"release (\d+\.\d+)", said)) else None
+
+
+def libaio(machine: Machine) -> Check:
+    """Look for the library of NVMe offload; without it the resolver refuses NVMe offload."""
+    if machine.libaio:
+        return ok("there, for NVMe offload")
+    return ok("only NVMe offload needs it, and it is not installed (apt-get install libaio-dev)")
+
+
+def ops(ds: dict[str, Any]) -> Check:
+    """Check DeepSpeed's ops for the resolved JSON `ds`: built already, or compiled at the first start."""
+    if not (needed := compiled_ops.needed(ds)):
+        return ok("none is used: torch's operations step")
+    directory = compiled_ops.use_own_directory()
+    later = "is compiled at the first start (about 40 s)"
+    came = "; ".join(
+        f"{op.builder.removesuffix('Builder')} {'is built' if compiled_ops.is_built(op) else later}"
+        for op in needed
+    )
+    if os.access(directory, os.W_OK):
+        return ok(came)
+    fix = "set TORCH_EXTENSIONS_DIR or MEGARECIPES_CACHE to a writable directory"
+    return failed(f"{directory} is not writable: {came}", fix)
+
+
+def file_limit() -> int:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[1]
