@@ -7,6 +7,7 @@ import torch
 from launch.checkpoints import manifest, run_checkpoints, tensor_file
 from launch.checkpoints.geometry import share
 from launch.checkpoints.manifest import (
+    MOMENTS,
     WEIGHT,
     Manifest,
     Progress,
@@ -51,7 +52,8 @@ def write_checkpoint(
             if count:
                 pieces[name].append(Series(rank, None, first, count, count))
             part = tensor.reshape(-1)[first : first + count]
-            entries += [Entry(f"{k}/{name}", part.dtype, (count,), lambda p=part: p) for k in kinds]
+            of_kind = {kind: part.abs() if kind == MOMENTS[1] else part for kind in kinds}
+            entries += [Entry(f"{k}/{name}", p.dtype, (count,), lambda p=p: p) for k, p in of_kind.items()]
         files[file] = tensor_file.write(directory / file, entries)
     held = {
         name: StoredTensor(tuple(t.shape), joined(pieces[name]), forms[name]) for name, t in tensors.items()

@@ -118,11 +118,14 @@ DAMAGE = {
     "a lost file": (lambda d: (d / FILE).unlink(), "rank-00001.* cannot be read .No such .* it holds word.w"),
     "NaN": (
         lambda d: rewrite(d, FILE, lambda t: t[KEY].fill_(torch.nan)),
-        f"rank-00001.safetensors holds numbers that are not finite; in {KEY}$",
+        f"rank-00001.safetensors holds numbers that are not finite, or negative squares; in {KEY}$",
+    ),
+    "a negative square": (
+        lambda d: rewrite(d, FILE, lambda t: t[KEY][3:4].fill_(-1e-9)), f"negative squares; in {KEY}$",
     ),
     "infinity": (
         lambda d: rewrite(d, FILE, lambda t: t["weight/word.weight"][7:8].fill_(-torch.inf)),
-        "not finite; in weight/word.weight$",
+        "not finite, .*; in weight/word.weight$",
     ),
     "a tensor that is not in its file": (
         lambda d: rewrite(d, FILE, lambda t: t.pop(KEY)), f"lacks {KEY}, which the manifest",
