@@ -21,7 +21,7 @@ TINY = ["--tiny", "--ds_config", "zero1", "--set", "precision=fp32"]
 ENDLESS = [*TINY, "--set", "steps=100000", "--set", "run.save_every=5", "--set", "run.keep_checkpoints=1"]
 
 
-def wait_for(condition, what, seconds=60):
+def wait_for(condition, what, seconds=180):
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, f"{what} did not come in {seconds} s"

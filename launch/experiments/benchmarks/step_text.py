@@ -10,6 +10,8 @@ from launch.console.text_table import table
 from launch.experiments.benchmarks.step_speed import Measurement, SpeedRow
 
 PARTS = ("data", "forward", "backward", "optimizer", "reduction", "between stages")
+# Within these: gradients taken to where they are stepped, their norm, AdamW, weights rounded and gathered.
+WITHIN = ("copies", "norm", "update", "rounding", "communication")
 
 
 def speeds(rows: Sequence[SpeedRow], reference: str) -> str:
@@ -57,20 +59,17 @@ def rates(measured: Sequence[Measurement]) -> str:
 
 
 def parts(measured: Sequence[Measurement]) -> str:
-    """Return a table of milliseconds per phase on rank 0; the phases include communication."""
+    """Return a table of milliseconds per phase on rank 0, and of what the phases contain."""
     shown = [each for each in measured if each.phases]
     used = [part for part in PARTS if any(part in each.phases[0] for each in shown)]
     cells = []
     for each in shown:
         first = each.phases[0]
         rest = first["step"] - sum(first.get(part, 0.0) for part in used)
-        values = [first.get(part, 0.0) for part in used] + [
-            rest,
-            first["step"],
-            first.get("communication", 0.0),
-        ]
+        values = [*(first.get(part, 0.0) for part in used), rest, first["step"]]
+        values += [first.get(part, 0.0) for part in WITHIN]
         cells.append((each.spec.name, *(f"{1e3 * value:.1f}" for value in values)))
-    headings = ("ms of a step", *used, "rest", "whole", "waiting for ranks")
+    headings = ("ms of a step", *used, "rest", "whole", *(f"({part})" for part in WITHIN))
     return table(cells, headings, "l" + "r" * (len(headings) - 1))
 
 

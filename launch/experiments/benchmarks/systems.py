@@ -39,6 +39,12 @@ from modeling.parallel.random_state import seed_step
 from recipes.schema import Recipe
 
 SQUARE = 2048, 8192  # rows and columns of the products for the matrix rate, on a CPU and on a GPU
+# Methods of the engine's optimizer, of which at most one calls another of the same phase.
+WITHIN = {
+    "copies": ("copy_grads_in_partition", "_update_hp_grad", "partition_grads", "_take_gradients"),
+    "norm": ("_norm", "scaled_global_norm", "_get_norm_groups"),
+    "rounding": ("update_lp_params", "round_weights", "_reassign_or_swap_out_partitioned_parameters"),
+}
 PIPELINE_PHASES = {
     schedule.LoadMicroBatch: "data",
     schedule.ForwardPass: "forward",
@@ -141,6 +147,11 @@ def clock_engine(engine: Any, clock: Clock) -> None:
         return
     for phase, name in (("forward", "forward"), ("backward", "backward"), ("optimizer", "step")):
         setattr(engine, name, clock.timed(phase, getattr(engine, name)))
+    for phase, names in WITHIN.items():
+        for name in names:
+            if method := getattr(engine.optimizer, name, None):
+                setattr(engine.optimizer, name, clock.timed(phase, method))
+    engine.basic_optimizer.step = clock.timed("update", engine.basic_optimizer.step)
 
 
 class Transformers:
@@ -252,15 +263,19 @@ class Bare:
                 loss.backward()
             losses.append(loss.detach())
         with clock("optimizer"), torch.no_grad():
-            for master, parameters in zip(self.masters, self.parameters, strict=True):
-                views = _views(master.grad, parameters)
-                torch._foreach_copy_(views, [p.grad for p in parameters])
-            torch.nn.utils.clip_grad_norm_(self.masters, recipe.optimizer.clip)
+            with clock("copies"):
+                for master, parameters in zip(self.masters, self.parameters, strict=True):
+                    views = _views(master.grad, parameters)
+                    torch._foreach_copy_(views, [p.grad for p in parameters])
+            with clock("norm"):
+                torch.nn.utils.clip_grad_norm_(self.masters, recipe.optimizer.clip)
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(recipe, self.data.done - 1)
-            self.optimizer.step()
-            for master, parameters in zip(self.masters, self.parameters, strict=True):
-                torch._foreach_copy_(parameters, _views(master, parameters))
+            with clock("update"):
+                self.optimizer.step()
+            with clock("rounding"):
+                for master, parameters in zip(self.masters, self.parameters, strict=True):
+                    torch._foreach_copy_(parameters, _views(master, parameters))
             self.model.zero_grad(set_to_none=True)
         self.loss = sum(losses).item()
         return work

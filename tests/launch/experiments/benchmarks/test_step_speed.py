@@ -118,6 +118,9 @@ def test_the_parts_of_a_step_are_timed(found):
         inside = [phases[part] for part in ("data", "forward", "backward", "optimizer")]
         assert min(inside) > 0 and sum(inside) <= phases["step"] + 1e-9
         assert found[name]["profile"]["top"][0][1] > 0
+    for name in ("ours", "bare"):
+        (phases,) = found[name]["phases"]
+        assert min(phases[part] for part in ("copies", "norm", "update", "rounding")) > 0
 
 
 @pytest.mark.long
