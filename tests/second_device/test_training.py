@@ -22,7 +22,7 @@ from recipes import catalog
 pytestmark = needed
 PRETRAIN = ROOT / "launch/pretrain.py"
 DROPPED = ["dropout.hidden=0.1", "dropout.attention=0.1", "run.save_last=true"]
-FP32 = [*DROPPED, "precision=fp32"]
+FP32, HIDDEN = [*DROPPED, "precision=fp32"], [DROPPED[0], "precision=fp32"]
 GPT2, BERT = catalog.DEFAULT_RECIPE, "bert/sotu"
 STAGES = [LayoutCase(f"zero{stage}", 1, 1, 1, f"zero{stage}") for stage in range(4)]
 TWO_RANKS = [
@@ -68,7 +68,7 @@ def test_out_of_memory_is_a_result(tmp_path):
 @pytest.mark.parametrize("recipe", [GPT2, BERT])
 @pytest.mark.parametrize("half", [False, True])
 def test_every_json_trains_with_dropout(tmp_path, recipe, half):
-    """BERT's attention draws its dropout in another order than on a CPU, and bf16 sums in another."""
+    """bf16 sums in another order than on a CPU; so does BERT's attention draw its dropout, and has none here."""
     names = [name for name in JSONS if ("16" in name) == half and name != "zero_infinity"]  # libaio
     cases = [
         LayoutCase(name, 1, 1, 1, name, checkpointing="full" if "checkpointing" in name else "none")
@@ -78,7 +78,20 @@ def test_every_json_trains_with_dropout(tmp_path, recipe, half):
         for name, outcome in train_layouts(recipe, DROPPED, cases, tmp_path, 4, on_board()).items():
             assert outcome.failure is None and outcome.losses[3] < outcome.losses[0], (name, outcome.failure)
     else:
-        check_equal(tmp_path, recipe, FP32, cases, steps=4, tolerance=1e-3 if recipe == GPT2 else 5e-3)
+        check_equal(tmp_path, recipe, FP32 if recipe == GPT2 else HIDDEN, cases, steps=4)
+
+
+@pytest.mark.long
+def test_activations_that_leave_the_device_meanwhile_come_back_whole(tmp_path):
+    """DeepSpeed empties the inputs of recomputed chunks, one tensor rank's whole, while they are copied."""
+    recomputed = {"zero3": "none", "zero3_cpu_checkpointing": "full"}
+    cases = [LayoutCase(name, 1, 1, 1, name, checkpointing=what) for name, what in recomputed.items()]
+    kept, copied = train_layouts(GPT2, HIDDEN, cases, tmp_path, 4, on_board()).values()
+    assert kept.failure is copied.failure is None and len(kept.losses) == 4
+    assert copied.losses == kept.losses and copied.norms == kept.norms
+    assert copied.gradients.keys() == kept.gradients.keys() != set()
+    for name, gradient in kept.gradients.items():
+        assert (copied.gradients[name] == gradient).all(), name
 
 
 @pytest.mark.long
@@ -158,7 +171,7 @@ def test_two_machines_train_one_run(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "most_waits"),
-    [("zero0", 3), ("zero1", 9), ("zero2", 9), ("zero3", 40), ("zero2_offload", 130), ("zero3_offload", 200)],
+    [("zero0", 6), ("zero1", 6), ("zero2", 6), ("zero3", 28), ("zero2_offload", 11), ("zero3_offload", 38)],
 )
 def test_what_a_step_starts_and_waits_for(tmp_path, name, most_waits):
     """One step is what four have more than three; printed (pytest -s)."""

@@ -12,11 +12,16 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from reporting import Checks, run_checks
 from second_device.board import C
+
+from launch.checkpoints import saving
+from launch.checkpoints.tensor_file import Entry
 
 LATE_MS = 3000  # for work that nobody waits for; who waits, waits no longer than the work takes
 SIZE = 1000
@@ -105,6 +110,21 @@ def memory_given_back_while_another_stream_uses_it(right_way: bool, n: float) ->
     filled(-1.0)  # the same block
     torch.board.synchronize()
     return is_full_of(y, n + 1)
+
+
+def a_saved_tensor_whose_part_of_the_pinned_buffer_is_read_too_early(right_way: bool, n: float) -> bool:
+    """A checkpoint leaves the device in parts, through one buffer that each part fills anew."""
+    x, accelerator = filled(n), saving.get_accelerator()
+    unsynchronized = SimpleNamespace(
+        pin_memory=accelerator.pin_memory, current_stream=lambda: SimpleNamespace(synchronize=lambda: None)
+    )
+    used = accelerator if right_way else unsynchronized
+    with (
+        mock.patch.object(saving, "STAGING_BYTES", 3 * SIZE),
+        mock.patch.object(saving, "get_accelerator", lambda: used),
+    ):
+        copied = saving.Staging().copy(Entry("x", x.dtype, (SIZE,), lambda: x)).read()
+    return is_full_of(copied, n)
 
 
 def a_collective_that_is_not_waited_for(right_way: bool, n: float) -> bool:
@@ -237,6 +257,7 @@ MISTAKES = (
     a_pinned_buffer_that_is_filled_again_too_early,
     a_copy_to_the_host_that_is_read_too_early,
     memory_given_back_while_another_stream_uses_it,
+    a_saved_tensor_whose_part_of_the_pinned_buffer_is_read_too_early,
     a_collective_that_is_not_waited_for,
 )
 OTHERS = (
