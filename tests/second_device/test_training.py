@@ -68,7 +68,7 @@ def test_out_of_memory_is_a_result(tmp_path):
 @pytest.mark.parametrize("recipe", [GPT2, BERT])
 @pytest.mark.parametrize("half", [False, True])
 def test_every_json_trains_with_dropout(tmp_path, recipe, half):
-    """bf16 sums in another order than on a CPU; so does BERT's attention draw its dropout, and has none here."""
+    """bf16 sums in another order than on a CPU; BERT's attention, with none here, draws its dropout so."""
     names = [name for name in JSONS if ("16" in name) == half and name != "zero_infinity"]  # libaio
     cases = [
         LayoutCase(name, 1, 1, 1, name, checkpointing="full" if "checkpointing" in name else "none")

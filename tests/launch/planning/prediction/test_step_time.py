@@ -140,11 +140,11 @@ def test_causal_kernels_skip_what_is_masked_and_others_do_not():
 def test_small_layers_wait_for_the_host():
     step = work("default/sotu", "ds_config=zero1", "precision=fp16")
     slow, fast = (
-        step_time(step, DGX2, fitted_constants().model_copy(update={"kernel_us": us})) for us in (40.0, 20.0)
+        step_time(step, DGX2, fitted_constants().model_copy(update={"kernel_us": us})) for us in (80.0, 60.0)
     )
     passes, layers = 3, 6
     assert slow.matrix == fast.matrix
-    assert slow.elementwise - fast.elementwise == pytest.approx(34 * passes * layers * 20e-6, rel=0.01)
+    assert slow.elementwise - fast.elementwise == pytest.approx(12 * passes * layers * 20e-6, rel=0.01)
 
 
 def test_offloaded_checkpoints_and_states_cross_pcie():
