@@ -1,7 +1,7 @@
 """The choice of torch.compile: the user's word, else yes where compiling is paid back within the run.
 
-The choice depends on the run and the machine alone, not on a clock: all ranks, and a resumed run, make the
-same choice.
+The choice depends on the run and the machine alone, not on a clock. Whether a run of minutes has enough to
+save is measured when its model is made, by all ranks together (`compiling.most_saved`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ GPU = {"fp32": 1e13, "bf16": 1e14, "fp16": 1e14}
 # Compiling pays in runs of this many eager seconds or more: on two cores it takes about 25 s at first, 6 s
 # from the cache, and saves a quarter of a step or more.
 PAYS_FROM = 100.0
+SURELY_FROM = 1000.0  # and in these without a look at what there is to save (compiling.most_saved)
 
 
 def compiles(wish: Wish, plan: Plan, machine: Machine) -> bool:
@@ -58,6 +59,11 @@ def worth_compiling(plan: Plan, machine: Machine) -> bool:
     old = machine.device.own_memory and not machine.bf16
     broken = plan.zero_stage == 3 and machine.device.asynchronous
     return not (old or broken) and eager_seconds(plan, machine) >= PAYS_FROM
+
+
+def surely_pays(plan: Plan, machine: Machine) -> bool:
+    """Judge whether even a small gain pays for compiling."""
+    return eager_seconds(plan, machine) >= SURELY_FROM
 
 
 def has_compiler(machine: Machine) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch._inductor import cpp_builder
+from torch.nn.functional import linear
 
 from ds_configs.plan import Plan
 from launch.ranks import processes
@@ -28,6 +29,7 @@ from modeling.parallel.random_state import seed_step
 from modeling.transformer import Attention, LayerShape, TransformerLayer
 
 WARM_UP, TIMED = 2, 5  # passes
+USUAL_COST = 40.0  # seconds, measuring included; two cores took 33 to 47
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,12 @@ def payback(gains: Sequence[Gain], took: float, accumulation: int, steps: int) -
     return f"paid back after {after:,} of {steps:,} steps" if after <= steps else "not paid back in this run"
 
 
-def compile_module(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> str:
+def compile_module(
+    module: torch.nn.Module, plan: Plan, grid: ProcessGrid, steps_left: int | None = None
+) -> str:
     """Compile `module` in place before DeepSpeed takes it; return a line with the measured gains.
+
+    `steps_left`: of the run, which is left as it is if they cannot pay for compiling; None: it is compiled.
 
     Collective. The whole model is compiled, or its transformer layers and its loss where other work lies
     between them: in the pipeline, under recomputation, on GPUs that average gradients while earlier layers
@@ -64,6 +70,11 @@ def compile_module(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> st
     keep_gcc_from_joining_statements()
     seed_step(plan.recipe.seed, 0, grid.at)
     started = time.perf_counter()
+    if steps_left is not None:
+        saved = most_saved(plan, grid, steps_left)
+        if saved < USUAL_COST:
+            costs = f"it usually takes {USUAL_COST:.0f} s, and could save {saved:.0f} s of this run at most"
+            return f"not compiled: {costs}; --compile does it"
     prepare(module, plan)
     if isinstance(module, Stack) and _compiles_whole(plan):
         gains = [Gain("a micro-batch", *_compile_whole(module, plan))]
@@ -150,8 +161,41 @@ def _compile_layers(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> l
     return gains
 
 
+def most_saved(plan: Plan, grid: ProcessGrid, steps: int) -> float:
+    """Return the most seconds that compiling saves in so many steps: products stay. Collective."""
+    own = 0.0  # seconds of a micro-batch
+    for shape, count in model_shape(plan.recipe, plan.padded_vocab).layer_kinds().items():
+        whole, products = _time_eager(shape, plan, grid)
+        own += max(0.0, whole - products) * count / plan.layout.pp
+    return steps * plan.layout.accumulation * max(processes.gathered(own, grid.control_group))
+
+
+def _time_eager(shape: LayerShape, plan: Plan, grid: ProcessGrid) -> tuple[float, float]:
+    """Return the seconds of one eager layer, and of its matrix products alone."""
+    layer, loss = _random_layer(shape, plan, grid)
+    weights = [weight for weight in layer.parameters() if weight.dim() == 2]
+    tokens = plan.layout.micro * plan.recipe.model.sequences * plan.recipe.sequence_length
+    inputs = [weight.new_empty(tokens, weight.shape[1]).normal_().requires_grad_() for weight in weights]
+
+    def products() -> torch.Tensor:
+        return torch.stack([linear(x, w).sum() for x, w in zip(inputs, weights, strict=True)]).sum()
+
+    # Those of scores and values, which attention does besides, at the same rate.
+    attention = 1 + plan.recipe.sequence_length / (6 * plan.recipe.model.hidden)
+    return seconds_of_pass(lambda: loss(layer), 1, 2), attention * seconds_of_pass(products, 1, 2)
+
+
 def _time_layer(shape: LayerShape, plan: Plan, grid: ProcessGrid) -> tuple[float, float]:
     """Return eager and compiled seconds of one layer on a random micro-batch."""
+    layer, loss = _random_layer(shape, plan, grid)
+    compiled = torch.compile(layer)
+    return seconds_of_pass(lambda: loss(layer)), seconds_of_pass(lambda: loss(compiled))
+
+
+def _random_layer(
+    shape: LayerShape, plan: Plan, grid: ProcessGrid
+) -> tuple[TransformerLayer, Callable[[Callable[..., torch.Tensor]], torch.Tensor]]:
+    """Return a layer, and the loss of a form of it on a random micro-batch."""
     recipe = plan.recipe
     device = torch.device(get_accelerator().current_device_name())
     init = Init(recipe.seed, recipe.init_std, recipe.model.layers, dtype=DTYPES[plan.precision])
@@ -163,9 +207,7 @@ def _time_layer(shape: LayerShape, plan: Plan, grid: ProcessGrid) -> tuple[float
     x = torch.randn(size, dtype=init.dtype, device=device, requires_grad=True)
     salts = _salts(plan, device)
     salts = None if salts is None else own_positions(salts, cut_over)
-    compiled = torch.compile(layer)
-    timed = (lambda: layer(x, salts=salts).sum()), (lambda: compiled(x, salts=salts).sum())
-    return seconds_of_pass(timed[0]), seconds_of_pass(timed[1])
+    return layer, lambda form: form(x, salts=salts).sum()
 
 
 def _salts(plan: Plan, device: torch.device) -> torch.Tensor | None:
@@ -175,13 +217,13 @@ def _salts(plan: Plan, device: torch.device) -> torch.Tensor | None:
     return salts_of(recipe.seed, 0, samples, recipe.sequence_length) if recipe.dropout.hidden else None
 
 
-def seconds_of_pass(loss: Callable[[], torch.Tensor]) -> float:
-    """Return the seconds of a forward and backward pass: the median after a warm-up."""
+def seconds_of_pass(loss: Callable[[], torch.Tensor], warm_up: int = WARM_UP, timed: int = TIMED) -> float:
+    """Return the seconds of a forward and backward pass: the median of `timed` ones after a warm-up."""
     times = []
-    for _ in range(WARM_UP + TIMED):
+    for _ in range(warm_up + timed):
         get_accelerator().synchronize()
         started = time.perf_counter()
         loss().backward()
         get_accelerator().synchronize()
         times.append(time.perf_counter() - started)
-    return statistics.median(times[WARM_UP:])
+    return statistics.median(times[warm_up:])

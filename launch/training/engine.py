@@ -58,12 +58,13 @@ def build_engine(
     say: compiled_ops.Say,
     *,
     resumed: bool = False,
+    done: int = 0,
     mark: Callable[[str], None] = lambda part: None,
 ) -> DeepSpeedEngine:
     """Build a DeepSpeed engine for the job; `say` announces ops that are compiled first. Collective.
 
-    `resumed`: a checkpoint will give the weights, and none are drawn; `mark`: marks the end of each part of
-    the start.
+    `resumed`: a checkpoint will give the weights, and none are drawn; `done`: its steps; `mark`: marks the
+    end of each part of the start.
     """
     plan = job.plan
     if plan.offload != "none":
@@ -76,7 +77,8 @@ def build_engine(
     module = build_module(plan, grid, given, drawn=not resumed)
     if job.compiled:
         mark("engine")
-        say(compiling.compile_module(module, plan, grid))
+        left = None if job.compiled_surely else plan.recipe.steps - done
+        say(compiling.compile_module(module, plan, grid, left))
         mark("compiling")
     how: dict[str, Any] = {
         "model": module,

@@ -163,7 +163,8 @@ def job_of(
     if (missing := compile_choice.explain_missing(args.compile, plan, machine)) is not None:
         say_on_rank_0(missing)
     compiled = compile_choice.compiles(args.compile, plan, machine)
-    return Job(plan, name, directory, args.resume, compiled, initial_weights=weights)
+    surely = args.compile == "on" or compile_choice.surely_pays(plan, machine)
+    return Job(plan, name, directory, args.resume, compiled, surely, initial_weights=weights)
 
 
 def open_run_directory(training: Training) -> RunDirectory | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from ds_configs.plan import GPU, HOST, Machine
 from ds_configs.resolver import resolve
@@ -81,6 +83,39 @@ def test_the_step_at_which_compiling_is_paid_back():
     assert payback(gains, 16.0, accumulation=2, steps=100) == "paid back after 16 of 100 steps"
     assert payback(gains, 16.0, accumulation=2, steps=15) == "not paid back in this run"
     assert "saves nothing" in payback([Gain("a micro-batch", 0.2, 0.3)], 1.0, 1, 100)
+
+
+def test_what_cannot_be_paid_back_is_not_begun(monkeypatch):
+    """By the slowest rank, and by what is left of the run."""
+    planned, grid = plan(), SimpleNamespace(at=None, control_group=None)
+    layers, accumulation = planned.recipe.model.layers, planned.layout.accumulation
+    a_step = 0.25 * layers * accumulation  # 0.25 s of each layer are no products
+    monkeypatch.setattr(compiling, "_time_eager", lambda *of: (1.0, 0.75))
+    monkeypatch.setattr(processes, "gathered", lambda own, group: [own, 2 * own])
+    assert compiling.most_saved(planned, grid, 10) == 2 * 10 * a_step
+    monkeypatch.setattr(compiling, "seed_step", lambda *of: None)
+    monkeypatch.setattr(compiling, "_compile_layers", lambda *of: [Gain("one layer", 2.0, 1.0)])
+    enough = math.ceil(compiling.USUAL_COST / (2 * a_step))
+    for steps, begun in ((enough, True), (enough - 1, False), (None, True)):
+        said = compiling.compile_module(torch.nn.Module(), planned, grid, steps)
+        assert said.startswith("compiled: " if begun else "not compiled: it usually takes 40 s"), said
+    monkeypatch.setattr(compiling, "_time_eager", lambda *of: (0.5, 0.75))
+    assert compiling.most_saved(planned, grid, 10) == 0
+
+
+def test_the_look_takes_three_passes_of_a_layer_and_of_its_products(monkeypatch):
+    planned, grid, passes = plan(tiny=True), SimpleNamespace(tensor_group=None), []
+    monkeypatch.setattr(compiling, "seconds_of_pass", lambda *of: passes.append(of[1:]) or float(of[0]()))
+    compiling._time_eager(*compiling.model_shape(planned.recipe, 512).layer_kinds(), planned, grid)
+    assert passes == [(1, 2), (1, 2)]
+    clock = iter([0.0, 9.0, 10.0, 12.0, 20.0, 23.0])
+    monkeypatch.undo()
+    monkeypatch.setattr(compiling.time, "perf_counter", lambda: next(clock))
+    assert compiling.seconds_of_pass(lambda: torch.ones(1, requires_grad=True).sum(), 1, 2) == 2.5
+
+
+def test_a_run_of_hours_is_compiled_without_a_look():
+    assert not compile_choice.surely_pays(plan(), CPU) and compile_choice.surely_pays(plan(30_000), CPU)
 
 
 WHOLE = [
