@@ -25,7 +25,7 @@ from ds_configs import jsonfile, known_keys
 from ds_configs.plan import Plan
 from ds_configs.resolver import resolve
 from launch.console import arguments, ends, quiet, terminal
-from launch.machine import abilities, checks, checkup, doctor_checks, gpu_checkup, hosts, places, start_checks
+from launch.machine import abilities, checks, doctor_checks, gpu_checkup, hosts, places, start_checks
 from launch.machine.checks import Check, Function, Verdict, failed, ok, unchecked, warning
 from launch.machine.hosts import Hosts
 from launch.machine.memory import Memory, this_machine
@@ -129,7 +129,7 @@ def table(
     several = hosts.several_machines(listed, os.environ)
     of_machine: dict[str, Function] = {
         "python": doctor_checks.python,
-        "packages": checkup.packages,
+        "packages": start_checks.packages,
         "accelerator": doctor_checks.accelerator,
         "GPU kernels": gpu_checkup.kernels,
         "precision": partial(doctor_checks.precision, machine),
@@ -138,7 +138,7 @@ def table(
         "libaio": partial(doctor_checks.libaio, machine),
         "shared memory": partial(gpu_checkup.shared_memory, ranks),
         "open files": partial(open_files, world),
-        "variables": checkup.variables,
+        "variables": start_checks.variables,
         "host name": partial(hosts.host_name, several),
         "port": partial(hosts.port, os.environ),
     }
@@ -230,7 +230,7 @@ def fits(plan: Plan, memory: Memory, ranks: int) -> Check:
 
 def open_files(world: int) -> Check:
     """Check the hard limit of open files; a run raises the soft limit up to it by itself."""
-    needed, limit = checkup.files_needed(world), doctor_checks.file_limit()
+    needed, limit = start_checks.files_needed(world), doctor_checks.file_limit()
     if limit == resource.RLIM_INFINITY or limit >= needed:
         allowed = "any number" if limit == resource.RLIM_INFINITY else f"{limit:,}"
         return ok(f"{allowed} allowed, {needed:,} needed")

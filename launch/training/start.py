@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ds_configs.plan import Machine
 from launch.console import arguments, output, quiet, terminal
-from launch.machine import checks, checkup, start_checks
+from launch.machine import checks, start_checks
 from launch.machine.determinism import demand_determinism
 from launch.ranks import ending, joining, out_of_memory, processes, start_up
 from launch.ranks.meeting import Meeting
@@ -150,7 +150,7 @@ def job_of(
     """
     from launch.records.directory import default_path
 
-    take_file_handles(checkup.files_needed(processes.world_size()))
+    take_file_handles(start_checks.files_needed(processes.world_size()))
     plan = plan_job(
         recipe, args.ds_config, machine, compiled=args.compile == "on", initial_weights=weights,
         elsewhere=args.plan and not processes.launched(), planned=args.processes,

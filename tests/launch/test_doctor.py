@@ -9,7 +9,7 @@ from launching import run, run_ranks
 
 from ds_configs.plan import GPU, Machine
 from launch import doctor
-from launch.machine import abilities, checkup, doctor_checks, gpu_checkup, places
+from launch.machine import abilities, doctor_checks, gpu_checkup, places, start_checks
 from launch.machine.abilities import Gpu
 from launch.machine.checks import Check
 from launch.machine.hosts import Hosts
@@ -263,7 +263,7 @@ def test_a_start_without_kernels_or_room_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor_checks, "gpus", lambda: [V100])
     monkeypatch.setattr(gpu_checkup, "built_for", lambda: ["sm_75"])
     monkeypatch.setattr(places, "free_bytes", lambda place: 1e3)
-    monkeypatch.setattr(checkup, "installed", lambda name: "1.0")
+    monkeypatch.setattr(start_checks, "installed", lambda name: "1.0")
     with pytest.raises(ProblemsError, match=r"Tesla V100.*\n.*a checkpoint takes") as refused:
         make_quick_checks(job)
     assert len(refused.value.problems) == 2, "other versions are a warning"

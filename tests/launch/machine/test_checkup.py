@@ -9,7 +9,7 @@ from launching import ROOT
 
 from launch import doctor
 from launch.console import quiet
-from launch.machine import abilities, checks, checkup, doctor_checks, gpu_checkup, places
+from launch.machine import abilities, checks, doctor_checks, gpu_checkup, places, start_checks
 from launch.machine.abilities import Gpu
 from launch.machine.checks import Check, ok
 from recipes.problems import ProblemsError
@@ -135,25 +135,25 @@ def test_docker_gives_too_little_shared_memory_for_nccl(gpus, monkeypatch):
 
 
 def test_packages_other_than_pinned(monkeypatch):
-    assert checkup.packages().verdict == "ok"
-    real = checkup.installed
+    assert start_checks.packages().verdict == "ok"
+    real = start_checks.installed
 
     def put(**versions):
-        monkeypatch.setattr(checkup, "installed", lambda name: versions.get(name, real(name)))
+        monkeypatch.setattr(start_checks, "installed", lambda name: versions.get(name, real(name)))
 
     pinned = dict(
         re.findall(r"^(torch|deepspeed|ruff)==(\S+)", (ROOT / "requirements.txt").read_text(), re.M)
     )
     put(torch=f"{pinned['torch']}+cu126", ruff="0.0.1")
-    assert checkup.packages().verdict == "ok", "another build is as good, and a tool decides no number"
+    assert start_checks.packages().verdict == "ok", "another build is as good, and a tool decides no number"
     put(deepspeed="0.16.0")
-    found = checkup.packages()
+    found = start_checks.packages()
     assert found.verdict == "warning" and f"deepspeed 0.16.0, pinned {pinned['deepspeed']}" in found.found
     put(deepspeed=None, torch="1.0")
-    found = checkup.packages()
+    found = start_checks.packages()
     assert found.verdict == "failed" and found.found == "not installed: deepspeed"
     put(ruff=None)
-    assert checkup.packages().verdict == "ok"
+    assert start_checks.packages().verdict == "ok"
 
 
 def test_no_compiler_is_a_warning_that_names_what_is_missing(monkeypatch, tmp_path):
@@ -176,19 +176,23 @@ def test_every_variable_of_the_project_is_known():
     for package in ("recipes", "ds_configs", "modeling", "data", "launch"):
         for file in (ROOT / package).rglob("*.py"):
             read |= set(re.findall(r"\bMEGARECIPES_[A-Z_]+[A-Z]\b", file.read_text()))
-    assert {"MEGARECIPES_CACHE", "MEGARECIPES_NVME", "MEGARECIPES_VERBOSE"} <= read <= set(checkup.VARIABLES)
+    assert (
+        {"MEGARECIPES_CACHE", "MEGARECIPES_NVME", "MEGARECIPES_VERBOSE"}
+        <= read
+        <= set(start_checks.VARIABLES)
+    )
 
 
 def test_a_misspelt_variable_is_noticed(monkeypatch):
-    for name in checkup.VARIABLES:
+    for name in start_checks.VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    assert checkup.variables().verdict == "ok"
+    assert start_checks.variables().verdict == "ok"
     monkeypatch.setenv("MEGARECIPES_CAHCE", "/x")
-    found = checkup.variables()
+    found = start_checks.variables()
     assert found.verdict == "warning" and found.fix == "did you mean MEGARECIPES_CACHE?"
     monkeypatch.delenv("MEGARECIPES_CAHCE")
     monkeypatch.setenv("MEGARECIPES_VERBOSE", "true")
-    assert "MEGARECIPES_VERBOSE=true does nothing" in checkup.variables().found
+    assert "MEGARECIPES_VERBOSE=true does nothing" in start_checks.variables().found
 
 
 def test_a_small_disk(monkeypatch, tmp_path):

@@ -1,6 +1,6 @@
 """The checks that every start of a run makes."""
 
-from launch.machine import checkup, start_checks
+from launch.machine import start_checks
 from recipes import catalog
 
 
@@ -23,7 +23,7 @@ def test_how_much_disk_the_checkpoints_take():
 def test_the_start_runs_the_quick_part(monkeypatch, tmp_path):
     functions = start_checks.quick(catalog.load(), tmp_path)
     assert {"packages", "GPU kernels", "variables", "disk"} <= set(functions)
-    assert checkup.files_needed(8) == 192
+    assert start_checks.files_needed(8) == 192
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "disk" not in start_checks.quick(catalog.load(), tmp_path), "rank 0 writes"
