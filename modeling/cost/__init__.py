@@ -7,7 +7,6 @@ data-parallel degree. A multiply-add counts as two operations.
 Imports neither torch nor deepspeed, so that planning is instant and runs anywhere.
 """
 
-from modeling.cost.activation_bytes import LayerActivations
 from modeling.cost.operation_count import (
     Product,
     attention_products,
@@ -35,7 +34,6 @@ from modeling.cost.state_bytes import (
 __all__ = [
     "FP32",
     "MIXED",
-    "LayerActivations",
     "Place",
     "PlacedStates",
     "Product",

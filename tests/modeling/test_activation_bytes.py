@@ -3,6 +3,7 @@
 import pytest
 
 from modeling import cost
+from modeling.cost.activation_bytes import LayerActivations
 from recipes.schema import Dropout, Model
 
 DROPPED = Dropout(hidden=0.1, attention=0.1)
@@ -12,7 +13,7 @@ MODEL = Model(layers=48, hidden=H, heads=HEADS, vocab_size=51200)
 
 def kept(tp: int = 1, **how) -> float:
     how = {"keeps_scores": True, "dropout": DROPPED, "width": 2, **how}
-    return cost.LayerActivations(model=MODEL, tokens=S * B, length=S, tp=tp, **how).kept
+    return LayerActivations(model=MODEL, tokens=S * B, length=S, tp=tp, **how).kept
 
 
 def test_a_layer_keeps_what_korthikanti_et_al_count():
@@ -22,7 +23,7 @@ def test_a_layer_keeps_what_korthikanti_et_al_count():
     assert kept(8) == pytest.approx(whole * (10 + 24 / 8 + scores / 8))
     assert kept(8, sequence_parallel=True) == pytest.approx(whole * (34 + scores) / 8)
     assert kept(8, sequence_parallel=True, keeps_scores=False) == pytest.approx(whole * 34 / 8)
-    layer = cost.LayerActivations(MODEL, DROPPED, S * B, S, 2, 8, keeps_scores=True)
+    layer = LayerActivations(MODEL, DROPPED, S * B, S, 2, 8, keeps_scores=True)
     assert layer.kept - layer.kept_scores == pytest.approx(whole * (10 + 24 / 8))
     assert layer.stream == 2 * whole, "what full recomputation keeps: 2 sbh"
 

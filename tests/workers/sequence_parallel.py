@@ -25,7 +25,7 @@ from comparing import (
 )
 from tensor_parallel import HEADS, VOCAB, B, H, S, whole_model
 
-from modeling.cost import LayerActivations
+from modeling.cost.activation_bytes import LayerActivations
 from modeling.initialization import Init
 from modeling.parallel.collectives import own_positions
 from modeling.parallel.layers import ColumnParallelLinear

@@ -9,6 +9,7 @@ from ds_configs.plan import Plan, Precision
 from launch.machine.model_states import PLACES, offloads, state_widths
 from launch.planning.prediction.software import OURS, SYSTEMS, Software
 from modeling import cost
+from modeling.cost.activation_bytes import LayerActivations
 from recipes.layout import Layout
 from recipes.schema import Dropout, Model
 
@@ -84,9 +85,9 @@ class Workload:
         return self.layout.global_batch * self.model.sequences * self.sequence_length
 
     @property
-    def activations(self) -> cost.LayerActivations:
+    def activations(self) -> LayerActivations:
         """Activations of a layer for one micro-batch."""
-        return cost.LayerActivations(
+        return LayerActivations(
             self.model,
             self.dropout,
             self.tokens,
