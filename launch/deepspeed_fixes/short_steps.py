@@ -15,13 +15,11 @@ finite. What they lack is left to DeepSpeed's own way, and `shorten_step` says w
 `runtime/bf16_optimizer.py` runs ZeRO-1 in bf16 with sums of gradients in fp32, plain and in a pipeline
 (`data_types.grad_accum_dtype`). It writes zeros into the gradients of each micro-batch before they are added
 to, and into the sums; copies the sums of the whole model twice to reduce them over all ranks, and does so for
-a group of one; and clips by a norm that is too small on a CPU, where squares are added up in float32 (figures
-in zero0.py). Under `SummedStep` the first micro-batch's gradient is copied, and each rank gets the sum of its
-own partition.
+a group of one; and clips by a norm that is too small on a CPU (zero0.py has figures). Under `SummedStep` the
+first micro-batch's gradient is copied, and each rank gets the sum of its own partition.
 
-Rounding differs from DeepSpeed's: of the norm, and of gradients divided in the kernel. Upstream: no issue
-found. `test_short_steps.py::test_deepspeed_has_what_the_short_steps_replace` fails when what they override
-changes.
+The norm rounds otherwise than DeepSpeed's, and so do gradients divided in the kernel. Upstream: no issue.
+`test_short_steps.py::test_deepspeed_has_what_the_short_steps_replace` fails when what they override changes.
 """
 
 from __future__ import annotations
@@ -297,12 +295,9 @@ class SummedStep(_Partitions, BF16_Optimizer):
         """Begin or continue the sum of a parameter's gradients (DeepSpeed calls this after a micro-batch)."""
         if lp.grad is None:
             return
-        lp._hp_grad = self.fp32_groups_gradients[group_idx][param_idx]  # type: ignore[attr-defined]
-        if self.fp32_groups_has_gradients[group_idx][param_idx]:
-            lp._hp_grad.add_(lp.grad.view(-1))  # type: ignore[attr-defined]
-        else:
-            lp._hp_grad.copy_(lp.grad.view(-1))  # type: ignore[attr-defined]
-        self.fp32_groups_has_gradients[group_idx][param_idx] = True
+        sums, begun = self.fp32_groups_gradients[group_idx], self.fp32_groups_has_gradients[group_idx]
+        (sums[param_idx].add_ if begun[param_idx] else sums[param_idx].copy_)(lp.grad.view(-1))
+        lp._hp_grad, begun[param_idx] = sums[param_idx], True  # type: ignore[attr-defined]
 
     def get_grads_for_reduction(self) -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:
         """Return the flat sums; zeros where no gradient came (DeepSpeed calls this before it reduces)."""

@@ -177,7 +177,9 @@ class StartRecord:
         return math.fsum(getattr(self, part) for part in START_PARTS)
 
     def __str__(self) -> str:
-        shown = ", ".join(f"{part.replace('_', ' ')} {getattr(self, part):.1f}" for part in START_PARTS)
+        named = {"weights": "checkpoint" if self.step > 1 else "first validation"}
+        parts = {named.get(part, part.replace("_", " ")): getattr(self, part) for part in START_PARTS}
+        shown = ", ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items())
         apart = f"; besides, {self.compiling:.1f} s of compiling" if self.compiling else ""
         return f"{self.seconds:.1f} s from launch to first step: {shown}{apart}"
 

@@ -174,7 +174,9 @@ class _Config:
             sets = {**self._settings(form, sizes["model.vocab_size"]), **self._of_this_shape(other)}
             asked = " ".join(f"--set {key}={_setting(value)}" for key, value in sets.items())
             differing[-1] = replace(differing[-1], fix=f"to train a model of this shape add {asked}")
-        yield from differing if self.given else ()  # a damaged model differs from every recipe
+        # A damaged model differs from every recipe; one that states no heads has the recipe's.
+        sound = self.given or sizes.get("model.heads") == self.values["model.heads"]
+        yield from differing if sound else ()
         yield from self._fixed(form, sizes.get("model.hidden"))
 
     def _of_this_shape(self, other: Mapping[str, int]) -> dict[str, int | None]:
