@@ -379,8 +379,8 @@ inline Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking)
   } else if (in || (non_blocking && is_pinned)) {
     const void* block = host.storage().data_ptr().get();
     Tensor view = at::from_blob(host.data_ptr(), host.sizes(), host.strides(), host.options());
-    if (out && host.is_non_overlapping_and_dense()) memset(host.data_ptr(), POISON, host.nbytes());
-    pinned().begin(block);
+    const bool alone = pinned().begin(block);  // else an earlier copy may have yet to read what is there
+    if (out && alone && host.is_non_overlapping_and_dense()) memset(host.data_ptr(), POISON, host.nbytes());
     stream.enqueue([to = in ? host_view(to) : view, from = in ? view : host_view(from), block] {
       to.copy_(from);
       pinned().end(block);

@@ -156,10 +156,10 @@ class PinnedMemory {
     return find(address) != blocks_.end();
   }
 
-  // Note a copy that begins, and one that is done.
-  void begin(const void* address) {
+  // Note a copy that begins, and one that is done. Whether the first has the block to itself is returned.
+  bool begin(const void* address) {
     std::lock_guard<std::mutex> held(lock_);
-    find(address)->second.copies++;
+    return find(address)->second.copies++ == 0;
   }
   void end(const void* address) {
     std::lock_guard<std::mutex> held(lock_);
