@@ -29,7 +29,8 @@ class _Given(argparse.Action):
         if any(isinstance(word, str) and not word.strip() for word in words):
             raise argparse.ArgumentError(self, "is empty: give a value, or leave it out")
         if self.option_strings and self.dest in earlier:
-            raise argparse.ArgumentError(self, "is given twice, and takes one value: leave one of them out")
+            fix = "name all after one" if self.nargs == "+" else "it takes one value: leave one out"
+            raise argparse.ArgumentError(self, f"is given twice; {fix}")
         earlier.add(self.dest)
         setattr(names, self.dest, values)
 

@@ -25,7 +25,7 @@ The norm rounds otherwise than DeepSpeed's, and so do gradients divided in the k
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -101,8 +101,7 @@ class _Partitions:
         self._places = [_places_of(group) for group in groups]
         # Runs of neighbouring places, those that count in the norm and the others.
         self._runs = [
-            [list(_find_runs(places, tensor_rank, counts)) for places in self._places]
-            for counts in (True, False)
+            [_find_runs(places, tensor_rank, counts) for places in self._places] for counts in (True, False)
         ]
 
     def norm_over_ranks(
@@ -133,19 +132,14 @@ def _places_of(group: Sequence[torch.nn.Parameter]) -> dict[torch.nn.Parameter, 
 
 def _find_runs(
     places: dict[torch.nn.Parameter, Place], tensor_rank: int, counts: bool
-) -> Iterator[tuple[int, int]]:
-    """Yield start and end of neighbouring places whose elements count in the norm, or do not."""
-    start = end = 0
+) -> list[tuple[int, int]]:
+    """Return start and end of neighbouring places whose elements count in the norm, or do not."""
+    runs: list[tuple[int, int]] = []
     for parameter, (_, offset, elements) in places.items():
-        if counts_here(parameter, tensor_rank) != counts:
-            continue
-        if offset != end:
-            if end > start:
-                yield start, end
-            start = offset
-        end = offset + elements
-    if end > start:
-        yield start, end
+        if counts_here(parameter, tensor_rank) == counts:
+            start = runs.pop()[0] if runs and runs[-1][1] == offset else offset
+            runs.append((start, offset + elements))
+    return runs
 
 
 class FlatStep(_Partitions, DeepSpeedZeroOptimizer):

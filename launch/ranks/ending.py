@@ -81,10 +81,14 @@ def clean_exit(note_failure: Callable[[str], None] = lambda text: None) -> Itera
 
     try:
         yield
-        if dist.is_initialized():
-            dist.barrier()
-            dist.destroy_process_group()
         code = 0
+        if dist.is_initialized():
+            try:
+                dist.barrier()
+                dist.destroy_process_group()
+            except RuntimeError as e:  # a rank that is through may have closed its connections
+                if not lost_peers(e):
+                    raise
     except SystemExit as e:
         code = e.code if isinstance(e.code, int) else int(e.code is not None)
     except ProblemsError as e:
