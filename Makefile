@@ -10,8 +10,9 @@ BIN := .venv/bin
 # A file of tests stays on one of the two processes, so that its tests share what they launched. The order is
 # that of tests/conftest.py.
 ON_TWO_CORES := -n 2 --dist loadfile --no-loadscope-reorder
-# Extra flags, e.g. make pretrain ARGS="--tiny"
+# Extra flags, e.g. make pretrain ARGS="--tiny"; a flag is given once, so the configuration has a variable of its own
 ARGS ?=
+DS_CONFIG ?= ds_configs/zero3_offload.json
 
 .PHONY: setup pretrain test test-long test-all check lint clean
 
@@ -29,7 +30,7 @@ ifeq ($(wildcard /dev/nvidiactl /dev/kfd /dev/dxg /dev/dri /dev/accel /dev/davin
 pretrain: export DS_ACCELERATOR ?= cpu
 endif
 pretrain: setup
-	$(BIN)/deepspeed --quiet launch/pretrain.py --ds_config ds_configs/zero3_offload.json --resume $(ARGS)
+	$(BIN)/deepspeed --quiet launch/pretrain.py --ds_config $(DS_CONFIG) --resume $(ARGS)
 
 test: setup
 	$(BIN)/pytest $(ON_TWO_CORES) -m "not long" $(ARGS)
