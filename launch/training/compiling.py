@@ -67,14 +67,14 @@ def compile_module(
     are computed, and under ZeRO-3, which gathers parameters in hooks of each layer. Of a layer `forward`
     alone is compiled, so that the hooks stay outside.
     """
-    keep_gcc_from_joining_statements()
     seed_step(plan.recipe.seed, 0, grid.at)
     started = time.perf_counter()
     if steps_left is not None:
         saved = most_saved(plan, grid, steps_left)
         if saved < USUAL_COST:
             costs = f"it usually takes {USUAL_COST:.0f} s, and could save {saved:.0f} s of this run at most"
-            return f"not compiled: {costs}; --compile does it"
+            return f"not compiled: {costs}; --compile on does it"
+    keep_gcc_from_joining_statements()
     prepare(module, plan)
     if isinstance(module, Stack) and _compiles_whole(plan):
         gains = [Gain("a micro-batch", *_compile_whole(module, plan))]
