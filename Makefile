@@ -12,7 +12,7 @@ BIN := .venv/bin
 ON_TWO_CORES := -n 2 --dist loadfile --no-loadscope-reorder
 # Extra flags, e.g. make pretrain ARGS="--tiny"; a flag is given once, so the configuration has a variable of its own
 ARGS ?=
-DS_CONFIG ?= ds_configs/zero3_offload.json
+DS_CONFIG := ds_configs/zero3_offload.json
 
 .PHONY: setup pretrain test test-long test-all check lint clean
 

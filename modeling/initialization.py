@@ -24,13 +24,11 @@ from modeling.parallel.process_grid import Group
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # by the names of recipes
 NEW_HEADS = ("head.",)  # beginnings of the canonical names of a task head's new parameters
 Size = tuple[int, ...]
+Draw = tuple[str, Size, torch.dtype, Callable[[], Tensor]]  # of a rank's slice of the parameter of this name
 
 
-Draw = tuple[Size, torch.dtype, Callable[[], Tensor]]  # of a rank's slice
-
-
-def shared_draws(draws: Sequence[Draw], group: Group, device: str) -> Iterator[Tensor]:
-    """Yield the slices of these draws on the CPU, each drawn by one rank of `group`. Collective.
+def shared_draws(draws: Sequence[Draw], group: Group, device: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and slices of these draws on the CPU, each drawn by one rank of `group`. Collective.
 
     All ranks draw one each, then send them in turn, on `device`.
     """
@@ -38,11 +36,11 @@ def shared_draws(draws: Sequence[Draw], group: Group, device: str) -> Iterator[T
     for start in range(0, len(draws), size):
         block = draws[start : start + size]
         own = [draw() for *_, draw in block[rank : rank + 1]]
-        for source, (shape, dtype, _) in enumerate(block):
+        for source, (name, shape, dtype, _) in enumerate(block):
             sent = own.pop() if source == rank else torch.from_numpy(np.empty(shape, np.float32)).to(dtype)
             sent = sent.to(device)
             dist.broadcast(sent, group=group, group_src=source)
-            yield sent.cpu()
+            yield name, sent.cpu()
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,9 @@ class Init:
     new: tuple[str, ...] = ()  # beginnings of names that are drawn where the given tensors lack them
     drawn: bool = True  # False: zeros, of a model whose weights are read from a checkpoint
     draws: list[Draw] | None = field(default=None, repr=False)  # gets all draws of a model with `meta`
-    shared: Iterator[Tensor] | None = field(default=None, repr=False)  # their slices, by other ranks too
+    shared: Iterator[tuple[str, Tensor]] | None = field(
+        default=None, repr=False
+    )  # their slices, by other ranks too
 
     def child(self, name: str) -> Init:
         return replace(self, name=f"{self.name}.{name}" if self.name else name)
@@ -108,11 +108,12 @@ class Init:
         if self.meta:
             local = torch.empty(size, dtype=self.dtype, device="meta")
             if self.draws is not None and drawn and lacking:
-                self.draws.append((size, self.dtype, own_slice))
+                self.draws.append((name, size, self.dtype, own_slice))
         elif not self.drawn:
             local = torch.from_numpy(np.zeros(size, np.float32)).to(self.dtype)
         else:
-            local = next(self.shared) if self.shared and drawn and lacking else own_slice()
+            sent, local = next(self.shared) if self.shared and drawn and lacking else (name, own_slice())
+            assert sent == name, f"{name} is built where {sent} was recorded"
         parameter = Parameter(local)
         label(parameter, name, None if shard is None else replace(shard, entries=shape[shard.dim]))
         if shard is not None and shard.size > 1:

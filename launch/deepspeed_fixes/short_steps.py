@@ -7,10 +7,9 @@ clipping factor before the optimizer reads the gradients again; and on one data-
 reduces and gathers over a group of one. With an offloaded optimizer it waits for the device at every
 gradient, and again at every norm. `stage3.py` looks at all gradients twice more in fp16.
 
-These classes keep its layout of weights and states, its hooks, buckets and collectives. Under `FlatStep` a
-gradient, reduced where there is more than one data-parallel rank, goes once into the partition's flat fp32
-gradient; torch's fused AdamW takes the factor along. In all of them an overflow is a norm that is not
-finite. What they lack is left to DeepSpeed's own way, and `shorten_step` says which setting it was.
+These classes keep its layout of states, its hooks, buckets and collectives. Under `FlatStep` a gradient,
+reduced over data-parallel ranks, goes once into the partition's flat fp32 one; torch's fused AdamW takes the
+factor along. An overflow is a norm that is not finite. `shorten_step` says what is left to DeepSpeed's way.
 
 `runtime/bf16_optimizer.py` runs ZeRO-1 in bf16 with sums of gradients in fp32, plain and in a pipeline
 (`data_types.grad_accum_dtype`). It writes zeros into the gradients of each micro-batch before they are added

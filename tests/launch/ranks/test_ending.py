@@ -4,6 +4,7 @@ import os
 import signal
 
 import pytest
+import torch.distributed as dist
 
 from launch.ranks import ending, stop_request
 
@@ -23,6 +24,30 @@ def test_a_failure_is_kept_before_what_surrounds_it_is_released(tmp_path):
     with pytest.raises(KeyError), ending.keep_error_of_block(tmp_path, but=(KeyError,)):
         raise KeyError
     assert not kept.exists()
+
+
+class Ended(BaseException):
+    """In the place of the process's end."""
+
+
+@pytest.mark.parametrize(
+    ("said", "code"), [("", 0), ("Connection reset by peer", 0), ("Timed out waiting 30 s", 1), ("other", 1)]
+)
+def test_a_rank_that_is_done_fails_for_none_that_left_the_last_barrier_first(said, code, monkeypatch):
+    def barrier():
+        if said:
+            raise RuntimeError(said)
+
+    def end(code):
+        raise Ended(code)
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "barrier", barrier)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(os, "_exit", end)
+    with pytest.raises(Ended) as ended, ending.clean_exit():
+        pass
+    assert ended.value.args == (code,)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
