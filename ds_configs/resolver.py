@@ -20,15 +20,7 @@ from ds_configs import known_keys
 from ds_configs.findings import Findings
 from ds_configs.jsonfile import FOLDER, ConfigError, find, read
 from ds_configs.plan import Machine, Plan
-from ds_configs.sections import (
-    gradients,
-    monitors,
-    optimizer,
-    parallel,
-    recomputation,
-    transformers_modules,
-    zero,
-)
+from ds_configs.sections import monitors, optimizer, parallel, recomputation, transformers_modules, zero
 from ds_configs.sections.precision import precision
 from ds_configs.sections.sizes import sizes, sums
 from recipes.layout import Layout
@@ -68,7 +60,7 @@ def resolve(
     zero.check_rest(config, stage, layout, findings)
     optimizer.check(recipe, config, stage, findings)
     transformers_modules.check(recipe, config, findings)
-    gradients.check(config, stage, findings)
+    zero.check_averages(config, stage, findings)
     recomputation.check(recipe, config, layout, machine, findings)
     monitors.check(config, layout, machine, findings)
     values = optimizer.fills(recipe, config, offload, machine, findings)

@@ -5,8 +5,8 @@ Each docstring names the symptom, upstream's issue, and a test that fails once D
     zero0                       stage 0 in fp16 and bf16 does not train as the JSON says, and its gradient
                                 norm in fp32 is too small on a CPU
     short_steps                 ZeRO 1 to 3 copy gradients, and look for infinities, more often than needed
-    loss_scale_growth           a growing loss scale halves the gradients of its step
-    loss_scale_floor            an overflow at the smallest loss scale is a bare Exception
+    loss_scale                  a growing loss scale halves the gradients of its step; an overflow at the
+                                smallest one is a bare Exception
     cpu_adam_bias_correction    a resumed CPU Adam differs in the last bits
 
 Corrections at the start and end of a process are in `launch/machine`, which imports nothing from here:

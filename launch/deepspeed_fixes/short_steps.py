@@ -5,7 +5,8 @@ buffer of its partition, from there into one flat tensor, and that one into fp32
 infinities, twelve kernels a tensor, and then computes the norm, which tells the same; multiplies by the
 clipping factor before the optimizer reads the gradients again; and on one data-parallel rank averages,
 reduces and gathers over a group of one. With an offloaded optimizer it waits for the device at every
-gradient, and again at every norm. `stage3.py` looks at all gradients twice more in fp16.
+gradient, and again at every norm. `stage3.py` looks at all gradients twice more in fp16; on one
+data-parallel rank the host waits for every copy of a parameter, and then has the computing stream wait too.
 
 These classes keep its layout of states, its hooks, buckets and collectives. Under `FlatStep` a gradient,
 reduced over data-parallel ranks, goes once into the partition's flat fp32 one; torch's fused AdamW takes the
@@ -34,6 +35,8 @@ from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import all_gather_dp_groups
+from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero.partition_parameters import NoGatherCoalescedHandle, ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.runtime.zero.utils import get_norm_dtype
@@ -68,6 +71,8 @@ def shorten_step(engine: DeepSpeedEngine) -> str | None:
         if optimizer.use_muon or optimizer.zenflow:
             return "zero_optimization.zenflow" if optimizer.zenflow else "optimizer.type=Muon"
         optimizer.__class__ = ShardedStep
+        partition_parameters.NoGatherHandle = lambda parameter: OrderedCopies([parameter])
+        partition_parameters.NoGatherCoalescedHandle = OrderedCopies
     return None
 
 
@@ -353,14 +358,15 @@ class OffloadedStep(DeepSpeedZeroOptimizer):
         self, params: Sequence[torch.nn.Parameter]
     ) -> torch.Tensor:
         """Return the norm of a group's gradients over all ranks (DeepSpeed calls this)."""
-        numbers = [number for p in params if (number := self.get_param_id(p)) in self.norm_for_param_grads]
-        counted = [float(counts_here(self.param_dict[n], self.model_parallel_rank)) for n in numbers]
+        kinds: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for p in params:
+            if (norm := self.norm_for_param_grads.get(self.get_param_id(p))) is not None:
+                kinds[not counts_here(p, self.model_parallel_rank)].append(norm)
         device = get_accelerator().current_device_name()
-        norms = [self.norm_for_param_grads[n] for n in numbers]
         total = torch.zeros((), dtype=get_norm_dtype(), device=device)
-        if norms:  # an infinity times 0 is not finite either
-            weights = torch.tensor(counted, dtype=get_norm_dtype(), device=device)
-            total = torch.stack(norms).square() @ weights
+        for norms, weight in zip(kinds, (1.0, 0.0), strict=True):
+            if norms:  # an infinity times 0 is not finite either
+                total = total + weight * torch.stack(norms).square().sum()
         dist.all_reduce(total, group=self.dp_process_group)
         self._model_parallel_all_reduce(tensor=total, op=dist.ReduceOp.SUM)
         return total.sqrt().float().to(self.device)
@@ -400,3 +406,15 @@ class ShardedStep(DeepSpeedZeroOptimizer_Stage3):
         with get_accelerator().stream(stream):
             assert param.grad is not None
             self.partition_grads([param], [param.grad.view(-1)])
+
+
+class OrderedCopies(NoGatherCoalescedHandle):
+    """Parameters of ZeRO 3 on one data-parallel rank, copied in the order of their stream."""
+
+    ended = False
+
+    def wait(self, **_: object) -> None:
+        """End the copies; the host need not wait (DeepSpeed calls this for each: some may be released)."""
+        for parameter in () if self.ended else self._NoGatherCoalescedHandle__params:
+            parameter.ds_status = ZeroParamStatus.AVAILABLE
+        self.ended = True

@@ -26,7 +26,6 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +75,6 @@ class Launch:
         """Return the entry of environment.json, with the machine's facts next to the others."""
         values = {key: value for key, value in vars(self).items() if key != "machine"}
         return {**values, "command": list(self.command), **self.machine}
-
-    @property
-    def started_at(self) -> datetime | None:
-        try:
-            return datetime.strptime(self.started, "%Y-%m-%dT%H:%M:%S%z")
-        except ValueError:
-            return None
 
 
 class _Place:

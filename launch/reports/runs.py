@@ -95,7 +95,10 @@ class Run:
 
     @property
     def started(self) -> datetime | None:
-        return self.launch.started_at if self.launch else None
+        try:
+            return datetime.strptime(self.launch.started, "%Y-%m-%dT%H:%M:%S%z") if self.launch else None
+        except ValueError:
+            return None
 
 
 def read_run(path: Path, label: str, original_of: Callable[[str], Recipe | None]) -> Run:

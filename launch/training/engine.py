@@ -7,14 +7,15 @@ pipeline.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -23,12 +24,12 @@ from torch.nn import functional as F
 
 from data.loader import MicroBatch
 from launch.deepspeed_fixes import zero0
-from launch.deepspeed_fixes.loss_scale_floor import is_at_floor
-from launch.deepspeed_fixes.loss_scale_growth import postpone_growth
+from launch.deepspeed_fixes.loss_scale import is_at_floor, postpone_growth
 from launch.deepspeed_fixes.muon_compilation import postpone_compilation
 from launch.deepspeed_fixes.short_steps import shorten_step
 from launch.deepspeed_fixes.train_batch_timer import forget_batches
 from launch.machine import compiled_ops, memory
+from launch.ranks import processes
 from launch.records.facts import StepOutcome, Validation
 from launch.training import compiling, micro_batches
 from launch.training.build_model import build_module
@@ -122,8 +123,10 @@ def train_step(
     batches: Sequence[MicroBatch],
     grid: ProcessGrid,
     salts: Sequence[torch.Tensor | None],
-) -> PendingStep:
+) -> Callable[[], StepOutcome]:
     """Make one optimizer step over this data-parallel rank's micro-batches; a GPU may still compute it.
+
+    Return what reads its outcome (`read_outcome`).
 
     `salts`: of each micro-batch, by `micro_batches.salts_of_step`. DeepSpeed divides each loss by the
     accumulation steps, averages gradients over data-parallel ranks, clips, scales and unscales, and steps the
@@ -139,31 +142,37 @@ def train_step(
             )
             loss = engine.train_batch(pairs)
             forget_batches(engine)
-            parts = _pipeline_parts(engine, grid)
+            figures = HostCopy(torch.stack([loss.float().squeeze(), *_pipeline_parts(engine, grid)]))
         else:
             losses = []
             engine.train()
             for batch, salt in zip(batches, salts, strict=True):
                 loss, *parts = forward(engine, batch, salt)
                 engine.backward(loss)
-                engine.step()
                 losses.append(torch.cat([loss.detach().float().view(1), *parts]))
-            loss, *parts = data_parallel_mean(torch.stack(losses).mean(0), grid)
-    return PendingStep(engine, before, loss, parts)
+                if len(losses) == len(batches):
+                    # Before the step, which waits for the norm: these numbers are there by then.
+                    figures = HostCopy(data_parallel_mean(torch.stack(losses).mean(0), grid))
+                engine.step()
+    return functools.partial(read_outcome, engine, before, figures)
 
 
-@dataclass(frozen=True)
-class PendingStep:
-    """An optimizer step with unread figures: reading them waits for the GPU."""
+class HostCopy:
+    """Scalars on their way to the host, which waits for them only where it reads them too early."""
 
-    engine: DeepSpeedEngine
-    before: State
-    loss: torch.Tensor
-    parts: Sequence[torch.Tensor]
+    def __init__(self, values: torch.Tensor) -> None:
+        """Begin to copy `values` (N)."""
+        self._values, self._copied = values, None
+        if processes.device().own_memory:
+            self._values = values.to("cpu", non_blocking=True)  # into pinned memory
+            self._copied = get_accelerator().Event()
+            self._copied.record()
 
-    def outcome(self) -> StepOutcome:
-        """Read the figures of the step. Raises Diverged."""
-        return outcome_of_step(self.engine, self.before, self.loss, self.parts)
+    def read(self) -> list[float]:
+        """Return the scalars."""
+        if self._copied is not None and not self._copied.query():
+            self._copied.synchronize()
+        return self._values.tolist()
 
 
 State = tuple[float, float, int]  # before an optimizer step: learning rate, loss scale, skipped steps so far
@@ -173,30 +182,20 @@ def state_before_step(engine: DeepSpeedEngine) -> State:
     return engine.get_lr()[0], loss_scale(engine), engine.skipped_steps
 
 
-def outcome_of_step(
-    engine: DeepSpeedEngine, before: State, loss: torch.Tensor, parts: Sequence[torch.Tensor] = ()
-) -> StepOutcome:
-    """Return the outcome of a step from the state `before` it and its mean `loss`. Raises Diverged."""
+def read_outcome(engine: DeepSpeedEngine, before: State, figures: HostCopy) -> StepOutcome:
+    """Read the outcome of a step: the loss with its parts, norm and scale. Raises Diverged."""
     lr, scale, skipped_steps = before
     if engine.fp16_enabled():
         engine.settle_loss_scale()
     norm = engine.get_global_grad_norm()
     skipped = engine.skipped_steps > skipped_steps
     overflowed = skipped and engine.fp16_enabled()  # DeepSpeed skips in bf16 and fp32 too
-    mean, *others = _read_numbers([loss, *([] if norm is None else [norm]), *parts])
+    mean, *parts = figures.read()
     if not math.isfinite(mean) and not overflowed:
         precision = "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
         raise Diverged(f"the loss is {mean} in {precision}")
-    read = None if norm is None else others.pop(0)
-    return StepOutcome(mean, lr, read, scale, skipped, _name_parts(engine, others))
-
-
-def _read_numbers(values: Sequence[torch.Tensor | float]) -> list[float]:
-    """Read scalars from their device at once: each reading alone would wait for the GPU."""
-    device = next((value.device for value in values if isinstance(value, torch.Tensor)), None)
-    return torch.stack(
-        [torch.as_tensor(v, dtype=torch.float64, device=device).view(()) for v in values]
-    ).tolist()
+    read = None if norm is None else float(norm)
+    return StepOutcome(mean, lr, read, scale, skipped, _name_parts(engine, parts))
 
 
 def forward(

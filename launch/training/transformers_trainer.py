@@ -32,7 +32,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from data.loader import MicroBatch, StepBatches
 from ds_configs.plan import Plan
 from launch.deepspeed_fixes import zero0
-from launch.deepspeed_fixes.loss_scale_growth import postpone_growth
+from launch.deepspeed_fixes.loss_scale import postpone_growth
 from launch.machine import compiled_ops
 from launch.ranks import ending, processes
 from launch.ranks.stop_request import StopRequest
@@ -144,9 +144,10 @@ class FollowRun(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         run, step = self.run, state.global_step
         loss = steps.data_parallel_mean(torch.stack(self.trainer.losses).mean(0), run.grid)
+        figures = steps.HostCopy(loss.float().view(1))
         waited = self.trainer.waited + run.fetch_next(step)
         exchange = run.exchange(waited)
-        outcome = steps.outcome_of_step(run.engine, self.before, loss)
+        outcome = steps.read_outcome(run.engine, self.before, figures)
         seconds, news = time.perf_counter() - self.trainer.started, run.news(exchange)
         run.record(step, outcome, seconds, waited, news.rank_seconds)
         run.validate_if_due(step)

@@ -171,7 +171,7 @@ def test_two_machines_train_one_run(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "most_waits"),
-    [("zero0", 6), ("zero1", 6), ("zero2", 6), ("zero3", 28), ("zero2_offload", 11), ("zero3_offload", 38)],
+    [("zero0", 1), ("zero1", 1), ("zero2", 1), ("zero3", 3), ("zero2_offload", 4), ("zero3_offload", 10)],
 )
 def test_what_a_step_starts_and_waits_for(tmp_path, name, most_waits):
     """One step is what four have more than three; printed (pytest -s)."""

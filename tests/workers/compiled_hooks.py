@@ -44,7 +44,7 @@ def count(case: dict, out: Path) -> dict:
     with temporary_groups():
         engine = build_engine(Job(plan, "hooks", out.parent, compiled=True), ProcessGrid(1, 1, 1), print)
         with release_at_end(engine):
-            train_step(engine, batches, ProcessGrid(1, 1, 1), [None] * len(batches)).outcome()
+            train_step(engine, batches, ProcessGrid(1, 1, 1), [None] * len(batches))()
             breaks = {reason.splitlines()[0]: times for reason, times in counters["graph_break"].items()}
             return {"graphs": counters["stats"]["unique_graphs"], "breaks": breaks}
 

@@ -49,8 +49,8 @@ def norm(case: dict, out: Path) -> float | None:
     with temporary_groups():
         engine = build_engine(Job(plan, "sums", out.parent), grid, print)
         with release_at_end(engine):
-            pending = train_step(engine, [batch] * accumulation, grid, [None] * accumulation)
-            return pending.outcome().grad_norm
+            read_outcome = train_step(engine, [batch] * accumulation, grid, [None] * accumulation)
+            return read_outcome().grad_norm
 
 
 if __name__ == "__main__":

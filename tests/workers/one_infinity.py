@@ -77,7 +77,7 @@ def run(case: dict) -> dict:
             for step in (1, 2, 3):
                 spoiler.spoils = step == 2
                 before = masters(engine, grid)
-                outcome = train_step(engine, [batch] * count, grid, [None] * count).outcome()
+                outcome = train_step(engine, [batch] * count, grid, [None] * count)()
                 pairs = zip(before, masters(engine, grid), strict=True)
                 skipped.append(outcome.skipped)
                 norms.append(outcome.grad_norm)

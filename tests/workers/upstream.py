@@ -20,7 +20,7 @@ import deepspeed  # noqa: E402  (after the accelerator is chosen)
 import torch  # noqa: E402
 from deepspeed.runtime.utils import clip_grad_norm_  # noqa: E402
 
-from launch.deepspeed_fixes.loss_scale_growth import postpone_growth  # noqa: E402
+from launch.deepspeed_fixes.loss_scale import postpone_growth  # noqa: E402
 from launch.deepspeed_fixes.zero0 import gradient_norm  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 

@@ -130,9 +130,9 @@ class Ours:
         with self.clock("data"):
             batches, work = data.take()
         salts = salts_of_step(data.plan, data.grid.at.dp, data.done - 1, engine.device)
-        pending = train_step(engine, batches, data.grid, salts)
+        read_outcome = train_step(engine, batches, data.grid, salts)
         telling = StepExchange(StepReport(), data.grid.control_group)
-        self.loss = pending.outcome().loss
+        self.loss = read_outcome().loss
         telling.wait()
         return work
 

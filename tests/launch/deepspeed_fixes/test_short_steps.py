@@ -6,11 +6,12 @@ import json
 
 import pytest
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.partition_parameters import NoGatherCoalescedHandle
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from launching import WORKERS, run_ranks
 
-from launch.deepspeed_fixes.short_steps import FlatStep, OffloadedStep, ShardedStep, SummedStep
+from launch.deepspeed_fixes.short_steps import FlatStep, OffloadedStep, OrderedCopies, ShardedStep, SummedStep
 
 # configuration, tp, pp, dp, precision, accumulation, and the class that steps
 CASES = {
@@ -37,6 +38,7 @@ UPSTREAM = {
     SummedStep: (BF16_Optimizer, "6b6848bcdba1"),
     OffloadedStep: (DeepSpeedZeroOptimizer, "146ba72ae7df"),
     ShardedStep: (DeepSpeedZeroOptimizer_Stage3, "5971fac9dcad"),
+    OrderedCopies: (NoGatherCoalescedHandle, "89aab0f80f1a"),
 }
 
 

@@ -25,6 +25,7 @@ class TimedEngine(PipelineEngine):
     def train_batch(self, batches):
         self.timers(TRAIN_BATCH_TIMER).start()
         self.timers(TRAIN_BATCH_TIMER).stop()
+        return torch.zeros(())
 
     def kept(self):
         return len(self.timers(TRAIN_BATCH_TIMER).event_timers)

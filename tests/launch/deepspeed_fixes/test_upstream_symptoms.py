@@ -7,7 +7,7 @@ import torch
 from deepspeed.runtime.fp16 import loss_scaler
 from launching import WORKERS, run_ranks
 
-from launch.deepspeed_fixes.loss_scale_floor import is_at_floor
+from launch.deepspeed_fixes.loss_scale import is_at_floor
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def test_a_growing_loss_scale_halves_the_norm_of_its_step(facts):
     *norms, scale = facts["growing"]
     true = norms[0]
     assert scale == 64.0, "the scale grows twice from 16"
-    assert pytest.approx(true / 2, rel=1e-3) in norms, "loss_scale_growth can go"
+    assert pytest.approx(true / 2, rel=1e-3) in norms, "postpone_growth of loss_scale can go"
     *norms, scale = facts["postponed"]
     assert scale == 64.0 and norms == pytest.approx([true] * 6, rel=1e-3)
 
@@ -63,5 +63,5 @@ def overflow_at_the_floor():
 def test_the_floor_of_the_loss_scale_is_a_bare_exception():
     with pytest.raises(Exception, match="already at minimum") as error:
         overflow_at_the_floor()
-    assert type(error.value) is Exception, "loss_scale_floor can go"
+    assert type(error.value) is Exception, "is_at_floor of loss_scale can go"
     assert is_at_floor(error.value) and not is_at_floor(ZeroDivisionError("any other error"))

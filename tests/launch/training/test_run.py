@@ -282,7 +282,6 @@ class FakeRun:
 def test_ranks_tell_of_a_step_while_it_is_computed_and_hear_once_its_figures_are_read(monkeypatch):
     """Reading the figures waits for the GPU: the exchange, which the CPUs make, is on its way by then."""
     seen, nothing = [], contextlib.nullcontext
-    pending = SimpleNamespace(outcome=lambda: seen.append("outcome"))
     made = {
         "run_watchdog": lambda *of: nothing(SimpleNamespace(enter=lambda *phase: None)),
         "build_engine": lambda *of, **how: SimpleNamespace(device="cpu"),
@@ -293,7 +292,7 @@ def test_ranks_tell_of_a_step_while_it_is_computed_and_hear_once_its_figures_are
         "seed_step": lambda *of: None,
         "next_batch": lambda batches: [],
         "salts_of_step": lambda *of: [],
-        "train_step": lambda *of: seen.append("train") or pending,
+        "train_step": lambda *of: seen.append("train") or (lambda: seen.append("outcome")),
     }
     for name, value in made.items():
         monkeypatch.setattr(loop, name, value)
