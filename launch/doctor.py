@@ -30,7 +30,6 @@ from launch.machine.checks import Check, Function, Verdict, failed, ok, unchecke
 from launch.machine.hosts import Hosts
 from launch.machine.memory import Memory, this_machine
 from launch.planning import memory_fit
-from launch.planning.prediction.forecast import SNUG
 from launch.ranks import joining, processes
 from launch.records.directory import default_path
 from recipes import catalog
@@ -39,6 +38,7 @@ from recipes.problems import ProblemsError, counted
 from recipes.schema import Recipe
 
 IN_MEMORY = ("tmpfs", "ramfs")
+SNUG = 0.08  # of the host's memory: a margin within the error of predictions
 ORDER: tuple[Verdict, ...] = ("ok", "warning", "failed", "not checked")
 
 EXAMPLES = """\
@@ -223,9 +223,10 @@ def fits(plan: Plan, memory: Memory, ranks: int) -> Check:
     came, share = f"takes {', '.join(said)}, as predicted", max(needed / room for needed, room, _ in rooms)
     more = "shard or offload more (--ds_config zero3, zero3_offload), or more processes"
     fix = f"{more}; launch/plan.py says how"
-    if share > 1:
+    if host > memory.host_bytes or (memory.gpus and rank.least > memory.gpu_bytes):
         return failed(came, fix)
-    return warning(f"{came}: snug", fix) if share > 1 - SNUG else ok(came)
+    snug = share > 1 or host > (1 - SNUG) * memory.host_bytes
+    return warning(f"{came}: snug", fix) if snug else ok(came)
 
 
 def open_files(world: int) -> Check:

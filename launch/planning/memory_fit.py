@@ -38,12 +38,12 @@ def memory_of_plan(plan: Plan, *, gpus: bool = True) -> rank_memory.RankMemory:
 def describe(plan: Plan) -> str:
     """Describe the memory of a process of the fullest pipeline stage, by kind and place."""
     rank = memory_of_plan(plan)
-    activations, other = rank.activations + rank.working, rank.buffers + rank.fragmentation + rank.context
     kinds = (
         ("model states", rank.states),
-        ("activations", activations),
+        ("activations", rank.activations + rank.working),
         ("loss", rank.logits),
-        ("other", other),
+        ("kept by torch's allocator", rank.fragmentation),
+        ("other", rank.buffers + rank.context),
     )
     split = ", ".join(f"{name} {_gb(size)}" for name, size in kinds if size)
     away = ((rank.host, "in host memory"), (rank.nvme, "on NVMe"))
@@ -62,7 +62,7 @@ def verdict(recipe: Recipe, memory: Memory) -> tuple[bool, str]:
     most = max(memory.gpus if fewer else processes(recipe), shared)
     if memory.gpus and shared > memory.gpus:
         return False, f"tp x pp = {shared} processes, {counted(memory.gpus, 'GPU')} here"
-    refused, too_large = "", []
+    refused, snug, too_large = "", "", []
     for dp in sorted((dp for dp in divisors(recipe.batch.global_) if dp * shared <= most), reverse=True):
         try:
             plan = published_plan(_with_dp(recipe, dp))
@@ -72,7 +72,12 @@ def verdict(recipe: Recipe, memory: Memory) -> tuple[bool, str]:
         room = (memory.gpu_bytes, memory.host_bytes) if memory.gpus else (memory.host_bytes,)
         if all(needed <= there for needed, there in zip(_needed(plan, memory), room, strict=True)):
             return True, _how(recipe, dp, shared)
+        least = _needed(plan, memory, kept=False)
+        if not snug and all(needed <= there for needed, there in zip(least, room, strict=True)):
+            snug = f"{_how(recipe, dp, shared)}, snug"
         too_large.append(plan)
+    if snug:
+        return True, snug
     return False, _least(too_large, memory) if too_large else refused
 
 
@@ -98,10 +103,14 @@ def _with_dp(recipe: Recipe, dp: int) -> Recipe:
     )
 
 
-def _needed(plan: Plan, memory: Memory) -> tuple[float, ...]:
-    """Return bytes on a GPU and in the host's memory; without GPUs all bytes on the host."""
+def _needed(plan: Plan, memory: Memory, *, kept: bool = True) -> tuple[float, ...]:
+    """Return bytes on a GPU and in the host's memory; without GPUs all bytes on the host.
+
+    kept: with what torch's allocator keeps.
+    """
     rank, world = memory_of_plan(plan, gpus=memory.gpus > 0), plan.layout.world
-    return (rank.total, rank.host * world) if memory.gpus else ((rank.total + rank.host) * world,)
+    gpu = rank.total if kept else rank.least
+    return (gpu, rank.host * world) if memory.gpus else ((gpu + rank.host) * world,)
 
 
 def _least(plans: Sequence[Plan], memory: Memory) -> str:

@@ -165,8 +165,7 @@ def facts_of(measured: Measurement, context: Context) -> dict[str, Any]:
         plan = resolve(spec.load(), spec.ds_config or "", spec.processes, machine)
         needed = memory_fit.memory_of_plan(plan, gpus=not context.walks)
         # On a GPU torch's peak counts tensors alone.
-        outside = 0.0 if context.walks else needed.context + needed.fragmentation
-        found["predicted_gb"] = (needed.total - outside) / 1e9
+        found["predicted_gb"] = (needed.total if context.walks else needed.allocated) / 1e9
         found["measured / predicted"] = measured.peak_bytes / 1e9 / found["predicted_gb"]
     return found
 

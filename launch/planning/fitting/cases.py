@@ -15,6 +15,7 @@ from launch.tables.rows import PublishedRow
 from recipes import catalog
 
 # Errata of a row that make its time, or its running out of memory, worthless as a measurement.
+QUANTITIES = ("time", "memory", "allocated")
 CONTRADICTIONS = {"time": ("GPUs", "time"), "memory": ("GPUs", "out of memory")}
 
 
@@ -26,11 +27,12 @@ class Case:
         document: short name of its source; constants are fitted leaving one document out.
         node, work: None for an unpredictable row; `excluded` has the reason.
         seconds: time of an iteration as printed, or from printed TFLOPS and sizes.
-        cached: bytes cached by torch, or in use on the device.
+        cached: bytes cached (reserved) by torch, or in use on the device.
+        allocated: bytes of tensors, of those.
         by_device: `cached` is the device's own figure, as of nvidia-smi, with CUDA's context.
         oom: it ran out of memory; None: not known.
         parameters: number as printed, to the unit.
-        excluded: reasons against comparing "time" or "memory".
+        excluded: reasons against comparing a quantity.
     """
 
     document: str
@@ -40,6 +42,7 @@ class Case:
     work: Workload | None
     seconds: float | None = None
     cached: float | None = None
+    allocated: float | None = None
     by_device: bool = False
     oom: bool | None = None
     parameters: int | None = None
@@ -52,12 +55,12 @@ class Case:
         return self.work, self.node
 
     def compares(self, quantity: str) -> bool:
-        """Check whether the row can be predicted, and its "time" or "memory" compared."""
+        """Check whether the row can be predicted, and one of `QUANTITIES` compared."""
         return self.work is not None and quantity not in self.excluded
 
     def printed(self, quantity: str) -> float | None:
-        """Return the compared seconds of "time", or cached bytes of "memory"; None if not compared."""
-        value = {"time": self.seconds, "memory": self.cached}[quantity]
+        """Return the compared seconds of "time", cached bytes of "memory", or allocated ones; None: none."""
+        value = {"time": self.seconds, "memory": self.cached, "allocated": self.allocated}[quantity]
         return value if self.compares(quantity) else None
 
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
-from launch.planning.fitting.cases import Case, of_published_tables
+from launch.planning.fitting.cases import QUANTITIES, Case, of_published_tables
 from launch.planning.fitting.fitting import initial_constants
 from launch.planning.prediction import hardware, rank_memory
 from launch.planning.prediction.published_step import seconds_of
@@ -29,12 +29,14 @@ from recipes.families import FAMILIES, PUBLISHED_VOCABULARIES
 from recipes.layout import Layout, divisors, padded_vocab
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Dropout, Model
+from recipes.tasks import TASKS
 
 OTHER_DOCUMENTS = Path(__file__).with_name("other_documents.csv")
 COLUMNS = {
     "document": "short name of the source; constants are fitted leaving one out (default: the file's name)",
     "row": "name of the row",
     "family": "gpt2 (default) or bert",
+    "task": f"fine-tuning of a bert, whose head stands in place of those of pretraining: {', '.join(TASKS)}",
     "layers": "transformer layers",
     "hidden": "hidden size",
     "heads": "attention heads (default: hidden / 128)",
@@ -55,13 +57,15 @@ COLUMNS = {
     "zero_stage": "0 (default) to 3",
     "offload": "none (default), or of optimizer, parameters, activations, joined by +: to the host",
     "hardware": "node of the catalogue, FILE.yaml:NODE, or V100, A100 40GB, … for its usual node",
-    "software": f"{', '.join(SYSTEMS)} (default: megatron; with ZeRO "
-    "megatron-deepspeed, on H100 megatron-core, on V100 without a pipeline megatron-2019)",
+    "software": f"{', '.join(SYSTEMS)} (default: megatron; for a task "
+    "transformers, with ZeRO megatron-deepspeed, on H100 megatron-core, on V100 without a pipeline "
+    "megatron-2019)",
     "time_per_iteration_s": "seconds per step, as published",
     "samples_per_s": "samples per second over all GPUs, as published",
     "tflops": "per GPU, as published; stands for the time where none is",
     "tflops_by": "exact (default): every product; model: no recomputed ones; formula: 2 x parameters",
-    "cached_gb": "memory of the fullest GPU that PyTorch cached, GiB",
+    "cached_gb": "memory of the fullest GPU that PyTorch cached (reserved), GiB",
+    "allocated_gb": "of that, memory that PyTorch allocated at the most, GiB",
     "memory_by": "torch (default); device: as nvidia-smi shows it, with CUDA's context",
     "status": "ok, OOM, or doubtful: shown and not compared",
     "source": "where it is from",
@@ -103,6 +107,7 @@ SOFTWARE = {"deepspeed": "megatron-deepspeed", "pytorch": "fsdp", "megatron-lm":
 YES, NO = ("yes", "true", "1"), ("no", "false", "0")
 CHOICES = {  # of a column, the default first
     "family": tuple(FAMILIES),
+    "task": ("", *TASKS),
     "attention": ("plain", "flash"),
     "precision": ("fp16", "bf16", "fp32"),
     "sequence_parallel": (*NO, *YES),
@@ -129,6 +134,11 @@ def read(path: Path) -> list[Case]:
     lines = csv.DictReader(StringIO(files.read_text(path)))
     plain = {name: name.strip().lower() for name in lines.fieldnames or ()}
     columns = {name: COLUMN_OF.get(written, written) for name, written in plain.items()}
+    if unknown := [name for name, column in columns.items() if column not in COLUMNS]:
+        came = f"{path}: unknown column {', '.join(map(repr, unknown))}"
+        known = f"the columns are {', '.join(COLUMNS)}, of some also other spellings"
+        fix = "rename or remove it; plan.py validate --columns says what each is"
+        raise ProblemsError([Problem("--table", came, known, fix)])
     if missing := {"layers", "hidden", "hardware"} - set(columns.values()):
         came = f"{path}: no column {', '.join(sorted(missing))}"
         rule = (
@@ -139,13 +149,13 @@ def read(path: Path) -> list[Case]:
     for number, texts in enumerate(lines, 2):
         cells: dict[str, str] = {}
         for name, column in columns.items():
-            if column in COLUMNS and (text := (texts[name] or "").strip()):
+            if text := (texts[name] or "").strip():
                 cells.setdefault(column, text)
         line = _Line(path, number, cells)
         try:
             cases.append(line.case())
         except NotPredictable as why:
-            excluded = dict.fromkeys(("time", "memory"), str(why))
+            excluded = dict.fromkeys(QUANTITIES, str(why))
             cases.append(Case(*line.place, None, None, excluded=excluded))
         except ProblemsError as error:
             problems += error.problems
@@ -176,15 +186,17 @@ class _Line:
         if (stated := self.whole("gpus")) and stated != gpus:
             raise NotPredictable(f"{stated} GPUs are not tp x pp x dp = {gpus}")
         seconds, cached, status = self.seconds(work), self.real("cached_gb"), self.choice("status")
+        allocated = self.real("allocated_gb")
         excluded = {}
         if status == "doubtful":
-            excluded = dict.fromkeys(("time", "memory"), self.cells.get("note", "doubtful"))
+            excluded = dict.fromkeys(QUANTITIES, self.cells.get("note", "doubtful"))
         return Case(
             *self.place,
             node,
             work,
             seconds=None if status == "oom" else seconds,
             cached=cached and cached * hardware.GIB,
+            allocated=allocated and allocated * hardware.GIB,
             by_device=self.choice("memory_by") == "device",
             oom=status == "oom" if status == "oom" or seconds or cached else None,
             excluded=excluded,
@@ -219,7 +231,7 @@ class _Line:
             raise NotPredictable(f"{node.gpu.title} has no {base.precision}")
 
         def rank(work: Workload) -> tuple[bool, float]:
-            need = rank_memory.fullest_rank(work, node.gpu, constants).total
+            need = rank_memory.fullest_rank(work, node.gpu, constants).least
             return need > node.gpu.memory_bytes, step_time(work, node, constants).total
 
         options = [
@@ -270,8 +282,13 @@ class _Line:
         family, hidden, layers = self.choice("family"), self.required("hidden"), self.required("layers")
         vocab = self.whole("vocab_size") or PUBLISHED_VOCABULARIES[FAMILIES[family].published]
         heads = self.whole("heads") or max(1, hidden // 128)
+        task: dict[str, Any] = {}
+        if name := self.choice("task"):
+            if not FAMILIES[family].masked:
+                self.refuse("task", f"{name} with family {family}")
+            task = {"task_head": TASKS[name].head, "head_classes": TASKS[name].classes}
         try:
-            return Model(family=family, layers=layers, hidden=hidden, heads=heads, vocab_size=vocab)
+            return Model(family=family, layers=layers, hidden=hidden, heads=heads, vocab_size=vocab, **task)
         except ValidationError as error:
             self.refuse("layers", error.errors()[0]["msg"])
 
@@ -313,6 +330,8 @@ class _Line:
             return named
         # GPU and pipeline tell the years: Megatron-LM had no pipeline before 2021.
         gpu = self.node().gpu.compute_capability or ""
+        if self.choice("task"):
+            return "transformers"
         if self.whole("zero_stage"):
             return "megatron-deepspeed"
         if gpu.startswith("7") and (self.whole("pp") or 1) == 1:

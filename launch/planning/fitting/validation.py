@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launch.planning.fitting.cases import Case
+from launch.planning.fitting.cases import QUANTITIES, Case
 from launch.planning.fitting.fitting import Ratio, ratios
 from launch.planning.prediction.constants import Constants, constants_without_each, fitted_constants
 from launch.planning.prediction.rank_memory import fullest_rank
@@ -31,7 +31,7 @@ class Errors:
 
 @dataclass(frozen=True)
 class MemoryVerdict:
-    """A row with a printed verdict on its memory. `share`: predicted need over the GPU's memory."""
+    """A row with a printed verdict on its memory. `share`: predicted least need over the GPU's memory."""
 
     case: Case
     share: float
@@ -52,6 +52,7 @@ class Validation:
     cases: Sequence[Case]
     time: Sequence[Ratio]
     memory: Sequence[Ratio]
+    allocated: Sequence[Ratio]
     memory_verdicts: Sequence[MemoryVerdict]
 
     def part(self, document: str, table: str = "") -> Validation:
@@ -64,6 +65,7 @@ class Validation:
             [case for case in self.cases if own(case)],
             [ratio for ratio in self.time if own(ratio.case)],
             [ratio for ratio in self.memory if own(ratio.case)],
+            [ratio for ratio in self.allocated if own(ratio.case)],
             [each for each in self.memory_verdicts if own(each.case)],
         )
 
@@ -111,17 +113,17 @@ def validate(cases: Sequence[Case]) -> Validation:
     def constants(case: Case) -> Constants:
         return known.get(case.document, fitted_constants())
 
-    time, memory = (
+    time, memory, allocated = (
         [ratio for case in cases for ratio in ratios(quantity, [case], constants(case))]
-        for quantity in ("time", "memory")
+        for quantity in QUANTITIES
     )
     memory_verdicts = [
-        MemoryVerdict(case, fullest_rank(work, node.gpu, constants(case)).total / node.gpu.memory_bytes)
+        MemoryVerdict(case, fullest_rank(work, node.gpu, constants(case)).least / node.gpu.memory_bytes)
         for case in cases
         if case.oom is not None and case.compares("memory")
         for work, node in [case.step]
     ]
-    return Validation(cases, time, memory, memory_verdicts)
+    return Validation(cases, time, memory, allocated, memory_verdicts)
 
 
 def counted_parameters(case: Case) -> int:

@@ -23,7 +23,8 @@ examples:
   python launch/plan.py validate --verbose --plot errors.png
       every row, and drawn
   python launch/plan.py validate --table mine.csv
-      the errors on rows of your own; --columns says what a row can state
+      the errors on rows of your own; --columns says what a row can state,
+      such as the task of a fine-tuning
   python launch/plan.py validate --refit
       fit the constants again (two minutes on two cores), and write them to
       launch/planning/prediction/constants.yaml
@@ -36,7 +37,11 @@ def add_parser(commands: Any) -> None:
     line = "the planner's error on published rows"
     parser = arguments.subcommand(commands, "validate", line, ABOUT, EXAMPLES)
     add = parser.add_argument
-    add("--table", metavar="FILE.csv", help="predict the rows of this file alone")
+    add(
+        "--table",
+        metavar="FILE.csv",
+        help="predict the rows of this file alone; a column that --columns lacks is refused",
+    )
     add("--columns", action="store_true", help="list the columns of such a file")
     add("--verbose", action="store_true", help="list every row")
     add("--plot", metavar="FILE", help="draw predicted against published (.png, .svg)")

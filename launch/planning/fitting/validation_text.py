@@ -31,7 +31,10 @@ def describe(found: Validation, *, verbose: bool = False, width: int | None = No
         (name, count[oom, True], count[oom, False]) for name, oom in (("printed OOM", True), ("ran", False))
     ]
     matrix = table(verdicts, ("memory verdicts", "predicted OOM", "predicted to fit"), "lrr")
-    sections = [wrapped(ABOUT, width), table(lines, HEADINGS, width=width), matrix]
+    sections = [wrapped(ABOUT, width), table(lines, HEADINGS, width=width)]
+    if found.allocated:
+        sections.append(f"allocated memory, of rows that print it too: {_errors(found.allocated)}")
+    sections.append(matrix)
     wrong = [
         f"  {each.case.document}, {each.case.name}: printed {'OOM' if each.case.oom else 'ran'}, "
         f"predicted {each.share:.0%} of the memory"
@@ -48,6 +51,8 @@ def describe(found: Validation, *, verbose: bool = False, width: int | None = No
         sections.append(_rows("seconds per iteration", found.time, 1.0, width))
     if verbose and found.memory:
         sections.append(_rows("cached memory, GiB", found.memory, GIB, width))
+    if verbose and found.allocated:
+        sections.append(_rows("allocated memory, GiB", found.allocated, GIB, width))
     return "\n\n".join(sections)
 
 

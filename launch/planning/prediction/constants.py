@@ -33,10 +33,9 @@ class Constants(Strict):
     kernel_us: NonNegativeFloat
     """microseconds of the host for each kernel that it starts"""
     fragmentation: NonNegativeFloat
-    """of activations, gradients and buffers: memory between them that the allocator cannot use"""
-    idle: float = Field(ge=0, le=1)
-    """of the smaller of a step's two moments, backward pass and update: what the allocator keeps cached
-    because the larger moment could not take it over; given back where memory runs short"""
+    """of the allocated memory: what torch's allocator reserves besides. It takes memory in segments of 2 MiB
+    (blocks up to 1 MiB), 20 MiB (up to 10 MiB) or a multiple of 2 MiB, and keeps those that are freed for
+    blocks that fit (c10/cuda/CUDACachingAllocator.cpp)"""
 
 
 @functools.cache

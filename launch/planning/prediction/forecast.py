@@ -16,8 +16,6 @@ from launch.planning.prediction.step_time import StepTime, step_time
 from launch.planning.prediction.workload import Workload
 
 Verdict = Literal["fits", "snug", "out of memory"]
-# Of a GPU's memory: a margin below it is within the error that memory predictions were found to have.
-SNUG = 0.08
 LARGE_BUBBLE = 0.10
 ROOM = 1.25  # times the micro-batch: room for a batch that is worth trying
 MOST_MICRO = 8191
@@ -104,7 +102,7 @@ class Forecast:
 
     @property
     def margin(self) -> float:
-        """Bytes left on the fullest GPU; negative: missing."""
+        """Bytes left on the fullest GPU beside all that torch would reserve; negative: missing."""
         return self.node.gpu.memory_bytes - self.fullest_rank.total
 
     def bill(self, steps: int) -> Bill | None:
@@ -143,11 +141,14 @@ def forecast(work: Workload, node: Node, constants: Constants | None = None) -> 
 
 
 def verdict_of(stages: list[RankMemory], host: float, node: Node) -> Verdict:
-    """Judge whether ranks, with `host` bytes of a node's host memory, fit the node."""
-    needed, there = max(rank.total for rank in stages), node.gpu.memory_bytes
-    if needed > there or host > node.form.host.memory_gb * 1e9:
+    """Judge whether ranks, with `host` bytes of a node's host memory, fit the node.
+
+    fits: with all that torch would reserve; snug: once its allocator has given back what no tensor uses.
+    """
+    there = node.gpu.memory_bytes
+    if max(rank.least for rank in stages) > there or host > node.form.host.memory_gb * 1e9:
         return "out of memory"
-    return "snug" if needed > (1 - SNUG) * there else "fits"
+    return "snug" if max(rank.total for rank in stages) > there else "fits"
 
 
 def speed(work: Workload, node: Node, seconds: float) -> Speed:
@@ -169,7 +170,7 @@ def largest_micro(work: Workload, node: Node, constants: Constants) -> LargestMi
     def largest(step: Workload) -> int:
         def fits(micro: int) -> bool:
             rank = rank_memory.fullest_rank(step.with_micro(micro), node.gpu, constants)
-            return verdict_of([rank], rank.host * here, node) != "out of memory"
+            return verdict_of([rank], rank.host * here, node) == "fits"
 
         return largest_number(fits, MOST_MICRO)
 
@@ -205,7 +206,9 @@ def _remarks(found: Forecast) -> list[Remark]:
         chunks = math.ceil((layout.pp - 1) / work.interleave * (1 - LARGE_BUBBLE) / LARGE_BUBBLE)
         if chunks > layout.accumulation:
             say("bubble", share=found.time.bubble_share, chunks=chunks, now=layout.accumulation)
-    if found.verdict != "out of memory" and found.largest.as_planned >= ROOM * layout.micro:
+    if found.verdict == "snug":
+        say("snug", missing=-found.margin / 1e9)
+    if found.verdict == "fits" and found.largest.as_planned >= ROOM * layout.micro:
         say("larger batch", micro=layout.micro, largest=found.largest.as_planned)
     if found.verdict == "fits" and work.recomputed and found.largest.kept >= layout.micro:
         say("recomputation", micro=layout.micro)

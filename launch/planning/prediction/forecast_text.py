@@ -20,8 +20,6 @@ CATEGORIES = {
     "activations": "activations kept",
     "working": "one layer at work",
     "logits": "logits and loss",
-    "fragmentation": "fragmentation",
-    "context": "CUDA context, NCCL",
 }
 CAUSES = {
     "matrix": "matrix products",
@@ -38,6 +36,8 @@ REMARKS = {
     "all-reduces go over the network; take a parallel.tp that divides {gpus}, and raise parallel.pp",
     "bubble": "the pipeline waits {share:.0%} of its time with {now} micro-batches; {chunks} (--set "
     "batch.accumulation={chunks} with a batch.global to match) would make that 10 %",
+    "snug": "torch would reserve {missing:.1f} GB more than there are: its allocator gives back what no "
+    "tensor uses and asks again, which takes time and may not suffice",
     "larger batch": "memory leaves room: micro-batch {largest} fits as well as {micro}",
     "recomputation": "micro-batch {micro} fits without recomputation: --set activation_checkpointing=none "
     "saves a quarter of the products",
@@ -61,7 +61,11 @@ def page(found: Forecast, name: str, bill: Bill | None, width: int | None = None
     """Describe the forecast: layout, memory, verdict, time, cost of the run, remarks."""
     shown = Page(width)
     memory, largest = found.node.gpu.memory_bytes, found.largest
-    share = f"{found.fullest_rank.total / memory:.0%} of {memory / 1e9:.1f} GB"
+    rank = found.fullest_rank
+    share = f"{rank.total / memory:.0%} of {memory / 1e9:.1f} GB"
+    if not found.node.is_cpu:
+        both = f"allocated {_gb(rank.allocated)}, reserved {_gb(rank.reserved)} of {memory / 1e9:.1f} GB"
+        share = f"{both}; {rank.total / memory:.0%} with CUDA's context"
     margin = f"{abs(found.margin) / 1e9:.1f} GB {'left' if found.margin >= 0 else 'missing'}"
     recomputed = f"{largest.recomputed} with every layer recomputed, {largest.kept} with none"
     shown.facts(("recipe", name), *_placed(found))
@@ -130,19 +134,24 @@ def _add_memory(shown: Page, found: Forecast) -> None:
     if len(columns) > MOST_COLUMNS:
         columns = [*columns[: MOST_COLUMNS - 1], columns[-1]]
     ranks = [found.stages[stages[0]] for stages in columns]
-    names = {**CATEGORIES, "context": "imported libraries"} if found.node.is_cpu else CATEGORIES
-    sizes = {name: [rank.on_gpu[key] for rank in ranks] for key, name in names.items()}
+    sizes = {name: [rank.on_gpu[key] for rank in ranks] for key, name in CATEGORIES.items()}
     sizes = {name: row for name, row in sizes.items() if any(row)}
-    sizes["sum"] = [rank.total for rank in ranks]
     if not found.node.is_cpu:
-        memory = found.node.gpu.memory_bytes
-        sizes["torch would report cached"] = [rank.cached(memory) for rank in ranks]
-    rows = [[name, *(f"{size / 1e9:.2f}" for size in row)] for name, row in sizes.items()]
+        sizes["allocated by torch"] = [rank.allocated for rank in ranks]
+        sizes["kept by its allocator"] = [rank.fragmentation for rank in ranks]
+        sizes["reserved by torch"] = [rank.reserved for rank in ranks]
+    sizes["imported libraries" if found.node.is_cpu else "CUDA context, NCCL"] = [r.context for r in ranks]
+    sizes["sum"] = [rank.total for rank in ranks]
+    rows = [[name, *map(_gb, row)] for name, row in sizes.items()]
     rows.append(["at its fullest in the", *(rank.moment for rank in ranks)])
     headings = [f"GB per {_unit(found)}", *(_stages(stages, len(found.stages)) for stages in columns)]
     away = {"host memory": found.host, "NVMe": found.nvme}
     below = [f"and {size / 1e9:,.3g} GB of {place} per node" for place, size in away.items() if size]
     shown.table(rows, headings, "l" + "r" * len(ranks), below=below)
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.2f}"
 
 
 def _stages(stages: list[int], count: int) -> str:
@@ -182,16 +191,16 @@ def _rounded(number: float) -> str:
 
 def as_json(found: Forecast, bill: Bill | None) -> dict[str, Any]:
     """Return every number, in bytes and seconds."""
-    memory = found.node.gpu.memory_bytes
     return {
         "hardware": found.node.name,
         "nodes": found.nodes,
         "layout": asdict(found.work.layout),
         "software": found.work.software.name,
         "stages": [
-            {**asdict(rank), "total": rank.total, "cached": rank.cached(memory)} for rank in found.stages
+            {**asdict(rank), "allocated": rank.allocated, "reserved": rank.reserved, "total": rank.total}
+            for rank in found.stages
         ],
-        "memory_bytes": memory,
+        "memory_bytes": found.node.gpu.memory_bytes,
         "host_bytes_per_node": found.host,
         "nvme_bytes_per_node": found.nvme,
         "verdict": found.verdict,

@@ -240,7 +240,7 @@ def _own_constants(found: Rates) -> tuple[tuple[str, float], ...]:
     `traffic` is chosen so that what a layer does between its products takes what it was measured to take.
     The link was measured by a collective, and no allocator keeps what nothing uses.
     """
-    own = {"traffic": found.memory_gb_s / found.layer_gb_s, "link": 1.0, "fragmentation": 0.0, "idle": 0.0}
+    own = {"traffic": found.memory_gb_s / found.layer_gb_s, "link": 1.0, "fragmentation": 0.0}
     return tuple(own.items())
 
 

@@ -13,7 +13,7 @@ from modeling import cost
 
 Moment = Literal["backward pass", "optimizer step"]
 AVERAGED_AT_ONCE = 5e8  # elements; DeepSpeed 0.19.8, MEMORY_OPT_ALLREDUCE_SIZE
-NOT_IN_THE_TOTAL = ("stage", "moment", "idle", "host", "nvme")
+NOT_IN_THE_TOTAL = ("stage", "moment", "host", "nvme")
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,8 @@ class RankMemory:
         activations: numbers kept for the backward pass of all micro-batches in flight.
         working: a recomputed chunk of layers, and gradients of a layer's backward pass.
         logits: logits and loss, on the last stage.
-        fragmentation: unused memory between the allocator's blocks.
-        idle: cached by the allocator at the step's other moment; given back where memory runs short, and no
-            part of the total.
-        context: memory of CUDA and the communication library, which torch does not report as cached.
+        fragmentation: reserved by torch's allocator and not allocated; given back where memory runs short.
+        context: memory of CUDA and the communication library, which torch does not report as reserved.
         host, nvme: bytes outside the GPU.
     """
 
@@ -44,7 +42,6 @@ class RankMemory:
     logits: float
     fragmentation: float
     context: float
-    idle: float
     host: float
     nvme: float
 
@@ -55,8 +52,23 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        """Bytes on the GPU."""
+        """Bytes on the GPU, with all that torch would reserve."""
         return sum(self.on_gpu.values())
+
+    @property
+    def allocated(self) -> float:
+        """Bytes of tensors on the GPU: the most that torch reports as allocated."""
+        return self.reserved - self.fragmentation
+
+    @property
+    def reserved(self) -> float:
+        """Bytes of tensors and of what torch's allocator keeps for later ones, where the GPU has room."""
+        return self.total - self.context
+
+    @property
+    def least(self) -> float:
+        """Bytes without which it runs out of memory: the allocator gives back what no tensor uses."""
+        return self.allocated + self.context
 
     @property
     def states(self) -> float:
@@ -65,7 +77,7 @@ class RankMemory:
 
     def cached(self, memory: float) -> float:
         """Return the most bytes reported by torch as cached (reserved) on a GPU of `memory` bytes."""
-        return min(self.total - self.context + self.idle, memory - self.context)
+        return min(self.reserved, memory - self.context)
 
 
 def of_stages(work: Workload, gpu: Gpu, constants: Constants) -> list[RankMemory]:
@@ -101,7 +113,7 @@ def of_stage(work: Workload, stage: int, gpu: Gpu, constants: Constants) -> Rank
     backward = dict(gradients=computing, activations=kept.gpu, working=working, logits=logits)
     update = dict(gradients=placed.gradients.gpu, activations=0.0, working=0.0, logits=0.0)
     moments: list[tuple[Moment, dict[str, float]]] = [("backward pass", backward), ("optimizer step", update)]
-    (name, larger), (_, smaller) = sorted(moments, key=lambda moment: -sum(moment[1].values()))
+    name, larger = max(moments, key=lambda moment: sum(moment[1].values()))
     rank = RankMemory(
         stage=stage,
         moment=name,
@@ -109,13 +121,13 @@ def of_stage(work: Workload, stage: int, gpu: Gpu, constants: Constants) -> Rank
         optimizer=placed.optimizer.gpu,
         buffers=buffers,
         **larger,
-        fragmentation=constants.fragmentation * (sum(larger.values()) + buffers),
+        fragmentation=0.0,
         context=gpu.context_gib * GIB,
-        idle=constants.idle * sum(smaller.values()),
         host=placed.total.host + kept.host,
         nvme=placed.total.nvme,
     )
-    return _resident(work, rank) if gpu.in_host else rank
+    rank = _resident(work, rank) if gpu.in_host else rank
+    return replace(rank, fragmentation=constants.fragmentation * rank.allocated)
 
 
 def _states(work: Workload, stage: int) -> tuple[cost.PlacedStates, float]:

@@ -91,7 +91,7 @@ def _largest(setting: Setting, configuration: Configuration) -> LargestModel:
     step = STEP * configuration.tp
 
     def fits(layers: int, hidden: int) -> bool:
-        return _model(setting, configuration, layers, hidden).verdict != "out of memory"
+        return _model(setting, configuration, layers, hidden).verdict == "fits"
 
     units = largest_number(lambda unit: fits(usual_layers(unit * step), unit * step), MOST_HIDDEN // step)
     hidden = max(1, units) * step

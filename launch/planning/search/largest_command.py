@@ -7,7 +7,6 @@ import argparse
 from launch.console import arguments, terminal
 from launch.planning.page import Page
 from launch.planning.prediction import hardware
-from launch.planning.prediction.forecast import SNUG
 from launch.planning.search import candidates, largest
 from launch.planning.search.largest import LargestModel, Setting
 from recipes import catalog
@@ -34,11 +33,8 @@ exit codes: 0 shown, 2 refused."""
 RECIPES = {"gpt2": "openwebtext/gpt2-124m", "bert": "wikipedia/bert-336m"}
 HEADINGS = ["model states", "nothing recomputed", "all recomputed", "which fills"]
 # Categories whose names are others in a cell.
-FILLS = {"working": "one layer", "fragmentation": "fragments", "context": "CUDA context"}
-NOTE = (
-    "B: billion parameters; layers x hidden size. These fill the memory; a margin of "
-    f"{SNUG:.0%} is within the error that predictions were found to have"
-)
+FILLS = {"working": "one layer", "fragmentation": "allocator", "context": "CUDA context"}
+NOTE = "B: billion parameters; layers x hidden size. With what torch reserves, these fill the memory"
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -104,7 +100,7 @@ def _name(model: LargestModel) -> str:
 
 
 def _size(model: LargestModel) -> str:
-    if model.verdict == "out of memory":
+    if model.verdict != "fits":
         return "none fits"
     return f"{model.parameters / 1e9:.2f} B, {model.layers}x{model.hidden}"
 

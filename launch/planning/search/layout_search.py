@@ -188,7 +188,7 @@ def _predicted(question: Question, way: Way, work: Workload) -> Candidate:
     fullest = max(ends, key=lambda rank: rank.total)
     host = min(question.ranks, node.gpus) * max(rank.host for rank in ends)
     verdict = verdict_of(ends, host, node)
-    over = fullest.total - node.gpu.memory_bytes
+    over = max(rank.least for rank in ends) - node.gpu.memory_bytes
     if verdict == "out of memory":
         shortage = over if over > 0 else host - node.form.host.memory_gb * 1e9
         return Candidate(way, work, fullest, verdict, shortage, over <= 0)
@@ -198,7 +198,8 @@ def _predicted(question: Question, way: Way, work: Workload) -> Candidate:
 def ranking(fitting: list[Candidate]) -> list[Candidate]:
     """Rank by time, but put first the simplest layout within `WORTH` of the fastest.
 
-    It fits with a margin, offloads nothing, has the least model parallelism: in this order, where one does.
+    It fits with what torch reserves, offloads nothing, has the least model parallelism: in this order, where
+    one does.
     """
     by_time = sorted(fitting, key=lambda candidate: candidate.seconds)
     close = [candidate for candidate in by_time if candidate.seconds <= WORTH * by_time[0].seconds]

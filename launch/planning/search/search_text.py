@@ -19,7 +19,8 @@ from recipes.problems import counted
 HEADINGS = ["#", "layout", "batch", "GB", "of GPU", "s/step", "tokens/s", "model states"]
 LEGEND = (
     "layout: tensor x pipeline x data parallel; batch: micro-batch x accumulation; offload: the optimizer on "
-    f"the host, or all model states. First stands the simplest that is within {WORTH - 1:.0%} of the fastest."
+    "the host, or all model states; SNUG: fits once torch's allocator gives back what it keeps. First stands "
+    f"the simplest within {WORTH - 1:.0%} of the fastest."
 )
 # Heading -> causes of a step's time.
 SPLIT = {
@@ -43,7 +44,8 @@ def page(answer: Answer, name: str, most: int, width: int | None = None) -> Page
     shape = f"{recipe.model.layers} layers of {recipe.model.hidden}, {recipe.model.heads} heads"
     samples = f"{recipe.batch.global_:,} samples of {recipe.sequence_length:,} tokens per step"
     gpus = f"{counted(question.ranks, 'GPU')} on {counted(question.nodes, 'node')}"
-    number = f"{answer.predicted:,} layouts, of which {len(answer.ranking):,} fit"
+    fitting = sum(candidate.verdict == "fits" for candidate in answer.ranking)
+    number = f"{answer.predicted:,} layouts: {fitting:,} fit, {len(answer.ranking) - fitting:,} are snug"
     shown = Page(width)
     shown.facts(
         ("recipe", f"{name}: {size / 1e9:,.3g} billion parameters ({shape}), {samples}"),

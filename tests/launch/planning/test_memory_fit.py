@@ -92,7 +92,8 @@ def test_zero_offload_fits_a_13b_model_on_one_gpu():
     model = ["model.layers=40", "model.hidden=5120", "model.heads=32", "precision=fp16", "batch.global=8"]
     model += ["batch.micro=1", "activation_checkpointing=full"]
     offload, small = "ds_config=zero2_offload", memory.Memory(1, 32e9, 200e9)
-    ok, _ = says("default/sotu", ONE_V100, *model, offload)
+    ok, how = says("default/sotu", ONE_V100, *model, offload)
     assert ok, "Ren et al., arXiv 2101.06840: 13B on one V100 of 32 GB with 1.5 TB of host memory"
+    assert how == "on 1 process, snug", "torch's allocator would keep more than there is"
     assert not says("default/sotu", small, *model, offload)[0], "16 x 12.6B is 202 GB"
     assert not says("default/sotu", ONE_V100, *model, "ds_config=zero2")[0]

@@ -11,7 +11,7 @@ from planned import work
 
 from launch.planning.prediction import forecast_text
 from launch.planning.prediction.constants import fitted_constants
-from launch.planning.prediction.forecast import SNUG, forecast
+from launch.planning.prediction.forecast import forecast
 from launch.planning.prediction.hardware import find
 from launch.planning.prediction.published_step import side_by_side
 from launch.planning.prediction.rank_memory import fullest_rank
@@ -49,9 +49,14 @@ def test_the_verdict_is_about_the_fullest_gpu_and_the_host():
     assert predicted("dgx2_gpt2_data_parallel/40x1536-b24-oom", "dgx2").verdict == "snug"
     fits = predicted(TENSOR, "dgx2")
     assert fits.verdict == "fits" and fits.margin == fits.node.gpu.memory_bytes - fits.fullest_rank.total
-    room = fits.fullest_rank.total / (1 - SNUG / 2) / 2**30
-    tight = replace(fits.node, gpu=fits.node.gpu.model_copy(update={"memory_gib": room}))
-    assert forecast(fits.work, tight).verdict == "snug"
+    rank, verdicts = fits.fullest_rank, {}
+    for room in (rank.least - 1, rank.least + 1, rank.total - 1, rank.total + 1):
+        tight = replace(fits.node, gpu=fits.node.gpu.model_copy(update={"memory_gib": room / 2**30}))
+        verdicts[room] = forecast(fits.work, tight)
+    found = [each.verdict for each in verdicts.values()]
+    assert found == ["out of memory", "snug", "snug", "fits"], "with all that torch reserves it fits"
+    (remark,) = (each for each in verdicts[rank.least + 1].remarks if each.kind == "snug")
+    assert remark.values["missing"] == pytest.approx(rank.fragmentation / 1e9)
     # 20 bytes of each of 98.03B parameters over 64 ranks, 16 of them in each DGX-2 of 1.5 TB.
     host = predicted("jeanzay_hf_deepspeed_max_size/91b-g64", "dgx2")
     assert host.verdict == "fits" and host.host == pytest.approx(16 * 20 * 98.03e9 / 64, rel=1e-3)
@@ -59,6 +64,19 @@ def test_the_verdict_is_about_the_fullest_gpu_and_the_host():
         update={"memory_gb": 100.0})}))  # fmt: skip
     assert forecast(host.work, small).verdict == "out of memory"
     assert "host memory" in kinds(forecast(host.work, small))
+
+
+def test_the_plan_says_what_is_allocated_and_what_is_reserved():
+    found = predicted(TENSOR, "dgx2")
+    rank = found.fullest_rank
+    assert rank.allocated < rank.reserved == rank.allocated + rank.fragmentation
+    said = str(forecast_text.page(found, "x", None, 100))
+    both = f"allocated {rank.allocated / 1e9:.2f}, reserved {rank.reserved / 1e9:.2f} of 34.1 GB"
+    assert f"FITS: {both}; {rank.total / found.node.gpu.memory_bytes:.0%}" in said
+    (line,) = (line for line in said.splitlines() if line.strip().startswith("allocated by torch"))
+    assert line.split()[-1] == f"{rank.allocated / 1e9:.2f}"
+    stage = forecast_text.as_json(found, None)["stages"][0]
+    assert (stage["allocated"], stage["reserved"]) == (rank.allocated, rank.reserved)
 
 
 def test_the_bill_is_the_time_of_all_steps():
@@ -83,7 +101,7 @@ REMARKED = [  # row, node, settings, the remark, and whether it is made
     (TENSOR, "v100-32x4", "", "tensor across nodes", True),
     (OWN, "a100-40x4", "parallel.tp=3 parallel.dp=4", "tensor across nodes", True),  # ranks 3 to 5 lie on two
     (TENSOR, "dgx2", "", "larger batch", True),
-    ("a100_blog_table4/8.7b", "a100-40x8", "", "recomputation", True),
+    ("a100_blog_table4/8.7b", "a100-80x8", "", "recomputation", True),
     (OWN, "v100-32x4", "parallel.dp=2", "no precision", True),
     (OWN, "a100-80x8", "parallel.dp=16", "partly filled node", False),
     (OWN, "a100-80x8", "parallel.dp=12 batch.global=504 batch.micro=null", "partly filled node", True),

@@ -139,4 +139,6 @@ def test_what_is_cached_is_no_more_than_the_gpu_has():
     assert (
         rank.total > V100.memory_bytes and rank.cached(V100.memory_bytes) == V100.memory_bytes - rank.context
     )
-    assert rank.cached(1e12) == rank.total - rank.context + rank.idle
+    assert rank.cached(1e12) == rank.reserved == rank.total - rank.context
+    assert rank.reserved == pytest.approx((1 + fitted_constants().fragmentation) * rank.allocated)
+    assert rank.least == rank.total - rank.fragmentation

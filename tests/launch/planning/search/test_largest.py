@@ -30,10 +30,10 @@ def verdict(setting: largest.Setting, model: largest.LargestModel, layers: int, 
 def test_it_fits_and_the_next_larger_one_does_not(line):
     setting = largest_command.setting_of(parsed(line))
     for model in largest.largest(setting):
-        assert verdict(setting, model, model.layers, model.hidden) == model.verdict != "out of memory"
-        assert verdict(setting, model, model.layers + 1, model.hidden) == "out of memory"
+        assert verdict(setting, model, model.layers, model.hidden) == model.verdict == "fits"
+        assert verdict(setting, model, model.layers + 1, model.hidden) != "fits"
         wider = model.hidden + largest.STEP * model.configuration.tp
-        assert verdict(setting, model, shapes.usual_layers(wider), wider) == "out of memory"
+        assert verdict(setting, model, shapes.usual_layers(wider), wider) != "fits"
 
 
 def test_sharding_offload_and_recomputation_make_room():
