@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,27 +85,17 @@ def resolve(
     return Plan(recipe, layout, ds, stage, offload, chosen, vocab, tuple(findings.notices), path.stem)
 
 
-def resized(plan: Plan, config: Mapping[str, Any], layout: Layout, machine: Machine) -> Plan:
-    """Return the plan of `config` under another layout, with its sizes and data types."""
-    values = sizes(plan.recipe, layout, machine) | sums(config, plan.precision, layout)
-    open_ = {key: value for key, value in values.items() if known_keys.lookup(config, key) == "auto"}
-    ds = copy.deepcopy(plan.ds)
-    for key, value in open_.items():
-        _put(ds, key, value)
-    return replace(plan, layout=layout, ds=ds)
-
-
 def _filled(config: dict[str, Any], values: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Copy `config`; `values` replace "auto" and absent keys, `sizes` replace "auto" alone."""
     filled = copy.deepcopy(config)
     for key, value in {**values, **sizes}.items():
         written = known_keys.lookup(filled, key)
         if written == "auto" or (written is None and key in values):
-            _put(filled, key, value)
+            put(filled, key, value)
     return filled
 
 
-def _put(config: dict[str, Any], key: str, value: Any) -> None:
+def put(config: dict[str, Any], key: str, value: Any) -> None:
     """Set the value at a.b.c."""
     *sections, last = key.split(".")
     for name in sections:

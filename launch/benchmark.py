@@ -62,12 +62,14 @@ COMMANDS: dict[str, tuple[str, str, Any, Any]] = {
     "gpu": ("all that one GPU can tell", gpu_command.EXAMPLES, gpu_command.add_flags, gpu_command.measure),
 }
 
+RULES = {"gpu": (("--list", "*", "it lists the steps and ends"),)}
+
 
 def build_parser() -> argparse.ArgumentParser:
     parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES)
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, (summary, examples, add_flags, measure) in COMMANDS.items():
-        command = arguments.subcommand(benchmarks, name, summary, None, examples)
+        command = arguments.subcommand(benchmarks, name, summary, None, examples, RULES.get(name, ()))
         add_flags(command)
         command.add_argument("--out", metavar="FILE", help="write all numbers as JSON")
         command.set_defaults(measure=measure)

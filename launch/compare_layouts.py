@@ -62,6 +62,8 @@ before anything was started."""
 
 STEPS = 20  # by default
 PICTURES = (".png", ".svg", ".pdf")
+UNLISTED = "--recipe, --set, --steps, --tiny, --compile, --plot, --out"
+RULES = (("--list", UNLISTED, "it lists the layouts of every recipe and ends"),)
 
 
 def main() -> None:
@@ -72,7 +74,7 @@ def main() -> None:
         print("\n".join(f"{c.name:<36} {counted(c.processes, 'process')}, {c.ds_config}" for c in cases))
         return
     try:
-        launch_environment.refuse_tasks(os.environ)
+        refuse_tasks(os.environ)
         out = new_output.new_directory("--out", args.out) if args.out else None
         picture = new_output.new_file("--plot", args.plot, PICTURES) if args.plot else None
         recipe = chosen_recipe(args)
@@ -99,8 +101,16 @@ def main() -> None:
     raise SystemExit(0 if rows and all(row.agrees for row in rows) else 1)
 
 
+def refuse_tasks(environ: Mapping[str, str]) -> None:
+    """Refuse several starts of a command that starts its processes itself. Raises ProblemsError."""
+    start = launch_environment.started(environ)
+    if start and start.size > 1:
+        rule = f"this command starts its processes itself, and {start.by} started it {start.size} times"
+        raise ProblemsError([Problem("processes", start.named, rule, "start it once, as with srun -n 1")])
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES)
+    parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES, RULES)
     arguments.add_recipe_arguments(parser)
     add = parser.add_argument
     processes = "largest number of processes (default: 8)"

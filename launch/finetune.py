@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from launch.console import arguments, ends
 from launch.records.facts import Ending, TaskScore
-from launch.training.start import Training, add_run_arguments, job_of, launch, say_on_rank_0
+from launch.training.start import RUN_RULES, Training, add_run_arguments, job_of, launch, say_on_rank_0
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Task
 from recipes.tasks import TASKS
@@ -58,9 +58,27 @@ exit codes: 0 done or stopped on request, 1 failed, 2 refused before anything
 was started, 3 diverged,
 4 a rank hung."""
 
+SEVERAL = "--seeds, --grid, --ensemble"
+RULES = (
+    *RUN_RULES,
+    ("--plan", SEVERAL, "a plan is that of one run"),
+    ("--ensemble", "+--seeds", "the seeds' models answer together, 2 at least"),
+    ("--side_by_side", f"+{SEVERAL}", "it is of several runs"),
+    ("--ranks", f"+{SEVERAL}", "it is of several runs; torchrun --nproc_per_node N starts one"),
+    ("--grid", "--batch, --lr", "it tries its own"),
+    *(
+        (flag, f"--set {key}", "both decide it")
+        for flag, key in (
+            ("--sequence_length", "sequence_length"), ("--batch", "batch.global"), ("--lr", "optimizer.lr"),
+            ("--seed", "seed"), ("--epochs", "task.epochs"), ("--epochs", "steps"), ("--task", "task.name"),
+            *((f"--{split}", f"task.{split}") for split in SPLITS),
+        )
+    ),
+)  # fmt: skip
+
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = arguments.command((__doc__ or "").split("\n\n")[0], EXAMPLES)
+    parser = arguments.command((__doc__ or "").split("\n\n")[0], EXAMPLES, RULES)
     add, positive = parser.add_argument_group("what to train").add_argument, arguments.number(0, 10**6)
     names = ", ".join(f"{name}: {facts.title.split(',')[0]}" for name, facts in TASKS.items())
     add("--task", required=True, choices=list(TASKS), metavar="TASK", help=names)
@@ -124,21 +142,9 @@ def check_flags(args: argparse.Namespace, several: bool) -> None:
         fix = f"start it as python launch/finetune.py, with --ranks {processes.world_size()}"
         came, rule = "--seeds, --grid or --ensemble under a launcher", "each run starts its own processes"
         problems.append(Problem("--seeds", came, rule, fix))
-    if args.ensemble and (args.seeds or 1) < MEMBERS:
-        came = f"--ensemble with --seeds {args.seeds}" if args.seeds else "--ensemble without --seeds"
-        rule = f"the seeds' models answer together, {MEMBERS} at least"
-        problems.append(Problem("--ensemble", came, rule, "add --seeds 5, or leave --ensemble out"))
-    if several and args.plan:
-        came, rule = "--plan with --seeds, --grid or --ensemble", "a plan is that of one run"
-        problems.append(Problem("--plan", came, rule, "leave these out, or --plan"))
-    alone = {"--ranks": args.ranks > 1 and args.ranks, "--side_by_side": args.side_by_side}
-    for flag, value in alone.items():
-        if value and not several:
-            came, rule = f"{flag} {value} without --seeds or --grid", "it is of several runs"
-            fix = f"leave it out, or add --seeds {MEMBERS}"
-            if flag == "--ranks":
-                fix = f"start one run as torchrun --nproc_per_node {value} launch/finetune.py"
-            problems.append(Problem(flag, came, rule, fix))
+    if args.ensemble and args.seeds < MEMBERS:
+        rule, fix = f"the seeds' models answer together, {MEMBERS} at least", "add --seeds 5"
+        problems.append(Problem("--ensemble", f"--ensemble with --seeds {args.seeds}", rule, fix))
     if problems:
         raise ProblemsError(problems)
 

@@ -69,9 +69,14 @@ number of processes (to rounding). With transformers' temperature, top_k and
 top_p it has transformers' distribution, and with --greedy its texts.
 exit codes: 0 written, 1 failed, 2 refused before anything is loaded."""
 
+RULES = (
+    ("--prompt", "--file", "prompts come from one of them"),
+    ("--greedy", "--temperature, --top_k, --top_p, --seed", "it takes the likeliest token"),
+)
+
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = arguments.command(str(__doc__).split("\n\n")[0], EXAMPLES)
+    parser = arguments.command(str(__doc__).split("\n\n")[0], EXAMPLES, RULES)
     model = (
         "a run (its newest complete checkpoint), one of its checkpoints, or a GPT-2 or BERT of transformers "
         "or Megatron"
@@ -136,14 +141,9 @@ def main() -> None:
 def check_flags(args: argparse.Namespace) -> None:
     """Refuse contradictory or missing flags. Raises ProblemsError."""
     problems = []
-    if bool(args.prompt) == bool(args.file):
-        came = "--prompt and --file" if args.file else "neither --prompt nor --file"
-        fix = "leave one of them out" if args.file else "add --prompt TEXT"
-        problems.append(Problem("--prompt", came, "prompts come from one of them", fix))
-    drawn = [f"--{name}" for name in ("temperature", "top_k", "top_p") if getattr(args, name) is not None]
-    if args.greedy and drawn:
-        rule = "it takes the most likely token, and draws nothing"
-        problems.append(Problem("--greedy", f"--greedy with {', '.join(drawn)}", rule, "leave one out"))
+    if not (args.prompt or args.file):
+        rule, fix = "prompts come from one of them", "add --prompt TEXT"
+        problems.append(Problem("--prompt", "neither --prompt nor --file", rule, fix))
     if args.greedy and (args.samples or 1) > 1:
         came, rule = f"--greedy with --samples {args.samples}", "all of them would be the same"
         problems.append(Problem("--samples", came, rule, "leave one of the two out"))

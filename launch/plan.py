@@ -34,7 +34,7 @@ exit codes: 0 shown; 2 refused."""
 
 def build_parser() -> argparse.ArgumentParser:
     """The subcommands' flags stand with the subcommands."""
-    parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES)
+    parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES, forecast_command.RULES)
     forecast_command.add_arguments(parser)
     commands = parser.add_subparsers(title="other questions", metavar="", dest="question")
     for command in (search_command, largest_command, cluster_command, validation_command):

@@ -54,13 +54,30 @@ exit codes: 0 done (or done before), 1 failed (a killed worker, a full disk),
 2 refused (flags, or input of which too much is broken or nothing is left),
 130 and 143 stopped by a signal."""
 
+KINDS = [each for each in get_args(get_type_hints(Origin)["source"]) if each != "store"]
+
+
+def _only_for(sources: str, *flags: str) -> tuple[arguments.Rule, ...]:
+    others = ", ".join(f"--source {kind}" for kind in KINDS if kind not in sources.split())
+    return tuple((flag, others, f"it is of {sources}") for flag in flags)
+
+
+RULES = (
+    *_only_for("hub", "--config", "--revision", "--split"),
+    *_only_for("hub jsonl parquet", "--text_column"),
+    *_only_for("text", "--documents"),
+    ("--ngram", "+--decontaminate", "it is of decontamination"),
+    ("--language_score", "--language none", "all languages are kept"),
+    *((flag, "--dedup none", "nothing is compared") for flag in ("--permutations", "--shingle", "--seed")),
+)
+
 
 class StopSignal(BaseException):
     """A signal to stop, by number; no Exception, so that no handler of errors catches it."""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES)
+    parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES, RULES)
     add_flags(parser)
     return parser
 

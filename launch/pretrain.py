@@ -9,10 +9,11 @@ import argparse
 from typing import TYPE_CHECKING
 
 from launch.console import arguments, ends
+from launch.console.text_table import aligned
 from launch.machine import abilities
 from launch.ranks.meeting import Meeting
 from launch.records.facts import Ending
-from launch.training.start import Training, add_run_arguments, job_of, launch, say_on_rank_0
+from launch.training.start import RUN_RULES, Training, add_run_arguments, job_of, launch, say_on_rank_0
 from recipes import catalog
 from recipes.problems import Problem, ProblemsError
 
@@ -55,7 +56,8 @@ was started, 3 diverged,
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = arguments.command((__doc__ or "").split("\n\n")[0], EXAMPLES)
+    rules = (("--list", "*", "it lists the recipes and ends"), *RUN_RULES)
+    parser = arguments.command((__doc__ or "").split("\n\n")[0], EXAMPLES, rules)
     arguments.add_recipe_arguments(parser)
     parser.add_argument("--list", action="store_true", help="list the recipes and exit")
     keep = add_run_arguments(parser)
@@ -70,7 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = build_parser().parse_args()
     if args.list:
-        print(arguments.list_recipes())
+        print(aligned((entry.name, entry.title) for entry in catalog.names()))
         return
     launch(args, lambda: training_of(args))
 

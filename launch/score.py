@@ -73,9 +73,12 @@ shows next to published ones.
 exit codes: 0 scored, 1 failed, 2 refused before anything was started, 4 a
 rank hung (run.hang_after)."""
 
+TOKENIZER = "--set data.tokenizer, --set data.tokenizer.kind, --set data.tokenizer.path"
+RULES = (("--tokenizer", TOKENIZER, "both decide it"),)
+
 
 def build_parser() -> ArgumentParser:
-    parser = arguments.command((__doc__ or "").split("\n\n")[0], EXAMPLES)
+    parser = arguments.command((__doc__ or "").split("\n\n")[0], EXAMPLES, RULES)
     model = "a run, its checkpoints/step-NNNNNN, or a GPT-2 of transformers or Megatron"
     parser.add_argument("model", metavar="MODEL", help=model)
     what = parser.add_argument_group("on what")
@@ -136,6 +139,7 @@ class ScoringJob:
 
 def checked_job(args: Namespace) -> ScoringJob:
     """Make the job from the flags. Raises ValueError."""
+    from launch.evaluation.scores import read_scores
     from launch.evaluation.scoring_job import ScoringTask, Wishes, open_model, plan_scoring
 
     check_settings(args)
@@ -146,6 +150,8 @@ def checked_job(args: Namespace) -> ScoringJob:
     window, stride = task.check(model)
     plan = plan_scoring(model, args.ds_config, world, abilities.detect_machine())
     out = new_output.new_file("--out", args.out, (".json",)) if args.out and processes.rank() == 0 else None
+    if model.trained.run is not None and not args.from_scratch:
+        read_scores(model.trained.run)  # what cannot be added to is said before the hours of scoring
     return ScoringJob(task, model, plan, window, stride, out, args.from_scratch)
 
 

@@ -34,10 +34,17 @@ examples:
 
 exit codes: 0 shown and equal, 1 hashes differ, 2 refused."""
 
+RULES = (
+    ("--hashes", "--samples", "hashes are of whole steps"),
+    ("--hashes", "--split validation, --split test", "only training has steps"),
+    ("--step", "--split validation, --split test", "only training has steps"),
+    ("--workers", "+--hashes", "samples are made without threads"),
+)
+
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES)
-    arguments.add_recipe_arguments(parser)
+    parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES, RULES)
+    arguments.add_recipe_arguments(parser, ends=False)
     add = parser.add_argument_group("what to show").add_argument
     splits = ("train", "validation", "test")
     add("--step", type=int, default=0, metavar="N", help="optimizer step, from 0 (default: %(default)s)")
@@ -59,7 +66,7 @@ def main() -> int:
 
     quiet.quiet_libraries()
     try:
-        recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
+        recipe = catalog.load(args.recipe, args.set, tiny=args.tiny)
         check(args, recipe)
         from data.corpus import build
 
@@ -76,9 +83,6 @@ def check(args: argparse.Namespace, recipe: Recipe) -> None:
             raise ValueError(f"--{flag} {given}: out of range; give a number from 0 to {most:,}")
     if not args.samples and not args.hashes:
         raise ValueError("--samples 0 shows nothing: give 1 or more, or --hashes")
-    if args.hashes and args.split != "train":
-        rule = "only training has steps; leave one of the two out"
-        raise ValueError(f"--hashes with --split {args.split}: {rule}")
     if args.split == "test" and not recipe.data.test_every:
         came = "--split test, but data.test_every is null: the recipe holds no test documents out"
         raise ValueError(f"{came}; --set data.test_every=20")

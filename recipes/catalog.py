@@ -110,9 +110,6 @@ def dump(recipe: Recipe) -> str:
 def load_resolved(path: str | Path) -> Recipe:
     """Read a run's recipe.yaml, written by `dump`; RecipeError: missing, malformed or no recipe."""
     where = str(path)
-    if not files.is_file(Path(path)):
-        rule, fix = "a run keeps its recipe in recipe.yaml", "give the run's directory"
-        raise RecipeError([Problem(where, "no such file", rule, fix, where=where)])
     document = read(Path(path), where)
     if not isinstance(document.value, dict):
         came = f"holds {type(document.value).__name__}, not a recipe"

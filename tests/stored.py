@@ -32,7 +32,7 @@ def model_tensors(recipe, seed=1):
 
 
 def write_checkpoint(
-    root, step, tensors, recipe=None, corpus=None, kinds=(WEIGHT,), ranks=1, data=None, form="canonical"
+    root, step, tensors, recipe=None, corpus="0" * 8, kinds=(WEIGHT,), ranks=1, data=None, form="canonical"
 ):
     """Write a whole checkpoint below `root`, each tensor cut over `ranks` files; its directory.
 

@@ -84,17 +84,22 @@ class BlendedSamples:
         return shuffled(np.repeat(np.arange(len(self._parts)), self._counts), self._seed, block)
 
     def state(self, position: int) -> dict[str, Any]:
-        block, within = divmod(position, BLOCK)
-        before = block * self._counts + np.bincount(self._order(block)[:within], minlength=len(self._parts))
-        parts = zip(self._parts, before.tolist(), strict=True)
+        parts = zip(self._parts, self._before(position), strict=True)
         return {"position": position, "parts": [part.state(n) for part, n in parts]}
+
+    def _before(self, position: int) -> list[int]:
+        """Count each part's samples before a position."""
+        block, within = divmod(position, BLOCK)
+        inside = np.bincount(self._order(block)[:within], minlength=len(self._parts))
+        return (block * self._counts + inside).tolist()
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a `state`. Raises ProblemsError: it is of a blend with other parts."""
-        found = state.get("parts", ())
-        if len(found) != len(self._parts):
-            was = f"the checkpoint read a blend of {len(found)} parts, and "
-            came = (was, Key("data.blend"), f" has {len(self._parts)}")
+        found = state["parts"] if isinstance(state.get("parts"), list) else []
+        places = [part.get("position") if isinstance(part, dict) else None for part in found]
+        if places != (before := self._before(state["position"])):
+            was = f"the checkpoint read a blend of {len(found)} parts, at {str(places)[:100]}, and "
+            came = (was, Key("data.blend"), f" has {len(self._parts)}, at {before}")
             raise ProblemsError([Problem("data.blend", came, fix="resume with the same blend")])
         for part, saved in zip(self._parts, found, strict=True):
             part.restore(saved)

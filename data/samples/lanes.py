@@ -7,11 +7,12 @@ resumed run opens the right file at the right record.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from data.samples.bert import BertSettings, Sample, assemble, segments
 from data.samples.chunks import chunks_of_document
 from data.samples.masking import BertVocabulary
 from data.text.records import Source
+from recipes import files
 from recipes.problems import Problem, ProblemsError, Setting, Text, Words, counted, pieces
 
 MOST_LANES = 64  # a single rank may hold a file of each open
@@ -119,7 +121,17 @@ class Lane(ABC):
         self._place = place
         self._whole = place.turn == place.record == 0  # the epoch is read from its beginning
         self._fruitful = False  # the epoch has given an item
-        self._encoded = self.reader.epoch_from(place)
+        self._encoded: Iterator[tuple[PlacedDocument, Any]] = self.reader.epoch_from(place)
+
+    def _resume(self, state: dict[str, Any]) -> Any:
+        """Open the place of a state; return its encoded document. Raises FileError if there is none."""
+        self._open(place := Place(**{key: state[key] for key in Place._fields}))
+        first = list(itertools.islice(self._encoded, 1))
+        begins = place.turn == place.record == 0  # maybe with a document that is not for training
+        if not begins and [document.place for document, _ in first] != [place]:
+            refuse_state(self.reader.source, state, "no training document stands there")
+        self._encoded = itertools.chain(first, self._encoded)
+        return first[0][1] if first else ()
 
     def _open_next_epoch(self) -> None:
         barren = self._whole and not self._fruitful
@@ -127,6 +139,11 @@ class Lane(ABC):
             came = (f"{self.reader.source.name}: ", *pieces(self.too_little()))
             raise ProblemsError([Problem("data.name", came, fix="give more text")])
         self._open(Place(self._place.epoch + 1, wide=self._place.wide or barren))
+
+
+def refuse_state(source: Source, state: Any, rule: str) -> NoReturn:
+    """Refuse a place that a checkpoint names. Raises FileError."""
+    files.refuse(source.name, f"the checkpoint's place in the data is {str(state)[:150]}", rule, "restore it")
 
 
 def too_short(tokens: int, sequence_length: int) -> tuple[Words, ...]:
@@ -164,7 +181,9 @@ class GptLane(Lane):
         return {**place._asdict(), "token_offset": self._offset}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._open(Place(**{key: state[key] for key in Place._fields}))
+        size = len(self._resume(state))
+        if state["token_offset"] >= max(size, 1):
+            refuse_state(self.reader.source, state, f"the document there has {counted(size, 'token')}")
         self._offset = state["token_offset"]
         self._fruitful = self._offset > 0
 
@@ -288,12 +307,14 @@ class BertLane(Lane):
         return {**place._asdict(), "remembered": len(self._remembered), "chunk": chunk}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._open(Place(**{key: state[key] for key in Place._fields}))
+        self._resume(state)
         self._remembered.clear()
         self._remembered.extend(self._read() for _ in range(state["remembered"]))
         self._current, self._chunk = None, 0
         if state["chunk"] is not None:
             self._current, self._chunk = self._read(), state["chunk"]
+            if self._chunk > (chunks := len(self._current.starts)):
+                refuse_state(self.reader.source, state, f"the document there has {counted(chunks, 'chunk')}")
 
     def too_little(self) -> Text:
         return "the training documents have no text"

@@ -13,7 +13,7 @@ from typing import Any
 
 from data.cache import Say
 from data.samples.fields import Fields
-from data.samples.lanes import Lane
+from data.samples.lanes import REMEMBERED, Lane, refuse_state
 from data.text.records import Source
 
 
@@ -101,7 +101,7 @@ class StreamedSamples:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a `state`.
 
-        Raises ValueError: it is of another number of files or lanes.
+        Raises ValueError: it is of another number of files or lanes, or names places that none is.
         """
         here = self._shape()
         then = {key: state.get(key, "none") for key in here}
@@ -113,8 +113,24 @@ class StreamedSamples:
             fix = "resume with the same files and batch.global"
             raise ValueError(f"{self._lanes.source.name}: {came} {rule}; {fix}")
         self._forget()
-        self._saved = {int(number): saved for number, saved in state["lanes"].items()}
+        lanes, last = state.get("lanes"), self._lanes.count - 1
+        if not isinstance(lanes, dict) or not lanes.keys() <= {*map(str, range(last + 1))}:
+            refuse_state(self._lanes.source, lanes, f"lanes are numbered from 0 to {last}")
+        self._saved = {int(number): self._checked(int(number), saved) for number, saved in lanes.items()}
         self._saved_item = self._item(state["position"])
+
+    def _checked(self, number: int, saved: Any) -> dict[str, Any]:
+        """Check the form of a lane's state and return it. Raises FileError."""
+        like, total = self._lanes.open(number).state(), self._lanes.source.shards
+        if not isinstance(saved, dict) or saved.keys() != like.keys():
+            refuse_state(self._lanes.source, saved, f"a lane's has {', '.join(like)}")
+        turns = total if saved["wide"] else len(range(number, total, self._lanes.count))
+        most = {"wide": 1, "turn": turns - 1, "remembered": REMEMBERED}
+        for key, value in saved.items():
+            sound = type(value) is type(like[key]) or (key == "chunk" and type(value) is int)
+            if not sound or not 0 <= (value or 0) <= most.get(key, 2**62):
+                refuse_state(self._lanes.source, saved, f"no lane has {key}={str(value)[:40]}")
+        return saved
 
     def fresh(self) -> StreamedSamples:
         return StreamedSamples(self._lanes, self.sequence_length, self._global, self._say)

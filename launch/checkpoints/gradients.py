@@ -39,5 +39,5 @@ def save_first_gradients(
     if grid.rank == 0:
         recipe = plan.recipe.model_dump(mode="json", by_alias=True)
         progress, held = Progress(step=1, adam_steps=1, schedule=1), (whole.files, whole.tensors, (KIND,))
-        manifest.write(Manifest(progress, {}, None, recipe, {}, {}, *held), directory)
+        manifest.write(Manifest(progress, {}, "", recipe, {}, {}, *held), directory)
     gathered(None, grid.control_group)

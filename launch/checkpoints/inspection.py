@@ -15,8 +15,8 @@ from launch.checkpoints.manifest import MOMENTS, Manifest
 from launch.checkpoints.stored import StoredTensors
 from launch.checkpoints.tensor_file import BUCKET, DTYPES
 from modeling.families import meta_parameters, with_few_layers
-from recipes import files
-from recipes.problems import Problem, some
+from recipes import catalog, files
+from recipes.problems import Problem, ProblemsError, some
 from recipes.schema import Recipe
 
 SHOWN = 3  # tensors named in each problem
@@ -54,6 +54,8 @@ def faults(directory: Path, seen: Seen = lambda number: None) -> Iterator[Fault]
             said = (problem.came, problem.rule)
             yield Fault(manifest.NAME, ": ".join(str(part) for part in said if part))
         return
+    if fault := recipe_fault(directory, held):
+        yield fault
     yield from _model_faults(directory, held)
     for name in held.files:
         yield from file_faults(directory, held, name, seen)
@@ -67,6 +69,30 @@ def faults_of_kinds(
     # Numbers of other kinds may be not finite.
     used = (f for f in found if not f.numbers or any(name.split("/", 1)[0] in kinds for name in f.tensors))
     return [Problem(each.file, str(each), fix=fix, where=str(directory)) for each in used]
+
+
+def recipe_around(directory: Path) -> Path | None:
+    """Return the recipe.yaml of the run that a checkpoint lies in; None: it lies alone."""
+    root = directory.resolve().parent
+    return next((each for each in root.parent.glob("recipe.yaml") if root.name == "checkpoints"), None)
+
+
+def recipe_fault(directory: Path, held: Manifest) -> Fault | None:
+    """Return the fault of a manifest whose recipe is not that of the run around it; None without."""
+    if (around := recipe_around(directory)) is None:
+        return None
+    try:
+        came = other_recipe(held, catalog.load_resolved(around), f" ({around})")
+    except ProblemsError as error:
+        came = f"cannot be compared with the run's recipe: {error.problems[0]}"
+    return Fault(manifest.NAME, came) if came else None
+
+
+def other_recipe(held: Manifest, recipe: Recipe, where: str = "") -> str:
+    """Say where the recipe of a manifest differs from its run's in what decides numbers; "" nowhere."""
+    changed = catalog.changes(recipe, Recipe.model_validate(held.recipe)).refused
+    listed = some([f"{key} is {here} instead of {there}" for key, there, here in changed])
+    return f"has another recipe than its run{where}: {listed}" if changed else ""
 
 
 def _model_faults(directory: Path, held: Manifest) -> Iterator[Fault]:

@@ -19,6 +19,7 @@ from launch.checkpoints.stored import StoredTensors
 from launch.ranks.processes import merged
 from modeling.parallel.process_grid import ProcessGrid
 from recipes import files
+from recipes.schema import Recipe
 
 Seen = Callable[[int, int], None]  # called with the bytes read so far and their total
 
@@ -32,9 +33,9 @@ class Choice:
 
 
 def choose(
-    root: Path, grid: ProcessGrid, corpus: str | None, seen: Seen = lambda done, total: None
+    root: Path, grid: ProcessGrid, recipe: Recipe, corpus: str, seen: Seen = lambda done, total: None
 ) -> Choice:
-    """Choose the newest checkpoint whose files are sound (`inspection.file_faults`). Collective.
+    """Choose the newest checkpoint of `recipe` whose files are sound (`inspection.file_faults`). Collective.
 
     Rank 0 reads the names and one manifest after the other, until a checkpoint is whole; each rank reads a
     share of its files. `corpus`: checksum of the training tokens. Raises ValueError on every rank if all
@@ -43,8 +44,10 @@ def choose(
     every = run_checkpoints.found(root, sizes=False) if grid.rank == 0 else iter(())
     damaged: list[Damaged] = []
     while candidate := _from_rank_0(next(every, None), grid):
-        if isinstance(candidate, Checkpoint) and (why := _problem(candidate, grid, seen)):
-            candidate = Damaged(candidate.directory, why)
+        if isinstance(candidate, Checkpoint):
+            other = inspection.other_recipe(candidate.manifest, recipe)
+            if why := other or _problem(candidate, grid, seen):
+                candidate = Damaged(candidate.directory, why)
         if isinstance(candidate, Checkpoint):
             _check_corpus(candidate, corpus)
             return Choice(candidate, tuple(damaged))
@@ -91,9 +94,9 @@ def _problem(candidate: Checkpoint, grid: ProcessGrid, seen: Seen) -> str | None
     return "; ".join(problems) or None
 
 
-def _check_corpus(candidate: Checkpoint, corpus: str | None) -> None:
+def _check_corpus(candidate: Checkpoint, corpus: str) -> None:
     trained_on = candidate.manifest.corpus
-    if trained_on not in (None, corpus):
+    if trained_on != corpus:
         raise ValueError(
             f"{candidate.directory} was trained on tokens with CRC-32 {trained_on}, and the recipe's "
             f"data now have {corpus}: its files, or the store of that name, have changed; restore them, or "

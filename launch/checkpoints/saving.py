@@ -83,7 +83,7 @@ class _Pending:
     directory: Path
     progress: Progress
     data: dict[str, Any]
-    corpus: str | None
+    corpus: str
     tensors: Tensors
     written: Future[StoredFile]
     started: float
@@ -107,7 +107,7 @@ class Saver:
         if grid.rank == 0:
             run_checkpoints.remove_remains(root)
 
-    def save(self, progress: Progress, data: dict[str, Any], corpus: str | None) -> None:
+    def save(self, progress: Progress, data: dict[str, Any], corpus: str) -> None:
         """Begin a save after the end of the one before.
 
         `data`: this rank's position in the data; `corpus`: checksum of the training tokens.

@@ -7,12 +7,12 @@ import math
 import re
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from launch.console.text_table import aligned
 from recipes import catalog
+from recipes.problems import Problem, ProblemsError, either
 
 HELP_WIDTH = 78  # columns of a description, as argparse fills 80
 HELP = argparse.RawDescriptionHelpFormatter  # descriptions and examples keep their lines
@@ -35,13 +35,48 @@ class _Given(argparse.Action):
         setattr(names, self.dest, values)
 
 
-def command(description: str, examples: str) -> argparse.ArgumentParser:
+# A flag; what it excludes ("*": all) or, after "+", needs one of: flags, "--flag value", "--set key"; why.
+Rule = tuple[str, str, str]
+RULES: tuple[Rule, ...] = (("--ds_config", "--set ds_config", "the flag decides it"),)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser with rules of flags that make no sense together: none is ignored."""
+
+    rules: tuple[Rule, ...] = ()
+
+    def parse_known_args(self, *args: Any, **more: Any) -> Any:
+        found, rest = super().parse_known_args(*args, **more)
+        if problems := list(self._problems(found)):
+            raise ProblemsError(problems)
+        return found, rest
+
+    def _problems(self, found: argparse.Namespace) -> Iterator[Problem]:
+        typed = [f"--set {text.partition('=')[0].strip()}" for text in getattr(found, "set", ())]
+        for word in sorted({word for word in typed if typed.count(word) > 1}):
+            yield Problem(word, f"{word} twice", "a key has one value", "leave one of them out")
+        values, flags = set[str](), set[str]()
+        for action in (each for each in self._actions if each.option_strings and each.dest != "local_rank"):
+            value, flag = getattr(found, action.dest, action.default), action.option_strings[0]
+            values.add(f"{flag} {'none' if value is None else value}")
+            if action.dest in getattr(found, "given", ()) or value != action.default:
+                typed.append(flag)
+                flags.add(flag)
+        for flag, others, reason in (rule for rule in (*RULES, *self.rules) if rule[0] in flags):
+            listed = others.lstrip("+").split(", ")
+            both = sorted(flags - {flag} if others == "*" else {*typed, *values} & {*listed})
+            if others.startswith("+") != bool(both):
+                came = f"{flag} with {', '.join(both)}" if both else f"{flag} without {either(listed)}"
+                fix = "leave one out" if both else f"leave it out, or add {listed[0]}"
+                yield Problem(flag, came, reason, fix)
+
+
+def command(description: str, examples: str, rules: tuple[Rule, ...] = ()) -> argparse.ArgumentParser:
     """Make a parser with description and examples in its --help."""
     _refuse_another_checkout()
     about = textwrap.fill(description, HELP_WIDTH)
-    parser = argparse.ArgumentParser(
-        description=about, epilog=examples, formatter_class=HELP, allow_abbrev=False
-    )
+    parser = Parser(description=about, epilog=examples, formatter_class=HELP, allow_abbrev=False)
+    parser.rules = rules
     parser.register("action", None, _Given)
     # The deepspeed launcher passes --local_rank=N; the environment says the same.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
@@ -54,11 +89,13 @@ def subcommand(
     help_line: str,
     about: str | None,
     examples: str = "",
+    rules: tuple[Rule, ...] = (),
 ) -> argparse.ArgumentParser:
     """Make the parser of a subcommand, with description and examples in its --help."""
     parser = commands.add_parser(
         name, help=help_line, description=about, epilog=examples, formatter_class=HELP, allow_abbrev=False
     )
+    parser.rules = rules  # type: ignore[attr-defined] # a Parser, as the parser of the subcommands
     parser.register("action", None, _Given)
     return parser
 
@@ -76,8 +113,8 @@ def _refuse_another_checkout() -> None:
         raise SystemExit(2)
 
 
-def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that choose a recipe and change it."""
+def add_recipe_arguments(parser: argparse.ArgumentParser, *, ends: bool = True) -> None:
+    """Add the flags that choose a recipe and change it; `ends`: also its last step."""
     add = parser.add_argument_group("what to train").add_argument
     recipe = "a row of recipes/ or of your own YAML file, as file.yaml:row (default: %(default)s)"
     setting = "override one field of the recipe, e.g. --set batch.micro=4 --set optimizer.lr=3e-4; repeatable"
@@ -85,7 +122,8 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     tiny = "shrink the recipe to what two CPU cores carry, keeping its code path"
     add("--recipe", default=catalog.DEFAULT_RECIPE, metavar="TABLE/ROW", help=recipe)
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=setting)
-    add("--steps", type=whole(), metavar="N", help=steps)
+    if ends:
+        add("--steps", type=whole(), metavar="N", help=steps)
     add("--tiny", action="store_true", help=tiny)
 
 
@@ -114,8 +152,3 @@ def number(above: float, most: float = math.inf) -> Callable[[str], float]:
         return value
 
     return read
-
-
-def list_recipes() -> str:
-    """List name and title of every recipe, one per line."""
-    return aligned((entry.name, entry.title) for entry in catalog.names())

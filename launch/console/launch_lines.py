@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Sequence
 
@@ -24,11 +23,6 @@ def arguments(
     sets = [word for setting in settings for word in ("--set", setting)]
     more = ["--tiny"] * tiny + (["--steps", str(steps)] if steps else [])
     return ["--ds_config", json_file, "--recipe", recipe_name, *sets, *more]
-
-
-def run_directory(recipe_name: str, ds_name: str) -> str:
-    """Name the run directory without --out: runs/default-sotu-zero3_offload for "default/sotu"."""
-    return "runs/" + re.sub(r"[^A-Za-z0-9._]+", "-", f"{recipe_name}-{ds_name}").strip("-")
 
 
 def quoted(words: Sequence[str]) -> str:

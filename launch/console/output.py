@@ -1,8 +1,9 @@
-"""Checks of a command's output paths: nothing of the user's is ever overwritten."""
+"""A command's output paths, and their checks: nothing of the user's is ever overwritten."""
 
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -40,3 +41,8 @@ def place_problem(path: Path) -> tuple[str, str] | None:
 
 def refusal(flag: str, text: object, came: str, rule: str, fix: str) -> ProblemsError:
     return ProblemsError([Problem(flag, f"{flag} {text} {came}", rule, fix)])
+
+
+def run_directory(recipe_name: str, ds_name: str) -> str:
+    """Name the run directory without --out: runs/default-sotu-zero3_offload for "default/sotu"."""
+    return "runs/" + re.sub(r"[^A-Za-z0-9._]+", "-", f"{recipe_name}-{ds_name}").strip("-")

@@ -99,7 +99,7 @@ class Score:
         return f"{self.task} ({self.variant})" if self.variant else self.task
 
 
-_SCORES = TypeAdapter(tuple[Score, ...])
+_KEPT = TypeAdapter(dict[str, tuple[Score, ...]])
 
 
 def to_json(score: Score) -> str:
@@ -114,7 +114,7 @@ def read_scores(run: Path) -> tuple[Score, ...]:
     path = run / SCORES
     if not path.exists():
         return ()
-    found: tuple[Score, ...] = files.checked(_SCORES, files.read_json_object(path).get("scores"), path)
+    found = files.checked(_KEPT, {"scores": None} | files.read_json_object(path), path)["scores"]
     for score in found:
         if not score.figures or not score.figures.keys() <= WORDS.keys():
             files.refuse(path, f"has figures {some(list(score.figures))}", f"there are {some(list(WORDS))}")

@@ -125,14 +125,6 @@ def started(environ: Environ, at_terminal: bool = False) -> Start | None:
     return slurm
 
 
-def refuse_tasks(environ: Environ) -> None:
-    """Refuse several starts of a command that starts its processes itself. Raises ProblemsError."""
-    start = started(environ)
-    if start and start.size > 1:
-        rule = f"this command starts its processes itself, and {start.by} started it {start.size} times"
-        raise _refused("processes", start.named, rule, "start it once, as with srun -n 1")
-
-
 def carried(environ: Environ) -> dict[str, str]:
     """Select the variables that ranks on other machines take from rank 0, unless they have their own."""
     return {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from data.durable_files import Lock, left_by_a_crash
 from ds_configs.plan import Plan, plan_to_json
+from launch.console import output
 from launch.records.directory import Launch, RunDirectory, default_path
 from launch.records.facts import RunFacts
 from launch.records.metrics import Records, StepRecord, read_metrics
@@ -62,7 +62,7 @@ def admit(
     """
     plan = run.plan
     directory = RunDirectory(Path(path) if path is not None else default_path(run.name, plan.ds_name))
-    _make(directory.path)
+    output.directory("--out", directory.path).mkdir(parents=True, exist_ok=True)
     if odd := directory.of_another_kind:
         raise RunDirectoryError(
             f"{', '.join(map(str, odd))}: a run keeps a {'directory' if odd[0].is_file() else 'file'} under "
@@ -226,16 +226,3 @@ def _lock(path: Path) -> Lock:
             f"{path}: {holder} is training in it: wait for it, or have it save and end with `touch "
             f"{path / 'STOP'}`; or name another directory with --out"
         ) from None
-
-
-def _make(path: Path) -> None:
-    fix = "name a directory you may write with --out"
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        used = f"{path} is a file, a run needs a directory"
-        raise RunDirectoryError(f"{used}: name another with --out") from None
-    except OSError as error:
-        raise RunDirectoryError(f"{path} cannot be made ({error.strerror}): {fix}") from None
-    if not os.access(path, os.W_OK):
-        raise RunDirectoryError(f"{path} is not writable for you: {fix}")

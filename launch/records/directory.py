@@ -34,7 +34,7 @@ from pydantic import TypeAdapter
 from data.durable_files import Lock, write_atomically
 from ds_configs.plan import FORM as PLAN
 from ds_configs.plan import Plan, plan_facts, plan_to_json
-from launch.console.launch_lines import run_directory
+from launch.console.output import run_directory
 from launch.records.facts import RunFacts
 from recipes import catalog, files
 

@@ -199,7 +199,7 @@ _KINDS: dict[str, tuple[TypeAdapter[Any], str]] = {
 
 @dataclass(frozen=True)
 class Records:
-    """The content of a metrics.jsonl by kind, in the order of the file. `broken`: lines were left out."""
+    """The content of a metrics.jsonl by kind, the last record of each step; `broken`: lines were left out."""
 
     steps: tuple[StepRecord, ...] = ()
     validations: tuple[ValidationRecord, ...] = ()
@@ -267,8 +267,9 @@ def from_line(line: bytes, where: str | Path, number: int) -> Record:
     """Parse the record in line `number` of the file `where`. Raises FileError."""
     values = files.parse_json(files.decode(line, where, number), where, number)
     kind = values.get("kind") if isinstance(values, dict) else None
-    if not isinstance(kind, str) or kind not in _KINDS or type(values.get("step")) is not int:
-        files.refuse(where, "not a record of metrics, which has a kind and a step", line=number)
+    step = values.get("step") if isinstance(values, dict) else None
+    if not isinstance(kind, str) or kind not in _KINDS or type(step) is not int or step < 0:
+        files.refuse(where, "not a record of metrics, which has a kind and a step from 0", line=number)
     values["parts"] = {name: values[name] for name in PART_NAMES if name in values}
     record: Record = files.checked(_KINDS[kind][0], values, where, number)
     return record
@@ -300,6 +301,9 @@ def read_metrics(path: Path, problems: list[str] | None = None) -> Records:
         problems += [f"{each}: {left_out}" for each in broken[:MOST_NAMED]]
         if (more := len(broken) - MOST_NAMED) > 0:
             problems.append(f"{path}: {more} more lines like these")
+    for once in ("steps", "validations", "tests"):
+        last = {record.step: record for record in found[once]}
+        found[once] = [last[step] for step in sorted(last)]
     return Records(broken=bool(broken), **{field: tuple(each) for field, each in found.items()})
 
 

@@ -253,9 +253,9 @@ def first_step(checkpoint: Checkpoint | None) -> int:
     return checkpoint.step if checkpoint else 0
 
 
-def checksum(corpus: Corpus) -> str | None:
-    """Return the checksum of the training tokens; None for a stream."""
-    return corpus.summary.get("train_tokens_crc32")
+def checksum(corpus: Corpus) -> str:
+    """Return the checksum of the training tokens; of a stream, of its head."""
+    return str(corpus.summary["train_tokens_crc32"])
 
 
 def due(step: int, every: int) -> bool:

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from launch.records.facts import RunFacts, SilentRecorder
     from launch.training.run import TrainingRun
 
+RUN_RULES = (
+    ("--plan", "--resume, --deterministic", "a plan reads no run, and computes nothing"),
+    ("--processes", "+--plan", "it plans on paper, and a launcher decides how many are started"),
+)
 PREPARATION = timedelta(days=2)  # the longest preparation of a corpus
 
 
@@ -132,10 +136,6 @@ def admit_run(training: Training, meeting: Meeting) -> RunDirectory | None:
 def check_processes(args: argparse.Namespace) -> None:
     """Refuse --processes where a launcher decides. Raises ProblemsError."""
     came, key, world = f"--processes {args.processes}", "--processes", processes.world_size()
-    if args.processes and not args.plan:
-        rule = "it plans on paper, and a launcher decides how many are started"
-        fix = f"add --plan, or start with torchrun --nproc_per_node {args.processes}"
-        raise ProblemsError([Problem(key, f"{came} without --plan", rule, fix)])
     if args.processes and processes.launched() and args.processes != world:
         came = f"{came} with {world} that a launcher started"
         raise ProblemsError([Problem(key, came, "a launcher decides it", "leave --processes out")])
@@ -258,7 +258,7 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
         chosen = reading.Choice(None)
         if job.resume:
             with system_refusals(Path.cwd()):
-                chosen = reading.choose(job.checkpoints, grid, checksum(corpus))
+                chosen = reading.choose(job.checkpoints, grid, job.plan.recipe, checksum(corpus))
     except ValueError as e:
         ending.refuse(e)
     training.clock.mark("data")

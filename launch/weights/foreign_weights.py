@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import TypeAdapter
 
-from launch.checkpoints import inspection, manifest, run_checkpoints
+from launch.checkpoints import inspection, run_checkpoints
 from launch.checkpoints.manifest import WEIGHT
 from launch.checkpoints.run_checkpoints import Damaged
 from launch.checkpoints.stored import StoredTensors
@@ -26,7 +25,7 @@ from modeling.initialization import NEW_HEADS
 from modeling.lazy_weights import LazyWeights
 from modeling.transformer import BERT_NORM_EPS
 from recipes.families import PUBLISHED_VOCABULARIES
-from recipes.files import FileError, checked, read_json_object
+from recipes.files import FileError, read_json_object, refuse
 from recipes.key_paths import flatten
 from recipes.problems import Problem, some
 from recipes.schema import Model, Recipe
@@ -225,10 +224,11 @@ class RunWeights(Saved):
 
     @cached_property
     def recipe(self) -> Recipe:
-        """The run's recipe."""
-        where = self.checkpoint.directory / manifest.NAME
-        held: Recipe = checked(TypeAdapter(Recipe), self.checkpoint.manifest.recipe, where)
-        return held
+        """The run's recipe. Raises FileError if the run around the checkpoint has another."""
+        directory, held = self.checkpoint.directory, self.checkpoint.manifest
+        if fault := inspection.recipe_fault(directory, held):
+            refuse(directory, str(fault), "a run keeps its recipe, and one of the two was changed", RESTORE)
+        return Recipe.model_validate(held.recipe)
 
     def config(self, recipe: Recipe | None) -> Mapping[str, Any]:
         form = form_of(self.recipe.model, self.forms)
@@ -252,6 +252,8 @@ class RunWeights(Saved):
 
     def remarks(self, recipe: Recipe) -> Iterator[str]:
         yield f"of that run step {self.checkpoint.step}, {self.checkpoint.directory}"
+        if inspection.recipe_around(self.checkpoint.directory) is None:
+            yield "no run lies around that checkpoint: whether its recipe was changed cannot be known"
         for damaged in self._found[1]:
             yield f"WARNING: {damaged}; an older checkpoint is taken"
         length, positions = self.recipe.sequence_length, self.recipe.positions

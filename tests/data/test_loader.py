@@ -330,8 +330,11 @@ def test_the_state_of_a_blend_is_how_far_each_part_is():
     for position in (0, 1, 999, 1000, 2345):
         expected = np.bincount(part_of[:position], minlength=2).tolist()
         assert [part["position"] for part in blend.state(position)["parts"]] == expected
-    with pytest.raises(ValueError, match="a blend of 0 parts, and data.blend has 2"):
+    with pytest.raises(ValueError, match=r"of 0 parts, at \[\], and data.blend has 2, at \[0, 0\]"):
         blend.restore({"position": 0})
+    for parts in 3, [1, 2], [{}, {}], [{"position": 4}] * 2, [{"position": True}, {"position": -1}]:
+        with pytest.raises(ValueError, match="data.blend has 2, at"):
+            blend.restore({"position": 5, "parts": parts})
 
 
 def test_a_weight_without_a_sample_is_refused():

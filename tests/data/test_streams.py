@@ -28,6 +28,7 @@ from data.text.encoder import Encoder
 from data.text.hub import Backoff, HubSource
 from data.text.records import Document
 from data.text.vocabulary import gpt2_tokenizer
+from recipes.files import FileError
 from recipes.schema import Masking, Recipe
 
 Layout = namedtuple("Layout", "micro accumulation dp global_batch")
@@ -264,6 +265,57 @@ def test_other_files_or_another_batch_are_refused():
         streamed(Made([9] * 8), global_batch=4).restore(state)
     with pytest.raises(ValueError, match="read none files"):
         streamed(Made([9] * 8)).restore({"position": 0})
+
+
+FORGED = {  # changes of a lane's place -> what is said of it
+    "no lane has turn=-1": {"turn": -1},
+    "no lane has turn=1": {"turn": 1},
+    "no lane has wide=1": {"wide": 1},
+    "no lane has record=True": {"record": True},
+    "no lane has record=3.0": {"record": 3.0},
+    "no lane has epoch=None": {"epoch": None},
+    "a lane's has epoch, turn": {"more": 1},
+    "no training document stands there": {"record": 10**9},
+    "no training document stands": {"record": next(i for i in range(9) if not is_training(i))},
+}
+FORGED_GPT = {
+    "no lane has token_offset=-1": {"token_offset": -1},
+    "no lane has token_offset=1000": {"token_offset": 10**30},
+    "the document there has .* tokens": {"token_offset": 10**6},
+    "no lane has token_offset=None": {"token_offset": None},
+}
+FORGED_BERT = {
+    "no lane has remembered=17": {"remembered": 17},
+    "no lane has chunk=": {"chunk": "1"},
+    "the document there has .* chunk": {"chunk": 10**6},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "changes"),
+    [
+        (kind, *case)
+        for kind, own in (("gpt", FORGED_GPT), ("nsp", FORGED_BERT))
+        for case in (FORGED | own).items()
+    ],
+)
+def test_a_forged_place_is_refused(kind, said, changes):
+    """Whatever a checkpoint says of the place in a file is checked before it is read there."""
+    running = StepBatches(streamed(Made([400, 390], longest=40), kind), 1, LAYOUTS[0], 0)
+    list(islice(running, 40))
+    state = json.loads(json.dumps(running.state()))
+    assert all(place["record"] for place in state["lanes"].values()), "in the middle of its file"
+    list(islice(StepBatches(streamed(Made([400, 390], longest=40), kind), 1, LAYOUTS[0], 0, 40, state), 1))
+    state["lanes"]["1"] |= changes
+    with pytest.raises(FileError, match=f"made: the checkpoint's place in the data is .*: {said}"):
+        next(StepBatches(streamed(Made([400, 390], longest=40), kind), 1, LAYOUTS[0], 0, 40, state))
+
+
+def test_forged_lanes_are_refused():
+    state = StepBatches(streamed(Made([9] * 8)), 1, LAYOUTS[0], 0).state()
+    for lanes in None, [], {"8": {}}, {"-1": {}}, {"x": {}}, {" 1": {}}, {"0": []}, {"0": {"epoch": 0}}:
+        with pytest.raises(FileError, match="lanes are numbered from 0 to 7|a lane's has epoch"):
+            streamed(Made([9] * 8)).restore({**state, "lanes": lanes})
 
 
 def test_a_lane_whose_files_are_too_short_reads_all_files():

@@ -38,7 +38,7 @@ from launch.records.result import read_result
 from launch.reports.runs import read_run
 from recipes import catalog, key_paths
 from recipes.files import FileError
-from recipes.problems import RecipeError
+from recipes.problems import ProblemsError, RecipeError
 
 TRIALS = int(os.environ.get("TRIALS", "60"))  # of each test below
 generated = settings(
@@ -278,6 +278,60 @@ def test_an_empty_value_and_a_second_one_are_refused(name, capsys):
                     parser.parse_args(line)
                 said = capsys.readouterr().err
                 assert ended.value.code == 2 and f"argument {flag}: " in said, f"{line}: {said}"
+
+
+# Command lines of which one flag would be ignored -> what is said of it.
+APART = {
+    "pretrain --list --tiny": "--list with --tiny",
+    "pretrain --plan --resume": "--plan with --resume",
+    "pretrain --plan --deterministic": "--plan with --deterministic",
+    "pretrain --processes 2": "--processes without --plan",
+    "pretrain --plan --ds_config zero1 --set ds_config=zero2": "--ds_config with --set ds_config",
+    "pretrain --plan --set steps=5 --set steps=7": "--set steps twice",
+    "finetune --task sst2 --init x --grid --lr 1": "--grid with --lr",
+    "finetune --task sst2 --init x --seeds 2 --plan": "--plan with --seeds",
+    "finetune --task sst2 --init x --ranks 2": "--ranks without --seeds, --grid or --ensemble",
+    "finetune --task sst2 --init x --lr 1 --set optimizer.lr=2": "--lr with --set optimizer.lr",
+    "finetune --task rte --init x --train a --set task.train=b": "--train with --set task.train",
+    "doctor --ds_config zero1 --set ds_config=zero2": "--ds_config with --set ds_config",
+    "plan --tokens 9 --steps 3": "--tokens with --steps",
+    "plan --remeasure --hardware v100-32x8": "--remeasure without --hardware this",
+    "plan search --global-batch 8 --set batch.global=4": "--global-batch with --set batch.global",
+    "plan search --out new --software megatron": "--out without --software none",
+    "plan cluster --partition p": "--partition without --out",
+    "plan validate --columns --verbose": "--columns with --verbose",
+    "compare_layouts --list --tiny": "--list with --tiny",
+    "score x --task perplexity --tokenizer d --set data.tokenizer.kind=gpt2": "--tokenizer with --set data.",
+    "show_data --hashes 1 --samples 3": "--hashes with --samples",
+    "show_data --step 2 --split test": "--step with --split test",
+    "show_data --workers 2": "--workers without --hashes",
+    "generate x --prompt a --file b": "--prompt with --file",
+    "generate x --prompt a --greedy --seed 4": "--greedy with --seed",
+    "benchmark gpu --list --minutes 3": "--list with --minutes",
+    "prepare_data --out o --tokenizer gpt2 --revision x": "--revision with --source packaged",
+    "prepare_data --out o --tokenizer gpt2 --documents file": "--documents with --source packaged",
+    "prepare_data --out o --tokenizer gpt2 --dedup none --shingle 3": "--shingle with --dedup none",
+    "prepare_data --out o --tokenizer gpt2 --ngram 3": "--ngram without --decontaminate",
+}
+
+
+@pytest.mark.parametrize("line", APART)
+def test_a_flag_that_would_be_ignored_is_refused(line):
+    name, *words = line.split()
+    parser = importlib.import_module(f"launch.{name}").build_parser()
+    with pytest.raises(ProblemsError) as refused:
+        parser.parse_args(words)
+    assert APART[line] in str(refused.value)
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_rules_name_flags_that_there_are(name):
+    for parser in with_subcommands(importlib.import_module(f"launch.{name}").build_parser()):
+        for flag, others, reason in parser.rules:
+            words = [flag, *(word for word in others.lstrip("+").split(", ") if word != "*")]
+            assert {word.split()[0] for word in words} <= {*parser._option_string_actions} and reason
+            keys = {word.removeprefix("--set ") for word in words if word.startswith("--set ")}
+            assert keys <= {*KEYS}, keys
 
 
 PLAIN = (

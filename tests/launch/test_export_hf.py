@@ -373,6 +373,12 @@ BROKEN_RUNS = {
     "a deep tokenizer": (_write("tokenizer/tokenizer.json", "[" * 10**5), "nested too deeply"),
     "a tokenizer of lists": (_write("tokenizer/tokenizer_config.json", "[]"), "tokenizer: cannot be read"),
     "no recipe": (_write("recipe.yaml", "[]"), "recipe.yaml: holds"),
+    "another recipe": (
+        lambda run: (run / "recipe.yaml").write_text(
+            (run / "recipe.yaml").read_text().replace("heads: 4", "heads: 2")
+        ),
+        "has another recipe than its run .*recipe.yaml.: model.heads is 4 instead of 2",
+    ),
 }
 
 

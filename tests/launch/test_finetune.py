@@ -197,10 +197,10 @@ def test_what_cannot_work_is_refused_before_anything_starts(folder, tmp_path, re
         "unknown key": ["--set", "dropout.all=1"],
         "--ensemble without --seeds: the seeds' models answer together, 2 at least": ["--ensemble", "--plan"],
         "--ensemble with --seeds 1": ["--ensemble", "--seeds", 1],
-        "--plan with --seeds, --grid or --ensemble: a plan is that of one run": ["--ensemble", "--plan"],
+        "--plan with --ensemble: a plan is that of one run": ["--ensemble", "--plan"],
         "--lr: 1e30: give a number above 0, at most 1,000,000": ["--lr", "1e30"],
         "--epochs: 1e15: give a number above 0, at most 1,000,000": ["--epochs", "1e15"],
-        "--ranks 2 without --seeds or --grid": ["--ranks", 2],
+        "--ranks without --seeds, --grid or --ensemble": ["--ranks", 2],
     }.items():
         assert said in refusal(*flags), said
     short = ("--set", "task.doc_stride=8", "--set", "task.max_query=6")

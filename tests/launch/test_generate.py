@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -11,11 +12,12 @@ from unittest import mock
 import pytest
 import torch
 from launching import ROOT, run, run_ranks
-from stored import model_tensors, write_checkpoint
+from stored import model_tensors, rewrite_manifest, write_checkpoint
 from transformers import BertForMaskedLM, GPT2LMHeadModel
 
 from data.text.trained_vocabulary import train_bpe, train_wordpiece, wrap_tokenizer
 from launch import generate
+from launch.checkpoints import manifest
 from launch.console import ends
 from launch.records import vocabulary
 from modeling.formats.families import conversion_of
@@ -201,7 +203,7 @@ def test_several_texts_have_a_line_that_says_whose_they_are(folder, monkeypatch,
 
 REFUSED = {
     "no prompt": (["gpt"], "neither --prompt nor --file", "add --prompt TEXT"),
-    "two kinds": (["gpt", "--prompt", "a", "--file", "x"], "--prompt and --file", "leave one"),
+    "two kinds": (["gpt", "--prompt", "a", "--file", "x"], "--prompt with --file", "leave one"),
     "empty": (["gpt", "--prompt", " "], "is empty", "give some text"),
     "too long": (["gpt", "--prompt", "z " * 99], "has 198 tokens", "64 positions"),
     "no unicode": (["gpt", "--prompt", "\udc80"], "is not UTF-8", ""),
@@ -286,6 +288,22 @@ def test_a_damaged_checkpoint_is_refused(folder, tmp_path):
     file.write_bytes(content)
     done = run([sys.executable, str(COMMAND), str(directory), "--prompt", "The", "--tokens", "2"])
     assert done.returncode == 2 and "checksum" in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("place", ["run", "run/checkpoints", "run/checkpoints/step-000007", "."])
+def test_a_checkpoint_of_another_recipe_than_its_run_is_refused(place, tmp_path, monkeypatch, capsys):
+    """Its own checksum is right, and the shapes of all tensors are those of this recipe, too."""
+    directory, _ = make_run(tmp_path / "run", "default/sotu")
+    newest = directory / "checkpoints" / "step-000007"
+    forged = {"model": {**manifest.read(newest).recipe["model"], "heads": 2}}
+    rewrite_manifest(newest, lambda held: replace(held, recipe=held.recipe | forged))
+    monkeypatch.chdir(newest if place == "." else tmp_path)
+    assert typed(monkeypatch, place, "--prompt", "The") == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "has another recipe than its run" in said and "model.heads is 2 instead of 4" in said
+    alone = newest.rename(tmp_path / "step-000007")
+    assert typed(monkeypatch, alone, "--tokenizer", directory / "tokenizer", "--prompt", "The") in (None, 0)
+    assert "whether its recipe was changed cannot be known" in " ".join(capsys.readouterr().err.split())
 
 
 def test_weights_too_large_for_a_text_are_told(monkeypatch):

@@ -118,7 +118,7 @@ def test_a_plan_on_paper_says_for_what_machine(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("flags", "env", "said"),
     [
-        (["--processes", "2"], "", "--processes 2 without --plan: it plans on paper"),
+        (["--processes", "2"], "", "--processes without --plan: it plans on paper"),
         (["--processes", "2", "--plan"], "WORLD_SIZE=4", "--processes 2 with 4 that a launcher started"),
         (["--processes", "0", "--plan"], "", "give a whole number from 1"),
     ],

@@ -132,7 +132,7 @@ def train(case: dict, out: Path) -> None:
         except Interrupted:
             torch.distributed.barrier()
             records.fails_after = None
-            chosen = reading.choose(job.checkpoints, grid, checksum(corpus))
+            chosen = reading.choose(job.checkpoints, grid, job.plan.recipe, checksum(corpus))
             loop.train(Start(job, records, corpus, grid, chosen.checkpoint))
     torch.distributed.barrier()
     if processes.rank() == 0:

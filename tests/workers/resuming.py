@@ -52,7 +52,9 @@ def train(plan, directory: Path, resume: bool, fails_after: int | None = None) -
     job = Job(plan, directory.name, directory)
     corpus = build(plan.recipe, say=records.say)
     grid = ProcessGrid(plan.layout.tp, plan.layout.pp, plan.layout.dp)
-    saved = reading.choose(job.checkpoints, grid, checksum(corpus)).checkpoint if resume else None
+    saved = (
+        reading.choose(job.checkpoints, grid, plan.recipe, checksum(corpus)).checkpoint if resume else None
+    )
     try:
         train_run(Start(job, records, corpus, grid, saved))
     except Interrupted:

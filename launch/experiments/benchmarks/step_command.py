@@ -152,7 +152,10 @@ def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """Check that the output files can be written. Raises ProblemsError."""
+    """Check the flags of ours, and that the output files can be written. Raises ProblemsError."""
+    if "ours" not in args.systems and (args.no_launch or "variants" in args.given):
+        flag, rule = "--no_launch" if args.no_launch else "--variants", "it is about ours"
+        raise ProblemsError([Problem(flag, f"{flag} without --systems ours", rule, "leave it out")])
     if args.plot is not None:
         new_output.new_file("--plot", args.plot, PICTURES)
     if args.profile is not None:

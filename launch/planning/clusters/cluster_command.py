@@ -42,11 +42,14 @@ replaced, any other is not.
 exit codes: 0 shown and written, 2 refused."""
 WORD = re.compile(r"[A-Za-z0-9_.,:&|*()\[\]!@/+-]+")  # of a scheduler: nothing that ends a line or a word
 
+OF_FILES = ("--time", "--partition", "--account", "--constraint", "--cpus-per-task", "--image")
+RULES = tuple((flag, "+--out", "it stands in the files alone") for flag in OF_FILES)
+
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand `cluster` to the subparsers of launch/plan.py."""
     line = "files for a cluster's scheduler, and which rank sits where"
-    parser = arguments.subcommand(commands, "cluster", line, ABOUT, EXAMPLES)
+    parser = arguments.subcommand(commands, "cluster", line, ABOUT, EXAMPLES, RULES)
     arguments.add_recipe_arguments(parser)
     config = "DeepSpeed JSON, as a path or the bare name of one in ds_configs/ (default: the recipe's own)"
     parser.add_argument("--ds_config", metavar="FILE", help=config)
@@ -102,7 +105,7 @@ def job_of(args: argparse.Namespace) -> Job:
         raise ProblemsError([Problem("--hosts", came, rule, fix)])
     name = catalog.full_name(args.recipe) + "-tiny" * args.tiny
     name = " ".join(name.split())  # it stands in comments, which a line's end would end
-    usual = launch_lines.run_directory(name, placement.plan.ds_name)
+    usual = output.run_directory(name, placement.plan.ds_name)
     return Job(
         name,
         tuple(launch_lines.arguments(args.recipe, ds_config, args.set, tiny=args.tiny, steps=args.steps)),

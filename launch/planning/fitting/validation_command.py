@@ -31,11 +31,13 @@ examples:
 
 exit codes: 0 shown, 2 refused."""
 
+RULES = (("--columns", "*", "it lists the columns and ends"),)
+
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand `validate` to the subparsers of launch/plan.py."""
     line = "the planner's error on published rows"
-    parser = arguments.subcommand(commands, "validate", line, ABOUT, EXAMPLES)
+    parser = arguments.subcommand(commands, "validate", line, ABOUT, EXAMPLES, RULES)
     add = parser.add_argument
     add(
         "--table",

@@ -13,6 +13,11 @@ from launch.planning.prediction.published_step import side_by_side
 from launch.planning.resolved_plans import plan_on_nodes
 from recipes import catalog
 
+RULES = (
+    ("--remeasure", "+--hardware this", "this machine alone can be measured"),
+    ("--tokens", "--steps, --set steps", "both say how long the training is"),
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a forecast."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from ds_configs import known_keys
 from ds_configs.jsonfile import ConfigError
-from ds_configs.plan import Plan
-from ds_configs.resolver import resized, resolve
+from ds_configs.plan import Machine, Plan
+from ds_configs.resolver import put, resolve
 from ds_configs.sections import transformers_modules
+from ds_configs.sections.sizes import sizes, sums
 from launch.planning.prediction import workload
 from launch.planning.prediction.hardware import Node
 from launch.planning.prediction.software import OURS, Software
@@ -197,3 +200,13 @@ def chunk_counts(work: Workload) -> list[int]:
     if plain or not work.software.has_interleaving:
         return [1]
     return divisors(layers // layout.pp)
+
+
+def resized(plan: Plan, config: Mapping[str, Any], layout: Layout, machine: Machine) -> Plan:
+    """Return the plan of `config` under another layout, with its sizes and data types."""
+    values = sizes(plan.recipe, layout, machine) | sums(config, plan.precision, layout)
+    open_ = {key: value for key, value in values.items() if known_keys.lookup(config, key) == "auto"}
+    ds = copy.deepcopy(plan.ds)
+    for key, value in open_.items():
+        put(ds, key, value)
+    return replace(plan, layout=layout, ds=ds)

@@ -14,7 +14,6 @@ from launch.planning.search.candidates import Question
 from launch.planning.search.winner import JSON_NAME, RECOMPUTATION, RecipeFlags, Winner
 from recipes import catalog
 from recipes.files import path_of
-from recipes.problems import Problem, ProblemsError
 
 ABOUT = """\
 Go through tensor x pipeline x data parallelism, ZeRO stage, offload,
@@ -51,11 +50,16 @@ OPEN = tuple(
     for key in ("parallel.tp", "parallel.pp", "parallel.dp", "batch.micro", "batch.accumulation")
 )
 
+RULES = (
+    ("--global-batch", "--set batch.global", "both decide it"),
+    ("--out", "+--software none", "only what this engine runs is written"),
+)
+
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand `search` to the subparsers of launch/plan.py."""
     line = "the fastest layout on given nodes, as a ds_config and flags"
-    parser = arguments.subcommand(commands, "search", line, ABOUT, EXAMPLES)
+    parser = arguments.subcommand(commands, "search", line, ABOUT, EXAMPLES, RULES)
     arguments.add_recipe_arguments(parser)
     add = parser.add_argument_group("which model, on what").add_argument
     sizes = ", ".join(shapes.NAMES)
@@ -98,10 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_out(args: argparse.Namespace) -> None:
-    """Refuse --out for other systems, or without a place for the JSON, before the search."""
-    if args.out and args.software:
-        came, rule = f"--out with --software {args.software}", "only what this engine runs is written"
-        raise ProblemsError([Problem("--out", came, rule, "leave one of the two out")])
+    """Refuse --out without a place for the JSON, before the search."""
     if args.out and output.directory("--out", args.out).exists():
         new_output.new_file("--out", args.out / JSON_NAME)
 

@@ -82,6 +82,12 @@ def forge(directory, **changes):
     path.write_text(json.dumps({**values, "sha256": manifest.digest(values)}))
 
 
+def forge_recipe(directory, **changes):
+    """Another recipe, that is sound in itself, than the recipe.yaml of the run."""
+    (directory.parents[1] / "recipe.yaml").write_text(catalog.dump(RECIPE))
+    forge(directory, recipe=changes)
+
+
 def forge_word(directory, **changes):
     forge(directory, tensors={"word.weight": changes})
 
@@ -205,6 +211,32 @@ FORGERIES = {
         "leave gaps or overlap",
     ),
 }
+CHANGED = {
+    "model.heads is 2 instead of 4": {"model": {"heads": 2}},
+    "model.attention_window is 8 instead of None": {
+        "model": {"attention": ["dense", "banded"], "attention_window": 8}
+    },
+    "seed is 5 instead of 1234": {"seed": 5},
+    "optimizer.lr is 0.0003 instead of 0.001, dropout.hidden": {
+        "dropout": {"hidden": 0.5},
+        "optimizer": {"lr": 3e-4},
+    },
+}
+for said, changes in CHANGED.items():
+    FORGERIES[f"another recipe: {said}"] = (
+        partial(forge_recipe, **changes),
+        f"has another recipe than its run .*recipe.yaml.: .*{said}",
+    )
+for content in "", "[]", "title: x", "\udc80", "model: {heads: 3}":
+    FORGERIES[f"a recipe.yaml of {content!r}"] = (
+        lambda d, c=content: (d.parents[1] / "recipe.yaml").write_text(c, errors="surrogateescape"),
+        "cannot be compared with the run's recipe: .*recipe.yaml",
+    )
+FORGERIES["a directory for recipe.yaml"] = (
+    lambda d: (d.parents[1] / "recipe.yaml").mkdir(),
+    "cannot be compared with the run's recipe: .*recipe.yaml: is a directory",
+)
+FORGERIES["no checksum of the tokens"] = partial(forge, corpus=None), "corpus=None: .* a valid string"
 UPDATES = "after 4 steps, of them 0 skipped, it is 4"
 PROGRESS = {
     f"adam_steps is .*: {UPDATES}": [{"adam_steps": 0}, {"adam_steps": 10**18}],

@@ -19,7 +19,7 @@ from launch import export_hf, report
 from launch.evaluation.scores import Score, describe, read_scores, to_json
 from launch.evaluation.scoring_job import ScoringTask, Wishes, open_model, plan_scoring
 from launch.ranks.ending import Failed, explain_out_of_memory
-from launch.score import less_memory
+from launch.score import build_parser, checked_job, less_memory
 from recipes.problems import ProblemsError
 
 
@@ -216,6 +216,26 @@ def test_what_cannot_be_scored_is_refused_before_a_start(made, tmp_path):
     said = refusal(run_directory, plain)
     assert "--variant openai with --task perplexity" in said and "--column body" in said
     assert "data.column" in refusal(run_directory, ScoringTask("perplexity", column="body"))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "is a directory"), (b"[1]", "holds a list"), (bytes(range(128, 256)), "not UTF-8"),
+        (b'{"scores": 3}', "scores=3: input should be"), (b"{}", "scores=None"),
+    ],
+)  # fmt: skip
+def test_scores_that_cannot_be_added_to_are_refused_before_a_start(
+    content, said, made, tmp_path, monkeypatch
+):
+    run_directory = shutil.copytree(made / "run", tmp_path / "run")
+    place = run_directory / "scores.json"
+    place.unlink(missing_ok=True)
+    place.mkdir() if content is None else place.write_bytes(content)
+    asked = [str(run_directory), "--task", "lambada", "--data", str(made / "texts.jsonl")]
+    with pytest.raises(ProblemsError, match=f"scores.json.*: .*{said}"):
+        checked_job(build_parser().parse_args(asked))
+    assert checked_job(build_parser().parse_args([*asked, "--from_scratch"])).from_scratch
 
 
 def test_what_flags_and_weights_decide_is_no_setting(made):

@@ -7,13 +7,13 @@ import re
 import pytest
 from srun_task import srun_environment
 
+from launch.compare_layouts import refuse_tasks
 from launch.ranks import ending, joining, processes
 from launch.ranks.launch_environment import (
     carried,
     forgotten_srun,
     hosts,
     missing_variables,
-    refuse_tasks,
     sees_own_device,
     tasks_per_node,
 )

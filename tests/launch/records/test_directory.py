@@ -287,7 +287,7 @@ def test_a_directory_that_is_no_run_is_left_alone(tmp_path):
 def test_paths_that_cannot_be_a_directory_are_refused(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(RunDirectoryError, match="--out"):
+        with pytest.raises(ValueError, match="--out"):
             create(path, plan())
 
 

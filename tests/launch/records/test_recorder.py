@@ -249,6 +249,24 @@ def test_a_line_broken_in_the_middle_is_not_ignored(tmp_path):
     assert len(problems) == 1 and "metrics.jsonl:3" in problems[0] and "left out" in problems[0]
 
 
+def test_of_a_step_that_was_recorded_twice_the_last_record_counts(tmp_path):
+    """As where a file was joined by hand of two copies, in any order."""
+    run = run_steps(tmp_path, plan(), 4)
+    launch, *steps = run.metrics_jsonl.read_text().splitlines()
+    again = [json.dumps({**json.loads(line), "loss": 9.0}) for line in steps[1:3]]
+    tests = [
+        json.dumps({"kind": kind, "step": 2, "loss": n}) for kind in ("validation", "test") for n in (7, 8)
+    ]
+    run.metrics_jsonl.write_text("\n".join([launch, *steps, *again, *tests]) + "\n")
+    records = read_metrics(run.metrics_jsonl)
+    assert [record.step for record in records.steps] == [1, 2, 3, 4]
+    assert [record.loss == 9.0 for record in records.steps] == [False, True, True, False]
+    assert [[each.loss for each in kind] for kind in (records.validations, records.tests)] == [[8.0], [8.0]]
+    run.metrics_jsonl.write_text(steps[0].replace('"step": 1', '"step": -1') + "\n")
+    with pytest.raises(ValueError, match="a step from 0"):
+        read_metrics(run.metrics_jsonl)
+
+
 def kinds(run) -> list[str]:
     return [json.loads(line)["kind"] for line in run.metrics_jsonl.read_text().splitlines()]
 

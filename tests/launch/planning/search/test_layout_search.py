@@ -200,7 +200,6 @@ REFUSED = {
     "--model 13b --hardware v100-32x8 --set parallel.tp=3": "40 heads are not divisible",
     "--model 345m --hardware v100-32-pciex8 --set batch.micro=3": "batch.global=256",
     "--model 345m --hardware v100-32-pciex8 --ds_config nothere.json": "no such file",
-    "--model 345m --hardware v100-32-pciex8 --software megatron --out x": "leave one of the two out",
 }
 
 
