@@ -69,7 +69,7 @@ def test_a_manifest_has_a_line_for_a_tensor_and_not_for_each_of_its_pieces(tp, t
     for name, tensor in whole.tensors.items():
         assert len(tensor.series) == tp, name
         assert sum(piece.count for piece in tensor.pieces) == math.prod(SHAPES[name])
-    held = Manifest(Progress(1, 1, 1), {}, None, RECIPE, {}, {}, whole.files, whole.tensors)
+    held = Manifest(Progress(1, 1, 1), {}, "", RECIPE, {}, {}, whole.files, whole.tensors)
     manifest.write(held, tmp_path)
     assert manifest.read(tmp_path) == held
     assert (tmp_path / manifest.NAME).stat().st_size < 1024 * 60 + 3 * tp * 150 + 2000 + len(

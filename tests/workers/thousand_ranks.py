@@ -174,7 +174,7 @@ def costs(world: int) -> str:
         whole = whole.followed_by(theirs)
         seconds += time.perf_counter() - began
         distance *= 2
-    held = Manifest(Progress(1, 1, 1), {}, None, RECIPE, {}, {}, whole.files, whole.tensors)
+    held = Manifest(Progress(1, 1, 1), {}, "", RECIPE, {}, {}, whole.files, whole.tensors)
     with tempfile.TemporaryDirectory() as folder:
         times = [time.perf_counter()]
         for work in (partial(manifest.write, held), manifest.read):

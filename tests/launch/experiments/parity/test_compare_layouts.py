@@ -231,7 +231,7 @@ def test_steps_are_those_asked_for_on_a_schedule_that_fits(flags, steps, tmp_pat
 
 
 def test_layouts_are_listed_by_processes():
-    done = run([*COMMAND, "--list", "--processes", "2"], timeout=60)
+    done = run([*COMMAND[:-1], "--list", "--processes", "2"], timeout=60)
     listed = done.stdout.splitlines()
     fitting = [case.name for case in CASES if case.processes <= 2]
     assert done.returncode == 0
