@@ -58,6 +58,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--ds_config", nargs="+", default=["zero1"], metavar="FILE", help=configs)
     add("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="default: all")
     add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="of ours (default: both)")
+    ranks = "data-parallel ranks that share the cores; bare and nano average with torch's DDP (default: 1)"
+    add("--ranks", type=arguments.whole(most=64), default=1, metavar="N", help=ranks)
     add("--no_launch", action="store_true", help="leave out the seconds from a launch to its first step")
     add("--profile", metavar="DIR", help="write torch's traces there, and show what takes longest")
     add("--plot", metavar="FILE", help="draw the table, as .png, .svg or .pdf")
@@ -101,7 +103,9 @@ def specifications(args: argparse.Namespace) -> list[Specification]:
     """Return the requested systems, ours first."""
 
     def made(name: str, system: str, config: str, compiled: bool) -> Specification:
-        return Specification(name, system, args.recipe, tuple(args.set), args.tiny, config, compiled)
+        ranks = 1 if system == RATE else args.ranks
+        settings = (*args.set, f"parallel.dp={ranks}") if args.ranks > 1 else tuple(args.set)
+        return Specification(name, system, args.recipe, settings, args.tiny, config, compiled, ranks)
 
     first, found, family = args.ds_config[0], [], made("", "", "", False).load().model.family
     for config in args.ds_config:

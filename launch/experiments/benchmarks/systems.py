@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch.nn.parallel import DistributedDataParallel
 
 from data.corpus import build as build_corpus
 from data.loader import MicroBatch
@@ -246,18 +247,19 @@ class Bare:
         compiling.prepare(self.model, plan)
         if spec.compiled:
             self.model.compile()
+        self.called = data_parallel(self.model)
 
     def step(self) -> Work:
         clock, recipe = self.clock, self.data.recipe
         with clock("data"):
             batches, work = self.data.take()
-            salts = salts_of_step(self.data.plan, 0, self.data.done - 1, self.data.device)
+            salts = salts_of_step(self.data.plan, self.data.grid.at.dp, self.data.done - 1, self.data.device)
             batches = list(normalise(batches, self.data.grid, self.data.device))
         losses = []
         for batch, salt in zip(batches, salts, strict=True):
             with clock("forward"):
                 given, salted = for_plain(batch, self.data.device, salt)
-                loss = self.model(*given, **salted)
+                loss = self.called(*given, **salted)
                 loss = (loss[0] if isinstance(loss, tuple) else loss) / len(batches)
             with clock("backward"):
                 loss.backward()
@@ -279,6 +281,11 @@ class Bare:
             self.model.zero_grad(set_to_none=True)
         self.loss = sum(losses).item()
         return work
+
+
+def data_parallel(model: torch.nn.Module) -> Any:
+    """Have torch average the model's gradients over the ranks, after every backward pass."""
+    return DistributedDataParallel(model) if torch.distributed.get_world_size() > 1 else model
 
 
 def _views(flat: Any, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -310,6 +317,7 @@ class Nano:
         self.scaler = torch.amp.GradScaler(enabled=on_gpu and self.data.dtype == torch.float16)
         if spec.compiled:
             self.model.compile()
+        self.called = data_parallel(self.model)
 
     def step(self) -> Work:
         clock = self.clock
@@ -318,9 +326,8 @@ class Nano:
         losses = []
         for batch in batches:
             with clock("forward"), self.autocast:
-                loss = self.model(batch["tokens"].to(self.device), batch["labels"].to(self.device)) / len(
-                    batches
-                )
+                tokens, labels = (batch[name].to(self.device) for name in ("tokens", "labels"))
+                loss = self.called(tokens, labels) / len(batches)
             with clock("backward"):
                 self.scaler.scale(loss).backward()
             losses.append(loss.detach())
