@@ -52,7 +52,6 @@ from modeling.parallel.process_grid import ProcessGrid
 STAGING_BYTES = 256 << 20  # of pinned memory
 SPARE = 0.1  # share of a machine's memory that a copy of the state must leave free
 Tensors = dict[str, StoredTensor]
-Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -215,13 +214,8 @@ class Saver:
         self.listener.save(saved)
 
 
-def contents(
-    state: EngineState, kinds: Sequence[str], rank: int, convert: Convert | None = None
-) -> tuple[list[Entry], Tensors]:
-    """Return the entries of `rank`'s file, in the order of its partitions, and the tensors' pieces in it.
-
-    `convert`: converts the numbers, without a change of shape or type.
-    """
+def contents(state: EngineState, kinds: Sequence[str], rank: int) -> tuple[list[Entry], Tensors]:
+    """Return the entries of `rank`'s file, in the order of its partitions, and the tensors' pieces in it."""
     entries: list[Entry] = []
     tensors: Tensors = {}
     for partition in state.partitions:
@@ -232,15 +226,9 @@ def contents(
             tensors[place.name] = StoredTensor(place.shape, (piece,), place.form)
             for kind in kinds:
                 read = partial(state.read, partition, fragment, kind)
-                if convert is not None:
-                    read = partial(_read_converted, read, convert)
                 dtype = state.dtype(partition, kind)
                 entries.append(Entry(f"{kind}/{place.name}", dtype, (fragment.elements,), read))
     return entries, tensors
-
-
-def _read_converted(read: Callable[[], torch.Tensor], convert: Convert) -> torch.Tensor:
-    return convert(read())
 
 
 class _NotSaved(Exception):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ds_configs.findings import Notice
 from ds_configs.jsonfile import ConfigError
@@ -45,7 +45,7 @@ class Job:
     resume: bool = False  # start from the newest complete checkpoint of `directory`, if there is one
     compiled: bool = False  # torch.compile the model
     compiled_surely: bool = True  # without a look at what that can save
-    record_gradients: bool = False  # write the gradients of the first step, to compare layouts
+    after_step: Callable[[Any, Any], None] = lambda run, outcome: None  # of (TrainingRun, StepOutcome)
     initial_weights: InitialWeights | None = None  # None: random ones
     cache: Path | None = None  # of vocabularies and tokens; None: `data.cache.default_directory()`
 

@@ -22,7 +22,6 @@ from data.text.records import SkippedRecords
 from ds_configs.plan import Plan
 from launch.checkpoints import reading
 from launch.checkpoints.engine_state import EngineState
-from launch.checkpoints.gradients import save_first_gradients
 from launch.checkpoints.manifest import Progress
 from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.checkpoints.saving import Saver
@@ -142,9 +141,7 @@ class TrainingRun:
         self.recorder.step(step, outcome, seconds, waited, ranks)
         self.done = step
         self.skipped.see(outcome)
-        if self.job.record_gradients and step == 1:
-            norm = outcome.grad_norm
-            save_first_gradients(self.state, self.job.plan, self.grid, self.job.directory, norm)
+        self.job.after_step(self, outcome)
 
     def validate_if_due(self, step: int) -> None:
         """Validate every run.validate_every steps and after the last, followed by the test split."""

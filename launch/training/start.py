@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING
 from ds_configs.plan import Machine
 from launch.console import arguments, output, quiet, terminal
 from launch.machine import checks, start_checks
-from launch.machine.determinism import demand_determinism
 from launch.ranks import ending, joining, out_of_memory, processes, start_up
 from launch.ranks.meeting import Meeting
 from launch.records.facts import Ending
@@ -39,6 +39,9 @@ RUN_RULES = (
     ("--processes", "+--plan", "it plans on paper, and a launcher decides how many are started"),
 )
 PREPARATION = timedelta(days=2)  # the longest preparation of a corpus
+# cuBLAS and NCCL read them when they start. cuBLAS promises equal results only with this workspace
+# (https://docs.nvidia.com/cuda/cublas, "Results reproducibility"); a ring has one order of summation.
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,20 @@ def launch(args: argparse.Namespace, check: Callable[[], Training]) -> None:
         if args.deterministic:
             demand_determinism()
         run(training, directory, meeting)
+
+
+def demand_determinism() -> None:
+    """Have torch use deterministic kernels alone, before the device is used; others raise RuntimeError.
+
+    Variables set by the user stay.
+    """
+    import torch
+
+    for name, value in DETERMINISTIC.items():
+        os.environ.setdefault(name, value)
+    torch.use_deterministic_algorithms(True)  # with warn_only, attention's backward pass would not be
+    # Our code reads no unwritten memory, and filling all memory first takes longer than the step.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def admit_run(training: Training, meeting: Meeting) -> RunDirectory | None:

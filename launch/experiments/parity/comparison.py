@@ -86,8 +86,8 @@ def read_outcome(
 ) -> RunOutcome:
     """Read the outcome of the run in `directory`. `log`: output of its launch."""
     # These load DeepSpeed, too slow for --help and refusals.
-    from launch.checkpoints import gradients
     from launch.checkpoints.stored import load_weights
+    from launch.experiments.parity import gradients
 
     last = newest(directory / "checkpoints")
     if last is None or not (directory / FINISHED).exists():

@@ -99,6 +99,7 @@ def work(jobs: Path) -> None:
 def run_case(recipe: Recipe, case: LayoutCase, directory: Path, machine: Machine) -> None:
     """Train one case. A failure ends the launch with a traceback; a divergence is only recorded."""
     from data.corpus import build
+    from launch.experiments.parity.gradients import save_first_gradients as after_step
     from launch.machine import description
     from launch.records import vocabulary
     from launch.records.admission import admit
@@ -112,7 +113,7 @@ def run_case(recipe: Recipe, case: LayoutCase, directory: Path, machine: Machine
 
     directory.mkdir(exist_ok=True)
     plan = case_plan(recipe, case, machine)
-    job = Job(plan, case.name, directory, compiled=case.compiled_from is not None, record_gradients=True)
+    job = Job(plan, case.name, directory, compiled=case.compiled_from is not None, after_step=after_step)
     corpus = build(recipe, say=lambda text: None)
     recorder = SilentRecorder()
     if rank() == 0:

@@ -81,8 +81,9 @@ def start(monkeypatch):
         )
         recipe = catalog.load(overrides=["run.validate_every=0", "run.save_every=0", *overrides], steps=6)
         plan = SimpleNamespace(recipe=recipe, precision="fp32")
-        job = SimpleNamespace(plan=plan, record_gradients=False, checkpoints=None)
-        corpus = SimpleNamespace(validation="held out", test=test, summary={}, skipped=())
+        job = SimpleNamespace(plan=plan, after_step=lambda run, outcome: None, checkpoints=None)
+        summary = {"train_tokens_crc32": "0"}
+        corpus = SimpleNamespace(validation="held out", test=test, summary=summary, skipped=())
         batches, grid = SimpleNamespace(state=dict), SimpleNamespace(control_group=None)
         schedule = SimpleNamespace(state_dict=lambda: {"completed": 0})
         engine = SimpleNamespace(lr_scheduler=schedule, skipped_steps=0)

@@ -2,42 +2,50 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
-from ds_configs.plan import Plan
+import torch
+
 from launch.checkpoints import manifest, tensor_file
-from launch.checkpoints.engine_state import EngineState
 from launch.checkpoints.manifest import MOMENTS, Manifest, Progress, file_name
 from launch.checkpoints.saving import Part, contents
 from launch.ranks.processes import gathered, merged
-from modeling.parallel.process_grid import ProcessGrid
+from launch.records.facts import StepOutcome
+from launch.training.run import TrainingRun
 
 DIRECTORY = "first-gradients"  # in a run directory
 KIND = MOMENTS[0]
 
 
-def save_first_gradients(
-    state: EngineState, plan: Plan, grid: ProcessGrid, run: Path, norm: float | None
-) -> None:
+def save_first_gradients(run: TrainingRun, outcome: StepOutcome) -> None:
     """Write the gradient of every parameter, before clipping, after the first optimizer step. Collective.
 
     They are read from Adam's first moment, which after one step is (1 - beta1) times the clipped gradient.
     This works under every ZeRO stage and in the pipeline, which makes backward pass and step in one call.
     """
-    adam = plan.recipe.optimizer
+    if run.done != 1:
+        return
+    grid, adam, norm = run.grid, run.recipe.optimizer, outcome.grad_norm
     clipped = min(1.0, adam.clip / (norm + 1e-6)) if adam.clip and norm else 1.0
     scale = (1 - adam.betas[0]) * clipped
-    directory = run / DIRECTORY
+    directory = run.job.directory / DIRECTORY
     if grid.rank == 0:
         directory.mkdir()
     gathered(None, grid.control_group)
-    entries, tensors = contents(state, (KIND,), grid.rank, lambda moment: moment / scale)
-    written = tensor_file.write(directory / file_name(grid.rank), entries)
-    state.close()
+    entries, tensors = contents(run.state, (KIND,), grid.rank)
+    scaled = [replace(entry, read=partial(_divided, entry.read, scale)) for entry in entries]
+    written = tensor_file.write(directory / file_name(grid.rank), scaled)
+    run.state.close()
     own = Part(grid.rank, {file_name(grid.rank): written}, tensors, {})
     whole = merged(own, Part.followed_by, grid.control_group)
     if grid.rank == 0:
-        recipe = plan.recipe.model_dump(mode="json", by_alias=True)
+        recipe = run.recipe.model_dump(mode="json", by_alias=True)
         progress, held = Progress(step=1, adam_steps=1, schedule=1), (whole.files, whole.tensors, (KIND,))
         manifest.write(Manifest(progress, {}, "", recipe, {}, {}, *held), directory)
     gathered(None, grid.control_group)
+
+
+def _divided(read: Callable[[], torch.Tensor], by: float) -> torch.Tensor:
+    return read() / by
