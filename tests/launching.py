@@ -16,6 +16,7 @@ from rank_server import RankServer, free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKERS = Path(__file__).resolve().parent / "workers"
+DEVICE = os.environ.get("LAUNCHED_ON", "cpu")  # board: the second device (tests/second_device)
 
 
 def deepspeed(processes: int, port: int | None = None) -> list[str]:
@@ -98,6 +99,4 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if k not in of_a_launch and not k.startswith(of_launchers)}
     path = os.pathsep.join(p for p in (str(ROOT), kept.get("PYTHONPATH", "")) if p)
     # Also on a machine with GPUs: these tests are about gloo on CPUs, with more ranks than there may be GPUs.
-    # LAUNCHED_ON=board: about the second device (tests/second_device).
-    device = os.environ.get("LAUNCHED_ON", "cpu")
-    return {**kept, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": device, "PYTHONPATH": path, **(extra or {})}
+    return {**kept, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": DEVICE, "PYTHONPATH": path, **(extra or {})}

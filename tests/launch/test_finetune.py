@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from launching import ROOT, environment, run, run_ranks
+from launching import DEVICE, ROOT, environment, run, run_ranks
 from tasked import VOCABULARY, questions, save_bert, sentences, write_lines
 
 from launch import finetune as finetune_command
@@ -128,7 +128,8 @@ def test_an_exported_run_predicts_the_same(trained, folder):
     given = tokenizer(texts, truncation=True, max_length=32, padding=True, return_tensors="pt")
     with torch.no_grad():
         logits = model(**given).logits.numpy()
-    np.testing.assert_allclose(np.load(run / "predictions" / "dev" / "logits.npy"), logits, atol=1e-4)
+    close = 5e-3 if DEVICE == "board" else 1e-4  # it trains in bf16
+    np.testing.assert_allclose(np.load(run / "predictions" / "dev" / "logits.npy"), logits, atol=close)
 
 
 @pytest.mark.long
@@ -223,10 +224,10 @@ def test_the_whole_procedure_killed_and_started_again(folder, tmp_path):
     data = [f"--{split}={folder / f'{split}.jsonl'}" for split in ("train", "dev")]
     words = ["--task", "sst2", "--init", folder / "bert", *data, "--sequence_length", 32]
     command = [sys.executable, "-u", *map(str, (COMMAND, *words, *flags))]
-    killed = "-seed1236"
+    killed, one_device = "-seed1236", {"BOARD_DEVICES": "1"}  # where there are more, seeds run side by side
     with (tmp_path / "said").open("w") as said:
         process = subprocess.Popen(
-            command, env=environment(), stdout=said, stderr=said, start_new_session=True
+            command, env=environment(one_device), stdout=said, stderr=said, start_new_session=True
         )
         while not any(tmp_path.glob(f"out/*{killed}/checkpoints/step-*/{manifest.NAME}")):
             assert process.poll() is None, (tmp_path / "said").read_text()
@@ -235,7 +236,7 @@ def test_the_whole_procedure_killed_and_started_again(folder, tmp_path):
         process.wait()
     (directory,) = tmp_path.glob(f"out/*{killed}")
     assert not (directory / "result.json").exists() and not (tmp_path / "out" / "summary.json").exists()
-    done = run(command, timeout=900)
+    done = run(command, env=one_device, timeout=900)
     assert done.returncode == 0 and done.stdout.count("made before") == 6 + 2, done.stdout[-4000:]
     assert "resumed from" in directory.with_suffix(".log").read_text()
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())

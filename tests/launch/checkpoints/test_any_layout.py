@@ -4,7 +4,7 @@ import itertools
 import json
 
 import pytest
-from launching import WORKERS, run_ranks
+from launching import DEVICE, WORKERS, run_ranks
 from stored import layers_of_files
 
 from launch.checkpoints import run_checkpoints
@@ -105,6 +105,8 @@ def but_keys(name, tensor):
 
 
 def check_ring(tmp_path, names, recipe=None, settings=()):
+    if DEVICE == "board":  # accelerate does not know it
+        names = [name for name in names if "transformers" not in name]
     runs, steps = Runs(tmp_path, recipe, settings), 2 * len(names)
     runs.add("whole", names[0], steps)
     before = None
