@@ -67,11 +67,10 @@ def torch_for(capabilities: list[tuple[int, int]]) -> str:
 
     releases = getattr(torch.cuda, "PYTORCH_RELEASES_CODE_CC", {})
     machine = "aarch64" if platform.machine().lower() in ("aarch64", "arm64") else "x86_64"
-    fit = [
-        cuda
-        for cuda, by_machine in releases.items()
-        if all(runs_on(one, [f"sm_{code}" for code in by_machine.get(machine, ())]) for one in capabilities)
-    ]
+    # torch 2.11 lists them for all machines alike.
+    built = {cuda: of.get(machine, ()) if isinstance(of, dict) else of for cuda, of in releases.items()}
+    codes = {cuda: [f"sm_{number}" for number in of] for cuda, of in built.items()}
+    fit = [cuda for cuda, of in codes.items() if all(runs_on(one, of) for one in capabilities)]
     if releases and not fit:
         return "no published torch of this version has them: take an older one, or build it from source"
     cuda, version = fit[0] if fit else VOLTA_WHEELS, torch.__version__.partition("+")[0]

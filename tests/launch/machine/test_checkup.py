@@ -85,6 +85,13 @@ def test_a_torch_without_kernels_for_the_gpu_names_the_one_that_has_them(gpus):
     assert gpu_checkup.kernels().verdict == "ok"
 
 
+@pytest.mark.parametrize("listed", [{80, 70}, {"x86_64": {80, 70}, "aarch64": {70}}], ids=["2.11", "2.13"])
+def test_wheels_are_chosen_by_the_list_of_every_torch(listed, monkeypatch):
+    releases = {"13.0": {80, 90}, "12.4": listed}
+    monkeypatch.setattr(torch.cuda, "PYTORCH_RELEASES_CODE_CC", releases, raising=False)
+    assert gpu_checkup.torch_for([(7, 0)]).endswith("/cu124")
+
+
 def test_what_torch_itself_says_of_missing_kernels_is_not_hidden(monkeypatch):
     monkeypatch.delenv("MEGARECIPES_VERBOSE", raising=False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
