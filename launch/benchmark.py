@@ -62,7 +62,10 @@ COMMANDS: dict[str, tuple[str, str, Any, Any]] = {
     "gpu": ("all that one GPU can tell", gpu_command.EXAMPLES, gpu_command.add_flags, gpu_command.measure),
 }
 
-RULES = {"gpu": (("--list", "*", "it lists the steps and ends"),)}
+RULES = {
+    "gpu": (("--list", "*", "it lists the steps and ends"),),
+    "step": (("--ranks", "--set parallel.dp", "both decide it"),),
+}
 
 
 def build_parser() -> argparse.ArgumentParser:

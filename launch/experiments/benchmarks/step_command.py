@@ -126,7 +126,7 @@ def specifications(args: argparse.Namespace) -> list[Specification]:
 def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]:
     """Measure the systems, print the tables and return the numbers. Raises ValueError."""
     specs = specifications(args)
-    check_files(args)
+    check_flags(args)
     described = model_line(specs)
     terminal.say(described)
     folder = None
@@ -155,8 +155,8 @@ def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]
     return found
 
 
-def check_files(args: argparse.Namespace) -> None:
-    """Check the flags of ours, and that the output files can be written. Raises ProblemsError."""
+def check_flags(args: argparse.Namespace) -> None:
+    """Check flags that are about ours, and that the output files can be written. Raises ProblemsError."""
     if "ours" not in args.systems and (args.no_launch or "variants" in args.given):
         flag, rule = "--no_launch" if args.no_launch else "--variants", "it is about ours"
         raise ProblemsError([Problem(flag, f"{flag} without --systems ours", rule, "leave it out")])

@@ -52,7 +52,7 @@ OPEN = tuple(
 
 RULES = (
     ("--global-batch", "--set batch.global", "both decide it"),
-    ("--out", "+--software none", "only what this engine runs is written"),
+    ("--out", "--software", "only what this engine runs is written"),
 )
 
 
