@@ -14,10 +14,11 @@ from launch.planning.prediction.hardware import Node
 from launch.planning.prediction.rank_memory import RankMemory
 from launch.planning.prediction.step_time import StepTime, step_time
 from launch.planning.prediction.workload import Workload
+from recipes.layout import divisors
 
 Verdict = Literal["fits", "snug", "out of memory"]
 LARGE_BUBBLE = 0.10
-ROOM = 1.25  # times the micro-batch: room for a batch that is worth trying
+LEAST_GAIN = 0.01  # of a step's time, from which a larger micro-batch is advised
 MOST_MICRO = 8191
 # % of the peak rate, every product counted: what no published row of this repository leaves (it has 3 to 52).
 LEAST_SHARE, MOST_SHARE = 1.0, 75.0
@@ -137,7 +138,7 @@ def forecast(work: Workload, node: Node, constants: Constants | None = None) -> 
         speed=speed(work, node, time.total) if time else None,
         remarks=[],
     )
-    return replace(found, remarks=_remarks(found))
+    return replace(found, remarks=_remarks(found, constants))
 
 
 def verdict_of(stages: list[RankMemory], host: float, node: Node) -> Verdict:
@@ -190,7 +191,22 @@ def largest_number(fits: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def _remarks(found: Forecast) -> list[Remark]:
+def _better_micro(found: Forecast, constants: Constants) -> dict[str, float | int]:
+    """Return the fastest larger micro-batch that fits and makes the same global batch; {}: none is worth it."""
+    work, layout, seconds = found.work, found.work.layout, {}
+    if found.verdict != "fits" or found.time is None:
+        return {}
+    share = layout.micro * layout.accumulation
+    for micro in divisors(share):
+        if layout.micro < micro <= found.largest.as_planned:
+            other = replace(layout, micro=micro, accumulation=share // micro)
+            seconds[micro] = step_time(replace(work, layout=other), found.node, constants).total
+    best = min(seconds, key=seconds.__getitem__, default=0)
+    gain = 1 - seconds.get(best, math.inf) / found.time.total
+    return {} if gain < LEAST_GAIN else {"micro": best, "accumulation": share // best, "gain": gain}
+
+
+def _remarks(found: Forecast, constants: Constants) -> list[Remark]:
     """Return the remarks on the forecast."""
     work, node, layout = found.work, found.node, found.work.layout
     said: list[Remark] = []
@@ -208,8 +224,8 @@ def _remarks(found: Forecast) -> list[Remark]:
             say("bubble", share=found.time.bubble_share, chunks=chunks, now=layout.accumulation)
     if found.verdict == "snug":
         say("snug", missing=-found.margin / 1e9)
-    if found.verdict == "fits" and found.largest.as_planned >= ROOM * layout.micro:
-        say("larger batch", micro=layout.micro, largest=found.largest.as_planned)
+    if better := _better_micro(found, constants):
+        say("larger batch", **better)
     if found.verdict == "fits" and work.recomputed and found.largest.kept >= layout.micro:
         say("recomputation", micro=layout.micro)
     if work.precision not in node.gpu.tflops:

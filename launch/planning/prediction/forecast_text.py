@@ -38,7 +38,8 @@ REMARKS = {
     "batch.accumulation={chunks} with a batch.global to match) would make that 10 %",
     "snug": "torch would reserve {missing:.1f} GB more than there are: its allocator gives back what no "
     "tensor uses and asks again, which takes time and may not suffice",
-    "larger batch": "memory leaves room: micro-batch {largest} fits as well as {micro}",
+    "larger batch": "memory leaves room: --set batch.micro={micro} --set batch.accumulation={accumulation} "
+    "would save {gain:.0%} of the time",
     "recomputation": "micro-batch {micro} fits without recomputation: --set activation_checkpointing=none "
     "saves a quarter of the products",
     "no precision": "{gpu} has no {precision} (it has {has}): no time is predicted; --set precision={has}",

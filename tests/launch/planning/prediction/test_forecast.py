@@ -87,6 +87,17 @@ def test_the_bill_is_the_time_of_all_steps():
     assert bill.kwh == pytest.approx((512 * 300 + 32 * 4400) * bill.seconds / 3.6e6)
 
 
+def test_the_advised_micro_batch_is_accepted_and_saves_what_is_said():
+    found = predicted(OWN, "a100-80x8", "batch.micro=1", "parallel.dp=8")
+    (remark,) = [remark for remark in found.remarks if remark.kind == "larger batch"]
+    values = remark.values
+    sets = [f"batch.{key}={values[key]}" for key in ("micro", "accumulation")]
+    again = predicted(OWN, "a100-80x8", *sets, "parallel.dp=8")
+    assert again.verdict == "fits" and again.work.layout.global_batch == found.work.layout.global_batch
+    assert 1 - again.time.total / found.time.total == pytest.approx(values["gain"]) and values["gain"] > 0.1
+    assert "larger batch" not in kinds(again)
+
+
 def test_the_chunks_of_a_remark_cure_the_bubble():
     found = predicted("jeanzay_megatron_max_size_32gb/61b-g64", "v100-32x4")
     (remark,) = [remark for remark in found.remarks if remark.kind == "bubble"]
@@ -100,7 +111,8 @@ def test_the_chunks_of_a_remark_cure_the_bubble():
 REMARKED = [  # row, node, settings, the remark, and whether it is made
     (TENSOR, "v100-32x4", "", "tensor across nodes", True),
     (OWN, "a100-40x4", "parallel.tp=3 parallel.dp=4", "tensor across nodes", True),  # ranks 3 to 5 lie on two
-    (TENSOR, "dgx2", "", "larger batch", True),
+    (TENSOR, "dgx2", "", "larger batch", False),  # 15 fit, but 2 data ranks share a batch of 16
+    (OWN, "a100-80x8", "batch.micro=1 parallel.dp=8", "larger batch", True),
     ("a100_blog_table4/8.7b", "a100-80x8", "", "recomputation", True),
     (OWN, "v100-32x4", "parallel.dp=2", "no precision", True),
     (OWN, "a100-80x8", "parallel.dp=16", "partly filled node", False),
