@@ -192,7 +192,7 @@ def largest_number(fits: Callable[[int], bool], most: int) -> int:
 
 
 def _better_micro(found: Forecast, constants: Constants) -> dict[str, float | int]:
-    """Return the fastest larger micro-batch that fits and makes the same global batch; {}: none is worth it."""
+    """Return the fastest larger micro-batch that fits and makes the same global batch; {}: none."""
     work, layout, seconds = found.work, found.work.layout, {}
     if found.verdict != "fits" or found.time is None:
         return {}
