@@ -126,7 +126,7 @@ def digest(recipe: Recipe) -> str:
     """
     values = {key: value for key, value in recipe.compared().items() if key not in NOT_IN_DIGEST}
     values["batch"] = {"global": recipe.batch.global_}
-    values["schedule"]["decay_steps"] = _decay_steps(recipe)
+    values["schedule"]["decay_steps"] = recipe.decay_steps
     del values["steps"], values["data"]["broken_records"]  # sound data have none, and a run reports skips
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
@@ -139,7 +139,7 @@ def changes(there: Recipe, now: Recipe) -> Changes:
     both = []
     for recipe in (there, now):
         values = recipe.compared()
-        values["schedule"]["decay_steps"] = _decay_steps(recipe)
+        values["schedule"]["decay_steps"] = recipe.decay_steps
         both.append(values)
     allowed, refused = list[Change](), list[Change]()
     for change in differences(*both):
@@ -147,11 +147,6 @@ def changes(there: Recipe, now: Recipe) -> Changes:
         may = any(".".join(parts[:length]) in MAY_CHANGE for length in range(1, len(parts) + 1))
         (allowed if may else refused).append(change)
     return Changes(allowed, refused)
-
-
-def _decay_steps(recipe: Recipe) -> int | None:
-    """Return the last step of the learning rate's decay; None: it does not decay."""
-    return None if recipe.schedule.kind == "constant" else recipe.decay_steps
 
 
 def tables(folder: Path = FOLDER) -> list[Table]:

@@ -50,17 +50,42 @@ def _together(recipe: Recipe, first: str, second: str, joint: str = " with ") ->
     return Setting(first, attrgetter(first)(recipe)), joint, Setting(second, attrgetter(second)(recipe))
 
 
+# Keys of the schedule that one kind alone reads: (key, kind, what it says if it must be there).
+_SCHEDULE_KEYS = (
+    ("power", "polynomial", "1 is the linear decay, 2 a quadratic one"),
+    ("wsd_decay_steps", "wsd", "its decay takes the last steps"),
+    ("wsd_decay_style", "wsd", ""),
+)
+
+
 def _schedule(recipe: Recipe) -> Found:
     schedule = recipe.schedule
     if schedule.min_lr > recipe.optimizer.lr:
-        came = _together(recipe, "schedule.min_lr", "optimizer.lr", " is above ")
+        came: Text = _together(recipe, "schedule.min_lr", "optimizer.lr", " is above ")
         rule, fix = "the rate decays from lr to min_lr", "set schedule.min_lr to optimizer.lr or less"
         yield Problem("schedule.min_lr", came, rule, fix)
-    if schedule.kind != "constant" and schedule.warmup_steps >= recipe.decay_steps:
+    for key, kind, needed in _SCHEDULE_KEYS:
+        setting = Setting(f"schedule.{key}", getattr(schedule, key))
+        of = Setting("schedule.kind", kind)
+        if schedule.kind != kind and setting.value is not None:
+            came = setting, " with ", Setting("schedule.kind", schedule.kind)
+            yield Problem(setting.key, came, f"only {kind} reads it", ("set it to null, or ", of))
+        if schedule.kind == kind and setting.value is None and needed:
+            yield Problem(setting.key, (of, " without ", Key(setting.key)), needed, "set it")
+    if schedule.kind == "inverse_sqrt" and schedule.decay_steps is not None:
+        came = _together(recipe, "schedule.decay_steps", "schedule.kind")
+        yield Problem("schedule.decay_steps", came, "this decay has no last step", "set it to null")
+    if (end_step := recipe.decay_steps) is None:
+        return
+    if schedule.warmup_steps >= end_step:
         end = "schedule.decay_steps" if schedule.decay_steps else "steps"
         came = _together(recipe, "schedule.warmup_steps", end, " is not below ")
-        fix = f"set schedule.warmup_steps to {recipe.decay_steps - 1} or less"
+        fix = f"set schedule.warmup_steps to {end_step - 1} or less"
         yield Problem("schedule.warmup_steps", came, "the warm-up ends before the decay does", fix)
+    elif (left := end_step - schedule.warmup_steps) < (schedule.wsd_decay_steps or 0):
+        decay = Setting("schedule.wsd_decay_steps", schedule.wsd_decay_steps)
+        came = decay, f" is above the {counted(left, 'step')} after the warm-up"
+        yield Problem(decay.key, came, "it is the last part of them", f"set it to {left} or less")
 
 
 def _family(recipe: Recipe) -> Found:

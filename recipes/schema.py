@@ -175,11 +175,17 @@ class Optimizer(Strict):
 class Schedule(Strict):
     """Megatron-LM's schedules: linear warm-up from 0, then decay to min_lr, then constant."""
 
-    kind: Literal["cosine", "linear", "constant"] = "cosine"
+    kind: Literal["cosine", "linear", "polynomial", "wsd", "inverse_sqrt", "constant"] = "cosine"
+    """polynomial: linear decay to a power; wsd: warm-up, stable, decay; inverse_sqrt: Vaswani et al. 2017,
+    which has no last step"""
     warmup_steps: CountOrZero = Field(default=0, description="optimizer steps of linear warm-up")
     decay_steps: Count | None = None
     """step at which min_lr is reached; null: the recipe's steps"""
     min_lr: NonNegativeFloat = 0.0
+    power: PositiveFloat | None = Field(default=None, description="polynomial: exponent of what is left")
+    wsd_decay_steps: Count | None = Field(default=None, description="wsd: last steps, in which it decays")
+    wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] | None = None
+    """wsd: shape of that decay, by Megatron-LM's names; null: exponential"""
 
 
 class Dropout(Strict):
@@ -480,9 +486,10 @@ class Recipe(Strict):
         return values
 
     @property
-    def decay_steps(self) -> int:
-        """Step at which the learning rate reaches min_lr."""
-        return self.schedule.decay_steps or self.steps
+    def decay_steps(self) -> int | None:
+        """Step at which the learning rate reaches min_lr; None: its schedule has no such step."""
+        endless = self.schedule.kind in ("constant", "inverse_sqrt")
+        return None if endless else self.schedule.decay_steps or self.steps
 
     @property
     def checkpoint_interval(self) -> int:

@@ -108,7 +108,9 @@ def _schedule(recipe: Recipe) -> Schedule:
     """Scale warm-up and decay like the steps; the warm-up ends within a quarter of them."""
     schedule, steps = recipe.schedule, min(STEPS, recipe.steps)
     shrunk = steps / recipe.steps
-    decay = max(2, round(recipe.decay_steps * shrunk))
+    decay = max(2, round((recipe.decay_steps or recipe.steps) * shrunk))
     warmup = min(max(1, round(schedule.warmup_steps * shrunk)), max(1, steps // 4), decay - 1)
     values = {"decay_steps": schedule.decay_steps and decay, "warmup_steps": schedule.warmup_steps and warmup}
+    last = min(max(1, round((schedule.wsd_decay_steps or 0) * shrunk)), decay - warmup)
+    values["wsd_decay_steps"] = schedule.wsd_decay_steps and last
     return schedule.model_copy(update=values)

@@ -13,7 +13,7 @@ from launch.console.text_table import aligned
 from launch.machine.model_states import model_states
 from modeling import cost
 from recipes.problems import counted
-from recipes.schema import Model
+from recipes.schema import Model, Recipe
 
 OPTIMIZERS = {"adamw": "AdamW", "lamb": "LAMB"}
 
@@ -42,7 +42,7 @@ class Surroundings:
 def describe_plan(plan: Plan, name: str, surroundings: Surroundings, width: int | None = None) -> str:
     """Describe the plan in a block of aligned lines of `width` columns."""
     recipe, layout = plan.recipe, plan.layout
-    model, o, s, length = recipe.model, recipe.optimizer, recipe.schedule, recipe.sequence_length
+    model, o, length = recipe.model, recipe.optimizer, recipe.sequence_length
     parameters = cost.parameters(model, recipe.positions)
     apart = f" of {recipe.positions} positions" if recipe.positions > length else ""
     asked = "" if surroundings.started in (None, layout.world) else ", planned; not started here"
@@ -56,8 +56,7 @@ def describe_plan(plan: Plan, name: str, surroundings: Surroundings, width: int 
         f"vocabulary {model.vocab_size} (padded to {plan.padded_vocab})"
     )
     betas = f"betas {o.betas[0]:g} {o.betas[1]:g}"
-    warmup, steps = counted(s.warmup_steps, "warm-up step"), counted(recipe.steps, "step")
-    decay = f"{s.kind}, {warmup}, to {s.min_lr:g} at step {recipe.decay_steps}"
+    steps = counted(recipe.steps, "step")
     read = recipe.steps * layout.global_batch * model.sequences * length
     tokens = f"{steps} = {read:,} tokens"
     lines = [
@@ -75,7 +74,7 @@ def describe_plan(plan: Plan, name: str, surroundings: Surroundings, width: int 
             "optimizer",
             f"{OPTIMIZERS[o.name]}, lr {o.lr:g}, {betas}, weight decay {o.weight_decay:g}, clip {o.clip:g}",
         ),
-        ("schedule", f"{decay}; {tokens}"),
+        ("schedule", f"{describe_schedule(recipe)}; {tokens}"),
         *([("data", describe_data(plan, surroundings.data))] if surroundings.data else []),
         ("hardware", surroundings.hardware),
         *([("run directory", surroundings.run_directory)] if surroundings.run_directory else []),
@@ -93,6 +92,17 @@ def describe_precision(plan: Plan) -> str:
     longer = [what for dtype, what in sums if dtype == "fp32" and plan.precision != "fp32"]
     summed = f", gradients summed over {' and '.join(longer)} in fp32" if longer else ""
     return f"{plan.precision}{summed}"
+
+
+def describe_schedule(recipe: Recipe) -> str:
+    """Name the kind of the learning rate's schedule, its warm-up and its decay."""
+    s, end = recipe.schedule, recipe.decay_steps
+    last = counted(s.wsd_decay_steps or 0, "step")
+    shape = f", {s.wsd_decay_style or 'exponential'} over the last {last}" if s.kind == "wsd" else ""
+    power = f", power {s.power:g}" if s.power else ""
+    least = f", at least {s.min_lr:g}" if s.kind == "inverse_sqrt" else ""
+    to = f", to {s.min_lr:g} at step {end}" if end else least
+    return f"{s.kind}, {counted(s.warmup_steps, 'warm-up step')}{shape}{power}{to}"
 
 
 def describe_states(plan: Plan) -> str:

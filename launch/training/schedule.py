@@ -13,20 +13,37 @@ from recipes.schema import Recipe
 def learning_rate(recipe: Recipe, step: int) -> float:
     """Return the learning rate of the optimizer step after `step` completed ones.
 
-    Linear from 0 over `warmup_steps`, then cosine or linear decay to `min_lr` at `decay_steps`, then constant
-    (Megatron-LM, OptimizerParamScheduler).
+    Linear from 0 over `warmup_steps`, then a decay to `min_lr` at `decay_steps`, then constant (Megatron-LM,
+    OptimizerParamScheduler). With x the share of the decay that is over, rate = min_lr + (lr - min_lr) y:
+
+    - cosine: y = (1 + cos(pi x)) / 2; linear: y = 1 - x; polynomial: y = (1 - x)^power;
+    - wsd (Hu et al. 2024, arXiv 2404.06395): decays over the last `wsd_decay_steps`, as these or
+      y = 2 * 0.5^x - 1 (exponential) or 1 - sqrt(x) (minus_sqrt);
+    - inverse_sqrt (Vaswani et al. 2017, arXiv 1706.03762, section 5.3): lr sqrt(warmup_steps / step), at
+      least min_lr, without an end.
     """
-    peak, low = recipe.optimizer.lr, recipe.schedule.min_lr
-    warmup, end = recipe.schedule.warmup_steps, recipe.schedule.decay_steps or recipe.steps
+    chosen = recipe.schedule
+    peak, low, warmup, end = recipe.optimizer.lr, chosen.min_lr, chosen.warmup_steps, recipe.decay_steps
     if warmup and step <= warmup:
         return peak * step / warmup
-    if recipe.schedule.kind == "constant":
+    if chosen.kind == "inverse_sqrt":
+        return max(low, peak * math.sqrt(max(1, warmup) / max(1, step)))
+    if end is None:
         return peak
     if step > end:
         return low
-    done = (step - warmup) / max(1, end - warmup)
-    left = (1 + math.cos(math.pi * done)) / 2 if recipe.schedule.kind == "cosine" else 1 - done
-    return low + (peak - low) * left
+    shape: str = chosen.kind
+    length = max(1, end - warmup)
+    if shape == "wsd":
+        shape, length = chosen.wsd_decay_style or "exponential", chosen.wsd_decay_steps or length
+    left = {
+        "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2,
+        "linear": lambda x: 1 - x,
+        "polynomial": lambda x: (1 - x) ** (chosen.power or 1),
+        "exponential": lambda x: 2 * 0.5**x - 1,
+        "minus_sqrt": lambda x: 1 - math.sqrt(x),
+    }[shape]
+    return low + (peak - low) * left(max(0, length - (end - step)) / length)
 
 
 class Schedule:

@@ -256,6 +256,13 @@ WRONG = {
     "schedule.min_lr=1": "schedule.min_lr=1.0 is above optimizer.lr=0.001",
     "schedule.warmup_steps=300": "schedule.warmup_steps=300 is not below steps=300",
     "schedule.decay_steps=20": "schedule.warmup_steps=20 is not below schedule.decay_steps=20",
+    "schedule.power=2": "schedule.power=2.0 with schedule.kind=cosine: only polynomial reads it",
+    "schedule.wsd_decay_style=cosine": "schedule.wsd_decay_style=cosine with schedule.kind=cosine: only wsd",
+    "schedule.wsd_decay_steps=9": "schedule.wsd_decay_steps=9 with schedule.kind=cosine: only wsd",
+    "schedule.kind=wsd": "schedule.kind=wsd without schedule.wsd_decay_steps",
+    "schedule={kind: wsd, warmup_steps: 20, wsd_decay_steps: 281}": "above the 280 steps after the warm-up",
+    "schedule.kind=polynomial": "schedule.kind=polynomial without schedule.power",
+    "schedule={kind: inverse_sqrt, decay_steps: 99}": "no last step; set it to null",
     "optimizer.betas=[1.0, 0.9]": "optimizer.betas=1.0: should be less than 1",
     "data.tokenizer.kind=gpt2": "the published vocabulary has 50257 tokens",
     "model.vocab_size=256": "set model.vocab_size to 257 or more",
@@ -532,6 +539,10 @@ def test_tiny_of_a_published_layout_keeps_the_batch_identity():
     assert small.batch.model_dump() == {"micro": 2, "accumulation": 2, "global_": 8}
     assert small.activation_checkpointing == 2
     assert (small.schedule.warmup_steps, small.schedule.decay_steps) == (1, 16)
+    for decay, last, expected in ((None, 40000, 2), (80000, 40000, 2), (4000, 2000, 1)):
+        schedule = {"kind": "wsd", "warmup_steps": 2000, "decay_steps": decay, "wsd_decay_steps": last}
+        values = published(micro=4, **{"global": 256}).model_dump(by_alias=True) | {"schedule": schedule}
+        assert shrink(Recipe.model_validate(values)).schedule.wsd_decay_steps == expected
     once = shrink(published(micro=4, accumulation=None, **{"global": 16}))
     assert once.batch.model_dump() == {"micro": 2, "accumulation": 1, "global_": 4}
     assert shrink(small) == small

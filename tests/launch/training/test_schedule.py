@@ -1,9 +1,10 @@
-"""Megatron-LM's schedules at the points that define them, and the object that DeepSpeed steps."""
+"""Schedules at the points that define them, beside transformers', and the object that DeepSpeed steps."""
 
 import math
 
 import pytest
 import torch
+from transformers import optimization
 
 from launch.training.schedule import Schedule, learning_rate
 from recipes import catalog
@@ -12,12 +13,21 @@ PEAK, LOW, WARMUP, END = 1e-3, 1e-4, 20, 120
 MIDDLE = (WARMUP + END) // 2
 
 
+OWN = {  # keys that a kind needs, or that it alone has
+    "polynomial": {"schedule.power": 2},
+    "wsd": {"schedule.wsd_decay_steps": 40, "schedule.wsd_decay_style": "linear"},
+    "inverse_sqrt": {"schedule.decay_steps": "null"},
+}
+KINDS = ["cosine", "linear", "constant", *OWN]
+
+
 def recipe(kind: str, **changes):
     settings = {
         "optimizer.lr": PEAK,
         "schedule.min_lr": LOW,
         "schedule.warmup_steps": WARMUP,
         "schedule.decay_steps": END,
+        **OWN.get(kind, {}),
         **changes,
     }
     overrides = [f"schedule.kind={kind}", *(f"{key}={value}" for key, value in settings.items())]
@@ -37,6 +47,9 @@ COSINE_QUARTER = LOW + (PEAK - LOW) * (1 + math.sqrt(0.5)) / 2
             {QUARTER: PEAK - (PEAK - LOW) / 4, MIDDLE: (PEAK + LOW) / 2, END: LOW, END + 1: LOW, 10**6: LOW},
         ),
         ("constant", {QUARTER: PEAK, MIDDLE: PEAK, END: PEAK, END + 1: PEAK, 10**6: PEAK}),
+        ("polynomial", {QUARTER: LOW + (PEAK - LOW) * 9 / 16, MIDDLE: LOW + (PEAK - LOW) / 4, END: LOW}),
+        ("wsd", {MIDDLE: PEAK, END - 40: PEAK, END - 30: PEAK - (PEAK - LOW) / 4, END: LOW, END + 1: LOW}),
+        ("inverse_sqrt", {4 * WARMUP: PEAK / 2, 16 * WARMUP: PEAK / 4, 10**6: LOW}),
     ],
 )
 def test_values(kind, expected):
@@ -46,7 +59,7 @@ def test_values(kind, expected):
         assert learning_rate(chosen, step) == pytest.approx(lr, rel=1e-12), step
 
 
-@pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_rises_then_never_rises_again(kind):
     chosen = recipe(kind)
     rates = [learning_rate(chosen, step) for step in range(END + 20)]
@@ -54,9 +67,60 @@ def test_rises_then_never_rises_again(kind):
     assert all(a >= b for a, b in zip(rates[WARMUP:-1], rates[WARMUP + 1 :], strict=True))
 
 
-@pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_without_warmup_the_first_step_takes_the_peak(kind):
     assert learning_rate(recipe(kind, **{"schedule.warmup_steps": 0}), 0) == PEAK
+
+
+@pytest.mark.parametrize(
+    ("style", "halfway"),
+    [("linear", 0.5), ("cosine", 0.5), ("exponential", math.sqrt(2) - 1), ("minus_sqrt", 1 - math.sqrt(0.5))],
+)
+def test_decay_after_the_stable_part(style, halfway):
+    chosen = recipe("wsd", **{"schedule.wsd_decay_style": style})
+    share = (learning_rate(chosen, END - 20) - LOW) / (PEAK - LOW)
+    assert share == pytest.approx(halfway) and learning_rate(chosen, END) == pytest.approx(LOW)
+    if style == "exponential":
+        unnamed = recipe("wsd", **{"schedule.wsd_decay_style": "null"})
+        assert learning_rate(unnamed, END - 20) == learning_rate(chosen, END - 20)
+
+
+def theirs(kind: str, style: str = ""):
+    """The schedule of the same name in transformers, which has no least rate where it is 0 here."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
+    if kind == "wsd":
+        how = {"num_decay_steps": 40, "num_training_steps": END, "decay_type": style.replace("minus_", "1-")}
+        return optimization.get_wsd_schedule(optimizer, WARMUP, **how)
+    if kind == "polynomial":
+        make = optimization.get_polynomial_decay_schedule_with_warmup
+        return make(optimizer, WARMUP, END, lr_end=LOW, power=2)
+    return optimization.get_inverse_sqrt_schedule(optimizer, WARMUP)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        *(("wsd", {"schedule.wsd_decay_style": style}) for style in ("linear", "cosine", "minus_sqrt")),
+        ("polynomial", {"schedule.min_lr": LOW}),
+        ("inverse_sqrt", {}),
+    ],
+)
+def test_transformers_has_the_same(kind, changes):
+    chosen = recipe(kind, **{"schedule.min_lr": 0.0, **changes})
+    other = theirs(kind, changes.get("schedule.wsd_decay_style", ""))
+    for step in range(END + 1):
+        assert learning_rate(chosen, step) == pytest.approx(other.get_last_lr()[0], rel=1e-9, abs=1e-15), step
+        other.optimizer.step()
+        other.step()
+
+
+def test_inverse_square_root_goes_on_in_a_longer_run():
+    chosen = recipe("inverse_sqrt", steps=100)
+    longer = catalog.load(
+        catalog.DEFAULT_RECIPE, ["schedule.kind=inverse_sqrt", "schedule.warmup_steps=20"], steps=7
+    )
+    assert chosen.decay_steps is None and longer.schedule.decay_steps is None
+    assert learning_rate(chosen, 400) == learning_rate(recipe("inverse_sqrt", steps=5000), 400)
 
 
 def test_decay_ends_with_the_run_where_nothing_else_is_said():
@@ -64,10 +128,11 @@ def test_decay_ends_with_the_run_where_nothing_else_is_said():
     assert learning_rate(open_ended, 200) == LOW < learning_rate(open_ended, 199)
 
 
-def test_schedule_sets_every_group_and_goes_on_where_it_was():
+@pytest.mark.parametrize("kind", ["linear", "wsd", "inverse_sqrt"])
+def test_schedule_sets_every_group_and_goes_on_where_it_was(kind):
     decayed, plain = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.AdamW([{"params": [decayed]}, {"params": [plain]}], lr=7.0)
-    chosen = recipe("linear")
+    chosen = recipe(kind)
     schedule = Schedule(optimizer, chosen)
     assert [group["lr"] for group in optimizer.param_groups] == [0.0, 0.0], (
         "the rate of step 0 must stand before the first step"
