@@ -30,6 +30,7 @@ from launch.machine.checks import Check, Function, Verdict, failed, ok, unchecke
 from launch.machine.hosts import Hosts
 from launch.machine.memory import Memory, this_machine
 from launch.planning import memory_fit
+from launch.planning.prediction.forecast_text import error
 from launch.ranks import joining, processes
 from launch.records.directory import default_path
 from recipes import catalog
@@ -220,7 +221,8 @@ def fits(plan: Plan, memory: Memory, ranks: int) -> Check:
     if memory.gpus:
         rooms.insert(0, (rank.total, memory.gpu_bytes, "of a GPU"))
     said = [f"{needed / 1e9:.3g} of {room / 1e9:.3g} GB {place}" for needed, room, place in rooms if needed]
-    came, share = f"takes {', '.join(said)}, as predicted", max(needed / room for needed, room, _ in rooms)
+    came = f"takes {', '.join(said)}, as predicted, {error('memory')}"
+    share = max(needed / room for needed, room, _ in rooms)
     more = "shard or offload more (--ds_config zero3, zero3_offload), or more processes"
     fix = f"{more}; launch/plan.py says how"
     if host > memory.host_bytes or (memory.gpus and rank.least > memory.gpu_bytes):

@@ -12,6 +12,7 @@ from launch.console import numbers
 from launch.machine import rates
 from launch.planning.prediction import hardware, workload
 from launch.planning.prediction.forecast import Forecast, forecast, speed
+from launch.planning.prediction.forecast_text import error
 from launch.planning.prediction.published_step import published_seconds, published_workload
 from launch.planning.resolved_plans import plan_on_nodes
 from launch.reports.entries import Entry
@@ -30,7 +31,7 @@ EXPLAINED = (
     "runs on the machine that they ran on. MFU: operations of the model, none counted twice, over the peak "
     "rate (of cores: the rate that was measured). Memory left: what torch does not hold. The last two "
     "columns compare rows of as many GPUs, and rows of different numbers of GPUs: published ones with "
-    "published ones, runs with runs on the same machine."
+    "published ones, runs with runs on the same machine. The planner's error: "
 )
 
 
@@ -97,7 +98,8 @@ def frame(lines: Sequence[PredictionLine]) -> Frame | None:
         return None
     kinds = ("name", "text", *["number"] * (len(HEADINGS) - 2))
     title = "Predicted beside published and measured"
-    return Frame(HEADINGS, kinds, [line.cells for line in lines], title, EXPLAINED)
+    explained = f"{EXPLAINED}time {error('time')}; memory {error('memory')}."
+    return Frame(HEADINGS, kinds, [line.cells for line in lines], title, explained)
 
 
 def lines_of(entries: Sequence[Entry]) -> list[PredictionLine]:

@@ -12,6 +12,7 @@ from typing import Any
 from launch.console import arguments, quiet, terminal, text_table
 from launch.machine.memory import Memory, this_machine
 from launch.planning.memory_fit import verdict
+from launch.planning.prediction.forecast_text import error
 from launch.planning.resolved_plans import processes
 from launch.tables import evidence
 from launch.tables.scores import scores
@@ -175,7 +176,7 @@ def as_text(rows: Sequence[ListedRecipe], memory: Memory | None = None, width: i
         blocks.append([f"{name}: {table.title}", *block, *left])
     notes = [f"{counted(len(rows), 'recipe')}; recipe.py show TABLE/ROW tells all of one"]
     if memory:
-        notes.append(f"this machine: {memory}; memory as launch/plan.py predicts it")
+        notes.append(f"this machine: {memory}; memory as launch/plan.py predicts it, {error('memory')}")
     if any(row.has_stand_ins for row in rows):
         notes.append("?: values that no source gives stand in for some of the row; show says which")
     if any(row.gpus and row.processes and row.gpus != row.processes for row in rows):

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import yaml
 
@@ -18,7 +19,7 @@ from data.durable_files import write_atomically
 from launch.console import terminal
 from launch.planning.fitting.cases import Case, by_document
 from launch.planning.prediction import constants
-from launch.planning.prediction.constants import Constants
+from launch.planning.prediction.constants import Constants, Error
 from launch.planning.prediction.hardware import GIB
 from launch.planning.prediction.rank_memory import fullest_rank
 from launch.planning.prediction.step_time import step_time
@@ -40,8 +41,8 @@ ROUND = 0.05  # of ln(predicted / published): smaller errors all count as about 
 HEADING = """\
 # The planner's constants. What each is: launch/planning/prediction/constants.py. Fitted by
 #     python launch/plan.py validate --refit
-# constants: on all documents; left_out: without that one, by which its own rows are predicted; fitted_on:
-# rows with a time, and with a memory, which no constant is fitted to.
+# constants: on all documents; left_out: without that one, by which its own rows are predicted; errors: of
+# those predictions; fitted_on: rows with a time, and with a memory, which no constant is fitted to.
 """
 
 
@@ -57,6 +58,16 @@ class Ratio:
     def error(self) -> float:
         """The relative error: predicted / published - 1."""
         return self.predicted / self.published - 1
+
+
+def error_of(found: Sequence[Ratio]) -> Error | None:
+    """Summarise the errors; None without rows."""
+    if not found:
+        return None
+    sizes = sorted(abs(ratio.error) for ratio in found)
+    bias = statistics.median(ratio.predicted / ratio.published for ratio in found)
+    ninth = sizes[math.ceil(0.9 * len(sizes)) - 1]
+    return Error(len(sizes), statistics.median(sizes), ninth, sizes[-1], bias)
 
 
 def ratios(quantity: str, cases: Iterable[Case], trial: Constants) -> list[Ratio]:
@@ -114,8 +125,14 @@ def refit(cases: Sequence[Case]) -> None:
     def plain(values: Constants) -> dict[str, float]:
         return {name: round(value, 4) for name, value in values.model_dump().items()}
 
+    errors = {}
+    for quantity in ("time", "memory"):
+        own = [ratios(quantity, documents[name], Constants(**plain(fits[name]))) for name in documents]
+        found = error_of([ratio for each in own for ratio in each])
+        errors[quantity] = found and {key: round(value, 4) for key, value in asdict(found).items()}
     document = {
         "constants": plain(fits.pop("")),
+        "errors": errors,
         "fitted_on": {name: counts for name, counts in rows.items() if any(counts)},
         "left_out": {name: plain(values) for name, values in fits.items() if any(rows[name])},
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,20 +12,6 @@ from launch.planning.prediction.rank_memory import fullest_rank
 from modeling import cost
 
 Share = tuple[int, int]  # how many, of how many
-
-
-@dataclass(frozen=True)
-class Errors:
-    """Relative errors of a quantity over some rows; median and worst of the absolute values.
-
-    Attributes:
-        bias: median of predicted / published.
-    """
-
-    rows: int
-    median: float
-    worst: float
-    bias: float
 
 
 @dataclass(frozen=True)
@@ -95,15 +80,6 @@ class Validation:
     def right_verdicts(self) -> Share:
         """Verdicts on memory: the right ones, and all of them."""
         return sum(each.right for each in self.memory_verdicts), len(self.memory_verdicts)
-
-
-def errors(found: Sequence[Ratio]) -> Errors | None:
-    """Summarise the errors; None without rows."""
-    if not found:
-        return None
-    sizes = [abs(ratio.error) for ratio in found]
-    bias = statistics.median(ratio.predicted / ratio.published for ratio in found)
-    return Errors(len(found), statistics.median(sizes), max(sizes), bias)
 
 
 def validate(cases: Sequence[Case]) -> Validation:

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from launch.console.terminal import wrapped
 from launch.console.text_table import table
-from launch.planning.fitting.fitting import Ratio
-from launch.planning.fitting.validation import Share, Validation, errors
+from launch.planning.fitting.fitting import Ratio, error_of
+from launch.planning.fitting.validation import Share, Validation
 from launch.planning.prediction.hardware import GIB
 
 HEADINGS = ("table", "parameters", "memory verdicts", "cached memory", "time per iteration")
 ABOUT = (
-    "Each document is predicted by constants fitted without it. Errors: median, worst (rows); x 0.9 is the "
-    "median of predicted over published."
+    "Each document is predicted by constants fitted without it. Errors: median, 90th percentile, worst "
+    "(rows); x 0.9 is the median of predicted over published."
 )
 
 
@@ -70,8 +70,11 @@ def _of(share: Share) -> str:
 
 
 def _errors(ratios: Sequence[Ratio]) -> str:
-    found = errors(ratios)
-    return f"{found.median:.1%}, {found.worst:.0%} ({found.rows}) x {found.bias:.2f}" if found else ""
+    if not (found := error_of(ratios)):
+        return ""
+    return (
+        f"{found.median:.1%}, {found.percentile_90:.0%}, {found.worst:.0%} ({found.rows}) x {found.bias:.2f}"
+    )
 
 
 def _rows(title: str, ratios: Sequence[Ratio], unit: float, width: int | None) -> str:

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field, NonNegativeFloat, PositiveFloat
@@ -36,6 +37,26 @@ class Constants(Strict):
     """of the allocated memory: what torch's allocator reserves besides. It takes memory in segments of 2 MiB
     (blocks up to 1 MiB), 20 MiB (up to 10 MiB) or a multiple of 2 MiB, and keeps those that are freed for
     blocks that fit (c10/cuda/CUDACachingAllocator.cpp)"""
+
+
+@dataclass(frozen=True)
+class Error:
+    """Relative errors on published rows; median, 90th percentile and worst are of the absolute values.
+
+    Attributes:
+        bias: median of predicted / published.
+    """
+
+    rows: int
+    median: float
+    percentile_90: float
+    worst: float
+    bias: float
+
+
+def published_error(quantity: Literal["time", "memory"]) -> Error:
+    """Return the planner's error, by constants that never saw a row's document (`validate --refit`)."""
+    return Error(**document()["errors"][quantity])
 
 
 @functools.cache

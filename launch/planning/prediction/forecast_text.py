@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 from ds_configs.plan import Plan
 from launch.planning.page import Page
+from launch.planning.prediction.constants import published_error
 from launch.planning.prediction.forecast import Bill, Forecast, Remark, Speed
 from launch.planning.prediction.step_time import StepTime
 from recipes.problems import counted
@@ -79,8 +80,17 @@ def page(found: Forecast, name: str, bill: Bill | None, width: int | None = None
         _add_time(shown, found, found.time, found.speed)
     if bill:
         shown.facts(("whole run", _bill(found, bill)))
+    on_gpus = " (of GPUs; of cores: docs/planning.md)" * found.node.is_cpu
+    shown.facts(("error", f"time {error('time')}; memory {error('memory')}{on_gpus}"))
     shown.notes(map(remark_text, found.remarks))
     return shown
+
+
+def error(quantity: Literal["time", "memory"]) -> str:
+    """Describe the planner's error on published rows."""
+    found = published_error(quantity)
+    tenths = f"±{found.percentile_90:.0%} in nine of ten"
+    return f"±{found.median:.0%} in the median of {found.rows} published rows, {tenths}"
 
 
 def remark_text(remark: Remark) -> str:
@@ -204,6 +214,7 @@ def as_json(found: Forecast, bill: Bill | None) -> dict[str, Any]:
         "memory_bytes": found.node.gpu.memory_bytes,
         "host_bytes_per_node": found.host,
         "nvme_bytes_per_node": found.nvme,
+        "errors": {quantity: asdict(published_error(quantity)) for quantity in ("time", "memory")},
         "verdict": found.verdict,
         "margin_bytes": found.margin,
         "largest_micro": asdict(found.largest),

@@ -7,6 +7,7 @@ import argparse
 from launch.console import arguments, terminal
 from launch.planning.page import Page
 from launch.planning.prediction import hardware
+from launch.planning.prediction.forecast_text import error
 from launch.planning.search import candidates, largest
 from launch.planning.search.largest import LargestModel, Setting
 from recipes import catalog
@@ -90,7 +91,7 @@ def page(setting: Setting, found: list[LargestModel], width: int | None = None) 
     if printed := largest.PRINTED_LIMITS.get(node.form.gpu):
         said += f"; they print {printed / 1e9:g} billion for this GPU as the practical upper bound"
     kept = "That leaves nothing for activations; ZeRO-0 here takes 18 bytes, as its gradients are in fp32"
-    shown.text(f"{said}. {kept}", NOTE)
+    shown.text(f"{said}. {kept}", f"{NOTE}, predicted {error('memory')}")
     return shown
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from launch.planning.prediction import rank_memory
-from launch.planning.prediction.constants import fitted_constants
+from launch.planning.prediction.constants import fitted_constants, published_error
 from launch.planning.prediction.forecast import Speed, Verdict, speed, verdict_of
 from launch.planning.prediction.rank_memory import RankMemory
 from launch.planning.prediction.step_time import StepTime, step_time
@@ -207,6 +208,16 @@ def ranking(fitting: list[Candidate]) -> list[Candidate]:
         return []
     winner = min(close, key=_complexity)
     return [winner, *(candidate for candidate in by_time if candidate is not winner)]
+
+
+def groups(candidates_: Sequence[Candidate]) -> list[int]:
+    """Number the groups, from the fastest, whose times are closer than the planner's error in the median."""
+    first, number, found = 0.0, -1, dict[int, int]()
+    for place in sorted(range(len(candidates_)), key=lambda place: candidates_[place].seconds):
+        if candidates_[place].seconds > (1 + published_error("time").median) * first:
+            first, number = candidates_[place].seconds, number + 1
+        found[place] = number
+    return [found[place] for place in range(len(candidates_))]
 
 
 def _complexity(candidate: Candidate) -> tuple[bool, bool, int, float]:

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from string import ascii_uppercase
 from typing import get_args
 
 from ds_configs.plan import Plan
 from launch.planning.page import Page
 from launch.planning.prediction import workload
 from launch.planning.prediction.forecast import forecast
-from launch.planning.prediction.forecast_text import remark_text
+from launch.planning.prediction.forecast_text import error, remark_text
+from launch.planning.search import layout_search
 from launch.planning.search.candidates import Dimension
 from launch.planning.search.layout_search import WORTH, Alternative, Answer, Candidate, recomputation
 from launch.planning.search.winner import JSON_NAME, Winner
 from modeling import cost
 from recipes.problems import counted
 
-HEADINGS = ["#", "layout", "batch", "GB", "of GPU", "s/step", "tokens/s", "model states"]
+HEADINGS = ["#", "group", "layout", "batch", "GB", "of GPU", "s/step", "tokens/s", "model states"]
 LEGEND = (
     "layout: tensor x pipeline x data parallel; batch: micro-batch x accumulation; offload: the optimizer on "
     "the host, or all model states; SNUG: fits once torch's allocator gives back what it keeps. First stands "
-    f"the simplest within {WORTH - 1:.0%} of the fastest."
+    f"the simplest within {WORTH - 1:.0%} of the fastest. Layouts of one group are closer in time than the "
+    "planner's error: "
 )
 # Heading -> causes of a step's time.
 SPLIT = {
@@ -64,10 +67,11 @@ def page(answer: Answer, name: str, most: int, width: int | None = None) -> Page
 
 def _add_layouts(shown: Page, answer: Answer, best: list[Candidate]) -> None:
     memory = answer.question.node.gpu.memory_bytes
-    rows = []
+    rows, groups = [], layout_search.groups(best)
     for number, candidate in enumerate(best, 1):
         layout, needed = candidate.work.layout, candidate.memory.total
         cells = [
+            ascii_uppercase[min(groups[number - 1], 25)],
             f"{layout.tp}x{layout.pp}x{layout.dp}",
             f"{layout.micro}x{layout.accumulation}",
             f"{needed / 1e9:.1f}",
@@ -77,7 +81,7 @@ def _add_layouts(shown: Page, answer: Answer, best: list[Candidate]) -> None:
             _states(candidate) + ", SNUG" * (candidate.verdict == "snug"),
         ]
         rows.append([number, *cells])
-    shown.table(rows, HEADINGS, "rllrrrrl", below=[LEGEND])
+    shown.table(rows, HEADINGS, "rlllrrrrl", below=[f"{LEGEND}{error('time')}; memory {error('memory')}."])
 
 
 def _add_split(shown: Page, answer: Answer, best: list[Candidate]) -> None:

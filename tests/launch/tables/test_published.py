@@ -265,7 +265,7 @@ def test_show_of_a_users_row(capsys, tmp_path):
     rows = list(listed("--table", str(table), "--table", "default"))
     assert rows == [f"{table}/small", f"{table}/own", "default/sotu"]
     text = output(capsys, "show", rows[0])
-    assert "hardware    any" in text and "published" not in text and f"--recipe '{table}/small'" in text
+    assert "hardware    any" in text and "\npublished" not in text and f"--recipe '{table}/small'" in text
     assert f"--ds_config {tmp_path}/own.json --recipe" in output(capsys, "show", f"{table}/own")
 
 

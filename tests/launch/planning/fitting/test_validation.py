@@ -2,14 +2,20 @@
 
 import math
 from argparse import Namespace
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
+from launching import ROOT
 
 from launch.planning.fitting import csv_cases, fitting, validation, validation_command, validation_text
 from launch.planning.fitting.cases import Case, by_document, of_published_tables
 from launch.planning.prediction import constants, hardware, rank_memory
-from launch.planning.prediction.constants import constants_without_each, document, fitted_constants
+from launch.planning.prediction.constants import (
+    constants_without_each,
+    document,
+    fitted_constants,
+    published_error,
+)
 from launch.planning.prediction.step_time import step_time
 from recipes.problems import ProblemsError
 
@@ -51,7 +57,7 @@ def test_verdicts_of_dgx2_and_hpe_are_right(found):
 
 
 def test_cached_memory_is_within_a_tenth(found):
-    errors = validation.errors(found.part(ADVENTURES).memory)
+    errors = fitting.error_of(found.part(ADVENTURES).memory)
     assert errors.rows == 25 and errors.worst <= 0.13 and errors.median <= 0.05
 
 
@@ -60,7 +66,7 @@ def test_logs_that_print_both_are_predicted_in_both():
     logs = [case for case in csv_cases.read(csv_cases.OTHER_DOCUMENTS) if case.allocated]
     found = validation.validate(logs)
     for ratios in (found.allocated, found.memory):
-        assert validation.errors(ratios).rows == 5 and validation.errors(ratios).worst < 0.06
+        assert fitting.error_of(ratios).rows == 5 and fitting.error_of(ratios).worst < 0.06
     shares = sorted(case.cached / case.allocated - 1 for case in logs)
     assert shares[2] == pytest.approx(fitted_constants().fragmentation, abs=0.005), "the constant's source"
     text = validation_text.describe(found, verbose=True)
@@ -69,7 +75,7 @@ def test_logs_that_print_both_are_predicted_in_both():
 
 def test_times_of_documents_that_were_left_out_are_within_the_goal(found):
     blog = "State-of-the-Art Language Modeling Using Megatron on the NVIDIA A100 GPU"
-    median = {name: validation.errors(found.part(name).time).median for name in (ADVENTURES, OWN, blog)}
+    median = {name: fitting.error_of(found.part(name).time).median for name in (ADVENTURES, OWN, blog)}
     assert median[ADVENTURES] <= 0.15 and median[OWN] <= 0.15
     assert 0.15 < median[blog] < 0.25, "misses the goal: neither its batch nor its sequence length is printed"
 
@@ -77,10 +83,10 @@ def test_times_of_documents_that_were_left_out_are_within_the_goal(found):
 def test_a_document_is_predicted_without_having_been_fitted_on(published, found, monkeypatch):
     """Its own constants are used, and a document that nothing was fitted on gets those of all."""
     slow = fitted_constants().model_copy(update={"matrix": fitted_constants().matrix / 2})
-    before = validation.errors(found.part(OWN).time).bias
+    before = fitting.error_of(found.part(OWN).time).bias
     monkeypatch.setattr(validation, "constants_without_each", lambda: {**constants_without_each(), OWN: slow})
     changed = validation.validate(published)
-    assert validation.errors(changed.part(OWN).time).bias > 1.5 * before and changed.unfitted == []
+    assert fitting.error_of(changed.part(OWN).time).bias > 1.5 * before and changed.unfitted == []
     monkeypatch.setattr(validation, "constants_without_each", lambda: {})
     assert OWN in changed.unfitted
 
@@ -95,6 +101,18 @@ def test_the_constants_file_knows_what_it_was_fitted_on(published):
         "rows were added or excluded since: python launch/plan.py validate --refit"
     )
     assert set(document()["left_out"]) == set(document()["fitted_on"])
+
+
+def test_every_prediction_bears_the_error_that_validate_finds():
+    found = validation.validate(csv_cases.published_cases())
+    for quantity, ratios in (("time", found.time), ("memory", found.memory)):
+        kept, now = published_error(quantity), fitting.error_of(ratios)
+        assert asdict(kept) == pytest.approx(asdict(now), abs=1e-4), (
+            "rows, terms or constants changed since: python launch/plan.py validate --refit"
+        )
+        assert sum(abs(ratio.error) <= now.percentile_90 for ratio in ratios) >= 0.9 * now.rows
+        assert f"{now.median:.1%}".replace("%", " %") in (ROOT / "README.md").read_text(), "README quotes it"
+        assert now.median < now.percentile_90 < now.worst
 
 
 def test_fitting_finds_the_constants_that_made_the_times(published):

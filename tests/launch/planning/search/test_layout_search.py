@@ -15,6 +15,7 @@ from ds_configs.jsonfile import ConfigError
 from ds_configs.plan import ANY_GPU
 from ds_configs.resolver import resolve
 from launch.planning.prediction import workload
+from launch.planning.prediction.constants import published_error
 from launch.planning.prediction.forecast import forecast
 from launch.planning.search import layout_search, search_command, ways
 from launch.planning.search.layout_search import WORTH
@@ -113,6 +114,20 @@ def test_the_first_fits_with_a_margin_where_that_costs_little():
     offloaded = next(each for each in found.ranking if each.way.name == "ZeRO-1 offload")
     assert layout_search.ranking([replace(offloaded, time=first.time), first])[0] is first
     assert layout_search.ranking([]) == []
+
+
+def test_layouts_closer_than_the_planners_error_are_one_group():
+    found = answer(CASES["13b"])
+    shown = found.ranking
+    numbers, error = layout_search.groups(shown), published_error("time").median
+    by_group = {number: [] for number in numbers}
+    for each, number in zip(shown, numbers, strict=True):
+        by_group[number].append(each.seconds)
+    assert sorted(by_group) == list(range(len(by_group))) and len(by_group) > 2
+    assert min(each.seconds for each in found.ranking) in by_group[0] and numbers[0] == 0
+    ends = [(min(seconds), max(seconds)) for _, seconds in sorted(by_group.items())]
+    for (first, last), (following, _) in itertools.pairwise(ends):
+        assert last <= (1 + error) * first < following
 
 
 def test_every_family_that_is_not_taken_has_its_reason():
