@@ -10,7 +10,7 @@ from typing import Literal
 from launch.machine.model_states import SAVED_BYTES
 from launch.planning.prediction import rank_memory
 from launch.planning.prediction.constants import Constants, fitted_constants
-from launch.planning.prediction.hardware import Node
+from launch.planning.prediction.hardware import Node, Price
 from launch.planning.prediction.rank_memory import RankMemory
 from launch.planning.prediction.step_time import StepTime, step_time
 from launch.planning.prediction.workload import Workload
@@ -66,13 +66,23 @@ class Speed:
 
 @dataclass(frozen=True)
 class Bill:
-    """Time and energy of some steps. `kwh`: at the boards' power limit, with the nodes; None: unknown."""
+    """Time, energy and price of some steps.
+
+    Attributes:
+        kwh: at the boards' power limit, with the nodes; None: unknown.
+        price: of a GPU's hour; None: unknown.
+    """
 
     steps: int
     tokens: int
     seconds: float
     gpu_hours: float
     kwh: float | None
+    price: Price | None = None
+
+    @property
+    def usd(self) -> float | None:
+        return self.gpu_hours * self.price.usd_per_gpu_hour if self.price else None
 
 
 @dataclass(frozen=True)
@@ -106,15 +116,21 @@ class Forecast:
         """Bytes left on the fullest GPU beside all that torch would reserve; negative: missing."""
         return self.node.gpu.memory_bytes - self.fullest_rank.total
 
-    def bill(self, steps: int) -> Bill | None:
-        """Return time and energy of `steps` optimizer steps; None without a predicted time."""
+    def bill(self, steps: int, usd_per_gpu_hour: float | None = None) -> Bill | None:
+        """Return time, energy and price of `steps` optimizer steps; None without a predicted time.
+
+        `usd_per_gpu_hour`: the user's price; None: the catalogue's.
+        """
         if self.time is None:
             return None
         seconds, gpus = steps * self.time.total, self.work.layout.world
         tokens = steps * self.work.tokens_per_step
         other, watts = self.node.form.other_watts, self.node.gpu.watts * gpus
         energy = None if other is None else (watts + other * self.nodes) * seconds / 3.6e6
-        return Bill(steps, tokens, seconds, gpus * seconds / HOURS, energy)
+        price = self.node.gpu.price
+        if usd_per_gpu_hour is not None:
+            price = Price(usd_per_gpu_hour=usd_per_gpu_hour, where="--usd_per_gpu_hour")
+        return Bill(steps, tokens, seconds, gpus * seconds / HOURS, energy, price)
 
 
 def forecast(work: Workload, node: Node, constants: Constants | None = None) -> Forecast:

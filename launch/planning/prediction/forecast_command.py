@@ -32,6 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--nodes", type=arguments.whole(1, 10**5), metavar="N", help=nodes)
     tokens = "what training on N tokens takes, instead of the recipe's steps"
     add("--tokens", type=arguments.whole(1, 10**15), metavar="N", help=tokens)
+    price = (
+        "price of a GPU for an hour (default: the catalogue's, which says whose and when, where it has one)"
+    )
+    add("--usd_per_gpu_hour", type=arguments.number(0, 10**6), metavar="USD", help=price)
     add("--json", action="store_true", help="every number, in bytes and seconds")
     parser.set_defaults(run=run)
 
@@ -43,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     plan = plan_on_nodes(recipe, args.ds_config or recipe.ds_config, node, args.nodes)
     found = forecast(workload.of_plan(plan), node.share_among(plan.layout.world))
     steps = math.ceil(args.tokens / found.work.tokens_per_step) if args.tokens else recipe.steps
-    bill = found.bill(steps)
+    bill = found.bill(steps, args.usd_per_gpu_hour)
     if args.json:
         print(json.dumps(forecast_text.as_json(found, bill), indent=2))
         return 0

@@ -193,6 +193,11 @@ def _bill(found: Forecast, bill: Bill) -> str:
     cost = f"{bill.seconds / size:,.3g} {unit}, {_rounded(bill.gpu_hours)} {_unit(found)}-hours"
     if bill.kwh is not None:
         cost += f", about {_rounded(bill.kwh)} kWh at the boards' power limit"
+    price = "no price; --usd_per_gpu_hour"
+    if bill.price and bill.usd:
+        rate = f"${bill.price.usd_per_gpu_hour:g} a {_unit(found)}-hour ({bill.price.where})"
+        price = f"about ${_rounded(bill.usd)} at {rate}"
+    cost += f"; {price}"
     return f"{counted(bill.steps, 'step')}, {bill.tokens:,} tokens: {cost}"
 
 
@@ -220,6 +225,6 @@ def as_json(found: Forecast, bill: Bill | None) -> dict[str, Any]:
         "largest_micro": asdict(found.largest),
         "seconds": found.time and {**found.time.split, "total": found.time.total},
         "speed": found.speed and asdict(found.speed),
-        "run": bill and asdict(bill),
+        "run": bill and {**asdict(bill), "price": bill.price and bill.price.model_dump(), "usd": bill.usd},
         "remarks": [{**asdict(remark), "text": remark_text(remark)} for remark in found.remarks],
     }

@@ -30,6 +30,14 @@ USUAL_WATTS = 300.0  # of a machine whose power limit nothing says
 THIS = "this"  # the machine that the planner runs on, as --hardware names it
 
 
+class Price(Strict):
+    """The price of renting a GPU, with its share of the node."""
+
+    usd_per_gpu_hour: PositiveFloat
+    where: str
+    """who asked for it, and when"""
+
+
 class Gpu(Strict):
     """An accelerator, or all cores of a machine without one."""
 
@@ -55,6 +63,8 @@ class Gpu(Strict):
     """largest share of that peak that somebody measured on large matrices"""
     multiprocessors: PositiveInt
     watts: PositiveFloat
+    price: Price | None = None
+    """null: nobody's list is known"""
 
     @property
     def memory_bytes(self) -> float:

@@ -85,6 +85,18 @@ def test_the_bill_is_the_time_of_all_steps():
     assert bill.seconds == 1000 * found.time.total and bill.gpu_hours == bill.seconds * 512 / 3600
     assert bill.tokens == 1000 * 512 * 1024
     assert bill.kwh == pytest.approx((512 * 300 + 32 * 4400) * bill.seconds / 3.6e6)
+    assert bill.usd is None and "no price; --usd_per_gpu_hour" in str(forecast_text.page(found, "x", bill))
+    assert found.bill(1000, 0.5).usd == bill.gpu_hours / 2
+
+
+def test_the_price_is_the_catalogues_with_its_date_or_the_users(tmp_path):
+    found = predicted(OWN, "a100-80x8", "parallel.dp=8")
+    bill = found.bill(1000)
+    assert bill.usd == bill.gpu_hours * bill.price.usd_per_gpu_hour > 0
+    told = str(forecast_text.page(found, "x", bill))
+    assert f"at ${bill.price.usd_per_gpu_hour:g} a GPU-hour ({bill.price.where})" in told
+    assert bill.price.where[-10:-6].isdigit(), "a price without its date says nothing"
+    assert forecast_text.as_json(found, bill)["run"]["usd"] == bill.usd
 
 
 def test_the_advised_micro_batch_is_accepted_and_saves_what_is_said():
