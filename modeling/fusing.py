@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modeling.banded_attention import has_gpu_compiler
+from modeling.sparse_attention import has_gpu_compiler
 
 _compiled = functools.cache(torch.compile)
 

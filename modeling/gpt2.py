@@ -25,6 +25,7 @@ from modeling.parallel.cross_entropy import weighted_loss
 from modeling.parallel.layers import VocabParallelEmbedding, group_size
 from modeling.parallel.process_grid import Group
 from modeling.transformer import LayerNorm, LayerShape
+from recipes.attention_patterns import Window
 from recipes.schema import Recipe
 
 
@@ -32,9 +33,7 @@ from recipes.schema import Recipe
 class GPT2Shape(ModelShape):
     """Shape of a GPT-2; its layers differ in their attention alone."""
 
-    windows: tuple[
-        int | None, ...
-    ] = ()  # of banded attention, by layer; None: dense; (): all layers are dense
+    windows: tuple[Window, ...] = ()  # of sparse attention, by layer; None: dense; (): all layers are dense
 
     def layer_at(self, index: int) -> LayerShape:
         assert len(self.windows) in (0, self.layers), f"{len(self.windows)} windows for {self.layers} layers"

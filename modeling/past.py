@@ -7,7 +7,7 @@ than the longest begins after some columns of padding:
     sample 0   a b c d e .      padding 0: position = column
     sample 1   - - a b c .      padding 2: position = column - 2
 
-Two tokens of a sample are as many columns apart as positions; causal and banded layers need no more.
+Two tokens of a sample are as many columns apart as positions.
 
 Shapes: B samples, S new columns, L columns with them, N heads of this rank, D head size.
 """
@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modeling.banded_attention import banded_attention, in_band
+from modeling.sparse_attention import sparse_attention, visible
+from recipes.attention_patterns import Fixed, Window
 
 
 class Past:
@@ -30,7 +31,7 @@ class Past:
         self.length = 0  # columns that all layers have read
         self.layers = [KeysAndValues(self) for _ in range(layers)]
         self.padded = bool(padding.any())
-        self._masks: dict[tuple[int, int | None], Tensor] = {}  # of this step, equal in layers of a kind
+        self._masks: dict[tuple[int, Window], Tensor] = {}  # of this step, equal in layers of a kind
 
     def places(self, new: int) -> Tensor:
         """Return the positions (B, S) of the next `new` columns; 0 in the padding."""
@@ -49,18 +50,19 @@ class Past:
         for layer in self.layers:
             layer.keep(rows)
 
-    def mask(self, new: int, window: int | None) -> Tensor:
-        """Return the mask (B, 1, S, L) of `new` columns, or (1, 1, S, L) without padding; True: visible.
+    def mask(self, new: int, window: Window, heads: int = 1) -> Tensor:
+        """Return the mask (B or 1, N or 1, S, L) of `new` columns; True: visible.
 
         A column of padding sees itself, since weights over nothing would be NaN.
         """
         if (new, window) not in self._masks:
-            keys = torch.arange(self.length + new, device=self.padding.device)
-            queries = keys[self.length :, None]
-            seen = (keys <= queries) if window is None else in_band(queries, keys, window)
+            padding = self.padding[:, None, None] if self.padded else self.padding.new_zeros(1, 1, 1)
+            keys = torch.arange(self.length + new, device=padding.device) - padding  # positions
+            queries = keys[..., self.length :].mT
+            seen = visible(queries, keys, window, heads)
             if self.padded:
-                seen = seen & (keys >= self.padding[:, None, None]) | (keys == queries)
-            self._masks[new, window] = seen.view(-1, 1, *seen.shape[-2:])
+                seen = seen & (keys >= 0)[:, None] | (keys == queries)[:, None]
+            self._masks[new, window] = seen
         return self._masks[new, window]
 
 
@@ -71,10 +73,10 @@ class KeysAndValues:
         self._past = past
         self._kept: Tensor | None = None  # (2, B, N, columns, D)
 
-    def attend(self, qkv: Tensor, window: int | None) -> Tensor:
+    def attend(self, qkv: Tensor, window: Window) -> Tensor:
         """Attend causally from new tokens to themselves and the cached ones; add the new ones to the cache.
 
-        qkv (B, S, N, 3, D) -> (B, S, N, D); window: positions that each one sees, or None.
+        qkv (B, S, N, 3, D) -> (B, S, N, D); window: what each position sees, or None.
         """
         past, new = self._past, qkv.shape[1]
         q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)  # each (B, N, S, D)
@@ -85,12 +87,13 @@ class KeysAndValues:
         self._kept[1, :, :, past.length : length] = v
         if past.length == 0 and not past.padded:  # as in training
             if window is not None:
-                return banded_attention(q, k, v, window).transpose(1, 2)
+                return sparse_attention(q, k, v, window).transpose(1, 2)
             return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
         # The first of the new columns reaches back furthest.
-        first = 0 if window is None else max(0, past.length + 1 - window)
+        first = max(0, past.length + 1 - window) if isinstance(window, int) else 0
         keys, values = self._kept[:, :, :, first:length]
-        mask = None if new == 1 and not past.padded else past.mask(new, window)[..., first:]
+        whole = new == 1 and not past.padded and not isinstance(window, Fixed)
+        mask = None if whole else past.mask(new, window, qkv.shape[2])[..., first:]
         return F.scaled_dot_product_attention(q, keys, values, mask).transpose(1, 2)
 
     def keep(self, rows: Tensor) -> None:

@@ -16,15 +16,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from modeling.attention import attention
-from modeling.banded_attention import banded_attention, prepared_mask
 from modeling.hidden_dropout import HiddenDropout
-from modeling.initialization import Init
+from modeling.initialization import Init, Shard
 from modeling.parallel.collectives import in_sample_order, with_summed_gradients
 from modeling.parallel.layers import ColumnParallelLinear, RowParallelLinear, group_size
 from modeling.parallel.process_grid import Group
 from modeling.parallel.random_state import tensor_parallel_random
 from modeling.past import KeysAndValues
+from modeling.sparse_attention import prepared_mask, sparse_attention
 from modeling.unpadding import Row, padding_mask, unpadded_attention
+from recipes.attention_patterns import Fixed, Window
 
 # Which tokens attend to which: lengths (B,), a Row of samples, decoding's cache of earlier tokens,
 # or None: all tokens of a sample, or in a causal layer the earlier ones.
@@ -45,7 +46,7 @@ class LayerShape:
     post_norm: bool = False  # LayerNorm after each residual sum (original BERT) instead of before each branch
     tanh_gelu: bool = True  # the tanh form of GELU that GPT-2 was trained with; else the exact one
     norm_eps: float = GPT2_NORM_EPS
-    window: int | None = None  # causal: positions that each one sees, itself and those before; None: all
+    window: Window = None  # causal: what each position sees of itself and those before; None: all
     # Under tensor parallelism a rank holds 1/t of the positions between attention and MLP.
     sequence_parallel: bool = False
     recomputes_core: bool = False  # attention's scores, softmax and values again in the backward pass
@@ -82,8 +83,10 @@ class Attention(nn.Module):
         super().__init__()
         self.local_heads = shape.heads // group_size(group)
         self.causal, self.window, self.head_size = shape.causal, shape.window, shape.hidden // shape.heads
+        if isinstance(self.window, Fixed):
+            self.window = self.window._replace(first=Shard.over(group, 0).rank * self.local_heads)
         self.block_mask: Any = None  # flex_attention's; see prepare
-        assert self.causal or self.window is None, "the band looks back only"
+        assert self.causal or self.window is None, "sparse patterns look back only"
         self.dropout = shape.attention_dropout
         self.own_stream = group is not None and shape.attention_dropout > 0
         self.recomputes_core = shape.recomputes_core
@@ -132,7 +135,7 @@ class Attention(nn.Module):
         if self.window is None:
             mask = None if lengths is None else padding_mask(lengths, q.shape[2])
             return attention(q, k, v, causal=self.causal, mask=mask, dropout_p=p).transpose(1, 2)
-        return banded_attention(q, k, v, self.window, p, mask=self.block_mask).transpose(1, 2)
+        return sparse_attention(q, k, v, self.window, p, mask=self.block_mask).transpose(1, 2)
 
 
 def tanh_gelu(x: Tensor) -> Tensor:

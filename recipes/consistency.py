@@ -116,30 +116,49 @@ def _heads(recipe: Recipe) -> Found:
 
 def _attention(recipe: Recipe) -> Found:
     model, key = recipe.model, Key("model.attention")
-    banded, window = "banded" in model.attention, Setting("model.attention_window", model.attention_window)
-    if banded and model.facts.masked:
-        came: Text = key, " with banded layers and ", Setting("model.family", model.family)
-        yield Problem(key, came, "the band looks back only", "set model.attention to [dense]")
+    sparse = " and ".join(kind for kind in ("banded", "fixed") if kind in model.attention)
+    window = Setting("model.attention_window", model.attention_window)
+    if sparse and model.facts.masked:
+        came: Text = key, f" with {sparse} layers and ", Setting("model.family", model.family)
+        yield Problem(key, came, "sparse patterns look back only", "set model.attention to [dense]")
     if len(model.attention) > model.layers:
         came = key, f" has {len(model.attention)} kinds for ", Setting("model.layers", model.layers)
         yield Problem(key, came, "the pattern is repeated over the layers", f"give {model.layers} or fewer")
-    if banded and model.attention_window is None:
-        came = key, " has banded layers without ", Key(window.key)
+    if sparse and model.attention_window is None:
+        came = key, f" has {sparse} layers without ", Key(window.key)
         yield Problem(key, came, "it says how many positions each one sees", f"set {window.key}")
-    if banded and model.attention_window is not None and model.attention_window >= recipe.sequence_length:
+    if sparse and model.attention_window is not None and model.attention_window >= recipe.sequence_length:
         fix = f"set {window.key} to {recipe.sequence_length - 1} or less, or model.attention to [dense]"
         came = _together(recipe, window.key, "sequence_length")
-        yield Problem(window.key, came, "such a band is the whole triangle", fix)
-    if model.attention_window is not None and not banded:
+        yield Problem(window.key, came, "such a layer sees the whole triangle", fix)
+    if model.attention_window is not None and not sparse:
         fix = "set model.attention to [dense, banded], or leave the window out"
-        yield Problem(window.key, (window, " without a banded layer"), "", fix)
+        yield Problem(window.key, (window, " without a banded or fixed layer"), "", fix)
+
+
+def _columns(recipe: Recipe) -> Found:
+    """Check the global columns of a fixed pattern."""
+    model, key, patterns = recipe.model, "model.attention_columns", "model.attention_patterns"
+    columns, turns, window = model.attention_columns, model.attention_patterns, model.attention_window
+    both = _together(recipe, key, patterns)
+    if "fixed" not in model.attention:
+        if columns is not None or turns > 1:
+            fix = "set model.attention to [dense, fixed], or leave both out"
+            yield Problem(key, (*both, " without a fixed layer"), "", fix)
+        return
+    if columns is None:
+        came = Key("model.attention"), " has fixed layers without ", Key(key)
+        yield Problem(key, came, "later windows see these positions of each window", f"set {key}")
+    elif window is not None and (columns == window or columns * turns > window):
+        rule = f"each pattern has its own columns of a window of {window} positions, and not all of them"
+        yield Problem(key, both, rule, f"set {key} to {max(1, min(window // turns, window - 1))} or less")
 
 
 def _implementation(recipe: Recipe) -> Found:
     implementation = Setting("model.implementation", recipe.model.implementation)
     if implementation.value != "transformers":
         return
-    if "banded" in recipe.model.attention:
+    if {*recipe.model.attention} != {"dense"}:
         came: Text = Setting("model.attention", list(recipe.model.attention)), " with ", implementation
         yield Problem("model.attention", came, "its GPT-2 has dense layers", "set model.attention to [dense]")
     for key, degree in zip(("parallel.tp", "parallel.pp"), recipe.parallel.model_parallel, strict=True):
@@ -282,8 +301,8 @@ def _task(recipe: Recipe) -> Found:
 
 
 _RULES: tuple[Callable[[Recipe], Found], ...] = (
-    _schedule, _family, _positions, _heads, _attention, _implementation, _vocabulary, _tokenizer, _origins,
-    _held_out, _checkpointing, _provenance, _task,
+    _schedule, _family, _positions, _heads, _attention, _columns, _implementation, _vocabulary, _tokenizer,
+    _origins, _held_out, _checkpointing, _provenance, _task,
 )  # fmt: skip
 
 

@@ -136,6 +136,8 @@ BERT = FamilyFacts(
         "model.implementation": "megarecipes",
         "model.attention": ("dense",),
         "model.attention_window": None,
+        "model.attention_columns": None,
+        "model.attention_patterns": 1,
     },
     placements=("pre", "post"),
 )

@@ -15,10 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validat
 from pydantic.types import NonNegativeFloat, PositiveFloat
 from pydantic_core import PydanticCustomError
 
+from recipes.attention_patterns import AttentionKind, Fixed, Window
 from recipes.families import FAMILIES, FamilyFacts
 from recipes.problems import either
 
-AttentionKind = Literal["dense", "banded"]
 TaskHead = Literal["none", "classification", "span", "choice"]
 TaskName = Literal["sst2", "rte", "mrpc", "mnli", "qqp", "squad1", "squad2", "race"]
 MOST_LOADER_WORKERS = 256  # threads
@@ -72,9 +72,15 @@ class Model(Strict):
     transformers.Trainer"""
     attention: Annotated[tuple[AttentionKind, ...], Field(strict=False, min_length=1)] = ("dense",)
     """kind of each layer, repeated over the layers; [dense, banded] alternates as GPT-3 (Brown et al. 2020,
-    section 2.1)"""
+    section 2.1); fixed: windows and global columns (Child et al. 2019, arXiv 1904.10509)"""
     attention_window: Tokens | None = None
-    """banded: positions that each position sees, itself and those before it"""
+    """banded: positions that each position sees, itself and those before it; fixed: positions of a window,
+    which sees itself and the global columns before it (DeepSpeed's num_local_blocks x block)"""
+    attention_columns: Tokens | None = None
+    """fixed: global columns, the last positions of every window (DeepSpeed's num_global_blocks x block)"""
+    attention_patterns: Width = 1
+    """fixed: heads in turn have the last columns of a window, those before them, and so on, as many different
+    ones (DeepSpeed's num_different_global_patterns)"""
     positions: Tokens | None = None
     """rows of the table of learned positions, sequence_length or more: the longest sample that the model ever
     takes, in a later phase or on a task; null: sequence_length"""
@@ -106,10 +112,23 @@ class Model(Strict):
         return self.head_classes if self.task_head == "choice" else 1
 
     @property
-    def windows(self) -> tuple[int | None, ...]:
-        """Attention window of every layer; None: dense."""
-        kinds = (self.attention[i % len(self.attention)] for i in range(self.layers))
-        return tuple(self.attention_window if kind == "banded" else None for kind in kinds)
+    def windows(self) -> tuple[Window, ...]:
+        """What each position sees in every layer; None: dense."""
+        size, columns = self.attention_window, self.attention_columns
+        fixed = Fixed(size, columns, self.attention_patterns) if size and columns else None
+        seen: dict[AttentionKind, Window] = {"dense": None, "banded": size, "fixed": fixed}
+        return tuple(seen[self.attention[i % len(self.attention)]] for i in range(self.layers))
+
+    @property
+    def sparse_keys(self) -> str:
+        """The keys of its attention and their values, in words."""
+        named = {"attention": list(self.attention), "attention_window": self.attention_window}
+        if self.attention_columns:
+            named |= {
+                "attention_columns": self.attention_columns,
+                "attention_patterns": self.attention_patterns,
+            }
+        return ", ".join(f"model.{key}={value}" for key, value in named.items())
 
     def positions_at(self, sequence_length: int) -> int:
         """Return the rows of the table of positions, for samples of `sequence_length` tokens."""

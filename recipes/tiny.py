@@ -65,10 +65,14 @@ def _lengths(recipe: Recipe) -> tuple[int | None, int]:
 
 
 def _model(recipe: Recipe, positions: int | None, length: int) -> Model:
-    model = recipe.model
+    model, columns, patterns = recipe.model, recipe.model.attention_columns, recipe.model.attention_patterns
+    window = _window(model.attention_window, recipe.sequence_length, length)
+    if window and columns and model.attention_window:
+        columns = max(1, columns * window // model.attention_window)
+        patterns = min(patterns, window // columns)
     return Model(
         layers=LAYERS, hidden=HIDDEN, heads=HEADS, vocab_size=VOCABULARY, attention=_pattern(model.attention),
-        attention_window=_window(model.attention_window, recipe.sequence_length, length), positions=positions,
+        attention_window=window, attention_columns=columns, attention_patterns=patterns, positions=positions,
         **model.model_dump(include={"family", "layer_norm", "sentence_head", "implementation"}),
     )  # fmt: skip
 

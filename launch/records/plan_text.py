@@ -123,13 +123,15 @@ def describe_data(plan: Plan, data: Mapping[str, Any]) -> str:
 
 
 def describe_attention(model: Model, band_kernel: str | None) -> list[tuple[str, str]]:
-    """Describe the banded layers of a model and their kernel; [] without banded layers."""
+    """Describe the sparse layers of a model and their kernel; [] without sparse layers."""
     if model.attention_window is None:
         return []
-    banded = sum(window is not None for window in model.windows)
-    which = f"layers {', '.join(model.attention)}, repeated: {banded} of {model.layers}"
+    sparse = sum(window is not None for window in model.windows)
+    which = f"layers {', '.join(model.attention)}, repeated: {sparse} of {model.layers}"
     kinds = f"{which} see {model.attention_window} positions"
-    return [("attention", kinds), *([("  banded by", band_kernel)] if band_kernel else [])]
+    if model.attention_columns:
+        kinds += f", fixed ones a window and {model.attention_columns} columns of each before it"
+    return [("attention", kinds), *([("  sparse by", band_kernel)] if band_kernel else [])]
 
 
 def family_of(model: Model) -> str:

@@ -12,32 +12,32 @@ from deepspeed.utils import set_z3_leaf_modules
 from ds_configs.plan import Plan
 from launch.ranks import processes
 from modeling import cost
-from modeling.banded_attention import choose, computes_fewer_scores, has_gpu_compiler
 from modeling.families import family_of, model_shape
 from modeling.initialization import DTYPES, NEW_HEADS, Init
 from modeling.layer_list import Definitions, Pipeline, Stack, share_draws, stage_bounds
 from modeling.parallel.process_grid import ProcessGrid
+from modeling.sparse_attention import choose, computes_fewer_scores, has_gpu_compiler
 from modeling.transformer import TransformerLayer
 
 
 def band_kernel(plan: Plan) -> str | None:
-    """Name the kernel that trains the banded layers on this machine's accelerator; None: all are dense.
+    """Name the kernels that train the sparse layers on this machine's accelerator; None: all are dense.
 
-    The text gives the reason, and says whether the kernel saves scores and whether its speed is known.
+    The text gives the reason, and says whether a kernel saves scores and whether its speed is known.
     """
-    recipe, window = plan.recipe, plan.recipe.model.attention_window
-    if window is None:
-        return None
+    recipe = plan.recipe
     device, dtype, dropout = processes.device(), DTYPES[plan.precision], recipe.dropout.attention
     length, head_size = recipe.sequence_length, recipe.model.hidden // recipe.model.heads
     compiler = device.own_memory and has_gpu_compiler()
-    kernel, why = choose(device.name, dtype, dropout, length, window, head_size, compiler=compiler)
-    said = [f"{kernel} ({why})"]
-    if not computes_fewer_scores(kernel, length, window):
-        said.append("counted, not timed: no fewer scores than in dense layers")
-    if device.own_memory:
+    said = []
+    for window in (each for each in dict.fromkeys(recipe.model.windows) if each is not None):
+        kernel, why = choose(device.name, dtype, dropout, length, window, head_size, compiler=compiler)
+        said.append(f"{kernel} ({why})")
+        if not computes_fewer_scores(kernel, length, window):
+            said.append("counted, not timed: no fewer scores than in dense layers")
+    if said and device.own_memory:
         said.append("not measured on a GPU")
-    return "; ".join(said)
+    return "; ".join(said) or None
 
 
 def build_module(

@@ -70,7 +70,7 @@ def has_compiler(machine: Machine) -> bool:
     """Check for the compiler of torch.compile: a C++ compiler on a CPU, Triton on a GPU."""
     if not machine.device.own_memory:
         return machine.compiler
-    from modeling.banded_attention import has_gpu_compiler
+    from modeling.sparse_attention import has_gpu_compiler
 
     return has_gpu_compiler()
 

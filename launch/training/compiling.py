@@ -27,6 +27,7 @@ from modeling.parallel.layers import group_size
 from modeling.parallel.process_grid import ProcessGrid
 from modeling.parallel.random_state import seed_step
 from modeling.transformer import Attention, LayerShape, TransformerLayer
+from recipes.attention_patterns import kind_of
 
 WARM_UP, TIMED = 2, 5  # passes
 USUAL_COST = 40.0  # seconds, measuring included; two cores took 33 to 47
@@ -155,8 +156,11 @@ def _compile_layers(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> l
     kinds, layers = model_shape(plan.recipe, plan.padded_vocab).layer_kinds(), plan.recipe.model.layers
     gains = []
     for shape, count in kinds.items():
-        kind = "dense" if shape.window is None else "banded"
-        what = f"one {kind} layer ({count} of {layers})" if len(kinds) > 1 else "one transformer layer"
+        what = (
+            f"one {kind_of(shape.window)} layer ({count} of {layers})"
+            if len(kinds) > 1
+            else "one transformer layer"
+        )
         gains.append(Gain(what, *_time_layer(shape, plan, grid), count / plan.layout.pp))
     return gains
 

@@ -61,10 +61,9 @@ class Saved:
     def remarks(self, recipe: Recipe) -> Iterator[str]:
         """Yield remarks for the user on fitting weights."""
         model = recipe.model
-        if banded := [str(i) for i, window in enumerate(model.windows) if window is not None]:
-            seen = f"{model.attention_window} of {recipe.sequence_length} positions (model.attention_window)"
-            layers = f"they were trained in dense layers, and layers {', '.join(banded)} are banded here"
-            yield f"{layers}: they see {seen}, so the loss starts above that of the dense model"
+        if sparse := [str(i) for i, window in enumerate(model.windows) if window is not None]:
+            layers = f"they were trained in dense layers, and layers {', '.join(sparse)} are sparse here"
+            yield f"{layers} ({model.sparse_keys}), so the loss starts above that of the dense model"
 
     def weights(self, recipe: Recipe) -> LazyWeights:
         """Return canonical weights. Raises ValueError if they do not fit the recipe's model."""
@@ -261,9 +260,7 @@ class RunWeights(Saved):
             yield f"that run trained the first {length:,} of its {positions:,} positions (sequence_length)"
         was, now = self.recipe.model, recipe.model
         if was.windows != now.windows:
-            there = f"model.attention={list(was.attention)}, model.attention_window={was.attention_window}"
-            here = f"{list(now.attention)} and {now.attention_window}"
-            yield f"they were trained with {there}, and here these are {here}: the loss starts higher"
+            yield f"they were trained with {was.sparse_keys}, and here it is {now.sparse_keys}"
 
     def weights(self, recipe: Recipe) -> LazyWeights:
         stored = self._stored

@@ -47,7 +47,11 @@ class GivenModel:
 
         The recipe decides about a sentence head.
         """
-        values = self.model_values | {"attention": ("dense",), "attention_window": None}
+        values = self.model_values | {
+            "attention": ("dense",),
+            "attention_window": None,
+            "attention_columns": None,
+        }
         values["layer_norm"] = self.form.layer_norm or recipe.model.layer_norm
         if self.family != recipe.model.family:
             values["sentence_head"] = "none"

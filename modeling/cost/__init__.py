@@ -10,11 +10,11 @@ Imports neither torch nor deepspeed, so that planning is instant and runs anywhe
 from modeling.cost.operation_count import (
     Product,
     attention_products,
-    band,
     exact_flops_per_step,
     exact_tflops,
     head_products,
     layer_products,
+    pairs,
     published_tflops,
     tflops,
 )
@@ -40,7 +40,6 @@ __all__ = [
     "StateBytes",
     "Widths",
     "attention_products",
-    "band",
     "equal_stages",
     "exact_flops_per_step",
     "exact_tflops",
@@ -48,6 +47,7 @@ __all__ = [
     "head_products",
     "layer_products",
     "model_state_bytes",
+    "pairs",
     "parameters",
     "parameters_per_rank",
     "placed_state_bytes",

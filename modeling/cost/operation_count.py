@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from modeling.cost.parameter_count import head_operations, parameters
+from recipes.attention_patterns import Fixed, Window
 from recipes.schema import Model
 
 
@@ -27,24 +28,34 @@ def exact_flops_per_step(
         B (f L (24 S h^2 + 4 S^2 h) + 6 S h V),  f = 3, or 4 with checkpointing,
     which for f = 4 is 96 B S L h^2 (1 + S / 6h + V / 16 L h), the count of Narayanan et al. (arXiv
     2104.04473, section 5.1 and appendix).
-    A banded layer counts the S x S square only inside its band of W keys, `band(S, W)` pairs of a query and a
-    key instead of S^2: scores and values together 4 h (W S - W (W - 1) / 2) operations. A kernel's further
-    operations, in blocks on the edge of the band or under a mask, are not counted. BERT's own heads replace
-    2 S h V; they see only P = `predictions` positions of a sample (`modeling.cost.parameter_count`). A
-    question is a sequence for each of its choices. Padding is counted as tokens. Embedding look-ups,
-    LayerNorm, GeLU, softmax, dropout and the optimizer are left out, as in that paper.
+    A banded or fixed layer counts the pairs of a query and a key inside its pattern, `pairs`, instead of S^2:
+    a kernel's further operations, in blocks on the edge of a band or under a mask, are not counted. BERT's
+    own heads replace 2 S h V; they see only P = `predictions` positions of a sample
+    (`modeling.cost.parameter_count`). A question is a sequence for each of its choices. Padding is counted as
+    tokens. Embedding look-ups, LayerNorm, GeLU, softmax, dropout and the optimizer are left out, as in that
+    paper.
     """
     hidden, length = model.hidden, sequence_length
     vocab = model.vocab_size if padded_vocab is None else padded_vocab
-    pairs = sum(length**2 if window is None else band(length, window) for window in model.windows)
-    layers_forward = model.layers * 24 * length * hidden**2 + 4 * pairs * hidden
+    scores = sum(pairs(length, window) for window in model.windows)
+    layers_forward = model.layers * 24 * length * hidden**2 + 4 * scores * hidden
     heads_forward = head_operations(model, length, vocab, predictions)
     passes = 4 if checkpointing else 3
     return global_batch * model.sequences * (passes * layers_forward + 3 * heads_forward)
 
 
-def band(length: int, window: int) -> int:
-    """Count the pairs (query, key) of a causal band: query i of `length` sees min(i + 1, window) keys."""
+def pairs(length: int, window: Window) -> int:
+    """Count the pairs of a query and a key that a layer multiplies for `length` positions.
+
+    Dense: the square. A band: query i sees min(i + 1, W) keys. Fixed: those of its window up to itself, and
+    the G columns of every window before.
+    """
+    if window is None:
+        return length**2
+    if isinstance(window, Fixed):
+        size, (whole, rest) = window.window, divmod(length, window.window)
+        own = whole * size * (size + 1) + rest * (rest + 1)
+        return own // 2 + window.columns * (size * whole * (whole - 1) // 2 + whole * rest)
     window = min(window, length)
     return window * length - window * (window - 1) // 2
 
@@ -111,14 +122,14 @@ def layer_products(model: Model, tokens: int, length: int, tp: int = 1) -> tuple
 
 
 def attention_products(
-    model: Model, tokens: int, length: int, tp: int = 1, window: int | None = None
+    model: Model, tokens: int, length: int, tp: int = 1, window: Window = None
 ) -> tuple[Product, ...]:
     """Return the products of scores and values in a layer, one for each head and sample: 4 b S^2 h / t.
 
-    A banded layer's share of the square is `band(S, W)` pairs.
+    A sparse layer's share of the square is `pairs(S, window)`.
     """
     head = model.hidden / model.heads
-    keys = length if window is None else band(length, window) / length
+    keys = pairs(length, window) / length
     count = model.heads / tp * tokens / length
     return Product(length, keys, head, count), Product(length, head, keys, count)
 

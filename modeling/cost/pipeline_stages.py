@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from modeling.cost.operation_count import band
+from modeling.cost.operation_count import pairs
 from modeling.cost.parameter_count import head_operations
 from recipes.schema import Model, Recipe
 
@@ -52,7 +52,7 @@ def head_in_layers(
     model: Model, length: int, padded_vocab: int, predictions: int | None, recomputed: bool
 ) -> float:
     """Return the output layer's time in layers' times, by the count of `exact_flops_per_step`."""
-    pairs = [length**2 if window is None else band(length, window) for window in model.windows]
-    layer = 24 * length * model.hidden**2 + 4 * model.hidden * sum(pairs) / len(pairs)
+    scores = sum(pairs(length, window) for window in model.windows) / model.layers
+    layer = 24 * length * model.hidden**2 + 4 * model.hidden * scores
     head = head_operations(model, length, padded_vocab, predictions)
     return 3 * head / ((4 if recomputed else 3) * layer)

@@ -54,4 +54,4 @@ def test_a_banded_layer_multiplies_its_band_alone():
     dense, banded = (
         sum(p.operations for p in cost.attention_products(MODEL, S, S, 1, window)) for window in (None, 256)
     )
-    assert banded / dense == pytest.approx(cost.band(S, 256) / S**2)
+    assert banded / dense == pytest.approx(cost.pairs(S, 256) / S**2)

@@ -25,16 +25,19 @@ from launch.ranks import processes
 from launch.records import plan_text
 from launch.training import build_model
 from launch.weights.initial_weights import InitialWeights
-from modeling import banded_attention as band
+from modeling import sparse_attention as band
 from modeling.families import model_shape
 from modeling.formats.huggingface.gpt2 import CONVERSION
 from modeling.gpt2 import FAMILY, GPT2Shape
 from modeling.initialization import Init
 from modeling.layer_list import Stack
 from recipes import catalog
+from recipes.attention_patterns import Fixed
 from recipes.schema import Model
 
 BANDED = ("model.attention=[dense,banded]", "model.attention_window=24")
+COLUMNS = ("model.attention_columns=4", "model.attention_patterns=3")
+SPARSE = ("model.attention=[dense,banded,fixed]", "model.attention_window=24", *COLUMNS)
 
 
 def model(windows: tuple[int | None, ...], dropout: float = 0.0) -> Stack:
@@ -72,6 +75,8 @@ def test_layers_have_their_own_windows():
     )
     shape = model_shape(recipe, 8192)
     assert [shape.layer_at(i).window for i in range(6)] == [None, 64, 64, None, 64, 64]
+    fixed = model_shape(catalog.load("default/sotu", SPARSE), 8192)
+    assert [fixed.layer_at(i).window for i in range(4)] == [None, 24, Fixed(24, 4, 3), None]
     assert shape.layer_at(0) == replace(shape.layer_at(1), window=None)
     assert shape.layer_kinds() == {shape.layer_at(0): 2, shape.layer_at(1): 4}
     assert model_shape(catalog.load("default/sotu"), 8192).layer_at(5).window is None
@@ -101,7 +106,7 @@ def test_a_prefix_has_the_same_logits():
 def layouts(tmp_path_factory) -> Path:
     """Run directories of tests/workers/sparse_layouts.py."""
     out = tmp_path_factory.mktemp("sparse")
-    settings = (*FORCED, *BANDED, "sequence_length=256")  # long enough for the kernel of blocks
+    settings = (*FORCED, *SPARSE, "sequence_length=256")  # long enough for the kernel of blocks
     recipe = catalog.load("default/sotu", settings, tiny=True).model_copy(update={"steps": 2})
     (out / "recipe.yaml").write_text(catalog.dump(recipe))
     done = run_ranks(sparse_layouts.PROCESSES, WORKERS / "sparse_layouts.py", out, timeout=300)
@@ -124,7 +129,8 @@ def in_one_process(layouts) -> RunOutcome:
     )
     (batch,) = next(StepBatches(build(recipe, say=lambda text: None).train, recipe.seed, whole, 0))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(band, "by_blocks", band.by_dense_mask)
+        for kernel in ("by_blocks", "by_windows"):
+            patch.setattr(band, kernel, band.by_dense_mask)
         loss = used(batch["tokens"], batch["labels"], batch["weights"])
         loss.backward()
     gradients = {
@@ -158,9 +164,10 @@ def test_layout_agrees(layouts, in_one_process, case):
 
 
 @pytest.mark.long
-def test_a_broken_band_under_a_layout_is_noticed(layouts, in_one_process):
+@pytest.mark.parametrize("case", sparse_layouts.BROKEN, ids=lambda case: case.name)
+def test_a_broken_pattern_under_a_layout_is_noticed(layouts, in_one_process, case):
     with pytest.raises(AssertionError, match="Difference"):
-        check_layout(in_one_process, outcome(layouts, sparse_layouts.BROKEN.name))
+        check_layout(in_one_process, outcome(layouts, case.name))
 
 
 # Conversion
@@ -184,7 +191,8 @@ def test_weights_of_a_dense_model_are_taken_and_that_is_said(tmp_path):
     GPT2LMHeadModel(CONVERSION.config(recipe.model, recipe.sequence_length)).save_pretrained(tmp_path)
     said = [str(notice) for notice in InitialWeights(str(tmp_path)).check(recipe)]
     assert said[0] == f"initial weights: those of {tmp_path}"
-    assert "layers 1, 3 are banded here: they see 24 of 64 positions (model.attention_window)" in said[1]
+    keys = "model.attention=['dense', 'banded'], model.attention_window=24"
+    assert f"layers 1, 3 are sparse here ({keys})" in said[1]
     assert [str(notice) for notice in InitialWeights(str(tmp_path)).check(dense)] == said[:1]
 
 
@@ -208,9 +216,14 @@ def test_the_plan_names_the_kernel(monkeypatch):
         "counted, not timed: no "
         "fewer scores than in dense layers"
     )
+    plan = plan_of(*SPARSE)
+    said = plan_text.describe_attention(plan.recipe.model, build_model.band_kernel(plan))
+    seen = "24 positions, fixed ones a window and 4 columns of each before it"
+    assert said[0][1] == f"layers dense, banded, fixed, repeated: 4 of 6 see {seen}"
+    assert said[1][1] == f"{kernel[1]}; windows (each window with the columns before it)"
     sber = SimpleNamespace(recipe=catalog.load("sber_path_to_13b/07-gpt3-large-sparse"), precision="fp16")
-    why = "flex_attention has no dropout, and attention weights are dropped with probability 0.1"
-    assert build_model.band_kernel(sber) == f"blocks ({why})", "no machine would take flex_attention"
+    why = "each window with the columns before it"
+    assert build_model.band_kernel(sber) == f"windows ({why})"
     monkeypatch.setattr(processes, "device", lambda: GPU)
     monkeypatch.setattr(build_model, "has_gpu_compiler", lambda: True)
-    assert build_model.band_kernel(sber) == f"blocks ({why}); not measured on a GPU"
+    assert build_model.band_kernel(sber) == f"windows ({why}); not measured on a GPU"

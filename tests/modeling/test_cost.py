@@ -4,8 +4,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from modeling import cost
+from modeling.sparse_attention import in_fixed
+from recipes.attention_patterns import Fixed
 from recipes.schema import Model
 
 
@@ -233,9 +236,16 @@ def test_a_bert_decodes_only_what_it_predicts():
 
 @pytest.mark.parametrize(("length", "window"), [(1, 1), (7, 1), (7, 3), (7, 7), (7, 9), (64, 16)])
 def test_pairs_of_a_band(length, window):
-    assert cost.band(length, window) == sum(
+    assert cost.pairs(length, window) == sum(
         max(0, i - window + 1) <= j <= i for i in range(length) for j in range(length)
     )
+
+
+@pytest.mark.parametrize(("length", "pattern"), [(1, Fixed(3, 1)), (24, Fixed(8, 2, 4)), (30, Fixed(8, 3))])
+def test_pairs_of_a_fixed_pattern(length, pattern):
+    position = torch.arange(length)
+    for seen in in_fixed(position[:, None], position[None], pattern, heads=4):
+        assert cost.pairs(length, pattern) == int(seen.sum())
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -32,11 +32,17 @@ from modeling.gpt2 import FAMILY, GPT2Shape
 from modeling.initialization import Init
 from modeling.layer_list import Stack
 from modeling.past import Past
+from recipes.attention_patterns import Fixed
 from recipes.schema import Model
 
 POSITIONS, VOCAB, LAYERS = 40, 300, 4
 MODEL = Model(layers=LAYERS, hidden=32, heads=4, vocab_size=VOCAB)
-KINDS = {"dense": (), "banded": (6,) * LAYERS, "alternating": (None, 6, None, 1)}
+KINDS = {
+    "dense": (),
+    "banded": (6,) * LAYERS,
+    "alternating": (None, 6, None, 1),
+    "fixed": (Fixed(6, 2), None, Fixed(5, 1, 3), Fixed(7, 1)),
+}
 PROMPTS = [
     tuple(i * k % VOCAB for i in range(1, length)) for k, length in ((37, 8), (11, 20), (5, 2), (7, 15))
 ]
@@ -113,7 +119,7 @@ def test_padding_before_shorter_samples_changes_nothing(model):
 def test_every_column_sees_something():
     """Padding too: not every kernel of attention weighs nothing by 0."""
     past = Past(torch.tensor([0, 3]), 8, LAYERS)
-    for window in (None, 2):
+    for window in (None, 2, Fixed(4, 1)):
         seen = past.mask(5, window)
         assert seen.shape == (2, 1, 5, 5) and seen.any(-1).all()
         assert not seen[1, 0, 4, :3].any() and seen[0, 0, 4, 3:].all()

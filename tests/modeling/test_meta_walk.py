@@ -35,6 +35,7 @@ from modeling.parallel.random_state import seed_step
 from modeling.past import Past
 from modeling.task_heads import TaskShape
 from modeling.unpadding import Row
+from recipes.attention_patterns import Fixed
 from recipes.rank_order import Coordinates
 
 B, S, P, V, CHOICES = 4, 256, 8, 90, 2
@@ -99,6 +100,7 @@ CASES = {
     "GPT-2, sequence parallel, recomputed": Case(options={**SEQUENCE, "recomputes_core": True}, tp=2),
     "banded, by blocks": Case(options={**DROPOUT, "windows": (32, None)}),
     "banded, by a mask": Case(options={"windows": (32, None)}, length=64),
+    "fixed": Case(options={**DROPOUT, "windows": (Fixed(32, 4, 2), None)}, tp=2),
     "banded, window of all positions": Case(options={"windows": (64, 64)}, length=64),
     "BERT, a row": Case(bert.FAMILY, SOP),
     "BERT, a row by FlashAttention": Case(bert.FAMILY, {**SOP, **DROPOUT}, varlen=True),

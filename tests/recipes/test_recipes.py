@@ -295,7 +295,13 @@ WRONG = {
     "data={source: jsonl, name: x, blend: [{weight: 1}]}": "data.blend together with data.name, data.source",
     "data.blend=[{weight: 0}]": "should be greater than 0",
     "model.attention=[banded]": "banded layers without model.attention_window",
-    "model.attention_window=4": "model.attention_window=4 without a banded layer",
+    "model.attention_window=4": "model.attention_window=4 without a banded or fixed layer",
+    "model={attention: [fixed], attention_window: 4}": "has fixed layers without model.attention_columns",
+    "model.attention_columns=4": "model.attention_patterns=1 without a fixed layer",
+    "model.attention_patterns=2": "model.attention_patterns=2 without a fixed layer",
+    "model={attention: [fixed], attention_window: 4, attention_columns: 4}": "not all of them; set "
+    "model.attention_columns to 3 or less",
+    "model={attention: [fixed], attention_window: 8, attention_columns: 3, attention_patterns: 3}": "to 2 or",
     "model.positions=255": "model.positions=255 is below sequence_length=256: every token of a sample has a "
     "position of its own; set sequence_length to 255 or less, or model.positions to 256 or more",
     "model.positions=0": "model.positions=0: should be greater than or equal to 1",
@@ -307,7 +313,7 @@ WRONG_FOR_BERT = {
     "data.tokenizer.kind=bert_uncased": "the published vocabulary has 30522 tokens",
     "data={source: hub, name: x, tokenizer: {kind: trained_wordpiece}}": "and model.vocab_size to 30522",
     "model.implementation=transformers": "Trainer is run with its GPT-2; set model.family to gpt2",
-    "model.attention=[banded]": "banded layers and model.family=bert: the band looks back only",
+    "model.attention=[banded]": "banded layers and model.family=bert: sparse patterns look back only",
     "sequence_length=7": "a sample is [CLS] A [SEP] B [SEP]; set it to 8 or more",
     "data.masking.probability=0": "should be greater than 0",
 }
@@ -548,10 +554,10 @@ def test_tiny_of_a_published_layout_keeps_the_batch_identity():
     assert shrink(small) == small
 
 
-D, B = "dense", "banded"
+D, B, F = "dense", "banded", "fixed"
 PATTERNS = {  # of a recipe -> shrunk
     (D, D, D, D, B): (D, D, D, B), (B, D, D, D, D, D): (B, D, D, D), (D, D, D, B, B, B): (D, D, B, B),
-    (D, B) * 3: (D, B) * 2,
+    (D, B) * 3: (D, B) * 2, (D, F, F, F, B): (D, F, F, B),
     (D, D, B, D, D, B): (D, B, D, B), (B,) * 6: (B,) * 4, (D, B): (D, B), (D, D, D, B): (D, D, D, B),
 }  # fmt: skip
 
@@ -559,6 +565,7 @@ PATTERNS = {  # of a recipe -> shrunk
 @pytest.mark.parametrize("kinds", PATTERNS)
 def test_tiny_keeps_every_kind_of_layer(kinds, table):
     pattern = f"attention: [{', '.join(kinds)}], attention_window: 5"
+    pattern += ", attention_columns: 1" if F in kinds else ""
     small = load(f"{table(GOOD.replace('layers: 2', 'layers: 6, ' + pattern))}:one", tiny=True)
     assert small.model.attention == PATTERNS[kinds]
 
@@ -568,7 +575,7 @@ def test_tiny_keeps_every_kind_of_layer(kinds, table):
     [(2048, 128), (2048, 1000), (2048, 2047), (1024, 700), (300, 20), (100, 9), (16, 5)],
 )
 def test_tiny_takes_the_kernel_of_the_whole_recipe(positions, window, table):
-    from modeling.banded_attention import choose
+    from modeling.sparse_attention import choose
 
     text = GOOD.replace("layers: 2", f"layers: 2, attention: [dense, banded], attention_window: {window}")
     path = table(text.replace("sequence_length: 16", f"sequence_length: {positions}"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from comparing import Group, both_passes, close, gathered, given_weights, randn, same_gradients
@@ -12,6 +13,7 @@ from modeling.gpt2 import GPT2Shape
 from modeling.initialization import Init
 from modeling.parallel.process_grid import ProcessGrid
 from modeling.transformer import Attention, LayerShape, TransformerLayer
+from recipes.attention_patterns import Fixed, Window
 
 B, S, H, HEADS, WINDOW = 2, 257, 16, 4, 40  # long enough for the kernel of blocks, and no multiple of a block
 SHAPE = GPT2Shape(
@@ -21,9 +23,9 @@ SHAPE = GPT2Shape(
 )  # fmt: skip
 
 
-def banded_layer(group: Group) -> None:
+def banded_layer(group: Group, window: Window = WINDOW) -> None:
     """A whole layer against the dense one in one process: output, the input's and all joined gradients."""
-    shape = LayerShape(H, HEADS, window=WINDOW)
+    shape = LayerShape(H, HEADS, window=window)
 
     def build(group: Group, init: Init, shape: LayerShape = shape) -> TransformerLayer:
         return TransformerLayer(shape, group=group, init=init)
@@ -73,7 +75,7 @@ def banded_recomputation_is_exact(grid: ProcessGrid) -> None:
         assert all(torch.equal(*pair) for pair in zip(gradients, regained, strict=True)), f"group {group}"
 
 
-CHECKS = {"banded layer": banded_layer}
+CHECKS = {"banded layer": banded_layer, "fixed layer": partial(banded_layer, window=Fixed(WINDOW, 8, 3))}
 GRID_CHECKS = {
     "banded dropout": banded_dropout,
     "banded recomputation is exact": banded_recomputation_is_exact,

@@ -15,7 +15,7 @@ from unittest import mock
 from broken_layouts import Breakage, train
 
 from launch.experiments.parity.layout_cases import LayoutCase
-from modeling import banded_attention
+from modeling import sparse_attention
 
 PROCESSES = 2
 CASES = (
@@ -23,17 +23,34 @@ CASES = (
     LayoutCase("pp2 recomputed", 1, 2, 1, "pipeline", accumulation=4, checkpointing="full"),
     LayoutCase("dp2 zero3", 1, 1, 2, "zero3"),
 )
-BROKEN = LayoutCase("tp2, band one too wide", 2, 1, 1, "zero0")
+BROKEN = (
+    LayoutCase("tp2, band one too wide", 2, 1, 1, "zero0"),
+    LayoutCase("tp2, the first heads' columns", 2, 1, 1, "zero0"),
+)
 
 
 def one_too_wide() -> AbstractContextManager:
-    right = banded_attention.in_band
+    right = sparse_attention.in_band
     return mock.patch.object(
-        banded_attention, "in_band", lambda query, key, window: right(query, key, window + 1)
+        sparse_attention, "in_band", lambda query, key, window: right(query, key, window + 1)
+    )
+
+
+def columns_of_the_first_heads() -> AbstractContextManager:
+    """Every tensor rank takes its heads for the first ones."""
+    right = sparse_attention.by_windows
+    return mock.patch.object(
+        sparse_attention,
+        "by_windows",
+        lambda q, k, v, pattern, p: right(q, k, v, pattern._replace(first=0), p),
     )
 
 
 if __name__ == "__main__":
     train(
-        Path(sys.argv[1]), [*(Breakage(case, nullcontext) for case in CASES), Breakage(BROKEN, one_too_wide)]
+        Path(sys.argv[1]),
+        [
+            *(Breakage(case, nullcontext) for case in CASES),
+            *map(Breakage, BROKEN, (one_too_wide, columns_of_the_first_heads)),
+        ],
     )

@@ -14,6 +14,7 @@ from launch.planning.prediction.hardware import Node
 from launch.planning.prediction.node_rates import NodeRates
 from launch.planning.prediction.workload import Workload
 from modeling import cost
+from recipes.attention_patterns import Window
 
 TENSORS = 12  # parameter tensors of a layer
 # Of Adam on the host per parameter: gradient, master weight and two moments read, the last three written, and
@@ -127,7 +128,7 @@ class StageTimes:
             between += moved / (self.machine.node.gpu.memory_gb_s * 1e9)
         return MicroBatchTime(matrix, between, self._tensor() * layers, self._boundary())
 
-    def _scores(self, window: int | None) -> float:
+    def _scores(self, window: Window) -> float:
         """Predict a layer's attention; kernels without kept scores skip the masked half."""
         work = self.work
         square = cost.attention_products(

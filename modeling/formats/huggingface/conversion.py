@@ -157,7 +157,7 @@ def check_convertible(model: Model) -> None:
     """Check that a `transformers` model can compute the same as `model`, else raise ValueError."""
     if any(window is not None for window in model.windows):
         raise ValueError(
-            f"model.attention={list(model.attention)}, model.attention_window={model.attention_window}: "
+            f"{model.sparse_keys}: "
             "transformers' GPT-2 has dense layers alone, and with these weights it would compute something "
             "else; only a run with model.attention=[dense] can be exported. The weights stay in the run's "
             "checkpoints, from which launch/pretrain.py --resume continues it"

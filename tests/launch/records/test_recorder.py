@@ -166,7 +166,7 @@ def test_the_plan_and_what_to_beat_are_shown_first(tmp_path):
     records = recorder(tmp_path, plan(recipe(model=bands)), stream=stream, band_kernel="blocks (why)")
     records.__exit__(None, None, None)
     shown = stream.getvalue()
-    assert "recipe         table/small: small" in shown and "  banded by    blocks (why)" in shown
+    assert "recipe         table/small: small" in shown and "  sparse by    blocks (why)" in shown
     assert "in nats per token: uniform 5.7000, unigram 5.0000" in shown
 
 

@@ -167,7 +167,7 @@ SHOWN = {  # arguments of show -> parts of what it prints
         "339,208,196 in all, with duplicates and padding, as printed"
     ],
     "a100_blog_table4/2b": ["103 printed, without a time; by exact count"],
-    "sber_path_to_13b/07-gpt3-large-sparse": ["attention   layers dense, banded, repeated"],
+    "sber_path_to_13b/07-gpt3-large-sparse": ["attention   layers dense, fixed, repeated"],
     "megatron_paper_results/8.3b": ["WikiText-103 perplexity  10.8, 15.8 before", "66.5, 63.2 before"],
     "a100_blog_table3/3.9b": ["5 fine-tuned models together", "90.9 (93.1/90), 89.4 before"],
 }
@@ -178,7 +178,7 @@ def test_show_tells_all_of_a_row(arguments, capsys):
     text = output(capsys, "show", *arguments.split())
     assert [part for part in SHOWN[arguments] if part not in text] == []
     if "sparse" in arguments:  # of the row's machine, not of this one
-        assert "banded by" not in text and "CPU" not in text
+        assert "sparse by" not in text and "CPU" not in text
 
 
 def test_show_writes_the_recipe_and_the_json(capsys, tmp_path):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.attention import flex_attention
 
 from launch.training import compiling
-from modeling import banded_attention as band
+from modeling import sparse_attention as band
 from modeling.families import model_shape
 from modeling.initialization import Init
 from modeling.transformer import Attention, LayerShape, TransformerLayer

@@ -8,7 +8,7 @@ pinned batches and the device of the loader's threads        test_batches_are_pi
 marks of the forward clock                                   test_the_forward_clock_reads_events
 peaks, GPUs in descriptions and in the doctor                test_memory_and_names…, test_checkup.py
 a device for each rank                                       tests/launch/ranks/test_processes.py
-kernels of banded attention                                  test_banded_attention.py, test_banded_models.py
+kernels of banded attention                                  test_sparse_attention.py, test_banded_models.py
 nothing of a GPU that is not to be used                      test_a_gpu_that_is_not_to_be_used…
 """
 

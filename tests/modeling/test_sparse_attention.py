@@ -1,6 +1,6 @@
-"""Kernels of banded attention against a loop over positions, and which one is chosen.
+"""Kernels of sparse attention against a loop over positions, and which one is chosen.
 
-Models of banded layers: test_banded_models.py.
+Models of sparse layers: test_banded_models.py.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import math
 import pytest
 import torch
 
-from modeling import banded_attention as band
+from modeling import sparse_attention as band
+from recipes.attention_patterns import Fixed
 
-KERNELS = {"blocks": band.by_blocks, "dense mask": band.by_dense_mask, "chosen": band.banded_attention}
+KERNELS = {"blocks": band.by_blocks, "dense mask": band.by_dense_mask, "chosen": band.sparse_attention}
 SIZES = [  # positions, window, head size
     (1, 1, 3), (7, 3, 5), (65, 1, 8), (97, 33, 4), (129, 64, 7), (130, 129, 8), (130, 130, 8), (130, 500, 8),
     (261, 40, 6), (300, 101, 1),
@@ -157,7 +158,7 @@ def test_the_chosen_kernel_runs(monkeypatch):
     for name in ("by_blocks", "by_dense_mask"):
         monkeypatch.setattr(band, name, lambda *args, name=name: ran.append((name, args[3:])) or args[0])
     for positions, window in ((300, 20), (300, 250), (100, 20), (100, 100)):
-        band.banded_attention(*tensors(positions, 4, grad=False), window, 0.1)
+        band.sparse_attention(*tensors(positions, 4, grad=False), window, 0.1)
     assert ran == [("by_blocks", (20, 0.1)), ("by_dense_mask", (250, 0.1)), ("by_dense_mask", (20, 0.1))]
     assert asked[0] == ("cpu", torch.float64, 0.1, 300, 20, 4)
 
@@ -172,3 +173,55 @@ def test_the_chosen_kernel_runs(monkeypatch):
 )  # fmt: skip
 def test_scores_are_counted(kernel, positions, window, fewer):
     assert band.computes_fewer_scores(kernel, positions, window) == fewer
+
+
+# The fixed pattern
+
+FIXED = [  # positions, pattern
+    (40, Fixed(8, 2)), (37, Fixed(8, 2)), (47, Fixed(8, 2, 4)), (33, Fixed(8, 3, 2, first=1)),
+    (12, Fixed(11, 5, 2)), (300, Fixed(128, 16, 8, first=5)), (20, Fixed(3, 1, 3)), (9, Fixed(9, 2)),
+    (1, Fixed(4, 1)),
+]  # fmt: skip
+
+
+def their_layout(positions: int, pattern: Fixed, heads: int) -> torch.Tensor:
+    """DeepSpeed's FixedSparsityConfig as documented, block by block, and causal: (N, S, S)."""
+    window, block, patterns, first = pattern
+    local, blocks = window // block, -(-positions // block)
+    seen = torch.zeros(heads, blocks * block, blocks * block, dtype=torch.bool)
+    for head in range(heads):
+        for row in range(blocks):
+            for column in range(blocks):
+                of_window = local - 1 - (first + head) % patterns
+                if row // local == column // local or column % local == of_window:
+                    seen[head, row * block : (row + 1) * block, column * block : (column + 1) * block] = True
+    return seen[:, :positions, :positions].tril()
+
+
+@pytest.mark.parametrize(("positions", "pattern"), FIXED, ids=str)
+def test_a_fixed_pattern_is_dense_attention_under_its_mask(positions, pattern):
+    """Output and gradients of the chosen kernel, of one that is given a mask, and of an explicit one."""
+    inputs = tensors(positions, 4)
+    N, position = inputs[0].shape[1], torch.arange(positions)
+    mask = band.in_fixed(position[:, None], position[None], pattern, N)
+    if pattern.window % pattern.columns == 0:
+        assert torch.equal(mask, their_layout(positions, pattern, N))
+    cotangent, results = torch.randn(inputs[0].shape, dtype=torch.float64), []
+    scores = (inputs[0] @ inputs[1].mT / 2).masked_fill(~mask, -torch.inf)
+    kernels = [band.sparse_attention, band.by_dense_mask]
+    kernels += [band.by_windows] if positions > pattern.window else []
+    for out in (scores.softmax(-1) @ inputs[2], *(kernel(*inputs, pattern) for kernel in kernels)):
+        results.append([out.detach(), *torch.autograd.grad(out, inputs, cotangent, retain_graph=True)])
+    for found in results[1:]:
+        for ours, expected in zip(found, results[0], strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_kernel_of_a_fixed_pattern():
+    sizes = ("cuda", torch.bfloat16, 0.0, 2048)
+    assert band.choose(*sizes, Fixed(128, 16, 8), 64, compiler=True).kernel == "windows"
+    assert band.choose(*sizes, Fixed(2048, 16, 8), 64, compiler=True).kernel == "causal"
+    assert band.prepared_mask(torch.device("cpu"), torch.float32, 2048, Fixed(128, 16), 64) is None
+    assert band.computes_fewer_scores("windows", 2048, Fixed(128, 16))  # 368 keys for each of 2048 queries
+    assert not band.computes_fewer_scores("windows", 2048, Fixed(128, 64))
+    assert not band.computes_fewer_scores("causal", 128, Fixed(128, 64))

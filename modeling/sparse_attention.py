@@ -1,17 +1,26 @@
-"""Locally banded causal attention: the sparse layers of GPT-3 (Brown et al., arXiv 2005.14165, section 2.1).
+"""Sparse causal attention: bands, and the fixed pattern of windows and global columns.
 
-Position i sees the `window` positions max(0, i - window + 1) .. i: the work grows with S x window, not S^2.
+In a locally banded layer of GPT-3 (Brown et al., arXiv 2005.14165, section 2.1) position i sees the `window`
+positions max(0, i - window + 1) .. i: the work grows with S x window, not S^2. `Fixed` says what it sees
+under the fixed pattern (Child et al., arXiv 1904.10509).
 
-`choose` takes one of four kernels:
+`choose` takes one of four kernels for a band:
 
     flex_attention  GPUs: one fused kernel, compiled at first use; skips blocks off the band, has no dropout
     blocks          any device: each block of queries gets a copy of its keys and values; SDPA gets a mask
     dense mask      SDPA over all S x S scores: where the sequence is short or the window covers most of it
     causal          SDPA without a mask: where the window covers all of the sequence
 
+and for the fixed pattern this last one, or
+
+    windows         any device: each window gets a copy of its keys and of the columns before it; SDPA gets
+                    a mask that serves all heads. flex_attention would save little: each of its blocks of
+                    keys holds columns, unless windows are longer than a block.
+
 `choose` rests on what a kernel can compute and on what was measured on a CPU; nothing was measured on a GPU.
 
 Shapes: B samples, N heads, S positions, D head size; n blocks of T positions; a query reaches R blocks back.
+Of the fixed pattern: n windows of W positions, G columns in each.
 """
 
 from __future__ import annotations
@@ -26,7 +35,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Kernel = Literal["flex_attention", "blocks", "dense mask", "causal"]
+from recipes.attention_patterns import Fixed, Window
+
+Kernel = Literal["flex_attention", "blocks", "windows", "dense mask", "causal"]
 
 SHORTEST = 256  # positions below which gathering blocks costs more than it saves, measured on a CPU
 FLEX_BLOCK = 128  # positions per block of flex_attention's mask
@@ -44,20 +55,22 @@ def choose(
     dtype: torch.dtype,
     dropout: float,
     positions: int,
-    window: int,
+    window: int | Fixed,
     head_size: int,
     *,
     compiler: bool = False,
 ) -> Choice:
-    """Return the kernel for the band, and the reason.
+    """Return the kernel for the pattern, and the reason.
 
     Args:
         device: type of the device, e.g. "cpu" or "cuda".
         dropout: probability on attention weights; 0 in evaluation.
         compiler: result of `has_gpu_compiler`.
     """
-    if window >= positions:
+    if (window.window if isinstance(window, Fixed) else window) >= positions:
         return Choice("causal", "the window covers the sequence")
+    if isinstance(window, Fixed):
+        return Choice("windows", "each window with the columns before it")
     if positions < SHORTEST:
         return Choice("dense mask", f"the sequence is shorter than {SHORTEST}")
     obstacle = _obstacle_to_flex(device, dtype, dropout, positions, head_size, compiler)
@@ -68,8 +81,11 @@ def choose(
     return Choice("blocks", obstacle)
 
 
-def computes_fewer_scores(kernel: Kernel, positions: int, window: int) -> bool:
+def computes_fewer_scores(kernel: Kernel, positions: int, window: int | Fixed) -> bool:
     """Check whether the kernel computes fewer scores (a count, not a time) than a dense causal kernel."""
+    if isinstance(window, Fixed):
+        keys = window.window + (-(-positions // window.window) - 1) * window.columns
+        return kernel == "windows" and 2 * keys < positions
     if kernel == "flex_attention":
         return (_blocks_back(window, FLEX_BLOCK) + 1) * FLEX_BLOCK < positions
     return kernel == "blocks" and 2 * keys_per_block(window) < positions
@@ -119,22 +135,23 @@ def _blocks_back(window: int, size: int) -> int:
     return -(-(window - 1) // size)
 
 
-def banded_attention(
-    q: Tensor, k: Tensor, v: Tensor, window: int, dropout_p: float = 0.0, *, mask: Any = None
+def sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, window: int | Fixed, dropout_p: float = 0.0, *, mask: Any = None
 ) -> Tensor:
-    """Return softmax(q k' / sqrt(D)) v over the band; all tensors are (B, N, S, D).
+    """Return softmax(q k' / sqrt(D)) v over the pattern; all tensors are (B, N, S, D).
 
     Args:
         dropout_p: probability on the weights; draws from the current random stream.
         mask: flex_attention's, from `prepared_mask`; needed under torch.compile.
     """
-    assert window >= 1, f"a window of {window} positions does not hold the position itself"
     S, D = q.shape[-2:]
     # If torch.compile is tracing for a GPU, there is a compiler.
     compiler = q.device.type != "cpu" and (torch.compiler.is_compiling() or has_gpu_compiler())
     kernel = choose(q.device.type, q.dtype, dropout_p, S, window, D, compiler=compiler).kernel
     if kernel == "causal":
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
+    if isinstance(window, Fixed):
+        return by_windows(q, k, v, window, dropout_p)
     if kernel == "flex_attention":
         return by_flex(q, k, v, window, mask)
     return {"blocks": by_blocks, "dense mask": by_dense_mask}[kernel](q, k, v, window, dropout_p)
@@ -145,10 +162,26 @@ def in_band(query: Tensor, key: Tensor, window: int) -> Tensor:
     return (key <= query) & (key > query - window)
 
 
-def by_dense_mask(q: Tensor, k: Tensor, v: Tensor, window: int, dropout_p: float = 0.0) -> Tensor:
-    """Compute all S x S scores and mask those outside of the band: the reference."""
+def in_fixed(query: Tensor, key: Tensor, pattern: Fixed, heads: int) -> Tensor:
+    """Check whether each query sees each key in every head: positions (..., S, 1) and L -> (..., N, S, L)."""
+    window, columns, patterns, first = pattern
+    turn = (first + torch.arange(heads, device=key.device)).view(-1, 1, 1) % patterns
+    query, key = query[..., None, :, :], key[..., None, :, :]
+    of_columns = (window - 1 - key % window) // columns  # 0: the last of their window
+    return (key <= query) & ((key // window == query // window) | (of_columns == turn))
+
+
+def visible(query: Tensor, key: Tensor, window: Window, heads: int) -> Tensor:
+    """Return the mask of any pattern: positions (..., S, 1) and (..., 1, L) -> (..., N or 1, S, L)."""
+    if isinstance(window, Fixed):
+        return in_fixed(query, key, window, heads)
+    return ((key <= query) if window is None else in_band(query, key, window))[..., None, :, :]
+
+
+def by_dense_mask(q: Tensor, k: Tensor, v: Tensor, window: Window, dropout_p: float = 0.0) -> Tensor:
+    """Compute all S x S scores and mask those outside of the pattern: the reference."""
     position = torch.arange(q.shape[-2], device=q.device)
-    mask = in_band(position[:, None], position, window)  # (S, S)
+    mask = visible(position[:, None], position[None], window, q.shape[1])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p)
 
 
@@ -175,6 +208,32 @@ def by_blocks(q: Tensor, k: Tensor, v: Tensor, window: int, dropout_p: float = 0
     return out.view(B, N, n * T, D)[:, :, :S]
 
 
+def by_windows(q: Tensor, k: Tensor, v: Tensor, pattern: Fixed, dropout_p: float = 0.0) -> Tensor:
+    """Multiply each window of queries with its own keys and the columns before it: S (W + (n - 1) G) scores.
+
+    Keys and values are copied 1 + (n - 1) G / W times; heads choose their columns, and share the mask.
+    """
+    B, N, S, D = q.shape
+    W, G, patterns, first = pattern
+    n = -(-S // W)
+    number = torch.arange(n, device=q.device)
+    turn = (first + torch.arange(N, device=q.device)) % patterns
+    columns = W - G * (turn + 1)[:, None] + torch.arange(G, device=q.device)  # (N, G), places in a window
+    places = columns.view(1, N, 1, G, 1).expand(B, N, n - 1, G, D)
+
+    def with_columns(x: Tensor) -> Tensor:  # (B, N, n, W, D) -> (B N, n, W + (n - 1) G, D)
+        chosen = x[:, :, :-1].gather(3, places).view(B, N, 1, (n - 1) * G, D)
+        return torch.cat([x, chosen.expand(B, N, n, -1, D)], 3).flatten(0, 1)
+
+    queries, keys, values = (F.pad(x, (0, 0, 0, n * W - S)).reshape(B, N, n, W, D) for x in (q, k, v))
+    own = torch.ones(W, W, dtype=torch.bool, device=q.device).tril().expand(n, W, W)
+    before = (number[:-1].repeat_interleave(G) < number[:, None])[:, None].expand(n, W, -1)
+    mask = torch.cat([own, before], -1)  # (n, W, W + (n - 1) G)
+    keys, values = with_columns(keys), with_columns(values)
+    out = F.scaled_dot_product_attention(queries.flatten(0, 1), keys, values, mask[None], dropout_p)
+    return out.view(B, N, n * W, D)[:, :, :S]
+
+
 def by_flex(q: Tensor, k: Tensor, v: Tensor, window: int, mask: Any = None) -> Tensor:
     """Compute the band in one fused kernel; a `mask` for another length is replaced."""
     from torch.nn.attention.flex_attention import flex_attention
@@ -196,7 +255,7 @@ def compiled_flex() -> Callable[..., Any]:
 
 
 def prepared_mask(
-    device: torch.device, dtype: torch.dtype, positions: int, window: int, head_size: int
+    device: torch.device, dtype: torch.dtype, positions: int, window: int | Fixed, head_size: int
 ) -> Any:
     """Return flex_attention's mask, or None if `choose` takes another kernel; for layers without dropout.
 
@@ -204,7 +263,9 @@ def prepared_mask(
     """
     compiler = device.type != "cpu" and has_gpu_compiler()
     chosen = choose(device.type, dtype, 0.0, positions, window, head_size, compiler=compiler)
-    return block_mask(positions, window, device) if chosen.kernel == "flex_attention" else None
+    if isinstance(window, Fixed) or chosen.kernel != "flex_attention":
+        return None
+    return block_mask(positions, window, device)
 
 
 # Dynamo ignores lru_cache: traced, the comparisons would be in the graph and run in every call.
