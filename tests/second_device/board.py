@@ -1,8 +1,7 @@
 """Register the second device with torch: `torch.board` answers as `torch.cuda` does, "bccl" as NCCL.
 
-BOARD_DEVICES: number of devices (8). BOARD_MEMORY_MB: memory of a process there. BOARD_LAG_MS: how much
-later than asked streams begin their work, if nobody waits. BOARD_COUNTS=FILE.json: rank N writes into
-FILE.N.json how many kernels it launched, by operator, and what it copied and waited for.
+BOARD_DEVICES: number of devices (8). BOARD_MEMORY_MB: memory of a process there. BOARD_COUNTS=FILE.json:
+rank N writes into FILE.N.json how many kernels it launched, by operator, and what it copied and waited for.
 """
 
 from __future__ import annotations
@@ -56,9 +55,8 @@ def current_stream(device: torch.device | str | int | None = None) -> torch.Stre
 
 def properties(device: torch.device | str | int | None = None) -> types.SimpleNamespace:
     memory = C.memory()["limit"]
-    return types.SimpleNamespace(
-        name="Board", total_memory=memory, multi_processor_count=1, uuid=f"board-{index(device)}"
-    )
+    uuid = f"board-{os.environ.get('HOME')}-{index(device)}"  # machines of tests have homes of their own
+    return types.SimpleNamespace(name="Board", total_memory=memory, multi_processor_count=1, uuid=uuid)
 
 
 def in_use(what: str) -> object:

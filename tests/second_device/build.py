@@ -1,4 +1,7 @@
-"""Build the second device once per environment, in a directory of its own beside DeepSpeed's compiled ops."""
+"""Build the second device once per environment, in a directory of the environment's own.
+
+Tests give emulated machines caches of their own, in which it would be built again.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,6 @@ from types import ModuleType
 import torch
 from torch.utils import cpp_extension
 
-from data.cache import default_directory
 from data.durable_files import locked
 
 SOURCES = sorted((Path(__file__).parent / "device").iterdir())
@@ -44,12 +46,10 @@ def load() -> ModuleType:
 
 
 def _directory() -> Path:
-    chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
-    root = Path(chosen) if chosen else default_directory() / "compiled_ops"
     torch_file = os.stat(str(torch.__file__)).st_mtime_ns
-    facts = [sys.prefix, platform.python_version(), torch_file, platform.processor(), os.environ.get("CXX")]
+    facts = [platform.python_version(), torch_file, platform.processor(), os.environ.get("CXX")]
     digest = hashlib.sha256(repr(facts).encode() + b"".join(path.read_bytes() for path in SOURCES))
-    return root / f"second_device-torch{torch.__version__}-{digest.hexdigest()[:8]}"
+    return Path(sys.prefix) / f"second_device-torch{torch.__version__}-{digest.hexdigest()[:8]}"
 
 
 def _ninja() -> str | None:

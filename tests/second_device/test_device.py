@@ -26,4 +26,4 @@ def test_every_mistake_shows(found):
         for name, text in each.items()
         if text
     ]
-    assert not failures and len(found[0]) == 16, "\n".join(failures)
+    assert not failures and len(found[0]) == 17, "\n".join(failures)

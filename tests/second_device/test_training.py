@@ -13,6 +13,7 @@ from launching import ROOT, WORKERS, environment, run, run_ranks
 from rank_server import free_port
 from second_device.running import needed, on_board, train_layouts
 
+from data.cache import default_directory
 from launch.experiments.parity.layout_cases import LayoutCase
 from launch.planning import resolved_plans
 from launch.records.metrics import read_metrics
@@ -86,7 +87,7 @@ def test_activations_that_leave_the_device_meanwhile_come_back_whole(tmp_path):
     """DeepSpeed empties the inputs of recomputed chunks, one tensor rank's whole, while they are copied."""
     recomputed = {"zero3": "none", "zero3_cpu_checkpointing": "full"}
     cases = [LayoutCase(name, 1, 1, 1, name, checkpointing=what) for name, what in recomputed.items()]
-    kept, copied = train_layouts(GPT2, HIDDEN, cases, tmp_path, 4, on_board(BOARD_LAG_MS=1000)).values()
+    kept, copied = train_layouts(GPT2, HIDDEN, cases, tmp_path, 4, on_board()).values()
     assert kept.failure is copied.failure is None and len(kept.losses) == 4
     assert copied.losses == kept.losses and copied.norms == kept.norms
     assert copied.gradients.keys() == kept.gradients.keys() != set()
@@ -156,8 +157,10 @@ def test_two_machines_train_one_run(tmp_path):
     ]
     launcher = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1", *end]
     command = [sys.executable, *launcher, str(PRETRAIN), *flags, "--out", str(tmp_path / "two")]
+    given = {"BOARD_DEVICES": 1, "MEGARECIPES_CACHE": default_directory()}
     machines = [
-        subprocess.Popen(command, env=environment(on_board(BOARD_DEVICES=1)), cwd=ROOT) for _ in range(2)
+        subprocess.Popen(command, env=environment(on_board(HOME=tmp_path / home, **given)), cwd=ROOT)
+        for home in ("first", "second")
     ]
     assert [machine.wait(200) for machine in machines] == [0, 0]
     alone = run_ranks(1, PRETRAIN, *flags, "--out", tmp_path / "one")

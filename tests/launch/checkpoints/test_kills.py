@@ -8,15 +8,15 @@ import time
 
 import psutil
 import pytest
-from launching import ROOT, deepspeed, environment, run
+from launching import DEVICE, ROOT, deepspeed, environment, run
 from stored import complete_checkpoints
 
 from launch.records.metrics import read_metrics
 
-KILLS = 20
+KILLS, STEPS = (8, 200) if DEVICE == "board" else (20, 400)  # the former is slower
 FLAGS = [
-    "launch/pretrain.py", "--tiny", "--ds_config", "zero2", "--steps", "400", "--set", "run.save_every=1",
-    "--set", "run.keep_checkpoints=2", "--set", "dropout.hidden=0.1",
+    "launch/pretrain.py", "--tiny", "--ds_config", "zero2", "--steps", str(STEPS),
+    "--set", "run.save_every=1", "--set", "run.keep_checkpoints=2", "--set", "dropout.hidden=0.1",
 ]  # fmt: skip
 
 
@@ -34,10 +34,10 @@ def victims(launcher):
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_twenty_kills_at_random_moments_change_no_number(tmp_path):
+def test_kills_at_random_moments_change_no_number(tmp_path):
     """Of a rank, of the launcher or of all, while every step is written in the background."""
     whole, out = tmp_path / "whole", tmp_path / "run"
-    done = run([*deepspeed(2), *FLAGS, "--out", str(whole)])
+    done = run([*deepspeed(2), *FLAGS, "--out", str(whole)], timeout=600)
     assert done.returncode == 0, done.stdout[-3000:]
     chance = random.Random(0)
     for kill in range(KILLS):
@@ -64,7 +64,7 @@ def test_twenty_kills_at_random_moments_change_no_number(tmp_path):
         assert not any(p.is_running() for p in every[1:]), f"kill {kill}: an orphan"
         newest = max((c.step for c in complete_checkpoints(out / "checkpoints")), default=0)
         assert newest >= kept, f"kill {kill}: a checkpoint is gone"
-    done = run([*deepspeed(2), *FLAGS, "--out", str(out), "--resume"])
+    done = run([*deepspeed(2), *FLAGS, "--out", str(out), "--resume"], timeout=600)
     assert done.returncode == 0 and "is damaged" not in done.stdout, done.stdout[-3000:]
     assert recorded(out) == recorded(whole)
     sums = [complete_checkpoints(d / "checkpoints")[-1].manifest.files for d in (whole, out)]

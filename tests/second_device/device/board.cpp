@@ -1,7 +1,7 @@
 // A second device for tests on a CPU ("board", torch's PrivateUse1), which behaves as a GPU does.
 //
-// streams.h: work is done after the call returned; memory.h: memory that the host may not touch; kernels.h: operators
-// and copies; collectives.h: process groups. Here: what torch asks a device.
+// streams.h: what has waited for what; memory.h: memory that the host may not touch; kernels.h: operators and copies;
+// collectives.h: process groups. Here: what torch asks a device.
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/extension.h>
 
@@ -39,7 +39,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     current_streams[s.device_index()] = s.id();
     return before;
   }
-  bool queryStream(const c10::Stream& s) const override { return Event{queue(s).end(), {}}.query(); }
+  bool queryStream(const c10::Stream& s) const override { return query(queue(s).end(), queue(s).asked); }
   void synchronizeStream(const c10::Stream& s) const override { wait_on_host(queue(s).end(), "stream"); }
   void synchronizeDevice(const c10::DeviceIndex d) const override { wait_for_device(d); }
   void recordDataPtrOnStream(const c10::DataPtr& p, const c10::Stream& s) const override { memory().used_by(p.get(), queue(s)); }
@@ -48,14 +48,15 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (!*event) *event = new Event;
     ((Event*)*event)->record(queue(s));
   }
-  void block(void* event, const c10::Stream& s) const override { queue(s).wait_for(((Event*)event)->position); }
+  void block(void* event, const c10::Stream& s) const override { queue(s).wait_for(((Event*)event)->known); }
   bool queryEvent(void* event) const override { return !event || ((Event*)event)->query(); }
-  void synchronizeEvent(void* event) const override { wait_on_host(((Event*)event)->position, "event"); }
+  void synchronizeEvent(void* event) const override { wait_on_host(((Event*)event)->known, "event"); }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete (Event*)event; }
   double elapsedTime(void* begin, void* end, const c10::DeviceIndex) const override {
     const auto *first = (Event*)begin, *last = (Event*)end;
-    TORCH_CHECK(first->query() && last->query(), "board: elapsed_time of events that have not happened yet");
-    return std::chrono::duration<double, std::milli>(*last->time - *first->time).count();
+    const bool happened = process().host.has(first->known) && process().host.has(last->known);
+    TORCH_CHECK(happened, "board: elapsed_time of events that the host has not waited for");
+    return std::chrono::duration<double, std::milli>(last->time - first->time).count();
   }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
@@ -100,5 +101,4 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("counts", &board::counts);
   m.def("memory", [] { return std::map<std::string, int64_t>{{"live", board::memory().live}, {"peak", board::memory().peak}, {"limit", board::memory().limit}}; });
   m.def("reset_peak", [] { board::memory().peak = board::memory().live; });
-  m.def("set_lag", [](int64_t ms) { board::process().lag_ms = ms; });
 }

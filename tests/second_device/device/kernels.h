@@ -1,7 +1,6 @@
-// Operators: the CPU's kernels on the memory of the device, queued on the current stream.
+// Operators: the CPU's kernels on the memory of the device, each a piece of work of the current stream.
 //
-// The call finds the shapes of the results with the meta device, takes memory for them, and returns. Where only the
-// kernel knows the shapes or the result is a number, the host waits, as it does on any device.
+// Where only the kernel knows the shapes or the result is a number, the host waits, as it does on any device.
 #pragma once
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -23,7 +22,6 @@
 
 namespace board {
 
-using at::Tensor;
 using Tensors = std::vector<Tensor>;
 using Stack = torch::jit::Stack;
 
@@ -37,11 +35,10 @@ inline Tensor host_view(const Tensor& t) {
   return at::from_blob(memory().host(start) + t.storage_offset() * t.itemsize(), t.sizes(), t.strides(), options);
 }
 
-// A copy of a host's number that goes along with a kernel, as it is now.
-inline Tensor snapshot(const Tensor& t) {
-  Tensor copy = t.detach().clone();
-  if (t.unsafeGetTensorImpl()->is_wrapped_number()) copy.unsafeGetTensorImpl()->set_wrapped_number(true);
-  return copy;
+// Note that a piece of work uses a tensor of the device.
+inline void use(const Tensor& t, const Queue& queue, Piece piece, bool writes, std::string_view name) {
+  const void* start = t.storage().data_ptr().get();
+  if (start && t.numel()) memory().use(start, queue, piece, Span(host_view(t)), writes, name);
 }
 
 // ---- Generators: one for each device, apart from the CPU's; the host draws, in the order of the calls.
@@ -75,12 +72,8 @@ class Call {
   void run() {
     c10::OptionalDeviceGuard guard(*device_);
     process().counts.add(&Counts::launches, schema_.name());
-    if (op_.hasTag(at::Tag::nondeterministic_seeded))
-      draw();
-    else if (changes_arguments_alone())
-      queue_kernel({});
-    else
-      queue_or_run();
+    if (op_.hasTag(at::Tag::nondeterministic_seeded)) draw();
+    else compute();
   }
 
  private:
@@ -145,60 +138,14 @@ class Call {
     return alias && alias->isWrite();
   }
 
-  // In-place operators keep shapes, so their kernels can be queued as they are.
-  bool changes_arguments_alone() const {
-    const auto& name = op_.operator_name();
-    const bool in_place = name.name.back() == '_' && name.overload_name.find("out") == std::string::npos;
-    for (const auto& result : schema_.returns())
-      if (!result.alias_info() || !result.alias_info()->isWrite()) return false;
-    return in_place;
-  }
-
   Stack kernel_arguments() const {
     Stack all;
     for (const auto& value : given_) {
       if (value.isDevice()) all.emplace_back(c10::Device(at::kCPU));
       else if (value.isGenerator()) all.emplace_back();
-      else all.push_back(replaced(value, [](const Tensor& t) { return on_board(t) ? host_view(t) : snapshot(t); }));
+      else all.push_back(replaced(value, [](const Tensor& t) { return on_board(t) ? host_view(t) : t; }));
     }
     return all;
-  }
-
-  // Queue the kernel; `results`: where it puts what it returns, undefined for what it writes into its arguments.
-  void queue_kernel(Tensors results) {
-    Tensors places;
-    for (const auto& each : results) places.push_back(each.defined() ? host_view(each) : each);
-    stream().enqueue([op = op_, stack = kernel_arguments(), places]() mutable {
-      try {
-        op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
-      } catch (c10::Error& error) {
-        error.add_context("board: in a kernel started earlier, " + toString(op.operator_name()));
-        throw;
-      }
-      size_t next = 0;
-      for (const auto& value : stack)
-        each_tensor(value, [&](const Tensor& t) {
-          if (next < places.size() && places[next].defined()) places[next].copy_(t);
-          next++;
-        });
-    });
-    give(std::move(results));
-  }
-
-  // Replace the arguments on the stack by results: by their places, or the argument that was written.
-  void give(Tensors results) {
-    torch::jit::drop(*stack_, count_);
-    size_t next = 0;
-    for (const auto& result : schema_.returns()) {
-      if (const auto* alias = result.alias_info()) {
-        stack_->push_back(aliased(*alias));
-        next++;
-      } else if (result.type()->kind() == c10::TypeKind::ListType) {
-        stack_->emplace_back(Tensors(results.begin() + next, results.end()));  // always the last
-      } else {
-        stack_->emplace_back(results[next++]);
-      }
-    }
   }
 
   c10::IValue aliased(const c10::AliasInfo& alias) const {
@@ -209,113 +156,43 @@ class Call {
     TORCH_CHECK(false, "board: ", schema_.name(), " returns a view and has no kernel of its own");
   }
 
-  // What the first call told of an operator on these types: whether the meta device knows the shapes of its results,
-  // and their types, which on a CPU may differ from a GPU's.
-  struct Known {
-    bool shapes;
-    std::vector<at::ScalarType> types;
-  };
-
-  std::string signature() const {
-    std::string all = toString(op_.operator_name());
-    for (const auto& value : given_)
-      each_tensor(value, [&](const Tensor& t) { all += t.defined() ? char('a' + int(t.scalar_type())) : '-'; });
-    return all;
-  }
-
-  // Queue the kernel with results as large as the meta device says; run it now if that cannot say.
-  void queue_or_run() {
+  // Run the CPU's kernel on the memory of the device, and put what it returns there.
+  void compute() {
+    auto& stream = current_queue(device_->index());
+    bool is_a_wait = schema_.returns().empty() && schema_.name().back() != '_';
     for (const auto& result : schema_.returns())
-      if (result.type()->kind() != c10::TypeKind::TensorType && result.type()->kind() != c10::TypeKind::ListType) return run_now();
-    static auto* known = new std::unordered_map<std::string, Known>;
-    static std::mutex lock;
-    const auto key = signature();
-    std::optional<Known> facts;
-    {
-      std::lock_guard<std::mutex> held(lock);
-      if (auto found = known->find(key); found != known->end()) facts = found->second;
-    }
-    Tensors metas;
-    if ((facts && !facts->shapes) || !run_meta(metas)) return run_now();
-    if (facts) {
-      Tensors results;
-      for (size_t i = 0; i < metas.size(); i++)
-        results.push_back(metas[i].defined() ? empty_like(metas[i], facts->types[i]) : metas[i]);
-      return queue_kernel(std::move(results));
-    }
-    run_now();
-    Known found{true, {}};
-    size_t next = 0;
-    for (auto value = stack_->end() - schema_.returns().size(); value != stack_->end(); ++value)
-      each_tensor(*value, [&](const Tensor& t) {
-        found.types.push_back(t.defined() ? t.scalar_type() : at::kFloat);
-        found.shapes &= !metas[next].defined() || metas[next].sizes() == t.sizes();
-        next++;
-      });
-    std::lock_guard<std::mutex> held(lock);
-    (*known)[key] = found;
-  }
-
-  // The results on the meta device, undefined where an argument is written, which gets its new size. False: the
-  // meta device has no such kernel, or needs values.
-  bool run_meta(Tensors& results) {
-    Stack stack;
-    for (const auto& value : given_) {
-      if (value.isDevice()) stack.emplace_back(c10::Device(at::kMeta));
-      else
-        stack.push_back(replaced(value, [](const Tensor& t) {
-          if (t.device().is_cpu() && t.dim() == 0) return t;
-          return Tensor(at::detail::empty_strided_meta(t.sizes(), t.strides(), t.scalar_type()));
-        }));
-    }
-    const Stack arguments = stack;
-    try {
-      op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
-    } catch (const std::exception&) {
-      return false;
-    }
-    for (size_t i = 0; i < count_; i++)
-      if (written(i) && given_[i].isTensor() && arguments[i].toTensor().sizes() != given_[i].toTensor().sizes())
-        given_[i].toTensor().resize_(arguments[i].toTensor().sizes());
-    for (size_t i = 0; i < stack.size(); i++)
-      each_tensor(stack[i], [&](const Tensor& t) { results.push_back(schema_.returns()[i].alias_info() ? Tensor() : t); });
-    return true;
-  }
-
-  Tensor empty_like(const Tensor& t, at::ScalarType type) const {
-    return at::empty_strided(t.sizes(), t.strides(), t.options().device(*device_).dtype(type));
-  }
-
-  // Wait, and compute on the host's thread.
-  void run_now() {
-    bool is_a_wait = schema_.returns().empty();
-    for (const auto& result : schema_.returns()) is_a_wait |= result.type()->kind() != c10::TypeKind::TensorType;
+      is_a_wait |= result.type()->kind() != c10::TypeKind::TensorType && result.type()->kind() != c10::TypeKind::ListType;
     if (is_a_wait || op_.hasTag(at::Tag::dynamic_output_shape) || op_.hasTag(at::Tag::data_dependent_output))
-      wait_on_host(stream().end(), schema_.name().c_str());
-    else
-      stream().reach(stream().end().number);  // a device would not wait, we cannot tell the shapes
+      wait_on_host(stream.end(), schema_.name().c_str());
+    const Piece piece = stream.begin();
+    for (size_t i = 0; i < count_; i++)
+      each_tensor(given_[i], [&](const Tensor& t) {
+        if (on_board(t)) use(t, stream, piece, written(i), schema_.name());
+      });
     Stack stack = kernel_arguments();
     const Stack views = stack;
+    at::AutoDispatchBelowADInplaceOrView no_autograd;
     op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
     for (size_t i = 0; i < count_; i++) {
       if (!written(i) || !given_[i].isTensor()) continue;
       const Tensor now = views[i].toTensor(), own = given_[i].toTensor();
       if (now.sizes() == own.sizes()) continue;  // else the kernel gave the view other memory
       own.resize_(now.sizes());
-      stream().enqueue([to = host_view(own), now] { to.copy_(now); });
+      host_view(own).copy_(now);
     }
     torch::jit::drop(*stack_, count_);
     for (size_t i = 0; i < stack.size(); i++) {
       const auto* alias = schema_.returns()[i].alias_info();
       stack_->push_back(alias ? aliased(*alias) : replaced(stack[i], [&](const Tensor& t) {
-        Tensor result = empty_like(t, t.scalar_type());
-        stream().enqueue([to = host_view(result), t] { to.copy_(t); });
+        Tensor result = at::empty_strided(t.sizes(), t.strides(), t.options().device(*device_));
+        host_view(result).copy_(t);
+        use(result, stream, piece, true, schema_.name());
         return result;
       }));
     }
   }
 
-  // Draw on the host, with the generator's state at the call. Numbers that fill a tensor are queued to it.
+  // Draw with the generator's state.
   void draw() {
     at::Generator own = default_generator(device_->index());
     for (const auto& value : given_)
@@ -324,18 +201,7 @@ class Call {
     at::Generator of_cpu = at::detail::getDefaultCPUGenerator();  // which kernels draw from, lent this one's state
     const Tensor kept = of_cpu.get_state();
     of_cpu.set_state(own.get_state());
-    size_t tensors = 0;
-    for (const auto& value : given_) each_tensor(value, [&](const Tensor&) { tensors++; });
-    if (changes_arguments_alone() && tensors == 1) {
-      const Tensor filled = given_[0].toTensor();
-      Stack stack = kernel_arguments();
-      stack[0] = at::empty_strided(filled.sizes(), filled.strides(), filled.options().device(at::kCPU));
-      op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
-      stream().enqueue([to = host_view(filled), numbers = stack[0].toTensor()] { to.copy_(numbers); });
-      give({Tensor()});
-    } else {
-      run_now();
-    }
+    compute();
     own.set_state(of_cpu.get_state());
     of_cpu.set_state(kept);
   }
@@ -365,31 +231,25 @@ inline Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking)
   c10::DeviceGuard guard(out ? from.device() : to.device());
   auto& stream = current_queue(guard.current_device().index());
   process().counts.add(&Counts::copies, in ? "to device" : out ? "to host" : "on device");
-  if (!in && !out) {
-    auto& source = current_queue(from.device().index());
-    stream.wait_for(source.end());
-    stream.enqueue([to = host_view(to), from = host_view(from)]() { to.copy_(from); });
-    source.wait_for(stream.end());
-    return to;
-  }
+  auto& other = current_queue((in ? to : from).device().index());
+  stream.wait_for(other.end());  // another device's
   const Tensor& host = in ? from : to;
-  const bool is_pinned = host.numel() && pinned().has(host.storage().data_ptr().get());
-  if (in && !is_pinned) {
-    stream.enqueue([to = host_view(to), from = snapshot(from)] { to.copy_(from); });  // staged by the driver
-  } else if (in || (non_blocking && is_pinned)) {
-    const void* block = host.storage().data_ptr().get();
-    Tensor view = at::from_blob(host.data_ptr(), host.sizes(), host.strides(), host.options());
-    const bool alone = pinned().begin(block);  // else an earlier copy may have yet to read what is there
-    if (out && alone && host.is_non_overlapping_and_dense()) memset(host.data_ptr(), POISON, host.nbytes());
-    stream.enqueue([to = in ? host_view(to) : view, from = in ? view : host_view(from), block] {
-      to.copy_(from);
-      pinned().end(block);
-    });
+  const bool is_pinned = (in || out) && host.numel() && pinned().has(host.storage().data_ptr().get());
+  non_blocking &= in || is_pinned;
+  const Piece piece = stream.begin();
+  if (!in) use(from, stream, piece, false, "a copy");
+  if (!out) use(to, stream, piece, true, "a copy");
+  if ((in || out) && !non_blocking) wait_on_host(stream.end(), in ? "copy to device" : "copy to host");
+  at::AutoDispatchBelowADInplaceOrView no_autograd;
+  const Tensor source = in ? from : host_view(from), place = out ? to : host_view(to);
+  if (is_pinned && non_blocking) {
+    const Tensor view = at::from_blob(host.data_ptr(), host.sizes(), host.strides(), host.options());
+    if (in) pinned().read(view, place, stream, piece);
+    else pinned().write(view, source, stream, piece);
   } else {
-    stream.enqueue([to = to.detach(), from = host_view(from)] { to.copy_(from); });
-    non_blocking = false;
+    place.copy_(source);  // of pageable memory the driver makes a copy at once
   }
-  if (!non_blocking) wait_on_host(stream.end(), in ? "copy to device" : "copy to host");
+  other.wait_for(stream.end());
   return to;
 }
 
@@ -399,7 +259,9 @@ inline Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
 }
 
 inline at::Scalar local_scalar(const Tensor& self) {
-  wait_on_host(current_queue(self.device().index()).end(), "item");
+  auto& stream = current_queue(self.device().index());
+  use(self, stream, stream.begin(), false, "item");
+  wait_on_host(stream.end(), "item");
   return host_view(self).item();
 }
 
@@ -429,9 +291,12 @@ inline void resize_storage(const c10::Storage& storage, size_t bytes) {
   auto* impl = storage.unsafeGetStorageImpl();
   c10::DeviceGuard guard(impl->device());
   c10::DataPtr fresh = device_allocator().allocate(bytes);
-  if (const size_t kept = std::min(bytes, impl->nbytes()))
-    current_queue(impl->device().index())
-        .enqueue([to = memory().host(fresh.get()), from = memory().host(impl->data_ptr().get()), kept] { memcpy(to, from, kept); });
+  if (const size_t kept = std::min(bytes, impl->nbytes())) {
+    auto& stream = current_queue(impl->device().index());
+    char* from = memory().host(impl->data_ptr().get());
+    memory().use(impl->data_ptr().get(), stream, stream.begin(), {from, kept}, false, "a new size");
+    memcpy(memory().host(fresh.get()), from, kept);
+  }
   impl->set_data_ptr_noswap(std::move(fresh));
   impl->set_nbytes(bytes);
 }

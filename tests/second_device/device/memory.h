@@ -2,17 +2,19 @@
 //
 // A tensor's address lies in pages that nobody may touch; a kernel works at a fixed distance from it. As with torch's
 // caching allocator, memory that was given back is used again only by the stream that took it, in that stream's order.
-// It is poisoned when it is taken: who reads before a result is written, or after another tensor has the memory,
-// computes with NaN.
+// It is poisoned when it is taken: who reads before a result is written computes with NaN.
 #pragma once
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <sys/mman.h>
 
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
+
 #include <cstring>
 #include <set>
+#include <string_view>
 #include <unordered_map>
-#include <vector>
 
 #include "streams.h"
 
@@ -20,6 +22,46 @@ namespace board {
 
 constexpr auto TYPE = c10::DeviceType::PrivateUse1;
 constexpr int POISON = 0xff;  // NaN in every floating type
+
+using at::Tensor;
+
+// The bytes of host memory between the first and the last element.
+struct Span {
+  char *begin, *end;
+
+  Span(void* begin, size_t bytes) : begin((char*)begin), end((char*)begin + bytes) {}
+  explicit Span(const Tensor& t)
+      : Span(t.mutable_data_ptr(), t.numel() ? at::detail::computeStorageNbytes(t.sizes(), t.strides(), t.itemsize()) : 0) {}
+  bool meets(const Span& other) const { return begin < other.end && other.begin < end; }
+};
+
+// Uses of a block that later ones have to wait for.
+class Uses {
+ public:
+  // Add one by a piece of work that `queue` begins; refuse it if an earlier one may still be under way.
+  void add(const Queue& queue, Piece piece, Span span, bool writes, std::string_view name) {
+    for (auto other = all_.rbegin(); other != all_.rend(); ++other)
+      TORCH_CHECK(
+          queue.knows(other->piece) || !span.meets(other->span) || !(writes || other->writes), "board: ", name, " on stream ", queue.id,
+          writes ? " writes memory that " : " reads memory that ", other->name, " on stream ", other->stream,
+          other->writes ? " writes" : " reads", ", and has not waited for it");
+    std::erase_if(all_, [&](const Use& other) {  // who waits for this one has waited for those
+      const bool covered = span.begin <= other.span.begin && other.span.end <= span.end && queue.knows(other.piece);
+      return covered && (writes || (!other.writes && other.piece.queue == piece.queue));
+    });
+    all_.push_back({piece, queue.id, span, writes, name});
+  }
+
+ private:
+  struct Use {
+    Piece piece;
+    c10::StreamId stream;
+    Span span;
+    bool writes;
+    std::string_view name;
+  };
+  std::vector<Use> all_;
+};
 
 class Memory {
  public:
@@ -38,17 +80,16 @@ class Memory {
     live += size;
     peak = std::max(peak, live);
     auto& spare = spare_[{&owner, size}];
-    char* address;
-    if (spare.empty()) {
-      address = fresh(size);
-      memset(address + distance_, POISON, size);
-    } else {
-      address = spare.back().address;
-      for (auto& use : spare.back().uses) owner.wait_for(use);
-      owner.enqueue([host = address + distance_, size] { memset(host, POISON, size); });
+    Block block{size, &owner, {}, {}};
+    char* address = spare.empty() ? fresh(size) : spare.back().address;
+    if (!spare.empty()) {
+      owner.wait_for(spare.back().others);
+      block.uses = std::move(spare.back().uses);
       spare.pop_back();
     }
-    blocks_[address] = {size, &owner, {}};
+    block.uses.add(owner, owner.begin(), {host(address), size}, true, "a tensor that was given it");
+    memset(host(address), POISON, size);
+    blocks_[address] = std::move(block);
     return address;
   }
 
@@ -56,12 +97,19 @@ class Memory {
     if (process().owner != getpid()) return;
     std::lock_guard<std::mutex> held(lock_);
     auto found = blocks_.find(address);
-    auto [size, owner, others] = found->second;
+    auto& block = found->second;
+    live -= block.size;
+    Known others;
+    for (auto* other : block.others) others.add(other->end());
+    spare_[{block.owner, block.size}].push_back({(char*)address, others, std::move(block.uses)});
     blocks_.erase(found);
-    live -= size;
-    std::vector<Position> uses;
-    for (auto* other : others) uses.push_back(other->end());
-    spare_[{owner, size}].push_back({(char*)address, std::move(uses)});
+  }
+
+  // Note that a piece of work uses `span` of an address's block.
+  void use(const void* address, const Queue& queue, Piece piece, Span span, bool writes, std::string_view name) {
+    std::lock_guard<std::mutex> held(lock_);
+    auto found = blocks_.find((void*)address);
+    if (found != blocks_.end()) found->second.uses.add(queue, piece, span, writes, name);
   }
 
   // Keep the block of an address from being used again before the work of `other` up to its giving back is done.
@@ -78,10 +126,12 @@ class Memory {
     size_t size;
     Queue* owner;
     std::set<Queue*> others;  // that use it, as record_stream told
+    Uses uses;
   };
   struct Spare {
     char* address;
-    std::vector<Position> uses;  // by other streams, to be waited for
+    Known others;  // work of theirs, to be waited for
+    Uses uses;
   };
   std::mutex lock_;
   char* next_ = nullptr;
@@ -140,7 +190,7 @@ class PinnedMemory {
   void* take(size_t bytes) {
     void* address = aligned_alloc(64, (bytes + 63) / 64 * 64);
     std::lock_guard<std::mutex> held(lock_);
-    blocks_[(char*)address] = {bytes, 0, false};
+    blocks_[(char*)address].bytes = bytes;
     return address;
   }
 
@@ -156,26 +206,73 @@ class PinnedMemory {
     return find(address) != blocks_.end();
   }
 
-  // Note a copy that begins, and one that is done. Whether the first has the block to itself is returned.
-  bool begin(const void* address) {
+  // Copy to the device now. If the host changes the numbers before it has waited, that wait fails.
+  void read(const Tensor& host, const Tensor& to, const Queue& queue, Piece piece) {
     std::lock_guard<std::mutex> held(lock_);
-    return find(address)->second.copies++ == 0;
+    auto& block = used(host, queue, piece, false);
+    auto hidden = [&](const Transfer& t) { return t.arrives && queue.knows(t.piece); };
+    for (auto& t : block.transfers)
+      if (hidden(t)) t.exchange();
+    to.copy_(host);
+    block.transfers.push_back({piece, host, host.clone(), false});
+    for (auto t = block.transfers.rbegin(); t != block.transfers.rend(); ++t)
+      if (hidden(*t)) t->exchange();
+    settle_later(block, piece);
   }
-  void end(const void* address) {
+
+  // Copy to the host, which sees poison until it has waited, or what was there if that still leaves.
+  void write(const Tensor& host, const Tensor& from, const Queue& queue, Piece piece) {
     std::lock_guard<std::mutex> held(lock_);
-    auto found = find(address);
-    found->second.copies--;
-    free_if_unused(found);
+    auto& block = used(host, queue, piece, true);
+    bool leaves = !host.is_non_overlapping_and_dense();
+    for (auto& t : block.transfers) leaves |= !t.arrives && Span(t.place).meets(Span(host));
+    if (!leaves) memset(host.mutable_data_ptr(), POISON, host.nbytes());
+    block.transfers.push_back({piece, host, at::empty_like(host).copy_(from), true});
+    settle_later(block, piece);
   }
 
  private:
+  // A copy that the host has not waited for: to the host, or from it.
+  struct Transfer {
+    Piece piece;
+    Tensor place, numbers;
+    bool arrives;
+
+    void exchange() {
+      const Tensor before = place.clone();
+      place.copy_(numbers);
+      numbers = before;
+    }
+    bool changed() const { return memcmp(place.contiguous().data_ptr(), numbers.contiguous().data_ptr(), place.nbytes()) != 0; }
+  };
   struct Block {
     size_t bytes;
-    int copies;
-    bool dropped;
+    bool dropped = false;
+    Uses uses;
+    std::list<Transfer> transfers;
   };
   std::mutex lock_;
   std::map<const char*, Block> blocks_;
+
+  Block& used(const Tensor& host, const Queue& queue, Piece piece, bool writes) {
+    auto& block = find(host.data_ptr())->second;
+    block.uses.add(queue, piece, Span(host), writes, writes ? "a copy to the host" : "a copy from the host");
+    return block;
+  }
+
+  void settle_later(Block& block, Piece piece) {
+    auto settle = [this, last = std::prev(block.transfers.end())] {
+      std::lock_guard<std::mutex> held(lock_);
+      const bool changed = !last->arrives && last->changed();
+      if (last->arrives) last->place.copy_(last->numbers);
+      auto found = find(last->place.data_ptr());
+      found->second.transfers.erase(last);
+      free_if_unused(found);
+      TORCH_CHECK(!changed, "board: pinned memory was changed before the host waited for a copy from it to the device");
+    };
+    std::lock_guard<std::mutex> held(process().lock);
+    process().copies.push_back(std::make_shared<Later>(piece, settle));
+  }
 
   std::map<const char*, Block>::iterator find(const void* address) {
     auto after = blocks_.upper_bound((const char*)address);
@@ -185,7 +282,7 @@ class PinnedMemory {
   }
 
   void free_if_unused(std::map<const char*, Block>::iterator found) {
-    if (!found->second.dropped || found->second.copies) return;
+    if (!found->second.dropped || !found->second.transfers.empty()) return;
     free((void*)found->first);
     blocks_.erase(found);
   }

@@ -1,10 +1,10 @@
-// Streams: queues of work, each done by a thread of its own, later than the host asked for it.
+// Streams: queues of work, of which nobody may suppose anything that he has not waited for.
 //
-// Work starts when somebody waits for it, or `lag` after it was queued. Which streams lag alternates: after every
-// wait of the host those that lagged are prompt and the others lag. So of two streams that should have waited for
-// each other one is soon much too early, and what it reads is poison (memory.h) or out of date.
+// Work is done at once, which nobody can tell: each queue and the host know what they have waited for (vector clocks).
+// Memory (memory.h) is told of each use: of two that are not in order by waits, one of them writing, the later is
+// refused; what the host has not waited for, it does not see. So a missing wait shows however busy the machine is.
+// Collectives (collectives.h) alone need other ranks: they begin at once, and end when somebody waits for them.
 #pragma once
-#include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/Stream.h>
 #include <c10/util/Exception.h>
@@ -12,18 +12,16 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
-#include <deque>
 #include <functional>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <thread>
+#include <vector>
 
 namespace board {
 
-using Clock = std::chrono::steady_clock;
 using Task = std::function<void()>;
 
 inline int64_t setting(const char* name, int64_t otherwise) {
@@ -42,18 +40,84 @@ struct Counts {
   }
 };
 
-// State of the process that lives as long as it: threads still use it while the process ends.
+// A piece of work: the queue by its index, and which of the queue's.
+struct Piece {
+  size_t queue = 0;
+  uint64_t number = 0;
+};
+
+// How many pieces of each queue are known to be done before what comes next.
+class Known {
+ public:
+  bool has(Piece p) const { return p.number <= (p.queue < counts_.size() ? counts_[p.queue] : 0); }
+  void add(Piece p) {
+    if (has(p)) return;
+    if (counts_.size() <= p.queue) counts_.resize(p.queue + 1);
+    counts_[p.queue] = p.number;
+  }
+  bool has(const Known& other) const {
+    for (size_t i = 0; i < other.counts_.size(); i++)
+      if (!has(Piece{i, other.counts_[i]})) return false;
+    return true;
+  }
+  void add(const Known& other) {
+    for (size_t i = 0; i < other.counts_.size(); i++) add(Piece{i, other.counts_[i]});
+  }
+
+ private:
+  std::vector<uint64_t> counts_;
+};
+
+// What becomes true once a piece of work is known to be done: a collective's end, or a copy seen by the host.
+struct Later {
+  Piece piece;
+  Task task;
+  std::once_flag once = {};
+};
+
+class Queue;
+
+// State of the process that lives as long as it.
 struct Process {
-  std::mutex lock;  // of all queues
-  std::atomic<int64_t> epoch{0};  // waits of the host so far
-  std::atomic<int64_t> lag_ms{setting("BOARD_LAG_MS", 50)};
-  std::exception_ptr failure;  // of a kernel, told at the host's next wait
+  std::mutex lock;  // of all that is known
+  std::vector<std::unique_ptr<Queue>> queues;
+  Known host;
+  std::list<std::shared_ptr<Later>> collectives, copies;  // that have not ended; that the host does not see yet
+  std::exception_ptr failure;  // of one of them, told at the host's next wait
   Counts counts;
   pid_t owner = getpid();
 
-  // Threads do not survive a fork, and the memory would be another.
+  // A GPU's memory and driver do not survive a fork.
   void check_not_forked() const {
     TORCH_CHECK(owner == getpid(), "board: cannot be used in a process forked after its first use; start processes by spawn");
+  }
+
+  void carry_out(std::list<std::shared_ptr<Later>>& all, const Known& known) {
+    std::vector<std::shared_ptr<Later>> due;
+    {
+      std::lock_guard<std::mutex> held(lock);
+      for (auto& each : all)
+        if (known.has(each->piece)) due.push_back(each);
+    }
+    for (auto& each : due)
+      std::call_once(each->once, [&] {
+        try {
+          at::AutoDispatchBelowADInplaceOrView no_autograd;
+          each->task();
+        } catch (...) {
+          std::lock_guard<std::mutex> held(lock);
+          if (!failure) failure = std::current_exception();
+        }
+      });
+    std::lock_guard<std::mutex> held(lock);
+    for (auto& each : due) all.remove(each);
+  }
+
+  // Let a queue, or the host, know what is known elsewhere; collectives among it end first.
+  void tell(Known& whom, const Known& what) {
+    carry_out(collectives, what);
+    std::lock_guard<std::mutex> held(lock);
+    whom.add(what);
   }
 };
 
@@ -62,101 +126,37 @@ inline Process& process() {
   return *one;
 }
 
-class Queue;
-
-// A place in a queue: all work up to it.
-struct Position {
-  Queue* queue = nullptr;
-  uint64_t number = 0;
-};
-
 class Queue {
  public:
   const c10::DeviceIndex device;
   const c10::StreamId id;
+  const size_t index;
+  Known asked;  // by query
 
-  Queue(c10::DeviceIndex device, c10::StreamId id) : device(device), id(id) {}
+  Queue(c10::DeviceIndex device, c10::StreamId id, size_t index) : device(device), id(id), index(index) {}
 
-  Position enqueue(Task task) {
+  // Begin a piece of work, after all that the host has waited for.
+  Piece begin() {
     process().check_not_forked();
     std::lock_guard<std::mutex> held(process().lock);
-    if (!started_) {
-      started_ = true;
-      std::thread([this] { work(); }).detach();
-    }
-    const bool lags = (process().epoch + id) % 2;
-    const auto due = Clock::now() + std::chrono::milliseconds(lags ? process().lag_ms.load() : 0);
-    waiting_.push_back({std::move(task), due});
-    queued_++;
-    changed_.notify_all();
-    return {this, queued_};
+    known_.add(process().host);
+    known_.add(Piece{index, ++begun_});
+    return {index, begun_};
   }
 
-  Position end() {
+  // What is known once the work so far is done.
+  Known end() {
     std::lock_guard<std::mutex> held(process().lock);
-    return {this, queued_};
+    known_.add(process().host);
+    return known_;
   }
 
-  // Let what is queued from now on start only after `other`; the host goes on.
-  void wait_for(Position other) {
-    if (other.queue && other.queue != this) enqueue([other] { other.queue->reach(other.number); });
-  }
-
-  bool reached(uint64_t number) {
-    std::lock_guard<std::mutex> held(process().lock);
-    return done_ >= number;
-  }
-
-  // Stop the calling thread until the work up to `number` is done.
-  void reach(uint64_t number) {
-    std::unique_lock<std::mutex> held(process().lock);
-    hurry(number);
-    changed_.wait(held, [&] { return done_ >= number; });
-  }
-
-  void urge(uint64_t number) {
-    std::lock_guard<std::mutex> held(process().lock);
-    hurry(number);
-  }
+  void wait_for(const Known& other) { process().tell(known_, other); }
+  bool knows(Piece p) const { return known_.has(p); }
 
  private:
-  struct Waiting {
-    Task task;
-    Clock::time_point due;
-  };
-  std::deque<Waiting> waiting_;
-  std::condition_variable changed_;
-  uint64_t queued_ = 0, done_ = 0, urged_ = 0;
-  bool started_ = false;
-
-  void hurry(uint64_t number) {
-    urged_ = std::max(urged_, number);
-    changed_.notify_all();
-  }
-
-  void work() {
-    at::init_num_threads();
-    at::AutoDispatchBelowADInplaceOrView no_autograd;
-    std::unique_lock<std::mutex> held(process().lock);
-    for (;;) {
-      changed_.wait(held, [&] { return !waiting_.empty(); });
-      changed_.wait_until(held, waiting_.front().due, [&] { return urged_ > done_; });
-      Task task = std::move(waiting_.front().task);
-      waiting_.pop_front();
-      held.unlock();
-      std::exception_ptr failure;
-      try {
-        task();
-      } catch (...) {
-        failure = std::current_exception();
-      }
-      task = nullptr;
-      held.lock();
-      if (failure && !process().failure) process().failure = failure;
-      done_++;
-      changed_.notify_all();
-    }
-  }
+  uint64_t begun_ = 0;
+  Known known_;
 };
 
 inline c10::DeviceIndex device_count() {
@@ -167,16 +167,13 @@ inline c10::DeviceIndex device_count() {
 inline thread_local c10::DeviceIndex current_device = 0;
 inline thread_local std::map<c10::DeviceIndex, c10::StreamId> current_streams;
 
-inline std::map<std::pair<c10::DeviceIndex, c10::StreamId>, std::unique_ptr<Queue>>& queues() {
-  static auto* all = new std::map<std::pair<c10::DeviceIndex, c10::StreamId>, std::unique_ptr<Queue>>;
-  return *all;
-}
-
 inline Queue& queue(c10::DeviceIndex device, c10::StreamId id) {
   std::lock_guard<std::mutex> held(process().lock);
-  auto& found = queues()[{device, id}];
-  if (!found) found = std::make_unique<Queue>(device, id);
-  return *found;
+  auto& all = process().queues;
+  for (auto& each : all)
+    if (each->device == device && each->id == id) return *each;
+  all.push_back(std::make_unique<Queue>(device, id, all.size()));
+  return *all.back();
 }
 
 inline Queue& queue(const c10::Stream& stream) { return queue(stream.device_index(), stream.id()); }
@@ -187,11 +184,11 @@ inline c10::StreamId new_stream() {
   return next++;
 }
 
-// Stop the host until the work up to `position` is done; tell it what failed in the meantime.
-inline void wait_on_host(Position position, const char* what) {
-  process().counts.add(&Counts::waits, what);
-  process().epoch++;
-  if (position.queue) position.queue->reach(position.number);
+// Let the host know and see what is done; tell it what failed in the meantime.
+inline void wait_on_host(const Known& known, const char* what) {
+  if (what) process().counts.add(&Counts::waits, what);
+  process().tell(process().host, known);
+  process().carry_out(process().copies, process().host);
   std::exception_ptr failure;
   {
     std::lock_guard<std::mutex> held(process().lock);
@@ -201,32 +198,38 @@ inline void wait_on_host(Position position, const char* what) {
 }
 
 inline void wait_for_device(c10::DeviceIndex device) {
-  std::vector<Position> ends;
+  std::vector<Queue*> all;
   {
     std::lock_guard<std::mutex> held(process().lock);
-    for (auto& [key, each] : queues())
-      if (key.first == device) ends.push_back({each.get(), 0});
+    for (auto& each : process().queues)
+      if (each->device == device) all.push_back(each.get());
   }
-  for (auto& end : ends) end = end.queue->end();
-  for (auto& end : ends) end.queue->reach(end.number);
-  wait_on_host({}, "device");
+  Known known;
+  for (auto* each : all) known.add(each->end());
+  wait_on_host(known, "device");
+}
+
+// Whether the host knows all of `known` to be done: never when it first asks for it, unless it has waited; who asks
+// again and again gets on.
+inline bool query(const Known& known, Known& asked) {
+  {
+    std::lock_guard<std::mutex> held(process().lock);
+    if (process().host.has(known)) return true;
+    if (!asked.has(known)) {
+      asked.add(known);
+      return false;
+    }
+  }
+  wait_on_host(known, nullptr);
+  return true;
 }
 
 struct Event {
-  Position position;
-  std::shared_ptr<Clock::time_point> time;
+  Known known, asked;
+  std::chrono::steady_clock::time_point time;
 
-  void record(Queue& on) {
-    time = std::make_shared<Clock::time_point>();
-    position = on.enqueue([time = time] { *time = Clock::now(); });
-  }
-
-  // Whether all is done; if not, it soon will be, so that who asks again and again gets on.
-  bool query() const {
-    if (!position.queue || position.queue->reached(position.number)) return true;
-    position.queue->urge(position.number);
-    return false;
-  }
+  void record(Queue& on) { *this = {on.end(), {}, std::chrono::steady_clock::now()}; }
+  bool query() { return board::query(known, asked); }
 };
 
 }  // namespace board
