@@ -19,6 +19,7 @@ from recipes.problems import Key, Problem, Setting, Text, Words, counted, did_yo
 from recipes.schema import Origin, Recipe
 from recipes.tasks import TASKS
 
+MOST_PROFILED = 100  # steps: a trace grows by megabytes a step
 ORIGIN_FIELDS = tuple(sorted(Origin.model_fields))
 # Read as a folder of JSONs: that package imports this one.
 _DS_CONFIGS = Path(__file__).resolve().parents[1] / "ds_configs"
@@ -86,6 +87,15 @@ def _schedule(recipe: Recipe) -> Found:
         decay = Setting("schedule.wsd_decay_steps", schedule.wsd_decay_steps)
         came = decay, f" is above the {counted(left, 'step')} after the warm-up"
         yield Problem(decay.key, came, "it is the last part of them", f"set it to {left} or less")
+
+
+def _profile(recipe: Recipe) -> Found:
+    steps = recipe.run.profiled
+    if recipe.run.profile and not (0 < len(steps) <= MOST_PROFILED and steps[-1] <= recipe.steps):
+        rule = f"a profile has 1 to {MOST_PROFILED} steps of the run, first:last"
+        last = min(13, recipe.steps)
+        fix = f"set run.profile to {max(1, last - 3)}:{last}, or to null"
+        yield Problem("run.profile", _together(recipe, "run.profile", "steps"), rule, fix)
 
 
 def _family(recipe: Recipe) -> Found:
@@ -302,7 +312,7 @@ def _task(recipe: Recipe) -> Found:
 
 _RULES: tuple[Callable[[Recipe], Found], ...] = (
     _schedule, _family, _positions, _heads, _attention, _columns, _implementation, _vocabulary, _tokenizer,
-    _origins, _held_out, _checkpointing, _provenance, _task,
+    _origins, _held_out, _checkpointing, _provenance, _task, _profile,
 )  # fmt: skip
 
 

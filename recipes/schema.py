@@ -341,6 +341,15 @@ class Run(Strict):
     """text that the trained model continues at the end (bert: whose [MASK]s it fills in); null: none"""
     loader_workers: Annotated[int, Field(ge=0, le=MOST_LOADER_WORKERS)] = 1
     """threads per rank that make batches ahead of training; 0: made between steps"""
+    profile: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}:[1-9][0-9]{0,8}$")] | None = None
+    """steps for torch's profiler, first:last, both with it, such as 10:13; no speed is measured over them;
+    null: none"""
+
+    @property
+    def profiled(self) -> range:
+        """The steps to profile."""
+        first, last = map(int, self.profile.split(":")) if self.profile else (1, 0)
+        return range(first, last + 1)
 
 
 class Hardware(Strict):

@@ -28,7 +28,7 @@ class YamlError(RecipeError):
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's loader of YAML 1.1, but with 1e-4 as a number, as in YAML 1.2."""
+    """PyYAML's loader of YAML 1.1, but as in YAML 1.2 1e-4 is a number, and 10:13 is none."""
 
 
 class _FastLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
@@ -41,6 +41,9 @@ for _loader in (_Loader, _FastLoader):
         re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
         list("-+.0123456789"),
     )
+    for _digit in "0123456789":  # before the whole numbers, among which 10:13 is 613
+        _text = "tag:yaml.org,2002:str", re.compile(r"^[0-9]+:[0-9]+$")
+        _loader.yaml_implicit_resolvers[_digit].insert(0, _text)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ Another run never overwrites anything in it.
     loss.png           the loss curve (launch/records/loss_plot.py)
     result.json        one row of a results table (launch/records/result.py)
     checkpoints/
+    profile/           traces of the steps of run.profile, of each rank
 
 Evaluation adds scores.json, predictions/ and pretrained.json (launch/evaluation/).
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from data.durable_files import write_atomically
-from launch.records.facts import Finite, RunFacts, SaveOutcome
+from launch.records.facts import Finite, RunFacts, SaveOutcome, StepProfile
 from recipes import files
 from recipes.layout import Layout
 
@@ -47,6 +47,7 @@ class StepRecord:
             (`launch.machine.memory.peak_memory`).
         rank_seconds_min, rank_seconds_median, rank_seconds_max, slowest_rank: busy seconds of the ranks
             (`launch.records.facts.RankSeconds`); None in a run of one rank.
+        profiled: torch's profiler made it slower.
         samples_per_s, tokens_per_s: over all ranks; tflops, exact_tflops: per rank.
     """
 
@@ -70,6 +71,7 @@ class StepRecord:
     rank_seconds_max: Finite | None = None
     slowest_rank: int | None = None
     parts: Parts = field(default_factory=dict)
+    profiled: bool = False
     time: float = 0.0
     kind: Literal["step"] = "step"
 
@@ -101,6 +103,15 @@ class SaveRecord(SaveOutcome):
 
     time: float = 0.0
     kind: Literal["save"] = "save"
+
+
+@dataclass(frozen=True)
+class ProfileRecord(StepProfile):
+    """The record of profiled steps, the last of which is `step`."""
+
+    step: int = 0
+    time: float = 0.0
+    kind: Literal["profile"] = "profile"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +195,7 @@ class StartRecord:
         return f"{self.seconds:.1f} s from launch to first step: {shown}{apart}"
 
 
-Record = LaunchRecord | StartRecord | StepRecord | ValidationRecord | SaveRecord | Note
+Record = LaunchRecord | StartRecord | StepRecord | ValidationRecord | SaveRecord | ProfileRecord | Note
 # Kind of a record -> its form, and its field in `Records`.
 _KINDS: dict[str, tuple[TypeAdapter[Any], str]] = {
     "launch": (TypeAdapter(LaunchRecord), "launches"),
@@ -193,6 +204,7 @@ _KINDS: dict[str, tuple[TypeAdapter[Any], str]] = {
     "validation": (TypeAdapter(ValidationRecord), "validations"),
     "test": (TypeAdapter(ValidationRecord), "tests"),
     "save": (TypeAdapter(SaveRecord), "saves"),
+    "profile": (TypeAdapter(ProfileRecord), "profiles"),
     "note": (TypeAdapter(Note), "notes"),
 }
 
@@ -209,6 +221,7 @@ class Records:
     broken: bool = False
     launches: tuple[LaunchRecord, ...] = ()
     starts: tuple[StartRecord, ...] = ()
+    profiles: tuple[ProfileRecord, ...] = ()
 
     def __len__(self) -> int:
         kinds = self.steps, self.validations, self.tests, self.saves, self.notes

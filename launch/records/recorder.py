@@ -30,11 +30,13 @@ from launch.records.facts import (
     SaveOutcome,
     SilentRecorder,
     StepOutcome,
+    StepProfile,
     Validation,
 )
 from launch.records.metrics import (
     LaunchRecord,
     Note,
+    ProfileRecord,
     Record,
     SaveRecord,
     SpeedSettings,
@@ -130,6 +132,7 @@ class Recorder(SilentRecorder):
             **self._throughput.rates(seconds),
             **compared,
             parts=finite_parts(outcome.parts),
+            profiled=step in self._run.plan.recipe.run.profiled,
             time=time.time(),
         )
         self._write(record)
@@ -145,6 +148,11 @@ class Recorder(SilentRecorder):
             parts: dict[str, Any] = self._clock.parts
             self._write(start := StartRecord(step, **parts, time=time.time()))
             self._screen.line(str(start))
+
+    def profile(self, found: StepProfile) -> None:
+        self._write(ProfileRecord(**vars(found), step=found.last, time=time.time()))
+        for each in found.problems:
+            self.say(f"WARNING: no trace of a rank: {each}")
 
     def validation(self, step: int, outcome: Validation, kind: str = "validation") -> None:
         parts, loss = finite_parts(outcome.parts), finite(outcome.loss)

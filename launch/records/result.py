@@ -23,6 +23,7 @@ from launch.records.deviations import Deviation, deviations
 from launch.records.facts import Ending, Entropies, Finite, Peaks, RunFacts, TaskScore
 from launch.records.metrics import (
     Parts,
+    ProfileRecord,
     Records,
     SpeedSettings,
     StartRecord,
@@ -137,6 +138,7 @@ class Result:
         not_comparable: the reason for no ratios; None also if nothing was published.
         banded_attention_kernel: the kernel of banded layers; None: all layers are dense.
         start: parts of the last launch with a step.
+        profile: of the steps that were profiled last.
     """
 
     recipe: str
@@ -169,6 +171,7 @@ class Result:
     banded_attention_kernel: str | None = None
     sample: str | None = None
     start: StartRecord | None = None
+    profile: ProfileRecord | None = None
     task_scores: tuple[TaskScore, ...] = ()
     loss_per: str = "token"
     version: Literal[2] = 2
@@ -229,6 +232,7 @@ def make_result(run: RunFacts, records: Records, ending: Ending) -> Result:
         banded_attention_kernel=run.band_kernel,
         sample=ending.sample,
         start=records.starts[-1] if records.starts else None,
+        profile=records.profiles[-1] if records.profiles else None,
         task_scores=ending.task_scores,
         loss_per=recipe.model.predicted,
     )
@@ -292,6 +296,7 @@ def _speed(plan: Plan, steps: Sequence[StepRecord], elsewhere: bool) -> Speed:
         own = {name: getattr(steps[-1], name) for name in rates}
         share = steps[-1].seconds / steady[0]
         rates = {name: None if value is None else value * share for name, value in own.items()}
+    steps = [record for record in steps if not record.profiled]
     late = [record for record in steps if record.launch_step > WARMUP_STEPS] or steps
     total = math.fsum(record.seconds for record in late)
     waited = math.fsum(record.data_seconds for record in late) / total if total else None

@@ -43,9 +43,10 @@ class Throughput:
 def steady_seconds(steps: Sequence[StepRecord]) -> tuple[float, int, int] | None:
     """Return the median seconds per step, their number, and the left-out steps of each launch; or None.
 
-    A run that is too short for WARMUP_STEPS leaves out its first step only.
+    Profiled steps do not count. A run that is too short for WARMUP_STEPS leaves out its first step only.
     """
     for left_out in (WARMUP_STEPS, 1, 0):
-        if steady := [record.seconds for record in steps if record.launch_step > left_out]:
+        late = (record for record in steps if record.launch_step > left_out)
+        if steady := [record.seconds for record in late if not record.profiled]:
             return statistics.median(steady), len(steady), left_out
     return None

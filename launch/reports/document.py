@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from launch.records.result_text import profile_rows
 from launch.reports import finetuned, plots, predictions, scores
 from launch.reports.comparison import MOST_COMPARED, Comparison, compare
 from launch.reports.entries import Column, Entry, Scale, entries_of, measured_columns
@@ -53,9 +54,9 @@ class Section:
 
     @property
     def frames(self) -> list[Frame]:
-        """Return the tables below the main one: predictions and fine-tuning scores."""
+        """Return the tables below the main one: predictions, fine-tuning scores, profiles."""
         found = (predictions.frame(self.predicted), finetuned.frame(self.finetuned))
-        return [frame for frame in found if frame]
+        return [*filter(None, found), *profile_frames(self.runs)]
 
     @property
     def anchor(self) -> str:
@@ -83,6 +84,15 @@ class Section:
         scales = Counter(entry.scale for entry in self.entries if entry.run)
         counts = [f"{counted(scales[scale], 'run')} {how}" for scale, how in SCALES.items() if scales[scale]]
         return f"{counted(len(self.table.rows), 'row')}, {', '.join(counts) or 'nothing run'}"
+
+
+def profile_frames(runs: Sequence[Run]) -> Iterator[Frame]:
+    """Yield a table for each run that profiled steps: where their time went."""
+    for run in runs:
+        if profile := run.result.profile:
+            headings = "kind of work", "s per step", "%"
+            title = f"{run.full_label}: steps {profile.first} to {profile.last}, profiled"
+            yield Frame(headings, ("name", "number", "number"), profile_rows(profile), title)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -89,6 +90,13 @@ class TrainingRun:
         else:
             recorder.validation(0, self.validate(self.held_out))
         recorder.mark("weights")
+        self._profiler: Any = None
+        if self.recipe.run.profile:
+            from launch.training.profiling import StepProfiler  # with torch's profiler
+
+            steps, folder = self.recipe.run.profiled, job.directory / "profile"
+            self._profiler = StepProfiler(engine, steps, grid, folder)
+            self._profiler.begin(self.done + 1)
 
     def __enter__(self) -> TrainingRun:
         return self
@@ -139,6 +147,8 @@ class TrainingRun:
         """
         self.watchdog.enter(Phase.RECORDING)
         self.recorder.step(step, outcome, seconds, waited, ranks)
+        if self._profiler and (found := self._profiler.end(step, waited)):
+            self.recorder.profile(found)
         self.done = step
         self.skipped.see(outcome)
         self.job.after_step(self, outcome)
@@ -179,6 +189,8 @@ class TrainingRun:
             return EarlyStop(news.stopped, step, self.recipe.steps)
         if step < self.recipe.steps and any(report.unreadable for report in news.reports):
             end_together(self._unreadable, self.grid.control_group)
+        if self._profiler:
+            self._profiler.begin(step + 1)
         return None
 
     def _save(self, step: int) -> None:

@@ -117,7 +117,7 @@ NAMES = [
 PATHS = ["/", "/dev/null", "/dev/zero", "/proc/self/mem", "new", "new/below/it", "x" * 300, "loop"]
 SETS = [
     "steps=3", "steps=0", "batch.global=7", "model.hidden=6", "model.family=bert", "data.source=jsonl",
-    "a.b=1",
+    "a.b=1", "run.profile=1:2", "run.profile=3:2",
     "seed=18446744073709551616", "run.loader_workers=1000000", "parallel={tp: 3}", "data.blend=[{weight: 1}]",
     "model={attention: [fixed], attention_window: 9, attention_columns: 3}", "model.attention_columns=3",
     "precision=fp16", "data={}", "model=3", "title=", "ds_config=/dev/zero", "data.name=/dev/zero",

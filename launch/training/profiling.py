@@ -1,0 +1,92 @@
+"""torch's profiler over the steps of run.profile; no other run imports it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import profile, record_function, supported_activities
+
+from launch.ranks import processes
+from launch.records.facts import StepProfile
+from launch.training.time_by_kind import OWN, STEP, seconds_by_kind
+from modeling.parallel.process_grid import ProcessGrid
+
+ANNOTATED = re.compile("Attention|MLP|Norm|Dropout|Embed|Head|DecoderBias")  # classes of modules
+MOST_ALLOCATIONS = 100_000  # in a snapshot of memory
+
+
+class StepProfiler:
+    """The profiler of this rank over `steps`, which writes its trace into `folder`."""
+
+    def __init__(self, engine: Any, steps: range, grid: ProcessGrid, folder: Path) -> None:
+        self._engine, self._steps, self._group = engine, steps, grid.control_group
+        rank = torch.distributed.get_rank()
+        self._trace = folder / f"steps-{steps[0]}-{steps[-1]}-rank-{rank}.json.gz"
+        self._profile: Any = profile(activities=supported_activities())
+        # torch.cuda.memory and its like keep a history of allocations.
+        memory = getattr(processes.device_module(), "memory", None)
+        self._memory = memory if hasattr(memory, "_record_memory_history") else None
+        self._waited = 0.0  # seconds for data
+        self._open: list[record_function] = []  # annotations, the innermost last
+        self._hooks: list[Any] = []
+
+    def begin(self, step: int) -> None:
+        """Begin a step, if it is to be profiled."""
+        if step in self._steps:
+            if not self._hooks:
+                self._start(step)
+            self._enter(f"{STEP}{step}")
+
+    def end(self, step: int, waited: float) -> StepProfile | None:
+        """End a step that `waited` so many seconds for data; return the profile after the last."""
+        if step not in self._steps:
+            return None
+        self._leave()
+        self._waited += waited
+        return self._stop() if step == self._steps[-1] else None
+
+    def _start(self, step: int) -> None:
+        self._first = step
+        for module in self._engine.module.modules():
+            if ANNOTATED.search(name := type(module).__name__):
+                enter = module.register_forward_pre_hook(lambda *_, name=name: self._enter(OWN + name))
+                leave = module.register_forward_hook(lambda *_: self._leave(), always_call=True)
+                self._hooks += enter, leave
+        self._step = self._engine.optimizer.step
+        self._engine.optimizer.step = record_function(f"{OWN}optimizer")(self._step)
+        if self._memory:
+            self._memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
+        self._profile.start()
+
+    def _stop(self) -> StepProfile:
+        self._profile.stop()
+        self._engine.optimizer.step = self._step
+        for hook in self._hooks:
+            hook.remove()
+        problem = None
+        try:
+            self._trace.parent.mkdir(exist_ok=True)
+            self._profile.export_chrome_trace(str(self._trace))
+            if self._memory:
+                self._memory._dump_snapshot(str(self._trace).replace(".json.gz", "-memory.pickle"))
+        except (OSError, RuntimeError) as error:
+            problem = f"{self._trace}: {error}"
+        if self._memory:
+            self._memory._record_memory_history(enabled=None)
+        events = self._profile.profiler.kineto_results.events()
+        every = processes.gathered((seconds_by_kind(events, self._waited), problem), self._group)
+        total = sum((Counter(seconds) for seconds, _ in every), Counter[str]())
+        steps = range(self._first, self._steps[-1] + 1)
+        shares = {kind: each / len(every) / len(steps) for kind, each in total.most_common()}
+        return StepProfile(steps[0], steps[-1], shares, tuple(each for _, each in every if each))
+
+    def _enter(self, name: str) -> None:
+        self._open.append(record_function(name))
+        self._open[-1].__enter__()
+
+    def _leave(self) -> None:
+        self._open.pop().__exit__(None, None, None)
