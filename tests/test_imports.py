@@ -38,7 +38,7 @@ LAUNCH = {
     "planning.fitting": {"console", "planning", "tables"},  # the one folder of a room that is a room itself
     "evaluation": _TRAINED,
     "reports": _EVERYTHING,
-    "experiments": _EVERYTHING,
+    "experiments": {*_EVERYTHING, "reports"},
 }
 # rooms and files of data/, from the ground floor up; each may import what stands in an earlier line
 DATA = (

@@ -267,8 +267,8 @@ def _wide(values: Sequence[float]) -> bool:
     return bool(values) and max(values) > LOG_FROM * min(values)
 
 
-def new_axes(figure: Figure, title: str, x: str, y: str) -> Axes:
-    axes = figure.add_subplot()
+def new_axes(figure: Figure, title: str, x: str, y: str, place: tuple[int, int, int] = (1, 1, 1)) -> Axes:
+    axes = figure.add_subplot(*place)
     axes.set_title(title, fontsize=11, color=INK)
     axes.set_xlabel(x, color=INK)
     axes.set_ylabel(y, color=INK)

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ds_configs.plan import Machine
 from launch.console import terminal
+from launch.experiments.launching import run_and_wait, torchrun
 from launch.experiments.parity.comparison import RunOutcome, read_outcome
 from launch.experiments.parity.groups import temporary_groups
 from launch.experiments.parity.layout_cases import LayoutCase, case_plan
@@ -28,24 +27,12 @@ from recipes import catalog
 from recipes.problems import counted
 from recipes.schema import Recipe
 
-ROOT = Path(__file__).resolve().parents[3]
 Start = Callable[[int, Path, Path], None]  # (processes, CASES.json, log to write)
 
 
 def start_torchrun(processes: int, jobs: Path, log: Path) -> None:
     """Run the cases of a file on `processes` ranks with torchrun."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command = [sys.executable, *launcher, "-m", "launch.experiments.parity.layout_runs", str(jobs)]
-    path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
-    with log.open("w") as file:
-        environment = {**os.environ, "PYTHONPATH": path}
-        launched = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
-        try:
-            launched.wait()
-        except BaseException:  # Ctrl-C: torchrun must end its workers, which have sessions of their own
-            launched.terminate()
-            launched.wait()
-            raise
+    run_and_wait([*torchrun(processes), "-m", "launch.experiments.parity.layout_runs", str(jobs)], log)
 
 
 def run_cases(

@@ -1,0 +1,30 @@
+"""Starts of programs by an experiment, on ranks of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def torchrun(processes: int) -> list[str]:
+    """Return the words that start a program on `processes` ranks of this machine."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+
+
+def run_and_wait(command: Sequence[str], log: Path) -> int:
+    """Run a command, its output in `log`, and return its exit code; it ends with this process."""
+    path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
+    with log.open("w") as file:
+        environment = {**os.environ, "PYTHONPATH": path}
+        launched = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            return launched.wait()
+        except BaseException:  # Ctrl-C: torchrun must end its workers, which have sessions of their own
+            launched.terminate()
+            launched.wait()
+            raise
