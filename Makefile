@@ -4,6 +4,7 @@
 #   make test-long     the second tier: every layout, kills, compiled layers
 #   make test-all      both
 #   make check         lint, types and tests
+#   make constraints   renew constraints.txt: the newest versions of what the pinned packages need
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -14,15 +15,15 @@ ON_TWO_CORES := -n 2 --dist loadfile --no-loadscope-reorder
 ARGS ?=
 DS_CONFIG := ds_configs/zero3_offload.json
 
-.PHONY: setup pretrain test test-long test-all check lint clean
+.PHONY: setup pretrain test test-long test-all check lint constraints clean
 
 setup: .venv/installed
 
-.venv/installed: requirements.txt pyproject.toml
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 10) <= v[:2] <= (3, 12) else \
-	"$(PYTHON) is %d.%d: Python 3.10, 3.11 or 3.12 is needed; name one with make PYTHON=python3.11" % v[:2])'
+.venv/installed: requirements.txt constraints.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 10) <= v[:2] <= (3, 13) else \
+	"$(PYTHON) is %d.%d: Python 3.10 to 3.13 is needed; name one with make PYTHON=python3.11" % v[:2])'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --disable-pip-version-check -q -r requirements.txt
+	$(BIN)/pip install --disable-pip-version-check -q -r requirements.txt -c constraints.txt
 	touch $@
 
 # Where no GPU can be, DeepSpeed's launcher is told so, or each of its processes says that it found none.
@@ -46,6 +47,12 @@ lint: setup
 	$(BIN)/mypy
 
 check: lint test
+
+# One resolution for every Python of pyproject.toml and every platform, by markers.
+constraints: setup
+	$(BIN)/pip install --disable-pip-version-check -q uv==0.13.9
+	$(BIN)/uv pip compile -q --upgrade --universal --python-version 3.10.2 --no-header --no-annotate \
+	    --no-emit-package megarecipes -o constraints.txt requirements.txt
 
 clean:
 	rm -rf .venv *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -20,4 +20,4 @@ def package_directory(package: str, needed_for: Words) -> Path:
     if found := find_package(package):
         return found
     came = (needed_for, f" needs the package {package}")
-    raise ProblemsError([Problem("", came, fix="pip install -r requirements.txt")])
+    raise ProblemsError([Problem("", came, fix=f"pip install -r requirements.txt, or {package} alone")])

