@@ -280,6 +280,9 @@ class Data(Origin):
     """every n-th document of a source (of a file, where streamed) is held out, whole, for validation"""
     test_every: Count | None = None
     """every n-th document that validation leaves is held out, whole, for a test after training; null: none"""
+    shuffle_buffer: CountOrZero = 0
+    """documents of a stream, over all its lanes, to shuffle among while training; 0: they come in the order
+    of their files. Stored tokens are shuffled whole"""
     broken_records: Literal["refuse", "skip"] = "refuse"
     """refuse: a record that cannot be read ends the run, saved, with its place; skip: it is left out, counted
     and said, and the split of every other document stays; may change on --resume"""

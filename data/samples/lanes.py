@@ -3,13 +3,20 @@
 A stream of n files has L lanes, and lane l reads files l, l + L, l + 2 L, ... epoch after epoch. Every rank
 that reads a lane gets the same items from it. A place in a lane is the file and the record in it, so that a
 resumed run opens the right file at the right record.
+
+A lane may shuffle: document k of an epoch comes in the order of k + d, where d, below the size of the lane's
+buffer, is drawn from (seed, lane, epoch, k) alone. It waits in the buffer while an unread document could come
+before it. To have it first again, a resumed run reads from the oldest document that waits with it, and
+leaves out as many as have come before.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
+import math
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -34,12 +41,20 @@ def lane_count(global_batch: int, shards: int) -> int:
 
 
 class Place(NamedTuple):
-    """The place of a document in a lane."""
+    """The place of a document in a lane; where a lane shuffles, `start` is the place to read from for it."""
 
     epoch: int = 0
     turn: int = 0  # position in the lane's list of files
     record: int = 0  # in the file
     wide: bool = False  # all files are read, the lane's own first: these hold less than one sample
+    before: int | None = None  # documents of the epoch before this place, where a lane shuffles
+    taken: int | None = None  # documents from here on that have come already
+    start: Place | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Return the place to read from, as JSON values."""
+        values = (self.start or self)._asdict()
+        return {key: value for key, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +77,9 @@ class Reader(Protocol):
 
     source: Source
 
+    @property
+    def beginning(self) -> Place: ...
+
     def epoch_from(self, place: Place) -> Iterator[tuple[PlacedDocument, Any]]:
         """Yield (document, its encoded text) from `place` to the end of its epoch."""
         ...
@@ -76,9 +94,41 @@ class LaneReader:
     lanes: int
     encode: Encode
     is_training: Callable[[int], bool]  # of an index within a file
+    seed: int = 0  # of the shuffling
+    buffer: int = 0  # documents to shuffle among; 0: they come in the order of their files
+
+    @property
+    def beginning(self) -> Place:
+        return Place(before=0, taken=0) if self.buffer else Place()
 
     def epoch_from(self, place: Place) -> Iterator[tuple[PlacedDocument, Any]]:
-        return self.encode(self._documents(place))
+        documents = self._documents(place)
+        if self.buffer:
+            documents = itertools.islice(self._shuffled(documents, place), place.taken, None)
+        return self.encode(documents)
+
+    def _shuffled(self, documents: Iterator[PlacedDocument], place: Place) -> Iterator[PlacedDocument]:
+        """Yield the documents from `place` on in their shuffled order, those that have come as well."""
+        waiting = OrderedDict[int, PlacedDocument]()  # by number in the epoch
+        order = list[tuple[int, int]]()  # heap of (number + draw, number) of those that wait
+        given = first = place.before or 0
+        seed = self.seed + ((self.lane + 1) << 64)  # no generator of samples has it
+
+        def up_to(last: float) -> Iterator[PlacedDocument]:
+            nonlocal given
+            while order and order[0][0] <= last:
+                oldest, document = next(iter(waiting.items()))
+                start = document.place._replace(before=oldest, taken=given - oldest)
+                document = waiting.pop(heapq.heappop(order)[1])
+                yield PlacedDocument(document.place._replace(start=start), document.text)
+                given += 1
+
+        for number, document in enumerate(documents, first):
+            waiting[number] = document
+            draw = int(generator(seed, place.epoch, number).integers(self.buffer))
+            heapq.heappush(order, (number + draw, number))
+            yield from up_to(number + 1)
+        yield from up_to(math.inf)
 
     def _documents(self, place: Place) -> Iterator[PlacedDocument]:
         total = self.source.shards
@@ -88,7 +138,8 @@ class LaneReader:
             start = place.record if turn == place.turn else 0
             for document in self.source.shard_documents(files[turn], start):
                 if self.is_training(document.index):
-                    yield PlacedDocument(place._replace(turn=turn, record=document.index), document.text)
+                    found = Place(place.epoch, turn, document.index, place.wide)
+                    yield PlacedDocument(found, document.text)
 
 
 class Lane(ABC):
@@ -96,7 +147,7 @@ class Lane(ABC):
 
     def __init__(self, reader: Reader):
         self.reader = reader
-        self._open(Place())
+        self._open(reader.beginning)
 
     @abstractmethod
     def take(self, item: int, seed: int) -> Any:
@@ -119,16 +170,16 @@ class Lane(ABC):
 
     def _open(self, place: Place) -> None:
         self._place = place
-        self._whole = place.turn == place.record == 0  # the epoch is read from its beginning
+        # The epoch is read from its beginning, maybe with a document that is not for training.
+        self._whole = place.turn == place.record == 0 and not place.taken
         self._fruitful = False  # the epoch has given an item
         self._encoded: Iterator[tuple[PlacedDocument, Any]] = self.reader.epoch_from(place)
 
     def _resume(self, state: dict[str, Any]) -> Any:
         """Open the place of a state; return its encoded document. Raises FileError if there is none."""
-        self._open(place := Place(**{key: state[key] for key in Place._fields}))
+        self._open(place := Place(**{key: state[key] for key in Place._fields if key in state}))
         first = list(itertools.islice(self._encoded, 1))
-        begins = place.turn == place.record == 0  # maybe with a document that is not for training
-        if not begins and [document.place for document, _ in first] != [place]:
+        if not self._whole and [document.place.start or document.place for document, _ in first] != [place]:
             refuse_state(self.reader.source, state, "no training document stands there")
         self._encoded = itertools.chain(first, self._encoded)
         return first[0][1] if first else ()
@@ -163,7 +214,7 @@ class GptLane(Lane):
         super().__init__(reader)
 
     def take(self, item: int, seed: int) -> np.ndarray:
-        """Return the next window (T + 1,) int64, without use of the seed: a stream keeps its own order."""
+        """Return the next window (T + 1,) int64, without use of the seed: documents are shuffled, not windows."""
         self._fill()
         parts, start = [], self._offset
         for _, ids in self._pending:
@@ -178,7 +229,7 @@ class GptLane(Lane):
 
     def state(self) -> dict[str, Any]:
         place = self._pending[0][0] if self._pending else self._place
-        return {**place._asdict(), "token_offset": self._offset}
+        return {**place.state(), "token_offset": self._offset}
 
     def restore(self, state: dict[str, Any]) -> None:
         size = len(self._resume(state))
@@ -204,7 +255,6 @@ class GptLane(Lane):
             document, ids = found
             self._pending.append((document.place, ids))
             self._buffered += ids.size
-            self._place = document.place._replace(record=document.place.record + 1)
 
     def _use(self) -> None:
         self._fruitful = True
@@ -304,7 +354,7 @@ class BertLane(Lane):
         first = self._remembered[0] if self._remembered else self._current
         place = first.place if first else self._place
         chunk = self._chunk if self._current else None
-        return {**place._asdict(), "remembered": len(self._remembered), "chunk": chunk}
+        return {**place.state(), "remembered": len(self._remembered), "chunk": chunk}
 
     def restore(self, state: dict[str, Any]) -> None:
         self._resume(state)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -124,6 +124,7 @@ class _HeldOutDocuments:
     family: Family
     number: int  # of the lane
     wanted: int
+    beginning: ClassVar[Place] = Place()
     documents: list[tuple[PlacedDocument, Any]] = field(default_factory=list)
     measured: int = 0
 
@@ -253,9 +254,13 @@ def stream_parts(
     held_out, counts = head.held_out, head.counts
     lanes = 1 if single_lane else lane_count(recipe.batch.global_, source.shards)
     encode = family.encoder(origin, max(_LEAST_BATCH, _BATCH_CHARACTERS // lanes))
+    buffer = -(-data.shuffle_buffer // lanes)
+
+    def is_training(index: int) -> bool:
+        return part(index) == "train"
 
     def open_lane(number: int) -> Lane:
-        reader = LaneReader(source, number, lanes, encode, lambda index: part(index) == "train")
+        reader = LaneReader(source, number, lanes, encode, is_training, recipe.seed, buffer)
         return family.lane(reader, number)
 
     # The checksum tells streams apart by their head. It takes one held-out sample, since a run may be resumed
@@ -271,6 +276,6 @@ def stream_parts(
         "documents_read_for_validation": head.documents,
         "unigram_tokens": int(counts.sum()),
     }
-    opened = Lanes(source, lanes, open_lane, family.stack)
+    opened = Lanes(source, lanes, open_lane, family.stack, buffer)
     train = StreamedSamples(opened, length, recipe.batch.global_, say)
     return Parts(train, held_out["validation"], held_out.get("test"), counts, summary)

@@ -2,7 +2,7 @@
 
 A stream is read in lanes (`lanes.py`). Of the global batch of G samples, row j of step s is item s * (G / L)
 + j % (G / L) of lane j // (G / L). A rank opens only the lanes of its rows. The batch of a step depends on G
-and L, not on the layout. Samples come in the stream's order; shuffle a dataset before, or prepare it.
+and L, not on the layout. Samples come in the order of their documents, which data.shuffle_buffer shuffles.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class Lanes:
     count: int
     open: Callable[[int], Lane]  # the number of a lane
     stack: Callable[[Sequence[Any]], Fields]
+    buffer: int = 0  # documents to shuffle among, of each lane; 0: none
 
 
 class StreamedSamples:
@@ -125,7 +126,7 @@ class StreamedSamples:
         if not isinstance(saved, dict) or saved.keys() != like.keys():
             refuse_state(self._lanes.source, saved, f"a lane's has {', '.join(like)}")
         turns = total if saved["wide"] else len(range(number, total, self._lanes.count))
-        most = {"wide": 1, "turn": turns - 1, "remembered": REMEMBERED}
+        most = {"wide": 1, "turn": turns - 1, "remembered": REMEMBERED, "taken": self._lanes.buffer - 1}
         for key, value in saved.items():
             sound = type(value) is type(like[key]) or (key == "chunk" and type(value) is int)
             if not sound or not 0 <= (value or 0) <= most.get(key, 2**62):

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from data.corpus import build
+from data.keyed_random import generator
 from data.loader import StepBatches, batch_digest, merge_states
 from data.samples import splits
 from data.samples.bert import BertSettings, stack
@@ -85,20 +86,23 @@ def settings_of(head, seed=3):
 WORDS = BertVocabulary(2, 3, 4, 0, np.zeros(VOCABULARY, dtype=bool), np.arange(10, VOCABULARY))
 
 
-def streamed(source, kind="gpt", global_batch=GLOBAL, lanes=None, say=print):
-    """Samples of a source as GPT windows, or as BERT samples with a sentence objective."""
+def streamed(source, kind="gpt", global_batch=GLOBAL, lanes=None, say=print, buffer=0):
+    """Samples of a source as GPT windows, or as BERT samples with a sentence objective.
+
+    `buffer`: documents to shuffle among, of each lane.
+    """
     count = lanes or lane_count(global_batch, source.shards)
     encoder = encode if kind == "gpt" else encode_sentences
     settings = settings_of("none" if kind == "gpt" else kind)
 
     def open_lane(number):
-        reader = LaneReader(source, number, count, encoder, is_training)
+        reader = LaneReader(source, number, count, encoder, is_training, seed=3, buffer=buffer)
         return GptLane(reader, T) if kind == "gpt" else BertLane(reader, number, settings, WORDS)
 
     def stacked(items):
         return GptFields(window=np.stack(items)) if kind == "gpt" else stack(items, WORDS, settings)
 
-    return StreamedSamples(Lanes(source, count, open_lane, stacked), T, global_batch, say)
+    return StreamedSamples(Lanes(source, count, open_lane, stacked, buffer), T, global_batch, say)
 
 
 def windows(tokens):
@@ -152,14 +156,14 @@ def test_a_stream_skips_forward_and_goes_back():
             assert all(np.array_equal(found[key], whole[key][positions]) for key in whole)
 
 
-def run_with_resumes(sizes, kind, steps, plan, workers):
+def run_with_resumes(sizes, kind, steps, plan, workers, buffer=0):
     """Digests of steps, the run being cut and continued under another layout after every count in `plan`.
 
     And the lanes' lines.
     """
     digests, said, state = [], [], None
     for number, (layout, count) in enumerate(plan):
-        samples = streamed(Made(sizes), kind, say=said.append)
+        samples = streamed(Made(sizes), kind, say=said.append, buffer=buffer)
         where = (len(digests), state, workers)
         ranks = [StepBatches(samples, 3, layout, rank, *where) for rank in range(layout.dp)]
         for _ in range(count if number < len(plan) - 1 else steps - len(digests)):
@@ -186,12 +190,13 @@ def test_batches_depend_neither_on_ranks_nor_on_workers_nor_on_resumes(sizes, ki
         assert digests == expected and not said, "no lane was read again from its start"
 
 
-@pytest.mark.parametrize("kind", HEADS)
-def test_a_run_resumed_after_every_step_is_the_same(kind):
+@pytest.mark.parametrize(("kind", "buffer"), [*((kind, 0) for kind in HEADS), ("gpt", 9), ("nsp", 9)])
+def test_a_run_resumed_after_every_step_is_the_same(kind, buffer):
     sizes, steps = [30, 2, 12, 20], 25
-    expected = run_with_resumes(sizes, kind, steps, [(LAYOUTS[0], 0)], 0)[0]
+    expected = run_with_resumes(sizes, kind, steps, [(LAYOUTS[0], 0)], 0, buffer)[0]
     plan = [(LAYOUTS[step % len(LAYOUTS)], 1) for step in range(steps)]
-    assert run_with_resumes(sizes, kind, steps, plan, 0)[0] == expected
+    digests, said = run_with_resumes(sizes, kind, steps, plan, 0, buffer)
+    assert digests == expected and not said
 
 
 def test_a_rank_opens_only_files_of_its_own_lanes():
@@ -226,6 +231,125 @@ def test_a_resumed_bert_reads_again_only_the_documents_it_remembers():
     resumed = Made([400], longest=40)
     next(StepBatches(streamed(resumed, "nsp"), 1, LAYOUTS[0], 0, 40, running.state()))
     assert resumed.opened == [(0, place["record"])] and place["record"] > 50
+
+
+# ---- shuffled
+
+
+class Counted(Made):
+    """Documents of one token, counted as they are read."""
+
+    def shard_documents(self, shard, start=0):
+        for index in range(start, self.sizes[shard]):
+            self.read = index + 1
+            yield Document(index, "10")
+
+
+def reader_of(source, buffer, lane=0, lanes=1, seed=1, training=is_training):
+    return LaneReader(source, lane, lanes, encode, training, seed, buffer)
+
+
+def order_of(reader, start=None):
+    """(turn, record) of the documents of an epoch, as they come."""
+    return [document.place[1:3] for document, _ in reader.epoch_from(start or reader.beginning)]
+
+
+def test_a_shuffled_epoch_has_every_training_document_once():
+    source = Made([40, 0, 3, 25])
+    in_order, reader = order_of(reader_of(source, 0)), reader_of(source, 12)
+    orders = {
+        "epoch 0": order_of(reader),
+        "epoch 1": order_of(reader, reader.beginning._replace(epoch=1)),
+        "another seed": order_of(reader_of(source, 12, seed=2)),
+        "another buffer": order_of(reader_of(source, 13)),
+        "one of the whole epoch": order_of(reader_of(source, 10**9)),
+    }
+    assert len(in_order) > 50 and all(sorted(order) == in_order for order in orders.values())
+    assert len({str(order) for order in orders.values()} | {str(in_order)}) == 6, "no two are alike"
+    assert order_of(reader_of(source, 1)) == in_order
+    lanes = [order_of(reader_of(Made([40, 40]), 12, lane, 2)) for lane in range(2)]
+    assert sorted(lanes[0]) != lanes[0] != lanes[1], "lanes draw apart"
+
+
+def test_documents_move_evenly_by_half_the_buffer_which_holds_no_more_than_its_size():
+    buffer, count, found, held = 500, 8000, [], []
+    reader = reader_of(Counted([count]), buffer, training=lambda index: True)
+    for come, (document, _) in enumerate(reader.epoch_from(reader.beginning)):
+        found.append(document.index)
+        held.append(reader.source.read - come)
+    moved = (np.arange(count) - found)[buffer:-buffer]
+    shares, _ = np.histogram(moved, bins=8, range=(-buffer / 2, buffer / 2))
+    assert np.allclose(shares / len(moved), 1 / 8, atol=0.015) and abs(moved).max() < 0.6 * buffer
+    assert max(held) <= buffer and abs(np.mean(held[buffer:-buffer]) / buffer - 0.5) < 0.05
+    assert held[0] < 0.2 * buffer, "the first comes soon"
+
+
+def test_a_resumed_shuffled_stream_reads_no_more_than_the_buffer_again():
+    """And goes on in mid-epoch, at whichever document, with all that have not come."""
+    buffer = 20
+    whole = order_of(reader_of(Made([90, 60]), buffer))
+    for come in range(0, len(whole), 7):
+        running = reader_of(source := Made([90, 60]), buffer)
+        documents = running.epoch_from(running.beginning)
+        place = list(islice(documents, come + 1))[-1][0].place.start
+        assert place.taken < buffer and come == place.before + place.taken
+        resumed = reader_of(Made([90, 60]), buffer)
+        assert order_of(resumed, place) == whole[come:]
+        assert resumed.source.opened[0] == place[1:3] and running.source is source
+
+
+def test_a_lane_with_too_little_shuffles_all_files():
+    samples = streamed(Made([30, 1, 0, 9]), buffer=8)
+    rows = samples.take(range(3 * GLOBAL), seed=1)["window"]
+    assert samples.state(3 * GLOBAL)["lanes"]["2"]["wide"]
+    assert rows.tolist() != streamed(Made([30, 1, 0, 9])).take(range(3 * GLOBAL), seed=1)["window"].tolist()
+
+
+def test_an_epoch_whose_last_document_is_the_first_of_its_file_has_given_items():
+    """With too little left for another, a resumed lane still begins the next epoch of its own files."""
+
+    class Sixteen(Made):
+        def tokens(self, shard, index):
+            return np.arange(10 + index, 25 + index)
+
+    def lane(seed):
+        return GptLane(reader_of(Sixteen([3, 9]), 9, 0, 2, seed), T)
+
+    resumed_there = 0
+    for seed in range(20):
+        running = lane(seed)
+        for item in range(2):
+            running.take(item, 1)
+        state, again = running.state(), lane(seed)
+        resumed_there += state["turn"] == state["record"] == state["token_offset"] == 0
+        again.restore(state)
+        assert [again.take(n, 1).tolist() for n in range(6)] == [
+            running.take(n, 1).tolist() for n in range(6)
+        ]
+        assert not again.state()["wide"]
+    assert resumed_there > 2
+
+
+def test_a_place_of_shuffled_documents_is_checked():
+    def resume(buffer, **changes):
+        state = json.loads(json.dumps(saved))
+        state["lanes"]["1"] |= changes
+        next(StepBatches(streamed(Made([400, 390]), buffer=buffer), 3, LAYOUTS[0], 0, 40, state))
+
+    running = StepBatches(streamed(Made([400, 390]), buffer=9), 3, LAYOUTS[0], 0)
+    list(islice(running, 40))
+    saved = running.state()
+    resume(9)
+    for said, changes in {
+        "no lane has taken=9": {"taken": 9},
+        "no lane has taken=-1": {"taken": -1},
+        "no lane has before=None": {"before": None},
+        "no training document stands there": {"record": 10**9},
+    }.items():
+        with pytest.raises(FileError, match=said):
+            resume(9, **changes)
+    with pytest.raises(FileError, match="a lane's has epoch, turn, record, wide, token_offset"):
+        resume(0)
 
 
 def test_the_state_is_of_the_steps_handed_out_and_not_of_those_read_ahead():
@@ -440,8 +564,9 @@ def quiet(line):
     pass
 
 
-def test_build_of_a_stream_holds_out_the_first_documents_of_its_files(files, tmp_path):
-    corpus = build(make_recipe(test_every=4), tmp_path, quiet, hub(files))
+def test_build_of_a_stream_holds_out_the_first_documents_and_shuffles_the_others(files, tmp_path):
+    recipe = make_recipe(test_every=4, shuffle_buffer=31)
+    corpus = build(recipe, tmp_path, quiet, hub(files))
     assert (len(corpus.validation), len(corpus.test)) == (8, 8) and corpus.summary["lanes"] == 4
     texts = [read(file) for file in files]
     encoder = Encoder(gpt2_tokenizer())
@@ -460,6 +585,12 @@ def test_build_of_a_stream_holds_out_the_first_documents_of_its_files(files, tmp
     nats = -np.log((counts[labels] + 1) / (len(tokens) + 50257))
     assert corpus.unigram_entropy == pytest.approx(nats.mean())
     json.dumps(corpus.summary)
+    own = [t for i, t in enumerate(texts[2]) if t and part_of(i, EVERY, 4) == "train"]
+    draws = [int(generator(recipe.seed + (3 << 64), 0, k).integers(8)) for k in range(len(own))]
+    order = sorted(range(len(own)), key=lambda k: (k + draws[k], k))
+    expected = windows(all_tokens(own[k] for k in order))
+    rows = corpus.train.take(range(4 * len(expected)), seed=1)["window"][2::4].tolist()
+    assert rows == expected != windows(all_tokens(own)), "among 8 documents of each of four lanes"
 
 
 def test_only_the_first_training_tokens_of_a_stream_are_counted(files, tmp_path, monkeypatch):

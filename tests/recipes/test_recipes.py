@@ -482,8 +482,9 @@ SAME = (
     "model.positions=256",
 )
 OTHER = ("batch.global=16", "optimizer.lr=2e-3", "seed=1", "model.layers=5", "precision=fp32",
-         "dropout.hidden=0.1", "schedule.warmup_steps=21", "data.validation_every=7", "sequence_length=128",
-         "init_std=0.01", "activation_checkpointing=full", "model.positions=257")  # fmt: skip
+         "dropout.hidden=0.1", "schedule.warmup_steps=21", "data.validation_every=7", "data.shuffle_buffer=7",
+         "sequence_length=128", "init_std=0.01",
+         "activation_checkpointing=full", "model.positions=257")  # fmt: skip
 
 
 def test_the_digest_knows_what_decides_the_numbers():

@@ -141,14 +141,15 @@ def test_a_run_goes_on_under_rarer_layouts(tmp_path):
 
 
 @pytest.mark.long
-def test_a_stream_goes_on_with_another_number_of_ranks(tmp_path):
+@pytest.mark.parametrize("shuffle_buffer", [0, 40])
+def test_a_stream_goes_on_with_another_number_of_ranks(tmp_path, shuffle_buffer):
     """Each rank reads files of its own; the checkpoint has the places in all of them."""
     for file in range(4):
         lines = [json.dumps({"text": f"{file} {i} " + "some words, and more. " * (9 + i)}) for i in range(30)]
         (tmp_path / f"{file}.jsonl").write_text("\n".join(lines) + "\n")
     data = (
         f"data={{source: jsonl, name: {tmp_path}/*.jsonl, streaming: true, validation_every: 5, "
-        "tokenizer: {kind: gpt2}}"
+        f"shuffle_buffer: {shuffle_buffer}, tokenizer: {{kind: gpt2}}}}"
     )
     check_ring(tmp_path, ["one", "dp2 zero2", "one zero3"], settings=[data, "model.vocab_size=50257"])
 

@@ -34,9 +34,9 @@ TWO_RANKS = {
     "fp16": ("OUT/fp16.json", 1, 1, 2, "fp16", []),
     "bert": ("zero1", 1, 1, 2, "bf16", ["batch.accumulation=2"]),
     "bert-pipeline": ("pipeline", 1, 2, 1, "fp32", ["model.layer_norm=post", "model.sentence_head=nsp"]),
-    # Each rank reads files of its own; the checkpoint holds the places of both.
+    # Each rank reads files of its own, shuffled; the checkpoint holds the places of both.
     "stream": ("zero2", 1, 1, 2, "bf16", [
-        "data={source: jsonl, name: OUT/*.jsonl, streaming: true, validation_every: 5, "
+        "data={source: jsonl, name: OUT/*.jsonl, streaming: true, validation_every: 5, shuffle_buffer: 40, "
         "tokenizer: {kind: gpt2}}",
         "model.vocab_size=50257",
     ]),

@@ -1,4 +1,4 @@
-"""Streams under several ranks: one rank of a model copy reads; a broken record ends all, or is left out."""
+"""Shuffled streams under several ranks: one per model copy reads; a broken record ends all or is left out."""
 
 import json
 
@@ -26,7 +26,7 @@ def stream(tmp_path_factory):
         (folder / f"{file}.jsonl").write_text("\n".join(lines) + "\n")
     wrap_tokenizer("trained_bpe", train_bpe([words], 264)).save_pretrained(folder / "vocabulary")
     data = f"data={{source: jsonl, name: {folder}/*.jsonl, streaming: true, validation_every: 5, "
-    data += f"tokenizer: {{kind: file, path: {folder}/vocabulary}}}}"
+    data += f"shuffle_buffer: 20, tokenizer: {{kind: file, path: {folder}/vocabulary}}}}"
     return folder, [data, "model.vocab_size=264", "precision=fp32", "steps=30", "run.prompt=null"]
 
 
