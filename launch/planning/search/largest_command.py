@@ -8,7 +8,7 @@ from launch.console import arguments, terminal
 from launch.planning.page import Page
 from launch.planning.prediction import hardware
 from launch.planning.prediction.forecast_text import error
-from launch.planning.search import candidates, largest
+from launch.planning.search import candidates, largest, shapes
 from launch.planning.search.largest import LargestModel, Setting
 from recipes import catalog
 from recipes.families import FAMILIES
@@ -31,7 +31,6 @@ examples:
       a BERT, on 32 GPUs
 
 exit codes: 0 shown, 2 refused."""
-RECIPES = {"gpt2": "openwebtext/gpt2-124m", "bert": "wikipedia/bert-336m"}
 HEADINGS = ["model states", "nothing recomputed", "all recomputed", "which fills"]
 # Categories whose names are others in a cell.
 FILLS = {"working": "one layer", "fragmentation": "allocator", "context": "CUDA context"}
@@ -47,7 +46,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     node = f"{', '.join(hardware.names())}, this, or FILE.yaml:NODE"
     add("--hardware", required=True, metavar="NODE", help=node)
     add("--nodes", type=arguments.whole(1, 10**5), default=1, metavar="N", help="of them (default: 1)")
-    add("--family", choices=RECIPES, default="gpt2", help="of models (default: %(default)s)")
+    add("--family", choices=shapes.RECIPES, default="gpt2", help="of models (default: %(default)s)")
     length = "tokens of a sample (default: 1024 for gpt2, 512 for bert)"
     add("--sequence-length", type=arguments.whole(16, 10**6), metavar="S", help=length)
     micro = "samples of a micro-batch (default: %(default)s)"
@@ -63,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 def setting_of(args: argparse.Namespace) -> Setting:
     """Make the setting from the flags. Raises ProblemsError."""
-    name = RECIPES[args.family]
+    name = shapes.RECIPES[args.family]
     node = hardware.node_for(catalog.load(name), args.hardware)
     length = args.sequence_length or FAMILIES[args.family].length
     half = candidates.half_precision(node)

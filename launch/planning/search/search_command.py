@@ -14,6 +14,7 @@ from launch.planning.search.candidates import Question
 from launch.planning.search.winner import JSON_NAME, RECOMPUTATION, RecipeFlags, Winner
 from recipes import catalog
 from recipes.files import path_of
+from recipes.problems import Problem, ProblemsError
 
 ABOUT = """\
 Go through tensor x pipeline x data parallelism, ZeRO stage, offload,
@@ -30,6 +31,8 @@ examples:
   python launch/plan.py search --recipe openwebtext/gpt2-124m \\
       --hardware v100-32-pciex8 --set precision=fp16
       a recipe with its own batch, on one node
+  python launch/plan.py search --model 8.3b --hardware dgx2 --nodes 32
+      a size of the published tables, here of the Megatron-LM paper
   python launch/plan.py search --model 175b --hardware a100-80x8 --nodes 128 \\
       --set parallel.tp=8
       a degree that stays; so do parallel.pp, parallel.dp, batch.micro,
@@ -43,7 +46,6 @@ examples:
       your own JSON, with the winner's stage, offload, degrees and batch in it
 
 exit codes: 0 shown and written, 1 nothing fits, 2 refused."""
-OWN = "openwebtext/gpt2-124m"  # the recipe that --model changes where no other is named
 # What a search decides, as overrides that leave a recipe's own undecided.
 OPEN = tuple(
     f"{key}=null"
@@ -62,9 +64,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = arguments.subcommand(commands, "search", line, ABOUT, EXAMPLES, RULES)
     arguments.add_recipe_arguments(parser)
     add = parser.add_argument_group("which model, on what").add_argument
-    sizes = ", ".join(shapes.NAMES)
-    model = f"a GPT-3 of that size in place of the recipe's model (default recipe: {OWN}): {sizes}"
-    add("--model", choices=shapes.NAMES, metavar="SIZE", help=model)
+    own, sizes = ", ".join(shapes.RECIPES.values()), ", ".join(shapes.NAMES)
+    model = f"a model of that size in place of the recipe's (default recipe: {own}): GPT-3's {sizes}, or one "
+    model += "of the published tables, e.g. 8.3b or 61b"
+    add("--model", metavar="SIZE", help=model)
     batch = "samples per optimizer step (default: the recipe's)"
     add("--global-batch", type=arguments.whole(1, 10**7), metavar="N", help=batch)
     base = "DeepSpeed JSON whose stage and offload are replaced (default: those of ds_configs/)"
@@ -109,9 +112,16 @@ def _check_out(args: argparse.Namespace) -> None:
 
 def question_of(args: argparse.Namespace) -> tuple[RecipeFlags, Question]:
     """Make the question from the flags. Raises ProblemsError."""
-    name = OWN if args.model and args.recipe == catalog.DEFAULT_RECIPE else args.recipe
-    node = hardware.node_for(catalog.load(name), args.hardware)
-    shape = shapes.settings(args.model, candidates.half_precision(node)) if args.model else []
+    size, name = args.model and shapes.size(args.model), args.recipe
+    if size and name == catalog.DEFAULT_RECIPE:
+        name = shapes.RECIPES[size.family]
+    own = catalog.load(name)
+    if size and own.model.family != size.family:
+        came = f"--model {args.model} with --recipe {name}"
+        rule = f"it is a {size.family}, and the recipe's model is a {own.model.family}"
+        raise ProblemsError([Problem("--model", came, rule, "leave --recipe out")])
+    node = hardware.node_for(own, args.hardware)
+    shape = size.settings(candidates.half_precision(node)) if size else []
     batch = [f"batch.global={args.global_batch}"] if args.global_batch else []
     flags = RecipeFlags(name, [*shape, *args.set, *batch], args.tiny, args.steps)
     recipe = flags.load([*OPEN, *flags.overrides])

@@ -1,12 +1,16 @@
-"""Shapes of GPT-3's models, with interpolation for other sizes.
+"""Shapes of models by their size: GPT-3's, with interpolation, and those of the published tables.
 
-Brown et al. 2020 (arXiv 2005.14165), table 2.1.
+GPT-3's: Brown et al. 2020 (arXiv 2005.14165), table 2.1.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from recipes import catalog
+from recipes.problems import Problem, ProblemsError, did_you_mean
+
+RECIPES = {"gpt2": "openwebtext/gpt2-124m", "bert": "wikipedia/bert-336m"}  # of each family, for other sizes
 LENGTH = 2048  # tokens of a sample there (section 2.1)
 
 
@@ -38,18 +42,62 @@ SHAPES = {
 NAMES = {**{name: name for name in SHAPES}, "345m": "350m"}  # GPT-2's label of the same shape
 
 
-def settings(name: str, precision: str) -> list[str]:
-    """Return the model of that name as overrides of a recipe."""
-    shape = SHAPES[NAMES[name]]
-    return [
-        f"model.layers={shape.layers}",
-        f"model.hidden={shape.hidden}",
-        f"model.heads={shape.heads}",
-        f"sequence_length={LENGTH}",
-        f"batch.global={shape.batch}",
-        f"optimizer.lr={shape.rate}",
-        f"precision={precision}",
-    ]
+class Size(NamedTuple):
+    """A model by its size."""
+
+    family: str
+    shape: Shape
+    length: int
+
+    def settings(self, precision: str) -> list[str]:
+        """Return the model as overrides of a recipe of its family."""
+        shape = self.shape
+        return [
+            f"model.layers={shape.layers}",
+            f"model.hidden={shape.hidden}",
+            f"model.heads={shape.heads}",
+            f"sequence_length={self.length}",
+            f"batch.global={shape.batch}",
+            f"optimizer.lr={shape.rate}",
+            f"precision={precision}",
+        ]
+
+
+def size(name: str) -> Size:
+    """Return the size, of GPT-3 or else as a published table prints it. Raises ProblemsError."""
+    if name.lower() in NAMES:
+        return Size("gpt2", SHAPES[NAMES[name.lower()]], LENGTH)
+    rows, came = rows_by_size(), f"--model {name[:100]}"
+    if name.lower() not in rows:
+        rule, fix = (
+            "no size of GPT-3 or of the published tables",
+            did_you_mean(name.lower(), {**NAMES, **rows}),
+        )
+        raise ProblemsError([Problem("--model", came, rule, fix)])
+    alike = rows[name.lower()]
+    if len(alike) > 1:
+        told = ", ".join(f"{row} ({layers} x {hidden})" for (_, layers, hidden, _), row in alike.items())
+        rule = f"tables print it for several models: {told}"
+        raise ProblemsError([Problem("--model", came, rule, "name one as --recipe, without --model")])
+    (row,) = alike.values()
+    recipe = catalog.load(row)
+    model, batch = recipe.model, recipe.batch.global_
+    shape = Shape(model.layers, model.hidden, model.heads, batch, recipe.optimizer.lr)
+    return Size(model.family, shape, recipe.sequence_length)
+
+
+def rows_by_size() -> dict[str, dict[tuple[str, int, int, int], str]]:
+    """Map each printed size to its models, as family, layers, hidden size and heads, with a row of each."""
+    found: dict[str, dict[tuple[str, int, int, int], str]] = {}
+    for table in catalog.tables():
+        for row in table.rows:
+            values = table.row(row)
+            label = (values.get("published") or {}).get("size_label")
+            if label and not any(key.startswith("model") for key in values.get("unknown") or ()):
+                model = values["model"]
+                shape = model.get("family", "gpt2"), model["layers"], model["hidden"], model["heads"]
+                found.setdefault(label.lower(), {}).setdefault(shape, f"{table.name}/{row}")
+    return found
 
 
 def usual_layers(hidden: int) -> int:

@@ -17,7 +17,7 @@ from ds_configs.resolver import resolve
 from launch.planning.prediction import workload
 from launch.planning.prediction.constants import published_error
 from launch.planning.prediction.forecast import forecast
-from launch.planning.search import layout_search, search_command, ways
+from launch.planning.search import layout_search, search_command, shapes, ways
 from launch.planning.search.layout_search import WORTH
 from recipes import catalog
 from recipes.layout import divisors
@@ -207,8 +207,25 @@ def test_the_users_json_is_kept_but_for_its_stage_and_offload(tmp_path):
     assert written["train_micro_batch_size_per_gpu"] == best.layout.micro
 
 
+def test_a_size_of_the_published_tables_is_searched():
+    recipe, published = answer("--model 8.3B --hardware dgx2 --nodes 2").question.recipe, catalog.load
+    row = published("megatron_paper_table1/8.3b-mp")
+    shape = (recipe.model.layers, recipe.model.hidden, recipe.model.heads, recipe.sequence_length)
+    assert shape == (row.model.layers, row.model.hidden, row.model.heads, row.sequence_length)
+    bert = answer("--model 3.9b --hardware a100-40x8 --nodes 4")
+    assert bert.winner and bert.question.recipe.model.family == "bert"
+    sizes = shapes.rows_by_size()
+    assert len(sizes) > 25 and all(label == label.lower() for label in sizes)
+    for label, alike in sizes.items():
+        if len(alike) == 1 and label not in shapes.NAMES:
+            assert shapes.size(label).settings("fp16")
+
+
 ONE = "--model 13b --hardware v100-32x8 --set parallel.tp=1 --set parallel.pp=1"
 REFUSED = {
+    "--model 8.4b --hardware dgx2": "did you mean 8.7b or 8.3b",
+    "--model 1.2b --hardware dgx2": "a100_blog_table4/1.2b .24 x 1920., megatron_paper",
+    "--model 3.9b --hardware dgx2 --recipe openwebtext/gpt2-124m": "leave --recipe out",
     "--model 13b --hardware v100-32x9": "did you mean v100-32x",
     f"{ONE} --global-batch 7": "data 8: a batch of 7 is not divisible",
     "--recipe default/sotu": "no --hardware",
