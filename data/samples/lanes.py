@@ -214,7 +214,7 @@ class GptLane(Lane):
         super().__init__(reader)
 
     def take(self, item: int, seed: int) -> np.ndarray:
-        """Return the next window (T + 1,) int64, without use of the seed: documents are shuffled, not windows."""
+        """Return the next window (T + 1,) int64, without use of the seed."""
         self._fill()
         parts, start = [], self._offset
         for _, ids in self._pending:
