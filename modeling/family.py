@@ -66,5 +66,5 @@ def common_shape(recipe: Recipe, padded_vocab: int) -> dict[str, Any]:
         padded_vocab=padded_vocab, positions=recipe.positions,
         hidden_dropout=recipe.dropout.hidden, attention_dropout=recipe.dropout.attention,
         checkpoint_interval=recipe.checkpoint_interval, recomputes_core=recipe.recomputes_core,
-        sequence_parallel=recipe.parallel.sequence,
+        sequence_parallel=recipe.parallel.sequence, shared_layers=model.shared_layers,
     )  # fmt: skip

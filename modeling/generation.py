@@ -175,7 +175,7 @@ def decode(model: Any, tokens: Tensor, past: Past) -> Tensor:
     assert model.position_ranks == 1, "decoding does not cut positions over ranks"
     new = tokens.shape[1]
     x = model.position(model.word(tokens), places=past.places(new))
-    for layer, kept in zip(model.layers, past.layers, strict=True):
+    for layer, kept in zip(model.uses, past.layers, strict=True):
         x = layer(x, kept)
     past.advance(new)
     logits: Tensor = model.whole_logits(model.word(model.final_norm(x[:, -1]), project=True))

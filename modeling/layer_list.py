@@ -31,7 +31,7 @@ from modeling.parallel.process_grid import Group, ProcessGrid
 from modeling.transformer import LayerShape, TransformerLayer
 
 Stream = Any  # a tensor, or a tuple of tensors and None
-Apply = Callable[[nn.Module, Any], Any]  # (layer, stream) -> stream
+Apply = Callable[[Any, Any], Any]  # (layer, stream) -> stream
 # (output of the last layer, targets, group) -> the loss, or (the loss, its parts without gradient)
 Loss = Callable[..., Any]
 Parts = tuple[str, ...]  # names of parts of the loss
@@ -61,6 +61,11 @@ class LayerDefinition:
     apply: Apply = first
     tied: bool = False
 
+    def parameters(self) -> list[str]:
+        """Return the names of its parameters in the module."""
+        module = self.kind(**self.arguments | {"init": replace(self.arguments["init"], meta=True)})
+        return [name for name, _ in module.named_parameters()]
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -77,6 +82,7 @@ class ModelShape:
     checkpoint_interval: int = 0  # layers per recomputed chunk; 0: all activations are kept
     recomputes_core: bool = False  # of attention, in every layer
     sequence_parallel: bool = False  # under tensor parallelism
+    shared_layers: bool = False  # all have the parameters of one
 
     def layer_at(self, index: int) -> LayerShape:
         """Return the shape of one transformer layer."""
@@ -119,10 +125,21 @@ def project_words(word: nn.Module, stream: Stream, cut: bool) -> Stream:
 def transformer_layers(
     shape: ModelShape, group: Group, init: Init, apply: Apply = first
 ) -> list[LayerDefinition]:
-    """Return the layers between the embeddings and the final norm or the heads, called "layers.N"."""
-    names = [f"layers.{i}" for i in range(shape.layers)]
-    arguments = [dict(shape=shape.layer_at(i), group=group, init=init.child(n)) for i, n in enumerate(names)]
-    return [LayerDefinition(n, TransformerLayer, a, apply) for n, a in zip(names, arguments, strict=True)]
+    """Return the layers between the embeddings and the final norm or the heads, called "layers.N".
+
+    Shared ones are all called "layers.0", and know the number of each use.
+    """
+
+    def use(number: int, layer: nn.Module, stream: Stream) -> Stream:
+        return apply(partial(layer, use=number), stream)
+
+    layers = []
+    for i in range(shape.layers):
+        name = "layers.0" if shape.shared_layers else f"layers.{i}"
+        arguments = dict(shape=shape.layer_at(i), group=group, init=init.child(name))
+        how = partial(use, i) if shape.shared_layers else apply
+        layers.append(LayerDefinition(name, TransformerLayer, arguments, how, tied=shape.shared_layers))
+    return layers
 
 
 def build(definitions: Definitions) -> dict[str, nn.Module]:
@@ -132,6 +149,15 @@ def build(definitions: Definitions) -> dict[str, nn.Module]:
         if d.name not in modules:
             modules[d.name] = d.kind(**d.arguments)
     return modules
+
+
+def recomputation(shared_layers: bool) -> Callable[..., Any]:
+    """Return DeepSpeed's checkpointing, which restores both streams of attention dropout.
+
+    Its reentrant form adds to a shared layer's gradient chunk by chunk, and ZeRO reduces the first sum.
+    """
+    form = "non_reentrant_checkpoint" if shared_layers else "checkpoint"
+    return getattr(deepspeed.checkpointing, form)
 
 
 def share_draws(init: Init, layers: Callable[..., Definitions], group: Group, device: str) -> Init:
@@ -169,6 +195,7 @@ class Stack(nn.Module):
                 self.add_module(name, module)
         self.layers = nn.ModuleList(m for m in built.values() if isinstance(m, TransformerLayer))
         self._in_order = [(d.apply, built[d.name]) for d in definitions]
+        self.uses = [module for _, module in self._in_order if isinstance(module, TransformerLayer)]
         self.last_positions: int | None = None  # the last layer takes so many of the stream; None: all
 
     def forward(self, *tensors: Any, salts: Tensor | None = None) -> Any:
@@ -197,8 +224,7 @@ class Stack(nn.Module):
         """Run every layer in turn."""
         interval = self.shape.checkpoint_interval if self.training else 0
         layers = cut_last_positions(self._in_order, self.last_positions)
-        # DeepSpeed's checkpointing restores both streams of attention dropout.
-        return run_layers(layers, stream, interval, deepspeed.checkpointing.checkpoint)
+        return run_layers(layers, stream, interval, recomputation(self.shape.shared_layers))
 
 
 class PipelineLoss:
@@ -240,8 +266,11 @@ class Pipeline(PipelineModule):
         `interval`: layers of a recomputed chunk; `stages`: transformer layers of each stage.
         """
         self._bounds = stage_bounds(definitions, stages)
+        shared = any(d.tied and d.kind is TransformerLayer for d in definitions)
         layers = [
-            TiedLayerSpec(d.name, d.kind, **d.arguments) if d.tied else LayerSpec(d.kind, **d.arguments)
+            TiedLayerSpec(d.name.replace(".", " "), d.kind, tied_weight_attr=d.parameters(), **d.arguments)
+            if d.tied
+            else LayerSpec(d.kind, **d.arguments)
             for d in definitions
         ]
         with grid.lend_groups():
@@ -250,6 +279,7 @@ class Pipeline(PipelineModule):
                 loss_fn=loss,
                 topology=PipeModelDataParallelTopology(num_pp=grid.pp, num_mp=grid.tp, num_dp=grid.dp),
                 activation_checkpoint_interval=interval,
+                activation_checkpoint_func=recomputation(shared),
                 checkpointable_layers=[TransformerLayer.__name__],
             )
         self.loss_parts = loss.part_names

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from modeling.attention import attention
-from modeling.hidden_dropout import HiddenDropout
+from modeling.hidden_dropout import HiddenDropout, mixed
 from modeling.initialization import Init, Shard
 from modeling.parallel.collectives import in_sample_order, with_summed_gradients
 from modeling.parallel.layers import ColumnParallelLinear, RowParallelLinear, group_size
@@ -184,12 +184,14 @@ class TransformerLayer(nn.Module):
             for name in ("attention_dropout", "mlp_dropout")
         )
 
-    def forward(self, x: Tensor, lengths: Seen = None, salts: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, lengths: Seen = None, salts: Tensor | None = None, use: int = 0) -> Tensor:
         """x (B, S, H), lengths (B,) without padding, or None -> (B, S, H); (1, T, H) with a Row.
 
-        salts (B, S, 2): of hidden dropout in training. With sequence parallelism x, salts and the result hold
-        S/t positions.
+        salts (B, S, 2): of hidden dropout in training; each `use` of a shared layer makes its own of them.
+        With sequence parallelism x, salts and the result hold S/t positions.
         """
+        if use and salts is not None:
+            salts = mixed(salts, use)
         if self.post_norm:
             x = self.attention_norm(x + self.attention_dropout(self.attention(x, lengths), salts))
             return self.mlp_norm(x + self.mlp_dropout(self.mlp(x), salts))

@@ -131,6 +131,9 @@ def _attention(recipe: Recipe) -> Found:
     if sparse and model.facts.masked:
         came: Text = key, f" with {sparse} layers and ", Setting("model.family", model.family)
         yield Problem(key, came, "sparse patterns look back only", "set model.attention to [dense]")
+    if model.shared_layers and len({*model.attention}) > 1:
+        came = _together(recipe, "model.shared_layers", key)
+        yield Problem(key, came, "one layer cannot have several kinds", "give one kind, or leave it unshared")
     if len(model.attention) > model.layers:
         came = key, f" has {len(model.attention)} kinds for ", Setting("model.layers", model.layers)
         yield Problem(key, came, "the pattern is repeated over the layers", f"give {model.layers} or fewer")
@@ -171,6 +174,10 @@ def _implementation(recipe: Recipe) -> Found:
     if {*recipe.model.attention} != {"dense"}:
         came: Text = Setting("model.attention", list(recipe.model.attention)), " with ", implementation
         yield Problem("model.attention", came, "its GPT-2 has dense layers", "set model.attention to [dense]")
+    if recipe.model.shared_layers:
+        came = Setting("model.shared_layers", "true"), " with ", implementation
+        rule = "its GPT-2 has layers of their own"
+        yield Problem("model.shared_layers", came, rule, "leave it out")
     for key, degree in zip(("parallel.tp", "parallel.pp"), recipe.parallel.model_parallel, strict=True):
         if degree > 1:
             came = Setting(key, degree), " with ", implementation

@@ -84,6 +84,8 @@ class Model(Strict):
     positions: Tokens | None = None
     """rows of the table of learned positions, sequence_length or more: the longest sample that the model ever
     takes, in a later phase or on a task; null: sequence_length"""
+    shared_layers: bool = False
+    """all layers have the parameters of one (ALBERT: Lan et al. 2019, arXiv 1909.11942, section 3.1)"""
     layer_norm: Literal["pre", "post"] = "pre"
     """pre: before attention and MLP, and once after the last layer (GPT-2; Megatron-BERT, arXiv 1909.08053
     figure 1b); post: after each residual sum, and once after the embeddings (the original BERT)"""
@@ -110,6 +112,15 @@ class Model(Strict):
     def sequences(self) -> int:
         """Sequences of a sample: one for each choice of a question, else one."""
         return self.head_classes if self.task_head == "choice" else 1
+
+    @property
+    def unshared(self) -> Model:
+        """The model of as many operations whose layers have parameters of their own."""
+        return self.model_copy(update={"shared_layers": False})
+
+    def different_layers(self, layers: int) -> int:
+        """Return how many of consecutive `layers` have parameters of their own."""
+        return min(1, layers) if self.shared_layers else layers
 
     @property
     def windows(self) -> tuple[Window, ...]:

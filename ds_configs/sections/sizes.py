@@ -74,6 +74,6 @@ def sums(config: Mapping[str, Any], precision: Precision | None, layout: Layout)
 def _parameters(recipe: Recipe, layout: Layout, layer: int, embedding: int) -> int:
     """Estimate the parameters of a rank of the largest pipeline stage."""
     model = recipe.model
-    layers = math.ceil(model.layers / layout.pp)
+    layers = model.different_layers(math.ceil(model.layers / layout.pp))
     positions = recipe.positions * model.hidden
     return layers * (layer + 13 * model.hidden) + embedding + positions

@@ -51,7 +51,8 @@ def describe_plan(plan: Plan, name: str, surroundings: Surroundings, width: int 
     chunks = f"chunks of {counted(recipe.checkpoint_interval, 'layer')}"
     recomputed = {0: "attention's scores" if recipe.recomputes_core else "nothing", 1: "every layer"}
     shape = (
-        f"{family_of(model)}, {counted(model.layers, 'layer')}, "
+        f"{family_of(model)}, {counted(model.layers, 'layer')}"
+        f"{' that share parameters' * model.shared_layers}, "
         f"hidden size {model.hidden}, {counted(model.heads, 'head')}, sequence length {length}{apart}, "
         f"vocabulary {model.vocab_size} (padded to {plan.padded_vocab})"
     )

@@ -70,8 +70,9 @@ def build_module(
         return family.plain(shape, group=group, init=init)
     with deepspeed.zero.Init(data_parallel_group=grid.data_group, config_dict_or_path=plan.ds, mpu=grid):
         module = family.plain(shape, group=group, init=init)
-    if not processes.device().asynchronous:
+    if not processes.device().asynchronous and not recipe.model.shared_layers:
         # Gather a layer's parameters at once, by one set of hooks instead of one for each of its leaves.
-        # Not where gathering runs beside computation: DeepSpeed gathers no such layer ahead of its use.
+        # Not where gathering runs beside computation: DeepSpeed gathers no such layer ahead of its use. Nor
+        # shared layers: their gradients would be reduced after each use.
         set_z3_leaf_modules(module, [TransformerLayer])
     return module

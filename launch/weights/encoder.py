@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from launch.weights.foreign_weights import MegatronWeights
-from launch.weights.initial_weights import LARGEST, SAVED, GivenModel, InitialWeights, shown
+from launch.weights.initial_weights import LARGEST, SAVED, SHARED, GivenModel, InitialWeights, shown
 from modeling.formats.huggingface.config_forms import family_of
 from recipes.families import FAMILIES
 from recipes.problems import Problem
@@ -37,4 +37,4 @@ def encoder_in(weights: InitialWeights) -> GivenModel:
     if odd := [key for key, size in sizes.items() if type(size) is not int or not 0 < size <= LARGEST]:
         came = f"{form.says} {', '.join(f'{form.shape[key][0]}={shown(sizes[key])}' for key in odd)}"
         refuse(came, "sizes are whole numbers", SAVED)
-    return GivenModel(form, sizes)
+    return GivenModel(form, sizes, config.get(SHARED, False))

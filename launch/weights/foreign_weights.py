@@ -260,7 +260,8 @@ class RunWeights(Saved):
             yield f"that run trained the first {length:,} of its {positions:,} positions (sequence_length)"
         was, now = self.recipe.model, recipe.model
         if was.windows != now.windows:
-            yield f"they were trained with {was.sparse_keys}, and here it is {now.sparse_keys}"
+            there, here = was.sparse_keys, now.sparse_keys
+            yield f"they were trained with {there}, and here it is {here}: the loss starts higher"
 
     def weights(self, recipe: Recipe) -> LazyWeights:
         stored = self._stored

@@ -22,6 +22,7 @@ from recipes.schema import Recipe
 KEY = "--init_from"
 SAVED = "give a directory that save_pretrained or export_hf.py wrote, a run, or a checkpoint of Megatron"
 TOKENIZERS = {size: kind for kind, size in PUBLISHED_VOCABULARIES.items()}
+SHARED = "model.shared_layers"
 LARGEST = 10**8  # of a size in a config.json, so that a product of two is still an integer of torch
 
 
@@ -31,6 +32,7 @@ class GivenModel:
 
     form: ConfigForm
     shape: Mapping[str, int]
+    shared_layers: bool = False
 
     @property
     def family(self) -> str:
@@ -40,7 +42,8 @@ class GivenModel:
     def model_values(self) -> dict[str, Any]:
         """Values for a recipe's model."""
         values: dict[str, Any] = {key.partition(".")[2]: size for key, size in self.shape.items()}
-        return {**values, "family": self.family, "layer_norm": self.form.layer_norm}
+        own = {"family": self.family, "layer_norm": self.form.layer_norm}
+        return {**values, **own, "shared_layers": self.shared_layers}
 
     def as_recipe(self, recipe: Recipe) -> Recipe:
         """Return the recipe with this model, in dense layers, for samples of all its positions.
@@ -163,12 +166,18 @@ class _Config:
             came = f"{form.says} {form.shape[key][0]}={shown(sizes[key])}"
             yield Problem(KEY, came, f"it is a whole number from 1 to {LARGEST:,}", SAVED)
         sizes = {key: size for key, size in sizes.items() if key not in odd}
+        shared = self.config.get(SHARED, False)  # of a run
+        if shared != self.values[SHARED]:
+            rule = "layers that share their parameters are not layers of their own"
+            differing.append(
+                Problem(KEY, f"has {SHARED}={shared}, and the recipe {self.values[SHARED]}", rule)
+            )
         if not odd and sizes["model.hidden"] % sizes["model.heads"]:
             hidden, heads = (f"{form.shape[key][0]}={sizes[key]}" for key in ("model.hidden", "model.heads"))
             rule = "the first is divisible by the second"
             yield Problem(KEY, f"{form.says} {hidden} and {heads}", rule, SAVED)
         elif not odd:
-            self.given = GivenModel(form, sizes)
+            self.given = GivenModel(form, sizes, shared)
         other = {key: size for key, size in sizes.items() if size != self.values[key]}
         for key, size in other.items():
             follows = key == "model.positions" and self.recipe.model.positions is None
@@ -176,6 +185,7 @@ class _Config:
             differing.append(Problem(KEY, f"{form.shape[key][0]}={size}, but the recipe's {here}"))
         if differing and self.given:
             sets = {**self._settings(form, sizes["model.vocab_size"]), **self._of_this_shape(other)}
+            sets |= {} if shared == self.values[SHARED] else {SHARED: shared}
             asked = " ".join(f"--set {key}={_setting(value)}" for key, value in sets.items())
             differing[-1] = replace(differing[-1], fix=f"to train a model of this shape add {asked}")
         # A damaged model differs from every recipe; one that states no heads has the recipe's.

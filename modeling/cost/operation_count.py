@@ -87,7 +87,7 @@ def tflops(
 
     `more`: `padded_vocab` and `predictions` of `exact_flops_per_step`.
     """
-    size = parameters(model, length)
+    size = parameters(model.unshared, length)  # each use of a layer multiplies
     flops = exact_flops_per_step(model, length, batch, checkpointing=checkpointing, **more)
     read = batch * model.sequences
     by_formula = published_tflops(size, length, read, seconds, gpus, checkpointing=checkpointing)

@@ -89,15 +89,16 @@ def parameters_per_rank(
     LayerNorms, BERT's heads, and the row-parallel biases, 6 h per layer. Multiplied by t this is the sum over
     ranks that Megatron-LM prints as the size of a model.
 
-    `layers`: of the stage (None: all). `first`: it is the first stage (embeddings). `last`: it is the last
-    (final LayerNorm, heads, and a copy of the tied embedding unless it is also the first).
+    Shared layers count once in each stage. `layers`: of the stage (None: all). `first`: it is the first stage
+    (embeddings). `last`: it is the last (final LayerNorm, heads, and a copy of the tied embedding unless it
+    is also the first).
     """
     hidden = model.hidden
     vocab = model.vocab_size if padded_vocab is None else padded_vocab
     assert vocab % tp == 0 and hidden % tp == 0, (
         f"vocabulary {vocab} and hidden {hidden} must be divisible by tp={tp}"
     )
-    depth = model.layers if layers is None else layers
+    depth = model.different_layers(model.layers if layers is None else layers)
     total = depth * ((12 * hidden**2 + 7 * hidden) // tp + 6 * hidden)
     if first or last:
         total += vocab // tp * hidden

@@ -121,6 +121,7 @@ SETS = [
     "a.b=1", "run.profile=1:2", "run.profile=3:2",
     "seed=18446744073709551616", "run.loader_workers=1000000", "parallel={tp: 3}", "data.blend=[{weight: 1}]",
     "model={attention: [fixed], attention_window: 9, attention_columns: 3}", "model.attention_columns=3",
+    "model.shared_layers=true", "model={shared_layers: true, attention: [dense, fixed]}",
     "precision=fp16", "data={}", "model=3", "title=", "ds_config=/dev/zero", "data.name=/dev/zero",
 ]  # fmt: skip
 FILES = {

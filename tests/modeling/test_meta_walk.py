@@ -98,6 +98,7 @@ CASES = {
     "GPT-2, tensor parallel": Case(options=DROPOUT, tp=2),
     "GPT-2, sequence parallel": Case(options={**DROPOUT, **SEQUENCE}, tp=2),
     "GPT-2, sequence parallel, recomputed": Case(options={**SEQUENCE, "recomputes_core": True}, tp=2),
+    "GPT-2, shared layers": Case(options={**DROPOUT, "shared_layers": True}),
     "banded, by blocks": Case(options={**DROPOUT, "windows": (32, None)}),
     "banded, by a mask": Case(options={"windows": (32, None)}, length=64),
     "fixed": Case(options={**DROPOUT, "windows": (Fixed(32, 4, 2), None)}, tp=2),

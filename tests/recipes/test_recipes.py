@@ -297,6 +297,8 @@ WRONG = {
     "model.attention=[banded]": "banded layers without model.attention_window",
     "model.attention_window=4": "model.attention_window=4 without a banded or fixed layer",
     "model={attention: [fixed], attention_window: 4}": "has fixed layers without model.attention_columns",
+    "model={shared_layers: true, implementation: transformers}": "model.shared_layers=true with model.impl",
+    "model={shared_layers: true, attention: [dense, banded], attention_window: 4}": "one layer cannot have",
     "model.attention_columns=4": "model.attention_patterns=1 without a fixed layer",
     "model.attention_patterns=2": "model.attention_patterns=2 without a fixed layer",
     "model={attention: [fixed], attention_window: 4, attention_columns: 4}": "not all of them; set "

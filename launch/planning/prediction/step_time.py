@@ -7,7 +7,7 @@ micro-batches of a step, v chunks of layers per stage.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from launch.planning.prediction.constants import Constants
 from launch.planning.prediction.hardware import Node
@@ -186,7 +186,9 @@ def _data_seconds(work: Workload, machine: NodeRates, computed: float) -> tuple[
     size = work.width * parameters  # of the weights, and of their gradients
     backward = computed / (2 * m)  # of the last micro-batch
     if stage == 3:  # gathered forward and backward, and gradients scattered, for every micro-batch
-        return 3 * m * machine.collective_seconds(size, dp, tp, passes=1), 0.0
+        used = work.width * replace(work, model=work.model.unshared).parameters_of(0)
+        gathered, scattered = (machine.collective_seconds(each, dp, tp, passes=1) for each in (used, size))
+        return m * (2 * gathered + scattered), 0.0
     reduced = machine.collective_seconds(size, dp, tp, passes=1 if stage else 2)
     times = m if stage == 2 else 1
     gathered = machine.collective_seconds(size, dp, tp, passes=1) if stage else 0.0
@@ -228,7 +230,7 @@ def _update_seconds(work: Workload, machine: NodeRates) -> float:
     share = parameters / (layout.dp if work.zero_stage else 1)
     if work.optimizer_at == "gpu":
         flat = work.zero_stage and not work.software.states  # DeepSpeed steps a few flat partitions
-        tensors = 1 if flat else TENSORS * work.layers_of(0)
+        tensors = 1 if flat else TENSORS * work.model.different_layers(work.layers_of(0))
         started = work.software.update_kernels * tensors * machine.kernel_seconds
         moved = work.software.update_bytes * share / (node.gpu.memory_gb_s * 1e9)
         return max(moved, started)

@@ -154,7 +154,7 @@ class Workload:
 
     def published_tflops(self, seconds: float, gpus: int) -> float:
         """Return TFLOPS per GPU of a step of `seconds` by the published tables' formula."""
-        size = cost.parameters(self.model, self.positions)
+        size = cost.parameters(self.model.unshared, self.positions)
         read, again = self.layout.global_batch * self.model.sequences, self.recomputed > 0
         return cost.published_tflops(size, self.sequence_length, read, seconds, gpus, checkpointing=again)
 

@@ -63,7 +63,7 @@ def test_scores_are_written_as_people_write_them():
 def test_list_has_the_scores_and_the_models_that_are_none(capsys, monkeypatch):
     text = output(capsys, monkeypatch, "list", "--table", "a100_blog_table2")
     assert "MNLI m/mm 91.4/91.4, QQP 92.7, SQuAD 1.1 F1/EM 95.5/90" in text
-    assert text.count("no recipe: ") == 3 and "ALBERT | 3 |" in text and "share their parameters" in text
+    assert text.count("no recipe: ") == 3 and "ALBERT | 3 |" in text and "narrower than its layers" in text
 
 
 def test_the_report_has_every_line_of_the_source(tmp_path, monkeypatch, capsys):
@@ -79,7 +79,7 @@ def test_the_report_has_every_line_of_the_source(tmp_path, monkeypatch, capsys):
     assert report_command.main() == 0
     capsys.readouterr()
     markdown = (out / "report.md").read_text()
-    assert "**Of all rows**" in markdown and "*no recipe*: its layers share their parameters" in markdown
+    assert "**Of all rows**" in markdown and "*no recipe*: its embedding is narrower" in markdown
     lines: dict[str, dict] = {}
     for line in csv.DictReader((out / "report.csv").open(newline="")):
         lines.setdefault(line["recipe"], line)  # the row's own; those of its fine-tunings follow

@@ -163,3 +163,15 @@ def test_directories_of_others_are_not_taken_for_runs(tmp_path):
     (tmp_path / "step-1000" / "config.json").write_text("{}")
     saved = given_tensors.saved_in(tmp_path / "step-1000")
     assert isinstance(saved, given_tensors.TransformersWeights)
+
+
+@pytest.mark.parametrize("shares", ["true", "false"])
+def test_a_shared_layer_is_not_taken_for_layers_of_their_own(shares, tmp_path):
+    """Nor the other way; a run says which it has, and what is advised is taken."""
+    other = {"true": "false", "false": "true"}[shares]
+    own, foreign = (tiny("bert/sotu", f"model.shared_layers={each}") for each in (shares, other))
+    directory = make_run(tmp_path / "run", own)
+    assert notices(planned(directory, own))
+    said = refusal(directory, foreign)
+    (advised,) = re.findall(r"--set (model.shared_layers=\S+)", said)
+    assert notices(planned(directory, tiny("bert/sotu", f"model.shared_layers={other}", advised)))
