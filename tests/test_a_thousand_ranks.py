@@ -40,6 +40,8 @@ def test_every_large_layout_starts_steps_and_saves(stages, tmp_path):
         assert alone == (rank["dp"] == 1), f"{name}: DeepSpeed needs a data group of one rank, and no other"
         assert len(rank["groups"]) <= 6, f"{name}: {rank['groups']}"
         assert rank["elements"] > 0 or rank["tensors"] == 0
+    # The first has torch look for its compiler; a file for each rank would be 512 at the largest.
+    assert max(rank["opened"] for rank in found.values()) < 200
 
 
 def parts(world, tp=1):

@@ -54,6 +54,8 @@ STAGES = ("zero0", "zero1", "zero2", "zero3")
 partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda numbers: None  # it asks real ones
 RECIPE = catalog.load(tiny=True).model_dump(mode="json", by_alias=True)
 LEAST = 64  # ranks of a layout
+opened: list[str] = []  # files, since it was emptied
+sys.addaudithook(lambda event, given: opened.append(str(given[0])) if event == "open" else None)
 
 
 @contextlib.contextmanager
@@ -108,6 +110,7 @@ def engine_of(plan: Plan, rank: int, out: Path) -> dict[str, Any]:
     A pipeline takes no step: it would wait for the shapes that its neighbours send.
     """
     recipe, layout = plan.recipe, plan.layout
+    opened.clear()
     with rank_of(layout.world, rank) as made:
         grid = ProcessGrid(layout.tp, layout.pp, layout.dp)
         engine = build_engine(Job(plan, "x", out), grid, lambda text: None)
@@ -120,7 +123,7 @@ def engine_of(plan: Plan, rank: int, out: Path) -> dict[str, Any]:
                 train_step(engine, [random_batch(fields, *sizes)], grid, salts)
             entries, tensors = contents(EngineState(engine, grid), ("weight",), rank)
             elements = sum(entry.shape[0] for entry in entries)
-    found = {"groups": made, "tensors": len(tensors), "elements": elements}
+    found = {"groups": made, "tensors": len(tensors), "elements": elements, "opened": len(opened)}
     return found | {"world": layout.world, "dp": layout.dp}
 
 

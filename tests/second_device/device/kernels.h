@@ -132,7 +132,6 @@ class Call {
     if (!device_->has_index()) device_ = c10::Device(TYPE, current_device);
   }
 
-  Queue& stream() const { return current_queue(device_->index()); }
   bool written(size_t argument) const {
     const auto* alias = schema_.arguments()[argument].alias_info();
     return alias && alias->isWrite();
