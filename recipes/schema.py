@@ -460,6 +460,9 @@ class Published(Strict):
     cached_gb: PositiveFloat | None = None
     """memory cached by PyTorch, per GPU; in GiB, as PyTorch prints it"""
     weak_scaling_percent: PositiveFloat | None = None
+    speedup: PositiveFloat | None = None
+    """how many times as fast as `speedup_over`, another published row"""
+    speedup_over: str | None = None
     peak_percent: PositiveFloat | None = Field(default=None, description="share of the GPU's peak TFLOPS")
     validation_loss: PositiveFloat | None = None
     """held-out loss, nats per masked token"""

@@ -257,14 +257,19 @@ def operations_per_second(row: PublishedRow, _: PublishedTable) -> Iterator[Chec
 
 def _plausible(row: PublishedRow, seconds: float) -> Iterator[Check]:
     """Check a time's share of the GPU's peak within wide limits, to catch a wrong digit."""
-    name = str(row.value("hardware.name"))
-    known = (value for gpu, value in PEAKS.items() if gpu in name)
-    peak = row.value("hardware.peak_tflops") or next(known, None)
+    peak = _peak(row)
     if peak and row.gpus:
         share = 100 * cost.exact_tflops(operations(row), seconds, row.gpus) / peak
         limits, computed = f"{LEAST:g} to {MOST:g} %", f"{share:.1f} % of {peak:g} TFLOPS"
         how = "plausible" if LEAST <= share <= MOST else None
         yield row.compare("share of peak, exact count", limits, computed, how)
+
+
+def _peak(row: PublishedRow) -> float | None:
+    """Return the peak TFLOPS of the row's GPU in half precision, as printed or known."""
+    name = str(row.value("hardware.name"))
+    known = (value for gpu, value in PEAKS.items() if gpu in name)
+    return row.value("hardware.peak_tflops") or next(known, None)
 
 
 def share_of_peak(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
@@ -277,6 +282,18 @@ def share_of_peak(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
         computed, how = recompute(printed, "the printed TFLOPS", lambda t: 100 * t / peak, rate)
         division = f"{rate.text} / {peak:g} = {computed:.2f} %"
         yield row.compare("share of peak", printed.text, division, how)
+
+
+def speedup(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
+    """Check a printed speed-up over another row of the table: the ratio of the GPUs' peaks."""
+    printed = row.printed_number("published.speedup")
+    others = [other for other in source.rows if other.full_name == row.published.speedup_over]
+    if printed and others and (peak := _peak(row)) and (slower := _peak(others[0])):
+        how = agreement(printed, peak / slower)
+        division = f"{peak:g} / {slower:g} TFLOPS = {peak / slower:.3f}, of the peaks"
+        yield row.compare(f"speed over {others[0].name}", printed.text, division, how)
+    elif printed:
+        yield row.not_checkable("speed over another row", "needs that row of the table, and both peaks")
 
 
 def speeds_of_other_runs(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:

@@ -73,6 +73,7 @@ HEADINGS = {  # key of a recipe -> headings of the sources for it, in lower case
     "published.cached_gb": ("cached",),
     "published.date": ("notes",),
     "published.weak_scaling_percent": ("weak scaling",),
+    "published.speedup": ("speedup over v100 (text)",),
     "published.peak_percent": ("percentage of theoretical peak flops",),
     "published.trained_tokens": ("trained tokens (ratio)",),
     "published.downstream.mnli": ("mnli m/mm accuracy (dev set)",),

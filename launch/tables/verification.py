@@ -28,6 +28,7 @@ QUANTITIES: tuple[Callable[[PublishedRow, PublishedTable], Iterator[Check]], ...
     quantities.operations_per_second,
     quantities.missing_time,
     quantities.share_of_peak,
+    quantities.speedup,
     quantities.speeds_of_other_runs,
     transcription.settings,
     quantities.scaling,

@@ -8,6 +8,8 @@ from ds_configs.plan import Plan
 from launch.planning.prediction import hardware, workload
 from launch.planning.prediction.forecast import forecast
 from launch.planning.prediction.workload import Workload
+from launch.planning.resolved_plans import published_plan
+from recipes import catalog
 from recipes.schema import Published, Recipe
 
 TflopsRule = Literal["formula", "exact", "model"]
@@ -40,6 +42,13 @@ def side_by_side(plan: Plan, node: hardware.Node) -> list[tuple[str, float | str
     if published.cached_gb:
         cached = theirs.fullest_rank.cached(node.gpu.memory_bytes) / hardware.GIB
         found.append(("cached, GiB per GPU", cached, published.cached_gb))
+    if theirs.time and published.speedup and published.speedup_over:
+        other = catalog.load(published.speedup_over)
+        slower = published_workload(published_plan(other))
+        if slower and other.hardware and other.hardware.node:
+            time = forecast(slower, hardware.find(other.hardware.node)).time
+            times = time.total / theirs.time.total if time else "unknown"
+            found.append((f"speed over {published.speedup_over}", times, published.speedup))
     if published.oom:
         found.append(("memory", theirs.verdict, "out of memory"))
     return found

@@ -21,7 +21,7 @@ ROWS = {
     "dgx2_gpt2_torch_ddp": 4,
     "dgx2_bert_data_parallel": 2, "dgx2_bert_model_parallel": 7, "dgx2_bert_activation_checkpointing": 3,
     "a100_blog_bert_base": 1, "a100_blog_table1": 3, "a100_blog_table2": 3, "a100_blog_table3": 1,
-    "a100_blog_table4": 4, "megatron_paper_table1": 8, "megatron_paper_results": 3,
+    "a100_blog_table4": 4, "a100_blog_figure2": 4, "megatron_paper_table1": 8, "megatron_paper_results": 3,
     "jeanzay_megatron_max_size_16gb": 5, "jeanzay_megatron_max_size_32gb": 5,
     "jeanzay_megatron_performance": 19, "jeanzay_megatron_deepspeed_3d": 1,
     "jeanzay_megatron_deepspeed_zero": 2,
@@ -122,7 +122,8 @@ def test_list_filters(capsys):
         "hpe1270_v100_pcie"
     }
     a100 = listed("--hardware", "a100", "--gpus", "2-4", "--published")
-    assert list(a100) == ["a100_blog_table4/2b", "a100_blog_table4/4.2b"]
+    of_figure = "a100_blog_figure2/bert-3.9b-a100"
+    assert list(a100) == [of_figure, "a100_blog_table4/2b", "a100_blog_table4/4.2b"]
     assert len(listed("--oom")) == 3 and "parallel_kinds/3d" in listed("--gpus", "8")
     assert {row.processes for row in listed("--gpus", "256-").values()} == {256, 512}
     for gpus in ("16", "32"):  # 16 GPUs printed, of a layout of 32

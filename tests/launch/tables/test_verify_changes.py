@@ -45,6 +45,10 @@ CHANGED = {
     "dgx2_gpt2_model_parallel": [("parameters per rank", ("1043549184", "1043549185"))],
     "dgx2_bert_model_parallel": [("parameters", ("2466520324", "2466520325"))],
     "a100_blog_table4": [("weak scaling", ("86.5", "80.5")), ("share of peak", ("35.7", "36.7"))],
+    "a100_blog_figure2": [
+        ("speed over gpt2-8.3b-v100", ("peak_tflops: 312", "peak_tflops: 330")),
+        ('cell "Speedup over V100 (text)"', ("A100 | 2.5x", "A100 | 2.6x")),
+    ],
     "a100_blog_table2": [
         ('cell "RACE m/h accuracy (test set)"', ("89.5 (91.8", "89.9 (91.8")),
         ('cell "QQP accuracy (dev set)"', ("accuracy: 92.7", "accuracy: 92.5")),

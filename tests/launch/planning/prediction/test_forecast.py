@@ -241,6 +241,8 @@ def test_published_numbers_stand_beside_their_own_step_alone():
     plan = planned_row("dgx2_gpt2_data_parallel/40x1536-b8")
     assert ("seconds per step", 2.533) in [(name, theirs) for name, _, theirs in side_by_side(plan, DGX2)]
     assert side_by_side(plan, find("a100-80x8")) == []
+    (told,) = side_by_side(planned_row("a100_blog_figure2/gpt2-8.3b-a100"), find("a100-40x8"))
+    assert told[::2] == ("speed over a100_blog_figure2/gpt2-8.3b-v100", 2.5) and 2 < told[1] < 3
     shrunk = run([*COMMAND, "--recipe", "dgx2_gpt2_data_parallel/40x1536-b8", "--tiny"])
     assert "2.533" not in shrunk.stdout
 

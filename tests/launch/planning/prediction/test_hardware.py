@@ -49,7 +49,7 @@ def test_recipes_name_nodes_and_systems_that_there_are():
             assert recipe.hardware.gpu_memory_gb == pytest.approx(node.gpu.memory_gib, abs=1), entry.name
         if recipe.published and recipe.published.software:
             assert recipe.published.software in SYSTEMS, entry.name
-    assert named == 111
+    assert named == 115
 
 
 OWN = """
