@@ -162,10 +162,10 @@ def table(
         }
     of_files: dict[str, Function] = {
         "data": partial(data, recipe),
-        "run directory": partial(places.writable, directory),
+        "run directory": partial(doctor_checks.writable, directory),
         "disk": partial(places.space, directory, *start_checks.checkpoint_bytes(recipe)),
         "file system": partial(file_system, directory, several),
-        "clock": partial(places.clock, directory),
+        "clock": partial(doctor_checks.clock, directory),
     }
     return {**of_machine, **of_hosts, "configuration": lambda: configured, **of_plan, **of_files}
 
@@ -243,10 +243,10 @@ def open_files(world: int) -> Check:
 
 def file_system(directory: Path, several: bool) -> Check:
     """Check the kind of file system: not in memory, and shared if the run has `several` machines."""
-    kind = places.kind_of(places.existing(directory))
+    kind = doctor_checks.kind_of(places.existing(directory))
     if kind is None:
         return unchecked("there is no /proc/mounts")
-    network = bool(places.NETWORK.match(kind))
+    network = bool(doctor_checks.NETWORK.match(kind))
     if several and not network:
         fix = "name one on a shared file system with --out, by its absolute path"
         return warning(f"{kind}, of this machine: all machines write into one run directory", fix)
@@ -337,7 +337,7 @@ def compare_ranks(ranks: Sequence[RankReport], path: str) -> list[Check]:
         found["shared files"] = failed(came, fix)
     if len(versions) > 1:
         farthest = max(ranks, key=lambda rank: abs(rank.ahead))
-        found["clock"] = places.judge_clock(
+        found["clock"] = doctor_checks.judge_clock(
             f"the clock of {farthest.host}, of all the farthest,", farthest.ahead
         )
         names = ranks[0].versions

@@ -89,7 +89,7 @@ def training_of(args: argparse.Namespace) -> Training:
         from launch.weights.initial_weights import InitialWeights
 
         weights = InitialWeights(args.init_from)
-    machine = abilities.detect_machine(args.emulate_fp16)
+    machine = abilities.detect_machine(args.emulate_fp16, on_paper=args.plan)
     job = job_of(args, recipe, name, machine, weights)
 
     def corpus(meeting: Meeting) -> Corpus:

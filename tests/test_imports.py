@@ -158,6 +158,20 @@ sys.exit(f"loaded {{sorted(heavy)}}" if heavy else 0)
     assert done.returncode == 0, done.stdout
 
 
+def test_a_plan_of_pretrain_loads_no_torch():
+    """Where cores train; a configuration of the user's is judged by DeepSpeed, which takes torch along."""
+    program = """
+import sys
+from launch import pretrain
+sys.argv = ["pretrain.py", "--plan", "--recipe", "parallel_kinds/3d"]
+pretrain.main()
+heavy = {"torch", "deepspeed", "transformers", "numpy"} & set(sys.modules)
+sys.exit(f"loaded {sorted(heavy)}" if heavy else 0)
+"""
+    done = run([sys.executable, "-c", program], env={"DS_ACCELERATOR": "cpu"}, timeout=60)
+    assert done.returncode == 0 and "2 tensor x 2 pipeline x 2 data parallel" in done.stdout, done.stdout
+
+
 def test_launch_shows_commands_only():
     """Every file at the top is a program, and none bears the name of a package, which it would shadow."""
     assert len(COMMANDS) >= 9

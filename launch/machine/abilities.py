@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes.util
 import importlib.util
 import os
+import re
 import shutil
 import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_configs.plan import Machine
+from ds_configs.plan import HOST, Device, Machine
 from ds_configs.sections.monitors import PACKAGES
 from launch.ranks import processes
 
@@ -36,10 +37,15 @@ def emulate_fp16() -> None:
     set_accelerator(EmulatedFp16())
 
 
-def detect_machine(emulated_fp16: bool = False) -> Machine:
-    """Return the abilities of this process's accelerator and system, from DeepSpeed and torch."""
+def detect_machine(emulated_fp16: bool = False, *, on_paper: bool = False) -> Machine:
+    """Return the abilities of this process's accelerator and system, from DeepSpeed and torch.
+
+    `on_paper`: for a plan, without torch where cores train.
+    """
     if emulated_fp16:
         emulate_fp16()
+    elif on_paper and processes.device() == HOST and (known := halves_of_cores()):
+        return _with_system(HOST, known[0], True, True, slow_bf16=not known[1])
     from deepspeed.accelerator import get_accelerator
 
     device, bf16, cuda_compiler = processes.device(), get_accelerator().is_bf16_supported(), True
@@ -51,17 +57,36 @@ def detect_machine(emulated_fp16: bool = False) -> Machine:
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         nvcc = CUDA_HOME is not None and Path(CUDA_HOME, "bin", "nvcc").exists()
         cuda_compiler = nvcc or torch.version.cuda is None  # AMD's GPUs
-    return Machine(
-        device=device,
-        fp16=bool(get_accelerator().is_fp16_supported()),
-        bf16=bool(bf16),
-        compiler=not missing_for_compiling(),
-        cuda_compiler=cuda_compiler,
-        libaio=ctypes.util.find_library("aio") is not None,
-        emulated_fp16=emulated_fp16 and not device.own_memory,
-        lacks=frozenset(name for name in PACKAGES.values() if importlib.util.find_spec(name) is None),
+    return _with_system(
+        device,
+        bool(get_accelerator().is_fp16_supported()),
+        bool(bf16),
+        cuda_compiler,
         slow_bf16=not device.own_memory and not _has_bf16_products(),
+        emulated_fp16=emulated_fp16 and not device.own_memory,
     )
+
+
+def _with_system(device: Device, fp16: bool, bf16: bool, cuda_compiler: bool, **more: bool) -> Machine:
+    """Add what the system has besides the device: compiler, libaio, packages."""
+    aio = ctypes.util.find_library("aio") is not None
+    lacks = frozenset(name for name in PACKAGES.values() if importlib.util.find_spec(name) is None)
+    compiler = not missing_for_compiling()
+    return Machine(device, fp16, bf16, compiler, libaio=aio, cuda_compiler=cuda_compiler, lacks=lacks, **more)
+
+
+def halves_of_cores(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[bool, bool] | None:
+    """Return whether oneDNN multiplies in fp16 and in bf16 on these cores, as torch would say.
+
+    None: no x86, and torch alone knows.
+    """
+    found = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.M)
+    if not found:
+        return None
+    flags = set(found[1].split())
+    without_512 = "avx_ne_convert" in flags
+    has_512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= flags
+    return without_512 or "avx512_fp16" in flags, without_512 or has_512
 
 
 @dataclass(frozen=True)
@@ -79,10 +104,12 @@ def gpus(with_free: bool = False) -> list[Gpu]:
 
     `with_free`: with free memory, which needs a context on each GPU, and time.
     """
+    if not (count := processes.device_limit()):
+        return []
     import torch
 
     module, found = processes.device_module(), []
-    for number in range(processes.device_limit() or 0):
+    for number in range(count):
         facts = module.get_device_properties(number)
         capability = (facts.major, facts.minor) if torch.version.cuda and hasattr(facts, "major") else None
         free = module.mem_get_info(number)[0] if with_free else 0

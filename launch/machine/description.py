@@ -26,9 +26,11 @@ def describe(repository: Path = REPOSITORY) -> dict[str, Any]:
     Only cores that this process may use are counted (containers and taskset allow fewer than the machine
     has), and accelerators that it sees on this node.
     """
-    import torch
+    found, cuda = gpus(), None
+    if found:
+        import torch
 
-    found = gpus()
+        cuda = torch.version.cuda
     return {
         "host": socket.gethostname(),
         "cpu": cpu_model(),
@@ -37,7 +39,7 @@ def describe(repository: Path = REPOSITORY) -> dict[str, Any]:
         "accelerator": found[0].name if found else "cpu",
         "accelerators": len(found),
         "accelerator_memory_gb": round(found[0].total / 1e9, 1) if found else None,
-        "cuda": torch.version.cuda if found else None,
+        "cuda": cuda,
         "versions": versions(),
         "git": git_state(repository),
     }

@@ -1,4 +1,4 @@
-"""Checks of a machine that the doctor makes, and no run: interpreter, GPUs, compilers."""
+"""Checks of a machine by the doctor alone: interpreter, GPUs, compilers, file systems, clocks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,26 @@ import re
 import resource
 import shutil
 import subprocess
+import tempfile
+import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from ds_configs.plan import Machine
+from launch.console import output
 from launch.machine import abilities, compiled_ops
 from launch.machine.abilities import gpus
 from launch.machine.checks import Check, failed, ok, unchecked, warning
 from launch.machine.description import cores, installed
+from launch.machine.places import existing
 from recipes.problems import counted
+
+# File systems that other machines may see; all others belong to this machine.
+NETWORK = re.compile(
+    r"nfs|lustre|gpfs|beegfs|ceph|cifs|smb|glusterfs|fuse\.|9p|virtiofs|wekafs|panfs|orangefs|pvfs|afs|daos"
+)
+CLOCK_S = 2.0  # seconds; with a larger difference of clocks, times of files mislead
 
 
 def python() -> Check:
@@ -139,3 +149,47 @@ def ops(ds: dict[str, Any]) -> Check:
 
 def file_limit() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+
+
+def writable(directory: Path) -> Check:
+    """Check by a file that the run directory is writable or can be made."""
+    output.directory("--out", directory)
+    return ok(f"{directory} " + ("is writable" if directory.exists() else "can be made"))
+
+
+def clock(directory: Path) -> Check:
+    """Compare a file server's clock with this machine's, by the time of a new file."""
+    place = existing(directory)
+    if NETWORK.match(kind_of(place) or ""):
+        return judge_clock("the file server", server_time(place) - time.time())
+    return unchecked("the file system is this machine's: no other clock to compare with")
+
+
+def judge_clock(whose: str, ahead: float) -> Check:
+    """Judge another clock, which is `ahead` of this one by so many seconds."""
+    if abs(ahead) <= CLOCK_S:
+        return ok(f"{whose} is {abs(ahead):.1f} s away")
+    came = f"{whose} is {abs(ahead):,.1f} s {'ahead' if ahead > 0 else 'behind'}"
+    return warning(f"{came}: times of files and logs mislead", "set the clocks by NTP (chronyd)")
+
+
+def server_time(place: Path) -> float:
+    """Return the seconds since 1970 on the machine with the files of `place`."""
+    with tempfile.TemporaryFile(dir=place) as file:
+        file.write(b"x")
+        file.flush()
+        os.fsync(file.fileno())
+        return os.fstat(file.fileno()).st_mtime
+
+
+def kind_of(place: Path) -> str | None:
+    """Return the type of `place`'s file system, such as ext4; None if the system does not say."""
+    try:
+        lines = Path("/proc/mounts").read_text().splitlines()
+    except OSError:
+        return None
+    mounts = [(line.split(" ")[1].encode().decode("unicode_escape"), line.split(" ")[2]) for line in lines]
+    real = place.resolve()
+    holding = [(mount, kind) for mount, kind in mounts if real.is_relative_to(mount)]
+    # The last of equals was mounted over the others.
+    return max(reversed(holding), key=lambda held: len(held[0]))[1] if holding else None

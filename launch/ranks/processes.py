@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import glob
 import os
 import re
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ds_configs.plan import Device
+from ds_configs.plan import HOST, Device
 from launch.ranks import launch_environment
 from recipes.problems import Problem, ProblemsError
 
@@ -29,6 +31,7 @@ VARIABLES = {
     "LOCAL_SIZE": (1, 10**6),
     "MASTER_PORT": (1, 65535),
 }
+DEVICE_FILES = ("nvidiactl", "kfd", "dxg", "dri", "accel", "davinci*")  # as in the Makefile
 TIMEOUT = datetime.timedelta(minutes=30)  # that ranks wait for each other: at the start, in a collective
 UNSET = "start with deepspeed, torchrun, srun, mpirun or python; unset what a shell or a job script has set"
 # As a launcher said it, once LOCAL_RANK is the number of the device that this rank alone sees; DeepSpeed and
@@ -197,7 +200,14 @@ def _accelerator() -> Any:
 
 
 def device() -> Device:
-    """Return the facts of the device that DeepSpeed trains on in this process."""
+    """Return the facts of the device that DeepSpeed trains on in this process.
+
+    Where no other device can be, that takes no torch.
+    """
+    chosen = os.environ.get("DS_ACCELERATOR")
+    no_other = not any(glob.glob(f"/dev/{name}") for name in DEVICE_FILES)
+    if "deepspeed" not in sys.modules and (chosen == "cpu" or (no_other and not chosen)):
+        return HOST
     name = _accelerator().device_name()
     return Device(name, not _accelerator().is_synchronized_device(), own_memory=name != "cpu")
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from data.text.sources import open_source
 from ds_configs.findings import Notice
-from ds_configs.jsonfile import ConfigError
+from ds_configs.jsonfile import FOLDER, ConfigError, find
 from ds_configs.plan import ANY_GPU, Machine, Plan
 from ds_configs.resolver import resolve
 from launch.ranks import processes
@@ -76,14 +77,13 @@ def plan_job(
     the layout needs; refusals of this machine alone become notices. Raises ValueError with every problem of
     recipe and configuration, or with a problem of the given weights or the data.
     """
-    from data.corpus import check_sources  # takes transformers along, which no --help should wait for
-
     config = ds_config or recipe.ds_config
     if elsewhere:
         plan = plan_anywhere(recipe, config, machine, planned)
     else:
         plan = resolve(recipe, config, processes.world_size(), machine)
-    deepspeed_judgement.check(plan, config)
+    if not elsewhere or find(config).parent != FOLDER:  # ours are judged by a test: a plan waits for no torch
+        deepspeed_judgement.check(plan, config)
     if compiled and recipe.model.implementation == "transformers":
         raise ValueError(
             "--compile with model.implementation=transformers: these rows run transformers' modules as their "
@@ -92,8 +92,19 @@ def plan_job(
     if initial_weights is not None:
         plan = replace(plan, notices=(*plan.notices, *initial_weights.check(recipe)))
     if recipe.task is None:
-        check_sources(recipe)
+        check_data(recipe)
     return plan
+
+
+def check_data(recipe: Recipe) -> None:
+    """Check the sources, and a vocabulary that is given; that takes transformers along. Raises ValueError."""
+    data = recipe.data
+    if data.tokenizer.kind in ("file", "store") or any(origin.source == "store" for origin in data.origins):
+        from data.corpus import check_sources
+
+        return check_sources(recipe)
+    for origin in data.origins:
+        open_source(origin)
 
 
 def plan_anywhere(recipe: Recipe, ds_config: str, machine: Machine, world: int | None = None) -> Plan:

@@ -237,10 +237,13 @@ def check_shared(job: Job, meeting: Meeting) -> None:
 def show_plan(job: Job) -> None:
     from launch.machine import description
     from launch.records.plan_text import Surroundings, describe_plan
-    from launch.training.build_model import band_kernel
 
     if processes.rank() == 0:
-        described, kernel = description.describe(), band_kernel(job.plan)
+        described, kernel = description.describe(), None
+        if job.plan.recipe.model.attention_window is not None:
+            from launch.training.build_model import band_kernel
+
+            kernel = band_kernel(job.plan)
         hardware = description.summary(described)
         if job.plan.layout.world != processes.world_size():
             hardware = assumed_machine(job.plan, hardware)

@@ -213,16 +213,19 @@ def test_a_small_disk(monkeypatch, tmp_path):
 
 def test_a_directory_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
-    found = checks.run({"run directory": lambda: places.writable(tmp_path / "file" / "run")})
+    found = checks.run({"run directory": lambda: doctor_checks.writable(tmp_path / "file" / "run")})
     assert [check.verdict for check in found] == ["failed"]
-    assert places.writable(tmp_path / "run").verdict == "ok" and not (tmp_path / "run").exists()
+    assert doctor_checks.writable(tmp_path / "run").verdict == "ok" and not (tmp_path / "run").exists()
 
 
 def test_the_kind_of_file_system_matters(monkeypatch, tmp_path):
-    assert places.kind_of(tmp_path) is not None and places.kind_of(places.Path("/proc/self")) == "proc"
+    assert (
+        doctor_checks.kind_of(tmp_path) is not None
+        and doctor_checks.kind_of(places.Path("/proc/self")) == "proc"
+    )
     verdicts = {}
     for kind in ("ext4", "nfs4", "tmpfs", "lustre"):
-        monkeypatch.setattr(places, "kind_of", lambda place, kind=kind: kind)
+        monkeypatch.setattr(doctor_checks, "kind_of", lambda place, kind=kind: kind)
         verdicts[kind] = [doctor.file_system(tmp_path, several).verdict for several in (False, True)]
     assert verdicts == {
         "ext4": ["ok", "warning"], "nfs4": ["ok", "ok"], "tmpfs": ["warning"] * 2, "lustre": ["ok", "ok"],
@@ -230,11 +233,11 @@ def test_the_kind_of_file_system_matters(monkeypatch, tmp_path):
 
 
 def test_a_file_server_whose_clock_is_wrong(monkeypatch, tmp_path):
-    assert abs(places.server_time(tmp_path) - places.time.time()) < 60 and not list(tmp_path.iterdir())
-    monkeypatch.setattr(places, "kind_of", lambda place: "nfs4")
-    assert places.clock(tmp_path).verdict == "ok"
-    monkeypatch.setattr(places, "server_time", lambda place: places.time.time() - 300)
-    found = places.clock(tmp_path)
+    assert abs(doctor_checks.server_time(tmp_path) - doctor_checks.time.time()) < 60 and not list(tmp_path.iterdir())
+    monkeypatch.setattr(doctor_checks, "kind_of", lambda place: "nfs4")
+    assert doctor_checks.clock(tmp_path).verdict == "ok"
+    monkeypatch.setattr(doctor_checks, "server_time", lambda place: doctor_checks.time.time() - 300)
+    found = doctor_checks.clock(tmp_path)
     assert found.verdict == "warning" and "300.0 s behind" in found.found
-    monkeypatch.setattr(places, "kind_of", lambda place: "ext4")
-    assert places.clock(tmp_path).verdict == "not checked"
+    monkeypatch.setattr(doctor_checks, "kind_of", lambda place: "ext4")
+    assert doctor_checks.clock(tmp_path).verdict == "not checked"

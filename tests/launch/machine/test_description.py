@@ -3,7 +3,25 @@
 import json
 import subprocess
 
-from launch.machine import description
+import pytest
+
+from launch.machine import abilities, description
+from launch.ranks import processes
+
+
+@pytest.mark.skipif(processes.device().own_memory, reason="a device that is asked itself")
+def test_what_cores_can_do_is_the_same_on_paper(tmp_path):
+    assert abilities.detect_machine(on_paper=True) == abilities.detect_machine()
+    cores = {  # flags -> products in fp16, in bf16
+        "sse2 avx2": (False, False),
+        "avx2 avx512f avx512bw avx512vl avx512dq": (False, True),
+        "avx2 avx512f avx512bw avx512vl avx512dq avx512_fp16": (True, True),
+        "avx2 avx_vnni avx_ne_convert": (True, True),
+    }
+    for number, (flags, can) in enumerate(cores.items()):
+        (file := tmp_path / str(number)).write_text(f"processor: 0\nflags\t\t: fpu {flags}\n")
+        assert abilities.halves_of_cores(file) == can
+    assert abilities.halves_of_cores(tmp_path / "none") is None, "torch is asked"
 
 
 def test_the_hardware_is_described(tmp_path):
