@@ -11,8 +11,8 @@ from recipes.problems import Setting, Text
 from recipes.schema import Recipe
 
 # The recipe's name -> DeepSpeed's names (adam is AdamW unless adam_w_mode is false), and their spelling.
-_TYPES = {"adamw": ("adamw", "adam"), "lamb": ("lamb",)}
-_WRITTEN = {"adamw": "AdamW", "lamb": "Lamb"}
+_TYPES = {"adamw": ("adamw", "adam"), "lamb": ("lamb",), "lion": ("lion",)}
+_WRITTEN = {"adamw": "AdamW", "lamb": "Lamb", "lion": "Lion"}
 _ON_GPU = ("none", "parameters")  # where the accelerator steps the optimizer
 _WITHOUT = "remove the key: torch's AdamW steps as fast"
 
@@ -22,8 +22,8 @@ def check(recipe: Recipe, config: dict[str, Any], stage: int | None, findings: F
     key = "optimizer.type"
     kind = lookup(config, key)
     name = recipe.optimizer.name
-    if name == "lamb":
-        _check_lamb(recipe, config, stage, findings)
+    if name != "adamw":
+        _check_ours(recipe, config, stage, findings)
     elif kind not in (None, "auto") and str(kind).lower() not in _TYPES[name]:
         rule = f"the recipe's optimizer.name is {name}, and another rule of descent is another recipe"
         findings.refuse(key, f"{key}={kind}", rule, f'write "{_WRITTEN[name]}"')
@@ -37,10 +37,11 @@ def check(recipe: Recipe, config: dict[str, Any], stage: int | None, findings: F
             findings.disagreement(key, written, setting)
 
 
-def _check_lamb(recipe: Recipe, config: dict[str, Any], stage: int | None, findings: Findings) -> None:
-    """Refuse LAMB except on whole parameters, in our own step of ZeRO-0."""
-    setting = Setting("optimizer.name", "lamb")
-    if stage != 0:
+def _check_ours(recipe: Recipe, config: dict[str, Any], stage: int | None, findings: Findings) -> None:
+    """Refuse Adam's keys beside LAMB and Lion, and LAMB except on whole parameters, under ZeRO-0."""
+    name = recipe.optimizer.name
+    setting, written = Setting("optimizer.name", name), _WRITTEN[name]
+    if name == "lamb" and stage != 0:
         came: Text = (setting, f" with zero_optimization.stage={stage}")
         rule = "LAMB scales a step by the norm of a whole parameter, and ZeRO shards them in flat pieces"
         findings.refuse("optimizer.name", came, rule, "--ds_config zero0, or set optimizer.name to adamw")
@@ -50,14 +51,14 @@ def _check_lamb(recipe: Recipe, config: dict[str, Any], stage: int | None, findi
         rule, fix = "its Trainer steps AdamW", "set optimizer.name to adamw"
         findings.refuse("optimizer.name", came, rule, fix)
     kind = lookup(config, key := "optimizer.type")
-    if kind not in (None, "auto") and str(kind).lower() != "lamb":
-        rule = "the recipe's optimizer.name is lamb, and another rule of descent is another recipe"
-        findings.refuse(key, f"{key}={kind}", rule, 'write "auto" or "Lamb"')
+    if kind not in (None, "auto") and str(kind).lower() != name:
+        rule = f"the recipe's optimizer.name is {name}, and another rule of descent is another recipe"
+        findings.refuse(key, f"{key}={kind}", rule, f'write "auto" or "{written}"')
     for key in ("torch_adam", "adam_w_mode", "fused", "foreach", "fp32_optimizer_states", "bias_correction"):
         if lookup(config, dotted := f"optimizer.params.{key}") is not None:
-            findings.refuse(dotted, dotted, "is a key of Adam's, not of LAMB's", "remove the key")
+            findings.refuse(dotted, dotted, f"is a key of Adam's, not of {written}'s", "remove the key")
     scale = lookup(config, key := "fp16.loss_scale")
-    if isinstance(scale, int | float) and scale != 0:
+    if name == "lamb" and isinstance(scale, int | float) and scale != 0:
         rule = "DeepSpeed runs LAMB with a loss scale that moves, and with no fixed one"
         findings.refuse(
             key, f"{key}={scale}", rule, "write 0, and the first scale as fp16.initial_scale_power"
@@ -74,7 +75,16 @@ def fills(
     """
     values: dict[str, Any] = {key: setting.value for key, setting in _numbers(recipe).items()}
     values["optimizer.type"] = _WRITTEN[recipe.optimizer.name]
-    if recipe.optimizer.name == "lamb":
+    if recipe.optimizer.name == "lion":
+        asked = _asks_for_deepspeeds(config, offload)
+        if config.get("zero_allow_untested_optimizer") is False:
+            asked = "zero_allow_untested_optimizer=false"
+        if asked:
+            came: Text = Setting("optimizer.name", "lion"), f" with {asked}"
+            fix = "remove that, or set optimizer.name to adamw"
+            findings.refuse("optimizer.name", came, "our own Lion steps", fix)
+        values |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    if recipe.optimizer.name != "adamw":
         return values
     key, asked = "optimizer.params.torch_adam", _asks_for_deepspeeds(config, offload)
     written = stated(config, key)

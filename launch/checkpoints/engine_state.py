@@ -1,4 +1,4 @@
-"""An engine's state in full precision on this rank: master weights and Adam's moments.
+"""An engine's state in full precision on this rank: master weights and the optimizer's moments.
 
 A `Partition` is one buffer of master weights, flat or a whole parameter, with its optimizer state. Its
 fragments map parts of parameters to places in the buffer. No other module knows the layouts of DeepSpeed
@@ -13,7 +13,7 @@ fragments map parts of parameters to places in the buffer. No other module knows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,8 +26,9 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from launch.checkpoints.geometry import share
-from launch.checkpoints.manifest import MOMENTS, WEIGHT, ScalerState
+from launch.checkpoints.manifest import WEIGHT, ScalerState
 from launch.deepspeed_fixes.cpu_adam_bias_correction import replay_bias_correction
+from launch.deepspeed_fixes.lion import Lion
 from launch.deepspeed_fixes.zero0 import MasterWeights
 from modeling.initialization import shard_of
 from modeling.parallel.process_grid import ProcessGrid
@@ -140,20 +141,20 @@ class EngineState:
         if isinstance(self.zero, DeepSpeedZeroOptimizer_Stage3):
             self.zero._partition_all_parameters()
 
-    def new_moments(self, partition: Partition, steps: int) -> None:
+    def new_moments(self, partition: Partition, steps: int, names: Iterable[str]) -> None:
         """Give the open partition the state of an optimizer after `steps` updates, with empty moments."""
         master, adam = partition.master(), self.adam
         dtype = master.dtype
         step: int | torch.Tensor = steps
         if isinstance(adam, DeepSpeedCPUAdam):
             dtype = torch.float32 if adam.fp32_optimizer_states else master.dtype
-        elif isinstance(adam, torch.optim.AdamW):
+        elif isinstance(adam, (torch.optim.AdamW, Lion)):
             group = adam.param_groups[0]
-            on_device = group["capturable"] or group["fused"]
+            on_device = group.get("capturable") or group.get("fused")
             step = torch.tensor(float(steps), device=master.device if on_device else "cpu")
         elif not isinstance(adam, FusedAdam):
             raise ValueError(f"a checkpoint cannot be read into an optimizer of type {type(adam).__name__}")
-        moments: dict[str, Any] = {name: torch.zeros_like(master.data, dtype=dtype) for name in MOMENTS}
+        moments: dict[str, Any] = {name: torch.zeros_like(master.data, dtype=dtype) for name in names}
         adam.state[master] = {"step": step, **moments}
 
     def finish(self) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from launch.checkpoints import inspection, manifest, run_checkpoints
 from launch.checkpoints.engine_state import EngineState
-from launch.checkpoints.manifest import MOMENTS, WEIGHT
+from launch.checkpoints.manifest import WEIGHT
 from launch.checkpoints.placement import Placement
 from launch.checkpoints.run_checkpoints import Checkpoint, Damaged
 from launch.checkpoints.stored import StoredTensors
@@ -116,11 +116,10 @@ def load(state: EngineState, checkpoint: Checkpoint) -> None:
     for partition in state.partitions:
         state.open(partition)
         master = partition.master()
-        if progress.adam_steps:
-            state.new_moments(partition, progress.adam_steps)
-        buffers = {WEIGHT: master.data}
-        if progress.adam_steps:
-            buffers |= {name: state.adam.state[master][name] for name in MOMENTS}
+        buffers, moments = {WEIGHT: master.data}, checkpoint.manifest.kinds[1:]
+        if moments:
+            state.new_moments(partition, progress.adam_steps, moments)
+            buffers |= {name: state.adam.state[master][name] for name in moments}
         for fragment in partition.fragments:
             place = Placement.of(fragment.parameter)
             for kind, buffer in buffers.items():

@@ -7,31 +7,13 @@ Upstream: no issue found. No longer needed when
 `test_start_up.py::test_importing_muon_loads_the_compiler` fails.
 """
 
-from __future__ import annotations
-
-import functools
 import importlib
-from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
-import torch
 from deepspeed.runtime import compiler
 
 
-def postpone_compilation() -> None:
-    """Import Muon now, but call torch.compile at the first call of its iteration."""
-    with mock.patch.object(compiler, "compile", lambda: _at_first_call):
+def leave_out_compilation() -> None:
+    """Import Muon now, uncompiled: no run steps it (recipes/schema.py says why)."""
+    with mock.patch.object(compiler, "compile", lambda: lambda function: function):
         importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
-
-
-def _at_first_call(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.cache
-    def compiled() -> Callable[..., Any]:
-        return torch.compile(function)
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return compiled()(*args, **kwargs)
-
-    return call

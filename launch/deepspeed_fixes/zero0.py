@@ -41,18 +41,16 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from torch.optim import Optimizer
 
-from launch.deepspeed_fixes.lamb import Lamb
 from launch.deepspeed_fixes.norms import counts_here, divide, divisor_of, sum_of_squares
 from modeling.parallel.process_grid import ProcessGrid
 
-LAMB = "lamb"  # optimizer.type of the JSON in lower case, as DeepSpeed compares it
 AT_ONCE = 2**26  # elements, about, of a list of tensors for one kernel
 
 
 def initialize(*, config: dict[str, Any], mpu: ProcessGrid, **arguments: Any) -> DataParallelEngine:
     """Replace `deepspeed.initialize` for a plain module; return a `DataParallelEngine`."""
-    arguments |= {"config": config, "config_class": DeepSpeedConfig(config, mpu)}
-    engine = DataParallelEngine(args=None, optimizer=None, mpu=mpu, **arguments)
+    arguments = {"optimizer": None, **arguments, "config_class": DeepSpeedConfig(config, mpu)}
+    engine = DataParallelEngine(args=None, config=config, mpu=mpu, **arguments)
     engine._configure_python_gc()
     return engine
 
@@ -64,12 +62,6 @@ class DataParallelEngine(DeepSpeedEngine):
         """Return the parameters' type also for sums (DeepSpeed calls this); `MasterWeights` has its own."""
         own, _ = super().get_data_types()
         return own, own
-
-    def _configure_basic_optimizer(self, model_parameters: Any) -> Optimizer:
-        """Make our LAMB: DeepSpeed's own knows no tensor parallelism (DeepSpeed calls this)."""
-        if self.optimizer_name() == LAMB:
-            return Lamb(model_parameters, self.mpu, **self.optimizer_params())
-        return super()._configure_basic_optimizer(model_parameters)
 
     def _configure_fp16_optimizer(
         self, optimizer: Optimizer, low_precision_dtype: torch.dtype

@@ -60,7 +60,8 @@ def needed(ds: dict[str, Any]) -> tuple[Op, ...]:
     """List the ops that DeepSpeed's engine will use under the resolved JSON `ds`."""
     offloaded = [lookup(ds, f"zero_optimization.offload_{kind}.device") for kind in ("optimizer", "param")]
     adam = "CPUAdamBuilder" if offloaded[0] in ("cpu", "nvme") else "FusedAdamBuilder"
-    by_torch = lookup(ds, "optimizer.params.torch_adam") is True or lookup(ds, "optimizer.type") == "Lamb"
+    ours = str(lookup(ds, "optimizer.type")).lower() in ("lamb", "lion")
+    by_torch = ours or lookup(ds, "optimizer.params.torch_adam") is True
     ops = () if by_torch or "optimizer" not in ds else (Op(adam, TORCH_ADAM),)
     nvme = (Op("PinMemoryBuilder", NO_NVME), Op("AsyncIOBuilder", NO_NVME))
     return (*ops, *nvme) if "nvme" in offloaded else ops

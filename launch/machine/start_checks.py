@@ -12,7 +12,6 @@ from pathlib import Path
 from launch.machine import gpu_checkup, places
 from launch.machine.checks import Check, Function, failed, ok, unchecked, warning
 from launch.machine.description import installed
-from launch.machine.model_states import SAVED_BYTES
 from launch.ranks import processes
 from modeling import cost
 from recipes.problems import some
@@ -56,7 +55,7 @@ def checkpoint_bytes(recipe: Recipe) -> tuple[float, int | None]:
     An old checkpoint is removed after the newer one is on the disk.
     """
     run = recipe.run
-    size = SAVED_BYTES * cost.parameters(recipe.model, recipe.positions)
+    size = cost.MIXED.saved * cost.parameters(recipe.model, recipe.positions)
     saves = recipe.steps // run.save_every if run.save_every else 0
     saves += bool(run.save_last and not (run.save_every and recipe.steps % run.save_every == 0))
     most = run.keep_checkpoints + 1 if run.keep_checkpoints else None

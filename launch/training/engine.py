@@ -24,8 +24,10 @@ from torch.nn import functional as F
 
 from data.loader import MicroBatch
 from launch.deepspeed_fixes import zero0
+from launch.deepspeed_fixes.lamb import Lamb
+from launch.deepspeed_fixes.lion import Lion
 from launch.deepspeed_fixes.loss_scale import is_at_floor, postpone_growth
-from launch.deepspeed_fixes.muon_compilation import postpone_compilation
+from launch.deepspeed_fixes.muon_compilation import leave_out_compilation
 from launch.deepspeed_fixes.short_steps import shorten_step
 from launch.deepspeed_fixes.train_batch_timer import forget_batches
 from launch.machine import compiled_ops, memory
@@ -71,7 +73,7 @@ def build_engine(
     if plan.offload != "none":
         memory.pin_no_more_than_asked()
     compiled_ops.prepare(plan.ds, grid.control_group, say)
-    postpone_compilation()
+    leave_out_compilation()
     # Not left to DeepSpeed: the tracker of dropout states has to know the tensor group before a draw.
     deepspeed.checkpointing.configure(grid, deepspeed_config=plan.ds)
     given = None if resumed or job.initial_weights is None else job.initial_weights.read(plan.recipe)
@@ -86,6 +88,7 @@ def build_engine(
         "model_parameters": parameter_groups(module, plan.recipe.optimizer.weight_decay),
         "mpu": None if isinstance(module, PipelineModule) else grid,
         "config": plan.ds,
+        "optimizer": own_optimizer(plan.ds, grid),
         "lr_scheduler": lambda optimizer: Schedule(optimizer, plan.recipe),
     }
     engine = zero0.initialize(**how) if plan.zero_stage == 0 else deepspeed.initialize(**how)[0]
@@ -96,6 +99,14 @@ def build_engine(
     if setting := shorten_step(engine):
         say(f"{setting}: DeepSpeed's own step, with its copies of the gradients")
     return engine
+
+
+def own_optimizer(ds: dict[str, Any], grid: ProcessGrid) -> Callable[..., torch.optim.Optimizer] | None:
+    """Return what makes our LAMB or Lion of groups of parameters; None: DeepSpeed makes AdamW."""
+    numbers, kind = ds["optimizer"]["params"], ds["optimizer"]["type"].lower()
+    if kind == "lamb":
+        return functools.partial(Lamb, grid=grid, **numbers)
+    return functools.partial(Lion, **numbers) if kind == "lion" else None
 
 
 def move_buffers(module: torch.nn.Module, device: torch.device) -> None:

@@ -19,8 +19,7 @@ def learning_rate(recipe: Recipe, step: int) -> float:
     - cosine: y = (1 + cos(pi x)) / 2; linear: y = 1 - x; polynomial: y = (1 - x)^power;
     - wsd (Hu et al. 2024, arXiv 2404.06395): decays over the last `wsd_decay_steps`, as these or
       y = 2 * 0.5^x - 1 (exponential) or 1 - sqrt(x) (minus_sqrt);
-    - inverse_sqrt (Vaswani et al. 2017, arXiv 1706.03762, section 5.3): lr sqrt(warmup_steps / step), at
-      least min_lr, without an end.
+    - inverse_sqrt (Vaswani et al. 2017, arXiv 1706.03762): lr sqrt(warmup_steps / step), at least min_lr.
     """
     chosen = recipe.schedule
     peak, low, warmup, end = recipe.optimizer.lr, chosen.min_lr, chosen.warmup_steps, recipe.decay_steps

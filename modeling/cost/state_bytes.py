@@ -22,7 +22,13 @@ class Widths(NamedTuple):
     weight: int = 2
     gradient: int = 2  # while it is accumulated
     master: int = 4  # the optimizer's copy of a weight, and its gradient
-    moment: int = 4  # each of Adam's two
+    moment: int = 4  # each of the optimizer's
+    moments: int = 2  # of Adam and LAMB; Lion has one
+
+    @property
+    def saved(self) -> int:
+        """Bytes of a parameter in a checkpoint: weight and moments of the optimizer, shared over ranks."""
+        return self.master + self.moments * self.moment
 
 
 MIXED, FP32 = Widths(), Widths(weight=4, gradient=4)
@@ -115,7 +121,7 @@ def _kinds(parameters: float, zero_stage: int, dp: int, widths: Widths) -> tuple
     """Return the bytes of one rank's weights, gradients and optimizer states."""
     assert zero_stage in (0, 1, 2, 3), f"no such ZeRO stage: {zero_stage}"
     copied = zero_stage > 0 or widths.weight < widths.master
-    optimizer = 2 * widths.moment + (widths.master if copied else 0)
+    optimizer = widths.moments * widths.moment + (widths.master if copied else 0)
     ranks = [dp if zero_stage >= least else 1 for least in (3, 2, 1)]
     sizes = (widths.weight, widths.gradient, optimizer)
     weights, gradients, states = (parameters * size / n for size, n in zip(sizes, ranks, strict=True))

@@ -115,7 +115,8 @@ def test_every_recipe_resolves_or_is_refused_with_reasons(config, nvme, recipes_
             else:
                 resolved[machine] += 1
                 assert_consistent(result, world)
-    needed = {"fp16_dynamic": "fp16", "fp16_static": "fp16", "bf16": "bf16"}.get(config)
+    half = {"fp16_dynamic": "fp16", "fp16_static": "fp16", "bf16": "bf16", "pure_bf16": "bf16"}
+    needed = half.get(config)
     for machine, count in resolved.items():
         assert (count == 0) == (needed is not None and not getattr(machine, needed)), machine
 
@@ -532,6 +533,25 @@ def test_lamb_is_for_zero_0_and_says_why_it_is_refused():
         assert f"optimizer.name=lamb with zero_optimization.stage={stage}" in found and "zero0" in found
     assert "its Trainer steps AdamW" in only(
         "zero0", "optimizer.name=lamb", "model.implementation=transformers"
+    )
+
+
+def test_lion_steps_under_every_stage_and_where_it_is_refused(written):
+    for name in ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "pure_bf16"):
+        ds = plan(name, "optimizer.name=lion").ds
+        assert ds["optimizer"]["type"] == "Lion" and ds["zero_allow_untested_optimizer"] is True
+        assert "torch_adam" not in ds["optimizer"]["params"]
+    assert "its Trainer steps AdamW" in only(
+        "zero0", "optimizer.name=lion", "model.implementation=transformers"
+    )
+    for key in ("zero_force_ds_cpu_optimizer", "zero_optimization__offload_optimizer__super_offload"):
+        found = problems(written(base="zero2_offload", **{key: True}), "optimizer.name=lion")
+        assert len([each for each in found if "=true: our own Lion steps" in each]) == 1
+    refused = only(written(base="zero1", zero_allow_untested_optimizer=False), "optimizer.name=lion")
+    assert "zero_allow_untested_optimizer=false: our own Lion" in refused
+    assert (
+        "fused: is a key of Adam's"
+        in problems(written(base="zero1", optimizer__params__fused=True), "optimizer.name=lion")[0]
     )
 
 

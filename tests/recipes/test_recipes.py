@@ -263,6 +263,8 @@ WRONG = {
     "schedule={kind: wsd, warmup_steps: 20, wsd_decay_steps: 281}": "above the 280 steps after the warm-up",
     "schedule.kind=polynomial": "schedule.kind=polynomial without schedule.power",
     "schedule={kind: inverse_sqrt, decay_steps: 99}": "no last step; set it to null",
+    "optimizer.name=muon": "should be 'adamw', 'lamb' or 'lion' (DeepSpeed's Muon takes embeddings and",
+    "optimizer.name=[lion]": "should be 'adamw', 'lamb' or 'lion'",
     "optimizer.betas=[1.0, 0.9]": "optimizer.betas=1.0: should be less than 1",
     "data.tokenizer.kind=gpt2": "the published vocabulary has 50257 tokens",
     "model.vocab_size=256": "set model.vocab_size to 257 or more",

@@ -24,7 +24,7 @@ from launch.experiments.benchmarks.specification import Specification
 from launch.machine import abilities, compiled_ops
 from launch.training import compiling
 from launch.training.agreement import StepExchange, StepReport
-from launch.training.engine import build_engine, parameter_groups, train_step
+from launch.training.engine import build_engine, own_optimizer, parameter_groups, train_step
 from launch.training.job import Job, plan_job
 from launch.training.micro_batches import for_plain, normalise, padded_arguments, salts_of_step
 from launch.training.run import next_batch
@@ -182,6 +182,7 @@ class Transformers:
         how: dict[str, Any] = dict(
             model=model,
             config=plan.ds,
+            optimizer=own_optimizer(plan.ds, self.data.grid),
             lr_scheduler=lambda optimizer: Schedule(optimizer, recipe),
             model_parameters=parameter_groups(model, recipe.optimizer.weight_decay),
         )

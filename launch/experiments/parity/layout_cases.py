@@ -31,6 +31,7 @@ class LayoutCase:
     checkpointing: str = "none"  # activation_checkpointing of the recipe
     sequence: bool = False  # sequence parallelism over the tensor ranks
     compiled_from: str | None = None  # name of the eager case, if layers are compiled
+    states: str = "fp32"  # precision of weights and states, which decides the tolerances
 
     @property
     def processes(self) -> int:
@@ -98,6 +99,8 @@ CASES = (
     LayoutCase(
         "selective pp2 accumulation 4", 1, 2, 1, "pipeline", accumulation=4, checkpointing="selective"
     ),
+    LayoutCase("pure bf16 dp2", 1, 1, 2, "pure_bf16", accumulation=4, states="bf16"),
+    LayoutCase("pure bf16 tp2", 2, 1, 1, "pure_bf16", states="bf16"),
 )
 
 

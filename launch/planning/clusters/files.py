@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.machine.model_states import SAVED_BYTES
+from launch.machine.model_states import state_widths
 from launch.planning.clusters.job import Job
 from modeling import cost
 
@@ -53,7 +53,7 @@ def claimed_bytes(job: Job) -> float:
     parameters = cost.parameters(recipe.model, recipe.positions)
     saved = recipe.steps // recipe.run.save_every if recipe.run.save_every else 0
     kept = recipe.run.keep_checkpoints or saved + recipe.run.save_last
-    return (min(kept, saved + 1) + 1) * SAVED_BYTES * parameters + OTHER_BYTES
+    return (min(kept, saved + 1) + 1) * state_widths(job.plan).saved * parameters + OTHER_BYTES
 
 
 def text(job: Job, name: str) -> str:

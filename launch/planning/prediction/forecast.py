@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from launch.machine.model_states import SAVED_BYTES
 from launch.planning.prediction import rank_memory
 from launch.planning.prediction.constants import Constants, fitted_constants
 from launch.planning.prediction.hardware import Node, Price
@@ -251,7 +250,7 @@ def _remarks(found: Forecast, constants: Constants) -> list[Remark]:
         say("partly filled node", ranks=over, gpus=node.gpus)
     if found.host > node.form.host.memory_gb * 1e9:
         say("host memory", needed=found.host / 1e9, there=node.form.host.memory_gb)
-    copy = found.host + min(layout.world, node.gpus) * SAVED_BYTES * work.parameters_of(0) / layout.dp
+    copy = found.host + min(layout.world, node.gpus) * work.widths.saved * work.parameters_of(0) / layout.dp
     if not node.is_cpu and found.host <= node.form.host.memory_gb * 1e9 < copy:
         say("saving waits", needed=copy / 1e9, there=node.form.host.memory_gb)
     if found.nvme and node.form.nvme_gb_s is None:

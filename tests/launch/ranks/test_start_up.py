@@ -21,8 +21,8 @@ from launch.machine import description
 from launch.records import vocabulary
 from launch.records.recorder import Recorder
 from launch.training import agreement, loop
-from launch.training.engine import postpone_compilation
-postpone_compilation()
+from launch.training.engine import leave_out_compilation
+leave_out_compilation()
 late = {"matplotlib", "torch._inductor.compile_fx", "accelerate", "datasets", "pandas", "scipy"}
 print("TOO EARLY", sorted(late & {*sys.modules}))
 import importlib

@@ -246,5 +246,7 @@ def test_plans_keep_the_global_batch():
         assert plan.layout.micro * plan.layout.accumulation * plan.layout.dp == recipe.batch.global_, (
             case.name
         )
-        assert case.accumulation in (None, plan.layout.accumulation) and plan.precision == "fp32", case.name
+        assert case.accumulation in (None, plan.layout.accumulation) and plan.precision == case.states, (
+            case.name
+        )
         assert plan.padded_vocab % (128 * case.tp) == 0 and plan.padded_vocab > recipe.model.vocab_size
