@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,12 +16,17 @@ from launch.planning.prediction.rank_memory import RankMemory
 from launch.planning.search.shapes import usual_layers
 from launch.planning.search.ways import WAYS, Way
 from modeling import cost
+from recipes import catalog
 from recipes.schema import Recipe
+from recipes.tables import FOLDER, read_table
 
 STEP = 128  # of the hidden size, times tensor ranks: whole heads on each
 WIDE = 2048  # hidden size from which heads are of 128, as in GPT-3; below 64
 MOST_HIDDEN = 2**17
 MOST_LAYERS = 10_000
+# Micro-batches of a pipeline's step, as in Jean Zay's tables of maximal sizes.
+CHUNKS = 4
+MAXIMAL_SIZES = ("jeanzay_megatron_max_size_16gb", "jeanzay_megatron_max_size_32gb")
 # "Optimizing Large-Scale GPT Models Pretraining" (SberDevices): "practical upper bound of GPT model size per
 # GPU", and its bytes per parameter: fp32, mixed precision as it counts that, and with gradients.
 PRINTED_LIMITS = {"v100-32": 2.0e9, "v100-32-pcie": 2.0e9, "2080ti": 0.7e9}
@@ -46,11 +52,12 @@ class Setting:
 
 
 class Configuration(NamedTuple):
-    """A way of keeping model states over `tp` tensor ranks; `recomputed`: every layer."""
+    """A way of keeping model states over `tp` tensor ranks and `pp` stages; `recomputed`: every layer."""
 
     way: Way
     tp: int
     recomputed: bool
+    pp: int = 1
 
 
 @dataclass(frozen=True)
@@ -75,40 +82,48 @@ class LargestModel:
 
 
 def largest(setting: Setting) -> list[LargestModel]:
-    """Find the largest model of each way and ZeRO-1 over a node, without and with recomputation."""
-    degrees = [(way, 1) for way in WAYS if way.offload is None]
+    """Find the largest model of each way, of ZeRO-1 over a node and of a stage on each node.
+
+    Each without and with recomputation.
+    """
+    degrees = [(way, 1, 1) for way in WAYS if way.offload is None]
     if setting.node.gpus > 1:
-        degrees.append((WAYS[1], setting.node.gpus))
+        degrees.append((WAYS[1], setting.node.gpus, 1))
+    if setting.nodes > 1:
+        degrees.append((WAYS[1], setting.node.gpus, setting.nodes))
     return [
-        _largest(setting, Configuration(way, tp, recomputed))
-        for way, tp in degrees
+        largest_of(setting, Configuration(way, tp, recomputed, pp))
+        for way, tp, pp in degrees
         for recomputed in (False, True)
     ]
 
 
-def _largest(setting: Setting, configuration: Configuration) -> LargestModel:
-    """Find the largest hidden size with a usual number of layers, then the most layers."""
-    step = STEP * configuration.tp
+def largest_of(setting: Setting, configuration: Configuration) -> LargestModel:
+    """Find the largest hidden size with a usual number of layers, then the most layers, equal stages."""
+    step, pp = STEP * configuration.tp, configuration.pp
 
     def fits(layers: int, hidden: int) -> bool:
         return _model(setting, configuration, layers, hidden).verdict == "fits"
 
-    units = largest_number(lambda unit: fits(usual_layers(unit * step), unit * step), MOST_HIDDEN // step)
+    def usual(hidden: int) -> int:
+        return math.ceil(usual_layers(hidden) / pp) * pp
+
+    units = largest_number(lambda unit: fits(usual(unit * step), unit * step), MOST_HIDDEN // step)
     hidden = max(1, units) * step
-    layers = max(1, largest_number(lambda layers: fits(layers, hidden), MOST_LAYERS))
+    layers = pp * max(1, largest_number(lambda each: fits(each * pp, hidden), MOST_LAYERS // pp))
     return _model(setting, configuration, layers, hidden)
 
 
 def plan_of(setting: Setting, configuration: Configuration, layers: int, hidden: int) -> Plan:
     """Resolve a model of that shape. Raises ConfigError."""
-    recipe, (way, tp, recomputed) = setting.recipe, configuration
+    recipe, (way, tp, recomputed, pp) = setting.recipe, configuration
     heads = hidden // (128 if hidden >= WIDE and hidden % (128 * tp) == 0 else 64)
-    dp, micro = setting.ranks // tp, setting.micro
+    dp, micro, accumulation = setting.ranks // (tp * pp), setting.micro, CHUNKS if pp > 1 else 1
     shape = {"layers": layers, "hidden": hidden, "heads": heads}
-    batch = {"micro": micro, "accumulation": 1, "global_": micro * dp}
+    batch = {"micro": micro, "accumulation": accumulation, "global_": micro * accumulation * dp}
     changed = {
         "model": recipe.model.model_copy(update=shape),
-        "parallel": recipe.parallel.model_copy(update={"tp": tp, "pp": 1, "dp": dp}),
+        "parallel": recipe.parallel.model_copy(update={"tp": tp, "pp": pp, "dp": dp}),
         "batch": recipe.batch.model_copy(update=batch),
         "activation_checkpointing": "full" if recomputed else "none",
     }
@@ -118,7 +133,7 @@ def plan_of(setting: Setting, configuration: Configuration, layers: int, hidden:
 def _model(setting: Setting, configuration: Configuration, layers: int, hidden: int) -> LargestModel:
     node = setting.node
     work = workload.of_plan(plan_of(setting, configuration, layers, hidden))
-    rank = rank_memory.of_stage(work, 0, node.gpu, fitted_constants(node.measured))
+    rank = rank_memory.fullest_rank(work, node.gpu, fitted_constants(node.measured))
     host = min(setting.ranks, node.gpus) * rank.host
     share = host / (node.form.host.memory_gb * 1e9)
     return LargestModel(
@@ -132,6 +147,17 @@ def _model(setting: Setting, configuration: Configuration, layers: int, hidden: 
         on_host=share > rank.total / node.gpu.memory_bytes,
         verdict=verdict_of([rank], host, node),
     )
+
+
+def printed_maxima(setting: Setting) -> list[Recipe]:
+    """Return the documents' largest models on as many such nodes, of one replica over all of them."""
+    rows = [f"{table}/{row}" for table in MAXIMAL_SIZES for row in read_table(FOLDER / f"{table}.yaml").rows]
+    found = []
+    for recipe in map(catalog.load, rows):
+        own, replica = recipe.hardware, math.prod(recipe.parallel.model_parallel)
+        if own and own.node == setting.node.name and own.gpus == replica == setting.ranks:
+            found.append(recipe)
+    return found
 
 
 def parameters_by_rule(node: Node) -> dict[int, float]:

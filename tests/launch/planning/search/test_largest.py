@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 import pytest
 
@@ -25,15 +26,34 @@ def verdict(setting: largest.Setting, model: largest.LargestModel, layers: int, 
 
 
 @pytest.mark.parametrize(
-    "line", ["--hardware 2080ti", "--hardware v100-32x4 --micro 4", "--hardware dgx2 --family bert"]
+    "line", ["--hardware 2080ti", "--hardware v100-32x4 --micro 4 --nodes 3", "--hardware dgx2 --family bert"]
 )
 def test_it_fits_and_the_next_larger_one_does_not(line):
-    setting = largest_command.setting_of(parsed(line))
+    args = parsed(line)
+    setting = largest_command.setting_of(args, *args.nodes)
     for model in largest.largest(setting):
         assert verdict(setting, model, model.layers, model.hidden) == model.verdict == "fits"
-        assert verdict(setting, model, model.layers + 1, model.hidden) != "fits"
+        assert verdict(setting, model, model.layers + model.configuration.pp, model.hidden) != "fits"
         wider = model.hidden + largest.STEP * model.configuration.tp
-        assert verdict(setting, model, shapes.usual_layers(wider), wider) != "fits"
+        assert verdict(setting, model, fewest(wider, model.configuration.pp), wider) != "fits"
+
+
+def fewest(hidden: int, pp: int) -> int:
+    return math.ceil(shapes.usual_layers(hidden) / pp) * pp
+
+
+def test_pipelines_stand_beside_the_printed_maximal_sizes(capsys):
+    """What Jean Zay ran fits; 50B on 128 GPUs of 16 GB, which barely fitted, is the largest found."""
+    assert largest_command.run(parsed("--hardware v100-16x4 --nodes 4 8 16 32 64")) == 0
+    lines = [line.split("  ") for line in capsys.readouterr().out.splitlines() if " 4 x " in line]
+    rows = [[cell.strip() for cell in cells if cell.strip()] for cells in lines]
+    assert [row[0] for row in rows] == ["16", "32", "64", "128", "256"]
+    assert [row[-1] for row in rows] == [
+        "7.5B, 36x4096", "–", "30B, 48x7168", "50B, 64x8192", "78B, 64x10240",
+    ]  # fmt: skip
+    assert rows[3][2] == "51.97 B, 64x8192"
+    for row in (rows[0], *rows[2:]):
+        assert float(row[2].split()[0]) > float(row[-1].split("B")[0])
 
 
 def test_sharding_offload_and_recomputation_make_room():
@@ -41,7 +61,7 @@ def test_sharding_offload_and_recomputation_make_room():
     setting = largest_command.setting_of(parsed("--hardware v100-32x8"))
     found = {}
     for model in largest.largest(setting):
-        way, tp, recomputed = model.configuration
+        way, tp, recomputed, _ = model.configuration
         found[way.name, tp, recomputed] = model.parameters
     order = ["ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3 offload"]
     sizes = [found[name, 1, True] for name in order]
@@ -57,7 +77,7 @@ def test_the_documents_bound_stands_next_to_ours(hardware, printed, capsys):
     setting = largest_command.setting_of(parsed(f"--hardware {hardware}"))
     assert largest.parameters_by_rule(setting.node)[16] == pytest.approx(printed, rel=0.07)
     plain = largest.largest(setting)[1]
-    assert plain.configuration == (WAYS[0], 1, True) and 0.6 * printed < plain.parameters < printed
+    assert plain.configuration == (WAYS[0], 1, True, 1) and 0.6 * printed < plain.parameters < printed
     assert largest_command.run(parsed(f"--hardware {hardware}")) == 0
     assert f"they print {printed / 1e9:g} billion" in capsys.readouterr().out
 
