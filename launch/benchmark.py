@@ -25,8 +25,6 @@ examples:
   python launch/benchmark.py layouts
       tensor, pipeline and data parallelism here next to one process, and
       where the difference goes
-  python launch/benchmark.py scaling --plot scaling.png
-      weak and strong scaling over the cores or GPUs at hand
   python launch/benchmark.py kernels
       kernels, bytes and waits of a GPU, counted without one
   python launch/benchmark.py gpu
@@ -44,14 +42,8 @@ COMMANDS: dict[str, tuple[str, str, Any, Any]] = {
     "layouts": (
         "what TP2, PP2 and DP2 cost here",
         layout_command.EXAMPLES,
-        layout_command.add_layout_flags,
-        layout_command.measure_layouts,
-    ),
-    "scaling": (
-        "data parallelism over processes",
-        layout_command.SCALING_EXAMPLES,
-        layout_command.add_scaling_flags,
-        layout_command.measure_scaling,
+        layout_command.add_flags,
+        layout_command.measure,
     ),
     "kernels": (
         "what a GPU does in a pass, counted without one",

@@ -1,11 +1,10 @@
-"""Cost of parallel layouts: rates, overhead by kind, and scaling."""
+"""Cost of parallel layouts: rates, and overhead by kind."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from launch.console.text_table import table
 from launch.experiments.benchmarks.specification import Specification
@@ -13,7 +12,6 @@ from launch.experiments.benchmarks.step_speed import Measurement
 from recipes.layout import Layout
 
 MICRO_BATCHES = 8  # of the pipeline
-WEAK, STRONG = "weak", "strong"
 
 
 @dataclass(frozen=True)
@@ -106,56 +104,3 @@ def overhead_table(rows: Sequence[Overhead]) -> str:
         for row in rows
     ]
     return table(cells, headings, "lrrrrrrr")
-
-
-def sizes(most: int) -> list[int]:
-    """Return the powers of two up to `most`, and `most`."""
-    return sorted({most, *(2**power for power in range(most.bit_length()) if 2**power <= most)})
-
-
-def scaling_systems(
-    spec: Specification, layout: Layout, most: int, kinds: Sequence[str]
-) -> list[Specification]:
-    """Return data-parallel systems of 1 to `most` processes, each with one core or one GPU.
-
-    Weak: each process has the batch of `layout`. Strong: all share the batch of `most` processes.
-    """
-    found = []
-    for kind in kinds:
-        for count in sizes(most):
-            samples = layout.global_batch * (count if kind == WEAK else most)
-            settings = (*batch_of(samples, layout), f"parallel.dp={count}")
-            named = replace(spec, name=f"{kind}, {count}", processes=count, threads=1)
-            found.append(replace(named, settings=(*spec.settings, *settings)))
-    return found
-
-
-def efficiencies(measured: Sequence[Measurement]) -> dict[str, dict[int, float]]:
-    """Map kind -> processes -> tokens per second and process, relative to the fewest processes."""
-    rates: dict[str, dict[int, float]] = {}
-    for each in measured:
-        if each.seconds:
-            rate = statistics.mean(each.tokens) / statistics.median(each.seconds) / each.spec.processes
-            rates.setdefault(each.spec.name.split(",")[0], {})[each.spec.processes] = rate
-    return {kind: {n: rate / of[min(of)] for n, rate in of.items()} for kind, of in rates.items()}
-
-
-def draw_scaling(found: dict[str, dict[int, float]], out: Path, title: str) -> None:
-    """Draw the efficiency over the number of processes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for kind, of in found.items():
-        counts = sorted(of)
-        axes.plot(counts, [of[count] for count in counts], "o-", label=f"{kind} scaling")
-    axes.axhline(1, color="gray", linestyle=":")
-    axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("processes")
-    axes.set_ylabel("tokens per second and process, over those of the fewest")
-    axes.set_title(title, fontsize=8)
-    axes.legend()
-    figure.savefig(out, dpi=120)

@@ -233,7 +233,9 @@ def test_the_kind_of_file_system_matters(monkeypatch, tmp_path):
 
 
 def test_a_file_server_whose_clock_is_wrong(monkeypatch, tmp_path):
-    assert abs(doctor_checks.server_time(tmp_path) - doctor_checks.time.time()) < 60 and not list(tmp_path.iterdir())
+    assert abs(doctor_checks.server_time(tmp_path) - doctor_checks.time.time()) < 60 and not list(
+        tmp_path.iterdir()
+    )
     monkeypatch.setattr(doctor_checks, "kind_of", lambda place: "nfs4")
     assert doctor_checks.clock(tmp_path).verdict == "ok"
     monkeypatch.setattr(doctor_checks, "server_time", lambda place: doctor_checks.time.time() - 300)

@@ -1,4 +1,4 @@
-"""launch/benchmark.py layouts and scaling: what is compared, and computed from times."""
+"""launch/benchmark.py layouts: what is compared, and computed from times."""
 
 from __future__ import annotations
 
@@ -62,41 +62,12 @@ def test_overhead_is_split_into_kinds_that_add_up():
     assert rows["one process"].rate == 1 and "67%" in layout_speed.overhead_table(list(rows.values()))
 
 
-def test_scaling_keeps_the_work_of_a_process_or_of_all():
-    specs = layout_speed.scaling_systems(ONE, LAYOUT, 6, ("weak", "strong"))
-    assert [spec.name for spec in specs if "weak" in spec.name] == [
-        "weak, 1",
-        "weak, 2",
-        "weak, 4",
-        "weak, 6",
-    ]
-    batches = {spec.name: next(s for s in spec.settings if "batch.global" in s) for spec in specs}
-    assert batches["weak, 4"] == "batch.global=32" and batches["weak, 1"] == "batch.global=8"
-    assert {batches[f"strong, {n}"] for n in (1, 2, 4, 6)} == {"batch.global=48"}
-    for spec in specs:
-        assert resolve(spec.load(), "zero1", spec.processes, CPU).layout.dp == spec.processes
-
-
-def test_efficiency_is_against_the_fewest_processes(tmp_path):
-    specs = {spec.name: spec for spec in layout_speed.scaling_systems(ONE, LAYOUT, 2, ("weak", "strong"))}
-    found = [
-        measured(specs["weak, 1"], 1.0, 8),
-        measured(specs["weak, 2"], 1.25, 16),
-        measured(specs["strong, 1"], 2.0, 16),
-        measured(specs["strong, 2"], 2.0, 16),
-    ]
-    efficiencies = layout_speed.efficiencies(found)
-    assert efficiencies == {"weak": {1: 1.0, 2: pytest.approx(0.8)}, "strong": {1: 1.0, 2: 0.5}}
-    layout_speed.draw_scaling(efficiencies, tmp_path / "x.png", "title")
-    assert (tmp_path / "x.png").stat().st_size > 5000
-
-
 def command(monkeypatch, *flags: object) -> None:
     monkeypatch.setattr(sys, "argv", ["benchmark.py", *map(str, flags)])
     benchmark.main()
 
 
-def test_layouts_and_scaling_are_measured_in_turns_and_written(tmp_path, monkeypatch, capsys):
+def test_layouts_are_measured_in_turns_and_written(tmp_path, monkeypatch):
     def measure(specs, pace, say, profile=None):
         return [measured(spec, spec.processes, 8) for spec in specs if spec.system == "ours"]
 
@@ -104,20 +75,12 @@ def test_layouts_and_scaling_are_measured_in_turns_and_written(tmp_path, monkeyp
     command(monkeypatch, "layouts", "--tiny", "--out", tmp_path / "layouts.json")
     rows = json.loads((tmp_path / "layouts.json").read_text())["rows"]
     assert {row["name"]: row["rate"] for row in rows}["tp2"] == 0.5
-    picture = tmp_path / "scaling.png"
-    command(monkeypatch, "scaling", "--tiny", "--kinds", "weak", "--processes", 2, "--plot", picture)
-    assert picture.exists()
-    assert "weak scaling, tokens/s and process over those of the fewest processes: 1: 100%, 2: 25%" in (
-        capsys.readouterr().out
-    )
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         (("layouts", "--set", "model.heads=5", "--set", "model.hidden=65"), "5"),
-        (("scaling", "--processes", "0"), "--processes"),
-        (("scaling", "--plot", "x.txt"), ".png"),
         (("layouts", "--out", "there.json"), "--out"),
         (("layouts", "--out", "no/such/x.json"), "which is not there"),
         (("layouts", "--out", "gone.json"), "--out"),
