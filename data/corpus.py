@@ -20,7 +20,7 @@ from data.samples.splits import MakeOnce, store_parts, stream_parts
 from data.text.records import SkippedRecords, Source
 from data.text.sources import open_source
 from data.text.vocabulary import build_vocabulary, vocabulary_digest
-from data.tokens.cached import cached_store
+from data.tokens.cached import OpenedStore, cached_store
 from data.tokens.ready_made import check_ready_made, ready_made_store, store_prefix
 from recipes.schema import BlendPart, Origin, Recipe
 
@@ -132,18 +132,14 @@ def _all_parts(
     origins = recipe.data.origins
     weights = [origin.weight if isinstance(origin, BlendPart) else 1.0 for origin in origins]
     wanted = np.maximum(largest_remainder(weights, recipe.run.validation_samples), 1).tolist()
-    sequences, tokenizer, parts = family.sequences, family.tokenizer, []
+    parts = []
     for origin, source, taking, count in zip(origins, sources, skipped, wanted, strict=True):
-        if source and not source.finite:
-            blended = bool(recipe.data.blend)
-            parts.append(stream_parts(recipe, family, origin, source, count, blended, say, once))
-        elif source:
-            opened = cached_store(sequences, origin, source, tokenizer, directory, say, taking)
+        if opened := opened_store(recipe, family, origin, source, taking, directory, say):
             parts.append(store_parts(recipe, family, opened, count))
         else:
-            kind = recipe.data.tokenizer.kind
-            opened = ready_made_store(kind, sequences, origin, tokenizer, directory, say)
-            parts.append(store_parts(recipe, family, opened, count))
+            assert source is not None
+            blended = bool(recipe.data.blend)
+            parts.append(stream_parts(recipe, family, origin, source, count, blended, say, once))
     if len(parts) == 1:
         return parts[0]
     tests = [part.test for part in parts if part.test]
@@ -153,6 +149,24 @@ def _all_parts(
         blended_held_out(tests) if tests else None,
         _blended_counts([part.train_counts for part in parts], weights),
         _blended_summary([part.summary for part in parts], weights),
+    )
+
+
+def opened_store(
+    recipe: Recipe,
+    family: Family,
+    origin: Origin,
+    source: Source | None,
+    skipped: SkippedRecords | None,
+    directory: Path,
+    say: Say,
+) -> OpenedStore | None:
+    """Open the store of an origin, or make it in the cache of its source; None: the source is a stream."""
+    sequences, tokenizer = family.sequences, family.tokenizer
+    if source is None:
+        return ready_made_store(recipe.data.tokenizer.kind, sequences, origin, tokenizer, directory, say)
+    return (
+        cached_store(sequences, origin, source, tokenizer, directory, say, skipped) if source.finite else None
     )
 
 

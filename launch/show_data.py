@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from launch.console import arguments, ends
+from launch.console.text_table import table
 from recipes import catalog
 from recipes.layout import Layout
 from recipes.schema import MOST_LOADER_WORKERS, Recipe
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from data.corpus import Corpus
 
 RANKS = (1, 2, 4)
+SHORT = 128  # tokens, as the quotation has it
+QUOTED = '"Adventures with BERT and GPT2" says of such samples that 90 % have less than 128 tokens'
 # The largest number of each flag.
-MOST = {"step": 10**12, "samples": 10_000, "hashes": 10_000, "workers": MOST_LOADER_WORKERS}
+MOST = {"step": 10**12, "samples": 10_000, "summary": 10**7, "hashes": 10_000, "workers": MOST_LOADER_WORKERS}
 EXAMPLES = """\
 examples:
   python launch/show_data.py --recipe bert/sotu --step 0 --samples 2
@@ -29,12 +34,19 @@ examples:
   python launch/show_data.py --hashes 5
       hashes of five steps of the default recipe, as 1, 2 and 4 data-parallel
       ranks read them
+  python launch/show_data.py --recipe bert/sotu --summary
+      tokens per document, lengths of samples and share of padding, histograms
   python launch/show_data.py --recipe bert/sotu --split validation --samples 3
       held-out samples
 
 exit codes: 0 shown and equal, 1 hashes differ, 2 refused."""
 
 RULES = (
+    (
+        "--summary",
+        "--hashes, --samples, --step, --split",
+        "it is of all documents, and training from its start",
+    ),
     ("--hashes", "--samples", "hashes are of whole steps"),
     ("--hashes", "--split validation, --split test", "only training has steps"),
     ("--step", "--split validation, --split test", "only training has steps"),
@@ -50,6 +62,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--step", type=int, default=0, metavar="N", help="optimizer step, from 0 (default: %(default)s)")
     add("--samples", type=int, default=2, metavar="N", help="samples to decode (default: %(default)s)")
     add("--split", choices=splits, default="train", help="default: %(default)s")
+    lengths = (
+        "instead of samples, lengths of documents and samples: of the first N (default: %(const)s) where"
+    )
+    lengths += " there are more samples, or documents of a stream"
+    add("--summary", type=int, nargs="?", default=0, const=10_000, metavar="N", help=lengths)
     hashes = (
         "instead of samples, hashes of N steps from --step on, as 1, 2 and 4 data-parallel ranks read them"
     )
@@ -71,6 +88,8 @@ def main() -> int:
         from data.corpus import build
 
         corpus = build(recipe, say=lambda line: print(line, file=sys.stderr))
+        if args.summary:
+            return show_lengths(recipe, corpus, args.summary)
         return show_hashes(recipe, corpus, args) if args.hashes else show_samples(recipe, corpus, args)
     except ValueError as e:
         ending.refuse(e)
@@ -104,6 +123,65 @@ def show_samples(recipe: Recipe, corpus: Corpus, args: argparse.Namespace) -> in
         shown = fields.describe(row, corpus.tokenizer, recipe.model.sentence_head)
         print(f"\n--- {where.format(row)}: {shown}")
     return 0
+
+
+def show_lengths(recipe: Recipe, corpus: Corpus, most: int) -> int:
+    """Print lengths of documents, of pairs of sentences and of samples, and the share of padding."""
+    from data.lengths import text_lengths
+    from launch.console.progress import bar
+
+    whole, length = corpus.summary.get("samples_per_epoch", most), recipe.sequence_length
+
+    def watched(documents: Iterable[Any]) -> Iterable[Any]:
+        return bar(sys.stderr, iterable=documents, desc="documents", total=most)
+
+    for found in text_lengths(recipe, corpus.tokenizer, most, lambda line: None, watched):
+        which = (
+            "all documents" if found.whole else f"the first {len(found.documents):,} documents of the stream"
+        )
+        print(f"{found.name}, {which}: tokens per document\n{described(found.documents)}\n")
+        if found.pairs.size:
+            special = 3  # [CLS] A [SEP] B [SEP]
+            print(f"two sentences in a row as a sample of their own\n{described(found.pairs + special)}")
+            print(f"  ({QUOTED})\n")
+    if not recipe.model.facts.masked:
+        print(f"samples: each has {length} tokens and no padding, whatever the documents' lengths")
+        return 0
+    samples, count = corpus.train.fresh(), min(most, whole)
+    positions = bar(sys.stderr, desc="samples", total=count)
+    tokens = []
+    for first in range(0, count, recipe.batch.global_):
+        chosen = range(first, min(first + recipe.batch.global_, count))
+        tokens += samples.take(chosen, recipe.seed)["lengths"].tolist()
+        positions.update(len(chosen))
+    positions.close()
+    padding = 100 * (1 - sum(tokens) / (count * length))
+    print(f"samples of {length} tokens, {padding:.1f} % of it padding: the first {count:,} of training")
+    print(described(tokens))
+    return 0
+
+
+def described(lengths: Sequence[int] | np.ndarray) -> str:
+    """Describe a distribution of lengths in tokens, with a histogram over powers of two."""
+    import numpy as np
+
+    if not len(lengths):
+        return "  none"
+    low, quarter, median, three, high = np.percentile(lengths, (5, 25, 50, 75, 95))
+    short = 100 * np.mean(np.asarray(lengths) < SHORT)
+    shares = 100 * np.bincount(np.frexp(lengths)[1] - 1) / len(lengths)
+    bins = [
+        (f"{2**k:,}-{2 ** (k + 1) - 1:,}", f"{share:.1f} %", "#" * round(share / 2))
+        for k, share in enumerate(shares)
+        if share
+    ]
+    middle = f"mean {np.mean(lengths):,.0f}, median {median:,.0f}; {short:.1f} % below {SHORT}"
+    lines = [
+        f"  {len(lengths):,}, in all {np.sum(lengths):,} tokens: {middle}",
+        f"  percentiles 5, 25, 75, 95: {low:,.0f}, {quarter:,.0f}, {three:,.0f}, {high:,.0f}",
+        table(bins, align="rrl"),
+    ]
+    return "\n".join(lines)
 
 
 def show_hashes(recipe: Recipe, corpus: Corpus, args: argparse.Namespace) -> int:

@@ -22,6 +22,7 @@ from data import corpus as corpus_module
 from data.cache import default_directory
 from data.corpus import build, check_origin, check_sources
 from data.durable_files import locked
+from data.lengths import TextLengths, text_lengths
 from data.loader import validation_batches
 from data.samples import splits
 from data.samples.bert import BertFields
@@ -591,6 +592,42 @@ def test_show_data_prints_samples_and_equal_hashes(recipe_file, tmp_path):
     assert all(len(row) == 4 and len(set(row[1:])) == 1 for row in rows)
     refused = show("--split", "test")
     assert refused.returncode == 2 and "data.test_every is null" in refused.stdout
+
+
+def test_lengths_of_documents_and_of_pairs_of_sentences():
+    sizes, borders = np.array([3, 4, 200, 5, 6]), np.array([0, 0, 2, 2, 3, 5])
+    found = TextLengths.of("name", sizes, borders, sentences=True, whole=True)
+    assert found.documents.tolist() == [7, 200, 11] and found.pairs.tolist() == [7, 11]
+    assert not TextLengths.of("name", sizes, borders, sentences=False, whole=True).pairs.size
+
+
+@pytest.mark.parametrize("bert", ["sop", None])
+def test_a_stream_has_the_summary_of_the_stored_tokens(bert, tmp_path, monkeypatch, capsys):
+    from launch import show_data
+
+    monkeypatch.setenv("MEGARECIPES_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "lines.jsonl"
+    texts = (text_of_document(i).replace(" ", "\n", i % 4) for i in range(DOCUMENTS))
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    stored = make_recipe(path, *([120, bert] if bert else []), sentences="lines")
+    corpus = build(stored, say=quiet)
+    streamed = stored.model_copy(update={"data": stored.data.model_copy(update={"streaming": True})})
+    every, same = (next(text_lengths(each, corpus.tokenizer, 99, quiet)) for each in (stored, streamed))
+    assert every.whole and same.whole and len(every.documents) == DOCUMENTS
+    assert every.documents.tolist() == same.documents.tolist() and every.pairs.tolist() == same.pairs.tolist()
+    assert every.documents.sum() == sum(corpus.summary[f"{part}_tokens"] for part in ("train", "held_out"))
+    (first,) = text_lengths(streamed, corpus.tokenizer, 7, quiet)
+    assert first.documents.tolist() == every.documents[:7].tolist() and not first.whole
+    assert show_data.show_lengths(streamed, corpus, 20) == 0
+    shown = capsys.readouterr().out
+    assert "the first 20 documents of the stream: tokens per document" in shown and "#####" in shown
+    lengths = corpus.train.take(range(20), stored.seed).get("lengths")
+    if bert:
+        padding = 100 * (1 - lengths.sum() / (20 * stored.sequence_length))
+        assert f"{padding:.1f} % of it padding: the first 20 of training" in shown
+        assert f"{np.median(lengths):,.0f}" in shown and "90 % have less than 128 tokens" in shown
+    else:
+        assert "no padding" in shown and "two sentences" not in shown
 
 
 def test_different_hashes_are_told_by_the_exit_code(monkeypatch, capsys):

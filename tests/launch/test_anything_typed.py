@@ -311,6 +311,8 @@ APART = {
     "sweep --sweep steps=1 --ds_config zero1 --set ds_config=zero2": "--ds_config with --set ds_config",
     "score x --task perplexity --tokenizer d --set data.tokenizer.kind=gpt2": "--tokenizer with --set data.",
     "show_data --hashes 1 --samples 3": "--hashes with --samples",
+    "show_data --summary --split test": "--summary with --split",
+    "show_data --summary 9 --hashes 1": "--summary with --hashes",
     "show_data --step 2 --split test": "--step with --split test",
     "show_data --workers 2": "--workers without --hashes",
     "generate x --prompt a --file b": "--prompt with --file",
