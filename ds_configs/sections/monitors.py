@@ -18,8 +18,6 @@ _WRITERS = ("tensorboard", "csv_monitor")
 UNTRIED: dict[str, tuple[Any, ...]] = {
     "compile.deepcompile": (False,),
     "compile.autoep_non_moe": (False,),
-    "wandb.enabled": (False,),
-    "comet.enabled": (False,),
     "aio.use_gds": (False,),
     "zero_optimization.leaf_module": ({},),
     "zero_optimization.offload_optimizer.super_offload": (False,),

@@ -11,6 +11,7 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from recipes.problems import Problem, ProblemsError
 
@@ -26,7 +27,7 @@ MOST_HOSTS = 10**6  # that a list may name
 # Beginnings of what every rank needs alike. Not every launcher carries it to other machines (deepspeed 0.19.8
 # takes along what begins with PYTHON, NCCL, UCX, MV2 or MLFLOW). No tokens: ranks talk in the open.
 CARRIED = (
-    *("MEGARECIPES_", "HF_", "GLOO_", "NCCL_", "PYTORCH_"),
+    *("MEGARECIPES_", "HF_", "GLOO_", "NCCL_", "PYTORCH_", "TORCH_FR_", "TORCH_NCCL_"),
     *("TORCH_EXTENSIONS_DIR", "CUDA_DEVICE_MAX_CONNECTIONS"),
 )
 NOT_CARRIED = ("TOKEN", "MEGARECIPES_LOCAL_RANK", "NCCL_HOSTID")
@@ -41,6 +42,16 @@ PLACES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # what torchrun and deepspeed set
 LAUNCHES = ("GROUP_WORLD_SIZE", "CROSS_SIZE")  # over how many of its own a torchrun or deepspeed launches
 
 INDEPENDENT = "they would train independently of each other, into one run directory"
+
+
+COLLECTIVES = "hang-collectives-rank-"  # in the run directory, with the rank behind it
+# torch's Flight Recorder keeps NCCL's last collectives, and writes them where one times out. By their newer
+# names (torch 2.11 and 2.13 read both), with the older ones, which stand for the user's wish.
+FLIGHT_RECORDER = {
+    "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "TORCH_NCCL_DUMP_ON_TIMEOUT",
+}
 
 
 @dataclass(frozen=True)
@@ -132,6 +143,12 @@ def carried(environ: Environ) -> dict[str, str]:
         for name, value in environ.items()
         if name.startswith(CARRIED) and not any(word in name for word in NOT_CARRIED)
     }
+
+
+def flight_recorder(environ: Environ, directory: Path) -> dict[str, str]:
+    """Return variables that switch torch's Flight Recorder on, without those that the user has set."""
+    values = zip(FLIGHT_RECORDER.items(), ("2000", str(directory.absolute() / COLLECTIVES), "1"), strict=True)
+    return {name: value for (name, older), value in values if not {name, older} & {*environ}}
 
 
 def sees_own_device(environ: Environ, visible: Iterable[str]) -> bool:

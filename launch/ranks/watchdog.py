@@ -27,9 +27,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from launch.console import terminal
+from launch.ranks.launch_environment import COLLECTIVES
 from launch.ranks.processes import gathered
 
 HANGING = 4  # exit code
@@ -294,11 +296,15 @@ class Watchdog:
             raise Unreachable("ended while it answered") from None
 
     def _keep_stacks(self) -> None:
-        """Write all threads' stacks into the run directory."""
+        """Write all threads' stacks, and this rank's last collectives, into the run directory."""
         if self._directory is None:
             return
         with contextlib.suppress(OSError), open(self._directory / STACKS.format(self._rank), "w") as file:
             faulthandler.dump_traceback(file)
+        c10d = torch._C._distributed_c10d
+        dump = getattr(c10d, "_dump_nccl_trace", getattr(c10d, "_dump_fr_trace", bytes))
+        with contextlib.suppress(OSError):
+            (self._directory / f"{COLLECTIVES}{self._rank}").write_bytes(dump())
 
     # --- what is printed
 
@@ -322,12 +328,13 @@ class Watchdog:
         if self._directory is None:
             return "Nothing was kept: the same command begins anew"
         stacks = f"All threads' stacks are in {self._directory}: {REPORT} and {STACKS.format('N')}"
+        stacks += f"; the last collectives in {COLLECTIVES}N"
         return f"{stacks}. Nothing was saved: --resume continues from the newest complete checkpoint"
 
 
 def forget(directory: Path) -> None:
     """Remove the reports of former launches' watchdogs."""
-    for path in (directory / REPORT, *directory.glob(STACKS.format("*"))):
+    for path in (directory / REPORT, *directory.glob("hang-*rank-*")):
         path.unlink(missing_ok=True)
 
 

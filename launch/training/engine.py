@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -122,11 +123,20 @@ def release_at_end(engine: DeepSpeedEngine) -> Iterator[None]:
     try:
         yield
     finally:
+        end_monitors(engine)
         engine.destroy()
         deepspeed.checkpointing.reset()
         # zero.Init leaves its own, which rounds otherwise, to every later model.
         F.linear = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", F.linear)
         torch._dynamo.reset()  # graphs of this model count against the limit of the next one
+
+
+def end_monitors(engine: DeepSpeedEngine) -> None:
+    """Have W&B and Comet write what they still hold: no rank ends by Python's own end."""
+    if getattr(engine.monitor, "wandb_monitor", None):
+        sys.modules["wandb"].finish()
+    if comet := getattr(engine.monitor, "comet_monitor", None):
+        comet.experiment.end()
 
 
 def train_step(

@@ -31,6 +31,7 @@ from launch.ranks.processes import gathered
 from launch.ranks.stop_request import REASONS, StopRequest
 from launch.ranks.watchdog import Phase, Watchdog
 from launch.records.facts import RankSeconds, SilentRecorder, StepOutcome, Validation
+from launch.records.metrics import finite
 from launch.training import agreement
 from launch.training.agreement import StepExchange, StepNews, StepReport
 from launch.training.early_ends import BrokenData, Diverged, EarlyStop, NotSavedError, SkipCounter
@@ -147,18 +148,28 @@ class TrainingRun:
         """
         self.watchdog.enter(Phase.RECORDING)
         self.recorder.step(step, outcome, seconds, waited, ranks)
+        self._monitor("train", outcome, lr=outcome.lr, grad_norm=outcome.grad_norm, seconds=seconds)
         if self._profiler and (found := self._profiler.end(step, waited)):
             self.recorder.profile(found)
         self.done = step
         self.skipped.see(outcome)
         self.job.after_step(self, outcome)
 
+    def _monitor(self, group: str, outcome: StepOutcome | Validation, **more: float | None) -> None:
+        """Give finite values to DeepSpeed's monitor, which has the rate alone by itself."""
+        if (monitor := self.engine.monitor).enabled:
+            values, at = {"loss": outcome.loss, **outcome.parts, **more}, self.engine.global_samples
+            known = ((f"{group}/{name}", finite(value), at) for name, value in values.items())
+            monitor.write_events([event for event in known if event[1] is not None])
+
     def validate_if_due(self, step: int) -> None:
         """Validate every run.validate_every steps and after the last, followed by the test split."""
         self.watchdog.enter(Phase.VALIDATING)
         last = step == self.recipe.steps
         if last or due(step, self.recipe.run.validate_every):
-            self.recorder.validation(step, self.validate(self.held_out))
+            found = self.validate(self.held_out)
+            self.recorder.validation(step, found)
+            self._monitor("validation", found)
         if last and self.corpus.test is not None:
             tested = held_out_batches(self.corpus.test, self.job.plan, self.grid)
             self.recorder.validation(step, self.validate(tested), "test")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ds_configs.plan import Machine
 from launch.console import arguments, output, quiet, terminal
 from launch.machine import checks, start_checks
-from launch.ranks import ending, joining, out_of_memory, processes, start_up
+from launch.ranks import ending, joining, launch_environment, out_of_memory, processes, start_up
 from launch.ranks.meeting import Meeting
 from launch.records.facts import Ending
 from launch.training import compile_choice
@@ -117,6 +117,7 @@ def launch(args: argparse.Namespace, check: Callable[[], Training]) -> None:
     meeting = joining.meet(lambda: check_processes(args))
     training = meeting.settle(check)
     job = training.job
+    os.environ.update(launch_environment.flight_recorder(os.environ, job.directory))
     with joining.joined(
         meeting,
         job.plan.layout.tp,

@@ -11,6 +11,7 @@ from launch.compare_layouts import refuse_tasks
 from launch.ranks import ending, joining, processes
 from launch.ranks.launch_environment import (
     carried,
+    flight_recorder,
     forgotten_srun,
     hosts,
     missing_variables,
@@ -252,3 +253,12 @@ def test_tensor_parallelism_orders_what_a_gpu_starts(monkeypatch, tp, before, af
     seen = []
     with joining.joined(Meeting(), tp, admit=lambda: "admitted") as admitted:
         assert admitted == "admitted" and seen == [after]
+
+
+def test_the_flight_recorder_is_on_unless_the_user_says_otherwise(tmp_path):
+    """By either name: torch lets the newer one stand before the older."""
+    own = flight_recorder({}, tmp_path)
+    assert own["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "hang-collectives-rank-")
+    assert {*own} == {"TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT"}
+    said = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    assert {*flight_recorder(said, tmp_path)} == {"TORCH_FR_DUMP_TEMP_FILE"}

@@ -1,11 +1,22 @@
 """The watchdog names the rank that hangs, ends the run, and is not fooled by ranks that take their time."""
 
+import pickle
 from unittest.mock import Mock
 
 import pytest
 from launching import WORKERS, run_ranks
 
-from launch.ranks.watchdog import HANGING, LONG, USUAL_STEPS, Phase, Place, Status, Unreachable, Watchdog
+from launch.ranks.watchdog import (
+    HANGING,
+    LONG,
+    USUAL_STEPS,
+    Phase,
+    Place,
+    Status,
+    Unreachable,
+    Watchdog,
+    forget,
+)
 
 
 def watched(tmp_path, what, rank, hang_after=1, ranks=3):
@@ -27,6 +38,10 @@ def test_a_stopped_rank_is_named_and_the_others_end(tmp_path, stopped):
     left = sorted(path.name for path in tmp_path.glob("hang-rank-*.txt"))
     assert left == [f"hang-rank-{rank}.txt" for rank in others]
     assert "dist.all_reduce" in done.stdout and "watched.py" in (tmp_path / left[0]).read_text()
+    kept = pickle.loads((tmp_path / f"hang-collectives-rank-{others[0]}").read_bytes())
+    assert "all_reduce" in kept["entries"][-1]["profiling_name"], "torch's Flight Recorder"
+    forget(tmp_path)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_rank_that_answers_and_does_not_get_on_is_named(tmp_path):

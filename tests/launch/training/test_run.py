@@ -86,7 +86,8 @@ def start(monkeypatch):
         corpus = SimpleNamespace(validation="held out", test=test, summary=summary, skipped=())
         batches, grid = SimpleNamespace(state=dict), SimpleNamespace(control_group=None)
         schedule = SimpleNamespace(state_dict=lambda: {"completed": 0})
-        engine = SimpleNamespace(lr_scheduler=schedule, skipped_steps=0)
+        monitor = SimpleNamespace(enabled=False)
+        engine = SimpleNamespace(lr_scheduler=schedule, skipped_steps=0, monitor=monitor)
         start, stop = Start(job, events, corpus, grid, checkpoint), SimpleNamespace(look=lambda: "")
         return TrainingRun(start, engine, batches, stop, Watchdog(None, 60)), events
 
