@@ -1,6 +1,6 @@
 """The recipes: which there are, what one of them says, and whether the published tables add up.
 
-python launch/recipe.py list --table jeanzay_megatron_performance
+python launch/recipe.py list jeanzay_megatron_performance
 python launch/recipe.py show dgx2_gpt2_model_parallel/72x3072-h32-tp8
 python launch/recipe.py verify
 """
@@ -15,7 +15,8 @@ from launch.tables import listing, showing, verification_command
 EXAMPLES = """\
 examples:
   python launch/recipe.py list
-      every recipe, table by table, with shape, layout and what was published
+      what to run first, then our other recipes, and a line for each published
+      table; list TABLE shows its rows, list --all all of them
   python launch/recipe.py list --family bert --gpus 16 --hardware dgx-2
       the BERT rows on 16 GPUs of a DGX-2
   python launch/recipe.py list --fits
@@ -24,7 +25,7 @@ examples:
       one row: everything resolved, what was published, what is inferred or
       unknown, how to launch it
   python launch/recipe.py show my_table.yaml/my-row --yaml
-      a row of your own file, with every value written out; list --table
+      a row of your own file, with every value written out; list
       my_table.yaml lists them
   python launch/recipe.py verify
       recompute the published tables of recipes/ (no file of yours) and

@@ -218,9 +218,9 @@ def _row_of(
 
 def _suggestion(name: str, every: Mapping[str, tuple[Table, str]], written: Callable[[str], str]) -> str:
     """Suggest rows spelt like `name`, else tables spelt like it, else all tables."""
-    near = nearest(name, every)
-    if "/" not in name:
-        rows = nearest(name, {row for _, row in every.values()})
+    near = nearest(name, every) if "/" in name else []
+    if not near:
+        rows = nearest(name.rpartition("/")[2], {row for _, row in every.values()})
         near = [key for row in rows for key in every if key.endswith(f"/{row}")][:3]
     if near:
         return f"did you mean {' or '.join(written(key) for key in near)}?"
@@ -231,4 +231,7 @@ def _suggestion(name: str, every: Mapping[str, tuple[Table, str]], written: Call
     if near := nearest(name.partition("/")[0], tables):
         rows_of = f"a row of {' or '.join(near)}"
         return f"did you mean {rows_of}? (launch/recipe.py list --table {near[0]} shows them)"
+    if "/" in name:
+        near = nearest(name, every, cutoff=0.0)
+        return f"the nearest are {some([written(key) for key in near])} (launch/recipe.py list shows all)"
     return f"there are tables {some(tables)} (launch/recipe.py list shows all rows)"

@@ -87,9 +87,9 @@ class RecipeError(ProblemsError):
     """An unknown or unusable recipe."""
 
 
-def nearest(word: str, options: Iterable[str], count: int = 3) -> list[str]:
+def nearest(word: str, options: Iterable[str], count: int = 3, cutoff: float = 0.6) -> list[str]:
     """Return the options spelt most like `word`, best first; empty if none is close."""
-    return difflib.get_close_matches(word, list(options), n=count, cutoff=0.6)
+    return difflib.get_close_matches(word, list(options), n=count, cutoff=cutoff)
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:

@@ -76,17 +76,13 @@ def _with_system(device: Device, fp16: bool, bf16: bool, cuda_compiler: bool, **
 
 
 def halves_of_cores(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[bool, bool] | None:
-    """Return whether oneDNN multiplies in fp16 and in bf16 on these cores, as torch would say.
-
-    None: no x86, and torch alone knows.
-    """
+    """Return whether oneDNN, torch's library, multiplies in fp16 and in bf16 here; None: torch knows."""
     found = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.M)
     if not found:
         return None
     flags = set(found[1].split())
-    without_512 = "avx_ne_convert" in flags
-    has_512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= flags
-    return without_512 or "avx512_fp16" in flags, without_512 or has_512
+    both = "avx_ne_convert" in flags
+    return both or "avx512_fp16" in flags, both or {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= flags
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +24,9 @@ from recipes.problems import Problem, ProblemsError, RecipeError, counted, did_y
 from recipes.schema import Published, Recipe
 from recipes.tables import Table, read_table
 
+FILTERS = "--table, --family, --gpus, --hardware, --published, --oom, --fits"
+RULES = (("--all", FILTERS, "what they leave is never folded"),)
+DEFAULT_TABLE = catalog.DEFAULT_RECIPE.partition("/")[0]
 MEASURED = {  # of a row, as its line says them
     "time_per_iteration_s": "{:g} s",
     "samples_per_s": "{:g} samples/s",
@@ -65,23 +69,26 @@ class ListedRecipe:
         fits = {} if self.fits is None else {"fits": self.fits}
         return {
             "row": self.name + (" ?" if self.has_stand_ins else ""),  # apart, so that a name can be copied
-            "parameters, each once": short_count(cost.parameters(model, recipe.positions)),
+            **fits,
+            "size": short_count(cost.parameters(model, recipe.positions)),
             "layers x hidden": f"{'BERT ' if model.family == 'bert' else ''}{model.layers}x{model.hidden}",
-            "tp x pp x dp": f"{tp} x {pp} x {recipe.parallel.dp or 'any'}",
+            "tp x pp x dp": f"{tp}x{pp}x{recipe.parallel.dp or 'any'}",
             "GPUs": f"{self.gpus or ''} {other}".strip(),
             "batch": f"{recipe.batch.global_}",
             "ds_config": recipe.ds_config,
             "published": published_text(recipe.published),
-        } | fits
+        }
 
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand `list` to the subparsers of launch/recipe.py."""
     about = "List the recipes, filtered; every filter narrows the list."
-    parser = arguments.subcommand(commands, "list", "which recipes there are", about)
+    parser = arguments.subcommand(commands, "list", "which recipes there are", about, rules=RULES)
     add = parser.add_argument
     own = "only this table, or that of your own file.yaml; repeatable"
-    add("--table", action="append", default=[], metavar="NAME", help=own)
+    add("tables", nargs="*", metavar="TABLE", help=own)
+    add("--all", action="store_true", help="show every row of the published tables too")
+    add("--table", action="append", default=[], metavar="NAME", help="the same")
     add("--family", choices=tuple(FAMILIES), help="only this family")
     gpus = "only rows that print so many GPUs, or run so many processes, e.g. 16, 1-8 or 64-"
     add("--gpus", metavar="N|A-B", type=_range, help=gpus)
@@ -96,13 +103,33 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    rows = select(catalog_rows(args.table), args)
+    tables = [*args.tables, *args.table]
+    rows, folded = select(catalog_rows(tables), args), list[ListedRecipe]()
+    filters = (args.family, args.gpus, args.hardware, args.published, args.oom, args.fits)
+    if not (tables or args.all or any(filters)):
+        folded = [row for row in rows if row.table.published]
+        rows = [row for row in rows if not row.table.published]
+    # First what runs at once, without a download, and of that the default.
+    rows.sort(key=lambda row: (row.recipe.data.source != "packaged", row.source != DEFAULT_TABLE))
     quiet.quiet_libraries()
     memory = this_machine() if args.fits else None
     if memory:
         rows = [replace(row, fits=how) for row in rows for ok, how in [verdict(row.recipe, memory)] if ok]
     print(as_text(rows, memory, terminal.columns()))
+    if folded:
+        print(f"\n{fold(folded, terminal.columns())}")
     return 0
+
+
+def fold(rows: Sequence[ListedRecipe], width: int | None = None) -> str:
+    """Describe published tables with a line for each."""
+    count = Counter(row.source for row in rows)
+    titles = {row.source: row.table.title for row in rows}
+    lines = text_table.table(
+        [(name, count[name], titles[name]) for name in count], (), "lrl", width and width - 2
+    )
+    said = f"{counted(len(count), 'published table')} of {len(rows)} rows: list TABLE or --all shows them"
+    return terminal.wrapped(f"{said}\n{textwrap.indent(lines, '  ')}", width)
 
 
 def catalog_rows(tables: Sequence[str] = ()) -> list[ListedRecipe]:
@@ -160,7 +187,8 @@ def as_text(rows: Sequence[ListedRecipe], memory: Memory | None = None, width: i
     """Describe the rows in a block per table, with a legend. `memory`: of --fits."""
     if not rows:
         return "no recipe is left by these filters" + (f" (this machine: {memory})" if memory else "")
-    headings, shown = list(rows[0].cells), [list(row.cells.values()) for row in rows]
+    filled = [key for key in rows[0].cells if any(row.cells[key] for row in rows)]
+    headings, shown = filled, [[row.cells[key] for key in filled] for row in rows]
     heading, *aligned = (f"  {line.rstrip()}" for line in text_table.table([headings, *shown]).splitlines())
     fits = width is None or max(map(len, (heading, *aligned))) <= width
     blocks = []
@@ -168,13 +196,16 @@ def as_text(rows: Sequence[ListedRecipe], memory: Memory | None = None, width: i
         own = [number for number, row in enumerate(rows) if row.source == name]
         block = [heading, *(aligned[number] for number in own)]
         if not fits:
-            narrow = text_table.table([shown[number] for number in own], headings, width=width and width - 2)
+            named = [key for key in headings if any(rows[number].cells[key] for number in own)]
+            cells = [[rows[number].cells[key] for key in named] for number in own]
+            narrow = text_table.table(cells, named, width=width and width - 2)
             block = [textwrap.indent(narrow, "  ")]
         table = rows[own[0]].table
         others = evidence.read(table).others.values()
         left = [f"  no recipe: {each.published.row}: {each.why}" for each in others]
         blocks.append([f"{name}: {table.title}", *block, *left])
     notes = [f"{counted(len(rows), 'recipe')}; recipe.py show TABLE/ROW tells all of one"]
+    notes.append("size: parameters, each once; tp x pp x dp: tensor, pipeline and data-parallel ranks")
     if memory:
         notes.append(f"this machine: {memory}; memory as launch/plan.py predicts it, {error('memory')}")
     if any(row.has_stand_ins for row in rows):

@@ -30,8 +30,7 @@ EXAMPLES = """\
 examples:
   python launch/recipe.py verify
       everything: a summary, the errata, and what nothing explains
-  python launch/recipe.py verify --table jeanzay_megatron_performance \\
-      --verbose
+  python launch/recipe.py verify jeanzay_megatron_performance --verbose
       one table, every check of it
   python launch/recipe.py verify --csv verify.csv
       every check, for a program or a spreadsheet
@@ -47,7 +46,8 @@ def add_parser(commands: Any) -> None:
     line = "recompute the published tables and list every disagreement"
     parser = arguments.subcommand(commands, "verify", line, ABOUT, EXAMPLES)
     tables = "only these published tables"
-    parser.add_argument("--table", nargs="+", action="extend", default=[], metavar="NAME", help=tables)
+    parser.add_argument("tables", nargs="*", metavar="TABLE", help=tables)
+    parser.add_argument("--table", nargs="+", action="extend", default=[], metavar="NAME", help="the same")
     parser.add_argument("--verbose", action="store_true", help="list every check")
     parser.add_argument("--csv", metavar="FILE", help="write all checks as CSV, one a line")
     parser.set_defaults(run=run)
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         args.csv = new_file("--csv", args.csv, own=(",".join(COLUMNS) + "\r\n").encode())
     from launch.tables import report_text, verification
 
-    report = verification.verify(args.table, progress=_progress)
+    report = verification.verify([*args.tables, *args.table], progress=_progress)
     print(report_text.describe(report, verbose=args.verbose, width=terminal.columns()))
     if args.csv:
         write_atomically(args.csv, _as_csv(report))

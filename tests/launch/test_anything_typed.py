@@ -309,6 +309,7 @@ APART = {
     "plan validate --columns --verbose": "--columns with --verbose",
     "compare_layouts --list --tiny": "--list with --tiny",
     "sweep --sweep steps=1 --ds_config zero1 --set ds_config=zero2": "--ds_config with --set ds_config",
+    "recipe list --all --fits": "--all with --fits",
     "score x --task perplexity --tokenizer d --set data.tokenizer.kind=gpt2": "--tokenizer with --set data.",
     "show_data --hashes 1 --samples 3": "--hashes with --samples",
     "show_data --summary --split test": "--summary with --split",

@@ -81,6 +81,10 @@ def test_unknown_name_gets_near_matches_and_an_ambiguous_one_its_choices():
         "there are tables default, a100_blog_bert_base, " in tables
         and "recipe.py list shows all rows" in tables
     )
+    assert "did you mean bert/sotu or default/sotu" in problems("nosuch/sotu")[0]
+    (far,) = problems("nosuch/row")
+    names = far.partition("the nearest are ")[2].partition(" (")[0].split(", ")
+    assert len(names) == 3 and all(load(name) for name in names), far
     assert len(tables) < 500 and "/sotu" not in tables
     assert "did you mean a row of jeanzay_megatron_performance or " in problems("jeanzay_megatron_perf")[0]
     assert "parallel_kinds/zero1, parallel_kinds/zero2" in problems("parallel_kinds")[0]

@@ -1,8 +1,10 @@
 """The recipes of published tables: all rows, as printed, with a source for the rest; list and show."""
 
+import argparse
 import json
 import shlex
 import sys
+from dataclasses import replace
 
 import pytest
 from launching import ROOT, run
@@ -111,7 +113,10 @@ def _arguments(monkeypatch):
 
 def listed(*flags: str) -> dict[str, listing.ListedRecipe]:
     args = command.build_parser().parse_args(["list", *flags])
-    return {f"{row.source}/{row.name}": row for row in listing.select(listing.catalog_rows(args.table), args)}
+    return {
+        f"{row.source}/{row.name}": row
+        for row in listing.select(listing.catalog_rows([*args.tables, *args.table]), args)
+    }
 
 
 def test_list_filters(capsys):
@@ -129,10 +134,10 @@ def test_list_filters(capsys):
     for gpus in ("16", "32"):  # 16 GPUs printed, of a layout of 32
         assert "jeanzay_megatron_performance/18b-pp8-ga64-mb4" in listed(*sweep, "--gpus", gpus)
     text = output(capsys, "list", *sweep, "--gpus", "16-")
-    for part in (" 4 x 8 x 1     16 (32) ", "16 (32): 16 GPUs are printed", "parameters, each once"):
+    for part in (" 4x8x1         16 (32) ", "16 (32): 16 GPUs are printed", "parameters, each once"):
         assert part in text
     text = output(capsys, "list", "--table", "jeanzay_megatron_deepspeed_3d")
-    assert "48B: 146 s, 43 TFLOPS" in text and "4 x 16 x 1" in text
+    assert "48B: 146 s, 43 TFLOPS" in text and "4x16x1" in text
     assert "no recipe is left" in output(capsys, "list", "--family", "bert", "--gpus", "3")
     for wrong in ("16-8", "0", "x"):
         with pytest.raises(SystemExit) as refused:
@@ -140,6 +145,26 @@ def test_list_filters(capsys):
         assert refused.value.code == 2
 
 
+def test_the_list_begins_with_what_runs_at_once_and_folds_the_published_tables(capsys):
+    folded = output(capsys, "list")
+    first, *_ = [line for line in folded.splitlines() if line.startswith("  ") and "sotu" in line]
+    assert folded.startswith("default: ") and first.split()[0] == "sotu"
+    published = [name for name in ROWS if f"  {name} " in folded]
+    assert len(published) == len(ROWS) and "18b-pp8-ga64-mb4" not in folded
+    (line,) = [line for line in folded.splitlines() if line.startswith("  jeanzay_megatron_performance ")]
+    assert line.split()[1] == str(len(listed("jeanzay_megatron_performance")))
+    for opened in (["--all"], ["jeanzay_megatron_performance"], ["--published"]):
+        assert "18b-pp8-ga64-mb4" in output(capsys, "list", *opened), "unfolded"
+    rows = listing.select(
+        listing.catalog_rows(["parallel_kinds", "default"]), argparse.Namespace(**NO_FILTER)
+    )
+    narrow = listing.as_text([replace(row, fits="on 1 process") for row in rows], width=100)
+    heading, *lines = [line.strip() for line in narrow.splitlines() if line.startswith("  ")]
+    assert heading.split()[:2] == ["row", "fits"] and max(map(len, narrow.splitlines())) <= 100
+    assert len(listing.as_text(rows, width=80).splitlines()) < 30, "tables, and no paragraphs"
+
+
+NO_FILTER = dict(family=None, gpus=None, hardware=None, published=False, oom=False)
 PP8 = "jeanzay_megatron_performance/18b-pp8-ga64-mb4"
 SHOWN = {  # arguments of show -> parts of what it prints
     PP8: [

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 from launching import run
 
+from launch import recipe
 from launch.tables import verification, verification_command
 from recipes.tables import FOLDER
 
@@ -105,3 +106,17 @@ sys.exit("torch" in sys.modules)
     assert nothing == ""
     assert gpus.startswith("GPUs: printed 16, computed 4 x 8 x 1 = 32. Impossible as printed")
     assert "Later: 26.7" in tflops
+
+
+def test_tables_are_named_with_and_without_their_flag(monkeypatch):
+    asked: list[list[str]] = []
+
+    def verify(tables, **_):
+        asked.append(tables)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verification, "verify", verify)
+    for flags in (["a", "b"], ["--table", "a", "b"], ["a", "--table", "b"]):
+        with pytest.raises(KeyboardInterrupt):
+            verification_command.run(recipe.build_parser().parse_args(["verify", *flags]))
+    assert asked == [["a", "b"]] * 3
