@@ -1,7 +1,7 @@
 """Micro-batches of one data-parallel rank; the global batch of a step is the same under every layout.
 
-Sample j of step s is sample s * global + j of the training order. It belongs to data-parallel rank r,
-micro-batch a and row m with j = (r * accumulation + a) * micro + m. A rank has consecutive samples, so that
+Sample j of a step is the j-th of the training order after earlier steps. It is in row m of micro-batch
+a of data-parallel rank r with j = (r * accumulation + a) * micro + m. A rank has consecutive samples, so that
 ranks can read different files of a stream. Any thread makes any step of memory-mapped tokens; a stream has
 one thread.
 
@@ -24,7 +24,7 @@ import torch
 
 from data.prefetch import Prefetcher
 from data.samples.fields import Fields, HeldOut, TrainingSamples
-from recipes.layout import Layout
+from recipes.layout import BatchSchedule, Layout, batch_schedule
 from recipes.problems import Key, Problem, ProblemsError, Setting
 
 MicroBatch = dict[str, torch.Tensor]
@@ -55,14 +55,14 @@ def batch_digest(batches: Iterable[MicroBatch]) -> str:
     return digest.hexdigest()
 
 
-def rank_rows(layout: Layout, dp_rank: int) -> np.ndarray:
-    """Return this rank's samples of the global batch, (accumulation, micro) int64.
+def rank_rows(layout: Layout, dp_rank: int, samples: int | None = None) -> np.ndarray:
+    """Return this rank's rows of a step of `samples` (None: a full one), (accumulation, micro) int64.
 
     Raises ValueError: the layout has no such data-parallel rank.
     """
     if not 0 <= dp_rank < layout.dp:
         raise ValueError(f"data-parallel rank {dp_rank} is not in 0..{layout.dp - 1}")
-    rows = np.arange(layout.global_batch).reshape(layout.dp, layout.accumulation, layout.micro)
+    rows = np.arange(samples or layout.global_batch).reshape(layout.dp, -1, layout.micro)
     return rows[dp_rank]
 
 
@@ -82,6 +82,7 @@ class StepBatches:
         start_state: dict[str, Any] | None = None,
         workers: int = 0,
         pinned: bool = False,
+        sizes: BatchSchedule | None = None,
     ):
         """Make batches of one rank.
 
@@ -91,12 +92,14 @@ class StepBatches:
                 without it a stream is tokenized again from its beginning.
             workers: threads that make batches ahead of their use (at most one for a stream); 0: none.
             pinned: make them in pinned memory, for asynchronous copies to this process's current device.
+            sizes: samples of each step; None: those of the layout.
 
         Raises ValueError: the state is of another step, or of data read in another way.
         """
         self._samples, self._seed, self._layout, self._pinned = samples.fresh(), seed, layout, pinned
         self.step = start_step
-        position = start_step * layout.global_batch
+        self._sizes = sizes or batch_schedule(layout.global_batch, layout.global_batch, 1, 1)
+        position = self._sizes.samples(start_step)
         if start_state is not None:
             if start_state.get("position") != position:
                 wrong = f"data position {start_state.get('position')} is not that of step {start_step} with "
@@ -107,7 +110,8 @@ class StepBatches:
         # Taken before any thread reads the samples. At a later position without a start state, a stream would
         # have to be read up to it: `state` does so only when it is called before the first batch.
         self._state = start_state or (self._samples.state(0) if position == 0 else None)
-        self._produce = partial(_make_step, self._samples, seed, layout, rank_rows(layout, dp_rank), pinned)
+        rank_rows(layout, dp_rank)  # refuses a wrong rank
+        self._produce = partial(_make_step, self._samples, seed, layout, self._sizes, dp_rank, pinned)
         threads = workers if samples.random_access else min(workers, 1)
         begin = _current_device() if pinned else lambda: None
         self._ahead = Prefetcher(self._produce, start_step, threads, prepare=begin) if threads else None
@@ -131,14 +135,14 @@ class StepBatches:
     def state(self) -> dict[str, Any]:
         """Return this rank's position after the last step handed out, as JSON values."""
         if self._state is None:
-            self._state = self._samples.fresh().state(self.step * self._layout.global_batch)
+            self._state = self._samples.fresh().state(self._sizes.samples(self.step))
         return self._state
 
     def digest(self, step: int) -> str:
         """Return the SHA-256 of a step's global batch. It reads the whole batch: for checks only."""
-        first = step * self._layout.global_batch
-        fields = self._samples.fresh().take(range(first, first + self._layout.global_batch), self._seed)
-        return batch_digest([micro_batch(fields, np.ones(self._layout.global_batch))])
+        first, size = self._sizes.samples(step), self._sizes.size(step)
+        fields = self._samples.fresh().take(range(first, first + size), self._seed)
+        return batch_digest([micro_batch(fields, np.ones(size))])
 
     def close(self) -> None:
         """End the threads; no batch follows."""
@@ -147,14 +151,15 @@ class StepBatches:
 
 
 def _make_step(
-    samples: TrainingSamples, seed: int, layout: Layout, rows: np.ndarray, pinned: bool, step: int
-) -> tuple[list[MicroBatch], dict[str, Any]]:
-    """Make the batches of a step and the state after it; `rows` as from `rank_rows`."""
-    size, micro = layout.global_batch, layout.micro
-    fields = samples.take((step * size + rows).ravel().tolist(), seed)
+    samples: TrainingSamples, seed: int, layout: Layout, sizes: BatchSchedule, dp_rank: int, pinned: bool,
+    step: int,
+) -> tuple[list[MicroBatch], dict[str, Any]]:  # fmt: skip
+    """Make the batches of the step after `step` completed ones, and the state after it."""
+    rows, micro = sizes.samples(step) + rank_rows(layout, dp_rank, sizes.size(step)), layout.micro
+    fields = samples.take(rows.ravel().tolist(), seed)
     weights = np.full(micro, 1.0 / micro)
     batches = [micro_batch(fields.rows(slice(at, at + micro)), weights) for at in range(0, rows.size, micro)]
-    return pin_batches(batches) if pinned else batches, samples.state((step + 1) * size)
+    return pin_batches(batches) if pinned else batches, samples.state(sizes.samples(step + 1))
 
 
 def pin_batches(batches: Sequence[MicroBatch]) -> list[MicroBatch]:

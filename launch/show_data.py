@@ -14,7 +14,7 @@ from launch.console import arguments, ends
 from launch.console.text_table import table
 from recipes import catalog
 from recipes.layout import Layout
-from recipes.schema import MOST_LOADER_WORKERS, Recipe
+from recipes.schema import MOST_LOADER_WORKERS, Batch, Recipe
 
 if TYPE_CHECKING:
     import numpy as np
@@ -108,10 +108,10 @@ def check(args: argparse.Namespace, recipe: Recipe) -> None:
 
 
 def show_samples(recipe: Recipe, corpus: Corpus, args: argparse.Namespace) -> int:
-    size = recipe.batch.global_
+    first, size = recipe.batch.schedule.samples(args.step), recipe.batch.schedule.size(args.step)
     if args.split == "train":
         count = min(args.samples, size)
-        fields = corpus.train.fresh().take(range(args.step * size, args.step * size + count), recipe.seed)
+        fields = corpus.train.fresh().take(range(first, first + count), recipe.seed)
         where = f"step {args.step}, sample {{}} of {size}"
     else:
         held_out = getattr(corpus, args.split)
@@ -186,7 +186,8 @@ def described(lengths: Sequence[int] | np.ndarray) -> str:
 
 def show_hashes(recipe: Recipe, corpus: Corpus, args: argparse.Namespace) -> int:
     """Print the hashes of whole steps under several numbers of ranks; return 1 where they differ."""
-    layouts = [layout_of(recipe.batch.global_, dp) for dp in RANKS if recipe.batch.global_ % dp == 0]
+    batch = recipe.batch
+    layouts = [layout_of(batch, dp) for dp in RANKS if batch.unit % dp == 0]
     steps = (args.step, args.hashes, args.workers)
     columns = [step_hashes(recipe, corpus, layout, *steps) for layout in layouts]
     headings = (f"{f'{layout.dp} data-parallel':<16}" for layout in layouts)
@@ -202,11 +203,11 @@ def show_hashes(recipe: Recipe, corpus: Corpus, args: argparse.Namespace) -> int
     return int(bool(different))
 
 
-def layout_of(global_batch: int, dp: int) -> Layout:
+def layout_of(batch: Batch, dp: int) -> Layout:
     """Return a layout of `dp` ranks, with smaller micro-batches for more ranks; neither changes a batch."""
-    rows = global_batch // dp
+    rows = batch.unit // dp
     micro = next(micro for micro in (rows // dp, 1) if micro and rows % micro == 0)
-    return Layout(1, 1, dp, micro, rows // micro, global_batch)
+    return Layout(1, 1, dp, micro, batch.global_ // (micro * dp), batch.global_)
 
 
 def step_hashes(
@@ -216,7 +217,11 @@ def step_hashes(
     from data.loader import StepBatches, batch_digest
 
     samples, seed = corpus.train, recipe.seed
-    ranks = [StepBatches(samples, seed, layout, r, first, workers=workers) for r in range(layout.dp)]
+    sizes = recipe.batch.schedule
+    ranks = [
+        StepBatches(samples, seed, layout, rank, first, workers=workers, sizes=sizes)
+        for rank in range(layout.dp)
+    ]
     try:
         for _ in range(steps):
             yield batch_digest([micro for rank in ranks for micro in next(rank)])

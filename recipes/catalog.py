@@ -125,7 +125,7 @@ def digest(recipe: Recipe) -> str:
     `steps`.
     """
     values = {key: value for key, value in recipe.compared().items() if key not in NOT_IN_DIGEST}
-    values["batch"] = {"global": recipe.batch.global_}
+    values["batch"] = {key: values["batch"][key] for key in ("global", "rampup")}
     values["schedule"]["decay_steps"] = recipe.decay_steps
     del values["steps"], values["data"]["broken_records"]  # sound data have none, and a run reports skips
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -96,6 +97,20 @@ def _profile(recipe: Recipe) -> Found:
         last = min(13, recipe.steps)
         fix = f"set run.profile to {max(1, last - 3)}:{last}, or to null"
         yield Problem("run.profile", _together(recipe, "run.profile", "steps"), rule, fix)
+
+
+def _rampup(recipe: Recipe) -> Found:
+    key, ramp, growth = "batch.rampup", recipe.batch.rampup, recipe.batch.global_
+    if ramp and ((growth := growth - ramp.start) < 1 or growth % ramp.increment):
+        came = _together(recipe, f"{key}.start", f"{key}.increment")
+        rule = f"start and one or more increments are batch.global={recipe.batch.global_}"
+        more = f"{key}.increment to {math.gcd(growth, ramp.increment)}"
+        yield Problem(key, came, rule, f"set {more if growth > 0 else f'{key}.start below batch.global'}")
+    trainer = recipe.model.implementation == "transformers"
+    if ramp and (trainer or recipe.task):
+        by, rule = "transformers' Trainer", "it takes as many micro-batches in every step"
+        by, rule = (by, rule) if trainer else ("task", "an epoch over its examples has equal steps")
+        yield Problem(key, (Key(key), f" with {by}"), rule, f"set {key} to null")
 
 
 def _family(recipe: Recipe) -> Found:
@@ -318,8 +333,8 @@ def _task(recipe: Recipe) -> Found:
 
 
 _RULES: tuple[Callable[[Recipe], Found], ...] = (
-    _schedule, _family, _positions, _heads, _attention, _columns, _implementation, _vocabulary, _tokenizer,
-    _origins, _held_out, _checkpointing, _provenance, _task, _profile,
+    _schedule, _rampup, _family, _positions, _heads, _attention, _columns, _implementation, _vocabulary,
+    _tokenizer, _origins, _held_out, _checkpointing, _provenance, _task, _profile,
 )  # fmt: skip
 
 

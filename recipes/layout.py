@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 
 from recipes.problems import Problem, Setting, Words
 
@@ -45,6 +48,34 @@ class Layout:
         """Describe the batch in one line: "8 micro x 1 accumulation x 1 dp = 8 global"."""
         micro, accumulation = f"{self.micro} micro", f"{self.accumulation} accumulation"
         return f"{micro} x {accumulation} x {self.dp} dp = {self.global_batch} global"
+
+
+@dataclass(frozen=True)
+class BatchSchedule:
+    """Samples of each optimizer step, in stretches of equal steps, of which the last is endless."""
+
+    stretches: tuple[tuple[int, int, int], ...]  # steps and samples before it, and samples of each step
+
+    def samples(self, step: int) -> int:
+        """Return the samples that the first `step` steps read of the training order."""
+        before, read, size = self.stretches[bisect_right(self.stretches, step, key=itemgetter(0)) - 1]
+        return read + (step - before) * size
+
+    def size(self, step: int) -> int:
+        """Return the samples of the step after `step` completed ones."""
+        return self.samples(step + 1) - self.samples(step)
+
+
+@functools.lru_cache
+def batch_schedule(full: int, start: int, increment: int, samples: int) -> BatchSchedule:
+    """Return Megatron-LM's ramp: a step grows to `full` samples in equal parts of the first `samples`."""
+    parts = max(1, (full - start) // increment)
+    step, read, found = 0, 0, list[tuple[int, int, int]]()
+    while (part := read * parts // samples) < parts and (size := start + part * increment) < full:
+        found.append((step, read, size))
+        count = -(((part + 1) * samples // -parts + read) // size)  # of steps up to the next part
+        step, read = step + count, read + count * size
+    return BatchSchedule((*found, (step, read, full)))
 
 
 def padded_vocab(vocab: int, tp: int, divisible_by: int = 128) -> int:

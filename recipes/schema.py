@@ -9,6 +9,7 @@ Imports neither torch nor deepspeed, so that reading and planning recipes is ins
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
@@ -17,6 +18,7 @@ from pydantic_core import PydanticCustomError
 
 from recipes.attention_patterns import AttentionKind, Fixed, Window
 from recipes.families import FAMILIES, FamilyFacts
+from recipes.layout import BatchSchedule, batch_schedule
 from recipes.problems import either
 
 TaskHead = Literal["none", "classification", "span", "choice"]
@@ -171,6 +173,14 @@ class Parallel(Strict):
         return self.tp or 1, self.pp or 1
 
 
+class RampUp(Strict):
+    """Growth of the batch over the first samples, as by Megatron-LM's --rampup-batch-size."""
+
+    start: Samples = Field(description="samples of the first optimizer steps; micro x dp divides them")
+    increment: Samples = Field(description="samples by which a step grows; micro x dp divides them too")
+    samples: Count = Field(description="samples of the run after which a step has batch.global")
+
+
 class Batch(Strict):
     """micro x accumulation x dp = global."""
 
@@ -182,6 +192,19 @@ class Batch(Strict):
     accumulation: Samples | None = None
     """micro-batches per optimizer step and data-parallel rank; null: global / (micro x dp), and where micro
     is null as well the smallest number that is no less than pp"""
+    rampup: RampUp | None = None
+    """smaller first steps of equal micro-batches: global and accumulation are those after it; null: none"""
+
+    @property
+    def schedule(self) -> BatchSchedule:
+        """Samples of each step."""
+        ramp = self.rampup or RampUp(start=self.global_, increment=1, samples=1)
+        return batch_schedule(self.global_, ramp.start, ramp.increment, ramp.samples)
+
+    @property
+    def unit(self) -> int:
+        """Largest number that divides the samples of every step."""
+        return math.gcd(self.rampup.start, self.rampup.increment) if self.rampup else self.global_
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -217,6 +240,8 @@ class Schedule(Strict):
     kind: Literal["cosine", "linear", "polynomial", "wsd", "inverse_sqrt", "constant"] = "cosine"
     """polynomial: linear decay to a power; wsd: warm-up, stable, decay; inverse_sqrt: Vaswani et al. 2017,
     which has no last step"""
+    counts: Literal["steps", "samples"] = "steps"
+    """what it advances by between its steps: one each, or the samples of each, fewer during batch.rampup"""
     warmup_steps: CountOrZero = Field(default=0, description="optimizer steps of linear warm-up")
     decay_steps: Count | None = None
     """step at which min_lr is reached; null: the recipe's steps"""

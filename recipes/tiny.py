@@ -8,6 +8,7 @@ are accumulated.
 from __future__ import annotations
 
 from itertools import chain, groupby
+from typing import Any
 
 from recipes.schema import AttentionKind, Batch, Data, Model, Recipe, Schedule, Tokenizer
 
@@ -99,8 +100,12 @@ def _window(window: int | None, length: int, shrunk: int) -> int | None:
     return min(shrunk - 1, -(-window * shrunk // length))
 
 
-def _batch(batch: Batch, dp: int | None) -> dict[str, int]:
+def _batch(batch: Batch, dp: int | None) -> dict[str, Any]:
     """Shrink the batch: micro-batch at most 2, two of them a step if the recipe accumulates."""
+    if batch.rampup:  # twice as large after five steps
+        half = _batch(batch.model_copy(update={"accumulation": 1, "rampup": None}), dp)
+        ramp = {"start": half["global"], "increment": half["global"], "samples": 5 * half["global"]}
+        return half | {"accumulation": None, "global": 2 * half["global"], "rampup": ramp}
     if dp is None:
         return {"global": GLOBAL} | ({} if batch.micro is None else {"micro": min(2, batch.micro)})
     accumulates = batch.accumulation or (batch.global_ // (batch.micro * dp) if batch.micro else 1)

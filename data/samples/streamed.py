@@ -1,8 +1,8 @@
 """Samples of streams, tokenized while they arrive, for data sets too large to prepare first.
 
-A stream is read in lanes (`lanes.py`). Of the global batch of G samples, row j of step s is item s * (G / L)
-+ j % (G / L) of lane j // (G / L). A rank opens only the lanes of its rows. The batch of a step depends on G
-and L, not on the layout. Samples come in the order of their documents, which data.shuffle_buffer shuffles.
+A stream is read in lanes (`lanes.py`). With G samples in a full batch, sample s * G + j is item s * (G / L) +
+j % (G / L) of lane j // (G / L), under every layout. A rank opens only the lanes of its rows, which change in
+smaller steps. Samples come in the order of their documents, which data.shuffle_buffer shuffles.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class StreamedSamples:
         self._open: dict[int, Lane] = {}
         self._next: dict[int, int] = {}  # next item of each open lane
         self._saved: dict[int, dict[str, Any]] = {}  # states of lanes not yet opened
-        self._saved_item = 0
+        self._saved_at = 0  # position of these states
 
     def take(self, positions: Sequence[int], seed: int) -> Fields:
         taken = []
@@ -69,8 +69,8 @@ class StreamedSamples:
             self._open[number], self._next[number] = self._lanes.open(number), 0
             if number in self._saved:
                 self._open[number].restore(self._saved[number])
-                self._next[number] = self._saved_item
-            elif self._saved_item:
+                self._next[number] = self._item(self._saved_at, number)
+            elif self._item(self._saved_at, number):
                 missing = f"the checkpoint does not say where lane {number} of {self._lanes.count} stood"
                 reading = "reading its files from the start, which is right and slow"
                 self._say(f"{self._lanes.source.name}: {missing}; {reading}")
@@ -82,17 +82,18 @@ class StreamedSamples:
             self._next[number] += 1
         return lane
 
-    def _item(self, position: int) -> int:
-        """Return the next item of every lane at a position between steps."""
-        return position if self._lanes.count == 1 else position // self._global * self._rows
+    def _item(self, position: int, number: int) -> int:
+        """Return the next item of a lane at a position."""
+        step, row = divmod(position, self._global)
+        return step * self._rows + min(max(row - number * self._rows, 0), self._rows)
 
     def state(self, position: int) -> dict[str, Any]:
-        """Return the state of the open lanes before the first row of a step, as JSON values."""
-        item = self._item(position)
-        assert self._lanes.count == 1 or position % self._global == 0, "states are taken between steps"
-        # A part of a blend may not have been read since the restart.
-        unread = {number: saved for number, saved in self._saved.items() if item == self._saved_item}
-        lanes = unread | {number: self._lane_at(number, item).state() for number in self._open}
+        """Return the states of this rank's lanes before the sample at `position`, as JSON values."""
+        items = {number: self._item(position, number) for number in {*self._saved, *self._open}}
+        # A part of a blend may not have been read since the restart, nor a lane by a small step.
+        lanes = {n: saved for n, saved in self._saved.items() if items[n] == self._item(self._saved_at, n)}
+        # Of a lane that other ranks have read on, the last of them knows the state.
+        lanes |= {n: lane.state() for n, lane in self._open.items() if self._next[n] == items[n]}
         lanes_by_name = {str(number): lanes[number] for number in sorted(lanes)}
         return {"position": position, **self._shape(), "lanes": lanes_by_name}
 
@@ -118,7 +119,7 @@ class StreamedSamples:
         if not isinstance(lanes, dict) or not lanes.keys() <= {*map(str, range(last + 1))}:
             refuse_state(self._lanes.source, lanes, f"lanes are numbered from 0 to {last}")
         self._saved = {int(number): self._checked(int(number), saved) for number, saved in lanes.items()}
-        self._saved_item = self._item(state["position"])
+        self._saved_at = state["position"]
 
     def _checked(self, number: int, saved: Any) -> dict[str, Any]:
         """Check the form of a lane's state and return it. Raises FileError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple, TypeGuard
 
 from ds_configs.findings import Findings
@@ -49,11 +50,19 @@ def layout(
     dp = _data_parallel(recipe, config, tp, pp, world, agreed, findings)
     if dp is None or not agreed:
         return None
-    shares = share_batch(*_stated_shares(recipe, config), recipe.batch.global_, dp, pp.value)
+    stated, unit, total = _stated_shares(recipe, config), recipe.batch.unit, recipe.batch.global_
+    least = stated == (None, None) and unit % dp == 0  # a ramp's smallest step decides the micro-batch
+    shares = share_batch(*stated, unit if least else total, dp, pp.value)
     if isinstance(shares, Problem):
         findings.problems.append(shares)
+    elif unit % (taken := shares[0] * dp):
+        came = Setting("batch.micro", shares[0]), f" x dp={dp} with steps of multiples of {unit} samples"
+        rule = "every step takes whole micro-batches on every data-parallel rank"
+        fix = f"set batch.rampup.start and batch.rampup.increment to multiples of {taken}"
+        micro = f", or batch.micro to {math.gcd(shares[0], unit // dp)}" * (unit % dp == 0)
+        findings.problems.append(Problem("batch.rampup", came, rule, fix + micro))
     elif len(findings.problems) == before:
-        return Layout(tp.value, pp.value, dp, *shares, recipe.batch.global_)
+        return Layout(tp.value, pp.value, dp, shares[0], total // taken, total)
     return None
 
 
@@ -178,9 +187,11 @@ def _batch_for(recipe: Recipe, config: Config, dp: int, pp: int) -> str | None:
         kept_micro = None if "batch.micro" in without else micro
         kept_accumulation = None if "batch.accumulation" in without else accumulation
         shares = share_batch(kept_micro, kept_accumulation, recipe.batch.global_, dp, pp)
-        if free.issuperset(without) and not isinstance(shares, Problem):
+        fits = not isinstance(shares, Problem) and recipe.batch.unit % (shares[0] * dp) == 0
+        if free.issuperset(without) and fits:
             return "".join(f" --set {key}=null" for key in without)
-    if "batch.global" not in free or (accumulation and "batch.accumulation" not in free):
+    fixed = recipe.batch.rampup or "batch.global" not in free
+    if fixed or (accumulation and "batch.accumulation" not in free):
         return None
     step = (micro or 1) * dp
     opened = " --set batch.accumulation=null" if accumulation else ""

@@ -234,7 +234,7 @@ class Manifest:
         if named is not None:
             position = self.data.get("position")
             expected["the step in its directory's name"] = (named, at.step)
-            expected["data.position"] = (position, at.step * recipe.batch.global_)
+            expected["data.position"] = (position, recipe.batch.schedule.samples(at.step))
             expected["kinds"] = (self.kinds, kinds_after(updates, recipe))
         for fact, (value, right) in expected.items():
             if value != right:

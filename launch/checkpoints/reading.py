@@ -130,5 +130,5 @@ def load(state: EngineState, checkpoint: Checkpoint) -> None:
     state.set_scaler(progress.loss_scaler)
     engine = state.engine
     engine.global_steps, engine.skipped_steps = progress.step, progress.skipped
-    engine.global_samples = progress.step * engine.train_batch_size()
+    engine.global_samples = checkpoint.manifest.data["position"]
     engine.lr_scheduler.load_state_dict({"completed": progress.schedule})

@@ -19,8 +19,8 @@ from recipes.schema import Recipe
 NAME = "pretrained.json"  # in the directory of a fine-tuning run
 # Sections and keys of a recipe that decide the pretrained weights.
 DECISIVE = (
-    *("model", "sequence_length", "batch.global", "steps", "optimizer", "schedule", "dropout", "init_std"),
-    "data",
+    *("model", "sequence_length", "batch.global", "batch.rampup", "steps", "optimizer", "schedule"),
+    *("dropout", "init_std", "data"),
 )
 
 

@@ -81,7 +81,7 @@ def _scoring_recipe(base: Recipe, wishes: Wishes, vocabulary_at: Path | None) ->
             model=base.model.model_copy(update=kept),
             parallel=Parallel(),
             # As many micro-batches as stages, under every layout.
-            batch=Batch(micro=wishes.batch, **{"global": wishes.batch * wishes.world}),
+            batch=Batch.model_validate({"micro": wishes.batch, "global": wishes.batch * wishes.world}),
             dropout=Dropout(),
             activation_checkpointing="none",
             precision=wishes.precision,

@@ -64,7 +64,7 @@ def verdict(recipe: Recipe, memory: Memory) -> tuple[bool, str]:
     if memory.gpus and shared > memory.gpus:
         return False, f"tp x pp = {shared} processes, {counted(memory.gpus, 'GPU')} here"
     refused, snug, too_large = "", "", []
-    for dp in sorted((dp for dp in divisors(recipe.batch.global_) if dp * shared <= most), reverse=True):
+    for dp in sorted((dp for dp in divisors(recipe.batch.unit) if dp * shared <= most), reverse=True):
         try:
             plan = published_plan(_with_dp(recipe, dp))
         except ConfigError as error:

@@ -48,7 +48,7 @@ class StepRecord:
         rank_seconds_min, rank_seconds_median, rank_seconds_max, slowest_rank: busy seconds of the ranks
             (`launch.records.facts.RankSeconds`); None in a run of one rank.
         profiled: torch's profiler made it slower.
-        samples_per_s, tokens_per_s: over all ranks; tflops, exact_tflops: per rank.
+        samples: read so far; samples_per_s, tokens_per_s: over all ranks; tflops, exact_tflops: per rank.
     """
 
     step: int
@@ -62,6 +62,7 @@ class StepRecord:
     grad_norm: Finite | None = None
     loss_scale: Finite | None = None
     data_seconds: Finite = 0.0
+    samples: int | None = None
     samples_per_s: Finite | None = None
     tokens_per_s: Finite | None = None
     tflops: Finite | None = None

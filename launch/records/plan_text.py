@@ -58,15 +58,17 @@ def describe_plan(plan: Plan, name: str, surroundings: Surroundings, width: int 
     )
     betas = f"betas {o.betas[0]:g} {o.betas[1]:g}"
     steps = counted(recipe.steps, "step")
-    read = recipe.steps * layout.global_batch * model.sequences * length
+    read = recipe.batch.schedule.samples(recipe.steps) * model.sequences * length
     tokens = f"{steps} = {read:,} tokens"
+    ramp, grown = recipe.batch.rampup, recipe.batch.schedule.stretches[-1][0] + 1
+    growth = f" from step {grown:,} on, {ramp.start} at first, by {ramp.increment} more" if ramp else ""
     lines = [
         ("recipe", f"{name}: {recipe.title}"),
         ("model", shape),
         *describe_attention(model, surroundings.band_kernel),
         ("parameters", f"{parameters:,}"),
         ("layout", f"{degrees} = {counted(layout.world, 'process')}{asked}"),
-        ("batch", layout.identity()),
+        ("batch", f"{layout.identity()}{growth}"),
         ("precision", describe_precision(plan)),
         ("ZeRO stage", f"{plan.zero_stage}, offload: {plan.offload}   ({plan.ds_name}.json)"),
         ("memory", surroundings.memory or describe_states(plan)),
@@ -103,7 +105,8 @@ def describe_schedule(recipe: Recipe) -> str:
     power = f", power {s.power:g}" if s.power else ""
     least = f", at least {s.min_lr:g}" if s.kind == "inverse_sqrt" else ""
     to = f", to {s.min_lr:g} at step {end}" if end else least
-    return f"{s.kind}, {counted(s.warmup_steps, 'warm-up step')}{shape}{power}{to}"
+    kind = f"{s.kind} by samples" if s.counts == "samples" else s.kind
+    return f"{kind}, {counted(s.warmup_steps, 'warm-up step')}{shape}{power}{to}"
 
 
 def describe_states(plan: Plan) -> str:
@@ -117,7 +120,8 @@ def describe_states(plan: Plan) -> str:
 def describe_data(plan: Plan, data: Mapping[str, Any]) -> str:
     """Name the source of the text, and the share of it that the run reads."""
     tokens = f"{data['train_tokens']:,} training tokens, " if "train_tokens" in data else ""
-    samples, epoch = plan.recipe.steps * plan.layout.global_batch, data.get("samples_per_epoch")
+    samples = plan.recipe.batch.schedule.samples(plan.recipe.steps)
+    epoch = data.get("samples_per_epoch")
     seen = f"{samples / epoch:.2f} epochs" if epoch else "streamed"
     held_out = f"{counted(data['validation_samples'], 'validation sample')} of held-out documents"
     return f"{data['source']}, {tokens}{seen}; {held_out}"

@@ -74,7 +74,7 @@ class Recorder(SilentRecorder):
         """
         self.directory, self._run, self._start_step = directory, run, start_step
         self._clock, self._stream = clock, stream
-        self._throughput = Throughput(run.plan)
+        self._throughput, self._sizes = Throughput(run.plan), run.plan.recipe.batch.schedule
         self._memory_kind, self._step = peak_memory().kind, start_step
         self._drawn: int | None = None  # records in loss.png
         self._show_plan()
@@ -129,7 +129,8 @@ class Recorder(SilentRecorder):
             grad_norm=finite(outcome.grad_norm),
             loss_scale=finite(outcome.loss_scale),
             data_seconds=waited,
-            **self._throughput.rates(seconds),
+            samples=self._sizes.samples(step),
+            **self._throughput.rates(seconds, self._sizes.size(step - 1)),
             **compared,
             parts=finite_parts(outcome.parts),
             profiled=step in self._run.plan.recipe.run.profiled,

@@ -288,10 +288,12 @@ def _last(records: Sequence[ValidationRecord]) -> HeldOutLoss | None:
 
 
 def _speed(plan: Plan, steps: Sequence[StepRecord], elsewhere: bool) -> Speed:
-    """Return the rates; `elsewhere`: the steps had other settings than the plan, use their own rates."""
+    """Return the rates of steps like the last; `elsewhere`: they had other settings, use their own rates."""
+    sizes = [plan.recipe.batch.schedule.size(record.step - 1) for record in steps]
+    steps = [record for record, size in zip(steps, sizes, strict=True) if size == sizes[-1]]
     if (steady := steady_seconds(steps)) is None:
         return Speed()
-    rates = Throughput(plan).rates(steady[0])
+    rates = Throughput(plan).rates(steady[0], sizes[-1])
     if elsewhere:
         own = {name: getattr(steps[-1], name) for name in rates}
         share = steps[-1].seconds / steady[0]

@@ -35,9 +35,10 @@ class Throughput:
             samples_per_s=samples, tokens_per_s=tokens, tflops=published, exact_tflops=exact
         )
 
-    def rates(self, seconds: float) -> dict[str, Any]:
-        """Return samples/s and tokens/s over all ranks, and both kinds of TFLOPS per rank."""
-        return {name: number / seconds for name, number in self._of_a_second.items()}
+    def rates(self, seconds: float, samples: int | None = None) -> dict[str, Any]:
+        """Return samples/s and tokens/s over all ranks, and TFLOPS per rank; `samples`: None: the batch's."""
+        share = 1.0 if samples is None else samples / self._of_a_second["samples_per_s"]
+        return {name: share * number / seconds for name, number in self._of_a_second.items()}
 
 
 def steady_seconds(steps: Sequence[StepRecord]) -> tuple[float, int, int] | None:

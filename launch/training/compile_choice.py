@@ -86,9 +86,10 @@ def explain_missing(wish: Wish, plan: Plan, machine: Machine) -> str | None:
 def eager_seconds(plan: Plan, machine: Machine) -> float:
     """Estimate the seconds that the run computes without torch.compile."""
     recipe, layout = plan.recipe, plan.layout
-    operations = recipe.steps * exact_flops_per_step(
-        recipe.model, recipe.sequence_length, layout.global_batch, padded_vocab=plan.padded_vocab,
-        checkpointing=recipe.checkpoint_interval > 0, predictions=recipe.predictions,
+    operations = exact_flops_per_step(
+        recipe.model, recipe.sequence_length, recipe.batch.schedule.samples(recipe.steps),
+        padded_vocab=plan.padded_vocab, checkpointing=recipe.checkpoint_interval > 0,
+        predictions=recipe.predictions,
     )  # fmt: skip
     if machine.device.own_memory:
         return operations / (GPU[plan.precision] * layout.world)

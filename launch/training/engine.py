@@ -154,6 +154,7 @@ def train_step(
     optimizer and the schedule at the last micro-batch.
     """
     before = state_before_step(engine)
+    engine.set_train_batch_size(len(batches) * engine.train_micro_batch_size_per_gpu() * grid.dp)
     batches = micro_batches.normalise(batches, grid, engine.device)
     with explain_floor(engine):
         if isinstance(engine, PipelineEngine):
@@ -165,9 +166,11 @@ def train_step(
             forget_batches(engine)
             figures = HostCopy(torch.stack([loss.float().squeeze(), *_pipeline_parts(engine, grid)]))
         else:
-            losses = []
+            losses = list[torch.Tensor]()
             engine.train()
             for batch, salt in zip(batches, salts, strict=True):
+                # Else DeepSpeed goes by the micro-batches of all steps, whose number per step may change.
+                engine.set_gradient_accumulation_boundary(len(losses) + 1 == len(batches))
                 loss, *parts = forward(engine, batch, salt)
                 engine.backward(loss)
                 losses.append(torch.cat([loss.detach().float().view(1), *parts]))

@@ -51,10 +51,11 @@ def normalise_steps(
 
 def salts_of_step(plan: Plan, dp_rank: int, step: int, device: Device) -> Sequence[Tensor | None]:
     """Return salts (B, S, 2) of hidden dropout, or None, for each micro-batch of the step after `step`."""
-    recipe, layout = plan.recipe, plan.layout
+    recipe = plan.recipe
+    rows = rank_rows(plan.layout, dp_rank, recipe.batch.schedule.size(step))
     if not recipe.dropout.hidden:
-        return [None] * layout.accumulation
-    samples = torch.from_numpy(rank_rows(layout, dp_rank)).to(device)
+        return [None] * len(rows)
+    samples = torch.from_numpy(rows).to(device)
     if recipe.model.task_head == "choice":  # a sample of the model is one choice
         choices = torch.arange(recipe.model.head_classes, device=device)
         samples = (samples[..., None] * recipe.model.head_classes + choices).flatten(1)

@@ -21,20 +21,22 @@ def learning_rate(recipe: Recipe, step: int) -> float:
       y = 2 * 0.5^x - 1 (exponential) or 1 - sqrt(x) (minus_sqrt);
     - inverse_sqrt (Vaswani et al. 2017, arXiv 1706.03762): lr sqrt(warmup_steps / step), at least min_lr.
     """
-    chosen = recipe.schedule
-    peak, low, warmup, end = recipe.optimizer.lr, chosen.min_lr, chosen.warmup_steps, recipe.decay_steps
+    chosen, end_step = recipe.schedule, recipe.decay_steps
+    count = recipe.batch.schedule.samples if chosen.counts == "samples" else int
+    peak, low, step, warmup = recipe.optimizer.lr, chosen.min_lr, count(step), count(chosen.warmup_steps)
     if warmup and step <= warmup:
         return peak * step / warmup
     if chosen.kind == "inverse_sqrt":
-        return max(low, peak * math.sqrt(max(1, warmup) / max(1, step)))
-    if end is None:
+        return max(low, peak * math.sqrt(max(count(1), warmup) / max(count(1), step)))
+    if end_step is None:
         return peak
-    if step > end:
+    if step > (end := count(end_step)):
         return low
     shape: str = chosen.kind
     length = max(1, end - warmup)
     if shape == "wsd":
-        shape, length = chosen.wsd_decay_style or "exponential", chosen.wsd_decay_steps or length
+        shape, begin = chosen.wsd_decay_style or "exponential", end_step - (chosen.wsd_decay_steps or 1)
+        length = end - count(begin)
     left = {
         "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2,
         "linear": lambda x: 1 - x,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from data.corpus import Corpus
-from data.loader import MicroBatch, StepBatches, micro_batch, pin_batches
+from data.loader import MicroBatch, StepBatches, micro_batch, pin_batches, rank_rows
 from data.samples.fields import TrainingSamples
 from ds_configs.plan import Plan
 from launch.checkpoints.run_checkpoints import Checkpoint
@@ -18,7 +18,7 @@ from launch.ranks import processes
 from launch.ranks.processes import gathered
 from launch.training.early_ends import BrokenData
 from modeling.parallel.process_grid import ProcessGrid
-from recipes.layout import Layout
+from recipes.layout import BatchSchedule, Layout
 from recipes.rank_order import model_groups
 
 
@@ -33,11 +33,12 @@ def training_batches(
 
 def _batch_arguments(
     plan: Plan, corpus: Corpus, grid: ProcessGrid, checkpoint: Checkpoint | None, workers: int
-) -> tuple[TrainingSamples, int, Layout, int, int, dict[str, Any] | None, int, bool]:
+) -> tuple[TrainingSamples, int, Layout, int, int, dict[str, Any] | None, int, bool, BatchSchedule]:
     """Return the arguments of StepBatches."""
     start, state = (checkpoint.step, checkpoint.manifest.data) if checkpoint else (0, None)
     pinned = processes.device().own_memory
-    return corpus.train, plan.recipe.seed, plan.layout, grid.at.dp, start, state, workers, pinned
+    seed, sizes = plan.recipe.seed, plan.recipe.batch.schedule
+    return corpus.train, seed, plan.layout, grid.at.dp, start, state, workers, pinned, sizes
 
 
 class StreamBatches(StepBatches):
@@ -55,15 +56,15 @@ class StreamBatches(StepBatches):
         workers = plan.recipe.run.loader_workers if self._reads else 0
         super().__init__(*_batch_arguments(plan, corpus, grid, checkpoint, workers))
         # All micro-batches have one form.
-        like = micro_batch(corpus.validation.take([0] * micro), np.zeros(micro))
-        self._blank = [like] * plan.layout.accumulation
+        self._like = micro_batch(corpus.validation.take([0] * micro), np.zeros(micro))
         self._fetched: tuple[list[MicroBatch], dict[str, Any] | None] | None = None
         self._packed = torch.empty(0, dtype=torch.uint8)
         self._arrival: dist.Work | None = None
 
     def fetch(self) -> str | None:
         """Read the next step, and begin to send it to this copy's ranks; return why that fails."""
-        problem, self._fetched = None, (self._blank, None)
+        count = len(rank_rows(self._layout, 0, self._sizes.size(self.step)))
+        problem, self._fetched = None, ([self._like] * count, None)
         try:
             if self._reads:
                 self._fetched = self._take()
@@ -90,7 +91,7 @@ class StreamBatches(StepBatches):
         if self._arrival is not None:
             self._arrival.wait()
         if not self._reads:
-            batches = _unpacked(self._packed, self._blank)
+            batches = _unpacked(self._packed, batches)
             return pin_batches(batches) if self._pinned else batches
         return batches
 

@@ -152,15 +152,16 @@ def predictions_counted_by_rank() -> AbstractContextManager:
 def dropout_by_local_sample() -> AbstractContextManager:
     """Masks of the first data rank's samples on every one."""
     rows = micro_batches.rank_rows
-    return mock.patch.object(micro_batches, "rank_rows", lambda layout, dp_rank: rows(layout, 0))
+    return mock.patch.object(micro_batches, "rank_rows", lambda layout, dp_rank, size: rows(layout, 0, size))
 
 
 def dropout_by_local_micro_batch() -> AbstractContextManager:
     """Masks of the first micro-batch in every one."""
     rows = micro_batches.rank_rows
 
-    def first_alone(layout, dp_rank):
-        return np.broadcast_to(rows(layout, dp_rank)[:1], (layout.accumulation, layout.micro)).copy()
+    def first_alone(layout, dp_rank, size):
+        own = rows(layout, dp_rank, size)
+        return np.broadcast_to(own[:1], own.shape).copy()
 
     return mock.patch.object(micro_batches, "rank_rows", first_alone)
 

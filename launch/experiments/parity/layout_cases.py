@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from ds_configs.jsonfile import ConfigError
@@ -110,6 +111,9 @@ def case_plan(recipe: Recipe, case: LayoutCase, machine: Machine) -> Plan:
     shares = {"micro": None, "accumulation": case.accumulation}
     if case.accumulation is None:
         shares = {"micro": batch.micro, "accumulation": None if batch.micro else batch.accumulation}
+    elif batch.rampup:  # the largest micro-batch that accumulates as often, or more often
+        most = max(1, batch.global_ // (case.accumulation * case.dp))
+        shares = {"micro": math.gcd(most, max(1, batch.unit // case.dp)), "accumulation": None}
     degrees = {"tp": case.tp, "pp": case.pp, "dp": case.dp, "sequence": case.sequence}
     settings = {
         "parallel": recipe.parallel.model_copy(update=degrees),

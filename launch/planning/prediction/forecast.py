@@ -13,7 +13,7 @@ from launch.planning.prediction.hardware import Node, Price
 from launch.planning.prediction.rank_memory import RankMemory
 from launch.planning.prediction.step_time import StepTime, step_time
 from launch.planning.prediction.workload import Workload
-from recipes.layout import divisors
+from recipes.layout import BatchSchedule, divisors
 
 Verdict = Literal["fits", "snug", "out of memory"]
 LARGE_BUBBLE = 0.10
@@ -68,11 +68,13 @@ class Bill:
     """Time, energy and price of some steps.
 
     Attributes:
+        small: steps with fewer samples, while the batch is ramped up.
         kwh: at the boards' power limit, with the nodes; None: unknown.
         price: of a GPU's hour; None: unknown.
     """
 
     steps: int
+    small: int
     tokens: int
     seconds: float
     gpu_hours: float
@@ -115,25 +117,35 @@ class Forecast:
         """Bytes left on the fullest GPU beside all that torch would reserve; negative: missing."""
         return self.node.gpu.memory_bytes - self.fullest_rank.total
 
-    def bill(self, steps: int, usd_per_gpu_hour: float | None = None) -> Bill | None:
+    def bill(self, steps: int, sizes: BatchSchedule, usd_per_gpu_hour: float | None = None) -> Bill | None:
         """Return time, energy and price of `steps` optimizer steps; None without a predicted time.
 
-        `usd_per_gpu_hour`: the user's price; None: the catalogue's.
+        `sizes`: of the steps; `usd_per_gpu_hour`: the user's price; None: the catalogue's.
         """
         if self.time is None:
             return None
-        seconds, gpus = steps * self.time.total, self.work.layout.world
-        tokens = steps * self.work.tokens_per_step
+        layout, constants = self.work.layout, fitted_constants(self.node.measured)
+        gpus, seconds, tokens = layout.world, 0.0, 0
+        ends = [before for before, _, _ in sizes.stretches[1:]]
+        for (before, _, size), end in zip(sizes.stretches, (*ends, steps), strict=True):
+            count = max(0, min(end, steps) - before)
+            shares = replace(layout, accumulation=size // (layout.micro * layout.dp), global_batch=size)
+            work = replace(self.work, layout=shares)
+            seconds += count * step_time(work, self.node, constants).total if count else 0.0
+            tokens += count * work.tokens_per_step
         other, watts = self.node.form.other_watts, self.node.gpu.watts * gpus
         energy = None if other is None else (watts + other * self.nodes) * seconds / 3.6e6
         price = self.node.gpu.price
         if usd_per_gpu_hour is not None:
             price = Price(usd_per_gpu_hour=usd_per_gpu_hour, where="--usd_per_gpu_hour")
-        return Bill(steps, tokens, seconds, gpus * seconds / HOURS, energy, price)
+        small = min(steps, sizes.stretches[-1][0])
+        return Bill(steps, small, tokens, seconds, gpus * seconds / HOURS, energy, price)
 
 
-def forecast(work: Workload, node: Node, constants: Constants | None = None) -> Forecast:
-    """Predict a step on as many nodes as its layout needs."""
+def forecast(
+    work: Workload, node: Node, constants: Constants | None = None, unit: int | None = None
+) -> Forecast:
+    """Predict a step on as many nodes as its layout needs; `unit`: micro x dp has to divide it."""
     constants = constants or fitted_constants(node.measured)
     layout, gpu = work.layout, node.gpu
     stages = rank_memory.of_stages(work, gpu, constants)
@@ -153,7 +165,7 @@ def forecast(work: Workload, node: Node, constants: Constants | None = None) -> 
         speed=speed(work, node, time.total) if time else None,
         remarks=[],
     )
-    return replace(found, remarks=_remarks(found, constants))
+    return replace(found, remarks=_remarks(found, constants, unit or layout.global_batch))
 
 
 def verdict_of(stages: list[RankMemory], host: float, node: Node) -> Verdict:
@@ -206,13 +218,13 @@ def largest_number(fits: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def _better_micro(found: Forecast, constants: Constants) -> dict[str, float | int]:
+def _better_micro(found: Forecast, constants: Constants, unit: int) -> dict[str, float | int]:
     """Return the fastest larger micro-batch that fits and makes the same global batch; {}: none."""
     work, layout, seconds = found.work, found.work.layout, {}
     if found.verdict != "fits" or found.time is None:
         return {}
     share = layout.micro * layout.accumulation
-    for micro in divisors(share):
+    for micro in divisors(math.gcd(share, unit // layout.dp)):
         if layout.micro < micro <= found.largest.as_planned:
             other = replace(layout, micro=micro, accumulation=share // micro)
             seconds[micro] = step_time(replace(work, layout=other), found.node, constants).total
@@ -221,7 +233,7 @@ def _better_micro(found: Forecast, constants: Constants) -> dict[str, float | in
     return {} if gain < LEAST_GAIN else {"micro": best, "accumulation": share // best, "gain": gain}
 
 
-def _remarks(found: Forecast, constants: Constants) -> list[Remark]:
+def _remarks(found: Forecast, constants: Constants, unit: int) -> list[Remark]:
     """Return the remarks on the forecast."""
     work, node, layout = found.work, found.node, found.work.layout
     said: list[Remark] = []
@@ -239,7 +251,7 @@ def _remarks(found: Forecast, constants: Constants) -> list[Remark]:
             say("bubble", share=found.time.bubble_share, chunks=chunks, now=layout.accumulation)
     if found.verdict == "snug":
         say("snug", missing=-found.margin / 1e9)
-    if better := _better_micro(found, constants):
+    if better := _better_micro(found, constants, unit):
         say("larger batch", **better)
     if found.verdict == "fits" and work.recomputed and found.largest.kept >= layout.micro:
         say("recomputation", micro=layout.micro)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from bisect import bisect_left
 
 from launch.console import arguments, terminal
 from launch.console.new_output import new_file
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
     node = hardware.node_for(recipe, args.hardware, remeasure=args.remeasure)
     plan = plan_on_nodes(recipe, args.ds_config or recipe.ds_config, node, args.nodes)
-    found = forecast(workload.of_plan(plan), node.share_among(plan.layout.world))
+    found = forecast(workload.of_plan(plan), node.share_among(plan.layout.world), unit=recipe.batch.unit)
     name = catalog.full_name(args.recipe) + ("-tiny" if args.tiny else "")
     if args.plot:
         from launch.planning.prediction import forecast_plot, timeline  # with matplotlib
@@ -61,8 +62,11 @@ def run(args: argparse.Namespace) -> int:
         constants = fitted_constants(found.node.measured)
         spans = timeline.timeline(found.work, found.node, constants) if found.time else []
         forecast_plot.draw(found, spans, name, args.plot)
-    steps = math.ceil(args.tokens / found.work.tokens_per_step) if args.tokens else recipe.steps
-    bill = found.bill(steps, args.usd_per_gpu_hour)
+    sizes, tokens, steps = recipe.batch.schedule, found.work.tokens_per_step, recipe.steps
+    if args.tokens:
+        samples = math.ceil(args.tokens * recipe.batch.global_ / tokens)
+        steps = bisect_left(range(samples), samples, key=sizes.samples)
+    bill = found.bill(steps, sizes, args.usd_per_gpu_hour)
     if args.json:
         print(json.dumps(forecast_text.as_json(found, bill), indent=2))
         return 0

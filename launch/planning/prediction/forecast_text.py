@@ -198,7 +198,8 @@ def _bill(found: Forecast, bill: Bill) -> str:
         rate = f"${bill.price.usd_per_gpu_hour:g} a {_unit(found)}-hour ({bill.price.where})"
         price = f"about ${_rounded(bill.usd)} at {rate}"
     cost += f"; {price}"
-    return f"{counted(bill.steps, 'step')}, {bill.tokens:,} tokens: {cost}"
+    small = f" ({bill.small:,} of the ramp-up)" if bill.small else ""
+    return f"{counted(bill.steps, 'step')}{small}, {bill.tokens:,} tokens: {cost}"
 
 
 def _rounded(number: float) -> str:

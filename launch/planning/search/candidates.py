@@ -85,7 +85,7 @@ class Exclusions:
 def degrees(question: Question, exclusions: Exclusions) -> list[Degrees]:
     """Return every tp x pp x dp of all processes with divisible heads, layers and batch."""
     recipe, found = question.recipe, []
-    model, batch, pinned = recipe.model, recipe.batch.global_, recipe.parallel
+    model, batch, pinned = recipe.model, recipe.batch.unit, recipe.parallel
     for tp in divisors(question.ranks) if pinned.tp is None else [pinned.tp]:
         if model.heads % tp:
             exclusions.indivisible["tensor", tp] = f"{model.heads} heads are not divisible by it"
@@ -132,7 +132,7 @@ class Templates:
         kind = kind if self.question.software is OURS else (False, False)
         tp = next(d for d in divisors(recipe.model.heads) if d > 1) if kind[0] else 1
         parallel = recipe.parallel.model_copy(update={"tp": tp, "pp": 2 if kind[1] else 1, "dp": None})
-        batch = recipe.batch.model_copy(update={"micro": 1, "accumulation": 1, "global_": 1})
+        batch = recipe.batch.model_copy(update={"micro": 1, "accumulation": 1, "global_": 1, "rampup": None})
         changed = {"parallel": parallel, "batch": batch, "activation_checkpointing": again}
         return resolve(recipe.model_copy(update=changed), path, None, self.question.node.machine)
 
@@ -166,9 +166,9 @@ def micro_batches(question: Question, at: Degrees) -> list[int]:
     """Return the possible micro-batches: divisors of a rank's share of the batch, ascending."""
     batch = question.recipe.batch
     share = batch.global_ // at.dp
-    sizes = [size for size in divisors(share) if size <= MOST_MICRO]
+    sizes = [size for size in divisors(batch.unit // at.dp) if size <= MOST_MICRO]
     if batch.micro:
-        sizes = [size for size in [batch.micro] if share % size == 0]
+        sizes = [size for size in [batch.micro] if batch.unit // at.dp % size == 0]
     return [size for size in sizes if batch.accumulation in (None, share // size)]
 
 

@@ -120,7 +120,8 @@ def plan_of(setting: Setting, configuration: Configuration, layers: int, hidden:
     heads = hidden // (128 if hidden >= WIDE and hidden % (128 * tp) == 0 else 64)
     dp, micro, accumulation = setting.ranks // (tp * pp), setting.micro, CHUNKS if pp > 1 else 1
     shape = {"layers": layers, "hidden": hidden, "heads": heads}
-    batch = {"micro": micro, "accumulation": accumulation, "global_": micro * accumulation * dp}
+    total = micro * accumulation * dp
+    batch = {"micro": micro, "accumulation": accumulation, "global_": total, "rampup": None}
     changed = {
         "model": recipe.model.model_copy(update=shape),
         "parallel": recipe.parallel.model_copy(update={"tp": tp, "pp": pp, "dp": dp}),

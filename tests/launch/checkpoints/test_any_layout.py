@@ -141,6 +141,15 @@ def test_a_run_goes_on_under_rarer_layouts(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("counts", ["steps", "samples"])
+def test_a_run_goes_on_in_during_and_after_a_ramp_up(tmp_path, counts):
+    """Steps of 2, 4, 6 and 8 samples; the batch is full in the last two runs."""
+    ramp = ["batch.rampup={start: 2, increment: 2, samples: 36}", f"schedule.counts={counts}"]
+    ring = ["one", "dp2 zero2", "tp2", "pp2", "zero0", "dp2 zero3 offload", "tp2 dp2 zero3", "tp2 pp2", "one"]
+    check_ring(tmp_path, ring, settings=[*ramp, "batch.accumulation=null"])
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("shuffle_buffer", [0, 40])
 def test_a_stream_goes_on_with_another_number_of_ranks(tmp_path, shuffle_buffer):
     """Each rank reads files of its own; the checkpoint has the places in all of them."""
@@ -151,7 +160,9 @@ def test_a_stream_goes_on_with_another_number_of_ranks(tmp_path, shuffle_buffer)
         f"data={{source: jsonl, name: {tmp_path}/*.jsonl, streaming: true, validation_every: 5, "
         f"shuffle_buffer: {shuffle_buffer}, tokenizer: {{kind: gpt2}}}}"
     )
-    check_ring(tmp_path, ["one", "dp2 zero2", "one zero3"], settings=[data, "model.vocab_size=50257"])
+    settings = [data, "model.vocab_size=50257", "batch.accumulation=null"]
+    settings += ["batch.rampup={start: 2, increment: 2, samples: 9}"]  # 2, 2, 4, 4, 8 and 8 samples
+    check_ring(tmp_path, ["one", "dp2 zero2", "one zero3"], settings=settings)
 
 
 @pytest.mark.long

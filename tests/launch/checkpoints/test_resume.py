@@ -20,6 +20,7 @@ from launch.checkpoints import manifest
 from launch.checkpoints.run_checkpoints import newest
 from launch.records.metrics import read_metrics
 
+RAMP = "batch.rampup={start: 2, increment: 2, samples: 30}"
 TWO_RANKS = {
     "zero0": ("zero0", 1, 1, 2, "fp32", []),
     "zero1": ("zero1", 1, 1, 2, "bf16", []),
@@ -27,9 +28,10 @@ TWO_RANKS = {
     "zero3": ("zero3", 1, 1, 2, "bf16", []),
     "zero2_offload": ("zero2_offload", 1, 1, 2, "fp32", []),
     "compiled-adam-late": ("OUT/compiled-adam.json", 1, 1, 2, "fp32", []),
-    "zero3_offload": ("zero3_offload", 1, 1, 2, "bf16", ["activation_checkpointing=full"]),
+    # Resumed in mid-ramp: 5 steps of 2 samples, 3 of 4.
+    "zero3_offload": ("zero3_offload", 1, 1, 2, "bf16", ["activation_checkpointing=full", RAMP]),
     "tensor-zero3": ("zero3", 2, 1, 1, "fp32", ["activation_checkpointing=2"]),
-    "pipeline": ("pipeline", 1, 2, 1, "bf16", ["batch.accumulation=4"]),
+    "pipeline": ("pipeline", 1, 2, 1, "bf16", ["batch.accumulation=4", RAMP]),
     "pure-bf16": ("pure_bf16", 1, 1, 2, "bf16", []),
     "lion": ("zero2_offload", 1, 1, 2, "bf16", ["optimizer.name=lion", "optimizer.lr=1e-4"]),
     # Its loss scale doubles after every third step: a scaler that starts afresh is seen.
@@ -40,7 +42,7 @@ TWO_RANKS = {
     "stream": ("zero2", 1, 1, 2, "bf16", [
         "data={source: jsonl, name: OUT/*.jsonl, streaming: true, validation_every: 5, shuffle_buffer: 40, "
         "tokenizer: {kind: gpt2}}",
-        "model.vocab_size=50257",
+        "model.vocab_size=50257", RAMP,
     ]),
 }  # fmt: skip
 # The same ways to save and load as above, in other combinations.

@@ -1,6 +1,7 @@
 """The pipeline engine's timer holds no more after a thousand steps than after one."""
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ class TimedEngine(PipelineEngine):
     """Times its batches as DeepSpeed's does, and computes nothing."""
 
     device = "cpu"
+    set_train_batch_size = train_micro_batch_size_per_gpu = lambda *of: 1
 
     def __init__(self, printed=None):
         torch.nn.Module.__init__(self)
@@ -46,5 +48,5 @@ def test_a_step_forgets_its_batch_unless_the_time_is_printed(printed, kept, monk
     monkeypatch.setattr(engines, "_pipeline_parts", lambda *of: [])
     engine = TimedEngine(printed)
     for _ in range(5):
-        engines.train_step(engine, [], None, [])
+        engines.train_step(engine, [], SimpleNamespace(dp=1), [])
     assert engine.kept() == kept

@@ -34,6 +34,21 @@ def recipe(kind: str, **changes):
     return catalog.load(catalog.DEFAULT_RECIPE, overrides)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_schedule_may_count_samples(kind):
+    """While 20 steps read 2 samples each, and later ones 8, it goes a quarter as fast; edges stay steps."""
+    ramp = {"batch.rampup": "{start: 2, increment: 6, samples: 40}", "schedule.warmup_steps": 25}
+    steps, samples = recipe(kind, **ramp), recipe(kind, **ramp, **{"schedule.counts": "samples"})
+    rates = [learning_rate(samples, step) for step in (0, 10, 20, 25)]
+    assert rates == pytest.approx([0, PEAK * 20 / 80, PEAK * 40 / 80, PEAK])
+    for step in (0, 25, END, END + 1, 10**6):
+        if kind != "inverse_sqrt" or step <= 25:
+            assert learning_rate(samples, step) == pytest.approx(learning_rate(steps, step)), step
+    plain, same = recipe(kind), recipe(kind, **{"schedule.counts": "samples"})
+    for step in range(0, 150, 7):
+        assert learning_rate(same, step) == pytest.approx(learning_rate(plain, step), rel=1e-12)
+
+
 QUARTER = WARMUP + (END - WARMUP) // 4
 COSINE_QUARTER = LOW + (PEAK - LOW) * (1 + math.sqrt(0.5)) / 2
 

@@ -18,6 +18,7 @@ from launch.planning.prediction.published_step import side_by_side
 from launch.planning.prediction.rank_memory import fullest_rank
 from launch.planning.resolved_plans import plan_on_nodes
 from recipes import catalog
+from recipes.layout import batch_schedule
 
 DGX2 = find("dgx2")
 TENSOR, OWN = "dgx2_gpt2_model_parallel/72x3072-h32-tp8", "openwebtext/gpt2-124m"
@@ -26,6 +27,11 @@ COMMAND = [sys.executable, str(ROOT / "launch" / "plan.py")]
 
 def predicted(name: str, node: str, *settings: str):
     return forecast(work(name, *settings), find(node))
+
+
+def bill_of(found, steps, *price):
+    total = found.work.layout.global_batch
+    return found.bill(steps, batch_schedule(total, total, 1, 1), *price)
 
 
 def kinds(found):
@@ -82,17 +88,35 @@ def test_the_plan_says_what_is_allocated_and_what_is_reserved():
 
 def test_the_bill_is_the_time_of_all_steps():
     found = predicted("megatron_paper_table1/8.3b-mp-dp", "dgx2")
-    bill = found.bill(1000)
+    bill = bill_of(found, 1000)
     assert bill.seconds == 1000 * found.time.total and bill.gpu_hours == bill.seconds * 512 / 3600
     assert bill.tokens == 1000 * 512 * 1024
     assert bill.kwh == pytest.approx((512 * 300 + 32 * 4400) * bill.seconds / 3.6e6)
     assert bill.usd is None and "no price; --usd_per_gpu_hour" in str(forecast_text.page(found, "x", bill))
-    assert found.bill(1000, 0.5).usd == bill.gpu_hours / 2
+    assert bill_of(found, 1000, 0.5).usd == bill.gpu_hours / 2
+
+
+def test_the_bill_of_a_ramp_up_is_the_sum_of_steps_of_each_size():
+    """Small steps take less time, and read fewer tokens; 20 of 512, 5 of 1,024, the others of 1,536."""
+    ramp, total = "batch.rampup={start: 512, increment: 512, samples: 20480}", "batch.global=1536"
+    row = "megatron_paper_table1/8.3b-mp-dp"
+    found = predicted(row, "dgx2", total, "batch.accumulation=3", ramp)
+    sizes = catalog.load(row, [total, "batch.accumulation=null", ramp]).batch.schedule
+    each = {}
+    for times in (1, 2, 3):
+        shares = [f"batch.global={512 * times}", f"batch.accumulation={times}"]
+        each[times] = predicted(row, "dgx2", *shares).time.total
+    bill = found.bill(100, sizes)
+    expected = 20 * each[1] + 10 * each[2] + 70 * each[3]
+    assert bill.seconds == pytest.approx(expected, rel=1e-12) and bill.small == 30
+    assert bill.tokens == 1024 * 512 * (20 + 2 * 10 + 3 * 70)
+    assert found.bill(25, sizes).seconds == pytest.approx(20 * each[1] + 5 * each[2], rel=1e-12)
+    assert "100 steps (30 of the ramp-up), " in str(forecast_text.page(found, "x", bill))
 
 
 def test_the_price_is_the_catalogues_with_its_date_or_the_users(tmp_path):
     found = predicted(OWN, "a100-80x8", "parallel.dp=8")
-    bill = found.bill(1000)
+    bill = bill_of(found, 1000)
     assert bill.usd == bill.gpu_hours * bill.price.usd_per_gpu_hour > 0
     told = str(forecast_text.page(found, "x", bill))
     assert f"at ${bill.price.usd_per_gpu_hour:g} a GPU-hour ({bill.price.where})" in told
@@ -175,8 +199,8 @@ REMARKED = [  # row, node, settings, the remark, and whether it is made
 def test_remarks_are_made_where_they_apply(name, node, settings, kind, made):
     found = predicted(name, node, *settings.split())
     assert (kind in kinds(found)) == made
-    assert str(forecast_text.page(found, "x", found.bill(1), 80))  # every remark has its sentence
-    assert (found.time is None) == (found.bill(1) is None) == (kind == "no precision")
+    assert str(forecast_text.page(found, "x", bill_of(found, 1), 80))  # every remark has its sentence
+    assert (found.time is None) == (bill_of(found, 1) is None) == (kind == "no precision")
 
 
 def test_what_no_gpu_reaches_is_remarked():
