@@ -52,7 +52,8 @@ def test_a_broken_record_ends_the_run_saved_and_can_be_left_out(stream, tmp_path
     assert 0 < last < 30 and newest(tmp_path / "run" / "checkpoints").step == last
     assert f"saved after step {last}" in ended.stdout
     again = pretrain(2, tmp_path / "run", settings, "--resume")
-    assert again.returncode == 1 and place in again.stdout and max(losses(tmp_path / "run")) == last
+    # Documents are tokenized in groups, which end elsewhere now: so may the steps before the broken record.
+    assert again.returncode == 1 and place in again.stdout and last <= max(losses(tmp_path / "run")) < 30
     done = pretrain(2, tmp_path / "run", skip, "--resume")
     assert done.returncode == 0 and "1 broken record left out" in done.stdout and place in done.stdout
     whole = pretrain(1, tmp_path / "whole", skip)
