@@ -30,7 +30,7 @@ def missing() -> list[str]:
 
 
 def load() -> ModuleType:
-    """Load the device, and compile it first where these sources and this torch have not met: some 60 s."""
+    """Load the device, and compile it first where these sources and this torch have not met: some 30 s."""
     directory = _directory()
     directory.mkdir(parents=True, exist_ok=True)
     with locked(directory / BUILT, "the second device", lambda text: print(text, file=sys.stderr)) as held:

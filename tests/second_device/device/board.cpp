@@ -3,7 +3,7 @@
 // streams.h: what has waited for what; memory.h: memory that the host may not touch; kernels.h: operators and copies;
 // collectives.h: process groups. Here: what torch asks a device.
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include "collectives.h"
 
