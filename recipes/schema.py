@@ -162,6 +162,9 @@ class Parallel(Strict):
     """sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198): between attention and MLP each tensor
     rank holds 1/tp of the positions; with tp above 1, which divides sequence_length"""
 
+    torch_ddp: bool = False
+    """torch's DistributedDataParallel averages gradients, in their own precision; with ZeRO-0 alone"""
+
     @property
     def degrees(self) -> dict[str, int | None]:
         """tp, pp and dp by their names."""

@@ -119,6 +119,11 @@ def _check_model(recipe: Recipe, tp: _Degree, pp: _Degree, stage: int | None, fi
     if pp.value > 1 and stage == 0:
         rule = "DeepSpeed counts the tied embedding once per stage there, and clips gradients by a wrong norm"
         problems.append(Problem(pp.key, came, rule, stage_1))
+    if recipe.parallel.torch_ddp and (stage != 0 or recipe.model.implementation == "transformers"):
+        came = Setting("parallel.torch_ddp", "true"), f" with stage {stage} ({findings.where})"
+        rule = "torch's DistributedDataParallel averages our models' whole gradients, as stage 0 keeps them"
+        fix = "use --ds_config zero0, or --set parallel.torch_ddp=false"
+        problems.append(Problem("parallel.torch_ddp", came, rule, fix))
 
 
 def _check_sequence(recipe: Recipe, config: Config, tp: _Degree, findings: Findings) -> None:

@@ -29,6 +29,7 @@ rounding. Upstream: https://github.com/deepspeedai/DeepSpeed/pull/8393 (the unsc
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -39,6 +40,7 @@ from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from launch.deepspeed_fixes.norms import counts_here, divide, divisor_of, sum_of_squares
@@ -47,16 +49,45 @@ from modeling.parallel.process_grid import ProcessGrid
 AT_ONCE = 2**26  # elements, about, of a list of tensors for one kernel
 
 
-def initialize(*, config: dict[str, Any], mpu: ProcessGrid, **arguments: Any) -> DataParallelEngine:
-    """Replace `deepspeed.initialize` for a plain module; return a `DataParallelEngine`."""
+def initialize(
+    *, config: dict[str, Any], mpu: ProcessGrid, torch_ddp: bool = False, **arguments: Any
+) -> DataParallelEngine:
+    """Replace `deepspeed.initialize` for a plain module; return a `DataParallelEngine`.
+
+    `torch_ddp`: torch's DistributedDataParallel averages the gradients.
+    """
     arguments = {"optimizer": None, **arguments, "config_class": DeepSpeedConfig(config, mpu)}
     engine = DataParallelEngine(args=None, config=config, mpu=mpu, **arguments)
     engine._configure_python_gc()
+    if torch_ddp and mpu.get_data_parallel_world_size() > 1:
+        torch._dynamo.config.optimize_ddp = False  # it would cut compiled layers
+        group, module = mpu.get_data_parallel_group(), engine.module
+        # Weights are alike by their names. Not as a submodule, whose parameters would count twice.
+        engine.__dict__["ddp"] = DistributedDataParallel(
+            module, process_group=group, init_sync=False, broadcast_buffers=False
+        )
     return engine
 
 
 class DataParallelEngine(DeepSpeedEngine):
-    """DeepSpeed's plain engine at stage 0. In fp16 and bf16 its optimizer is `MasterWeights`."""
+    """DeepSpeed's plain engine at stage 0. In fp16 and bf16 its optimizer is `MasterWeights`.
+
+    `ddp`: averages in the backward pass, of a step's last micro-batch, or of each where sums are in fp32.
+    """
+
+    ddp: DistributedDataParallel | None = None
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        if self.ddp is None or not self.training:
+            return super().forward(*inputs, **named)
+        module, each = self.module, getattr(self.optimizer, "sums_in_fp32", False)
+        averages = each or self.is_gradient_accumulation_boundary()
+        self.__dict__["module"] = self.ddp
+        try:
+            with contextlib.nullcontext() if averages else self.ddp.no_sync():
+                return super().forward(*inputs, **named)
+        finally:
+            self.__dict__["module"] = module
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Return the parameters' type also for sums (DeepSpeed calls this); `MasterWeights` has its own."""
@@ -82,7 +113,7 @@ class DataParallelEngine(DeepSpeedEngine):
         """Add up gradients after each backward pass; average after a step's last (DeepSpeed calls this)."""
         if isinstance(self.optimizer, MasterWeights):
             self.optimizer.add_gradients()
-        if self.mpu.get_data_parallel_world_size() > 1:
+        if self.mpu.get_data_parallel_world_size() > 1 and self.ddp is None:
             super().allreduce_gradients(*how, **more)
 
     def _take_model_step(self, *how: Any) -> None:

@@ -92,7 +92,10 @@ def build_engine(
         "optimizer": own_optimizer(plan.ds, grid),
         "lr_scheduler": lambda optimizer: Schedule(optimizer, plan.recipe),
     }
-    engine = zero0.initialize(**how) if plan.zero_stage == 0 else deepspeed.initialize(**how)[0]
+    if plan.zero_stage == 0:
+        engine = zero0.initialize(**how, torch_ddp=plan.recipe.parallel.torch_ddp)
+    else:
+        engine = deepspeed.initialize(**how)[0]
     memory.return_unused_pinned()  # of parameters, before they became parts of a buffer
     move_buffers(module, engine.device)
     if engine.fp16_enabled():

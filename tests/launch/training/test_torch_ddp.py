@@ -1,0 +1,50 @@
+"""torch's DistributedDataParallel as the average of ZeRO-0: equal to DeepSpeed's, to the last bit."""
+
+import pytest
+from compared import start_forked
+
+from ds_configs.jsonfile import ConfigError
+from ds_configs.plan import ANY_GPU
+from ds_configs.resolver import resolve
+from launch.experiments.parity.layout_cases import FORCED, LayoutCase
+from launch.experiments.parity.layout_runs import run_cases
+from recipes import catalog
+
+FAST = [
+    LayoutCase("dp2", 1, 1, 2, "zero0"),
+    LayoutCase("dp2 accumulated", 1, 1, 2, "zero0", accumulation=4, checkpointing="full"),
+]
+SLOW = [LayoutCase("tp2 dp2", 2, 1, 2, "zero0", accumulation=2)]
+
+
+def check_equal(tmp_path, recipe: str, cases, *settings: str) -> None:
+    found = []
+    for ddp in ("true", "false"):
+        chosen = [*FORCED, *settings, f"parallel.torch_ddp={ddp}"]
+        shrunk = catalog.load(recipe, chosen, tiny=True, steps=3)
+        found.append([*run_cases(shrunk, cases, tmp_path / ddp, start=start_forked)])
+    for torchs, deepspeeds in zip(*found, strict=True):
+        assert torchs.failure is None and deepspeeds.failure is None, (torchs.failure, deepspeeds.failure)
+        assert (torchs.losses, torchs.norms) == (deepspeeds.losses, deepspeeds.norms), torchs.name
+        assert all(torchs.weights[name].equal(deepspeeds.weights[name]) for name in deepspeeds.weights)
+
+
+def test_both_averages_are_equal(tmp_path):
+    check_equal(tmp_path, "default/sotu", FAST)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["default/sotu", "bert/sotu"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_both_averages_are_equal_with_tensor_parallelism(tmp_path, recipe, precision):
+    """In bf16 of one micro-batch: several have their averages in bf16, and DeepSpeed's in fp32."""
+    cases = SLOW if precision == "fp32" else FAST[:1]
+    check_equal(tmp_path, recipe, cases, f"precision={precision}")
+
+
+@pytest.mark.parametrize("config", ["zero1", "zero3"])
+def test_it_is_refused_where_gradients_are_sharded(config):
+    recipe = catalog.load("dgx2_gpt2_torch_ddp/72x3072-h32-tp8")
+    assert recipe.parallel.torch_ddp and resolve(recipe, "zero0", 16, ANY_GPU).zero_stage == 0
+    with pytest.raises(ConfigError, match=r"parallel.torch_ddp=true with stage.*--ds_config zero0"):
+        resolve(recipe, config, 16, ANY_GPU)
