@@ -17,7 +17,7 @@ import pytest
 
 from data.corpus import build
 from data.keyed_random import generator
-from data.loader import StepBatches, batch_digest, merge_states
+from data.loader import StepBatches, batch_digest, merge_states, micro_batch
 from data.samples import splits
 from data.samples.bert import BertSettings, stack
 from data.samples.gpt import GptFields
@@ -30,6 +30,7 @@ from data.text.hub import Backoff, HubSource
 from data.text.records import Document
 from data.text.vocabulary import gpt2_tokenizer
 from recipes.files import FileError
+from recipes.layout import batch_schedule
 from recipes.schema import Masking, Recipe
 
 Layout = namedtuple("Layout", "micro accumulation dp global_batch")
@@ -188,6 +189,30 @@ def test_batches_depend_neither_on_ranks_nor_on_workers_nor_on_resumes(sizes, ki
     for workers in (0, 1):
         digests, said = run_with_resumes(sizes, kind, steps, cut, workers)
         assert digests == expected and not said, "no lane was read again from its start"
+
+
+@pytest.mark.parametrize("every", [1, 5, 30], ids="resumed every {} steps".format)
+@pytest.mark.parametrize(("kind", "buffer"), [("gpt", 0), ("nsp", 0), ("gpt", 9)])
+def test_a_growing_batch_reads_the_same_samples(kind, buffer, every):
+    """Steps of 2, 4, 6 and 8 samples over four lanes, resumed under another layout."""
+    ramp, steps, said = batch_schedule(GLOBAL, 2, 2, 45), 30, []
+    state, ranks, layouts = None, [], [LAYOUTS[1], Layout(2, 4, 1, 8), Layout(1, 4, 2, 8)]
+    whole = streamed(Made([30, 2, 12, 20, 9]), kind, buffer=buffer).take(range(ramp.samples(steps)), seed=3)
+    for step in range(steps):
+        if step % every == 0:
+            layout = layouts[(step // every + (every == steps) * 2) % 3]
+            samples = streamed(Made([30, 2, 12, 20, 9]), kind, say=said.append, buffer=buffer)
+            how = dict(start_step=step, start_state=state, sizes=ramp)
+            ranks = [StepBatches(samples, 3, layout, rank, **how) for rank in range(layout.dp)]
+        rows = slice(ramp.samples(step), ramp.samples(step + 1))
+        expected = batch_digest([micro_batch(whole.rows(rows), np.ones(ramp.size(step)))])
+        assert ranks[0].digest(step) == expected
+        found = [micro for rank in ranks for micro in next(rank)]
+        assert batch_digest(found) == expected, step
+        assert len(found) == ramp.size(step) // layout.micro
+        state = json.loads(json.dumps(merge_states([rank.state() for rank in ranks])))
+        assert state["position"] == rows.stop
+    assert not said, "no lane was read again from its start"
 
 
 @pytest.mark.parametrize(("kind", "buffer"), [*((kind, 0) for kind in HEADS), ("gpt", 9), ("nsp", 9)])

@@ -122,6 +122,7 @@ SETS = [
     "seed=18446744073709551616", "run.loader_workers=1000000", "parallel={tp: 3}", "data.blend=[{weight: 1}]",
     "model={attention: [fixed], attention_window: 9, attention_columns: 3}", "model.attention_columns=3",
     "model.shared_layers=true", "model={shared_layers: true, attention: [dense, fixed]}",
+    "batch.rampup={start: 4, increment: 2, samples: 9}", "batch.rampup={start: 9}", "schedule.counts=samples",
     "precision=fp16", "data={}", "model=3", "title=", "ds_config=/dev/zero", "data.name=/dev/zero",
 ]  # fmt: skip
 FILES = {
