@@ -70,10 +70,10 @@ KINDS = {
     "bert, post-LN": Kind(
         BERT, POST_LN, 6, ["sequence tp2 zero3", "sequence tp2 pp2", "dp2 zero2", "dp2 zero3 offload"], []
     ),
-    # Two steps of 4 samples, two of 8.
+    # One step of 4 samples, three of 8: no number of micro-batches divides those before it.
     "gpt2, dropout, ramp-up": Kind(
         GPT2,
-        [DROPPED, "batch.rampup={start: 4, increment: 4, samples: 8}"],
+        [DROPPED, "batch.rampup={start: 4, increment: 4, samples: 4}"],
         4,
         ["accumulation 4", "pp2 accumulation 4, recomputed", "dp2 zero1", "sequence tp2"],
         broken_layouts.DROPOUT_BREAKAGES,
