@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 import socket
 import subprocess
 from collections.abc import Mapping
@@ -26,11 +27,13 @@ def describe(repository: Path = REPOSITORY) -> dict[str, Any]:
     Only cores that this process may use are counted (containers and taskset allow fewer than the machine
     has), and accelerators that it sees on this node.
     """
-    found, cuda = gpus(), None
+    found, cuda, nccl = gpus(), None, None
     if found:
         import torch
 
         cuda = torch.version.cuda
+        if cuda and torch.distributed.is_nccl_available():
+            nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return {
         "host": socket.gethostname(),
         "cpu": cpu_model(),
@@ -40,6 +43,9 @@ def describe(repository: Path = REPOSITORY) -> dict[str, Any]:
         "accelerators": len(found),
         "accelerator_memory_gb": round(found[0].total / 1e9, 1) if found else None,
         "cuda": cuda,
+        "nccl": nccl,
+        "driver": driver() if cuda else None,
+        "links": links() if cuda else None,
         "versions": versions(),
         "git": git_state(repository),
     }
@@ -78,6 +84,20 @@ def git_state(repository: Path) -> dict[str, Any] | None:
     return {"commit": commit, "dirty": None if status is None else bool(status)}
 
 
+def driver() -> str | None:
+    """Return the version of NVIDIA's driver."""
+    told = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return told.splitlines()[0] if told else None
+
+
+def links() -> list[str] | None:
+    """Return the kinds of links between this node's GPUs, in nvidia-smi's words: NV12, PIX, SYS."""
+    told = _output("nvidia-smi", "topo", "-m")
+    rows = [line for line in (told or "").splitlines() if re.match(r"\W*(\[\d+m)?GPU\d+\s+.*\bX\b", line)]
+    kinds = {word for row in rows for word in row.split()[1 : len(rows) + 1] if word != "X"}
+    return sorted(kinds) if told else None
+
+
 def cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -93,8 +113,11 @@ def cpu_model() -> str:
 
 
 def _git(directory: Path, *arguments: str) -> str | None:
-    """Return git's output; None if it fails, hangs or is missing: a run never depends on it."""
-    command = ["git", "-C", str(directory), *arguments]
+    return _output("git", "-C", str(directory), *arguments)
+
+
+def _output(*command: str) -> str | None:
+    """Return a program's output; None if it fails, hangs or is missing: a run never depends on it."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):

@@ -48,3 +48,14 @@ def test_the_commit_of_another_checkout_is_not_ours(tmp_path):
     (tmp_path / "inner" / "file").write_text("")
     assert description.git_state(tmp_path)["dirty"] is True
     assert description.git_state(tmp_path / "inner") is None
+
+
+def test_links_between_gpus_are_read_from_nvidia_smi(monkeypatch):
+    matrix = (
+        "\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\x1b[0m\nGPU0\t X \tNV2\tSYS\tPIX\t0-19\n"
+        "GPU1\tNV2\t X \tPHB\tPIX\t0-19\nGPU2\tSYS\tPHB\t X \tNODE\t0-19\nNIC0\tPIX\tPIX\tNODE\t X \n"
+    )
+    monkeypatch.setattr(description, "_output", lambda *command: matrix)
+    assert description.links() == ["NV2", "PHB", "SYS"]
+    monkeypatch.setattr(description, "_output", lambda *command: None)
+    assert description.links() is None and description.driver() is None
