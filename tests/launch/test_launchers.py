@@ -102,7 +102,7 @@ def test_a_plan_of_two_processes_is_that_of_two_that_are_started(monkeypatch):
 
 def test_a_plan_on_paper_says_for_what_machine(monkeypatch, capsys):
     machine = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=True)
-    monkeypatch.setattr("launch.machine.abilities.detect_machine", lambda emulate: machine)
+    monkeypatch.setattr("launch.machine.abilities.detect_machine", lambda emulate, **on_paper: machine)
     parse = pretrain.build_parser().parse_args
     row = ["--recipe", "megatron_paper_table1/8.3b-mp-dp", "--set", "parallel.dp=null", "--plan"]
     for config, said in {

@@ -353,20 +353,25 @@ MEMORY = (
     GpuCase("zero3_offload, one thread", LARGE, ds_config="zero3_offload", threads=1),
 )
 OF_193B = (GpuCase("one layer", LARGEST, ("model.layers=1", "batch.global=4", "precision=bf16")),)
+WITHOUT_COLUMNS = (*NO_ATTENTION_DROPOUT, "model.attention_columns=null", "model.attention_patterns=1")
 BANDED = (
     *(
         GpuCase(
             f"heads of {1536 // heads}, recomputed: {recompute}{', compiled' * form}",
             SPARSE,
-            (*NO_ATTENTION_DROPOUT, f"model.heads={heads}", f"activation_checkpointing={recompute}"),
+            (
+                *(*WITHOUT_COLUMNS, "model.attention=[dense, banded]", f"model.heads={heads}"),
+                f"activation_checkpointing={recompute}",
+            ),
             compiled=form,
         )
         for heads, recompute, form in product((16, 24), ("none", "full"), (False, True))
     ),
+    GpuCase("fixed, compiled", SPARSE, NO_ATTENTION_DROPOUT, compiled=True),
     GpuCase(
         "dense, compiled",
         SPARSE,
-        (*NO_ATTENTION_DROPOUT, "model.attention=[dense]", "model.attention_window=null"),
+        (*WITHOUT_COLUMNS, "model.attention=[dense]", "model.attention_window=null"),
         compiled=True,
     ),
 )

@@ -104,7 +104,7 @@ def test_what_a_recipe_says_of_itself_is_said_of_a_tiny_run_too_where_tiny_keeps
 def test_a_plan_needs_neither_the_processes_nor_the_machine(monkeypatch, capsys):
     """…as long as no launcher has started any; what would be started is refused as ever."""
     machine = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=True)
-    monkeypatch.setattr("launch.machine.abilities.detect_machine", lambda emulate: machine)
+    monkeypatch.setattr("launch.machine.abilities.detect_machine", lambda emulate, **on_paper: machine)
     row = ["--recipe", "megatron_paper_table1/8.3b-mp-dp", "--ds_config", "fp16_dynamic"]
     parse = pretrain.build_parser().parse_args
     job = pretrain.training_of(parse([*row, "--plan"])).job
@@ -123,7 +123,7 @@ def test_a_plan_needs_neither_the_processes_nor_the_machine(monkeypatch, capsys)
 
 def test_deepspeed_judges_what_is_handed_on_unread(monkeypatch, tmp_path):
     machine = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=True)
-    monkeypatch.setattr("launch.machine.abilities.detect_machine", lambda emulate: machine)
+    monkeypatch.setattr("launch.machine.abilities.detect_machine", lambda emulate, **on_paper: machine)
     path = tmp_path / "mine.json"
     path.write_text('{"compile": {"passes": ["z1", "z4"]}}')
     with pytest.raises(ValueError) as refused:
@@ -133,7 +133,7 @@ def test_deepspeed_judges_what_is_handed_on_unread(monkeypatch, tmp_path):
 
 def test_pretrain_hands_over_the_recipe_before_tiny_and_set(monkeypatch):
     machine = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=True)
-    monkeypatch.setattr("launch.machine.abilities.detect_machine", lambda emulate: machine)
+    monkeypatch.setattr("launch.machine.abilities.detect_machine", lambda emulate, **on_paper: machine)
     monkeypatch.setattr("launch.ranks.processes.world_size", lambda: 2)
     asked = pretrain.build_parser().parse_args(
         ["--recipe", "dgx2_gpt2_data_parallel/40x1536-b8", "--tiny", "--set", "optimizer.lr=3e-4"]
