@@ -33,8 +33,8 @@ from launch.training.engine import move_buffers
 from launch.weights.foreign_weights import read
 from modeling.initialization import DTYPES
 from modeling.layer_list import Pipeline, PipelineLoss
+from modeling.parallel.cross_entropy import token_scores
 from modeling.parallel.process_grid import Group, ProcessGrid
-from modeling.parallel.token_scores import token_scores
 from modeling.unpadding import round_up
 
 LENGTH_MULTIPLE = 32  # padding of windows and of their logits

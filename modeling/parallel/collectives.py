@@ -2,7 +2,7 @@
 
 f stands before a column-parallel layer: identity forward, all-reduce of the gradient backward.
 g stands after a row-parallel layer: all-reduce forward, identity backward.
-Both are the identity, and vanish, in a group of one rank. f is in `products.py`, with the layer's products.
+Both are the identity, and vanish, in a group of one rank. f is in `layers.py`, with the layer's products.
 
 With sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2) each rank holds 1/t of
 the positions between the tensor-parallel regions; f becomes an all-gather and g a reduce-scatter, each the

@@ -37,9 +37,9 @@ class _CrossEntropy(torch.autograd.Function):
             blocks = [fusing.fused(_statistics, z, targets[at]) for at, z in _blocks(logits)]
             losses, largest, logarithm = blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
         else:
-            largest = reduce_columns(logits.amax(-1).float(), "max", group)
+            largest = _reduce_columns(logits.amax(-1).float(), "max", group)
             sums = [fusing.fused(_sums, z, targets[at], largest[at], ctx.first) for at, z in _blocks(logits)]
-            both = reduce_columns(torch.cat(sums, 1), "sum", group)
+            both = _reduce_columns(torch.cat(sums, 1), "sum", group)
             logarithm = both[0].log()
             losses = logarithm - both[1]
         # Saved apart: in their sum, large logits would round off the logarithm.
@@ -100,7 +100,7 @@ def _blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
     yield from ((slice(at, at + rows), logits[at : at + rows]) for at in range(0, len(logits), rows))
 
 
-def reduce_columns(x: Tensor, operation: str, group: dist.ProcessGroup) -> Tensor:
+def _reduce_columns(x: Tensor, operation: str, group: dist.ProcessGroup) -> Tensor:
     return wait_for(torch.ops._c10d_functional.all_reduce(x, operation, group.group_name))
 
 
@@ -115,3 +115,20 @@ def token_losses(logits: Tensor, targets: Tensor, group: Group) -> Tensor:
 def weighted_loss(logits: Tensor, targets: Tensor, weights: Tensor, group: Group) -> Tensor:
     """Return the sum of token losses times `weights` (B, S); its mean over micro-batches is the step's."""
     return (token_losses(logits, targets, group) * weights).sum()
+
+
+def token_scores(logits: Tensor, targets: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """Return the cross-entropy (B, S) of targets (B, S), and True for each that is the likeliest token.
+
+    Among equal logits the first token counts as the likeliest, as in `argmax`. Without gradients.
+    """
+    first = logits.argmax(-1, keepdim=True)
+    if group is None:
+        return token_losses(logits, targets, group), first.squeeze(-1) == targets
+    own = logits.gather(-1, first).squeeze(-1).float()
+    columns = logits.shape[-1]
+    token = first.squeeze(-1) + dist.get_rank(group) * columns
+    foreign = own < _reduce_columns(own, "max", group)
+    beyond = columns * dist.get_world_size(group)
+    likeliest = _reduce_columns(token.masked_fill(foreign, beyond), "min", group)
+    return token_losses(logits, targets, group), likeliest == targets

@@ -1,11 +1,16 @@
 """Linear layers and the embedding, cut over a tensor-parallel group (Megatron-LM, 1909.08053, section 3).
 
+A product and its collective, f or g, form one autograd function: autograd itself would begin f's all-reduce
+only after both products of the backward pass.
+
 Shapes: B samples, S positions, V vocabulary padded to a multiple of 128 x tp, H hidden size, t ranks of the
 tensor group. `group` is None when t = 1. Every parameter is drawn inside the leaf module that holds it,
 because `deepspeed.zero.Init` partitions parameters as soon as that module's constructor returns.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,18 +19,86 @@ from torch import Tensor, nn
 
 from modeling.initialization import Init, Shard
 from modeling.parallel.collectives import (
+    begin_gather,
+    begin_scattered_sum,
+    begin_sum,
     gather_positions,
     in_rank_order,
+    in_sample_order,
     own_rows,
     reduce_from_tensor_parallel,
     scatter_sum,
+    wait_for,
 )
 from modeling.parallel.process_grid import Group
-from modeling.parallel.products import column_parallel, row_parallel
 
 
 def group_size(group: Group) -> int:
     return 1 if group is None else dist.get_world_size(group)
+
+
+class _Column(torch.autograd.Function):
+    """f, then the product; `sequence`: x has this rank's positions alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, sequence: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)  # not the gathered x, which is t times as large
+        ctx.group, ctx.sequence, ctx.biased = group, sequence, bias is not None
+        return F.linear(wait_for(begin_gather(x, group)) if sequence else x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        again = begin_gather(x, ctx.group) if ctx.sequence else None  # while the first product is computed
+        of_whole = gradient @ weight
+        whole = x if again is None else wait_for(again)
+        of_x = (begin_scattered_sum if ctx.sequence else begin_sum)(of_whole, ctx.group)
+        of_weight = _of_weight(gradient, whole)  # while the ranks add up
+        of_bias = gradient.flatten(0, -2).sum(0) if ctx.biased else None
+        return wait_for(of_x), of_weight, of_bias, None, None
+
+
+class _Row(torch.autograd.Function):
+    """The product, then g; `sequence`: the result has this rank's positions alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, group: dist.ProcessGroup, sequence: bool,
+        in_samples: bool,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(x, weight)  # in attention's order: attention keeps the same tensor
+        ctx.group, ctx.sequence, ctx.in_samples = group, sequence, in_samples
+        x = in_rank_order(x, group) if in_samples else x
+        begin = begin_scattered_sum if sequence else begin_sum
+        return wait_for(begin(F.linear(x, weight), group)).add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        whole = wait_for(begin_gather(gradient, ctx.group)) if ctx.sequence else gradient
+        of_x = whole @ weight
+        if ctx.in_samples:
+            x, of_x = in_rank_order(x, ctx.group), in_sample_order(of_x, ctx.group)
+        # `whole` has the gradient of all positions, so the bias's needs no sum over the ranks.
+        return of_x, _of_weight(whole, x), whole.flatten(0, -2).sum(0), None, None, None
+
+
+def _of_weight(gradient: Tensor, x: Tensor) -> Tensor:
+    return gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+def column_parallel(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool = False
+) -> Tensor:
+    """Apply f; multiply x (..., inputs) with weight (outputs/t, inputs) and add the bias: (..., outputs/t).
+
+    `sequence`: x has this rank's positions, (B, S/t, inputs), the result all, (t B, S/t, outputs/t).
+    """
+    if group is None:
+        return F.linear(x, weight, bias)
+    return _Column.apply(x, weight, bias, group, sequence)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -64,7 +137,10 @@ class RowParallelLinear(nn.Module):
         self.bias = init.zeros("bias", (outputs,))
 
     def forward(self, x: Tensor) -> Tensor:  # (B, S, inputs/t) -> (B, S, outputs)
-        return row_parallel(x, self.weight, self.bias, self.group, self.sequence, self.in_samples)
+        if self.group is None:
+            return F.linear(x, self.weight, self.bias)
+        in_samples = self.sequence and self.in_samples
+        return _Row.apply(x, self.weight, self.bias, self.group, self.sequence, in_samples)
 
 
 class VocabParallelEmbedding(nn.Module):

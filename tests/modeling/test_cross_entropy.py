@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from modeling.parallel import cross_entropy
-from modeling.parallel.token_scores import token_scores
+from modeling.parallel.cross_entropy import token_scores
 
 VOCAB, PADDED = 50, 64
 

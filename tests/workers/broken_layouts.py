@@ -28,7 +28,7 @@ from launch.training import micro_batches
 from modeling import bert, gpt2
 from modeling.hidden_dropout import HiddenDropout
 from modeling.initialization import Init
-from modeling.parallel import collectives, products
+from modeling.parallel import collectives, layers
 from modeling.parallel.collectives import reduce_from_tensor_parallel
 from modeling.parallel.layers import RowParallelLinear, VocabParallelEmbedding
 from recipes import catalog
@@ -37,31 +37,31 @@ PROCESSES = 2
 
 
 def gradients_stay_apart_at_f() -> AbstractContextManager:
-    backward = products._Column.backward
+    backward = layers._Column.backward
 
     def apart(ctx, gradient):
         with nothing_summed():
             return backward(ctx, gradient)
 
-    return mock.patch.object(products._Column, "backward", staticmethod(apart))
+    return mock.patch.object(layers._Column, "backward", staticmethod(apart))
 
 
 def summands_stay_apart_at_g() -> AbstractContextManager:
-    forward = products._Row.forward
+    forward = layers._Row.forward
 
     def apart(ctx, *args):
         with nothing_summed():
             return forward(ctx, *args)
 
     stack = ExitStack()
-    stack.enter_context(mock.patch.object(products._Row, "forward", staticmethod(apart)))
+    stack.enter_context(mock.patch.object(layers._Row, "forward", staticmethod(apart)))
     keep = staticmethod(lambda ctx, x, group: x.clone())
     stack.enter_context(mock.patch.object(collectives._G, "forward", keep))
     return stack
 
 
 def nothing_summed() -> AbstractContextManager:
-    return mock.patch.object(products, "begin_sum", lambda x, group: x)
+    return mock.patch.object(layers, "begin_sum", lambda x, group: x)
 
 
 def norms_count_own_positions() -> AbstractContextManager:
@@ -118,7 +118,7 @@ def bias_on_every_rank() -> AbstractContextManager:
 
 def padding_gets_probability() -> AbstractContextManager:
     def logits(self, x, cut):
-        return products.column_parallel(x, self.weight, None, self.group)
+        return layers.column_parallel(x, self.weight, None, self.group)
 
     return mock.patch.object(VocabParallelEmbedding, "_logits", logits)
 

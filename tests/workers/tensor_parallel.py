@@ -34,10 +34,9 @@ from modeling.gpt2 import FAMILY, GPT2Shape
 from modeling.initialization import Init, canonical_name
 from modeling.layer_list import Stack
 from modeling.parallel.collectives import reduce_from_tensor_parallel, with_summed_gradients
-from modeling.parallel.cross_entropy import token_losses
+from modeling.parallel.cross_entropy import token_losses, token_scores
 from modeling.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from modeling.parallel.process_grid import ProcessGrid
-from modeling.parallel.token_scores import token_scores
 from modeling.transformer import MLP, Attention, LayerShape, TransformerLayer
 from recipes.rank_order import data_groups, tensor_groups
 
