@@ -139,19 +139,20 @@ class DecoderBias(nn.Module):
 
 # Streams: (tokens, token types, lengths, positions) -> (x, lengths, positions) -> (logits, sentence logits)
 # The first two end with the salts of hidden dropout where there are any. Instead of lengths, a Row.
+# A task's streams lack the positions: `inputs` is the number of tensors before the salts, 4 or 3.
 
 
-def embed(embedding: nn.Module, stream: tuple, cut_over: Group) -> tuple:
+def _embed(embedding: nn.Module, stream: tuple, cut_over: Group, inputs: int) -> tuple:
     """Add positions and token types to the stream; `cut_over`: the group that shares its positions."""
-    x, token_types, lengths, positions, *salts = stream
-    token_types, *salts = (own_positions(each, cut_over) for each in (token_types, *salts))
+    x, token_types, lengths = stream[:3]
+    token_types, *salts = (own_positions(each, cut_over) for each in (token_types, *stream[inputs:]))
     placed = {"places": own_positions(lengths.places, cut_over)} if isinstance(lengths, Row) else {}
-    return embedding(x, token_types, *salts, **placed), lengths, positions, *salts
+    return embedding(x, token_types, *salts, **placed), lengths, *stream[3:inputs], *salts
 
 
-def _attend(layer: nn.Module, stream: tuple) -> tuple:
-    x, lengths, positions, *salts = stream
-    return layer(x, lengths, *salts), lengths, positions, *salts
+def _attend(layer: nn.Module, stream: tuple, inputs: int) -> tuple:
+    x, lengths, *others = stream
+    return layer(x, lengths, *others[inputs - 3 :]), lengths, *others
 
 
 def _head(head: nn.Module, stream: tuple) -> tuple:
@@ -159,23 +160,33 @@ def _head(head: nn.Module, stream: tuple) -> tuple:
     return head(x, positions, lengths.firsts if isinstance(lengths, Row) else None)
 
 
+def encoder(shape: BertShape, group: Group, init: Init, inputs: int) -> list[LayerDefinition]:
+    """Return the layers before the heads: `inputs` tensors -> (x, lengths, ...), whatever head follows."""
+    cut_over: Any = dict(cut_over=shape.positions_group(group))
+    words = partial(embed_words, cut=shape.sequence_parallel)
+    embedding = dict(shape=shape, init=init.child("embedding"), **cut_over)
+    final_norm = dict(hidden=shape.hidden, init=init.child("final_norm"), eps=BERT_NORM_EPS, **cut_over)
+    embed, attend = partial(_embed, **cut_over, inputs=inputs), partial(_attend, inputs=inputs)
+    tied = inputs == 4  # to the output layer, which a task has not
+    return [
+        LayerDefinition("word", VocabParallelEmbedding, word_embedding(shape, group, init), words, tied),
+        LayerDefinition("embedding", Embedding, embedding, embed),
+        *transformer_layers(shape, group, init, attend),
+        *([] if shape.post_norm else [LayerDefinition("final_norm", LayerNorm, final_norm)]),
+    ]
+
+
 def layer_list(shape: BertShape, *, group: Group, init: Init) -> list[LayerDefinition]:
     """Return the layers: (tokens, token types, lengths, positions) -> (logits (B, P, V/t), sentence logits).
 
     Sentence logits are (B, 2), or None without a sentence head.
     """
-    word = word_embedding(shape, group, init)
-    cut_over: Any = dict(cut_over=shape.positions_group(group))
-    embedding, head = (dict(shape=shape, init=init.child(n), **cut_over) for n in ("embedding", "head"))
-    final_norm = dict(hidden=shape.hidden, init=init.child("final_norm"), eps=BERT_NORM_EPS, **cut_over)
-    words = partial(embed_words, cut=shape.sequence_parallel)
+    head = dict(shape=shape, init=init.child("head"), cut_over=shape.positions_group(group))
     decoded = partial(project_words, cut=False)  # at predicted positions, which every rank has
     bias = dict(vocab=shape.vocab, padded=shape.padded_vocab, group=group, init=init.child("decoder_bias"))
+    word = word_embedding(shape, group, init)
     return [
-        LayerDefinition("word", VocabParallelEmbedding, word, words, tied=True),
-        LayerDefinition("embedding", Embedding, embedding, partial(embed, **cut_over)),
-        *transformer_layers(shape, group, init, _attend),
-        *([] if shape.post_norm else [LayerDefinition("final_norm", LayerNorm, final_norm)]),
+        *encoder(shape, group, init, inputs=4),
         LayerDefinition("head", Head, head, _head),
         LayerDefinition("word", VocabParallelEmbedding, word, decoded, tied=True),
         LayerDefinition("decoder_bias", DecoderBias, bias),

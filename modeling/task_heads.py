@@ -12,23 +12,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modeling import bert
-from modeling.bert import BertShape, Embedding
+from modeling.bert import BertShape
 from modeling.cost.parameter_count import head_outputs
 from modeling.family import Family
 from modeling.hidden_dropout import HiddenDropout
 from modeling.initialization import Init
-from modeling.layer_list import LayerDefinition, Loss, embed_words, transformer_layers, word_embedding
+from modeling.layer_list import LayerDefinition, Loss
 from modeling.parallel.collectives import gather_positions
-from modeling.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
+from modeling.parallel.layers import ColumnParallelLinear
 from modeling.parallel.process_grid import Group
-from modeling.transformer import BERT_NORM_EPS, LayerNorm
 from modeling.unpadding import Row, padding_mask
 from recipes.schema import Recipe
 
@@ -100,21 +98,6 @@ class SpanHead(nn.Module):
         return logits.masked_fill(~real, float("-inf"))
 
 
-# Streams: (tokens, token types, lengths) -> (x, lengths) -> logits; the first two end with the salts of
-# hidden dropout where there are any. Instead of lengths, a Row.
-
-
-def _embed(embedding: nn.Module, stream: tuple, cut_over: Group) -> tuple:
-    x, token_types, lengths, *salts = stream
-    x, lengths, _, *salts = bert.embed(embedding, (x, token_types, lengths, None, *salts), cut_over)
-    return x, lengths, *salts
-
-
-def _attend(layer: nn.Module, stream: tuple) -> tuple:
-    x, lengths, *salts = stream
-    return layer(x, lengths, *salts), lengths, *salts
-
-
 def _head(head: nn.Module, stream: tuple) -> Tensor:
     logits: Tensor = head(*stream)
     return logits
@@ -122,20 +105,9 @@ def _head(head: nn.Module, stream: tuple) -> Tensor:
 
 def layer_list(shape: TaskShape, *, group: Group, init: Init) -> list[LayerDefinition]:
     """Return the layers: (tokens, token types, lengths) -> logits (N, C) or (B, S, 2)."""
-    word = word_embedding(shape, group, init)
-    cut_over: Any = dict(cut_over=shape.positions_group(group))
-    embedding, head = (dict(shape=shape, init=init.child(n), **cut_over) for n in ("embedding", "head"))
-    final_norm = dict(hidden=shape.hidden, init=init.child("final_norm"), eps=BERT_NORM_EPS, **cut_over)
+    head = dict(shape=shape, init=init.child("head"), cut_over=shape.positions_group(group))
     kind = SpanHead if shape.task_head == "span" else SampleHead
-    return [
-        LayerDefinition(
-            "word", VocabParallelEmbedding, word, partial(embed_words, cut=shape.sequence_parallel)
-        ),
-        LayerDefinition("embedding", Embedding, embedding, partial(_embed, **cut_over)),
-        *transformer_layers(shape, group, init, _attend),
-        *([] if shape.post_norm else [LayerDefinition("final_norm", LayerNorm, final_norm)]),
-        LayerDefinition("head", kind, head, _head),
-    ]
+    return [*bert.encoder(shape, group, init, inputs=3), LayerDefinition("head", kind, head, _head)]
 
 
 def class_loss(logits: Tensor, labels: Tensor, weights: Tensor, group: Group) -> tuple[Tensor, Tensor]:

@@ -138,7 +138,7 @@ def weights_of_another_layout() -> AbstractContextManager:
 
 
 def padding_attended_to() -> AbstractContextManager:
-    return mock.patch.object(bert, "_attend", lambda layer, stream: (layer(stream[0]), *stream[1:]))
+    return mock.patch.object(bert, "_attend", lambda layer, stream, inputs: (layer(stream[0]), *stream[1:]))
 
 
 def predictions_counted_by_rank() -> AbstractContextManager:
