@@ -202,12 +202,11 @@ def checked(args: argparse.Namespace) -> Training:
     from launch.evaluation import pretrained
     from launch.evaluation.finetuning_recipe import cut_to, recipe_of
     from launch.machine import abilities
-    from launch.weights.encoder import encoder_in
     from launch.weights.initial_weights import InitialWeights
 
     machine = abilities.detect_machine(args.emulate_fp16)
     given = InitialWeights(args.init, "--init")
-    of = (wishes(args), encoder_in(given).model_values, given.vocabulary(), machine)
+    of = (wishes(args), given.encoder().model_values, given.vocabulary(), machine)
     first = recipe_of(*of)
     task_corpus.check(first)
     corpus = task_corpus.build(first, say_on_rank_0)

@@ -232,7 +232,7 @@ def write_model(
         for name, tensor in conversion.to_transformers(meta_parameters(recipe), recipe.model).items()
     }
     left = model.load_state_dict(state, strict=False, assign=True)
-    assert set(left.missing_keys) <= conversion.copies and not left.unexpected_keys, left
+    assert set(left.missing_keys) <= conversion.tied.keys() and not left.unexpected_keys, left
     config.architectures, config.dtype = [kind.__name__], dtype
     config.save_pretrained(directory)
     if model.can_generate():

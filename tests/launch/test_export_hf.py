@@ -34,6 +34,7 @@ from launch.weights.export import ExportMismatch
 from modeling.formats import families
 from modeling.formats.families import conversion_of
 from modeling.formats.huggingface.conversion import Form
+from modeling.formats.huggingface.weight_files import read_state_dict
 from recipes import catalog
 from recipes.problems import ProblemsError
 from recipes.schema import Recipe
@@ -185,7 +186,7 @@ def test_a_second_phase_starts_from_the_weights_of_the_first(tmp_path):
     assert learnt[STEPS] < learnt[0] - 0.05, "the first phase has learned, so these are not initial weights"
     newest, _ = run_checkpoints.newest_whole(second)
     saved, later = load_weights(done.checkpoint), load_weights(newest.directory)
-    back = conversion_of(short.model).read(tmp_path / "out", short.model)
+    back = conversion_of(short.model).to_canonical(read_state_dict(tmp_path / "out"), short.model)
     assert back.keys() == saved.keys() and all(torch.equal(back[name], saved[name]) for name in saved)
     moved = (later["embedding.position"] - saved["embedding.position"]).abs().amax(1)
     assert moved.shape == (64,) and moved.min() > 1e-5, "the second phase trains all positions"
@@ -195,7 +196,7 @@ def test_the_export_holds_the_runs_weights_bit_for_bit_and_its_vocabulary(traine
     directory = trained("dp2 zero3 bf16")
     done, _ = export_hf.export(directory, tmp_path / "out")
     recipe = catalog.load_resolved(directory / "recipe.yaml")
-    back = conversion_of(recipe.model).read(tmp_path / "out", recipe.model)
+    back = conversion_of(recipe.model).to_canonical(read_state_dict(tmp_path / "out"), recipe.model)
     saved = load_weights(done.checkpoint)
     assert back.keys() == saved.keys() and all(torch.equal(back[name], saved[name]) for name in saved)
     # Master weights, not the bf16 ones that the run computes with.
@@ -266,7 +267,7 @@ def test_an_exported_bert_is_complete(trained, tmp_path):
     )
     export_hf.export(directory, tmp_path / "float32")
     recipe, saved = catalog.load_resolved(directory / "recipe.yaml"), load_weights(done.checkpoint)
-    back = conversion_of(recipe.model).read(tmp_path / "float32", recipe.model)
+    back = conversion_of(recipe.model).to_canonical(read_state_dict(tmp_path / "float32"), recipe.model)
     assert back.keys() == saved.keys() and all(torch.equal(back[name], saved[name]) for name in saved)
 
 

@@ -18,7 +18,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from modeling.formats.huggingface.gpt2 import config, from_transformers
+from modeling.formats.huggingface.gpt2 import CONVERSION, config
 from modeling.generation import (
     Continuation,
     Request,
@@ -234,7 +234,7 @@ def test_draws_follow_the_distribution():
 
 def test_greedy_texts_are_those_of_transformers(theirs):
     """Token by token, in a batch of different lengths, with an end token that comes for one of them."""
-    ours = gpt2(given=from_transformers(theirs.state_dict(), MODEL))
+    ours = gpt2(given=CONVERSION.to_canonical(theirs.state_dict(), MODEL))
     longest = max(map(len, PROMPTS))
     given = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in PROMPTS])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])

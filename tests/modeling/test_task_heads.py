@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from modeling import cost
 from modeling.families import meta_parameters, whole_model
-from modeling.formats.huggingface.bert import CONVERSION, from_transformers
+from modeling.formats.huggingface.bert import CONVERSION
 from modeling.unpadding import row_of
 from recipes.schema import Recipe
 
@@ -36,7 +36,7 @@ def recipe(head: str, layer_norm: str, classes: int) -> Recipe:
 def outcomes(wanted: Recipe, model: transformers.PreTrainedModel):
     """(our padded logits, those of a row, theirs, our padded arguments) of three samples."""
     head = wanted.model.task_head
-    ours = whole_model(wanted, from_transformers(model.state_dict(), wanted.model))
+    ours = whole_model(wanted, CONVERSION.to_canonical(model.state_dict(), wanted.model))
     tokens, types = random_input()
     indices, row = row_of(LENGTHS, 16)
     given = dict(input_ids=tokens, attention_mask=REAL.long(), token_type_ids=types)
@@ -67,7 +67,7 @@ def test_losses_are_those_of_transformers(head, layer_norm, classes, kind):
     """Of spans where nothing is padded: our softmax leaves padding out."""
     wanted = recipe(head, layer_norm, classes)
     model = their_bert(wanted)
-    ours = whole_model(wanted, from_transformers(model.state_dict(), wanted.model))
+    ours = whole_model(wanted, CONVERSION.to_canonical(model.state_dict(), wanted.model))
     tokens, types = random_input()
     given = dict(input_ids=tokens, token_type_ids=types)
     labels = torch.tensor([1]) if head == "choice" else torch.tensor([1, 0, classes - 1])
@@ -93,7 +93,7 @@ def test_losses_are_those_of_transformers(head, layer_norm, classes, kind):
 def test_the_round_trip_is_exact_and_counts_are_right(head, layer_norm, classes, kind):
     wanted = recipe(head, layer_norm, classes)
     state = their_bert(wanted).state_dict()
-    weights = from_transformers(state, wanted.model)
+    weights = CONVERSION.to_canonical(state, wanted.model)
     assert set(weights) == set(meta_parameters(wanted))
     again = CONVERSION.to_transformers(weights, wanted.model)
     assert all(torch.equal(again[name], state[name]) for name in again)

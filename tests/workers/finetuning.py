@@ -25,7 +25,6 @@ from launch.records.facts import SilentRecorder  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.loop import train  # noqa: E402
 from launch.training.run import Start  # noqa: E402
-from launch.weights.encoder import encoder_in  # noqa: E402
 from launch.weights.initial_weights import InitialWeights  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 
@@ -48,7 +47,7 @@ def finetune(out: Path, case: dict) -> None:
     wishes = Wishes(
         case["task"], case["files"], settings=case["settings"], batch=8, lr=1e-3, sequence_length=32
     )
-    given = encoder_in(weights).model_values, weights.vocabulary(), MACHINE
+    given = weights.encoder().model_values, weights.vocabulary(), MACHINE
     corpus = build(recipe_of(wishes, *given), say=lambda text: None)
     recipe = cut_to(recipe_of(wishes, *given, examples=len(corpus.train)), case["steps"])
     plan, records = resolve(recipe, case["ds_config"], processes.world_size(), MACHINE), Records()

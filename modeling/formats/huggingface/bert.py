@@ -9,17 +9,14 @@ slice holds whole heads.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor
 
-from modeling.cost.parameter_count import head_outputs
-from modeling.formats.huggingface import conversion
-from modeling.formats.huggingface.conversion import NO_DROPOUT, Conversion, Entry, Form, Logits, Tensors
-from modeling.lazy_weights import LazyWeights
+from modeling.formats.huggingface.conversion import NO_DROPOUT, Conversion, Entry, Form, Logits
 from modeling.transformer import BERT_NORM_EPS
 from recipes.schema import Dropout, Model
 
@@ -110,43 +107,6 @@ def name_map(model: Model) -> Iterator[Entry]:
         yield DECODER_BIAS
 
 
-def from_transformers(theirs: Tensors, model: Model, *, allow_missing_heads: bool = False) -> LazyWeights:
-    """Turn the state dict of a `transformers` BERT of this placement into canonical float32 weights.
-
-    A pooler and a sentence head are left out if the model has none. With `allow_missing_heads`, and for a
-    task's model, heads absent from the weights (as from a `BertModel`'s) are absent from the result, too.
-
-    Raises ValueError for missing and unexpected tensors, and for a decoder that differs from the embedding.
-    """
-    selected = select(theirs, model)
-    conversion.check_tied(selected)
-    found, entries = selected.tensors, list(name_map(model))
-    heads = [entry for entry in entries if entry.ours.startswith(("head.", "decoder_bias."))]
-    missing_heads = [entry for entry in heads if found.keys().isdisjoint(entry.theirs)]
-    if allow_missing_heads or model.task_head != "none":
-        entries = [entry for entry in entries if entry not in missing_heads]
-    elif why := why_missing([name for entry in missing_heads for name in entry.theirs], model):
-        missing = ", ".join(entry.ours for entry in missing_heads[:4])
-        raise ValueError(f"transformers weights without heads ({missing}, ... are missing): {why}")
-    keys = "model.layers, model.family, model.layer_norm and model.sentence_head"
-    return conversion.to_canonical(found, entries, model.heads, keys)
-
-
-def select(theirs: Tensors, model: Model) -> conversion.Selection:
-    """Select the tensors of any BERT of this placement, without heads foreign to the model."""
-    found = conversion.select_tensors(theirs, _rename, TIED)
-    if model.task_head != "none":
-        wanted, outputs = {name for entry in name_map(model) for name in entry.theirs}, head_outputs(model)
-        kept = {name: tensor for name, tensor in found.tensors.items() if name in wanted}
-        # A classifier with another number of classes belongs to another task.
-        own = {n: t for n, t in kept.items() if not n.startswith("classifier.") or t.shape[0] == outputs}
-        return found._replace(tensors=own, twice=[name for name in found.twice if name in own])
-    if model.sentence_head != "none":
-        return found
-    unused = tuple(f"{module}." for module in SENTENCE_HEAD.values())
-    return found._replace(tensors={n: t for n, t in found.tensors.items() if not n.startswith(unused)})
-
-
 def _rename(stored: str) -> str | None:
     """Return the name in the class with all heads; None for a buffer.
 
@@ -155,16 +115,6 @@ def _rename(stored: str) -> str | None:
     name = stored if stored.startswith(("bert.", "cls.", "classifier.", "qa_outputs.")) else f"bert.{stored}"
     name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
     return None if name in BUFFERS else name
-
-
-def why_missing(missing: Collection[str], model: Model) -> str:
-    """Explain missing heads by the saved class; "" if it explains nothing."""
-    if {f"{name}.weight" for name in MASKED_HEAD.values()} <= {*missing}:
-        bare = f"a {PLACEMENTS[model.layer_norm].prefix}Model alone has no head to predict tokens with"
-        return f"{bare}; pretraining starts from a {class_name(model)}"
-    if missing and all(name.startswith(tuple(SENTENCE_HEAD.values())) for name in missing):
-        return "they have no head for sentences; add --set model.sentence_head=none to train without one"
-    return ""
 
 
 def class_name(model: Model) -> str:
@@ -217,7 +167,4 @@ model = {kind}.from_pretrained("{{directory}}")
 tokenizer = AutoTokenizer.from_pretrained("{{directory}}")
 print(model(**tokenizer({{prompt}}, return_tensors="pt")))"""
 TASK_USAGE = {head: _TASK_USAGE.format(kind=f"AutoModel{name}") for head, name in TASK_CLASSES.items()}
-CONVERSION = Conversion(
-    class_name, config, name_map, select, why_missing, from_transformers, frozenset(TIED),
-    logits, USAGE,
-)  # fmt: skip
+CONVERSION = Conversion(class_name, config, name_map, _rename, TIED, logits, USAGE)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.families import BERT_UNCASED_VOCABULARY, FAMILIES, GPT2_VOCABULARY, FamilyFacts
+from recipes.families import BERT_UNCASED_VOCABULARY, FAMILIES, GPT2_VOCABULARY
 from recipes.schema import Model
 
 SHAPE = ("model.layers", "model.hidden", "model.heads", "model.vocab_size", "model.positions")
@@ -18,6 +18,7 @@ class ConfigForm:
     """The config.json, or the arguments, of one model type. Absent keys have their defaults.
 
     Attributes:
+        family: `model.family` of such models.
         shape: key of a recipe -> (their key, their default).
         width: key of the MLP's width and its default; None stands for four times the hidden size.
         fixed: their key -> the values of our model, which it cannot change; the first is their default.
@@ -26,6 +27,7 @@ class ConfigForm:
     """
 
     model_type: str
+    family: str
     shape: Mapping[str, tuple[str, int]]
     width: tuple[str, int | None]
     fixed: Fixed
@@ -55,22 +57,16 @@ _BERT_FIXED: Fixed = {
     "tie_word_embeddings": (True,),
 }
 _GPT2_SHAPE = _shape("n_layer n_embd n_head vocab_size n_positions", 12, 768, 12, GPT2_VOCABULARY, 1024)
-
-
-def _bert(model_type: str, layer_norm: str, layers: int, hidden: int, heads: int, words: int) -> ConfigForm:
-    keys = "num_hidden_layers hidden_size num_attention_heads vocab_size max_position_embeddings"
-    shape = _shape(keys, layers, hidden, heads, words, 512)
-    return ConfigForm(model_type, shape, ("intermediate_size", 4 * hidden), _BERT_FIXED, layer_norm)
-
-
-Forms = Mapping[str, tuple[ConfigForm, ...]]
-FORMS: Forms = {
-    "gpt2": (ConfigForm("gpt2", _GPT2_SHAPE, ("n_inner", None), _GPT2_FIXED),),
-    "bert": (
-        _bert("bert", "post", 12, 768, 12, BERT_UNCASED_VOCABULARY),
-        _bert("megatron-bert", "pre", 24, 1024, 16, 29056),
+_BERT_KEYS = "num_hidden_layers hidden_size num_attention_heads vocab_size max_position_embeddings"
+_BERT_SHAPE = _shape(_BERT_KEYS, 12, 768, 12, BERT_UNCASED_VOCABULARY, 512)
+_MEGATRON_BERT_SHAPE = _shape(_BERT_KEYS, 24, 1024, 16, 29056, 512)
+FORMS = (
+    ConfigForm("gpt2", "gpt2", _GPT2_SHAPE, ("n_inner", None), _GPT2_FIXED),
+    ConfigForm("bert", "bert", _BERT_SHAPE, ("intermediate_size", 3072), _BERT_FIXED, "post"),
+    ConfigForm(
+        "megatron-bert", "bert", _MEGATRON_BERT_SHAPE, ("intermediate_size", 4096), _BERT_FIXED, "pre"
     ),
-}
+)
 
 # Arguments of Megatron-LM's training; `Checkpoint.config` makes "gelu" and "vocab_size" of several.
 _MEGATRON_FIXED: Fixed = {
@@ -86,43 +82,30 @@ _MEGATRON_FIXED: Fixed = {
     "use_rotary_position_embeddings": (False, None),
     "num_experts": (None, 1, [1]),
 }
-_MEGATRON_SHAPE = _shape(
-    "num_layers hidden_size num_attention_heads vocab_size max_position_embeddings", 0, 0, 0, 0, 0
+_MEGATRON_KEYS = "num_layers hidden_size num_attention_heads vocab_size max_position_embeddings"
+_MEGATRON: tuple[Any, ...] = (_shape(_MEGATRON_KEYS, 0, 0, 0, 0, 0), ("ffn_hidden_size", None))
+_GPT_FIXED: Fixed = {**_MEGATRON_FIXED, "gelu": ("tanh",), "layernorm_epsilon": (1e-5,)}
+# Megatron's BERT always has another GELU and epsilon than ours: it is accepted, with a message.
+MEGATRON_FORMS = (
+    ConfigForm("megatron-lm-gpt", "gpt2", *_MEGATRON, _GPT_FIXED, None, "its arguments say"),
+    ConfigForm("megatron-lm-bert", "bert", *_MEGATRON, _MEGATRON_FIXED, "pre", "its arguments say"),
 )
 
 
-def _megatron(model_type: str, fixed: Fixed, layer_norm: str | None = None) -> ConfigForm:
-    width, fixed = ("ffn_hidden_size", None), {**_MEGATRON_FIXED, **fixed}
-    return ConfigForm(model_type, _MEGATRON_SHAPE, width, fixed, layer_norm, "its arguments say")
-
-
-# Megatron's BERT always has another GELU and epsilon than ours: it is accepted, with a message.
-MEGATRON_FORMS: Forms = {
-    "gpt2": (_megatron("megatron-lm-gpt", {"gelu": ("tanh",), "layernorm_epsilon": (1e-5,)}),),
-    "bert": (_megatron("megatron-lm-bert", {}, "pre"),),
-}
-
-
-def _run(family: FamilyFacts) -> Iterator[ConfigForm]:
-    """Yield the forms of a run of this project, whose recipe has our keys."""
+def run_forms() -> tuple[ConfigForm, ...]:
+    """Return the forms of runs of this project, with our keys, of every family registered by now."""
     shape = _shape(" ".join(SHAPE), 0, 0, 0, 0, 0)
-    for placement in family.placements or (None,):
-        name = f"megarecipes-{family.name}" + (f"-{placement}-LN" if placement else "")
-        yield ConfigForm(name, shape, ("", None), {}, placement, "its recipe says")
+    return tuple(
+        ConfigForm(
+            f"megarecipes-{name}" + (f"-{placement}-LN" if placement else ""), name, shape, ("", None), {},
+            placement, "its recipe says",
+        )
+        for name, family in FAMILIES.items()
+        for placement in family.placements or (None,)
+    )  # fmt: skip
 
 
-def run_forms() -> Forms:
-    """Return the forms of runs of every family that is registered by now."""
-    return {name: tuple(_run(family)) for name, family in FAMILIES.items()}
-
-
-def family_of(form: ConfigForm) -> str:
-    """Return the family of models of a form."""
-    tables = (FORMS, MEGATRON_FORMS, run_forms())
-    return next(family for table in tables for family, forms in table.items() if form in forms)
-
-
-def form_of(model: Model, forms: Forms = FORMS) -> ConfigForm | None:
+def form_of(model: Model, forms: Sequence[ConfigForm]) -> ConfigForm | None:
     """Return the form of the model's own type, or None if it has none."""
-    of_family = forms.get(model.family, ())
-    return next((form for form in of_family if form.layer_norm in (None, model.layer_norm)), None)
+    own = (form for form in forms if form.family == model.family)
+    return next((form for form in own if form.layer_norm in (None, model.layer_norm)), None)

@@ -12,9 +12,15 @@ from typing import Any
 import transformers
 from torch import Tensor
 
-from modeling.formats.huggingface import conversion
-from modeling.formats.huggingface.conversion import NO_DROPOUT, SAME, TRANSPOSED, Conversion, Entry, Form
-from modeling.lazy_weights import LazyWeights
+from modeling.formats.huggingface.conversion import (
+    NO_DROPOUT,
+    SAME,
+    TRANSPOSED,
+    Conversion,
+    Entry,
+    Form,
+    Logits,
+)
 from modeling.transformer import GPT2_NORM_EPS
 from recipes.schema import Dropout, Model
 
@@ -24,8 +30,6 @@ TOP = {
     "final_norm.weight": "transformer.ln_f.weight",
     "final_norm.bias": "transformer.ln_f.bias",
 }
-
-TIED = {"lm_head.weight": TOP["word.weight"]}  # the head's copy of the embedding
 
 
 def _qkv_to_theirs(ours: Tensor, heads: int) -> Sequence[Tensor]:
@@ -70,21 +74,6 @@ def _rename(stored: str) -> str | None:
     return stored if stored.startswith(("transformer.", "lm_head.")) else f"transformer.{stored}"
 
 
-def select(theirs: conversion.Tensors, model: Model) -> conversion.Selection:
-    """Select the tensors of `GPT2LMHeadModel`, or of `GPT2Model`."""
-    return conversion.select_tensors(theirs, _rename, TIED)
-
-
-def from_transformers(theirs: conversion.Tensors, model: Model) -> LazyWeights:
-    """Turn the state dict of `GPT2LMHeadModel`, or of `GPT2Model`, into canonical float32 weights.
-
-    Raises ValueError for missing and unexpected tensors, and for a head that differs from the embedding.
-    """
-    selected = select(theirs, model)
-    conversion.check_tied(selected)
-    return conversion.to_canonical(selected.tensors, name_map(model), model.heads)
-
-
 def config(
     model: Model, positions: int, dropout: Dropout = NO_DROPOUT, end: int | None = None, pad: int = 0
 ) -> transformers.GPT2Config:
@@ -97,7 +86,7 @@ def config(
     )  # fmt: skip
 
 
-def logits(model: Any, tokens: Tensor, token_types: None, mask: Tensor) -> conversion.Logits:
+def logits(model: Any, tokens: Tensor, token_types: None, mask: Tensor) -> Logits:
     """Return the logits of every token that is not padding."""
     return (model(tokens).logits[mask],)
 
@@ -109,6 +98,6 @@ tokenizer = AutoTokenizer.from_pretrained("{directory}")
 text = tokenizer({prompt}, return_tensors="pt")
 print(tokenizer.decode(model.generate(**text, max_new_tokens=40, do_sample=True)[0]))"""
 CONVERSION = Conversion(
-    lambda model: "GPT2LMHeadModel", config, name_map, select, lambda missing, model: "", from_transformers,
-    frozenset(TIED), logits, USAGE,
+    lambda model: "GPT2LMHeadModel", config, name_map, _rename, {"lm_head.weight": TOP["word.weight"]},
+    logits, USAGE,
 )  # fmt: skip

@@ -55,11 +55,9 @@ def test_a_run_of_shorter_samples_starts_from_them(name, settings, tmp_path):
 def test_what_no_arguments_say_is_read_off_the_tensors(tmp_path):
     write(tmp_path, tiny(), random_weights(tiny()), Form(version=0, tp=2, arguments=None))
     assert "how many heads they have: model.heads=4 is taken" in said_of(tmp_path, tiny())
-    assert "2 tensor slices, and model.heads=1: each" in refusal(tmp_path, tiny(settings=("model.heads=1",)))
-    said = refusal(tmp_path, catalog.load("default/sotu", ["precision=fp32"]))
-    assert all(
-        f"the recipe's {key} is" in said for key in ("model.layers", "model.hidden", "sequence_length")
-    )
+    for heads, slices in ((1, 2), (6, 2)):
+        said = refusal(tmp_path, tiny(settings=(f"model.heads={heads}", "model.hidden=96")))
+        assert f"hidden size 64 in {slices} tensor slices, and model.heads={heads}: each" in said
 
 
 @pytest.mark.parametrize(
