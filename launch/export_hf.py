@@ -96,7 +96,7 @@ def export(
     run = Path(run)
     recipe = exporting.recipe_of(run)
     warn = partial(terminal.say, stream=sys.stderr)
-    checkpoint = exporting.choose_checkpoint(run, recipe, step, warn)
+    checkpoint = exporting.choose_checkpoint(run, step, warn)
     place = new_output.new_directory("--out", out)
     place = place.resolve() if place.is_symlink() else place  # an export takes its place whole
     tokenizer, size = vocabulary.load(run), checkpoint.manifest.bytes

@@ -1,16 +1,21 @@
-"""BERT (Devlin et al., arXiv 1810.04805): its shape, layers and losses.
+"""BERT (Devlin et al., arXiv 1810.04805): its shape, layers and losses, and its heads for tasks.
 
 Two placements of LayerNorm, with equally many parameters. Post-LN is the original: on the embeddings and
 after each residual sum. Pre-LN is Megatron-BERT's (arXiv 1909.08053, section 3 and figure 1b): before each
 branch and once after the last layer, and not on the embeddings, as `transformers` has it in MegatronBert.
 
-Shapes: B samples, S positions, P predicted positions, H hidden size, V vocabulary (V/t: of this tensor rank).
+A task's classification is `transformers`' BertForSequenceClassification, choices are BertForMultipleChoice,
+and spans BertForQuestionAnswering, except that the softmax here leaves padding out.
+
+Shapes: B samples, S positions, P predicted positions, H hidden size, V vocabulary (V/t: of this tensor rank);
+of a task C classes or choices, N examples: B, or B / C where each choice is a sample of its own.
 The plain form also takes samples without their padding, as one row (`modeling/unpadding.py`): then B is 1
 except in the sentence objective, S counts the tokens of the row, and P all of its predictions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -19,24 +24,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from modeling.cost.parameter_count import SENTENCE_CLASSES, TOKEN_TYPES
-from modeling.family import Family, common_shape
+from modeling.cost.parameter_count import SENTENCE_CLASSES, TOKEN_TYPES, head_outputs
 from modeling.hidden_dropout import HiddenDropout
 from modeling.initialization import Init, Shard
 from modeling.layer_list import (
+    Family,
     LayerDefinition,
+    Loss,
     ModelShape,
-    embed_words,
-    project_words,
+    common_shape,
     transformer_layers,
-    word_embedding,
+    word_layer,
 )
 from modeling.parallel.collectives import gather_positions, own_positions, with_summed_gradients
 from modeling.parallel.cross_entropy import weighted_loss
-from modeling.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding, group_size
+from modeling.parallel.layers import ColumnParallelLinear, group_size
 from modeling.parallel.process_grid import Group
 from modeling.transformer import BERT_NORM_EPS, LayerNorm, LayerShape
-from modeling.unpadding import Row
+from modeling.unpadding import Row, padding_mask
 from recipes.schema import Recipe
 
 LOSS_PARTS = ("mlm_loss", "sentence_loss", "sentence_accuracy")
@@ -163,13 +168,12 @@ def _head(head: nn.Module, stream: tuple) -> tuple:
 def encoder(shape: BertShape, group: Group, init: Init, inputs: int) -> list[LayerDefinition]:
     """Return the layers before the heads: `inputs` tensors -> (x, lengths, ...), whatever head follows."""
     cut_over: Any = dict(cut_over=shape.positions_group(group))
-    words = partial(embed_words, cut=shape.sequence_parallel)
     embedding = dict(shape=shape, init=init.child("embedding"), **cut_over)
     final_norm = dict(hidden=shape.hidden, init=init.child("final_norm"), eps=BERT_NORM_EPS, **cut_over)
     embed, attend = partial(_embed, **cut_over, inputs=inputs), partial(_attend, inputs=inputs)
     tied = inputs == 4  # to the output layer, which a task has not
     return [
-        LayerDefinition("word", VocabParallelEmbedding, word_embedding(shape, group, init), words, tied),
+        word_layer(shape, group, init, cut=shape.sequence_parallel, tied=tied),
         LayerDefinition("embedding", Embedding, embedding, embed),
         *transformer_layers(shape, group, init, attend),
         *([] if shape.post_norm else [LayerDefinition("final_norm", LayerNorm, final_norm)]),
@@ -182,13 +186,11 @@ def layer_list(shape: BertShape, *, group: Group, init: Init) -> list[LayerDefin
     Sentence logits are (B, 2), or None without a sentence head.
     """
     head = dict(shape=shape, init=init.child("head"), cut_over=shape.positions_group(group))
-    decoded = partial(project_words, cut=False)  # at predicted positions, which every rank has
     bias = dict(vocab=shape.vocab, padded=shape.padded_vocab, group=group, init=init.child("decoder_bias"))
-    word = word_embedding(shape, group, init)
     return [
         *encoder(shape, group, init, inputs=4),
         LayerDefinition("head", Head, head, _head),
-        LayerDefinition("word", VocabParallelEmbedding, word, decoded, tied=True),
+        word_layer(shape, group, init, cut=False, project=True),  # every rank has the predicted positions
         LayerDefinition("decoder_bias", DecoderBias, bias),
     ]
 
@@ -226,3 +228,114 @@ def loss_parts(shape: BertShape) -> tuple[str, ...]:
 
 
 FAMILY = Family("bert", shape_of, layer_list, pretraining_loss, loss_parts)
+
+
+# Fine-tuning: the encoder with a head for a task
+
+
+@dataclass(frozen=True)
+class TaskShape(BertShape):
+    """Shape of a BERT with a task head: kind, logits per sample (spans: per token), choices per example."""
+
+    task_head: str = "classification"
+    outputs: int = 2
+    choices: int = 1
+
+
+def task_shape_of(recipe: Recipe, padded_vocab: int) -> TaskShape:
+    """Return the shape of the recipe's model, with `padded_vocab` rows of the embedding."""
+    model, encoder = recipe.model, vars(shape_of(recipe, padded_vocab))
+    choices = model.head_classes if model.task_head == "choice" else 1
+    return TaskShape(**encoder, task_head=model.task_head, outputs=head_outputs(model), choices=choices)
+
+
+class SampleHead(nn.Module):
+    """Logits of whole samples: pooler (dense and tanh of [CLS]), dropout, dense. On every tensor rank."""
+
+    def __init__(self, shape: TaskShape, *, init: Init, cut_over: Group = None):
+        super().__init__()
+        self.logits, self.cut_over = shape.outputs * shape.choices, cut_over
+        linear = partial(ColumnParallelLinear, shape.hidden, group=None)
+        self.pooler = linear(shape.hidden, init=init.child("pooler"))
+        self.dropout = HiddenDropout(shape.hidden, shape.hidden_dropout, init=init.child("dropout"))
+        self.classifier = linear(shape.outputs, init=init.child("classifier"))
+
+    def forward(self, x: Tensor, lengths: Tensor | Row | None, salts: Tensor | None = None) -> Tensor:
+        """x (B, S, H) or a row -> (N, C)."""
+        # Every rank computes the same from here on.
+        x = _first(gather_positions(x, self.cut_over, summed=False), lengths)
+        if salts is not None:
+            salts = _first(gather_positions(salts, self.cut_over, summed=False), lengths)
+        pooled = self.dropout(torch.tanh(self.pooler(x)), salts)
+        logits: Tensor = self.classifier(pooled).view(-1, self.logits)
+        return logits
+
+
+def _first(x: Tensor, lengths: Tensor | Row | None) -> Tensor:
+    """Return the [CLS] entries (B, 1, ...) of (B, S, ...) or of a row (1, T, ...)."""
+    return x[0, lengths.firsts.long()][:, None] if isinstance(lengths, Row) else x[:, :1]
+
+
+class SpanHead(nn.Module):
+    """Two logits of every token, for the start and the end of an answer. On every tensor rank."""
+
+    def __init__(self, shape: TaskShape, *, init: Init, cut_over: Group = None):
+        super().__init__()
+        self.cut_over = cut_over
+        self.span = ColumnParallelLinear(shape.hidden, shape.outputs, group=None, init=init.child("span"))
+
+    def forward(self, x: Tensor, lengths: Tensor | Row | None, salts: Tensor | None = None) -> Tensor:
+        """x (B, S, H) or a row -> (B, S, 2) in float32, -inf at padding; a row's S is its longest length."""
+        logits = self.span(gather_positions(x, self.cut_over, summed=False)).float()
+        if isinstance(lengths, Row):
+            counts = lengths.offsets.diff()[:-1].long()
+            places = torch.arange(lengths.longest, device=x.device)
+            at = lengths.firsts.long()[:, None] + places.minimum(counts[:, None] - 1)
+            logits, lengths = logits[0, at], counts
+        if lengths is None:
+            return logits
+        real = padding_mask(lengths, logits.shape[1])[:, 0, 0, :, None]
+        return logits.masked_fill(~real, float("-inf"))
+
+
+def task_layer_list(shape: TaskShape, *, group: Group, init: Init) -> list[LayerDefinition]:
+    """Return the layers: (tokens, token types, lengths) -> logits (N, C) or (B, S, 2)."""
+    head = dict(shape=shape, init=init.child("head"), cut_over=shape.positions_group(group))
+    kind = SpanHead if shape.task_head == "span" else SampleHead
+    return [
+        *encoder(shape, group, init, inputs=3),
+        LayerDefinition("head", kind, head, lambda head, stream: head(*stream)),
+    ]
+
+
+def class_loss(logits: Tensor, labels: Tensor, weights: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """Return (weighted sum of cross-entropies, accuracy (1,) without gradient), float32.
+
+    logits (N, C); labels, weights (N,). Every tensor rank has all logits: `group` is not used.
+    """
+    losses = F.cross_entropy(logits.float(), labels, reduction="none")
+    right = ((logits.argmax(-1) == labels) * weights).sum()
+    return (losses * weights).sum(), right.detach().view(1)
+
+
+def span_loss(
+    logits: Tensor, starts: Tensor, ends: Tensor, weights: Tensor, group: Group
+) -> tuple[Tensor, Tensor]:
+    """Return (mean of the losses of both ends, weighted share of samples with both right), as `class_loss`.
+
+    logits (B, S, 2); starts, ends and weights (B,).
+    """
+    losses = sum(
+        F.cross_entropy(logits[..., end].float(), labels, reduction="none")
+        for end, labels in enumerate((starts, ends))
+    )
+    best = logits.argmax(1)
+    right = (((best[:, 0] == starts) & (best[:, 1] == ends)) * weights).sum()
+    return (losses * weights).sum() / 2, right.detach().view(1)
+
+
+TASK_LOSSES: Mapping[str, Loss] = {"classification": class_loss, "span": span_loss, "choice": class_loss}
+TASK_FAMILIES: Mapping[str, Family] = {
+    head: Family(head, task_shape_of, task_layer_list, loss, lambda shape: ("accuracy",))
+    for head, loss in TASK_LOSSES.items()
+}

@@ -8,10 +8,9 @@ from dataclasses import replace
 import torch
 from torch.nn import Parameter
 
-from modeling import bert, gpt2, task_heads
-from modeling.family import Family
+from modeling import bert, gpt2
 from modeling.initialization import Init, canonical_name
-from modeling.layer_list import ModelShape, Stack
+from modeling.layer_list import Family, ModelShape, Stack
 from modeling.parallel.layers import group_size
 from modeling.parallel.process_grid import Group
 from recipes.layout import padded_vocab
@@ -23,7 +22,7 @@ FAMILIES: dict[str, Family] = {family.name: family for family in (gpt2.FAMILY, b
 def family_of(model: Model) -> Family:
     """Return the family of a recipe's model."""
     if model.task_head != "none":
-        return task_heads.FAMILIES[model.task_head]
+        return bert.TASK_FAMILIES[model.task_head]
     return FAMILIES[model.family]
 
 

@@ -8,21 +8,20 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from modeling.family import Family, common_shape
 from modeling.hidden_dropout import HiddenDropout
 from modeling.initialization import Init
 from modeling.layer_list import (
+    Family,
     LayerDefinition,
     ModelShape,
     Stream,
-    embed_words,
-    project_words,
+    common_shape,
     transformer_layers,
-    word_embedding,
+    word_layer,
 )
 from modeling.parallel.collectives import own_positions, with_summed_gradients
 from modeling.parallel.cross_entropy import weighted_loss
-from modeling.parallel.layers import VocabParallelEmbedding, group_size
+from modeling.parallel.layers import group_size
 from modeling.parallel.process_grid import Group
 from modeling.transformer import LayerNorm, LayerShape
 from recipes.attention_patterns import Window
@@ -95,16 +94,15 @@ def _finish(norm: nn.Module, stream: Stream) -> Tensor:
 
 def layer_list(shape: GPT2Shape, *, group: Group, init: Init) -> list[LayerDefinition]:
     """Return the layers, tokens (B, S) -> logits (B, S, V/t); the first and the last share a module."""
-    word = word_embedding(shape, group, init)
     cut, cut_over = shape.sequence_parallel, shape.positions_group(group)
     position = dict(shape=shape, init=init.child("position"), cut_over=cut_over)
     final_norm = dict(hidden=shape.hidden, init=init.child("final_norm"), cut_over=cut_over)
     return [
-        LayerDefinition("word", VocabParallelEmbedding, word, partial(embed_words, cut=cut), tied=True),
+        word_layer(shape, group, init, cut=cut),
         LayerDefinition("position", PositionEmbedding, position, partial(_add_positions, cut_over=cut_over)),
         *transformer_layers(shape, group, init, _drop),
         LayerDefinition("final_norm", LayerNorm, final_norm, _finish),
-        LayerDefinition("word", VocabParallelEmbedding, word, partial(project_words, cut=cut), tied=True),
+        word_layer(shape, group, init, cut=cut, project=True),
     ]
 
 

@@ -1,7 +1,7 @@
-"""A model as one list of layers, in the plain form and in DeepSpeed's pipeline form.
+"""A family of models as one list of layers, in the plain form and in DeepSpeed's pipeline form.
 
-A family (`gpt2.py`, `bert.py`) defines its layers once, each with its action on the *stream*, the value
-handed from layer to layer. That is one tensor, or a tuple: first the residual stream x (B, S, H), then
+A `Family` (in `gpt2.py` and `bert.py`) defines its layers once, each with its action on the *stream*, the
+value handed from layer to layer. That is one tensor, or a tuple: first the residual stream x (B, S, H), then
 integers for later layers, such as lengths and the salts of hidden dropout, which ride along.
 With sequence parallelism x and salts hold this tensor rank's S/t positions, from the embedding to the head.
 `Stack` holds all layers as one module (ZeRO 0-3, with or without tensor parallelism); `Pipeline` hands them
@@ -26,9 +26,11 @@ from torch import Tensor, nn
 from modeling.hidden_dropout import HiddenDropout
 from modeling.initialization import Init, shared_draws
 from modeling.parallel.collectives import gather_vocabulary
-from modeling.parallel.layers import group_size
+from modeling.parallel.layers import VocabParallelEmbedding, group_size
 from modeling.parallel.process_grid import Group, ProcessGrid
 from modeling.transformer import LayerShape, TransformerLayer
+from recipes.families import FAMILIES, TASK_FIELDS, MicroBatchFields
+from recipes.schema import Recipe
 
 Stream = Any  # a tensor, or a tuple of tensors and None
 Apply = Callable[[Any, Any], Any]  # (layer, stream) -> stream
@@ -106,20 +108,20 @@ class ModelShape:
         return Counter(self.layer_at(i) for i in range(self.layers))
 
 
-def word_embedding(shape: ModelShape, group: Group, init: Init) -> dict[str, Any]:
-    """Return the arguments of the tied word embedding, called "word"."""
+def word_layer(
+    shape: ModelShape, group: Group, init: Init, *, cut: bool, project: bool = False, tied: bool = True
+) -> LayerDefinition:
+    """Return the word embedding, called "word": tokens -> residual stream; with `project` that -> logits.
+
+    `cut`: the stream's positions are cut over the tensor ranks.
+    """
+
+    def use(word: nn.Module, stream: Stream) -> Stream:
+        return first(partial(word, project=project, cut=cut), stream)
+
     sizes = dict(vocab=shape.vocab, padded=shape.padded_vocab, hidden=shape.hidden)
-    return dict(**sizes, group=group, init=init.child("word"))
-
-
-def embed_words(word: nn.Module, stream: Stream, cut: bool) -> Stream:
-    """Turn tokens into the residual stream; `cut`: its positions are cut over the tensor ranks."""
-    return first(partial(word, cut=cut), stream)
-
-
-def project_words(word: nn.Module, stream: Stream, cut: bool) -> Stream:
-    """Turn the residual stream into logits; `cut` as above."""
-    return first(partial(word, project=True, cut=cut), stream)
+    arguments: dict[str, Any] = dict(**sizes, group=group, init=init.child("word"))
+    return LayerDefinition("word", VocabParallelEmbedding, arguments, use, tied)
 
 
 def transformer_layers(
@@ -366,3 +368,56 @@ def recomputed_chunks(layers: Layers, interval: int) -> list[tuple[list, bool]]:
         else:
             chunks.append(([(apply, layer)], recomputed))
     return chunks
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of models.
+
+    Attributes:
+        name: `model.family` of its recipes; `model.task_head` of a BERT that is fine-tuned.
+        shape: (recipe, rows of the embedding) -> the shape of its model, a `ModelShape`.
+        layer_list: (shape, group=, init=) -> the layers in order, for both forms.
+        loss: (output of the last layer, targets, group) -> the loss, or (the loss, its parts).
+        loss_parts: shape -> names of these parts.
+    """
+
+    name: str
+    shape: Callable[[Recipe, int], Any]
+    layer_list: LayerList
+    loss: Loss
+    loss_parts: Callable[[Any], tuple[str, ...]] = lambda shape: ()
+
+    @property
+    def fields(self) -> MicroBatchFields:
+        """Names of the inputs and targets of a micro-batch."""
+        return TASK_FIELDS.get(self.name) or FAMILIES[self.name].fields
+
+    def plain(self, shape: Any, *, group: Group, init: Init) -> Stack:
+        """Build the plain form: it takes `fields.inputs`, then `fields.targets`."""
+        layers, parts = self.layer_list(shape, group=group, init=init), self.loss_parts(shape)
+        inputs = len(self.fields.inputs)
+        return Stack(layers, shape, group=group, loss=self.loss, loss_parts=parts, inputs=inputs)
+
+    def pipeline(
+        self, shape: Any, *, grid: ProcessGrid, group: Group, init: Init, stages: Sequence[int]
+    ) -> Pipeline:
+        """Build the pipeline form: the first stage takes `fields.inputs`, the last one `fields.targets`.
+
+        `stages`: transformer layers of each stage.
+        """
+        loss = PipelineLoss(self.loss, group, self.loss_parts(shape))
+        layers = self.layer_list(shape, group=group, init=init)
+        return Pipeline(layers, loss, grid, shape.checkpoint_interval, stages)
+
+
+def common_shape(recipe: Recipe, padded_vocab: int) -> dict[str, Any]:
+    """Return the fields common to every `ModelShape`, from a recipe and the rows of the embedding."""
+    model = recipe.model
+    return dict(
+        layers=model.layers, hidden=model.hidden, heads=model.heads, vocab=model.vocab_size,
+        padded_vocab=padded_vocab, positions=recipe.positions,
+        hidden_dropout=recipe.dropout.hidden, attention_dropout=recipe.dropout.attention,
+        checkpoint_interval=recipe.checkpoint_interval, recomputes_core=recipe.recomputes_core,
+        sequence_parallel=recipe.parallel.sequence, shared_layers=model.shared_layers,
+    )  # fmt: skip

@@ -43,7 +43,8 @@ def write_checkpoint(
         entries = {e.ours: e.form for e in conversion_of(recipe.model).name_map(recipe.model)}
         forms = {name: "canonical" if entries[name] is SAME else form for name in tensors}
         tensors = {n: entries[n].to_theirs(t, recipe.model.heads)[0] for n, t in tensors.items()}
-    directory = run_checkpoints.begin(root, step)
+    directory = run_checkpoints.directory_of(root, step).with_suffix(run_checkpoints.WRITING)
+    run_checkpoints.begin(directory)
     files, pieces = {}, {name: [] for name in tensors}
     for rank in range(ranks):
         file, entries = file_name(rank), []

@@ -39,27 +39,11 @@ FileName = Annotated[str, Field(pattern=r"^rank-([0-9]{5}|[1-9][0-9]{5,8})\.safe
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Elements [first, first + count) of a slice of a tensor; `cut` None: of the full tensor."""
-
-    rank: int
-    cut: Cut | None
-    first: int
-    count: int
-
-    @property
-    def file(self) -> str:
-        return file_name(self.rank)
-
-    def rectangles(self, shape: tuple[int, ...]) -> list[Rectangle]:
-        return rectangles(shape, self.cut, self.first, self.count)
-
-
-@dataclass(frozen=True)
 class Series:
     """Pieces that follow each other in a slice of a tensor: its elements [first, first + count).
 
     Each piece but the last has `each` elements; they are in the files of `rank`, `rank + step` and so on.
+    `cut` None: the slice is the full tensor.
     """
 
     rank: Whole
@@ -81,16 +65,22 @@ class Series:
     def ranks(self) -> range:
         return range(self.rank, self.rank + len(self) * self.step, self.step)
 
-    def pieces(self, within: range | None = None) -> Iterator[Piece]:
-        """Yield the pieces, or those that share an element of the slice with `within`."""
+    @property
+    def file(self) -> str:
+        """The name of its first file."""
+        return file_name(self.rank)
+
+    def pieces(self, within: range | None = None) -> Iterator[Series]:
+        """Yield series of one piece: all, or those that share an element of the slice with `within`."""
         end = self.first + self.count
         low = 0 if within is None else max(0, (within.start - self.first) // self.each)
         high = len(self) if within is None else -(-(min(within.stop, end) - self.first) // self.each)
         for number in range(low, high):
             first = self.first + number * self.each
-            yield Piece(self.ranks[number], self.cut, first, min(self.each, end - first))
+            count = min(self.each, end - first)
+            yield Series(self.ranks[number], self.cut, first, count, count)
 
-    def pieces_around(self, shape: tuple[int, ...], wanted: Rectangle) -> Iterator[Piece]:
+    def pieces_around(self, shape: tuple[int, ...], wanted: Rectangle) -> Iterator[Series]:
         """Yield the pieces that may hold elements of a rectangle of the tensor, found by arithmetic."""
         return self.pieces(run_around(shape, self.cut, wanted))
 
@@ -135,7 +125,7 @@ class StoredTensor:
     form: Form = "canonical"
 
     @property
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[Series]:
         """All pieces, one after the other: as many as ranks under ZeRO-3."""
         return (piece for each in self.series for piece in each.pieces())
 

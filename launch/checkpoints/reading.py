@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,9 +12,8 @@ import torch.distributed as dist
 from launch.checkpoints import inspection, manifest, run_checkpoints
 from launch.checkpoints.engine_state import EngineState
 from launch.checkpoints.manifest import WEIGHT
-from launch.checkpoints.placement import Placement
 from launch.checkpoints.run_checkpoints import Checkpoint, Damaged
-from launch.checkpoints.stored import StoredTensors
+from launch.checkpoints.stored import Placement, StoredTensors
 from launch.ranks.processes import merged
 from modeling.parallel.process_grid import ProcessGrid
 from recipes import files
@@ -24,8 +22,7 @@ from recipes.schema import Recipe
 Seen = Callable[[int, int], None]  # called with the bytes read so far and their total
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """The checkpoint to resume. `damaged`: newer checkpoints that are damaged, the newest first."""
 
     checkpoint: Checkpoint | None
@@ -80,11 +77,9 @@ def _problem(candidate: Checkpoint, grid: ProcessGrid, seen: Seen) -> str | None
         seen(done, total)
 
     blind = not files.is_file(candidate.directory / manifest.NAME)  # which rank 0 has read
-    files_seen = [] if blind else mine
-    each = (inspection.file_faults(candidate.directory, held, name, count) for name in files_seen)
-    own = [str(fault) for faults in each for fault in faults]
-    told = [grid.rank] * blind, own
-    told = merged(told, lambda one, other: (one[0] + other[0], one[1] + other[1]), grid.control_group)
+    each = (inspection.file_faults(candidate.directory, held, name, count) for name in mine if not blind)
+    own = [grid.rank] * blind, [str(fault) for faults in each for fault in faults]
+    told = merged(own, lambda one, other: (one[0] + other[0], one[1] + other[1]), grid.control_group)
     blinded, problems = _from_rank_0(told, grid)
     if blinded:
         raise ValueError(

@@ -60,11 +60,6 @@ def directory_of(root: Path, step: int) -> Path:
     return root / f"step-{step:06d}"
 
 
-def writing_directory(root: Path, step: int) -> Path:
-    """Return the directory of a checkpoint until it is whole."""
-    return directory_of(root, step).with_suffix(WRITING)
-
-
 def read(directory: Path, sizes: bool = True) -> Checkpoint | Damaged:
     """Read the manifest of the checkpoint in a directory; `sizes`: check the sizes of its files."""
     try:
@@ -155,12 +150,10 @@ def newest(root: Path) -> Checkpoint | None:
     return first_whole(found(root))[0]
 
 
-def begin(root: Path, step: int) -> Path:
-    """Make the directory in which a checkpoint is written. Raises OSError."""
-    directory = writing_directory(root, step)
+def begin(directory: Path) -> None:
+    """Make the directory in which a checkpoint is written, named `WRITING`. Raises OSError."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    return directory
 
 
 def complete(directory: Path, held: Manifest) -> Path:
@@ -176,11 +169,6 @@ def complete(directory: Path, held: Manifest) -> Path:
     os.rename(directory, place)
     durable_files.sync(place.parent)
     return place
-
-
-def abandon(directory: Path) -> None:
-    """Remove a checkpoint that cannot be completed."""
-    shutil.rmtree(directory, ignore_errors=True)
 
 
 def prune(root: Path, keep: int | None) -> None:

@@ -42,7 +42,8 @@ from launch.checkpoints.manifest import (
     joined,
     kinds_after,
 )
-from launch.checkpoints.placement import Placement
+from launch.checkpoints.run_checkpoints import WRITING
+from launch.checkpoints.stored import Placement
 from launch.checkpoints.tensor_file import Entry
 from launch.machine import description, memory
 from launch.ranks.processes import local_world_size, merged
@@ -113,8 +114,8 @@ class Saver:
         """
         self.finish()
         started = time.perf_counter()
-        directory = run_checkpoints.writing_directory(self.root, progress.step)
-        if problem := self._on_rank_0(partial(run_checkpoints.begin, self.root, progress.step)):
+        directory = run_checkpoints.directory_of(self.root, progress.step).with_suffix(WRITING)
+        if problem := self._on_rank_0(lambda: run_checkpoints.begin(directory)):
             took = time.perf_counter() - started
             self._report(SaveOutcome(progress.step, 0, took, took, False, problem))
             return
@@ -165,17 +166,17 @@ class Saver:
             SaveOutcome(pending.progress.step, written, pending.blocked, took, pending.background, problem)
         )
 
-    def _complete(self, pending: _Pending, whole: Part) -> None:
-        """Complete the checkpoint on rank 0; on failure remove it and raise OSError or _NotSaved."""
+    def _complete(self, pending: _Pending, whole: Part) -> str | None:
+        """Complete the checkpoint on rank 0; on failure remove it, and raise OSError or return the reason."""
         try:
-            if whole.problems:
-                raise _NotSaved("; ".join(whole.problems))
-            run_checkpoints.complete(pending.directory, self._manifest(pending, whole))
-        except (OSError, _NotSaved):
-            run_checkpoints.abandon(pending.directory)
-            raise
+            if not whole.problems:
+                run_checkpoints.complete(pending.directory, self._manifest(pending, whole))
+        finally:  # it has another name if it is whole
+            shutil.rmtree(pending.directory, ignore_errors=True)
         prune, kept = run_checkpoints.prune, self.plan.recipe.run.keep_checkpoints
-        self._removed = self._remover.submit(prune, self.root, kept)
+        if not whole.problems:
+            self._removed = self._remover.submit(prune, self.root, kept)
+        return "; ".join(whole.problems) or None
 
     def _manifest(self, pending: _Pending, whole: Part) -> Manifest:
         return Manifest(
@@ -205,9 +206,14 @@ class Saver:
             )
         return False
 
-    def _on_rank_0(self, work: Callable[[], Any]) -> str | None:
+    def _on_rank_0(self, work: Callable[[], str | None]) -> str | None:
         """Do some work with files on rank 0; return the reason of a failure, or None, on every rank."""
-        problem = [None] if self.grid.rank else [_problem_of(work, self.root)]
+        problem: list[str | None] = [None]
+        if self.grid.rank == 0:
+            try:
+                problem = [work()]
+            except OSError as error:
+                problem = [_reason(error, self.root)]
         dist.broadcast_object_list(problem, src=0, group=self.grid.control_group)
         return problem[0]
 
@@ -231,10 +237,6 @@ def contents(state: EngineState, kinds: Sequence[str], rank: int) -> tuple[list[
                 dtype = state.dtype(partition, kind)
                 entries.append(Entry(f"{kind}/{place.name}", dtype, (fragment.elements,), read))
     return entries, tensors
-
-
-class _NotSaved(Exception):
-    """A failure to complete a checkpoint; the message gives the reason."""
 
 
 class Staging:
@@ -288,14 +290,6 @@ def _join_visible(directory: Path, ours: Part, theirs: Part) -> Part:
         )
         theirs = replace(theirs, problems=(problem, *theirs.problems))
     return ours.followed_by(theirs)
-
-
-def _problem_of(work: Callable[[], Any], directory: Path) -> str | None:
-    try:
-        work()
-    except (OSError, _NotSaved) as error:
-        return _reason(error, directory)
-    return None
 
 
 def _reason(error: BaseException, directory: Path) -> str:

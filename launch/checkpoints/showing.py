@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from launch.checkpoints import comparison, inspection, run_checkpoints
-from launch.checkpoints.comparison import Difference
-from launch.checkpoints.inspection import Fault
+import torch
+
+from launch.checkpoints import inspection, run_checkpoints
+from launch.checkpoints.inspection import SHOWN, Fault
 from launch.checkpoints.manifest import Manifest
 from launch.checkpoints.run_checkpoints import Checkpoint, Damaged
+from launch.checkpoints.stored import StoredTensors
+from launch.checkpoints.tensor_file import BUCKET, DTYPES
 from launch.console import terminal
 from launch.console.numbers import NOTHING
 from launch.console.progress import bar
 from launch.console.text_table import aligned, table
-from recipes.problems import counted, some
+from recipes import files
+from recipes.problems import Problem, ProblemsError, counted, some
 
 BY_SIZE = "whole: by its manifest and the sizes of its files; `verify` reads them"
 
@@ -46,7 +51,7 @@ def _one(each: Checkpoint | Damaged) -> str:
     width = terminal.columns()
     if isinstance(each, Damaged):
         return terminal.wrapped(str(each), width)
-    held, types = each.manifest, comparison.dtypes(each)
+    held, types = each.manifest, _dtypes(each)
     progress, plan = held.progress, held.plan
     skipped = f", {counted(progress.skipped, 'step')} skipped by the loss scaler" if progress.skipped else ""
     versions = (f"{name} {version}" for name, version in held.versions.items() if version)
@@ -67,6 +72,17 @@ def _one(each: Checkpoint | Damaged) -> str:
     ]
     shown = table(rows, ("tensor", "shape", "pieces", "type"), "llrl", width)
     return f"{aligned(facts, width=width)}\n\n{shown}"
+
+
+def _dtypes(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
+    """Map each tensor and kind to its type, from the headers of the files. Raises FileError."""
+    found: dict[str, dict[str, str]] = {name: {} for name in checkpoint.manifest.tensors}
+    for file in checkpoint.manifest.files:
+        for key, tensor in files.read_safetensors_header(checkpoint.directory / file).items():
+            kind, _, name = key.partition("/")
+            if name in found:
+                found[name][kind] = str(DTYPES.get(tensor.dtype, tensor.dtype)).removeprefix("torch.")
+    return found
 
 
 def _type(types: dict[str, str]) -> str:
@@ -116,6 +132,58 @@ def verify(path: Path, step: int | None) -> int:
 # --- diff
 
 
+@dataclass(frozen=True)
+class Difference:
+    """The difference of a tensor of one kind between two checkpoints.
+
+    Attributes:
+        absolute: the largest difference of an element.
+        relative: `absolute` divided by the largest magnitude of an element in either.
+        equal: the tensors are equal to the last bit.
+    """
+
+    tensor: str
+    kind: str
+    absolute: float
+    relative: float
+    equal: bool
+
+
+def differences(first: Checkpoint, second: Checkpoint) -> Iterator[Difference]:
+    """Yield the difference of every tensor of the common kinds.
+
+    Raises ProblemsError with all tensors of only one checkpoint or of different shapes.
+    """
+    ours, theirs = (StoredTensors(each.directory, each.manifest) for each in (first, second))
+    if problems := list(_model_differences(ours, theirs)):
+        raise ProblemsError(problems)
+    for kind in (kind for kind in first.manifest.kinds if kind in second.manifest.kinds):
+        for name in ours:
+            yield _difference(name, kind, ours.canonical(name, kind), theirs.canonical(name, kind))
+
+
+def _model_differences(ours: StoredTensors, theirs: StoredTensors) -> Iterator[Problem]:
+    where, rule = f"{ours.directory} and {theirs.directory}", "only checkpoints of one model are compared"
+    for one, other in ((ours, theirs), (theirs, ours)):
+        if alone := [name for name in one if name not in other]:
+            yield Problem("", f"only {one.directory} has {some(alone, SHOWN)}", rule, where=where)
+    both = ((name, ours.shape(name), theirs.shape(name)) for name in ours if name in theirs)
+    if shapes := [f"{name} {list(a)} and {list(b)}" for name, a, b in both if a != b]:
+        yield Problem("", f"their shapes are other ones: {some(shapes, SHOWN)}", rule, where=where)
+
+
+def _difference(name: str, kind: str, one: torch.Tensor, other: torch.Tensor) -> Difference:
+    """Compare two float32 tensors, a bucket at a time."""
+    if torch.equal(one.view(torch.int32), other.view(torch.int32)):
+        return Difference(name, kind, 0.0, 0.0, True)
+    absolute = largest = torch.zeros(())
+    for a, b in zip(one.view(-1).split(BUCKET // 4), other.view(-1).split(BUCKET // 4), strict=True):
+        absolute = torch.maximum(absolute, (a - b).abs().max())  # NaN stays
+        largest = torch.maximum(largest, torch.maximum(a.abs().max(), b.abs().max()))
+    relative = absolute / largest if largest else absolute
+    return Difference(name, kind, float(absolute), float(relative), False)
+
+
 def diff(first: Path, second: Path, step: int | None, most: int) -> int:
     """Print the `most` largest differences between tensors of two checkpoints; 0: all."""
     found = [run_checkpoints.newest_whole(path, step) for path in (first, second)]
@@ -125,7 +193,7 @@ def diff(first: Path, second: Path, step: int | None, most: int) -> int:
     kinds = [kind for kind in a.manifest.kinds if kind in b.manifest.kinds]
     with bar(sys.stderr, total=len(kinds) * len(a.manifest.tensors), unit="tensor") as shown:
         different: list[Difference] = []
-        for each in comparison.differences(a, b):
+        for each in differences(a, b):
             different += [] if each.equal else [each]
             shown.update()
     different.sort(key=lambda each: each.relative if each.relative == each.relative else float("inf"))

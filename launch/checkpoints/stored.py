@@ -6,20 +6,48 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from launch.checkpoints import manifest
-from launch.checkpoints.geometry import Copy, copies, rectangles
-from launch.checkpoints.manifest import WEIGHT, Manifest, StoredTensor
-from launch.checkpoints.placement import Placement
+from launch.checkpoints.geometry import Copy, Cut, copies, rectangles
+from launch.checkpoints.manifest import WEIGHT, Form, Manifest, StoredTensor
 from launch.checkpoints.tensor_file import Reader
 from modeling.formats.huggingface import gpt2
-from modeling.formats.huggingface.conversion import Form
+from modeling.formats.huggingface.conversion import Form as Conversion
+from modeling.initialization import Shard, canonical_name, padded_slice, shard_of
 from recipes import files
 from recipes.schema import Recipe
 
 MOST_READ = 2**22  # elements in one read
+
+
+class Placement(NamedTuple):
+    """A slice of a full tensor; `shape`: of the full tensor, unpadded; `cut` None: all of it."""
+
+    name: str
+    form: Form
+    shape: tuple[int, ...]
+    cut: Cut | None
+
+    @classmethod
+    def of(cls, parameter: torch.nn.Parameter) -> Placement:
+        """Return the place of a parameter with a label by `modeling.initialization.label`."""
+        name, shard = canonical_name(parameter), shard_of(parameter)
+        # ZeRO-3 leaves an empty tensor behind.
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        if shard is None:
+            return cls(name, "canonical", shape, None)
+        if not isinstance(shard, Shard):
+            return cls(name, "canonical" if shard.is_canonical else "transformers", shape, None)
+        length = shape[shard.dim]
+        full = (*shape[: shard.dim], shard.entries, *shape[shard.dim + 1 :])
+        return cls(name, "canonical", full, Cut(shard.dim, shard.rank * length, length))
+
+    def slice_of(self, full: torch.Tensor) -> torch.Tensor:
+        """Cut the slice from a full tensor; padding is zero."""
+        return full if self.cut is None else padded_slice(full, *self.cut)
 
 
 class StoredTensors(Mapping[str, torch.Tensor]):
@@ -70,20 +98,20 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         stored = self.manifest.tensors.get(place.name)
         if stored is None:
             files.refuse(self.directory, f"holds no {place.name}", "the model has it")
-        if stored.form == place.form:
-            if stored.shape != place.shape:
-                came = f"{place.name} has shape {list(stored.shape)}"
-                files.refuse(self.directory, came, f"the model's has {list(place.shape)}")
-            self._copy(target, place.name, kind, stored, place, first)
-            return
-        full = self.canonical(place.name, kind)
-        if place.form == "transformers":
-            form, heads = self._forms[place.name]
-            (full,) = form.to_theirs(full, heads)
-        if tuple(full.shape) != place.shape:
-            came = f"{place.name} has shape {list(full.shape)}"
+        full, shape = None, stored.shape
+        if stored.form != place.form:
+            full = self.canonical(place.name, kind)
+            if place.form == "transformers":
+                form, heads = self._forms[place.name]
+                (full,) = form.to_theirs(full, heads)
+            shape = tuple(full.shape)
+        if shape != place.shape:
+            came = f"{place.name} has shape {list(shape)}"
             files.refuse(self.directory, came, f"the model's has {list(place.shape)}")
-        target.copy_(place.slice_of(full).reshape(-1)[first : first + target.numel()])
+        if full is None:
+            self._copy(target, place.name, kind, stored, place, first)
+        else:
+            target.copy_(place.slice_of(full).reshape(-1)[first : first + target.numel()])
 
     def _copy(
         self, target: torch.Tensor, name: str, kind: str, stored: StoredTensor, place: Placement, first: int
@@ -113,7 +141,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         return self._open[file]
 
     @cached_property
-    def _forms(self) -> dict[str, tuple[Form, int]]:
+    def _forms(self) -> dict[str, tuple[Conversion, int]]:
         """The conversions of `transformers` tensors (GPT-2 under Trainer) to canonical ones."""
         model = Recipe.model_validate(self.manifest.recipe).model
         return {e.ours: (e.form, model.heads) for e in gpt2.name_map(model)}

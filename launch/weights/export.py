@@ -77,7 +77,7 @@ def recipe_of(run: Path) -> Recipe:
 
 
 def choose_checkpoint(
-    run: Path, recipe: Recipe, step: int | None, warn: Callable[[str], None] = lambda text: None
+    run: Path, step: int | None, warn: Callable[[str], None] = lambda text: None
 ) -> Checkpoint:
     """Choose the complete checkpoint of `step`, or the newest. Raises ValueError if there is none.
 
@@ -85,19 +85,14 @@ def choose_checkpoint(
     """
     root = run / "checkpoints"
     if not run_checkpoints.named(root):
-        raise ValueError(f"{run} holds no complete checkpoint: {_why_no_checkpoint(recipe)}")
+        raise ValueError(
+            f"{run} holds no complete checkpoint: a run saves every run.save_every steps, when it is "
+            "stopped, and with run.save_last at its end; let it go on, or train it with --set run.save_last=true"
+        )
     chosen, damaged = run_checkpoints.newest_whole(root, step)
     for each in damaged:
         warn(f"WARNING: {each}; step {chosen.step} is exported")
     return chosen
-
-
-def _why_no_checkpoint(recipe: Recipe) -> str:
-    if recipe.run.save_last:
-        return "the run saves at its end and every run.save_every steps; let it continue"
-    every = f"every run.save_every={recipe.run.save_every} steps and" if recipe.run.save_every else "only"
-    saves = f"with run.save_last=false the run saves {every} when it is stopped"
-    return f"{saves}; train it again with --set run.save_last=true"
 
 
 def export(
@@ -125,7 +120,9 @@ def export(
         came = f"its tokenizer has {tokens} tokens, and model.vocab_size={recipe.model.vocab_size}"
         fix = "restore tokenizer/ and recipe.yaml from a copy of the run"
         refuse(run, came, "the model knows no more", fix)
-    master = checked_weights(checkpoint, recipe, seen)
+    if problems := inspection.faults_of_kinds(checkpoint.directory, (WEIGHT,), RESTORE, seen):
+        raise FileError(problems)
+    master = StoredTensors(checkpoint.directory, checkpoint.manifest)
     kind = getattr(torch, dtype)
     temporary = out.parent / f".{out.name}.{os.getpid()}.tmp"
     try:
@@ -154,25 +151,6 @@ def export(
         shutil.rmtree(temporary, ignore_errors=True)
     how = difference, rounding, needed, free
     return Export(out, checkpoint.directory, checkpoint.step, dtype, len(set(files.values())), *how)
-
-
-def checked_weights(
-    checkpoint: Checkpoint, recipe: Recipe, seen: inspection.Seen = lambda number: None
-) -> StoredTensors:
-    """Read and check a checkpoint's weights. Raises FileError: damaged, or of another recipe."""
-    stored = StoredTensors(checkpoint.directory, checkpoint.manifest)
-    expected = {name: tuple(parameter.shape) for name, parameter in meta_parameters(recipe).items()}
-    if other := sorted(expected.keys() ^ stored.keys()):
-        rule = "its tensors are those of the run's recipe"
-        refuse(checkpoint.directory, f"holds or lacks {some(other)}", rule, RESTORE)
-    shapes = ((name, stored.shape(name), shape) for name, shape in expected.items())
-    if odd := [
-        f"{name} has shape {list(has)}, not {list(wanted)}" for name, has, wanted in shapes if has != wanted
-    ]:
-        refuse(checkpoint.directory, some(odd, 3), "they are not of the run's recipe", RESTORE)
-    if problems := inspection.faults_of_kinds(checkpoint.directory, (WEIGHT,), RESTORE, seen):
-        raise FileError(problems)
-    return stored
 
 
 class RandomBatch(NamedTuple):

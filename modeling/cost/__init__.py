@@ -7,19 +7,22 @@ data-parallel degree. A multiply-add counts as two operations.
 Imports neither torch nor deepspeed, so that planning is instant and runs anywhere.
 """
 
+# ruff: noqa: F401 # the names of this package
 from modeling.cost.operation_count import (
     Product,
     attention_products,
+    equal_stages,
     exact_flops_per_step,
     exact_tflops,
     head_products,
     layer_products,
     pairs,
     published_tflops,
+    stages_by_time,
+    stages_of,
     tflops,
 )
 from modeling.cost.parameter_count import head_outputs, parameters, parameters_per_rank
-from modeling.cost.pipeline_stages import equal_stages, stages_by_time, stages_of
 from modeling.cost.state_bytes import (
     FP32,
     MIXED,
@@ -30,29 +33,3 @@ from modeling.cost.state_bytes import (
     model_state_bytes,
     placed_state_bytes,
 )
-
-__all__ = [
-    "FP32",
-    "MIXED",
-    "Place",
-    "PlacedStates",
-    "Product",
-    "StateBytes",
-    "Widths",
-    "attention_products",
-    "equal_stages",
-    "exact_flops_per_step",
-    "exact_tflops",
-    "head_outputs",
-    "head_products",
-    "layer_products",
-    "model_state_bytes",
-    "pairs",
-    "parameters",
-    "parameters_per_rank",
-    "placed_state_bytes",
-    "published_tflops",
-    "stages_by_time",
-    "stages_of",
-    "tflops",
-]

@@ -71,8 +71,8 @@ WORK = {
     "export_hf": ["launch.weights.export:choose_checkpoint"],
     "checkpoint": [
         "launch.checkpoints.inspection:faults",
-        "launch.checkpoints.comparison:dtypes",
-        "launch.checkpoints.comparison:differences",
+        "launch.checkpoints.showing:_dtypes",
+        "launch.checkpoints.showing:differences",
     ],
     "prepare_data": ["data.prepare.pipeline:process_chunks"],
     "show_data": ["data.corpus:build"],

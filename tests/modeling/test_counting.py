@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from modeling import bert, counting, gpt2
-from modeling.cost.pipeline_stages import balanced_stages
+from modeling.cost.operation_count import balanced_stages
 from modeling.counting import full_shape
 from modeling.initialization import Init, canonical_name
 

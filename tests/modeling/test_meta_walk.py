@@ -22,18 +22,16 @@ from torch.utils._pytree import tree_leaves
 
 from launch.training.engine import move_buffers
 from launch.training.micro_batches import for_pipeline, for_plain, padded_arguments, random_batch
-from modeling import bert, gpt2, task_heads, unpadding
-from modeling.bert import BertShape
+from modeling import bert, gpt2, unpadding
+from modeling.bert import BertShape, TaskShape
 from modeling.counting import tensor_rank
-from modeling.family import Family
 from modeling.generation import decode
 from modeling.gpt2 import GPT2Shape
 from modeling.hidden_dropout import HiddenDropout, salts_of
 from modeling.initialization import Init
-from modeling.layer_list import Stack
+from modeling.layer_list import Family, Stack
 from modeling.parallel.random_state import seed_step
 from modeling.past import Past
-from modeling.task_heads import TaskShape
 from modeling.unpadding import Row
 from recipes.attention_patterns import Fixed
 from recipes.rank_order import Coordinates
@@ -87,7 +85,7 @@ class Case:
         return (*(inputs if isinstance(inputs, tuple) else (inputs,)), *targets), named
 
 
-HEADS = task_heads.FAMILIES
+HEADS = bert.TASK_FAMILIES
 SPAN, CLASSES = HEADS["span"], HEADS["classification"]
 SEQUENCE = {"sequence_parallel": True}
 CASES = {

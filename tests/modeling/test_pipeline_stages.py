@@ -2,7 +2,7 @@
 
 import pytest
 
-from modeling.cost.pipeline_stages import balanced_stages, equal_stages, head_in_layers, stages_of
+from modeling.cost.operation_count import balanced_stages, equal_stages, head_in_layers, stages_of
 from recipes import catalog
 
 

@@ -47,9 +47,15 @@ class Records(SilentRecorder):
             raise Interrupted
 
 
+def wait_for_the_disk(run, outcome) -> None:
+    """A slow one does not decide which checkpoint is the newest when the run fails."""
+    if run.saver._pending:
+        run.saver._pending.written.exception()
+
+
 def train(plan, directory: Path, resume: bool, fails_after: int | None = None) -> dict:
     records = Records(fails_after)
-    job = Job(plan, directory.name, directory)
+    job = Job(plan, directory.name, directory, after_step=wait_for_the_disk)
     corpus = build(plan.recipe, say=records.say)
     grid = ProcessGrid(plan.layout.tp, plan.layout.pp, plan.layout.dp)
     saved = (

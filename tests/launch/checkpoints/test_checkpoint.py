@@ -17,9 +17,8 @@ from stored import checksum, complete_checkpoints, rewrite_manifest, write_check
 from launch.checkpoints import inspection, manifest, run_checkpoints, tensor_file
 from launch.checkpoints.geometry import Cut, copies, rectangles, share
 from launch.checkpoints.manifest import Series, joined
-from launch.checkpoints.placement import Placement
 from launch.checkpoints.run_checkpoints import Checkpoint, Damaged
-from launch.checkpoints.stored import StoredTensors, load_weights
+from launch.checkpoints.stored import Placement, StoredTensors, load_weights
 from launch.checkpoints.tensor_file import Entry
 from launch.training.sample import sample
 from launch.weights.export import choose_checkpoint
@@ -288,11 +287,8 @@ def test_without_a_checkpoint_every_reader_says_which_key_keeps_one(tmp_path):
     recipe = catalog.load(overrides=["run.save_last=false", "run.save_every=0"], tiny=True)
     (tmp_path / "recipe.yaml").write_text(catalog.dump(recipe))
     (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(
-        ValueError,
-        match="with run.save_last=false the run saves only when it is stopped; .*--set run.save_last=true",
-    ):
-        choose_checkpoint(tmp_path, recipe, None)
+    with pytest.raises(ValueError, match="no complete checkpoint: a run saves .*--set run.save_last=true"):
+        choose_checkpoint(tmp_path, None)
     not_sampled = (
         "not sampled: there is no checkpoint of the last step (run.save_last=false); "
         "--set run.save_last=true keeps one"
@@ -301,7 +297,7 @@ def test_without_a_checkpoint_every_reader_says_which_key_keeps_one(tmp_path):
     write_checkpoint(tmp_path / "checkpoints", 7, TENSORS)
     final = sample(recipe, tmp_path / "checkpoints", None)
     assert final == not_sampled, "a sample is by the final weights"
-    assert choose_checkpoint(tmp_path, recipe, None).step == 7
+    assert choose_checkpoint(tmp_path, None).step == 7
 
 
 @pytest.mark.long

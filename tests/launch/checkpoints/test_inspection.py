@@ -14,7 +14,7 @@ import torch
 from stored import model_tensors, rewrite_manifest, write_checkpoint
 
 from launch import checkpoint as command
-from launch.checkpoints import comparison, inspection, manifest, run_checkpoints, tensor_file
+from launch.checkpoints import inspection, manifest, run_checkpoints, showing, tensor_file
 from launch.checkpoints.geometry import Cut, overlap, rectangles
 from launch.checkpoints.manifest import MOMENTS, WEIGHT, Series
 from launch.console import ends
@@ -397,7 +397,7 @@ def test_diff_holds_one_tensor_of_each(directory, monkeypatch):
 
     monkeypatch.setattr(inspection.StoredTensors, "canonical", canonical)
     found = run_checkpoints.read(directory)
-    assert all(each.equal for each in comparison.differences(found, found)) and most == 2
+    assert all(each.equal for each in showing.differences(found, found)) and most == 2
 
 
 def test_reading_a_file_that_was_cut_meanwhile_is_refused(directory):

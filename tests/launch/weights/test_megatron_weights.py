@@ -14,7 +14,6 @@ from megatron_writer import Form, random_weights, write
 from launch.training import build_model, transformers_model
 from launch.weights import foreign_weights as given_tensors
 from launch.weights.initial_weights import InitialWeights
-from recipes import catalog
 from recipes.problems import ProblemsError
 from recipes.schema import Recipe
 
