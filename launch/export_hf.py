@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,14 +88,16 @@ def export(
         ExportMismatch: `transformers` computes other logits than our model from the same weights, or other
             numbers were written.
     """
+    from launch.checkpoints import run_checkpoints
     from launch.console.progress import bar
     from launch.records import vocabulary
     from launch.weights import export as exporting
 
     run = Path(run)
     recipe = exporting.recipe_of(run)
-    warn = partial(terminal.say, stream=sys.stderr)
-    checkpoint = exporting.choose_checkpoint(run, step, warn)
+    checkpoint, damaged = run_checkpoints.newest_whole(run, step)
+    for each in damaged:
+        terminal.say(f"WARNING: {each}; step {checkpoint.step} is exported", sys.stderr)
     place = new_output.new_directory("--out", out)
     place = place.resolve() if place.is_symlink() else place  # an export takes its place whole
     tokenizer, size = vocabulary.load(run), checkpoint.manifest.bytes

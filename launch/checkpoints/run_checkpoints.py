@@ -100,7 +100,8 @@ def below(path: Path, step: int | None = None) -> list[Checkpoint | Damaged]:
     else:
         every = [*found(path / "checkpoints")] or [*found(path)]
     if not every:
-        files.refuse(path, "holds no checkpoint", "they are directories step-NNNNNN", GIVEN)
+        rule = "a run saves step-NNNNNN every run.save_every steps, and at its end with run.save_last"
+        files.refuse(path, "holds no checkpoint", rule, GIVEN)
     chosen = [each for each in every if step in (None, each.step)]
     if not chosen:
         steps = some([str(each.step) for each in reversed(every)])

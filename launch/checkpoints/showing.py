@@ -67,7 +67,7 @@ def _one(each: Checkpoint | Damaged) -> str:
         ("state", BY_SIZE.replace(":", "")),
     ]
     rows = [
-        (name, " x ".join(map(str, t.shape)), sum(map(len, t.series)), _type(types[name]) + _form(t.form))
+        (name, " x ".join(map(str, t.shape)), sum(map(len, t.series)), _type(types[name], t.form))
         for name, t in held.tensors.items()
     ]
     shown = table(rows, ("tensor", "shape", "pieces", "type"), "llrl", width)
@@ -85,15 +85,11 @@ def _dtypes(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
     return found
 
 
-def _type(types: dict[str, str]) -> str:
-    """Name the type of all kinds, or of each kind if they differ."""
-    if len(set(types.values())) == 1:
-        return next(iter(types.values()))
-    return ", ".join(f"{kind} {type_}" for kind, type_ in types.items())
-
-
-def _form(form: str) -> str:
-    return "" if form == "canonical" else f", as {form} has it"
+def _type(types: dict[str, str], form: str) -> str:
+    """Name the type of all kinds, or of each kind if they differ, and another form than the canonical one."""
+    alike = len(set(types.values())) == 1
+    said = next(iter(types.values())) if alike else ", ".join(f"{kind} {t}" for kind, t in types.items())
+    return said if form == "canonical" else f"{said}, as {form} has it"
 
 
 def _size(size: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from data.text.vocabulary import vocabulary_size
-from launch.checkpoints import inspection, run_checkpoints, tensor_file
+from launch.checkpoints import inspection, tensor_file
 from launch.checkpoints.manifest import WEIGHT
 from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.checkpoints.stored import StoredTensors
@@ -74,25 +74,6 @@ def recipe_of(run: Path) -> Recipe:
     recipe = catalog.load_resolved(run / "recipe.yaml")
     check_convertible(recipe.model)
     return recipe
-
-
-def choose_checkpoint(
-    run: Path, step: int | None, warn: Callable[[str], None] = lambda text: None
-) -> Checkpoint:
-    """Choose the complete checkpoint of `step`, or the newest. Raises ValueError if there is none.
-
-    `warn` gets a line for each newer, damaged one.
-    """
-    root = run / "checkpoints"
-    if not run_checkpoints.named(root):
-        raise ValueError(
-            f"{run} holds no complete checkpoint: a run saves every run.save_every steps, when it is "
-            "stopped, and with run.save_last at its end; let it go on, or train it with --set run.save_last=true"
-        )
-    chosen, damaged = run_checkpoints.newest_whole(root, step)
-    for each in damaged:
-        warn(f"WARNING: {each}; step {chosen.step} is exported")
-    return chosen
 
 
 def export(

@@ -65,7 +65,7 @@ class Saved:
         raise NotImplementedError
 
     def stored(self, model: Model) -> Mapping[str, Any]:
-        """Map each stored name to a tensor, or to what has its shape, dtype and layout. Raises FileError."""
+        """Map each stored name to a tensor, or to what has its shape and dtype. Raises FileError."""
         raise NotImplementedError
 
     def expected(self, recipe: Recipe) -> Mapping[str, tuple[str, torch.Size]]:
@@ -109,7 +109,7 @@ class Saved:
         if odd := [
             f"{name} ({str(tensor.dtype).removeprefix('torch.')})"
             for name, (tensor, _) in both.items()
-            if tensor.dtype not in READABLE or tensor.layout is not torch.strided
+            if tensor.dtype not in READABLE
         ]:
             rule = "weights are float32, bfloat16, float16 or float64"
             fix = "give them as they were before they were packed"

@@ -68,7 +68,7 @@ WORK = {
     ],
     "recipe": ["launch.tables.verification:verify"],
     "report": ["launch.reports.document:assemble"],
-    "export_hf": ["launch.weights.export:choose_checkpoint"],
+    "export_hf": ["launch.checkpoints.run_checkpoints:newest_whole"],
     "checkpoint": [
         "launch.checkpoints.inspection:faults",
         "launch.checkpoints.showing:_dtypes",

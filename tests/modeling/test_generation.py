@@ -132,7 +132,7 @@ def test_the_most_likely_are_taken(model):
     assert found.ended == "length"
 
 
-@pytest.mark.parametrize("sampling", [None, Sampling(), Sampling(1.5, 20, 0.9)])
+@pytest.mark.parametrize("sampling", [None, Sampling(1.5, 20, 0.9)])
 def test_a_text_does_not_depend_on_its_batch(model, sampling):
     """Nor on what is kept, though the samples end at different times."""
     ends = texts(model, PROMPTS, 12, sampling, seed=3)[1].tokens[4]

@@ -154,13 +154,13 @@ TP2, PIPE = Form(tp=2), Form(tp=2, deepspeed="pipeline")
 DAMAGED = {
     "cut off": (TP2, cut_off, "cannot be read by torch.load"),
     "an old file": (TP2, old_form, "before torch 1.6, which cannot be mapped"),
-    "a slice gone": (Form(tp=4), gone("*/mp_rank_01"), "lacks slice 1 of 4 of the model"),
+    "a slice gone": (Form(tp=4), gone("*/mp_rank_01"), "lacks slice 1 of 4 of pipeline stage 00"),
     "the last slice gone": (TP2, gone("*/mp_rank_01"), "1 tensor-parallel ranks, and .* tell of 2"),
     "the last slice of an old one gone": (
         Form(version=0, tp=2, names="v1"), gone("*/mp_rank_01"), "its arguments tell of 2",
     ),
     "a stage's slice gone": (
-        Form(tp=2, pp=2), gone("*/mp_rank_01_001"), "lacks slice 1 of 2 of pipeline stage 1",
+        Form(tp=2, pp=2), gone("*/mp_rank_01_001"), "lacks slice 1 of 2 of pipeline stage 01",
     ),
     "a stage gone": (Form(pp=2), gone("*/mp_rank_00_001"), "1 pipeline-parallel ranks, and .* tell of 2"),
     "a stage between gone": (

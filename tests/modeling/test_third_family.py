@@ -8,7 +8,6 @@ LAYOUTS = {
     "whole": (1, {"ds_config": "zero0"}),
     "tensor": (2, {"ds_config": "zero1", "tp": 2}),
     "pipeline": (2, {"ds_config": "pipeline", "pp": 2}),
-    "zero3": (2, {"ds_config": "zero3", "dp": 2}),
 }
 
 

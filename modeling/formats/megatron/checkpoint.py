@@ -73,10 +73,6 @@ class Slices(NamedTuple):
     def dtype(self) -> torch.dtype:
         return self.parts[0].dtype
 
-    @property
-    def layout(self) -> torch.layout:
-        return self.parts[0].layout
-
     def join(self) -> Tensor:
         """Return the whole tensor, a copy only if it is cut."""
         if self.dim is None or len(self.parts) == 1:
@@ -216,30 +212,20 @@ def _load(file: Path) -> dict[str, Any]:
         stood_in_for = {n for n in named if STAND_IN_MODULES.match(n) or n == ENUM_MEMBER}
         if other := sorted(named - stood_in_for - {"argparse.Namespace"}):
             rule = "a checkpoint of Megatron names none of it, and loading it might run a program"
-            refuse(
-                file, f"names {some(other, 4)[:200]}", rule, "do not load it; get it from its source again"
-            )
-        allowed: list[Any] = [argparse.Namespace]
-        allowed += [(_stand_in(name), name) for name in stood_in_for]
-        with torch.serialization.safe_globals(allowed):
+            fix = "do not load it; get it from its source again"
+            refuse(file, f"names {some(other, 4)[:200]}", rule, fix)
+        # A class of its own for each name, as torch demands.
+        stand_ins = [(type(name.rpartition(".")[2], (StandIn,), {}), name) for name in stood_in_for]
+        with torch.serialization.safe_globals([argparse.Namespace, *stand_ins]):
             content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except FileError:
         raise
     except Exception as error:  # of many types, for a pickle that is broken
-        refuse(
-            file,
-            f"cannot be read by torch.load ({type(error).__name__})",
-            "it is damaged or of another kind",
-            WHOLE,
-        )
+        came = f"cannot be read by torch.load ({type(error).__name__})"
+        refuse(file, came, "it is damaged or of another kind", WHOLE)
     if not isinstance(content, dict):
         refuse(file, f"holds a {type(content).__name__}", "a checkpoint is a dictionary", WHOLE)
     return content
-
-
-def _stand_in(name: str) -> type[StandIn]:
-    """Return a class of its own for each name, as torch demands."""
-    return type(name.rpartition(".")[2], (StandIn,), {})
 
 
 def _arguments(stored: Any) -> dict[str, Any]:

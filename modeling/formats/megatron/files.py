@@ -11,7 +11,7 @@ Above them latest_checkpointed_iteration.txt, or DeepSpeed's latest, names the n
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -115,25 +115,17 @@ def _stages(where: Path, found: Sequence[tuple[int, int, Path]]) -> Sequence[Seq
     for stage, index, file in found:
         by_stage.setdefault(stage, {})[index] = file
     count = 1 + max(index for _, index, _ in found)
+    by_layer = LAYER.fullmatch(found[0][2].name) is not None
     if missing := [
-        f"slice {index} of {count} of {_stage_name(slices)}"
-        for _, slices in sorted(by_stage.items())
+        f"slice {index} of {count} of {'layer_' if by_layer else 'pipeline stage '}{stage:02d}"
+        for stage, slices in sorted(by_stage.items())
         for index in range(count)
         if index not in slices
     ]:
         refuse(where, f"lacks {some(missing, 4)}", "every slice is needed", WHOLE)
-    if not LAYER.fullmatch(found[0][2].name) and (absent := set(range(max(by_stage))) - by_stage.keys()):
+    if not by_layer and (absent := set(range(max(by_stage))) - by_stage.keys()):
         refuse(where, f"lacks pipeline stage {min(absent)}", f"it holds stage {max(by_stage)}", WHOLE)
     return [[slices[index] for index in range(count)] for _, slices in sorted(by_stage.items())]
-
-
-def _stage_name(slices: Mapping[int, Path]) -> str:
-    """Return the name of a stage or a layer, from one of its files."""
-    file = next(iter(slices.values()))
-    if layer := LAYER.fullmatch(file.name):
-        return f"layer_{layer[1]}"
-    rank = RANK.fullmatch(file.parent.name)
-    return f"pipeline stage {int(rank[2])}" if rank and rank[2] else "the model"
 
 
 def _refuse_form(where: Path, names: Sequence[str]) -> None:

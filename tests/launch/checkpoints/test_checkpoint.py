@@ -21,7 +21,6 @@ from launch.checkpoints.run_checkpoints import Checkpoint, Damaged
 from launch.checkpoints.stored import Placement, StoredTensors, load_weights
 from launch.checkpoints.tensor_file import Entry
 from launch.training.sample import sample
-from launch.weights.export import choose_checkpoint
 from recipes import catalog
 from recipes.files import FileError
 
@@ -287,8 +286,8 @@ def test_without_a_checkpoint_every_reader_says_which_key_keeps_one(tmp_path):
     recipe = catalog.load(overrides=["run.save_last=false", "run.save_every=0"], tiny=True)
     (tmp_path / "recipe.yaml").write_text(catalog.dump(recipe))
     (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(ValueError, match="no complete checkpoint: a run saves .*--set run.save_last=true"):
-        choose_checkpoint(tmp_path, None)
+    with pytest.raises(ValueError, match="holds no checkpoint: a run saves .* with run.save_last"):
+        run_checkpoints.newest_whole(tmp_path)
     not_sampled = (
         "not sampled: there is no checkpoint of the last step (run.save_last=false); "
         "--set run.save_last=true keeps one"
@@ -297,7 +296,7 @@ def test_without_a_checkpoint_every_reader_says_which_key_keeps_one(tmp_path):
     write_checkpoint(tmp_path / "checkpoints", 7, TENSORS)
     final = sample(recipe, tmp_path / "checkpoints", None)
     assert final == not_sampled, "a sample is by the final weights"
-    assert choose_checkpoint(tmp_path, None).step == 7
+    assert run_checkpoints.newest_whole(tmp_path)[0].step == 7
 
 
 @pytest.mark.long

@@ -48,7 +48,7 @@ TWO_RANKS = {
 # The same ways to save and load as above, in other combinations.
 IN_LONG = (
     *("zero0", "zero1", "zero2", "zero3", "zero2_offload", "compiled-adam-late", "bert", "bert-pipeline"),
-    "stream",
+    *("stream", "tensor-zero3"),
 )
 REPEATED = {name: TWO_RANKS.pop(name) for name in IN_LONG}
 FOUR_RANKS = {
