@@ -1,10 +1,11 @@
-"""The data of a recipe: sources, vocabulary, tokens, samples, and two reference entropies."""
+"""The data of a recipe: sources, vocabulary, tokens, samples, two reference entropies, lengths of texts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,14 @@ from transformers import PreTrainedTokenizerFast
 from data import cache
 from data.cache import Say
 from data.samples.blend import BlendedSamples, blended_held_out, largest_remainder
-from data.samples.families import Family, family_of, kind_of
 from data.samples.fields import HeldOut, Parts, TrainingSamples
-from data.samples.splits import MakeOnce, store_parts, stream_parts
+from data.samples.splits import Family, MakeOnce, family_of, interleave_files, store_parts, stream_parts
+from data.text.encoder import BATCH_CHARACTERS
 from data.text.records import SkippedRecords, Source
 from data.text.sources import open_source
 from data.text.vocabulary import build_vocabulary, vocabulary_digest
 from data.tokens.cached import OpenedStore, cached_store
-from data.tokens.ready_made import check_ready_made, ready_made_store, store_prefix
+from data.tokens.ready_made import check_ready_made, ready_made_store, sequences_of, store_prefix
 from recipes.schema import BlendPart, Origin, Recipe
 
 _SPLITS = [f"{split}_{what}" for split in ("train", "held_out", "test") for what in ("documents", "tokens")]
@@ -68,14 +69,9 @@ def build(
     for origin in origins:  # first: a missing store is reported, not its missing vocabulary
         if source is None and origin.source == "store":
             check_origin(origin, recipe.model.family)
-    skipped = [SkippedRecords() if recipe.data.broken_records == "skip" else None for _ in origins]
-    sources = [
-        source or (None if origin.source == "store" else open_source(origin, say, taking))
-        for origin, taking in zip(origins, skipped, strict=True)
-    ]
+    sources = [source or _open(recipe, origin, say) for origin in origins]
     tokenizer = build_vocabulary(recipe, [found for found in sources if found], directory, say)
-    parts = _all_parts(recipe, family_of(recipe, tokenizer), sources, skipped, directory, say, once)
-    streamed = zip(skipped, origins, strict=True)
+    parts = _all_parts(recipe, family_of(recipe, tokenizer), sources, directory, say, once)
     return Corpus(
         tokenizer=tokenizer,
         train=parts.train,
@@ -92,8 +88,15 @@ def build(
             "validation_samples": len(parts.validation),
             **({"test_samples": len(parts.test)} if parts.test else {}),
         },
-        skipped=tuple(taking for taking, origin in streamed if taking and origin.streamed),
+        skipped=tuple(each.skipped for each in sources if each and each.skipped and not each.finite),
     )
+
+
+def _open(recipe: Recipe, origin: Origin, say: Say) -> Source | None:
+    """Open the source of an origin; None: it is a store."""
+    if origin.source == "store":
+        return None
+    return open_source(origin, say, SkippedRecords() if recipe.data.broken_records == "skip" else None)
 
 
 def check_sources(recipe: Recipe) -> None:
@@ -108,14 +111,14 @@ def check_sources(recipe: Recipe) -> None:
     tokenizer = build_vocabulary(recipe, (), Path(), lambda line: None) if known else None
     for origin in data.origins:
         if origin.source == "store":
-            sequences, size = kind_of(family).sequences, recipe.model.vocab_size
-            check_ready_made(data.tokenizer.kind, sequences, origin, size, tokenizer)
+            size = recipe.model.vocab_size
+            check_ready_made(data.tokenizer.kind, sequences_of(family), origin, size, tokenizer)
 
 
 def check_origin(origin: Origin, family: str = "gpt2") -> None:
     """Open the source of an origin. Raises ValueError: its files or packages are missing."""
     if origin.source == "store":
-        store_prefix(origin, kind_of(family).sequences)
+        store_prefix(origin, sequences_of(family))
     else:
         open_source(origin)
 
@@ -124,7 +127,6 @@ def _all_parts(
     recipe: Recipe,
     family: Family,
     sources: Sequence[Source | None],
-    skipped: Sequence[SkippedRecords | None],
     directory: Path,
     say: Say,
     once: MakeOnce,
@@ -133,13 +135,12 @@ def _all_parts(
     weights = [origin.weight if isinstance(origin, BlendPart) else 1.0 for origin in origins]
     wanted = np.maximum(largest_remainder(weights, recipe.run.validation_samples), 1).tolist()
     parts = []
-    for origin, source, taking, count in zip(origins, sources, skipped, wanted, strict=True):
-        if opened := opened_store(recipe, family, origin, source, taking, directory, say):
+    for origin, source, count in zip(origins, sources, wanted, strict=True):
+        if opened := _opened_store(recipe, family, origin, source, directory, say):
             parts.append(store_parts(recipe, family, opened, count))
         else:
             assert source is not None
-            blended = bool(recipe.data.blend)
-            parts.append(stream_parts(recipe, family, origin, source, count, blended, say, once))
+            parts.append(stream_parts(recipe, family, origin, source, count, say, once))
     if len(parts) == 1:
         return parts[0]
     tests = [part.test for part in parts if part.test]
@@ -152,22 +153,14 @@ def _all_parts(
     )
 
 
-def opened_store(
-    recipe: Recipe,
-    family: Family,
-    origin: Origin,
-    source: Source | None,
-    skipped: SkippedRecords | None,
-    directory: Path,
-    say: Say,
+def _opened_store(
+    recipe: Recipe, family: Family, origin: Origin, source: Source | None, directory: Path, say: Say
 ) -> OpenedStore | None:
     """Open the store of an origin, or make it in the cache of its source; None: the source is a stream."""
     sequences, tokenizer = family.sequences, family.tokenizer
     if source is None:
         return ready_made_store(recipe.data.tokenizer.kind, sequences, origin, tokenizer, directory, say)
-    return (
-        cached_store(sequences, origin, source, tokenizer, directory, say, skipped) if source.finite else None
-    )
+    return cached_store(sequences, origin, source, tokenizer, directory, say) if source.finite else None
 
 
 def _blended_counts(counts: Sequence[np.ndarray], weights: Sequence[float]) -> np.ndarray:
@@ -199,3 +192,62 @@ def unigram_cross_entropy(counts: np.ndarray, labels: np.ndarray) -> float:
     frequencies = np.asarray(counts, dtype=np.float64) + 1.0
     logarithms = np.log(frequencies) - np.log(frequencies.sum())
     return float(-logarithms[np.asarray(labels)].mean())
+
+
+@dataclass(frozen=True)
+class TextLengths:
+    """Lengths in tokens of one source's documents; empty documents are left out."""
+
+    name: str
+    documents: np.ndarray  # (D,)
+    pairs: np.ndarray  # (P,) of two consecutive sentences of a document; none for a GPT
+    whole: bool  # all documents; else the first of a stream
+
+    @classmethod
+    def of(
+        cls, name: str, sizes: np.ndarray, borders: np.ndarray, sentences: bool, whole: bool
+    ) -> TextLengths:
+        """Measure documents.
+
+        Args:
+            sizes: (S,) of sentences, or of documents.
+            borders: (D + 1,) document d has the sizes from borders[d] up to, not with, borders[d + 1].
+        """
+        documents = np.diff(np.append(0, np.cumsum(sizes, dtype=np.int64))[borders])
+        pairs = sizes[:0]
+        if sentences:
+            within = np.ones(len(sizes) + 1, dtype=bool)  # whether a document goes on over a border of sizes
+            within[borders] = False
+            pairs = (sizes[:-1] + sizes[1:])[within[1:-1]]
+        return cls(name, documents[documents > 0], pairs, whole)
+
+
+def text_lengths(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerFast,
+    most: int,
+    say: Say,
+    watch: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+) -> Iterator[TextLengths]:
+    """Measure each source of a recipe: all documents of a store, the first `most` of a stream.
+
+    `watch` wraps the documents of a stream, for a progress bar.
+    """
+    family, directory = family_of(recipe, tokenizer), cache.default_directory()
+    sentences = family.sequences == "sentences"
+    for origin in recipe.data.origins:
+        source = _open(recipe, origin, say)
+        if opened := _opened_store(recipe, family, origin, source, directory, say):
+            store = opened.store
+            sizes, borders = np.array(store.sizes), np.array(store.document_index)
+            yield TextLengths.of(opened.name, sizes, borders, sentences, whole=True)
+            continue
+        assert source is not None
+        documents = watch(islice(interleave_files(source), most))
+        found = [
+            [len(part) for part in encoded] if sentences else [len(encoded)]
+            for _, encoded in family.encoder(origin, BATCH_CHARACTERS)(documents)
+        ]
+        borders = np.cumsum([0, *map(len, found)])
+        sizes = np.array([size for document in found for size in document], dtype=np.int64)
+        yield TextLengths.of(source.name, sizes, borders, sentences, whole=len(found) < most)

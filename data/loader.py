@@ -15,20 +15,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 
-from data.prefetch import Prefetcher
 from data.samples.fields import Fields, HeldOut, TrainingSamples
 from recipes.layout import BatchSchedule, Layout, batch_schedule
 from recipes.problems import Key, Problem, ProblemsError, Setting
 
+T = TypeVar("T")
 MicroBatch = dict[str, torch.Tensor]
 _WEIGHTS = ("weights", "sentence_weights")
+JOIN_TIMEOUT_S = 5.0  # for a thread that waits for the network
 
 
 def micro_batch(fields: Fields, row_weights: np.ndarray) -> MicroBatch:
@@ -64,6 +69,79 @@ def rank_rows(layout: Layout, dp_rank: int, samples: int | None = None) -> np.nd
         raise ValueError(f"data-parallel rank {dp_rank} is not in 0..{layout.dp - 1}")
     rows = np.arange(samples or layout.global_batch).reshape(layout.dp, -1, layout.micro)
     return rows[dp_rank]
+
+
+class Prefetcher(Generic[T]):
+    """Iterator over produce(start), produce(start + 1), ...; threads keep one result more ready than they are.
+
+    Threads share mapped files and tokenizers, so nothing is copied; tokenizers release Python's lock. Where a
+    call fails, its `next` and all later ones raise the error. One thread makes the calls in order. The
+    threads end with `close`, with the object or with the interpreter.
+    """
+
+    def __init__(
+        self,
+        produce: Callable[[int], T],
+        start: int,
+        threads: int,
+        prepare: Callable[[], None] = lambda: None,
+    ):
+        """Start the threads.
+
+        Args:
+            produce: must hold neither this object nor its owner; else neither can be freed.
+            prepare: called once in every thread.
+        """
+        running: list[threading.Thread] = []
+        failed: list[int] = []
+
+        def begin() -> None:
+            running.append(threading.current_thread())
+            prepare()
+
+        def produce_until_one_fails(number: int) -> T:
+            if failed and number > min(failed):  # a failed reader cannot continue
+                raise CancelledError
+            try:
+                return produce(number)
+            except BaseException:
+                failed.append(number)
+                raise
+
+        def end() -> None:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for thread in running:
+                if thread is not threading.current_thread():
+                    thread.join(JOIN_TIMEOUT_S)
+
+        self._produce, self._following = produce_until_one_fails, start
+        self._pool = pool = ThreadPoolExecutor(threads, "loader-", begin)
+        self._results: deque[Future[T]] = deque()
+        for _ in range(threads + 1):
+            self._submit()
+        self._finalizer = weakref.finalize(self, end)
+
+    def _submit(self) -> None:
+        self._results.append(self._pool.submit(self._produce, self._following))
+        self._following += 1
+
+    def next(self) -> T:
+        """Wait for the next result.
+
+        Raises RuntimeError: `close` was called.
+        """
+        try:
+            if not self._finalizer.alive:
+                raise CancelledError
+            value = self._results[0].result()
+        except CancelledError:
+            raise RuntimeError("the loader is closed") from None
+        self._results.popleft()
+        self._submit()
+        return value
+
+    def close(self) -> None:
+        self._finalizer()
 
 
 class StepBatches:

@@ -47,8 +47,8 @@ DATA = (
     {"text"},
     {"tokens"},
     {"samples"},
-    {"corpus", "prefetch", "prepare"},
-    {"lengths", "loader", "tasks"},
+    {"corpus", "prepare"},
+    {"loader", "tasks"},
 )
 WITHOUT_TORCH = ("recipes", "ds_configs", "modeling.cost", "launch.console", "launch.planning")
 FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))

@@ -13,58 +13,34 @@ A sample is a function of (seed, epoch, chunk) alone.
 from __future__ import annotations
 
 import bisect
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.random import Generator
 from transformers import PreTrainedTokenizerFast
 
 from data.keyed_random import generator
-from data.samples.chunks import Lengths, build_chunks
+from data.samples.chunks import Lengths, build_chunks, chunks_of_document
 from data.samples.fields import HELD_OUT_SEED, Fields, HeldOut, StoredSamples, spread
+from data.samples.lanes import REMEMBERED, Encode, Lane, LaneReader, Place, refuse_state
 from data.samples.masking import BertVocabulary, check_whole_words, mask
+from data.text.encoder import SentenceEncoder
 from data.tokens.store import Store
 from recipes.families import BERT
 from recipes.problems import Key, Problem, ProblemsError, Setting, counted
-from recipes.schema import Masking, Recipe
+from recipes.schema import Masking, Origin, Recipe
 
-HOLD_OUT_MORE = ("set ", Key("data.validation_every"), " or ", Key("data.test_every"), " lower")
-_SPECIAL = {"none": 2, "nsp": 3, "sop": 3}  # [CLS] and one [SEP] per segment
 _SENTENCE_LABELS = {
     "nsp": ("B follows A", "B is of another document"),
     "sop": ("A and B in order", "A and B swapped"),
 }
 SentenceHead = Literal["none", "nsp", "sop"]
 Other = Callable[[int], "np.ndarray | None"]
-
-
-@dataclass(frozen=True)
-class BertSettings:
-    """A recipe's settings of samples."""
-
-    sequence_length: int  # S
-    predictions: int  # P, most predictions of a sample
-    sentence_head: SentenceHead
-    masking: Masking
-    seed: int
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> BertSettings:
-        head, masking = recipe.model.sentence_head, recipe.data.masking
-        return cls(recipe.sequence_length, recipe.predictions, head, masking, recipe.seed)
-
-    @property
-    def room(self) -> int:
-        """Tokens of text in a full sample."""
-        return self.sequence_length - _SPECIAL[self.sentence_head]
-
-    @property
-    def lengths(self) -> Lengths:
-        return Lengths(self.room, self.masking.short_probability, self.seed)
 
 
 class BertFields(Fields):
@@ -172,77 +148,136 @@ def _shorten(rng: Generator, tokens: np.ndarray, dropped: int) -> np.ndarray:
     return tokens[front : len(tokens) - dropped + front]
 
 
-def assemble(
-    rng: Generator,
-    first: np.ndarray,
-    second: np.ndarray | None,
-    label: int,
-    vocabulary: BertVocabulary,
-    settings: BertSettings,
-) -> Sample:
-    """Shorten segments A and B (None: only A) to fit a sample, add special tokens, and mask."""
-    first, second = truncate(rng, first, second, settings.room)
-    a, cls, sep = len(first), np.array([vocabulary.cls]), np.array([vocabulary.sep])
-    texts = [cls, first, sep] if second is None else [cls, first, sep, second, sep]
-    tokens = np.concatenate(texts, dtype=np.int64)
-    special = [0, a + 1] if second is None else [0, a + 1, len(tokens) - 1]
-    positions, labels = mask(rng, tokens, special, vocabulary, settings.masking, settings.predictions)
-    return Sample(tokens, a + 2, positions, labels, label)
+@dataclass(frozen=True)
+class BertFamily:
+    """BERT's samples of documents: segments of their sentences. `GptFamily` says what the methods do."""
 
+    tokenizer: PreTrainedTokenizerFast
+    vocabulary: BertVocabulary
+    sequence_length: int  # S
+    predictions: int  # P, most predictions of a sample
+    sentence_head: SentenceHead
+    masking: Masking
+    seed: int
 
-def stack(samples: Sequence[Sample], vocabulary: BertVocabulary, settings: BertSettings) -> BertFields:
-    """Stack samples, padded to S tokens and P predictions."""
-    count, length, most = len(samples), settings.sequence_length, settings.predictions
-    fields = BertFields(
-        tokens=np.full((count, length), vocabulary.pad, dtype=np.int64),
-        token_types=np.zeros((count, length), dtype=np.int64),
-        lengths=np.array([len(sample.tokens) for sample in samples], dtype=np.int64),
-        positions=np.zeros((count, most), dtype=np.int64),
-        labels=np.zeros((count, most), dtype=np.int64),
-        predicted=np.array([len(sample.positions) for sample in samples], dtype=np.int64),
-        sentence_labels=np.array([sample.sentence_label for sample in samples], dtype=np.int64),
-    )
-    for row, sample in enumerate(samples):
-        fields["tokens"][row, : len(sample.tokens)] = sample.tokens
-        fields["token_types"][row, sample.first_length : len(sample.tokens)] = 1
-        fields["positions"][row, : len(sample.positions)] = sample.positions
-        fields["labels"][row, : len(sample.labels)] = sample.labels
-    return fields
+    sequences: ClassVar[Literal["sentences"]] = "sentences"
+
+    @classmethod
+    def of(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> BertFamily:
+        """Take the recipe's settings and the vocabulary's tokens.
+
+        Raises ProblemsError: the vocabulary lacks a special token, or whole words are to be masked, and it
+        does not tell where words begin.
+        """
+        vocabulary, masking = BertVocabulary.of(tokenizer), recipe.data.masking
+        check_whole_words(vocabulary, masking)
+        sizes = (recipe.sequence_length, recipe.predictions)
+        return cls(tokenizer, vocabulary, *sizes, recipe.model.sentence_head, masking, recipe.seed)
+
+    @property
+    def room(self) -> int:
+        """Tokens of text in a full sample, without [CLS] and one [SEP] per segment."""
+        return self.sequence_length - (2 if self.sentence_head == "none" else 3)
+
+    @property
+    def lengths(self) -> Lengths:
+        return Lengths(self.room, self.masking.short_probability, self.seed)
+
+    def training_samples(self, store: Store, documents: np.ndarray) -> BertSamples:
+        return BertSamples(store, documents, self)
+
+    def held_out(self, store: Store, documents: np.ndarray, wanted: int) -> HeldOut:
+        return BertSamples(store, documents, self.for_held_out()).fixed(wanted)
+
+    def never_predicted(self) -> list[int]:
+        return self.tokenizer.all_special_ids
+
+    def encoder(self, origin: Origin, batch_characters: int) -> Encode:
+        return SentenceEncoder(self.tokenizer, origin.sentences, batch_characters)
+
+    def lane(self, reader: LaneReader) -> Lane:
+        return BertLane(reader, self)
+
+    def for_held_out(self) -> BertFamily:
+        return replace(self, seed=HELD_OUT_SEED)
+
+    def measure(self, number: int, place: Place, encoded: list[np.ndarray]) -> int:
+        return len(text_of(number, place, encoded, self.lengths).starts) if encoded else 0
+
+    def samples(self, measured: int) -> int:
+        return measured
+
+    def tokens(self, encoded: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate([np.empty(0, np.uint32), *encoded])
+
+    def too_short(self, measured: int) -> tuple[str, ...]:
+        return ("have no text",)
+
+    def assemble(self, rng: Generator, first: np.ndarray, second: np.ndarray | None, label: int) -> Sample:
+        """Shorten segments A and B (None: only A) to fit a sample, add special tokens, and mask."""
+        first, second = truncate(rng, first, second, self.room)
+        a, cls, sep = len(first), np.array([self.vocabulary.cls]), np.array([self.vocabulary.sep])
+        texts = [cls, first, sep] if second is None else [cls, first, sep, second, sep]
+        tokens = np.concatenate(texts, dtype=np.int64)
+        special = [0, a + 1] if second is None else [0, a + 1, len(tokens) - 1]
+        positions, labels = mask(rng, tokens, special, self.vocabulary, self.masking, self.predictions)
+        return Sample(tokens, a + 2, positions, labels, label)
+
+    def stack(self, samples: Sequence[Sample]) -> BertFields:
+        """Stack samples, padded to S tokens and P predictions."""
+        count, length, most = len(samples), self.sequence_length, self.predictions
+        fields = BertFields(
+            tokens=np.full((count, length), self.vocabulary.pad, dtype=np.int64),
+            token_types=np.zeros((count, length), dtype=np.int64),
+            lengths=np.array([len(sample.tokens) for sample in samples], dtype=np.int64),
+            positions=np.zeros((count, most), dtype=np.int64),
+            labels=np.zeros((count, most), dtype=np.int64),
+            predicted=np.array([len(sample.positions) for sample in samples], dtype=np.int64),
+            sentence_labels=np.array([sample.sentence_label for sample in samples], dtype=np.int64),
+        )
+        for row, sample in enumerate(samples):
+            fields["tokens"][row, : len(sample.tokens)] = sample.tokens
+            fields["token_types"][row, sample.first_length : len(sample.tokens)] = 1
+            fields["positions"][row, : len(sample.positions)] = sample.positions
+            fields["labels"][row, : len(sample.labels)] = sample.labels
+        return fields
 
 
 class BertSamples(StoredSamples):
     """Samples of a store of sentences, one per chunk and epoch; safe for several threads."""
 
-    def __init__(
-        self, store: Store, documents: np.ndarray, settings: BertSettings, vocabulary: BertVocabulary
-    ):
+    def __init__(self, store: Store, documents: np.ndarray, family: BertFamily):
         """Cut the documents of one split into chunks.
 
         Args:
             documents: (D,) int64, ascending.
 
-        Raises ValueError: there is no text; nsp has text of one document alone; whole words are to be masked,
-        and the vocabulary does not tell where they begin.
+        Raises ProblemsError: there is no text, or nsp has text of one document alone.
         """
-        check_whole_words(vocabulary, settings.masking)
-        self._store, self._settings, self._vocabulary = store, settings, vocabulary
-        self._chunks = build_chunks(store, documents, settings.lengths)
-        self.documents = len(self._chunks.documents)
-        if not self.documents:
-            fix = ("give more, or ", *HOLD_OUT_MORE)
-            none = f"{counted(len(documents), 'document')} {'has' if len(documents) == 1 else 'have'} no text"
-            raise ProblemsError([Problem("data.name", none, fix=fix)])
-        if self.documents < 2 and settings.sentence_head == "nsp":
+        self._store, self._family = store, family
+        self._chunks = build_chunks(store, documents, family.lengths)
+        filled = len(self._chunks.documents)
+        hold_out_more = ("set ", Key("data.validation_every"), " or ", Key("data.test_every"), " lower")
+        if not filled:
+            none = f"no text in {counted(len(documents), 'document')}"
+            raise ProblemsError([Problem("data.name", none, fix=("give more, or ", *hold_out_more))])
+        if filled < 2 and family.sentence_head == "nsp":
             came = (Setting("model.sentence_head", "nsp"), " with text of one document alone")
             rule = "the second segment must come from another one"
             other = (", or set ", Key("model.sentence_head"), " to sop or none")
-            better = ("give more documents, ", *HOLD_OUT_MORE, *other)
+            better = ("give more documents, ", *hold_out_more, *other)
             raise ProblemsError([Problem("model.sentence_head", came, rule, better)])
-        super().__init__(len(self._chunks), settings.sequence_length)
+        super().__init__(len(self._chunks), family.sequence_length)
 
     def take(self, positions: Sequence[int], seed: int) -> Fields:
-        samples = [self._sample(seed, *self._orders.locate(int(position), seed)) for position in positions]
-        return stack(samples, self._vocabulary, self._settings)
+        places = (self._orders.locate(int(position), seed) for position in positions)
+        return self._family.stack([self._sample(seed, *place) for place in places])
+
+    def fixed(self, count: int) -> HeldOut:
+        """Make at most `count` evenly spread samples of epoch 0."""
+        seed = self._family.seed
+        chosen = [self._sample(seed, 0, chunk) for chunk in spread(len(self), count).tolist()]
+        return HeldOut(self._family.stack(chosen), self.sequence_length)
 
     def _sample(self, seed: int, epoch: int, chunk: int) -> Sample:
         rng = generator(seed, epoch, chunk)
@@ -250,8 +285,7 @@ class BertSamples(StoredSamples):
         tokens = self._store.tokens_array[start : start + length]
         borders = np.array(self._borders(start, start + length), dtype=np.int64) - start
         other = partial(self._other, rng, chunk)
-        parts = segments(rng, tokens, borders, self._settings.sentence_head, other)
-        return assemble(rng, *parts, self._vocabulary, self._settings)
+        return self._family.assemble(rng, *segments(rng, tokens, borders, self._family.sentence_head, other))
 
     def _borders(self, start: int, end: int) -> list[int]:
         """List the places of sentence beginnings strictly between `start` and `end` of the store."""
@@ -275,10 +309,96 @@ class BertSamples(StoredSamples):
         return self._store.tokens_array[start:end]
 
 
-def fixed_samples(
-    store: Store, documents: np.ndarray, settings: BertSettings, vocabulary: BertVocabulary, count: int
-) -> HeldOut:
-    """Make at most `count` evenly spread samples, without the recipe's seed. Raises as `BertSamples`."""
-    samples = BertSamples(store, documents, replace(settings, seed=HELD_OUT_SEED), vocabulary)
-    chosen = [samples._sample(HELD_OUT_SEED, 0, chunk) for chunk in spread(len(samples), count).tolist()]
-    return HeldOut(stack(chosen, vocabulary, settings), settings.sequence_length)
+@dataclass(frozen=True)
+class Tokenized:
+    """A document as one run of tokens."""
+
+    place: Place
+    tokens: np.ndarray  # (L,)
+    edges: np.ndarray  # (S + 1,) where sentences begin, and L
+    starts: np.ndarray  # (C,) where chunks begin
+    lengths: np.ndarray  # (C,)
+
+
+def text_of(number: int, place: Place, sentences: list[np.ndarray], lengths: Lengths) -> Tokenized:
+    """Join the sentences of a document and cut it into chunks.
+
+    Args:
+        number: of the lane; with the place it decides the random lengths of chunks.
+    """
+    sizes = np.array([len(sentence) for sentence in sentences], dtype=np.int64)
+    # Without the epoch: as in a store, a document is always cut into the same chunks.
+    document = (number << 48) ^ (place.turn << 32) ^ place.record
+    chunks = chunks_of_document(sizes, document, lengths)
+    return Tokenized(place, np.concatenate(sentences), np.concatenate([[0], np.cumsum(sizes)]), *chunks)
+
+
+class BertLane(Lane):
+    """One sample per chunk: a function of (seed, lane, item) and of the last REMEMBERED documents.
+
+    The state names the first of these documents. A resumed run reads from there, so that it remembers the
+    same ones.
+    """
+
+    def __init__(self, reader: LaneReader, family: BertFamily):
+        self._family, self._lengths = family, family.lengths
+        self._remembered: deque[Tokenized] = deque(maxlen=REMEMBERED)
+        self._current: Tokenized | None = None
+        self._chunk = 0  # the next one of the current document
+        super().__init__(reader)
+
+    def take(self, item: int, seed: int) -> Sample:
+        text, chunk = self._next_chunk()
+        start, length = int(text.starts[chunk]), int(text.lengths[chunk])
+        inside = text.edges[(text.edges > start) & (text.edges < start + length)] - start
+        rng, tokens = generator(seed, self.reader.lane, item), text.tokens[start : start + length]
+        other = partial(self._other, rng, text)
+        return self._family.assemble(rng, *segments(rng, tokens, inside, self._family.sentence_head, other))
+
+    def skip(self) -> None:
+        self._next_chunk()
+
+    def _next_chunk(self) -> tuple[Tokenized, int]:
+        while self._current is None or self._chunk == len(self._current.starts):
+            following = self._read()
+            if self._current is not None:
+                self._remembered.append(self._current)
+            self._current, self._chunk = following, 0
+        self._chunk += 1
+        return self._current, self._chunk - 1
+
+    def _read(self) -> Tokenized:
+        while True:
+            for document, sentences in self._encoded:
+                if sentences:
+                    self._fruitful = True
+                    return text_of(self.reader.lane, document.place, sentences, self._lengths)
+            self._open_next_epoch("have no text")
+
+    def _other(self, rng: Generator, current: Tokenized, wanted: int) -> np.ndarray | None:
+        """Take sentences of a remembered document, of a wanted number of tokens."""
+        # Of another turn or record: the same document comes again in every epoch.
+        others = [text for text in self._remembered if text.place[1:3] != current.place[1:3]]
+        if not others:
+            return None
+        chosen = others[rng.integers(len(others))]
+        first = int(rng.integers(len(chosen.edges) - 1))
+        start = chosen.edges[first]
+        last = min(int(np.searchsorted(chosen.edges, start + wanted)), len(chosen.edges) - 1)
+        return chosen.tokens[start : chosen.edges[last]]
+
+    def state(self) -> dict[str, Any]:
+        first = self._remembered[0] if self._remembered else self._current
+        place = first.place if first else self._place
+        chunk = self._chunk if self._current else None
+        return {**place.state(), "remembered": len(self._remembered), "chunk": chunk}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._resume(state)
+        self._remembered.clear()
+        self._remembered.extend(self._read() for _ in range(state["remembered"]))
+        self._current, self._chunk = None, 0
+        if state["chunk"] is not None:
+            self._current, self._chunk = self._read(), state["chunk"]
+            if self._chunk > (chunks := len(self._current.starts)):
+                refuse_state(self.reader.source, state, f"the document there has {counted(chunks, 'chunk')}")

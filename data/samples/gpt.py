@@ -1,4 +1,4 @@
-"""GPT samples from a token store: windows of a fixed length over the concatenated documents of one split.
+"""GPT samples: windows of a fixed length over the concatenated documents of one split, or of a stream's lane.
 
 Sample i is tokens [i * T, i * T + T + 1) of the split's stream: the first T are the inputs, the last T the
 labels. So every token but the first of the stream is a label exactly once. Every document of the stream ends
@@ -8,14 +8,20 @@ written without Megatron's --append-eod).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from data.samples.fields import Fields, HeldOut, StoredSamples, spread, window_count
+from data.samples.lanes import Encode, Lane, LaneReader, Place, refuse_state
+from data.text.encoder import Encoder, end_of_document
 from data.tokens.store import Store
-from recipes.problems import Key, Problem, ProblemsError, Setting, counted
+from recipes.problems import Key, Problem, ProblemsError, Setting, Words, counted
+from recipes.schema import Origin, Recipe
 
 _LOOKED_AT = 256  # documents to look at first for how the store ends documents
 
@@ -111,11 +117,9 @@ class GptSamples(StoredSamples):
         count = window_count(len(stream), sequence_length)
         if not count:
             there = counted(stream.documents, "document")
-            came = f"{there} with {counted(len(stream), 'token')}, and one sample of "
-            length = Setting("sequence_length", sequence_length)
+            came = (f"{there} with ", *too_short(len(stream), sequence_length))
             fix = ("give more text, or set ", Key("sequence_length"), " lower")
-            needed = (came, length, f" needs {sequence_length + 1}")
-            raise ProblemsError([Problem("sequence_length", needed, fix=fix)])
+            raise ProblemsError([Problem("sequence_length", came, fix=fix)])
         super().__init__(count, sequence_length)
 
     def take(self, positions: Sequence[int], seed: int) -> Fields:
@@ -131,3 +135,128 @@ class GptSamples(StoredSamples):
         for row, index in enumerate(indices):
             windows[row] = self.stream.read(index * length, index * length + length + 1)
         return GptFields(window=windows)
+
+
+def too_short(tokens: int, sequence_length: int) -> tuple[Words, ...]:
+    """Say why so many tokens give no sample."""
+    length = Setting("sequence_length", sequence_length)
+    return f"{counted(tokens, 'token')}, and one sample of ", length, f" needs {sequence_length + 1}"
+
+
+class GptLane(Lane):
+    """Windows of T + 1 tokens over the lane's documents; each begins with the last label of the one before.
+
+    A rest shorter than a window is left out at the end of an epoch, as at the end of a store.
+    """
+
+    def __init__(self, reader: LaneReader, sequence_length: int):
+        self._length = sequence_length
+        super().__init__(reader)
+
+    def take(self, item: int, seed: int) -> np.ndarray:
+        """Return the next window (T + 1,) int64, without use of the seed."""
+        self._fill()
+        parts, start = [], self._offset
+        for _, ids in self._pending:
+            parts.append(ids[max(start, 0) : max(start + self._length + 1, 0)])
+            start -= ids.size
+        self._use()
+        return np.concatenate(parts).astype(np.int64)
+
+    def skip(self) -> None:
+        self._fill()
+        self._use()
+
+    def state(self) -> dict[str, Any]:
+        place = self._pending[0][0] if self._pending else self._place
+        return {**place.state(), "token_offset": self._offset}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        size = len(self._resume(state))
+        if state["token_offset"] >= max(size, 1):
+            refuse_state(self.reader.source, state, f"the document there has {counted(size, 'token')}")
+        self._offset = state["token_offset"]
+        self._fruitful = self._offset > 0
+
+    def _open(self, place: Place) -> None:
+        super()._open(place)
+        self._offset = 0  # tokens used of the first pending document
+        self._pending: deque[tuple[Place, np.ndarray]] = deque()  # documents not wholly used
+        self._buffered = 0  # tokens in `_pending`, those before the offset included
+
+    def _fill(self) -> None:
+        while self._buffered < self._offset + self._length + 1:
+            if (found := next(self._encoded, None)) is None:
+                self._open_next_epoch("have ", *too_short(self._buffered, self._length))
+                continue
+            document, ids = found
+            self._pending.append((document.place, ids))
+            self._buffered += ids.size
+
+    def _use(self) -> None:
+        self._fruitful = True
+        self._offset += self._length
+        while self._pending and self._offset >= self._pending[0][1].size:
+            used = self._pending.popleft()[1].size
+            self._offset -= used
+            self._buffered -= used
+
+
+@dataclass(frozen=True)
+class GptFamily:
+    """GPT's samples of documents; every family has these methods."""
+
+    tokenizer: PreTrainedTokenizerFast
+    sequence_length: int
+
+    sequences: ClassVar[Literal["documents"]] = "documents"
+    """Content of one sequence of a store."""
+
+    @classmethod
+    def of(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> GptFamily:
+        return cls(tokenizer, recipe.sequence_length)
+
+    def training_samples(self, store: Store, documents: np.ndarray) -> GptSamples:
+        """Make the training samples of `documents` (D,) int64, ascending.
+
+        Raises ProblemsError: they hold too little for one sample.
+        """
+        return GptSamples(Stream(store, documents, end_of_document(self.tokenizer)), self.sequence_length)
+
+    def held_out(self, store: Store, documents: np.ndarray, wanted: int) -> HeldOut:
+        """Make at most `wanted` samples, spread evenly over the documents; raises as `training_samples`."""
+        return self.training_samples(store, documents).fixed(wanted)
+
+    def never_predicted(self) -> list[int]:
+        """List the tokens of stored documents that are never labels."""
+        return []
+
+    def encoder(self, origin: Origin, batch_characters: int) -> Encode:
+        """Make the encoder of a stream's documents."""
+        return Encoder(self.tokenizer, batch_characters)
+
+    def lane(self, reader: LaneReader) -> Lane:
+        return GptLane(reader, self.sequence_length)
+
+    def stack(self, samples: Sequence[np.ndarray]) -> GptFields:
+        """Stack the items of lanes into fields."""
+        return GptFields(window=np.stack(samples))
+
+    def for_held_out(self) -> GptFamily:
+        """Return the family without the recipe's seed."""
+        return self
+
+    def measure(self, number: int, place: Place, encoded: np.ndarray) -> int:
+        """Measure a document of lane `number`; `samples` takes the sum over documents."""
+        return encoded.size
+
+    def samples(self, measured: int) -> int:
+        """Return the number of samples in documents of that measure."""
+        return window_count(measured, self.sequence_length)
+
+    def tokens(self, encoded: np.ndarray) -> np.ndarray:
+        return encoded
+
+    def too_short(self, measured: int) -> tuple[Words, ...]:
+        """Say why documents of that measure give no sample."""
+        return "have ", *too_short(measured, self.sequence_length)

@@ -1,8 +1,12 @@
-"""Lanes of a stream: parts read side by side, so that ranks read different files.
+"""Streams: samples that are tokenized while they arrive, for data sets too large to prepare first.
 
-A stream of n files has L lanes, and lane l reads files l, l + L, l + 2 L, ... epoch after epoch. Every rank
-that reads a lane gets the same items from it. A place in a lane is the file and the record in it, so that a
-resumed run opens the right file at the right record.
+A stream of n files has L lanes, parts that are read side by side, so that ranks read different files. Lane l
+reads files l, l + L, l + 2 L, ... epoch after epoch. Every rank that reads a lane gets the same items from
+it. A place in a lane is the file and the record in it, so that a resumed run opens the right file at the
+right record.
+
+With G samples in a full batch, sample s * G + j is item s * (G / L) + j % (G / L) of lane j // (G / L), under
+every layout. A rank opens only the lanes of its rows, which change in smaller steps.
 
 A lane may shuffle: document k of an epoch comes in the order of k + d, where d, below the size of the lane's
 buffer, is drawn from (seed, lane, epoch, k) alone. It waits in the buffer while an unread document could come
@@ -12,26 +16,25 @@ leaves out as many as have come before.
 
 from __future__ import annotations
 
+import copy
 import heapq
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
-
+from data.cache import Say
 from data.keyed_random import generator
-from data.samples.bert import BertSettings, Sample, assemble, segments
-from data.samples.chunks import chunks_of_document
-from data.samples.masking import BertVocabulary
+from data.samples.fields import Fields
 from data.text.records import Source
 from recipes import files
-from recipes.problems import Problem, ProblemsError, Setting, Text, Words, counted, pieces
+from recipes.problems import Problem, ProblemsError, Words
 
 MOST_LANES = 64  # a single rank may hold a file of each open
+REMEMBERED = 16  # last documents of a BERT's lane, for the random segments of NSP
 
 
 def lane_count(global_batch: int, shards: int) -> int:
@@ -72,19 +75,6 @@ class PlacedDocument:
 Encode = Callable[[Iterable[PlacedDocument]], Iterator[tuple[PlacedDocument, Any]]]
 
 
-class Reader(Protocol):
-    """Encoded documents of a lane."""
-
-    source: Source
-
-    @property
-    def beginning(self) -> Place: ...
-
-    def epoch_from(self, place: Place) -> Iterator[tuple[PlacedDocument, Any]]:
-        """Yield (document, its encoded text) from `place` to the end of its epoch."""
-        ...
-
-
 @dataclass
 class LaneReader:
     """Reader and encoder of the training documents of one lane."""
@@ -102,6 +92,7 @@ class LaneReader:
         return Place(before=0, taken=0) if self.buffer else Place()
 
     def epoch_from(self, place: Place) -> Iterator[tuple[PlacedDocument, Any]]:
+        """Yield (document, its encoded text) from `place` to the end of its epoch."""
         documents = self._documents(place)
         if self.buffer:
             documents = itertools.islice(self._shuffled(documents, place), place.taken, None)
@@ -145,7 +136,7 @@ class LaneReader:
 class Lane(ABC):
     """Items of one lane, one after another."""
 
-    def __init__(self, reader: Reader):
+    def __init__(self, reader: LaneReader):
         self.reader = reader
         self._open(reader.beginning)
 
@@ -162,11 +153,8 @@ class Lane(ABC):
         """Return the place of the next item as JSON values."""
 
     @abstractmethod
-    def restore(self, state: dict[str, Any]) -> None: ...
-
-    @abstractmethod
-    def too_little(self) -> Text:
-        """Say why all files together give no item."""
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a `state`. Raises FileError: it names a place that is none."""
 
     def _open(self, place: Place) -> None:
         self._place = place
@@ -184,10 +172,11 @@ class Lane(ABC):
         self._encoded = itertools.chain(first, self._encoded)
         return first[0][1] if first else ()
 
-    def _open_next_epoch(self) -> None:
+    def _open_next_epoch(self, *too_little: Words) -> None:
+        """Begin the next epoch; `too_little` says why all files together give no item."""
         barren = self._whole and not self._fruitful
         if barren and self._place.wide:
-            came = (f"{self.reader.source.name}: ", *pieces(self.too_little()))
+            came = (f"{self.reader.source.name}: the training documents ", *too_little)
             raise ProblemsError([Problem("data.name", came, fix="give more text")])
         self._open(Place(self._place.epoch + 1, wide=self._place.wide or barren))
 
@@ -197,174 +186,125 @@ def refuse_state(source: Source, state: Any, rule: str) -> NoReturn:
     files.refuse(source.name, f"the checkpoint's place in the data is {str(state)[:150]}", rule, "restore it")
 
 
-def too_short(tokens: int, sequence_length: int) -> tuple[Words, ...]:
-    """Say why so many tokens give no sample."""
-    length = Setting("sequence_length", sequence_length)
-    return f"have {counted(tokens, 'token')}, and one sample of ", length, f" needs {sequence_length + 1}"
+class StreamedSamples:
+    """Samples of a stream. Lanes are read forward; going back reads a lane from its start, which is slow."""
 
+    random_access = False
 
-class GptLane(Lane):
-    """Windows of T + 1 tokens over the lane's documents; each begins with the last label of the one before.
+    def __init__(
+        self,
+        source: Source,
+        lanes: int,
+        open_lane: Callable[[int], Lane],
+        stack: Callable[[Sequence[Any]], Fields],
+        sequence_length: int,
+        global_batch: int,
+        buffer: int = 0,
+        say: Say = print,
+    ):
+        """Begin all lanes at their beginnings.
 
-    A rest shorter than a window is left out at the end of an epoch, as at the end of a store.
-    """
+        Args:
+            open_lane: opens the lane of a number.
+            stack: stacks items of lanes.
+            global_batch: samples per step; the number of lanes divides it.
+            buffer: documents to shuffle among, of each lane; 0: none.
+            say: prints a line where a lane has to be read again from its beginning.
+        """
+        assert global_batch % lanes == 0, "lane_count gives a divisor"
+        self.sequence_length = sequence_length
+        self._source, self._lanes, self._open_lane, self._stack = source, lanes, open_lane, stack
+        self._global, self._buffer, self._say = global_batch, buffer, say
+        self._rows = global_batch // lanes  # of one lane, in a step
+        self._forget()
 
-    def __init__(self, reader: Reader, sequence_length: int):
-        self._length = sequence_length
-        super().__init__(reader)
+    def _forget(self) -> None:
+        self._open: dict[int, Lane] = {}
+        self._next: dict[int, int] = {}  # next item of each open lane
+        self._saved: dict[int, dict[str, Any]] = {}  # states of lanes not yet opened
+        self._saved_at = 0  # position of these states
 
-    def take(self, item: int, seed: int) -> np.ndarray:
-        """Return the next window (T + 1,) int64, without use of the seed."""
-        self._fill()
-        parts, start = [], self._offset
-        for _, ids in self._pending:
-            parts.append(ids[max(start, 0) : max(start + self._length + 1, 0)])
-            start -= ids.size
-        self._use()
-        return np.concatenate(parts).astype(np.int64)
+    def take(self, positions: Sequence[int], seed: int) -> Fields:
+        taken = []
+        for position in positions:
+            step, row = divmod(position, self._global)
+            number, within = divmod(row, self._rows)
+            item = step * self._rows + within
+            lane = self._lane_at(number, item)
+            self._next[number] = item + 1
+            taken.append(lane.take(item, seed))
+        return self._stack(taken)
 
-    def skip(self) -> None:
-        self._fill()
-        self._use()
+    def _lane_at(self, number: int, item: int) -> Lane:
+        """Return a lane, with `item` as its next one."""
+        if number not in self._open:
+            self._open[number], self._next[number] = self._open_lane(number), 0
+            if number in self._saved:
+                self._open[number].restore(self._saved[number])
+                self._next[number] = self._item(self._saved_at, number)
+            elif self._item(self._saved_at, number):
+                missing = f"the checkpoint does not say where lane {number} of {self._lanes} stood"
+                reading = "reading its files from the start, which is right and slow"
+                self._say(f"{self._source.name}: {missing}; {reading}")
+        if self._next[number] > item:
+            self._open[number], self._next[number] = self._open_lane(number), 0
+        lane = self._open[number]
+        while self._next[number] < item:
+            lane.skip()
+            self._next[number] += 1
+        return lane
 
-    def state(self) -> dict[str, Any]:
-        place = self._pending[0][0] if self._pending else self._place
-        return {**place.state(), "token_offset": self._offset}
+    def _item(self, position: int, number: int) -> int:
+        """Return the next item of a lane at a position."""
+        step, row = divmod(position, self._global)
+        return step * self._rows + min(max(row - number * self._rows, 0), self._rows)
 
-    def restore(self, state: dict[str, Any]) -> None:
-        size = len(self._resume(state))
-        if state["token_offset"] >= max(size, 1):
-            refuse_state(self.reader.source, state, f"the document there has {counted(size, 'token')}")
-        self._offset = state["token_offset"]
-        self._fruitful = self._offset > 0
+    def state(self, position: int) -> dict[str, Any]:
+        """Return the states of this rank's lanes before the sample at `position`, as JSON values."""
+        items = {number: self._item(position, number) for number in {*self._saved, *self._open}}
+        # A part of a blend may not have been read since the restart, nor a lane by a small step.
+        lanes = {n: saved for n, saved in self._saved.items() if items[n] == self._item(self._saved_at, n)}
+        # Of a lane that other ranks have read on, the last of them knows the state.
+        lanes |= {n: lane.state() for n, lane in self._open.items() if self._next[n] == items[n]}
+        lanes_by_name = {str(number): lanes[number] for number in sorted(lanes)}
+        return {"position": position, **self._shape(), "lanes": lanes_by_name}
 
-    def too_little(self) -> Text:
-        return "the training documents ", *too_short(self._buffered, self._length)
-
-    def _open(self, place: Place) -> None:
-        super()._open(place)
-        self._offset = 0  # tokens used of the first pending document
-        self._pending: deque[tuple[Place, np.ndarray]] = deque()  # documents not wholly used
-        self._buffered = 0  # tokens in `_pending`, those before the offset included
-
-    def _fill(self) -> None:
-        while self._buffered < self._offset + self._length + 1:
-            if (found := next(self._encoded, None)) is None:
-                self._open_next_epoch()
-                continue
-            document, ids = found
-            self._pending.append((document.place, ids))
-            self._buffered += ids.size
-
-    def _use(self) -> None:
-        self._fruitful = True
-        self._offset += self._length
-        while self._pending and self._offset >= self._pending[0][1].size:
-            used = self._pending.popleft()[1].size
-            self._offset -= used
-            self._buffered -= used
-
-
-REMEMBERED = 16  # last documents of a lane, for the random segments of NSP
-
-
-@dataclass(frozen=True)
-class Tokenized:
-    """A document as one run of tokens."""
-
-    place: Place
-    tokens: np.ndarray  # (L,)
-    edges: np.ndarray  # (S + 1,) where sentences begin, and L
-    starts: np.ndarray  # (C,) where chunks begin
-    lengths: np.ndarray  # (C,)
-
-
-def text_of(number: int, place: Place, sentences: list[np.ndarray], settings: BertSettings) -> Tokenized:
-    """Join the sentences of a document and cut it into chunks.
-
-    Args:
-        number: of the lane; with the place it decides the random lengths of chunks.
-    """
-    sizes = np.array([len(sentence) for sentence in sentences], dtype=np.int64)
-    # Without the epoch: as in a store, a document is always cut into the same chunks.
-    document = (number << 48) ^ (place.turn << 32) ^ place.record
-    chunks = chunks_of_document(sizes, document, settings.lengths)
-    return Tokenized(place, np.concatenate(sentences), np.concatenate([[0], np.cumsum(sizes)]), *chunks)
-
-
-class BertLane(Lane):
-    """One sample per chunk: a function of (seed, lane, item) and of the last REMEMBERED documents.
-
-    The state names the first of these documents. A resumed run reads from there, so that it remembers the
-    same ones.
-    """
-
-    def __init__(self, reader: Reader, number: int, settings: BertSettings, vocabulary: BertVocabulary):
-        self._number, self._settings, self._vocabulary = number, settings, vocabulary
-        self._remembered: deque[Tokenized] = deque(maxlen=REMEMBERED)
-        self._current: Tokenized | None = None
-        self._chunk = 0  # the next one of the current document
-        super().__init__(reader)
-
-    def take(self, item: int, seed: int) -> Sample:
-        text, chunk = self._next_chunk()
-        start, length = int(text.starts[chunk]), int(text.lengths[chunk])
-        inside = text.edges[(text.edges > start) & (text.edges < start + length)] - start
-        rng, head = generator(seed, self._number, item), self._settings.sentence_head
-        found = segments(rng, text.tokens[start : start + length], inside, head, self._other(rng, text))
-        return assemble(rng, *found, self._vocabulary, self._settings)
-
-    def skip(self) -> None:
-        self._next_chunk()
-
-    def _next_chunk(self) -> tuple[Tokenized, int]:
-        while self._current is None or self._chunk == len(self._current.starts):
-            following = self._read()
-            if self._current is not None:
-                self._remembered.append(self._current)
-            self._current, self._chunk = following, 0
-        self._chunk += 1
-        return self._current, self._chunk - 1
-
-    def _read(self) -> Tokenized:
-        while True:
-            for document, sentences in self._encoded:
-                if sentences:
-                    self._fruitful = True
-                    return text_of(self._number, document.place, sentences, self._settings)
-            self._open_next_epoch()
-
-    def _other(self, rng: np.random.Generator, current: Tokenized) -> Callable[[int], np.ndarray | None]:
-        """Return a function to take sentences of a remembered document, of a wanted number of tokens."""
-
-        def text(wanted: int) -> np.ndarray | None:
-            # Of another turn or record: the same document comes again in every epoch.
-            others = [text for text in self._remembered if text.place[1:3] != current.place[1:3]]
-            if not others:
-                return None
-            chosen = others[rng.integers(len(others))]
-            first = int(rng.integers(len(chosen.edges) - 1))
-            start = chosen.edges[first]
-            last = min(int(np.searchsorted(chosen.edges, start + wanted)), len(chosen.edges) - 1)
-            return chosen.tokens[start : chosen.edges[last]]
-
-        return text
-
-    def state(self) -> dict[str, Any]:
-        first = self._remembered[0] if self._remembered else self._current
-        place = first.place if first else self._place
-        chunk = self._chunk if self._current else None
-        return {**place.state(), "remembered": len(self._remembered), "chunk": chunk}
+    def _shape(self) -> dict[str, int]:
+        return {"files": self._source.shards, "lane_count": self._lanes}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._resume(state)
-        self._remembered.clear()
-        self._remembered.extend(self._read() for _ in range(state["remembered"]))
-        self._current, self._chunk = None, 0
-        if state["chunk"] is not None:
-            self._current, self._chunk = self._read(), state["chunk"]
-            if self._chunk > (chunks := len(self._current.starts)):
-                refuse_state(self.reader.source, state, f"the document there has {counted(chunks, 'chunk')}")
+        """Continue from a `state`.
 
-    def too_little(self) -> Text:
-        return "the training documents have no text"
+        Raises ValueError: it is of another number of files or lanes, or names places that none is.
+        """
+        here = self._shape()
+        then = {key: state.get(key, "none") for key in here}
+        if then != here:
+            came = f"the checkpoint read {then['files']} files in {then['lane_count']} lanes, and now"
+            rule = f"there are {here['files']} in {here['lane_count']}: the samples of a step would be others"
+            fix = "resume with the same files and batch.global"
+            raise ValueError(f"{self._source.name}: {came} {rule}; {fix}")
+        self._forget()
+        lanes, last = state.get("lanes"), self._lanes - 1
+        if not isinstance(lanes, dict) or not lanes.keys() <= {*map(str, range(last + 1))}:
+            refuse_state(self._source, lanes, f"lanes are numbered from 0 to {last}")
+        self._saved = {int(number): self._checked(int(number), saved) for number, saved in lanes.items()}
+        self._saved_at = state["position"]
+
+    def _checked(self, number: int, saved: Any) -> dict[str, Any]:
+        """Check the form of a lane's state and return it. Raises FileError."""
+        like, total = self._open_lane(number).state(), self._source.shards
+        if not isinstance(saved, dict) or saved.keys() != like.keys():
+            refuse_state(self._source, saved, f"a lane's has {', '.join(like)}")
+        turns = total if saved["wide"] else len(range(number, total, self._lanes))
+        most = {"wide": 1, "turn": turns - 1, "remembered": REMEMBERED, "taken": self._buffer - 1}
+        for key, value in saved.items():
+            sound = type(value) is type(like[key]) or (key == "chunk" and type(value) is int)
+            if not sound or not 0 <= (value or 0) <= most.get(key, 2**62):
+                refuse_state(self._source, saved, f"no lane has {key}={str(value)[:40]}")
+        return saved
+
+    def fresh(self) -> StreamedSamples:
+        copied = copy.copy(self)
+        copied._forget()
+        return copied

@@ -8,16 +8,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerFast
 
 from data.cache import SAY_EVERY_S, Say
-from data.samples.families import Family
+from data.samples.bert import BertFamily
 from data.samples.fields import HELD_OUT_SEED, HeldOut, Parts, spread
-from data.samples.gpt import Stream
-from data.samples.lanes import Lane, LaneReader, Place, PlacedDocument, lane_count
-from data.samples.streamed import Lanes, StreamedSamples
+from data.samples.gpt import GptFamily, Stream
+from data.samples.lanes import Lane, LaneReader, Place, PlacedDocument, StreamedSamples, lane_count
 from data.split_rule import Part, documents_of, part_of
 from data.text.encoder import end_of_document
 from data.text.records import Source
@@ -36,9 +36,15 @@ _FILES_AT_ONCE = 8  # to take held-out documents from in turn
 _BATCH_CHARACTERS = 1 << 19
 _LEAST_BATCH = 1 << 15  # of one lane
 _HEAD_BATCH_CHARACTERS = 1 << 16  # small, to read little too much: 1 document of 20 is held out
+Family = GptFamily | BertFamily
 Split = Callable[[int], Part]  # the part of a document, by its index within its file
 # Returns the result of `make`: of several ranks one makes it, and the others receive it.
 MakeOnce = Callable[[Callable[[], "Head"]], "Head"]
+
+
+def family_of(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Family:
+    """Make the recipe's family, once per corpus. Raises ProblemsError: the vocabulary does not fit it."""
+    return (BertFamily if recipe.model.facts.masked else GptFamily).of(recipe, tokenizer)
 
 
 def store_parts(recipe: Recipe, family: Family, opened: OpenedStore, wanted: int) -> Parts:
@@ -115,16 +121,11 @@ def token_counts(
 
 @dataclass
 class _HeldOutDocuments:
-    """Held-out documents of one split, up to enough samples.
+    """Held-out documents of one split, up to enough samples."""
 
-    It can be read like a `LaneReader`, for one epoch.
-    """
-
-    source: Source
     family: Family
     number: int  # of the lane
     wanted: int
-    beginning: ClassVar[Place] = Place()
     documents: list[tuple[PlacedDocument, Any]] = field(default_factory=list)
     measured: int = 0
 
@@ -142,11 +143,10 @@ class _HeldOutDocuments:
             self.documents.append((placed, encoded))
             self.measured += self.family.measure(self.number, placed.place, encoded)
 
-    def epoch_from(self, place: Place) -> Iterator[tuple[PlacedDocument, Any]]:
-        return iter(self.documents)
-
-    def finish(self, sequence_length: int) -> HeldOut:
-        lane = self.family.lane(self, self.number)
+    def finish(self, source: Source, sequence_length: int) -> HeldOut:
+        """Make the samples, in a lane that reads the documents as they are encoded already."""
+        reader = LaneReader(source, self.number, 1, lambda _: iter(self.documents), lambda _: True)
+        lane = self.family.lane(reader)
         samples = [lane.take(item, HELD_OUT_SEED) for item in range(min(self.found, self.wanted))]
         return HeldOut(self.family.stack(samples), sequence_length)
 
@@ -171,7 +171,7 @@ def read_head(
     every = f"every {data.validation_every}th document"
     say(f"{source.name}: streaming; holding out its first {wanted:,} validation samples, {every}")
     held = {
-        name: _HeldOutDocuments(source, family.for_held_out(), _FIRST_HELD_OUT + number, wanted)
+        name: _HeldOutDocuments(family.for_held_out(), _FIRST_HELD_OUT + number, wanted)
         for number, name in enumerate(("validation", "test") if data.test_every else ("validation",))
     }
     counts = np.zeros(vocabulary, dtype=np.int64)
@@ -204,11 +204,11 @@ def read_head(
         if not min(split.found, wanted):
             key = f"data.{held_out}_every"
             every_nth = Setting(key, getattr(data, f"{held_out}_every"))
-            why = pieces(family.too_short(split.measured))
+            why = family.too_short(split.measured)
             came = (f"{source.name}: with ", every_nth, " the held-out documents ", *why)
             fix = ("set ", Key(key), " or ", Key("sequence_length"), " lower")
             raise ProblemsError([Problem(key, came, fix=fix)])
-    finished = {name: split.finish(recipe.sequence_length) for name, split in held.items()}
+    finished = {name: split.finish(source, recipe.sequence_length) for name, split in held.items()}
     return Head(finished, counts, documents)
 
 
@@ -225,14 +225,7 @@ def interleave_files(source: Source) -> Iterator[PlacedDocument]:
 
 
 def stream_parts(
-    recipe: Recipe,
-    family: Family,
-    origin: Origin,
-    source: Source,
-    wanted: int,
-    single_lane: bool,
-    say: Say,
-    once: MakeOnce,
+    recipe: Recipe, family: Family, origin: Origin, source: Source, wanted: int, say: Say, once: MakeOnce
 ) -> Parts:
     """Make the samples of every split of a stream.
 
@@ -240,19 +233,18 @@ def stream_parts(
 
     Args:
         wanted: samples of each held-out split.
-        single_lane: read the stream in one lane, as in a blend.
         once: as for `data.corpus.build`.
 
     Raises ValueError: the stream cannot be read, or ends before it has held out one sample.
     """
-    data, length = recipe.data, recipe.sequence_length
+    data = recipe.data
 
     def part(index: int) -> Part:
         return part_of(index, data.validation_every, data.test_every)
 
     head = once(lambda: read_head(recipe, family, origin, source, wanted, part, say))
     held_out, counts = head.held_out, head.counts
-    lanes = 1 if single_lane else lane_count(recipe.batch.global_, source.shards)
+    lanes = 1 if data.blend else lane_count(recipe.batch.global_, source.shards)
     encode = family.encoder(origin, max(_LEAST_BATCH, _BATCH_CHARACTERS // lanes))
     buffer = -(-data.shuffle_buffer // lanes)
 
@@ -261,7 +253,7 @@ def stream_parts(
 
     def open_lane(number: int) -> Lane:
         reader = LaneReader(source, number, lanes, encode, is_training, recipe.seed, buffer)
-        return family.lane(reader, number)
+        return family.lane(reader)
 
     # The checksum tells streams apart by their head. It takes one held-out sample, since a run may be resumed
     # with more of them.
@@ -276,6 +268,6 @@ def stream_parts(
         "documents_read_for_validation": head.documents,
         "unigram_tokens": int(counts.sum()),
     }
-    opened = Lanes(source, lanes, open_lane, family.stack, buffer)
-    train = StreamedSamples(opened, length, recipe.batch.global_, say)
+    shape = (recipe.sequence_length, recipe.batch.global_)
+    train = StreamedSamples(source, lanes, open_lane, family.stack, *shape, buffer, say)
     return Parts(train, held_out["validation"], held_out.get("test"), counts, summary)

@@ -184,6 +184,7 @@ class Source(Protocol):
 
     name: str
     finite: bool  # False: streamed; never tokenized as a whole
+    skipped: SkippedRecords | None  # collects the broken records; None: they stop a reader
 
     @property
     def shards(self) -> int:

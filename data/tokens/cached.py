@@ -78,12 +78,10 @@ def cached_store(
     tokenizer: PreTrainedTokenizerFast,
     directory: Path,
     say: Say,
-    skipped: SkippedRecords | None = None,
 ) -> OpenedStore:
     """Open the cached token store of a source; make it where the cache lacks it.
 
-    `skipped`: the broken records of the source. Raises ValueError: the source or the cache directory cannot
-    be read.
+    Raises ValueError: the source or the cache directory cannot be read.
     """
     sentences = origin.sentences if sequences == "sentences" else None
     made_of = {
@@ -102,7 +100,8 @@ def cached_store(
         encode = SentenceEncoder(tokenizer, sentences) if sentences else Encoder(tokenizer)
         writer = StoreWriter(prefix, vocabulary_size(tokenizer))
         facts = made_of | _tokenize(encode(source.documents()), writer, what, say)
-        facts["left_out"] = SkippedRecords.describe(skipped.found()) if skipped and skipped.found() else ""
+        left_out = source.skipped.found() if source.skipped else []
+        facts["left_out"] = SkippedRecords.describe(left_out) if left_out else ""
         content = json.dumps(facts, indent=2)
         with durable_files.replacing(facts_path) as file:
             file.write(f"{content}\n{hashlib.sha256(content.encode()).hexdigest()}\n".encode())

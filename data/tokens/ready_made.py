@@ -14,13 +14,18 @@ from data.text.vocabulary import vocabulary_digest
 from data.tokens.cached import OpenedStore, checksum_of
 from data.tokens.store import Checksum, Store, bin_path, idx_path, open_store, read_header
 from recipes import files
+from recipes.families import FAMILIES
 from recipes.problems import Key, Problem, ProblemsError, Setting, Text
 from recipes.schema import Origin
 
 REPORT = "report.json"
 MOST_REPORT = 1 << 30  # bytes; it names every input file
 LOOKED_AT = 1 << 22  # bytes of tokens to check when a run is planned
-Sequences = Literal["documents", "sentences"]
+Sequences = Literal["documents", "sentences"]  # content of one sequence of a store
+
+
+def sequences_of(family: str) -> Sequences:
+    return "sentences" if FAMILIES[family].masked else "documents"
 
 
 def ready_made_store(

@@ -12,16 +12,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from data.samples.bert import (
-    BertSamples,
-    BertSettings,
-    assemble,
-    fixed_samples,
-    generator,
-    segments,
-    stack,
-    truncate,
-)
+from data.samples.bert import BertFamily, BertSamples, generator, segments, truncate
 from data.samples.chunks import Lengths, build_chunks, chunks_of_document
 from data.samples.masking import BertVocabulary, check_whole_words, choose, mask
 from data.split_rule import documents_of
@@ -70,9 +61,16 @@ def document_of(token: int) -> int:
     return int(np.searchsorted(DOCUMENT_STARTS, token - TEXT, side="right")) - 1
 
 
-def settings(length=128, head="sop", seed=7, **masking) -> BertSettings:
-    chosen = Masking(**masking)
-    return BertSettings(length, max(1, round(chosen.probability * length)), head, chosen, seed)
+@pytest.fixture(scope="module")
+def family(vocabulary):
+    """Makes a family of BERT's samples."""
+
+    def make(length=128, head="sop", seed=7, **masking) -> BertFamily:
+        chosen = Masking(**masking)
+        most = max(1, round(chosen.probability * length))
+        return BertFamily(None, vocabulary, length, most, head, chosen, seed)
+
+    return make
 
 
 def rows_of(fields) -> list[dict]:
@@ -342,16 +340,16 @@ def test_a_vocabulary_whose_ids_leave_gaps():
 # --- segments and samples
 
 
-def all_rows(store, vocabulary, chosen: BertSettings, epochs=1) -> list[dict]:
-    samples = BertSamples(store, np.arange(EVERY_DOCUMENT), chosen, vocabulary)
+def all_rows(store, chosen: BertFamily, epochs=1) -> list[dict]:
+    samples = BertSamples(store, np.arange(EVERY_DOCUMENT), chosen)
     return rows_of(samples.take(range(epochs * len(samples)), chosen.seed))
 
 
 @pytest.mark.parametrize("head", ["none", "nsp", "sop"])
 @pytest.mark.parametrize("length", [8, 64, 256])
-def test_fields_have_the_promised_shapes(store, vocabulary, head, length):
-    chosen = settings(length, head)
-    samples = BertSamples(store, np.arange(EVERY_DOCUMENT), chosen, vocabulary)
+def test_fields_have_the_promised_shapes(store, family, head, length):
+    chosen = family(length, head)
+    samples = BertSamples(store, np.arange(EVERY_DOCUMENT), chosen)
     fields = samples.take(range(100), 1)
     most = chosen.predictions
     shapes = [(100, length)] * 2 + [(100,)] + [(100, most)] * 2 + [(100,)] * 2
@@ -370,8 +368,8 @@ def test_fields_have_the_promised_shapes(store, vocabulary, head, length):
             assert not second and row["sentence_labels"] == 0
 
 
-def test_sop_swaps_half_and_unswapped_the_document_is_in_order(store, vocabulary):
-    rows = all_rows(store, vocabulary, settings(128, "sop"), epochs=2)
+def test_sop_swaps_half_and_unswapped_the_document_is_in_order(store, family):
+    rows = all_rows(store, family(128, "sop"), epochs=2)
     labels = []
     for row in rows:
         first, second = unmasked(row)
@@ -386,8 +384,8 @@ def test_sop_swaps_half_and_unswapped_the_document_is_in_order(store, vocabulary
     assert abs(np.mean(labels) - 0.5) < 0.03
 
 
-def test_nsp_takes_half_of_its_second_segments_from_other_documents(store, vocabulary):
-    rows = all_rows(store, vocabulary, settings(128, "nsp"), epochs=2)
+def test_nsp_takes_half_of_its_second_segments_from_other_documents(store, family):
+    rows = all_rows(store, family(128, "nsp"), epochs=2)
     labels, partners = [], set()
     for row in rows:
         first, second = unmasked(row)
@@ -403,25 +401,25 @@ def test_nsp_takes_half_of_its_second_segments_from_other_documents(store, vocab
     assert len(partners) > 0.8 * EVERY_DOCUMENT
 
 
-def test_nsp_reads_up_to_the_end_of_the_store(tmp_path, vocabulary):
+def test_nsp_reads_up_to_the_end_of_the_store(tmp_path, family):
     with StoreWriter(tmp_path / "two", TEXT + TOTAL) as writer:
         writer.add_documents(TEXT + np.arange(43), np.array([20, 3, 20]), np.array([2, 1]))
-    samples = BertSamples(open_store(tmp_path / "two"), np.arange(2), settings(8, "nsp"), vocabulary)
+    samples = BertSamples(open_store(tmp_path / "two"), np.arange(2), family(8, "nsp"))
     seconds = {unmasked(row)[1][-1] for row in rows_of(samples.take(range(300), 1)) if row["sentence_labels"]}
     assert {TEXT + 22, TEXT + 42} <= seconds, "the last token of each document"
 
 
-def test_segments_of_both_labels_are_equally_long(store, vocabulary):
+def test_segments_of_both_labels_are_equally_long(store, family):
     lengths = {0: [], 1: []}
-    for row in all_rows(store, vocabulary, settings(128, "nsp", short_probability=0.0)):
+    for row in all_rows(store, family(128, "nsp", short_probability=0.0)):
         if row["lengths"] == 128:
             lengths[int(row["sentence_labels"])].append(len(unmasked(row)[1]))
     assert abs(np.mean(lengths[0]) - np.mean(lengths[1])) < 6, "length must not tell whether B is random"
 
 
 @pytest.mark.parametrize("head", ["none", "nsp", "sop"])
-def test_samples_are_filled_with_several_sentences(store, vocabulary, head):
-    rows = all_rows(store, vocabulary, settings(128, head, short_probability=0.0))
+def test_samples_are_filled_with_several_sentences(store, family, head):
+    rows = all_rows(store, family(128, head, short_probability=0.0))
     fill = np.mean([row["lengths"] for row in rows]) / 128
     two_sentences = (2 * np.mean(np.concatenate(SIZES)) + 3) / 128
     assert fill > 0.85 and fill > 2.5 * two_sentences
@@ -430,15 +428,15 @@ def test_samples_are_filled_with_several_sentences(store, vocabulary, head):
     assert np.mean([sentences_in(segment) for row in rows for segment in unmasked(row) if segment]) > 2.5
 
 
-def test_the_share_of_short_samples(store, vocabulary):
+def test_the_share_of_short_samples(store, family):
     def whole(share):
-        rows = all_rows(store, vocabulary, settings(128, "sop", short_probability=share))
+        rows = all_rows(store, family(128, "sop", short_probability=share))
         return np.mean([row["lengths"] == 128 for row in rows])
 
     assert whole(0.0) > 0.8 and 0.4 < whole(0.5) < 0.65
 
 
-def test_a_chunk_of_one_sentence_still_gives_two_segments(vocabulary):
+def test_a_chunk_of_one_sentence_still_gives_two_segments(family):
     tokens, none = np.arange(100, 120), np.empty(0, np.int64)
     cuts = set()
     for seed in range(200):
@@ -453,7 +451,7 @@ def test_a_chunk_of_one_sentence_still_gives_two_segments(vocabulary):
         assert label == 0 and np.concatenate([first, second]).tolist() == tokens.tolist()
     assert cuts == set(range(1, 20))
     one = segments(np.random.default_rng(0), tokens[:1], none, "sop", lambda n: None)
-    sample = assemble(np.random.default_rng(0), *one, vocabulary, settings(16))
+    sample = family(16).assemble(np.random.default_rng(0), *one)
     assert len(sample.tokens) == 4 and sample.labels.tolist() == [100] and sample.sentence_label == 0
 
 
@@ -484,13 +482,13 @@ def test_tokens_are_dropped_from_the_longer_segment_at_both_ends(a, b, room, exp
 
 
 @pytest.mark.parametrize("head", ["none", "nsp", "sop"])
-def test_any_order_of_access_and_any_thread_give_equal_samples(store, vocabulary, head):
-    chosen, documents = settings(64, head), documents_of("train", EVERY_DOCUMENT, 20)
-    samples = BertSamples(store, documents, chosen, vocabulary)
+def test_any_order_of_access_and_any_thread_give_equal_samples(store, family, head):
+    chosen, documents = family(64, head), documents_of("train", EVERY_DOCUMENT, 20)
+    samples = BertSamples(store, documents, chosen)
     positions = [*range(150), len(samples) - 1, len(samples), 2 * len(samples) + 3]
     expected = samples.take(positions, 1)
     order = np.random.default_rng(0).permutation(len(positions))
-    again = BertSamples(store, documents, chosen, vocabulary)
+    again = BertSamples(store, documents, chosen)
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda i: again.take([positions[i]], 1), order))
     for i, fields in zip(order.tolist(), found, strict=True):
@@ -501,8 +499,8 @@ def test_any_order_of_access_and_any_thread_give_equal_samples(store, vocabulary
     assert not np.array_equal(samples.take(positions, 2)["tokens"], expected["tokens"])
 
 
-def test_every_epoch_has_every_chunk_once_and_masks_it_anew(store, vocabulary):
-    samples = BertSamples(store, np.arange(EVERY_DOCUMENT), settings(64, "none"), vocabulary)
+def test_every_epoch_has_every_chunk_once_and_masks_it_anew(store, family):
+    samples = BertSamples(store, np.arange(EVERY_DOCUMENT), family(64, "none"))
     epochs = [samples.take(range(e * len(samples), (e + 1) * len(samples)), 1) for e in range(2)]
     firsts = []
     for fields in epochs:
@@ -515,31 +513,31 @@ def test_every_epoch_has_every_chunk_once_and_masks_it_anew(store, vocabulary):
     assert np.mean([firsts[0][c] == firsts[1][c] for c in firsts[0]]) < 0.15
 
 
-def test_a_split_reads_only_its_documents(store, vocabulary):
+def test_a_split_reads_only_its_documents(store, family):
     documents = documents_of("validation", EVERY_DOCUMENT, 4)
     for head in ("nsp", "sop"):
-        samples = BertSamples(store, documents, settings(64, head), vocabulary)
+        samples = BertSamples(store, documents, family(64, head))
         rows = rows_of(samples.take(range(len(samples)), 3))
         found = {document_of(run[0]) for row in rows for run in unmasked(row) if run}
         assert found <= set(documents.tolist()) and len(found) > 0.9 * len(documents)
 
 
-def test_fixed_samples_are_spread_and_do_not_depend_on_the_seed(store, vocabulary):
+def test_fixed_samples_are_spread_and_do_not_depend_on_the_seed(store, family):
     documents = documents_of("validation", EVERY_DOCUMENT, 4)
-    one, two = (fixed_samples(store, documents, settings(64, "sop", seed), vocabulary, 40) for seed in (1, 2))
+    one, two = (family(64, "sop", seed).held_out(store, documents, 40) for seed in (1, 2))
     assert len(one) == 40 and all(np.array_equal(one.fields[key], two.fields[key]) for key in FIELDS)
     origin = [document_of(unmasked(row)[0][0]) for row in rows_of(one.fields)]
     assert origin == sorted(origin) and len(set(origin)) > 25 and origin[-1] > 0.95 * EVERY_DOCUMENT
-    assert len(fixed_samples(store, documents[:2], settings(64, "nsp"), vocabulary, 10_000)) < 100
+    assert len(family(64, "nsp").held_out(store, documents[:2], 10_000)) < 100
 
 
-def test_too_little_text_is_refused(store, vocabulary):
+def test_too_little_text_is_refused(store, family):
     with pytest.raises(ValueError, match="model.sentence_head=nsp with text of one document"):
-        BertSamples(store, np.array([4, 5]), settings(64, "nsp"), vocabulary)  # document 5 is empty
-    BertSamples(store, np.array([4, 5]), settings(64, "sop"), vocabulary)
+        BertSamples(store, np.array([4, 5]), family(64, "nsp"))  # document 5 is empty
+    BertSamples(store, np.array([4, 5]), family(64, "sop"))
     for none in (np.array([5]), np.array([], dtype=np.int64)):
-        with pytest.raises(ValueError, match="(has|have) no text"):
-            BertSamples(store, none, settings(64, "sop"), vocabulary)
+        with pytest.raises(ValueError, match="no text in [01] document"):
+            BertSamples(store, none, family(64, "sop"))
 
 
 def test_generators_differ_in_each_number_and_carry_no_state():
@@ -551,16 +549,20 @@ def test_generators_differ_in_each_number_and_carry_no_state():
     assert generator(1, 2, 3).random(4).tobytes() == draws[1, 2, 3]
 
 
-def test_settings_of_a_recipe_and_padding_of_a_stack(vocabulary):
+def test_the_family_of_a_recipe_and_padding_of_a_stack(vocabulary):
     shape = dict(family="bert", layers=1, hidden=8, heads=1, vocab_size=30522, sentence_head="nsp")
     data = {"tokenizer": {"kind": "bert_uncased"}, "masking": {"probability": 0.2}}
     rest = dict(title="test", sequence_length=64, steps=3, batch={"global": 4}, optimizer={"lr": 1e-3})
-    found = BertSettings.of(Recipe.model_validate({"model": shape, "data": data, **rest}))
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "##b"]
+    backend = Tokenizer(models.WordPiece({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL)
+    found = BertFamily.of(Recipe.model_validate({"model": shape, "data": data, **rest}), tokenizer)
     assert (found.sequence_length, found.predictions, found.sentence_head) == (64, 13, "nsp")
     assert (found.seed, found.room) == (1234, 61)
     assert replace(found, sentence_head="none").room == 62
-    sample = assemble(np.random.default_rng(0), np.arange(20, 25), np.arange(30, 33), 1, vocabulary, found)
-    fields = stack([sample, sample], vocabulary, found)
+    found = replace(found, vocabulary=vocabulary)
+    sample = found.assemble(np.random.default_rng(0), np.arange(20, 25), np.arange(30, 33), 1)
+    fields = found.stack([sample, sample])
     assert fields["lengths"].tolist() == [11, 11] and fields["predicted"].tolist() == [2, 2]
     assert fields["sentence_labels"].tolist() == [1, 1]
     assert fields["token_types"][0].tolist() == [0] * 7 + [1] * 4 + [0] * 53

@@ -20,13 +20,11 @@ from transformers import AutoTokenizer
 
 from data import corpus as corpus_module
 from data.cache import default_directory
-from data.corpus import build, check_origin, check_sources
+from data.corpus import TextLengths, build, check_origin, check_sources, text_lengths
 from data.durable_files import locked
-from data.lengths import TextLengths, text_lengths
 from data.loader import validation_batches
 from data.samples import splits
 from data.samples.bert import BertFields
-from data.samples.families import family_of
 from data.split_rule import part_of
 from data.text.encoder import Encoder
 from data.text.records import Document
@@ -484,7 +482,7 @@ def test_a_foreign_store_is_named_by_its_prefix_or_either_file_and_its_tokens_ar
     recipe = store_recipe(tmp_path / "larger", 300, {"kind": "file", "path": "x"})
     opened = splits.OpenedStore("foreign", open_store(tmp_path / "larger" / "foreign"), None, "")
     with pytest.raises(ValueError, match="foreign: token .* outside the vocabulary of model.vocab_size=300"):
-        splits.store_parts(recipe, family_of(recipe, gpt2_tokenizer()), opened, 6)
+        splits.store_parts(recipe, splits.family_of(recipe, gpt2_tokenizer()), opened, 6)
 
 
 def test_missing_and_damaged_stores_are_refused(tmp_path):

@@ -19,8 +19,15 @@ from launching import ROOT
 
 from data.corpus import unigram_cross_entropy
 from data.keyed_random import shuffled
-from data.loader import StepBatches, batch_digest, merge_states, micro_batch, rank_rows, validation_batches
-from data.prefetch import Prefetcher
+from data.loader import (
+    Prefetcher,
+    StepBatches,
+    batch_digest,
+    merge_states,
+    micro_batch,
+    rank_rows,
+    validation_batches,
+)
 from data.samples.bert import BertFields
 from data.samples.blend import BLOCK, BlendedSamples, blended_held_out, largest_remainder
 from data.samples.fields import HeldOut, spread, window_count
@@ -175,9 +182,9 @@ def test_workers_change_nothing_and_the_state_is_of_what_was_handed_out(family, 
     found.close()
 
 
-def test_prefetching_reads_ahead_and_no_further_than_its_depth():
+def test_prefetching_reads_one_result_further_ahead_than_it_has_threads():
     made = []
-    ready = Prefetcher(lambda n: made.append(n) or n, 5, threads=2, depth=3)
+    ready = Prefetcher(lambda n: made.append(n) or n, 5, threads=2)
     deadline = time.monotonic() + 5
     while len(made) < 3 and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -227,7 +234,7 @@ def test_closing_and_dropping_end_the_threads():
 
 def test_the_interpreter_ends_with_a_running_loader():
     script = (
-        "import time\nfrom data.prefetch import Prefetcher\n"
+        "import time\nfrom data.loader import Prefetcher\n"
         "ready = Prefetcher(lambda n: time.sleep(0.01) or n, 0, threads=2)\nprint(ready.next())\n"
     )
     run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)

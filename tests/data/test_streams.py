@@ -19,11 +19,10 @@ from data.corpus import build
 from data.keyed_random import generator
 from data.loader import StepBatches, batch_digest, merge_states, micro_batch
 from data.samples import splits
-from data.samples.bert import BertSettings, stack
-from data.samples.gpt import GptFields
-from data.samples.lanes import REMEMBERED, BertLane, GptLane, LaneReader, lane_count
+from data.samples.bert import BertFamily
+from data.samples.gpt import GptFamily, GptLane
+from data.samples.lanes import REMEMBERED, LaneReader, StreamedSamples, lane_count
 from data.samples.masking import BertVocabulary
-from data.samples.streamed import Lanes, StreamedSamples
 from data.split_rule import part_of
 from data.text.encoder import Encoder
 from data.text.hub import Backoff, HubSource
@@ -80,10 +79,6 @@ def encode_sentences(documents):
         yield document, np.split(tokens, range(7, len(tokens), 7))
 
 
-def settings_of(head, seed=3):
-    return BertSettings(T, 3, head, Masking(whole_words=False), seed)
-
-
 WORDS = BertVocabulary(2, 3, 4, 0, np.zeros(VOCABULARY, dtype=bool), np.arange(10, VOCABULARY))
 
 
@@ -93,17 +88,14 @@ def streamed(source, kind="gpt", global_batch=GLOBAL, lanes=None, say=print, buf
     `buffer`: documents to shuffle among, of each lane.
     """
     count = lanes or lane_count(global_batch, source.shards)
-    encoder = encode if kind == "gpt" else encode_sentences
-    settings = settings_of("none" if kind == "gpt" else kind)
+    encoder, family = encode, GptFamily(None, T)
+    if kind != "gpt":
+        encoder, family = encode_sentences, BertFamily(None, WORDS, T, 3, kind, Masking(whole_words=False), 3)
 
     def open_lane(number):
-        reader = LaneReader(source, number, count, encoder, is_training, seed=3, buffer=buffer)
-        return GptLane(reader, T) if kind == "gpt" else BertLane(reader, number, settings, WORDS)
+        return family.lane(LaneReader(source, number, count, encoder, is_training, seed=3, buffer=buffer))
 
-    def stacked(items):
-        return GptFields(window=np.stack(items)) if kind == "gpt" else stack(items, WORDS, settings)
-
-    return StreamedSamples(Lanes(source, count, open_lane, stacked, buffer), T, global_batch, say)
+    return StreamedSamples(source, count, open_lane, family.stack, T, global_batch, buffer, say)
 
 
 def windows(tokens):

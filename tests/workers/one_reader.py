@@ -15,7 +15,7 @@ from pathlib import Path
 from data import corpus
 from data.loader import batch_digest
 from data.samples import splits
-from data.samples.streamed import StreamedSamples
+from data.samples.lanes import StreamedSamples
 from ds_configs.plan import HOST, Machine
 from ds_configs.resolver import resolve
 from launch.experiments.parity.groups import temporary_groups
