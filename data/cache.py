@@ -46,36 +46,28 @@ def fetch(paths: Sequence[Path], read: Callable[[], T], write: Callable[[], None
     with suppress(OSError, Damaged):
         return read()
     directory = paths[0].parent
+    elsewhere = "set MEGARECIPES_CACHE to a directory you can write to"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        if not os.access(directory, os.W_OK | os.X_OK):
-            raise PermissionError("not writable")
     except OSError as error:
-        rule = (
-            f"cache directory {directory}: {error.strerror or error}: vocabularies and tokens are kept there"
-        )
-        raise UnwritableCache(f"{rule}; set MEGARECIPES_CACHE to a directory you can write to") from error
+        rule = "vocabularies and tokens are kept there"
+        raise UnwritableCache(
+            f"cache directory {directory}: {error.strerror}: {rule}; {elsewhere}"
+        ) from error
     try:
-        return _make(paths, read, write, what, say)
+        with locked(paths[0], what, say) as held:
+            try:
+                return read()  # made while we waited
+            except OSError:
+                pass
+            except Damaged as damage:
+                say(f"{what}: {damage}; making it again")
+            if held:
+                for leftover in chain.from_iterable(directory.glob(f"{path.name}.*.tmp") for path in paths):
+                    leftover.unlink(missing_ok=True)
+            write()
+            return read()
     except OSError as error:
         if told_by(error) is None:
             raise
-        elsewhere = "set MEGARECIPES_CACHE to a directory elsewhere"
         raise UnwritableCache(str(problem(error, directory, elsewhere))) from error
-
-
-def _make(paths: Sequence[Path], read: Callable[[], T], write: Callable[[], None], what: str, say: Say) -> T:
-    """Make the files, or wait until another process has made them; return the result of `read`."""
-    directory = paths[0].parent
-    with locked(paths[0], what, say) as held:
-        try:
-            return read()  # made while we waited
-        except OSError:
-            pass
-        except Damaged as damage:
-            say(f"{what}: {damage}; making it again")
-        if held:
-            for leftover in chain.from_iterable(directory.glob(f"{path.name}.*.tmp") for path in paths):
-                leftover.unlink(missing_ok=True)
-        write()
-        return read()

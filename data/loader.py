@@ -72,11 +72,11 @@ def rank_rows(layout: Layout, dp_rank: int, samples: int | None = None) -> np.nd
 
 
 class Prefetcher(Generic[T]):
-    """Iterator over produce(start), produce(start + 1), ...; threads keep one result more ready than they are.
+    """Iterator over produce(start), produce(start + 1), ...; threads work ahead.
 
-    Threads share mapped files and tokenizers, so nothing is copied; tokenizers release Python's lock. Where a
-    call fails, its `next` and all later ones raise the error. One thread makes the calls in order. The
-    threads end with `close`, with the object or with the interpreter.
+    They keep ready one result more than there are threads, and share mapped files and tokenizers, which
+    release Python's lock. Where a call fails, its `next` and all later ones raise the error. One thread makes
+    the calls in order. The threads end with `close`, with the object or with the interpreter.
     """
 
     def __init__(

@@ -34,6 +34,17 @@ def format_of(origin: Origin, max_record_bytes: int = MAX_RECORD_BYTES) -> Recor
     return formats[origin.source]
 
 
+def named_path(origin: Origin) -> tuple[Path, bool]:
+    """Return the path in data.name, and whether it exists. Raises ProblemsError: none can have that name."""
+    assert origin.name is not None, "the schema demands a name"
+    path = files.path_of(origin.name, "data.name")
+    try:
+        return path, path.exists()
+    except (OSError, ValueError) as error:  # a name too long, a NUL
+        named = Setting("data.name", origin.name)
+        raise ProblemsError([Problem("data.name", named, str(error), "give another path")]) from error
+
+
 def files_of(origin: Origin) -> list[Path]:
     """List the files of a source, sorted by path.
 
@@ -41,13 +52,7 @@ def files_of(origin: Origin) -> list[Path]:
     """
     if origin.source == "packaged":
         return packaged_files()
-    assert origin.name is not None, "the schema demands a name"
-    named = Setting("data.name", origin.name)
-    literal = files.path_of(origin.name, "data.name")
-    try:
-        found = literal.exists()
-    except (OSError, ValueError) as error:  # a name too long, a link to itself
-        raise ProblemsError([Problem("data.name", named, str(error), "give another path")]) from error
+    named, (literal, found) = Setting("data.name", origin.name), named_path(origin)
     if literal.is_dir():
         fix = f"name the files in it, e.g. {literal / _USUAL[origin.source]}"
         raise ProblemsError([Problem("data.name", (named, " is a directory"), fix=fix)])

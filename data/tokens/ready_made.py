@@ -10,9 +10,10 @@ from transformers import PreTrainedTokenizerFast
 
 from data.cache import Say
 from data.durable_files import Damaged
+from data.text.sources import named_path
 from data.text.vocabulary import vocabulary_digest
 from data.tokens.cached import OpenedStore, checksum_of
-from data.tokens.store import Checksum, Store, bin_path, idx_path, open_store, read_header
+from data.tokens.store import bin_path, idx_path, open_store, read_header
 from recipes import files
 from recipes.families import FAMILIES
 from recipes.problems import Key, Problem, ProblemsError, Setting, Text
@@ -51,7 +52,11 @@ def ready_made_store(
         store = open_store(prefix)
     except (OSError, Damaged) as error:
         raise _refused(origin, str(error), "prepare or copy the store again") from error
-    facts = _facts(prefix.parent / REPORT, store)
+    facts = _reported(prefix.parent / REPORT)
+    stated = {key: facts[key] for key in ("documents", "tokens") if key in facts}
+    if stated != {key: getattr(store, key) for key in stated}:
+        found = f"has {store.documents} documents and {store.tokens} tokens, and {REPORT} says {stated}"
+        raise _refused(origin, f"{found}: they do not belong together", "copy the whole directory again")
     _check_digest(kind, origin, facts, tokenizer)
     each = np.diff(store.document_index)
     if sequences == "sentences" and each.size and each.max() <= 1:
@@ -59,28 +64,15 @@ def ready_made_store(
         again = "prepare it with launch/prepare_data.py --samples bert (Megatron: --split-sentences)"
         raise _refused(origin, rule, again)
     checksum = checksum_of(store, directory, say)
-    _check_recorded(prefix, facts, checksum)
+    recorded = facts["crc32"] if isinstance(facts.get("crc32"), dict) else {}
+    now = {half: f"{crc:08x}" for half, crc in checksum._asdict().items()}
+    if changed := [half for half, crc in now.items() if recorded.get(half, crc) != crc]:
+        came = [f"{prefix}.{x} has CRC-32 {now[x]}, and {REPORT} recorded {recorded[x]}" for x in changed]
+        rule = "it has changed since prepare_data wrote it"
+        fix = "copy the whole directory again, or prepare the store again"
+        raise ProblemsError(Problem("data.name", one, rule, fix) for one in came)
     text_bytes = text_bytes if isinstance(text_bytes := facts.get("text_bytes"), int) else None
-    return OpenedStore(str(origin.name), store, text_bytes, f"{checksum.bin:08x}")
-
-
-def _check_recorded(prefix: Path, facts: dict[str, Any], found: Checksum) -> None:
-    """Refuse a store whose files have changed since prepare_data reported their checksums."""
-    recorded = facts.get("crc32")
-    stated = recorded if isinstance(recorded, dict) else {}
-    files_of = {"idx": idx_path(prefix), "bin": bin_path(prefix)}
-    changed = [
-        Problem(
-            "data.name",
-            f"{path} has CRC-32 {now:08x}, and {REPORT} recorded {stated[kind]}",
-            "it has changed since prepare_data wrote it",
-            "copy the whole directory again, or prepare the store again",
-        )
-        for kind, path in files_of.items()
-        if kind in stated and stated[kind] != f"{(now := getattr(found, kind)):08x}"
-    ]
-    if changed:
-        raise ProblemsError(changed)
+    return OpenedStore(str(origin.name), store, text_bytes, now["bin"])
 
 
 def check_ready_made(
@@ -101,8 +93,7 @@ def check_ready_made(
     prefix = store_prefix(origin, sequences)
     try:
         dtype = read_header(idx_path(prefix)).dtype
-        with open(bin_path(prefix), "rb") as file:
-            beginning = np.frombuffer(file.read(LOOKED_AT // dtype.itemsize * dtype.itemsize), np.uint8)
+        tokens = np.fromfile(bin_path(prefix), dtype, LOOKED_AT // dtype.itemsize)
     except (OSError, Damaged) as error:
         raise _refused(origin, str(error), "prepare or copy the store again") from error
     facts = _reported(prefix.parent / REPORT)
@@ -114,7 +105,6 @@ def check_ready_made(
         raise ProblemsError([Problem("model.vocab_size", came, rule, fix)])
     if tokenizer is not None:
         _check_digest(kind, origin, facts, tokenizer)
-    tokens = beginning[: len(beginning) // dtype.itemsize * dtype.itemsize].view(dtype)
     if tokens.size and int(tokens.max()) >= vocab_size:
         raise outside_vocabulary(str(origin.name), int(tokens.max()), vocab_size)
 
@@ -139,14 +129,7 @@ def _check_digest(
 
 def store_prefix(origin: Origin, sequences: Sequences) -> Path:
     """Return the path of a store without .bin or .idx. Raises ValueError: there is none, or several."""
-    assert origin.name is not None, "the schema demands a name"
-    path = files.path_of(origin.name, "data.name")
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except (OSError, ValueError) as error:  # a name too long, a NUL, a link to itself
-        raise _refused(origin, str(error), "give another path") from error
+    path, _ = named_path(origin)
     if not path.is_dir():
         prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
         if not (bin_path(prefix).exists() or idx_path(prefix).exists()):
@@ -168,17 +151,6 @@ def store_prefix(origin: Origin, sequences: Sequences) -> Path:
 
 def _refused(origin: Origin, rule: Text, fix: Text) -> ProblemsError:
     return ProblemsError([Problem("data.name", Setting("data.name", origin.name), rule, fix)])
-
-
-def _facts(report: Path, store: Store) -> dict[str, Any]:
-    """Read prepare_data's report on the store, if any. Raises ValueError: it is on another store."""
-    facts = _reported(report)
-    stated = {key: facts[key] for key in ("documents", "tokens") if key in facts}
-    if stated != {key: getattr(store, key) for key in stated}:
-        found = f"{store.documents} documents and {store.tokens} tokens, and {report} says {stated}"
-        fix = "copy the whole directory again"
-        raise ValueError(f"{store.prefix} has {found}: they do not belong together; {fix}")
-    return facts
 
 
 def _reported(report: Path) -> dict[str, Any]:

@@ -26,6 +26,7 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,19 +39,11 @@ MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_CODES = {np.dtype(name): code for code, name in DTYPES.items()}
 FLOATS = (6, 7)  # float64 and float32; older writers have them the other way round
+SIXTEEN_BIT_VOCABULARY = 65500  # Megatron-LM's limit: smaller ones are stored as uint16, others as int32
 BLOCK = 1 << 20  # entries to handle at a time
-assert HEADER.size == 34
-
-
-class Index(NamedTuple):
-    """A sound index; the arrays lie in the mapped file, without alignment."""
-
-    dtype: np.dtype  # of the tokens
-    sizes: np.ndarray  # (n,) int32 tokens per sequence
-    pointers: np.ndarray  # (n,) int64 bytes
-    documents: np.ndarray  # (m,) int64 sequences
-    tokens: int  # of all sequences
+_READ = 1 << 24  # bytes
 
 
 class Header(NamedTuple):
@@ -58,7 +51,6 @@ class Header(NamedTuple):
 
     dtype: np.dtype  # of the tokens
     sequences: int
-    entries: int  # of the document index
     ends: np.ndarray  # (4,) bytes at which sizes, pointers, document index and modes end
 
 
@@ -88,21 +80,10 @@ def read_header(path: Path) -> Header:
         what = f"{sequences} sequences and {entries} document entries"
         promised = f"its header promises {ends[2]} (or {ends[3]} with modes): {what}"
         raise Damaged(f"{path} has {size} bytes where {promised}")
-    return Header(np.dtype(DTYPES[code]), sequences, entries, ends)
+    return Header(np.dtype(DTYPES[code]), sequences, ends)
 
 
-def read_index(path: Path) -> Index:
-    """Map an .idx file and check all of it. Raises as `read_header`."""
-    dtype, sequences, _, ends = read_header(path)
-    raw = mapped(path)
-    sizes, pointers = raw[HEADER.size : ends[0]].view("<i4"), raw[ends[0] : ends[1]].view("<i8")
-    documents = raw[ends[1] : ends[2]].view("<i8")
-    tokens = _check_sequences(path, sizes, pointers, dtype.itemsize)
-    _check_documents(path, documents, sequences)
-    return Index(dtype, sizes, pointers, documents, tokens)
-
-
-def mapped(path: Path) -> np.ndarray:
+def _mapped(path: Path) -> np.ndarray:
     """Map a file as a plain array (bytes,) uint8: slices of `np.memmap` itself cost microseconds."""
     return np.asarray(np.memmap(path, np.uint8, "r")) if os.stat(path).st_size else np.empty(0, np.uint8)
 
@@ -145,11 +126,6 @@ def _blocks(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         yield start, array[start : start + BLOCK].copy()
 
 
-SIXTEEN_BIT_VOCABULARY = 65500  # Megatron-LM's limit: smaller ones are stored as uint16, others as int32
-_CODES = {np.dtype(name): code for code, name in DTYPES.items()}
-_READ = 1 << 24  # bytes
-
-
 def token_dtype(vocab_size: int) -> np.dtype:
     """Return the type of stored tokens, by Megatron-LM's rule, so that its tools choose the same."""
     return np.dtype("<u2" if vocab_size < SIXTEEN_BIT_VOCABULARY else "<i4")
@@ -170,6 +146,7 @@ class Checksum(NamedTuple):
     bin: int
 
 
+@dataclass(frozen=True, eq=False)
 class Store:
     """An open store, made by `open_store`: both files are mapped, not read.
 
@@ -177,12 +154,12 @@ class Store:
     them at each call.
     """
 
-    def __init__(self, prefix: Path, index: Index, tokens: np.ndarray):
-        self.prefix, self.dtype = prefix, index.dtype
-        self.tokens_array = tokens  # (tokens,) of all sequences, in order
-        self.sizes = index.sizes  # (n,) int32 tokens per sequence
-        self.pointers = index.pointers  # (n,) int64 bytes
-        self.document_index = index.documents  # (documents + 1,) int64 sequences
+    prefix: Path
+    dtype: np.dtype
+    tokens_array: np.ndarray  # (tokens,) of all sequences, in order
+    sizes: np.ndarray  # (n,) int32 tokens per sequence
+    pointers: np.ndarray  # (n,) int64 bytes
+    document_index: np.ndarray  # (documents + 1,) int64 sequences
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -228,13 +205,18 @@ def open_store(prefix: Path) -> Store:
         raise FileNotFoundError(f"{prefix}: there is no {missing[0].name} and no {missing[1].name}")
     if missing:
         raise Damaged(f"{missing[0]} is missing: a token store is a .bin and an .idx of one name")
-    index = read_index(idx_path(prefix))
-    found, promised = os.stat(bin_path(prefix)).st_size, index.tokens * index.dtype.itemsize
+    path = idx_path(prefix)
+    (dtype, sequences, ends), raw = read_header(path), _mapped(path)
+    sizes, pointers = raw[HEADER.size : ends[0]].view("<i4"), raw[ends[0] : ends[1]].view("<i8")
+    documents = raw[ends[1] : ends[2]].view("<i8")
+    tokens = _check_sequences(path, sizes, pointers, dtype.itemsize)
+    _check_documents(path, documents, sequences)
+    found, promised = os.stat(bin_path(prefix)).st_size, tokens * dtype.itemsize
     if found != promised:
-        why = f"{idx_path(prefix).name} promises {promised} ({index.tokens} tokens of {index.dtype.itemsize})"
+        why = f"{path.name} promises {promised} ({tokens} tokens of {dtype.itemsize})"
         rule = "one of the two is truncated or belongs to another store"
         raise Damaged(f"{bin_path(prefix)} has {found} bytes where {why}: {rule}")
-    return Store(prefix, index, mapped(bin_path(prefix)).view(index.dtype))
+    return Store(prefix, dtype, _mapped(bin_path(prefix)).view(dtype), sizes, pointers, documents)
 
 
 class StoreWriter:
