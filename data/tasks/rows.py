@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data.text.file_types import looks_like
 from data.text.hub import HubSource
-from data.text.records import MAX_RECORD_BYTES, BrokenRecord, RawRecord, RecordFormat, decode_payload
-from data.text.text_files import JsonlFormat, ParquetFormat, numbered_lines
+from data.text.records import MAX_RECORD_BYTES, BrokenRecord, RecordFormat, decode_payload
+from data.text.text_files import JsonlFormat, ParquetFormat, looks_like, numbered_lines
 from recipes import files
 from recipes.problems import Key, Problem, ProblemsError, Words
 
@@ -110,12 +109,8 @@ def _from_file(path: Path, column: str) -> Iterator[str | BrokenRecord]:
 
 
 def _lines(path: Path) -> Iterator[str | BrokenRecord]:
-    for number, line in numbered_lines(path, MAX_RECORD_BYTES):
-        yield (
-            line
-            if isinstance(line, BrokenRecord)
-            else decode_payload(RawRecord(str(path), number, bytes(line)))
-        )
+    for line in numbered_lines(path, MAX_RECORD_BYTES):
+        yield line if isinstance(line, BrokenRecord) else decode_payload(line)
 
 
 def _from_hub(name: HubName, column: str) -> Iterator[str | BrokenRecord]:

@@ -1,6 +1,6 @@
 """Records of files, documents of records, and reports of broken records.
 
-A `RecordFormat` reads one kind of file in two steps. `frame` is cheap and sequential: it decompresses the
+A `RecordFormat` reads one kind of file in two steps. `records` is cheap and sequential: it decompresses the
 file and cuts it into records, in bounded memory. `parse` turns one record into a document's text and depends
 on nothing else, so that worker processes share the work. Neither raises on bad input: an unusable record
 becomes a `BrokenRecord`.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,17 +56,25 @@ class BrokenRecord:
         return Problem("", self.kind, self.detail).render(show)
 
 
-class RecordFormat(Protocol):
+class RecordFormat:
     """Reader of one kind of file; picklable and stateless."""
 
-    def frame(self, path: Path, start: int = 0) -> Iterator[RawRecord | BrokenRecord]:
-        """Yield the file's records in order, after the first `start`.
+    def records(self, path: Path) -> Iterator[RawRecord | BrokenRecord]:
+        """Yield the file's records in order, none of an empty file.
 
         Raises ValueError: the file cannot be opened.
         """
+        raise NotImplementedError
+
+    def frame(self, path: Path, start: int = 0) -> Iterator[RawRecord | BrokenRecord]:
+        """Yield the file's records in order, after the first `start`; an empty file is a broken one."""
+        found = self.records(path)
+        first = next(found, None) or broken_record(path, 1, "empty file")
+        return islice(chain([first], found), start, None)
 
     def parse(self, raw: RawRecord) -> str | BrokenRecord | None:
         """Return the document's text; None where the record is no document (empty, a redirect)."""
+        raise NotImplementedError
 
     def title(self, raw: RawRecord) -> str:
         """Return the document's title; "" where this kind of file has none."""

@@ -1,4 +1,4 @@
-"""Readers of JSON lines, parquet, plain text and compressed files."""
+"""Readers of JSON lines, parquet, plain text and compressed files; the type of a file by its first bytes."""
 
 from __future__ import annotations
 
@@ -71,9 +71,6 @@ def open_file(path: Path) -> io.BufferedReader:
         raise ValueError(f"{path}: cannot be opened ({error.strerror}): {fix}") from error
 
 
-_PIECE = 1 << 20
-
-
 @dataclass(frozen=True)
 class JsonlFormat(RecordFormat):
     """One JSON object per line. Blank lines are no records."""
@@ -81,13 +78,9 @@ class JsonlFormat(RecordFormat):
     text_column: str = "text"
     max_record_bytes: int = MAX_RECORD_BYTES
 
-    def frame(self, path: Path, start: int = 0) -> Iterator[RawRecord | BrokenRecord]:
+    def records(self, path: Path) -> Iterator[RawRecord | BrokenRecord]:
         lines = numbered_lines(path, self.max_record_bytes)
-        filled = ((n, line) for n, line in lines if isinstance(line, BrokenRecord) or line.strip())
-        found = (
-            line if isinstance(line, BrokenRecord) else RawRecord(str(path), n, line) for n, line in filled
-        )
-        return islice(_or_empty(path, found), start, None)
+        return (line for line in lines if isinstance(line, BrokenRecord) or line.payload.strip())
 
     def parse(self, raw: RawRecord) -> str | BrokenRecord | None:
         if isinstance(text := decode_payload(raw), BrokenRecord):
@@ -106,9 +99,8 @@ class TextFormat(RecordFormat):
     documents: Literal["file", "blank_line"] = "file"
     max_record_bytes: int = MAX_RECORD_BYTES
 
-    def frame(self, path: Path, start: int = 0) -> Iterator[RawRecord | BrokenRecord]:
-        found = self._whole(path) if self.documents == "file" else self._blocks(path)
-        return islice(_or_empty(path, found), start, None)
+    def records(self, path: Path) -> Iterator[RawRecord | BrokenRecord]:
+        return self._whole(path) if self.documents == "file" else self._blocks(path)
 
     def _whole(self, path: Path) -> Iterator[RawRecord | BrokenRecord]:
         limit = self.max_record_bytes
@@ -116,7 +108,7 @@ class TextFormat(RecordFormat):
             with open_decompressed(path) as file:
                 content = file.read(limit + 1)
                 size = len(content)
-                while piece := size > limit and file.read(_PIECE):
+                while piece := size > limit and file.read(_BUFFER):
                     size += len(piece)
         except READ_ERRORS as error:
             yield damaged_rest(path, 1, error)
@@ -130,19 +122,22 @@ class TextFormat(RecordFormat):
     def _blocks(self, path: Path) -> Iterator[RawRecord | BrokenRecord]:
         """Yield the blocks of lines, numbered by their first lines."""
         block, first, size = bytearray(), 0, 0
-        for number, line in numbered_lines(path, self.max_record_bytes):
-            # A blank line, or where the file cannot be read on.
-            ends = not line.size if isinstance(line, BrokenRecord) else not line.strip()
-            if ends and size:
+        for line in numbered_lines(path, self.max_record_bytes):
+            if isinstance(line, BrokenRecord):  # of size 0: the file cannot be read on
+                content, length = line.excerpt, line.size
+            else:
+                assert isinstance(line.payload, bytes)
+                content, length = line.payload, len(line.payload) if line.payload.strip() else 0
+            if length:
+                first = first if size else line.number
+                size += length
+                block += content
+                del block[EXCERPT_BYTES if size > self.max_record_bytes else self.max_record_bytes :]
+                continue
+            if size:
                 yield self._block(path, first, block, size)
                 block, size = bytearray(), 0
-            if not ends:
-                first = first if size else number
-                size += line.size if isinstance(line, BrokenRecord) else len(line)
-                room = EXCERPT_BYTES if size > self.max_record_bytes else self.max_record_bytes
-                block += line.excerpt if isinstance(line, BrokenRecord) else line
-                del block[room:]
-            elif isinstance(line, BrokenRecord):
+            if isinstance(line, BrokenRecord):
                 yield line
         if size:
             yield self._block(path, first, block, size)
@@ -171,15 +166,14 @@ class ParquetFormat(RecordFormat):
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        with open_file(path):
-            pass
-        if not path.stat().st_size:
-            yield from islice(_or_empty(path, iter(())), start, None)
-            return
+        wrong = None
+        with open_file(path) as opened:
+            if not opened.read(1):
+                wrong = broken_record(path, 1, "empty file")
         try:
-            file = pq.ParquetFile(path, pre_buffer=False, buffer_size=_PIECE)
+            file = pq.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER)
         except (pa.ArrowException, OSError) as error:
-            yield from islice([damaged_rest(path, 1, error)], start, None)
+            yield from [wrong or damaged_rest(path, 1, error)][start:]
             return
         with file:
             yield from self._rows(file, path, start)
@@ -244,7 +238,7 @@ class ParquetFormat(RecordFormat):
         return decode_payload(raw) or None
 
 
-def numbered_lines(path: Path, limit: int) -> Iterator[tuple[int, bytes | BrokenRecord]]:
+def numbered_lines(path: Path, limit: int) -> Iterator[RawRecord | BrokenRecord]:
     """Yield the file's lines, decompressed and numbered from 1; a line over `limit` as a `BrokenRecord`.
 
     Where the file cannot be read on, the last item is a `BrokenRecord` of size 0.
@@ -257,18 +251,49 @@ def numbered_lines(path: Path, limit: int) -> Iterator[tuple[int, bytes | Broken
                 if len(line) > limit and not line.endswith(b"\n"):
                     size = len(line)
                     line = line[:EXCERPT_BYTES]
-                    while piece := file.readline(_PIECE):
+                    while piece := file.readline(_BUFFER):
                         size += len(piece)
                         if piece.endswith(b"\n"):
                             break
-                    yield number, oversized_record(path, number, line, size, limit)
+                    yield oversized_record(path, number, line, size, limit)
                 else:
-                    yield number, line
+                    yield RawRecord(str(path), number, line)
     except READ_ERRORS as error:
-        yield number + 1, damaged_rest(path, number + 1, error)
+        yield damaged_rest(path, number + 1, error)
 
 
-def _or_empty(path: Path, found: Iterator[RawRecord | BrokenRecord]) -> Iterator[RawRecord | BrokenRecord]:
-    """Yield the records, or one `BrokenRecord` for an empty file."""
-    yield next(found, None) or broken_record(path, 1, "empty file")
-    yield from found
+_MARKS: tuple[tuple[bytes, tuple[str, str | None]], ...] = (
+    (b"PAR1", ("a parquet file", "parquet")),
+    (b"PK\x03\x04", ("a zip archive", None)),
+    (b"SQLite format 3", ("an SQLite database", None)),
+    (b"%PDF", ("a PDF", None)),
+    (b"MMIDIDX", ("the index of a token store", "store")),
+    (b"\xff\xfe", ("UTF-16", None)),
+    (b"\xfe\xff", ("UTF-16", None)),
+    (b"\x7fELF", ("a program", None)),
+)
+
+
+def looks_like(path: Path) -> tuple[str, str | None] | None:
+    """Guess a file's type from its beginning: (type, its source, if any); None where it shows no type.
+
+    Only unmistakable types: marks of file types, JSON lines and XML dumps.
+    """
+    try:
+        with open_decompressed(path) as file:
+            head = file.read(4096)
+    except (*READ_ERRORS, ValueError):
+        return None
+    for mark, found in _MARKS:
+        if head.startswith(mark):
+            return found
+    if head[257:262] == b"ustar":
+        return "a tar archive", None
+    text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if text.startswith(b"<mediawiki"):
+        return "a Wikipedia dump", "wikipedia"
+    if text.startswith(b"["):
+        return "one JSON list and not an object per line", None
+    if text.startswith(b"{") and (text[1:].lstrip().startswith(b'"') or text.startswith(b"{}")):
+        return "JSON lines", "jsonl"
+    return None

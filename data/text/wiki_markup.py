@@ -306,10 +306,7 @@ _COMMAND = re.compile(r"\\([A-Za-z]+|[^A-Za-z])")
 
 def replace_scripts(text: str) -> str:
     """Replace <sup> and <sub>: raised or lowered digits and signs, else x^(a+b) and v_max."""
-    for _ in range(_NESTED):
-        text, before = _SCRIPT.sub(_script, text), text
-        if text == before:
-            break
+    text = wiki_templates.until_stable(lambda found: _SCRIPT.sub(_script, found), text, _NESTED)
     return _LEFT_OVER.sub("", text)
 
 
@@ -333,13 +330,13 @@ def formula_text(element: str) -> str:
     shown = html.escape(html.unescape(_MATH_TAG.sub("", element)).strip(), quote=False)
     if len(shown) > _LONGEST_FORMULA or "\n" in shown or "\\\\" in shown:
         return ""
-    for _ in range(6):
-        before = shown
+
+    def inner(shown: str) -> str:
         for pattern, replace in _STEPS:
             shown = pattern.sub(replace, shown)
-        shown = _COMMAND.sub(lambda m: _WORDS.get(m[1], m[0]), shown)
-        if shown == before:
-            break
+        return _COMMAND.sub(lambda m: _WORDS.get(m[1], m[0]), shown)
+
+    shown = wiki_templates.until_stable(inner, shown, 6)
     # With an unknown command left out, a formula would say something else.
     return "" if re.search(r"[\\{}\[\]|^_]", shown) else shown
 

@@ -24,8 +24,13 @@ Renderer = Callable[[list[str], Named], str]  # (unnamed arguments, named ones) 
 
 def resolve(text: str) -> str:
     """Replace the known templates by their text; all others stay."""
-    for _ in range(_NESTED):
-        text, before = _TEMPLATE.sub(_text_of, text), text
+    return until_stable(lambda found: _TEMPLATE.sub(_text_of, found), text, _NESTED)
+
+
+def until_stable(replace: Callable[[str], str], text: str, most: int) -> str:
+    """Replace in a text until nothing changes, at most `most` times."""
+    for _ in range(most):
+        text, before = replace(text), text
         if text == before:
             break
     return text
@@ -74,15 +79,6 @@ def _with_minus(number: str) -> str:
 def _raise_exponents(unit: str) -> str:
     """Raise the exponents of a unit: m2, s-1."""
     return re.sub(r"(?<=[A-Za-z)])([-−+]?\d{1,2})\b", lambda m: _sup(_with_minus(m[1])), unit)
-
-
-def _last_argument(arguments: list[str], named: Named) -> str:
-    """Return the last argument of {{lang|fr|mot}}; a code alone shows nothing."""
-    return arguments[-1] if len(arguments) > 1 else ""
-
-
-def _joiner(with_: str) -> Renderer:
-    return lambda arguments, named: with_.join(filter(None, arguments))
 
 
 def _value(arguments: list[str], named: Named) -> str:
@@ -136,15 +132,6 @@ def _fraction(arguments: list[str], named: Named) -> str:
     return f"{whole} {part}/{of}".strip()
 
 
-def _power_of_ten(before: str) -> Renderer:
-    return lambda arguments, named: f"{before}10{_sup(_with_minus(arguments[0]))}" if arguments else ""
-
-
-def _raised_and_lowered(arguments: list[str], named: Named) -> str:
-    """Write {{su|p=above|b=below}}."""
-    return f"<sub>{named.get('b', '')}</sub>{_sup(named.get('p', ''))}"
-
-
 def _formula(arguments: list[str], named: Named) -> str:
     """Write {{chem|SO|4|2-}} or {{chem2|SO4(2-)}}: numbers lowered, charges raised."""
     if len(arguments) == 1:  # of chem2: a charge is in brackets or ends it
@@ -156,15 +143,6 @@ def _formula(arguments: list[str], named: Named) -> str:
         charge, number = re.fullmatch(r"\d*[+−-]", part), part.isdigit()
         shown += _sup(_with_minus(part)) if charge else f"<sub>{part}</sub>" if number else part
     return shown
-
-
-def _circa(arguments: list[str], named: Named) -> str:
-    """Write {{circa|1500|1510}}."""
-    return " – ".join(f"c. {year}" for year in arguments[:2] if year)
-
-
-def _reign(arguments: list[str], named: Named) -> str:
-    return f"r. {'–'.join(filter(None, arguments[:2]))}" if arguments else ""
 
 
 def _date(arguments: list[str], named: Named) -> str:
@@ -197,24 +175,6 @@ def _ship(arguments: list[str], named: Named) -> str:
     prefix = [] if named["name"].lower() == "ship" else [named["name"].upper()]
     start, name, number = (prefix + arguments + ["", "", ""])[:3]
     return f"{start} {name}".strip() + (f" ({number})" if number else "")
-
-
-def _quotation(arguments: list[str], named: Named) -> str:
-    return named.get("text") or named.get("quote") or (arguments[0] if arguments else "")
-
-
-def _height(arguments: list[str], named: Named) -> str:
-    return " ".join(f"{named[unit]} {unit}" for unit in ("m", "cm", "ft", "in") if named.get(unit))
-
-
-def _error(arguments: list[str], named: Named) -> str:
-    """Write {{±|1}} or {{±|1|2}}."""
-    return "+{}−{}".format(*arguments[:2]) if len(arguments) > 1 else "±" + "".join(arguments)
-
-
-def _accidental(arguments: list[str], named: Named) -> str:
-    signs = {"sharp": "♯", "#": "♯", "flat": "♭", "b": "♭", "natural": "♮"}
-    return signs.get(arguments[0].lower(), "") if arguments else ""
 
 
 _PATTERNS = {  # text, with {1} for the first argument: templates
@@ -259,28 +219,32 @@ _PATTERNS = {  # text, with {1} for the first argument: templates
     "†": "dagger|†",
     "°": "degree|deg|°",
 }
-_FUNCTIONS: dict[str, Renderer] = {
-    "lang|transl|transliteration|wikt-lang|color|font color|resize": _last_argument,
-    "quote|blockquote|bquote|cquote|quotation|bq|poemquote": _quotation,
+_ACCIDENTALS = {"sharp": "♯", "#": "♯", "flat": "♭", "b": "♭", "natural": "♮"}
+_FUNCTIONS: dict[str, Renderer] = {  # a: the unnamed arguments, n: the named ones
+    # A code alone shows nothing.
+    "lang|transl|transliteration|wikt-lang|color|font color|resize": lambda a, n: a[-1] if a[1:] else "",
+    "quote|blockquote|bquote|cquote|quotation|bq|poemquote": lambda a, n: (
+        n.get("text") or n.get("quote") or "".join(a[:1])
+    ),
     "val": _value,
     "convert|cvt": _first_measure,
     "frac|fraction|sfrac|tfrac": _fraction,
-    "e|x10^|xe|×10^": _power_of_ten("×"),
-    "10^": _power_of_ten(""),
-    "su": _raised_and_lowered,
+    "e|x10^|xe|×10^": lambda a, n: f"×10{_sup(_with_minus(a[0]))}" if a else "",
+    "10^": lambda a, n: f"10{_sup(_with_minus(a[0]))}" if a else "",
+    "su": lambda a, n: f"<sub>{n.get('b', '')}</sub>{_sup(n.get('p', ''))}",  # {{su|p=above|b=below}}
     "chem|chem2": _formula,
-    "gaps": _joiner(""),
-    "hlist|unbulleted list|ubl|ublist": _joiner(", "),
-    "key press|keypress": _joiner("+"),
-    "circa|c.|ca.": _circa,
-    "reign|r.": _reign,
+    "gaps": lambda a, n: "".join(a),
+    "hlist|unbulleted list|ubl|ublist": lambda a, n: ", ".join(filter(None, a)),
+    "key press|keypress": lambda a, n: "+".join(filter(None, a)),
+    "circa|c.|ca.": lambda a, n: " – ".join(f"c. {year}" for year in a[:2] if year),
+    "reign|r.": lambda a, n: f"r. {'–'.join(filter(None, a[:2]))}" if a else "",
     "as of": _as_of,
     "start date|end date|birth date|death date|birth date and age|start date and age": _date,
     "nihongo|nihongo2|nihongo3|korean": _foreign_name,
     "ship|uss|hms|ss|rms|hmas|hmcs|mv|sms": _ship,
-    "height": _height,
-    "±|+-|plus-minus": _error,
-    "music": _accidental,
+    "height": lambda a, n: " ".join(f"{n[unit]} {unit}" for unit in ("m", "cm", "ft", "in") if n.get(unit)),
+    "±|+-|plus-minus": lambda a, n: "+{}−{}".format(*a[:2]) if a[1:] else "±" + "".join(a),
+    "music": lambda a, n: _ACCIDENTALS.get(a[0].lower(), "") if a else "",
 }
 _RENDERERS: dict[str, str | Renderer] = {
     name: shown for shown, names in _PATTERNS.items() for name in names.split("|")

@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BufferedIOBase
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -22,6 +21,7 @@ from data.text.records import (
     MAX_RECORD_BYTES,
     BrokenRecord,
     RawRecord,
+    RecordFormat,
     broken_record,
     damaged_rest,
     oversized_record,
@@ -38,7 +38,7 @@ _TITLE = re.compile(rb"<title>([^<]*)</title>")
 
 
 @dataclass(frozen=True)
-class WikipediaFormat:
+class WikipediaFormat(RecordFormat):
     """Format of pages-articles XML in UTF-8.
 
     Described by https://www.mediawiki.org/xml/export-0.11.xsd and its predecessors. Records are the pages of
@@ -47,19 +47,14 @@ class WikipediaFormat:
 
     max_record_bytes: int = MAX_RECORD_BYTES
 
-    def frame(self, path: Path, start: int = 0) -> Iterator[RawRecord | BrokenRecord]:
-        return islice(self._records(path), start, None)
-
-    def _records(self, path: Path) -> Iterator[RawRecord | BrokenRecord]:
+    def records(self, path: Path) -> Iterator[RawRecord | BrokenRecord]:
         number = 1
         try:
             with open_decompressed(path) as file:
                 scanner = _Scanner(file)
                 head = scanner.until(_OPEN, _BLOCK)
                 if not head.found:
-                    if not head.size:
-                        yield broken_record(path, 1, "empty file")
-                    else:
+                    if head.size:
                         fix = "not a pages-articles dump in UTF-8"
                         yield broken_record(path, 1, "no <page>", fix, head.kept, head.size)
                     return
