@@ -30,6 +30,8 @@ from data.text.records import (
 )
 from recipes.problems import Key, Problem, ProblemsError, Setting, Words
 
+ATTEMPTS = 10  # failures in a row after which a reader gives up; each record read resets the count
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # each pause is twice the one before
 _NETWORK_MODULES = {"aiohttp", "httpcore", "httpx", "httpx2", "requests", "urllib3"}
 # Two kinds of timeouts until Python 3.11.
 _NETWORK_ERRORS = (ConnectionError, TimeoutError, asyncio.TimeoutError, HTTPException)
@@ -40,25 +42,10 @@ _SCRIPT_HINT: tuple[Words, ...] = (
 )
 _WITHOUT_HUB: tuple[Words, ...] = (
     *("check the name, ", Key("data.config"), ", ", Key("data.revision"), ", ", Key("data.split")),
-    " and the network, or do without the hub: with a local copy (download the dataset's parquet files where ",
-    *("there is a network; ", Setting("data.source", "parquet"), " "),
-    *(Setting("data.name", "DIRECTORY/*.parquet"), "; JSON lines with ", Setting("data.source", "jsonl")),
-    *(") or with the packaged corpus (", Setting("data.source", "packaged"), ")"),
+    *(" and the network, or do without the hub: with a local copy (", Setting("data.source", "parquet"), " "),
+    *(Setting("data.name", "DIRECTORY/*.parquet"), ") or with the packaged corpus ("),
+    *(Setting("data.source", "packaged"), ")"),
 )
-
-
-@dataclass(frozen=True)
-class Backoff:
-    """Exponential pauses with jitter: a thousand ranks must not come back at the same moment."""
-
-    attempts: int = 10  # failures in a row after which the reader gives up; each record read resets the count
-    first_s: float = 1.0
-    longest_s: float = 60.0
-    sleep: Callable[[float], None] = field(default=time.sleep, compare=False)
-
-    def pause_s(self, failures: int) -> float:
-        """Return the seconds to wait after failures in a row: 50 to 100 % of first_s x 2^(failures - 1)."""
-        return min(self.longest_s, self.first_s * 2 ** (failures - 1)) * random.uniform(0.5, 1.0)
 
 
 @dataclass(eq=False)
@@ -72,8 +59,7 @@ class HubSource:
     revision: str | None = None  # branch, tag or commit; None: the newest
     open_stream: Callable[[], Any] | None = None  # the `datasets.IterableDataset` to read; None: the hub's
     say: Say | None = None  # gets a line per retry; None: standard error does
-    backoff: Backoff = Backoff()
-    skipped: SkippedRecords | None = None  # collects the broken records; None: they stop a reader
+    skipped: SkippedRecords | None = None
 
     name: str = field(init=False)
     finite: bool = field(default=False, init=False)
@@ -85,7 +71,6 @@ class HubSource:
 
     @cached_property
     def shards(self) -> int:
-        # One attempt after another, as for records.
         return next(self._with_retries(lambda done: iter([self._open().num_shards])))
 
     def fingerprint(self) -> str:
@@ -119,7 +104,6 @@ class HubSource:
         return self._documents(self._records(open_shard, where, start))
 
     def _documents(self, found: Iterator[RawRecord | BrokenRecord]) -> Iterator[Document]:
-        """Yield the documents of records. Raises ProblemsError: a record is broken."""
         for record in found:
             if isinstance(record, BrokenRecord):
                 skip_or_refuse(f"{record.file}, document {record.number - 1}", record, self.skipped)
@@ -131,8 +115,7 @@ class HubSource:
         self, open_stream: Callable[[], Any], where: str, start: int
     ) -> Iterator[RawRecord | BrokenRecord]:
         def read(done: int) -> Iterator[dict[str, Any]]:
-            stream, skipped = open_stream(), start + done
-            return iter(stream.skip(skipped) if skipped else stream)
+            return iter(open_stream().skip(start + done) if start + done else open_stream())
 
         for number, record in enumerate(self._with_retries(read), start + 1):
             found = field_text(record, self.text_column, RawRecord(where, number, ""))
@@ -145,15 +128,15 @@ class HubSource:
     def _open(self) -> Any:
         """Return the dataset, opened once: asking the hub for its files takes seconds."""
         if self._stream is None:
-            self._stream = (self.open_stream or self._from_hub)()
+            if self.open_stream:
+                self._stream = self.open_stream()
+            else:
+                from datasets import load_dataset
+
+                where = dict(split=self.split, revision=self.revision)
+                self._stream = load_dataset(self.dataset, self.config, **where, streaming=True)
             self._reached = True
         return self._stream
-
-    def _from_hub(self) -> Any:
-        from datasets import load_dataset
-
-        where = dict(split=self.split, revision=self.revision)
-        return load_dataset(self.dataset, self.config, **where, streaming=True)
 
     def _with_retries(self, read: Callable[[int], Iterator[Any]]) -> Iterator[Any]:
         """Yield the items of `read(0)`; after n items and a network error continue with `read(n)`."""
@@ -170,14 +153,16 @@ class HubSource:
                 self._stream = None  # opened anew by the next attempt
                 # Nothing answered at all, and the libraries have retried that already: there is no network.
                 unreachable = not self._reached and _status(error) is None
-                if not is_temporary(error) or unreachable or failures >= self.backoff.attempts:
+                if not is_temporary(error) or unreachable or failures >= ATTEMPTS:
                     raise self._failure(error, failures) from error
-                pause = self.backoff.pause_s(failures)
+                # With jitter: a thousand ranks must not come back at the same moment.
+                longest = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (failures - 1))
+                pause = longest * random.uniform(0.5, 1.0)
                 what = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-                attempt = f"attempt {failures + 1} of {self.backoff.attempts} in {pause:.1f} s"
+                attempt = f"attempt {failures + 1} of {ATTEMPTS} in {pause:.1f} s"
                 say = self.say or partial(print, file=sys.stderr, flush=True)
                 say(f"{self.name}: {what}: {attempt}, from record {done} on")
-                self.backoff.sleep(pause)
+                time.sleep(pause)
 
     def _failure(self, error: Exception, failures: int) -> ProblemsError:
         times = f", {failures} times in a row" if failures > 1 else ""
@@ -204,10 +189,9 @@ def _status(error: BaseException) -> int | None:
     """Return the HTTP status of an error or of one of its causes; None without one."""
     for cause in _chain(error):
         # httpx, requests and huggingface_hub keep the response, aiohttp the number.
-        response = getattr(cause, "response", None)
-        for found in (getattr(response, "status_code", None), getattr(cause, "status", None)):
-            if isinstance(found, int):
-                return found
+        found = getattr(getattr(cause, "response", cause), "status_code", getattr(cause, "status", None))
+        if isinstance(found, int):
+            return found
     return None
 
 

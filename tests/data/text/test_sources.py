@@ -13,6 +13,7 @@ import pickle
 import re
 import sys
 import tracemalloc
+from types import SimpleNamespace
 
 import datasets
 import pyarrow as pa
@@ -26,8 +27,8 @@ from data.prepare.inputs import Cursor, Inputs
 from data.prepare.pipeline import TooManyBroken, check_broken
 from data.prepare.settings import Settings, in_flags
 from data.prepare.work import WorkerDied
-from data.text import encoder, wikipedia
-from data.text.hub import Backoff, HubSource, is_temporary
+from data.text import encoder, hub, wikipedia
+from data.text.hub import HubSource, is_temporary
 from data.text.records import EXCERPT_BYTES, BrokenRecord, RawRecord, SkippedRecords
 from data.text.sources import FileSource, PackagedSource, files_of, format_of, open_source
 from data.text.text_files import JsonlFormat, ParquetFormat, TextFormat
@@ -478,6 +479,16 @@ def without_network(monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)
 
 
+@pytest.fixture
+def pauses(monkeypatch) -> list[float]:
+    """The pauses of readers of the hub, which make none; they try four times."""
+    made: list[float] = []
+    monkeypatch.setattr(hub, "time", SimpleNamespace(sleep=made.append))
+    monkeypatch.setattr(hub, "ATTEMPTS", 4)
+    monkeypatch.setattr(hub, "LONGEST_PAUSE_S", 3.0)
+    return made
+
+
 HUB_TEXTS = [[f"file {part} document {i}" * (i != 3) for i in range(5 + part)] for part in range(3)]
 
 
@@ -541,7 +552,7 @@ def test_a_dataset_that_is_a_script_is_refused_with_the_branch_that_does_without
         assert ("set data.revision=refs/convert/parquet" in str(refused.value)) == hint
 
 
-def test_a_hub_dataset_is_opened_once_and_anew_after_an_error(hub_stream):
+def test_a_hub_dataset_is_opened_once_and_anew_after_an_error(hub_stream, pauses):
     opened = []
 
     def open_stream():
@@ -558,8 +569,7 @@ def test_a_hub_dataset_is_opened_once_and_anew_after_an_error(hub_stream):
     assert source.shards == 3 and len(opened) == 1
 
     streams = [Faulty(4, ConnectionError("reset")), Faulty(99, None)]
-    how = dict(open_stream=lambda: streams.pop(0), say=lambda line: None, backoff=Pauses().backoff())
-    source = HubSource("a/b", **how)
+    source = HubSource("a/b", open_stream=lambda: streams.pop(0), say=lambda line: None)
     assert [d.index for d in source.shard_documents(1)] == list(range(10)) and not streams
 
 
@@ -676,26 +686,20 @@ class Faulty:
             yield {"text": f"{self.index}/{i}"}
 
 
-class Pauses(list):
-    def backoff(self, attempts=4):
-        return Backoff(attempts, first_s=1.0, longest_s=3.0, sleep=self.append)
-
-
 @pytest.mark.parametrize("every", [1, 3, 9])
-def test_network_errors_neither_lose_nor_repeat_documents(every):
-    said, pauses = [], Pauses()
-    how = dict(say=said.append, backoff=pauses.backoff())
-    source = HubSource("a/b", open_stream=lambda: Faulty(every, ConnectionError("reset")), **how)
+def test_network_errors_neither_lose_nor_repeat_documents(every, pauses):
+    said, reset = [], ConnectionError("reset")
+    source = HubSource("a/b", open_stream=lambda: Faulty(every, reset), say=said.append)
     assert [(d.index, d.text) for d in source.shard_documents(1, 2)] == [(i, f"1/{i}") for i in range(2, 10)]
     assert len(said) == len(pauses) == (8 - 1) // every if every > 1 else len(said) >= 7
     assert all("a/b/train: ConnectionError: reset: attempt 2 of 4 in" in line for line in said)
     assert all(0.5 <= pause <= 1.0 for pause in pauses), "a record that came through ends a row of failures"
 
 
-def test_a_reader_gives_up_after_failures_in_a_row_and_says_how_to_go_on():
-    said, pauses = [], Pauses()
-    how = dict(say=said.append, backoff=pauses.backoff(6))
-    source = HubSource("a/b", open_stream=lambda: Faulty(0, TimeoutError("slow")), **how)
+def test_a_reader_gives_up_after_failures_in_a_row_and_says_how_to_go_on(monkeypatch, pauses):
+    monkeypatch.setattr(hub, "ATTEMPTS", 6)
+    said: list[str] = []
+    source = HubSource("a/b", open_stream=lambda: Faulty(0, TimeoutError("slow")), say=said.append)
     tried = r"tried load_dataset\('a/b', None, split='train', streaming=True\), 6 times in a row: Timeout"
     with pytest.raises(ValueError, match=tried) as refused:
         list(source.documents())
@@ -705,15 +709,14 @@ def test_a_reader_gives_up_after_failures_in_a_row_and_says_how_to_go_on():
         assert longest / 2 <= pause <= longest
 
 
-def test_without_network_nothing_is_tried_again():
+def test_without_network_nothing_is_tried_again(pauses):
     def no_network():
         raise ConnectionError("Couldn't reach 'a/b' on the Hub")
 
-    pauses = Pauses()
     lists = (lambda source: list(source.documents()), lambda source: list(source.shard_documents(0)))
     for read in (*lists, lambda source: source.shards):
         with pytest.raises(ValueError, match="a/b/train: tried load_.*Couldn't reach.*without the hub"):
-            read(HubSource("a/b", open_stream=no_network, backoff=pauses.backoff()))
+            read(HubSource("a/b", open_stream=no_network))
     assert not pauses
 
 
@@ -733,7 +736,7 @@ def wrapped(cause):
         return error
 
 
-def test_what_may_pass_is_tried_again_and_what_may_not_is_not():
+def test_what_may_pass_is_tried_again_and_what_may_not_is_not(pauses):
     modules = [{"__module__": f"{name}.exceptions"} for name in ("httpx", "httpx2", "aiohttp")]
     libraries = [type("ReadError", (Exception,), module)() for module in modules]
     temporary = [ConnectionResetError(), TimeoutError(), *libraries]
@@ -744,14 +747,13 @@ def test_what_may_pass_is_tried_again_and_what_may_not_is_not():
         assert is_temporary(error) and is_temporary(wrapped(error)), error
     for error in lasting:
         assert not is_temporary(error) and not is_temporary(wrapped(error)), error
-    pauses = Pauses()
-    absent = HubSource("a/b", open_stream=lambda: Faulty(2, HttpError(404)), backoff=pauses.backoff())
+    absent = HubSource("a/b", open_stream=lambda: Faulty(2, HttpError(404)))
     with pytest.raises(ValueError, match="HTTP 404"):
         list(absent.documents())
     assert not pauses
 
 
-def test_an_answer_of_the_hub_is_tried_again_also_at_first():
+def test_an_answer_of_the_hub_is_tried_again_also_at_first(pauses):
     answers = [HttpError(429), HttpError(503)]
 
     def busy():
@@ -759,8 +761,7 @@ def test_an_answer_of_the_hub_is_tried_again_also_at_first():
             raise answers.pop()
         return Faulty(99, None)
 
-    pauses = Pauses()
-    assert HubSource("a/b", open_stream=busy, say=lambda line: None, backoff=pauses.backoff()).shards == 2
+    assert HubSource("a/b", open_stream=busy, say=lambda line: None).shards == 2
     assert len(pauses) == 2
 
 
