@@ -171,9 +171,8 @@ def several_runs(args: argparse.Namespace) -> None:
         summary = runs.procedure(made, first, search=args.grid, seeds=args.seeds or 1, average=args.ensemble)
     except ValueError as e:
         ending.refuse(e)
-    except runs.NoScores as e:
-        ending.explain(e)
-        raise SystemExit(1) from None
+    except ending.Failed as e:
+        ending.refuse(e, code=1)
     terminal.say(f"\n{summary_text(summary, facts)}\n\n{out}: {SUMMARY} and the runs")
     if any(row.problem for row in summary.seeds):
         raise SystemExit(1)

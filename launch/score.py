@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from dataclasses import dataclass
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,10 +20,10 @@ from launch.ranks.meeting import Meeting
 from recipes.problems import Problem, ProblemsError
 
 if TYPE_CHECKING:
-    from data.tasks.windows import TaskData
+    from data.tasks.scored_text import TaskData
     from ds_configs.plan import Plan
     from launch.evaluation.scores import Score
-    from launch.evaluation.scoring_job import ScoredModel, ScoringTask
+    from launch.evaluation.scoring_job import ScoringJob
 
 # Sections of a recipe decided by other flags, and sections without effect on scores.
 BY_FLAGS = {"precision": "--precision", "batch": "--batch", "ds_config": "--ds_config"}
@@ -116,43 +116,23 @@ def build_parser() -> ArgumentParser:
 def main() -> None:
     args = build_parser().parse_args()
     meeting = joining.meet()
-    job = meeting.settle(lambda: checked_job(args))
+    job, out = meeting.settle(lambda: checked(args))
     with joining.joined(meeting, job.plan.layout.tp, out_of_memory_advice=less_memory(job.plan)):
-        run(job, meeting)
+        run(job, out, meeting)
 
 
-@dataclass(frozen=True)
-class ScoringJob:
-    """A checked scoring job.
-
-    `out`: file for the result; None: no file. `from_scratch`: draw the weights at random.
-    """
-
-    task: ScoringTask
-    model: ScoredModel
-    plan: Plan
-    window: int
-    stride: int
-    out: Path | None
-    from_scratch: bool = False
-
-
-def checked_job(args: Namespace) -> ScoringJob:
-    """Make the job from the flags. Raises ValueError."""
+def checked(args: Namespace) -> tuple[ScoringJob, Path | None]:
+    """Make the job from the flags, and check rank 0's file for the result. Raises ValueError."""
     from launch.evaluation.scores import read_scores
-    from launch.evaluation.scoring_job import ScoringTask, Wishes, open_model, plan_scoring
+    from launch.evaluation.scoring_job import Wishes, checked_job
 
     check_settings(args)
-    world = processes.world_size()
-    wishes = Wishes(args.precision, args.batch, world, args.set, args.tokenizer)
-    model = open_model(args.model, wishes)
-    task = ScoringTask(args.task, args.variant, args.data, args.column, args.window, args.stride, args.limit)
-    window, stride = task.check(model)
-    plan = plan_scoring(model, args.ds_config, world, abilities.detect_machine())
+    flags = {name: value for name, value in vars(args).items() if name in Wishes.__dataclass_fields__}
+    job = checked_job(Wishes(**flags, settings=args.set), processes.world_size(), abilities.detect_machine())
     out = new_output.new_file("--out", args.out, (".json",)) if args.out and processes.rank() == 0 else None
-    if model.trained.run is not None and not args.from_scratch:
-        read_scores(model.trained.run)  # what cannot be added to is said before the hours of scoring
-    return ScoringJob(task, model, plan, window, stride, out, args.from_scratch)
+    if job.model.run is not None and not args.from_scratch:
+        read_scores(job.model.run)  # what cannot be added to is said before the hours of scoring
+    return job, out
 
 
 def check_settings(args: Namespace) -> None:
@@ -174,7 +154,7 @@ def check_settings(args: Namespace) -> None:
         raise ProblemsError(problems)
 
 
-def run(job: ScoringJob, meeting: Meeting) -> None:
+def run(job: ScoringJob, out: Path | None, meeting: Meeting) -> None:
     """Read the data, build the model, score it, and write the results. Collective."""
     from launch.console.progress import bar
     from launch.evaluation import scores as results
@@ -183,30 +163,29 @@ def run(job: ScoringJob, meeting: Meeting) -> None:
     from launch.ranks.watchdog import Watchdog
     from modeling.parallel.process_grid import ProcessGrid
 
-    layout, first = job.plan.layout, processes.rank() == 0
+    layout, first, from_scratch = job.plan.layout, processes.rank() == 0, job.wishes.from_scratch
     grid = ProcessGrid(layout.tp, layout.pp, layout.dp, processes.TIMEOUT)
     say = partial(terminal.say, stream=sys.stderr) if first else _silence
-    data = meeting.settle(lambda: read_task(job.task, job.model, job.window, job.stride, say))
+    data = meeting.settle(lambda: read_task(job, say))
     check_same_data(data, processes.gathered(data.checksum, grid.control_group))
-    weights = None if job.from_scratch else str(job.model.trained.weights)
-    for line in () if job.from_scratch else job.model.trained.said():
+    for line in () if from_scratch else job.model.said():
         say(line)
-    engine = build_scoring_engine(job.plan, grid, weights, say)
+    engine = build_scoring_engine(job.plan, grid, None if from_scratch else str(job.model.weights), say)
     began, watchdog = time.perf_counter(), Watchdog(None, job.plan.recipe.run.hang_after)
-    with watchdog.running(grid.control_group, say):
-        if first:
-            with bar(sys.stderr, total=len(data.windows), unit="window", desc=data.task) as progress:
-                scores = score(engine, job.plan, grid, data.windows, watchdog, progress.update)
-        else:
-            scores = score(engine, job.plan, grid, data.windows, watchdog)
+    shown: Any = nullcontext()
+    if first:
+        shown = bar(sys.stderr, total=len(data.windows), unit="window", desc=data.task)
+    with watchdog.running(grid.control_group, say), shown:
+        seen = shown.update if first else _silence
+        scores = score(engine, job.plan, grid, data.windows, watchdog, seen)
     seconds = time.perf_counter() - began
     if first:
         made = make_score(job, data, figures(data, scores), seconds)
         print(results.describe(made, terminal.columns()))
-        if job.model.trained.run is not None and not job.from_scratch:
-            say(f"kept in {results.keep(job.model.trained.run, made)}")
-        if job.out:
-            job.out.write_text(results.to_json(made))
+        if job.model.run is not None and not from_scratch:
+            say(f"kept in {results.keep(job.model.run, made)}")
+        if out:
+            out.write_text(results.to_json(made))
 
 
 def less_memory(plan: Plan) -> str:
@@ -229,24 +208,23 @@ def make_score(job: ScoringJob, data: TaskData, found: dict[str, float], seconds
     from launch.machine import description
     from modeling import cost
 
-    plan, model = job.plan, job.model
-    layout = plan.layout
+    plan, layout, wishes = job.plan, job.plan.layout, job.wishes
     degrees = f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}, ZeRO-{plan.zero_stage}"
     offload = f", offload {plan.offload}" if plan.offload != "none" else ""
     names = ("task", "variant", "source", "examples", "tokens", "words", "broken", "cut")
     of_data: dict[str, Any] = {name: getattr(data, name) for name in names}
     return Score(
-        model=model.given,
-        parameters=cost.parameters(model.recipe.model, model.recipe.positions),
-        step=None if job.from_scratch else model.trained.step,
+        model=wishes.model,
+        parameters=cost.parameters(plan.recipe.model, plan.recipe.positions),
+        step=None if wishes.from_scratch else job.model.step,
         figures=found,
         windows=len(data.windows),
-        limited=job.task.limit is not None,
+        limited=wishes.limit is not None,
         window=job.window,
         stride=None if data.task == "lambada" else job.stride,
         hardware=description.summary(description.describe()),
         seconds=seconds,
-        from_scratch=job.from_scratch,
+        from_scratch=wishes.from_scratch,
         batch=layout.micro,
         precision=plan.precision,
         layout=degrees + offload,
@@ -254,8 +232,8 @@ def make_score(job: ScoringJob, data: TaskData, found: dict[str, float], seconds
     )
 
 
-def _silence(text: str) -> None:
-    """Ignore the text, on ranks other than the first."""
+def _silence(_: object) -> None:
+    """Ignore what other ranks than the first would show."""
 
 
 if __name__ == "__main__":

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import compress, pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from data.prepare import chunk_file
-from data.prepare.chunk_file import Tally
+from data.prepare.chunk_file import Tally, json_line
 from data.prepare.duplicates import Duplicates
 from data.tokens.store import StoreWriter
 
@@ -33,6 +30,10 @@ class Index:
     digests: np.ndarray  # (n,) uint64
     marks: np.ndarray  # (n, permutations) uint32
 
+    @property
+    def bytes(self) -> int:
+        return sum(array.nbytes for array in (self.files, self.numbers, self.digests, self.marks))
+
 
 def gather(chunks: Path, count: int, documents: int, permutations: int, directory: Path) -> Index:
     """Copy the columns for deduplication from the chunks into mapped files of `directory`."""
@@ -46,9 +47,9 @@ def gather(chunks: Path, count: int, documents: int, permutations: int, director
     starts = [0]
     for number in range(count):
         found = chunk_file.read_arrays(chunks, number, list(arrays))
-        starts.append(starts[-1] + len(found[0]))
-        for array, column in zip(arrays.values(), found, strict=True):
-            array[starts[-2] : starts[-1]] = column
+        starts.append(starts[-1] + len(found["files"]))
+        for name, array in arrays.items():
+            array[starts[-2] : starts[-1]] = found[name]
     assert starts[-1] == documents, (starts[-1], documents)
     return Index(starts, **arrays)
 
@@ -72,7 +73,13 @@ def write(
     Returns:
         size and checksums of the store.
     """
-    with StoreWriter(out / STORE, vocab_size) as writer, _outputs(out) as files:
+
+    def append(name: str, lines: bytes) -> None:
+        (out / name).parent.mkdir(exist_ok=True)
+        with open(out / name, "ab") as file:
+            file.write(lines)
+
+    with StoreWriter(out / STORE, vocab_size) as writer:
         for number, (start, end) in enumerate(pairwise(index.starts)):
             chunk = chunk_file.read(chunks, number)
             keep = np.ones(len(chunk), dtype=bool) if duplicates is None else duplicates.of[start:end] < 0
@@ -82,24 +89,23 @@ def write(
             writer.add_documents(tokens, chunk.lengths[sequences], chunk.sequences[keep])
             for name, lines in ((ARTICLES, chunk.articles), (SENTENCES, chunk.sentences)):
                 if lines:
-                    files(name).write(b"".join(compress(lines.splitlines(True), keep)))
+                    append(name, b"".join(compress(lines.splitlines(True), keep)))
             for rejected, lines in chunk.rejected.items():
-                files(f"{REJECTED}/{rejected}.jsonl").write(lines)
+                append(f"{REJECTED}/{rejected}.jsonl", lines)
             if duplicates is not None:
                 deduplicated = tally.step("deduplicate")
                 deduplicated.enter(len(chunk), int(chunk.sizes.sum()))
                 deduplicated.leave(*left)
+                dropped = []
                 for k in np.flatnonzero(~keep).tolist():
                     reason = EXACT if duplicates.exact[start + k] else NEAR
                     deduplicated.drop(reason, int(chunk.sizes[k]))
-                    fields = {
-                        **_place(index, start + k, names),
-                        "reason": reason,
-                        "of": _place(index, int(duplicates.of[start + k]), names),
-                        "agreement": round(float(duplicates.agreement[start + k]), 4),
-                    }
-                    line = json.dumps(fields, ensure_ascii=False) + "\n"
-                    files(f"{REJECTED}/deduplicate.jsonl").write(line.encode("utf-8", "replace"))
+                    original = _place(index, int(duplicates.of[start + k]), names)
+                    facts = _place(index, start + k, names) | {"reason": reason, "of": original}
+                    agreement = round(float(duplicates.agreement[start + k]), 4)
+                    dropped.append(json_line(**facts, agreement=agreement))
+                if dropped:
+                    append(f"{REJECTED}/deduplicate.jsonl", b"".join(dropped))
             tally.step("write").enter(*left)
             tally.step("write").leave(*left)
             step()
@@ -111,21 +117,3 @@ def write(
 
 def _place(index: Index, document: int, names: list[str]) -> dict[str, object]:
     return {"file": names[index.files[document]], "number": int(index.numbers[document])}
-
-
-@contextmanager
-def _outputs(out: Path) -> Iterator[Callable[[str], BinaryIO]]:
-    """Yield a function to open files by name, once each; flush them to disk at the end."""
-    opened: dict[str, BinaryIO] = {}
-    with ExitStack() as stack:
-
-        def get(name: str) -> BinaryIO:
-            if name not in opened:
-                (out / name).parent.mkdir(exist_ok=True)
-                opened[name] = stack.enter_context(open(out / name, "wb"))
-            return opened[name]
-
-        yield get
-        for file in opened.values():
-            file.flush()
-            os.fsync(file.fileno())

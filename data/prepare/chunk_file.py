@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -21,9 +19,11 @@ from data.prepare.inputs import Cursor
 _EACH_DOCUMENT = "read repair language sentences tokenize decontaminate signatures"
 STEPS = (*_EACH_DOCUMENT.split(), "deduplicate", "write")
 BROKEN = "broken: "  # prefix of reasons of `read`; they count against --max_broken
+_PER_DIRECTORY = 1000
+_REJECTED = "rejected:"
 
 
-@dataclasses.dataclass
+@dataclass
 class Step:
     """Counts of a step: bytes of UTF-8 text (read: of records), seconds of processor time."""
 
@@ -33,7 +33,7 @@ class Step:
     bytes_out: int = 0
     changed: int = 0  # documents that the step altered
     seconds: float = 0.0
-    dropped: dict[str, list[int]] = dataclasses.field(default_factory=dict)  # reason: [documents, bytes]
+    dropped: dict[str, list[int]] = field(default_factory=dict)  # reason: [documents, bytes]
 
     def enter(self, documents: int, size: int) -> None:
         self.documents_in += documents
@@ -68,7 +68,7 @@ class Tally(dict[str, Step]):
             self.step(name).add(step)
 
     def json(self) -> dict[str, Any]:
-        return {name: dataclasses.asdict(self[name]) for name in STEPS if name in self}
+        return {name: asdict(self[name]) for name in STEPS if name in self}
 
     @property
     def broken(self) -> int:
@@ -81,18 +81,12 @@ class Tally(dict[str, Step]):
         return self.step("read").documents_in
 
 
-_PER_DIRECTORY = 1000
-
-
 class DamagedChunk(Damaged):
     """A damaged file of a chunk."""
 
     def __init__(self, path: Path, said: str) -> None:
         super().__init__(said)
         self.path = path
-
-
-_REJECTED = "rejected:"
 
 
 @dataclass(frozen=True)
@@ -134,45 +128,41 @@ def commit(directory: Path, number: int, finished: FinishedChunk) -> None:
         np.savez(file, **arrays)  # type: ignore[arg-type]
 
 
-def read_head(directory: Path, number: int) -> tuple[Cursor, Tally]:
-    """Read the end and the counts of a chunk.
+def read_arrays(directory: Path, number: int, names: Sequence[str] = ()) -> dict[str, Any]:
+    """Read some arrays of a chunk's file, or all.
 
     Raises:
         OSError: there is no such file.
         DamagedChunk: it is not whole, or no chunk.
     """
-    with _open_file(directory, number) as file:
-        return _head(file)
+    path = path_of(directory, number)
+    try:
+        with np.load(path) as file:  # checksums are compared as arrays are read
+            return {name: file[name] for name in names or file.files}
+    except (BadZipFile, zlib.error, ValueError, EOFError, KeyError, TypeError, NotImplementedError) as error:
+        raise DamagedChunk(path, f"{path} is damaged ({error})") from error
+
+
+def read_head(directory: Path, number: int) -> tuple[Cursor, Tally]:
+    """Read the end and the counts of a chunk; raises as `read_arrays`."""
+    return _head(read_arrays(directory, number, ["head"])["head"])
 
 
 def read(directory: Path, number: int) -> FinishedChunk:
-    """Read the whole chunk; raises as `read_head`."""
-    with _open_file(directory, number) as file:
-        end, tally = _head(file)
-        fields: dict[str, Any] = {name: file[name] for name in file.files if name != "head"}
+    """Read the whole chunk; raises as `read_arrays`."""
+    fields = read_arrays(directory, number)
+    end, tally = _head(fields.pop("head"))
     fields |= {name: fields[name].tobytes() for name in ("articles", "sentences")}
     steps = [name for name in fields if name.startswith(_REJECTED)]
     rejected = {name.removeprefix(_REJECTED): fields.pop(name).tobytes() for name in steps}
     return FinishedChunk(end, tally, rejected, **fields)
 
 
-def read_arrays(directory: Path, number: int, names: Sequence[str]) -> list[np.ndarray]:
-    """Read only some arrays of the chunk; raises as `read_head`."""
-    with _open_file(directory, number) as file:
-        return [file[name] for name in names]
-
-
-@contextmanager
-def _open_file(directory: Path, number: int) -> Iterator[Any]:
-    """Open the file. Arrays are read, and their checksums compared, inside the block."""
-    path = path_of(directory, number)
-    try:
-        with np.load(path) as file:
-            yield file
-    except (BadZipFile, zlib.error, ValueError, EOFError, KeyError, TypeError, NotImplementedError) as error:
-        raise DamagedChunk(path, f"{path} is damaged ({error})") from error
-
-
-def _head(file: Any) -> tuple[Cursor, Tally]:
-    head = json.loads(file["head"].tobytes())
+def _head(array: np.ndarray) -> tuple[Cursor, Tally]:
+    head = json.loads(array.tobytes())
     return Cursor(**head["end"]), Tally({name: Step(**step) for name, step in head["tally"].items()})
+
+
+def json_line(**fields: object) -> bytes:
+    """Write an object as a line of JSON."""
+    return (json.dumps(fields, ensure_ascii=False) + "\n").encode("utf-8", "replace")

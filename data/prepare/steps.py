@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -16,7 +15,7 @@ from itertools import compress
 
 import numpy as np
 
-from data.prepare.chunk_file import BROKEN, Step
+from data.prepare.chunk_file import BROKEN, Step, json_line
 from data.prepare.cleaning import Detect, repair
 from data.prepare.contamination import Evaluation
 from data.prepare.settings import in_flags
@@ -29,7 +28,7 @@ EXCERPT_CHARACTERS = 200  # of a dropped document
 # Characters to hash together: numpy's arrays then stay in the processor's cache.
 _WORDS_AT_ONCE = 1 << 17
 
-Reject = Callable[[str], None]
+Reject = Callable[[bytes], None]
 # Why a document is dropped: one of few reasons, and a detail; None: it is kept.
 Verdict = tuple[str, str] | None
 
@@ -64,10 +63,9 @@ class Documents:
             if verdict is not None:
                 reason, detail = verdict
                 step.drop(reason, size)
+                place = dict(file=file, number=number)
                 excerpt = text[:EXCERPT_CHARACTERS]
-                reject(
-                    _line(file=file, number=number, reason=reason, detail=detail, size=size, excerpt=excerpt)
-                )
+                reject(json_line(**place, reason=reason, detail=detail, size=size, excerpt=excerpt))
         if all(keep):
             return self
         kept = {c.name: list(compress(getattr(self, c.name), keep)) for c in fields(self)}
@@ -172,12 +170,13 @@ def digests(texts: list[str]) -> np.ndarray:
 
 def article_lines(documents: Documents, texts: Iterable[str]) -> bytes:
     """Write each article as a line of JSON, with its title where it has one."""
-    columns = zip(documents.titles, documents.names, documents.numbers, texts, strict=True)
-    titled = (
-        ({"title": title} if title else {}, file, number, text) for title, file, number, text in columns
-    )
-    lines = (_line(**title, text=text, file=file, number=number) for title, file, number, text in titled)
-    return "".join(lines).encode("utf-8", "replace")
+    lines = []
+    for title, file, number, text in zip(
+        documents.titles, documents.names, documents.numbers, texts, strict=True
+    ):
+        titled = {"title": title} if title else {}
+        lines.append(json_line(**titled, text=text, file=file, number=number))
+    return b"".join(lines)
 
 
 def utf8_size(text: str) -> int:
@@ -185,14 +184,10 @@ def utf8_size(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
 
 
-def _broken_line(broken: BrokenRecord) -> str:
+def _broken_line(broken: BrokenRecord) -> bytes:
     """Write a broken record as a line of JSON: its first 64 KiB as text, or else in base64."""
     facts = dict(file=broken.file, number=broken.number, reason=broken.render(in_flags), size=broken.size)
     try:
-        return _line(**facts, excerpt=broken.excerpt.decode("utf-8"))
+        return json_line(**facts, excerpt=broken.excerpt.decode("utf-8"))
     except UnicodeDecodeError:
-        return _line(**facts, excerpt_base64=base64.b64encode(broken.excerpt).decode())
-
-
-def _line(**fields: object) -> str:
-    return json.dumps(fields, ensure_ascii=False) + "\n"
+        return json_line(**facts, excerpt_base64=base64.b64encode(broken.excerpt).decode())

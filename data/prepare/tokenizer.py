@@ -21,16 +21,13 @@ from data.text.vocabulary import missing_roles, read_tokenizer, ready_made
 from recipes.families import TRAINED
 from recipes.problems import Problem, ProblemsError
 
-FOLDER = "tokenizer"
 
-
-def obtain(settings: Settings, inputs: Inputs, directory: Path, say: Say) -> PreTrainedTokenizerFast:
-    """Make the tokenizer in `directory`/tokenizer, unless an earlier run has; read it from there.
+def obtain(settings: Settings, inputs: Inputs, folder: Path, say: Say) -> PreTrainedTokenizerFast:
+    """Make the tokenizer in `folder`, unless an earlier run has; read it from there.
 
     Raises ValueError: it is unavailable, lacks the tokens that the samples need, or the text is too short to
     train it.
     """
-    folder = directory / FOLDER
     if not folder.is_dir():
         tokenizer = _make(settings, inputs, say)
         if settings.samples == "gpt":
@@ -39,7 +36,7 @@ def obtain(settings: Settings, inputs: Inputs, directory: Path, say: Say) -> Pre
             came = f"--samples bert with --tokenizer {settings.tokenizer.kind}: the vocabulary names no"
             fix = "give bert_uncased, bert_cased or trained_wordpiece, or name the tokens in a"
             raise ValueError(f"{came} {', '.join(missing)}; {fix} tokenizer_config.json next to the file")
-        temporary = directory / f".{FOLDER}.tmp"
+        temporary = folder.with_name(f".{folder.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         tokenizer.save_pretrained(temporary)
         os.replace(temporary, folder)
@@ -53,8 +50,7 @@ def training_texts(settings: Settings, inputs: Inputs) -> Iterator[str]:
     """
     detect = make_detector() if settings.language is not None else None
     left = settings.vocabulary_mb * 1e6
-    others: Counter[str] = Counter()  # languages of skipped documents
-    given = 0
+    given, others = 0, Counter[str]()  # and the languages of skipped documents
     for _, item in inputs.records(Cursor()):
         text = inputs.format.parse(item) if isinstance(item, RawRecord) else None
         if not isinstance(text, str) or not text:

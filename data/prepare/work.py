@@ -45,7 +45,6 @@ class Plan:
 class Answer:
     """A worker's answer for a chunk."""
 
-    number: int
     tally: Tally
     progress: float  # as of Chunk
     peak_bytes: int  # most memory of this worker so far
@@ -65,12 +64,12 @@ class Worker:
         finished = self._finish(chunk)
         chunk_file.commit(self._plan.directory, chunk.number, finished)
         before, self._spent = self._spent, time.process_time()
-        return Answer(chunk.number, finished.tally, chunk.progress, peak_memory(), self._spent - before)
+        return Answer(finished.tally, chunk.progress, peak_memory(), self._spent - before)
 
     def _finish(self, chunk: Chunk) -> chunk_file.FinishedChunk:
         plan, settings, tally = self._plan, self._plan.settings, Tally()
         documents = steps.Documents()
-        rejected: dict[str, list[str]] = {}
+        rejected: dict[str, list[bytes]] = {}
 
         def run(name: str, change: Callable[..., steps.Documents], *arguments: object) -> None:
             """Run and time a step; count documents before and after it."""
@@ -101,9 +100,7 @@ class Worker:
         return chunk_file.FinishedChunk(
             end=chunk.end,
             tally=tally,
-            rejected={
-                name: "".join(lines).encode("utf-8", "replace") for name, lines in rejected.items() if lines
-            },
+            rejected={name: b"".join(lines) for name, lines in rejected.items() if lines},
             files=np.array(documents.files, dtype=np.int32),
             numbers=np.array(documents.numbers, dtype=np.int64),
             sizes=np.array(documents.sizes, dtype=np.int64),
@@ -152,14 +149,7 @@ def answer(chunk: Chunk) -> Answer:
 
 def peak_memory() -> int:
     """Return the most bytes this process has held."""
-    unit = 1 if os.uname().sysname == "Darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-class WorkerDied(PreparationFailed):
-    """Failure: a worker process ended without an answer."""
-
-    exit_code = 1
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def run(plan: Plan, chunks: Iterator[Chunk], workers: int, on_done: Callable[[Answer], None]) -> None:
@@ -169,7 +159,7 @@ def run(plan: Plan, chunks: Iterator[Chunk], workers: int, on_done: Callable[[An
         workers: processes; 0: this one does the work, for a debugger.
 
     Raises:
-        WorkerDied: a worker was killed, as happens when memory runs out.
+        PreparationFailed: a worker was killed, as happens when memory runs out.
         Exception: of a step, the framing or `on_done`.
     """
     if not workers:
@@ -204,7 +194,7 @@ def run(plan: Plan, chunks: Iterator[Chunk], workers: int, on_done: Callable[[An
         codes = [process.exitcode or 0 for process in team if process.exitcode not in (0, -signal.SIGTERM)]
         how = " and ".join(f"signal {-code}" if code < 0 else f"code {code}" for code in codes) or "signal 15"
         fix = "if memory ran out (signal 9), the same command with fewer --workers resumes from here"
-        raise WorkerDied(f"a worker process ended with {how}; {fix}") from None
+        raise PreparationFailed(f"a worker process ended with {how}; {fix}", exit_code=1) from None
     finally:  # nothing waits for the work of a run that ends early
         pool.shutdown(wait=False, cancel_futures=True)
         for process in team:

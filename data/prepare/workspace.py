@@ -19,8 +19,8 @@ from typing import Any
 
 from data import durable_files
 from data.cache import Say
-from data.prepare import tokenizer
 from recipes import files
+from recipes.key_paths import differences
 
 REPORT = "report.json"
 MOST_MANIFEST = 1 << 30  # bytes; it names every input file
@@ -33,7 +33,7 @@ class Workspace:
         if not out.name or "\0" in out.name:
             raise ValueError(f"--out {str(out)!r}: no name of a directory that can be made: name one")
         self.out, self.partial = out, out.with_name(out.name + ".partial")
-        self.manifest, self.tokenizer = self.partial / "manifest.json", self.partial / tokenizer.FOLDER
+        self.manifest, self.tokenizer = self.partial / "manifest.json", self.partial / "tokenizer"
         self.chunks, self.index, self.result = (self.partial / name for name in ("chunks", "index", "result"))
 
     @contextmanager
@@ -73,7 +73,7 @@ class Workspace:
         except (OSError, ValueError, KeyError):
             came = f"--out {self.out} exists and was not made by prepare_data"
             raise ValueError(f"{came}: name another directory") from None
-        if not (changed := _differences(before, manifest)):
+        if not (changed := _changed(before, manifest)):
             return True
         if force:
             stays = "it stays until the new one is complete, and is then replaced (--force)"
@@ -105,8 +105,7 @@ class Workspace:
                 say(f"{self.partial}: the unfinished work of another command is given up (--force)")
             shutil.rmtree(self.partial)
         self.chunks.mkdir(parents=True)
-        with durable_files.replacing(self.manifest) as file:
-            file.write((json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "replace"))
+        durable_files.write_atomically(self.manifest, json.dumps(manifest, indent=1) + "\n")
         return False
 
     def _changes(self, manifest: dict[str, Any]) -> str | None:
@@ -117,7 +116,7 @@ class Workspace:
             before = files.read_json_object(self.manifest, MOST_MANIFEST) if self.manifest.exists() else None
         except files.FileError as error:
             return f"  {error}"
-        return None if before is None else _differences(before, manifest)
+        return None if before is None else _changed(before, manifest)
 
     def new_result(self) -> Path:
         """Make an empty directory for the result."""
@@ -138,28 +137,15 @@ class Workspace:
         os.replace(self.result, self.out)
         shutil.rmtree(old, ignore_errors=True)
         durable_files.sync(self.out.parent)
-        self.clear()
-
-    def clear_if(self, manifest: dict[str, Any]) -> None:
-        """Remove OUT.partial, unless it is unfinished work of another command."""
-        if not self._changes(manifest):
-            self.clear()
-
-    def clear(self) -> None:
         shutil.rmtree(self.partial, ignore_errors=True)
 
+    def clear(self, manifest: dict[str, Any]) -> None:
+        """Remove OUT.partial, unless it is unfinished work of another command."""
+        if not self._changes(manifest):
+            shutil.rmtree(self.partial, ignore_errors=True)
 
-def _differences(before: Any, now: Any) -> str:
+
+def _changed(before: Any, now: Any) -> str:
     """List the differing keys in lines "key: before, now"."""
-    old, new = dict(_leaves(before)), dict(_leaves(json.loads(json.dumps(now))))
-    changed = [key for key in old | new if old.get(key) != new.get(key)][:20]
-    pairs = ((key, json.dumps(old.get(key)), json.dumps(new.get(key))) for key in changed)
-    return "\n".join(f"  {key}: {there} there, {here} here" for key, there, here in pairs)
-
-
-def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _leaves(inner, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, value
+    changed = differences(before, json.loads(json.dumps(now)))[:20]
+    return "\n".join(f"  {key}: {json.dumps(old)} there, {json.dumps(new)} here" for key, old, new in changed)

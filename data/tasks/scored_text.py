@@ -16,7 +16,9 @@ model's likeliest after the right ones before it (teacher forcing), which is who
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -25,10 +27,10 @@ from transformers import PreTrainedTokenizerFast
 
 from data.samples.fields import HeldOut
 from data.tasks.rows import FLAG, HubName, is_plain_text, read_rows, read_whole
-from data.tasks.windows import TaskData, Window, encode_texts, full_context_windows, overlapping_windows
-from data.text.encoder import end_of_document
+from data.text.encoder import Encoder, end_of_document
 from recipes.problems import Problem, ProblemsError
 
+TaskName = Literal["wikitext103", "lambada", "perplexity"]
 Variant = Literal["original", "openai"]  # of LAMBADA
 WIKITEXT103 = HubName("Salesforce/wikitext", "wikitext-103-raw-v1", "test")
 LAMBADA: dict[Variant, HubName] = {
@@ -36,6 +38,99 @@ LAMBADA: dict[Variant, HubName] = {
     "openai": HubName("EleutherAI/lambada_openai", "default", "test"),
 }
 BLANK = " \n"  # a blank line of the original file, which the hub has as an empty row
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """n + 1 tokens: a model reads the first n and predicts the last n; the last `counted` of them count."""
+
+    tokens: np.ndarray  # (n + 1,)
+    counted: int
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.counted < len(self.tokens), (self.counted, len(self.tokens))
+
+    @property
+    def length(self) -> int:
+        """Number of tokens to read."""
+        return len(self.tokens) - 1
+
+
+def overlapping_windows(tokens: np.ndarray, length: int, stride: int) -> Iterator[Window]:
+    """Yield windows of `length` tokens, one every `stride` tokens; every target counts once.
+
+    The first window counts all its targets, each later one its last `stride`, the last one the rest. So a
+    target after the first window is predicted from at least `length - stride` tokens. The first token is no
+    target.
+
+    Source: Megatron-LM, `tasks/zeroshot_gpt/datasets.py`, which fills the last window up with padding.
+    """
+    assert 1 <= stride <= length, (stride, length)
+    targets = len(tokens) - 1
+    if targets < 1:
+        return
+    yield Window(tokens[: length + 1], min(length, targets))
+    for start in range(stride, targets - length + stride, stride):
+        taken = tokens[start : start + length + 1]
+        yield Window(taken, len(taken) - 1 - (length - stride))
+
+
+def full_context_windows(tokens: np.ndarray, length: int, stride: int) -> Iterator[Window]:
+    """Yield windows like `overlapping_windows`, with a last window of full `length`, for more context.
+
+    With stride = length these are `loglikelihood_rolling`'s of lm-evaluation-harness.
+    """
+    found = list(overlapping_windows(tokens, length, stride))
+    yield from found[:-1]
+    if found:
+        yield Window(tokens[max(0, len(tokens) - length - 1) :], found[-1].counted)
+
+
+@dataclass(frozen=True, eq=False)
+class TaskData:
+    """The windows of a task, and facts about its text.
+
+    Attributes:
+        variant: which form of the task; "" where there is one.
+        source: file or data set.
+        windows: in the order of the text; in a cloze test each is a passage, and its last word counts.
+        words, bytes: of the original text; None: the task counts none.
+        examples: documents or passages.
+        broken: rows that were left out, each with its reason.
+        cut: examples of which the model reads only the end.
+    """
+
+    task: TaskName
+    variant: str
+    source: str
+    windows: tuple[Window, ...]
+    words: int | None
+    examples: int
+    broken: tuple[str, ...] = ()
+    cut: int = 0
+    bytes: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Number of counted targets."""
+        return sum(window.counted for window in self.windows)
+
+    @property
+    def checksum(self) -> str:
+        """CRC-32 of the windows, for ranks to compare."""
+        total = 0
+        for window in self.windows:
+            total = zlib.crc32(window.counted.to_bytes(4, "little"), total)
+            total = zlib.crc32(window.tokens.astype(np.int64).tobytes(), total)
+        return f"{total:08x}"
+
+
+def encode_texts(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[np.ndarray]:
+    """Encode each text, without special tokens."""
+    found = Encoder(tokenizer).encode_sentences([[text] for text in texts])
+    return [each[0] if each else np.zeros(0, dtype=np.uint32) for each in found]
+
+
 _REPLACED_FIRST = (
     ("s '", "s'"),
     (" @-@ ", "-"),

@@ -20,19 +20,18 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from time import monotonic as clock
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from data.durable_files import write_atomically
 from data.tasks.corpus import splits_to_predict
 from launch.evaluation.finetuning_predictions import FOLDER, LOGITS, keep
 from launch.evaluation.finetuning_summary import MEMBERS, Summary, Trial, TrialOutcome, write
+from launch.ranks.ending import Failed
 from launch.records.facts import TaskScore
 from launch.records.result import read_result
 from recipes import files
@@ -41,45 +40,7 @@ from recipes.problems import Problem, ProblemsError
 from recipes.tasks import TaskFacts
 
 BATCHES, RATES = (16, 32), (1e-5, 2e-5, 3e-5)  # RoBERTa's grid for GLUE
-Item = TypeVar("Item")
-T = TypeVar("T")
 ARGUMENTS = "runs.json"
-WORK_S = 1.0  # faster runs existed before; the estimate of the remaining time ignores them
-Say = Callable[[str], None]
-
-
-class NoScores(Exception):
-    """Failure of all runs, with their problems as the message."""
-
-
-def side_by_side(
-    make: Callable[[Item], T], items: Sequence[Item], at_once: int, words: Callable[[T], str], say: Say
-) -> list[T]:
-    """Call `make` on every item, `at_once` at a time; return the results in order, and say `words` of each.
-
-    After an error or Ctrl-C no further item begins; running ones are awaited.
-    """
-    done, took = itertools.count(1), list[float]()
-
-    def one(item: Item) -> T:
-        began = clock()
-        found = make(item)
-        number, seconds = next(done), clock() - began
-        took.extend([seconds] if seconds > WORK_S else [])
-        left = statistics.mean(took or [0]) * (len(items) - number) / at_once
-        about = f", about {tqdm.format_interval(left)} left" if took else ""
-        say(f"{words(found)}; {number} of {len(items)}{about}")
-        return found
-
-    with ThreadPoolExecutor(at_once) as pool:
-        futures = [pool.submit(one, item) for item in items]
-        try:
-            ended = wait(futures, return_when=FIRST_EXCEPTION).done
-            for error in filter(None, (future.exception() for future in ended)):
-                say(f"{error}; no other begins, and what is under way is waited for")
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-    return [future.result() for future in futures]  # raises before it meets a cancelled item
 
 
 @dataclass(frozen=True)
@@ -98,7 +59,7 @@ class Runs:
     ranks: int
     devices: tuple[tuple[str, ...], ...]
     facts: TaskFacts
-    say: Say
+    say: Callable[[str], None]
 
     @property
     def metric(self) -> str:
@@ -115,25 +76,29 @@ class Runs:
         return TrialOutcome(**vars(trial), scores=scores) if result.status == "ok" and scores else None
 
     def make(self, trials: Sequence[Trial]) -> list[TrialOutcome]:
-        """Run the trials side by side as devices allow; do not repeat finished ones."""
+        """Run the trials side by side as devices allow, and say each result; do not repeat finished ones.
+
+        After an error or Ctrl-C no further trial begins; running ones are awaited.
+        """
         free: queue.Queue[tuple[str, ...]] = queue.Queue()
         for devices in self.devices:
             free.put(devices)
+        done = itertools.count(1)
 
-        def one(trial: Trial) -> tuple[TrialOutcome, str]:
-            if before := self.finished(trial):
-                return before, ", made before"
-            devices = free.get()
-            try:
-                return self._made(trial, devices), ""
-            finally:
-                free.put(devices)
+        def one(trial: Trial) -> TrialOutcome:
+            found, when = self.finished(trial), ", made before"
+            if found is None:
+                devices = free.get()
+                try:
+                    found, when = self._made(trial, devices), ""
+                finally:
+                    free.put(devices)
+            result = found.problem or found.scores[0]
+            self.say(f"{found.name}: {result}{when}; {next(done)} of {len(trials)}")
+            return found
 
-        def words(made: tuple[TrialOutcome, str]) -> str:
-            found, when = made
-            return f"{found.name}: {found.problem or found.scores[0]}{when}"
-
-        return [found for found, _ in side_by_side(one, trials, len(self.devices), words, self.say)]
+        with ThreadPoolExecutor(len(self.devices)) as pool:
+            return list(pool.map(one, trials))
 
     def _made(self, trial: Trial, devices: tuple[str, ...]) -> TrialOutcome:
         directory, log = self.out / trial.name, self.out / f"{trial.name}.log"
@@ -150,10 +115,6 @@ class Runs:
         return TrialOutcome(**vars(trial), problem=f"ended with code {ended.returncode}, see {log}")
 
 
-def grid(batches: Sequence[int], rates: Sequence[float], seed: int) -> list[Trial]:
-    return [Trial(batch, lr, seed) for batch, lr in itertools.product(batches, rates)]
-
-
 def keep_arguments(out: Path, arguments: Sequence[str]) -> None:
     """Write the common arguments of the runs; refuse to go on with other ones. Raises ProblemsError."""
     out.mkdir(parents=True, exist_ok=True)
@@ -167,12 +128,13 @@ def keep_arguments(out: Path, arguments: Sequence[str]) -> None:
 def procedure(runs: Runs, first: Trial, *, search: bool, seeds: int, average: bool) -> Summary:
     """Run grid (`search`), seeds, median and ensemble (`average`); write and return the summary.
 
-    Raises NoScores if no trial of the grid, or no seed, has scores.
+    Raises Failed if no trial of the grid, or no seed, has scores.
     """
     keep_arguments(runs.out, runs.arguments)
     found: tuple[TrialOutcome, ...] = ()
     if search:
-        found = tuple(runs.make(grid(BATCHES, RATES, first.seed)))
+        grid = itertools.product(BATCHES, RATES)
+        found = tuple(runs.make([Trial(batch, lr, first.seed) for batch, lr in grid]))
         first = max(_scored(found), key=lambda each: each.value(runs.metric)).trial
         runs.say(f"best by {runs.metric} on dev: {first.name}")
     made = runs.make([replace(first, seed=first.seed + number) for number in range(seeds)])
@@ -189,7 +151,7 @@ def procedure(runs: Runs, first: Trial, *, search: bool, seeds: int, average: bo
 def _scored(made: Sequence[TrialOutcome]) -> list[TrialOutcome]:
     sound = [each for each in made if each.scores]
     if not sound:
-        raise NoScores("\n".join(f"{each.name}: {each.problem}" for each in made))
+        raise Failed("\n".join(f"{each.name}: {each.problem}" for each in made))
     return sound
 
 
@@ -214,9 +176,8 @@ def ensemble(out: Path, trials: Sequence[Trial]) -> tuple[TaskScore, ...]:
 
 def averaged(logits: Sequence[np.ndarray]) -> np.ndarray:
     """Return the logarithm of the mean probabilities; logits are (n, C), or (n, S, 2) over S."""
-    axis = 1  # classes, or places
-    probabilities = [np.exp(x - x.max(axis, keepdims=True)) for x in logits]
-    shares = np.mean([x / x.sum(axis, keepdims=True) for x in probabilities], axis=0)
+    probabilities = [np.exp(x - x.max(1, keepdims=True)) for x in logits]
+    shares = np.mean([x / x.sum(1, keepdims=True) for x in probabilities], axis=0)
     with np.errstate(divide="ignore"):  # of padding
         return np.log(shares)
 

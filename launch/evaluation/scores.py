@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from data.durable_files import write_atomically
-from data.tasks.windows import TaskName
+from data.tasks.scored_text import TaskName
 from launch.console.numbers import number
 from launch.console.text_table import aligned, table
 from recipes import catalog, files

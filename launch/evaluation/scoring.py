@@ -21,7 +21,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from data.loader import MicroBatch
-from data.tasks.windows import TaskData, Window
+from data.tasks.scored_text import TaskData, Window
 from ds_configs.plan import Plan
 from launch.machine import compiled_ops, memory
 from launch.ranks import ending

@@ -21,7 +21,7 @@ quiet.quiet_libraries()
 MACHINE = abilities.detect_machine()
 
 from launch.evaluation.scoring import build_scoring_engine, figures, score, steps_of  # noqa: E402  (after the accelerator is chosen)
-from launch.evaluation.scoring_job import ScoringTask, Wishes, open_model, plan_scoring, read_task  # noqa: E402
+from launch.evaluation.scoring_job import Wishes, checked_job, read_task  # noqa: E402
 from launch.experiments.parity.groups import temporary_groups  # noqa: E402
 from launch.ranks.watchdog import Watchdog  # noqa: E402
 from launch.training.engine import release_at_end  # noqa: E402
@@ -29,22 +29,20 @@ from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 
 
 def score_case(run: str, texts: str, long: str, case: dict) -> dict:
-    world = processes.world_size()
-    wishes = Wishes(case.get("precision", "fp32"), case.get("batch", 2), world, case.get("settings", ()))
-    model = open_model(run, wishes)
-    plan = plan_scoring(model, case["ds_config"], world, MACHINE)
+    asked = dict(
+        lambada=dict(task="lambada", variant="openai", data=texts),
+        perplexity=dict(task="perplexity", data=texts, stride=24),
+        overlapping=dict(task="perplexity", data=long, stride=24),
+    )
+    how = {"batch": 2, **{name: value for name, value in case.items() if name != "name"}}
+    world, found = processes.world_size(), {}
+    jobs = {name: checked_job(Wishes(run, **task, **how), world, MACHINE) for name, task in asked.items()}
+    plan = jobs["lambada"].plan
     grid = ProcessGrid(plan.layout.tp, plan.layout.pp, plan.layout.dp)
-    found = {}
-    engine = build_scoring_engine(plan, grid, str(model.trained.weights), print)
+    engine = build_scoring_engine(plan, grid, str(jobs["lambada"].model.weights), print)
     with release_at_end(engine):
-        every = {
-            "lambada": ScoringTask("lambada", "openai", texts),
-            "perplexity": ScoringTask("perplexity", data=texts, stride=24),
-            "overlapping": ScoringTask("perplexity", data=long, stride=24),
-        }
-        for name, asked in every.items():
-            window, stride = asked.check(model)
-            data = read_task(asked, model, window, stride, print)
+        for name, job in jobs.items():
+            data = read_task(job, print)
             scores = score(engine, plan, grid, data.windows, Watchdog(None, 0))
             found[name] = dict(
                 figures=figures(data, scores), nll=[s.nll for s in scores], right=[s.right for s in scores],

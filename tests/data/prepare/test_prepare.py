@@ -24,8 +24,7 @@ import pytest
 from launching import ROOT, environment
 
 from data.prepare import pipeline
-from data.prepare.settings import Settings
-from data.prepare.work import WorkerDied
+from data.prepare.settings import PreparationFailed, Settings
 from data.text.sources import packaged_files
 from data.text.trained_vocabulary import train_wordpiece, wordpiece_tokenizer
 from data.text.vocabulary import read_tokenizer
@@ -333,14 +332,14 @@ def test_gpt_store_with_a_trained_vocabulary(texts, tmp_path):
     longest = max(store.sizes.tolist()) - 1  # the end-of-document token is not counted
     one = prepare(dataclasses.replace(chosen, min_tokens=longest), tmp_path / "one")
     assert one["store"]["documents"] == 1
-    with pytest.raises(pipeline.NothingLeft):
+    with pytest.raises(PreparationFailed, match="no document passed"):
         prepare(dataclasses.replace(chosen, min_tokens=longest + 1), tmp_path / "none")
 
 
 def test_too_many_broken_records_publish_nothing_and_keep_the_work(full, finished, tmp_path):
     strict = dataclasses.replace(full, max_broken=0.01)
     said = r"(?s)7 of \d+ records are broken.*b\.jsonl:24: not a JSON object.*--max_broken"
-    with pytest.raises(pipeline.TooManyBroken, match=said):
+    with pytest.raises(PreparationFailed, match=said):
         prepare(strict, tmp_path / "store")
     assert not (tmp_path / "store").exists()
     report = prepare(full, tmp_path / "store")
@@ -350,7 +349,7 @@ def test_too_many_broken_records_publish_nothing_and_keep_the_work(full, finishe
 
 @pytest.mark.parametrize("damage", ["cut off", "flipped", "emptied"])
 def test_a_damaged_chunk_is_made_again(full, finished, tmp_path, damage):
-    with pytest.raises(pipeline.TooManyBroken):
+    with pytest.raises(PreparationFailed, match="are broken"):
         prepare(dataclasses.replace(full, max_broken=0.01), tmp_path / "store")
     chunk = sorted((tmp_path / "store.partial/chunks").rglob("*.chunk"))[1]
     whole = chunk.read_bytes()
@@ -359,7 +358,7 @@ def test_a_damaged_chunk_is_made_again(full, finished, tmp_path, damage):
     chunk.write_bytes({"cut off": whole[: len(whole) // 2], "flipped": flipped, "emptied": b""}[damage])
     screen = Quiet()
     if damage == "flipped":
-        with pytest.raises(pipeline.LostChunk, match="the same command makes it again"):
+        with pytest.raises(PreparationFailed, match="the same command makes it again"):
             pipeline.prepare(full, tmp_path / "store", screen)
         assert not chunk.exists()
     else:
@@ -374,7 +373,7 @@ def test_too_many_broken_records_end_a_long_run_early(vocabulary, tmp_path, monk
     write_jsonl(tmp_path / "in.jsonl", ["some text"])
     with open(tmp_path / "in.jsonl", "a") as file:
         file.write("no JSON at all\n" * 50_000)
-    with pytest.raises(pipeline.TooManyBroken):
+    with pytest.raises(PreparationFailed, match="are broken"):
         prepare(settings(tmp_path / "in.jsonl", vocabulary), tmp_path / "store")
     assert len(list((tmp_path / "store.partial/chunks").rglob("*.chunk"))) == 1
 
@@ -389,10 +388,10 @@ def test_what_is_there_already_is_never_overwritten_silently(texts, vocabulary, 
     other = dataclasses.replace(chosen, min_tokens=500)
     with pytest.raises(ValueError, match=r"(?s)another .*min_tokens: 20 there, 500 here.*--force"):
         prepare(other, out)
-    with pytest.raises(pipeline.NothingLeft, match="fewer than 5000 tokens: 6"):
+    with pytest.raises(PreparationFailed, match="fewer than 5000 tokens: 6"):
         prepare(dataclasses.replace(chosen, min_tokens=5000), out, force=True)
     assert contents(out) == before  # until the other one is complete
-    with pytest.raises(pipeline.NothingLeft):
+    with pytest.raises(PreparationFailed, match="no document passed"):
         prepare(dataclasses.replace(chosen, min_tokens=5000), tmp_path / "new")
     with pytest.raises(ValueError, match=r"(?s)new\.partial is .*min_tokens: 5000 there, 500 here"):
         prepare(other, tmp_path / "new")
@@ -407,7 +406,7 @@ def test_what_is_there_already_is_never_overwritten_silently(texts, vocabulary, 
 def test_work_of_another_command_survives_a_finished_one(texts, vocabulary, tmp_path):
     chosen = settings(write_jsonl(tmp_path / "in.jsonl", texts[:6]), vocabulary)
     prepare(chosen, tmp_path / "store")
-    with pytest.raises(pipeline.NothingLeft):
+    with pytest.raises(PreparationFailed, match="no document passed"):
         prepare(dataclasses.replace(chosen, min_tokens=5000), tmp_path / "store", force=True)
     before = contents(tmp_path / "store.partial")
     assert pipeline.prepare(chosen, tmp_path / "store", Quiet()) is None
@@ -439,7 +438,7 @@ def test_out_that_cannot_be_written_is_refused(texts, vocabulary, tmp_path):
 def test_input_that_changes_is_noticed(texts, vocabulary, tmp_path):
     name = write_jsonl(tmp_path / "in.jsonl", texts[:6])
     chosen = settings(name, vocabulary, min_tokens=5000)
-    with pytest.raises(pipeline.NothingLeft):
+    with pytest.raises(PreparationFailed, match="no document passed"):
         prepare(chosen, tmp_path / "store")
     write_jsonl(name, texts[:7])
     with pytest.raises(ValueError, match="(?s)unfinished work of another command.*inputs"):
@@ -551,7 +550,7 @@ def test_a_worker_that_dies_is_an_error(texts, vocabulary, tmp_path):
                 process.kill()
 
     chosen = settings(write_jsonl(tmp_path / "in.jsonl", texts), vocabulary, workers=1)
-    with pytest.raises(WorkerDied, match="ended with signal 9; .*fewer --workers"):
+    with pytest.raises(PreparationFailed, match="ended with signal 9; .*fewer --workers"):
         pipeline.prepare(chosen, tmp_path / "store", Killing())
     prepare(chosen, tmp_path / "store")
 

@@ -24,9 +24,8 @@ from backports import zstd
 from data.prepare import pipeline
 from data.prepare.chunk_file import Step, Tally
 from data.prepare.inputs import Cursor, Inputs
-from data.prepare.pipeline import TooManyBroken, check_broken
-from data.prepare.settings import Settings, in_flags
-from data.prepare.work import WorkerDied
+from data.prepare.pipeline import check_broken
+from data.prepare.settings import PreparationFailed, Settings, in_flags
 from data.text import encoder, hub, wikipedia
 from data.text.hub import HubSource, is_temporary
 from data.text.records import EXCERPT_BYTES, BrokenRecord, RawRecord, SkippedRecords
@@ -603,9 +602,9 @@ def test_broken_records_of_the_hub_come_out_as_such_and_strict_readers_refuse_th
 
 def test_prepare_data_names_its_flags_where_the_libraries_name_keys_of_a_recipe(tmp_path):
     def message(use) -> str:
-        with pytest.raises((ProblemsError, TooManyBroken)) as refused:
+        with pytest.raises((ProblemsError, PreparationFailed)) as refused:
             use()
-        if isinstance(refused.value, TooManyBroken):
+        if isinstance(refused.value, PreparationFailed):
             return str(refused.value)
         (problem,) = refused.value.problems
         return problem.render(in_flags)
@@ -642,8 +641,8 @@ def test_prepare_data_names_its_flags_where_the_libraries_name_keys_of_a_recipe(
     [
         (ProblemsError, [Problem("", ("set ", Key("data.text_column"), " to one of body"))], 2),
         (ValueError, "set --text_column to one of body", 2),
-        (TooManyBroken, "set --text_column to one of body", 2),
-        (WorkerDied, "set --text_column to one of body", 1),
+        (PreparationFailed, "set --text_column to one of body", 2),
+        (lambda said: PreparationFailed(said, exit_code=1), "set --text_column to one of body", 1),
     ],
 )
 def test_the_command_refuses_in_its_own_flags(monkeypatch, capsys, error, problem, code):

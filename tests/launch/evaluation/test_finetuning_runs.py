@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 
 import numpy as np
@@ -10,17 +11,10 @@ import pytest
 from numpy.testing import assert_allclose
 
 from launch.evaluation import finetuning_runs
-from launch.evaluation.finetuning_runs import (
-    NoScores,
-    Runs,
-    averaged,
-    devices_of_runs,
-    keep_arguments,
-    procedure,
-    side_by_side,
-)
+from launch.evaluation.finetuning_runs import Runs, averaged, devices_of_runs, keep_arguments, procedure
 from launch.evaluation.finetuning_summary import Trial, TrialOutcome, read, summary_text
 from launch.finetune import common_arguments
+from launch.ranks.ending import Failed
 from launch.records.facts import TaskScore
 from recipes.problems import ProblemsError
 from recipes.tasks import TASKS
@@ -46,8 +40,8 @@ class Made:
         return self.done[trial]
 
 
-def runs(out, devices=((),), arguments=("--task", "sst2")):
-    return Runs(out, "finetune.py", arguments, 1, devices, TASKS["sst2"], lambda text: None)
+def runs(out, devices=((),), say=lambda text: None):
+    return Runs(out, "finetune.py", ("--task", "sst2"), 1, devices, TASKS["sst2"], say)
 
 
 def test_the_best_of_the_grid_gets_the_seeds(monkeypatch, tmp_path):
@@ -63,16 +57,17 @@ def test_the_best_of_the_grid_gets_the_seeds(monkeypatch, tmp_path):
 
 
 def test_runs_side_by_side_have_devices_of_their_own(monkeypatch, tmp_path):
-    made = Made(monkeypatch)
+    made, said = Made(monkeypatch), []
     devices = (("0", "1"), ("2", "3"))
     trials = [Trial(32, 1e-5, seed) for seed in range(8)]
-    assert [each.trial for each in runs(tmp_path, devices).make(trials)] == trials
+    assert [each.trial for each in runs(tmp_path, devices, say=said.append).make(trials)] == trials
     assert set(made.devices) <= set(devices)
+    assert [line.partition("; ")[2] for line in said] == [f"{n} of 8" for n in range(1, 9)]
 
 
 def test_no_score_at_all_is_told(monkeypatch, tmp_path):
     Made(monkeypatch)
-    with pytest.raises(NoScores, match="batch32-lr1e-05-seed1236: ended with code 3"):
+    with pytest.raises(Failed, match="batch32-lr1e-05-seed1236: ended with code 3"):
         procedure(runs(tmp_path), Trial(32, 1e-5, 1236), search=False, seeds=1, average=False)
 
 
@@ -110,81 +105,29 @@ def test_an_ensemble_is_the_mean_of_probabilities():
     assert finetuning_runs.averaged([spans])[0, 2, 0] == -np.inf
 
 
-def test_results_come_in_order_and_each_is_said_when_it_is_there():
-    second, said = threading.Event(), []
+@pytest.mark.parametrize("control_c", [False, True])
+def test_what_has_not_begun_is_left_out_where_one_fails_or_is_interrupted(control_c, monkeypatch, tmp_path):
+    """What is under way is waited for."""
+    begun, cancelled, shutdown = [], threading.Event(), finetuning_runs.ThreadPoolExecutor.shutdown
 
-    def make(number: int) -> int:
-        if number == 0:
-            assert second.wait(20), "both are under way at once"
-        second.set()
-        return 10 * number
+    def ending(pool, *how, **more):
+        cancelled.set()
+        shutdown(pool, *how, **more)
 
-    assert side_by_side(make, range(3), 2, lambda found: f"got {found}", said.append) == [0, 10, 20]
-    assert sorted(line.split(";")[0] for line in said) == ["got 0", "got 10", "got 20"]
-    assert [line.split("; ")[1] for line in said] == ["1 of 3", "2 of 3", "3 of 3"]
-
-
-@pytest.fixture
-def cancelled(monkeypatch):
-    """Set once what has not begun is cancelled."""
-    event, shutdown = threading.Event(), finetuning_runs.ThreadPoolExecutor.shutdown
-
-    def told(self, wait=True, *, cancel_futures=False):
-        shutdown(self, wait=False, cancel_futures=cancel_futures)
-        if cancel_futures:
-            event.set()
-        shutdown(self, wait=wait)
-
-    monkeypatch.setattr(finetuning_runs.ThreadPoolExecutor, "shutdown", told)
-    return event
-
-
-def test_what_has_not_begun_is_left_out_where_one_fails(cancelled):
-    """The failure is said at once, and not when what is under way has ended."""
-    begun, said = [], []
-
-    def make(number: int) -> None:
-        begun.append(number)
-        if number == 0:
-            raise RuntimeError("no room")
+    def make(self, trial, devices):
+        begun.append(trial.seed)
+        if len(begun) == 1 and not control_c:
+            raise OSError("no room")
+        if control_c:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         assert cancelled.wait(20)
-        assert said == ["no room; no other begins, and what is under way is waited for"]
+        return TrialOutcome(**vars(trial), problem="ended with code 3")
 
-    with pytest.raises(RuntimeError, match="no room"):
-        side_by_side(make, range(50), 1, str, said.append)
+    monkeypatch.setattr(finetuning_runs.ThreadPoolExecutor, "shutdown", ending)
+    monkeypatch.setattr(Runs, "_made", make)
+    with pytest.raises(KeyboardInterrupt if control_c else OSError):
+        runs(tmp_path).make([Trial(32, 1e-5, seed) for seed in range(50)])
     assert begun in ([0], [0, 1]), "the next one may have begun meanwhile"
-
-
-def test_what_has_not_begun_is_left_out_on_control_c(cancelled, monkeypatch):
-    begun, ended, first = [], [], threading.Event()
-
-    def make(number: int) -> None:
-        begun.append(number)
-        first.set()
-        assert cancelled.wait(20)
-        ended.append(number)
-
-    def interrupted(*_, **__):
-        assert first.wait(20)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(finetuning_runs, "wait", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        side_by_side(make, range(9), 1, str, lambda line: None)
-    assert begun == ended == [0], "what is under way is waited for, and no other is started"
-
-
-def test_the_time_left_is_that_of_what_took_time(monkeypatch):
-    """Two of six were made before; each of the others takes 30 s."""
-    now, said = [0.0], []
-    monkeypatch.setattr(finetuning_runs, "clock", lambda: now[0])
-
-    def make(number: int) -> None:
-        now[0] += 0.01 if number < 2 else 30.0
-
-    side_by_side(make, range(6), 1, str, said.append)
-    assert [line.split("; ")[1] for line in said][:3] == ["1 of 6", "2 of 6", "3 of 6, about 01:30 left"]
-    assert said[-1].endswith("6 of 6, about 00:00 left")
 
 
 def test_another_question_in_the_same_directory_is_refused(tmp_path):

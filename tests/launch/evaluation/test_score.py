@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,12 +13,14 @@ from launching import ROOT, run
 from scored import PASSAGES, make_run, tokenizer_of, write_passages
 from transformers import GPT2LMHeadModel
 
+from data.tasks.scored_text import TaskData, Window
 from ds_configs.plan import HOST, Machine
 from launch import export_hf, report
 from launch.evaluation.scores import Score, describe, read_scores, to_json
-from launch.evaluation.scoring_job import ScoringTask, Wishes, open_model, plan_scoring
+from launch.evaluation.scoring import Step, WindowScore, figures, steps_of
+from launch.evaluation.scoring_job import Wishes, checked_job
 from launch.ranks.ending import Failed, explain_out_of_memory
-from launch.score import build_parser, checked_job, less_memory
+from launch.score import build_parser, checked, less_memory
 from recipes.problems import ProblemsError
 
 
@@ -91,7 +92,7 @@ def test_a_window_is_a_sample_of_the_training_and_may_be_as_long_as_the_position
         found.append(json.loads((tmp_path / "out.json").read_text())["figures"])
         (tmp_path / "out.json").unlink()
     assert found[0] == found[1] == found[4] != found[2] == found[3] == found[5]
-    said = refusal(tmp_path / "short", ScoringTask("perplexity", data=str(task[-1]), window=65))
+    said = refusal(tmp_path / "short", "perplexity", data=str(task[-1]), window=65)
     assert "--window 65: the model has 64 positions; give 64 or less" in said
 
 
@@ -174,9 +175,6 @@ def test_published_scores_stand_beside_their_own_data_alone():
 
 def test_a_right_word_counts_whole():
     """A word of two tokens is right where both are; its last token alone counts apart."""
-    from data.tasks.windows import TaskData, Window
-    from launch.evaluation.scoring import WindowScore, figures
-
     windows = tuple(Window(torch.arange(5).numpy(), counted) for counted in (2, 2, 1, 1))
     data = TaskData("lambada", "openai", "x", windows, None, 4)
     scores = [WindowScore(2.0, 2, True), WindowScore(3.0, 1, True), WindowScore(0.5, 0, False)]
@@ -186,36 +184,36 @@ def test_a_right_word_counts_whole():
     assert found["perplexity_per_token"] == pytest.approx(math.e)
 
 
-def refusal(model, asked, *settings, tokenizer=None):
+CPU = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=False)
+
+
+def refusal(model, task, variant=None, data=None, **more):
     with pytest.raises(ProblemsError) as refused:
-        opened = open_model(str(model), Wishes("fp32", 2, 1, settings, tokenizer))
-        asked.check(opened)
+        checked_job(Wishes(str(model), task, variant, data, **more), 1, CPU)
     return str(refused.value)
 
 
 def test_what_cannot_be_scored_is_refused_before_a_start(made, tmp_path):
-    texts = str(made / "texts.jsonl")
-    asked, run_directory = ScoringTask("lambada", "openai", texts), made / "run"
+    texts, run_directory = str(made / "texts.jsonl"), made / "run"
+    asked = ("lambada", "openai", texts)
     make_run(tmp_path / "bert", family="bert/sotu")
-    assert "is a BERT" in refusal(tmp_path / "bert", asked)
+    assert "is a BERT" in refusal(tmp_path / "bert", *asked)
     shutil.copytree(run_directory, tmp_path / "unsaved", ignore=shutil.ignore_patterns("checkpoints"))
-    assert "holds no checkpoint" in refusal(tmp_path / "unsaved", asked)
-    said = refusal(tmp_path / "missing", asked)
+    assert "holds no checkpoint" in refusal(tmp_path / "unsaved", *asked)
+    said = refusal(tmp_path / "missing", *asked)
     assert said.startswith(str(tmp_path / "missing")) and "--init_from" not in said
     tokenizer_of(PASSAGES, 300).save_pretrained(tmp_path / "small")
-    said = refusal(run_directory, asked, tokenizer=str(tmp_path / "small"))
+    said = refusal(run_directory, *asked, tokenizer=str(tmp_path / "small"))
     assert "is not the vocabulary" in said or "300 tokens" in said
-    both = refusal(run_directory, ScoringTask("perplexity", data=texts, window=4096, stride=5000))
+    both = refusal(run_directory, "perplexity", data=texts, window=4096, stride=5000)
     assert "--window 4096" in both and "--stride 5000" in both
-    assert "no such file" in refusal(run_directory, ScoringTask("lambada", "openai", str(tmp_path / "none")))
-    said = refusal(run_directory, replace(asked, stride=3))
-    assert "--stride with --task lambada" in said
-    assert "hidden" in refusal(run_directory, asked, "model.hidden=32")
+    assert "no such file" in refusal(run_directory, "lambada", "openai", str(tmp_path / "none"))
+    assert "--stride with --task lambada" in refusal(run_directory, *asked, stride=3)
+    assert "hidden" in refusal(run_directory, *asked, settings=["model.hidden=32"])
     (tmp_path / "text.txt").write_text("some words\n")
-    plain = ScoringTask("perplexity", "openai", str(tmp_path / "text.txt"), column="body")
-    said = refusal(run_directory, plain)
+    said = refusal(run_directory, "perplexity", "openai", str(tmp_path / "text.txt"), column="body")
     assert "--variant openai with --task perplexity" in said and "--column body" in said
-    assert "data.column" in refusal(run_directory, ScoringTask("perplexity", column="body"))
+    assert "data.column" in refusal(run_directory, "perplexity", column="body")
 
 
 @pytest.mark.parametrize(
@@ -234,8 +232,8 @@ def test_scores_that_cannot_be_added_to_are_refused_before_a_start(
     place.mkdir() if content is None else place.write_bytes(content)
     asked = [str(run_directory), "--task", "lambada", "--data", str(made / "texts.jsonl")]
     with pytest.raises(ProblemsError, match=f"scores.json.*: .*{said}"):
-        checked_job(build_parser().parse_args(asked))
-    assert checked_job(build_parser().parse_args([*asked, "--from_scratch"])).from_scratch
+        checked(build_parser().parse_args(asked))
+    assert checked(build_parser().parse_args([*asked, "--from_scratch"]))[0].wishes.from_scratch
 
 
 def test_what_flags_and_weights_decide_is_no_setting(made):
@@ -247,18 +245,12 @@ def test_what_flags_and_weights_decide_is_no_setting(made):
     assert "nothing is trained here" in said
 
 
-CPU = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=False)
-
-
 @pytest.mark.parametrize("sequence", [False, True])
 def test_logits_are_computed_where_targets_count(made, sequence):
     """Of 64 positions; all of them where positions are cut over tensor-parallel ranks."""
-    from data.tasks.windows import Window
-    from launch.evaluation.scoring import Step, steps_of
-
     settings = ("parallel.tp=2", "parallel.sequence=true") if sequence else ()
-    model = open_model(str(made / "run"), Wishes("fp32", 2, 1 + sequence, settings))
-    plan = plan_scoring(model, "zero0", 1 + sequence, CPU)
+    wishes = Wishes(str(made / "run"), "perplexity", batch=2, settings=settings)
+    plan = checked_job(wishes, 1 + sequence, CPU).plan
     lengths = ((64, 64), (64, 24), (64, 32), (64, 33), (40, 8), (40, 9), (40, 24), (3, 1))
     windows = [Window(torch.arange(length + 1).numpy(), counted) for length, counted in lengths]
     found = list(steps_of(windows, 2, plan))
@@ -273,8 +265,7 @@ def test_logits_are_computed_where_targets_count(made, sequence):
 
 def test_running_out_of_memory_is_explained(made):
     """Any other failure keeps its own traceback."""
-    model = open_model(str(made / "run"), Wishes("fp32", 8, 1))
-    plan = plan_scoring(model, "zero0", 1, CPU)
+    plan = checked_job(Wishes(str(made / "run"), "perplexity"), 1, CPU).plan
     said = r"(?s)out of memory: OutOfMemoryError: .*20 GiB.*lower --batch, which is 8, or share.*bf16"
     with pytest.raises(Failed, match=said), explain_out_of_memory(less_memory(plan)):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
