@@ -68,7 +68,7 @@ def with_option(question: str, option: str) -> str:
     return question.replace(BLANK, option, 1) if BLANK in question else f"{question} {option}"
 
 
-def features(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example]) -> Features:
+def training(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example]) -> Features:
     """Encode a sample of every choice. The longer of two texts is cut; a hidden label is 0."""
     columns = list(zip(*(texts for each in examples for texts in each.choices), strict=True))
     second = columns[1] if len(columns) > 1 else None
@@ -83,7 +83,7 @@ def predicted(
     """Return samples to predict, and a function to score their logits (n, classes or choices)."""
     assert recipe.task is not None
     facts = TASKS[recipe.task.name]
-    return features(recipe, tokenizer, examples), lambda logits, dev: score(facts, split, examples, logits)
+    return training(recipe, tokenizer, examples), lambda logits, dev: score(facts, split, examples, logits)
 
 
 def score(facts: TaskFacts, split: str, examples: Sequence[Example], logits: np.ndarray) -> SplitScores:

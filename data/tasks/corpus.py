@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,9 @@ from data.tasks.records import Examples, check_split, parse_examples, read_split
 from data.text.vocabulary import build_vocabulary, vocabulary_digest
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Recipe, Task
-from recipes.tasks import TASKS, TaskFacts
+from recipes.tasks import TASKS
 
 SPLITS = ("dev", "dev_mismatched", "test", "test_mismatched")  # to predict, in this order
-Score = Callable[[np.ndarray, SplitScores | None], SplitScores]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class PredictedSplit:
 
     name: str
     features: Features
-    score: Score
+    score: Callable[[np.ndarray, SplitScores | None], SplitScores]
     examples: int
     broken: int
 
@@ -51,24 +51,8 @@ class TaskCorpus(Corpus):
     predicted: tuple[PredictedSplit, ...] = ()
 
 
-@dataclass(frozen=True)
-class Kind:
-    """Functions for the examples, samples and scores of the tasks of one head.
-
-    Attributes:
-        parse: (facts, record, its number from 0, labelled) -> example; raises WrongRecord.
-        training: (recipe, tokenizer, examples) -> samples to train on.
-        predicted: (recipe, tokenizer, split, examples) -> samples to predict, and their `score`.
-    """
-
-    parse: Callable[[TaskFacts, dict[str, Any], int, bool], Any]
-    training: Callable[[Recipe, PreTrainedTokenizerFast, Sequence[Any]], Features]
-    predicted: Callable[[Recipe, PreTrainedTokenizerFast, str, Sequence[Any]], tuple[Features, Score]]
-
-
-_CHOICES = Kind(choices.parse, choices.features, choices.predicted)
-_SPANS = Kind(squad.parse, squad.training, squad.predicted)
-KINDS = {"classification": _CHOICES, "choice": _CHOICES, "span": _SPANS}
+# Modules with the functions `parse`, `training` and `predicted` for the tasks of a head.
+KINDS: Mapping[str, Any] = {"classification": choices, "choice": choices, "span": squad}
 
 
 def build(recipe: Recipe, say: Say = print) -> TaskCorpus:
@@ -78,13 +62,13 @@ def build(recipe: Recipe, say: Say = print) -> TaskCorpus:
     is not the model's.
     """
     task, tokenizer = _task(recipe), build_vocabulary(recipe, (), Path(), say)
-    kind = KINDS[TASKS[task.name].head]
-    examples = {split: _examples(task, split) for split in ("train", *split_names(task))}
-    for each in examples.values():
+    facts = TASKS[task.name]
+    of_train, *others = [_examples(task, split) for split in ("train", *split_names(task))]
+    for each in (of_train, *others):
         if str(each):
             say(str(each))
-    train = kind.training(recipe, tokenizer, examples["train"].sound)
-    predicted = make_splits(recipe, tokenizer, {s: e for s, e in examples.items() if s != "train"})
+    train = KINDS[facts.head].training(recipe, tokenizer, of_train.sound)
+    predicted = tuple(_predicted(recipe, tokenizer, each) for each in others)
     dev = predicted[0].features.take(range(len(predicted[0].features)))
     counts = np.bincount(train.labels)
     classes = recipe.model.head_classes if recipe.model.task_head != "span" else recipe.sequence_length
@@ -97,47 +81,42 @@ def build(recipe: Recipe, say: Say = print) -> TaskCorpus:
         uniform_entropy=float(np.log(classes)),
         unigram_entropy=unigram_cross_entropy(counts, dev.labels),
         summary={
-            "source": f"{task.name} ({task.train or TASKS[task.name].hub[0]})",
+            "source": f"{task.name} ({task.train or facts.hub[0]})",
             "vocabulary": recipe.data.tokenizer.kind,
             "vocabulary_size": len(tokenizer),
             "vocabulary_digest": vocabulary_digest(tokenizer),
-            "train_documents": len(examples["train"].sound),
+            "train_documents": len(of_train.sound),
             "train_tokens": train.total_tokens,
             "train_tokens_crc32": f"{zlib.crc32(train.checked.tobytes()):08x}",
             "samples_per_epoch": len(train),
             "validation_samples": len(dev["lengths"]),
-            "broken_examples": {split: len(each.broken) for split, each in examples.items()},
+            "broken_examples": {each.split: len(each.broken) for each in (of_train, *others)},
         },
         predicted=predicted,
     )  # fmt: skip
 
 
-def make_splits(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, examples: Mapping[str, Examples[Any]]
-) -> tuple[PredictedSplit, ...]:
-    kind, found = KINDS[TASKS[_task(recipe).name].head], []
-    for split, each in examples.items():
-        features, score = kind.predicted(recipe, tokenizer, split, each.sound)
-        found.append(PredictedSplit(split, features, score, len(each.sound), len(each.broken)))
-    return tuple(found)
-
-
 def splits_to_predict(recipe: Recipe, say: Say) -> tuple[PredictedSplit, ...]:
     """Read the splits of a finished run again, to score its saved logits."""
     task, tokenizer = _task(recipe), build_vocabulary(recipe, (), Path(), say)
-    return make_splits(recipe, tokenizer, {split: _examples(task, split) for split in split_names(task)})
+    return tuple(_predicted(recipe, tokenizer, _examples(task, split)) for split in split_names(task))
+
+
+def _predicted(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, examples: Examples[Any]) -> PredictedSplit:
+    split, sound, broken = examples.split, examples.sound, examples.broken
+    features, score = KINDS[TASKS[_task(recipe).name].head].predicted(recipe, tokenizer, split, sound)
+    return PredictedSplit(split, features, score, len(sound), len(broken))
 
 
 def check(recipe: Recipe) -> None:
     """Check that the files and the vocabulary of a recipe's task exist. Raises ProblemsError."""
     task, problems = _task(recipe), list[Problem]()
-    facts = TASKS[task.name]
     for split in ("train", *SPLITS):
         path = getattr(task, split)
         if path is None:
             continue
         try:
-            check_split(facts, split, path)
+            check_split(split, path)
         except ProblemsError as error:
             problems += error.problems
         if split.endswith("mismatched") and task.name != "mnli":
@@ -160,9 +139,8 @@ def split_names(task: Task) -> list[str]:
 
 def _examples(task: Task, split: str) -> Examples[Any]:
     facts = TASKS[task.name]
-    kind = KINDS[facts.head]
     records = read_split(facts, split, getattr(task, split))
-    return parse_examples(split, records, lambda *of: kind.parse(facts, *of))
+    return parse_examples(split, records, partial(KINDS[facts.head].parse, facts))
 
 
 def _task(recipe: Recipe) -> Task:

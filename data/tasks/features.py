@@ -21,18 +21,19 @@ class TaskFields(Fields):
     def labels(self) -> np.ndarray:
         return self["labels" if "labels" in self else "starts"]
 
+    @property
+    def targets(self) -> dict[str, np.ndarray]:
+        return {name: self[name] for name in ("labels", "starts", "ends") if name in self}
+
     def micro_batch(self, row_weights: np.ndarray) -> Mapping[str, np.ndarray]:
         length = self["tokens"].shape[-1]
         flat = {name: self[name].reshape(-1, length) for name in ("tokens", "token_types")}
-        targets = {name: self[name] for name in ("labels", "starts", "ends") if name in self}
         weights = row_weights.astype(np.float32)
-        return {**flat, "lengths": self["lengths"].reshape(-1), **targets, "weights": weights}
+        return {**flat, "lengths": self["lengths"].reshape(-1), **self.targets, "weights": weights}
 
     def describe(self, row: int, tokenizer: PreTrainedTokenizerFast, sentence_head: str) -> str:
         tokens, lengths = np.atleast_2d(self["tokens"][row]), np.atleast_1d(self["lengths"][row])
-        targets = ", ".join(
-            f"{name} {self[name][row]}" for name in ("labels", "starts", "ends") if name in self
-        )
+        targets = ", ".join(f"{name} {values[row]}" for name, values in self.targets.items())
         texts = (str(tokenizer.decode(ids[:length])) for ids, length in zip(tokens, lengths, strict=True))
         return "\n".join([targets, *texts])
 
@@ -91,11 +92,9 @@ class Features:
         tokens = np.full((len(rows), self.sequence_length), self._pad, np.int64)
         types = np.zeros((len(rows), self.sequence_length), np.int64)
         for at, row in enumerate(rows):
-            start, end = self._starts[row], self._starts[row + 1]
-            tokens[at, : end - start], types[at, : end - start] = (
-                self._tokens[start:end],
-                self._types[start:end],
-            )
+            start, length = self._starts[row], self._lengths[row]
+            tokens[at, :length] = self._tokens[start : start + length]
+            types[at, :length] = self._types[start : start + length]
         shape = (len(chosen), self.choices) if self.choices > 1 else (len(chosen),)
         return TaskFields(
             {

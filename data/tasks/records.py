@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from recipes import files
 from recipes.problems import Problem, ProblemsError, counted
@@ -15,6 +15,8 @@ from recipes.tasks import TaskFacts
 MOST_LINE = 64 * files.MIB  # bytes
 MOST_FILE = 2048 * files.MIB  # bytes; a .json is read whole
 KINDS = "JSON, JSON lines, parquet, or a directory that datasets' save_to_disk wrote"
+SHOWN = 3  # broken examples to name per split
+E_co = TypeVar("E_co", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,27 @@ class LocatedRecord:
     place: str
     value: dict[str, Any]
     why: str = ""
+
+
+class WrongRecord(ValueError):
+    """A fault of one record."""
+
+
+@dataclass(frozen=True)
+class Examples(Generic[E_co]):
+    """The sound examples of a split, and place and reason of each broken one."""
+
+    split: str
+    sound: tuple[E_co, ...]
+    broken: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Describe the broken examples to a user; "" where there are none."""
+        if not self.broken:
+            return ""
+        named, more = "; ".join(self.broken[:SHOWN]), len(self.broken) - SHOWN
+        others = f"; and {more} more" if more > 0 else ""
+        return f"{self.split}: {counted(len(self.broken), 'broken example')} left out: {named}{others}"
 
 
 def read_split(facts: TaskFacts, split: str, path: str | None) -> list[LocatedRecord]:
@@ -44,14 +67,10 @@ def read_split(facts: TaskFacts, split: str, path: str | None) -> list[LocatedRe
     return found
 
 
-def check_split(facts: TaskFacts, split: str, path: str) -> None:
-    """Check that a file exists. Raises ProblemsError."""
+def check_split(split: str, path: str) -> None:
+    """Check that a file or directory exists. Raises ProblemsError."""
     file = files.path_of(path, f"--{split}")
-    try:
-        there = file.exists()
-    except (OSError, ValueError) as error:  # a name too long, a NUL, no permission
-        _refuse(f"--{split}", repr(path[:100]), f"cannot be read ({error})", f"give {KINDS}")
-    if not there:
+    if not (files.is_file(file) or file.is_dir()):
         _refuse(f"--{split}", path, "no such file or directory", f"give {KINDS}")
 
 
@@ -61,22 +80,22 @@ def _refuse(key: str, where: str, rule: str, fix: str) -> NoReturn:
 
 def _local(path: Path) -> Iterator[LocatedRecord]:
     kind = path.suffix.lower()
-    if path.is_dir():
-        yield from _saved(path)
+    if not files.is_file(path) and path.is_dir():
+        yield from _rows(path, _saved(path))
     elif kind in (".jsonl", ".ndjson"):
-        yield from _lines(path)
+        for number, line in files.lines_of(path, MOST_LINE):
+            if line.strip():
+                yield _located(f"{path}:{number}", line)
     elif kind == ".json":
         yield from _json(path)
     elif kind == ".parquet":
-        yield from _parquet(path)
+        yield from _rows(path, _parquet(path))
     else:
         files.refuse(path, "is of no kind that is read here", fix=f"give {KINDS}")
 
 
-def _lines(path: Path) -> Iterator[LocatedRecord]:
-    for number, line in files.lines_of(path, MOST_LINE):
-        if line.strip():
-            yield _located(f"{path}:{number}", line)
+def _rows(where: object, rows: Iterable[Any]) -> Iterator[LocatedRecord]:
+    yield from (LocatedRecord(f"{where}: row {number}", dict(row)) for number, row in enumerate(rows, 1))
 
 
 def _located(place: str, line: bytes) -> LocatedRecord:
@@ -87,9 +106,13 @@ def _located(place: str, line: bytes) -> LocatedRecord:
         return LocatedRecord(place, {}, str(error.problems[0].came))
     except (ValueError, RecursionError) as error:
         return LocatedRecord(place, {}, f"not JSON: {error}")
-    return (
-        LocatedRecord(place, value) if isinstance(value, dict) else LocatedRecord(place, {}, "not an object")
-    )
+    return _object(place, value)
+
+
+def _object(place: str, value: Any) -> LocatedRecord:
+    if isinstance(value, dict):
+        return LocatedRecord(place, value)
+    return LocatedRecord(place, {}, "not an object")
 
 
 def _json(path: Path) -> Iterator[LocatedRecord]:
@@ -99,13 +122,10 @@ def _json(path: Path) -> Iterator[LocatedRecord]:
         rule = 'it is a list of records, {"data": [records]}, or SQuAD\'s own {"data": [articles]}'
         files.refuse(path, f"holds {files.named_kind(value)}", rule)
     for number, entry in enumerate(listed, 1):
-        place = f"{path}: record {number}"
-        if not isinstance(entry, dict):
-            yield LocatedRecord(place, {}, "not an object")
-        elif "paragraphs" in entry:
+        if isinstance(entry, dict) and "paragraphs" in entry:
             yield from _article(f"{path}: article {number}", entry)
         else:
-            yield LocatedRecord(place, entry)
+            yield _object(f"{path}: record {number}", entry)
 
 
 def _article(place: str, article: dict[str, Any]) -> Iterator[LocatedRecord]:
@@ -114,30 +134,29 @@ def _article(place: str, article: dict[str, Any]) -> Iterator[LocatedRecord]:
         for paragraph in article["paragraphs"]:
             for question in paragraph["qas"]:
                 answers = question.get("answers", [])
-                columns = {name: [each[name] for each in answers] for name in ("text", "answer_start")}
-                value = {name: question[name] for name in ("id", "question")}
-                value |= {
+                value = {
+                    "id": question["id"],
+                    "question": question["question"],
                     "title": article.get("title", ""),
                     "context": paragraph["context"],
-                    "answers": columns,
+                    "answers": {n: [each[n] for each in answers] for n in ("text", "answer_start")},
                 }
                 yield LocatedRecord(f"{place}, question {value['id']}", value)
     except (KeyError, TypeError) as error:
         yield LocatedRecord(place, {}, f"not an article of SQuAD ({type(error).__name__}: {error})")
 
 
-def _parquet(path: Path) -> Iterator[LocatedRecord]:
+def _parquet(path: Path) -> Iterable[Any]:
     import pyarrow
     from pyarrow import parquet
 
     try:
-        rows = parquet.read_table(path).to_pylist()
+        return parquet.read_table(path).to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
         files.refuse(path, "cannot be read as parquet", str(error).splitlines()[0])
-    yield from (LocatedRecord(f"{path}: row {number}", row) for number, row in enumerate(rows, 1))
 
 
-def _saved(path: Path) -> Iterator[LocatedRecord]:
+def _saved(path: Path) -> Iterable[Any]:
     import datasets
 
     try:
@@ -147,7 +166,7 @@ def _saved(path: Path) -> Iterator[LocatedRecord]:
         files.refuse(path, "is no directory that datasets' save_to_disk wrote", first, f"give {KINDS}")
     if isinstance(found, datasets.DatasetDict):
         files.refuse(path, f"holds the splits {', '.join(found)}", fix="give the directory of one of them")
-    yield from (LocatedRecord(f"{path}: row {number}", dict(row)) for number, row in enumerate(found, 1))
+    return found
 
 
 def _hub(facts: TaskFacts, split: str) -> Iterator[LocatedRecord]:
@@ -160,47 +179,7 @@ def _hub(facts: TaskFacts, split: str) -> Iterator[LocatedRecord]:
         first = [*str(error).splitlines(), type(error).__name__][0]
         fix = f"give local files with --{split} FILE ({KINDS}), or run once where there is network"
         _refuse(f"--{split}", f"{name} cannot be had from the hub", first, fix)
-    yield from (
-        LocatedRecord(f"{name} {facts.splits[split]}: row {i}", dict(row)) for i, row in enumerate(found, 1)
-    )
-
-
-SHOWN = 3  # broken examples to name per split
-E_co = TypeVar("E_co", covariant=True)
-
-
-@dataclass(frozen=True)
-class BrokenExample:
-    place: str
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.place}: {self.why}"
-
-
-@dataclass(frozen=True)
-class Examples(Generic[E_co]):
-    """The sound and the broken examples of a split."""
-
-    split: str
-    sound: tuple[E_co, ...]
-    broken: tuple[BrokenExample, ...]
-
-    def __str__(self) -> str:
-        """Describe the broken examples to a user; "" where there are none."""
-        if not self.broken:
-            return ""
-        named = "; ".join(map(str, self.broken[:SHOWN]))
-        more = f"; and {len(self.broken) - SHOWN} more" if len(self.broken) > SHOWN else ""
-        return f"{self.split}: {counted(len(self.broken), 'broken example')} left out: {named}{more}"
-
-
-class WrongRecord(ValueError):
-    """A fault of one record."""
-
-
-class Parse(Protocol[E_co]):
-    def __call__(self, record: dict[str, Any], number: int, labelled: bool) -> E_co: ...
+    yield from _rows(f"{name} {facts.splits[split]}", found)
 
 
 def parse_examples(
@@ -210,18 +189,17 @@ def parse_examples(
 
     Raises ProblemsError: all of them are broken.
     """
-    sound, broken, labelled = list[E_co](), list[BrokenExample](), not split.startswith("test")
+    sound, broken, labelled = list[E_co](), list[str](), not split.startswith("test")
     for number, record in enumerate(records):
         try:
             if record.why:
                 raise WrongRecord(record.why)
             sound.append(parse(record.value, number, labelled))
         except WrongRecord as error:
-            broken.append(BrokenExample(record.place, str(error)))
+            broken.append(f"{record.place}: {error}")
     if not sound:
-        named = "; ".join(map(str, broken[:SHOWN]))
-        rule = f"all of its {counted(len(broken), 'example')} are broken: {named}"
-        raise ProblemsError([Problem(f"--{split}", split, rule, "give a sound file", where=f"--{split}")])
+        rule = f"all of its {counted(len(broken), 'example')} are broken: {'; '.join(broken[:SHOWN])}"
+        _refuse(f"--{split}", split, rule, "give a sound file")
     return Examples(split, tuple(sound), tuple(broken))
 
 
@@ -229,9 +207,8 @@ def text_of(record: dict[str, Any], name: str) -> str:
     """Return a text field. Raises WrongRecord."""
     value = record.get(name)
     if not isinstance(value, str):
-        raise WrongRecord(
-            f"{name} is {type(value).__name__ if name in record else 'missing'}, and a text is needed"
-        )
+        found = type(value).__name__ if name in record else "missing"
+        raise WrongRecord(f"{name} is {found}, and a text is needed")
     if not value.strip():
         raise WrongRecord(f"{name} is empty")
     return value
@@ -246,6 +223,5 @@ def label_of(record: dict[str, Any], name: str, labels: Sequence[str], labelled:
         return value
     if not labelled and value in (None, -1, ""):
         return None
-    raise WrongRecord(
-        f"{name} {value!r} is out of range: it is one of 0..{len(labels) - 1} ({', '.join(labels)})"
-    )
+    least = f"it is one of 0..{len(labels) - 1} ({', '.join(labels)})"
+    raise WrongRecord(f"{name} {value!r} is out of range: {least}")

@@ -17,18 +17,6 @@ COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 
 
 @dataclass(frozen=True)
-class HubName:
-    """A data set of the Hugging Face hub."""
-
-    dataset: str
-    config: str | None
-    split: str
-
-    def __str__(self) -> str:
-        return "/".join(filter(None, (self.dataset, self.config, self.split)))
-
-
-@dataclass(frozen=True)
 class Rows:
     """Texts in order, empty ones too, and descriptions of the broken rows."""
 
@@ -37,15 +25,14 @@ class Rows:
     broken: tuple[str, ...]
 
 
-def read_rows(place: Path | HubName, column: str = "text", limit: int | None = None) -> Rows:
+def read_rows(place: Path | HubSource, column: str = "text", limit: int | None = None) -> Rows:
     """Read the rows of a file (JSON lines, parquet, or text with a row on each line) or of the hub.
 
     `column`: of JSON lines, parquet and the hub; `limit`: rows to read. Raises ProblemsError: it cannot be
     read, or no row can be used.
     """
-    found = _from_hub(place, column) if isinstance(place, HubName) else _from_file(place, column)
     texts, broken = list[str](), list[BrokenRecord]()
-    for record in found:
+    for record in _from_hub(place, column) if isinstance(place, HubSource) else _from_file(place, column):
         if isinstance(record, BrokenRecord):
             broken.append(record)
         else:
@@ -54,17 +41,17 @@ def read_rows(place: Path | HubName, column: str = "text", limit: int | None = N
             break
     if not any(text.strip() for text in texts):
         raise _refused(place, broken)
-    return Rows(str(place), tuple(texts), tuple(_said(each) for each in broken))
+    source = place.name if isinstance(place, HubSource) else str(place)
+    return Rows(source, tuple(texts), tuple(_said(each) for each in broken))
 
 
 def read_whole(path: Path) -> str:
     """Read all of a text file. Raises ProblemsError: it cannot be read, is no UTF-8, or holds no text."""
     lines = list(_lines(path))
-    if broken := [line for line in lines if isinstance(line, BrokenRecord)]:
-        raise _refused(path, broken)
+    broken = [line for line in lines if isinstance(line, BrokenRecord)]
     text = "".join(line for line in lines if isinstance(line, str))
-    if not text.strip():
-        raise _refused(path, [])
+    if broken or not text.strip():
+        raise _refused(path, broken)
     return text
 
 
@@ -98,14 +85,12 @@ def _format(path: Path, column: str) -> RecordFormat | None:
 
 def _from_file(path: Path, column: str) -> Iterator[str | BrokenRecord]:
     """Yield the rows of a file; of plain text its lines, without line breaks."""
-    form = _format(path, column)
-    if form is None:
+    if (form := _format(path, column)) is None:
         for line in _lines(path):
             yield line if isinstance(line, BrokenRecord) else line.rstrip("\r\n")
-        return
-    for raw in form.frame(path):
-        found = raw if isinstance(raw, BrokenRecord) else form.parse(raw)
-        yield found if isinstance(found, BrokenRecord) else found or ""
+    else:
+        for raw in form.frame(path):
+            yield raw if isinstance(raw, BrokenRecord) else form.parse(raw) or ""
 
 
 def _lines(path: Path) -> Iterator[str | BrokenRecord]:
@@ -113,24 +98,18 @@ def _lines(path: Path) -> Iterator[str | BrokenRecord]:
         yield line if isinstance(line, BrokenRecord) else decode_payload(line)
 
 
-def _from_hub(name: HubName, column: str) -> Iterator[str | BrokenRecord]:
-    source = HubSource(name.dataset, name.config, name.split, column)
+def _from_hub(source: HubSource, column: str) -> Iterator[str | BrokenRecord]:
     try:
-        for record in source.records():
-            if isinstance(record, BrokenRecord):
-                yield record
-            else:
-                assert isinstance(record.payload, str)
-                yield record.payload
+        for record in replace(source, text_column=column).records():
+            yield record if isinstance(record, BrokenRecord) else str(record.payload)
     except ProblemsError as error:
         fix = f"check the network, or give a copy with {FLAG} FILE (JSON lines, parquet or text)"
-        raise ProblemsError(
-            [replace(each, key=FLAG, came=str(name), fix=fix) for each in error.problems]
-        ) from error
+        told = [replace(each, key=FLAG, came=source.name, fix=fix) for each in error.problems]
+        raise ProblemsError(told) from error
 
 
-def _refused(place: Path | HubName, broken: Sequence[BrokenRecord]) -> ProblemsError:
-    where = f"{FLAG} {place}" if isinstance(place, Path) else str(place)
+def _refused(place: Path | HubSource, broken: Sequence[BrokenRecord]) -> ProblemsError:
+    where = place.name if isinstance(place, HubSource) else f"{FLAG} {place}"
     if not broken:
         return ProblemsError([Problem(FLAG, where, "holds no text", "give a file with text")])
     return ProblemsError([Problem(FLAG, where, f"no row can be used, the first: {_said(broken[0])}")])

@@ -26,16 +26,17 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from data.samples.fields import HeldOut
-from data.tasks.rows import FLAG, HubName, is_plain_text, read_rows, read_whole
+from data.tasks.rows import FLAG, is_plain_text, read_rows, read_whole
 from data.text.encoder import Encoder, end_of_document
+from data.text.hub import HubSource
 from recipes.problems import Problem, ProblemsError
 
 TaskName = Literal["wikitext103", "lambada", "perplexity"]
 Variant = Literal["original", "openai"]  # of LAMBADA
-WIKITEXT103 = HubName("Salesforce/wikitext", "wikitext-103-raw-v1", "test")
-LAMBADA: dict[Variant, HubName] = {
-    "original": HubName("cimec/lambada", None, "test"),
-    "openai": HubName("EleutherAI/lambada_openai", "default", "test"),
+WIKITEXT103 = HubSource("Salesforce/wikitext", "wikitext-103-raw-v1", "test")
+LAMBADA: dict[Variant, HubSource] = {
+    "original": HubSource("cimec/lambada", None, "test"),
+    "openai": HubSource("EleutherAI/lambada_openai", "default", "test"),
 }
 BLANK = " \n"  # a blank line of the original file, which the hub has as an empty row
 
@@ -181,7 +182,7 @@ def wikitext103(
     tokenizer: PreTrainedTokenizerFast,
     length: int,
     stride: int,
-    place: Path | HubName = WIKITEXT103,
+    place: Path | HubSource = WIKITEXT103,
     column: str = "text",
     limit: int | None = None,
 ) -> TaskData:
@@ -190,25 +191,24 @@ def wikitext103(
     `place`: the original file, or rows with its lines; `limit`: windows to keep. Raises ProblemsError: it
     cannot be read.
     """
-    broken: tuple[str, ...] = ()
     if isinstance(place, Path) and is_plain_text(place):
-        text = read_whole(place)
+        text, source, broken = read_whole(place), str(place), tuple[str, ...]()
     else:
         rows = read_rows(place, column)
-        text, broken = "".join(row or BLANK for row in rows.texts), rows.broken
+        text, source, broken = "".join(row or BLANK for row in rows.texts), rows.source, rows.broken
     (tokens,) = encode_texts(tokenizer, [detokenize(text.strip())])
     windows = tuple(overlapping_windows(tokens, length, stride))[:limit]
     words = original_tokens(text)
     if windows and (read := sum(window.counted for window in windows)) < len(tokens) - 1:
         words = max(1, round(words * read / (len(tokens) - 1)))  # of the part that is read
-    return TaskData("wikitext103", "", str(place), windows, words, 1, broken)
+    return TaskData("wikitext103", "", source, windows, words, 1, broken)
 
 
 def lambada(
     tokenizer: PreTrainedTokenizerFast,
     length: int,
     variant: Variant,
-    place: Path | HubName | None = None,
+    place: Path | HubSource | None = None,
     column: str = "text",
     limit: int | None = None,
 ) -> TaskData:

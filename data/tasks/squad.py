@@ -75,11 +75,12 @@ def _answers(value: Any, context: str) -> tuple[tuple[str, int], ...] | None:
         value = {name: [each.get(name) for each in value] for name in ("text", "answer_start")}
     try:
         pairs = tuple(zip(value["text"], value["answer_start"], strict=True))
+        sound = all(isinstance(text, str) and type(start) is int for text, start in pairs[:1])
     except (KeyError, TypeError, ValueError):
-        raise WrongRecord("answers are no texts with an answer_start each") from None
+        sound = False
+    if not sound:
+        raise WrongRecord("answers are no texts with an answer_start each")
     for text, start in pairs[:1]:
-        if not isinstance(text, str) or type(start) is not int:
-            raise WrongRecord("answers are no texts with an answer_start each")
         if start < 0 or context[start : start + len(text)] != text:
             raise WrongRecord(f"its answer {text[:40]!r} is not at character {start} of the context")
     return pairs
@@ -126,7 +127,6 @@ def _token_span(question: Question, offsets: _Offsets) -> tuple[int, int] | None
 
 
 def training(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, questions: Sequence[Question]) -> Features:
-    """Make the samples to train on."""
     return windows_of(recipe, tokenizer, questions).features
 
 
@@ -254,22 +254,15 @@ def _f1(said: Sequence[str], right: Sequence[str]) -> float:
 
 def means(every: Sequence[AnswerScore]) -> dict[str, float]:
     """Average the scores over all questions, and if there are both kinds, over each kind."""
-    found = _means("", every)
-    parts = {
-        "has_answer_": [e for e in every if e.answerable],
-        "no_answer_": [e for e in every if not e.answerable],
-    }
-    if all(parts.values()):
-        for prefix, part in parts.items():
-            found |= _means(prefix, part)
+    answerable, others = ([e for e in every if e.answerable is kind] for kind in (True, False))
+    parts = {"": every}
+    if answerable and others:
+        parts |= {"has_answer_": answerable, "no_answer_": others}
+    found = {}
+    for prefix, part in parts.items():
+        found[f"{prefix}exact"] = sum(each.exact for each in part) / len(part)
+        found[f"{prefix}f1"] = sum(each.f1 for each in part) / len(part)
     return found
-
-
-def _means(prefix: str, every: Sequence[AnswerScore]) -> dict[str, float]:
-    return {
-        f"{prefix}exact": sum(each.exact for each in every) / len(every),
-        f"{prefix}f1": sum(each.f1 for each in every) / len(every),
-    }
 
 
 def best_threshold(answered: Sequence[AnswerScore], odds: Sequence[float]) -> float:
