@@ -21,22 +21,13 @@ from recipes.problems import Problem, ProblemsError, counted
 
 if TYPE_CHECKING:
     from launch.evaluation.trained_model import TrainedModel
-    from launch.evaluation.writing import EncodedPrompt, Settings, WrittenText
+    from launch.evaluation.writing import Prompt, Settings, WrittenText
     from launch.ranks.meeting import Meeting
 
 DTYPES = ("float32", "bfloat16", "float16")
-# Flags of continuations, which a BERT does not take.
-OF_CONTINUATIONS = (
-    "tokens",
-    "samples",
-    "temperature",
-    "top_k",
-    "top_p",
-    "greedy",
-    "seed",
-    "batch",
-    "no_cache",
-)
+TOP_K = 40
+# Flags that a BERT takes, too.
+OF_ALL_MODELS = ("model", "prompt", "file", "tokenizer", "dtype", "out", "local_rank")
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # at the end of a text that stops inside a character
 
 EXAMPLES = """\
@@ -89,17 +80,23 @@ def build_parser() -> argparse.ArgumentParser:
     vocabulary = "vocabulary of the model, where there is none next to its weights"
     add("--tokenizer", metavar="DIR", help=vocabulary)
     add = parser.add_argument_group("how").add_argument
-    add("--tokens", type=arguments.whole(), metavar="N", help="at most N after each prompt (default: 80)")
-    add("--samples", type=arguments.whole(), metavar="N", help="of each prompt (default: 1)")
+    whole, above, share = arguments.whole(), arguments.number(0), arguments.number(0, 1)
+    tokens = "at most N after each prompt (default: %(default)s)"
+    add("--tokens", type=whole, default=80, metavar="N", help=tokens)
+    add("--samples", type=whole, default=1, metavar="N", help="of each prompt (default: %(default)s)")
     add("--greedy", action="store_true", help="take the most likely token, and draw nothing")
-    above, share = arguments.number(0), arguments.number(0, 1)
-    add("--temperature", type=above, metavar="T", help="below 1 the likely get likelier (default: 0.8)")
-    top_k = "draw from the K most likely tokens; 0: from all (default: 40 without --top_p)"
+    temperature = "below 1 the likely get likelier (default: %(default)s)"
+    add("--temperature", type=above, default=0.8, metavar="T", help=temperature)
+    top_k = f"draw from the K most likely tokens; 0: from all (default: {TOP_K} without --top_p)"
     add("--top_k", type=arguments.whole(0), metavar="K", help=top_k)
     top_p = "draw from the most likely tokens that sum up to P (default: 1, which is all)"
     add("--top_p", type=share, metavar="P", help=top_p)
-    add("--seed", type=arguments.whole(0, 10**18 - 1), metavar="N", help="of what is drawn (default: 0)")
-    add("--batch", type=arguments.whole(), metavar="N", help="samples written at a time (default: 8)")
+    seed, batch = (
+        "of what is drawn (default: %(default)s)",
+        "samples written at a time (default: %(default)s)",
+    )
+    add("--seed", type=arguments.whole(0, 10**18 - 1), default=0, metavar="N", help=seed)
+    add("--batch", type=whole, default=8, metavar="N", help=batch)
     add("--dtype", choices=DTYPES, default="float32", help="to compute in (default: %(default)s)")
     anew = "compute all earlier tokens again for each one, to see what keeping keys and values saves"
     add("--no_cache", action="store_true", help=anew)
@@ -113,7 +110,7 @@ class Job:
     """A checked generation job. `out`: None writes to the terminal."""
 
     model: TrainedModel
-    prompts: Sequence[EncodedPrompt]
+    prompts: Sequence[Prompt]
     settings: Settings
     dtype: str
     out: Path | None
@@ -144,7 +141,7 @@ def check_flags(args: argparse.Namespace) -> None:
     if not (args.prompt or args.file):
         rule, fix = "prompts come from one of them", "add --prompt TEXT"
         problems.append(Problem("--prompt", "neither --prompt nor --file", rule, fix))
-    if args.greedy and (args.samples or 1) > 1:
+    if args.greedy and args.samples > 1:
         came, rule = f"--greedy with --samples {args.samples}", "all of them would be the same"
         problems.append(Problem("--samples", came, rule, "leave one of the two out"))
     if problems:
@@ -160,7 +157,7 @@ def checked_job(args: argparse.Namespace) -> Job:
     given = writing.read(args.file) if args.file else writing.typed(args.prompt)
     model = trained_model.open_model(args.model, args.tokenizer)
     problems = list(unfit(args, model))
-    encoded: list[EncodedPrompt] = []
+    encoded: list[Prompt] = []
     try:
         encoded = writing.encode(given, model)
     except ProblemsError as error:
@@ -172,14 +169,12 @@ def checked_job(args: argparse.Namespace) -> Job:
 
 def unfit(args: argparse.Namespace, model: TrainedModel) -> Iterator[Problem]:
     """Yield problems of flags useless for a BERT, and of process counts that do not divide the heads."""
-    useless = [f"--{name}" for name in OF_CONTINUATIONS if getattr(args, name) not in (None, False)]
+    typed = {*args.given, *(name for name, value in vars(args).items() if value is True)}
+    useless = [f"--{name}" for name in vars(args) if name in typed and name not in OF_ALL_MODELS]
     family, heads, ranks = model.recipe.model.family, model.recipe.model.heads, processes.world_size()
     if useless and not model.continues:
-        came, rule = (
-            f"{', '.join(useless)} with a {family.upper()}",
-            "it fills each mask with the likeliest token",
-        )
-        yield Problem(useless[0], came, rule, f"leave {'them' if len(useless) > 1 else 'it'} out")
+        came = f"{', '.join(useless)} with a {family.upper()}"
+        yield Problem(useless[0], came, "it fills each mask with the likeliest token", "leave it out")
     if heads % ranks:
         fits = [str(count) for count in range(1, heads + 1) if heads % count == 0]
         came, rule = f"{ranks} processes for {heads} heads (model.heads)", "each gets as many whole heads"
@@ -188,17 +183,14 @@ def unfit(args: argparse.Namespace, model: TrainedModel) -> Iterator[Problem]:
 
 def settings_of(args: argparse.Namespace) -> Settings:
     from launch.evaluation.writing import Settings
-    from modeling.generation import DEFAULT_SAMPLING, Sampling
+    from modeling.generation import Sampling
 
     sampling = None
     if not args.greedy:
-        usual = DEFAULT_SAMPLING.top_k if args.top_p is None else None
+        usual = TOP_K if args.top_p is None else None
         top_k = usual if args.top_k is None else args.top_k or None
-        temperature = DEFAULT_SAMPLING.temperature if args.temperature is None else args.temperature
-        sampling = Sampling(temperature, top_k, args.top_p or 1.0)
-    given = {name: getattr(args, name) for name in ("tokens", "samples", "seed", "batch")}
-    given = {name: value for name, value in given.items() if value is not None}
-    return Settings(**given, sampling=sampling, cached=not args.no_cache)
+        sampling = Sampling(args.temperature, top_k, args.top_p or 1.0)
+    return Settings(args.tokens, args.samples, sampling, args.seed, args.batch, not args.no_cache)
 
 
 def run(job: Job, meeting: Meeting) -> None:

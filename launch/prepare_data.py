@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TextIO, get_args, get_origin, get_type_hints
@@ -66,6 +67,7 @@ def _only_for(sources: str, *flags: str) -> tuple[arguments.Rule, ...]:
 
 
 RULES = (
+    ("--name", "--source packaged", "it is of the other sources"),
     *_only_for("hub", "--config", "--revision", "--split"),
     *_only_for("hub jsonl parquet", "--text_column"),
     *_only_for("text", "--documents"),
@@ -80,8 +82,28 @@ class StopSignal(BaseException):
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """Make the flags of `Origin` and `Tokenizer` of `recipes.schema` and of `Settings`."""
     parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES, RULES)
-    add_flags(parser)
+    group, kinds = parser.add_argument_group("what is read"), get_type_hints(Origin)
+    for name, field in Origin.model_fields.items():
+        if name == "name":
+            group.add_argument("--name", nargs="+", default=[], metavar="PATH", help=_help(Origin, name))
+        elif name != "streaming":  # a preparation reads everything once
+            _add(group, name, kinds[name], field.default, _help(Origin, name))
+    _add_options(group, "read")
+    group = parser.add_argument_group("what is made")
+    group.add_argument("--out", required=True, metavar="DIR", help="directory to make")
+    group.add_argument("--tokenizer", required=True, metavar="KIND[:PATH]", help=_help(Tokenizer, "kind"))
+    _add_options(group, "made")
+    _add_options(parser.add_argument_group("what is left out"), "left out")
+    group = parser.add_argument_group("how it runs (changes no byte of the store)")
+    _add_options(group, "run")
+    force = (
+        "give up the unfinished work of another command in OUT.partial, and replace an OUT that another "
+        "command made once the new one is complete"
+    )
+    group.add_argument("--force", action="store_true", help=force)
+    parser.set_defaults(workers=len(os.sched_getaffinity(0)))
     return parser
 
 
@@ -94,7 +116,6 @@ def main() -> None:
         run(args, screen)
     except StopSignal as stop:
         (number,) = stop.args
-        screen.close()
         left = f"the work done is in {args.out}.partial, and the same command resumes from there"
         print(f"\nstopped by {signal.Signals(number).name}: {left}", file=sys.stderr)
         raise SystemExit(128 + number) from None
@@ -108,23 +129,22 @@ def run(args: argparse.Namespace, screen: Screen) -> None:
     quiet.quiet_libraries()
     fork_server.start("launch.prepare_data")
     try:
-        for package in PREPARE:
-            package_directory(package, "launch/prepare_data.py")
-        settings = settings_of(args)
-        from data.prepare import pipeline
-        from data.prepare.report import as_text
+        with closing(screen):
+            for package in PREPARE:
+                package_directory(package, "launch/prepare_data.py")
+            settings = settings_of(args)
+            from data.prepare import pipeline
+            from data.prepare.report import as_text
 
-        report = pipeline.prepare(settings, Path(args.out), screen, args.force)
+            report = pipeline.prepare(settings, Path(args.out), screen, args.force)
+    except ProblemsError as error:
+        ending.refuse("\n".join(problem.render(in_flags) for problem in error.problems))
     except (ValueError, PreparationFailed) as error:
-        screen.close()
-        code = error.exit_code if isinstance(error, PreparationFailed) else 2
-        ending.refuse(in_own_flags(error), code)
+        ending.refuse(error, getattr(error, "exit_code", 2))
     except OSError as error:  # the disk is full, a file went away
-        screen.close()
         told, elsewhere = told_by(error), "begin again with --out elsewhere"
         said = str(problem(told, Path(args.out), elsewhere)) if told else str(error)
         ending.refuse(f"{said}: once that is mended, the same command resumes from {args.out}.partial", 1)
-    screen.close()
     if report is None:
         print(f"{args.out}: already complete, made by the same command")
     else:
@@ -135,33 +155,6 @@ def run(args: argparse.Namespace, screen: Screen) -> None:
 def _stop(number: int, frame: object) -> None:
     signal.signal(number, signal.SIG_IGN)  # once is enough
     raise StopSignal(number)
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `Origin` and `Tokenizer` of `recipes.schema` and of `Settings`."""
-    _add_source(parser.add_argument_group("what is read"))
-    group = parser.add_argument_group("what is made")
-    group.add_argument("--out", required=True, metavar="DIR", help="directory to make")
-    group.add_argument("--tokenizer", required=True, metavar="KIND[:PATH]", help=_help(Tokenizer, "kind"))
-    _add_options(group, "made")
-    _add_options(parser.add_argument_group("what is left out"), "left out")
-    group = parser.add_argument_group("how it runs (changes no byte of the store)")
-    _add_options(group, "run")
-    force = "give up the unfinished work of another command in OUT.partial, and replace an OUT that another"
-    force += " command made once the new one is complete"
-    group.add_argument("--force", action="store_true", help=force)
-    parser.set_defaults(workers=len(os.sched_getaffinity(0)))
-
-
-def _add_source(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of the source: of a recipe's `data` section, and of `Settings`."""
-    kinds = get_type_hints(Origin)
-    for name, field in Origin.model_fields.items():
-        if name == "name":
-            group.add_argument("--name", nargs="+", default=[], metavar="PATH", help=_help(Origin, name))
-        elif name != "streaming":  # a preparation reads everything once
-            _add(group, name, kinds[name], field.default, _help(Origin, name))
-    _add_options(group, "read")
 
 
 def _add_options(group: argparse._ArgumentGroup, chosen: str) -> None:
@@ -213,9 +206,6 @@ def settings_of(args: argparse.Namespace) -> Settings:
         ProblemsError: flags that contradict each other, all problems at once.
     """
     problems = []
-    if args.source == "packaged" and args.name:
-        fix = "give --source jsonl, parquet, text, wikipedia or hub"
-        problems.append(Problem("--source", "--name with --source packaged", "which has no name", fix))
     if args.source != "packaged" and not args.name:
         fix = "give paths or globs of the files (hub: names of datasets)"
         problems.append(Problem("--name", f"--source {args.source} needs --name", fix=fix))
@@ -234,13 +224,6 @@ def settings_of(args: argparse.Namespace) -> Settings:
     shared = {name: getattr(args, name) for name in Origin.model_fields if name not in ("name", "streaming")}
     origins = tuple(Origin(name=name, **shared) for name in args.name or [None])
     return Settings(origins=origins, tokenizer=Tokenizer(kind=kind, path=path or None), **own)
-
-
-def in_own_flags(error: Exception) -> str:
-    """Return an error's text, with the flags of this command instead of the keys of a recipe."""
-    if not isinstance(error, ProblemsError):
-        return str(error)
-    return "\n".join(problem.render(in_flags) for problem in error.problems)
 
 
 class Screen:
@@ -265,11 +248,7 @@ class Screen:
         self.close()
         self._phase = name, total, unit
         if self._stream.isatty():
-            form = "{desc}: {n_fmt} {elapsed} {postfix}"
-            if total:
-                numbers = "{n_fmt}/{total_fmt} {elapsed}, {remaining} left {postfix}"
-                form = "{desc}: {percentage:3.0f}% {bar} " + numbers
-            drawn = dict(desc=name, unit=unit, unit_scale=unit == "B", dynamic_ncols=True, bar_format=form)
+            drawn: dict[str, Any] = dict(desc=name, unit=unit, unit_scale=unit == "B", dynamic_ncols=True)
             self._bar = tqdm(total=total, file=self._stream, **drawn)
 
     def at(self, value: float, note: str = "") -> None:

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
-
 from launch.evaluation.trained_model import TrainedModel
-from modeling.generation import (
-    CONTINUED_TOKENS,
-    DEFAULT_SAMPLING,
-    EndReason,
-    Request,
-    Sampling,
-    continue_all,
-    fill_masks,
-)
+from modeling.generation import EndReason, Request, Sampling, continue_all, fill_masks
 from recipes import files
 from recipes.families import FAMILIES
 from recipes.problems import MOST, Problem, ProblemsError
@@ -29,22 +20,23 @@ FIELD = "prompt"
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt. `where`: its flag, or its file and line."""
+    """One prompt. `where`: its flag, or file and line; `tokens`: once encoded, a BERT's with [CLS], [SEP]."""
 
     text: str
     where: str
-
-
-@dataclass(frozen=True)
-class EncodedPrompt:
-    """A valid prompt as tokens; for a BERT with [CLS] and [SEP]."""
-
-    text: str
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...] = ()
 
 
 def typed(texts: Sequence[str]) -> list[Prompt]:
-    return [Prompt(text, f"--prompt {text[:40]!r}") for text in texts]
+    """Take the prompts of --prompt. Raises ProblemsError for one that is not Unicode."""
+    prompts = [Prompt(text, f"--prompt {text[:40]!r}") for text in texts]
+    halves = re.compile("[\ud800-\udfff]")  # of surrogate pairs: bytes that are no UTF-8
+    wrong = [prompt.where for prompt in prompts if halves.search(prompt.text)]
+    if wrong:
+        raise ProblemsError(
+            Problem("--prompt", "is not UTF-8", "a prompt is text", "", each) for each in wrong
+        )
+    return prompts
 
 
 def read(file: str) -> list[Prompt]:
@@ -79,30 +71,19 @@ def _field(line: str, path: Path, number: int) -> str:
     return text
 
 
-def encode(prompts: Sequence[Prompt], model: TrainedModel) -> list[EncodedPrompt]:
+def encode(prompts: Sequence[Prompt], model: TrainedModel) -> list[Prompt]:
     """Encode all prompts. Raises ProblemsError with every prompt unfit for the model."""
-    encoded = [(prompt, _tokens(prompt.text, model)) for prompt in prompts]
-    if problems := [each for prompt, tokens in encoded for each in _unfit(prompt, tokens, model)]:
-        raise ProblemsError(_first(problems, prompts[0].where.partition(":")[0]))
-    return [EncodedPrompt(prompt.text, tokens) for prompt, tokens in encoded if tokens is not None]
-
-
-def _tokens(text: str, model: TrainedModel) -> tuple[int, ...] | None:
-    """Return the tokens of a text; None if it is not valid Unicode."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return None
-    tokenizer: PreTrainedTokenizerFast = model.tokenizer
     # Masked models need [CLS] and [SEP]; verbose would warn about lengths that are refused here anyway.
-    return tuple(tokenizer.encode(text, add_special_tokens=not model.continues, verbose=False))
+    how: dict[str, Any] = dict(add_special_tokens=not model.continues, verbose=False)
+    encoded = [replace(each, tokens=tuple(model.tokenizer.encode(each.text, **how))) for each in prompts]
+    if problems := [problem for prompt in encoded for problem in _unfit(prompt, model)]:
+        raise ProblemsError(_first(problems, prompts[0].where.partition(":")[0]))
+    return encoded
 
 
-def _unfit(prompt: Prompt, tokens: tuple[int, ...] | None, model: TrainedModel) -> Iterator[Problem]:
-    positions, family = model.recipe.positions, model.recipe.model.family
-    if tokens is None:
-        yield Problem("--prompt", "is not UTF-8", "a prompt is text", where=prompt.where)
-    elif not prompt.text.strip() or not tokens:
+def _unfit(prompt: Prompt, model: TrainedModel) -> Iterator[Problem]:
+    positions, family, tokens = model.recipe.positions, model.recipe.model.family, prompt.tokens
+    if not prompt.text.strip() or not tokens:
         fix = f"give some text, such as {FAMILIES[family].prompt!r}"
         yield Problem("--prompt", "is empty", "there is nothing to go on with", fix, where=prompt.where)
     elif len(tokens) > positions:
@@ -123,20 +104,17 @@ def _first(problems: list[Problem], where: str) -> list[Problem]:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the generation.
+    """Settings of the generation. `tokens`: largest number after each prompt; `batch`: samples at a time.
 
-    Attributes:
-        tokens: largest number after each prompt.
-        sampling: None takes the most likely token.
-        batch: samples at a time.
+    `sampling`: None takes the most likely token.
     """
 
-    tokens: int = CONTINUED_TOKENS
-    samples: int = 1
-    sampling: Sampling | None = DEFAULT_SAMPLING
-    seed: int = 0
-    batch: int = 8
-    cached: bool = True
+    tokens: int
+    samples: int
+    sampling: Sampling | None
+    seed: int
+    batch: int
+    cached: bool
 
 
 @dataclass(frozen=True)
@@ -164,19 +142,16 @@ class WrittenText:
         return own if self.ended is None else {**own, "sample": self.sample, "ended": self.ended}
 
 
-Heard = Callable[[Sequence[int]], None]  # receives all tokens of a text so far, with its prompt
-
-
 def write(
     model: Any,
     trained: TrainedModel,
-    prompts: Sequence[EncodedPrompt],
+    prompts: Sequence[Prompt],
     settings: Settings,
-    heard: Heard = lambda tokens: None,
+    heard: Callable[[Sequence[int]], None],
 ) -> Iterator[WrittenText]:
     """Generate all samples of all prompts in order. Collective over the model's tensor group.
 
-    `heard` receives the growing text if there is only one sample.
+    `heard` receives all tokens of the growing text, with its prompt, if there is only one sample.
     """
     if not trained.continues:
         yield from _fill(model, trained, prompts)
@@ -204,7 +179,7 @@ def write(
             yield WrittenText(number, sample, prompt.text, text, new, len(more.tokens), more.ended)
 
 
-def _fill(model: Any, trained: TrainedModel, prompts: Sequence[EncodedPrompt]) -> Iterator[WrittenText]:
+def _fill(model: Any, trained: TrainedModel, prompts: Sequence[Prompt]) -> Iterator[WrittenText]:
     tokenizer, mask = trained.tokenizer, trained.tokenizer.mask_token_id
     for number, prompt in enumerate(prompts):
         tokens = fill_masks(model, prompt.tokens, mask=mask)
