@@ -87,18 +87,13 @@ def build_parser() -> argparse.ArgumentParser:
     scratch = "take only shape and vocabulary of --init, and draw all weights at random: the control"
     add("--from_scratch", action="store_true", help=scratch)
     for split in SPLITS:
-        add(f"--{split}", metavar="FILE", help=field_help(Task, split))
+        add(f"--{split}", metavar="FILE", help=Task.model_fields[split].description)
     add("--sequence_length", type=arguments.whole(8, 10**6), metavar="N", help="tokens of a sample")
     add("--epochs", type=positive, default=3.0, metavar="X", help="over the training examples (default: 3)")
     add("--batch", type=arguments.whole(), metavar="N", help="samples of a step, over all processes")
     add("--lr", type=positive, metavar="X", help="peak learning rate")
-    add(
-        "--seed",
-        type=arguments.whole(0, 2**62),
-        default=1234,
-        metavar="N",
-        help="of heads, order and dropout",
-    )
+    seed = "of heads, order and dropout"
+    add("--seed", type=arguments.whole(0, 2**62), default=1234, metavar="N", help=seed)
     setting = "override one field of the recipe, e.g. --set dropout.hidden=0; repeatable"
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=setting)
     steps = "end after N optimizer steps; the learning-rate schedule stays that of all epochs"
@@ -116,10 +111,6 @@ def build_parser() -> argparse.ArgumentParser:
     beside = "runs at once (default: as many as the accelerators carry, and one on a CPU)"
     several("--side_by_side", type=arguments.whole(1, 1000), metavar="N", help=beside)
     return parser
-
-
-def field_help(model: type[Task], name: str) -> str:
-    return (model.model_fields[name].description or "").replace("%", "%%")
 
 
 def main() -> None:
@@ -164,9 +155,8 @@ def several_runs(args: argparse.Namespace) -> None:
         devices = runs.devices_of_runs(processes.device_limit() or 0, args.ranks, args.side_by_side)
         planned = argparse.Namespace(**{**vars(args), "plan": True, "processes": args.ranks, "out": None})
         checked(planned)
-        made = runs.Runs(
-            out, __file__, common_arguments(sys.argv[1:]), args.ranks, devices, facts, terminal.say
-        )
+        common = common_arguments(sys.argv[1:])
+        made = runs.Runs(out, __file__, common, args.ranks, devices, facts, terminal.say)
         first = Trial(args.batch or facts.batch, args.lr or facts.lr, args.seed)
         summary = runs.procedure(made, first, search=args.grid, seeds=args.seeds or 1, average=args.ensemble)
     except ValueError as e:
@@ -180,16 +170,12 @@ def several_runs(args: argparse.Namespace) -> None:
 
 def common_arguments(typed: Sequence[str]) -> tuple[str, ...]:
     """Return the common arguments of all runs, without flags that differ per run or start several runs."""
-    alone, valued = {"--grid", "--ensemble", "--resume"}, {"--seeds", "--ranks", "--side_by_side"}
-    valued |= {"--out", "--batch", "--lr", "--seed"}
-    kept, rest = list[str](), list(typed)
-    while rest:
-        word = rest.pop(0)
-        if word in valued:
-            rest.pop(0)
-        elif word not in alone and word.partition("=")[0] not in valued:
-            kept.append(word)
-    return tuple(kept)
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in ("--grid", "--ensemble", "--resume"):
+        own.add_argument(flag, action="store_true")
+    for flag in ("--seeds", "--ranks", "--side_by_side", "--out", "--batch", "--lr", "--seed"):
+        own.add_argument(flag)
+    return tuple(own.parse_known_args(typed)[1])
 
 
 def checked(args: argparse.Namespace) -> Training:

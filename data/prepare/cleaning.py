@@ -32,7 +32,6 @@ from recipes.problems import Problem, ProblemsError
 FIRST, THEN = 200, 1000
 CERTAIN = 0.8
 
-
 Detect = Callable[[str], tuple[str, float]]
 
 
@@ -41,9 +40,8 @@ def check_code(code: str) -> None:
     labels, _ = _model().predict("text", k=-1, threshold=-1.0)  # all of them
     known = {label.removeprefix("__label__") for label in labels}
     if code not in known:
-        near = f"did you mean {code.lower()[:2]}? " if code.lower()[:2] in known else ""
         rule = f"it is none of the {len(known)} codes that can be told apart"
-        fix = f"{near}give one such as en, de, fr or zh, or none to keep all languages"
+        fix = "give one such as en, de, fr or zh, or none to keep all languages"
         raise ProblemsError([Problem("--language", f"--language {code!r}", rule, fix)])
 
 

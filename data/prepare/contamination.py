@@ -23,7 +23,6 @@ from recipes.schema import Origin
 _FILTER_BITS = 24  # size of a table to dismiss most n-grams by: 16 MiB, one byte an entry
 _TEXTS_AT_ONCE = 4096
 _LARGEST_FILE = 1 << 28  # bytes of one evaluation file, held in memory
-_LARGEST_TEXT = 1 << 23  # characters; the words of a text take 25 times its size
 
 
 @dataclass(frozen=True)
@@ -37,11 +36,6 @@ class Evaluation:
     texts: int
     too_short: int  # texts of fewer than n words
     filter: np.ndarray  # (2**_FILTER_BITS,) bool, by the upper bits of the hashes
-
-    def facts(self) -> dict[str, int]:
-        """Return sizes for the report."""
-        texts = {"texts": self.texts, "texts_too_short": self.too_short}
-        return {"ngram": self.n, **texts, "ngrams": len(self.hashes)}
 
     def matches(self, words: Words) -> list[tuple[str, str] | None]:
         """Return for each text (evaluation file, first common run of words), or None."""
@@ -73,9 +67,6 @@ def read_evaluation(paths: Sequence[str], n: int) -> Evaluation:
     for number, path in enumerate(paths):
         before = len(hashes)
         for some in group_items(_strings(Path(path)), lambda text: 1, _TEXTS_AT_ONCE):
-            if (longest := max(map(len, some))) > _LARGEST_TEXT:
-                rule = f"a text of {longest:,} characters; an evaluation's have at most {_LARGEST_TEXT:,}"
-                raise ValueError(f"--decontaminate {path}: {rule}: is it the right file?")
             words = words_of(some)
             found = ngrams(words, n, whole_if_short=False)[0]
             texts += len(some)

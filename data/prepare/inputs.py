@@ -87,24 +87,18 @@ class Inputs:
 
         Raises ProblemsError: none of these files has a text.
         """
-        if self._hub:
-            return []
-        warnings = []
-        refused: list[Problem] = []
-        for path in self.paths[:FILES_LOOKED_AT]:
+        own, warnings, refused = self._settings.origin.source, list[str](), list[Problem]()
+        for path in () if self._hub else self.paths[:FILES_LOOKED_AT]:
             kind, source = looks_like(path) or ("", None)
             problem = self._first_problem(path)
             if not problem:
-                if kind and source and self._settings.origin.source == "text":
+                if source and own == "text":
                     warnings.append(f"{path} looks like {kind} (--source {source}) and is read as plain text")
-                refused = []
-                break
+                return warnings
             came, rule = problem
-            own = source == self._settings.origin.source
             fix: Text = ""
-            if kind and not own:
-                rule = f"it is {kind}"
-                fix = ("give ", Setting("data.source", source)) if source else ""
+            if kind and source != own:
+                rule, fix = f"it is {kind}", ("give ", Setting("data.source", source)) if source else ""
             refused.append(Problem("data.name", came, rule, fix))
         if refused:
             raise ProblemsError(refused)
@@ -112,21 +106,20 @@ class Inputs:
 
     def _first_problem(self, path: Path) -> tuple[str, Text] | None:
         """Return place and reason of a file's first fault; None if its first records have a text."""
-        first: BrokenRecord | None = None
-        broken = empty = 0
+        broken, empty = list[BrokenRecord](), False
         for item in self.format.frame(path):
             text = item if isinstance(item, BrokenRecord) else self.format.parse(item)
-            if isinstance(text, str) and text:
-                return None
             if isinstance(text, BrokenRecord):
-                first, broken = first or text, broken + 1
-                if broken >= RECORDS_LOOKED_AT:
+                broken.append(text)
+                if len(broken) >= RECORDS_LOOKED_AT:
                     break
+            elif text:
+                return None
             else:
-                empty += 1
-        if first:
-            more = f" (and so {broken - 1} more records)" if broken > 1 else ""
-            return f"{path}:{first.number}: {first.kind}{more}", first.detail
+                empty = True
+        if broken:
+            more = f" (and so {len(broken) - 1} more records)" if len(broken) > 1 else ""
+            return f"{path}:{broken[0].number}: {broken[0].kind}{more}", broken[0].detail
         rule = "all its records are empty" if empty else "it has no records"
         return str(path), f"no text in it: {rule}"
 

@@ -244,7 +244,13 @@ def describe(
     size = {"vocab_size": plan.vocab_size}
     made = {"prefix": assemble.STORE, "samples": settings.samples, **size, "vocabulary_digest": digest}
     vocabulary = {**settings.tokenizer.model_dump(), **size, "digest": digest}
-    sets = [{"name": name, "sha256": found} for name, found in manifest["evaluation"].items()]
+    decontamination = evaluation and {
+        "files": [{"name": name, "sha256": found} for name, found in manifest["evaluation"].items()],
+        "ngram": evaluation.n,
+        "texts": evaluation.texts,
+        "texts_too_short": evaluation.too_short,
+        "ngrams": len(evaluation.hashes),
+    }
     return {
         "manifest": manifest,
         "store": {**made, **store},
@@ -253,7 +259,7 @@ def describe(
         "broken": report.broken_summary(tally),
         "warnings": list(warnings),
         "deduplication": dedup,
-        "decontamination": evaluation and {"files": sets, **evaluation.facts()},
+        "decontamination": decontamination,
         "mb_per_second_and_core": {  # of incoming text
             name: round(step.bytes_in / 1e6 / step.seconds, 2)
             for name, step in tally.items()

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from data.tasks.features import Features, encode
+from data.tasks.features import Encoded, Features
 from data.tasks.records import WrongRecord, label_of, text_of
 from recipes.schema import Recipe
 from recipes.tasks import TASKS, TaskFacts
@@ -52,10 +52,13 @@ def parse(facts: TaskFacts, record: dict[str, Any], number: int, labelled: bool)
 
 
 def _question(facts: TaskFacts, record: dict[str, Any], number: int, labelled: bool) -> Example:
-    article, question = text_of(record, "article"), text_of(record, "question")
-    options = record.get("options")
-    if not isinstance(options, (list, tuple)) or len(options) != len(facts.labels):
-        count = len(options) if isinstance(options, (list, tuple)) else "no list of"
+    article, question, options = (
+        text_of(record, "article"),
+        text_of(record, "question"),
+        record.get("options"),
+    )
+    count = len(options) if isinstance(options, list | tuple) else "no list of"
+    if count != len(facts.labels):
         raise WrongRecord(f"it has {count} options, and {len(facts.labels)} are needed")
     if not all(isinstance(option, str) for option in options):
         raise WrongRecord("its options are not texts")
@@ -70,9 +73,12 @@ def with_option(question: str, option: str) -> str:
 
 def training(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example]) -> Features:
     """Encode a sample of every choice. The longer of two texts is cut; a hidden label is 0."""
-    columns = list(zip(*(texts for each in examples for texts in each.choices), strict=True))
-    second = columns[1] if len(columns) > 1 else None
-    rows = encode(tokenizer, columns[0], second, recipe.sequence_length, "longest_first")
+    columns = (list(column) for column in zip(*(t for each in examples for t in each.choices), strict=True))
+    made = tokenizer(
+        *columns, truncation="longest_first", max_length=recipe.sequence_length,
+        return_token_type_ids=True, return_attention_mask=False, verbose=False,
+    )  # fmt: skip
+    rows = [Encoded(*pair) for pair in zip(made["input_ids"], made["token_type_ids"], strict=True)]
     labels, choices = [each.label or 0 for each in examples], len(examples[0].choices)
     return Features(rows, {"labels": labels}, recipe.sequence_length, tokenizer.pad_token_id, choices)
 
@@ -110,7 +116,7 @@ def score(facts: TaskFacts, split: str, examples: Sequence[Example], logits: np.
 
 def accuracy(guesses: np.ndarray, labels: np.ndarray) -> float:
     """Return the share of right guesses, both (n,)."""
-    return float((guesses == labels).sum()) / len(labels)
+    return float((guesses == labels).mean())
 
 
 def f1(guesses: np.ndarray, labels: np.ndarray) -> float:

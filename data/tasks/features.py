@@ -115,20 +115,3 @@ class TaskSamples(StoredSamples):
 
     def take(self, positions: Sequence[int], seed: int) -> TaskFields:
         return self._features.take([self._orders.locate(position, seed)[1] for position in positions])
-
-
-def encode(
-    tokenizer: PreTrainedTokenizerFast,
-    first: Sequence[str],
-    second: Sequence[str] | None,
-    length: int,
-    cut: str,
-) -> list[Encoded]:
-    """Encode texts or pairs as at most `length` tokens; `cut`: the text to shorten, as in truncation=."""
-    if not first:
-        return []
-    made = tokenizer(
-        list(first), None if second is None else list(second), truncation=cut, max_length=length,
-        return_token_type_ids=True, return_attention_mask=False, verbose=False,
-    )  # fmt: skip
-    return [Encoded(*pair) for pair in zip(made["input_ids"], made["token_type_ids"], strict=True)]

@@ -195,9 +195,8 @@ def published_next_to(task: str) -> tuple[PublishedScore, ...]:
 @cache
 def published_scores() -> tuple[PublishedScore, ...]:
     """Return all published scores of the table; after each row its "best before it"."""
-    rows = [entry.name for entry in catalog.names() if entry.name.startswith(f"{TABLE}/")]
     found: list[PublishedScore] = []
-    for name in rows:
+    for name in (entry.name for entry in catalog.names() if entry.name.startswith(f"{TABLE}/")):
         recipe = catalog.load(name)
         if (published := recipe.published) is not None:
             model = f"{recipe.model.facts.title} {published.size_label} ({published.framework})"
@@ -207,9 +206,9 @@ def published_scores() -> tuple[PublishedScore, ...]:
 
 
 def _of(model: str, printed: Downstream | None, source: str) -> Iterator[PublishedScore]:
-    if printed is not None and printed.wikitext103 is not None:
+    if printed and printed.wikitext103:
         perplexity = printed.wikitext103.perplexity
         yield PublishedScore(model, "wikitext103", "perplexity", perplexity, f"{perplexity:g}", source)
-    if printed is not None and printed.lambada is not None:
+    if printed and printed.lambada:
         percent = printed.lambada.accuracy
         yield PublishedScore(model, "lambada", "accuracy", percent / 100, f"{percent:g} %", source)

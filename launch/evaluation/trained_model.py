@@ -65,7 +65,12 @@ def open_model(
     try:
         return _open(given, tokenizer, check)
     except ProblemsError as error:
-        raise ProblemsError(map(_of_this_command, error.problems)) from None
+        keys = {INIT_FROM: KEY}  # of weights: in the words of this command
+        told = [
+            replace(each, key=keys.get(each.key, each.key), where=each.where.removeprefix(f"{INIT_FROM} "))
+            for each in error.problems
+        ]
+        raise ProblemsError(told) from None
 
 
 def _open(given: str, tokenizer: str | None, check: Callable[[Recipe], None]) -> TrainedModel:
@@ -82,12 +87,6 @@ def _open(given: str, tokenizer: str | None, check: Callable[[Recipe], None]) ->
     if problems := list(_unfit(found, recipe)):
         raise ProblemsError(problems)
     return TrainedModel(weights, run, step, recipe, found, place, tuple(saved.remarks(recipe)))
-
-
-def _of_this_command(problem: Problem) -> Problem:
-    """Rewrite a problem of weights or vocabularies for this command's arguments."""
-    where = problem.where.removeprefix(f"{INIT_FROM} ")
-    return replace(problem, key=KEY if problem.key == INIT_FROM else problem.key, where=where)
 
 
 def _tokenizer(
