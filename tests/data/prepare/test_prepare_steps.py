@@ -40,7 +40,7 @@ def test_repair_is_ftfy():
     inert = [chr(c) for c in range(0x80, 0x2300) if not cleaning._ACTIVE.match(chr(c))]
     assert len(inert) > 500
     texts = [f"ab {c} cd{c}e\n" for c in inert]
-    for _ in range(4000):
+    for _ in range(1500):
         texts.append("".join(rng.choices(BROKEN_PIECES, k=rng.randint(1, 20))))
         texts.append("".join(rng.choices(MOJIBAKE, k=rng.randint(1, 40))))
         texts.append("".join(rng.choices([*inert, *"abc D,.!?1\n"], k=20)))
@@ -65,23 +65,7 @@ def reference_words(text: str) -> list[str]:
 
 def test_words_are_those_of_a_regular_expression():
     rng = random.Random(1)
-    pieces = [
-        "Hello",
-        "wörld",
-        "don’t",
-        "x2",
-        "—",
-        "«non»",
-        " ",
-        "\n",
-        ".",
-        "日本。語",
-        "\xa0",
-        "İ",
-        "ſ",
-        "",
-        "end",
-    ]
+    pieces = ["Hello", "wörld", "don’t", "x2", "—", "«non»", " ", "\n", "日本。語", "\xa0", "İ", "ſ", "", "."]
     texts = ["".join(rng.choices(pieces, k=rng.randint(0, 30))) for _ in range(300)]
     words = words_of(texts)
     known: dict[str, int] = {}
