@@ -5,29 +5,26 @@ python launch/score.py runs/default-sotu-zero3_offload --task perplexity
 
 from __future__ import annotations
 
-import sys
-import time
 from argparse import ArgumentParser, Namespace
-from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from launch.console import arguments, ends, new_output, terminal
+from launch.console import arguments, ends, new_output
 from launch.machine import abilities
 from launch.ranks import joining, processes
-from launch.ranks.meeting import Meeting
 from recipes.problems import Problem, ProblemsError
 
 if TYPE_CHECKING:
-    from data.tasks.scored_text import TaskData
-    from ds_configs.plan import Plan
-    from launch.evaluation.scores import Score
     from launch.evaluation.scoring_job import ScoringJob
 
 # Sections of a recipe decided by other flags, and sections without effect on scores.
 BY_FLAGS = {"precision": "--precision", "batch": "--batch", "ds_config": "--ds_config"}
 FOR_TRAINING = ("dropout", "activation_checkpointing", "optimizer", "schedule", "steps", "init_std")
+
+LESS_MEMORY = (
+    "lower --batch, take --precision bf16, or share the model out (--set parallel.tp=2 on two GPUs, "
+    "--ds_config zero3)"
+)
 
 EXAMPLES = """\
 examples:
@@ -117,7 +114,9 @@ def main() -> None:
     args = build_parser().parse_args()
     meeting = joining.meet()
     job, out = meeting.settle(lambda: checked(args))
-    with joining.joined(meeting, job.plan.layout.tp, out_of_memory_advice=less_memory(job.plan)):
+    with joining.joined(meeting, job.plan.layout.tp, out_of_memory_advice=LESS_MEMORY):
+        from launch.evaluation.scoring import run  # loads torch and deepspeed
+
         run(job, out, meeting)
 
 
@@ -152,88 +151,6 @@ def check_settings(args: Namespace) -> None:
             problems.append(Problem(key, f"--set {setting}", "the weights decide it", "leave it out"))
     if problems:
         raise ProblemsError(problems)
-
-
-def run(job: ScoringJob, out: Path | None, meeting: Meeting) -> None:
-    """Read the data, build the model, score it, and write the results. Collective."""
-    from launch.console.progress import bar
-    from launch.evaluation import scores as results
-    from launch.evaluation.scoring import build_scoring_engine, figures, score
-    from launch.evaluation.scoring_job import read_task
-    from launch.ranks.watchdog import Watchdog
-    from modeling.parallel.process_grid import ProcessGrid
-
-    layout, first, from_scratch = job.plan.layout, processes.rank() == 0, job.wishes.from_scratch
-    grid = ProcessGrid(layout.tp, layout.pp, layout.dp, processes.TIMEOUT)
-    say = partial(terminal.say, stream=sys.stderr) if first else _silence
-    data = meeting.settle(lambda: read_task(job, say))
-    check_same_data(data, processes.gathered(data.checksum, grid.control_group))
-    for line in () if from_scratch else job.model.said():
-        say(line)
-    engine = build_scoring_engine(job.plan, grid, None if from_scratch else str(job.model.weights), say)
-    began, watchdog = time.perf_counter(), Watchdog(None, job.plan.recipe.run.hang_after)
-    shown: Any = nullcontext()
-    if first:
-        shown = bar(sys.stderr, total=len(data.windows), unit="window", desc=data.task)
-    with watchdog.running(grid.control_group, say), shown:
-        seen = shown.update if first else _silence
-        scores = score(engine, job.plan, grid, data.windows, watchdog, seen)
-    seconds = time.perf_counter() - began
-    if first:
-        made = make_score(job, data, figures(data, scores), seconds)
-        print(results.describe(made, terminal.columns()))
-        if job.model.run is not None and not from_scratch:
-            say(f"kept in {results.keep(job.model.run, made)}")
-        if out:
-            out.write_text(results.to_json(made))
-
-
-def less_memory(plan: Plan) -> str:
-    """Return the advice for out-of-memory errors."""
-    smaller = "" if plan.layout.micro == 1 else f"lower --batch, which is {plan.layout.micro}, or "
-    half = "" if plan.precision != "fp32" else ", or take --precision bf16"
-    return f"{smaller}share the model out (--set parallel.tp=2 on two GPUs, --ds_config zero3){half}"
-
-
-def check_same_data(data: TaskData, checksums: list[str]) -> None:
-    """Check that all ranks have read the same text as the same tokens. Raises ProblemsError."""
-    if len(set(checksums)) > 1:
-        came = f"ranks read {len(set(checksums))} different forms of {data.source}"
-        rule = "all of them score the same windows"
-        raise ProblemsError([Problem("--data", came, rule, "make the machines' files and libraries equal")])
-
-
-def make_score(job: ScoringJob, data: TaskData, found: dict[str, float], seconds: float) -> Score:
-    from launch.evaluation.scores import Score
-    from launch.machine import description
-    from modeling import cost
-
-    plan, layout, wishes = job.plan, job.plan.layout, job.wishes
-    degrees = f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}, ZeRO-{plan.zero_stage}"
-    offload = f", offload {plan.offload}" if plan.offload != "none" else ""
-    names = ("task", "variant", "source", "examples", "tokens", "words", "broken", "cut")
-    of_data: dict[str, Any] = {name: getattr(data, name) for name in names}
-    return Score(
-        model=wishes.model,
-        parameters=cost.parameters(plan.recipe.model, plan.recipe.positions),
-        step=None if wishes.from_scratch else job.model.step,
-        figures=found,
-        windows=len(data.windows),
-        limited=wishes.limit is not None,
-        window=job.window,
-        stride=None if data.task == "lambada" else job.stride,
-        hardware=description.summary(description.describe()),
-        seconds=seconds,
-        from_scratch=wishes.from_scratch,
-        batch=layout.micro,
-        precision=plan.precision,
-        layout=degrees + offload,
-        **of_data,
-    )
-
-
-def _silence(_: object) -> None:
-    """Ignore what other ranks than the first would show."""
 
 
 if __name__ == "__main__":

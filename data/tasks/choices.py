@@ -52,14 +52,10 @@ def parse(facts: TaskFacts, record: dict[str, Any], number: int, labelled: bool)
 
 
 def _question(facts: TaskFacts, record: dict[str, Any], number: int, labelled: bool) -> Example:
-    article, question, options = (
-        text_of(record, "article"),
-        text_of(record, "question"),
-        record.get("options"),
-    )
-    count = len(options) if isinstance(options, list | tuple) else "no list of"
-    if count != len(facts.labels):
-        raise WrongRecord(f"it has {count} options, and {len(facts.labels)} are needed")
+    article, question = text_of(record, "article"), text_of(record, "question")
+    options = record.get("options")
+    if not isinstance(options, list | tuple) or len(options) != len(facts.labels):
+        raise WrongRecord(f"its options {str(options)[:40]} are no list of {len(facts.labels)}")
     if not all(isinstance(option, str) for option in options):
         raise WrongRecord("its options are not texts")
     choices = tuple((article, with_option(question, option)) for option in options)

@@ -9,9 +9,14 @@ and every batch is full. Layout and batch therefore change figures only by round
 from __future__ import annotations
 
 import math
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import deepspeed
 import torch
@@ -23,19 +28,26 @@ from torch import Tensor
 from data.loader import MicroBatch
 from data.tasks.scored_text import TaskData, Window
 from ds_configs.plan import Plan
-from launch.machine import compiled_ops, memory
-from launch.ranks import ending
+from launch.console import terminal
+from launch.console.progress import bar
+from launch.evaluation.scores import Score, describe, keep, to_json
+from launch.evaluation.scoring_job import ScoringJob, read_task
+from launch.machine import compiled_ops, description, memory
+from launch.ranks import ending, processes
+from launch.ranks.meeting import Meeting
 from launch.ranks.processes import gathered
 from launch.ranks.watchdog import Phase, Watchdog
 from launch.training import micro_batches
 from launch.training.build_model import build_module
 from launch.training.engine import move_buffers
 from launch.weights.foreign_weights import read
+from modeling import cost
 from modeling.initialization import DTYPES
 from modeling.layer_list import Pipeline, PipelineLoss
 from modeling.parallel.cross_entropy import token_scores
 from modeling.parallel.process_grid import Group, ProcessGrid
 from modeling.unpadding import round_up
+from recipes.problems import Problem, ProblemsError
 
 LENGTH_MULTIPLE = 32  # padding of windows and of their logits
 MEETING = 16  # steps between barriers of data-parallel ranks, which reveal a hanging rank
@@ -230,3 +242,64 @@ def figures(data: TaskData, scores: Sequence[WindowScore]) -> dict[str, float]:
 
 def _exponential(nats: float) -> float:
     return math.exp(min(nats, LARGEST_EXPONENT))
+
+
+def run(job: ScoringJob, out: Path | None, meeting: Meeting) -> None:
+    """Read the data, build the model, score it, and write the scores. Collective."""
+    layout, first, from_scratch = job.plan.layout, processes.rank() == 0, job.wishes.from_scratch
+    grid = ProcessGrid(layout.tp, layout.pp, layout.dp, processes.TIMEOUT)
+    say = partial(terminal.say, stream=sys.stderr) if first else _silence
+    data = meeting.settle(lambda: read_task(job, say))
+    if (forms := len(set(gathered(data.checksum, grid.control_group)))) > 1:
+        came, rule = (
+            f"ranks read {forms} different forms of {data.source}",
+            "all of them score the same windows",
+        )
+        raise ProblemsError([Problem("--data", came, rule, "make the machines' files and libraries equal")])
+    for line in () if from_scratch else job.model.said():
+        say(line)
+    engine = build_scoring_engine(job.plan, grid, None if from_scratch else str(job.model.weights), say)
+    began, watchdog = time.perf_counter(), Watchdog(None, job.plan.recipe.run.hang_after)
+    shown: Any = nullcontext()
+    if first:
+        shown = bar(sys.stderr, total=len(data.windows), unit="window", desc=data.task)
+    with watchdog.running(grid.control_group, say), shown:
+        seen = shown.update if first else _silence
+        found = score(engine, job.plan, grid, data.windows, watchdog, seen)
+    seconds = time.perf_counter() - began
+    if first:
+        made = _score_of(job, data, figures(data, found), seconds)
+        print(describe(made, terminal.columns()))
+        if job.model.run is not None and not from_scratch:
+            say(f"kept in {keep(job.model.run, made)}")
+        if out:
+            out.write_text(to_json(made))
+
+
+def _score_of(job: ScoringJob, data: TaskData, found: dict[str, float], seconds: float) -> Score:
+    plan, layout, wishes = job.plan, job.plan.layout, job.wishes
+    degrees = f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}, ZeRO-{plan.zero_stage}"
+    offload = f", offload {plan.offload}" if plan.offload != "none" else ""
+    names = ("task", "variant", "source", "examples", "tokens", "words", "broken", "cut")
+    of_data: dict[str, Any] = {name: getattr(data, name) for name in names}
+    return Score(
+        model=wishes.model,
+        parameters=cost.parameters(plan.recipe.model, plan.recipe.positions),
+        step=None if wishes.from_scratch else job.model.step,
+        figures=found,
+        windows=len(data.windows),
+        limited=wishes.limit is not None,
+        window=job.window,
+        stride=None if data.task == "lambada" else job.stride,
+        hardware=description.summary(description.describe()),
+        seconds=seconds,
+        from_scratch=wishes.from_scratch,
+        batch=layout.micro,
+        precision=plan.precision,
+        layout=degrees + offload,
+        **of_data,
+    )
+
+
+def _silence(_: object) -> None:
+    """Ignore what other ranks than the first would show."""

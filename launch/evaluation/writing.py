@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import torch
+
+from launch.console import terminal
+from launch.console.progress import bar
 from launch.evaluation.trained_model import TrainedModel
+from launch.ranks import ending, processes
+from launch.ranks.meeting import Meeting
+from launch.weights import foreign_weights
+from modeling.families import whole_model
 from modeling.generation import EndReason, Request, Sampling, continue_all, fill_masks
+from modeling.parallel.process_grid import ProcessGrid
 from recipes import files
 from recipes.families import FAMILIES
-from recipes.problems import MOST, Problem, ProblemsError
+from recipes.problems import MOST, Problem, ProblemsError, counted
 
 JSON_LINES = ".jsonl"
 FIELD = "prompt"
@@ -72,13 +85,15 @@ def _field(line: str, path: Path, number: int) -> str:
 
 
 def encode(prompts: Sequence[Prompt], model: TrainedModel) -> list[Prompt]:
-    """Encode all prompts. Raises ProblemsError with every prompt unfit for the model."""
-    # Masked models need [CLS] and [SEP]; verbose would warn about lengths that are refused here anyway.
+    # Masked models need [CLS] and [SEP]; verbose would warn about lengths that are refused anyway.
     how: dict[str, Any] = dict(add_special_tokens=not model.continues, verbose=False)
-    encoded = [replace(each, tokens=tuple(model.tokenizer.encode(each.text, **how))) for each in prompts]
-    if problems := [problem for prompt in encoded for problem in _unfit(prompt, model)]:
-        raise ProblemsError(_first(problems, prompts[0].where.partition(":")[0]))
-    return encoded
+    return [replace(each, tokens=tuple(model.tokenizer.encode(each.text, **how))) for each in prompts]
+
+
+def unfit(prompts: Sequence[Prompt], model: TrainedModel) -> list[Problem]:
+    """List the problems of all prompts that are unfit for the model."""
+    problems = [problem for prompt in prompts for problem in _unfit(prompt, model)]
+    return _first(problems, prompts[0].where.partition(":")[0])
 
 
 def _unfit(prompt: Prompt, model: TrainedModel) -> Iterator[Problem]:
@@ -103,18 +118,26 @@ def _first(problems: list[Problem], where: str) -> list[Problem]:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Settings of the generation. `tokens`: largest number after each prompt; `batch`: samples at a time.
+class Job:
+    """A checked generation job.
 
-    `sampling`: None takes the most likely token.
+    Attributes:
+        tokens: largest number after each prompt.
+        sampling: None takes the most likely token.
+        batch: samples at a time.
+        out: None writes to the terminal.
     """
 
+    model: TrainedModel
+    prompts: Sequence[Prompt]
     tokens: int
     samples: int
     sampling: Sampling | None
     seed: int
     batch: int
     cached: bool
+    dtype: str
+    out: Path | None
 
 
 @dataclass(frozen=True)
@@ -142,24 +165,24 @@ class WrittenText:
         return own if self.ended is None else {**own, "sample": self.sample, "ended": self.ended}
 
 
-def write(
-    model: Any,
-    trained: TrainedModel,
-    prompts: Sequence[Prompt],
-    settings: Settings,
-    heard: Callable[[Sequence[int]], None],
-) -> Iterator[WrittenText]:
+def write(model: Any, job: Job, heard: Callable[[Sequence[int]], None]) -> Iterator[WrittenText]:
     """Generate all samples of all prompts in order. Collective over the model's tensor group.
 
-    `heard` receives all tokens of the growing text, with its prompt, if there is only one sample.
+    `heard` receives all tokens of the growing text, with its prompt, if there is only one sample. Raises
+    Failed where the logits of the next text are not finite.
     """
-    if not trained.continues:
-        yield from _fill(model, trained, prompts)
-        return
-    order = [(number, sample) for number in range(len(prompts)) for sample in range(settings.samples)]
-    tokenizer = trained.tokenizer
-    for first in range(0, len(order), settings.batch):
-        places = order[first : first + settings.batch]
+    try:
+        yield from (_continued if job.model.continues else _filled)(model, job, heard)
+    except FloatingPointError as error:
+        fix = "give other weights, or --dtype float32, which has more room"
+        raise ending.Failed(f"{error}: its weights are too large for that; {fix}") from None
+
+
+def _continued(model: Any, job: Job, heard: Callable[[Sequence[int]], None]) -> Iterator[WrittenText]:
+    prompts, tokenizer = job.prompts, job.model.tokenizer
+    order = [(number, sample) for number in range(len(prompts)) for sample in range(job.samples)]
+    for first in range(0, len(order), job.batch):
+        places = order[first : first + job.batch]
         so_far = [*prompts[places[0][0]].tokens]
 
         def hear(request: int, token: int, so_far: list[int] = so_far) -> None:
@@ -169,8 +192,8 @@ def write(
 
         requests = [Request(prompts[number].tokens, sample) for number, sample in places]
         made = continue_all(
-            model, requests, settings.tokens, sampling=settings.sampling, seed=settings.seed,
-            end=tokenizer.eos_token_id, cached=settings.cached, heard=hear,
+            model, requests, job.tokens, sampling=job.sampling, seed=job.seed,
+            end=tokenizer.eos_token_id, cached=job.cached, heard=hear,
         )  # fmt: skip
         for (number, sample), more in zip(places, made, strict=True):
             prompt = prompts[number]
@@ -179,11 +202,89 @@ def write(
             yield WrittenText(number, sample, prompt.text, text, new, len(more.tokens), more.ended)
 
 
-def _fill(model: Any, trained: TrainedModel, prompts: Sequence[Prompt]) -> Iterator[WrittenText]:
-    tokenizer, mask = trained.tokenizer, trained.tokenizer.mask_token_id
-    for number, prompt in enumerate(prompts):
+def _filled(model: Any, job: Job, heard: object) -> Iterator[WrittenText]:
+    tokenizer, mask = job.model.tokenizer, job.model.tokenizer.mask_token_id
+    for number, prompt in enumerate(job.prompts):
         tokens = fill_masks(model, prompt.tokens, mask=mask)
         new = [token for token, before in zip(tokens, prompt.tokens, strict=True) if before == mask]
         text, words = tokenizer.decode(tokens, skip_special_tokens=True), tokenizer.convert_ids_to_tokens(new)
-        assert isinstance(text, str)
-        yield WrittenText(number, 0, prompt.text, text, " ".join(words), len(new), None)
+        yield WrittenText(number, 0, prompt.text, str(text), " ".join(words), len(new), None)
+
+
+def run(job: Job, meeting: Meeting) -> None:
+    """Load the model and write the texts. Collective; only rank 0 prints."""
+    from deepspeed.accelerator import get_accelerator
+
+    first, model = processes.rank() == 0, load_model(job, meeting)
+    model.to(get_accelerator().current_device_name())
+    total = len(job.prompts) * (job.samples if job.model.continues else 1)
+    stream = Stream(job.model.tokenizer) if first and total == 1 and not job.out else None
+    began, done = time.perf_counter(), list[WrittenText]()
+    with job.out.open("x", encoding="utf-8") if job.out else nullcontext() as file:
+        # Texts in a terminal show the progress themselves.
+        hidden = not first or stream or (job.out is None and sys.stdout.isatty())
+        with nullcontext() if hidden else bar(sys.stderr, total=total, unit="text") as shown:
+            heard = stream.hear if stream else lambda tokens: None
+            for written in write(model, job, heard):
+                done.append(replace(written, prompt="", text="", new=""))
+                if first:
+                    show(written, file, stream)
+                if shown is not None:
+                    shown.update()
+    if first:
+        terminal.say(summary(done, time.perf_counter() - began, job), sys.stderr)
+
+
+def load_model(job: Job, meeting: Meeting) -> Any:
+    """Load the model, split over all processes. Collective."""
+    world, first = processes.world_size(), processes.rank() == 0
+    if first and world > 1 and len(job.prompts) > 1:
+        terminal.say(f"{counted(world, 'process')} share out the weights, not the prompts", sys.stderr)
+    for line in job.model.said() if first else ():
+        terminal.say(line, sys.stderr)
+    weights = meeting.settle(lambda: foreign_weights.read(job.model.weights, job.model.recipe))
+    group = ProcessGrid(world, 1, 1, processes.TIMEOUT).tensor_group if world > 1 else None
+    return whole_model(job.model.recipe, weights, group, getattr(torch, job.dtype))
+
+
+class Stream:
+    """A growing text in the terminal, in whole characters."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self.shown = ""
+
+    def hear(self, tokens: Sequence[int]) -> None:
+        """Show the text of all tokens so far, but for the beginning of a character at its end."""
+        self.show(self._tokenizer.decode(tokens).rstrip("\N{REPLACEMENT CHARACTER}"))
+
+    def show(self, text: str) -> None:
+        """Print the new part of the text. If the tokenizer changed earlier words, print nothing yet."""
+        if text.startswith(self.shown):
+            print(text[len(self.shown) :], end="", flush=True)
+            self.shown = text
+
+
+def show(written: WrittenText, file: IO[str] | None, stream: Stream | None) -> None:
+    """Write one text: to the file, to the end of its stream, or under a heading with its prompt number."""
+    if file is not None:
+        file.write(json.dumps(written.record(), ensure_ascii=False) + "\n")
+        file.flush()
+    elif stream is not None:
+        stream.show(written.text)
+        print("" if stream.shown == written.text else f"\n{written.text}", flush=True)
+    else:
+        how = "" if written.ended is None else f", sample {written.sample + 1}, ended by {written.ended}"
+        print(f"--- prompt {written.number + 1}{how}\n{written.text}", flush=True)
+
+
+def summary(done: Sequence[WrittenText], seconds: float, job: Job) -> str:
+    """Return a line with the numbers of texts and tokens, the speed, and the reasons of text ends."""
+    tokens = sum(written.tokens for written in done)
+    said = f"{len(done):,} texts, {tokens:,} tokens in {seconds:.2f} s: {tokens / seconds:,.0f} tokens/s"
+    if not job.model.continues:
+        return said
+    positions = f"at the model's {job.model.recipe.positions:,} positions"
+    reasons = {"length": "after --tokens", "end": "at the end-of-text token", "positions": positions}
+    counts = {why: sum(written.ended == ended for written in done) for ended, why in reasons.items()}
+    return f"{said}; ended " + ", ".join(f"{count:,} {why}" for why, count in counts.items() if count)

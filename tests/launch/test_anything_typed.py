@@ -76,7 +76,7 @@ WORK = {
     ],
     "prepare_data": ["data.prepare.pipeline:process_chunks"],
     "show_data": ["data.corpus:build"],
-    "generate": ["launch.generate:run"],
+    "generate": ["launch.evaluation.writing:run"],
     "benchmark": [
         "launch.experiments.benchmarks.step_speed:measure",
         "launch.experiments.benchmarks.gpu_command:run_step",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -19,6 +19,7 @@ from data.text.trained_vocabulary import train_bpe, train_wordpiece, wrap_tokeni
 from launch import generate
 from launch.checkpoints import manifest
 from launch.console import ends
+from launch.evaluation import writing
 from launch.records import vocabulary
 from modeling.formats.families import conversion_of
 from recipes import catalog
@@ -128,14 +129,14 @@ def test_a_cache_changes_nothing(folder, written, model):
 
 
 def test_tensor_ranks_write_what_one_process_does(folder, written, tmp_path):
-    """Drawn texts of several lengths, in one launch of two ranks; a BERT's masks in one of four."""
+    """Drawn texts of several lengths, and a BERT's masks."""
     how = ("--file", folder / "prompts.txt", "--samples", 2, "--tokens", 24, "--batch", 3, "--seed", 1)
-    for model, words, ranks in (("gpt", how, 2), ("bert", ("--file", folder / "masked.txt"), 4)):
+    for model, words in (("gpt", how), ("bert", ("--file", folder / "masked.txt"))):
         out = tmp_path / f"{model}.jsonl"
-        done = run_ranks(ranks, COMMAND, folder / model, *words, "--out", out)
+        done = run_ranks(2, COMMAND, folder / model, *words, "--out", out)
         assert done.returncode == 0, done.stdout[-4000:]
         assert done.stdout.count("tokens/s") == 1, "one rank speaks"
-        assert f"{ranks} processes share out the weights, not the prompts" in done.stdout
+        assert "2 processes share out the weights, not the prompts" in done.stdout
         assert records(out) == written(folder / model, *words)
 
 
@@ -167,13 +168,13 @@ def test_a_bert_fills_its_masks_as_transformers(folder, written):
 def test_a_lone_text_is_streamed(folder, monkeypatch, capsys):
     """In pieces that are whole characters, the same text in the end."""
     pieces = []
-    kept = generate.Stream.show
+    kept = writing.Stream.show
 
     def noted(stream, text):
         pieces.append(text)
         kept(stream, text)
 
-    monkeypatch.setattr(generate.Stream, "show", noted)
+    monkeypatch.setattr(writing.Stream, "show", noted)
     assert not typed(monkeypatch, folder / "gpt", "--prompt", "The", "--tokens", 30)
     said = capsys.readouterr()
     assert said.out == f"{pieces[-1]}\n" and len(pieces) == 31 and len({*pieces}) > 10
@@ -186,7 +187,7 @@ def test_a_stream_whose_last_words_change_is_written_again(capsys):
         def decode(self, tokens):
             return {1: "a", 2: "a .", 3: "a. b"}[len(tokens)]
 
-    stream = generate.Stream(Cleaned())
+    stream = writing.Stream(Cleaned())
     for length in (1, 2, 3):
         stream.hear([0] * length)
     assert capsys.readouterr().out == "a ." and stream.shown == "a ."
@@ -261,7 +262,7 @@ def test_what_cannot_be_done_is_refused(name, odd, monkeypatch, capsys):
     """Before any weight is read."""
     words, came, fix = REFUSED[name]
     monkeypatch.chdir(odd)
-    monkeypatch.setattr(generate, "run", None)
+    monkeypatch.setattr(writing, "run", None)
     assert typed(monkeypatch, *words) == 2
     said = capsys.readouterr().err
     assert came in said and fix in said, said
@@ -306,27 +307,16 @@ def test_a_checkpoint_of_another_recipe_than_its_run_is_refused(place, tmp_path,
     assert "whether its recipe was changed cannot be known" in " ".join(capsys.readouterr().err.split())
 
 
-def test_weights_too_large_for_a_text_are_told(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["generate.py", "run", "--prompt", "My"])
-    monkeypatch.setattr(generate.joining, "meet", lambda check: SimpleNamespace(settle=lambda check: None))
-
-    def run(job, meeting):
-        def write():
-            raise FloatingPointError("the model's logits are not finite in torch.float16")
-            yield
-
-        list(generate.finite(write()))
-
-    monkeypatch.setattr(generate, "run", run)
-    with pytest.raises(
-        SystemExit, match="not finite in torch.float16: its weights are too .* --dtype float32"
-    ):
-        generate.main()
-
-
-def test_one_process_that_runs_out_of_memory_says_what_to_lower(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["generate.py", "run", "--prompt", "My"])
-    monkeypatch.setattr(generate.joining, "meet", lambda check: SimpleNamespace(settle=lambda check: None))
-    monkeypatch.setattr(generate, "run", mock.Mock(side_effect=MemoryError("no room")))
-    with pytest.raises(SystemExit, match="out of memory: MemoryError: no room\n.*lower --batch"):
-        generate.main()
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            FloatingPointError("not finite in torch.float16"),
+            "float16: its weights are too .* --dtype float32",
+        ),
+        (MemoryError("no room"), "out of memory: MemoryError: no room\n.*lower --batch"),
+    ],
+)
+def test_what_fails_while_texts_are_written_says_what_to_change(error, said, folder, monkeypatch):
+    monkeypatch.setattr(writing, "continue_all", mock.Mock(side_effect=error))
+    assert re.search(said, str(typed(monkeypatch, folder / "gpt", "--prompt", "My")))
