@@ -72,40 +72,27 @@ def error_of(found: Sequence[Ratio]) -> Error | None:
 
 def ratios(quantity: str, cases: Iterable[Case], trial: Constants) -> list[Ratio]:
     """Predict one of `cases.QUANTITIES` of every row with a published number: seconds or bytes."""
-    predicted = {"time": predicted_time, "memory": predicted_memory, "allocated": predicted_allocated}[
-        quantity
-    ]
     return [
-        Ratio(case, predicted(case, trial), printed) for case in cases if (printed := case.printed(quantity))
+        Ratio(case, predicted(quantity, case, trial), printed)
+        for case in cases
+        if (printed := case.printed(quantity))
     ]
 
 
-def predicted_time(case: Case, trial: Constants) -> float:
-    """Predict the seconds of a step."""
-    return step_time(*case.step, trial).total
-
-
-def predicted_memory(case: Case, trial: Constants) -> float:
-    """Predict the cached bytes, with CUDA's context if the device was asked."""
+def predicted(quantity: str, case: Case, trial: Constants) -> float:
+    """Predict the seconds of a step, or its allocated or cached bytes: with CUDA's context if it prints so."""
     work, node = case.step
-    cached = fullest_rank(work, node.gpu, trial).cached(node.gpu.memory_bytes)
-    return cached + (node.gpu.context_gib * GIB if case.by_device else 0.0)
-
-
-def predicted_allocated(case: Case, trial: Constants) -> float:
-    """Predict the bytes allocated at the most."""
-    work, node = case.step
-    return fullest_rank(work, node.gpu, trial).allocated
+    if quantity == "time":
+        return step_time(work, node, trial).total
+    rank = fullest_rank(work, node.gpu, trial)
+    if quantity == "allocated":
+        return rank.allocated
+    return rank.cached(node.gpu.memory_bytes) + (node.gpu.context_gib * GIB if case.by_device else 0.0)
 
 
 def initial_constants() -> Constants:
     """Return the constants from which the search starts."""
     return Constants(**{name: values[0] for name, values in RANGES.items()}, **ASSUMED)
-
-
-def fit(documents: Mapping[str, Sequence[Case]]) -> Constants:
-    """Fit the constants to the times of all given documents."""
-    return _search(initial_constants(), documents)
 
 
 def refit(cases: Sequence[Case]) -> None:
@@ -146,8 +133,12 @@ def _distance(ratio: Ratio) -> float:
     return math.hypot(math.log(ratio.predicted / ratio.published), ROUND)
 
 
-def _search(found: Constants, documents: Mapping[str, Sequence[Case]]) -> Constants:
-    """Fit the constants by the pattern search of Hooke and Jeeves (1961), on logarithms."""
+def fit(documents: Mapping[str, Sequence[Case]]) -> Constants:
+    """Fit the constants to the times of all given documents.
+
+    By the pattern search of Hooke and Jeeves (1961), on logarithms.
+    """
+    found = initial_constants()
 
     def distance(trial: Constants) -> float:
         each = [ratios("time", cases, trial) for cases in documents.values()]

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from launch.console.terminal import wrapped
+from launch.console.text_table import table
 from launch.planning.fitting.cases import QUANTITIES, Case
-from launch.planning.fitting.fitting import Ratio, ratios
+from launch.planning.fitting.fitting import Ratio, error_of, ratios
 from launch.planning.prediction.constants import Constants, constants_without_each, fitted_constants
+from launch.planning.prediction.hardware import GIB
 from launch.planning.prediction.rank_memory import fullest_rank
 from modeling import cost
 
-Share = tuple[int, int]  # how many, of how many
+HEADINGS = ("table", "parameters", "memory verdicts", "cached memory", "time per iteration")
+ABOUT = (
+    "Each document is predicted by constants fitted without it. Errors: median, 90th percentile, worst "
+    "(rows); x 0.9 is the median of predicted over published."
+)
+ROWS = {  # quantity -> title and unit of its rows
+    "time": ("seconds per iteration", 1.0),
+    "memory": ("cached memory, GiB", GIB),
+    "allocated": ("allocated memory, GiB", GIB),
+}
 
 
 @dataclass(frozen=True)
@@ -32,13 +45,11 @@ class MemoryVerdict:
 
 @dataclass(frozen=True)
 class Validation:
-    """Predictions of some rows, and their printed numbers."""
+    """Predictions of some rows, and their printed numbers by quantity of `QUANTITIES`."""
 
     cases: Sequence[Case]
-    time: Sequence[Ratio]
-    memory: Sequence[Ratio]
-    allocated: Sequence[Ratio]
-    memory_verdicts: Sequence[MemoryVerdict]
+    ratios: Mapping[str, Sequence[Ratio]]
+    verdicts: Sequence[MemoryVerdict]
 
     def part(self, document: str, table: str = "") -> Validation:
         """Return the rows of a document, or of one of its tables."""
@@ -48,10 +59,8 @@ class Validation:
 
         return Validation(
             [case for case in self.cases if own(case)],
-            [ratio for ratio in self.time if own(ratio.case)],
-            [ratio for ratio in self.memory if own(ratio.case)],
-            [ratio for ratio in self.allocated if own(ratio.case)],
-            [each for each in self.memory_verdicts if own(each.case)],
+            {name: [each for each in found if own(each.case)] for name, found in self.ratios.items()},
+            [each for each in self.verdicts if own(each.case)],
         )
 
     @property
@@ -70,17 +79,6 @@ class Validation:
         """Documents outside every fit; the others were left out one at a time."""
         return sorted({case.document for case in self.cases} - constants_without_each().keys())
 
-    @property
-    def parameters(self) -> Share:
-        """Rows with printed parameters: those predicted to the unit, and all of them."""
-        counted = [case for case in self.cases if case.parameters and case.work]
-        return sum(counted_parameters(case) == case.parameters for case in counted), len(counted)
-
-    @property
-    def right_verdicts(self) -> Share:
-        """Verdicts on memory: the right ones, and all of them."""
-        return sum(each.right for each in self.memory_verdicts), len(self.memory_verdicts)
-
 
 def validate(cases: Sequence[Case]) -> Validation:
     """Predict the rows of every document with the constants fitted without it."""
@@ -89,17 +87,17 @@ def validate(cases: Sequence[Case]) -> Validation:
     def constants(case: Case) -> Constants:
         return known.get(case.document, fitted_constants())
 
-    time, memory, allocated = (
-        [ratio for case in cases for ratio in ratios(quantity, [case], constants(case))]
-        for quantity in QUANTITIES
-    )
-    memory_verdicts = [
+    found = {
+        name: [ratio for case in cases for ratio in ratios(name, [case], constants(case))]
+        for name in QUANTITIES
+    }
+    verdicts = [
         MemoryVerdict(case, fullest_rank(work, node.gpu, constants(case)).least / node.gpu.memory_bytes)
         for case in cases
         if case.oom is not None and case.compares("memory")
         for work, node in [case.step]
     ]
-    return Validation(cases, time, memory, allocated, memory_verdicts)
+    return Validation(cases, found, verdicts)
 
 
 def counted_parameters(case: Case) -> int:
@@ -107,3 +105,72 @@ def counted_parameters(case: Case) -> int:
     work, _ = case.step
     tp = work.layout.tp
     return tp * cost.parameters_per_rank(work.model, work.positions, work.padded_vocab, tp)
+
+
+def describe(found: Validation, *, verbose: bool = False, width: int | None = None) -> str:
+    """Describe errors, verdicts and left-out rows; `verbose`: also every row."""
+    lines = []
+    for document, tables in found.tables.items():
+        lines.append([shortened(document), *_cells(found.part(document))])
+        if len(tables) > 1:
+            lines += [[f"- {name}", *_cells(found.part(document, name))] for name in tables]
+    errors = {name: _errors(each) for name, each in found.ratios.items()}
+    lines.append(["all rows", "", "", errors["memory"], errors["time"]])
+    sections = [wrapped(ABOUT, width), table(lines, HEADINGS, width=width)]
+    if errors["allocated"]:
+        sections.append(f"allocated memory, of rows that print it too: {errors['allocated']}")
+    sections += [*_verdicts(found.verdicts)]
+    excluded = [wrapped(f"  {case.table}/{case.name}: {why}", width, hang=4) for case, why in found.excluded]
+    if excluded:
+        sections.append("\n".join(["shown, and not compared:", *excluded]))
+    if found.unfitted:
+        sections.append(wrapped(f"no constant was fitted on: {', '.join(found.unfitted)}", width))
+    for name, (title, unit) in ROWS.items() if verbose else ():
+        if found.ratios[name]:
+            sections.append(f"{title}\n{_rows(found.ratios[name], unit, width)}")
+    return "\n\n".join(sections)
+
+
+def shortened(name: str, most: int = 43) -> str:
+    """Shorten a document's name to `most` characters."""
+    return name if len(name) <= most else f"{name[: most - 1]}…"
+
+
+def _cells(found: Validation) -> list[str]:
+    counted = [case for case in found.cases if case.parameters and case.work]
+    to_the_unit = [counted_parameters(case) == case.parameters for case in counted]
+    right = [each.right for each in found.verdicts]
+    shares = (f"{sum(each)} of {len(each)}" if each else "" for each in (to_the_unit, right))
+    return [*shares, _errors(found.ratios["memory"]), _errors(found.ratios["time"])]
+
+
+def _errors(found: Sequence[Ratio]) -> str:
+    if not (error := error_of(found)):
+        return ""
+    spread = f"{error.median:.1%}, {error.percentile_90:.0%}, {error.worst:.0%}"
+    return f"{spread} ({error.rows}) x {error.bias:.2f}"
+
+
+def _verdicts(found: Sequence[MemoryVerdict]) -> tuple[str, str]:
+    """Count the verdicts in a table, and list the wrong ones."""
+    count = Counter((each.case.oom, each.predicted_oom) for each in found)
+    rows = [
+        (name, count[oom, True], count[oom, False]) for name, oom in (("printed OOM", True), ("ran", False))
+    ]
+    wrong = [
+        f"  {each.case.document}, {each.case.name}: printed {'OOM' if each.case.oom else 'ran'}, "
+        f"predicted {each.share:.0%} of the memory"
+        for each in found
+        if not each.right
+    ]
+    listed = "\n".join(["verdicts that are wrong:", *wrong]) if wrong else "no verdict is wrong"
+    return table(rows, ("memory verdicts", "predicted OOM", "predicted to fit"), "lrr"), listed
+
+
+def _rows(found: Sequence[Ratio], unit: float, width: int | None) -> str:
+    lines = []
+    for ratio in found:
+        ours, theirs = ratio.predicted / unit, ratio.published / unit
+        numbers = f"{ours:.4g}", f"{theirs:.4g}", f"{ours / theirs:.2f}"
+        lines.append([ratio.case.document, ratio.case.name, *numbers])
+    return table(lines, ["document", "row", "predicted", "published", "ratio"], "llrrr", width)

@@ -54,7 +54,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Validate the planner or fit it again, and return exit code 0. Raises ProblemsError."""
     # Here and below: a forecast does without.
-    from launch.planning.fitting import csv_cases, fitting, validation, validation_text
+    from launch.planning.fitting import csv_cases, fitting, validation
 
     if args.columns:
         print(aligned(csv_cases.COLUMNS.items(), width=terminal.columns()))
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     if args.refit:
         fitting.refit(csv_cases.published_cases())
     found = validation.validate(cases)
-    print(validation_text.describe(found, verbose=args.verbose, width=terminal.columns()))
+    print(validation.describe(found, verbose=args.verbose, width=terminal.columns()))
     if args.plot:
         from launch.planning.fitting import validation_plot
 

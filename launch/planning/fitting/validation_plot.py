@@ -12,8 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from launch.planning.fitting.fitting import Ratio
-from launch.planning.fitting.validation import Validation
-from launch.planning.fitting.validation_text import shortened
+from launch.planning.fitting.validation import Validation, shortened
 from launch.planning.prediction.hardware import GIB
 
 BAND = 0.15  # around the diagonal: the error that the planner aims at
@@ -25,10 +24,10 @@ def draw(found: Validation, path: Path) -> None:
     FigureCanvasAgg(figure)
     times, memory = figure.subplots(1, 2)
     colour = {name: colormaps["tab20"](i % 20) for i, name in enumerate(found.tables)}
-    _panel(times, found.time, "seconds per iteration", 1.0, colour)
+    _panel(times, found.ratios["time"], "seconds per iteration", 1.0, colour)
     times.set(xscale="log", yscale="log")
-    _panel(memory, found.memory, "cached memory, GiB per GPU", GIB, colour)
-    names = dict.fromkeys(ratio.case.document for ratio in (*found.time, *found.memory))
+    _panel(memory, found.ratios["memory"], "cached memory, GiB per GPU", GIB, colour)
+    names = dict.fromkeys(ratio.case.document for name in ("time", "memory") for ratio in found.ratios[name])
     dots = dict(marker="o", linestyle="", markersize=5)
     handles = [times.plot([], [], color=colour[each], label=shortened(each), **dots)[0] for each in names]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=7, frameon=False)
