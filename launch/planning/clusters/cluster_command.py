@@ -9,8 +9,7 @@ from pathlib import Path
 from data.durable_files import write_atomically
 from launch.console import arguments, launch_lines, new_output, output, terminal
 from launch.planning.clusters import cluster_text, files
-from launch.planning.clusters.job import Job, parse_clock
-from launch.planning.clusters.placement import node_of, place_on_nodes
+from launch.planning.clusters.job import Job, node_of, parse_clock, place_on_nodes
 from recipes import catalog
 from recipes.files import path_of
 from recipes.problems import Problem, ProblemsError

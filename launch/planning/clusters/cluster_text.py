@@ -14,7 +14,6 @@ from recipes.problems import counted
 PORT = 29500  # torchrun's own
 MOST = 16  # lines of a map, of which the last two are its last
 PLACE = ("rank", "host", "GPU", "tensor", "data", "stage")
-ELIDED = ("...",) * 4
 STRETCH = ("stage", "ranks", "data", "tensor", "where")
 
 
@@ -47,39 +46,19 @@ def add_map(shown: Page, job: Job, *, whole: bool) -> None:
         ]
         shown.table(rows, PLACE, "rlrrrr", above=[order])
         return
-    lines = _lines(job)
-    if len(lines) > MOST:
-        left_out = f"{len(lines) - MOST + 1} more stages"
-        lines[MOST - 3 : -2] = [[*ELIDED, left_out]]
-    elided = any(line[0] == ELIDED[0] for line in lines)
-    shown.table(lines, STRETCH, "rllll", above=[order], below=["(--all lists every rank)"] * elided)
-
-
-def _lines(job: Job) -> list[list[str]]:
-    """Return the lines of the map: hosts of each stage, its first two and last, or whole stages."""
-    layout, gpus = job.layout, job.gpus
     parts = list(rank_map.stretches(layout, gpus, by_host=True))
-    if len(parts) <= MOST:
-        return [_line(*part, job) for part in parts]
-    if layout.pp * 4 > MOST:
-        return [_line(*part, job) for part in rank_map.stretches(layout, gpus, by_host=False)]
-    lines: list[list[str]] = []
-    for stage in range(layout.pp):
-        first, second, *others, last = [_line(*part, job) for part in parts if part[0].at.pp == stage]
-        lines += [first, second]
-        if others:
-            lines.append([*ELIDED, f"{len(others)} more hosts"])
-        lines.append(last)
-    return lines
+    if len(parts) > MOST:  # whole stages, over several hosts
+        parts = list(rank_map.stretches(layout, gpus, by_host=False))
+    lines = [_line(*part, job) for part in parts]
+    if left_out := lines[MOST - 3 : -2] if len(lines) > MOST else []:
+        lines[MOST - 3 : -2] = [["..."] * 4 + [f"{len(left_out)} more stages"]]
+    shown.table(lines, STRETCH, "rllll", above=[order], below=["(--all lists every rank)"])
 
 
 def _line(first: Place, last: Place, job: Job) -> list[str]:
-    data, tensor = _ranks(first.at.dp, last.at.dp), f"0-{job.layout.tp - 1}" if job.layout.tp > 1 else "0"
-    if data == str(first.at.dp):
-        tensor = _ranks(first.at.tp, last.at.tp)
-    elif (first.at.tp, last.at.tp) != (0, job.layout.tp - 1):
-        tensor = f"{first.at.tp} (data {first.at.dp}) to {last.at.tp} (data {last.at.dp})"
-    return [str(first.at.pp), _ranks(first.rank, last.rank), data, tensor, _where(first, last, job)]
+    """Return the stage, and each coordinate of the first rank and of the last one."""
+    places = ((first.rank, last.rank), (first.at.dp, last.at.dp), (first.at.tp, last.at.tp))
+    return [str(first.at.pp), *(_ranks(*each) for each in places), _where(first, last, job)]
 
 
 def _where(first: Place, last: Place, job: Job) -> str:
@@ -134,16 +113,12 @@ def remarks(job: Job) -> list[str]:
 
 
 def _tensor_crosses(job: Job, spread: Spread) -> str:
-    hosts = sorted({rank // job.gpus for rank in spread.example})
-    where = ", ".join(job.hosts[host] for host in hosts[:4]) + (", ..." if len(hosts) > 4 else "")
-    ranks = _ranks(spread.example[0], spread.example[-1])
     heads = job.plan.recipe.model.heads
     inside = max(each for each in range(1, spread.degree + 1) if job.gpus % each == heads % each == 0)
     return (
         f"tensor parallelism crosses nodes: {spread.crossing} of {counted(spread.groups, 'group')} of "
-        f"{spread.degree} (ranks {ranks} lie on {where}), so that the all-reduces of every layer go over the "
-        f"network; with --set parallel.tp={inside} and more pipeline stages or data ranks each would be "
-        "inside one"
+        f"{spread.degree}, so that the all-reduces of every layer go over the network; with "
+        f"--set parallel.tp={inside} and more pipeline stages or data ranks each would be inside one"
     )
 
 

@@ -1,19 +1,61 @@
-"""A recipe on a cluster: the values for every file."""
+"""A recipe on the nodes of a cluster: which nodes, how many, and the values for every file."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ds_configs.plan import Plan
 from launch.console import launch_lines
-from launch.planning.clusters.placement import ClusterNode
-from recipes.layout import Layout
-from recipes.problems import Problem, ProblemsError
+from launch.planning.prediction import hardware
+from launch.planning.resolved_plans import resolve_on_machine
+from recipes.layout import Layout, divisors
+from recipes.problems import Problem, ProblemsError, counted
+from recipes.schema import Recipe
 
 MOST_CHARACTERS = 48  # characters of a name, which pods end with "-worker-1023" within 63
 CLOCK = re.compile(r"(?:(\d{1,3})-)?(\d{1,3}):([0-5]\d):([0-5]\d)")
+
+
+@dataclass(frozen=True)
+class ClusterNode:
+    """A node of a cluster, as its scheduler and its image need to know it.
+
+    Attributes:
+        capability: compute capability of its GPUs, 70 for sm_70; None: not known.
+        cores: cores of its host; None: not known.
+        constraint: Slurm's name for this kind of node; None: not needed.
+    """
+
+    title: str
+    gpus: int
+    capability: int | None = None
+    cores: int | None = None
+    constraint: str | None = None
+
+
+def node_of(recipe: Recipe, name: str | None = None, gpus: int | None = None) -> ClusterNode:
+    """Return the node `name` of the catalogue, else the recipe's; `gpus` replaces its number of GPUs.
+
+    Raises ProblemsError: no such node, or nobody says how many GPUs one has.
+    """
+    own = recipe.hardware
+    known: str | None = name or (own.node if own else None)
+    if known:
+        found = hardware.find(known)
+        capability, host = found.gpu.compute_capability, found.form.host
+        number = int(capability.replace(".", "")) if capability else None
+        node = ClusterNode(found.form.title, found.gpus, number, host.cores, found.form.slurm_constraint)
+        printed = own.gpus_per_node if own and not name else None
+        return replace(node, gpus=gpus or printed or node.gpus)
+    count = gpus or (own.gpus_per_node if own else None)
+    if count is None:
+        came = "the recipe does not say how many GPUs a node has"
+        fix = "give --hardware, e.g. a100-80x8, or --gpus-per-node 8"
+        raise ProblemsError([Problem("--gpus-per-node", came, "ranks are counted node by node", fix)])
+    return ClusterNode(own.name if own else "any GPU", count)
 
 
 @dataclass(frozen=True)
@@ -77,3 +119,46 @@ def parse_clock(text: str) -> int:
         rule = "[DAYS-]HOURS:MINUTES:SECONDS"
         raise ProblemsError([Problem("--time", f"--time {text[:40]}", rule, "e.g. --time 20:00:00")])
     return total
+
+
+class Placement(NamedTuple):
+    """A plan on `nodes` nodes with `gpus` GPUs of each."""
+
+    plan: Plan
+    nodes: int
+    gpus: int
+
+
+def place_on_nodes(
+    recipe: Recipe, ds_config: str, node: ClusterNode, nodes: int | None, *, whole: bool
+) -> Placement:
+    """Resolve the plan on `nodes` nodes; None: on as many as the layout needs.
+
+    A layout may take fewer GPUs than a node has, unless `whole`, where the user says how many it takes.
+
+    Raises ProblemsError: the layout does not fill them; ConfigError: it cannot be had at all.
+    """
+    if recipe.parallel.dp is None:
+        printed = recipe.hardware.gpus if recipe.hardware else None
+        nodes = nodes or max(1, (printed or 0) // node.gpus)
+        return Placement(resolve_on_machine(recipe, ds_config, nodes * node.gpus), nodes, node.gpus)
+    plan = resolve_on_machine(recipe, ds_config)
+    world = plan.layout.world
+    taken = nodes or -(-world // node.gpus)
+    gpus, over = divmod(world, taken)
+    part = whole and gpus < node.gpus and (nodes is not None or taken > 1)
+    if over or gpus > node.gpus or part:
+        raise ProblemsError([_misfit(plan.layout, node, taken)])
+    return Placement(plan, taken, gpus)
+
+
+def _misfit(layout: Layout, node: ClusterNode, nodes: int) -> Problem:
+    world = layout.world
+    nodes_there = f"{counted(nodes, 'node')} of {counted(node.gpus, 'GPU')}"
+    came = f"{layout.degrees()} = {counted(world, 'process')} on {nodes_there}"
+    rule = f"{nodes * node.gpus} are there, and every GPU that is taken holds one process"
+    fix = f"--nodes {max(1, world // node.gpus)}"
+    if world % node.gpus and world > node.gpus:
+        fits = max(divisor for divisor in divisors(world) if divisor <= node.gpus)
+        fix = f"--gpus-per-node {fits} --nodes {world // fits}"
+    return Problem("--nodes", came, rule, f"give {fix}")

@@ -33,7 +33,6 @@ class Spread:
     Attributes:
         crossing: number of groups on more than one host.
         hosts: number of hosts of the most widely spread group.
-        example: ranks of the first group that crosses, else of the first.
     """
 
     kind: Kind
@@ -41,7 +40,6 @@ class Spread:
     groups: int
     crossing: int
     hosts: int
-    example: tuple[int, ...]
 
 
 def place(rank: int, layout: Layout, gpus: int) -> Place:
@@ -68,8 +66,7 @@ def spreads(layout: Layout, gpus: int) -> list[Spread]:
     for kind, degree in degrees.items():
         groups = GROUPS[kind](layout.tp, layout.pp, layout.dp)
         hosts = [len({rank // gpus for rank in group}) for group in groups]
-        crossing = [group for group, number in zip(groups, hosts, strict=True) if number > 1]
-        example = tuple((crossing or groups)[0])
         if degree > 1:
-            found.append(Spread(kind, degree, len(groups), len(crossing), max(hosts), example))
+            crossing = sum(number > 1 for number in hosts)
+            found.append(Spread(kind, degree, len(groups), crossing, max(hosts)))
     return found

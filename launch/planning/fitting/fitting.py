@@ -80,7 +80,7 @@ def ratios(quantity: str, cases: Iterable[Case], trial: Constants) -> list[Ratio
 
 
 def predicted(quantity: str, case: Case, trial: Constants) -> float:
-    """Predict the seconds of a step, or its allocated or cached bytes: with CUDA's context if it prints so."""
+    """Predict the seconds of a step, its allocated bytes, or its cached ones as they were asked for."""
     work, node = case.step
     if quantity == "time":
         return step_time(work, node, trial).total

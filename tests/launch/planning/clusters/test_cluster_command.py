@@ -15,8 +15,8 @@ from recipes.problems import ProblemsError
 
 REFUSED = {
     "--recipe parallel_kinds/3d --gpus-per-node 3 --nodes 3": "give --gpus-per-node 2 --nodes 4",
-    "--recipe parallel_kinds/3d --gpus-per-node 4 --nodes 1": "give --nodes 2, or --set parallel.dp=1",
-    "--recipe parallel_kinds/3d --gpus-per-node 8 --nodes 2": "give --nodes 1, or --set parallel.dp=4",
+    "--recipe parallel_kinds/3d --gpus-per-node 4 --nodes 1": "give --nodes 2",
+    "--recipe parallel_kinds/3d --gpus-per-node 8 --nodes 2": "give --nodes 1",
     "--recipe a100_blog_table1/3.9b --nodes 33": "512 processes on 33 nodes of 16 GPUs",
     "--recipe openwebtext/gpt2-124m --hardware a100-80x8 --nodes 3": "24 is not|dp=24",
     "--recipe parallel_kinds/3d": "give --hardware, e.g. a100-80x8, or --gpus-per-node 8",
@@ -36,13 +36,13 @@ def test_what_does_not_fill_the_nodes_is_refused_with_the_fix(line):
         job(line)
 
 
-@pytest.mark.parametrize("line", ["--gpus-per-node 4 --nodes 1", "--gpus-per-node 8 --nodes 2"])
-def test_the_fix_is_accepted(line):
-    """The --set of the refusal, typed as it stands there."""
+@pytest.mark.parametrize("flags", ["--gpus-per-node 4 --nodes 1", "--gpus-per-node 8 --nodes 2"])
+def test_the_fix_is_accepted(flags):
+    """The --nodes of the refusal, typed as it stands there."""
     with pytest.raises(ProblemsError) as refused:
-        job(f"--recipe parallel_kinds/3d {line}")
-    (fix,) = re.findall("--set parallel.dp=.*$", str(refused.value).strip())
-    assert job(f"--recipe parallel_kinds/3d {line} {fix}").layout.world in (4, 16)
+        job(f"--recipe parallel_kinds/3d {flags}")
+    (fix,) = re.findall("give (--nodes [0-9]+)$", str(refused.value).strip())
+    assert job(f"--recipe parallel_kinds/3d {flags.partition(' --nodes')[0]} {fix}").layout.world == 8
 
 
 def test_without_out_everything_is_shown_and_nothing_written(capsys, tmp_path, monkeypatch):

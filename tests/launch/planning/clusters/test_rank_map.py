@@ -60,21 +60,21 @@ def test_groups_that_cross_nodes_are_counted():
     tensor, pipeline, data = rank_map.spreads(layout(4, 2, 2), gpus=4)
     assert (tensor.crossing, pipeline.hosts, data.crossing) == (0, 2, 8)
     tensor, *_ = rank_map.spreads(layout(3, 1, 4), gpus=4)  # [0 1 2] [3|4 5] [6 7|8] [9 10 11]
-    assert (tensor.groups, tensor.crossing, tensor.hosts, tensor.example) == (4, 2, 2, (3, 4, 5))
+    assert (tensor.groups, tensor.crossing, tensor.hosts) == (4, 2, 2)
 
 
 def test_tensor_parallelism_across_nodes_is_remarked_with_a_cure():
     assert not any("tensor" in text for text in cluster_text.remarks(job("3d")))
     crossing = "--recipe parallel_kinds/3d --set parallel.tp=4 --set parallel.pp=1 --gpus-per-node 2"
     said, *_ = cluster_text.remarks(job(crossing))
-    assert "2 of 2 groups of 4 (ranks 0-3 lie on node-0, node-1)" in said and "parallel.tp=2" in said
+    assert "2 of 2 groups of 4" in said and "parallel.tp=2" in said
 
 
 def test_the_cure_is_a_degree_that_the_model_can_have():
     """Four heads on six GPUs: not 3, which would fill a node."""
     layout = "--set parallel.tp=4 --set parallel.pp=1 --set parallel.dp=3 --set batch.global=12"
     said, *_ = cluster_text.remarks(job(f"--recipe parallel_kinds/3d --gpus-per-node 6 {layout}"))
-    assert "1 of 3 groups of 4 (ranks 4-7 lie on node-0, node-1)" in said and "parallel.tp=2" in said
+    assert "1 of 3 groups of 4" in said and "parallel.tp=2" in said
 
 
 def test_part_of_a_node_is_remarked():
@@ -85,16 +85,19 @@ def test_part_of_a_node_is_remarked():
 def test_the_map_of_a_thousand_ranks_is_short_unless_all_are_asked_for():
     large = "--recipe openwebtext/gpt2-124m --hardware a100-80x8 --nodes 128 --set batch.global=8192"
     short = shown(large, whole=False)
-    assert len(short.splitlines()) < 20 and "1016-1023" in short and "125 more hosts" in short
+    line = short.splitlines()[1].split()
+    assert line == ["0", "0-1023", "0-1023", "0", "node-0", "to", "node-127"]
     whole = shown(large, whole=True).splitlines()
     assert len(whole) == 1 + 1024 and whole[-1].split() == ["1023", "node-127", "7", "0", "1023", "0"]
 
 
 def test_stages_are_elided_where_there_are_many():
-    assert shown("3d", whole=False).count("\n") == 16
+    assert shown("3d", whole=False).count("\n") == 17
     many = "--recipe jeanzay_megatron_deepspeed_3d/48b-pp16-ga256-mb4 --gpus-per-node 2"
     lines = shown(many, whole=False).splitlines()
-    assert len(lines) == 17 and lines[-1].split() == ["15", "60-63", "0", "0-3", "node-30", "to", "node-31"]
+    assert len(lines) == 18 and lines[-2].split() == ["15", "60-63", "0", "0-3", "node-30", "to", "node-31"]
+    deep = shown("--recipe jeanzay_megatron_performance/48b-pp32-ga256-mb4", whole=False).splitlines()
+    assert len(deep) == 18 and deep[14].split()[4:] == ["17", "more", "stages"]
 
 
 def test_every_rank_is_listed_with_its_host_and_its_place():
