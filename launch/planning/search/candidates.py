@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from itertools import product
 from typing import Any, Literal, NamedTuple
 
 from ds_configs import known_keys
 from ds_configs.jsonfile import ConfigError
 from ds_configs.plan import Machine, Plan
-from ds_configs.resolver import put, resolve
+from ds_configs.resolver import put
 from ds_configs.sections import transformers_modules
 from ds_configs.sections.sizes import sizes, sums
 from launch.planning.prediction import workload
@@ -116,17 +115,14 @@ class Templates:
         self.plans: dict[tuple[Way, tuple[bool, bool], Any], Plan] = {}
         pinned = [question.recipe.activation_checkpointing]
         self.recomputations = pinned if question.recomputation else ["none", "full"]
-        with tempfile.TemporaryDirectory() as folder:
-            for way in ways_of(question.software):
-                path = ways.write(ways.config(way, question.base), Path(folder) / "ds_config.json")
-                for kind in sorted(kinds):
-                    try:
-                        for again in self.recomputations:
-                            self.plans[way, kind, again] = self._plan(kind, again, path)
-                    except ConfigError as error:
-                        exclusions.refused[way, kind] = error.problems
+        for way, kind in product(ways_of(question.software), sorted(kinds)):
+            try:
+                for again in self.recomputations:
+                    self.plans[way, kind, again] = self._plan(way, kind, again)
+            except ConfigError as error:
+                exclusions.refused[way, kind] = error.problems
 
-    def _plan(self, kind: tuple[bool, bool], again: Any, path: Path) -> Plan:
+    def _plan(self, way: Way, kind: tuple[bool, bool], again: Any) -> Plan:
         """Resolve a stand-in for a kind of parallelism: refusals do not depend on the degrees."""
         recipe = self.question.recipe
         kind = kind if self.question.software is OURS else (False, False)
@@ -134,7 +130,8 @@ class Templates:
         parallel = recipe.parallel.model_copy(update={"tp": tp, "pp": 2 if kind[1] else 1, "dp": None})
         batch = recipe.batch.model_copy(update={"micro": 1, "accumulation": 1, "global_": 1, "rampup": None})
         changed = {"parallel": parallel, "batch": batch, "activation_checkpointing": again}
-        return resolve(recipe.model_copy(update=changed), path, None, self.question.node.machine)
+        document = ways.config(way, self.question.base)
+        return ways.resolved(document, recipe.model_copy(update=changed), None, self.question.node.machine)
 
     def step(self, way: Way, at: Degrees, again: Any, accumulation: int) -> Workload | None:
         """Return the workload of one-sample micro-batches under these degrees; None: refused."""

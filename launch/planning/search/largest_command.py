@@ -1,20 +1,32 @@
-"""The subcommand `launch/plan.py largest`: the largest model for a node, by configuration."""
+"""The subcommand `launch/plan.py largest`: the largest model for given GPUs, by configuration."""
 
 from __future__ import annotations
 
 import argparse
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
 
+from ds_configs.plan import Plan
+from ds_configs.resolver import resolve
 from launch.console import arguments, terminal
 from launch.console.numbers import NOTHING
 from launch.planning.page import Page
-from launch.planning.prediction import hardware
+from launch.planning.prediction import hardware, rank_memory, workload
+from launch.planning.prediction.constants import fitted_constants
+from launch.planning.prediction.forecast import Verdict, largest_number, verdict_of
 from launch.planning.prediction.forecast_text import error
-from launch.planning.search import candidates, largest, shapes
-from launch.planning.search.largest import Configuration, LargestModel, Setting
-from launch.planning.search.ways import WAYS
+from launch.planning.prediction.hardware import Node
+from launch.planning.prediction.rank_memory import RankMemory
+from launch.planning.prediction.workload import Workload
+from launch.planning.search import candidates, shapes
+from launch.planning.search.ways import WAYS, Way
+from modeling import cost
 from recipes import catalog
 from recipes.families import FAMILIES
 from recipes.problems import counted
+from recipes.schema import Recipe
+from recipes.tables import FOLDER, read_table
 
 ABOUT = """\
 Find the largest GPT-2 or BERT that all GPUs of given nodes train together,
@@ -41,9 +53,20 @@ PRINTED_NOTE = (
     "some are in 2^30; more may have fitted"
 )
 HEADINGS = ["model states", "nothing recomputed", "all recomputed", "which fills"]
+NOTE = "B: billion parameters; layers x hidden size. With what torch reserves, these fill the memory"
+STEP = 128  # of the hidden size, times tensor ranks: whole heads on each
+WIDE = 2048  # hidden size from which heads are of 128, as in GPT-3; below 64
+MOST_HIDDEN = 2**17
+MOST_LAYERS = 10_000
+# Micro-batches of a pipeline's step, as in Jean Zay's tables of maximal sizes.
+CHUNKS = 4
 # Categories whose names are others in a cell.
 FILLS = {"working": "one layer", "fragmentation": "allocator", "context": "CUDA context"}
-NOTE = "B: billion parameters; layers x hidden size. With what torch reserves, these fill the memory"
+MAXIMAL_SIZES = ("jeanzay_megatron_max_size_16gb", "jeanzay_megatron_max_size_32gb")
+# "Optimizing Large-Scale GPT Models Pretraining" (SberDevices): "practical upper bound of GPT model size per
+# GPU", and its bytes per parameter: fp32, mixed precision as it counts that, and with gradients.
+PRINTED_LIMITS = {"v100-32": 2.0e9, "v100-32-pcie": 2.0e9, "2080ti": 0.7e9}
+BYTES_PER_PARAMETER = (12, 14, 16)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -69,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     if len(settings) > 1:
         print(pipelines(settings, terminal.columns()))
     else:
-        print(page(settings[0], largest.largest(settings[0]), terminal.columns()))
+        print(page(settings[0], largest(settings[0]), terminal.columns()))
     return 0
 
 
@@ -95,12 +118,12 @@ def page(setting: Setting, found: list[LargestModel], width: int | None = None) 
         ("model", f"{what} of {recipe.sequence_length:,} tokens, dropout {recipe.dropout.hidden:g}"),
     )
     pairs = zip(found[::2], found[1::2], strict=True)  # without and with recomputation
-    rows = [[_name(again), _size(kept), _size(again), _limit(setting, again)] for kept, again in pairs]
+    rows = [[again.configuration, kept.size, again.size, again.limit] for kept, again in pairs]
     shown.table(rows, HEADINGS, "llll")
-    rooms = largest.parameters_by_rule(node).items()
-    rules = ", ".join(f"{parameters / 1e9:.2f} billion at {size} bytes" for size, parameters in rooms)
+    rooms = ((size, node.gpu.memory_bytes / size / 1e9) for size in BYTES_PER_PARAMETER)
+    rules = ", ".join(f"{billions:.2f} billion at {size} bytes" for size, billions in rooms)
     said = f"the documents' rule, memory over bytes per parameter, for one GPU: {rules}"
-    if printed := largest.PRINTED_LIMITS.get(node.form.gpu):
+    if printed := PRINTED_LIMITS.get(node.form.gpu):
         said += f"; they print {printed / 1e9:g} billion for this GPU as the practical upper bound"
     kept = "That leaves nothing for activations; ZeRO-0 here takes 18 bytes, as its gradients are in fp32"
     shown.text(f"{said}. {kept}", f"{NOTE}, predicted {error('memory')}")
@@ -112,15 +135,15 @@ def pipelines(settings: list[Setting], width: int | None = None) -> Page:
     node, recipe, rows = settings[0].node, settings[0].recipe, []
     for setting in settings:
         configuration = Configuration(WAYS[1], node.gpus, True, setting.nodes)
-        found = largest.largest_of(setting, configuration)
+        found = largest_of(setting, configuration)
         printed = (
             f"{row.published.size_label if row.published else ''}, {row.model.layers}x{row.model.hidden}"
-            for row in largest.printed_maxima(setting)
+            for row in printed_maxima(setting)
         )
-        cells = f"{setting.ranks:,}", f"{node.gpus} x {setting.nodes}", _size(found), _limit(setting, found)
+        cells = f"{setting.ranks:,}", f"{node.gpus} x {setting.nodes}", found.size, found.limit
         rows.append([*cells, "; ".join(printed) or NOTHING])
     what = f"{recipe.model.family} in {recipe.precision}, {recipe.sequence_length:,} tokens"
-    batch = f"{largest.CHUNKS} micro-batches of {counted(settings[0].micro, 'sample')}"
+    batch = f"{CHUNKS} micro-batches of {counted(settings[0].micro, 'sample')}"
     shown = Page(width)
     shown.facts(
         ("hardware", f"nodes of {counted(node.gpus, 'GPU')}: {node.form.title} ({node.name})"),
@@ -131,20 +154,144 @@ def pipelines(settings: list[Setting], width: int | None = None) -> Page:
     return shown
 
 
-def _name(model: LargestModel) -> str:
-    way, tp, _, pp = model.configuration
-    return way.name + f", tensor {tp}" * (tp > 1) + f", pipeline {pp}" * (pp > 1)
+@dataclass(frozen=True)
+class Setting:
+    """The common part of all configurations: recipe, nodes, micro-batch.
+
+    Attributes:
+        recipe: gives family, sequence length and precision; its shape is replaced.
+    """
+
+    recipe: Recipe
+    node: Node
+    nodes: int
+    micro: int
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.node.gpus
 
 
-def _size(model: LargestModel) -> str:
-    if model.verdict != "fits":
-        return "none fits"
-    return f"{model.parameters / 1e9:.2f} B, {model.layers}x{model.hidden}"
+class Configuration(NamedTuple):
+    """A way of keeping model states over `tp` tensor ranks and `pp` stages; `recomputed`: every layer."""
+
+    way: Way
+    tp: int
+    recomputed: bool
+    pp: int = 1
+
+    def __str__(self) -> str:
+        return self.way.name + f", tensor {self.tp}" * (self.tp > 1) + f", pipeline {self.pp}" * (self.pp > 1)
 
 
-def _limit(setting: Setting, model: LargestModel) -> str:
-    """Name the limit: host memory, or the largest category on the GPU."""
-    if model.on_host:
-        return f"host memory {model.host / setting.node.form.host.memory_gb / 1e9:.0%}"
-    name, size = max(model.memory.on_gpu.items(), key=lambda part: part[1])
-    return f"GPU: {FILLS.get(name, name)} {size / model.memory.total:.0%}"
+@dataclass(frozen=True)
+class LargestModel:
+    """The largest model of a configuration; the smallest one if none fits.
+
+    Attributes:
+        memory: of a rank; `host`: bytes in a node's host memory.
+    """
+
+    setting: Setting
+    configuration: Configuration
+    work: Workload
+    memory: RankMemory
+    host: float
+    verdict: Verdict
+
+    @property
+    def parameters(self) -> int:
+        return cost.parameters(self.work.model, self.work.positions)
+
+    @property
+    def host_share(self) -> float:
+        """Share of the host's memory that is taken."""
+        return self.host / (self.setting.node.form.host.memory_gb * 1e9)
+
+    @property
+    def on_host(self) -> bool:
+        """Check whether host memory is the tighter limit."""
+        return self.host_share > self.memory.total / self.setting.node.gpu.memory_bytes
+
+    @property
+    def size(self) -> str:
+        if self.verdict != "fits":
+            return "none fits"
+        return f"{self.parameters / 1e9:.2f} B, {self.work.model.layers}x{self.work.model.hidden}"
+
+    @property
+    def limit(self) -> str:
+        """Name the limit: host memory, or the largest category on the GPU."""
+        if self.on_host:
+            return f"host memory {self.host_share:.0%}"
+        name, size = max(self.memory.on_gpu.items(), key=lambda part: part[1])
+        return f"GPU: {FILLS.get(name, name)} {size / self.memory.total:.0%}"
+
+
+def largest(setting: Setting) -> list[LargestModel]:
+    """Find the largest model of each way, of ZeRO-1 over a node and of a stage on each node.
+
+    Each without and with recomputation.
+    """
+    degrees = [(way, 1, 1) for way in WAYS if way.offload is None]
+    if setting.node.gpus > 1:
+        degrees.append((WAYS[1], setting.node.gpus, 1))
+    if setting.nodes > 1:
+        degrees.append((WAYS[1], setting.node.gpus, setting.nodes))
+    return [
+        largest_of(setting, Configuration(way, tp, recomputed, pp))
+        for way, tp, pp in degrees
+        for recomputed in (False, True)
+    ]
+
+
+def largest_of(setting: Setting, configuration: Configuration) -> LargestModel:
+    """Find the largest hidden size with a usual number of layers, then the most layers, equal stages."""
+    step, pp = STEP * configuration.tp, configuration.pp
+
+    def fits(layers: int, hidden: int) -> bool:
+        return _model(setting, configuration, layers, hidden).verdict == "fits"
+
+    def usual(hidden: int) -> int:
+        return math.ceil(shapes.usual_layers(hidden) / pp) * pp
+
+    units = largest_number(lambda unit: fits(usual(unit * step), unit * step), MOST_HIDDEN // step)
+    hidden = max(1, units) * step
+    layers = pp * max(1, largest_number(lambda each: fits(each * pp, hidden), MOST_LAYERS // pp))
+    return _model(setting, configuration, layers, hidden)
+
+
+def plan_of(setting: Setting, configuration: Configuration, layers: int, hidden: int) -> Plan:
+    """Resolve a model of that shape. Raises ConfigError."""
+    recipe, (way, tp, recomputed, pp) = setting.recipe, configuration
+    heads = hidden // (128 if hidden >= WIDE and hidden % (128 * tp) == 0 else 64)
+    dp, micro, accumulation = setting.ranks // (tp * pp), setting.micro, CHUNKS if pp > 1 else 1
+    shape = {"layers": layers, "hidden": hidden, "heads": heads}
+    total = micro * accumulation * dp
+    batch = {"micro": micro, "accumulation": accumulation, "global_": total, "rampup": None}
+    changed = {
+        "model": recipe.model.model_copy(update=shape),
+        "parallel": recipe.parallel.model_copy(update={"tp": tp, "pp": pp, "dp": dp}),
+        "batch": recipe.batch.model_copy(update=batch),
+        "activation_checkpointing": "full" if recomputed else "none",
+    }
+    return resolve(recipe.model_copy(update=changed), way.file, setting.ranks, setting.node.machine)
+
+
+def _model(setting: Setting, configuration: Configuration, layers: int, hidden: int) -> LargestModel:
+    node = setting.node
+    work = workload.of_plan(plan_of(setting, configuration, layers, hidden))
+    rank = rank_memory.fullest_rank(work, node.gpu, fitted_constants(node.measured))
+    host = min(setting.ranks, node.gpus) * rank.host
+    return LargestModel(setting, configuration, work, rank, host, verdict_of([rank], host, node))
+
+
+def printed_maxima(setting: Setting) -> list[Recipe]:
+    """Return the documents' largest models on as many such nodes, of one replica over all of them."""
+    rows = [f"{table}/{row}" for table in MAXIMAL_SIZES for row in read_table(FOLDER / f"{table}.yaml").rows]
+    found = []
+    for recipe in map(catalog.load, rows):
+        own, replica = recipe.hardware, math.prod(recipe.parallel.model_parallel)
+        if own and own.node == setting.node.name and own.gpus == replica == setting.ranks:
+            found.append(recipe)
+    return found

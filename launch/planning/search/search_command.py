@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
 
 from data.durable_files import write_atomically
 from ds_configs import jsonfile
-from launch.console import arguments, new_output, output, terminal
-from launch.planning.prediction import hardware
+from launch.console import arguments, launch_lines, new_output, output, terminal
+from launch.planning.page import Page
+from launch.planning.prediction import hardware, workload
+from launch.planning.prediction.forecast import forecast
+from launch.planning.prediction.forecast_text import remark_text
 from launch.planning.prediction.software import OURS, SYSTEMS
+from launch.planning.prediction.workload import Workload
 from launch.planning.search import candidates, layout_search, search_text, shapes, ways
 from launch.planning.search.candidates import Question
-from launch.planning.search.winner import JSON_NAME, RECOMPUTATION, RecipeFlags, Winner
+from launch.planning.search.layout_search import Candidate
+from launch.planning.search.ways import JSON_NAME
 from recipes import catalog
 from recipes.files import path_of
 from recipes.problems import Problem, ProblemsError
+from recipes.schema import Recipe
 
 ABOUT = """\
 Go through tensor x pipeline x data parallelism, ZeRO stage, offload,
@@ -52,6 +62,10 @@ OPEN = tuple(
     for key in ("parallel.tp", "parallel.pp", "parallel.dp", "batch.micro", "batch.accumulation")
 )
 
+RECOMPUTATION = "activation_checkpointing"
+DERIVED_KEYS = {"parallel.dp", "batch.accumulation"}  # from the rest, where the recipe leaves them open
+SETTLED = ("larger batch", "recomputation")  # remarks about what the search has chosen among
+
 RULES = (
     ("--global-batch", "--set batch.global", "both decide it"),
     ("--out", "--software", "only what this engine runs is written"),
@@ -86,28 +100,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Print the layouts, write the first, return exit code 0; 1: nothing fits. Raises ProblemsError."""
-    args.out = args.out and path_of(args.out, "--out")
-    _check_out(args)
+    out = path_of(args.out, "--out") if args.out else None
+    if out and output.directory("--out", out).exists():  # refused before the search
+        new_output.new_file("--out", out / JSON_NAME)
     flags, question = question_of(args)
     answer = layout_search.search(question)
     name = catalog.full_name(flags.name) + "-tiny" * flags.tiny
     name += f" --model {args.model}" if args.model else ""
     page = search_text.page(answer, name, args.top, terminal.columns())
     if answer.winner and question.software is OURS:
-        winner = Winner(flags, question, answer.winner)
-        plan = winner.plan()
-        if args.out:
-            args.out.mkdir(parents=True, exist_ok=True)
-            write_atomically(args.out / JSON_NAME, ways.json_text(winner.document))
-        search_text.add_launch(page, winner, plan, args.out)
+        launched(page, flags, question, answer.winner, out)
     print(page)
     return 0 if answer.winner else 1
-
-
-def _check_out(args: argparse.Namespace) -> None:
-    """Refuse --out without a place for the JSON, before the search."""
-    if args.out and output.directory("--out", args.out).exists():
-        new_output.new_file("--out", args.out / JSON_NAME)
 
 
 def question_of(args: argparse.Namespace) -> tuple[RecipeFlags, Question]:
@@ -128,3 +132,68 @@ def question_of(args: argparse.Namespace) -> tuple[RecipeFlags, Question]:
     base = jsonfile.read(jsonfile.find(args.ds_config)) if args.ds_config else None
     software = SYSTEMS[args.software] if args.software else OURS
     return flags, Question(recipe, node, args.nodes, RECOMPUTATION in flags.keys, base, software)
+
+
+@dataclass(frozen=True)
+class RecipeFlags:
+    """The recipe as stated by the flags.
+
+    Attributes:
+        overrides: `--model`, `--set` and `--global-batch`.
+    """
+
+    name: str
+    overrides: list[str]
+    tiny: bool
+    steps: int | None
+
+    def load(self, overrides: Sequence[str]) -> Recipe:
+        """Load the recipe with these overrides instead of its own."""
+        return catalog.load(self.name, overrides, tiny=self.tiny, steps=self.steps)
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """The last override of each key."""
+        return {text.partition("=")[0].strip(): text for text in self.overrides}
+
+
+def launched(page: Page, flags: RecipeFlags, question: Question, layout: Candidate, out: Path | None) -> None:
+    """Add the launch of a layout to the page, and write its JSON into `out`. Raises ConfigError."""
+    settings, file = settings_of(flags, layout.work), layout.way.file
+    document = ways.config(layout.way, question.base, layout.work.layout)
+    plan = ways.resolved(document, flags.load(settings), question.ranks, question.node.machine)
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomically(out / JSON_NAME, ways.json_text(document))
+        file = str(out / JSON_NAME)
+    words = launch_lines.arguments(flags.name, file, settings, tiny=flags.tiny, steps=flags.steps)
+    launcher = launch_lines.deepspeed(question.nodes, question.node.gpus)
+    line = f"{launcher} {launch_lines.SCRIPT} {launch_lines.quoted(words)}"
+    below = [f"wrote {file}"] if out else []
+    if not out and (question.base or layout.way.offload):  # no file holds its JSON
+        line = " ".join(f"--set {text}" for text in settings)
+        below = [f"--out DIR writes its {JSON_NAME}, and shows the line"]
+    page.commands(line, above=[f"to launch layout 1: {search_text.layout_words(layout)}"], below=below)
+    remarks = forecast(workload.of_plan(plan), question.node).remarks
+    notes = [remark_text(each) for each in remarks if each.kind not in SETTLED]
+    page.notes([*notes, *plan.notices])
+
+
+def settings_of(flags: RecipeFlags, work: Workload) -> list[str]:
+    """Return the overrides of the recipe for a predicted step."""
+    recomputation: object = {0: "none", 1: "full"}.get(work.recomputed, work.recomputed)
+    decided = {
+        "parallel.tp": work.layout.tp,
+        "parallel.pp": work.layout.pp,
+        "parallel.dp": work.layout.dp,
+        "batch.micro": work.layout.micro,
+        "batch.accumulation": work.layout.accumulation,
+        "parallel.sequence": work.sequence_parallel,
+        RECOMPUTATION: "selective" if work.selective else recomputation,
+    }
+    own, sets = flags.load([]), {key: text for key, text in flags.keys.items() if key not in decided}
+    for key, value in decided.items():
+        stated = attrgetter(key)(own)
+        if stated != value and not (stated is None and key in DERIVED_KEYS):
+            sets[key] = f"{key}={str(value).lower()}"
+    return list(sets.values())

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from string import ascii_uppercase
 from typing import get_args
 
-from ds_configs.plan import Plan
 from launch.planning.page import Page
-from launch.planning.prediction import workload
-from launch.planning.prediction.forecast import forecast
-from launch.planning.prediction.forecast_text import error, remark_text
+from launch.planning.prediction.forecast_text import error
 from launch.planning.search import layout_search
 from launch.planning.search.candidates import Dimension
 from launch.planning.search.layout_search import WORTH, Alternative, Answer, Candidate, recomputation
-from launch.planning.search.winner import JSON_NAME, Winner
 from modeling import cost
 from recipes.problems import counted
 
@@ -37,7 +32,6 @@ SPLIT = {
 }
 LEAST_SHARE = 5e-4  # of the time: a cause that no layout spends so much on is left out
 ORDER = {name: place for place, name in enumerate(get_args(Dimension))}
-SETTLED = ("larger batch", "recomputation")  # remarks about what the search has chosen among
 
 
 def page(answer: Answer, name: str, most: int, width: int | None = None) -> Page:
@@ -151,17 +145,3 @@ def layout_words(candidate: Candidate) -> str:
     """Describe a layout in a few words."""
     layout = candidate.work.layout
     return f"{layout.tp}x{layout.pp}x{layout.dp}, micro-batch {layout.micro}, {_states(candidate)}"
-
-
-def add_launch(shown: Page, winner: Winner, plan: Plan, out: Path | None) -> None:
-    """Add the command line of the first layout, and notes."""
-    above = [f"to launch layout 1: {layout_words(winner.layout)}"]
-    below = [f"wrote {out / JSON_NAME}"] if out else []
-    if line := winner.launch_line(out):
-        shown.commands(line, above=above, below=below)
-    else:
-        sets = " ".join(f"--set {text}" for text in winner.settings)
-        shown.commands(sets, above=above, below=[f"--out DIR writes its {JSON_NAME}, and shows the line"])
-    remarks = forecast(workload.of_plan(plan), winner.question.node).remarks
-    notes = [remark_text(each) for each in remarks if each.kind not in SETTLED]
-    shown.notes([*notes, *plan.notices])

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ds_configs import jsonfile
+from ds_configs.plan import Machine, Plan
+from ds_configs.resolver import resolve
 from recipes.layout import Layout
+from recipes.schema import Recipe
 
+JSON_NAME = "ds_config.json"
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 DECIDED_KEYS = ("stage", "offload_optimizer", "offload_param")  # of zero_optimization: what a way decides
 
@@ -57,18 +61,20 @@ def config(way: Way, base: dict[str, Any] | None = None, layout: Layout | None =
         section = jsonfile.read(jsonfile.find(way.offload))["zero_optimization"]
         zero["offload_optimizer"] = section["offload_optimizer"]
     document["zero_optimization"] = zero
-    degrees: tuple[Any, Any] = ("auto", "auto") if layout is None else (layout.tp, layout.pp)
-    document["parallel"] = dict(zip(("tensor", "pipeline"), degrees, strict=True))
-    numbers: Sequence[Any] = ["auto"] * len(BATCH)
+    numbers = dict[str, Any].fromkeys(BATCH, "auto")
+    document["parallel"] = {"tensor": "auto", "pipeline": "auto"}
     if layout:
-        numbers = layout.global_batch, layout.micro, layout.accumulation
-    return {**document, **dict(zip(BATCH, numbers, strict=True))}
+        numbers = dict(zip(BATCH, (layout.global_batch, layout.micro, layout.accumulation), strict=True))
+        document["parallel"] = {"tensor": layout.tp, "pipeline": layout.pp}
+    return {**document, **numbers}
 
 
-def write(document: dict[str, Any], path: Path) -> Path:
-    """Write a DeepSpeed JSON and return its path."""
-    path.write_text(json_text(document))
-    return path
+def resolved(document: dict[str, Any], recipe: Recipe, world: int | None, machine: Machine) -> Plan:
+    """Resolve a recipe under a DeepSpeed JSON that has no file yet. Raises ConfigError."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / JSON_NAME
+        path.write_text(json_text(document))
+        return resolve(recipe, path, world, machine)
 
 
 def json_text(document: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from launch.planning.prediction import workload
 from launch.planning.prediction.forecast import forecast
-from launch.planning.search import largest, largest_command, shapes
+from launch.planning.search import largest_command, shapes
 from launch.planning.search.ways import WAYS
 
 
@@ -20,8 +20,10 @@ def parsed(line: str) -> argparse.Namespace:
     return parser.parse_args(["largest", *line.split()])
 
 
-def verdict(setting: largest.Setting, model: largest.LargestModel, layers: int, hidden: int) -> str:
-    plan = largest.plan_of(setting, model.configuration, layers, hidden)
+def verdict(
+    setting: largest_command.Setting, model: largest_command.LargestModel, layers: int, hidden: int
+) -> str:
+    plan = largest_command.plan_of(setting, model.configuration, layers, hidden)
     return forecast(workload.of_plan(plan), setting.node).verdict
 
 
@@ -31,10 +33,11 @@ def verdict(setting: largest.Setting, model: largest.LargestModel, layers: int, 
 def test_it_fits_and_the_next_larger_one_does_not(line):
     args = parsed(line)
     setting = largest_command.setting_of(args, *args.nodes)
-    for model in largest.largest(setting):
-        assert verdict(setting, model, model.layers, model.hidden) == model.verdict == "fits"
-        assert verdict(setting, model, model.layers + model.configuration.pp, model.hidden) != "fits"
-        wider = model.hidden + largest.STEP * model.configuration.tp
+    for model in largest_command.largest(setting):
+        layers, hidden = model.work.model.layers, model.work.model.hidden
+        assert verdict(setting, model, layers, hidden) == model.verdict == "fits"
+        assert verdict(setting, model, layers + model.configuration.pp, hidden) != "fits"
+        wider = hidden + largest_command.STEP * model.configuration.tp
         assert verdict(setting, model, fewest(wider, model.configuration.pp), wider) != "fits"
 
 
@@ -60,7 +63,7 @@ def test_sharding_offload_and_recomputation_make_room():
     """On the GPUs of one node, all of them in turn; recomputation never takes room away."""
     setting = largest_command.setting_of(parsed("--hardware v100-32x8"))
     found = {}
-    for model in largest.largest(setting):
+    for model in largest_command.largest(setting):
         way, tp, recomputed, _ = model.configuration
         found[way.name, tp, recomputed] = model.parameters
     order = ["ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3 offload"]
@@ -75,8 +78,8 @@ def test_sharding_offload_and_recomputation_make_room():
 def test_the_documents_bound_stands_next_to_ours(hardware, printed, capsys):
     """Theirs is memory over 16 bytes; ours under ZeRO-0 is smaller by gradients in fp32 and activations."""
     setting = largest_command.setting_of(parsed(f"--hardware {hardware}"))
-    assert largest.parameters_by_rule(setting.node)[16] == pytest.approx(printed, rel=0.07)
-    plain = largest.largest(setting)[1]
+    assert setting.node.gpu.memory_bytes / 16 == pytest.approx(printed, rel=0.07)
+    plain = largest_command.largest(setting)[1]
     assert plain.configuration == (WAYS[0], 1, True, 1) and 0.6 * printed < plain.parameters < printed
     assert largest_command.run(parsed(f"--hardware {hardware}")) == 0
     assert f"they print {printed / 1e9:g} billion" in capsys.readouterr().out
@@ -84,7 +87,7 @@ def test_the_documents_bound_stands_next_to_ours(hardware, printed, capsys):
 
 def test_what_is_offloaded_can_run_out_of_host_memory():
     setting = largest_command.setting_of(parsed("--hardware 2080ti"))
-    away = next(model for model in largest.largest(setting) if model.configuration.way == WAYS[-1])
+    away = next(model for model in largest_command.largest(setting) if model.configuration.way == WAYS[-1])
     assert away.on_host and away.host <= setting.node.form.host.memory_gb * 1e9
     assert away.memory.total < setting.node.gpu.memory_bytes / 1.3
 
