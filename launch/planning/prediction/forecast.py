@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from launch.planning.prediction import rank_memory
@@ -88,34 +89,97 @@ class Bill:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The prediction for a workload on nodes.
+    """The prediction for a workload on as many nodes as its layout needs, computed where it is asked for.
 
     Attributes:
-        host, nvme: bytes in a node's host memory and on its NVMe.
-        time: None if the GPU lacks the precision.
+        unit: micro x dp has to divide it.
     """
 
     work: Workload
     node: Node
-    nodes: int
-    stages: list[RankMemory]
-    host: float
-    nvme: float
-    verdict: Verdict
-    largest: LargestMicroBatch
-    time: StepTime | None
-    speed: Speed | None
-    remarks: list[Remark]
+    constants: Constants
+    unit: int
+
+    @property
+    def nodes(self) -> int:
+        return math.ceil(self.work.layout.world / self.node.gpus)
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks on a full node."""
+        return min(self.work.layout.world, self.node.gpus)
+
+    @cached_property
+    def stages(self) -> list[RankMemory]:
+        """Memory of a rank of each pipeline stage."""
+        return rank_memory.of_stages(self.work, self.node.gpu, self.constants)
+
+    @cached_property
+    def _ends(self) -> list[RankMemory]:
+        return rank_memory.of_ends(self.work, self.node.gpu, self.constants)
 
     @property
     def fullest_rank(self) -> RankMemory:
         """Memory of a rank of the fullest stage."""
-        return max(self.stages, key=lambda rank: rank.total)
+        return max(self._ends, key=lambda rank: rank.total)
+
+    @property
+    def host(self) -> float:
+        """Bytes in a node's host memory."""
+        return self.ranks_here * max(rank.host for rank in self._ends)
+
+    @property
+    def nvme(self) -> float:
+        """Bytes on a node's NVMe."""
+        return self.ranks_here * max(rank.nvme for rank in self._ends)
 
     @property
     def margin(self) -> float:
         """Bytes left on the fullest GPU beside all that torch would reserve; negative: missing."""
         return self.node.gpu.memory_bytes - self.fullest_rank.total
+
+    @property
+    def missing(self) -> tuple[float, float]:
+        """Bytes missing on the fullest GPU, and in a node's host memory, at least; negative: left."""
+        room = self.node.form.host.memory_gb * 1e9
+        return self.fullest_rank.least - self.node.gpu.memory_bytes, self.host - room
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """fits: with all that torch would reserve; snug: once it has given back what no tensor uses."""
+        if max(self.missing) > 0:
+            return "out of memory"
+        return "snug" if self.margin < 0 else "fits"
+
+    @cached_property
+    def time(self) -> StepTime | None:
+        """Time of a step; None if the GPU lacks the precision."""
+        if self.work.precision not in self.node.gpu.tflops:
+            return None
+        return step_time(self.work, self.node, self.constants)
+
+    @property
+    def speed(self) -> Speed | None:
+        """Rates of a step; None without a time."""
+        return speed(self.work, self.node, self.time.total) if self.time else None
+
+    @cached_property
+    def largest(self) -> LargestMicroBatch:
+        """The largest micro-batch for each kind of recomputation; host memory counts too."""
+
+        def largest(step: Workload) -> int:
+            def fits(micro: int) -> bool:
+                return replace(self, work=step.with_micro(micro)).verdict == "fits"
+
+            return largest_number(fits, MOST_MICRO)
+
+        recomputed, kept = (replace(self.work, recomputed=layers, selective=False) for layers in (1, 0))
+        return LargestMicroBatch(largest(self.work), largest(recomputed), largest(kept))
+
+    @cached_property
+    def remarks(self) -> list[Remark]:
+        """Warnings and advice."""
+        return list(_remarks(self))
 
     def bill(self, steps: int, sizes: BatchSchedule, usd_per_gpu_hour: float | None = None) -> Bill | None:
         """Return time, energy and price of `steps` optimizer steps; None without a predicted time.
@@ -124,14 +188,14 @@ class Forecast:
         """
         if self.time is None:
             return None
-        layout, constants = self.work.layout, fitted_constants(self.node.measured)
+        layout = self.work.layout
         gpus, seconds, tokens = layout.world, 0.0, 0
         ends = [before for before, _, _ in sizes.stretches[1:]]
         for (before, _, size), end in zip(sizes.stretches, (*ends, steps), strict=True):
             count = max(0, min(end, steps) - before)
             shares = replace(layout, accumulation=size // (layout.micro * layout.dp), global_batch=size)
             work = replace(self.work, layout=shares)
-            seconds += count * step_time(work, self.node, constants).total if count else 0.0
+            seconds += count * step_time(work, self.node, self.constants).total if count else 0.0
             tokens += count * work.tokens_per_step
         other, watts = self.node.form.other_watts, self.node.gpu.watts * gpus
         energy = None if other is None else (watts + other * self.nodes) * seconds / 3.6e6
@@ -145,38 +209,9 @@ class Forecast:
 def forecast(
     work: Workload, node: Node, constants: Constants | None = None, unit: int | None = None
 ) -> Forecast:
-    """Predict a step on as many nodes as its layout needs; `unit`: micro x dp has to divide it."""
-    constants = constants or fitted_constants(node.measured)
-    layout, gpu = work.layout, node.gpu
-    stages = rank_memory.of_stages(work, gpu, constants)
-    here = min(layout.world, node.gpus)
-    host, nvme = (here * max(getattr(rank, place) for rank in stages) for place in ("host", "nvme"))
-    time = step_time(work, node, constants) if work.precision in gpu.tflops else None
-    found = Forecast(
-        work=work,
-        node=node,
-        nodes=math.ceil(layout.world / node.gpus),
-        stages=stages,
-        host=host,
-        nvme=nvme,
-        verdict=verdict_of(stages, host, node),
-        largest=largest_micro(work, node, constants),
-        time=time,
-        speed=speed(work, node, time.total) if time else None,
-        remarks=[],
-    )
-    return replace(found, remarks=_remarks(found, constants, unit or layout.global_batch))
-
-
-def verdict_of(stages: list[RankMemory], host: float, node: Node) -> Verdict:
-    """Judge whether ranks, with `host` bytes of a node's host memory, fit the node.
-
-    fits: with all that torch would reserve; snug: once its allocator has given back what no tensor uses.
-    """
-    there = node.gpu.memory_bytes
-    if max(rank.least for rank in stages) > there or host > node.form.host.memory_gb * 1e9:
-        return "out of memory"
-    return "snug" if max(rank.total for rank in stages) > there else "fits"
+    """Predict a step; by default with the fitted constants, and this global batch as the unit."""
+    known = constants or fitted_constants(node.measured)
+    return Forecast(work, node, known, unit or work.layout.global_batch)
 
 
 def speed(work: Workload, node: Node, seconds: float) -> Speed:
@@ -191,21 +226,6 @@ def speed(work: Workload, node: Node, seconds: float) -> Speed:
     )
 
 
-def largest_micro(work: Workload, node: Node, constants: Constants) -> LargestMicroBatch:
-    """Return the largest micro-batch for each kind of recomputation; host memory counts too."""
-    here = min(work.layout.world, node.gpus)
-
-    def largest(step: Workload) -> int:
-        def fits(micro: int) -> bool:
-            rank = rank_memory.fullest_rank(step.with_micro(micro), node.gpu, constants)
-            return verdict_of([rank], rank.host * here, node) == "fits"
-
-        return largest_number(fits, MOST_MICRO)
-
-    recomputed, kept = (replace(work, recomputed=layers, selective=False) for layers in (1, 0))
-    return LargestMicroBatch(largest(work), largest(recomputed), largest(kept))
-
-
 def largest_number(fits: Callable[[int], bool], most: int) -> int:
     """Return the largest fitting number from 1 to `most` by bisection; 0: none fits."""
     low, high = 0, 1
@@ -218,59 +238,55 @@ def largest_number(fits: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def _better_micro(found: Forecast, constants: Constants, unit: int) -> dict[str, float | int]:
+def _better_micro(found: Forecast) -> dict[str, float | int]:
     """Return the fastest larger micro-batch that fits and makes the same global batch; {}: none."""
     work, layout, seconds = found.work, found.work.layout, {}
     if found.verdict != "fits" or found.time is None:
         return {}
     share = layout.micro * layout.accumulation
-    for micro in divisors(math.gcd(share, unit // layout.dp)):
+    for micro in divisors(math.gcd(share, found.unit // layout.dp)):
         if layout.micro < micro <= found.largest.as_planned:
             other = replace(layout, micro=micro, accumulation=share // micro)
-            seconds[micro] = step_time(replace(work, layout=other), found.node, constants).total
+            seconds[micro] = step_time(replace(work, layout=other), found.node, found.constants).total
     best = min(seconds, key=seconds.__getitem__, default=0)
     gain = 1 - seconds.get(best, math.inf) / found.time.total
     return {} if gain < LEAST_GAIN else {"micro": best, "accumulation": share // best, "gain": gain}
 
 
-def _remarks(found: Forecast, constants: Constants, unit: int) -> list[Remark]:
-    """Return the remarks on the forecast."""
+def _remarks(found: Forecast) -> Iterator[Remark]:
     work, node, layout = found.work, found.node, found.work.layout
-    said: list[Remark] = []
-
-    def say(kind: str, **values: float | int | str) -> None:
-        said.append(Remark(kind, values))
-
+    host, room = found.host / 1e9, node.form.host.memory_gb
     if not node.holds_groups(layout.tp, 1, layout.world):
-        say("tensor across nodes", tp=layout.tp, gpus=node.gpus)
+        yield Remark("tensor across nodes", dict(tp=layout.tp, gpus=node.gpus))
     if found.nodes > 1 and node.form.network is None:
-        say("network unknown", node=node.name, rate=node.form.pcie_gb_s)
+        yield Remark("network unknown", dict(node=node.name, rate=node.form.pcie_gb_s))
     if found.time and found.time.bubble_share > LARGE_BUBBLE:
         chunks = math.ceil((layout.pp - 1) / work.interleave * (1 - LARGE_BUBBLE) / LARGE_BUBBLE)
         if chunks > layout.accumulation:
-            say("bubble", share=found.time.bubble_share, chunks=chunks, now=layout.accumulation)
+            yield Remark(
+                "bubble", dict(share=found.time.bubble_share, chunks=chunks, now=layout.accumulation)
+            )
     if found.verdict == "snug":
-        say("snug", missing=-found.margin / 1e9)
-    if better := _better_micro(found, constants, unit):
-        say("larger batch", **better)
+        yield Remark("snug", dict(missing=-found.margin / 1e9))
+    if better := _better_micro(found):
+        yield Remark("larger batch", better)
     if found.verdict == "fits" and work.recomputed and found.largest.kept >= layout.micro:
-        say("recomputation", micro=layout.micro)
+        yield Remark("recomputation", dict(micro=layout.micro))
     if work.precision not in node.gpu.tflops:
         has = ", ".join(name for name in node.gpu.tflops if name != "fp32")
-        say("no precision", precision=work.precision, gpu=node.gpu.title, has=has or "fp32")
+        yield Remark("no precision", dict(precision=work.precision, gpu=node.gpu.title, has=has or "fp32"))
     if over := layout.world % node.gpus if layout.world > node.gpus else 0:
-        say("partly filled node", ranks=over, gpus=node.gpus)
-    if found.host > node.form.host.memory_gb * 1e9:
-        say("host memory", needed=found.host / 1e9, there=node.form.host.memory_gb)
-    copy = found.host + min(layout.world, node.gpus) * work.widths.saved * work.parameters_of(0) / layout.dp
-    if not node.is_cpu and found.host <= node.form.host.memory_gb * 1e9 < copy:
-        say("saving waits", needed=copy / 1e9, there=node.form.host.memory_gb)
+        yield Remark("partly filled node", dict(ranks=over, gpus=node.gpus))
+    if host > room:
+        yield Remark("host memory", dict(needed=host, there=room))
+    copy = found.host + found.ranks_here * work.widths.saved * work.parameters_of(0) / layout.dp
+    if not node.is_cpu and host <= room < copy / 1e9:
+        yield Remark("saving waits", dict(needed=copy / 1e9, there=room))
     if found.nvme and node.form.nvme_gb_s is None:
-        say("nvme unknown", node=node.name)
-    if found.speed:
+        yield Remark("nvme unknown", dict(node=node.name))
+    if found.time and found.speed:
         share = 100 * found.speed.exact_tflops / node.gpu.tflops[work.precision]
-        if found.time and found.time.elementwise > found.time.total / 2:
-            say("kernel starts", share=found.time.elementwise / found.time.total)
+        if found.time.elementwise > found.time.total / 2:
+            yield Remark("kernel starts", dict(share=found.time.elementwise / found.time.total))
         elif not LEAST_SHARE <= share <= MOST_SHARE:
-            say("implausible", share=share)
-    return said
+            yield Remark("implausible", dict(share=share))

@@ -85,21 +85,17 @@ def of_stages(work: Workload, gpu: Gpu, constants: Constants) -> list[RankMemory
     return [of_stage(work, stage, gpu, constants) for stage in range(work.layout.pp)]
 
 
-def _resident(work: Workload, rank: RankMemory) -> RankMemory:
-    """Convert to a rank without a GPU: host memory, counted once it is written to.
-
-    What is offloaded lies there too, and of a reduction's bucket the gradients that are in it.
-    """
-    written = work.width * work.parameters_of(rank.stage) * (2 if work.zero_stage == 3 else 1)
-    optimizer = rank.optimizer + rank.host
-    return replace(rank, optimizer=optimizer, buffers=min(rank.buffers, written), host=0.0)
+def of_ends(work: Workload, gpu: Gpu, constants: Constants) -> list[RankMemory]:
+    """Predict a rank of the first stages and of the last one; those between are like the second."""
+    return [
+        of_stage(work, stage, gpu, constants)
+        for stage in sorted({0, 1, work.layout.pp - 1} & {*range(work.layout.pp)})
+    ]
 
 
 def fullest_rank(work: Workload, gpu: Gpu, constants: Constants) -> RankMemory:
-    """Predict a rank of the fullest stage; the stages between the ends are alike."""
-    pp = work.layout.pp
-    stages = {0, 1, pp - 1} & {*range(pp)}
-    return max((of_stage(work, stage, gpu, constants) for stage in stages), key=lambda rank: rank.total)
+    """Predict a rank of the fullest stage."""
+    return max(of_ends(work, gpu, constants), key=lambda rank: rank.total)
 
 
 def of_stage(work: Workload, stage: int, gpu: Gpu, constants: Constants) -> RankMemory:
@@ -204,3 +200,13 @@ def _activations(work: Workload, stage: int) -> tuple[cost.StateBytes, float, fl
     working, logits = (working, 0.0) if working >= logits else (0.0, logits)
     away = kept if work.checkpoints_at == "host" else 0.0
     return cost.StateBytes(kept - away + ends, away, 0.0), working, logits
+
+
+def _resident(work: Workload, rank: RankMemory) -> RankMemory:
+    """Convert to a rank without a GPU: host memory, counted once it is written to.
+
+    What is offloaded lies there too, and of a reduction's bucket the gradients that are in it.
+    """
+    written = work.width * work.parameters_of(rank.stage) * (2 if work.zero_stage == 3 else 1)
+    optimizer = rank.optimizer + rank.host
+    return replace(rank, optimizer=optimizer, buffers=min(rank.buffers, written), host=0.0)

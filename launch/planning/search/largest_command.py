@@ -12,13 +12,10 @@ from ds_configs.resolver import resolve
 from launch.console import arguments, terminal
 from launch.console.numbers import NOTHING
 from launch.planning.page import Page
-from launch.planning.prediction import hardware, rank_memory, workload
-from launch.planning.prediction.constants import fitted_constants
-from launch.planning.prediction.forecast import Verdict, largest_number, verdict_of
+from launch.planning.prediction import hardware, workload
+from launch.planning.prediction.forecast import Forecast, forecast, largest_number
 from launch.planning.prediction.forecast_text import error
 from launch.planning.prediction.hardware import Node
-from launch.planning.prediction.rank_memory import RankMemory
-from launch.planning.prediction.workload import Workload
 from launch.planning.search import candidates, shapes
 from launch.planning.search.ways import WAYS, Way
 from modeling import cost
@@ -184,48 +181,36 @@ class Configuration(NamedTuple):
         return self.way.name + f", tensor {self.tp}" * (self.tp > 1) + f", pipeline {self.pp}" * (self.pp > 1)
 
 
-@dataclass(frozen=True)
-class LargestModel:
-    """The largest model of a configuration; the smallest one if none fits.
+class LargestModel(NamedTuple):
+    """The largest model of a configuration, with its forecast; the smallest one if none fits."""
 
-    Attributes:
-        memory: of a rank; `host`: bytes in a node's host memory.
-    """
-
-    setting: Setting
     configuration: Configuration
-    work: Workload
-    memory: RankMemory
-    host: float
-    verdict: Verdict
+    forecast: Forecast
 
     @property
     def parameters(self) -> int:
-        return cost.parameters(self.work.model, self.work.positions)
+        work = self.forecast.work
+        return cost.parameters(work.model, work.positions)
 
     @property
     def host_share(self) -> float:
         """Share of the host's memory that is taken."""
-        return self.host / (self.setting.node.form.host.memory_gb * 1e9)
-
-    @property
-    def on_host(self) -> bool:
-        """Check whether host memory is the tighter limit."""
-        return self.host_share > self.memory.total / self.setting.node.gpu.memory_bytes
+        return self.forecast.host / (self.forecast.node.form.host.memory_gb * 1e9)
 
     @property
     def size(self) -> str:
-        if self.verdict != "fits":
-            return "none fits"
-        return f"{self.parameters / 1e9:.2f} B, {self.work.model.layers}x{self.work.model.hidden}"
+        model = self.forecast.work.model
+        fits = self.forecast.verdict == "fits"
+        return f"{self.parameters / 1e9:.2f} B, {model.layers}x{model.hidden}" if fits else "none fits"
 
     @property
     def limit(self) -> str:
         """Name the limit: host memory, or the largest category on the GPU."""
-        if self.on_host:
+        rank = self.forecast.fullest_rank
+        if self.host_share > rank.total / self.forecast.node.gpu.memory_bytes:
             return f"host memory {self.host_share:.0%}"
-        name, size = max(self.memory.on_gpu.items(), key=lambda part: part[1])
-        return f"GPU: {FILLS.get(name, name)} {size / self.memory.total:.0%}"
+        name, size = max(rank.on_gpu.items(), key=lambda part: part[1])
+        return f"GPU: {FILLS.get(name, name)} {size / rank.total:.0%}"
 
 
 def largest(setting: Setting) -> list[LargestModel]:
@@ -249,8 +234,12 @@ def largest_of(setting: Setting, configuration: Configuration) -> LargestModel:
     """Find the largest hidden size with a usual number of layers, then the most layers, equal stages."""
     step, pp = STEP * configuration.tp, configuration.pp
 
+    def shaped(layers: int, hidden: int) -> Forecast:
+        plan = plan_of(setting, configuration, layers, hidden)
+        return forecast(workload.of_plan(plan), setting.node)
+
     def fits(layers: int, hidden: int) -> bool:
-        return _model(setting, configuration, layers, hidden).verdict == "fits"
+        return shaped(layers, hidden).verdict == "fits"
 
     def usual(hidden: int) -> int:
         return math.ceil(shapes.usual_layers(hidden) / pp) * pp
@@ -258,7 +247,7 @@ def largest_of(setting: Setting, configuration: Configuration) -> LargestModel:
     units = largest_number(lambda unit: fits(usual(unit * step), unit * step), MOST_HIDDEN // step)
     hidden = max(1, units) * step
     layers = pp * max(1, largest_number(lambda each: fits(each * pp, hidden), MOST_LAYERS // pp))
-    return _model(setting, configuration, layers, hidden)
+    return LargestModel(configuration, shaped(layers, hidden))
 
 
 def plan_of(setting: Setting, configuration: Configuration, layers: int, hidden: int) -> Plan:
@@ -276,14 +265,6 @@ def plan_of(setting: Setting, configuration: Configuration, layers: int, hidden:
         "activation_checkpointing": "full" if recomputed else "none",
     }
     return resolve(recipe.model_copy(update=changed), way.file, setting.ranks, setting.node.machine)
-
-
-def _model(setting: Setting, configuration: Configuration, layers: int, hidden: int) -> LargestModel:
-    node = setting.node
-    work = workload.of_plan(plan_of(setting, configuration, layers, hidden))
-    rank = rank_memory.fullest_rank(work, node.gpu, fitted_constants(node.measured))
-    host = min(setting.ranks, node.gpus) * rank.host
-    return LargestModel(setting, configuration, work, rank, host, verdict_of([rank], host, node))
 
 
 def printed_maxima(setting: Setting) -> list[Recipe]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
-from launch.planning.prediction import rank_memory
-from launch.planning.prediction.constants import fitted_constants, published_error
-from launch.planning.prediction.forecast import Speed, Verdict, speed, verdict_of
-from launch.planning.prediction.rank_memory import RankMemory
-from launch.planning.prediction.step_time import StepTime, step_time
+from launch.planning.prediction.constants import published_error
+from launch.planning.prediction.forecast import Forecast, forecast
 from launch.planning.prediction.workload import Workload
 from launch.planning.search import candidates
 from launch.planning.search.candidates import Degrees, Dimension, Exclusions, Question, Templates, Value
@@ -25,30 +23,35 @@ NAMED: dict[int, str] = {0: "nothing", 1: "every layer"}
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its predicted memory and time.
-
-    Attributes:
-        shortage: missing bytes on a GPU, or else in the node's host memory.
-        time: None if it does not fit.
-    """
+    """A layout with its forecast."""
 
     way: Way
-    work: Workload
-    memory: RankMemory
-    verdict: Verdict
-    shortage: float
-    on_host: bool
-    time: StepTime | None = None
+    forecast: Forecast
 
     @property
+    def work(self) -> Workload:
+        return self.forecast.work
+
+    @property
+    def fits(self) -> bool:
+        return self.forecast.verdict != "out of memory"
+
+    @cached_property
     def seconds(self) -> float:
+        """Seconds of a step."""
         return sum(self.split.values())
 
     @property
     def split(self) -> dict[str, float]:
         """Seconds by cause."""
-        assert self.time is not None, "a layout that does not fit has no time"
-        return self.time.split
+        assert self.forecast.time, "the resolver takes a precision that the node has"
+        return self.forecast.time.split
+
+    @property
+    def shortage(self) -> float:
+        """Bytes missing on a GPU, or else in the node's host memory."""
+        gpu, host = self.forecast.missing
+        return gpu if gpu > 0 else host
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -121,10 +124,6 @@ class Answer:
             firsts.setdefault(candidate.key, candidate)
         return list(firsts.values())[:most]
 
-    def speed(self, candidate: Candidate) -> Speed:
-        """Return the rates of a candidate."""
-        return speed(candidate.work, self.question.node, candidate.seconds)
-
 
 def search(question: Question) -> Answer:
     """Predict every layout's memory, and the time of fitting ones. Raises ProblemsError without a layout."""
@@ -142,7 +141,7 @@ def search(question: Question) -> Answer:
         raise ProblemsError(
             [Problem("batch", came, rule, "pin fewer of them, or give another --global-batch")]
         )
-    fitting = ranking([each for each in predicted if each.time])
+    fitting = ranking([each for each in predicted if each.fits])
     return Answer(question, fitting, _alternatives(predicted, fitting, exclusions), len(predicted))
 
 
@@ -174,26 +173,11 @@ def _of_degrees(question: Question, at: Degrees, templates: Templates) -> list[C
                     kind = (work.sequence_parallel, work.selective, work.interleave)
                     if kind in full:
                         continue
-                    candidate = _predicted(question, way, work)
+                    candidate = Candidate(way, forecast(work, question.node))
                     found.append(candidate)
-                    if candidate.time is None:
+                    if not candidate.fits:
                         full.add(kind)
     return found
-
-
-def _predicted(question: Question, way: Way, work: Workload) -> Candidate:
-    """Predict memory first, and time only where it fits."""
-    node, constants = question.node, fitted_constants(question.node.measured)
-    # The first stage holds most micro-batches, the last one the logits: none between is fuller than both.
-    ends = [rank_memory.of_stage(work, stage, node.gpu, constants) for stage in {0, work.layout.pp - 1}]
-    fullest = max(ends, key=lambda rank: rank.total)
-    host = min(question.ranks, node.gpus) * max(rank.host for rank in ends)
-    verdict = verdict_of(ends, host, node)
-    over = max(rank.least for rank in ends) - node.gpu.memory_bytes
-    if verdict == "out of memory":
-        shortage = over if over > 0 else host - node.form.host.memory_gb * 1e9
-        return Candidate(way, work, fullest, verdict, shortage, over <= 0)
-    return Candidate(way, work, fullest, verdict, 0.0, False, step_time(work, node, constants))
 
 
 def ranking(fitting: list[Candidate]) -> list[Candidate]:
@@ -223,7 +207,7 @@ def groups(candidates_: Sequence[Candidate]) -> list[int]:
 def _complexity(candidate: Candidate) -> tuple[bool, bool, int, float]:
     work, layout = candidate.work, candidate.work.layout
     offloaded = (work.optimizer_at, work.weights_at) != ("gpu", "gpu")
-    return candidate.verdict != "fits", offloaded, layout.tp * layout.pp, candidate.seconds
+    return candidate.forecast.verdict != "fits", offloaded, layout.tp * layout.pp, candidate.seconds
 
 
 def _alternatives(
@@ -231,7 +215,7 @@ def _alternatives(
 ) -> list[Alternative]:
     """Return the fate of each value of each dimension, and the resolver's refusals."""
     best, nearest = dict[Value, Candidate](), dict[Value, Candidate]()
-    by_missing = sorted((each for each in predicted if not each.time), key=lambda each: each.shortage)
+    by_missing = sorted((each for each in predicted if not each.fits), key=lambda each: each.shortage)
     for firsts, candidates_ in ((best, ranking), (nearest, by_missing)):
         for candidate in candidates_:
             for value in candidate.values:

@@ -41,7 +41,7 @@ def page(answer: Answer, name: str, most: int, width: int | None = None) -> Page
     shape = f"{recipe.model.layers} layers of {recipe.model.hidden}, {recipe.model.heads} heads"
     samples = f"{recipe.batch.global_:,} samples of {recipe.sequence_length:,} tokens per step"
     gpus = f"{counted(question.ranks, 'GPU')} on {counted(question.nodes, 'node')}"
-    fitting = sum(candidate.verdict == "fits" for candidate in answer.ranking)
+    fitting = sum(candidate.forecast.verdict == "fits" for candidate in answer.ranking)
     number = f"{answer.predicted:,} layouts: {fitting:,} fit, {len(answer.ranking) - fitting:,} are snug"
     shown = Page(width)
     shown.facts(
@@ -51,7 +51,7 @@ def page(answer: Answer, name: str, most: int, width: int | None = None) -> Page
     )
     if best := answer.best_per_layout(most):
         _add_layouts(shown, answer, best)
-        _add_split(shown, answer, best)
+        _add_split(shown, best)
     else:
         shown.text("NOTHING FITS. What came nearest is below.")
     heading = "why not, against layout 1" if answer.winner else "why not"
@@ -63,7 +63,7 @@ def _add_layouts(shown: Page, answer: Answer, best: list[Candidate]) -> None:
     memory = answer.question.node.gpu.memory_bytes
     rows, groups = [], layout_search.groups(best)
     for number, candidate in enumerate(best, 1):
-        layout, needed = candidate.work.layout, candidate.memory.total
+        layout, needed = candidate.work.layout, candidate.forecast.fullest_rank.total
         cells = [
             ascii_uppercase[min(groups[number - 1], 25)],
             f"{layout.tp}x{layout.pp}x{layout.dp}",
@@ -71,21 +71,21 @@ def _add_layouts(shown: Page, answer: Answer, best: list[Candidate]) -> None:
             f"{needed / 1e9:.1f}",
             f"{needed / memory:.0%}",
             f"{candidate.seconds:.4g}",
-            f"{answer.speed(candidate).tokens:,.0f}",
-            _states(candidate) + ", SNUG" * (candidate.verdict == "snug"),
+            f"{candidate.work.tokens_per_step / candidate.seconds:,.0f}",
+            _states(candidate) + ", SNUG" * (candidate.forecast.verdict == "snug"),
         ]
         rows.append([number, *cells])
     shown.table(rows, HEADINGS, "rlllrrrrl", below=[f"{LEGEND}{error('time')}; memory {error('memory')}."])
 
 
-def _add_split(shown: Page, answer: Answer, best: list[Candidate]) -> None:
+def _add_split(shown: Page, best: list[Candidate]) -> None:
     """Add a table of MFU and shares of the time."""
     columns = {}
     for heading, causes in SPLIT.items():
         shares = [sum(each.split[cause] for cause in causes) / each.seconds for each in best]
         if any(share >= LEAST_SHARE for share in shares):
             columns[heading] = shares
-    mfu = [answer.speed(each).mfu for each in best]
+    mfu = [each.forecast.speed.mfu for each in best if each.forecast.speed]
     rows = [
         [number, *(f"{share:.1%}" for share in shares)]
         for number, shares in enumerate(zip(mfu, *columns.values(), strict=True), 1)
@@ -136,7 +136,7 @@ def _reason(each: Alternative) -> str:
         return f"{'cannot be run' if cannot else 'not divisible'}: {each.rule}"
     layout = layout_words(each.best)
     if each.fate == "memory":
-        place = "of host memory per node" if each.best.on_host else "per GPU"
+        place = "per GPU" if each.best.forecast.missing[0] > 0 else "of host memory per node"
         return f"out of memory by {each.best.shortage / 1e9:,.1f} GB {place} ({layout})"
     return f"{each.slowdown:.2f} x the time ({layout})"
 

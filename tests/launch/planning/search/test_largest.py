@@ -34,8 +34,8 @@ def test_it_fits_and_the_next_larger_one_does_not(line):
     args = parsed(line)
     setting = largest_command.setting_of(args, *args.nodes)
     for model in largest_command.largest(setting):
-        layers, hidden = model.work.model.layers, model.work.model.hidden
-        assert verdict(setting, model, layers, hidden) == model.verdict == "fits"
+        layers, hidden = model.forecast.work.model.layers, model.forecast.work.model.hidden
+        assert verdict(setting, model, layers, hidden) == model.forecast.verdict == "fits"
         assert verdict(setting, model, layers + model.configuration.pp, hidden) != "fits"
         wider = hidden + largest_command.STEP * model.configuration.tp
         assert verdict(setting, model, fewest(wider, model.configuration.pp), wider) != "fits"
@@ -88,8 +88,8 @@ def test_the_documents_bound_stands_next_to_ours(hardware, printed, capsys):
 def test_what_is_offloaded_can_run_out_of_host_memory():
     setting = largest_command.setting_of(parsed("--hardware 2080ti"))
     away = next(model for model in largest_command.largest(setting) if model.configuration.way == WAYS[-1])
-    assert away.on_host and away.host <= setting.node.form.host.memory_gb * 1e9
-    assert away.memory.total < setting.node.gpu.memory_bytes / 1.3
+    assert away.limit.startswith("host memory") and 0.9 < away.host_share <= 1
+    assert away.forecast.fullest_rank.total < setting.node.gpu.memory_bytes / 1.3
 
 
 def test_shapes_are_those_of_the_table():

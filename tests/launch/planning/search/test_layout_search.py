@@ -65,8 +65,8 @@ def test_the_written_winner_is_the_layout_that_was_predicted(case, capsys, tmp_p
     best = found.winner
     assert plan.layout == best.work.layout and plan.layout.world == found.question.ranks
     again = forecast(workload.of_plan(plan), found.question.node)
-    assert again.fullest_rank.total == best.memory.total and again.verdict == best.verdict != "out of memory"
-    assert again.time == best.time
+    assert again.fullest_rank.total == best.forecast.fullest_rank.total and again.time == best.forecast.time
+    assert again.verdict == best.forecast.verdict != "out of memory"
 
 
 def test_no_layout_of_the_ready_made_files_is_faster():
@@ -103,16 +103,23 @@ def test_no_layout_of_the_ready_made_files_is_faster():
     assert found.winner is not None and found.winner.seconds <= WORTH * min(seconds.values())
 
 
+def changed(candidate: layout_search.Candidate, **values) -> layout_search.Candidate:
+    """A candidate whose forecast says something else."""
+    other = replace(candidate, forecast=replace(candidate.forecast))
+    vars(other.forecast).update(values)
+    return other
+
+
 def test_the_first_fits_with_a_margin_where_that_costs_little():
     found = answer(CASES["345m"])
     first, second = found.ranking[:2]
-    assert first.time and second.time
-    snug = replace(first, verdict="snug")
+    time = second.forecast.time
+    snug = changed(first, verdict="snug")
     assert layout_search.ranking([snug, second])[0] is second
-    slow = replace(second.time, matrix=second.time.matrix + 0.1 * first.seconds)
-    assert layout_search.ranking([snug, replace(second, time=slow)])[0] is snug
+    slow = changed(second, time=replace(time, matrix=time.matrix + 0.1 * first.seconds))
+    assert layout_search.ranking([snug, slow])[0] is snug
     offloaded = next(each for each in found.ranking if each.way.name == "ZeRO-1 offload")
-    assert layout_search.ranking([replace(offloaded, time=first.time), first])[0] is first
+    assert layout_search.ranking([changed(offloaded, time=first.forecast.time), first])[0] is first
     assert layout_search.ranking([]) == []
 
 
@@ -181,7 +188,7 @@ def test_what_is_set_stays():
 def test_host_memory_excludes_what_is_offloaded():
     found = answer("--model 13b --hardware v100-32x4 --set parallel.tp=1 --set parallel.pp=1")
     missing = {each.value: each.best for each in found.alternatives if each.fate == "memory"}
-    assert missing["ZeRO-3 offload all"] is not None and missing["ZeRO-3 offload all"].on_host
+    assert missing["ZeRO-3 offload all"].forecast.missing[0] < 0 < missing["ZeRO-3 offload all"].shortage
 
 
 def test_where_nothing_fits_it_says_what_is_missing(capsys):
