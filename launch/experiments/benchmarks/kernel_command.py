@@ -10,8 +10,7 @@ from launch.console.text_table import table
 from launch.planning.prediction import hardware, workload
 from launch.planning.prediction.constants import fitted_constants
 from launch.planning.prediction.hardware import Node
-from launch.planning.prediction.node_rates import NodeRates
-from launch.planning.prediction.step_time import StageTimes
+from launch.planning.prediction.step_time import NodeRates, StageTimes
 from launch.planning.resolved_plans import resolve_on_machine
 from recipes import catalog
 from recipes.schema import Recipe

@@ -45,9 +45,9 @@ def node_of(recipe: Recipe, name: str | None = None, gpus: int | None = None) ->
     known: str | None = name or (own.node if own else None)
     if known:
         found = hardware.find(known)
-        capability, host = found.gpu.compute_capability, found.form.host
+        capability, host = found.gpu.compute_capability, found.host
         number = int(capability.replace(".", "")) if capability else None
-        node = ClusterNode(found.form.title, found.gpus, number, host.cores, found.form.slurm_constraint)
+        node = ClusterNode(found.title, found.gpus, number, host.cores, found.slurm_constraint)
         printed = own.gpus_per_node if own and not name else None
         return replace(node, gpus=gpus or printed or node.gpus)
     count = gpus or (own.gpus_per_node if own else None)

@@ -141,7 +141,7 @@ class Forecast:
     @property
     def missing(self) -> tuple[float, float]:
         """Bytes missing on the fullest GPU, and in a node's host memory, at least; negative: left."""
-        room = self.node.form.host.memory_gb * 1e9
+        room = self.node.host.memory_gb * 1e9
         return self.fullest_rank.least - self.node.gpu.memory_bytes, self.host - room
 
     @cached_property
@@ -197,7 +197,7 @@ class Forecast:
             work = replace(self.work, layout=shares)
             seconds += count * step_time(work, self.node, self.constants).total if count else 0.0
             tokens += count * work.tokens_per_step
-        other, watts = self.node.form.other_watts, self.node.gpu.watts * gpus
+        other, watts = self.node.other_watts, self.node.gpu.watts * gpus
         energy = None if other is None else (watts + other * self.nodes) * seconds / 3.6e6
         price = self.node.gpu.price
         if usd_per_gpu_hour is not None:
@@ -255,11 +255,11 @@ def _better_micro(found: Forecast) -> dict[str, float | int]:
 
 def _remarks(found: Forecast) -> Iterator[Remark]:
     work, node, layout = found.work, found.node, found.work.layout
-    host, room = found.host / 1e9, node.form.host.memory_gb
+    host, room = found.host / 1e9, node.host.memory_gb
     if not node.holds_groups(layout.tp, 1, layout.world):
         yield Remark("tensor across nodes", dict(tp=layout.tp, gpus=node.gpus))
-    if found.nodes > 1 and node.form.network is None:
-        yield Remark("network unknown", dict(node=node.name, rate=node.form.pcie_gb_s))
+    if found.nodes > 1 and node.network is None:
+        yield Remark("network unknown", dict(node=node.name, rate=node.pcie_gb_s))
     if found.time and found.time.bubble_share > LARGE_BUBBLE:
         chunks = math.ceil((layout.pp - 1) / work.interleave * (1 - LARGE_BUBBLE) / LARGE_BUBBLE)
         if chunks > layout.accumulation:
@@ -282,7 +282,7 @@ def _remarks(found: Forecast) -> Iterator[Remark]:
     copy = found.host + found.ranks_here * work.widths.saved * work.parameters_of(0) / layout.dp
     if not node.is_cpu and host <= room < copy / 1e9:
         yield Remark("saving waits", dict(needed=copy / 1e9, there=room))
-    if found.nvme and node.form.nvme_gb_s is None:
+    if found.nvme and node.nvme_gb_s is None:
         yield Remark("nvme unknown", dict(node=node.name))
     if found.time and found.speed:
         share = 100 * found.speed.exact_tflops / node.gpu.tflops[work.precision]

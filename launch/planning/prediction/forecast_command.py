@@ -10,7 +10,6 @@ from bisect import bisect_left
 from launch.console import arguments, terminal
 from launch.console.new_output import new_file
 from launch.planning.prediction import forecast_text, hardware, workload
-from launch.planning.prediction.constants import fitted_constants
 from launch.planning.prediction.forecast import forecast
 from launch.planning.prediction.published_step import side_by_side
 from launch.planning.resolved_plans import plan_on_nodes
@@ -57,11 +56,9 @@ def run(args: argparse.Namespace) -> int:
     found = forecast(workload.of_plan(plan), node.share_among(plan.layout.world), unit=recipe.batch.unit)
     name = catalog.full_name(args.recipe) + ("-tiny" if args.tiny else "")
     if args.plot:
-        from launch.planning.prediction import forecast_plot, timeline  # with matplotlib
+        from launch.planning.prediction import forecast_plot  # with matplotlib
 
-        constants = fitted_constants(found.node.measured)
-        spans = timeline.timeline(found.work, found.node, constants) if found.time else []
-        forecast_plot.draw(found, spans, name, args.plot)
+        forecast_plot.draw(found, name, args.plot)
     sizes, tokens, steps = recipe.batch.schedule, found.work.tokens_per_step, recipe.steps
     if args.tokens:
         samples = math.ceil(args.tokens * recipe.batch.global_ / tokens)

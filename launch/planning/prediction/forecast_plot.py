@@ -1,10 +1,11 @@
-"""A picture of a forecast: memory of each pipeline stage, and the timeline of a step."""
+"""A picture of a forecast: memory of each pipeline stage, and when it computes in a step under 1F1B."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
@@ -14,16 +15,16 @@ from matplotlib.ticker import MaxNLocator
 
 from launch.planning.prediction.forecast import Forecast
 from launch.planning.prediction.forecast_text import CATEGORIES, CAUSES
-from launch.planning.prediction.step_time import StepTime
-from launch.planning.prediction.timeline import Span
+from launch.planning.prediction.step_time import NodeRates, StageTimes, StepTime
 
+Pass = Literal["forward", "backward"]
 PARTS = {**CATEGORIES, "fragmentation": "kept by torch's allocator", "context": "context, imported libraries"}
 PASSES = {"forward": "tab:blue", "backward": "tab:green"}
 AFTER = {"data": "tab:orange", "offload": "tab:red", "update": "tab:purple"}  # the passes
 MOST_NUMBERED = 200  # spans with the number of their micro-batch
 
 
-def draw(found: Forecast, spans: Sequence[Span], name: str, path: Path) -> None:
+def draw(found: Forecast, name: str, path: Path) -> None:
     """Draw the stages' memory, and below it the timeline where a time is predicted."""
     stages = len(found.stages)
     panels = 2 if found.time else 1
@@ -31,9 +32,8 @@ def draw(found: Forecast, spans: Sequence[Span], name: str, path: Path) -> None:
     FigureCanvasAgg(figure)
     memory, *rest = figure.subplots(panels, 1, squeeze=False)[:, 0]
     _memory(memory, found)
-    for axes in rest:
-        assert found.time
-        _timeline(axes, found.time, spans, stages)
+    if found.time:
+        _timeline(rest[0], found.time, timeline(found), stages)
     figure.suptitle(f"{name}: {found.work.layout.degrees()}, predicted", fontsize=10)
     figure.savefig(path, dpi=110)
 
@@ -74,3 +74,50 @@ def _stages(axes: Axes, what: str, stages: int) -> None:
     axes.set(xlabel=what, ylabel="pipeline stage", ylim=(stages - 0.5, -0.5))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+
+
+class Span(NamedTuple):
+    """A pass of a micro-batch on a stage, in seconds from the start of the step."""
+
+    stage: int
+    micro_batch: int
+    kind: Pass
+    start: float
+    seconds: float
+
+
+def order(stage: int, stages: int, count: int) -> list[tuple[Pass, int]]:
+    """Return a stage's passes in their order (Narayanan et al. 2021, section 2.2.1)."""
+    ahead, found = min(stages - stage - 1, count), list[tuple[Pass, int]]()
+    for number in range(-ahead, count):
+        if number + ahead < count:
+            found.append(("forward", number + ahead))
+        if number >= 0:
+            found.append(("backward", number))
+    return found
+
+
+def timeline(of: Forecast) -> list[Span]:
+    """Predict when each pass begins: after the stage's last one, and the neighbour's of this micro-batch."""
+    work, stages = of.work, of.work.layout.pp
+    times = StageTimes(work, NodeRates(of.node, of.constants, work.layout.world))
+    # A backward pass is two forward ones, and a third where it recomputes.
+    of_stage = [times.of_stage(stage).total for stage in range(stages)]
+    forward = [seconds / (3 + times.again) for seconds in of_stage]
+    waiting = [order(stage, stages, work.layout.accumulation)[::-1] for stage in range(stages)]
+    ends: dict[tuple[int, Pass, int], float] = {}
+    free, found = [0.0] * stages, []
+    while any(waiting):
+        for stage, passes in enumerate(waiting):
+            while passes:
+                kind, number = passes[-1]
+                before = stage - 1 if kind == "forward" else stage + 1
+                ready = ends.get((before, kind, number)) if 0 <= before < stages else 0.0
+                if ready is None:
+                    break
+                start = max(free[stage], ready)
+                seconds = forward[stage] if kind == "forward" else of_stage[stage] - forward[stage]
+                found.append(Span(stage, number, kind, start, seconds))
+                free[stage] = ends[stage, kind, number] = start + seconds
+                passes.pop()
+    return found

@@ -125,7 +125,7 @@ def _placed(found: Forecast) -> list[tuple[str, str]]:
     kept += ["sequence parallel"] * work.sequence_parallel
     kept += ["attention scores recomputed" if work.selective else recomputed]
     return [
-        ("hardware", f"{gpus}: {node.form.title} ({node.name}), {node.gpu.memory_gib:g} GiB each"),
+        ("hardware", f"{gpus}: {node.title} ({node.name}), {node.gpu.memory_gib:g} GiB each"),
         ("layout", f"{layout.degrees()}; {layout.identity()}"),
         ("how", f"{', '.join(kept)} ({work.software.name})"),
     ]

@@ -8,25 +8,24 @@ from __future__ import annotations
 
 import functools
 import sys
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import yaml
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, ValidationError
 
 from ds_configs.plan import GPU, HOST, Machine
 from launch.console import quiet, terminal
 from launch.machine import rates
 from launch.machine.rates import Rates
-from recipes import files
+from recipes import files, yaml_lines
 from recipes.problems import Problem, ProblemsError, did_you_mean
 from recipes.schema import Recipe, Strict
 
-CATALOGUE = Path(__file__).with_name("hardware.yaml")
+SHOWN = "launch/planning/prediction/hardware.yaml"
 GIB = 2**30
 RATES = ("tflops", "reached_tflops", "attention_tflops")  # of a Gpu, by precision
 USUAL_WATTS = 300.0  # of a machine whose power limit nothing says
+Form = TypeVar("Form", bound=BaseModel)
 THIS = "this"  # the machine that the planner runs on, as --hardware names it
 
 
@@ -41,6 +40,8 @@ class Price(Strict):
 class Gpu(Strict):
     """An accelerator, or all cores of a machine without one."""
 
+    name: str
+    """in the catalogue"""
     title: str
     torch_names: list[str] = Field(default_factory=list)
     """what torch.cuda.get_device_name says of it"""
@@ -98,11 +99,12 @@ class Host(Strict):
     cores: PositiveInt
 
 
-class NodeForm(Strict):
-    """A node in the form of the catalogue's file."""
+class Node(Strict):
+    """A node with its GPUs, or a machine without one."""
 
+    name: str
     title: str
-    gpu: str
+    gpu: Gpu
     gpus: PositiveInt
     link: Link
     network: Network | None = None
@@ -113,26 +115,10 @@ class NodeForm(Strict):
     other_watts: PositiveFloat | None = None
     """of the node besides its GPUs"""
     slurm_constraint: str | None = None
-
-
-@dataclass(frozen=True)
-class Node:
-    """A node of the catalogue with its GPU.
-
-    Attributes:
-        kernel_seconds: time to start a kernel or operation; None: as on GPUs.
-        measured: the planner's constants as measured on this machine, by name.
-    """
-
-    name: str
-    form: NodeForm
-    gpu: Gpu
     kernel_seconds: float | None = None
+    """time to start a kernel or operation; None: as on GPUs"""
     measured: tuple[tuple[str, float], ...] = ()
-
-    @property
-    def gpus(self) -> int:
-        return self.form.gpus
+    """the planner's constants as measured on this machine, by name"""
 
     @property
     def is_cpu(self) -> bool:
@@ -152,8 +138,7 @@ class Node:
         values = {key: getattr(self.gpu, key) / ranks for key in ("memory_gib", "memory_gb_s", "watts")}
         for key in RATES:
             values[key] = {name: rate / ranks for name, rate in getattr(self.gpu, key).items()}
-        form = self.form.model_copy(update={"gpus": ranks})
-        return replace(self, gpu=self.gpu.model_copy(update=values), form=form)
+        return self.model_copy(update={"gpu": self.gpu.model_copy(update=values), "gpus": ranks})
 
     def holds_groups(self, ranks: int, spread: int, world: int) -> bool:
         """Check that groups of ranks, `spread` apart, of `world` in all, never cross a node's border."""
@@ -181,15 +166,12 @@ def find(name: str) -> Node:
 
     Raises ProblemsError: no such node, with near matches; a file that is no catalogue.
     """
+    known = catalogue()
     written, colon, node = name.rpartition(":")
     if colon and written.endswith((".yaml", ".yml")):
-        document = _read(files.path_of(written, "--hardware"), written)
-        gpus = {**catalogue()["gpus"], **document["gpus"]}
-        return _node(node, document["nodes"], gpus, f"of {written}")
-    known = catalogue()
-    return _node(
-        name, known["nodes"], known["gpus"], "of the catalogue (launch/planning/prediction/hardware.yaml)"
-    )
+        own = _read(files.path_of(written, "--hardware"), written)
+        return _node(node, own.nodes, {**known.gpus, **own.gpus}, f"of {written}")
+    return _node(name, known.nodes, known.gpus, f"of the catalogue ({SHOWN})")
 
 
 def this_node(*, remeasure: bool = False, measure: bool = True) -> Node:
@@ -215,11 +197,12 @@ def node_of_rates(found: Rates) -> Node:
     """Make the node of a measured machine."""
     cpu = found.accelerators == 0
     key = gpu_named(found.accelerator)
-    known = Gpu.model_validate(catalogue()["gpus"][key]) if key else None
+    known = Gpu.model_validate({**catalogue().gpus[key], "name": key}) if key else None
     peaks = known.tflops if known else found.tflops
     # Largest measured rate of large products, where a peak is published.
     reached = [found.tflops[name] / peaks[name] for name in peaks.keys() & found.tflops.keys() if known]
     gpu = Gpu(
+        name=key or THIS,
         title=found.accelerator,
         in_host=cpu,
         memory_gib=found.memory_bytes / GIB,
@@ -232,65 +215,54 @@ def node_of_rates(found: Rates) -> Node:
         attention_tflops=found.attention_tflops if cpu else {},
         watts=found.watts or (known.watts if known else USUAL_WATTS),
     )
-    host = Host(memory_gb=found.host_bytes / 1e9, memory_gb_s=found.host_gb_s, cores=found.cores)
-    form = NodeForm(
+    # In place of those fitted on GPUs: by this `traffic` a layer's work between products takes what it was
+    # measured to take, the link was measured by a collective, and no allocator keeps what nothing uses.
+    own = {"traffic": found.memory_gb_s / found.layer_gb_s, "link": 1.0, "fragmentation": 0.0}
+    return Node(
+        name=THIS,
         title="this machine",
-        gpu=found.accelerator,
+        gpu=gpu,
         gpus=found.accelerators or 1,
         link=Link(kind="shared memory" if cpu else "measured copy", gb_s=found.link_gb_s),
         pcie_gb_s=found.copy_gb_s,
-        host=host,
+        host=Host(memory_gb=found.host_bytes / 1e9, memory_gb_s=found.host_gb_s, cores=found.cores),
+        kernel_seconds=found.start_us * 1e-6,
+        measured=tuple(own.items()) if cpu else (),
     )
-    return Node(THIS, form, gpu, found.start_us * 1e-6, _own_constants(found) if cpu else ())
-
-
-def _own_constants(found: Rates) -> tuple[tuple[str, float], ...]:
-    """Return constants measured on a CPU, in place of those fitted on GPUs.
-
-    `traffic` is chosen so that what a layer does between its products takes what it was measured to take.
-    The link was measured by a collective, and no allocator keeps what nothing uses.
-    """
-    own = {"traffic": found.memory_gb_s / found.layer_gb_s, "link": 1.0, "fragmentation": 0.0}
-    return tuple(own.items())
 
 
 def gpu_named(name: str) -> str | None:
     """Return the catalogue's key of a GPU by torch's name for it; None: not in the catalogue."""
-    return next((key for key, gpu in catalogue()["gpus"].items() if name in gpu.get("torch_names", ())), None)
+    return next((key for key, gpu in catalogue().gpus.items() if name in gpu.get("torch_names", ())), None)
 
 
 def catalogue_node(accelerator: str, count: int) -> Node | None:
     """Return the smallest node with at least `count` such GPUs (torch's name); None: there is none."""
     gpu = gpu_named(accelerator)
-    nodes = [find(name) for name, form in catalogue()["nodes"].items() if form["gpu"] == gpu]
-    large = [node for node in nodes if node.gpus >= count]
-    return min(large, key=lambda node: node.gpus, default=None)
+    nodes = [find(name) for name, form in catalogue().nodes.items() if form["gpu"] == gpu]
+    return min((node for node in nodes if node.gpus >= count), key=lambda node: node.gpus, default=None)
 
 
 def names() -> list[str]:
     """Return the names of all nodes of the catalogue."""
-    return list(catalogue()["nodes"])
+    return list(catalogue().nodes)
+
+
+class Catalogue(Strict):
+    """A catalogue's file, as plain numbers."""
+
+    sources: dict[str, str] = {}
+    gpus: dict[str, dict[str, Any]] = {}
+    nodes: dict[str, dict[str, Any]] = {}
 
 
 @functools.cache
-def catalogue() -> dict[str, Any]:
-    """Read the catalogue as plain numbers: sources, gpus, nodes."""
-    return _read(CATALOGUE, CATALOGUE.name)
+def catalogue() -> Catalogue:
+    return _read(Path(__file__).with_name("hardware.yaml"), SHOWN)
 
 
-def _read(path: Path, shown: str) -> dict[str, Any]:
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    try:
-        document = yaml.load(files.read_text(path), loader)
-    except yaml.YAMLError as error:
-        raise ProblemsError(
-            [Problem("--hardware", f"{shown}: {error}", "is no YAML", "correct it")]
-        ) from None
-    if not isinstance(document, dict) or not {"gpus", "nodes"} & document.keys():
-        rule = "a catalogue has gpus and nodes, as launch/planning/prediction/hardware.yaml"
-        raise ProblemsError([Problem("--hardware", shown, rule, "write them so")])
-    parts = {key: document.get(key) or {} for key in ("sources", "gpus", "nodes")}
-    return {key: _plain(part) if key != "sources" else part for key, part in parts.items()}
+def _read(path: Path, shown: str) -> Catalogue:
+    return _checked(Catalogue, _plain(yaml_lines.read(path, shown).value), shown)
 
 
 def _plain(value: Any) -> Any:
@@ -304,15 +276,17 @@ def _node(name: str, nodes: dict[str, Any], gpus: dict[str, Any], where: str) ->
     if name not in nodes:
         fix = did_you_mean(name, nodes)
         raise ProblemsError([Problem("--hardware", f"--hardware {name[:100]}", f"no such node {where}", fix)])
+    gpu = str(nodes[name].get("gpu"))
+    if gpu not in gpus:
+        came, rule = f"{name}.gpu={gpu}", f"no such GPU {where}"
+        raise ProblemsError([Problem("--hardware", came, rule, did_you_mean(gpu, gpus))])
+    return _checked(Node, {**nodes[name], "name": name, "gpu": {**gpus[gpu], "name": gpu}}, name)
+
+
+def _checked(form: type[Form], values: Any, what: str) -> Form:
     try:
-        form = NodeForm.model_validate(nodes[name])
-        if form.gpu not in gpus:
-            came, rule = f"{name}.gpu={form.gpu}", f"no such GPU {where}"
-            raise ProblemsError([Problem("--hardware", came, rule, did_you_mean(form.gpu, gpus))])
-        return Node(name, form, Gpu.model_validate(gpus[form.gpu]))
+        return form.model_validate(values)
     except ValidationError as error:
-        told = [(".".join(map(str, detail["loc"])), detail["msg"]) for detail in error.errors()]
-        fix = "write it as in launch/planning/prediction/hardware.yaml"
-        raise ProblemsError(
-            [Problem("--hardware", f"{name}: {key}", message, fix) for key, message in told]
-        ) from None
+        faults = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors()]
+    fix = f"write it as in {SHOWN}"
+    raise ProblemsError(Problem("--hardware", f"{what}: {key}", rule, fix) for key, rule in faults)

@@ -6,16 +6,18 @@ micro-batches of a step, v chunks of layers per stage.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
 from launch.planning.prediction.constants import Constants
 from launch.planning.prediction.hardware import Node
-from launch.planning.prediction.node_rates import NodeRates
 from launch.planning.prediction.workload import Workload
 from modeling import cost
 from recipes.attention_patterns import Window
 
+TILE = 128  # rows and columns that one multiprocessor computes at a time
+LATENCY, FAR_LATENCY = 2.5e-6, 10e-6  # seconds of a hop of a collective, inside a node and between nodes
 TENSORS = 12  # parameter tensors of a layer
 # Of Adam on the host per parameter: gradient, master weight and two moments read, the last three written, and
 # the weight in half precision.
@@ -40,10 +42,10 @@ class StepTime:
     elementwise: float
     tensor: float
     boundary: float
-    bubble: float
-    data: float
-    offload: float
-    update: float
+    bubble: float = 0.0
+    data: float = 0.0
+    offload: float = 0.0
+    update: float = 0.0
 
     @property
     def total(self) -> float:
@@ -82,20 +84,6 @@ def step_time(work: Workload, node: Node, constants: Constants) -> StepTime:
     )
 
 
-@dataclass(frozen=True)
-class MicroBatchTime:
-    """Seconds of a micro-batch on a stage: forward, recomputation and backward."""
-
-    matrix: float
-    elementwise: float
-    tensor: float
-    boundary: float
-
-    @property
-    def total(self) -> float:
-        return self.matrix + self.elementwise + self.tensor + self.boundary
-
-
 class StageTimes:
     """Seconds of a micro-batch on the stages of a pipeline."""
 
@@ -114,7 +102,8 @@ class StageTimes:
         )
         self.heads = self._products(heads)
 
-    def of_stage(self, stage: int) -> MicroBatchTime:
+    def of_stage(self, stage: int) -> StepTime:
+        """Predict forward pass, recomputation and backward pass of a micro-batch."""
         work, layers, software = self.work, self.work.layers_of(stage), self.work.software
         last = stage == work.layout.pp - 1
         weights = (3 + self.again) * self.weights
@@ -126,7 +115,7 @@ class StageTimes:
         if last:  # of the loss, three passes in fp32 over the logits and two in half precision
             moved = self.machine.constants.traffic * 32 * work.logits
             between += moved / (self.machine.node.gpu.memory_gb_s * 1e9)
-        return MicroBatchTime(matrix, between, self._tensor() * layers, self._boundary())
+        return StepTime(matrix, between, self._tensor() * layers, self._boundary())
 
     def _scores(self, window: Window) -> float:
         """Predict a layer's attention; kernels without kept scores skip the masked half."""
@@ -202,8 +191,8 @@ def _data_seconds(work: Workload, machine: NodeRates, computed: float) -> tuple[
 
 def _offload_seconds(work: Workload, machine: NodeRates) -> float:
     """Predict the seconds of PCIe and NVMe transfers; DeepSpeed hides few of them."""
-    layout, form, here = work.layout, machine.node.form, machine.ranks_here
-    pcie = form.pcie_gb_s * 1e9
+    layout, node = work.layout, machine.node
+    pcie = node.pcie_gb_s * 1e9
     parameters, m = work.parameters_of(0), layout.accumulation
     share = parameters / layout.dp
     seconds = 0.0
@@ -216,10 +205,10 @@ def _offload_seconds(work: Workload, machine: NodeRates) -> float:
     if work.checkpoints_at == "host":
         kept = work.activations.stream * work.layers_of(0) / max(1, work.recomputed)
         seconds += 2 * m * kept / (layout.tp if work.cuts_checkpoints else 1) / pcie
-    if form.nvme_gb_s and "nvme" in (work.optimizer_at, work.weights_at):
+    if node.nvme_gb_s and "nvme" in (work.optimizer_at, work.weights_at):
         states = 32 * share if work.optimizer_at == "nvme" else 0.0  # 16 read and 16 written
         states += 2 * m * work.width * share if work.weights_at == "nvme" else 0.0
-        seconds += states * here / (form.nvme_gb_s * 1e9)
+        seconds += states * machine.ranks_here / (node.nvme_gb_s * 1e9)
     return seconds
 
 
@@ -234,4 +223,94 @@ def _update_seconds(work: Workload, machine: NodeRates) -> float:
         started = work.software.update_kernels * tensors * machine.kernel_seconds
         moved = work.software.update_bytes * share / (node.gpu.memory_gb_s * 1e9)
         return max(moved, started)
-    return HOST_UPDATE_BYTES * share * machine.ranks_here / (node.form.host.memory_gb_s * 1e9)
+    return HOST_UPDATE_BYTES * share * machine.ranks_here / (node.host.memory_gb_s * 1e9)
+
+
+@dataclass(frozen=True)
+class NodeRates:
+    """Rates of a node in training, in operations and bytes per second."""
+
+    node: Node
+    constants: Constants
+    ranks: int  # of the run
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks on a full node."""
+        return min(self.ranks, self.node.gpus)
+
+    @property
+    def kernel_seconds(self) -> float:
+        """Seconds of the host to start a kernel."""
+        own = self.node.kernel_seconds
+        return self.constants.kernel_us * 1e-6 if own is None else own
+
+    def product_seconds(self, product: cost.Product, precision: str) -> float:
+        """Predict a matrix product: computing it or moving its operands, whichever is slower.
+
+        The share of the rate falls with the last wave of tiles that does not fill the GPU, and with short
+        sums.
+        """
+        gpu, width = self.node.gpu, 4 if precision == "fp32" else 2
+        if reached := gpu.reached_tflops.get(precision):  # of cores, which have no waves of tiles
+            return product.operations / (reached * 1e12)
+        rate = gpu.tflops[precision] * 1e12 * gpu.matrix_share * self.constants.matrix
+        tiles = math.ceil(product.m / TILE) * math.ceil(product.n / TILE) * product.times
+        waves = tiles / gpu.multiprocessors
+        filled = waves / math.ceil(waves)
+        deep = product.k / (product.k + self.constants.depth)
+        moved = (
+            width * product.times * (product.m * product.k + product.k * product.n + product.m * product.n)
+        )
+        return max(product.operations / (rate * filled * deep), moved / (gpu.memory_gb_s * 1e9))
+
+    def collective_seconds(self, size: float, ranks: int, spread: int, *, passes: int = 2) -> float:
+        """Predict a ring of `ranks` ranks, `spread` apart in rank order: `passes` x (n - 1) / n x size.
+
+        Two passes are an all-reduce, one is a gather or a scatter (Patarasuk and Yuan 2009). Inside a node
+        each rank has its link; between nodes the groups that cross share the node's network.
+        """
+        if ranks == 1 or not size:
+            return 0.0
+        hop = LATENCY if self.inside(ranks, spread) else FAR_LATENCY
+        latency = passes * min(ranks - 1, 2 * math.ceil(math.log2(ranks))) * hop
+        return passes * (ranks - 1) / ranks * size / self.ring_rate(ranks, spread) + latency
+
+    def ring_rate(self, ranks: int, spread: int) -> float:
+        """Return the bytes per second of each rank of a ring."""
+        inside = self.link(ranks)
+        if self.inside(ranks, spread):
+            return inside
+        members = max(1, self.node.gpus // spread)  # of a group in one node
+        groups = self.node.gpus / members  # that cross the node's border
+        return min(inside, self.network / groups)
+
+    def inside(self, ranks: int, spread: int) -> bool:
+        """Check that no group of `ranks` ranks, `spread` apart, crosses a node's border."""
+        return self.node.holds_groups(ranks, spread, self.ranks)
+
+    def link(self, ranks: int) -> float:
+        """Return the bytes per second of a GPU to the others of its group in a node.
+
+        Without a switch only the lines that lead to them count.
+        """
+        link = self.node.link
+        between = (link.pair_gb_s or math.inf) * (ranks - 1)
+        return min(link.gb_s or math.inf, between) * 1e9 * self.constants.link
+
+    @property
+    def network(self) -> float:
+        """Bytes per second of a node to others; of its PCIe if no network is known."""
+        network = self.node.network
+        if network and network.reached_gb_s:
+            return network.reached_gb_s * 1e9
+        return (network.gb_s if network else self.node.pcie_gb_s) * 1e9 * self.constants.network
+
+    def hop_seconds(self, size: float, spread: int) -> float:
+        """Predict sending `size` bytes to the rank `spread` further; every rank of a node sends at once."""
+        if not size:
+            return 0.0
+        rate = self.link(2)
+        if spread >= self.node.gpus:
+            rate = min(rate, self.network / self.ranks_here)
+        return size / rate + FAR_LATENCY

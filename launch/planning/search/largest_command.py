@@ -111,7 +111,7 @@ def page(setting: Setting, found: list[LargestModel], width: int | None = None) 
     what = f"{recipe.model.family} in {recipe.precision}, micro-batches of {counted(setting.micro, 'sample')}"
     shown = Page(width)
     shown.facts(
-        ("hardware", f"{gpus}: {node.form.title} ({node.name}), {memory}"),
+        ("hardware", f"{gpus}: {node.title} ({node.name}), {memory}"),
         ("model", f"{what} of {recipe.sequence_length:,} tokens, dropout {recipe.dropout.hidden:g}"),
     )
     pairs = zip(found[::2], found[1::2], strict=True)  # without and with recomputation
@@ -120,7 +120,7 @@ def page(setting: Setting, found: list[LargestModel], width: int | None = None) 
     rooms = ((size, node.gpu.memory_bytes / size / 1e9) for size in BYTES_PER_PARAMETER)
     rules = ", ".join(f"{billions:.2f} billion at {size} bytes" for size, billions in rooms)
     said = f"the documents' rule, memory over bytes per parameter, for one GPU: {rules}"
-    if printed := PRINTED_LIMITS.get(node.form.gpu):
+    if printed := PRINTED_LIMITS.get(node.gpu.name):
         said += f"; they print {printed / 1e9:g} billion for this GPU as the practical upper bound"
     kept = "That leaves nothing for activations; ZeRO-0 here takes 18 bytes, as its gradients are in fp32"
     shown.text(f"{said}. {kept}", f"{NOTE}, predicted {error('memory')}")
@@ -143,7 +143,7 @@ def pipelines(settings: list[Setting], width: int | None = None) -> Page:
     batch = f"{CHUNKS} micro-batches of {counted(settings[0].micro, 'sample')}"
     shown = Page(width)
     shown.facts(
-        ("hardware", f"nodes of {counted(node.gpus, 'GPU')}: {node.form.title} ({node.name})"),
+        ("hardware", f"nodes of {counted(node.gpus, 'GPU')}: {node.title} ({node.name})"),
         ("model", f"{what}, {batch}, every layer recomputed; one replica over all GPUs"),
     )
     shown.table(rows, PIPELINE_HEADINGS, "rllll")
@@ -195,7 +195,7 @@ class LargestModel(NamedTuple):
     @property
     def host_share(self) -> float:
         """Share of the host's memory that is taken."""
-        return self.forecast.host / (self.forecast.node.form.host.memory_gb * 1e9)
+        return self.forecast.host / (self.forecast.node.host.memory_gb * 1e9)
 
     @property
     def size(self) -> str:

@@ -46,7 +46,7 @@ def page(answer: Answer, name: str, most: int, width: int | None = None) -> Page
     shown = Page(width)
     shown.facts(
         ("recipe", f"{name}: {size / 1e9:,.3g} billion parameters ({shape}), {samples}"),
-        ("hardware", f"{gpus}: {node.form.title} ({node.name}), {node.gpu.memory_bytes / 1e9:.1f} GB each"),
+        ("hardware", f"{gpus}: {node.title} ({node.name}), {node.gpu.memory_bytes / 1e9:.1f} GB each"),
         ("searched", f"{number} ({question.software.name})"),
     )
     if best := answer.best_per_layout(most):

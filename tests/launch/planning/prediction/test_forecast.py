@@ -10,9 +10,10 @@ from launching import ROOT, run
 from planned import plan as planned_row
 from planned import work
 
-from launch.planning.prediction import forecast_text, timeline
+from launch.planning.prediction import forecast_text
 from launch.planning.prediction.constants import fitted_constants
 from launch.planning.prediction.forecast import forecast
+from launch.planning.prediction.forecast_plot import timeline
 from launch.planning.prediction.hardware import find
 from launch.planning.prediction.published_step import side_by_side
 from launch.planning.prediction.rank_memory import fullest_rank
@@ -58,7 +59,8 @@ def test_the_verdict_is_about_the_fullest_gpu_and_the_host():
     assert fits.verdict == "fits" and fits.margin == fits.node.gpu.memory_bytes - fits.fullest_rank.total
     rank, verdicts = fits.fullest_rank, {}
     for room in (rank.least - 1, rank.least + 1, rank.total - 1, rank.total + 1):
-        tight = replace(fits.node, gpu=fits.node.gpu.model_copy(update={"memory_gib": room / 2**30}))
+        gpu = fits.node.gpu.model_copy(update={"memory_gib": room / 2**30})
+        tight = fits.node.model_copy(update={"gpu": gpu})
         verdicts[room] = forecast(fits.work, tight)
     found = [each.verdict for each in verdicts.values()]
     assert found == ["out of memory", "snug", "snug", "fits"], "with all that torch reserves it fits"
@@ -67,8 +69,8 @@ def test_the_verdict_is_about_the_fullest_gpu_and_the_host():
     # 20 bytes of each of 98.03B parameters over 64 ranks, 16 of them in each DGX-2 of 1.5 TB.
     host = predicted("jeanzay_hf_deepspeed_max_size/91b-g64", "dgx2")
     assert host.verdict == "fits" and host.host == pytest.approx(16 * 20 * 98.03e9 / 64, rel=1e-3)
-    small = replace(host.node, form=host.node.form.model_copy(update={"host": host.node.form.host.model_copy(
-        update={"memory_gb": 100.0})}))  # fmt: skip
+    little = host.node.host.model_copy(update={"memory_gb": 100.0})
+    small = host.node.model_copy(update={"host": little})
     assert forecast(host.work, small).verdict == "out of memory"
     assert "host memory" in kinds(forecast(host.work, small))
 
@@ -150,7 +152,7 @@ def test_the_chunks_of_a_remark_cure_the_bubble():
 )
 def test_the_timeline_keeps_the_order_of_a_pipeline_and_ends_with_the_predicted_time(name, sets):
     found = predicted(name, "v100-32x4" if not sets else "a100-80x8", *sets)
-    spans, layout = timeline.timeline(found.work, found.node, fitted_constants()), found.work.layout
+    spans, layout = timeline(found), found.work.layout
     assert len(spans) == 2 * layout.pp * layout.accumulation == len({span[:3] for span in spans})
     ends = {span[:3]: span.start + span.seconds for span in spans}
     for stage, number, kind, start, _ in spans:
@@ -207,8 +209,8 @@ def test_what_no_gpu_reaches_is_remarked():
     found = predicted("a100_blog_table4/8.7b", "a100-40x8")
     fast = found.node.gpu.model_copy(update={"tflops": {"fp16": 312, "fp32": 19.5}, "matrix_share": 1.0,
                                              "memory_gb_s": 1e6})  # fmt: skip
-    link = found.node.form.link.model_copy(update={"gb_s": 1e6})
-    node = replace(found.node, gpu=fast, form=found.node.form.model_copy(update={"link": link}))
+    link = found.node.link.model_copy(update={"gb_s": 1e6})
+    node = found.node.model_copy(update={"gpu": fast, "link": link})
     rate = fitted_constants().model_copy(update={"matrix": 1.4, "kernel_us": 0.0, "depth": 0.0})
     assert "implausible" in kinds(forecast(found.work, node, rate)) and "implausible" not in kinds(found)
 
@@ -224,8 +226,8 @@ def test_mfu_counts_no_recomputation():
 
 def test_a_host_that_is_too_small_limits_the_micro_batch():
     found = predicted("jeanzay_megatron_deepspeed_zero_cpu_offload/48b-tp4-mb64", "v100-32x4")
-    host = found.node.form.host.model_copy(update={"memory_gb": 1.05 * found.host / 1e9})
-    small = replace(found.node, form=found.node.form.model_copy(update={"host": host}))
+    host = found.node.host.model_copy(update={"memory_gb": 1.05 * found.host / 1e9})
+    small = found.node.model_copy(update={"host": host})
     assert forecast(found.work, small).largest.as_planned < found.largest.as_planned
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import yaml
+from launching import ROOT
 from measured_machine import TWO_CORES
 
 from launch.planning.prediction import hardware
@@ -9,7 +10,7 @@ from launch.planning.prediction.software import SYSTEMS
 from recipes import catalog
 from recipes.problems import ProblemsError
 
-DOCUMENT = yaml.safe_load(hardware.CATALOGUE.read_text())
+DOCUMENT = yaml.safe_load((ROOT / hardware.SHOWN).read_text())
 
 
 def figures(value, path=()):
@@ -72,7 +73,7 @@ def test_a_users_file_adds_nodes_and_may_use_the_catalogues_gpus(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(OWN)
     node = hardware.find(f"{path}:box")
-    assert (node.gpu.title, node.form.link.gb_s, node.form.network) == ("My GPU", 8, None)
+    assert (node.gpu.title, node.link.gb_s, node.network) == ("My GPU", 8, None)
     path.write_text(OWN.replace("gpu: mine", "gpu: a100-40"))
     assert hardware.find(f"{path}:box").gpu.title == hardware.find("a100-40x8").gpu.title
 
@@ -84,9 +85,9 @@ def test_a_users_file_adds_nodes_and_may_use_the_catalogues_gpus(tmp_path):
         (("pcie_gb_s: 8", "pcie_gbs: 8"), "box: pcie_gbs: Extra inputs"),
         (("gpu: mine", "gpu: mime"), "no such GPU of .*did you mean mine"),
         (("  box:", "  bex:"), "box: no such node of .*did you mean bex"),
-        (("gpus:\n", "cards:\n"), "no such GPU|gpus and nodes|mine"),
-        ((OWN, "[1, 2"), "is no YAML"),
-        ((OWN, "a: 1"), "a catalogue has gpus and nodes"),
+        (("gpus:\n", "cards:\n"), "cards: Extra inputs"),
+        ((OWN, "[1, 2"), "is no YAML|not valid YAML|YAML"),
+        ((OWN, "a: 1"), "mine.yaml: a: Extra inputs are not permitted"),
     ],
 )
 def test_what_is_wrong_with_a_users_file_is_said(tmp_path, change, says):

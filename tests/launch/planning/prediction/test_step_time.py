@@ -9,8 +9,7 @@ from launch.planning.prediction import workload
 from launch.planning.prediction.constants import fitted_constants
 from launch.planning.prediction.forecast import speed
 from launch.planning.prediction.hardware import find
-from launch.planning.prediction.node_rates import FAR_LATENCY, NodeRates
-from launch.planning.prediction.step_time import step_time
+from launch.planning.prediction.step_time import FAR_LATENCY, NodeRates, step_time
 from modeling.cost import Product
 
 DGX2, JEAN_ZAY, A100 = find("dgx2"), find("v100-32x4"), find("a100-80x8")
@@ -72,7 +71,7 @@ def test_an_all_reduce_moves_twice_what_a_gather_does():
 def test_groups_that_cross_nodes_share_the_network():
     machine = NodeRates(A100, fitted_constants(), 64)
     whole = 200e9 * fitted_constants().network
-    inside = A100.form.link.gb_s * 1e9 * fitted_constants().link
+    inside = A100.link.gb_s * 1e9 * fitted_constants().link
     assert machine.ring_rate(8, 1) == inside, "tensor parallelism of a node"
     assert machine.ring_rate(64, 1) == whole, "one group has the whole network of a node"
     assert machine.ring_rate(8, 8) == whole / 8, "a rank of a node in each of eight groups"
@@ -160,8 +159,8 @@ def test_offloaded_checkpoints_and_states_cross_pcie():
 def test_ranks_of_a_node_share_its_host_and_its_nvme():
     step = work("jeanzay_hf_deepspeed_max_size/91b-g64", "ds_config=zero_infinity")
     held = step.parameters_of(0) / 64
-    half = DGX2.form.model_copy(update={"gpus": 8})
-    sixteen, eight = (seconds(step, node) for node in (DGX2, replace(DGX2, form=half)))
+    half = DGX2.model_copy(update={"gpus": 8})
+    sixteen, eight = (seconds(step, node) for node in (DGX2, half))
     assert sixteen.update == pytest.approx(2 * eight.update) == pytest.approx(30 * held * 16 / 256e9)
     swapped = sixteen.offload - eight.offload
     assert swapped == pytest.approx((32 * held + 2 * 2 * held) * 8 / 25.6e9)
