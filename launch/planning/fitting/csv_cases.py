@@ -44,7 +44,8 @@ USUAL_NODES = {
     r"\bh200\b(?!.*(nvl|pcie))": "h200x8",
 }
 SOFTWARE = {"deepspeed": "megatron-deepspeed", "pytorch": "fsdp", "megatron-lm": "megatron"}
-OFFLOADED = "optimizer|parameters|activations"
+RECOMPUTED = "^(none|full|yes|selective|[1-9][0-9]*)$"
+OFFLOADED = r"^(none|((optimizer|parameters|activations)(\+|$))+)$"
 MOST_MICRO = 16  # samples that are tried where a row states no micro-batch
 
 
@@ -58,90 +59,84 @@ def _system(name: str) -> str:
     return SOFTWARE.get(name, name)
 
 
+def column(description: str, default: Any = None) -> Any:
+    return Field(default, description=description)
+
+
 ANY_CASE = BeforeValidator(str.lower)
 
 
-class Row(BaseModel, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True):
+class Row(BaseModel, frozen=True, allow_inf_nan=False):
     """A line of the file. Its columns are the fields, and `--columns` shows their descriptions."""
 
-    document: str
-    """short name of the source; constants are fitted leaving one out (default: the file's name)"""
-    row: str
-    """name of the row"""
-    family: Annotated[Literal["gpt2", "bert"], ANY_CASE] = "gpt2"
-    """gpt2 (default) or bert"""
-    task: Annotated[TaskName | None, ANY_CASE] = Field(
-        None,
-        description="fine-tuning of a bert, whose head stands in place of those of pretraining: "
-        f"{', '.join(TASKS)}",
+    document: str = column(
+        "short name of the source; constants are fitted leaving one out (default: the file's name)", ""
     )
-    layers: Layers | None = None
-    """transformer layers"""
-    hidden: Width | None = None
-    """hidden size"""
-    heads: Width | None = None
-    """attention heads (default: hidden / 128)"""
-    vocab_size: Vocabulary | None = None
-    """tokens of the vocabulary before padding (default: 50257, bert 30522)"""
-    sequence_length: Tokens | None = None
-    """tokens per sample (default: 1024, bert 512)"""
-    tp: Width = 1
-    """tensor-parallel degree (default: 1)"""
-    pp: Width = 1
-    """pipeline stages (default: 1)"""
-    dp: Width | None = None
-    """data-parallel degree (default: gpus / (tp x pp))"""
-    interleave: Count = 1
-    """model chunks per pipeline stage (default: 1, plain 1F1B)"""
-    gpus: Count | None = None
-    """of the whole run (default: tp x pp x dp)"""
-    micro_batch: Count | None = None
-    """samples per forward pass and replica (default: the one that the planner finds fastest)"""
-    global_batch: Count | None = None
-    """samples per step (default: micro_batch x dp x gradient_accumulation)"""
-    gradient_accumulation: Count | None = None
-    """micro-batches per step and replica (default: what global_batch asks)"""
-    activation_checkpointing: Annotated[
-        str, ANY_CASE, Field(pattern="^(none|full|yes|selective|[1-9][0-9]*)$")
-    ] = ""
-    """none, full (or yes), selective, or N layers per chunk (default: what fits)"""
-    sequence_parallel: bool = False
-    """yes or no (default)"""
-    attention: Annotated[Literal["plain", "flash"] | None, ANY_CASE] = None
-    """plain keeps its scores, flash does not (default: the software's)"""
-    precision: Annotated[Literal["fp16", "bf16", "fp32"], ANY_CASE] = "fp16"
-    """fp16 (default), bf16 or fp32"""
-    zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
-    """0 (default) to 3"""
-    offload: Annotated[str, ANY_CASE, Field(pattern=rf"^(none|({OFFLOADED})(\+({OFFLOADED}))*)$")] = "none"
-    """none (default), or of optimizer, parameters, activations, joined by +: to the host"""
-    hardware: str = ""
-    """node of the catalogue, FILE.yaml:NODE, or V100, A100 40GB, … for its usual node"""
-    software: Annotated[str | None, ANY_CASE, AfterValidator(_system)] = Field(
-        None,
-        description=f"{', '.join(SYSTEMS)} (default: megatron; for a task transformers, with ZeRO "
-        "megatron-deepspeed, on H100 megatron-core, on V100 without a pipeline megatron-2019)",
+    row: str = column("name of the row", "")
+    family: Annotated[Literal["gpt2", "bert"], ANY_CASE] = column("gpt2 (default) or bert", "gpt2")
+    task: Annotated[TaskName | None, ANY_CASE] = column(
+        f"fine-tuning of a bert, whose head stands in place of those of pretraining: {', '.join(TASKS)}"
     )
-    time_per_iteration_s: NonNegativeFloat | None = None
-    """seconds per step, as published"""
-    samples_per_s: NonNegativeFloat | None = None
-    """samples per second over all GPUs, as published"""
-    tflops: NonNegativeFloat | None = None
-    """per GPU, as published; stands for the time where none is"""
-    tflops_by: Annotated[TflopsRule, ANY_CASE] = "exact"
-    """exact (default): every product; model: no recomputed ones; formula: 2 x parameters"""
-    cached_gb: NonNegativeFloat | None = None
-    """memory of the fullest GPU that PyTorch cached (reserved), GiB"""
-    allocated_gb: NonNegativeFloat | None = None
-    """of that, memory that PyTorch allocated at the most, GiB"""
-    memory_by: Annotated[Literal["torch", "device"], ANY_CASE] = "torch"
-    """torch (default); device: as nvidia-smi shows it, with CUDA's context"""
-    status: Annotated[Literal["ok", "oom", "doubtful"], ANY_CASE] = "ok"
-    """ok, OOM, or doubtful: shown and not compared"""
-    source: str = ""
-    """where it is from"""
-    note: str = "doubtful"
-    """what else is known of it"""
+    layers: Layers | None = column("transformer layers")
+    hidden: Width | None = column("hidden size")
+    heads: Width | None = column("attention heads (default: hidden / 128)")
+    vocab_size: Vocabulary | None = column(
+        "tokens of the vocabulary before padding (default: 50257, bert 30522)"
+    )
+    sequence_length: Tokens | None = column("tokens per sample (default: 1024, bert 512)")
+    tp: Width = column("tensor-parallel degree (default: 1)", 1)
+    pp: Width = column("pipeline stages (default: 1)", 1)
+    dp: Width | None = column("data-parallel degree (default: gpus / (tp x pp))")
+    interleave: Count = column("model chunks per pipeline stage (default: 1, plain 1F1B)", 1)
+    gpus: Count | None = column("of the whole run (default: tp x pp x dp)")
+    micro_batch: Count | None = column(
+        "samples per forward pass and replica (default: the one that the planner finds fastest)"
+    )
+    global_batch: Count | None = column(
+        "samples per step (default: micro_batch x dp x gradient_accumulation)"
+    )
+    gradient_accumulation: Count | None = column(
+        "micro-batches per step and replica (default: what global_batch asks)"
+    )
+    activation_checkpointing: Annotated[str, ANY_CASE, Field(pattern=RECOMPUTED)] = column(
+        "none, full (or yes), selective, or N layers per chunk (default: what fits)", ""
+    )
+    sequence_parallel: bool = column("yes or no (default)", False)
+    attention: Annotated[Literal["plain", "flash"] | None, ANY_CASE] = column(
+        "plain keeps its scores, flash does not (default: the software's)"
+    )
+    precision: Annotated[Literal["fp16", "bf16", "fp32"], ANY_CASE] = column(
+        "fp16 (default), bf16 or fp32", "fp16"
+    )
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = column("0 (default) to 3", 0)
+    offload: Annotated[str, ANY_CASE, Field(pattern=OFFLOADED)] = column(
+        "none (default), or of optimizer, parameters, activations, joined by +: to the host", "none"
+    )
+    hardware: str = column(
+        "node of the catalogue, FILE.yaml:NODE, or V100, A100 40GB, … for its usual node", ""
+    )
+    software: Annotated[str | None, ANY_CASE, AfterValidator(_system)] = column(
+        f"{', '.join(SYSTEMS)} (default: megatron; for a task transformers, with ZeRO "
+        "megatron-deepspeed, on H100 megatron-core, on V100 without a pipeline megatron-2019)"
+    )
+    time_per_iteration_s: NonNegativeFloat | None = column("seconds per step, as published")
+    samples_per_s: NonNegativeFloat | None = column("samples per second over all GPUs, as published")
+    tflops: NonNegativeFloat | None = column("per GPU, as published; stands for the time where none is")
+    tflops_by: Annotated[TflopsRule, ANY_CASE] = column(
+        "exact (default): every product; model: no recomputed ones; formula: 2 x parameters", "exact"
+    )
+    cached_gb: NonNegativeFloat | None = column(
+        "memory of the fullest GPU that PyTorch cached (reserved), GiB"
+    )
+    allocated_gb: NonNegativeFloat | None = column("of that, memory that PyTorch allocated at the most, GiB")
+    memory_by: Annotated[Literal["torch", "device"], ANY_CASE] = column(
+        "torch (default); device: as nvidia-smi shows it, with CUDA's context", "torch"
+    )
+    status: Annotated[Literal["ok", "oom", "doubtful"], ANY_CASE] = column(
+        "ok, OOM, or doubtful: shown and not compared", "ok"
+    )
+    source: str = column("where it is from", "")
+    note: str = column("what else is known of it", "doubtful")
 
     def case(self, table: str) -> Case:
         """Make the case of the row. Raises ProblemsError, NotPredictable."""

@@ -11,7 +11,8 @@ import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import TypeVar
 
 import yaml
 
@@ -19,7 +20,7 @@ from data.durable_files import write_atomically
 from launch.console import terminal
 from launch.planning.fitting.cases import Case, by_document
 from launch.planning.prediction import constants
-from launch.planning.prediction.constants import Constants, Error
+from launch.planning.prediction.constants import Constants, Error, Fit
 from launch.planning.prediction.hardware import GIB
 from launch.planning.prediction.rank_memory import fullest_rank
 from launch.planning.prediction.step_time import step_time
@@ -38,6 +39,7 @@ RANGES = {
 ASSUMED = {"fragmentation": 0.22, "depth": 64.0}
 FIRST_STEP, LAST_STEP, LEAST_GAIN = 1.5, 1.01, 1e-6  # factors by which the search varies a constant
 ROUND = 0.05  # of ln(predicted / published): smaller errors all count as about this
+Numbers = TypeVar("Numbers", Constants, Error)
 HEADING = """\
 # The planner's constants. What each is: launch/planning/prediction/constants.py. Fitted by
 #     python launch/plan.py validate --refit
@@ -65,9 +67,13 @@ def error_of(found: Sequence[Ratio]) -> Error | None:
     if not found:
         return None
     sizes = sorted(abs(ratio.error) for ratio in found)
-    bias = statistics.median(ratio.predicted / ratio.published for ratio in found)
-    ninth = sizes[math.ceil(0.9 * len(sizes)) - 1]
-    return Error(len(sizes), statistics.median(sizes), ninth, sizes[-1], bias)
+    return Error(
+        rows=len(sizes),
+        median=statistics.median(sizes),
+        percentile_90=sizes[math.ceil(0.9 * len(sizes)) - 1],
+        worst=sizes[-1],
+        bias=statistics.median(ratio.predicted / ratio.published for ratio in found),
+    )
 
 
 def ratios(quantity: str, cases: Iterable[Case], trial: Constants) -> list[Ratio]:
@@ -103,30 +109,32 @@ def refit(cases: Sequence[Case]) -> None:
         name: {key: cases for key, cases in documents.items() if key != name} for name in ("", *documents)
     }
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        fits = dict(zip(others, pool.map(fit, others.values()), strict=True))
+        fits = dict(zip(others, map(_rounded, pool.map(fit, others.values())), strict=True))
     rows = {
-        name: [len(ratios(quantity, own, fits[""])) for quantity in ("time", "memory")]
+        name: [sum(case.printed(quantity) is not None for case in own) for quantity in ("time", "memory")]
         for name, own in documents.items()
     }
-
-    def plain(values: Constants) -> dict[str, float]:
-        return {name: round(value, 4) for name, value in values.model_dump().items()}
-
     errors = {}
     for quantity in ("time", "memory"):
-        own = [ratios(quantity, documents[name], Constants(**plain(fits[name]))) for name in documents]
-        found = error_of([ratio for each in own for ratio in each])
-        errors[quantity] = found and {key: round(value, 4) for key, value in asdict(found).items()}
-    document = {
-        "constants": plain(fits.pop("")),
-        "errors": errors,
-        "fitted_on": {name: counts for name, counts in rows.items() if any(counts)},
-        "left_out": {name: plain(values) for name, values in fits.items() if any(rows[name])},
-    }
-    text = HEADING + yaml.safe_dump(document, sort_keys=False, width=110, default_flow_style=None)
-    write_atomically(constants.FILE, text)
-    constants.clear_cache()
+        own = [ratio for name in documents for ratio in ratios(quantity, documents[name], fits[name])]
+        errors[quantity] = _rounded(error_of(own))
+    found = Fit(
+        constants=fits[""],
+        errors=errors,
+        fitted_on={name: counts for name, counts in rows.items() if any(counts)},
+        left_out={name: fits[name] for name, counts in rows.items() if any(counts)},
+    )
+    text = yaml.safe_dump(found.model_dump(), sort_keys=False, width=110, default_flow_style=None)
+    write_atomically(constants.FILE, HEADING + text)
+    constants.fitted.cache_clear()
+    constants.fitted_constants.cache_clear()
     print(f"wrote {constants.FILE}\n")
+
+
+def _rounded(numbers: Numbers) -> Numbers:
+    return type(numbers).model_validate(
+        {name: round(value, 4) for name, value in numbers.model_dump().items()}
+    )
 
 
 def _distance(ratio: Ratio) -> float:

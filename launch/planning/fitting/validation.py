@@ -10,7 +10,7 @@ from launch.console.terminal import wrapped
 from launch.console.text_table import table
 from launch.planning.fitting.cases import QUANTITIES, Case
 from launch.planning.fitting.fitting import Ratio, error_of, ratios
-from launch.planning.prediction.constants import Constants, constants_without_each, fitted_constants
+from launch.planning.prediction.constants import Constants, fitted
 from launch.planning.prediction.hardware import GIB
 from launch.planning.prediction.rank_memory import fullest_rank
 from modeling import cost
@@ -77,15 +77,14 @@ class Validation:
     @property
     def unfitted(self) -> list[str]:
         """Documents outside every fit; the others were left out one at a time."""
-        return sorted({case.document for case in self.cases} - constants_without_each().keys())
+        return sorted({case.document for case in self.cases} - fitted().left_out.keys())
 
 
 def validate(cases: Sequence[Case]) -> Validation:
     """Predict the rows of every document with the constants fitted without it."""
-    known = constants_without_each()
 
     def constants(case: Case) -> Constants:
-        return known.get(case.document, fitted_constants())
+        return fitted().left_out.get(case.document, fitted().constants)
 
     found = {
         name: [ratio for case in cases for ratio in ratios(name, [case], constants(case))]

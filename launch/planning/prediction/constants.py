@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 from pydantic import Field, NonNegativeFloat, PositiveFloat
@@ -39,46 +38,36 @@ class Constants(Strict):
     blocks that fit (c10/cuda/CUDACachingAllocator.cpp)"""
 
 
-@dataclass(frozen=True)
-class Error:
-    """Relative errors on published rows; median, 90th percentile and worst are of the absolute values.
-
-    Attributes:
-        bias: median of predicted / published.
-    """
+class Error(Strict):
+    """Relative errors on published rows; median, 90th percentile and worst are of the absolute values."""
 
     rows: int
     median: float
     percentile_90: float
     worst: float
     bias: float
+    """median of predicted / published"""
 
 
-def published_error(quantity: Literal["time", "memory"]) -> Error:
-    """Return the planner's error, by constants that never saw a row's document (`validate --refit`)."""
-    return Error(**document()["errors"][quantity])
+class Fit(Strict):
+    """The file."""
+
+    constants: Constants
+    errors: dict[Literal["time", "memory"], Error]
+    """of rows predicted by constants that never saw their document"""
+    fitted_on: dict[str, list[int]]
+    """rows of each document with a time, and with a memory"""
+    left_out: dict[str, Constants]
+    """fitted without the document"""
+
+
+@functools.cache
+def fitted() -> Fit:
+    """Read the file."""
+    return Fit.model_validate(yaml.safe_load(FILE.read_text()))
 
 
 @functools.cache
 def fitted_constants(measured: tuple[tuple[str, float], ...] = ()) -> Constants:
     """Return the fitted constants; `measured` replaces those measured on this machine, by name."""
-    return Constants.model_validate({**document()["constants"], **dict(measured)})
-
-
-@functools.cache
-def document() -> dict[str, Any]:
-    """Read the file: constants, rows of the fit, constants without each document."""
-    loaded: dict[str, Any] = yaml.safe_load(FILE.read_text())
-    return loaded
-
-
-def constants_without_each() -> dict[str, Constants]:
-    """Return the constants fitted without each document."""
-    fits = document().get("left_out") or {}
-    return {name: Constants.model_validate(values) for name, values in fits.items()}
-
-
-def clear_cache() -> None:
-    """Forget the file, so that it is read again."""
-    fitted_constants.cache_clear()
-    document.cache_clear()
+    return fitted().constants.model_copy(update=dict(measured))

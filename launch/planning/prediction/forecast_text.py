@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ds_configs.plan import Plan
 from launch.planning.page import Page
-from launch.planning.prediction.constants import published_error
+from launch.planning.prediction.constants import fitted
 from launch.planning.prediction.forecast import Bill, Forecast, Remark, Speed
 from launch.planning.prediction.step_time import StepTime
 from recipes.problems import counted
@@ -88,7 +88,7 @@ def page(found: Forecast, name: str, bill: Bill | None, width: int | None = None
 
 def error(quantity: Literal["time", "memory"]) -> str:
     """Describe the planner's error on published rows."""
-    found = published_error(quantity)
+    found = fitted().errors[quantity]
     tenths = f"±{found.percentile_90:.0%} in nine of ten"
     return f"±{found.median:.0%} in the median of {found.rows} published rows, {tenths}"
 
@@ -220,7 +220,7 @@ def as_json(found: Forecast, bill: Bill | None) -> dict[str, Any]:
         "memory_bytes": found.node.gpu.memory_bytes,
         "host_bytes_per_node": found.host,
         "nvme_bytes_per_node": found.nvme,
-        "errors": {quantity: asdict(published_error(quantity)) for quantity in ("time", "memory")},
+        "errors": {quantity: error.model_dump() for quantity, error in fitted().errors.items()},
         "verdict": found.verdict,
         "margin_bytes": found.margin,
         "largest_micro": asdict(found.largest),

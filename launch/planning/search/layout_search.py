@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from launch.planning.prediction.constants import published_error
+from launch.planning.prediction.constants import fitted
 from launch.planning.prediction.forecast import Forecast, forecast
 from launch.planning.prediction.workload import Workload
 from launch.planning.search import candidates
@@ -198,7 +198,7 @@ def groups(candidates_: Sequence[Candidate]) -> list[int]:
     """Number the groups, from the fastest, whose times are closer than the planner's error in the median."""
     first, number, found = 0.0, -1, dict[int, int]()
     for place in sorted(range(len(candidates_)), key=lambda place: candidates_[place].seconds):
-        if candidates_[place].seconds > (1 + published_error("time").median) * first:
+        if candidates_[place].seconds > (1 + fitted().errors["time"].median) * first:
             first, number = candidates_[place].seconds, number + 1
         found[place] = number
     return [found[place] for place in range(len(candidates_))]

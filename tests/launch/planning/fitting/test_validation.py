@@ -2,7 +2,7 @@
 
 import math
 from argparse import Namespace
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 from launching import ROOT
@@ -10,12 +10,7 @@ from launching import ROOT
 from launch.planning.fitting import csv_cases, fitting, validation, validation_command
 from launch.planning.fitting.cases import Case, by_document, of_published_tables
 from launch.planning.prediction import constants, hardware, rank_memory
-from launch.planning.prediction.constants import (
-    constants_without_each,
-    document,
-    fitted_constants,
-    published_error,
-)
+from launch.planning.prediction.constants import fitted, fitted_constants
 from launch.planning.prediction.step_time import step_time
 from recipes.problems import ProblemsError
 
@@ -93,10 +88,12 @@ def test_a_document_is_predicted_without_having_been_fitted_on(published, found,
     """Its own constants are used, and a document that nothing was fitted on gets those of all."""
     slow = fitted_constants().model_copy(update={"matrix": fitted_constants().matrix / 2})
     before = fitting.error_of(found.part(OWN).ratios["time"]).bias
-    monkeypatch.setattr(validation, "constants_without_each", lambda: {**constants_without_each(), OWN: slow})
+    own = fitted()
+    slower = own.model_copy(update={"left_out": {**own.left_out, OWN: slow}})
+    monkeypatch.setattr(validation, "fitted", lambda: slower)
     changed = validation.validate(published)
     assert fitting.error_of(changed.part(OWN).ratios["time"]).bias > 1.5 * before and changed.unfitted == []
-    monkeypatch.setattr(validation, "constants_without_each", lambda: {})
+    monkeypatch.setattr(validation, "fitted", lambda: own.model_copy(update={"left_out": {}}))
     assert OWN in changed.unfitted
 
 
@@ -106,18 +103,18 @@ def test_the_constants_file_knows_what_it_was_fitted_on(published, others):
         name: [sum(bool(case.printed(quantity)) for case in own) for quantity in ("time", "memory")]
         for name, own in documents.items()
     }
-    assert document()["fitted_on"] == {name: counts for name, counts in rows.items() if any(counts)}, (
+    assert fitted().fitted_on == {name: counts for name, counts in rows.items() if any(counts)}, (
         "rows were added or excluded since: python launch/plan.py validate --refit"
     )
-    assert set(document()["left_out"]) == set(document()["fitted_on"])
+    assert set(fitted().left_out) == set(fitted().fitted_on)
 
 
 def test_every_prediction_bears_the_error_that_validate_finds(published, others):
     found = validation.validate([*published, *others])
     for quantity in ("time", "memory"):
         ratios = found.ratios[quantity]
-        kept, now = published_error(quantity), fitting.error_of(ratios)
-        assert asdict(kept) == pytest.approx(asdict(now), abs=1e-4), (
+        kept, now = fitted().errors[quantity], fitting.error_of(ratios)
+        assert kept.model_dump() == pytest.approx(now.model_dump(), abs=1e-4), (
             "rows, terms or constants changed since: python launch/plan.py validate --refit"
         )
         assert sum(abs(ratio.error) <= now.percentile_90 for ratio in ratios) >= 0.9 * now.rows
@@ -144,13 +141,14 @@ def test_refitting_writes_the_file_that_the_planner_reads(published, tmp_path, m
     few = [case for case in published if case.table in ("dgx2_gpt2_model_parallel", "a100_blog_table4")]
     try:
         fitting.refit(few)
-        assert set(constants_without_each()) == {case.document for case in few}
-        assert document()["fitted_on"][ADVENTURES] == [7, 7]
+        assert set(fitted().left_out) == {case.document for case in few}
+        assert fitted().fitted_on[ADVENTURES] == [7, 7]
         errors = [abs(ratio.error) for ratio in fitting.ratios("time", few, fitted_constants())]
         assert sum(errors) / len(errors) < 0.1
     finally:
         monkeypatch.undo()
-        constants.clear_cache()
+        fitted.cache_clear()
+        fitted_constants.cache_clear()
 
 
 def test_every_row_of_the_other_documents_is_read(others):

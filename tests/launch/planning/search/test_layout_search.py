@@ -15,7 +15,7 @@ from ds_configs.jsonfile import ConfigError
 from ds_configs.plan import ANY_GPU
 from ds_configs.resolver import resolve
 from launch.planning.prediction import workload
-from launch.planning.prediction.constants import published_error
+from launch.planning.prediction.constants import fitted
 from launch.planning.prediction.forecast import forecast
 from launch.planning.search import layout_search, search_command, shapes, ways
 from launch.planning.search.layout_search import WORTH
@@ -126,7 +126,7 @@ def test_the_first_fits_with_a_margin_where_that_costs_little():
 def test_layouts_closer_than_the_planners_error_are_one_group():
     found = answer(CASES["13b"])
     shown = found.ranking
-    numbers, error = layout_search.groups(shown), published_error("time").median
+    numbers, error = layout_search.groups(shown), fitted().errors["time"].median
     by_group = {number: [] for number in numbers}
     for each, number in zip(shown, numbers, strict=True):
         by_group[number].append(each.seconds)
