@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
 from launch.planning.prediction.constants import fitted
 from launch.planning.prediction.forecast import Forecast, forecast
@@ -78,24 +77,18 @@ class Candidate:
         return found
 
 
-Fate = Literal["best", "dominated", "memory", "divisibility", "DeepSpeed cannot"]
-
-
 @dataclass(frozen=True)
 class Alternative:
-    """All layouts with one value of a dimension, and their fate.
+    """All layouts with a value of a dimension that the winner lacks.
 
     Attributes:
-        best: the fastest fitting layout, or the one nearest to fitting; None: there is none.
-        slowdown: its time over the winner's.
-        rule: the rule against it: divisibility, or a limit of DeepSpeed.
+        best: the fastest fitting layout, or else the one nearest to fitting; None: there is none.
+        rule: the rule against them all: divisibility, or a limit of DeepSpeed.
     """
 
     dimension: Dimension
     value: object
-    fate: Fate
     best: Candidate | None = None
-    slowdown: float = 1.0
     rule: str = ""
 
 
@@ -213,38 +206,29 @@ def _complexity(candidate: Candidate) -> tuple[bool, bool, int, float]:
 def _alternatives(
     predicted: list[Candidate], ranking: list[Candidate], exclusions: Exclusions
 ) -> list[Alternative]:
-    """Return the fate of each value of each dimension, and the resolver's refusals."""
-    best, nearest = dict[Value, Candidate](), dict[Value, Candidate]()
+    """Return what is best for each value that the winner lacks, and what is ruled out."""
     by_missing = sorted((each for each in predicted if not each.fits), key=lambda each: each.shortage)
-    for firsts, candidates_ in ((best, ranking), (nearest, by_missing)):
-        for candidate in candidates_:
-            for value in candidate.values:
-                firsts.setdefault(value, candidate)
-    found: list[Alternative] = []
-    for value in {**best, **nearest}:
-        if value in best:
-            slowdown = best[value].seconds / ranking[0].seconds
-            fate: Fate = "best" if value in ranking[0].values else "dominated"
-            found.append(Alternative(*value, fate, best[value], slowdown))
-        else:
-            found.append(Alternative(*value, "memory", nearest[value]))
+    firsts = dict[Value, Candidate]()
+    for candidate in (*ranking, *by_missing):
+        for value in candidate.values:
+            firsts.setdefault(value, candidate)
+    won = ranking[0].values if ranking else []
+    found = [Alternative(*value, best) for value, best in firsts.items() if value not in won]
     found += [
-        Alternative(*value, "divisibility", rule=rule)
+        Alternative(*value, rule=f"not divisible: {rule}")
         for value, rule in exclusions.indivisible.items()
-        if value not in best and value not in nearest
+        if value not in firsts
     ]
-    return found + _refused(exclusions)
-
-
-def _refused(exclusions: Exclusions) -> list[Alternative]:
-    """Return the resolver's refusals; a rule for pipelines also covers those with tensor ranks."""
-    found: dict[tuple[Way, str], Alternative] = {}
+    refused: dict[tuple[Way, str], str] = {}  # a rule for pipelines covers those with tensor ranks
     for (way, (tensor, pipeline)), problems in exclusions.refused.items():
         parts = " and ".join(["tensor"] * tensor + ["pipeline"] * pipeline)
-        value = f"{way.name} with {parts}" if parts else way.name
         rule = "; ".join(dict.fromkeys(str(problem.rule or problem.came) for problem in problems))
-        found.setdefault((way, rule), Alternative("model states", value, "DeepSpeed cannot", rule=rule))
-    return list(found.values())
+        refused.setdefault((way, rule), f"{way.name} with {parts}" if parts else way.name)
+    found += [
+        Alternative("model states", value, rule=f"cannot be run: {rule}")
+        for (_, rule), value in refused.items()
+    ]
+    return found
 
 
 def recomputation(work: Workload) -> str:

@@ -31,6 +31,7 @@ SPLIT = {
     "update": ("update",),
 }
 LEAST_SHARE = 5e-4  # of the time: a cause that no layout spends so much on is left out
+LABELS = {"model states": "", "recomputation": "recomputing "}
 ORDER = {name: place for place, name in enumerate(get_args(Dimension))}
 
 
@@ -105,19 +106,15 @@ def _states(candidate: Candidate) -> str:
 
 
 def _why_not(answer: Answer) -> list[str]:
-    """Compare each choice with the winner's; choices with one reason share a line."""
-    reasons: dict[tuple[str, str], list[str]] = {}
+    """Compare each choice with the winner's; choices of a dimension with one reason share a line."""
+    choices: dict[tuple[str, str], list[str]] = {}
     for each in sorted(answer.alternatives, key=_place):
-        implied = each.dimension == "data" and each.fate != "divisibility"  # by tensor and pipeline
-        if each.fate != "best" and not implied:
-            # The same rule of the resolver is one reason, whatever it was asked for.
-            alike = "" if each.fate == "DeepSpeed cannot" else each.dimension
-            reasons.setdefault((alike, _reason(each)), []).append(_label(each))
-    lines = []
-    for (dimension, reason), labels in reasons.items():
-        several = [label.removeprefix(f"{dimension} ") for label in labels[1:]]
-        lines.append(f"{', '.join([labels[0], *several])}: {reason}")
-    return lines
+        if each.dimension != "data" or each.rule:  # tensor and pipeline imply it
+            choices.setdefault((each.dimension, _reason(each, answer)), []).append(str(each.value))
+    return [
+        f"{LABELS.get(dimension, f'{dimension} ')}{', '.join(values)}: {reason}"
+        for (dimension, reason), values in choices.items()
+    ]
 
 
 def _place(each: Alternative) -> tuple[int, int, str]:
@@ -125,20 +122,14 @@ def _place(each: Alternative) -> tuple[int, int, str]:
     return ORDER[each.dimension], number, str(each.value)
 
 
-def _label(each: Alternative) -> str:
-    prefix = {"model states": "", "recomputation": "recomputing "}.get(each.dimension, f"{each.dimension} ")
-    return f"{prefix}{each.value}"
-
-
-def _reason(each: Alternative) -> str:
+def _reason(each: Alternative, answer: Answer) -> str:
     if each.best is None:
-        cannot = each.fate == "DeepSpeed cannot"
-        return f"{'cannot be run' if cannot else 'not divisible'}: {each.rule}"
+        return each.rule
     layout = layout_words(each.best)
-    if each.fate == "memory":
-        place = "per GPU" if each.best.forecast.missing[0] > 0 else "of host memory per node"
-        return f"out of memory by {each.best.shortage / 1e9:,.1f} GB {place} ({layout})"
-    return f"{each.slowdown:.2f} x the time ({layout})"
+    if answer.winner and each.best.fits:
+        return f"{each.best.seconds / answer.winner.seconds:.2f} x the time ({layout})"
+    place = "per GPU" if each.best.forecast.missing[0] > 0 else "of host memory per node"
+    return f"out of memory by {each.best.shortage / 1e9:,.1f} GB {place} ({layout})"
 
 
 def layout_words(candidate: Candidate) -> str:

@@ -141,19 +141,17 @@ def test_every_family_that_is_not_taken_has_its_reason():
     found = answer(CASES["13b"])
     assert found.winner is not None
     families = {(each.dimension, each.value): each for each in found.alternatives}
-    assert families["tensor", 16].rule == "40 heads are not divisible by it"
-    assert families["pipeline", 64].fate == "divisibility"
+    assert families["tensor", 16].rule == "not divisible: 40 heads are not divisible by it"
+    assert families["pipeline", 64].rule == "not divisible: there are 40 layers"
     dominated = families["tensor", 8]
-    assert dominated.fate == "dominated" and dominated.best and dominated.best.work.layout.tp == 8
-    assert dominated.slowdown == dominated.best.seconds / found.winner.seconds > 1
-    assert families["micro-batch", 128].fate == "memory" and families["micro-batch", 128].best.shortage > 0
+    assert dominated.best.work.layout.tp == 8 and dominated.best.seconds > found.winner.seconds
+    assert families["micro-batch", 128].best.shortage > 0 and not families["micro-batch", 128].best.fits
+    assert not {*found.winner.values} & families.keys()
     with pytest.raises(ConfigError) as refused:
         resolve(catalog.load("openwebtext/gpt2-124m", ["parallel.pp=2"]), "zero3", 2, ANY_GPU)
     (problem,) = refused.value.problems
-    assert families["model states", "ZeRO-3 with pipeline"].rule == problem.rule
+    assert families["model states", "ZeRO-3 with pipeline"].rule == f"cannot be run: {problem.rule}"
     assert not any("with tensor and pipeline" in str(value) for _, value in families)  # the same rule again
-    whys = {"best", "dominated", "memory", "divisibility", "DeepSpeed cannot"}
-    assert {each.fate for each in found.alternatives} == whys
     ruled_out = [each for each in answer(CASES["175b"]).alternatives if each.rule]
     assert ("data", 1024) in [(each.dimension, each.value) for each in ruled_out]
 
@@ -187,7 +185,7 @@ def test_what_is_set_stays():
 
 def test_host_memory_excludes_what_is_offloaded():
     found = answer("--model 13b --hardware v100-32x4 --set parallel.tp=1 --set parallel.pp=1")
-    missing = {each.value: each.best for each in found.alternatives if each.fate == "memory"}
+    missing = {each.value: each.best for each in found.alternatives if each.best and not each.best.fits}
     assert missing["ZeRO-3 offload all"].forecast.missing[0] < 0 < missing["ZeRO-3 offload all"].shortage
 
 
