@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ds_configs.plan import Plan
@@ -15,8 +14,8 @@ from launch.planning.page import Page
 from launch.planning.prediction import hardware, workload
 from launch.planning.prediction.forecast import Forecast, forecast, largest_number
 from launch.planning.prediction.forecast_text import error
-from launch.planning.prediction.hardware import Node
 from launch.planning.search import candidates, shapes
+from launch.planning.search.candidates import Question
 from launch.planning.search.ways import WAYS, Way
 from modeling import cost
 from recipes import catalog
@@ -85,30 +84,32 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Print the largest models and return exit code 0. Raises ProblemsError."""
-    settings = [setting_of(args, nodes) for nodes in args.nodes]
-    if len(settings) > 1:
-        print(pipelines(settings, terminal.columns()))
+    questions = [question_of(args, nodes) for nodes in args.nodes]
+    if len(questions) > 1:
+        print(pipelines(questions, terminal.columns()))
     else:
-        print(page(settings[0], largest(settings[0]), terminal.columns()))
+        print(page(questions[0], largest(questions[0]), terminal.columns()))
     return 0
 
 
-def setting_of(args: argparse.Namespace, nodes: int = 1) -> Setting:
-    """Make the setting from the flags. Raises ProblemsError."""
+def question_of(args: argparse.Namespace, nodes: int = 1) -> Question:
+    """Make the question from the flags; its recipe's shape is replaced. Raises ProblemsError."""
     name = shapes.RECIPES[args.family]
     node = hardware.node_for(catalog.load(name), args.hardware)
     length = args.sequence_length or FAMILIES[args.family].length
     half = candidates.half_precision(node)
     recipe = catalog.load(name, [f"sequence_length={length}", f"precision={half}"])
-    return Setting(recipe, node, nodes, args.micro)
+    batch = recipe.batch.model_copy(update={"micro": args.micro})
+    return Question(recipe.model_copy(update={"batch": batch}), node, nodes)
 
 
-def page(setting: Setting, found: list[LargestModel], width: int | None = None) -> Page:
+def page(question: Question, found: list[LargestModel], width: int | None = None) -> Page:
     """Describe the largest models in a table, with the documents' rule below it."""
-    node, recipe = setting.node, setting.recipe
-    gpus = f"{counted(setting.ranks, 'GPU')} on {counted(setting.nodes, 'node')}"
+    node, recipe = question.node, question.recipe
+    gpus = f"{counted(question.ranks, 'GPU')} on {counted(question.nodes, 'node')}"
     memory = f"{node.gpu.memory_bytes / 1e9:.1f} GB each"
-    what = f"{recipe.model.family} in {recipe.precision}, micro-batches of {counted(setting.micro, 'sample')}"
+    micro = counted(recipe.batch.micro or 1, "sample")
+    what = f"{recipe.model.family} in {recipe.precision}, micro-batches of {micro}"
     shown = Page(width)
     shown.facts(
         ("hardware", f"{gpus}: {node.title} ({node.name}), {memory}"),
@@ -127,20 +128,20 @@ def page(setting: Setting, found: list[LargestModel], width: int | None = None) 
     return shown
 
 
-def pipelines(settings: list[Setting], width: int | None = None) -> Page:
+def pipelines(questions: list[Question], width: int | None = None) -> Page:
     """Describe the largest models of a pipeline over each number of nodes, beside the printed ones."""
-    node, recipe, rows = settings[0].node, settings[0].recipe, []
-    for setting in settings:
-        configuration = Configuration(WAYS[1], node.gpus, True, setting.nodes)
-        found = largest_of(setting, configuration)
+    node, recipe, rows = questions[0].node, questions[0].recipe, []
+    for question in questions:
+        configuration = Configuration(WAYS[1], node.gpus, True, question.nodes)
+        found = largest_of(question, configuration)
         printed = (
             f"{row.published.size_label if row.published else ''}, {row.model.layers}x{row.model.hidden}"
-            for row in printed_maxima(setting)
+            for row in printed_maxima(question)
         )
-        cells = f"{setting.ranks:,}", f"{node.gpus} x {setting.nodes}", found.size, found.limit
+        cells = f"{question.ranks:,}", f"{node.gpus} x {question.nodes}", found.size, found.limit
         rows.append([*cells, "; ".join(printed) or NOTHING])
     what = f"{recipe.model.family} in {recipe.precision}, {recipe.sequence_length:,} tokens"
-    batch = f"{CHUNKS} micro-batches of {counted(settings[0].micro, 'sample')}"
+    batch = f"{CHUNKS} micro-batches of {counted(recipe.batch.micro or 1, 'sample')}"
     shown = Page(width)
     shown.facts(
         ("hardware", f"nodes of {counted(node.gpus, 'GPU')}: {node.title} ({node.name})"),
@@ -149,24 +150,6 @@ def pipelines(settings: list[Setting], width: int | None = None) -> Page:
     shown.table(rows, PIPELINE_HEADINGS, "rllll")
     shown.text(NOTE, PRINTED_NOTE)
     return shown
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The common part of all configurations: recipe, nodes, micro-batch.
-
-    Attributes:
-        recipe: gives family, sequence length and precision; its shape is replaced.
-    """
-
-    recipe: Recipe
-    node: Node
-    nodes: int
-    micro: int
-
-    @property
-    def ranks(self) -> int:
-        return self.nodes * self.node.gpus
 
 
 class Configuration(NamedTuple):
@@ -213,30 +196,30 @@ class LargestModel(NamedTuple):
         return f"GPU: {FILLS.get(name, name)} {size / rank.total:.0%}"
 
 
-def largest(setting: Setting) -> list[LargestModel]:
+def largest(question: Question) -> list[LargestModel]:
     """Find the largest model of each way, of ZeRO-1 over a node and of a stage on each node.
 
     Each without and with recomputation.
     """
     degrees = [(way, 1, 1) for way in WAYS if way.offload is None]
-    if setting.node.gpus > 1:
-        degrees.append((WAYS[1], setting.node.gpus, 1))
-    if setting.nodes > 1:
-        degrees.append((WAYS[1], setting.node.gpus, setting.nodes))
+    if question.node.gpus > 1:
+        degrees.append((WAYS[1], question.node.gpus, 1))
+    if question.nodes > 1:
+        degrees.append((WAYS[1], question.node.gpus, question.nodes))
     return [
-        largest_of(setting, Configuration(way, tp, recomputed, pp))
+        largest_of(question, Configuration(way, tp, recomputed, pp))
         for way, tp, pp in degrees
         for recomputed in (False, True)
     ]
 
 
-def largest_of(setting: Setting, configuration: Configuration) -> LargestModel:
+def largest_of(question: Question, configuration: Configuration) -> LargestModel:
     """Find the largest hidden size with a usual number of layers, then the most layers, equal stages."""
     step, pp = STEP * configuration.tp, configuration.pp
 
     def shaped(layers: int, hidden: int) -> Forecast:
-        plan = plan_of(setting, configuration, layers, hidden)
-        return forecast(workload.of_plan(plan), setting.node)
+        plan = plan_of(question, configuration, layers, hidden)
+        return forecast(workload.of_plan(plan), question.node)
 
     def fits(layers: int, hidden: int) -> bool:
         return shaped(layers, hidden).verdict == "fits"
@@ -250,11 +233,11 @@ def largest_of(setting: Setting, configuration: Configuration) -> LargestModel:
     return LargestModel(configuration, shaped(layers, hidden))
 
 
-def plan_of(setting: Setting, configuration: Configuration, layers: int, hidden: int) -> Plan:
+def plan_of(question: Question, configuration: Configuration, layers: int, hidden: int) -> Plan:
     """Resolve a model of that shape. Raises ConfigError."""
-    recipe, (way, tp, recomputed, pp) = setting.recipe, configuration
+    recipe, (way, tp, recomputed, pp) = question.recipe, configuration
     heads = hidden // (128 if hidden >= WIDE and hidden % (128 * tp) == 0 else 64)
-    dp, micro, accumulation = setting.ranks // (tp * pp), setting.micro, CHUNKS if pp > 1 else 1
+    dp, micro, accumulation = question.ranks // (tp * pp), recipe.batch.micro or 1, CHUNKS if pp > 1 else 1
     shape = {"layers": layers, "hidden": hidden, "heads": heads}
     total = micro * accumulation * dp
     batch = {"micro": micro, "accumulation": accumulation, "global_": total, "rampup": None}
@@ -264,15 +247,15 @@ def plan_of(setting: Setting, configuration: Configuration, layers: int, hidden:
         "batch": recipe.batch.model_copy(update=batch),
         "activation_checkpointing": "full" if recomputed else "none",
     }
-    return resolve(recipe.model_copy(update=changed), way.file, setting.ranks, setting.node.machine)
+    return resolve(recipe.model_copy(update=changed), way.file, question.ranks, question.node.machine)
 
 
-def printed_maxima(setting: Setting) -> list[Recipe]:
+def printed_maxima(question: Question) -> list[Recipe]:
     """Return the documents' largest models on as many such nodes, of one replica over all of them."""
     rows = [f"{table}/{row}" for table in MAXIMAL_SIZES for row in read_table(FOLDER / f"{table}.yaml").rows]
     found = []
     for recipe in map(catalog.load, rows):
         own, replica = recipe.hardware, math.prod(recipe.parallel.model_parallel)
-        if own and own.node == setting.node.name and own.gpus == replica == setting.ranks:
+        if own and own.node == question.node.name and own.gpus == replica == question.ranks:
             found.append(recipe)
     return found

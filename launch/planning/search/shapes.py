@@ -11,14 +11,14 @@ from recipes import catalog
 from recipes.problems import Problem, ProblemsError, did_you_mean
 
 RECIPES = {"gpt2": "openwebtext/gpt2-124m", "bert": "wikipedia/bert-336m"}  # of each family, for other sizes
-LENGTH = 2048  # tokens of a sample there (section 2.1)
 
 
-class Shape(NamedTuple):
-    """A row of the table.
+class Size(NamedTuple):
+    """A model by its size.
 
     Attributes:
         batch: samples of a step: the table's 0.5 to 3.2 million tokens in multiples of 256 samples.
+        rate: peak learning rate.
     """
 
     layers: int
@@ -26,64 +26,54 @@ class Shape(NamedTuple):
     heads: int
     batch: int
     rate: float
-
-
-# The table's 24 heads of 128 (XL) and hidden size of 5140 (13B) are slips: heads x their size is not hidden.
-SHAPES = {
-    "125m": Shape(12, 768, 12, 256, 6e-4),
-    "350m": Shape(24, 1024, 16, 256, 3e-4),
-    "760m": Shape(24, 1536, 16, 256, 2.5e-4),
-    "1.3b": Shape(24, 2048, 16, 512, 2e-4),
-    "2.7b": Shape(32, 2560, 32, 512, 1.6e-4),
-    "6.7b": Shape(32, 4096, 32, 1024, 1.2e-4),
-    "13b": Shape(40, 5120, 40, 1024, 1e-4),
-    "175b": Shape(96, 12288, 96, 1536, 0.6e-4),
-}
-NAMES = {**{name: name for name in SHAPES}, "345m": "350m"}  # GPT-2's label of the same shape
-
-
-class Size(NamedTuple):
-    """A model by its size."""
-
-    family: str
-    shape: Shape
-    length: int
+    length: int = 2048  # tokens of a sample (section 2.1)
+    family: str = "gpt2"
 
     def settings(self, precision: str) -> list[str]:
         """Return the model as overrides of a recipe of its family."""
-        shape = self.shape
         return [
-            f"model.layers={shape.layers}",
-            f"model.hidden={shape.hidden}",
-            f"model.heads={shape.heads}",
+            f"model.layers={self.layers}",
+            f"model.hidden={self.hidden}",
+            f"model.heads={self.heads}",
             f"sequence_length={self.length}",
-            f"batch.global={shape.batch}",
-            f"optimizer.lr={shape.rate}",
+            f"batch.global={self.batch}",
+            f"optimizer.lr={self.rate}",
             f"precision={precision}",
         ]
 
 
+# The table's 24 heads of 128 (XL) and hidden size of 5140 (13B) are slips: heads x their size is not hidden.
+SIZES = {
+    "125m": Size(12, 768, 12, 256, 6e-4),
+    "350m": Size(24, 1024, 16, 256, 3e-4),
+    "760m": Size(24, 1536, 16, 256, 2.5e-4),
+    "1.3b": Size(24, 2048, 16, 512, 2e-4),
+    "2.7b": Size(32, 2560, 32, 512, 1.6e-4),
+    "6.7b": Size(32, 4096, 32, 1024, 1.2e-4),
+    "13b": Size(40, 5120, 40, 1024, 1e-4),
+    "175b": Size(96, 12288, 96, 1536, 0.6e-4),
+}
+NAMES = {**SIZES, "345m": SIZES["350m"]}  # GPT-2's label of the same shape
+
+
 def size(name: str) -> Size:
     """Return the size, of GPT-3 or else as a published table prints it. Raises ProblemsError."""
-    if name.lower() in NAMES:
-        return Size("gpt2", SHAPES[NAMES[name.lower()]], LENGTH)
-    rows, came = rows_by_size(), f"--model {name[:100]}"
-    if name.lower() not in rows:
-        rule, fix = (
-            "no size of GPT-3 or of the published tables",
-            did_you_mean(name.lower(), {**NAMES, **rows}),
-        )
+    label, came = name.lower(), f"--model {name[:100]}"
+    if label in NAMES:
+        return NAMES[label]
+    rows = rows_by_size()
+    if label not in rows:
+        rule, fix = "no size of GPT-3 or of the published tables", did_you_mean(label, {**NAMES, **rows})
         raise ProblemsError([Problem("--model", came, rule, fix)])
-    alike = rows[name.lower()]
-    if len(alike) > 1:
-        told = ", ".join(f"{row} ({layers} x {hidden})" for (_, layers, hidden, _), row in alike.items())
+    if len(rows[label]) > 1:
+        told = ", ".join(
+            f"{row} ({layers} x {hidden})" for (_, layers, hidden, _), row in rows[label].items()
+        )
         rule = f"tables print it for several models: {told}"
         raise ProblemsError([Problem("--model", came, rule, "name one as --recipe, without --model")])
-    (row,) = alike.values()
-    recipe = catalog.load(row)
-    model, batch = recipe.model, recipe.batch.global_
-    shape = Shape(model.layers, model.hidden, model.heads, batch, recipe.optimizer.lr)
-    return Size(model.family, shape, recipe.sequence_length)
+    recipe = catalog.load(*rows[label].values())
+    model, batch, rate = recipe.model, recipe.batch.global_, recipe.optimizer.lr
+    return Size(model.layers, model.hidden, model.heads, batch, rate, recipe.sequence_length, model.family)
 
 
 def rows_by_size() -> dict[str, dict[tuple[str, int, int, int], str]]:
@@ -102,7 +92,7 @@ def rows_by_size() -> dict[str, dict[tuple[str, int, int, int], str]]:
 
 def usual_layers(hidden: int) -> int:
     """Interpolate the table's layers for a hidden size: even, at least 2."""
-    rows = [(0, 0), *((shape.hidden, shape.layers) for shape in SHAPES.values())]
+    rows = [(0, 0), *((size.hidden, size.layers) for size in SIZES.values())]
     if hidden >= rows[-1][0]:
         return rows[-1][1]
     above = next(index for index, row in enumerate(rows) if row[0] > hidden)

@@ -9,7 +9,7 @@ import pytest
 
 from launch.planning.prediction import workload
 from launch.planning.prediction.forecast import forecast
-from launch.planning.search import largest_command, shapes
+from launch.planning.search import candidates, largest_command, shapes
 from launch.planning.search.ways import WAYS
 
 
@@ -21,10 +21,10 @@ def parsed(line: str) -> argparse.Namespace:
 
 
 def verdict(
-    setting: largest_command.Setting, model: largest_command.LargestModel, layers: int, hidden: int
+    question: candidates.Question, model: largest_command.LargestModel, layers: int, hidden: int
 ) -> str:
-    plan = largest_command.plan_of(setting, model.configuration, layers, hidden)
-    return forecast(workload.of_plan(plan), setting.node).verdict
+    plan = largest_command.plan_of(question, model.configuration, layers, hidden)
+    return forecast(workload.of_plan(plan), question.node).verdict
 
 
 @pytest.mark.parametrize(
@@ -32,13 +32,13 @@ def verdict(
 )
 def test_it_fits_and_the_next_larger_one_does_not(line):
     args = parsed(line)
-    setting = largest_command.setting_of(args, *args.nodes)
-    for model in largest_command.largest(setting):
+    question = largest_command.question_of(args, *args.nodes)
+    for model in largest_command.largest(question):
         layers, hidden = model.forecast.work.model.layers, model.forecast.work.model.hidden
-        assert verdict(setting, model, layers, hidden) == model.forecast.verdict == "fits"
-        assert verdict(setting, model, layers + model.configuration.pp, hidden) != "fits"
+        assert verdict(question, model, layers, hidden) == model.forecast.verdict == "fits"
+        assert verdict(question, model, layers + model.configuration.pp, hidden) != "fits"
         wider = hidden + largest_command.STEP * model.configuration.tp
-        assert verdict(setting, model, fewest(wider, model.configuration.pp), wider) != "fits"
+        assert verdict(question, model, fewest(wider, model.configuration.pp), wider) != "fits"
 
 
 def fewest(hidden: int, pp: int) -> int:
@@ -61,9 +61,9 @@ def test_pipelines_stand_beside_the_printed_maximal_sizes(capsys):
 
 def test_sharding_offload_and_recomputation_make_room():
     """On the GPUs of one node, all of them in turn; recomputation never takes room away."""
-    setting = largest_command.setting_of(parsed("--hardware v100-32x8"))
+    question = largest_command.question_of(parsed("--hardware v100-32x8"))
     found = {}
-    for model in largest_command.largest(setting):
+    for model in largest_command.largest(question):
         way, tp, recomputed, _ = model.configuration
         found[way.name, tp, recomputed] = model.parameters
     order = ["ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3 offload"]
@@ -77,23 +77,23 @@ def test_sharding_offload_and_recomputation_make_room():
 @pytest.mark.parametrize(("hardware", "printed"), [("v100-32x4", 2.0e9), ("2080ti", 0.7e9)])
 def test_the_documents_bound_stands_next_to_ours(hardware, printed, capsys):
     """Theirs is memory over 16 bytes; ours under ZeRO-0 is smaller by gradients in fp32 and activations."""
-    setting = largest_command.setting_of(parsed(f"--hardware {hardware}"))
-    assert setting.node.gpu.memory_bytes / 16 == pytest.approx(printed, rel=0.07)
-    plain = largest_command.largest(setting)[1]
+    question = largest_command.question_of(parsed(f"--hardware {hardware}"))
+    assert question.node.gpu.memory_bytes / 16 == pytest.approx(printed, rel=0.07)
+    plain = largest_command.largest(question)[1]
     assert plain.configuration == (WAYS[0], 1, True, 1) and 0.6 * printed < plain.parameters < printed
     assert largest_command.run(parsed(f"--hardware {hardware}")) == 0
     assert f"they print {printed / 1e9:g} billion" in capsys.readouterr().out
 
 
 def test_what_is_offloaded_can_run_out_of_host_memory():
-    setting = largest_command.setting_of(parsed("--hardware 2080ti"))
-    away = next(model for model in largest_command.largest(setting) if model.configuration.way == WAYS[-1])
+    question = largest_command.question_of(parsed("--hardware 2080ti"))
+    away = next(model for model in largest_command.largest(question) if model.configuration.way == WAYS[-1])
     assert away.limit.startswith("host memory") and 0.9 < away.host_share <= 1
-    assert away.forecast.fullest_rank.total < setting.node.gpu.memory_bytes / 1.3
+    assert away.forecast.fullest_rank.total < question.node.gpu.memory_bytes / 1.3
 
 
 def test_shapes_are_those_of_the_table():
-    for shape in shapes.SHAPES.values():
+    for shape in shapes.SIZES.values():
         assert shape.hidden % shape.heads == 0
         if shape.layers != 24 and shape.hidden != 2560:  # of equal depths the widest is met last
             assert shapes.usual_layers(shape.hidden) == shape.layers
