@@ -21,7 +21,7 @@ from launch.planning.prediction import hardware, rank_memory
 from launch.planning.prediction.published_step import TflopsRule, seconds_of
 from launch.planning.prediction.software import SYSTEMS
 from launch.planning.prediction.step_time import step_time
-from launch.planning.prediction.workload import Buffers, Workload, usual_buffers
+from launch.planning.prediction.workload import Workload, buffers_of
 from modeling.cost import FP32, MIXED
 from recipes import files
 from recipes.families import FAMILIES, PUBLISHED_VOCABULARIES
@@ -219,7 +219,7 @@ class Row(BaseModel, frozen=True, allow_inf_nan=False):
             optimizer_at="host" if self.zero_stage and "optimizer" in away else "gpu",
             weights_at="host" if self.zero_stage == 3 and "parameters" in away else "gpu",
             checkpoints_at="host" if "activations" in away else "gpu",
-            buffers=Buffers() if system.states else usual_buffers(self.zero_stage),
+            buffers=buffers_of(0 if system.states else self.zero_stage, {}),
             sequence_parallel=self.sequence_parallel,
             interleave=self.interleave,
         )

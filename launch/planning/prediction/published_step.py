@@ -6,7 +6,7 @@ from typing import Literal
 
 from ds_configs.plan import Plan
 from launch.planning.prediction import hardware, workload
-from launch.planning.prediction.forecast import forecast
+from launch.planning.prediction.forecast import Forecast, forecast
 from launch.planning.prediction.workload import Workload
 from launch.planning.resolved_plans import published_plan
 from recipes import catalog
@@ -31,27 +31,27 @@ def side_by_side(plan: Plan, node: hardware.Node) -> list[tuple[str, float | str
     if published is None or step is None or node.name != own:
         return []
     theirs = forecast(step, node)
-    found: list[tuple[str, float | str, float | str]] = []
-    seconds = printed_seconds(recipe, published)
-    if theirs.time and seconds:
-        found.append(("seconds per step", theirs.time.total, seconds))
-    if theirs.speed and published.tflops:
-        by_formula = published.tflops_by == "formula"
-        counted = theirs.speed.tflops if by_formula else theirs.speed.exact_tflops
-        found.append(("TFLOPS per GPU", counted, published.tflops))
-    if published.cached_gb:
-        cached = theirs.fullest_rank.cached(node.gpu.memory_bytes) / hardware.GIB
-        found.append(("cached, GiB per GPU", cached, published.cached_gb))
-    if theirs.time and published.speedup and published.speedup_over:
-        other = catalog.load(published.speedup_over)
-        slower = published_workload(published_plan(other))
-        if slower and other.hardware and other.hardware.node:
-            time = forecast(slower, hardware.find(other.hardware.node)).time
-            times = time.total / theirs.time.total if time else "unknown"
-            found.append((f"speed over {published.speedup_over}", times, published.speedup))
-    if published.oom:
-        found.append(("memory", theirs.verdict, "out of memory"))
-    return found
+    seconds, faster = theirs.time and theirs.time.total, published.speedup and _speedup(published, theirs)
+    cached = theirs.fullest_rank.cached(node.gpu.memory_bytes) / hardware.GIB
+    tflops = theirs.speed and (
+        theirs.speed.tflops if published.tflops_by == "formula" else theirs.speed.exact_tflops
+    )
+    found = (
+        ("seconds per step", seconds, printed_seconds(recipe, published)),
+        ("TFLOPS per GPU", tflops, published.tflops),
+        ("cached, GiB per GPU", cached, published.cached_gb),
+        (f"speed over {published.speedup_over}", faster, published.speedup),
+        ("memory", theirs.verdict, published.oom and "out of memory"),
+    )
+    return [(quantity, ours, printed) for quantity, ours, printed in found if ours and printed]
+
+
+def _speedup(published: Published, faster: Forecast) -> float | None:
+    """Predict the time of the row that it was compared with, over the row's own."""
+    other = catalog.load(published.speedup_over or "")
+    slower, named = published_workload(published_plan(other)), other.hardware and other.hardware.node
+    time = forecast(slower, hardware.find(named)).time if slower and named else None
+    return time.total / faster.time.total if time and faster.time else None
 
 
 def printed_seconds(recipe: Recipe, published: Published) -> float | None:

@@ -204,7 +204,7 @@ def of_plan(plan: Plan) -> Workload:
         checkpoints_at="host" if away else "gpu",
         cuts_checkpoints=bool(cut),
         sub_group=zero.get("sub_group_size", 1e9),
-        buffers=_buffers(plan.zero_stage, zero),
+        buffers=buffers_of(plan.zero_stage, zero),
         overlaps_gradients=bool(zero.get("overlap_comm")),
         selective=recipe.recomputes_core,
         sequence_parallel=recipe.parallel.sequence,
@@ -219,18 +219,12 @@ def on_system(work: Workload, software: str) -> Workload:
     return replace(work, software=system, zero_stage=stage, buffers=buffers)
 
 
-def _buffers(stage: int, zero: dict[str, Any]) -> Buffers:
+def buffers_of(stage: int, zero: dict[str, Any]) -> Buffers:
     """Return the sizes of DeepSpeed's buffers; stages 1 and 2 have a second bucket with overlap_comm.
 
     DeepSpeed 0.19.8: `setup_buckets` of stage_1_and_2.py and `__ipg_bucket_flat_buffer` of stage3.py.
     """
-    usual = usual_buffers(stage)
-    reduce = zero.get("reduce_bucket_size", usual.reduce)
+    reduce = zero.get("reduce_bucket_size", 5e8)
     if stage == 3:
-        return Buffers(reduce, zero.get("stage3_max_live_parameters", usual.live))
+        return Buffers(reduce, zero.get("stage3_max_live_parameters", 1e9))
     return Buffers(reduce * (2 if zero.get("overlap_comm") else 1) if stage else 0.0)
-
-
-def usual_buffers(stage: int) -> Buffers:
-    """Return DeepSpeed's default buffers for a ZeRO stage."""
-    return (Buffers(), Buffers(5e8), Buffers(5e8), Buffers(5e8, live=1e9))[stage]
