@@ -31,7 +31,6 @@ class Case:
         allocated: bytes of tensors, of those.
         by_device: `cached` is the device's own figure, as of nvidia-smi, with CUDA's context.
         oom: it ran out of memory; None: not known.
-        parameters: number as printed, to the unit.
         excluded: reasons against comparing a quantity.
     """
 
@@ -45,7 +44,6 @@ class Case:
     allocated: float | None = None
     by_device: bool = False
     oom: bool | None = None
-    parameters: int | None = None
     excluded: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -65,10 +63,10 @@ class Case:
 
 
 def of_published_tables() -> list[Case]:
-    """Return the rows of recipes/ with a printed time, rate, size, cached memory, or out of memory."""
+    """Return the rows of recipes/ with a printed time, rate, cached memory, or out of memory."""
     tables = published_tables(catalog.tables())
     cases = (of_row(row, table.evidence) for table in tables for row in table.rows)
-    return [case for case in cases if case.seconds or case.cached or case.oom or case.parameters]
+    return [case for case in cases if case.seconds or case.cached or case.oom]
 
 
 def of_row(row: PublishedRow, evidence: Evidence) -> Case:
@@ -103,7 +101,6 @@ def of_row(row: PublishedRow, evidence: Evidence) -> Case:
         seconds=published_seconds(recipe, published, work),
         cached=published.cached_gb and published.cached_gb * hardware.GIB,
         oom=published.oom if published.oom or ran else None,
-        parameters=published.parameters,
         excluded=excluded,
     )
 

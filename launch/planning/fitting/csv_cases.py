@@ -33,9 +33,6 @@ from recipes.tasks import TASKS
 OTHER_DOCUMENTS = Path(__file__).with_name("other_documents.csv")
 # What stands in the place of a node's name -> the usual node of such, the first that is found.
 USUAL_NODES = {
-    "dgx-?2": "dgx2",
-    "jean ?zay.*16": "v100-16x4",
-    "jean ?zay.*v100": "v100-32x4",
     "v100[^0-9]*16": "v100-16x4",
     "v100": "v100-32x8",
     r"\ba100\b[^0-9]*40": "a100-40x8",
@@ -43,7 +40,6 @@ USUAL_NODES = {
     r"\bh100\b(?!.*(nvl|pcie))": "h100-80x8",
     r"\bh200\b(?!.*(nvl|pcie))": "h200x8",
 }
-SOFTWARE = {"deepspeed": "megatron-deepspeed", "pytorch": "fsdp", "megatron-lm": "megatron"}
 RECOMPUTED = "^(none|full|yes|selective|[1-9][0-9]*)$"
 OFFLOADED = r"^(none|((optimizer|parameters|activations)(\+|$))+)$"
 MOST_MICRO = 16  # samples that are tried where a row states no micro-batch
@@ -54,9 +50,9 @@ class NotPredictable(Exception):
 
 
 def _system(name: str) -> str:
-    if SOFTWARE.get(name, name) not in SYSTEMS:
+    if name not in SYSTEMS:
         raise ValueError("no such system")
-    return SOFTWARE.get(name, name)
+    return name
 
 
 def column(description: str, default: Any = None) -> Any:

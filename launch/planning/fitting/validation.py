@@ -13,9 +13,8 @@ from launch.planning.fitting.fitting import Ratio, error_of, ratios
 from launch.planning.prediction.constants import Constants, fitted
 from launch.planning.prediction.hardware import GIB
 from launch.planning.prediction.rank_memory import fullest_rank
-from modeling import cost
 
-HEADINGS = ("table", "parameters", "memory verdicts", "cached memory", "time per iteration")
+HEADINGS = ("table", "memory verdicts", "cached memory", "time per iteration")
 ABOUT = (
     "Each document is predicted by constants fitted without it. Errors: median, 90th percentile, worst "
     "(rows); x 0.9 is the median of predicted over published."
@@ -99,13 +98,6 @@ def validate(cases: Sequence[Case]) -> Validation:
     return Validation(cases, found, verdicts)
 
 
-def counted_parameters(case: Case) -> int:
-    """Count the parameters as Megatron-LM prints them, summed over tensor ranks."""
-    work, _ = case.step
-    tp = work.layout.tp
-    return tp * cost.parameters_per_rank(work.model, work.positions, work.padded_vocab, tp)
-
-
 def describe(found: Validation, *, verbose: bool = False, width: int | None = None) -> str:
     """Describe errors, verdicts and left-out rows; `verbose`: also every row."""
     lines = []
@@ -114,7 +106,7 @@ def describe(found: Validation, *, verbose: bool = False, width: int | None = No
         if len(tables) > 1:
             lines += [[f"- {name}", *_cells(found.part(document, name))] for name in tables]
     errors = {name: _errors(each) for name, each in found.ratios.items()}
-    lines.append(["all rows", "", "", errors["memory"], errors["time"]])
+    lines.append(["all rows", "", errors["memory"], errors["time"]])
     sections = [wrapped(ABOUT, width), table(lines, HEADINGS, width=width)]
     if errors["allocated"]:
         sections.append(f"allocated memory, of rows that print it too: {errors['allocated']}")
@@ -136,11 +128,9 @@ def shortened(name: str, most: int = 43) -> str:
 
 
 def _cells(found: Validation) -> list[str]:
-    counted = [case for case in found.cases if case.parameters and case.work]
-    to_the_unit = [counted_parameters(case) == case.parameters for case in counted]
     right = [each.right for each in found.verdicts]
-    shares = (f"{sum(each)} of {len(each)}" if each else "" for each in (to_the_unit, right))
-    return [*shares, _errors(found.ratios["memory"]), _errors(found.ratios["time"])]
+    verdicts = f"{sum(right)} of {len(right)}" if right else ""
+    return [verdicts, _errors(found.ratios["memory"]), _errors(found.ratios["time"])]
 
 
 def _errors(found: Sequence[Ratio]) -> str:
