@@ -17,7 +17,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, NonNegat
 
 from launch.planning.fitting.cases import QUANTITIES, Case, of_published_tables
 from launch.planning.fitting.fitting import initial_constants
-from launch.planning.prediction import hardware, rank_memory
+from launch.planning.prediction import rank_memory
+from launch.planning.prediction.hardware import GIB, Node, find, names
 from launch.planning.prediction.published_step import TflopsRule, seconds_of
 from launch.planning.prediction.software import SYSTEMS
 from launch.planning.prediction.step_time import step_time
@@ -149,8 +150,8 @@ class Row(BaseModel, frozen=True, allow_inf_nan=False):
             node,
             work,
             seconds=None if oom else seconds,
-            cached=self.cached_gb and self.cached_gb * hardware.GIB,
-            allocated=self.allocated_gb and self.allocated_gb * hardware.GIB,
+            cached=self.cached_gb and self.cached_gb * GIB,
+            allocated=self.allocated_gb and self.allocated_gb * GIB,
             by_device=self.memory_by == "device",
             oom=oom if oom or seconds or self.cached_gb else None,
             excluded=dict.fromkeys(QUANTITIES, self.note) if self.status == "doubtful" else {},
@@ -164,17 +165,17 @@ class Row(BaseModel, frozen=True, allow_inf_nan=False):
             return work.layout.global_batch / self.samples_per_s
         return seconds_of(work, self.tflops, work.layout.world, self.tflops_by) if self.tflops else None
 
-    def node(self) -> hardware.Node:
+    def node(self) -> Node:
         """Return the node by its name in the catalogue, or the usual node of a named GPU."""
         written = self.hardware
-        if written in hardware.names() or written.partition(":")[0].endswith((".yaml", ".yml")):
-            return hardware.find(written)
+        if written in names() or written.partition(":")[0].endswith((".yaml", ".yml")):
+            return find(written)
         for words, name in USUAL_NODES.items():
             if re.search(words, written.lower()):
-                return hardware.find(name)
+                return find(name)
         raise NotPredictable(f"hardware {written!r} is no known GPU or node")
 
-    def workload(self, node: hardware.Node) -> Workload:
+    def workload(self, node: Node) -> Workload:
         """Make the workload; of what the row leaves open, the fastest choice that fits."""
         base, constants = self.base(node), initial_constants()
         if base.precision not in node.gpu.tflops:
@@ -191,7 +192,7 @@ class Row(BaseModel, frozen=True, allow_inf_nan=False):
         ]
         return options[0] if len(options) == 1 else min(options, key=rank)
 
-    def base(self, node: hardware.Node) -> Workload:
+    def base(self, node: Node) -> Workload:
         """Make the workload of one micro-batch with one sample."""
         model, system, tp, pp = self.model(), SYSTEMS[self.system(node)], self.tp, self.pp
         if model.heads % tp or model.layers < pp:
@@ -263,7 +264,7 @@ class Row(BaseModel, frozen=True, allow_inf_nan=False):
             return [(int(written), False)]
         return [(int(written in ("full", "yes")), written == "selective")]
 
-    def system(self, node: hardware.Node) -> str:
+    def system(self, node: Node) -> str:
         """Return the stated system, or the usual one for ZeRO stage, GPU and pipeline."""
         if self.software or self.task:
             return self.software or "transformers"

@@ -117,7 +117,8 @@ def refit(cases: Sequence[Case]) -> None:
     errors = {}
     for quantity in ("time", "memory"):
         own = [ratio for name in documents for ratio in ratios(quantity, documents[name], fits[name])]
-        errors[quantity] = _rounded(error_of(own))
+        if error := error_of(own):
+            errors[quantity] = _rounded(error)
     found = Fit(
         constants=fits[""],
         errors=errors,

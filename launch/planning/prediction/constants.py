@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Literal
 
 import yaml
 from pydantic import Field, NonNegativeFloat, PositiveFloat
@@ -53,8 +52,8 @@ class Fit(Strict):
     """The file."""
 
     constants: Constants
-    errors: dict[Literal["time", "memory"], Error]
-    """of rows predicted by constants that never saw their document"""
+    errors: dict[str, Error]
+    """of time and memory, of rows predicted by constants that never saw their document"""
     fitted_on: dict[str, list[int]]
     """rows of each document with a time, and with a memory"""
     left_out: dict[str, Constants]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -33,7 +33,7 @@ class Remark:
     """
 
     kind: str
-    values: dict[str, float | int | str]
+    values: Mapping[str, float | int | str]
 
 
 @dataclass(frozen=True)

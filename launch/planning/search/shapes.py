@@ -71,7 +71,8 @@ def size(name: str) -> Size:
         )
         rule = f"tables print it for several models: {told}"
         raise ProblemsError([Problem("--model", came, rule, "name one as --recipe, without --model")])
-    recipe = catalog.load(*rows[label].values())
+    (row,) = rows[label].values()
+    recipe = catalog.load(row)
     model, batch, rate = recipe.model, recipe.batch.global_, recipe.optimizer.lr
     return Size(model.layers, model.hidden, model.heads, batch, rate, recipe.sequence_length, model.family)
 

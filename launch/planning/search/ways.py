@@ -61,7 +61,7 @@ def config(way: Way, base: dict[str, Any] | None = None, layout: Layout | None =
         section = jsonfile.read(jsonfile.find(way.offload))["zero_optimization"]
         zero["offload_optimizer"] = section["offload_optimizer"]
     document["zero_optimization"] = zero
-    numbers = dict[str, Any].fromkeys(BATCH, "auto")
+    numbers: dict[str, Any] = dict.fromkeys(BATCH, "auto")
     document["parallel"] = {"tensor": "auto", "pipeline": "auto"}
     if layout:
         numbers = dict(zip(BATCH, (layout.global_batch, layout.micro, layout.accumulation), strict=True))
