@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import product
 from typing import Any, Literal, NamedTuple
 
-from ds_configs import known_keys
 from ds_configs.jsonfile import ConfigError
-from ds_configs.plan import Machine, Plan
-from ds_configs.resolver import put
-from ds_configs.sections import transformers_modules
-from ds_configs.sections.sizes import sizes, sums
+from ds_configs.plan import Plan
 from launch.planning.prediction import workload
 from launch.planning.prediction.hardware import Node
 from launch.planning.prediction.software import OURS, Software
@@ -67,6 +61,11 @@ class Question:
     def ranks(self) -> int:
         return self.nodes * self.node.gpus
 
+    @property
+    def recomputations(self) -> list[str | int]:
+        """Values of the recipe's recomputation that are open."""
+        return [self.recipe.activation_checkpointing] if self.recomputation else ["none", "full"]
+
 
 @dataclass
 class Exclusions:
@@ -106,45 +105,33 @@ def degrees(question: Question, exclusions: Exclusions) -> list[Degrees]:
     return found
 
 
-class Templates:
-    """Resolved steps of each way of keeping model states, with and without recomputation."""
+def step(question: Question, way: Way, at: Degrees, again: Any, accumulation: int) -> Workload:
+    """Return the workload of one-sample micro-batches under these degrees. Raises ConfigError.
 
-    def __init__(self, question: Question, kinds: set[tuple[bool, bool]], exclusions: Exclusions):
-        """Resolve each way for each kind of parallelism; refusals go to `exclusions`."""
-        self.question = question
-        self.plans: dict[tuple[Way, tuple[bool, bool], Any], Plan] = {}
-        pinned = [question.recipe.activation_checkpointing]
-        self.recomputations = pinned if question.recomputation else ["none", "full"]
-        for way, kind in product(ways_of(question.software), sorted(kinds)):
-            try:
-                for again in self.recomputations:
-                    self.plans[way, kind, again] = self._plan(way, kind, again)
-            except ConfigError as error:
-                exclusions.refused[way, kind] = error.problems
+    again: the recipe's value for recomputation.
+    """
+    try:
+        plan = _plan(question, way, at, again, accumulation)
+    except ConfigError:
+        if question.software is OURS:
+            raise
+        # Another system may have it, and what it keeps does not depend on our pipeline.
+        plan = _plan(question, way, Degrees(at.tp, 1, at.pp * at.dp), again, accumulation)
+        plan = replace(plan, layout=Layout(*at, 1, accumulation, accumulation * at.dp))
+    work = workload.of_plan(plan)
+    return work if question.software is OURS else workload.on_system(work, question.software.name)
 
-    def _plan(self, way: Way, kind: tuple[bool, bool], again: Any) -> Plan:
-        """Resolve a stand-in for a kind of parallelism: refusals do not depend on the degrees."""
-        recipe = self.question.recipe
-        kind = kind if self.question.software is OURS else (False, False)
-        tp = next(d for d in divisors(recipe.model.heads) if d > 1) if kind[0] else 1
-        parallel = recipe.parallel.model_copy(update={"tp": tp, "pp": 2 if kind[1] else 1, "dp": None})
-        batch = recipe.batch.model_copy(update={"micro": 1, "accumulation": 1, "global_": 1, "rampup": None})
-        changed = {"parallel": parallel, "batch": batch, "activation_checkpointing": again}
-        document = ways.config(way, self.question.base)
-        return ways.resolved(document, recipe.model_copy(update=changed), None, self.question.node.machine)
 
-    def step(self, way: Way, at: Degrees, again: Any, accumulation: int) -> Workload | None:
-        """Return the workload of one-sample micro-batches under these degrees; None: refused."""
-        plan = self.plans.get((way, at.kind, again))
-        if plan is None:
-            return None
-        layout = Layout(*at, 1, accumulation, accumulation * at.dp)
-        question = self.question
-        config = ways.config(way, question.base)
-        work = workload.of_plan(resized(plan, config, layout, question.node.machine))
-        if question.software is not OURS:
-            work = workload.on_system(work, question.software.name)
-        return replace(work, padded_vocab=transformers_modules.embedding_rows(question.recipe, at.tp))
+def _plan(question: Question, way: Way, at: Degrees, again: Any, accumulation: int) -> Plan:
+    recipe, total = question.recipe, accumulation * at.dp
+    batch = {"micro": 1, "accumulation": accumulation, "global_": total, "rampup": None}
+    changed = {
+        "parallel": recipe.parallel.model_copy(update=at._asdict()),
+        "batch": recipe.batch.model_copy(update=batch),
+        "activation_checkpointing": again,
+    }
+    document, changed_recipe = ways.config(way, question.base), recipe.model_copy(update=changed)
+    return ways.resolved(document, changed_recipe, question.ranks, question.node.machine)
 
 
 def half_precision(node: Node) -> str:
@@ -197,13 +184,3 @@ def chunk_counts(work: Workload) -> list[int]:
     if plain or not work.software.has_interleaving:
         return [1]
     return divisors(layers // layout.pp)
-
-
-def resized(plan: Plan, config: Mapping[str, Any], layout: Layout, machine: Machine) -> Plan:
-    """Return the plan of `config` under another layout, with its sizes and data types."""
-    values = sizes(plan.recipe, layout, machine) | sums(config, plan.precision, layout)
-    open_ = {key: value for key, value in values.items() if known_keys.lookup(config, key) == "auto"}
-    ds = copy.deepcopy(plan.ds)
-    for key, value in open_.items():
-        put(ds, key, value)
-    return replace(plan, layout=layout, ds=ds)

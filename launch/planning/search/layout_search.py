@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
+from itertools import product
 
+from ds_configs.jsonfile import ConfigError
 from launch.planning.prediction.constants import fitted
 from launch.planning.prediction.forecast import Forecast, forecast
 from launch.planning.prediction.workload import Workload
 from launch.planning.search import candidates
-from launch.planning.search.candidates import Degrees, Dimension, Exclusions, Question, Templates, Value
+from launch.planning.search.candidates import Degrees, Dimension, Exclusions, Question, Value
 from launch.planning.search.ways import Way
 from recipes.layout import Layout
 from recipes.problems import Problem, ProblemsError, some
@@ -124,16 +126,20 @@ def search(question: Question) -> Answer:
     found = candidates.degrees(question, exclusions)
     if not found:
         raise ProblemsError([_no_layout(question, exclusions)])
-    templates = Templates(question, {at.kind for at in found}, exclusions)
-    if not templates.plans:
-        raise ProblemsError([problem for problems in exclusions.refused.values() for problem in problems])
-    predicted = [each for at in found for each in _of_degrees(question, at, templates)]
-    if not predicted:
+    if not any(candidates.micro_batches(question, at) for at in found):
         came = f"batch.global={question.recipe.batch.global_} on {question.ranks} GPUs"
         rule = "no micro-batch and accumulation as pinned make that batch"
-        raise ProblemsError(
-            [Problem("batch", came, rule, "pin fewer of them, or give another --global-batch")]
-        )
+        fix = "pin fewer of them, or give another --global-batch"
+        raise ProblemsError([Problem("batch", came, rule, fix)])
+    predicted = list[Candidate]()
+    for at, way, again in product(found, candidates.ways_of(question.software), question.recomputations):
+        if (way, at.kind) not in exclusions.refused:  # refusals do not depend on the degrees
+            try:
+                predicted += _of_way(question, at, way, again)
+            except ConfigError as error:
+                exclusions.refused[way, at.kind] = error.problems
+    if not predicted:
+        raise ProblemsError([problem for problems in exclusions.refused.values() for problem in problems])
     fitting = ranking([each for each in predicted if each.fits])
     return Answer(question, fitting, _alternatives(predicted, fitting, exclusions), len(predicted))
 
@@ -149,27 +155,19 @@ def _no_layout(question: Question, exclusions: Exclusions) -> Problem:
     return Problem("--nodes", came, rule, "give another number of --nodes, or another --global-batch")
 
 
-def _of_degrees(question: Question, at: Degrees, templates: Templates) -> list[Candidate]:
-    """Predict every way, recomputation and micro-batch, up to the first micro-batch too large."""
-    found = []
-    for way in candidates.ways_of(question.software):
-        for again in templates.recomputations:
-            once, often = (templates.step(way, at, again, accumulation) for accumulation in (1, 2))
-            if once is None or often is None:
-                continue
-            full: set[tuple[object, ...]] = set()
-            for micro in candidates.micro_batches(question, at):
-                total = question.recipe.batch.global_
-                layout = Layout(*at, micro, total // (micro * at.dp), total)
-                one = often if layout.accumulation > 1 else once
-                for work in candidates.variants(replace(one, layout=layout)):
-                    kind = (work.sequence_parallel, work.selective, work.interleave)
-                    if kind in full:
-                        continue
-                    candidate = Candidate(way, forecast(work, question.node))
-                    found.append(candidate)
-                    if not candidate.fits:
-                        full.add(kind)
+def _of_way(question: Question, at: Degrees, way: Way, again: str | int) -> list[Candidate]:
+    """Predict every micro-batch, up to the first one that is too large. Raises ConfigError."""
+    found, total, full = list[Candidate](), question.recipe.batch.global_, set[tuple[object, ...]]()
+    step = cache(partial(candidates.step, question, way, at, again))
+    for micro in candidates.micro_batches(question, at):
+        layout = Layout(*at, micro, total // (micro * at.dp), total)
+        one = step(min(2, layout.accumulation))  # sums of gradients are kept from the second on
+        for work in candidates.variants(replace(one, layout=layout)):
+            kind = (work.sequence_parallel, work.selective, work.interleave)
+            if kind not in full:
+                found.append(Candidate(way, forecast(work, question.node)))
+                if not found[-1].fits:
+                    full.add(kind)
     return found
 
 
