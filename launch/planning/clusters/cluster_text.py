@@ -1,20 +1,49 @@
-"""A cluster's job as text: a map of its ranks, the command line of each launcher, and notes."""
+"""A cluster's job as text: a map of its ranks, the command line of each launcher, and notes.
+
+Ranks go from host to host in the order of the hostfile (deepspeed), of `--node_rank` (torchrun), of Slurm's
+node list (srun, block distribution) and of pods, as many on each as GPUs are taken of it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from launch.console import launch_lines
-from launch.planning.clusters import files, rank_map
+from launch.planning.clusters import files
 from launch.planning.clusters.job import Job
-from launch.planning.clusters.rank_map import Place, Spread
 from launch.planning.page import Page
+from recipes.layout import Layout
 from recipes.problems import counted
+from recipes.rank_order import Coordinates, coordinates, data_groups, pipeline_groups, tensor_groups
 
 PORT = 29500  # torchrun's own
 MOST = 16  # lines of a map, of which the last two are its last
 PLACE = ("rank", "host", "GPU", "tensor", "data", "stage")
 STRETCH = ("stage", "ranks", "data", "tensor", "where")
+
+
+GROUPS = {"tensor": tensor_groups, "pipeline": pipeline_groups, "data": data_groups}
+
+
+class Place(NamedTuple):
+    """The place of a rank. `host`: counted from 0; `gpu`: counted on its host."""
+
+    rank: int
+    host: int
+    gpu: int
+    at: Coordinates
+
+
+class Spread(NamedTuple):
+    """Groups of one kind of parallelism: ranks of each, how many cross hosts, the most hosts of one."""
+
+    kind: str
+    degree: int
+    groups: int
+    crossing: int
+    hosts: int
 
 
 def page(job: Job, out: Path | None, *, whole: bool, width: int | None = None) -> Page:
@@ -29,7 +58,7 @@ def page(job: Job, out: Path | None, *, whole: bool, width: int | None = None) -
         ("batch", layout.identity()),
     )
     add_map(shown, job, whole=whole)
-    shown.table(map(_spread, rank_map.spreads(layout, job.gpus)))
+    shown.table(map(_spread, spreads(layout, job.gpus)))
     shown.notes(remarks(job))
     _add_launch(shown, job, out)
     return shown
@@ -42,13 +71,13 @@ def add_map(shown: Page, job: Job, *, whole: bool) -> None:
     if whole:
         rows = [
             [each.rank, job.hosts[each.host], each.gpu, each.at.tp, each.at.dp, each.at.pp]
-            for each in (rank_map.place(rank, layout, gpus) for rank in range(layout.world))
+            for each in (place(rank, layout, gpus) for rank in range(layout.world))
         ]
         shown.table(rows, PLACE, "rlrrrr", above=[order])
         return
-    parts = list(rank_map.stretches(layout, gpus, by_host=True))
+    parts = list(stretches(layout, gpus, by_host=True))
     if len(parts) > MOST:  # whole stages, over several hosts
-        parts = list(rank_map.stretches(layout, gpus, by_host=False))
+        parts = list(stretches(layout, gpus, by_host=False))
     lines = [_line(*part, job) for part in parts]
     if left_out := lines[MOST - 3 : -2] if len(lines) > MOST else []:
         lines[MOST - 3 : -2] = [["..."] * 4 + [f"{len(left_out)} more stages"]]
@@ -91,7 +120,7 @@ def remarks(job: Job) -> list[str]:
     capability = job.node.capability
     said = [
         _tensor_crosses(job, each)
-        for each in rank_map.spreads(job.layout, job.gpus)
+        for each in spreads(job.layout, job.gpus)
         if each.kind == "tensor" and each.crossing
     ]
     if idle := job.node.gpus - job.gpus:
@@ -147,3 +176,32 @@ def _add_launch(shown: Page, job: Job, out: Path | None) -> None:
         launch_lines.quoted(["kubectl", "apply", "-f", f"{at}/pytorchjob.yaml"]),
     ]
     shown.commands(*lines, below=[f"wrote {names} in {at}"])
+
+
+def place(rank: int, layout: Layout, gpus: int) -> Place:
+    """Return the place of global `rank`, with `gpus` ranks on each host."""
+    return Place(rank, rank // gpus, rank % gpus, coordinates(rank, layout.tp, layout.dp))
+
+
+def stretches(layout: Layout, gpus: int, *, by_host: bool) -> Iterator[tuple[Place, Place]]:
+    """Yield the first and last rank of each pipeline stage, or `by_host` of each host's part of it."""
+    stage = layout.tp * layout.dp
+    ends = {*range(stage, layout.world + 1, stage)}
+    if by_host:
+        ends |= {*range(gpus, layout.world + 1, gpus)}
+    first = 0
+    for end in sorted(ends):
+        yield place(first, layout, gpus), place(end - 1, layout, gpus)
+        first = end
+
+
+def spreads(layout: Layout, gpus: int) -> list[Spread]:
+    """Return the reach of tensor, pipeline and data groups; groups of one rank are left out."""
+    found = []
+    for kind, groups_of in GROUPS.items():
+        groups = groups_of(layout.tp, layout.pp, layout.dp)
+        hosts = [len({rank // gpus for rank in group}) for group in groups]
+        if len(groups[0]) > 1:
+            crossing = sum(number > 1 for number in hosts)
+            found.append(Spread(kind, len(groups[0]), len(groups), crossing, max(hosts)))
+    return found

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple
 
 from data.durable_files import write_atomically
 from ds_configs import jsonfile
@@ -127,34 +127,25 @@ def question_of(args: argparse.Namespace) -> tuple[RecipeFlags, Question]:
     node = hardware.node_for(own, args.hardware)
     shape = size.settings(candidates.half_precision(node)) if size else []
     batch = [f"batch.global={args.global_batch}"] if args.global_batch else []
-    flags = RecipeFlags(name, [*shape, *args.set, *batch], args.tiny, args.steps)
-    recipe = flags.load([*OPEN, *flags.overrides])
+    overrides = {text.partition("=")[0].strip(): text for text in (*shape, *args.set, *batch)}
+    flags = RecipeFlags(name, overrides, args.tiny, args.steps)
+    recipe = flags.load([*OPEN, *overrides.values()])
     base = jsonfile.read(jsonfile.find(args.ds_config)) if args.ds_config else None
     software = SYSTEMS[args.software] if args.software else OURS
-    return flags, Question(recipe, node, args.nodes, RECOMPUTATION in flags.keys, base, software)
+    return flags, Question(recipe, node, args.nodes, RECOMPUTATION in overrides, base, software)
 
 
-@dataclass(frozen=True)
-class RecipeFlags:
-    """The recipe as stated by the flags.
-
-    Attributes:
-        overrides: `--model`, `--set` and `--global-batch`.
-    """
+class RecipeFlags(NamedTuple):
+    """The recipe as stated by the flags; `overrides`: of `--model`, `--set` and `--global-batch`."""
 
     name: str
-    overrides: list[str]
+    overrides: dict[str, str]  # by key, as key=value; the last of each
     tiny: bool
     steps: int | None
 
-    def load(self, overrides: Sequence[str]) -> Recipe:
+    def load(self, overrides: Iterable[str]) -> Recipe:
         """Load the recipe with these overrides instead of its own."""
-        return catalog.load(self.name, overrides, tiny=self.tiny, steps=self.steps)
-
-    @property
-    def keys(self) -> dict[str, str]:
-        """The last override of each key."""
-        return {text.partition("=")[0].strip(): text for text in self.overrides}
+        return catalog.load(self.name, [*overrides], tiny=self.tiny, steps=self.steps)
 
 
 def launched(page: Page, flags: RecipeFlags, question: Question, layout: Candidate, out: Path | None) -> None:
@@ -191,7 +182,7 @@ def settings_of(flags: RecipeFlags, work: Workload) -> list[str]:
         "parallel.sequence": work.sequence_parallel,
         RECOMPUTATION: "selective" if work.selective else recomputation,
     }
-    own, sets = flags.load([]), {key: text for key, text in flags.keys.items() if key not in decided}
+    own, sets = flags.load([]), {key: text for key, text in flags.overrides.items() if key not in decided}
     for key, value in decided.items():
         stated = attrgetter(key)(own)
         if stated != value and not (stated is None and key in DERIVED_KEYS):

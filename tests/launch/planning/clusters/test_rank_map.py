@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from cluster_jobs import job
 
-from launch.planning.clusters import cluster_text, rank_map
+from launch.planning.clusters import cluster_text
 from launch.planning.page import Page
 from modeling.parallel import process_grid
 from recipes.layout import Layout
@@ -38,11 +38,11 @@ def test_every_rank_is_where_training_puts_it(degrees, monkeypatch):
         )  # fmt: skip
         monkeypatch.setattr(process_grid, "dist", alone)
         grid = process_grid.ProcessGrid(tp, pp, dp)
-        place = rank_map.place(rank, layout(*degrees), gpus=2)
+        place = cluster_text.place(rank, layout(*degrees), gpus=2)
         assert (place.at, place.host * 2 + place.gpu) == (grid.at, rank)
         of_kind = {"tensor": grid.tensor_group, "pipeline": grid.pipeline_group, "data": grid.data_group}
         for kind, ranks in of_kind.items():
-            own = [group for group in rank_map.GROUPS[kind](tp, pp, dp) if rank in group]
+            own = [group for group in cluster_text.GROUPS[kind](tp, pp, dp) if rank in group]
             assert own == [[rank] if ranks is None else ranks]
 
 
@@ -50,16 +50,16 @@ def test_every_rank_is_where_training_puts_it(degrees, monkeypatch):
 def test_stretches_hold_every_rank_once_and_one_stage_each(gpus):
     there = layout(2, 3, 4)
     for by_host in (False, True):
-        parts = list(rank_map.stretches(there, gpus, by_host=by_host))
+        parts = list(cluster_text.stretches(there, gpus, by_host=by_host))
         assert [rank for first, last in parts for rank in range(first.rank, last.rank + 1)] == list(range(24))
         assert all(first.at.pp == last.at.pp for first, last in parts)
         assert not by_host or all(first.host == last.host for first, last in parts)
 
 
 def test_groups_that_cross_nodes_are_counted():
-    tensor, pipeline, data = rank_map.spreads(layout(4, 2, 2), gpus=4)
+    tensor, pipeline, data = cluster_text.spreads(layout(4, 2, 2), gpus=4)
     assert (tensor.crossing, pipeline.hosts, data.crossing) == (0, 2, 8)
-    tensor, *_ = rank_map.spreads(layout(3, 1, 4), gpus=4)  # [0 1 2] [3|4 5] [6 7|8] [9 10 11]
+    tensor, *_ = cluster_text.spreads(layout(3, 1, 4), gpus=4)  # [0 1 2] [3|4 5] [6 7|8] [9 10 11]
     assert (tensor.groups, tensor.crossing, tensor.hosts) == (4, 2, 2)
 
 
