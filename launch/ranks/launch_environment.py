@@ -6,10 +6,9 @@ sets: its src/common/env.c (`env_array_for_step`, `env_array_for_batch_job`).
 
 from __future__ import annotations
 
-import itertools
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +21,6 @@ DEFAULT_PORT = 29500  # torchrun's and deepspeed's
 # Below those from 32768 on, which Linux gives to outgoing connections.
 FIRST_PORT, PORTS, PORTS_PER_JOB = 15_000, 16_000, 8
 STEPS = 0xFFFF_0000  # Slurm numbers steps below; from there on are the batch script and other shells
-MOST_HOSTS = 10**6  # that a list may name
 
 # Beginnings of what every rank needs alike. Not every launcher carries it to other machines (deepspeed 0.19.8
 # takes along what begins with PYTHON, NCCL, UCX, MV2 or MLFLOW). No tokens: ranks talk in the open.
@@ -40,9 +38,13 @@ CRAY = ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
 OF_A_LAUNCH = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")  # the same on all ranks of an mpirun
 PLACES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # what torchrun and deepspeed set, both
 LAUNCHES = ("GROUP_WORLD_SIZE", "CROSS_SIZE")  # over how many of its own a torchrun or deepspeed launches
-
-INDEPENDENT = "they would train independently of each other, into one run directory"
-
+# How an MPI is told where rank 0 is.
+ADDRESSED = {
+    "Open MPI": "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500",
+    "mpiexec": "mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT 29500",
+    "MVAPICH2": "mpirun_rsh … MASTER_ADDR=HOST MASTER_PORT=29500",
+}
+_PASS_ON = "pass on all that srun sets, into containers too, and unset what a shell or a job script has set"
 
 COLLECTIVES = "hang-collectives-rank-"  # in the run directory, with the rank behind it
 # torch's Flight Recorder keeps NCCL's last collectives, and writes them where one times out. By their newer
@@ -73,54 +75,47 @@ class Start:
     address: str | None
     port: int
 
-    def variables(self) -> dict[str, str]:
-        """Return the variables that torchrun would set."""
-        places = {"RANK": self.rank, "WORLD_SIZE": self.size}
-        places |= {"LOCAL_RANK": self.local_rank, "LOCAL_WORLD_SIZE": self.local_size}
-        return {**{name: str(value) for name, value in places.items()}, "MASTER_PORT": str(self.port)}
 
-
-def missing_variables(environ: Environ, at_terminal: bool = False) -> dict[str, str]:
+def missing_variables(environ: Environ) -> dict[str, str]:
     """Return the variables that this process lacks to find its place; {} if it is alone or has them.
-
-    `at_terminal`: a person types at its standard input. In a shell that `srun --pty` opened, a command is not
-    one of srun's tasks.
 
     Raises ProblemsError for missing or contradicting variables.
     """
     placed = all(name in environ for name in PLACES)
     try:
-        start = started(environ, at_terminal)
+        start = started(environ)
     except ProblemsError:
         if placed:  # what is incomplete there is not needed
             return {}
         raise
-    if start and placed:
-        _check_launcher(environ, start)
-    if start is None or placed:
+    if start is None:
         return {}
-    wanted = start.variables()
-    for name in (*PLACES, "LOCAL_WORLD_SIZE"):
-        if environ.get(name, wanted[name]) != wanted[name]:
-            came, rule = f"{name}={environ[name]} with {start.named}", f"{start.by} says {wanted[name]}"
-            raise _refused(name, came, rule, f"unset {name}")
+    if placed:
+        _check_launcher(environ, start)
+        return {}
+    places = {"RANK": start.rank, "WORLD_SIZE": start.size}
+    places |= {"LOCAL_RANK": start.local_rank, "LOCAL_WORLD_SIZE": start.local_size}
+    for name, value in places.items():
+        if environ.get(name, str(value)) != str(value):
+            came = f"{name}={environ[name]} with {start.named}"
+            raise _refused(name, came, f"{start.by} says {value}", f"unset {name}")
     if start.size == 1 and not any(name in environ for name in PLACES):
         return {}
     if start.address is None and "MASTER_ADDR" not in environ:
-        raise _no_address(start)
-    if start.address is not None:
-        wanted["MASTER_ADDR"] = start.address
-    return {name: value for name, value in wanted.items() if name not in environ}
+        rule = f"{start.by} does not tell the ranks of several machines where rank 0 is"
+        how = ADDRESSED.get(start.by, "export MASTER_ADDR=HOST")
+        fix = f"{how}, where HOST is the machine of rank 0"
+        raise _refused("MASTER_ADDR", f"{start.named} without MASTER_ADDR", rule, fix)
+    wanted = {**places, "MASTER_ADDR": start.address, "MASTER_PORT": start.port}
+    return {name: str(value) for name, value in wanted.items() if name not in environ}
 
 
-def started(environ: Environ, at_terminal: bool = False) -> Start | None:
+def started(environ: Environ) -> Start | None:
     """Find out how this process was started among others; None if it was started alone.
 
     An MPI's own variables count before Slurm's: mpirun starts one task of Slurm on each machine, and its
     ranks inherit from that. Raises ProblemsError.
     """
-    if at_terminal and "SLURM_PTY_PORT" in environ:
-        return None
     for by, names in (("Open MPI", OPEN_MPI), ("MVAPICH2", MVAPICH)):
         if any(name in environ for name in names[:2]):
             return _mpi(environ, by, names)
@@ -173,147 +168,87 @@ def forgotten_srun(environ: Environ) -> str | None:
     )
 
 
-def hosts(written: str) -> list[str]:
-    """Parse a Slurm list of hosts: "node[003-006,010],gpu-b[1-2]". Raises ValueError."""
-    names: list[str] = []
-    for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+|[,\[\]]", written):
-        if item in "[]":
-            raise ValueError(f"a bracket of its own in {written!r}")
-        if item != ",":
-            parts = re.split(r"\[([^\]]*)\]", item)  # outside, inside, outside, ...
-            spelt = [[*_numbers(part)] if inside % 2 else [part] for inside, part in enumerate(parts)]
-            names += itertools.islice(map("".join, itertools.product(*spelt)), MOST_HOSTS)
-    if not names:
-        raise ValueError(f"no host in {written!r}")
-    return names
+def first_host(written: str) -> str:
+    """Return the first of a Slurm list of hosts: of "node[003-006,010],gpu-b[1-2]" node003."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", written)
+    return re.sub(r"\[([0-9]*)[^\]]*\]", r"\1", first[0] if first else written)
 
 
 def tasks_per_node(written: str) -> list[int]:
-    """Parse the tasks of each node, in order: "4(x2),3" is 4, 4, 3. Raises ValueError."""
-    counts: list[int] = []
-    for item in written.split(","):
-        match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", item)
-        if match is None:
-            raise ValueError(f"{item!r} is no number of tasks")
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts
-
-
-def _numbers(written: str) -> Iterator[str]:
-    """Expand "003-005,010" to 003, 004, 005, 010."""
-    for item in written.split(","):
-        match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", item)
-        if match is None or int(match[2] or match[1]) - int(match[1]) not in range(MOST_HOSTS):
-            raise ValueError(f"{item!r} is no range of numbers")
-        for number in range(int(match[1]), int(match[2] or match[1]) + 1):
-            yield f"{number:0{len(match[1])}}"
+    """Parse the tasks of each node, in order: "4(x2),3" is 4, 4, 3."""
+    found = re.findall(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", written)
+    return [int(count) for count, times in found for _ in range(int(times or 1))]
 
 
 def _slurm(environ: Environ) -> Start | None:
     """Return this task of a step by srun; None in a batch script or a shell of salloc."""
-    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
+    step = environ.get("SLURM_STEP_ID", "")
     if not step.isdigit() or int(step) >= STEPS:
         if environ.get("SLURM_PROCID", "0") != "0":
             came = f"SLURM_PROCID={environ['SLURM_PROCID']} without SLURM_STEP_ID"
-            rule = "this is not the only task, and srun sets both"
-            raise _refused("SLURM_STEP_ID", came, rule, _PASS_ON)
+            raise _refused("SLURM_STEP_ID", came, "this is not the only task, and srun sets both", _PASS_ON)
         return None
-    # NTASKS and TASKS_PER_NODE are the job's, and not the step's, under `srun --preserve-env`.
-    tasks = next((n for n in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS") if n in environ), None)
-    if tasks is None or "SLURM_PROCID" not in environ or "SLURM_LOCALID" not in environ:
-        lacking = "SLURM_NTASKS" if tasks is None else "SLURM_PROCID or SLURM_LOCALID"
-        came = f"SLURM_STEP_ID={step} without {lacking}"
-        raise _refused("SLURM_STEP_ID", came, "srun sets them all", _PASS_ON)
-    size, rank, local_rank = (_whole(environ, name) for name in (tasks, "SLURM_PROCID", "SLURM_LOCALID"))
+    # The others are the job's, and not the step's, under `srun --preserve-env`.
+    tasks, counts, nodes = (
+        next((name for name in names if name in environ), names[0])
+        for names in (
+            ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+            ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+            ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
+        )
+    )
+    names = (tasks, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
+    size, rank, local_rank, node = _whole(environ, "srun", names)
+    each = tasks_per_node(environ.get(counts, str(size)))
     named = f"{tasks}={size}, SLURM_PROCID={rank}"
-    nodes = _listed(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    every = hosts(nodes[1]) if nodes else []
-    counts = _listed(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
-    each = tasks_per_node(counts[1]) if counts else [size]
-    if counts and counts[0] == "SLURM_NTASKS_PER_NODE":
-        each *= max(1, len(every))
-    node = _whole(environ, "SLURM_NODEID") if len(each) > 1 else 0
-    local_size = each[node] if node < len(each) else 0
-    said = f"{named}, SLURM_LOCALID={local_rank}"
-    said += "".join(f", {name}={value}" for name, value in filter(None, (counts, nodes)))
-    here = environ.get("SLURMD_NODENAME")
-    if rank >= size or local_rank >= local_size or sum(each) != size or (every and len(every) != len(each)):
-        raise _refused("SLURM_NTASKS", said, "they contradict each other", _STALE)
-    if every and here and here not in every:
-        raise _refused("SLURM_STEP_NODELIST", f"{said}, SLURMD_NODENAME={here}", "another step's", _STALE)
-    address = LOOPBACK if len(each) == 1 else every[0] if every else None
-    job = environ.get("SLURM_JOB_ID", environ.get("SLURM_JOBID", ""))
+    if node >= len(each) or sum(each) != size or rank >= size or local_rank >= each[node]:
+        came = f"{named}, SLURM_LOCALID={local_rank}, SLURM_NODEID={node}, {counts}={environ.get(counts)}"
+        raise _refused("SLURM_NTASKS", came, "they contradict each other", _PASS_ON)
+    several = first_host(environ[nodes]) if environ.get(nodes) else None
+    job = environ.get("SLURM_JOB_ID", "")
     launch = int(job) * PORTS_PER_JOB + int(step) % PORTS_PER_JOB if job.isdigit() else None
-    return Start("srun", named, rank, size, local_rank, local_size, address, _port(launch))
+    address = LOOPBACK if len(each) == 1 else several
+    return Start("srun", named, rank, size, local_rank, each[node], address, _port(launch))
 
 
-_PASS_ON = "pass all of srun's variables on, into containers too"
-_STALE = "start with srun, and unset the SLURM_* variables that a shell or a job script has set"
-
-
-def _mpi(environ: Environ, by: str, names: tuple[str, ...]) -> Start:
-    there = [name for name in names if name in environ]
-    if len(there) < len(names):
-        lacking = ", ".join(name for name in names if name not in environ)
-        fix = "start with torchrun, deepspeed or srun, or export what is missing"
-        raise _refused(lacking, f"{', '.join(there)} without {lacking}", f"of {by} all are needed", fix)
-    rank, size, local_rank, local_size = (_whole(environ, name) for name in names)
+def _mpi(environ: Environ, by: str, names: Sequence[str]) -> Start:
+    rank, size, local_rank, local_size = _whole(environ, by, names)
     named = f"{names[0]}={rank}, {names[1]}={size}"
     if rank >= size or local_rank >= local_size or local_size > size:
         came = f"{named}, {names[2]}={local_rank}, {names[3]}={local_size}"
         raise _refused(names[0], came, "they contradict each other", f"start with {by} alone")
     of_a_launch = next((environ[name] for name in OF_A_LAUNCH if name in environ), None)
     port = _port(zlib.crc32(of_a_launch.encode()) if of_a_launch else None)
-    return Start(
-        by, named, rank, size, local_rank, local_size, LOOPBACK if local_size == size else None, port
-    )
+    address = LOOPBACK if local_size == size else None
+    return Start(by, named, rank, size, local_rank, local_size, address, port)
 
 
 def _check_launcher(environ: Environ, start: Start) -> None:
     """Refuse torchrun's variables if their launch does not cover all processes of `start`."""
     rank, world = environ["RANK"], environ["WORLD_SIZE"]
     launches = next((environ[name] for name in LAUNCHES if name in environ), world)
+    unset = f"unset {', '.join(PLACES)}"
     if launches.isdigit() and int(launches) < start.size:
         came = f"{start.named} with RANK={rank}, WORLD_SIZE={world}"
-        rule = f"{start.by} started {start.size} launches of {world}: {INDEPENDENT}"
+        rule = f"{start.by} started {start.size} launches of {world}, which would all train for themselves"
         fix = (
-            f"unset {', '.join(PLACES)} for plain `srun python`; or start torchrun once on each machine, "
+            f"{unset} for plain `srun python`; or start torchrun once on each machine, "
             "with --nnodes, --rdzv_backend c10d and --rdzv_endpoint"
         )
         raise _refused("WORLD_SIZE", came, rule, fix)
     if launches == world == str(start.size) and rank != str(start.rank):
-        came = f"RANK={rank} with {start.named}"
-        raise _refused("RANK", came, f"{start.by} says {start.rank}", f"unset {', '.join(PLACES)}")
+        raise _refused("RANK", f"RANK={rank} with {start.named}", f"{start.by} says {start.rank}", unset)
 
 
-def _no_address(start: Start) -> ProblemsError:
-    came = f"{start.named} without MASTER_ADDR"
-    rule = f"{start.by} does not tell the ranks of several machines where rank 0 is"
-    how = {
-        "Open MPI": "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500",
-        "mpiexec": "mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT 29500",
-        "MVAPICH2": "mpirun_rsh … MASTER_ADDR=HOST MASTER_PORT=29500",
-    }.get(start.by, "export MASTER_ADDR=HOST")
-    return _refused("MASTER_ADDR", came, rule, f"{how}, where HOST is the machine of rank 0")
-
-
-def _listed(environ: Environ, *names: str) -> tuple[str, str] | None:
-    """Return the first variable that is set, checked to be a list of hosts or of tasks."""
-    name = next((name for name in names if environ.get(name)), None)
-    if name is None:
-        return None
-    try:
-        (hosts if name.endswith("NODELIST") else tasks_per_node)(environ[name])
-    except ValueError as error:
-        raise _refused(name, f"{name}={environ[name]!r}", str(error), _STALE) from None
-    return name, environ[name]
-
-
-def _whole(environ: Environ, name: str) -> int:
-    written = environ.get(name, "")
-    if not re.fullmatch("[0-9]{1,9}", written):
-        raise _refused(name, f"{name}={written!r}", "a launcher sets a whole number", f"unset {name}")
-    return int(written)
+def _whole(environ: Environ, by: str, names: Sequence[str]) -> list[int]:
+    """Read the whole numbers that `by` sets, all of them. Raises ProblemsError."""
+    given = {name: environ.get(name, "") for name in names}
+    if wrong := [name for name, text in given.items() if not re.fullmatch("[0-9]{1,9}", text)]:
+        came = ", ".join(f"{name}={given[name]!r}" if given[name] else f"no {name}" for name in wrong)
+        rule = f"{by} sets {', '.join(names)} to whole numbers"
+        fix = f"pass on all that {by} sets, into containers too, or unset what is left of it"
+        raise _refused(wrong[0], came, rule, fix)
+    return [int(text) for text in given.values()]
 
 
 def _port(launch: int | None) -> int:

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 
 import pytest
 from srun_task import srun_environment
@@ -11,9 +10,9 @@ from launch.compare_layouts import refuse_tasks
 from launch.ranks import ending, joining, processes
 from launch.ranks.launch_environment import (
     carried,
+    first_host,
     flight_recorder,
     forgotten_srun,
-    hosts,
     missing_variables,
     sees_own_device,
     tasks_per_node,
@@ -48,28 +47,17 @@ TORCHRUN = {
 }
 
 
-def refusal(environ, **how):
+def refusal(environ):
     with pytest.raises(ProblemsError) as caught:
-        missing_variables(environ, **how)
+        missing_variables(environ)
     return str(caught.value)
 
 
-def test_lists_of_hosts_are_expanded():
-    assert hosts("node[003-006,010],gpu-b[1-2]") == [
-        *("node003", "node004", "node005", "node006", "node010"),
-        *("gpu-b1", "gpu-b2"),
-    ]
-    assert hosts("login") == ["login"]
-    assert hosts("r[1-2]n[09-10]-ib") == ["r1n09-ib", "r1n10-ib", "r2n09-ib", "r2n10-ib"]
-    for wrong in ("", ",", "a[1-", "a]", "a[x]", "a[5-3]", "a[1-3]b[1", "a[0-99999999]"):
-        with pytest.raises(ValueError, match=re.escape(repr(wrong)) + "|is no range"):
-            hosts(wrong)
-
-
-def test_tasks_of_nodes_are_expanded():
+def test_lists_of_slurm_are_read():
+    assert first_host("node[003-006,010],gpu-b[1-2]") == "node003"
+    assert first_host("login") == first_host("login,a[1-2]") == "login"
+    assert first_host("r[1-2]n[09-10]-ib") == "r1n09-ib"
     assert tasks_per_node("4(x2),3") == [4, 4, 3]
-    with pytest.raises(ValueError, match="no number of tasks"):
-        tasks_per_node("4x2")
 
 
 def test_a_task_of_srun_finds_its_place():
@@ -115,12 +103,6 @@ def test_a_batch_script_is_one_process_whatever_its_job_has(step):
     assert forgotten_srun({**BATCH, "SLURM_NTASKS": "1"}) is None and forgotten_srun({}) is None
 
 
-def test_a_command_typed_into_a_shell_of_srun_is_one_process():
-    shell = {**srun_environment(0, 8, 4), "SLURM_PTY_PORT": "4000"}
-    assert missing_variables(shell, at_terminal=True) == {}
-    assert missing_variables(shell, at_terminal=False)["WORLD_SIZE"] == "8", "a step started from that shell"
-
-
 def test_torchrun_under_srun_keeps_its_own_variables():
     """One task a node, and one of mpirun's likewise."""
     assert missing_variables({**srun_environment(1, 2, 1), **TORCHRUN}) == {}
@@ -153,10 +135,7 @@ CONTRADICTIONS = {
     "SLURM_NODEID=2": "contradict each other",
     "SLURM_STEP_TASKS_PER_NODE=4": "contradict each other",
     "SLURM_STEP_TASKS_PER_NODE=4,5": "contradict each other",
-    "SLURM_STEP_NODELIST=node[001-003]": "contradict each other",
-    "SLURM_STEP_NODELIST=node[001": "SLURM_STEP_NODELIST='node[001': a bracket of its own",
-    "SLURMD_NODENAME=login": "another step's",
-    "SLURM_STEP_NUM_TASKS=x": "SLURM_STEP_NUM_TASKS='x': a launcher sets a whole number",
+    "SLURM_STEP_NUM_TASKS=x": "SLURM_STEP_NUM_TASKS='x': srun sets",
 }
 
 
