@@ -33,6 +33,7 @@ import torch.distributed as dist
 from launch.console import terminal
 from launch.ranks.launch_environment import COLLECTIVES
 from launch.ranks.processes import gathered
+from recipes.problems import some
 
 HANGING = 4  # exit code
 REPORT = "hang.txt"  # in the run directory, next to STACKS.format(rank)
@@ -41,7 +42,7 @@ USUAL_STEPS = 5  # a step may take so many times what steps usually take
 LONG = 25  # times run.hang_after, for what is no usual step; of a minute, just under the collectives' 30
 ANSWER_S = 10.0  # the most for an answer
 REMEMBERED = 20  # steps
-SHOWN_FRAMES = 8  # of a stack on the screen; the file has all
+SHOWN_FRAMES = 8  # the innermost of a rank's stack, in the report; STACKS have all
 SHOWN_RANKS = 8  # names in a row
 
 
@@ -100,10 +101,6 @@ class Status:
         return f"step {self.step}, {self.phase.value}{passes} for {self.seconds:.0f} s"
 
 
-class Unreachable(Exception):
-    """The silence of a rank; the message gives its form."""
-
-
 class Watchdog:
     """This rank's activity, with the threads that watch it and answer other ranks.
 
@@ -154,7 +151,7 @@ class Watchdog:
     def status(self) -> Status:
         main = sys._current_frames().get(threading.main_thread().ident or 0)
         seconds = time.monotonic() - self._since
-        stack = tuple(traceback.format_stack(main)) if main else ()
+        stack = tuple(traceback.format_stack(main, SHOWN_FRAMES)) if main else ()
         overdue = seconds > self.limit()
         return Status(self._rank, self._step, self._phase, self._passes, seconds, overdue, stack)
 
@@ -184,14 +181,10 @@ class Watchdog:
             self.places, self._token = [place for place, _ in told], told[0][1].encode()
             threading.Thread(target=self._answer, args=(server,), daemon=True).start()
             neighbour = self.places[(self._rank + 1) % len(self.places)]
-            failure = None
-            try:
-                self._ask(neighbour)
-            except Unreachable as error:
-                failure = f"{neighbour} {error}"
-            failures = [text for text in gathered(failure, group) if text]
-            if failures:
-                say(f"no watchdog, a hanging rank will be noticed late: {failures[0]}")
+            answer = self._ask(neighbour)
+            silences = gathered(f"{neighbour} {answer}" if isinstance(answer, str) else "", group)
+            if any(silences):
+                say(f"no watchdog, a hanging rank will be noticed late: {next(filter(None, silences))}")
             else:
                 threading.Thread(target=self._watch, daemon=True).start()
             yield self
@@ -237,11 +230,9 @@ class Watchdog:
         """Return the silence of the ranks below the first that answers, which then judges."""
         silent = dict[int, str]()
         for place in self.places[: self._rank]:
-            try:
-                self._ask(place)
+            if not isinstance(answer := self._ask(place), str):
                 break
-            except Unreachable as error:
-                silent[place.rank] = str(error)
+            silent[place.rank] = answer
         return silent
 
     def _judge(self, silent: dict[int, str]) -> None:
@@ -254,12 +245,10 @@ class Watchdog:
         statuses[self._rank] = self.status()
         if self._ended.is_set() or not (silent or all(status.overdue for status in statuses.values())):
             return
-        lines = self._sentences(statuses, silent)
-        text = "\n".join([*lines, *_stacks(statuses, SHOWN_FRAMES), self._advice()])
+        text = "\n".join([*self._sentences(statuses, silent), *_stacks(statuses), self._advice()])
         if self._directory is not None:
             with contextlib.suppress(OSError):
-                whole = "\n".join([*lines, *_stacks(statuses), self._advice()])
-                (self._directory / REPORT).write_text(whole + "\n")
+                (self._directory / REPORT).write_text(text + "\n")
         self._keep_stacks()
         terminal.say(f"\n{text}\n", sys.stderr)
         sys.stderr.flush()
@@ -270,30 +259,23 @@ class Watchdog:
         self, places: Sequence[Place], wish: bytes = b"status"
     ) -> tuple[dict[int, Status], dict[int, str]]:
         """Return answers by rank, and the forms of silence by rank."""
-        statuses, silent = {}, {}
-
-        def ask(place: Place) -> None:
-            try:
-                statuses[place.rank] = self._ask(place, wish)
-            except Unreachable as error:
-                silent[place.rank] = str(error)
-
         with ThreadPoolExecutor(min(len(places), 64) or 1) as pool:
-            list(pool.map(ask, places))
-        return statuses, silent
+            answers = list(zip(places, pool.map(lambda place: self._ask(place, wish), places), strict=True))
+        statuses = {place.rank: answer for place, answer in answers if isinstance(answer, Status)}
+        return statuses, {place.rank: answer for place, answer in answers if isinstance(answer, str)}
 
-    def _ask(self, place: Place, wish: bytes = b"status") -> Status:
+    def _ask(self, place: Place, wish: bytes = b"status") -> Status | str:
+        """Return a rank's answer, or the form of its silence."""
         try:
             with socket.create_connection((place.address, place.port), self._patience) as connection:
                 connection.sendall(self._token + b" " + wish + b"\n")
                 return Status.from_json(connection.makefile("rb").read())
         except TimeoutError:
-            stopped = "does not answer: its process is stopped, or its machine or network is down"
-            raise Unreachable(stopped) from None
+            return "does not answer: its process is stopped, or its machine or network is down"
         except OSError as error:
-            raise Unreachable(f"has ended, or cannot be reached ({error.strerror or error})") from None
+            return f"has ended, or cannot be reached ({error.strerror or error})"
         except ValueError:
-            raise Unreachable("ended while it answered") from None
+            return "ended while it answered"
 
     def _keep_stacks(self) -> None:
         """Write all threads' stacks, and this rank's last collectives, into the run directory."""
@@ -338,18 +320,15 @@ def forget(directory: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _stacks(statuses: Mapping[int, Status], frames: int | None = None) -> Iterator[str]:
+def _stacks(statuses: Mapping[int, Status]) -> Iterator[str]:
     """Yield the ranks' stacks; ranks with equal stacks together."""
     alike: dict[tuple[object, ...], list[Status]] = {}
     for _, status in sorted(statuses.items()):
         alike.setdefault((status.step, status.phase, status.stack), []).append(status)
-    for together in alike.values():
-        ranks = ", ".join(str(status.rank) for status in together[:SHOWN_RANKS])
-        more = f" and {len(together) - SHOWN_RANKS} more" if len(together) > SHOWN_RANKS else ""
-        first = together[0]
-        shown = first.stack if frames is None else first.stack[-frames:]
-        yield f"rank{'s' if len(together) > 1 else ''} {ranks}{more}: {first}; stack, innermost last:"
-        yield "".join(shown).rstrip()
+    for first, *others in alike.values():
+        ranks = some([str(status.rank) for status in (first, *others)], SHOWN_RANKS)
+        yield f"rank{'s' if others else ''} {ranks}: {first}; stack, innermost last:"
+        yield "".join(first.stack).rstrip()
 
 
 def _own_address(rank: int) -> str:

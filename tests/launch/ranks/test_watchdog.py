@@ -6,17 +6,7 @@ from unittest.mock import Mock
 import pytest
 from launching import WORKERS, run_ranks
 
-from launch.ranks.watchdog import (
-    HANGING,
-    LONG,
-    USUAL_STEPS,
-    Phase,
-    Place,
-    Status,
-    Unreachable,
-    Watchdog,
-    forget,
-)
+from launch.ranks.watchdog import HANGING, LONG, USUAL_STEPS, Phase, Place, Status, Watchdog, forget
 
 
 def watched(tmp_path, what, rank, hang_after=1, ranks=3):
@@ -74,7 +64,7 @@ def test_a_silent_rank_is_named_when_the_step_is_overdue(stopped, monkeypatch, c
         if place.rank != stopped:
             return Status(place.rank, 5, Phase.COMPUTED, 1, now[0], False, ())
         now[0] += watchdog._patience
-        raise Unreachable("does not answer")
+        return "does not answer"
 
     monkeypatch.setattr(watchdog, "_ended", ended)
     monkeypatch.setattr(watchdog, "_ask", ask)
