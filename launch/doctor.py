@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import json
 import os
-import resource
 import socket
 import sys
 import time
@@ -25,20 +24,19 @@ from ds_configs import jsonfile, known_keys
 from ds_configs.plan import Plan
 from ds_configs.resolver import resolve
 from launch.console import arguments, ends, quiet, terminal
-from launch.machine import abilities, checks, doctor_checks, gpu_checkup, hosts, places, start_checks
+from launch.machine import abilities, checks, description, doctor_checks, hosts, start_checks
 from launch.machine.checks import Check, Function, Verdict, failed, ok, unchecked, warning
 from launch.machine.hosts import Hosts
 from launch.machine.memory import Memory, this_machine
 from launch.planning import memory_fit
 from launch.planning.prediction.forecast_text import error
-from launch.ranks import joining, processes
+from launch.ranks import interfaces, joining, launch_environment, processes
 from launch.records.directory import default_path
 from recipes import catalog
 from recipes.files import path_of
 from recipes.problems import ProblemsError, counted
 from recipes.schema import Recipe
 
-IN_MEMORY = ("tmpfs", "ramfs")
 SNUG = 0.08  # of the host's memory: a margin within the error of predictions
 ORDER: tuple[Verdict, ...] = ("ok", "warning", "failed", "not checked")
 
@@ -126,33 +124,29 @@ def table(
     except ProblemsError as error:
         configured = checks.refused(error.problems)
     ranks = ranks_here(plan, memory, listed) if plan else memory.gpus or 1
-    world = plan.layout.world if plan else world or 1
-    several = hosts.several_machines(listed, os.environ)
-    of_machine: dict[str, Function] = {
-        "python": doctor_checks.python,
+    several = len(listed.slots) > 1 if listed else processes.several_machines()
+    functions: dict[str, Function] = {
         "packages": partial(start_checks.packages, recipe),
         "accelerator": doctor_checks.accelerator,
-        "GPU kernels": gpu_checkup.kernels,
+        "GPU kernels": start_checks.kernels,
         "precision": partial(doctor_checks.precision, machine),
         "compiler": doctor_checks.compiler,
         "CUDA compiler": doctor_checks.cuda_compiler,
         "libaio": partial(doctor_checks.libaio, machine),
-        "shared memory": partial(gpu_checkup.shared_memory, ranks),
-        "open files": partial(open_files, world),
+        "shared memory": partial(start_checks.shared_memory, ranks),
+        "open files": partial(doctor_checks.open_files, plan.layout.world if plan else world or 1),
         "variables": start_checks.variables,
-        "host name": partial(hosts.host_name, several),
-        "port": partial(hosts.port, os.environ),
+        "host name": partial(host_name, several),
+        "port": partial(port, os.environ.get("MASTER_PORT", str(launch_environment.DEFAULT_PORT))),
     }
-    of_hosts: dict[str, Function] = {}
     if listed is not None:
-        of_hosts = {
-            "hostfile": partial(hosts.hostfile, listed, memory.gpus),
-            "hosts": partial(hosts.reachable, listed),
-            "environment": partial(hosts.environment, listed, environ),
-        }
-    of_plan: dict[str, Function] = {}
+        functions["hostfile"] = partial(hosts.hostfile, listed, memory.gpus)
+        if several:
+            functions["hosts"] = partial(hosts.reachable, listed)
+            functions["environment"] = partial(hosts.environment, environ)
+    functions["configuration"] = lambda: configured
     if plan is not None:
-        of_plan = {
+        functions |= {
             "layout": partial(layout, plan, memory, listed),
             "batch": partial(ok, plan.layout.identity()),
             "memory": partial(fits, plan, memory, ranks),
@@ -160,14 +154,12 @@ def table(
             "DeepSpeed": partial(deepspeed_accepts, plan, config),
             "rest of the JSON": partial(rest, plan, config),
         }
-    of_files: dict[str, Function] = {
+    return functions | {
         "data": partial(data, recipe),
         "run directory": partial(doctor_checks.writable, directory),
-        "disk": partial(places.space, directory, *start_checks.checkpoint_bytes(recipe)),
-        "file system": partial(file_system, directory, several),
-        "clock": partial(doctor_checks.clock, directory),
+        "disk": partial(start_checks.space, directory, *start_checks.checkpoint_bytes(recipe)),
+        "file system": partial(doctor_checks.file_system, directory, several),
     }
-    return {**of_machine, **of_hosts, "configuration": lambda: configured, **of_plan, **of_files}
 
 
 def processes_of(recipe: Recipe, listed: Hosts | None, memory: Memory) -> int | None:
@@ -231,28 +223,17 @@ def fits(plan: Plan, memory: Memory, ranks: int) -> Check:
     return warning(f"{came}: snug", fix) if snug else ok(came)
 
 
-def open_files(world: int) -> Check:
-    """Check the hard limit of open files; a run raises the soft limit up to it by itself."""
-    needed, limit = start_checks.files_needed(world), doctor_checks.file_limit()
-    if limit == resource.RLIM_INFINITY or limit >= needed:
-        allowed = "any number" if limit == resource.RLIM_INFINITY else f"{limit:,}"
-        return ok(f"{allowed} allowed, {needed:,} needed")
-    came = f"a process may have {limit:,} files open, and {needed:,} are needed"
-    return failed(came, f"raise the hard limit: ulimit -Hn {needed}")
+def host_name(several: bool) -> Check:
+    """Check that the other machines reach this one by its name, if there are `several`."""
+    if several:
+        interfaces.check_own_address(os.environ)
+    return ok(socket.gethostname())
 
 
-def file_system(directory: Path, several: bool) -> Check:
-    """Check the kind of file system: not in memory, and shared if the run has `several` machines."""
-    kind = doctor_checks.kind_of(places.existing(directory))
-    if kind is None:
-        return unchecked("there is no /proc/mounts")
-    network = bool(doctor_checks.NETWORK.match(kind))
-    if several and not network:
-        fix = "name one on a shared file system with --out, by its absolute path"
-        return warning(f"{kind}, of this machine: all machines write into one run directory", fix)
-    if kind in IN_MEMORY:
-        return warning(f"{kind}: it takes memory, and is gone after a restart", "name a disk with --out")
-    return ok(f"{kind}, " + ("over the network" if network else "of this machine"))
+def port(number: str) -> Check:
+    """Check that the processes can meet at this port."""
+    processes.check_port(number)
+    return ok(f"{number}, where the processes meet")
 
 
 def deepspeed_accepts(plan: Plan, config: Path) -> Check:
@@ -306,10 +287,9 @@ RANK_REPORT = TypeAdapter(RankReport)
 
 def gather_checks(own: list[Check], directory: Path) -> list[Check]:
     """Gather the checks of all machines on rank 0, and compare the ranks. Collective."""
-    from launch.machine import description
     from launch.records import shared_directory
 
-    meeting, place, path = joining.meet(), places.existing(directory), str(directory.absolute())
+    meeting, place, path = joining.meet(), start_checks.existing(directory), str(directory.absolute())
     ahead = time.time() - meeting.from_rank_0(time.time())
     first = processes.rank() == 0
     with shared_directory.token(place) if first else contextlib.nullcontext("") as name:
@@ -320,10 +300,8 @@ def gather_checks(own: list[Check], directory: Path) -> list[Check]:
         every = meeting.to_rank_0(RANK_REPORT.dump_python(told, mode="json"))
     meeting.end()
     ranks = [RANK_REPORT.validate_python(each) for each in every]
-    return [
-        *merge_checks([(rank.host, rank.checks) for rank in ranks if rank.checks]),
-        *compare_ranks(ranks, path),
-    ]
+    merged = merge_checks([(rank.host, rank.checks) for rank in ranks if rank.checks])
+    return [*merged, *compare_ranks(ranks, path)]
 
 
 def compare_ranks(ranks: Sequence[RankReport], path: str) -> list[Check]:
@@ -337,17 +315,14 @@ def compare_ranks(ranks: Sequence[RankReport], path: str) -> list[Check]:
         found["shared files"] = failed(came, fix)
     if len(versions) > 1:
         farthest = max(ranks, key=lambda rank: abs(rank.ahead))
-        found["clock"] = doctor_checks.judge_clock(
-            f"the clock of {farthest.host}, of all the farthest,", farthest.ahead
-        )
-        names = ranks[0].versions
-        differ = [name for name in names if len({said[name] for said in versions.values()}) > 1]
-        lines = (
-            f"{host}: {', '.join(f'{name} {said[name]}' for name in differ)}"
-            for host, said in versions.items()
+        whose = f"the clock of {farthest.host}, of all the farthest,"
+        found["clock"] = doctor_checks.clock(whose, farthest.ahead)
+        differ = [name for name in ranks[0].versions if len({of[name] for of in versions.values()}) > 1]
+        said = (
+            f"{host}: {', '.join(f'{name} {of[name]}' for name in differ)}" for host, of in versions.items()
         )
         fix = "pip install -r requirements.txt on each of them"
-        found["same versions"] = failed("; ".join(lines), fix) if differ else ok("on all machines")
+        found["same versions"] = failed("; ".join(said), fix) if differ else ok("on all machines")
     return [replace(check, key=key) for key, check in found.items()]
 
 
@@ -380,11 +355,7 @@ def text(found: Sequence[Check], width: int | None) -> str:
         if check.fix:
             lines.append(terminal.wrapped(f"{'':<{column}}fix: {check.fix}", width, hang=5))
     counts = Counter(check.verdict for check in found)
-    said = ", ".join(
-        counted(counts[each], each) if each == "warning" else f"{counts[each]} {each}"
-        for each in ORDER
-        if counts[each]
-    )
+    said = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ORDER if counts[verdict])
     return "\n".join([*lines, "", f"{counted(len(found), 'check')}: {said}"])
 
 

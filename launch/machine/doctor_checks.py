@@ -1,18 +1,15 @@
-"""Checks of a machine by the doctor alone: interpreter, GPUs, compilers, file systems, clocks."""
+"""Checks of a machine by the doctor alone: GPUs, compilers, file systems, clocks."""
 
 from __future__ import annotations
 
 import os
-import platform
 import re
-import resource
 import shutil
 import subprocess
-import tempfile
-import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from ds_configs.plan import Machine
 from launch.console import output
@@ -20,39 +17,23 @@ from launch.machine import abilities, compiled_ops
 from launch.machine.abilities import gpus
 from launch.machine.checks import Check, failed, ok, unchecked, warning
 from launch.machine.description import cores, installed
-from launch.machine.places import existing
+from launch.machine.start_checks import existing, files_needed
 from recipes.problems import counted
+from recipes.refused_by_system import take_file_handles
 
 # File systems that other machines may see; all others belong to this machine.
 NETWORK = re.compile(
     r"nfs|lustre|gpfs|beegfs|ceph|cifs|smb|glusterfs|fuse\.|9p|virtiofs|wekafs|panfs|orangefs|pvfs|afs|daos"
 )
+IN_MEMORY = ("tmpfs", "ramfs")
 CLOCK_S = 2.0  # seconds; with a larger difference of clocks, times of files mislead
-
-
-def python() -> Check:
-    """Check the interpreter against pyproject's requires-python."""
-    from packaging.specifiers import SpecifierSet
-
-    version = platform.python_version()
-    try:
-        bounds = metadata.metadata("megarecipes")["Requires-Python"]
-    except metadata.PackageNotFoundError:
-        return unchecked(f"{version}; megarecipes is not installed: pip install -e . states which are fit")
-    if version in SpecifierSet(bounds):
-        return ok(version)
-    fix = "make a virtual environment with a fit one: make setup PYTHON=python3.11"
-    return failed(f"{version}, and {bounds} is needed", fix)
 
 
 def accelerator() -> Check:
     """Check the GPUs that torch sees, and their free memory."""
     found = gpus(with_free=True)
     if not found:
-        why = cpu_only()
-        came = f"no GPU{why}: {counted(cores(), 'core')} of the CPU"
-        fix = "install a CUDA build of torch, or hide them with CUDA_VISIBLE_DEVICES="
-        return warning(came, fix) if why else ok(came)
+        return no_gpu()
     names = ", ".join(dict.fromkeys(f"{gpu.name} ({gpu.total / 1e9:.3g} GB)" for gpu in found))
     came = f"{counted(len(found), 'GPU')}: {names}"
     if len({gpu.name for gpu in found}) > 1:
@@ -63,15 +44,17 @@ def accelerator() -> Check:
     return ok(came)
 
 
-def cpu_only() -> str:
-    """Say why torch uses no GPU though the system shows one; "" if there is none or none is wanted."""
+def no_gpu() -> Check:
+    """Warn if torch uses no GPU though the system shows one that nobody has hidden."""
     import torch
 
+    came = f"no GPU: {counted(cores(), 'core')} of the CPU"
     hidden = os.environ.get("DS_ACCELERATOR") == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
     if hidden or not list(Path("/dev").glob("nvidia[0-9]*")):
-        return ""
+        return ok(came)
     why = "cannot use it (driver?)" if torch.version.cuda else "is a build for CPUs"
-    return f", though there is /dev/nvidia0: torch {torch.__version__} {why}"
+    fix = "install a CUDA build of torch, or hide them with CUDA_VISIBLE_DEVICES="
+    return warning(f"{came}, though there is /dev/nvidia0: torch {torch.__version__} {why}", fix)
 
 
 def precision(machine: Machine) -> Check:
@@ -147,8 +130,10 @@ def ops(ds: dict[str, Any]) -> Check:
     return failed(f"{directory} is not writable: {came}", fix)
 
 
-def file_limit() -> int:
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+def open_files(world: int) -> Check:
+    """Check the hard limit of open files; a run raises the soft limit up to it by itself."""
+    take_file_handles(files_needed(world))
+    return ok(f"{files_needed(world):,} are needed, and allowed")
 
 
 def writable(directory: Path) -> Check:
@@ -157,39 +142,29 @@ def writable(directory: Path) -> Check:
     return ok(f"{directory} " + ("is writable" if directory.exists() else "can be made"))
 
 
-def clock(directory: Path) -> Check:
-    """Compare a file server's clock with this machine's, by the time of a new file."""
-    place = existing(directory)
-    if NETWORK.match(kind_of(place) or ""):
-        return judge_clock("the file server", server_time(place) - time.time())
-    return unchecked("the file system is this machine's: no other clock to compare with")
+def file_system(directory: Path, several: bool) -> Check:
+    """Check the kind of file system: not in memory, and shared if the run has `several` machines."""
+    kind = kind_of(existing(directory))
+    network = bool(NETWORK.match(kind))
+    if several and not network:
+        fix = "name one on a shared file system with --out, by its absolute path"
+        return warning(f"{kind}, of this machine: all machines write into one run directory", fix)
+    if kind in IN_MEMORY:
+        return warning(f"{kind}: it takes memory, and is gone after a restart", "name a disk with --out")
+    return ok(f"{kind}, " + ("over the network" if network else "of this machine"))
 
 
-def judge_clock(whose: str, ahead: float) -> Check:
+def kind_of(place: Path) -> str:
+    """Return the type of `place`'s file system, such as ext4."""
+    real = place.resolve()
+    holding = [each for each in psutil.disk_partitions(all=True) if real.is_relative_to(each.mountpoint)]
+    # The last of equals was mounted over the others.
+    return max(reversed(holding), key=lambda each: len(each.mountpoint)).fstype if holding else "unknown"
+
+
+def clock(whose: str, ahead: float) -> Check:
     """Judge another clock, which is `ahead` of this one by so many seconds."""
     if abs(ahead) <= CLOCK_S:
         return ok(f"{whose} is {abs(ahead):.1f} s away")
     came = f"{whose} is {abs(ahead):,.1f} s {'ahead' if ahead > 0 else 'behind'}"
     return warning(f"{came}: times of files and logs mislead", "set the clocks by NTP (chronyd)")
-
-
-def server_time(place: Path) -> float:
-    """Return the seconds since 1970 on the machine with the files of `place`."""
-    with tempfile.TemporaryFile(dir=place) as file:
-        file.write(b"x")
-        file.flush()
-        os.fsync(file.fileno())
-        return os.fstat(file.fileno()).st_mtime
-
-
-def kind_of(place: Path) -> str | None:
-    """Return the type of `place`'s file system, such as ext4; None if the system does not say."""
-    try:
-        lines = Path("/proc/mounts").read_text().splitlines()
-    except OSError:
-        return None
-    mounts = [(line.split(" ")[1].encode().decode("unicode_escape"), line.split(" ")[2]) for line in lines]
-    real = place.resolve()
-    holding = [(mount, kind) for mount, kind in mounts if real.is_relative_to(mount)]
-    # The last of equals was mounted over the others.
-    return max(reversed(holding), key=lambda held: len(held[0]))[1] if holding else None

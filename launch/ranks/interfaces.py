@@ -59,14 +59,11 @@ def interfaces_with_address() -> list[str]:
     return found
 
 
-def check_own_address(environ: Mapping[str, str], several_machines: bool) -> None:
+def check_own_address(environ: Mapping[str, str]) -> None:
     """Check that other machines can reach this one by its own name. Raises ProblemsError."""
-    master = environ.get("MASTER_ADDR", "localhost")
-    if not several_machines or GLOO in environ or is_loopback(master):
-        return
     name = socket.gethostname()
-    if is_loopback(name):
-        came = f"{name}, this machine's own name, resolves to {_resolved(name) or 'nothing'}"
+    if GLOO not in environ and is_loopback(name):
+        came = f"{name}, this machine's own name, resolves to {resolved(name) or 'nothing'}"
         rule = "ranks on other machines would connect to themselves (gloo listens there)"
         fix = f"set {GLOO} to the interface that the machines share, e.g. eth0, or correct /etc/hosts"
         raise ProblemsError([Problem(GLOO, came, rule, fix)])
@@ -74,11 +71,12 @@ def check_own_address(environ: Mapping[str, str], several_machines: bool) -> Non
 
 def is_loopback(host: str) -> bool:
     """Check whether a name resolves to a loopback address or, which is the same for gloo, not at all."""
-    address = _resolved(host)
+    address = resolved(host)
     return address is None or ipaddress.ip_address(address).is_loopback
 
 
-def _resolved(host: str) -> str | None:
+def resolved(host: str) -> str | None:
+    """Return the first address of a name; None if it does not resolve."""
     with contextlib.suppress(OSError, UnicodeError):
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]).partition("%")[0]
     return None

@@ -93,5 +93,6 @@ def own_place() -> tuple[str, str] | None:
     """Return the identity of this rank's GPU, or None. Raises ValueError for no device or no network."""
     processes.check_device()
     interfaces.follow_nccl()
-    interfaces.check_own_address(os.environ, processes.local_world_size() < processes.world_size())
+    if processes.several_machines():
+        interfaces.check_own_address(os.environ)
     return processes.device_identity()

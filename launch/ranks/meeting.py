@@ -189,7 +189,7 @@ def _join() -> Any:
         return dist.PrefixStore(_attempt(store), store)
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
-            raise port_is_taken("address already in use") from None
+            raise port_is_taken(os.environ["MASTER_PORT"]) from None
         came = f"rank {rank()} on {socket.gethostname()} met no other rank at {where}"
         rule = str(error).splitlines()[0]
         fix = "check that every machine was started, and reaches that address"

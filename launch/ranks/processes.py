@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ds_configs.plan import HOST, Device
-from launch.ranks import launch_environment
+from launch.ranks import interfaces, launch_environment
 from recipes.problems import Problem, ProblemsError
 
 if TYPE_CHECKING:
@@ -57,6 +57,12 @@ def world_size() -> int:
     return _variable("WORLD_SIZE", 1)
 
 
+def several_machines() -> bool:
+    """Check whether the ranks of this launch are on several machines, as far as the launcher says."""
+    near = interfaces.is_loopback(os.environ.get("MASTER_ADDR", "localhost"))
+    return local_world_size() < world_size() and not near
+
+
 def _variable(name: str, default: int) -> int:
     """Read a launcher's variable; a bad number counts as absent here, and `check_launch` refuses it."""
     written = os.environ.get(name, "")
@@ -89,19 +95,27 @@ def check_launch(start: bool) -> None:
         problems.append(Problem(missing[0], came, "a launcher sets all of them", UNSET))
     if problems:
         raise ProblemsError(problems)
-    agent_listens = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if start and launched and rank() == 0 and not agent_listens:
-        try:
-            with socket.socket() as tried:
-                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                tried.bind(("", int(os.environ["MASTER_PORT"])))
-        except OSError as error:
-            raise port_is_taken(error.strerror) from None
+    if start and launched:
+        check_port(os.environ["MASTER_PORT"])
 
 
-def port_is_taken(because: str | None) -> ProblemsError:
+def check_port(port: str) -> None:
+    """Check that rank 0 can listen at the port where all ranks meet, unless torchrun listens for it.
+
+    Raises ProblemsError.
+    """
+    if rank() != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    try:
+        with socket.socket() as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind(("", int(port)))
+    except OSError as error:
+        raise port_is_taken(port, error.strerror) from None
+
+
+def port_is_taken(port: str, because: str | None = "address already in use") -> ProblemsError:
     """Make the refusal of a port at which rank 0 cannot listen."""
-    port = os.environ["MASTER_PORT"]
     rule = f"all processes of a launch meet there, and rank 0 cannot listen ({because}): does another run?"
     fix = (
         f"give deepspeed or torchrun another --master_port, e.g. {int(port) + 1}; with srun and mpirun, set "
@@ -177,7 +191,7 @@ def start_processes(timeout: datetime.timedelta = TIMEOUT, store: Store | None =
     except RuntimeError as error:
         if "EADDRINUSE" not in str(error) or alone:
             raise
-        raise port_is_taken("address already in use") from None
+        raise port_is_taken(os.environ["MASTER_PORT"]) from None
 
 
 def switch_shared_memory_op_off() -> None:

@@ -9,7 +9,7 @@ from launching import run, run_ranks
 
 from ds_configs.plan import GPU, Machine
 from launch import doctor
-from launch.machine import abilities, doctor_checks, gpu_checkup, places, start_checks
+from launch.machine import abilities, doctor_checks, start_checks
 from launch.machine.abilities import Gpu
 from launch.machine.checks import Check
 from launch.machine.hosts import Hosts
@@ -28,7 +28,7 @@ def diagnose(monkeypatch, capsys, tmp_path):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(doctor.quiet, "quiet_libraries", lambda: None)  # for good, in this process
-    monkeypatch.setattr(doctor.hosts, "why_taken", lambda number: None)
+    monkeypatch.setattr(doctor.processes, "check_port", lambda number: None)
 
     def call(*flags: str) -> tuple[int, list[Check]]:
         monkeypatch.setattr(sys, "argv", ["doctor", *flags, "--json"])
@@ -47,12 +47,12 @@ def gpu_machine(monkeypatch):
         machine = Machine(GPU, fp16=True, bf16=bf16, compiler=True, libaio=True)
         monkeypatch.setattr(abilities, "detect_machine", lambda: machine)
         monkeypatch.setattr(doctor, "this_machine", lambda: Memory(count, gpu.total, 1e12))
-        monkeypatch.setattr(gpu_checkup, "gpus", lambda with_free=False: found)
+        monkeypatch.setattr(start_checks, "gpus", lambda with_free=False: found)
         monkeypatch.setattr(doctor_checks, "gpus", lambda with_free=False: found)
-        monkeypatch.setattr(gpu_checkup, "built_for", lambda: ["sm_70", "sm_80", "sm_90"])
+        monkeypatch.setattr(start_checks, "built_for", lambda: ["sm_70", "sm_80", "sm_90"])
         monkeypatch.setattr(doctor_checks, "torch_cuda", lambda: "12.6")
         monkeypatch.setattr(doctor_checks, "nvcc_version", lambda: "12.4")
-        monkeypatch.setattr(gpu_checkup, "free_shared_memory", lambda: 1e9)
+        monkeypatch.setattr(start_checks, "free_bytes", lambda place: 1e9)
 
     return put
 
@@ -109,7 +109,9 @@ def test_all_that_the_resolver_refuses_is_listed(diagnose):
 
 def test_bf16_on_a_v100(diagnose, gpu_machine, monkeypatch):
     gpu_machine(V100, bf16=False)
-    monkeypatch.setattr(gpu_checkup, "free_shared_memory", lambda: 64e6)
+    monkeypatch.setattr(
+        start_checks, "free_bytes", lambda place: 64e6 if place == start_checks.SHARED else 1e12
+    )
     code, found = diagnose("--ds_config", "bf16")
     assert code == 1 and "bf16" in failed(found)["configuration"]
     assert failed(found).keys() == {"configuration", "shared memory"}, (
@@ -261,10 +263,10 @@ def test_a_start_without_kernels_or_room_is_refused(monkeypatch, tmp_path):
 
     job = Job(plan(), "default/sotu", tmp_path / "run")
     make_quick_checks(job)
-    monkeypatch.setattr(gpu_checkup, "gpus", lambda: [V100])
+    monkeypatch.setattr(start_checks, "gpus", lambda: [V100])
     monkeypatch.setattr(doctor_checks, "gpus", lambda: [V100])
-    monkeypatch.setattr(gpu_checkup, "built_for", lambda: ["sm_75"])
-    monkeypatch.setattr(places, "free_bytes", lambda place: 1e3)
+    monkeypatch.setattr(start_checks, "built_for", lambda: ["sm_75"])
+    monkeypatch.setattr(start_checks, "free_bytes", lambda place: 1e3)
     monkeypatch.setattr(start_checks, "installed", lambda name: "1.0")
     with pytest.raises(ProblemsError, match=r"Tesla V100.*\n.*a checkpoint takes") as refused:
         make_quick_checks(job)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.ranks import interfaces
+from launch.ranks import interfaces, processes
 from launch.ranks.interfaces import check_own_address, gloo_interface
 from recipes.problems import ProblemsError
 
@@ -44,14 +44,25 @@ def test_the_loopback_of_this_machine_has_an_address():
 
 def test_a_machine_whose_name_is_its_loopback_is_refused(monkeypatch):
     """As Debian writes /etc/hosts, or where the name does not resolve."""
-    addresses = {"here": "127.0.1.1", "master": "10.0.0.1", "lost": None, "well": "10.0.0.2"}
-    monkeypatch.setattr(interfaces, "_resolved", addresses.get)
-    for name in ("here", "lost"):
+    addresses = {"here": "127.0.1.1", "six": "::1", "lost": None, "well": "10.0.0.2"}
+    monkeypatch.setattr(interfaces, "resolved", addresses.get)
+    for name in ("here", "six", "lost"):
         monkeypatch.setattr(interfaces.socket, "gethostname", lambda name=name: name)
         with pytest.raises(ProblemsError, match="set GLOO_SOCKET_IFNAME to the interface"):
-            check_own_address({"MASTER_ADDR": "master"}, several_machines=True)
-        check_own_address({"MASTER_ADDR": "master"}, several_machines=False)
-        check_own_address({"MASTER_ADDR": "here"}, several_machines=True)  # all are on this machine in truth
-        check_own_address({"MASTER_ADDR": "master", "GLOO_SOCKET_IFNAME": "eth0"}, several_machines=True)
+            check_own_address({})
+        check_own_address({"GLOO_SOCKET_IFNAME": "eth0"})
     monkeypatch.setattr(interfaces.socket, "gethostname", lambda: "well")
-    check_own_address({"MASTER_ADDR": "master"}, several_machines=True)
+    check_own_address({})
+
+
+@pytest.mark.parametrize(
+    ("here", "master", "several"),
+    [("2", "10.0.0.4", True), ("4", "10.0.0.4", False), ("2", "127.0.0.1", False), ("2", None, False)],
+)
+def test_which_launch_is_on_several_machines(monkeypatch, here, master, several):
+    environ = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": here, "MASTER_ADDR": master or ""}
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    if master is None:
+        monkeypatch.delenv("MASTER_ADDR")
+    assert processes.several_machines() is several, "all on this one, where they meet at the loopback"

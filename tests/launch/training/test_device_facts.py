@@ -27,7 +27,7 @@ from data.corpus import build
 from ds_configs.plan import ANY_GPU, GPU, HOST, Device, Machine
 from ds_configs.resolver import resolve
 from launch.checkpoints import run_checkpoints
-from launch.machine import description, doctor_checks, gpu_checkup, memory
+from launch.machine import description, doctor_checks, memory, start_checks
 from launch.ranks import processes
 from launch.training import compile_choice, forward_clock
 from launch.training.training_batches import training_batches
@@ -164,8 +164,8 @@ def test_memory_and_names_are_those_of_the_device_whoever_made_it(monkeypatch):
     assert (described["accelerators"], described["accelerator_memory_gb"]) == (2, 64.0)
     assert memory.peak_memory() == memory.PeakMemory(5, "GPU memory allocated")
     assert memory.peak_cached_bytes() == 7 and memory.this_machine().gpu_bytes == 64e9
-    monkeypatch.setattr(gpu_checkup, "built_for", lambda: ["gfx90a"])
-    assert doctor_checks.accelerator().verdict == gpu_checkup.kernels().verdict == "ok"
+    monkeypatch.setattr(start_checks, "built_for", lambda: ["gfx90a"])
+    assert doctor_checks.accelerator().verdict == start_checks.kernels().verdict == "ok"
     assert processes.device_identity() is None, "no serial number that ranks could share"
 
 
