@@ -9,8 +9,9 @@ import json
 import sys
 from pathlib import Path
 
-from launch.experiments.benchmarks import systems, worker
-from launch.experiments.benchmarks.specification import Specification
+from launch.experiments.benchmarks.measured_system import MeasuredSystem
+from launch.experiments.benchmarks.systems import SYSTEMS
+from launch.experiments.benchmarks.turns import Specification
 from launch.ranks import ending, processes
 
 STEPS = 2
@@ -21,28 +22,27 @@ def spec(system: str, recipe: str, config: str = "zero1", settings: tuple[str, .
     return Specification(system, system, recipe, settings, tiny=True, ds_config=config)
 
 
-def followed(system: systems.System, parts: bool = False) -> dict:
+def followed(system: MeasuredSystem, parts: bool = False) -> dict:
     """Losses and work of the first steps, and the parts of one more."""
     found = {"losses": [], "work": []}
     for _ in range(STEPS):
-        (work,) = worker.run(system, 1)
+        (work,) = system.run(1)
         found["losses"].append(system.loss)
         found["work"].append(work[1:])
     if parts:
-        found |= {"phases": worker.phases(system, 1), "profile": worker.profile(system, None, 1)}
+        found |= {"phases": system.phases(1), "profile": system.profile(None, 1)}
     return found
 
 
 def run(out: Path) -> None:
-    kinds = {"ours": systems.Ours, "bare": systems.Bare, "nano": systems.Nano}
-    kinds["transformers"] = systems.Transformers
-    found = {name: followed(kind(spec(name, "default/sotu")), parts=True) for name, kind in kinds.items()}
+    names = ("ours", "bare", "nano", "transformers")
+    found = {name: followed(SYSTEMS[name](spec(name, "default/sotu")), parts=True) for name in names}
     partitioned = spec("transformers", "default/sotu", "zero3")
-    found["transformers zero3"] = followed(kinds["transformers"](partitioned))
+    found["transformers zero3"] = followed(SYSTEMS["transformers"](partitioned))
     for name in ("ours", "bare", "transformers"):
         settings = ("precision=fp32", "optimizer.clip=1000")
-        found[f"{name} bert"] = followed(kinds[name](spec(name, "bert/sotu", settings=settings)))
-    found["rate"] = systems.MatrixRate(spec("rate", "bert/sotu", settings=())).rates(1)
+        found[f"{name} bert"] = followed(SYSTEMS[name](spec(name, "bert/sotu", settings=settings)))
+    found["rate"] = SYSTEMS["rate"](spec("rate", "bert/sotu", settings=())).rates(1)
     out.write_text(json.dumps(found))
 
 

@@ -38,6 +38,7 @@ examples:
 results.json in --folder has hardware, versions, command, goals and all
 numbers, by step; results.txt shows them."""
 
+RULES = (("--list", "*", "it lists the steps and ends"),)
 NO_GPU = Problem(
     "gpu",
     "benchmark.py gpu on a machine without a GPU",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,22 +12,22 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from deepspeed.accelerator import get_accelerator
 
 from ds_configs.resolver import resolve
 from launch.console.text_table import table
 from launch.experiments.benchmarks import step_speed, step_text
-from launch.experiments.benchmarks.specification import Specification
 from launch.experiments.benchmarks.step_speed import RATE, Measurement, Pace, SpeedRow
-from launch.experiments.benchmarks.turns import ROOT
+from launch.experiments.benchmarks.turns import Specification
+from launch.experiments.launching import ROOT, own_environment
 from launch.machine import abilities, measuring
 from launch.planning import memory_fit
 from modeling import cost
 from recipes import catalog
 
-GPT, BERT = "openwebtext/gpt2-124m", "wikipedia/bert-336m"
+DEFAULT, GPT, BERT = catalog.DEFAULT_RECIPE, "openwebtext/gpt2-124m", "wikipedia/bert-336m"
 LARGE, LARGEST = "a100_blog_table4/1.2b", "jeanzay_megatron_max_size_32gb/193b-g256"
 MEDIUM = ("sber_path_to_13b/03-medium", "sber_path_to_13b/05-gpt3-medium")
 SPARSE = "sber_path_to_13b/07-gpt3-large-sparse"
@@ -77,8 +77,7 @@ class Context:
     say: Callable[[str], None] = field(repr=False)
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     name: str
     title: str
     run: Callable[[Context], StepOutcome]
@@ -184,11 +183,10 @@ def lines_of(found: Mapping[str, Mapping[str, Any]]) -> str:
 def commands(context: Context, folder: str, lines: Iterable[tuple[str, Sequence[str]]]) -> StepOutcome:
     """Run our commands one after the other; collect loss and seconds per step of trainings."""
     shutil.rmtree(context.folder / folder, ignore_errors=True)
-    path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
     found: dict[str, dict[str, Any]] = {}
     said = []
     for name, line in lines:
-        how: dict[str, Any] = dict(cwd=ROOT, env={**os.environ, "PYTHONPATH": path})
+        how: dict[str, Any] = dict(cwd=ROOT, env=own_environment())
         done = subprocess.run([sys.executable, *line], capture_output=True, text=True, **how)
         found[name] = {"code": done.returncode}
         result = Path(line[line.index("--out") + 1], "result.json") if "--out" in line else None
@@ -204,49 +202,48 @@ def commands(context: Context, folder: str, lines: Iterable[tuple[str, Sequence[
     return StepOutcome({"commands": found, "said": said}, "\n\n".join([lines_of(found), *said]))
 
 
-def training(context: Context, out: Path, *flags: str) -> list[str]:
-    tiny = ["--tiny"] if context.walks else []
-    return ["launch/pretrain.py", *flags, *tiny, "--set", "run.prompt=null", "--out", str(out)]
+def training(context: Context, out: str, *flags: str, settings: Sequence[str] = ()) -> list[str]:
+    """Return the command of a training; a walk is tiny and emulates fp16."""
+    line = ["launch/pretrain.py", *flags, "--out", str(context.folder / out)]
+    line += [f"--set={setting}" for setting in ("run.prompt=null", *settings)]
+    emulated = any("fp16" in word for word in line)
+    return line + ["--tiny", *["--emulate_fp16"] * emulated] * context.walks
 
 
-def rates(context: Context) -> StepOutcome:
-    measured = asdict(measuring.measured())
-    get_accelerator().empty_cache()  # free this process's memory for the next steps
-    return StepOutcome(measured, table(measured.items()))
+def trainings(
+    context: Context, folder: str, cases: Iterable[tuple[str, str, Sequence[str]]], *flags: str
+) -> StepOutcome:
+    """Train each (recipe, DeepSpeed JSON, settings), without checkpoints."""
+    lines = []
+    for recipe, config, settings in cases:
+        name = ", ".join((recipe, config, *settings))
+        own = (*settings, "run.save_every=0", "run.save_last=false")
+        chosen, out = ("--recipe", recipe, "--ds_config", config), re.sub("[^A-Za-z0-9.]+", "-", name)
+        lines.append((name, training(context, f"{folder}/{out}", *chosen, *flags, settings=own)))
+    return commands(context, folder, lines)
 
 
 def firsts(context: Context) -> StepOutcome:
     """Train what is most likely wrong for three steps: every ZeRO stage with dropout, recomputation, BERT."""
-    cases = [("default/sotu", config, precision) for precision in ("bf16", "fp16") for config in STAGES]
-    cases = cases[:: len(STAGES)] if context.walks else cases
-    lines = [
-        first_steps(context, recipe, config, f"precision={precision}", *DROPOUT)
-        for recipe, config, precision in [*cases, ("bert/sotu", "zero1", "bf16")]
+    cases = [
+        (DEFAULT, config, (f"precision={precision}", *DROPOUT))
+        for precision in ("bf16", "fp16")
+        for config in (STAGES[:1] if context.walks else STAGES)
     ]
-    lines.append(first_steps(context, "bert/sotu", "zero1", "precision=bf16"))  # without padding or dropout
+    cases.append(("bert/sotu", "zero1", ("precision=bf16", *DROPOUT)))
+    cases.append(("bert/sotu", "zero1", ("precision=bf16",)))  # without padding or dropout
     for config in ("zero3", "zero3_cpu_checkpointing"):
-        lines.append(first_steps(context, "default/sotu", config, *DROPOUT, "activation_checkpointing=full"))
-    return commands(context, "first", lines)
-
-
-def first_steps(context: Context, recipe: str, config: str, *settings: str) -> tuple[str, list[str]]:
-    """Return name and command of a training of three steps, not compiled."""
-    name = ", ".join((recipe, config, *settings))
-    flags = [flag for each in settings for flag in ("--set", each)]
-    flags += ["--emulate_fp16"] if context.walks and "precision=fp16" in settings else []
-    flags += ["--compile", "off", "--steps", "3", "--set", "run.save_every=0", "--set", "run.save_last=false"]
-    out = context.folder / "first" / name.replace("/", "-").replace(", ", "-").replace("=", "-")
-    return name, training(context, out, "--recipe", recipe, "--ds_config", config, *flags)
+        cases.append((DEFAULT, config, (*DROPOUT, "activation_checkpointing=full")))
+    return trainings(context, "first", cases, "--compile", "off", "--steps", "3")
 
 
 def resumed(context: Context) -> StepOutcome:
     """Train two steps under each stage from the checkpoint of the one before; the losses have to go on."""
     configs = ("zero1", "zero3_offload", "zero2", "zero0")[: 2 if context.walks else None]
-    out, how = context.folder / "resumed" / "run", ("--resume", "--compile", "off")
-    lines = [
-        (config, training(context, out, "--ds_config", config, "--steps", str(2 * number), *how))
-        for number, config in enumerate(configs, 1)
-    ]
+    lines = []
+    for number, config in enumerate(configs, 1):
+        flags = ("--ds_config", config, "--steps", str(2 * number), "--resume", "--compile", "off")
+        lines.append((config, training(context, "resumed/run", *flags)))
     return commands(context, "resumed", lines)
 
 
@@ -254,39 +251,36 @@ def runs(context: Context) -> StepOutcome:
     """Train 30 steps of every one-GPU configuration, in both families and with `transformers`."""
     names = {path.stem for path in (ROOT / "ds_configs").glob("*.json")} - UNUSABLE
     configs = [*CONFIGS, *sorted(names - {*CONFIGS})][: 2 if context.walks else None]
-    cases = [("default/sotu", config) for config in configs]
-    cases += [("bert/sotu", config) for config in ("zero1", "zero3")]
-    lines = []
-    for recipe, config in [*cases, *([] if context.walks else [("transformers", "zero3")])]:
-        theirs = recipe == "transformers"
-        own = ["--set", "model.implementation=transformers"] if theirs else []
-        own += ["--emulate_fp16"] if context.walks and "fp16" in config else []
-        own += ["--recipe", "default/sotu" if theirs else recipe, "--ds_config", config]
-        own += ["--steps", "2" if context.walks else "30", "--set", "run.save_every=0"]
-        out = context.folder / "runs" / f"{recipe}-{config}".replace("/", "-")
-        line = training(context, out, *own, "--set", "run.save_last=false")
-        lines.append((f"{recipe}, {config}", line))
-    return commands(context, "runs", lines)
+    cases: list[tuple[str, str, Sequence[str]]] = [(DEFAULT, config, ()) for config in configs]
+    cases += [("bert/sotu", config, ()) for config in ("zero1", "zero3")]
+    if not context.walks:
+        cases.append((DEFAULT, "zero3", ("model.implementation=transformers",)))
+    return trainings(context, "runs", cases, "--steps", "2" if context.walks else "30")
 
 
 def repeating(context: Context) -> StepOutcome:
     """Train two equal runs and a resumed one, and compare their losses in a report."""
     whole, half = ("4", "2") if context.walks else ("20", "10")
-    folder = context.folder / "repeating"
-    parts = (("first", whole), ("second", whole), ("resumed", half), ("resumed", whole))
     lines = [
-        (f"{name}, {steps} steps", training(context, folder / name, "--steps", steps, "--resume"))
-        for name, steps in parts
+        (f"{name}, {steps} steps", training(context, f"repeating/{name}", "--steps", steps, "--resume"))
+        for name, steps in (("first", whole), ("second", whole), ("resumed", half), ("resumed", whole))
     ]
-    compared = [str(folder / name) for name in ("first", "second", "resumed")]
-    lines.append(("compared", ["launch/report.py", *compared, "--out", str(folder / "report")]))
+    *compared, report = (
+        str(context.folder / "repeating" / name) for name in ("first", "second", "resumed", "report")
+    )
+    lines.append(("compared", ["launch/report.py", *compared, "--out", report]))
     return commands(context, "repeating", lines)
 
 
 def layouts(context: Context) -> StepOutcome:
-    few = ["--steps", "2", "--only", "accumulation 4"]
-    more = few if context.walks else ["--compile"]
-    return commands(context, "layouts", [("layouts", ["launch/compare_layouts.py", "--tiny", *more])])
+    flags = ["--steps", "2", "--only", "accumulation 4"] if context.walks else ["--compile"]
+    return commands(context, "layouts", [("layouts", ["launch/compare_layouts.py", "--tiny", *flags])])
+
+
+def rates(context: Context) -> StepOutcome:
+    measured = asdict(measuring.measured())
+    get_accelerator().empty_cache()  # free this process's memory for the next steps
+    return StepOutcome(measured, table(measured.items()))
 
 
 NO_RECOMPUTATION = (*NO_ATTENTION_DROPOUT, "activation_checkpointing=none", "dropout.hidden=0")
@@ -328,7 +322,7 @@ ATTENTION = (
     GpuCase("GPT-2, dropout 0.1", GPT, (*SMALL, "dropout.attention=0.1")),
 )
 # gloo sends, receives and scatters no CUDA tensors for sure: a pipeline and ZeRO-3 need two GPUs.
-ONE_DEVICE = (GpuCase("tp2", "default/sotu", degree="tp"), GpuCase("dp2 zero1", "default/sotu", degree="dp"))
+ONE_DEVICE = (GpuCase("tp2", DEFAULT, degree="tp"), GpuCase("dp2 zero1", DEFAULT, degree="dp"))
 PRECISIONS = tuple(
     GpuCase(f"{config}, {kind}", GPT, (*SMALL, f"precision={kind}"), config)
     for config, kind in product(CONFIGS[:6], ("bf16", "fp16"))
@@ -354,37 +348,28 @@ MEMORY = (
 )
 OF_193B = (GpuCase("one layer", LARGEST, ("model.layers=1", "batch.global=4", "precision=bf16")),)
 WITHOUT_COLUMNS = (*NO_ATTENTION_DROPOUT, "model.attention_columns=null", "model.attention_patterns=1")
+BANDS = (*WITHOUT_COLUMNS, "model.attention=[dense, banded]")
+DENSE = (*WITHOUT_COLUMNS, "model.attention=[dense]", "model.attention_window=null")
 BANDED = (
     *(
         GpuCase(
             f"heads of {1536 // heads}, recomputed: {recompute}{', compiled' * form}",
             SPARSE,
-            (
-                *(*WITHOUT_COLUMNS, "model.attention=[dense, banded]", f"model.heads={heads}"),
-                f"activation_checkpointing={recompute}",
-            ),
+            (*BANDS, f"model.heads={heads}", f"activation_checkpointing={recompute}"),
             compiled=form,
         )
         for heads, recompute, form in product((16, 24), ("none", "full"), (False, True))
     ),
     GpuCase("fixed, compiled", SPARSE, NO_ATTENTION_DROPOUT, compiled=True),
-    GpuCase(
-        "dense, compiled",
-        SPARSE,
-        (*WITHOUT_COLUMNS, "model.attention=[dense]", "model.attention_window=null"),
-        compiled=True,
-    ),
+    GpuCase("dense, compiled", SPARSE, DENSE, compiled=True),
 )
 
+_traced = partial(speeds, traced=True)
 STEPS: Sequence[Step] = (
     Step("first", "a few steps of every ZeRO stage with dropout, bf16 and fp16, and recomputed", firsts),
     Step("resumed", "a run that goes on under another stage", resumed),
     Step("runs", "does everything run: every configuration of one GPU, both families", runs),
-    Step(
-        "attention",
-        "kernels that attention takes in GPT-2 and in a padded BERT",
-        partial(speeds, ATTENTION, traced=True),
-    ),
+    Step("attention", "kernels of attention in GPT-2 and in a padded BERT", partial(_traced, ATTENTION)),
     Step("rates", "matrix rate and memory bandwidth", rates),
     Step(
         "1.2b",
@@ -397,7 +382,7 @@ STEPS: Sequence[Step] = (
     Step("345m", "the 345M rows", partial(speeds, OF_345M)),
     Step("repeat", "two equal runs and a resumed one, bit for bit", repeating),
     Step("memory", "peak memory of the 1.2B row, predicted and measured", partial(speeds, MEMORY)),
-    Step("193b", "one layer of the 193B row", partial(speeds, OF_193B, traced=True)),
-    Step("sparse", "flex_attention in the sparse rows", partial(speeds, BANDED, traced=True)),
+    Step("193b", "one layer of the 193B row", partial(_traced, OF_193B)),
+    Step("sparse", "flex_attention in the sparse rows", partial(_traced, BANDED)),
     Step("layouts", "compare_layouts", layouts),
 )

@@ -27,6 +27,7 @@ counted on tensors without memory. ms: the least time, each kernel as long as
 its bytes or its operations take at the GPU's published rates; plan.py says
 what it predicts for the same. fp16 and bf16 are as large as each other."""
 
+RULES = ()
 RECIPES = ("openwebtext/gpt2-124m", "wikipedia/bert-336m")
 NODES = ("v100-32x8", "a100-80x8", "h100-80x8")
 DROPOUTS, PARTS = (0.0, 0.1), ("hidden", "attention")

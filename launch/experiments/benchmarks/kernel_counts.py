@@ -36,11 +36,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from launch.experiments.benchmarks.nano_gpt import NanoGpt
-from launch.experiments.benchmarks.systems import transformers_inputs
+from launch.experiments.benchmarks.systems import transformers_inputs, transformers_model
 from launch.training.micro_batches import for_plain, random_batch
 from modeling import fusing
 from modeling.families import family_of, model_shape
-from modeling.formats.families import conversion_of
 from modeling.hidden_dropout import salts_of
 from modeling.initialization import DTYPES, Init
 from recipes.layout import padded_vocab
@@ -131,11 +130,8 @@ def passes(recipe: Recipe) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     given, named = for_plain(batch, META, salts)
     yield "ours", lambda: _loss(ours(*given, **named))
     on_meta = {name: value.to(META) for name, value in batch.items()}
-    conversion = conversion_of(model)
-    config = conversion.config(model, recipe.positions, recipe.dropout)
-    config.use_cache = False
     with META:
-        theirs = conversion.model_class(model)(config).to(dtype).train()
+        theirs = transformers_model(recipe).to(dtype).train()
         plain = NanoGpt(recipe).to(dtype) if model.family == "gpt2" else None
     if plain is not None:
         yield "a plain GPT-2", lambda: plain(on_meta["tokens"], on_meta["labels"])

@@ -8,12 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ds_configs.plan import Plan
 from launch.console import arguments, new_output, output, terminal
 from launch.experiments.benchmarks import step_speed, step_text
-from launch.experiments.benchmarks.specification import Specification
 from launch.experiments.benchmarks.step_speed import RATE, Pace
-from launch.experiments.benchmarks.turns import WorkerFailed
+from launch.experiments.benchmarks.turns import Specification, WorkerFailed
 from recipes.problems import Problem, ProblemsError
 
 EXAMPLES = """\
@@ -46,13 +44,14 @@ and of the mean rate of the products that the model consists of, measured
 between the systems' turns; operations are counted exactly, those of
 recomputation not. Memory is of the process, or of the GPU."""
 
+RULES = (("--ranks", "--set parallel.dp", "both decide it"),)
 SYSTEMS = ("ours", "transformers", "bare", "nano")
 VARIANTS = ("eager", "compiled")
 PICTURES = (".png", ".svg", ".pdf")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
+    arguments.add_recipe_arguments(parser, ends=False)
     add = parser.add_argument_group("what is measured").add_argument
     configs = "DeepSpeed JSONs, as paths or bare names in ds_configs/ (default: zero1)"
     add("--ds_config", nargs="+", default=["zero1"], metavar="FILE", help=configs)
@@ -63,40 +62,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--no_launch", action="store_true", help="leave out the seconds from a launch to its first step")
     add("--profile", metavar="DIR", help="write torch's traces there, and show what takes longest")
     add("--plot", metavar="FILE", help="draw the table, as .png, .svg or .pdf")
-    add_pace(parser)
-
-
-def add_model(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("which model").add_argument
-    add(
-        "--recipe",
-        default="default/sotu",
-        metavar="TABLE/ROW",
-        help="a row of recipes/ (default: %(default)s)",
-    )
-    setting = "override one field of the recipe, e.g. --set batch.global=16; repeatable"
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help=setting)
-    add("--tiny", action="store_true", help="shrink the recipe to what runs in seconds")
-
-
-def add_pace(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("how long").add_argument
-    count = arguments.whole(most=10**6)
-    add("--blocks", type=count, default=5, metavar="N", help="turns of each system (default: %(default)s)")
-    add("--steps", type=count, default=6, metavar="N", help="of a turn (default: %(default)s)")
-    add(
-        "--warm_up",
-        type=count,
-        default=4,
-        metavar="N",
-        help="steps before the first turn (default: %(default)s)",
-    )
+    for flag, default, what in (
+        ("--blocks", 5, "turns of each system"),
+        ("--steps", 6, "of a turn"),
+        ("--warm_up", 4, "steps before the first turn"),
+    ):
+        count, said = arguments.whole(most=10**6), f"{what} (default: %(default)s)"
+        add(flag, type=count, default=default, metavar="N", help=said)
     apart = "one system after the other, not in turns: for models of which memory holds one"
     add("--apart", action="store_true", help=apart)
-
-
-def pace_of(args: argparse.Namespace) -> Pace:
-    return Pace(args.blocks, args.steps, args.warm_up, args.apart)
 
 
 def specifications(args: argparse.Namespace) -> list[Specification]:
@@ -126,23 +101,25 @@ def specifications(args: argparse.Namespace) -> list[Specification]:
 def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]:
     """Measure the systems, print the tables and return the numbers. Raises ValueError."""
     specs = specifications(args)
-    check_flags(args)
+    if "ours" not in args.systems and (args.no_launch or "variants" in args.given):
+        flag, rule = "--no_launch" if args.no_launch else "--variants", "it is about ours"
+        raise ProblemsError([Problem(flag, f"{flag} without --systems ours", rule, "leave it out")])
+    if args.plot is not None:
+        new_output.new_file("--plot", args.plot, PICTURES)
+    folder = output.directory("--profile", args.profile).absolute() if args.profile else None
     described = model_line(specs)
     terminal.say(described)
-    folder = None
-    if args.profile:
-        folder = Path(args.profile).absolute()
+    if folder:
         folder.mkdir(parents=True, exist_ok=True)
-    measured = step_speed.measure(specs, pace_of(args), terminal.say, folder)
+    pace = Pace(args.blocks, args.steps, args.warm_up, args.apart)
+    measured = step_speed.measure(specs, pace, terminal.say, folder)
     rows = step_speed.speed_rows(measured)
     found: dict[str, Any] = {"model": described, "rows": [asdict(row) for row in rows]}
     found["measured"] = [asdict(each) for each in measured]
     if rows:
         print(f"\n{step_text.rates(measured)}\n\n{step_text.speeds(rows, rows[0].name)}")
-        print(step_text.disturbance(measured))
-        print(
-            f"\n{step_text.parts(measured)}\n{step_text.starts(measured)}\n{step_text.profile_tables(measured)}"
-        )
+        print(f"{step_text.disturbance(measured)}\n\n{step_text.parts(measured)}")
+        print(f"{step_text.starts(measured)}\n{step_text.profile_tables(measured)}")
         if args.plot:
             step_text.draw(rows, Path(args.plot), described)
     if not args.no_launch and "ours" in args.systems:
@@ -155,37 +132,23 @@ def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]
     return found
 
 
-def check_flags(args: argparse.Namespace) -> None:
-    """Check flags that are about ours, and that the output files can be written. Raises ProblemsError."""
-    if "ours" not in args.systems and (args.no_launch or "variants" in args.given):
-        flag, rule = "--no_launch" if args.no_launch else "--variants", "it is about ours"
-        raise ProblemsError([Problem(flag, f"{flag} without --systems ours", rule, "leave it out")])
-    if args.plot is not None:
-        new_output.new_file("--plot", args.plot, PICTURES)
-    if args.profile is not None:
-        output.directory("--profile", args.profile)
-
-
 def model_line(specs: Sequence[Specification]) -> str:
     """Describe the model and its batch in one line. Raises ValueError if a configuration refuses it."""
     from ds_configs.resolver import resolve
     from launch.machine import abilities
 
-    machine = abilities.detect_machine()
-    plans: list[Plan] = []
+    machine, plans = abilities.detect_machine(), []
     for spec in specs:
         recipe = spec.load()
         if recipe.model.implementation == "transformers":
             rule = "it runs transformers' modules, which are a system of their own here"
             fix = "--set model.implementation=megarecipes"
             raise ProblemsError([Problem("--recipe", f"--recipe {spec.recipe}", rule, fix)])
-        config = spec.ds_config or recipe.ds_config
-        plans.append(resolve(recipe, config, spec.processes, machine))
-    model, layout, precision = recipe.model, plans[0].layout, plans[0].precision
-    shape = (
-        f"{model.layers} layers, hidden {model.hidden}, {model.heads} heads, vocabulary {model.vocab_size}"
-    )
+        plans.append(resolve(recipe, spec.ds_config or recipe.ds_config, spec.processes, machine))
+    model, layout = recipe.model, plans[0].layout
     return (
-        f"{specs[0].recipe}: {model.family}, {shape}, sequence {recipe.sequence_length}, {precision}; "
-        f"micro-batch {layout.micro} x {layout.accumulation}, dropout {recipe.dropout.hidden:g}"
+        f"{specs[0].recipe}: {model.family}, {model.layers} layers, hidden {model.hidden}, "
+        f"{model.heads} heads, vocabulary {model.vocab_size}, sequence {recipe.sequence_length}, "
+        f"{plans[0].precision}; micro-batch {layout.micro} x {layout.accumulation}, "
+        f"dropout {recipe.dropout.hidden:g}"
     )

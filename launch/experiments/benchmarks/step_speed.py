@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from launch.experiments.benchmarks.specification import Specification
-from launch.experiments.benchmarks.turns import ROOT, Worker, WorkerFailed
+from launch.experiments.benchmarks.turns import Specification, Worker, WorkerFailed
+from launch.experiments.launching import ROOT
 from launch.records.metrics import StartRecord, read_metrics
 
 RATE = "rate"  # the matrix rate, a system without a model
@@ -33,7 +34,7 @@ class Pace:
     apart: bool = False  # run each system to its end before the next starts
 
 
-@dataclass
+@dataclass(eq=False)
 class Measurement:
     """Measured values of one system. `failed`: reason for a failure."""
 
@@ -81,24 +82,23 @@ def speed_rows(measured: Sequence[Measurement], reference: str | None = None) ->
     square, products = (
         statistics.median(rate[key] for rate in rates) if rates else None for key in ("square", "products")
     )
-    models = [each for each in measured if each.seconds]
-    medians = {each.spec.name: statistics.median(each.seconds) for each in models}
-    base = medians.get(reference or next(iter(medians), ""))
+    models = {each: statistics.median(each.seconds) for each in measured if each.seconds}
+    bases = (seconds for each, seconds in models.items() if reference in (None, each.spec.name))
+    base = next(bases, math.nan)
     rows = []
-    for each in models:
-        seconds = medians[each.spec.name]
-        operations = statistics.mean(each.operations) / seconds
+    for each, seconds in models.items():
+        rate = statistics.mean(each.operations) / seconds
         rows.append(
             SpeedRow(
                 each.spec.name,
                 seconds,
                 min(each.seconds),
                 statistics.mean(each.tokens) / seconds,
-                operations / 1e12,
-                operations / square if square else None,
-                operations / products if products else None,
+                rate / 1e12,
+                rate / square if square else None,
+                rate / products if products else None,
                 each.peak_bytes,
-                seconds / base if base else float("nan"),
+                seconds / base,
             )
         )
     return rows
@@ -109,91 +109,60 @@ def measure(
 ) -> list[Measurement]:
     """Measure every system in turns, block by block; record the failure of one and go on with the others."""
     found = [Measurement(spec) for spec in specs]
+    workers: dict[str, Worker] = {}
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder, contextlib.ExitStack() as stack:
-        workers: dict[int, Worker] = {}
 
-        def start(index: int) -> None:
-            workers[index] = worker = Worker(specs[index], Path(folder) / str(index))
+        def start(each: Measurement) -> None:
+            name = each.spec.name
+            workers[name] = worker = Worker(each.spec, Path(folder) / str(len(workers)))
             stack.callback(worker.end)
-            found[index].start_s, found[index].said = worker.start_seconds, worker.said
-            warm_up(worker, found[index], pace)
-            say(f"{specs[index].name}: ready")
+            each.start_s, each.said, began = worker.start_seconds, worker.said, time.perf_counter()
+            worker.ask(*(("rates", 1) if each.spec.system == RATE else ("run", pace.warm_up)))
+            each.warm_up_s = time.perf_counter() - began
+            say(f"{name}: ready")
 
-        def turn(index: int) -> None:
-            with record_other_load(found[index]):
-                block(workers[index], found[index], pace.steps)
+        def turn(each: Measurement) -> None:
+            worker, began, others = workers[each.spec.name], time.perf_counter(), _seconds_of_others()
+            if each.spec.system == RATE:
+                each.rates.append(worker.ask("rates", pace.steps))
+            else:
+                for seconds, tokens, operations in worker.ask("run", pace.steps):
+                    each.seconds.append(seconds)
+                    each.tokens.append(tokens)
+                    each.operations.append(operations)
+            cores = (time.perf_counter() - began) * (psutil.cpu_count() or 1)
+            each.others.append(max(0.0, _seconds_of_others() - others) / cores)
 
-        def last(index: int) -> None:
-            finish(workers[index], found[index], pace.steps, profile)
-            workers[index].end()
+        def last(each: Measurement) -> None:
+            finish(workers[each.spec.name], each, pace.steps, profile)
+            workers[each.spec.name].end()
 
-        every = range(len(specs))
-        for together in [[index] for index in every] if pace.apart else [every]:
+        for together in [[each] for each in found] if pace.apart else [found]:
             for work in (start, *[turn] * pace.blocks, last):
-                for index in together:
-                    if found[index].failed is None:
-                        with record_failure(found[index], say):
-                            work(index)
+                for each in (one for one in together if one.failed is None):
+                    try:
+                        work(each)
+                    except WorkerFailed as error:
+                        each.failed = str(error)
+                        say(f"{each.spec.name}: not measured: {error}")
     return found
 
 
-@contextlib.contextmanager
-def record_failure(measured: Measurement, say: Say) -> Iterator[None]:
-    """Record the failure of a system's worker."""
-    try:
-        yield
-    except WorkerFailed as error:
-        measured.failed = str(error)
-        say(f"{measured.spec.name}: not measured: {error}")
-
-
-@contextlib.contextmanager
-def record_other_load(measured: Measurement) -> Iterator[None]:
-    """Record the share of the cores that other programs used during the block."""
-    started, busy, own = time.perf_counter(), _busy_seconds(), _own_seconds()
-    yield
-    cores = (time.perf_counter() - started) * (psutil.cpu_count() or 1)
-    measured.others.append(max(0.0, (_busy_seconds() - busy) - (_own_seconds() - own)) / cores)
-
-
-def _busy_seconds() -> float:
-    times = psutil.cpu_times()
-    return float(times.user + times.system)
-
-
-def _own_seconds() -> float:
-    found = 0.0
+def _seconds_of_others() -> float:
+    """Return the CPU seconds of all programs but this one and its children, since the machine started."""
+    every = psutil.cpu_times()
+    found = float(every.user + every.system)
     for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
         with contextlib.suppress(psutil.Error):
-            found += process.cpu_times().user + process.cpu_times().system
+            found -= sum(process.cpu_times()[:2])
     return found
-
-
-def warm_up(worker: Worker, measured: Measurement, pace: Pace) -> None:
-    started = time.perf_counter()
-    if measured.spec.system == RATE:
-        worker.ask("rates", 1)
-    else:
-        worker.ask("run", pace.warm_up)
-    measured.warm_up_s = time.perf_counter() - started
-
-
-def block(worker: Worker, measured: Measurement, steps: int) -> None:
-    """Measure one turn of a system."""
-    if measured.spec.system == RATE:
-        measured.rates.append(worker.ask("rates", steps))
-        return
-    for seconds, tokens, operations in worker.ask("run", steps):
-        measured.seconds.append(seconds)
-        measured.tokens.append(tokens)
-        measured.operations.append(operations)
 
 
 def finish(worker: Worker, measured: Measurement, steps: int, profile: Path | None) -> None:
     """Measure memory first, then phases and a profile, because these disturb the timing."""
     if measured.spec.system == RATE:
         return
-    measured.peak_bytes = worker.ask("memory")["peak_bytes"]
+    measured.peak_bytes = worker.ask("peak_bytes")
     measured.phases = worker.ask("phases", steps)
     if measured.spec.compiled:
         measured.graphs = worker.ask("graphs")
@@ -207,11 +176,10 @@ def launch_seconds(spec: Specification) -> StartRecord:
     settings = [*spec.settings, "run.save_every=0", "run.save_last=false", "run.prompt=null"]
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         command = [sys.executable, str(ROOT / "launch/pretrain.py"), "--recipe", spec.recipe, "--steps", "1"]
-        command += [part for setting in settings for part in ("--set", setting)]
+        command += ["--compile", "off", "--out", f"{folder}/run", *["--tiny"] * spec.tiny]
+        command += [f"--set={setting}" for setting in settings]
         command += ["--ds_config", spec.ds_config] if spec.ds_config else []
-        command += ["--tiny"] if spec.tiny else []
-        command += ["--compile", "off"]
-        done = subprocess.run([*command, "--out", f"{folder}/run"], capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise WorkerFailed(f"pretrain.py ended with code {done.returncode}: {done.stderr.strip()[-500:]}")
         (start,) = read_metrics(Path(folder) / "run/metrics.jsonl").starts

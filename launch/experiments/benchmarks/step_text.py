@@ -9,7 +9,7 @@ from pathlib import Path
 from launch.console.text_table import table
 from launch.experiments.benchmarks.step_speed import Measurement, SpeedRow
 
-PARTS = ("data", "forward", "backward", "optimizer", "reduction", "between stages")
+PARTS = ("data", "forward", "backward", "optimizer")
 # Within these: gradients taken to where they are stepped, their norm, AdamW, weights rounded and gathered.
 WITHIN = ("copies", "norm", "update", "rounding", "communication")
 
@@ -60,16 +60,12 @@ def rates(measured: Sequence[Measurement]) -> str:
 
 def parts(measured: Sequence[Measurement]) -> str:
     """Return a table of milliseconds per phase on rank 0, and of what the phases contain."""
-    shown = [each for each in measured if each.phases]
-    used = [part for part in PARTS if any(part in each.phases[0] for each in shown)]
     cells = []
-    for each in shown:
-        first = each.phases[0]
-        rest = first["step"] - sum(first.get(part, 0.0) for part in used)
-        values = [*(first.get(part, 0.0) for part in used), rest, first["step"]]
-        values += [first.get(part, 0.0) for part in WITHIN]
-        cells.append((each.spec.name, *(f"{1e3 * value:.1f}" for value in values)))
-    headings = ("ms of a step", *used, "rest", "whole", *(f"({part})" for part in WITHIN))
+    for first, name in ((each.phases[0], each.spec.name) for each in measured if each.phases):
+        parts, within = ([first.get(part, 0.0) for part in of] for of in (PARTS, WITHIN))
+        values = [*parts, first["step"] - sum(parts), first["step"], *within]
+        cells.append((name, *(f"{1e3 * value:.1f}" for value in values)))
+    headings = ("ms of a step", *PARTS, "rest", "whole", *(f"({part})" for part in WITHIN))
     return table(cells, headings, "l" + "r" * (len(headings) - 1))
 
 
@@ -90,16 +86,12 @@ def percent(share: float | None) -> str:
 
 def draw(rows: Sequence[SpeedRow], out: Path, title: str) -> None:
     """Draw a bar of tokens per second for each system, labelled with its share of the matrix rate."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 1 + 0.4 * len(rows)), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    names = [row.name for row in rows]
-    bars = axes.barh(names, [row.tokens_per_s for row in rows], color="tab:blue")
-    said = [f" {row.seconds:.3g} s, {percent(row.share)}" for row in rows]
-    axes.bar_label(bars, said, fontsize=8)
+    bars = axes.barh([row.name for row in rows], [row.tokens_per_s for row in rows])
+    axes.bar_label(bars, [f" {row.seconds:.3g} s, {percent(row.share)}" for row in rows], fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.25)
     axes.set_xlabel("tokens per second (seconds per step, share of the matrix rate)")

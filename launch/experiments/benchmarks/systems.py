@@ -3,40 +3,31 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import deepspeed
 import torch
 import torch.nn.functional as F
-from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.pipe import schedule
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.nn.parallel import DistributedDataParallel
 
-from data.corpus import build as build_corpus
 from data.loader import MicroBatch
 from launch.deepspeed_fixes import zero0
-from launch.experiments.benchmarks.clock import Clock, now
+from launch.experiments.benchmarks.measured_system import Clock, MeasuredSystem, Work, now
 from launch.experiments.benchmarks.nano_gpt import NanoGpt
-from launch.experiments.benchmarks.specification import Specification
-from launch.machine import abilities, compiled_ops
+from launch.experiments.benchmarks.turns import Specification
+from launch.machine import compiled_ops
 from launch.training import compiling
 from launch.training.agreement import StepExchange, StepReport
 from launch.training.engine import build_engine, own_optimizer, parameter_groups, train_step
-from launch.training.job import Job, plan_job
+from launch.training.job import Job
 from launch.training.micro_batches import for_plain, normalise, padded_arguments, salts_of_step
-from launch.training.run import next_batch
 from launch.training.schedule import Schedule, learning_rate
-from launch.training.training_batches import training_batches
-from modeling import cost
 from modeling.cost.operation_count import Product, head_products, layer_products
 from modeling.families import family_of, model_shape
 from modeling.formats.families import conversion_of
-from modeling.initialization import DTYPES, Init
-from modeling.parallel.process_grid import ProcessGrid
-from modeling.parallel.random_state import seed_step
+from modeling.initialization import Init
 from recipes.schema import Recipe
 
 SQUARE = 2048, 8192  # rows and columns of the products for the matrix rate, on a CPU and on a GPU
@@ -46,93 +37,23 @@ WITHIN = {
     "norm": ("_norm", "scaled_global_norm", "_get_norm_groups"),
     "rounding": ("update_lp_params", "round_weights", "_reassign_or_swap_out_partitioned_parameters"),
 }
-PIPELINE_PHASES = {
-    schedule.LoadMicroBatch: "data",
-    schedule.ForwardPass: "forward",
-    schedule.BackwardPass: "backward",
-    schedule.OptimizerStep: "optimizer",
-    schedule.ReduceGrads: "reduction",
-    schedule.ReduceTiedGrads: "reduction",
-    schedule.SendActivation: "between stages",
-    schedule.RecvActivation: "between stages",
-    schedule.SendGrad: "between stages",
-    schedule.RecvGrad: "between stages",
-}
 
 
-class Work(NamedTuple):
-    """Tokens and operations of a step, without padding."""
-
-    tokens: int
-    operations: int  # of matrix products, forward and backward, without recomputation
-
-    def __add__(self, other: Any) -> Work:
-        return Work(self.tokens + other.tokens, self.operations + other.operations)
-
-
-def work_of(recipe: Recipe, batch: MicroBatch) -> Work:
-    """Return the work of one micro-batch."""
-    count = cost.exact_flops_per_step
-    if "lengths" not in batch:
-        samples, length = batch["tokens"].shape
-        return Work(samples * length, count(recipe.model, length, samples))
-    lengths, predicted = batch["lengths"].tolist(), (batch["weights"] > 0).sum(1).tolist()
-    each = (count(recipe.model, s, 1, predictions=p) for s, p in zip(lengths, predicted, strict=True))
-    return Work(sum(lengths), sum(each))
-
-
-class System(Protocol):
-    """A measured system. `step` trains one step on the next batches; `clock` times its phases."""
-
-    clock: Clock
-    loss: float  # of the last step
-
-    def step(self) -> Work: ...
-
-
-class Data:
-    """The batches of a training, from its own loader."""
-
-    def __init__(self, spec: Specification) -> None:
-        self.recipe = spec.load()
-        machine = abilities.detect_machine(spec.emulate_fp16)
-        self.plan = plan_job(
-            self.recipe, spec.ds_config, machine, compiled=spec.compiled, initial_weights=None
-        )
-        degrees = self.plan.layout
-        self.grid = ProcessGrid(degrees.tp, degrees.pp, degrees.dp)
-        self.batches = training_batches(
-            self.plan, build_corpus(self.recipe, say=lambda text: None), self.grid, None
-        )
-        self.device = torch.device(get_accelerator().current_device_name())
-        self.dtype = DTYPES[self.plan.precision]
-        self.done = 0
-
-    def take(self) -> tuple[list[MicroBatch], Work]:
-        """Return the micro-batches of the next step, and their work over all ranks."""
-        seed_step(self.recipe.seed, self.done, self.grid.at)
-        batches = next_batch(self.batches)
-        self.done += 1
-        own = sum((work_of(self.recipe, batch) for batch in batches), Work(0, 0))
-        return batches, Work(own.tokens * self.grid.dp, own.operations * self.grid.dp)
-
-
-class Ours:
+class Ours(MeasuredSystem):
     """Our engine and our model, with the steps of launch/training/loop.py."""
 
     def __init__(self, spec: Specification) -> None:
-        self.data, self.clock, self.said = Data(spec), Clock(), list[str]()
-        job = Job(self.data.plan, spec.name, Path("unused"), compiled=spec.compiled)
-        self.engine = build_engine(job, self.data.grid, self.said.append)
+        super().__init__(spec)
+        job = Job(self.plan, spec.name, Path("unused"), compiled=spec.compiled)
+        self.engine = build_engine(job, self.grid, self.said.append)
         clock_engine(self.engine, self.clock)
 
     def step(self) -> Work:
-        data, engine = self.data, self.engine
         with self.clock("data"):
-            batches, work = data.take()
-        salts = salts_of_step(data.plan, data.grid.at.dp, data.done - 1, engine.device)
-        read_outcome = train_step(engine, batches, data.grid, salts)
-        telling = StepExchange(StepReport(), data.grid.control_group)
+            batches, work = self.take()
+        salts = salts_of_step(self.plan, self.grid.at.dp, self.done - 1, self.engine.device)
+        read_outcome = train_step(self.engine, batches, self.grid, salts)
+        telling = StepExchange(StepReport(), self.grid.control_group)
         self.loss = read_outcome().loss
         telling.wait()
         return work
@@ -142,10 +63,6 @@ def clock_engine(engine: Any, clock: Clock) -> None:
     """Have the parts of the engine's step on the clock, and the waiting for other ranks within them."""
     works: Any = torch.distributed.Work
     works.wait = clock.timed("communication", works.wait)
-    if isinstance(engine, PipelineEngine):
-        timed = {kind: clock.timed(PIPELINE_PHASES[kind], f) for kind, f in engine._INSTRUCTION_MAP.items()}
-        engine._INSTRUCTION_MAP = timed
-        return
     for phase, name in (("forward", "forward"), ("backward", "backward"), ("optimizer", "step")):
         setattr(engine, name, clock.timed(phase, getattr(engine, name)))
     for phase, names in WITHIN.items():
@@ -155,26 +72,22 @@ def clock_engine(engine: Any, clock: Clock) -> None:
     engine.basic_optimizer.step = clock.timed("update", engine.basic_optimizer.step)
 
 
-class Transformers:
+class Transformers(MeasuredSystem):
     """The model of `transformers` under the same resolved DeepSpeed JSON, in a loop without anything else."""
 
     def __init__(self, spec: Specification) -> None:
-        self.data, self.clock = Data(spec), Clock()
-        plan, recipe = self.data.plan, self.data.recipe
-        conversion = conversion_of(recipe.model)
-        config = conversion.config(recipe.model, recipe.positions, recipe.dropout)
-        config.use_cache = False
-        kind = conversion.model_class(recipe.model)
-        compiled_ops.prepare(plan.ds, self.data.grid.control_group, lambda text: None)
+        super().__init__(spec)
+        plan, recipe = self.plan, self.recipe
+        compiled_ops.prepare(plan.ds, self.grid.control_group, lambda text: None)
         if plan.zero_stage == 3:
             with deepspeed.zero.Init(config_dict_or_path=plan.ds):
-                model = kind(config)
+                model = transformers_model(recipe)
             for parameter in model.parameters():  # transformers' own initialisation saw empty tensors
                 with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                     if parameter.dim() > 1:
                         torch.nn.init.normal_(parameter, std=recipe.init_std)
         else:
-            model = kind(config)
+            model = transformers_model(recipe)
         if recipe.checkpoint_interval:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if spec.compiled:
@@ -182,12 +95,12 @@ class Transformers:
         how: dict[str, Any] = dict(
             model=model,
             config=plan.ds,
-            optimizer=own_optimizer(plan.ds, self.data.grid),
+            optimizer=own_optimizer(plan.ds, self.grid),
             lr_scheduler=lambda optimizer: Schedule(optimizer, recipe),
             model_parameters=parameter_groups(model, recipe.optimizer.weight_decay),
         )
         if plan.zero_stage == 0:
-            self.engine = zero0.initialize(**how, mpu=self.data.grid)
+            self.engine = zero0.initialize(**how, mpu=self.grid)
         else:
             self.engine = deepspeed.initialize(**how)[0]
         self.engine.train()
@@ -195,7 +108,7 @@ class Transformers:
 
     def step(self) -> Work:
         with self.clock("data"):
-            batches, work = self.data.take()
+            batches, work = self.take()
         losses = []
         for batch in batches:
             loss = self.engine(**transformers_inputs(batch, self.engine.device)).loss
@@ -204,6 +117,14 @@ class Transformers:
             losses.append(loss.detach())
         self.loss = torch.stack(losses).mean().item()
         return work
+
+
+def transformers_model(recipe: Recipe) -> Any:
+    """Make the recipe's model as `transformers` has it."""
+    conversion = conversion_of(recipe.model)
+    config = conversion.config(recipe.model, recipe.positions, recipe.dropout)
+    config.use_cache = False
+    return conversion.model_class(recipe.model)(config)
 
 
 def transformers_inputs(batch: MicroBatch, device: torch.device) -> dict[str, torch.Tensor]:
@@ -222,66 +143,89 @@ def transformers_inputs(batch: MicroBatch, device: torch.device) -> dict[str, to
     return {**found, "next_sentence_label": sentences} if bool(batch["sentence_weights"].any()) else found
 
 
-class Bare:
+class PlainLoop(MeasuredSystem):
+    """A model in a plain PyTorch loop; `called` computes its loss."""
+
+    called: Callable[..., Any]
+
+    def inputs(self, batches: Sequence[MicroBatch]) -> list[Any]:
+        """Return what `forward` takes, by micro-batch."""
+        return list(batches)
+
+    def forward(self, given: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def optimize(self) -> None:
+        raise NotImplementedError
+
+    def step(self) -> Work:
+        with self.clock("data"):
+            batches, work = self.take()
+            every = self.inputs(batches)
+        losses = []
+        for given in every:
+            with self.clock("forward"):
+                loss = self.forward(given) / len(every)
+            with self.clock("backward"):
+                self.backward(loss)
+            losses.append(loss.detach())
+        with self.clock("optimizer"):
+            self.optimize()
+        self.loss = sum(losses).item()
+        return work
+
+
+class Bare(PlainLoop):
     """Our model in a bare PyTorch loop: flat fp32 master weights, torch's fused AdamW, clipping."""
 
     def __init__(self, spec: Specification) -> None:
-        self.data, self.clock = Data(spec), Clock()
-        recipe, plan = self.data.recipe, self.data.plan
+        super().__init__(spec)
+        recipe, chosen = self.recipe, self.recipe.optimizer
         init = Init(recipe.seed, recipe.init_std, recipe.model.layers)
-        shape = model_shape(recipe, plan.padded_vocab)
-        self.model = family_of(recipe.model).plain(shape, group=None, init=init).to(self.data.device)
-        groups = parameter_groups(self.model, recipe.optimizer.weight_decay)
+        shape = model_shape(recipe, self.plan.padded_vocab)
+        self.model = family_of(recipe.model).plain(shape, group=None, init=init).to(self.device)
+        groups = parameter_groups(self.model, chosen.weight_decay)
         self.parameters = [list(group["params"]) for group in groups]
         self.masters = [torch.cat([p.detach().float().flatten() for p in of]) for of in self.parameters]
-        self.model.to(self.data.dtype).train()
-        for master in self.masters:
+        self.model.to(self.dtype).train()
+        for group, master in zip(groups, self.masters, strict=True):
             master.grad = torch.empty_like(master)
-        decays = [
-            {"params": [m], "weight_decay": g["weight_decay"]}
-            for m, g in zip(self.masters, groups, strict=True)
-        ]
-        chosen = recipe.optimizer
+            group["params"] = [master]
         self.optimizer = torch.optim.AdamW(
-            decays, lr=chosen.lr, betas=chosen.betas, eps=chosen.eps, fused=True
+            groups, lr=chosen.lr, betas=chosen.betas, eps=chosen.eps, fused=True
         )
-        compiling.prepare(self.model, plan)
+        compiling.prepare(self.model, self.plan)
         if spec.compiled:
             self.model.compile()
         self.called = data_parallel(self.model)
 
-    def step(self) -> Work:
-        clock, recipe = self.clock, self.data.recipe
-        with clock("data"):
-            batches, work = self.data.take()
-            salts = salts_of_step(self.data.plan, self.data.grid.at.dp, self.data.done - 1, self.data.device)
-            batches = list(normalise(batches, self.data.grid, self.data.device))
-        losses = []
-        for batch, salt in zip(batches, salts, strict=True):
-            with clock("forward"):
-                given, salted = for_plain(batch, self.data.device, salt)
-                loss = self.called(*given, **salted)
-                loss = (loss[0] if isinstance(loss, tuple) else loss) / len(batches)
-            with clock("backward"):
-                loss.backward()
-            losses.append(loss.detach())
-        with clock("optimizer"), torch.no_grad():
-            with clock("copies"):
-                for master, parameters in zip(self.masters, self.parameters, strict=True):
-                    views = _views(master.grad, parameters)
-                    torch._foreach_copy_(views, [p.grad for p in parameters])
-            with clock("norm"):
-                torch.nn.utils.clip_grad_norm_(self.masters, recipe.optimizer.clip)
-            for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate(recipe, self.data.done - 1)
-            with clock("update"):
-                self.optimizer.step()
-            with clock("rounding"):
-                for master, parameters in zip(self.masters, self.parameters, strict=True):
-                    torch._foreach_copy_(parameters, _views(master, parameters))
-            self.model.zero_grad(set_to_none=True)
-        self.loss = sum(losses).item()
-        return work
+    def inputs(self, batches: Sequence[MicroBatch]) -> list[Any]:
+        salts = salts_of_step(self.plan, self.grid.at.dp, self.done - 1, self.device)
+        return [*zip(normalise(batches, self.grid, self.device), salts, strict=True)]
+
+    def forward(self, given: Any) -> torch.Tensor:
+        arguments, salted = for_plain(given[0], self.device, given[1])
+        loss = self.called(*arguments, **salted)
+        return loss[0] if isinstance(loss, tuple) else loss
+
+    @torch.no_grad()
+    def optimize(self) -> None:
+        with self.clock("copies"):
+            for master, parameters in zip(self.masters, self.parameters, strict=True):
+                torch._foreach_copy_(_views(master.grad, parameters), [p.grad for p in parameters])
+        with self.clock("norm"):
+            torch.nn.utils.clip_grad_norm_(self.masters, self.recipe.optimizer.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.recipe, self.done - 1)
+        with self.clock("update"):
+            self.optimizer.step()
+        with self.clock("rounding"):
+            for master, parameters in zip(self.masters, self.parameters, strict=True):
+                torch._foreach_copy_(parameters, _views(master, parameters))
+        self.model.zero_grad(set_to_none=True)
 
 
 def data_parallel(model: torch.nn.Module) -> Any:
@@ -294,91 +238,85 @@ def _views(flat: Any, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [part.view_as(p) for part, p in zip(parts, like, strict=True)]
 
 
-class Nano:
+class Nano(PlainLoop):
     """A plain GPT-2 in the manner of nanoGPT: pure bf16 on a CPU, autocast on a GPU, fused AdamW."""
 
     def __init__(self, spec: Specification) -> None:
-        self.data, self.clock = Data(spec), Clock()
-        recipe, self.device = self.data.recipe, self.data.device
-        if recipe.model.family != "gpt2":
+        super().__init__(spec)
+        if self.recipe.model.family != "gpt2":
             raise ValueError("there is no plain loop for BERT here")
-        self.model: Any = NanoGpt(recipe).to(self.device)
-        if self.device.type == "cpu":
-            self.model.to(self.data.dtype)
-        chosen = recipe.optimizer
-        decayed: tuple[list[torch.Tensor], ...] = ([], [])
-        for parameter in self.model.parameters():
-            decayed[parameter.dim() < 2].append(parameter)
-        groups = [
-            {"params": p, "weight_decay": d} for p, d in zip(decayed, (chosen.weight_decay, 0), strict=True)
-        ]
+        on_cpu, chosen = self.device.type == "cpu", self.recipe.optimizer
+        self.model = NanoGpt(self.recipe).to(self.device, self.dtype if on_cpu else torch.float32)
+        groups = parameter_groups(self.model, chosen.weight_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=chosen.lr, betas=chosen.betas, fused=True)
-        on_gpu = self.device.type != "cpu" and self.data.dtype != torch.float32
-        self.autocast = torch.autocast(self.device.type, self.data.dtype, enabled=on_gpu)
-        self.scaler = torch.amp.GradScaler(enabled=on_gpu and self.data.dtype == torch.float16)
+        mixed = not on_cpu and self.dtype != torch.float32
+        self.autocast = torch.autocast(self.device.type, self.dtype, enabled=mixed)
+        self.scaler = torch.amp.GradScaler(enabled=mixed and self.dtype == torch.float16)
         if spec.compiled:
             self.model.compile()
         self.called = data_parallel(self.model)
 
-    def step(self) -> Work:
-        clock = self.clock
-        with clock("data"):
-            batches, work = self.data.take()
-        losses = []
-        for batch in batches:
-            with clock("forward"), self.autocast:
-                tokens, labels = (batch[name].to(self.device) for name in ("tokens", "labels"))
-                loss = self.called(tokens, labels) / len(batches)
-            with clock("backward"):
-                self.scaler.scale(loss).backward()
-            losses.append(loss.detach())
-        with clock("optimizer"):
-            self.scaler.unscale_(self.optimizer)
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.data.recipe.optimizer.clip)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            self.optimizer.zero_grad(set_to_none=True)
-        self.loss = sum(losses).item()
-        return work
+    def forward(self, given: Any) -> torch.Tensor:
+        with self.autocast:
+            return self.called(given["tokens"].to(self.device), given["labels"].to(self.device))
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.scaler.scale(loss).backward()
+
+    def optimize(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.optimizer.clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
 
 
-class MatrixRate:
+class MatrixRate(MeasuredSystem):
     """The machine's matrix rate: for a large square product, and for the model's own products."""
 
-    clock = Clock()
-
     def __init__(self, spec: Specification) -> None:
-        self.device = torch.device(get_accelerator().current_device_name())
-        self.data = Data(spec)
-        self.dtype, self.size = self.data.dtype, SQUARE[self.device.type != "cpu"] if not spec.tiny else 256
-        layout, recipe = self.data.plan.layout, self.data.recipe
-        tokens, model = layout.micro * recipe.sequence_length, recipe.model
-        heads = head_products(
-            model, layout.micro, recipe.sequence_length, model.vocab_size, 1, recipe.predictions
-        )
-        self.products = [*layer_products(model, tokens, recipe.sequence_length), *heads]
-        self.times = [model.layers] * (len(self.products) - len(heads)) + [1] * len(heads)
+        super().__init__(spec)
+        recipe, model, micro = self.recipe, self.recipe.model, self.plan.layout.micro
+        self.size = 256 if spec.tiny else SQUARE[self.device.type != "cpu"]
+        length = recipe.sequence_length
+        layers = layer_products(model, micro * length, length)
+        heads = head_products(model, micro, length, model.vocab_size, 1, recipe.predictions)
+        self.products = [*((each, model.layers) for each in layers), *((each, 1) for each in heads)]
 
     def rates(self, repeats: int) -> dict[str, float]:
         """Return operations per second of a square product, and of the model's with both gradients."""
-        left, right = (torch.randn(self.size, self.size, device=self.device).to(self.dtype) for _ in "ab")
-        square = 2 * self.size**3 / self._seconds(lambda: left @ right, repeats)
+        left, right = (self._random(self.size, self.size) for _ in "ab")
+        square = 2 * self.size**3 / _seconds(lambda: left @ right, repeats)
         operations = seconds = 0.0
-        for product, times in zip(self.products, self.times, strict=True):
+        for product, times in self.products:
             operations += 3 * times * product.operations
-            seconds += times * self._seconds(self._pass(product), repeats)
+            seconds += times * _seconds(self._pass(product), repeats)
         return {"square": square, "products": operations / seconds}
 
-    def _pass(self, product: Product) -> Any:
+    def _pass(self, product: Product) -> Callable[[], Any]:
         m, n, k = (int(each) for each in product[:3])
-        made = lambda *size: torch.randn(size, device=self.device).to(self.dtype)  # noqa: E731
-        stream, weight, given = made(m, k).requires_grad_(), made(n, k).requires_grad_(), made(m, n)
+        stream, weight = (self._random(rows, k).requires_grad_() for rows in (m, n))
+        given = self._random(m, n)
         return lambda: torch.autograd.grad(F.linear(stream, weight), (stream, weight), given)
 
-    def _seconds(self, work: Any, repeats: int) -> float:
-        found = []
-        for _ in range(repeats + 1):
-            started = now()
-            work()
-            found.append(now() - started)
-        return statistics.median(found[1:])
+    def _random(self, rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, device=self.device).to(self.dtype)
+
+
+def _seconds(work: Callable[[], Any], repeats: int) -> float:
+    """Return the median seconds of the work, without those of a first time."""
+    found = []
+    for _ in range(repeats + 1):
+        started = now()
+        work()
+        found.append(now() - started)
+    return statistics.median(found[1:])
+
+
+SYSTEMS: dict[str, type[MeasuredSystem]] = {
+    "ours": Ours,
+    "transformers": Transformers,
+    "bare": Bare,
+    "nano": Nano,
+    "rate": MatrixRate,
+}

@@ -6,20 +6,53 @@ import contextlib
 import dataclasses
 import json
 import multiprocessing
-import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.experiments.benchmarks.specification import Specification
+from launch.experiments.launching import own_environment
+from recipes import catalog
+from recipes.schema import Recipe
 
-ROOT = Path(__file__).resolve().parents[3]
+END = "end"
 LAST_LINES = 6  # of a failed process's log
 LOOK_EVERY_S, ENDS_WITHIN_S = 0.2, 30
+
+
+@dataclass(frozen=True)
+class Specification:
+    """One measured system: a recipe, a DeepSpeed JSON, and the training code.
+
+    Attributes:
+        name: title in tables.
+        system: name of the training code: "ours", "transformers", "bare", "nano" or "rate".
+        settings: changes of the recipe, as for --set.
+        ds_config: None: the recipe's own.
+        compiled: by torch.compile.
+        processes: ranks on this machine.
+        shared_device: all ranks on one GPU, through gloo.
+        threads: torch threads of each rank; None: the ranks share the cores.
+    """
+
+    name: str
+    system: str
+    recipe: str
+    settings: tuple[str, ...] = ()
+    tiny: bool = False
+    ds_config: str | None = None
+    compiled: bool = False
+    processes: int = 1
+    threads: int | None = None
+    emulate_fp16: bool = False
+    shared_device: bool = False
+
+    def load(self) -> Recipe:
+        """Load the recipe. Raises ValueError."""
+        return catalog.load(self.recipe, self.settings, tiny=self.tiny)
 
 
 class WorkerFailed(Exception):
@@ -34,14 +67,13 @@ class Worker:
         written, self.spec, self._log = folder / "specification.json", spec, folder / "log.txt"
         written.write_text(json.dumps(dataclasses.asdict(spec)), encoding="utf-8")
         self._connection, theirs = multiprocessing.Pipe()
-        path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
         module = "launch.experiments.benchmarks.worker"
         command = [sys.executable, "-m", module, str(written), str(theirs.fileno())]
         threads = {"OMP_NUM_THREADS": str(spec.threads)} if spec.threads else {}
         self._ranks = []
         with theirs, self._log.open("w") as log:
             for place in rank_environments(spec.processes):
-                own = {**os.environ, "PYTHONPATH": path, **place, **threads}
+                own = {**own_environment(), **place, **threads}
                 passed = (theirs.fileno(),) if place["RANK"] == "0" else ()
                 how: dict[str, Any] = dict(env=own, stdout=log, stderr=subprocess.STDOUT, pass_fds=passed)
                 self._ranks.append(subprocess.Popen(command, **how))
@@ -53,7 +85,7 @@ class Worker:
         self.start_seconds, self.said = ready["ready"], ready["said"]
 
     def ask(self, *command: Any) -> Any:
-        """Send a command of `worker.serve` and return the system's answer."""
+        """Name a method of the system, with its arguments, and return its answer."""
         self._connection.send(command)
         return self._answer()
 
@@ -75,7 +107,7 @@ class Worker:
     def end(self) -> None:
         """End the processes."""
         with contextlib.suppress(OSError):
-            self._connection.send(("end",))
+            self._connection.send((END,))
         deadline = time.monotonic() + ENDS_WITHIN_S
         for rank in self._ranks:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -94,20 +126,7 @@ def rank_environments(processes: int) -> list[dict[str, str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    shared = {
-        "WORLD_SIZE": processes,
-        "LOCAL_WORLD_SIZE": processes,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    ranks = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(processes)]
-    return [{name: str(value) for name, value in place.items()} for place in ranks]
-
-
-@contextlib.contextmanager
-def ended(worker: Worker) -> Iterator[Worker]:
-    """Yield the worker and end its processes after the block."""
-    try:
-        yield worker
-    finally:
-        worker.end()
+    shared = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    places = ({**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(processes))
+    return [{name: str(value) for name, value in place.items()} for place in places]

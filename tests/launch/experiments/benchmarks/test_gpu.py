@@ -11,10 +11,10 @@ import torch
 from ds_configs.plan import ANY_GPU
 from ds_configs.resolver import resolve
 from launch import benchmark
-from launch.experiments.benchmarks import gpu_command, gpu_steps, step_speed, worker
+from launch.experiments.benchmarks import gpu_command, gpu_steps, measured_system, step_speed
 from launch.experiments.benchmarks.gpu_steps import Context, Goal, GpuCase, Step, StepOutcome
-from launch.experiments.benchmarks.specification import Specification
 from launch.experiments.benchmarks.step_speed import Measurement
+from launch.experiments.benchmarks.turns import Specification
 from recipes import catalog
 
 
@@ -152,5 +152,6 @@ def test_commands_are_run_again_and_say_what_came(tmp_path):
 
 
 def test_kernels_of_attention_are_found_by_name():
-    assert all(worker.ATTENTION.search(name) for name in ("flash_fwd", "aten::_softmax", "fmha_cutlass"))
-    assert not worker.ATTENTION.search("aten::log_softmax")
+    found = measured_system.ATTENTION.search
+    assert all(found(name) for name in ("flash_fwd", "aten::_softmax", "fmha_cutlass"))
+    assert not found("aten::log_softmax")

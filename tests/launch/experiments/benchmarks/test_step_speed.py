@@ -11,10 +11,9 @@ import torch
 from launching import WORKERS, run_ranks
 
 from launch import benchmark
-from launch.experiments.benchmarks import step_speed, step_text, systems
-from launch.experiments.benchmarks.specification import Specification
+from launch.experiments.benchmarks import measured_system, step_speed, step_text, systems
 from launch.experiments.benchmarks.step_speed import Measurement, Pace
-from launch.experiments.benchmarks.turns import Worker, WorkerFailed
+from launch.experiments.benchmarks.turns import Specification, Worker, WorkerFailed
 from modeling import cost
 from recipes import catalog
 
@@ -66,9 +65,9 @@ def test_padding_is_no_work():
     }
     count = cost.exact_flops_per_step
     expected = count(recipe.model, 10, 1, predictions=1) + count(recipe.model, 64, 1, predictions=2)
-    assert systems.work_of(recipe, batch) == (74, expected)
+    assert measured_system.work_of(recipe, batch) == (74, expected)
     gpt = catalog.load("default/sotu")
-    work = systems.work_of(gpt, {"tokens": torch.zeros(3, 256)})
+    work = measured_system.work_of(gpt, {"tokens": torch.zeros(3, 256)})
     assert work == (768, count(gpt.model, 256, 3))
 
 
@@ -151,6 +150,8 @@ def test_a_process_that_dies_says_its_last_words(tmp_path):
         (("--plot", "step.txt"), ".png"),
         (("--recipe", "jean_zay/none"), "jean_zay"),
         (("--blocks", "0"), "--blocks"),
+        (("--out", "README.md"), "--out README.md exists already"),
+        (("--variants", "eager", "--systems", "nano"), "--variants without --systems ours"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_first(flags, said, monkeypatch, capsys):
