@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import itemgetter
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from launch.console import numbers
-from launch.records.result import Result
-from launch.reports.entries import validation_loss
+from launch.reports.entries import QUANTITIES, Column
 from launch.reports.frames import Frame
 from launch.reports.runs import Run, differences
 from recipes import key_paths
@@ -21,26 +19,8 @@ ABSENT = "absent"
 
 # Parts of a recipe that are shown elsewhere or change nothing.
 OMITTED = {
-    "title",
-    "published",
-    "inferred",
-    "differs",
-    "unknown",
-    "note",
-    "hardware",
-    "parallel",
-    "ds_config",
+    *("title", "published", "inferred", "differs", "unknown", "note", "hardware", "parallel", "ds_config")
 }
-MACHINE = (
-    "cpu",
-    "cores",
-    "memory_gb",
-    "accelerator",
-    "accelerators",
-    "accelerator_memory_gb",
-    "cuda",
-    "host",
-)
 # Keys that decide the text and the tokens of the loss.
 SAME_TEXT = ("data", "model.vocab_size", "model.family", "model.sentence_head")
 SAME_TEXT_BUT = ("data.streaming",)
@@ -50,32 +30,6 @@ OF_BERT = "data.masking."
 # after 20 steps, and training amplifies it. fp16 and bf16: one unit in the last place of the activations
 # (11 and 8 significant bits).
 ROUNDING = {"fp32": 2e-6, "fp16": 2.0**-11, "bf16": 2.0**-8}
-
-
-class Quantity(NamedTuple):
-    """A quantity of a result. `kind`: compare by difference or ratio; losses by difference, if comparable."""
-
-    name: str
-    of: Callable[[Result], Any]
-    kind: Literal["difference", "ratio", "loss"]
-
-
-QUANTITIES = (
-    Quantity("steps", lambda r: r.steps, "difference"),
-    Quantity("skipped steps", lambda r: r.skipped_steps, "difference"),
-    Quantity("training loss (nats, last 10 steps)", lambda r: r.losses.training.loss, "loss"),
-    Quantity("validation loss (nats)", validation_loss, "loss"),
-    Quantity("test loss (nats)", lambda r: r.losses.test and r.losses.test.loss, "loss"),
-    Quantity("time per step (s)", lambda r: r.speed.seconds_per_step, "ratio"),
-    Quantity("waiting for data (share of the time)", lambda r: r.speed.data_wait_share, "difference"),
-    Quantity("samples/s", lambda r: r.speed.samples_per_s, "ratio"),
-    Quantity("tokens/s", lambda r: r.speed.tokens_per_s, "ratio"),
-    Quantity("TFLOPS per GPU, formula", lambda r: r.speed.tflops, "ratio"),
-    Quantity("TFLOPS per GPU, exact count", lambda r: r.speed.exact_tflops, "ratio"),
-    Quantity("peak memory (GB)", lambda r: numbers.gigabytes(r.memory.peak_bytes), "ratio"),
-    Quantity("cached memory (GB)", lambda r: numbers.gigabytes(r.memory.cached_bytes), "ratio"),
-    Quantity("parameters", lambda r: r.parameters, "ratio"),
-)
 
 
 @dataclass(frozen=True)
@@ -112,9 +66,8 @@ def compare(runs: Sequence[Run]) -> Comparison:
     labels = tuple(run.label for run in runs)
     changed = tuple(f"{label}, next to {labels[0]}" for label in labels[1:])
     kinds = ("name", *["text"] * len(runs), *["change"] * len(others))
-    results = Frame(
-        ("", *labels, *changed), kinds, list(result_rows(runs, why_not)), "Results", style="results"
-    )
+    outcomes = list(result_rows(runs, why_not))
+    results = Frame(("", *labels, *changed), kinds, outcomes, "Results", style="results")
     made = "What differs in how they were made"
     keys = Frame(("", *labels), kinds, list(configuration(runs)), made, style="differences")
     return Comparison(runs, results, keys, list(dict.fromkeys(remarks)), findings)
@@ -133,19 +86,19 @@ def result_rows(runs: Sequence[Run], why_not: Sequence[str | None]) -> Iterator[
     """Yield every quantity that any run has; incomparable losses get no difference."""
     statuses = [run.status + (" (tiny)" if run.tiny else "") for run in runs]
     yield "status", *statuses, *("" if status == statuses[0] else "differs" for status in statuses[1:])
-    parts = (each and each.parts for each in (run.result.losses.validation for run in runs))
-    names = dict.fromkeys(name for each in parts for name in each or {})
-    of_parts = (Quantity(f"of validation: {name}", partial(_part, name=name), "loss") for name in names)
-    for name, of, kind in (*QUANTITIES, *of_parts):
-        values = [of(run.result) for run in runs]
-        if all(value is None for value in values):
-            continue
-        changes = (
-            "not comparable" if kind == "loss" and why else _change(values[0], value, kind)
-            for value, why in zip(values[1:], why_not, strict=True)
-        )
-        show = numbers.loss if kind == "loss" else numbers.number
-        yield name, *map(show, values), *changes
+    parts = [(run.result.losses.validation and run.result.losses.validation.parts) or {} for run in runs]
+    rows = [(column, [column.of(run.result) for run in runs]) for column in QUANTITIES]
+    for name in dict.fromkeys(name for each in parts for name in each):
+        values = [each.get(name) for each in parts]
+        rows.append((Column(name, f"of validation: {name}", lambda r: None, "loss"), values))
+    for column, values in rows:
+        if any(value is not None for value in values):
+            show = numbers.loss if column.change == "loss" else numbers.number
+            changes = (
+                "not comparable" if column.change == "loss" and why else _change(values[0], value, column)
+                for value, why in zip(values[1:], why_not, strict=True)
+            )
+            yield column.heading, *map(show, values), *changes
 
 
 def incomparable(a: Run, b: Run) -> str | None:
@@ -204,6 +157,7 @@ def curve_findings(a: Run, b: Run) -> Iterator[str]:
     """Yield the step at which two loss curves part, and the largest difference."""
     precisions = (run.result.precision or (run.recipe.precision if run.recipe else "fp32") for run in (a, b))
     tolerance = max(ROUNDING.get(precision, ROUNDING["fp32"]) for precision in precisions)
+    rounding = f"rounding ({tolerance:.1e} of the loss)"
     for name, what in (("training", "step"), ("validation", "validation")):
         first, second = dict(getattr(a, name)), dict(getattr(b, name))
         apart = differences(getattr(a, name), getattr(b, name))
@@ -213,42 +167,34 @@ def curve_findings(a: Run, b: Run) -> Iterator[str]:
             continue
         step, by = max(apart, key=itemgetter(1))
         largest = f"largest difference {by:.2e} at step {step:,.0f}"
-        parted = f"equal to rounding ({tolerance:.1e} of the loss)"
-        for step, by in apart:
-            if by > tolerance * max(abs(first[step]), abs(second[step])):
-                differ = f"first differ by more than {parted.removeprefix('equal to ')}"
-                parted = f"{differ} at step {step:,.0f}, by {by:.2e}"
-                break
-        yield f"{beginning}: {parted}; {largest}"
+        size = {step: max(abs(first[step]), abs(second[step])) for step, _ in apart}
+        step, by = next(((step, by) for step, by in apart if by > tolerance * size[step]), (0, 0.0))
+        parted = f"first differ by more than {rounding} at step {step:,.0f}, by {by:.2e}"
+        yield f"{beginning}: {parted if by else f'equal to {rounding}'}; {largest}"
 
 
 def _facts(run: Run) -> dict[str, Any]:
-    plan, result, git = run.plan, run.result, run.machine.get("git") or {}
+    plan, result, machine = run.plan, run.result, {**run.machine}
     recipe = plan.recipe.model_dump(mode="json", by_alias=True, exclude=OMITTED) if plan else {}
+    versions, git = (machine.pop(key, None) or {} for key in ("versions", "git"))
     return {
         "recipe": run.name + (" (tiny)" if run.tiny else ""),
         "ds_config": plan.ds_name if plan else result.ds_config,
         "implementation": result.implementation or ABSENT,
         "layout": vars(plan.layout) if plan else {},
         "precision": result.precision_text,
-        "hardware": {key: run.machine.get(key) for key in MACHINE},
-        "versions": run.machine.get("versions") or {},
-        "commit": git.get("commit", "not known"),
-        "uncommitted changes": git.get("dirty", "not known"),
+        "hardware": machine,
+        "versions": versions,
+        "git": git,
         **{f"recipe.{key}": value for key, value in recipe.items()},
         **{f"deepspeed.{key}": value for key, value in (plan.ds if plan else {}).items()},
     }
 
 
-def _part(result: Result, name: str) -> float | None:
-    validation = result.losses.validation
-    return (validation.parts or {}).get(name) if validation else None
-
-
-def _change(first: float | None, value: float | None, kind: str) -> str:
-    if first is None or value is None or (kind == "ratio" and not first):
+def _change(first: float | None, value: float | None, column: Column) -> str:
+    if first is None or value is None or (column.change == "ratio" and not first):
         return numbers.NOTHING
-    if kind == "ratio":
+    if column.change == "ratio":
         return numbers.ratio(value / first)
     return f"{value - first:+,}" if isinstance(value - first, int) else f"{value - first:+.4g}"
 

@@ -10,18 +10,17 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
-from launch.reports import predictions
 from launch.reports.document import Document
 from launch.reports.entries import MEASURED, RATIO_NAMES, Entry
-from launch.reports.finetuned import NOT_RUN, NOT_SCORED, FinetunedLine
+from launch.reports.predictions import PREDICTED, PredictionLine
+from launch.reports.predictions import PUBLISHED as OF_ROW
+from launch.reports.scores import NOT_RUN, NOT_SCORED, FinetunedLine
 from launch.tables.scores import scores
 
 PUBLISHED = (
     *("size_label", "parameters", "time_per_iteration_s", "samples_per_s", "tflops", "cached_gb"),
     *("weak_scaling_percent", "peak_percent", "tflops_by", "validation_loss", "oom"),
 )
-# Fields of a PredictionLine, for the published row and for the run.
-PREDICTED = ("predicted_s", "mfu", "predicted_mfu", "left", "predicted_left", "normalised", "scaling")
 COLUMNS = (
     *("table", "recipe", "published_columns", "published_row"),
     *(f"published_{key}" for key in PUBLISHED),
@@ -31,7 +30,7 @@ COLUMNS = (
     *("parameters_summed_over_tp_ranks", "train_loss"),
     *(f"ratio_{key}" for key in RATIO_NAMES),
     *("no_ratio", "hardware", "precision", "ds_config", "deviations"),
-    *(f"published_{key}" for key in PREDICTED),
+    *(f"published_{key}" for key in PREDICTED),  # of the row, and of the run
     *PREDICTED,
     *("task", "figure", "published_score", "score", "ratio_score", "models"),
 )
@@ -53,28 +52,27 @@ def write(document: Document) -> str:
 
 
 def _cells(entry: Entry) -> dict[str, Any]:
-    row, run = entry.row, entry.run
-    published = {
+    row, run, published = entry.row, entry.run, entry.row.published
+    printed = scores(published.downstream) if published else ()
+    cells = {
         "recipe": row.full_name,
         "published_row": " | ".join(row.cells),
-        **{f"published_{key}": getattr(row.published, key) for key in PUBLISHED if row.published},
-        "published_scores": "; ".join(
-            f"{name} {value}" for name, value in (scores(row.published.downstream) if row.published else ())
-        ),
+        **{f"published_{key}": getattr(published, key, None) for key in PUBLISHED},
+        "published_scores": "; ".join(f"{name} {value}" for name, value in printed),
         "errata": "; ".join(map(str, row.errata)),
         "status": entry.status,
     }
     if run is None:
-        return published
+        return cells
     result = run.result
     return {
-        **published,
+        **cells,
         "run": run.path,
         "started": run.launch.started if run.launch else None,
         "tiny": run.tiny,
         **{column.key: column.of(result) for column in MEASURED},
-        "parameters_summed_over_tp_ranks": result.parameters_summed_over_tp_ranks,
         "train_loss": result.losses.training.loss,
+        "parameters_summed_over_tp_ranks": result.parameters_summed_over_tp_ranks,
         **{f"ratio_{key}": value for key, value in entry.ratios.items()},
         "no_ratio": entry.no_ratio,
         "hardware": result.hardware,
@@ -94,22 +92,21 @@ def _finetuned(line: FinetunedLine) -> dict[str, Any]:
         "published_score": line.published,
         "status": "measured" if line.measured is not None else NOT_SCORED if found else NOT_RUN,
     }
-    if found is None:
-        return values
-    return {
-        **values,
-        "run": found.path,
-        "tiny": found.pretrained is not None and found.pretrained.tiny,
-        "score": line.measured,
-        "ratio_score": line.ratio,
-        "no_ratio": line.why_not,
-        "models": found.models,
-    }
+    if found:
+        values |= {
+            "run": found.path,
+            "tiny": found.pretrained is not None and found.pretrained.tiny,
+            "score": line.measured,
+            "ratio_score": line.ratio,
+            "no_ratio": line.why_not,
+            "models": found.models,
+        }
+    return values
 
 
-def _predicted(entry: Entry, lines: Mapping[tuple[str, str], predictions.PredictionLine]) -> dict[str, Any]:
+def _predicted(entry: Entry, lines: Mapping[tuple[str, str], PredictionLine]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for prefix, label in (("published_", predictions.PUBLISHED), ("", entry.run and entry.run.full_label)):
+    for prefix, label in (("published_", OF_ROW), ("", entry.run and entry.run.full_label)):
         if line := lines.get((entry.row.full_name, label or "")):
             found |= {f"{prefix}{key}": getattr(line, key) for key in PREDICTED}
     return found

@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from launch.records.result_text import profile_rows
-from launch.reports import finetuned, plots, predictions, scores
+from launch.reports import plots, predictions, scores
 from launch.reports.comparison import MOST_COMPARED, Comparison, compare
-from launch.reports.entries import Column, Entry, Scale, entries_of, measured_columns
-from launch.reports.finetuned import FinetunedLine
+from launch.reports.entries import Column, Entry, Remarks, Scale, entries_of, measured_columns, split_remarks
 from launch.reports.frames import Frame
 from launch.reports.plots import Plot
 from launch.reports.predictions import PredictionLine
-from launch.reports.remarks import Remarks, split_remarks
 from launch.reports.runs import Run
+from launch.reports.scores import FinetunedLine
 from launch.reports.tables import PublishedRow, PublishedTable, Tables
 from recipes.problems import ProblemsError, counted
 
@@ -38,9 +37,9 @@ class Section:
 
     Attributes:
         columns: measured quantities; empty without runs.
+        common: remarks that all rows share; remarks: the other remarks of each row.
         predicted: rows and runs next to their predictions.
         finetuned: fine-tuning scores, published by the rows and measured here from their weights.
-        common: remarks that all rows share; remarks: the other remarks of each row.
     """
 
     table: PublishedTable
@@ -55,7 +54,7 @@ class Section:
     @property
     def frames(self) -> list[Frame]:
         """Return the tables below the main one: predictions, fine-tuning scores, profiles."""
-        found = (predictions.frame(self.predicted), finetuned.frame(self.finetuned))
+        found = (predictions.frame(self.predicted), scores.finetuned_frame(self.finetuned))
         return [*filter(None, found), *profile_frames(self.runs)]
 
     @property
@@ -66,8 +65,8 @@ class Section:
     @property
     def errata_ids(self) -> dict[str, str]:
         """Map the full name of each row with errata to the HTML id of these errata."""
-        marked = ((row, n) for n, (row, remarks) in enumerate(self.remarks) if remarks.errata)
-        return {row.full_name: f"errata-{self.anchor}-{n}" for row, n in marked}
+        numbered = enumerate(self.remarks)
+        return {row.full_name: f"errata-{self.anchor}-{n}" for n, (row, own) in numbered if own.errata}
 
     @property
     def runs(self) -> list[Run]:
@@ -123,9 +122,11 @@ def assemble(
     Otherwise their tables are reported too; runs whose recipe is in no table of `recipes/` get an own table.
     """
     problems, notes = list(problems), []
-    tuned = finetuned.finetuned_models(runs, problems)
-    of_runs = {*(run.table for run in runs), *filter(None, (run.pretrained_table for run in runs))}
-    names = list(dict.fromkeys((*names, *(() if only_named else sorted(of_runs)))))
+    tuned = scores.finetuned_models(runs, problems)
+    if not only_named:
+        of_runs = {run.table for run in runs} | {run.pretrained_table for run in runs}
+        names = [*names, *sorted(filter(None, of_runs))]
+    names = list(dict.fromkeys(names))
     shown = [run for run in runs if run.table in names]
     if left_out := sum(run not in shown and run.pretrained_table not in names for run in runs):
         notes.append(f"{counted(left_out, 'run')} of other tables left out (--table)")
@@ -145,17 +146,16 @@ def assemble(
             # A comparison draws the losses, too.
             plots.throughput(entries) + ([] if comparison else plots.losses(ran)),
             predictions.lines_of(entries),
-            finetuned.finetuned_lines(table.rows, tuned, tables.recipe),
+            list(scores.finetuned_lines(table.rows, tuned, tables.recipe)),
         )
 
     sections, strangers = [], []
     for name in names:
+        found, own = None, [run for run in shown if run.table == name]
         try:
             found = tables.get(name)
         except ProblemsError as error:
             problems += [str(problem) for problem in error.problems]
-            found = None
-        own = [run for run in shown if run.table == name]
         if found:
             sections.append(section(found, own))
         strangers += [run for run in own if not (found and found.row(run.name.rpartition("/")[2]))]
@@ -173,7 +173,7 @@ def assemble(
         time.strftime("%Y-%m-%d %H:%M %Z"),
         sections,
         comparison,
-        _comparison_plots(comparison.runs) if comparison else [],
+        plots.of_comparison(comparison.runs) if comparison else [],
         list(dict.fromkeys(problems)),
         notes,
         scores.frame(shown, [each for each in tuned if each not in in_rows]),
@@ -190,7 +190,3 @@ def _table_of_strangers(runs: Sequence[Run]) -> PublishedTable:
     note = "Rows of the user's own files; their titles are those of the runs."
     title = "Recipes that are in no table of recipes/"
     return PublishedTable(ELSEWHERE, title, None, note, ("Recipe",), rows)
-
-
-def _comparison_plots(runs: Sequence[Run]) -> list[Plot]:
-    return [*plots.losses(runs, "Losses"), *plots.loss_differences(*runs), *plots.step_times(runs)]

@@ -1,15 +1,16 @@
-"""Entries of a table in a report: each row with the runs of its recipe, or "not run"."""
+"""Entries of a table in a report: each row with the runs of its recipe, or "not run", and its remarks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from launch.console import numbers
 from launch.records.comparability import Incomparable, changed_work, not_comparable
 from launch.records.deviations import Deviation
 from launch.records.result import TFLOPS_BY, ComparedQuantity, Result, compare_with
+from launch.records.result_text import EXACT
 from launch.reports.runs import OOM, Run
 from launch.reports.tables import PublishedRow, PublishedTable
 
@@ -26,32 +27,54 @@ RATIO_NAMES = {
 }
 
 
-@dataclass(frozen=True)
-class Column:
-    """A measured quantity. `key` names it in the CSV; `heading` includes the unit."""
+class Column(NamedTuple):
+    """A measured quantity.
+
+    Attributes:
+        key: its name in the CSV.
+        heading: with the unit.
+        change: comparison of two runs, by difference or ratio; losses by difference where comparable.
+    """
 
     key: str
     heading: str
     of: Callable[[Result], Any]
-    show: Callable[[Any], str] = numbers.number
+    change: Literal["difference", "ratio", "loss"] = "ratio"
 
     def text(self, run: Run) -> str:
-        return self.show(self.of(run.result))
+        value = self.of(run.result)
+        return numbers.loss(value) if self.change == "loss" else numbers.number(value)
 
 
 def validation_loss(result: Result) -> float | None:
     return result.losses.validation.loss if result.losses.validation else None
 
 
-MEASURED = (
-    Column("steps", "steps", lambda result: result.steps),
-    Column("time_per_iteration_s", "time per iteration (s)", lambda result: result.speed.seconds_per_step),
-    Column("samples_per_s", "samples/s", lambda result: result.speed.samples_per_s),
-    Column("tflops", "TFLOPS per GPU, formula", lambda result: result.speed.tflops),
-    Column("exact_tflops", "TFLOPS per GPU, exact count", lambda result: result.speed.exact_tflops),
-    Column("cached_gb", "cached per GPU (GB)", lambda result: numbers.gigabytes(result.memory.cached_bytes)),
-    Column("parameters", "parameters", lambda result: result.parameters),
-    Column("validation_loss", "validation loss (nats)", validation_loss, numbers.loss),
+# Shown where runs are compared.
+QUANTITIES = (
+    Column("steps", "steps", lambda r: r.steps, "difference"),
+    Column("skipped_steps", "skipped steps", lambda r: r.skipped_steps, "difference"),
+    Column("train_loss", "training loss (nats, last 10 steps)", lambda r: r.losses.training.loss, "loss"),
+    Column("validation_loss", "validation loss (nats)", validation_loss, "loss"),
+    Column("test_loss", "test loss (nats)", lambda r: r.losses.test and r.losses.test.loss, "loss"),
+    Column("time_per_iteration_s", "time per iteration (s)", lambda r: r.speed.seconds_per_step),
+    Column("data_wait", "waiting for data (share)", lambda r: r.speed.data_wait_share, "difference"),
+    Column("samples_per_s", "samples/s", lambda r: r.speed.samples_per_s),
+    Column("tokens_per_s", "tokens/s", lambda r: r.speed.tokens_per_s),
+    Column("tflops", "TFLOPS per GPU, formula", lambda r: r.speed.tflops),
+    Column("exact_tflops", "TFLOPS per GPU, exact count", lambda r: r.speed.exact_tflops),
+    Column("peak_gb", "peak memory (GB)", lambda r: numbers.gigabytes(r.memory.peak_bytes)),
+    Column("cached_gb", "cached per GPU (GB)", lambda r: numbers.gigabytes(r.memory.cached_bytes)),
+    Column("parameters", "parameters", lambda r: r.parameters),
+)
+COLUMNS = {column.key: column for column in QUANTITIES}
+# Shown beside published rows, and in the CSV.
+MEASURED = tuple(
+    COLUMNS[key]
+    for key in (
+        *("steps", "time_per_iteration_s", "samples_per_s", "tflops", "exact_tflops", "cached_gb"),
+        *("parameters", "validation_loss"),
+    )
 )
 
 
@@ -128,7 +151,7 @@ def measured_columns(table: PublishedTable, runs: Sequence[Run]) -> list[Column]
     published = [row.published for row in table.rows if row.published]
     counted = {TFLOPS_BY[each.tflops_by][1] for each in published if each.tflops}
     return [
-        replace(column, heading=f"{column.heading} (as published)") if column.key in counted else column
+        column._replace(heading=f"{column.heading} (as published)") if column.key in counted else column
         for column in MEASURED
         if any(column.of(run.result) is not None for run in runs)
     ]
@@ -145,13 +168,71 @@ def entries_of(table: PublishedTable, runs: Sequence[Run]) -> list[Entry]:
 
 def entry_of(row: PublishedRow, run: Run) -> Entry:
     """Compare the run with the published numbers of its row."""
-    if row.published is None:
-        return Entry(row, run)
+    entry, published = Entry(row, run), row.published
+    if published is None:
+        return entry
     if why := not_comparable(row.recipe, run.plan, tiny=run.tiny, emulated_fp16=run.result.emulated_fp16):
-        return Entry(row, run, incomparable=why)
+        return replace(entry, incomparable=why)
     if run.status == OOM:
-        how = "as published" if row.published.oom else "published as running"
-        return Entry(row, run, memory=f"OOM, {how}")
-    if row.published.oom:
-        return Entry(row, run, memory=f"published as OOM; this run: {run.status}")
-    return Entry(row, run, compare_with(row.published, run.result, comparable=True))
+        return replace(entry, memory="OOM, as published" if published.oom else "OOM, published as running")
+    if published.oom:
+        return replace(entry, memory=f"published as OOM; this run: {run.status}")
+    return replace(entry, compared=compare_with(published, run.result, comparable=True))
+
+
+class Remark(NamedTuple):
+    """A sentence about a row. `kind`: "erratum", "note", ...; `key`: the recipe's key, if there is one."""
+
+    kind: str
+    text: str
+    key: str = ""
+
+    @property
+    def what(self) -> str:
+        """Return the words in front of the sentence: its kind and key."""
+        return f"{self.kind}: {self.key}" if self.key else self.kind
+
+
+class Remarks(tuple[Remark, ...]):
+    """The remarks of one row, or the common remarks of a table."""
+
+    @property
+    def errata(self) -> int:
+        return sum(remark.kind == "erratum" for remark in self)
+
+    @property
+    def kinds(self) -> str:
+        """Return kinds and keys: "note; unknown: steps; inferred: optimizer, schedule"."""
+        keys: dict[str, dict[str, None]] = {}
+        for remark in self:
+            keys.setdefault(remark.kind, {})[remark.key] = None
+        return "; ".join(f"{kind}: {', '.join(own)}" if any(own) else kind for kind, own in keys.items())
+
+
+def remarks_of(row: PublishedRow) -> list[Remark]:
+    """Return errata, note, impossible printed values, unknown values, and origins of inferred values."""
+    found = [Remark("erratum", str(known)) for known in row.errata]
+    if row.no_recipe:
+        found.append(Remark("no recipe", row.no_recipe))
+    if (recipe := row.recipe) is None:
+        return found
+    if (published := recipe.published) and published.tflops and published.tflops_by == "exact":
+        found.append(Remark("TFLOPS counted", EXACT))
+    if recipe.note:
+        found.append(Remark("note", " ".join(recipe.note.split())))
+    printed = published.printed if published else {}
+    found += [Remark(f"{key} printed as", str(value)) for key, value in printed.items()]
+    for kind in ("differs", "unknown", "inferred"):
+        found += [Remark(kind, text, key) for key, text in getattr(recipe, kind).items()]
+    return found
+
+
+def split_remarks(rows: Sequence[PublishedRow]) -> tuple[Remarks, list[tuple[PublishedRow, Remarks]]]:
+    """Return the common remarks of all rows, and each row's other remarks."""
+    every = [(row, remarks_of(row)) for row in rows]
+    recipes = [own for row, own in every if not row.no_recipe]
+    shared = recipes[0] if len(recipes) > 1 else []
+    # Each row's mark leads to its own errata.
+    common = [each for each in shared if each.kind != "erratum" and all(each in own for own in recipes)]
+    besides = ((row, Remarks(each for each in own if each not in common)) for row, own in every)
+    return Remarks(common), [(row, own) for row, own in besides if own]

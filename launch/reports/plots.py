@@ -7,12 +7,11 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -22,7 +21,7 @@ from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, N
 from launch.records.loss_plot import mean, moving_average, step_ticks, write_in_margin
 from launch.records.result import TFLOPS_BY
 from launch.records.result_text import EXACT
-from launch.reports.entries import MEASURED, Entry
+from launch.reports.entries import COLUMNS, Entry
 from launch.reports.runs import Points, Run, differences
 from recipes.problems import counted
 
@@ -44,13 +43,12 @@ DIAMONDS: dict[str, Any] = {
     **{"markeredgecolor": INK, "markeredgewidth": 0.8},
 }
 MOST_POINTS = 1000  # of one curve
-PAGE_POINTS = 12_000  # of all curves of one plot together
 NOISY_POINTS = 300  # of a curve without smoothing; more would draw a band
+THINNED = " Curves of more than {} steps are drawn as means of neighbouring steps."
 # Share of the curves' range: a reference line further away is only named at the edge.
 NEAR = 0.5
 LEAST_RANGE = 0.2  # nats; the least range assumed for flat curves
 LEAST_TICKS = 3  # on a logarithmic axis
-COLUMNS = {column.key: column for column in MEASURED}
 # Quantity -> axis label. The time is drawn only where neither of the first two was published.
 THROUGHPUT = {
     "tflops": "TFLOPS per GPU, counted as each row's source does",
@@ -58,6 +56,14 @@ THROUGHPUT = {
     "time_per_iteration_s": "seconds per iteration",
 }
 Legend = list[tuple[Any, str]]  # (handle, label)
+
+
+class Curve(NamedTuple):
+    """A run's values over the optimizer steps. `index`: of the run, for its color and dashes."""
+
+    index: int
+    run: Run
+    points: Points
 
 
 @dataclass(frozen=True)
@@ -86,52 +92,45 @@ def losses(runs: Sequence[Run], title: str = "Loss") -> list[Plot]:
     every = [run for run in runs if run.training or run.validation]
     for per in dict.fromkeys(run.loss_per for run in every):
         drawn = [run for run in every if run.loss_per == per]
-        most = max(50, min(MOST_POINTS, PAGE_POINTS // max(1, 2 * len(drawn))))
         for start in range(0, len(drawn), RUNS_PER_PLOT):
             some = drawn[start : start + RUNS_PER_PLOT]
             which = f", runs {start + 1} to {start + len(some)} of {len(drawn)}"
             whole = title + which if len(drawn) > len(some) else title
-            found.append(_losses(some, f"loss (nats per {per})", whole, most))
+            found.append(_losses(some, f"loss (nats per {per})", whole))
     return found
 
 
-def step_times(runs: Sequence[Run]) -> list[Plot]:
-    """Plot the wall time of every step."""
-    wide = _wide([value for run in runs for _, value in run.seconds])
-    curves = [(index, run, run.seconds) for index, run in enumerate(runs)]
-    label = "Time per step"
-    return _steps(curves, (label, "seconds"), label, "Wall time of every step.", log=wide)
-
-
-def loss_differences(first: Run, *others: Run) -> list[Plot]:
-    """Plot the difference of each other run's training loss from the first run's, step by step."""
-    curves = []
+def of_comparison(runs: Sequence[Run]) -> list[Plot]:
+    """Plot losses, their differences from the first run's step by step, and the wall time of every step."""
+    first, *others = runs
+    apart, seconds = [], [Curve(index, run, run.seconds) for index, run in enumerate(runs)]
     for index, run in enumerate(others, start=1):
-        apart = differences(first.training, run.training)
-        curves.append((index, run, [(step, by) for step, by in apart if by]))
-    axes = f"Training loss next to {first.label}", "absolute difference (nats)"
-    caption = (
+        points = [(step, by) for step, by in differences(first.training, run.training) if by]
+        apart.append(Curve(index, run, points))
+    difference = (
         f"Absolute difference of the loss of every step from that of {first.label}; steps without any "
         "difference are not drawn."
     )
-    return _steps(curves, axes, "Difference of the training losses", caption, log=True)
+    names, time = (f"Training loss next to {first.label}", "absolute difference (nats)"), "Time per step"
+    return [
+        *losses(runs, "Losses"),
+        *_steps(apart, names, "Difference of the training losses", difference, log=True),
+        *_steps(seconds, (time, "seconds"), time, "Wall time of every step."),
+    ]
 
 
 def _steps(
-    curves: Sequence[tuple[int, Run, Points]], names: tuple[str, str], label: str, caption: str, *, log: bool
+    curves: Sequence[Curve], names: tuple[str, str], label: str, caption: str, log: bool = False
 ) -> list[Plot]:
-    """Plot curves without smoothing; return no plot without points.
-
-    `curves`: (number of the run, run, curve); `names`: title and y axis.
-    """
+    """Plot curves without smoothing; return no plot without points. `names`: title and y axis."""
     figure = Figure(figsize=(8, 4.2), layout="constrained")
     axes = new_axes(figure, names[0], "optimizer step", names[1])
     legend = _draw(axes, curves, NOISY_POINTS)
     if not legend:
         return []
-    if log:
+    if log or _wide([value for curve in curves for _, value in curve.points]):
         log_axis(axes, "y")
-    return [_render(figure, legend, label, caption + _thinned([run for _, run, _ in curves], NOISY_POINTS))]
+    return [_render(figure, legend, label, caption + THINNED.format(NOISY_POINTS))]
 
 
 def _throughput(entries: Sequence[Entry], key: str) -> Plot:
@@ -174,33 +173,32 @@ def _throughput(entries: Sequence[Entry], key: str) -> Plot:
     return _render(figure, legend, f"Published and measured: {name_of_axis}", " ".join(parts))
 
 
-def _losses(runs: Sequence[Run], unit: str, title: str, most: int) -> Plot:
+def _losses(runs: Sequence[Run], unit: str, title: str) -> Plot:
     figure = Figure(figsize=(8, 4.6 + 0.2 * ((len(runs) + 1) // 2)), layout="constrained")
     axes = new_axes(figure, title, "optimizer step", unit)
     curves = []
     for index, run in enumerate(runs):
         averages = moving_average([loss for _, loss in run.training])
         smooth = [(step, average) for (step, _), average in zip(run.training, averages, strict=True)]
-        curves.append((index, run, smooth))
-    legend = _draw(axes, curves, most)
+        curves.append(Curve(index, run, smooth))
+    legend = _draw(axes, curves, MOST_POINTS)
     for index, run in enumerate(runs):
-        if points := thin(run.validation, most):
+        if points := thin(run.validation):
             axes.plot(*zip(*points, strict=True), color=PALETTE[index], marker=MARKS[index], **VALIDATION)
             if not run.training:
                 legend.append((Line2D([], [], color=PALETTE[index]), run.full_label))
     if any(run.validation for run in runs):
         legend.append((Line2D([], [], color=INK, marker=MARKS[0], **VALIDATION), "validation"))
-    outside = draw_references(axes, _entropies(runs), len(runs))
-    arrow = ", with an arrow where it lies outside the axis." if outside else "."
+    draw_references(axes, _entropies(runs), len(runs))
     caption = (
         "Lines: training loss, the mean of the steps around each (a fifteenth of the run, 201 at most, fewer "
-        "towards the ends). Marks joined by dots: validation. Grey: entropy of a "
-        f"uniform and of a unigram model{arrow}{_thinned(runs, most)}"
+        "towards the ends). Marks joined by dots: validation. Grey: entropy of a uniform and of a unigram "
+        "model, with an arrow where it lies outside the axis."
     )
-    return _render(figure, legend, f"{title}, {unit}", caption)
+    return _render(figure, legend, f"{title}, {unit}", caption + THINNED.format(MOST_POINTS))
 
 
-def _draw(axes: Axes, curves: Sequence[tuple[int, Run, Points]], most: int) -> Legend:
+def _draw(axes: Axes, curves: Sequence[Curve], most: int) -> Legend:
     """Draw a line for each run with points over optimizer steps; return the legend."""
     axes.xaxis.set_major_locator(step_ticks())
     legend: Legend = []
@@ -220,12 +218,6 @@ def thin(points: Points, most: int = MOST_POINTS) -> Points:
     size = ceil(len(points) / most)
     buckets = (zip(*points[start : start + size], strict=True) for start in range(0, len(points), size))
     return [(mean(steps), mean(values)) for steps, values in buckets]
-
-
-def _thinned(runs: Sequence[Run], most: int) -> str:
-    longest = max((len(run.seconds) for run in runs), default=0)
-    said = f" Curves of more than {most} steps are drawn as means of neighbouring steps."
-    return said if longest > most else ""
 
 
 def _published(entries: Sequence[Entry], key: str) -> dict[str, float]:
@@ -305,25 +297,20 @@ class LogTicks(Locator):
         return found
 
 
-def draw_references(axes: Axes, entropies: Mapping[tuple[str, float], Sequence[str]], runs: int) -> bool:
-    """Draw and name a grey line for each (kind, nats) -> run labels.
+def draw_references(axes: Axes, entropies: Mapping[tuple[str, float], Sequence[str]], runs: int) -> None:
+    """Draw and name a grey line for each (kind, nats) -> run labels, after the curves are drawn.
 
-    Call it after the curves are drawn. `runs`: number of runs in the plot; a reference of only one of them
-    names it. Returns True if a reference lies outside the axis.
+    `runs`: number of runs in the plot; a reference of only one of them names it.
     """
     values = [float(y) for line in axes.get_lines() for y in np.asarray(line.get_ydata())]
     bottom, top = (min(values), max(values)) if values else (0.0, float("inf"))
-    reach = NEAR * max(top - bottom, LEAST_RANGE)
-    labels, outside = [], False
+    reach, labels = NEAR * max(top - bottom, LEAST_RANGE), []
     for (kind, value), names in entropies.items():
         whose = f"\n{names[0]}" if len(names) < runs and len(names) == 1 else ""
         labels.append((value, f"{kind} {value:.3f}{whose}"))
         if bottom - reach <= value <= top + reach:
             axes.axhline(value, color=FAINT, linestyle=":" if kind == "unigram" else "--", linewidth=1.2)
-        else:
-            outside = True
     write_in_margin(axes, labels, INK, 8)
-    return outside
 
 
 def _render(figure: Figure, legend: Legend, label: str, caption: str) -> Plot:
@@ -340,6 +327,6 @@ def _render(figure: Figure, legend: Legend, label: str, caption: str) -> Plot:
     buffer = io.StringIO()
     unsaid = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": label}):
-        FigureCanvasSVG(figure).print_svg(buffer, metadata=unsaid)
+        figure.savefig(buffer, format="svg", metadata=unsaid)
     svg = buffer.getvalue()
     return Plot(svg[svg.index("<svg") :], label, caption)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -26,6 +26,8 @@ HEADINGS = (
     *("recipe", "", "time per iteration (s)", "predicted (s)", "predicted / it", "MFU", "MFU predicted"),
     *("memory left", "predicted", "samples/s x parameters, smallest = 1", "TFLOPS per GPU, fewest GPUs = 1"),
 )
+# Fields of a PredictionLine: predictions and derived numbers.
+PREDICTED = ("predicted_s", "mfu", "predicted_mfu", "left", "predicted_left", "normalised", "scaling")
 EXPLAINED = (
     "Published rows are predicted on the hardware that they name, as the system that they name runs them; "
     "runs on the machine that they ran on. MFU: operations of the model, none counted twice, over the peak "
@@ -69,27 +71,31 @@ class PredictionLine:
     @property
     def has_numbers(self) -> bool:
         """Check that the line has a prediction or a derived number."""
-        return any(getattr(self, field.name) for field in fields(self)[8:])
+        return self.oom or self.predicted_oom or any(getattr(self, key) for key in PREDICTED)
 
     @property
     def cells(self) -> tuple[str, ...]:
         """Return the line as text in the columns of HEADINGS."""
-        without = "not published" if self.label == PUBLISHED else "not measured"
+        unknown = "not published" if self.label == PUBLISHED else "not measured"
         predicted = "not predicted"
         ratio = self.predicted_s / self.seconds if self.predicted_s and self.seconds else None
         return (
             self.name,
             self.label,
-            "OOM" if self.oom else _text(self.seconds, numbers.number, without),
-            _text(self.predicted_s, numbers.number, predicted),
-            _text(ratio, "{:.2f}".format, ""),
-            _text(self.mfu, "{:.1%}".format, "" if self.oom else without),
-            _text(self.predicted_mfu, "{:.1%}".format, predicted),
-            "OOM" if self.oom else _text(self.left, "{:.1%}".format, without),
-            "OOM" if self.predicted_oom else _text(self.predicted_left, "{:.1%}".format, predicted),
-            _text(self.normalised, "{:.3g}".format, ""),
-            _text(self.scaling, "{:.1%}".format, ""),
+            "OOM" if self.oom else unknown if self.seconds is None else numbers.number(self.seconds),
+            predicted if self.predicted_s is None else numbers.number(self.predicted_s),
+            "" if ratio is None else f"{ratio:.2f}",
+            _share(self.mfu, "" if self.oom else unknown),
+            _share(self.predicted_mfu, predicted),
+            "OOM" if self.oom else _share(self.left, unknown),
+            "OOM" if self.predicted_oom else _share(self.predicted_left, predicted),
+            "" if self.normalised is None else f"{self.normalised:.3g}",
+            _share(self.scaling, ""),
         )
+
+
+def _share(value: float | None, unknown: str) -> str:
+    return unknown if value is None else f"{value:.1%}"
 
 
 def frame(lines: Sequence[PredictionLine]) -> Frame | None:
@@ -156,7 +162,7 @@ def _as_their_system(recipe: Recipe) -> Forecast | None:
 
 
 def _of_run(name: str, run: Run) -> PredictionLine:
-    result, seconds = run.result, run.result.speed.seconds_per_step
+    result, seconds, plan = run.result, run.result.speed.seconds_per_step, run.plan
     machine = ", ".join(str(run.machine.get(key)) for key in ("accelerator", "cpu", "cores"))
     line = PredictionLine(
         name,
@@ -170,20 +176,20 @@ def _of_run(name: str, run: Run) -> PredictionLine:
         seconds=seconds,
         oom=result.status == "OOM",
     )
-    if run.plan is None or any(each.kind == "measured" for each in result.deviations):
+    if plan is None or any(each.kind == "measured" for each in result.deviations):
         return line  # speed and memory are from steps under an earlier plan
-    room, used = _available(run.plan, run.machine), result.memory.cached_bytes or result.memory.peak_bytes
+    room, used = _available(plan, run.machine), result.memory.cached_bytes or result.memory.peak_bytes
     line = replace(line, left=1 - used / room if used and room else None)
-    if (found := run_forecast(run.plan, run.machine)) is None:
+    if (found := run_forecast(plan, run.machine)) is None:
         return line
-    needed, time, rate = found.fullest_rank.total, found.time, found.speed
-    predicted = time.total if time else None
+    needed, predicted = found.fullest_rank.total, found.time.total if found.time else None
+    mfu = found.speed.mfu if found.speed else None
     return replace(
         line,
         predicted_s=predicted,
         # Same operations as in the predicted step, but the measured time.
-        mfu=rate.mfu * predicted / seconds if rate and predicted and seconds else None,
-        predicted_mfu=rate.mfu if rate else None,
+        mfu=mfu * predicted / seconds if mfu and predicted and seconds else None,
+        predicted_mfu=mfu,
         predicted_left=1 - needed / room if room else None,
         predicted_oom=bool(room and needed > room),
     )
@@ -232,7 +238,3 @@ def _compared(lines: Sequence[PredictionLine]) -> Iterator[PredictionLine]:
 
 def _work(line: PredictionLine) -> float:
     return (line.samples_per_s or 0.0) * (line.parameters or 0)
-
-
-def _text(value: float | None, form: Callable[[float], str], without: str) -> str:
-    return without if value is None else form(value)

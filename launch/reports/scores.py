@@ -1,16 +1,255 @@
-"""Scores of a report's runs by task, next to published scores."""
+"""Scores of a report: of runs by task, and of fine-tuned models next to their pretraining row's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
 
-from launch.console.numbers import number
+from launch.console.numbers import number, ratio
+from launch.evaluation import finetuning_summary
+from launch.evaluation.finetuning_summary import SUMMARY, Summary
+from launch.evaluation.pretrained import Pretrained
 from launch.evaluation.scores import OTHER_DATA, WORDS, Score, figure_text, published_next_to
-from launch.reports.finetuned import SHARES, FinetunedModel, percent
+from launch.records.facts import TaskScore
 from launch.reports.frames import Frame
 from launch.reports.runs import Run
+from launch.reports.tables import PublishedRow
+from recipes import catalog
+from recipes.schema import Published, Recipe, Task, TaskName
+from recipes.tasks import TASKS
 
+NOT_RUN, NOT_SCORED = "not run", "not scored"
 HEADINGS = ("task", "figure", "model", "score", "parameters", "how")
+FINETUNED_HEADINGS = (
+    *("recipe", "task", "figure", "published", "measured", "measured / published", "fine-tuning"),
+)
+EXPLAINED = (
+    "Fine-tuning runs whose weights are of the row's own pretraining. Published scores are medians over five "
+    "seeds, or of models that answer together."
+)
+PERCENT = 100
+SHARES = ("accuracy", "middle_accuracy", "high_accuracy", "f1", "exact")  # of the metrics of tasks
+RecipeOf = Callable[[str], Recipe | None]  # table/row -> its recipe; None: missing or invalid
+
+
+class Figure(NamedTuple):
+    """A score as sources print it for a task, and its place in our results.
+
+    Attributes:
+        key: field of the task's published scores in `Downstream`.
+        split, metric: keys of a run's scores.
+    """
+
+    task: TaskName
+    key: str
+    name: str
+    split: str
+    metric: str
+
+
+FIGURES = (
+    Figure("mnli", "matched", "accuracy, matched dev set", "dev", "accuracy"),
+    Figure("mnli", "mismatched", "accuracy, mismatched dev set", "dev_mismatched", "accuracy"),
+    Figure("qqp", "accuracy", "accuracy, dev set", "dev", "accuracy"),
+    *(
+        Figure(task, key, f"{name}, dev set", "dev", metric)
+        for task in ("squad1", "squad2")
+        for key, name, metric in (("f1", "F1", "f1"), ("em", "exact match", "exact"))
+    ),
+    Figure("race", "accuracy", "accuracy, test set", "test", "accuracy"),
+    Figure("race", "middle", "accuracy, middle schools", "test", "middle_accuracy"),
+    Figure("race", "high", "accuracy, high schools", "test", "high_accuracy"),
+)
+
+
+@dataclass(frozen=True)
+class FinetunedModel:
+    """A fine-tuned model, or several models of one task.
+
+    Attributes:
+        run: the run of the model, or one of several.
+        kind: one run, the median of seeds, or an ensemble of seeds; `models`: their number.
+        scores: split -> metric -> share of 1.
+    """
+
+    run: Run
+    label: str
+    path: Path
+    scores: Mapping[str, Mapping[str, float]]
+    kind: Literal["run", "median", "ensemble"] = "run"
+    models: int = 1
+
+    @property
+    def task(self) -> Task:
+        assert self.run.recipe is not None and self.run.recipe.task is not None, "a fine-tuning run"
+        return self.run.recipe.task
+
+    @property
+    def pretrained(self) -> Pretrained | None:
+        return self.run.pretrained
+
+    @property
+    def how(self) -> str:
+        """Return the label with the number of seeds, in words."""
+        several = {"run": "", "median": f", median of {self.models} seeds"}
+        tiny = " (TINY)" if self.pretrained and self.pretrained.tiny else ""
+        return f"{self.label}{tiny}{several.get(self.kind, f', {self.models} together')}"
+
+    @property
+    def weights(self) -> str:
+        """Return the origin of the weights, in words."""
+        if self.pretrained is None:
+            return "weights of no pretraining run, or drawn at random"
+        tiny = ", tiny" if self.pretrained.tiny else ""
+        return f"weights of {self.pretrained.recipe}{tiny}, step {self.pretrained.step:,}"
+
+    def is_of(self, row: PublishedRow, recipe_of: RecipeOf) -> bool:
+        """Check that the weights are of the row's pretraining, which rows of several tables may share."""
+        if self.pretrained is None:
+            return False
+        if self.pretrained.recipe == row.full_name:
+            return True
+        recipes = (row.recipe, recipe_of(self.pretrained.recipe))
+        trainings = {(catalog.digest(each), each.steps) if each else None for each in recipes}
+        return len(trainings) == 1 and None not in trainings
+
+
+@dataclass(frozen=True)
+class FinetunedLine:
+    """A figure of a row, published or measured or both; shares of 1.
+
+    Attributes:
+        why_not: the reason against a ratio; "" with a ratio, or with nothing to compare.
+    """
+
+    row: PublishedRow
+    figure: Figure
+    published: float | None
+    finetuned: FinetunedModel | None = None
+    why_not: str = ""
+
+    @property
+    def measured(self) -> float | None:
+        found = self.finetuned
+        return found.scores.get(self.figure.split, {}).get(self.figure.metric) if found else None
+
+    @property
+    def ratio(self) -> float | None:
+        """Return measured / published."""
+        if self.measured is None or not self.published or self.why_not:
+            return None
+        return self.measured / self.published
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Return the line as text in the columns of FINETUNED_HEADINGS."""
+        compared = f"not compared: {self.why_not}" if self.why_not else ""
+        without = NOT_SCORED if self.finetuned else NOT_RUN
+        return (
+            self.row.name,
+            TASKS[self.figure.task].title.split(",")[0],
+            self.figure.name,
+            "not published" if self.published is None else percent(self.published),
+            without if self.measured is None else percent(self.measured),
+            compared if self.ratio is None else ratio(self.ratio),
+            self.finetuned.how if self.finetuned else "",
+        )
+
+
+def finetuned_frame(lines: Sequence[FinetunedLine]) -> Frame | None:
+    kinds = ("name", "text", "text", "number", "number", "words", "words")
+    cells = [line.cells for line in lines]
+    return Frame(FINETUNED_HEADINGS, kinds, cells, "Fine-tuned", EXPLAINED) if lines else None
+
+
+def finetuned_models(runs: Sequence[Run], problems: list[str]) -> list[FinetunedModel]:
+    """Return the fine-tuned models among the runs; for runs with a summary only median and ensemble.
+
+    Unreadable summaries are added to `problems`.
+    """
+    found: list[FinetunedModel] = []
+    summaries: dict[Path, Summary | None] = {}
+    shown: set[Path] = set()
+    for run in runs:
+        above = run.path.parent
+        if not (run.recipe and run.recipe.task) or run.result.status != "ok" or not run.result.task_scores:
+            continue
+        if above not in summaries:
+            summaries[above] = _summary(above, problems)
+        summary = summaries[above]
+        if summary is None or run.path.name not in {each.name for each in (*summary.grid, *summary.seeds)}:
+            found.append(FinetunedModel(run, run.label, run.path, _values(run.result.task_scores)))
+        elif above not in shown:
+            shown.add(above)
+            found += _of_summary(run, summary)
+    return found
+
+
+def _summary(folder: Path, problems: list[str]) -> Summary | None:
+    try:
+        return finetuning_summary.read(folder)
+    except (ValueError, OSError) as error:
+        fix = "start the same command again, or leave its runs out"
+        problems.append(f"{' '.join(str(error).split())}: {fix}")
+        return None
+
+
+def _of_summary(run: Run, summary: Summary) -> Iterator[FinetunedModel]:
+    """Yield the median and the ensemble of a summary; `run` is one of its runs."""
+    label, path = run.path.parent.name, run.path.parent / SUMMARY
+    sound = sum(bool(each.scores) for each in summary.seeds)
+    yield FinetunedModel(run, label, path, summary.median, "median", sound)
+    if summary.ensemble:
+        models = summary.ensemble_of or sound
+        yield FinetunedModel(run, label, path, _values(summary.ensemble), "ensemble", models)
+
+
+def _values(scores: Sequence[TaskScore]) -> dict[str, Mapping[str, float]]:
+    return {score.split: score.metrics for score in scores}
+
+
+def finetuned_lines(
+    rows: Sequence[PublishedRow], finetuned: Sequence[FinetunedModel], recipe_of: RecipeOf
+) -> Iterator[FinetunedLine]:
+    """Yield a line for each figure of each row, published or measured with its weights."""
+    for row in rows:
+        own = [each for each in finetuned if each.is_of(row, recipe_of)]
+        for figure in FIGURES:
+            of_task = row.published and getattr(row.published.downstream, figure.task, None)
+            printed = getattr(of_task, figure.key, None)
+            published = None if printed is None else round(printed / PERCENT, 6)
+            for each in [one for one in own if one.task.name == figure.task] or [None]:
+                compared = _why_not(each, row.published) if each and row.published else ()
+                why_not = "" if published is None else ", ".join(compared)
+                line = FinetunedLine(row, figure, published, each, why_not)
+                if published is not None or line.measured is not None:
+                    yield line
+
+
+def _why_not(finetuned: FinetunedModel, published: Published) -> Iterator[str]:
+    """Yield the reasons why measured and published scores cannot be compared."""
+    pretrained = finetuned.pretrained
+    assert pretrained is not None, "of a row"
+    if pretrained.tiny:
+        yield "tiny, another model"
+    elif pretrained.changed is None:
+        yield "the recipe of its pretraining cannot be read"
+    elif pretrained.changed:
+        yield f"pretrained with other {', '.join(pretrained.changed)}"
+    if pretrained.step < pretrained.steps:
+        yield f"pretrained for {pretrained.step:,} of {pretrained.steps:,} steps"
+    if finetuned.task.train is not None:
+        yield "on other files than the hub's"
+    if any(each.kind == "recipe" and each.key == "steps" for each in finetuned.run.result.deviations):
+        yield "fine-tuning was cut short (--steps)"
+    if bool(published.ensemble) != (finetuned.kind == "ensemble"):
+        yield "published of models that answer together" if published.ensemble else "published of one model"
+
+
+def percent(share: float) -> str:
+    return f"{PERCENT * share:.1f} %"
 
 
 def frame(runs: Sequence[Run], finetuned: Iterable[FinetunedModel]) -> Frame | None:
@@ -35,22 +274,23 @@ def _score_rows(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
 
 
 def _of_run(run: Run, score: Score) -> tuple[str, ...]:
-    figure = next(iter(score.figures))
+    figure, value = next(iter(score.figures.items()))
     step = "" if score.step is None else f", step {score.step:,}"
-    stride = f", stride {score.stride}" if score.stride else ""
-    part = ", a part of it" if score.limited else ""
-    left_out = f", {len(score.broken)} broken examples left out" if score.broken else ""
-    part += f", {OTHER_DATA}" * score.on_other_data
-    how = f"{score.source}{part}, window {score.window}{stride}, {score.precision}{left_out}"
-    value = figure_text(figure, score.figures[figure])
-    return score.name, WORDS[figure], f"{run.label}{step}", value, number(score.parameters), how
+    how = [
+        score.source + ", a part of it" * score.limited + f", {OTHER_DATA}" * score.on_other_data,
+        f"window {score.window}" + (f", stride {score.stride}" if score.stride else ""),
+        score.precision,
+        *([f"{len(score.broken)} broken examples left out"] if score.broken else []),
+    ]
+    values = figure_text(figure, value), number(score.parameters), ", ".join(how)
+    return score.name, WORDS[figure], f"{run.label}{step}", *values
 
 
 def _finetuned_rows(finetuned: Iterable[FinetunedModel]) -> Iterator[tuple[str, ...]]:
     for each in finetuned:
-        how = f"{each.weights}{', on files of its own' if each.own_files else ''}"
+        how = f"{each.weights}{', on files of its own' if each.task.train is not None else ''}"
         for split, metrics in each.scores.items():
             for metric in (name for name in SHARES if name in metrics):
                 figure = f"{metric.replace('_', ' ')}, {split.replace('_', ' ')}"
-                value, parameters = percent(metrics[metric]), number(each.parameters)
-                yield each.task, figure, each.how, value, parameters, how
+                value, parameters = percent(metrics[metric]), number(each.run.result.parameters)
+                yield each.task.name, figure, each.how, value, parameters, how

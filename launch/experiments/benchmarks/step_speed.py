@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from launch.experiments.benchmarks.turns import Specification, Worker, WorkerFailed
-from launch.experiments.launching import ROOT
+from launch.experiments.launching import ROOT, own_environment
 from launch.records.metrics import StartRecord, read_metrics
 
 RATE = "rate"  # the matrix rate, a system without a model
@@ -179,7 +179,7 @@ def launch_seconds(spec: Specification) -> StartRecord:
         command += ["--compile", "off", "--out", f"{folder}/run", *["--tiny"] * spec.tiny]
         command += [f"--set={setting}" for setting in settings]
         command += ["--ds_config", spec.ds_config] if spec.ds_config else []
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, env=own_environment(), capture_output=True, text=True)
         if done.returncode:
             raise WorkerFailed(f"pretrain.py ended with code {done.returncode}: {done.stderr.strip()[-500:]}")
         (start,) = read_metrics(Path(folder) / "run/metrics.jsonl").starts

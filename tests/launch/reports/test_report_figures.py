@@ -12,20 +12,15 @@ from matplotlib.figure import Figure
 from reported import Page, make_run, plots, read_of, step
 
 from launch import report
-from launch.reports.plots import MOST_POINTS, PALETTE, draw_references, losses, new_axes, step_times, thin
+from launch.reports.plots import MOST_POINTS, PALETTE, draw_references, losses, new_axes, of_comparison, thin
 
 
 def test_references_far_from_the_curves_take_nothing_of_the_axis():
-    for entropies, outside, top in (
-        ({("uniform", 10.8): ["a"]}, True, 4.2),
-        ({("uniform", 4.2): ["a"]}, False, 4.4),
-    ):
+    for entropy, label, top in ((10.8, "uniform 10.800 ↑", 4.2), (4.2, "uniform 4.200", 4.4)):
         axes = new_axes(Figure(figsize=(4, 3), layout="constrained"), "", "", "")
         axes.plot([1, 2], [4.0, 3.5])
-        assert draw_references(axes, entropies, 1) is outside
-        assert axes.get_ylim()[1] < top
-        (label,) = axes.texts
-        assert label.get_text() == ("uniform 10.800 ↑" if outside else "uniform 4.200")
+        draw_references(axes, {("uniform", entropy): ["a"]}, 1)
+        assert axes.get_ylim()[1] < top and [text.get_text() for text in axes.texts] == [label]
 
 
 def test_curves_that_coincide_are_told_apart_and_validations_named(tables, tmp_path):
@@ -63,7 +58,7 @@ def test_the_step_axis_has_whole_numbers(tables, tmp_path):
     run = read_of(
         make_run(tmp_path / "r", tables, "widgets/fast", records=[step(1), step(2), step(3)]), tables
     )
-    for figure in (*losses([run]), *step_times([run])):
+    for figure in (*losses([run]), *of_comparison([run])):
         plot = ElementTree.fromstring(figure.svg)
         (axis,) = [
             group

@@ -45,7 +45,7 @@ def test_a_broken_file_is_named_and_the_rest_reported(
     tables, tmp_path, capsys, monkeypatch, broken, text, named
 ):
     # Plots take most of the time and are checked elsewhere.
-    monkeypatch.setattr("launch.reports.document._comparison_plots", lambda *_: [])
+    monkeypatch.setattr("launch.reports.plots.of_comparison", lambda *_: [])
     make_run(tmp_path / "runs" / "good", tables, "widgets/slow")
     bad = make_run(tmp_path / "runs" / "bad", tables, "widgets/fast")
     (bad / broken).write_text(text)
@@ -207,7 +207,7 @@ def test_where_two_runs_part(tables, tmp_path):
         ("deepspeed.zero_optimization.stage", "1", "3"),
     ]
     outcomes = {name: values for name, *values in found.results.rows}
-    assert outcomes["time per step (s)"] == ["0.5", "1", "2.000x"]
+    assert outcomes["time per iteration (s)"] == ["0.5", "1", "2.000x"]
     assert outcomes["training loss (nats, last 10 steps)"][2:] == ["+0.25"] and not found.remarks
 
 
