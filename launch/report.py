@@ -10,16 +10,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from launch.console import ends
 from launch.console.terminal import say
 from recipes.files import path_of
+from recipes.problems import Problem, ProblemsError
 from recipes.tables import FOLDER
 
 if TYPE_CHECKING:
     from launch.reports.document import Document
-    from launch.reports.tables import Tables
 
 EXAMPLES = """\
 examples:
@@ -90,38 +90,30 @@ def report(args: argparse.Namespace, folder: Path) -> int:
         )
     # matplotlib and torch take seconds to load: not before --help and the commonest mistake.
     from launch.reports import document, writing
-    from launch.reports.runs import read_run
-    from launch.reports.search import labels
+    from launch.reports.runs import find, labels, read_run
     from launch.reports.tables import Tables
 
     tables = Tables(folder)
-    names, paths = _tables_and_runs(args, tables)
-    every, problems = tables.published() if args.all else ([], [])
+    found: list[Any] = []
+    problems: list[Problem] = []
+    for look_up, asked in ((tables.named, args.table), (find, args.runs)):
+        try:
+            found.append(look_up(asked))
+        except ProblemsError as error:
+            problems += error.problems
+    if problems:
+        raise ProblemsError(problems)
+    names, paths = found
     run_labels = labels(paths)
     chosen = writing.default_directory(names, run_labels, args.all)
     directory = path_of(args.out, "--out") if args.out else chosen
     former = writing.check(directory)
     runs = [read_run(path, label, tables.recipe) for path, label in zip(paths, run_labels, strict=True)]
-    only_named = bool(args.table) and not args.all
-    made = document.assemble(tables, [*names, *every], runs, problems, only_named=only_named)
+    names += tables.published() if args.all else []
+    made = document.assemble(tables, names, runs, only_named=bool(args.table) and not args.all)
     files = writing.write(made, directory)
     _print_summary(made, directory, files, former)
     return 1 if made.problems else 0
-
-
-def _tables_and_runs(args: argparse.Namespace, tables: Tables) -> tuple[list[str], list[Path]]:
-    """Return table names and run directories; raise one error with the problems of both."""
-    from launch.reports.search import find
-
-    try:
-        names = tables.named(args.table)
-    except ValueError as error:
-        try:
-            find(args.runs)
-        except ValueError as other:
-            raise ValueError(f"{error}\n{other}") from None
-        raise
-    return names, find(args.runs)
 
 
 def _print_summary(made: Document, directory: Path, files: Sequence[Path], former: Sequence[str]) -> None:

@@ -113,15 +113,14 @@ class Document:
     scores: Frame | None
 
 
-def assemble(
-    tables: Tables, names: Sequence[str], runs: Sequence[Run], problems: Sequence[str], *, only_named: bool
-) -> Document:
+def assemble(tables: Tables, names: Sequence[str], runs: Sequence[Run], *, only_named: bool) -> Document:
     """Assemble the report of `runs` and of the tables `names`.
 
-    `problems`: problems of tables found so far. With `only_named`, runs of other tables are left out.
-    Otherwise their tables are reported too; runs whose recipe is in no table of `recipes/` get an own table.
+    With `only_named`, runs of other tables are left out. Otherwise their tables are reported too; runs whose
+    recipe is in no table of `recipes/` get an own table.
     """
-    problems, notes = list(problems), []
+    problems: list[str] = []
+    notes: list[str] = []
     tuned = scores.finetuned_models(runs, problems)
     if not only_named:
         of_runs = {run.table for run in runs} | {run.pretrained_table for run in runs}

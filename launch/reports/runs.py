@@ -1,8 +1,9 @@
-"""Read a run directory for a report: complete, unfinished, or with broken files."""
+"""Find run directories and read them for a report: complete, unfinished, or with broken files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import glob
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -18,11 +19,16 @@ from launch.records.directory import Launch, RunDirectory
 from launch.records.facts import Ending, RunFacts
 from launch.records.metrics import Records, curve, read_metrics
 from launch.records.result import Result, make_result, read_result
+from recipes.problems import Problem, ProblemsError, did_you_mean, some
 from recipes.schema import Recipe
 
 Points = list[tuple[float, float]]
 T = TypeVar("T")
 
+# A directory with any of these files is a run, complete or not.
+RUN_FILES = ("recipe.yaml", "result.json", "metrics.jsonl")
+WHAT_A_RUN_HOLDS = "a run directory holds recipe.yaml, metrics.jsonl and, once it has ended, result.json"
+REMEDY = "restore it, or leave this run out"
 UNFINISHED, UNREADABLE, OOM = "unfinished", "unreadable", "OOM"
 
 
@@ -115,9 +121,9 @@ def read_run(path: Path, label: str, original_of: Callable[[str], Recipe | None]
     written = _read(lambda: read_result(at.result_json), problems) if at.result_json.exists() else None
     if records is not None and not records.steps and not records.broken and written and written.steps:
         lost = f"has no step, and result.json counts {written.steps:,}"
-        problems.append(f"{at.metrics_jsonl}: {lost}: restore it, or leave this run out")
+        problems.append(f"{at.metrics_jsonl}: {lost}: {REMEDY}")
     if launches == [] and at.environment_json.exists():
-        problems.append(f"{at.environment_json}: names no launch: restore it, or leave this run out")
+        problems.append(f"{at.environment_json}: names no launch: {REMEDY}")
     records = records or Records()
     tiny = written.tiny if written else launch is not None and launch.tiny
     name = (written.recipe if written else "") or (launch.recipe if launch else "") or label
@@ -126,11 +132,10 @@ def read_run(path: Path, label: str, original_of: Callable[[str], Recipe | None]
     if written is None or _continued(records, written):
         # A resumed run keeps its old result.json until it ends again. It may resume from an earlier step.
         status = OOM if oom else UNFINISHED if written or not at.result_json.exists() else UNREADABLE
-        known = Result(name, status if oom else UNREADABLE, tiny=tiny, reason=oom)
-        made = _unfinished_result(
-            plan, launch, records, original_of(name), problems, replace(known, status=status)
-        )
-        result = made or known
+        result = Result(name, OOM if oom else UNREADABLE, tiny=tiny, reason=oom)
+        if plan and launch:
+            known = RunFacts(plan, name, launch.machine, original_of(name), tiny, launch.emulated_fp16)
+            result = _unfinished_result(known, records, Ending(status, oom), problems) or result
     else:
         result = written
         if oom and result.status not in ("ok", OOM):  # from a later launch that wrote no result
@@ -152,27 +157,19 @@ def _continued(records: Records, result: Result) -> bool:
 
 
 def _unfinished_result(
-    plan: Plan | None,
-    launch: Launch | None,
-    records: Records,
-    original: Recipe | None,
-    problems: list[str],
-    known: Result,
+    facts: RunFacts, records: Records, ending: Ending, problems: list[str]
 ) -> Result | None:
-    """Make a result from the records so far, with the name and status of `known`; None without a plan."""
-    if plan is None or launch is None:
-        return None
+    """Make a result from the records so far; None if they or the machine's description are broken."""
     try:
-        facts = RunFacts(plan, known.recipe, launch.machine, original, known.tiny, launch.emulated_fp16)
-        made = make_result(facts, records, Ending(known.status, known.reason))
+        made = make_result(facts, records, ending)
     except KeyError as error:
-        what = f"environment.json of {known.recipe} does not describe the machine"
+        what = f"environment.json of {facts.name} does not describe the machine"
         problems.append(f"{what}, {error!r}: restore it")
         return None
     except ArithmeticError:
-        problems.append(f"metrics.jsonl of {known.recipe} has seconds or losses that no run has: restore it")
+        problems.append(f"metrics.jsonl of {facts.name} has seconds or losses that no run has: restore it")
         return None
-    if known.status != UNFINISHED:
+    if ending.status != UNFINISHED:
         return made
     return replace(made, deviations=(Deviation("unfinished", is_=made.steps), *made.deviations))
 
@@ -181,7 +178,7 @@ def _read(read: Callable[[], T], problems: list[str]) -> T | None:
     try:
         return read()
     except (ValueError, OSError) as error:
-        problems.append(f"{' '.join(str(error).split())}: restore it, or leave this run out")
+        problems.append(f"{' '.join(str(error).split())}: {REMEDY}")
         return None
 
 
@@ -189,3 +186,80 @@ def differences(first: Points, second: Points) -> Points:
     """Return (step, absolute difference) at the common steps of two curves."""
     one, other = dict(first), dict(second)
     return [(step, abs(one[step] - other[step])) for step in sorted(one.keys() & other.keys())]
+
+
+def find(arguments: Sequence[str]) -> list[Path]:
+    """Return the run directories of `arguments`, in their order, each once.
+
+    Raises:
+        ProblemsError: every argument that leads to no run, one line each.
+    """
+    found: dict[Path, Path] = {}
+    problems = []
+    for argument in arguments:
+        try:
+            runs = list(_runs_of(argument))
+            if not runs:
+                problems.append(Problem(argument, f"{argument}: {_why_none(argument)}"))
+        except OSError as error:  # a name too long, a directory that may not be read
+            why = f"cannot be looked into ({error.strerror or error})"
+            problems.append(Problem(argument, f"{argument} {why}", fix="name directories you may read"))
+        else:
+            for path in runs:
+                found.setdefault(path.resolve(), path)
+    if problems:
+        raise ProblemsError(problems)
+    return list(found.values())
+
+
+def is_run(path: Path) -> bool:
+    return any((path / name).is_file() for name in RUN_FILES)
+
+
+def _runs_of(argument: str) -> Iterator[Path]:
+    path, seen = Path(argument).expanduser(), set[Path]()
+    matches = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(argument) else []
+    for match in [path] if path.exists() else map(Path, matches):
+        if match.is_dir():
+            yield from _below(match, seen)
+
+
+def _why_none(argument: str) -> str:
+    path = Path(argument).expanduser()
+    if path.is_dir():
+        names = sorted(child.name for child in path.iterdir())
+        held = f"it holds {some(names, 3)}" if names else "it is empty"
+        return f"neither it nor a directory below it is a run ({held}): {WHAT_A_RUN_HOLDS}"
+    if path.exists():
+        return f"it is a file: give the directory of a run; {WHAT_A_RUN_HOLDS}"
+    if glob.has_magic(argument):
+        return f"no run directory matches; {WHAT_A_RUN_HOLDS}"
+    siblings = [child.name for child in _subdirectories(path.parent)] if path.parent.is_dir() else []
+    return f"no such directory: {did_you_mean(path.name, siblings) if siblings else WHAT_A_RUN_HOLDS}"
+
+
+def _below(path: Path, seen: set[Path]) -> Iterator[Path]:
+    """Yield the run at `path`, or the runs below it sorted by name; do not search inside runs."""
+    if path.resolve() in seen:  # a link that leads back up
+        return
+    seen.add(path.resolve())
+    if is_run(path):
+        yield path
+        return
+    for child in _subdirectories(path):
+        yield from _below(child, seen)
+
+
+def _subdirectories(path: Path) -> list[Path]:
+    return sorted(child for child in path.iterdir() if child.is_dir() and not child.name.startswith("."))
+
+
+def labels(paths: Sequence[Path]) -> list[str]:
+    """Return a short name for each path: the fewest last parts that make it unique."""
+    parts = [path.resolve().parts for path in paths]
+    found = []
+    for own in parts:
+        others = [other for other in parts if other != own]
+        lengths = (n for n in range(1, len(own)) if all(other[-n:] != own[-n:] for other in others))
+        found.append("/".join(own[-next(lengths, len(own)) :]).replace("//", "/"))
+    return found

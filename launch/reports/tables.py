@@ -112,19 +112,16 @@ class Tables:
             raise ProblemsError(problems)
         return list(found)
 
-    def published(self) -> tuple[list[str], list[str]]:
-        """Return the names of all tables reproduced from documents, and the problems of unreadable ones."""
-        found: list[str] = []
-        problems: list[str] = []
-        for name in self.names:
-            try:
-                table = self.get(name)
-            except ProblemsError as error:
-                problems += [str(problem) for problem in error.problems]
-                continue
-            if table and table.source and any(row.published for row in table.rows):
-                found.append(name)
-        return found, problems
+    def published(self) -> list[str]:
+        """Return the names of all tables reproduced from documents, and of unreadable files."""
+        return [name for name in self.names if self._is_published(name)]
+
+    def _is_published(self, name: str) -> bool:
+        try:
+            table = self.get(name)
+        except ProblemsError:
+            return True
+        return table is not None and bool(table.source) and any(row.published for row in table.rows)
 
     def recipe(self, full_name: str) -> Recipe | None:
         """Return the current recipe of table/row; None if it is missing or invalid."""
@@ -141,21 +138,24 @@ def load(table: Table) -> PublishedTable:
     known = evidence.read(table)
     rows: list[PublishedRow] = []
     problems: list[str] = []
+
+    def cells_of(name: str, published: Any) -> tuple[str, ...]:
+        cells, problem = source_cells(published, table.columns)
+        if problem:
+            problems.append(f"{table.name}/{name}: {problem}")
+        return cells
+
     for name in table.rows:
-        values, full_name = table.row(name), f"{table.name}/{name}"
-        recipe = None
+        values, recipe = table.row(name), None
         try:
-            recipe = validate(values, full_name, table.document, table.paths(name))
+            recipe = validate(values, f"{table.name}/{name}", table.document, table.paths(name))
         except RecipeError as error:
-            problems += [str(problem) for problem in error.problems]
-        cells: tuple[str, ...] = (str(values.get("title", "")),)
-        if table.columns:
-            cells, problem = source_cells(values.get("published"), table.columns)
-            problems += [f"{full_name}: {problem}"] if problem else []
+            problems += map(str, error.problems)
+        title = (str(values.get("title", "")),)
+        cells = cells_of(name, values.get("published")) if table.columns else title
         rows.append(PublishedRow(table.name, name, cells, recipe, tuple(known.errata_of(name))))
     for name, other in known.others.items():
-        cells, problem = source_cells({"row": other.published.row}, table.columns)
-        problems += [f"{table.name}/{name}: {problem}"] if problem else []
+        cells = cells_of(name, {"row": other.published.row})
         rows.append(PublishedRow(table.name, name, cells, None, no_recipe=other.why))
     columns, unique = table.columns or ("Recipe",), list(dict.fromkeys(problems))
     return PublishedTable(table.name, table.title, table.source, table.note, columns, rows, unique)

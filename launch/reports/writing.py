@@ -16,7 +16,7 @@ from launch.console.numbers import number
 from launch.reports import csvfile, markdown
 from launch.reports.comparison import MOST_COMPARED
 from launch.reports.document import Document
-from launch.reports.search import is_run
+from launch.reports.runs import is_run
 
 FOLDER = Path(__file__).resolve().parent
 PAGE_MARKER = '<meta name="generator" content="megarecipes launch/report.py">'

@@ -27,8 +27,7 @@ from launch.experiments.sweeps.lines import Line, measured_line
 from launch.planning.prediction.forecast import largest_number
 from launch.planning.resolved_plans import processes
 from launch.ranks.processes import device_limit
-from launch.reports.runs import OOM, read_run
-from launch.reports.search import is_run
+from launch.reports.runs import OOM, is_run, read_run
 from recipes import catalog, key_paths
 from recipes.problems import Problem, ProblemsError, counted
 from recipes.schema import Recipe

@@ -7,7 +7,7 @@ from pathlib import Path
 from reported import make_run
 
 from launch import report
-from launch.reports import search, writing
+from launch.reports import runs, writing
 
 
 def test_what_cannot_be_reported_is_refused_at_once(tables, tmp_path, capsys):
@@ -94,8 +94,8 @@ def test_finding_runs(tmp_path, monkeypatch):
     (tmp_path / "c" / "checkpoints").mkdir()
     (tmp_path / "c" / "checkpoints" / "recipe.yaml").write_text("")
     (tmp_path / "b" / "up").symlink_to(tmp_path)
-    found = search.find([str(tmp_path), str(tmp_path / "a" / "x"), str(tmp_path / "*")])
+    found = runs.find([str(tmp_path), str(tmp_path / "a" / "x"), str(tmp_path / "*")])
     assert [str(path.relative_to(tmp_path)) for path in found] == ["a/x", "b/x", "c"]
-    assert search.labels(found) == ["a/x", "b/x", "c"]
+    assert runs.labels(found) == ["a/x", "b/x", "c"]
     monkeypatch.chdir(tmp_path)
-    assert search.find(["[ab]/x"]) == [Path("a/x"), Path("b/x")]
+    assert runs.find(["[ab]/x"]) == [Path("a/x"), Path("b/x")]

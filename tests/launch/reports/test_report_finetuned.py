@@ -78,7 +78,7 @@ def tuned(folder, tables, of=OF_SMALL, scores=MNLI, task=None, **deviating):
 def document(tables, *runs, names=("berts",), only_named=False):
     found = Tables(tables)
     read = [read_run(run, run.name, found.recipe) for run in runs]
-    made = assemble(found, list(names), read, [], only_named=only_named)
+    made = assemble(found, list(names), read, only_named=only_named)
     assert not made.problems
     return made
 
