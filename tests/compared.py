@@ -71,7 +71,7 @@ def rows_of(output: str) -> dict[str, str]:
 
 
 def outcome(out: Path, name: str) -> RunOutcome:
-    return read_outcome(name, 0, out / folder(name), out / "no log")
+    return read_outcome(LayoutCase(name, 1, 1, 1, ""), out / folder(name), out / "no log")
 
 
 def folder(name: str) -> str:

@@ -20,7 +20,7 @@ from transformers import GPT2LMHeadModel
 from ds_configs.plan import GPU
 from launch import export_hf
 from launch.experiments.parity.comparison import RunOutcome, compare
-from launch.experiments.parity.layout_cases import FORCED
+from launch.experiments.parity.layout_cases import FORCED, REFERENCE
 from launch.ranks import processes
 from launch.records import plan_text
 from launch.training import build_model
@@ -137,7 +137,7 @@ def in_one_process(layouts) -> RunOutcome:
         p.canonical_name: joined(p.shard, [p.grad]) if p.shard else p.grad for p in used.parameters()
     }
     norm = torch.stack([g.norm() for g in gradients.values()]).norm()
-    return RunOutcome("one process", 1, [loss.item()], [norm.item()], gradients, NO_WEIGHTS)
+    return RunOutcome(REFERENCE, [loss.item()], [norm.item()], gradients, NO_WEIGHTS)
 
 
 NO_WEIGHTS = {"final_norm.weight": torch.ones(1)}  # those after the last step are not compared

@@ -16,6 +16,7 @@ import torch
 from launch.checkpoints.run_checkpoints import newest
 from launch.console import text_table
 from launch.console.terminal import wrapped
+from launch.experiments.parity.layout_cases import LayoutCase
 from launch.records.metrics import read_metrics
 from recipes.problems import Problem, counted
 
@@ -41,16 +42,8 @@ HEADINGS = ("layout", "ranks", "loss", "grad norm", "gradients", "weights", "s/s
 # Names of parameters, and of modules in a layer or head, in forward order.
 TOP = ("word", "position", "embedding", "layers", "final_norm", "head", "decoder_bias")
 INNER = (
-    "position",
-    "token_type",
-    "attention_norm",
-    "attention",
-    "mlp_norm",
-    "mlp",
-    "pooler",
-    "sentence",
-    "transform",
-    "norm",
+    *("position", "token_type", "attention_norm", "attention", "mlp_norm", "mlp"),
+    *("pooler", "sentence", "transform", "norm"),
 )
 
 
@@ -58,8 +51,7 @@ INNER = (
 class RunOutcome:
     """Losses, norms, gradients and weights of one run, or its failure."""
 
-    name: str
-    processes: int
+    case: LayoutCase
     losses: Sequence[float] = ()  # of every step
     norms: Sequence[float] = ()
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)  # of the first step, by canonical name
@@ -67,11 +59,10 @@ class RunOutcome:
     seconds: float = math.nan  # median per step without the first five
     validations: Sequence[float] = ()  # losses on held-out text, before and after the steps
     failure: str | None = None  # reason for a missing result
-    compiled_from: str | None = None  # the name of the same layout without compiled layers
-    states: str = "fp32"  # precision of weights and states, which decides the tolerances
 
-    def without_tensors(self) -> RunOutcome:
-        return replace(self, gradients={}, weights={})
+    @property
+    def name(self) -> str:
+        return self.case.name
 
 
 @dataclass(frozen=True)
@@ -91,14 +82,7 @@ class Difference:
     failure: str | None = None  # reason for a missing comparison
 
 
-def read_outcome(
-    name: str,
-    processes: int,
-    directory: Path,
-    log: Path,
-    compiled_from: str | None = None,
-    states: str = "fp32",
-) -> RunOutcome:
+def read_outcome(case: LayoutCase, directory: Path, log: Path) -> RunOutcome:
     """Read the outcome of the run in `directory`. `log`: output of its launch."""
     # These load DeepSpeed, too slow for --help and refusals.
     from launch.checkpoints.stored import load_weights
@@ -106,19 +90,16 @@ def read_outcome(
 
     last = newest(directory / "checkpoints")
     if last is None or not (directory / FINISHED).exists():
-        return RunOutcome(name, processes, failure=f"did not finish: {_cause(directory, log)}".strip())
+        return RunOutcome(case, failure=f"did not finish: {_cause(directory, log)}".strip())
     records = read_metrics(directory / "metrics.jsonl")
     return RunOutcome(
-        name,
-        processes,
+        case,
         losses=[_number(record.loss) for record in records.steps],
         validations=[_number(record.loss) for record in records.validations],
         norms=[_number(record.grad_norm) for record in records.steps],
         gradients=load_weights(directory / gradients.DIRECTORY, gradients.KIND),
         weights=load_weights(last.directory),
         seconds=statistics.median(record.seconds for record in records.steps[5:] or records.steps),
-        compiled_from=compiled_from,
-        states=states,
     )
 
 
@@ -130,21 +111,20 @@ def compare(reference: RunOutcome, other: RunOutcome) -> Difference:
     failure = reference.failure or other.failure
     if failure is None and len(reference.losses) != len(other.losses):
         failure = f"{counted(len(other.losses), 'step')}, the reference has {len(reference.losses)}"
+    run = replace(other, gradients={}, weights={})
     if failure:
-        return Difference(other.without_tensors(), failure=failure)
+        return Difference(run, failure=failure)
     losses, others = ([*run.losses, *run.validations] for run in (reference, other))
     loss = _largest(abs(a - b) for a, b in zip(losses, others, strict=True))
     norm = _largest(abs(a - b) / max(a, 1e-30) for a, b in zip(reference.norms, other.norms, strict=True))
     gradients = {name: _relative(t, other.gradients[name]) for name, t in reference.gradients.items()}
     weights = {name: _relative(t, other.weights[name]) for name, t in reference.weights.items()}
     weight = _largest(float((t - other.weights[name]).abs().max()) for name, t in reference.weights.items())
-    most = TOLERANCES[other.states]
+    most = TOLERANCES[other.case.states]
     diverging = _first(gradients, most.gradient, "gradient of step 1", backward=True)
     diverging = diverging or _first(weights, most.weight, "final weight")
     agrees = loss <= most.loss and norm <= most.norm and diverging is None
-    return Difference(
-        other.without_tensors(), loss, norm, _largest(gradients.values()), weight, diverging, agrees
-    )
+    return Difference(run, loss, norm, _largest(gradients.values()), weight, diverging, agrees)
 
 
 def table(
@@ -157,19 +137,19 @@ def table(
     if reference.failure:
         return f"{reference.name}: {reference.failure}"
     first, last = reference.losses[0], reference.losses[-1]
-    steps = counted(len(reference.losses), "step")
-    cells = [(r.run.name, r.run.processes, *_numbers(r), _verdict(r)) for r in rows]
+    cells = [(row.run.name, row.run.case.processes, *_numbers(row)) for row in rows]
     cells += [(name, *"------", "not run") for name in left_out]
     said = [
         "loss: largest absolute difference of a step or a validation; grad norm: largest relative one",
         "gradients: of the first step, largest relative L2 difference of a tensor",
         "weights: after the last step, largest difference of an element",
-        *_compile_gains([reference, *(r.run for r in rows)]),
-        *(f"\n{r.run.name}: {r.failure}" for r in rows if r.failure),
+        *_compile_gains([reference, *(row.run for row in rows)]),
+        *(f"\n{row.run.name}: {row.failure}" for row in rows if row.failure),
         *(f"\n{reason}" for reason in reasons(left_out)),
     ]
     lines = [
-        f"{steps}, loss {first:.4f} -> {last:.4f} in one process; differences from it:",
+        f"{counted(len(reference.losses), 'step')}, loss {first:.4f} -> {last:.4f} in one process; "
+        "differences from it:",
         text_table.table(cells, HEADINGS, "lrrrrrrl", width),
         *(wrapped(line, width) for line in said),
     ]
@@ -177,16 +157,12 @@ def table(
 
 
 def _numbers(row: Difference) -> tuple[str, ...]:
+    """Return the differences, the seconds per step and the verdict."""
     if row.failure:
-        return tuple("-----")
+        return *"-----", "FAILED"
     differences = (row.loss, row.norm, row.gradient, row.weight)
-    return *(f"{each:.1e}" for each in differences), f"{row.run.seconds:.3f}"
-
-
-def _verdict(row: Difference) -> str:
-    if row.failure:
-        return "FAILED"
-    return "yes" if row.agrees else f"NO, first: {row.diverging or 'the loss or the norm alone'}"
+    verdict = "yes" if row.agrees else f"NO, first: {row.diverging or 'the loss or the norm alone'}"
+    return *(f"{each:.1e}" for each in differences), f"{row.run.seconds:.3f}", verdict
 
 
 def reasons(left_out: Mapping[str, Sequence[Problem]]) -> list[str]:
@@ -197,8 +173,8 @@ def reasons(left_out: Mapping[str, Sequence[Problem]]) -> list[str]:
 def _compile_gains(runs: list[RunOutcome]) -> list[str]:
     """Return a line with the speed of compiled layouts relative to eager ones."""
     seconds = {run.name: run.seconds for run in runs}
-    pairs = [(run.compiled_from, run.seconds) for run in runs if run.compiled_from]
-    gains = ", ".join(f"{eager} {seconds[eager] / compiled:.2f}x" for eager, compiled in pairs)
+    pairs = [(eager, seconds[eager] / run.seconds) for run in runs if (eager := run.case.compiled_from)]
+    gains = ", ".join(f"{eager} {times:.2f}x" for eager, times in pairs)
     return [f"\ncompiling makes a step faster by: {gains}"] if gains else []
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib import colormaps
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from launch.experiments.parity.comparison import RunOutcome
@@ -22,7 +21,6 @@ def draw_curves(reference: RunOutcome, others: Sequence[RunOutcome], path: Path,
     compared = [other for other in others if len(other.losses) == len(reference.losses)]
     steps = range(1, len(reference.losses) + 1)
     figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
     above, below = figure.subplots(2, sharex=True, height_ratios=(3, 2))
     above.plot(steps, reference.losses, color="0.82", linewidth=8, label="one process")
     for number, other in enumerate(compared):

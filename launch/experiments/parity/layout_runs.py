@@ -60,7 +60,7 @@ def run_cases(
             began = [case for case in waiting if (out / case.folder).exists()]
             for case in began or waiting:
                 run = out / case.folder
-                yield read_outcome(case.name, processes, run, log, case.compiled_from, case.states)
+                yield read_outcome(case, run, log)
                 if not keep:
                     shutil.rmtree(run, ignore_errors=True)
             waiting = waiting[len(began) :] if began else []

@@ -18,7 +18,7 @@ from ds_configs.plan import HOST, Machine
 from launch import compare_layouts
 from launch.experiments.parity import comparison
 from launch.experiments.parity.comparison import RunOutcome, compare, read_outcome
-from launch.experiments.parity.layout_cases import CASES, FORCED, case_plan
+from launch.experiments.parity.layout_cases import CASES, FORCED, REFERENCE, LayoutCase, case_plan
 from launch.experiments.parity.layout_runs import run_cases
 from recipes import catalog
 from recipes.problems import Problem
@@ -42,7 +42,7 @@ def test_a_loss_that_is_lost_is_said(tmp_path):
 
 
 def test_where_one_process_fails_the_command_does(monkeypatch, capsys):
-    failed = RunOutcome("one process", 1, failure="did not finish: the loss is nan in fp32")
+    failed = RunOutcome(REFERENCE, failure="did not finish: the loss is nan in fp32")
     monkeypatch.setattr(sys, "argv", [*COMMAND[1:], "--only", "tp2"])
     monkeypatch.setattr(compare_layouts, "run_cases", lambda *_, **__: iter([failed]))
     monkeypatch.setattr(compare_layouts, "check_data", lambda recipe: None)
@@ -76,6 +76,9 @@ def test_the_recipe_shares_out_its_own_batch():
 # The comparison itself
 
 
+TP2 = LayoutCase("tp2", 2, 1, 1, "zero0")
+
+
 def made_up(**changes) -> RunOutcome:
     weights = {
         "word.weight": torch.ones(4, 2),
@@ -83,7 +86,7 @@ def made_up(**changes) -> RunOutcome:
         "final_norm.bias": torch.ones(2),
     }
     curves = dict(losses=[3.0, 2.0], validations=[3.1, 2.1], norms=[1.0, 0.5])
-    return replace(RunOutcome("made up", 2, **curves, gradients=weights, weights=dict(weights)), **changes)
+    return replace(RunOutcome(TP2, **curves, gradients=weights, weights=dict(weights)), **changes)
 
 
 def test_equal_runs_agree():
@@ -130,7 +133,7 @@ def test_rounding_agrees():
 
 
 def test_what_failed_or_was_left_out_is_said_below_the_table():
-    failed = compare(made_up(), made_up(name="tp2", failure="killed"))
+    failed = compare(made_up(), made_up(failure="killed"))
     left_out = {"tp3": [Problem("model.heads", "heads=4", "not divisible by tp=3")]}
     table = comparison.table(made_up(), [failed], left_out)
     assert rows_of(table) == {"tp2": "FAILED", "tp3": "not run"}
@@ -138,7 +141,7 @@ def test_what_failed_or_was_left_out_is_said_below_the_table():
 
 
 def test_a_failing_reference_is_said():
-    failed = made_up(name="one process", failure="no such file")
+    failed = made_up(case=REFERENCE, failure="no such file")
     assert not compare(failed, made_up()).agrees
     assert comparison.table(failed, [], {}) == "one process: no such file"
 
@@ -149,7 +152,7 @@ def test_outcome_of_a_failed_layout_is_the_traceback_of_its_rank(tmp_path):
     )
     log = tmp_path / "log.txt"
     log.write_text("ChildFailedError")
-    failure = read_outcome("tp2", 2, tmp_path, log).failure
+    failure = read_outcome(TP2, tmp_path, log).failure
     assert failure == "did not finish: Traceback (most recent call last):\nZeroDivisionError: here"
 
 
@@ -158,7 +161,7 @@ def test_outcome_of_a_killed_layout_is_what_its_log_says_of_it(tmp_path):
     log.write_text(
         "its last words\nE1122 api.py:882] failed (exitcode: -9) local_rank: 1 (pid: 7) of x\nmore\n"
     )
-    failure = read_outcome("tp2", 2, tmp_path / "never made", log).failure
+    failure = read_outcome(TP2, tmp_path / "never made", log).failure
     assert failure == "did not finish: its last words\nrank 1 ended with exit code -9"
 
 
