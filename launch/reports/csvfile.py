@@ -84,7 +84,7 @@ def _cells(entry: Entry) -> dict[str, Any]:
 
 def _finetuned(line: FinetunedLine) -> dict[str, Any]:
     row, found = line.row, line.finetuned
-    values = {
+    values: dict[str, Any] = {
         "recipe": row.full_name,
         "published_row": " | ".join(row.cells),
         "task": line.figure.task,

@@ -59,9 +59,9 @@ Legend = list[tuple[Any, str]]  # (handle, label)
 
 
 class Curve(NamedTuple):
-    """A run's values over the optimizer steps. `index`: of the run, for its color and dashes."""
+    """A run's values over the optimizer steps. `number`: of the run, for its color and dashes."""
 
-    index: int
+    number: int
     run: Run
     points: Points
 

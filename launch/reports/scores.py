@@ -220,7 +220,8 @@ def finetuned_lines(
             of_task = row.published and getattr(row.published.downstream, figure.task, None)
             printed = getattr(of_task, figure.key, None)
             published = None if printed is None else round(printed / PERCENT, 6)
-            for each in [one for one in own if one.task.name == figure.task] or [None]:
+            on_task: list[FinetunedModel | None] = [each for each in own if each.task.name == figure.task]
+            for each in on_task or [None]:
                 compared = _why_not(each, row.published) if each and row.published else ()
                 why_not = "" if published is None else ", ".join(compared)
                 line = FinetunedLine(row, figure, published, each, why_not)

@@ -225,7 +225,7 @@ def trainings(
 
 def firsts(context: Context) -> StepOutcome:
     """Train what is most likely wrong for three steps: every ZeRO stage with dropout, recomputation, BERT."""
-    cases = [
+    cases: list[tuple[str, str, Sequence[str]]] = [
         (DEFAULT, config, (f"precision={precision}", *DROPOUT))
         for precision in ("bf16", "fp16")
         for config in (STAGES[:1] if context.walks else STAGES)

@@ -174,7 +174,7 @@ class PlainLoop(MeasuredSystem):
             losses.append(loss.detach())
         with self.clock("optimizer"):
             self.optimize()
-        self.loss = sum(losses).item()
+        self.loss = torch.stack(losses).sum().item()
         return work
 
 

@@ -126,7 +126,7 @@ def rank_environments(processes: int) -> list[dict[str, str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    shared = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    shared: dict[str, Any] = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     places = ({**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(processes))
     return [{name: str(value) for name, value in place.items()} for place in places]
