@@ -31,7 +31,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import all_gather_dp_groups
@@ -57,7 +56,13 @@ def shorten_step(engine: DeepSpeedEngine) -> str | None:
     """Have the engine's optimizer step the short way; return the setting that stands against it, or None."""
     optimizer = engine.optimizer
     if type(optimizer) is DeepSpeedZeroOptimizer:
-        if setting := _obstacle(optimizer):
+        obstacles = {
+            "zero_optimization.contiguous_gradients=false": not optimizer.contiguous_gradients,
+            "zero_optimization.round_robin_gradients": optimizer.round_robin_gradients,
+            "zero_optimization.parameter_alignment": optimizer.parameter_alignment,
+            "data_types.grad_accum_dtype": not optimizer.cpu_offload and optimizer.use_grad_accum_attribute,
+        }
+        if setting := next((setting for setting, stands in obstacles.items() if stands), None):
             return setting
         if optimizer.cpu_offload:
             optimizer.__class__ = OffloadedStep
@@ -68,30 +73,10 @@ def shorten_step(engine: DeepSpeedEngine) -> str | None:
         optimizer.__class__ = SummedStep
         optimizer.begin(engine)
     elif type(optimizer) is DeepSpeedZeroOptimizer_Stage3:
-        if optimizer.use_muon or optimizer.zenflow:
-            return "zero_optimization.zenflow" if optimizer.zenflow else "optimizer.type=Muon"
         optimizer.__class__ = ShardedStep
         partition_parameters.NoGatherHandle = lambda parameter: OrderedCopies([parameter])
         partition_parameters.NoGatherCoalescedHandle = OrderedCopies
     return None
-
-
-def _obstacle(optimizer: DeepSpeedZeroOptimizer) -> str | None:
-    """Return the setting of the JSON that the short way lacks, or None."""
-    flat = not optimizer.cpu_offload
-    reasons = {
-        "zero_optimization.zenflow": optimizer.zenflow,
-        "zero_optimization.contiguous_gradients=false": not optimizer.contiguous_gradients,
-        "zero_optimization.round_robin_gradients": optimizer.round_robin_gradients,
-        "zero_optimization.parameter_alignment": optimizer.parameter_alignment,
-        "zero_optimization.compute_grad_norm=false": not optimizer.compute_grad_norm,
-        "data_types.grad_accum_dtype": flat and optimizer.use_grad_accum_attribute,
-        "mixture of experts": optimizer.has_moe_layers
-        or any(is_moe_param(p) for group in optimizer.bit16_groups for p in group),
-        "torch_autocast": optimizer.torch_autocast_gradscaler is not None,
-        "optimizer.type=Muon": "muon" in type(optimizer.optimizer).__name__.lower(),
-    }
-    return next((setting for setting, stands in reasons.items() if stands), None)
 
 
 class _Partitions:
@@ -112,12 +97,11 @@ class _Partitions:
         self, gradients: Sequence[torch.Tensor], *groups: dist.ProcessGroup | None
     ) -> torch.Tensor:
         """Return the L2 norm of the whole model's gradient, which lies on the ranks of some groups."""
-        total = sum_of_squares(
-            *(
-                [gradients[number][a:b] for number, runs in enumerate(all_runs) for a, b in runs]
-                for all_runs in self._runs
-            )
+        counted, others = (
+            [gradients[number][a:b] for number, runs in enumerate(all_runs) for a, b in runs]
+            for all_runs in self._runs
         )
+        total = sum_of_squares(counted, others)
         for group in groups:
             if group is not None and dist.get_world_size(group) > 1:
                 dist.all_reduce(total, group=group)
@@ -150,7 +134,6 @@ class FlatStep(_Partitions, DeepSpeedZeroOptimizer):
     """ZeRO 1 and 2 with one copy of each gradient, one norm, and nothing over a group of one."""
 
     def begin(self) -> None:
-        """Begin without gradients."""
         self.find_places(self.bit16_groups, self.dp_process_group, self.model_parallel_rank)
         self._taken: set[torch.nn.Parameter] = set()  # with a gradient in this step
 
@@ -259,9 +242,8 @@ class FlatStep(_Partitions, DeepSpeedZeroOptimizer):
         self._taken.clear()
         for group, master in enumerate(self.single_partition_of_fp32_groups):
             self.averaged_gradients[group] = self.all_grad_tensors[group] = None
-            if not get_accelerator().is_synchronized_device() or self._use_compact_grad_partition_buffer(
-                group
-            ):
+            in_host_memory = get_accelerator().is_synchronized_device()
+            if not in_host_memory or self._use_compact_grad_partition_buffer(group):
                 master.grad = None
 
 

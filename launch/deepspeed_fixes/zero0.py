@@ -111,8 +111,8 @@ class DataParallelEngine(DeepSpeedEngine):
 
     def allreduce_gradients(self, *how: Any, **more: Any) -> None:
         """Add up gradients after each backward pass; average after a step's last (DeepSpeed calls this)."""
-        if isinstance(self.optimizer, MasterWeights):
-            self.optimizer.add_gradients()
+        if getattr(self.optimizer, "sums_in_fp32", False):
+            self.optimizer.take_gradients()
         if self.mpu.get_data_parallel_world_size() > 1 and self.ddp is None:
             super().allreduce_gradients(*how, **more)
 
@@ -194,12 +194,7 @@ class MasterWeights(DeepSpeedOptimizer):
         self.scaler.update_scale(has_overflow)
 
     @torch.no_grad()
-    def add_gradients(self) -> None:
-        """Add a micro-batch's gradients to the sums, if sums are in fp32."""
-        if self.sums_in_fp32:
-            self._take_gradients()
-
-    def _take_gradients(self) -> None:
+    def take_gradients(self) -> None:
         """Move the parameters' gradients to their masters in fp32, or add them there."""
         for parameters, masters in self.lists:
             gradients: Any = [parameter.grad for parameter in parameters]
@@ -214,10 +209,7 @@ class MasterWeights(DeepSpeedOptimizer):
 
     def get_grads_for_reduction(self) -> tuple[list[torch.Tensor | None], dict]:
         """Return the gradients to average over the data-parallel ranks (DeepSpeed calls this)."""
-        return self._gradients(), {}
-
-    def _gradients(self) -> list[torch.Tensor | None]:
-        return [(master if self.sums_in_fp32 else parameter).grad for parameter, master in self.pairs]
+        return [(master if self.sums_in_fp32 else parameter).grad for parameter, master in self.pairs], {}
 
     @torch.no_grad()
     def step(self) -> None:
@@ -231,7 +223,7 @@ class MasterWeights(DeepSpeedOptimizer):
             return
         self._global_grad_norm = scaled_norm / self.cur_scale
         if not self.sums_in_fp32:
-            self._take_gradients()
+            self.take_gradients()
         gradients: Any = [master.grad for _, master in self.pairs]
         divide(self.optimizer, gradients, divisor_of(scaled_norm, self.cur_scale, self.clip))
         self.optimizer.step()
@@ -242,7 +234,7 @@ class MasterWeights(DeepSpeedOptimizer):
 
     def _norm(self) -> torch.Tensor:
         """Return the L2 norm of the whole model's gradient times the loss scale."""
-        return gradient_norm((p for p, _ in self.pairs), self.mpu, self._gradients())
+        return gradient_norm((p for p, _ in self.pairs), self.mpu, self.get_grads_for_reduction()[0])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for parameter, master in self.pairs:

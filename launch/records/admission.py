@@ -7,7 +7,6 @@ import itertools
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from data.durable_files import Lock, left_by_a_crash
@@ -29,64 +28,44 @@ SHOWN_BY_PLAN = ("parallel", "batch", "precision", "ds_config")
 REMARKS = ("title", "hardware", "published", "inferred", "differs", "unknown", "note")
 
 
-@dataclass(frozen=True)
-class Checkpoints:
-    """The checkpoints of a run directory.
-
-    Attributes:
-        complete: steps of the checkpoints that can be resumed; the newest is enough.
-        damaged: (directory, damage) of others.
-    """
-
-    complete: tuple[int, ...] = ()
-    damaged: tuple[tuple[Path, str], ...] = ()
-
-
-class RunDirectoryError(ValueError):
-    """A refusal of a run directory, with its content, the rule and the fix."""
-
-
 def admit(
     path: str | Path | None,
     run: RunFacts,
     command: Sequence[str],
     *,
     resume: bool = False,
-    checkpoints: Checkpoints = Checkpoints(),
+    newest: int | None = None,
+    damaged: Sequence[tuple[Path, str]] = (),
 ) -> RunDirectory:
     """Make the directory, or enter it again with `resume`, and write the files that describe the run.
 
-    `path` None: runs/<name>-<ds_config> under the current directory. `checkpoints`: of the directory. With
-    `resume` and an empty directory the run starts at step 0 (`resumed` is False), so that a job script may
-    always say --resume. A refusal raises RunDirectoryError and changes nothing.
+    `path` None: runs/<name>-<ds_config> under the current directory. `newest`: steps of the newest checkpoint
+    there that can be resumed; `damaged`: (directory, damage) of newer ones. With `resume` and an empty
+    directory the run starts at step 0 (`resumed` is False), so that a job script may always say --resume. A
+    refusal raises ValueError and changes nothing.
     """
     plan = run.plan
     directory = RunDirectory(Path(path) if path is not None else default_path(run.name, plan.ds_name))
     output.directory("--out", directory.path).mkdir(parents=True, exist_ok=True)
-    if odd := directory.of_another_kind:
-        raise RunDirectoryError(
-            f"{', '.join(map(str, odd))}: a run keeps a {'directory' if odd[0].is_file() else 'file'} under "
-            "that name; move it away, or name another directory with --out"
-        )
     _refuse_strangers(directory)
     lock = _lock(directory.path)
     try:
-        resumed, notices = _admit_locked(directory, plan, resume, checkpoints)
+        resumed, notices = _admit_locked(directory, plan, resume, newest, damaged)
         former = directory.launches() if resumed else []
     except ValueError as error:
         lock.release()
         if isinstance(error, files.FileError):
-            raise RunDirectoryError(f"{error}: restore it, or name another directory with --out") from None
-        raise error if isinstance(error, RunDirectoryError) else RunDirectoryError(str(error)) from None
+            raise ValueError(f"{error}: restore it, or name another directory with --out") from None
+        raise
     directory.checkpoints.mkdir(exist_ok=True)
     directory.write_description(plan, [*former, Launch.now(run, command)])
     return dataclasses.replace(directory, resumed=resumed, notices=notices, lock=lock)
 
 
 def _admit_locked(
-    directory: RunDirectory, plan: Plan, resume: bool, checkpoints: Checkpoints
+    directory: RunDirectory, plan: Plan, resume: bool, newest: int | None, damaged: Sequence[tuple[Path, str]]
 ) -> tuple[bool, tuple[str, ...]]:
-    """Return (resumed, notices). Raises RunDirectoryError, or ValueError for a broken file."""
+    """Return (resumed, notices)."""
     records = read_metrics(directory.metrics_jsonl) if directory.recipe_yaml.exists() else Records()
     steps = records.steps
     if not directory.recipe_yaml.exists() or not (_has_checkpoints(directory) or steps):
@@ -98,16 +77,16 @@ def _admit_locked(
     changes = catalog.changes(saved.recipe, plan.recipe)
     _refuse_other_recipe(directory, changes.refused)
     if not resume:
-        raise RunDirectoryError(
+        raise ValueError(
             f"{directory.path} already holds steps of this recipe, and a run is never overwritten: add "
             "--resume to resume from its newest checkpoint, or start a second run elsewhere with --out"
         )
-    if not checkpoints.complete:
-        _refuse_lost(directory, saved.recipe, checkpoints, records)
+    if newest is None:
+        _refuse_lost(directory, saved.recipe, damaged, records)
         return False, _rename_metrics(directory, steps)
-    done = max(*checkpoints.complete, steps[-1].step if steps else 0)
+    done = max(newest, steps[-1].step if steps else 0)
     if plan.recipe.steps < done:
-        raise RunDirectoryError(
+        raise ValueError(
             f"--steps {plan.recipe.steps}: {directory.path} has {counted(done, 'step')} done, and a run is "
             f"never cut back: give --steps {done} or more, or start another run with --out"
         )
@@ -118,30 +97,31 @@ def _has_checkpoints(directory: RunDirectory) -> bool:
     return any(directory.checkpoints.glob("*"))
 
 
-def _refuse_lost(directory: RunDirectory, recipe: Recipe, checkpoints: Checkpoints, records: Records) -> None:
+def _refuse_lost(
+    directory: RunDirectory, recipe: Recipe, damaged: Sequence[tuple[Path, str]], records: Records
+) -> None:
     """Refuse a run with records whose checkpoints are damaged, gone or were never wanted.
 
     A run that was killed before its first complete save is not refused.
     """
     elsewhere = "or start again elsewhere with --out"
-    if checkpoints.damaged:
-        named = "".join(f"\n  {path}: {why}" for path, why in checkpoints.damaged)
-        raise RunDirectoryError(
+    if damaged:
+        named = "".join(f"\n  {path}: {why}" for path, why in damaged)
+        raise ValueError(
             f"--resume: no checkpoint in {directory.path} is whole, and its steps are not thrown away: "
             f"restore one of them from a copy, {elsewhere}{named}"
         )
     result = files.read_json_object(directory.result_json) if directory.result_json.exists() else {}
     ended, was_saved = result.get("status") == "ok", any(not save.problem for save in records.saves)
     if was_saved or (ended and recipe.run.save_last):
-        raise RunDirectoryError(
+        raise ValueError(
             f"--resume: {directory.path} has {counted(len(records.steps), 'step')} recorded and saved "
             f"checkpoints, of which {directory.checkpoints} holds none any more: put them back, {elsewhere}"
         )
     if ended:
-        raise RunDirectoryError(
-            f"--resume: {directory.path} holds a finished run without a checkpoint (run.save_last=false): "
-            "there is nothing to resume from, and a run is never overwritten; start again elsewhere with "
-            "--out, with --set run.save_last=true to be able to resume"
+        raise ValueError(
+            f"--resume: {directory.path} holds a finished run without a checkpoint (run.save_last=false), "
+            "and a run is never overwritten: start again elsewhere with --out --set run.save_last=true"
         )
 
 
@@ -166,28 +146,21 @@ def _refuse_strangers(directory: RunDirectory) -> None:
     names = sorted(entry.name for entry in directory.path.iterdir())
     strangers = [name for name in names if not left_by_a_crash(name) and name not in empty]
     if strangers:
-        more = f" and {len(strangers) - 3} more" if len(strangers) > 3 else ""
-        raise RunDirectoryError(
-            f"{directory.path} holds {', '.join(strangers[:3])}{more} but no run (no recipe.yaml): a run "
-            "starts in a new or empty directory and touches nothing else; name another with --out"
+        raise ValueError(
+            f"{directory.path} holds {counted(len(strangers), 'file')} such as {strangers[0]}, but no run: "
+            "there is no recipe.yaml, and a run starts in a new or empty directory; name another with --out"
         )
 
 
 def _refuse_other_recipe(directory: RunDirectory, changed: Sequence[catalog.Change]) -> None:
     if not changed:
         return
-    ways = {
-        "schedule.decay_steps": "--steps N trains longer or shorter and keeps the schedule",
-        "sequence_length": "--init_from starts another run, of samples of another length, from its weights",
-    }
-    keys = {key for key, _, _ in changed}
-    found = "; ".join(way for key, way in ways.items() if key in keys)
-    other = f" ({found})" if found else ""
     differ = "".join(f"\n  {key}: {old} -> {new}" for key, old, new in changed)
-    raise RunDirectoryError(
+    raise ValueError(
         f"{directory.path} holds a run of another recipe, and a run is never overwritten: name another "
-        f"directory with --out, or give these keys the values that are there{other}. They differ in "
-        f"(there -> now):{differ}"
+        "directory with --out, or give these keys the values that are there (--steps N trains longer and "
+        "keeps the schedule; --init_from starts another run from its weights). They differ in (there -> "
+        f"now):{differ}"
     )
 
 
@@ -203,26 +176,22 @@ def _notices_of_changes(saved: Plan, plan: Plan, of_recipe: Sequence[catalog.Cha
         notices.append(f"resumed with another DeepSpeed configuration: {listed}")
     if plan.precision == "fp16" != saved.precision:
         notices.append("fp16's loss scaler starts afresh, with its initial scale")
-    if _other_masks(saved, plan):
+    # In attention and in transformers' modules dropout draws other masks under another layout.
+    own, other = plan.recipe.model.implementation, saved.recipe.model.implementation
+    dropout = plan.recipe.dropout
+    follows_layout = dropout.attention or (dropout.hidden and not own == other == OURS)
+    if follows_layout and (own != other or saved.layout != plan.layout):
         notices.append(
             "dropout follows the layout here: the loss curve continues statistically, not to the digit"
         )
     return tuple(notices)
 
 
-def _other_masks(saved: Plan, plan: Plan) -> bool:
-    """Check whether dropout draws other masks than before: in attention or in transformers' modules."""
-    own, other = plan.recipe.model.implementation, saved.recipe.model.implementation
-    dropout = plan.recipe.dropout
-    every = own == other == OURS and not dropout.attention
-    return (own != other or saved.layout != plan.layout) and not every and any(dict(dropout).values())
-
-
 def _lock(path: Path) -> Lock:
     try:
         return Lock.take(path)
     except BlockingIOError as holder:
-        raise RunDirectoryError(
+        raise ValueError(
             f"{path}: {holder} is training in it: wait for it, or have it save and end with `touch "
             f"{path / 'STOP'}`; or name another directory with --out"
         ) from None

@@ -42,22 +42,16 @@ from recipes import catalog, files
 
 @dataclass(frozen=True)
 class Launch:
-    """One start of a run, an entry of environment.json.
+    """One start of a run, an entry of environment.json."""
 
-    Attributes:
-        started: local time, as "2026-07-01T10:00:00+0000".
-        plan: facts of the plan, without recipe and DeepSpeed configuration.
-        machine: `description.describe()`.
-    """
-
-    started: str
+    started: str  # local time, as "2026-07-01T10:00:00+0000"
     command: tuple[str, ...]
     working_directory: str
     recipe: str
     tiny: bool
     emulated_fp16: bool
-    plan: Mapping[str, Any]
-    machine: Mapping[str, Any]
+    plan: Mapping[str, Any]  # its facts, without recipe and DeepSpeed configuration
+    machine: Mapping[str, Any]  # `description.describe()`
 
     @classmethod
     def now(cls, run: RunFacts, command: Sequence[str]) -> Launch:
@@ -79,10 +73,10 @@ class Launch:
 
 
 class _Place:
-    """A file in the directory of a run, or a directory there; as an attribute, its path."""
+    """The path of a file or folder in the directory of a run."""
 
-    def __init__(self, name: str, directory: bool = False) -> None:
-        self.name, self.directory = name, directory
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def __get__(self, run: RunDirectory, owner: type[RunDirectory]) -> Path:
         return run.path / self.name
@@ -102,22 +96,13 @@ class RunDirectory:
     ds_config_json = _Place("ds_config.json")
     environment_json = _Place("environment.json")
     metrics_jsonl = _Place("metrics.jsonl")
-    tensorboard = _Place("tensorboard", directory=True)
+    tensorboard = _Place("tensorboard")
     loss_png = _Place("loss.png")
     result_json = _Place("result.json")
-    checkpoints = _Place("checkpoints", directory=True)
-    tokenizer = _Place("tokenizer", directory=True)
+    checkpoints = _Place("checkpoints")
+    tokenizer = _Place("tokenizer")
     stop = _Place("STOP")
     lock_file = _Place(Lock.FILE)
-
-    @property
-    def of_another_kind(self) -> list[Path]:
-        """The files that should be directories, the directories that should be files, pipes and the like."""
-        places = (place for place in vars(RunDirectory).values() if isinstance(place, _Place))
-        found = ((self.path / place.name, place.directory) for place in places)
-        return [
-            p for p, is_dir in found if os.path.lexists(p) and not (p.is_dir() if is_dir else p.is_file())
-        ]
 
     def write_description(self, plan: Plan, launches: Sequence[Launch]) -> None:
         """Write the files that describe the run."""

@@ -17,23 +17,16 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """The outcome of one optimizer step.
+    """The outcome of one optimizer step."""
 
-    Attributes:
-        loss: mean over the global batch, in nats per token (per predicted token of a BERT, plus its sentence
-            loss per sample).
-        grad_norm: L2 norm of the whole model's gradient before clipping; None where DeepSpeed computes none.
-        loss_scale: in fp16; 1 in other precisions.
-        skipped: gradients were not finite, and no weight changed.
-        parts: parts of the loss by name (`modeling.bert.LOSS_PARTS`).
-    """
-
+    # Mean over the global batch, nats per token (per predicted token of a BERT, plus its sentence loss per
+    # sample).
     loss: float
     lr: float
-    grad_norm: float | None
-    loss_scale: float
-    skipped: bool
-    parts: dict[str, float] = field(default_factory=dict)
+    grad_norm: float | None  # L2, of the whole model before clipping; None where DeepSpeed computes none
+    loss_scale: float  # in fp16; 1 in other precisions
+    skipped: bool  # gradients were not finite, and no weight changed
+    parts: dict[str, float] = field(default_factory=dict)  # of the loss (`modeling.bert.LOSS_PARTS`)
 
 
 @dataclass(frozen=True)
@@ -62,38 +55,26 @@ class RankSeconds:
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """A checkpoint after `step` optimizer steps, or a failed one.
-
-    Attributes:
-        bytes: size of all ranks' files.
-        blocking_seconds: time in which rank 0 could not train.
-        seconds: from the beginning until the checkpoint has its final name.
-        background: training went on while rank 0 wrote.
-        problem: None: the checkpoint is complete.
-    """
+    """A checkpoint after `step` optimizer steps, or a failed one."""
 
     step: int
-    bytes: int
-    blocking_seconds: Finite
-    seconds: Finite
-    background: bool
-    problem: str | None = None
+    bytes: int  # of all ranks' files
+    blocking_seconds: Finite  # in which rank 0 could not train
+    seconds: Finite  # from the beginning until the checkpoint has its final name
+    background: bool  # training went on while rank 0 wrote
+    problem: str | None = None  # None: the checkpoint is complete
 
 
 @dataclass(frozen=True)
 class StepProfile:
-    """Where the time of the steps `first` to `last` went.
-
-    Attributes:
-        shares: seconds of a step by kind of work (`launch.training.time_by_kind`), the mean over steps and
-            ranks; the largest first.
-        problems: traces that could not be written.
-    """
+    """Where the time of the steps `first` to `last` went."""
 
     first: int
     last: int
+    # Seconds of a step by kind of work (`launch.training.time_by_kind`), the mean over steps and ranks; the
+    # largest first.
     shares: dict[str, Finite]
-    problems: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()  # traces that could not be written
 
 
 @dataclass(frozen=True)
@@ -114,19 +95,13 @@ class Entropies:
 
 @dataclass(frozen=True)
 class TaskScore:
-    """The score of a fine-tuned model on one split.
-
-    Attributes:
-        metrics: by name, in shares of 1; none if labels are hidden.
-        broken: number of examples that could not be predicted.
-        files: files of the submission, in RUN/predictions/SPLIT.
-    """
+    """The score of a fine-tuned model on one split."""
 
     split: str
-    metrics: dict[str, Finite]
+    metrics: dict[str, Finite]  # in shares of 1; none if labels are hidden
     examples: int
-    broken: int = 0
-    files: tuple[str, ...] = ()
+    broken: int = 0  # examples that could not be predicted
+    files: tuple[str, ...] = ()  # of the submission, in RUN/predictions/SPLIT
 
     def __str__(self) -> str:
         shown = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in self.metrics.items()]
@@ -136,24 +111,17 @@ class TaskScore:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The facts of a run before its first step.
-
-    Attributes:
-        name: name of the recipe, table/row as the user names it.
-        machine: `description.describe()`.
-        original: the recipe before --tiny, --set and --steps; None: the plan's.
-        band_kernel: the kernel of banded layers; None: all layers are dense.
-    """
+    """The facts of a run before its first step."""
 
     plan: Plan
-    name: str
-    machine: Mapping[str, Any]
-    original: Recipe | None = None
+    name: str  # of the recipe, table/row as the user names it
+    machine: Mapping[str, Any]  # `description.describe()`
+    original: Recipe | None = None  # before --tiny, --set and --steps; None: the plan's
     tiny: bool = False
     emulated_fp16: bool = False
     data: Mapping[str, Any] = field(default_factory=dict)
     entropies: Entropies = Entropies()
-    band_kernel: str | None = None
+    band_kernel: str | None = None  # the kernel of banded layers; None: all layers are dense
 
     @property
     def hardware(self) -> str:
@@ -164,17 +132,13 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a run.
+    """The end of a run."""
 
-    Attributes:
-        status: "ok", or the cause of the end ("interrupted", "OOM", "diverged", "not saved": its last
-            checkpoint could not be written); "saving": it is at its last checkpoint.
-        peaks: peaks of all ranks; None: only rank 0's are known.
-    """
-
+    # "ok", or the cause of the end ("interrupted", "OOM", "diverged", "not saved": its last checkpoint could
+    # not be written); "saving": it is at its last checkpoint.
     status: str = "ok"
     reason: str | None = None
-    peaks: Peaks | None = None
+    peaks: Peaks | None = None  # of all ranks; None: only rank 0's are known
     sample: str | None = None
     task_scores: tuple[TaskScore, ...] = ()
 

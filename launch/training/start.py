@@ -189,16 +189,16 @@ def open_run_directory(training: Training) -> RunDirectory | None:
     """Open the run directory on rank 0. Raises ValueError where this rank cannot start there."""
     from launch.checkpoints.run_checkpoints import first_whole, found
     from launch.ranks import watchdog
-    from launch.records.admission import Checkpoints, admit
+    from launch.records.admission import admit
 
     job = training.job
     make_quick_checks(job)
     if processes.rank() != 0:
         return None
     whole, damaged = first_whole(found(job.checkpoints))
-    checkpoints = Checkpoints((whole.step,) if whole else (), tuple((d.directory, d.why) for d in damaged))
+    there = dict(newest=whole and whole.step, damaged=[(each.directory, each.why) for each in damaged])
     with system_refusals(job.directory):
-        directory = admit(job.directory, training.facts, sys.argv, resume=job.resume, checkpoints=checkpoints)
+        directory = admit(job.directory, training.facts, sys.argv, resume=job.resume, **there)
     out_of_memory.forget(directory.path)  # before this rank joins the others: none of them computes yet
     watchdog.forget(directory.path)
     return directory

@@ -33,7 +33,7 @@ from recipes.schema import Recipe
 SQUARE = 2048, 8192  # rows and columns of the products for the matrix rate, on a CPU and on a GPU
 # Methods of the engine's optimizer, of which at most one calls another of the same phase.
 WITHIN = {
-    "copies": ("copy_grads_in_partition", "_update_hp_grad", "partition_grads", "_take_gradients"),
+    "copies": ("copy_grads_in_partition", "_update_hp_grad", "partition_grads", "take_gradients"),
     "norm": ("_norm", "scaled_global_norm", "_get_norm_groups"),
     "rounding": ("update_lp_params", "round_weights", "_reassign_or_swap_out_partitioned_parameters"),
 }
