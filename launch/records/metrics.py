@@ -37,42 +37,30 @@ Parts = dict[str, Finite | None]  # of a loss, by the names of PART_NAMES
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One completed optimizer step.
-
-    Attributes:
-        loss: nats per token, mean over the global batch; None: not finite.
-        seconds: wall time of the step, with its wait for the batch.
-        launch_step: the step's number within its launch, from 1.
-        peak_memory_bytes: rank 0's peak so far, of the memory `memory_kind`
-            (`launch.machine.memory.peak_memory`).
-        rank_seconds_min, rank_seconds_median, rank_seconds_max, slowest_rank: busy seconds of the ranks
-            (`launch.records.facts.RankSeconds`); None in a run of one rank.
-        profiled: torch's profiler made it slower.
-        samples: read so far; samples_per_s, tokens_per_s: over all ranks; tflops, exact_tflops: per rank.
-    """
+    """One completed optimizer step."""
 
     step: int
-    loss: Finite | None
+    loss: Finite | None  # nats per token, mean over the global batch; None: not finite
     skipped: bool
-    seconds: Finite
-    launch_step: int
-    peak_memory_bytes: int
+    seconds: Finite  # wall time, with the wait for the batch
+    launch_step: int  # the step's number within its launch, from 1
+    peak_memory_bytes: int  # rank 0's so far (`launch.machine.memory.peak_memory`)
     memory_kind: str
     lr: Finite | None = None
     grad_norm: Finite | None = None
     loss_scale: Finite | None = None
     data_seconds: Finite = 0.0
-    samples: int | None = None
-    samples_per_s: Finite | None = None
+    samples: int | None = None  # read so far
+    samples_per_s: Finite | None = None  # over all ranks, as the tokens
     tokens_per_s: Finite | None = None
-    tflops: Finite | None = None
+    tflops: Finite | None = None  # per rank
     exact_tflops: Finite | None = None
-    rank_seconds_min: Finite | None = None
+    rank_seconds_min: Finite | None = None  # `launch.records.facts.RankSeconds`; None in a run of one rank
     rank_seconds_median: Finite | None = None
     rank_seconds_max: Finite | None = None
     slowest_rank: int | None = None
     parts: Parts = field(default_factory=dict)
-    profiled: bool = False
+    profiled: bool = False  # torch's profiler made it slower
     time: float = 0.0
     kind: Literal["step"] = "step"
 
@@ -158,28 +146,17 @@ class LaunchRecord:
 
 @dataclass(frozen=True, slots=True)
 class StartRecord:
-    """The parts of a launch in seconds on rank 0, up to the end of its first optimizer step.
-
-    Attributes:
-        launcher: until deepspeed or torchrun had started this process.
-        imports: of the libraries, with the checks of recipe, configuration and run directory.
-        data: vocabulary and tokens, from the cache or new; choice of the checkpoint to resume.
-        records: the plan on the screen and the files of the run.
-        engine: weights, DeepSpeed's engine, compiled ops.
-        weights: a checkpoint loaded, or the initial weights validated.
-        first_step: with its batch.
-        compiling: torch.compile, and measuring its gain; in no other part.
-    """
+    """The parts of a launch in seconds on rank 0, up to the end of its first optimizer step."""
 
     step: int
-    launcher: Finite
-    imports: Finite
-    data: Finite
-    records: Finite
-    engine: Finite
-    weights: Finite
-    first_step: Finite
-    compiling: Finite
+    launcher: Finite  # until deepspeed or torchrun had started this process
+    imports: Finite  # of the libraries, with the checks of recipe, configuration and run directory
+    data: Finite  # vocabulary and tokens, from the cache or new; choice of the checkpoint to resume
+    records: Finite  # the plan on the screen and the files of the run
+    engine: Finite  # weights, DeepSpeed's engine, compiled ops
+    weights: Finite  # a checkpoint loaded, or the initial weights validated
+    first_step: Finite  # with its batch
+    compiling: Finite  # torch.compile, and measuring its gain; in no other part
     time: float = 0.0
     kind: Literal["start"] = "start"
 

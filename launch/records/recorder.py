@@ -20,36 +20,13 @@ from launch.console.progress import Silent, screen
 from launch.machine import description
 from launch.machine.memory import peak_cached_bytes, peak_memory
 from launch.ranks.start_up import StartClock
-from launch.records import metrics
+from launch.records import facts, metrics
 from launch.records.directory import RunDirectory
-from launch.records.facts import (
-    Ending,
-    Peaks,
-    RankSeconds,
-    RunFacts,
-    SaveOutcome,
-    SilentRecorder,
-    StepOutcome,
-    StepProfile,
-    Validation,
-)
-from launch.records.metrics import (
-    LaunchRecord,
-    Note,
-    ProfileRecord,
-    Record,
-    SaveRecord,
-    SpeedSettings,
-    StartRecord,
-    StepRecord,
-    ValidationRecord,
-    finite,
-    finite_parts,
-)
+from launch.records.facts import Ending, Peaks, RunFacts, SaveOutcome, SilentRecorder, StepOutcome
+from launch.records.metrics import StepRecord, ValidationRecord, finite, finite_parts
 from launch.records.plan_text import Surroundings, describe_plan
-from launch.records.result import Result, make_result, write_result
+from launch.records.result import Result, Throughput, make_result, write_result
 from launch.records.result_text import result_text
-from launch.records.throughput import Throughput
 from recipes.problems import counted
 from recipes.refused_by_system import problem
 
@@ -87,7 +64,7 @@ class Recorder(SilentRecorder):
         folder, purged = str(directory.tensorboard), start_step + 1 if start_step else 0
         self._events = SummaryWriter(folder, purge_step=purged, flush_secs=10)
         self._screen = screen(stream, start_step, run.plan.recipe.steps) if stream else Silent()
-        self._write(LaunchRecord(start_step, SpeedSettings.of(run), time.time()))
+        self._write(metrics.LaunchRecord(start_step, metrics.SpeedSettings.of(run), time.time()))
         for notice in directory.notices:
             self.say(notice)
         if missing:
@@ -101,7 +78,7 @@ class Recorder(SilentRecorder):
         self.directory.close()
 
     def say(self, text: str) -> None:
-        self._write(Note(self._step, text, time.time()))
+        self._write(metrics.Note(self._step, text, time.time()))
         self._screen.line(text)
 
     def mark(self, part: str) -> None:
@@ -109,7 +86,12 @@ class Recorder(SilentRecorder):
             self._clock.mark(part)
 
     def step(
-        self, step: int, outcome: StepOutcome, seconds: float, waited: float, ranks: RankSeconds | None = None
+        self,
+        step: int,
+        outcome: StepOutcome,
+        seconds: float,
+        waited: float,
+        ranks: facts.RankSeconds | None = None,
     ) -> None:
         assert step == self._step + 1, f"step {step} follows step {self._step}: the first completed step is 1"
         self._step = step
@@ -147,15 +129,15 @@ class Recorder(SilentRecorder):
         if self._clock and step == self._start_step + 1:
             self._clock.mark("first_step")
             parts: dict[str, Any] = self._clock.parts
-            self._write(start := StartRecord(step, **parts, time=time.time()))
+            self._write(start := metrics.StartRecord(step, **parts, time=time.time()))
             self._screen.line(str(start))
 
-    def profile(self, found: StepProfile) -> None:
-        self._write(ProfileRecord(**vars(found), step=found.last, time=time.time()))
+    def profile(self, found: facts.StepProfile) -> None:
+        self._write(metrics.ProfileRecord(**vars(found), step=found.last, time=time.time()))
         for each in found.problems:
             self.say(f"WARNING: no trace of a rank: {each}")
 
-    def validation(self, step: int, outcome: Validation, kind: str = "validation") -> None:
+    def validation(self, step: int, outcome: facts.Validation, kind: str = "validation") -> None:
         parts, loss = finite_parts(outcome.parts), finite(outcome.loss)
         record = ValidationRecord(step, loss, parts, time.time(), "test" if kind == "test" else "validation")
         self._write(record)
@@ -170,7 +152,7 @@ class Recorder(SilentRecorder):
         self._write_result(Ending("saving", reason, peaks))
 
     def save(self, saved: SaveOutcome) -> None:
-        self._write(SaveRecord(**vars(saved), time=time.time()))
+        self._write(metrics.SaveRecord(**vars(saved), time=time.time()))
         per_second = saved.bytes / saved.seconds
         for name, value in (("blocking_seconds", saved.blocking_seconds), ("bytes_per_second", per_second)):
             self._scalar(f"save/{name}", value, saved.step)
@@ -243,7 +225,7 @@ class Recorder(SilentRecorder):
             self._events.close()
         self._file.close()
 
-    def _write(self, record: Record) -> None:
+    def _write(self, record: metrics.Record) -> None:
         """Write one line at once: a killed process loses only the line that it was writing.
 
         After a full disk the rest is tried again with the next line.

@@ -7,32 +7,23 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
 from data.durable_files import write_atomically
 from ds_configs.plan import Plan
 from launch.console.numbers import gigabytes
+from launch.records import metrics
 from launch.records.comparability import Incomparable, not_comparable
 from launch.records.deviations import Deviation, deviations
 from launch.records.facts import Ending, Entropies, Finite, Peaks, RunFacts, TaskScore
-from launch.records.metrics import (
-    Parts,
-    ProfileRecord,
-    Records,
-    SpeedSettings,
-    StartRecord,
-    StepRecord,
-    Stretch,
-    ValidationRecord,
-    stretches,
-)
-from launch.records.throughput import WARMUP_STEPS, Throughput, steady_seconds
+from launch.records.metrics import Parts, Records, StepRecord
 from modeling import cost
 from recipes import files
 from recipes.layout import Layout
@@ -46,6 +37,8 @@ TFLOPS_BY: dict[str, tuple[str, Literal["tflops", "exact_tflops"]]] = {
     "exact": ("TFLOPS per GPU, exact count", "exact_tflops"),
 }
 NOT_RECORDED = "what was not recorded"
+# Steps of a launch left out of its throughput: allocation, compilation and caches make them slower.
+WARMUP_STEPS = 5
 LAST_STEPS = 10  # the final training loss is a mean over this many steps: one batch alone is noise
 
 
@@ -78,17 +71,12 @@ class Losses:
 
 @dataclass(frozen=True)
 class Speed:
-    """Rates at the median time per step, over all ranks; TFLOPS per rank. None: no step was made.
+    """Rates at the median time per step, over all ranks; TFLOPS per rank. None: no step was made."""
 
-    Attributes:
-        seconds_per_step: the median of `steps` steps, without the first `left_out` of each launch.
-        data_wait_share: share of the time of steps spent waiting for batches, 0 to 1.
-    """
-
-    seconds_per_step: Finite | None = None
+    seconds_per_step: Finite | None = None  # the median of `steps` steps
     steps: int = 0
-    left_out: int = 0
-    data_wait_share: Finite | None = None
+    left_out: int = 0  # first steps of each launch
+    data_wait_share: Finite | None = None  # of the time of steps, 0 to 1
     samples_per_s: Finite | None = None
     tokens_per_s: Finite | None = None
     tflops: Finite | None = None
@@ -126,38 +114,25 @@ class ComparedQuantity:
 
 @dataclass(frozen=True)
 class Result:
-    """One row of a results table.
+    """One row of a results table."""
 
-    Attributes:
-        recipe: table/row as the user names it.
-        implementation: source of modules and loop: ours, or "transformers" with its version.
-        status, reason, sample, task_scores: as in `Ending`.
-        emulated_fp16: fp16 on a CPU, whose speed means nothing.
-        parameters_summed_over_tp_ranks: a model's size as Megatron-LM prints it, with duplicates and padding.
-        steps: optimizer steps, including `skipped_steps` that the loss scaler skipped.
-        not_comparable: the reason for no ratios; None also if nothing was published.
-        banded_attention_kernel: the kernel of banded layers; None: all layers are dense.
-        start: parts of the last launch with a step.
-        profile: of the steps that were profiled last.
-    """
-
-    recipe: str
-    status: str
+    recipe: str  # table/row as the user names it
+    status: str  # as in `Ending`, like reason, sample and task_scores
     title: str = ""
     tiny: bool = False
-    implementation: str | None = None
+    implementation: str | None = None  # source of modules and loop: ours, or "transformers" with its version
     reason: str | None = None
     ds_config: str | None = None
     layout: Layout | None = None
     precision: str | None = None
-    emulated_fp16: bool = False
+    emulated_fp16: bool = False  # fp16 on a CPU, whose speed means nothing
     zero_stage: int | None = None
     offload: str | None = None
     activation_checkpointing: str | int | None = None
     sequence_parallel: bool = False
     parameters: int | None = None
-    parameters_summed_over_tp_ranks: int | None = None
-    steps: int = 0
+    parameters_summed_over_tp_ranks: int | None = None  # as Megatron-LM prints it: duplicates and padding too
+    steps: int = 0  # including `skipped_steps` that the loss scaler skipped
     skipped_steps: int = 0
     losses: Losses = Losses()
     entropies: Entropies = Entropies()
@@ -165,13 +140,13 @@ class Result:
     memory: MemoryUse = MemoryUse()
     hardware: str | None = None
     deviations: tuple[Deviation, ...] = ()
-    not_comparable: Incomparable | None = None
+    not_comparable: Incomparable | None = None  # the reason for no ratios; None also if nothing was published
     comparison: tuple[ComparedQuantity, ...] = ()
     published_source: str | None = None
-    banded_attention_kernel: str | None = None
+    banded_attention_kernel: str | None = None  # None: all layers are dense
     sample: str | None = None
-    start: StartRecord | None = None
-    profile: ProfileRecord | None = None
+    start: metrics.StartRecord | None = None  # of the last launch with a step
+    profile: metrics.ProfileRecord | None = None  # of the steps that were profiled last
     task_scores: tuple[TaskScore, ...] = ()
     loss_per: str = "token"
     version: Literal[2] = 2
@@ -185,13 +160,34 @@ class Result:
 _ADAPTER = TypeAdapter(Result)
 
 
+class Throughput:
+    """The rates of a plan from the seconds of an optimizer step."""
+
+    def __init__(self, plan: Plan) -> None:
+        recipe, samples, length = plan.recipe, plan.layout.global_batch, plan.recipe.sequence_length
+        published, exact = cost.tflops(
+            recipe.model, length, samples, 1.0, plan.layout.world, padded_vocab=plan.padded_vocab,
+            checkpointing=recipe.checkpoint_interval > 0, predictions=recipe.predictions,
+        )  # fmt: skip
+        tokens = samples * recipe.model.sequences * length
+        # Of a step of one second; a longer one performs proportionally fewer.
+        self._of_a_second = dict(
+            samples_per_s=samples, tokens_per_s=tokens, tflops=published, exact_tflops=exact
+        )
+
+    def rates(self, seconds: float, samples: int | None = None) -> dict[str, Any]:
+        """Return samples/s and tokens/s over all ranks, and TFLOPS per rank; `samples`: None: the batch's."""
+        share = 1.0 if samples is None else samples / self._of_a_second["samples_per_s"]
+        return {name: share * number / seconds for name, number in self._of_a_second.items()}
+
+
 def make_result(run: RunFacts, records: Records, ending: Ending) -> Result:
     """Make the result of a run from its records and end. The reason of a failure is its first deviation."""
     plan, recipe, steps = run.plan, run.plan.recipe, records.steps
     last = steps[-1].step if steps else 0
-    *others, measured_over = stretches(records) or [Stretch(None, ())]
+    *others, measured_over = metrics.stretches(records) or [metrics.Stretch(None, ())]
     # A finished run may be resumed with other settings, without a further step.
-    elsewhere = bool(measured_over.how) and measured_over.how != SpeedSettings.of(run)
+    elsewhere = bool(measured_over.how) and measured_over.how != metrics.SpeedSettings.of(run)
     recorded = [record.peak_memory_bytes for record in measured_over.steps]
     peaks = ending.peaks or Peaks()
     peak = max(recorded if elsewhere else [peaks.bytes or 0, *recorded])
@@ -283,8 +279,20 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return math.fsum(known) / len(known) if len(known) == len(values) else None
 
 
-def _last(records: Sequence[ValidationRecord]) -> HeldOutLoss | None:
+def _last(records: Sequence[metrics.ValidationRecord]) -> HeldOutLoss | None:
     return HeldOutLoss(records[-1].loss, records[-1].parts, records[-1].step) if records else None
+
+
+def steady_seconds(steps: Sequence[StepRecord]) -> tuple[float, int, int] | None:
+    """Return the median seconds per step, their number, and the left-out steps of each launch; or None.
+
+    Profiled steps do not count. A run that is too short for WARMUP_STEPS leaves out its first step only.
+    """
+    for left_out in (WARMUP_STEPS, 1, 0):
+        late = (record for record in steps if record.launch_step > left_out)
+        if steady := [record.seconds for record in late if not record.profiled]:
+            return statistics.median(steady), len(steady), left_out
+    return None
 
 
 def _speed(plan: Plan, steps: Sequence[StepRecord], elsewhere: bool) -> Speed:

@@ -213,7 +213,7 @@ class RecipeTrainer(Trainer):
         return inputs
 
     def floating_point_ops(self, inputs: MicroBatch) -> int:
-        """Return 0: `launch.records.throughput` counts operations."""
+        """Return 0: `launch.records.result` counts operations."""
         return 0
 
 

@@ -17,8 +17,7 @@ from launch.ranks.start_up import StartClock
 from launch.records.facts import Ending, Peaks
 from launch.records.loss_plot import plot_loss
 from launch.records.metrics import START_PARTS, Records, curve, read_metrics
-from launch.records.result import read_result
-from launch.records.throughput import Throughput
+from launch.records.result import Throughput, read_result
 from modeling import cost
 
 PARTS = {"mlm_loss": 5.0, "sentence_loss": 0.69, "sentence_accuracy": 0.5}

@@ -11,9 +11,16 @@ from ds_configs.findings import Notice
 from launch.records.directory import RunDirectory
 from launch.records.facts import Ending, Entropies, Peaks
 from launch.records.metrics import StepRecord, read_metrics
-from launch.records.result import HeldOutLoss, Result, Speed, make_result, read_result, write_result
+from launch.records.result import (
+    HeldOutLoss,
+    Result,
+    Speed,
+    make_result,
+    read_result,
+    steady_seconds,
+    write_result,
+)
 from launch.records.result_text import result_text
-from launch.records.throughput import steady_seconds
 from modeling import cost
 from recipes.files import FileError
 from recipes.layout import Layout

@@ -19,9 +19,8 @@ from torch.autograd import DeviceType
 
 from launch.records.facts import StepProfile
 from launch.records.metrics import read_metrics
-from launch.records.result import read_result
+from launch.records.result import read_result, steady_seconds
 from launch.records.result_text import result_text
-from launch.records.throughput import steady_seconds
 from launch.training import profiling
 from launch.training.time_by_kind import STEP, seconds_by_kind
 from recipes import catalog
