@@ -1,17 +1,13 @@
-"""The exchange of facts between the ranks of a run: before it, after each step and at its end.
-
-`StepReport` holds the facts of one rank after a step. `StepNews` makes one value of all ranks' reports.
-"""
+"""The exchange of facts between the ranks of a run: before it, after each step and at its end."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import socket
 import statistics
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,23 +57,14 @@ def without_paths(ds: dict[str, Any]) -> dict[str, Any]:
     return {**ds, "zero_optimization": zero}
 
 
-@dataclass(frozen=True)
-class StepReport:
-    """The report of one rank at the end of a step, in numbers that travel as one row of a tensor.
+class StepReport(NamedTuple):
+    """The report of one rank at the end of a step, in numbers that travel as one row of a tensor."""
 
-    Attributes:
-        stop: index in `REASONS` of the request to stop.
-        own_seconds: this rank's time in `RankSeconds`.
-        unreadable: this rank cannot read the batches of the next step.
-        written: this rank has written its file of the checkpoint in progress.
-        overdue: run.save_every_minutes have passed since the last save.
-    """
-
-    stop: int = 0
-    own_seconds: float = 0.0
-    unreadable: bool = False
-    written: bool = False
-    overdue: bool = False
+    stop: int = 0  # index in `REASONS` of the request to stop
+    own_seconds: float = 0.0  # this rank's time in `RankSeconds`
+    unreadable: bool = False  # this rank cannot read the batches of the next step
+    written: bool = False  # this rank has written its file of the checkpoint in progress
+    overdue: bool = False  # run.save_every_minutes have passed since the last save
 
 
 @dataclass(frozen=True)
@@ -106,19 +93,15 @@ class StepExchange:
 
     def __init__(self, own: StepReport, group: dist.ProcessGroup) -> None:
         """Send the report `own` to all ranks. Collective."""
-        row = torch.tensor(dataclasses.astuple(own), dtype=torch.float64)
+        row = torch.tensor(own, dtype=torch.float64)
         self._table = torch.empty(dist.get_world_size(group), len(row), dtype=torch.float64)
         self._work = _all_gather(self._table.view(-1), row, group=group, async_op=True)
 
     def wait(self) -> StepNews:
         """Wait for the reports of all ranks."""
         self._work.wait()
-        return StepNews(tuple(_report(values) for values in self._table.tolist()))
-
-
-def _report(values: list[float]) -> StepReport:
-    stop, own_seconds, *flags = values
-    return StepReport(int(stop), own_seconds, *map(bool, flags))
+        rows = self._table.tolist()
+        return StepNews(tuple(StepReport(int(stop), *rest) for stop, *rest in rows))
 
 
 def peak_memory(group: dist.ProcessGroup) -> Peaks:

@@ -12,7 +12,7 @@ from launch.ranks.watchdog import Phase
 from launch.training.early_ends import EarlyEnd, EarlyStop
 from launch.training.engine import build_engine, release_at_end, train_step
 from launch.training.micro_batches import salts_of_step
-from launch.training.run import Start, TrainingRun, first_step, next_batch, run_watchdog
+from launch.training.run import Start, TrainingRun, next_batch, run_watchdog
 from launch.training.training_batches import training_batches
 from modeling.parallel.random_state import seed_step
 
@@ -32,8 +32,7 @@ def train(start: Start, after: Callable[[TrainingRun], None] = lambda run: None)
         return transformers_trainer.train(start)
     with contextlib.ExitStack() as stack:
         watchdog = stack.enter_context(run_watchdog(start))
-        done = first_step(start.checkpoint)
-        engine = build_engine(job, grid, recorder.say, resumed=resumed, done=done, mark=recorder.mark)
+        engine = build_engine(job, grid, recorder.say, resumed=resumed, done=start.done, mark=recorder.mark)
         batches = training_batches(plan, start.corpus, grid, start.checkpoint)
         recorder.mark("engine")
         stack.enter_context(release_at_end(engine))

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from data.corpus import Corpus
 from data.loader import MicroBatch, StepBatches, validation_batches
@@ -26,8 +28,7 @@ from launch.checkpoints.engine_state import EngineState
 from launch.checkpoints.manifest import Progress
 from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.checkpoints.saving import Saver
-from launch.ranks import ending
-from launch.ranks.processes import gathered
+from launch.ranks import ending, processes
 from launch.ranks.stop_request import REASONS, StopRequest
 from launch.ranks.watchdog import Phase, Watchdog
 from launch.records.facts import RankSeconds, SilentRecorder, StepOutcome, Validation
@@ -36,7 +37,6 @@ from launch.training import agreement
 from launch.training.agreement import StepExchange, StepNews, StepReport
 from launch.training.early_ends import BrokenData, Diverged, EarlyStop, NotSavedError, SkipCounter
 from launch.training.engine import Forward, forward, validate
-from launch.training.forward_clock import ForwardClock
 from launch.training.job import Job
 from launch.training.training_batches import end_together
 from modeling.parallel.process_grid import ProcessGrid
@@ -51,6 +51,11 @@ class Start:
     corpus: Corpus
     grid: ProcessGrid
     checkpoint: Checkpoint | None = None
+
+    @property
+    def done(self) -> int:
+        """The number of optimizer steps before the run starts."""
+        return self.checkpoint.step if self.checkpoint else 0
 
 
 class TrainingRun:
@@ -80,7 +85,7 @@ class TrainingRun:
         self.clock = ForwardClock(engine, watchdog.advance)
         self.held_out = held_out_batches(corpus.validation, job.plan, grid)
         self.skipped = SkipCounter(job.plan.precision)
-        self.start_step = self.done = self.saved = first_step(start.checkpoint)
+        self.start_step = self.done = self.saved = start.done
         self._saved_at = time.monotonic()  # when the last save began
         self._unreadable: str | None = None  # why this rank cannot read the next step
         self._reported: set[str] = set()  # broken records that were already named
@@ -130,8 +135,10 @@ class TrainingRun:
         """
         with self.watchdog.aside(Phase.RECORDING):
             stop = REASONS.index(self.stop.look())
-        seconds, written = waited + self.clock.take(), self.saver.written
-        own = StepReport(stop, seconds, self._unreadable is not None, written, self._overdue())
+        every = self.recipe.run.save_every_minutes
+        overdue = every is not None and time.monotonic() - self._saved_at >= 60 * every
+        seconds, unreadable = waited + self.clock.take(), self._unreadable is not None
+        own = StepReport(stop, seconds, unreadable, self.saver.written, overdue)
         return StepExchange(own, self.grid.control_group)
 
     def news(self, exchange: StepExchange) -> StepNews:
@@ -166,15 +173,16 @@ class TrainingRun:
         """Validate every run.validate_every steps and after the last, followed by the test split."""
         self.watchdog.enter(Phase.VALIDATING)
         last = step == self.recipe.steps
-        if last or due(step, self.recipe.run.validate_every):
-            found = self.validate(self.held_out)
-            self.recorder.validation(step, found)
-            self._monitor("validation", found)
+        if not (last or due(step, self.recipe.run.validate_every)):
+            return
+        found = self.validate(self.held_out)
+        self.recorder.validation(step, found)
+        self._monitor("validation", found)
         if last and self.corpus.test is not None:
             tested = held_out_batches(self.corpus.test, self.job.plan, self.grid)
             self.recorder.validation(step, self.validate(tested), "test")
-        if last or due(step, self.recipe.run.validate_every):
-            self.report_skipped_records()
+        if self.corpus.skipped:
+            self._report_skipped_records()
 
     def save_if_due(self, step: int, news: StepNews) -> None:
         """Save every run.save_every steps and run.save_every_minutes, at the end and at a stop.
@@ -192,7 +200,9 @@ class TrainingRun:
                 self.recorder.last_save(agreement.peak_memory(self.grid.control_group))
             self._save(step)
         if news.stopped or last:
-            self.finish_saving()
+            self.saver.finish()
+            if self.saver.problem:
+                raise NotSavedError(self.saver.problem)
 
     def end_if_due(self, step: int, news: StepNews) -> EarlyStop | None:
         """Return the early stop that was asked for. Raises BrokenData if a rank cannot read the next step."""
@@ -205,37 +215,59 @@ class TrainingRun:
         return None
 
     def _save(self, step: int) -> None:
-        self.saver.save(self._progress(step), self.batches.state(), checksum(self.corpus))
+        engine, state = self.engine, self.state
+        schedule = engine.lr_scheduler.state_dict()["completed"]
+        progress = Progress(step, state.adam_steps, schedule, engine.skipped_steps, state.scaler())
+        self.saver.save(progress, self.batches.state(), checksum(self.corpus))
         self.saved, self._saved_at = step, time.monotonic()
 
-    def _overdue(self) -> bool:
-        """Check by this rank's clock whether run.save_every_minutes have passed since the last save."""
-        every = self.recipe.run.save_every_minutes
-        return every is not None and time.monotonic() - self._saved_at >= 60 * every
-
-    def finish_saving(self) -> None:
-        """Wait for the checkpoint that is being written. Raises NotSavedError if that failed."""
-        self.saver.finish()
-        if self.saver.problem:
-            raise NotSavedError(self.saver.problem)
-
-    def report_skipped_records(self) -> None:
+    def _report_skipped_records(self) -> None:
         """Name the broken stream records that were skipped on any rank since the last call."""
-        if not self.corpus.skipped:
-            return
         own = [each for skipped in self.corpus.skipped for each in skipped.found()]
-        found = sorted({each for rank in gathered(own, self.grid.control_group) for each in rank})
+        found = sorted({each for rank in processes.gathered(own, self.grid.control_group) for each in rank})
         if new := [each for each in found if each not in self._reported]:
             self._reported.update(new)
             self.recorder.say(f"data.broken_records=skip: {SkippedRecords.describe(new)}")
 
-    def _progress(self, step: int) -> Progress:
-        engine = self.engine
-        schedule, skipped = engine.lr_scheduler.state_dict()["completed"], engine.skipped_steps
-        return Progress(step, self.state.adam_steps, schedule, skipped, self.state.scaler())
-
     def validate(self, held_out: Sequence[Sequence[MicroBatch]]) -> Validation:
         return validate(self.engine, held_out, self.grid, self.forward)
+
+
+class ForwardClock:
+    """Measure the forward passes of training; call `on_pass` after every pass.
+
+    Each pass has two marks: events on an accelerator's stream, without waiting for it, or times on a CPU.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, on_pass: Callable[[], None] = lambda: None) -> None:
+        self._engine, self._on_pass = engine, on_pass
+        self._on_stream = processes.device().own_memory
+        self._marks: list[Any] = []  # begin, end, begin, end, ...
+        # The pipeline's engine calls its module. Hooks of a plain module would be compiled with it.
+        called = engine.module if isinstance(engine, PipelineEngine) else engine
+        called.register_forward_pre_hook(lambda *_: self._mark())
+        called.register_forward_hook(self._end)
+
+    def take(self) -> float:
+        """Return the seconds of the passes since the last call."""
+        pairs = list(zip(self._marks[::2], self._marks[1::2], strict=True))
+        self._marks = []
+        if not self._on_stream:
+            return sum(end - begin for begin, end in pairs)
+        if pairs and not pairs[-1][1].query():  # mostly done: the step has waited for its norm
+            pairs[-1][1].synchronize()
+        return sum(begin.elapsed_time(end) for begin, end in pairs) / 1000
+
+    def _end(self, *_: Any) -> None:
+        self._mark()
+        self._on_pass()
+
+    def _mark(self) -> None:
+        if self._engine.module.training:
+            on_stream = get_accelerator().Event(enable_timing=True) if self._on_stream else None
+            self._marks.append(on_stream or time.perf_counter())
+            if on_stream:
+                on_stream.record()
 
 
 def run_watchdog(start: Start) -> AbstractContextManager[Watchdog]:
@@ -266,11 +298,6 @@ def held_out_batches(samples: HeldOut, plan: Plan, grid: ProcessGrid) -> Sequenc
     # No more micro-batches than the samples fill: a validation step may be shorter than a training step.
     passes = min(layout.accumulation, math.ceil(len(samples) / (layout.micro * layout.dp)))
     return validation_batches(samples, layout.micro, passes, layout.dp, grid.at.dp)
-
-
-def first_step(checkpoint: Checkpoint | None) -> int:
-    """Return the number of optimizer steps before the run starts."""
-    return checkpoint.step if checkpoint else 0
 
 
 def checksum(corpus: Corpus) -> str:

@@ -46,21 +46,16 @@ DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCC
 
 @dataclass(frozen=True)
 class Training:
-    """A job with facts for its result, and with the work that its command adds.
-
-    Attributes:
-        original: the recipe before --tiny, --set and --steps.
-        corpus: makes the training data; raises ValueError or OSError. Collective.
-        after: called after the last step, before the engine is released. Collective.
-        outcome: called on rank 0 after a good end; makes the sample or the scores.
-    """
+    """A job with facts for its result, and with the work that its command adds."""
 
     job: Job
-    original: Recipe
+    original: Recipe  # before --tiny, --set and --steps
     tiny: bool
     emulated_fp16: bool
-    corpus: Callable[[Meeting], Corpus]
+    corpus: Callable[[Meeting], Corpus]  # makes the training data; raises ValueError or OSError. Collective
+    # After the last step, before the engine is released. Collective.
     after: Callable[[TrainingRun], None] = lambda run: None
+    # On rank 0 after a good end; makes the sample or the scores.
     outcome: Callable[[Corpus], Ending] = lambda corpus: Ending()
     clock: start_up.StartClock = field(default_factory=start_up.StartClock)
 
@@ -147,7 +142,13 @@ def admit_run(training: Training, meeting: Meeting) -> RunDirectory | None:
     """Open the run directory on rank 0, and check that every rank sees it. Collective."""
     directory = meeting.settle(lambda: open_run_directory(training))
     if processes.world_size() > 1:
-        check_shared(training.job, meeting)
+        from launch.records import shared_directory
+
+        first, place = processes.rank() == 0, training.job.directory
+        with shared_directory.token(place) if first else contextlib.nullcontext("") as token:
+            name = meeting.from_rank_0(token)
+            seen = meeting.settle(lambda: first or shared_directory.wait_for(place, name))
+        meeting.settle(lambda: shared_directory.check(seen, place))
     return directory
 
 
@@ -222,17 +223,6 @@ def system_refusals(place: Path) -> Iterator[None]:
         if told := told_by(error):
             raise ProblemsError([problem(told, place, "name another directory with --out")]) from None
         raise
-
-
-def check_shared(job: Job, meeting: Meeting) -> None:
-    """Check that all machines see the run directory. Collective."""
-    from launch.records import shared_directory
-
-    first = processes.rank() == 0
-    with shared_directory.token(job.directory) if first else contextlib.nullcontext("") as token:
-        name = meeting.from_rank_0(token)
-        seen = meeting.settle(lambda: first or shared_directory.wait_for(job.directory, name))
-    meeting.settle(lambda: shared_directory.check(seen, job.directory))
 
 
 def show_plan(job: Job) -> None:
@@ -322,7 +312,6 @@ def open_recorder(
     from launch.records.facts import Entropies, SilentRecorder
     from launch.records.recorder import Recorder
     from launch.training.build_model import band_kernel
-    from launch.training.run import first_step
 
     if directory is None:
         return SilentRecorder()
@@ -332,7 +321,8 @@ def open_recorder(
     known = replace(
         training.facts, data=corpus.summary, entropies=entropies, band_kernel=band_kernel(job.plan)
     )
-    recorder = Recorder(directory, known, first_step(chosen.checkpoint), training.clock, sys.stdout)
+    done = chosen.checkpoint.step if chosen.checkpoint else 0
+    recorder = Recorder(directory, known, done, training.clock, sys.stdout)
     given = job.initial_weights
     if given and (warning := vocabulary.foreign_tokens(Path(given.directory), corpus.tokenizer)):
         recorder.say(warning)

@@ -41,7 +41,7 @@ from launch.training import engine as steps
 from launch.training import micro_batches, transformers_model
 from launch.training.early_ends import EarlyEnd, EarlyStop
 from launch.training.engine import parameter_groups
-from launch.training.run import Start, TrainingRun, first_step, next_batch, run_watchdog
+from launch.training.run import Start, TrainingRun, next_batch, run_watchdog
 from launch.training.schedule import Schedule
 from launch.training.training_batches import training_batches
 from modeling.parallel.cross_entropy import weighted_loss
@@ -53,7 +53,7 @@ from recipes.schema import Recipe
 def train(start: Start) -> EarlyStop | None:
     """Train by Trainer's loop; the counterpart of `launch.training.loop.train`."""
     job, recorder, grid, plan = start.job, start.recorder, start.grid, start.job.plan
-    if first_step(start.checkpoint) >= plan.recipe.steps:  # Trainer takes at least one step
+    if start.done >= plan.recipe.steps:  # Trainer takes at least one step
         return None
     with contextlib.ExitStack() as stack:
         watchdog = stack.enter_context(run_watchdog(start))
@@ -69,16 +69,15 @@ def train(start: Start) -> EarlyStop | None:
         stack.enter_context(contextlib.closing(batches))
         stop = stack.enter_context(StopRequest(job.stop_file))
 
-        def begin(engine: DeepSpeedEngine) -> FollowRun:
+        def begin(engine: DeepSpeedEngine) -> TrainingRun:
             recorder.mark("engine")
             stack.enter_context(steps.release_at_end(engine))
             stack.enter_context(ending.keep_error_of_block(job.directory, but=EarlyEnd))
-            run = stack.enter_context(TrainingRun(start, engine, batches, stop, watchdog, forward))
-            return FollowRun(run, trainer)
+            return stack.enter_context(TrainingRun(start, engine, batches, stop, watchdog, forward))
 
         trainer = RecipeTrainer(plan.recipe, batches, watchdog, model=model, args=arguments)
         trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(BeginRun(begin, trainer))
+        trainer.add_callback(FollowRun(begin, trainer))
         trainer.train()
     return trainer.stopped
 
@@ -114,27 +113,20 @@ def training_arguments(plan: Plan, directory: str) -> TrainingArguments:
     return arguments
 
 
-class BeginRun(TrainerCallback):
-    """Begin the run once Trainer has made the engine."""
+class FollowRun(TrainerCallback):
+    """Begin the run once Trainer has made the engine; report its steps, and to it the run's end."""
 
-    def __init__(self, begin: Callable[[DeepSpeedEngine], FollowRun], trainer: RecipeTrainer) -> None:
+    run: TrainingRun
+
+    def __init__(self, begin: Callable[[DeepSpeedEngine], TrainingRun], trainer: RecipeTrainer) -> None:
         self.begin, self.trainer = begin, trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         engine = self.trainer.model_wrapped
         if engine.fp16_enabled():
             postpone_growth(engine)
-        follower = self.begin(engine)
-        self.trainer.add_callback(follower)
-        state.global_step = follower.run.start_step
-
-
-class FollowRun(TrainerCallback):
-    """Report Trainer's steps to the run, and the run's decision to stop to Trainer."""
-
-    def __init__(self, run: TrainingRun, trainer: RecipeTrainer) -> None:
-        self.run, self.trainer = run, trainer
-        self.before = steps.state_before_step(run.engine)
+        self.run = self.begin(engine)
+        state.global_step = self.run.start_step
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.before = steps.state_before_step(self.run.engine)

@@ -29,7 +29,8 @@ from ds_configs.resolver import resolve
 from launch.checkpoints import run_checkpoints
 from launch.machine import description, doctor_checks, memory, start_checks
 from launch.ranks import processes
-from launch.training import compile_choice, forward_clock
+from launch.training import compile_choice
+from launch.training import run as training_run
 from launch.training.training_batches import training_batches
 from recipes import catalog
 
@@ -138,10 +139,10 @@ def test_the_forward_clock_reads_events(monkeypatch):
             return end.at - self.at
 
     monkeypatch.setattr(processes, "device", lambda: GPU)
-    monkeypatch.setattr(forward_clock, "get_accelerator", lambda: SimpleNamespace(Event=Event))
+    monkeypatch.setattr(training_run, "get_accelerator", lambda: SimpleNamespace(Event=Event))
     engine = torch.nn.Identity()
     engine.module = torch.nn.Identity().train()
-    clock = forward_clock.ForwardClock(engine)
+    clock = training_run.ForwardClock(engine)
     for _ in range(2):
         engine(torch.ones(1))
     assert clock.take() == pytest.approx(0.025) and clock.take() == 0.0
