@@ -71,7 +71,7 @@ class StepProfile:
 
     first: int
     last: int
-    # Seconds of a step by kind of work (`launch.training.time_by_kind`), the mean over steps and ranks; the
+    # Seconds of a step by kind of work (`launch.training.profiling`), the mean over steps and ranks; the
     # largest first.
     shares: dict[str, Finite]
     problems: tuple[str, ...] = ()  # traces that could not be written

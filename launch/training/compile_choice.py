@@ -52,13 +52,14 @@ def worth_compiling(plan: Plan, machine: Machine) -> bool:
     compiled layer, and each hook breaks its graph. No on GPUs without bf16 (NVIDIA's before Ampere), which
     Triton no longer tests.
     """
-    if plan.recipe.model.implementation == "transformers" or machine.emulated_fp16:
-        return False
-    if computes_wrong_gradients(plan):
-        return False
-    old = machine.device.own_memory and not machine.bf16
-    broken = plan.zero_stage == 3 and machine.device.asynchronous
-    return not (old or broken) and eager_seconds(plan, machine) >= PAYS_FROM
+    against = (
+        plan.recipe.model.implementation == "transformers",
+        machine.emulated_fp16,
+        computes_wrong_gradients(plan),
+        machine.device.own_memory and not machine.bf16,
+        plan.zero_stage == 3 and machine.device.asynchronous,
+    )
+    return not any(against) and eager_seconds(plan, machine) >= PAYS_FROM
 
 
 def surely_pays(plan: Plan, machine: Machine) -> bool:

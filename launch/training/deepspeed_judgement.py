@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from pydantic import ValidationError
@@ -36,21 +37,12 @@ def check(plan: Plan, where: str) -> None:
     ds = copy.deepcopy(plan.ds)
     ds["train_batch_size"] = plan.layout.micro * plan.layout.accumulation
     try:
-        DeepSpeedConfig(ds, _OneRank())
+        DeepSpeedConfig(ds, SimpleNamespace(get_data_parallel_world_size=lambda: 1))
     except ValidationError as error:
         raise ConfigError(list(_refused_values(error, where))) from None
     except Exception as error:  # its other checks raise exceptions of any type
-        said = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(
-            [Problem("--ds_config", f"DeepSpeed refuses it ({said})", fix=_FIX, where=where)]
-        ) from None
-
-
-class _OneRank:
-    """A stand-in for the process grid before there is one."""
-
-    def get_data_parallel_world_size(self) -> int:
-        return 1
+        came = f"DeepSpeed refuses it ({' '.join(str(error).split()) or type(error).__name__})"
+        raise ConfigError([Problem("--ds_config", came, fix=_FIX, where=where)]) from None
 
 
 def _refused_values(error: ValidationError, where: str) -> Iterator[Problem]:

@@ -91,20 +91,17 @@ def plan_job(
         )
     if initial_weights is not None:
         plan = replace(plan, notices=(*plan.notices, *initial_weights.check(recipe)))
-    if recipe.task is None:
-        check_data(recipe)
-    return plan
-
-
-def check_data(recipe: Recipe) -> None:
-    """Check the sources, and a vocabulary that is given; that takes transformers along. Raises ValueError."""
     data = recipe.data
+    if recipe.task is not None:
+        return plan
     if data.tokenizer.kind in ("file", "store") or any(origin.source == "store" for origin in data.origins):
-        from data.corpus import check_sources
+        from data.corpus import check_sources  # with transformers
 
-        return check_sources(recipe)
-    for origin in data.origins:
-        open_source(origin)
+        check_sources(recipe)
+    else:
+        for origin in data.origins:
+            open_source(origin)
+    return plan
 
 
 def plan_anywhere(recipe: Recipe, ds_config: str, machine: Machine, world: int | None = None) -> Plan:

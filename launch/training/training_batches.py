@@ -11,14 +11,12 @@ import torch.distributed as dist
 
 from data.corpus import Corpus
 from data.loader import MicroBatch, StepBatches, micro_batch, pin_batches, rank_rows
-from data.samples.fields import TrainingSamples
 from ds_configs.plan import Plan
 from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.ranks import processes
 from launch.ranks.processes import gathered
 from launch.training.early_ends import BrokenData
 from modeling.parallel.process_grid import ProcessGrid
-from recipes.layout import BatchSchedule, Layout
 from recipes.rank_order import model_groups
 
 
@@ -26,19 +24,16 @@ def training_batches(
     plan: Plan, corpus: Corpus, grid: ProcessGrid, checkpoint: Checkpoint | None
 ) -> StepBatches:
     """Make this rank's training micro-batches, one step's per `next`, after the checkpoint. Collective."""
+    recipe, pinned = plan.recipe, processes.device().own_memory
+    how: dict[str, Any] = dict(samples=corpus.train, seed=recipe.seed, layout=plan.layout, dp_rank=grid.at.dp)
+    how |= dict(workers=recipe.run.loader_workers, pinned=pinned, sizes=recipe.batch.schedule)
+    if checkpoint:
+        how |= dict(start_step=checkpoint.step, start_state=checkpoint.manifest.data)
     if corpus.train.random_access:  # mapped tokens, in which nothing can be broken
-        return StepBatches(*_batch_arguments(plan, corpus, grid, checkpoint, plan.recipe.run.loader_workers))
-    return StreamBatches(plan, corpus, grid, checkpoint)
-
-
-def _batch_arguments(
-    plan: Plan, corpus: Corpus, grid: ProcessGrid, checkpoint: Checkpoint | None, workers: int
-) -> tuple[TrainingSamples, int, Layout, int, int, dict[str, Any] | None, int, bool, BatchSchedule]:
-    """Return the arguments of StepBatches."""
-    start, state = (checkpoint.step, checkpoint.manifest.data) if checkpoint else (0, None)
-    pinned = processes.device().own_memory
-    seed, sizes = plan.recipe.seed, plan.recipe.batch.schedule
-    return corpus.train, seed, plan.layout, grid.at.dp, start, state, workers, pinned, sizes
+        return StepBatches(**how)
+    micro = plan.layout.micro
+    form = micro_batch(corpus.validation.take([0] * micro), np.zeros(micro))
+    return StreamBatches(grid, form, **how)
 
 
 class StreamBatches(StepBatches):
@@ -48,15 +43,15 @@ class StreamBatches(StepBatches):
     the message that ends a step: either all of them begin the next one, or none.
     """
 
-    def __init__(self, plan: Plan, corpus: Corpus, grid: ProcessGrid, checkpoint: Checkpoint | None):
-        """Start the batches of this rank; run.loader_workers threads if it reads. Collective."""
-        self._all_ranks, micro = grid.control_group, plan.layout.micro
+    def __init__(self, grid: ProcessGrid, form: MicroBatch, *, workers: int, **how: Any) -> None:
+        """Start the batches of this rank, with `workers` threads if it reads. Collective.
+
+        `form`: a micro-batch in the form of all; the others: as in `StepBatches`.
+        """
+        self._all_ranks, self._like = grid.control_group, form
         self._copy, self._reader = _copy_group(grid)
         self._reads = grid.rank == self._reader
-        workers = plan.recipe.run.loader_workers if self._reads else 0
-        super().__init__(*_batch_arguments(plan, corpus, grid, checkpoint, workers))
-        # All micro-batches have one form.
-        self._like = micro_batch(corpus.validation.take([0] * micro), np.zeros(micro))
+        super().__init__(workers=workers if self._reads else 0, **how)
         self._fetched: tuple[list[MicroBatch], dict[str, Any] | None] | None = None
         self._packed = torch.empty(0, dtype=torch.uint8)
         self._arrival: dist.Work | None = None
