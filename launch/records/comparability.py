@@ -28,17 +28,11 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Incomparable:
-    """The reason why the numbers of a run cannot be compared with its row.
+    """The reason why the numbers of a run cannot be compared with its row."""
 
-    Attributes:
-        reason: "tiny": another model; "unreadable": one of the recipes cannot be read; "other": other work by
-            `keys`; "emulated": fp16 on a CPU.
-        sharding: sharding and offload of the run and of the row's ds_config, if "ds_config" is in `keys`.
-    """
-
-    reason: Literal["tiny", "unreadable", "other", "emulated"]
+    reason: Literal["tiny", "unreadable", "other", "emulated"]  # of `REASONS`, or other work by `keys`
     keys: tuple[str, ...] = ()
-    sharding: tuple[str, str] | None = None
+    sharding: tuple[str, str] | None = None  # and offload, of the run and of the row, if "ds_config" is a key
 
     def __str__(self) -> str:
         if self.reason in REASONS:

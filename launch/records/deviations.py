@@ -53,18 +53,12 @@ SENTENCES = {
 
 @dataclass(frozen=True)
 class Deviation:
-    """One difference between a run and its recipe.
+    """One difference between a run and its recipe."""
 
-    Attributes:
-        kind: key of `SENTENCES`.
-        key: of the recipe; for "status" the status, for "notice" the notice's key.
-        is_: the run's value, or a remark on it.
-    """
-
-    kind: str
-    key: str = ""
+    kind: str  # key of `SENTENCES`
+    key: str = ""  # of the recipe; for "status" the status, for "notice" the notice's key
     was: Any = None
-    is_: Annotated[Any, Field(alias="is")] = None
+    is_: Annotated[Any, Field(alias="is")] = None  # the run's value, or a remark on it
 
     def __str__(self) -> str:
         return SENTENCES[self.kind].format(key=self.key, was=self.was, is_=self.is_)

@@ -20,22 +20,14 @@ OPTIMIZERS = {"adamw": "AdamW", "lamb": "LAMB", "lion": "Lion"}
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The lines next to a plan on the screen.
-
-    Attributes:
-        band_kernel: the kernel of banded layers on this machine; None: all layers are dense.
-        run_directory: None: nothing is started.
-        data: the corpus' summary; None: not known yet.
-        started: number of processes of this launch; None: not to be compared with the plan.
-        memory: memory of a process in words; None: its model states are counted.
-    """
+    """The lines next to a plan on the screen."""
 
     hardware: str
-    band_kernel: str | None = None
-    run_directory: Path | None = None
-    data: Mapping[str, Any] | None = None
-    started: int | None = None
-    memory: str | None = None
+    band_kernel: str | None = None  # of banded layers on this machine; None: all layers are dense
+    run_directory: Path | None = None  # None: nothing is started
+    data: Mapping[str, Any] | None = None  # the corpus' summary; None: not known yet
+    started: int | None = None  # processes of this launch; None: not to be compared with the plan
+    memory: str | None = None  # of a process in words; None: its model states are counted
     more: Iterable[tuple[str, str]] = ()
 
 
@@ -56,10 +48,11 @@ def describe_plan(plan: Plan, name: str, surroundings: Surroundings, width: int 
         f"hidden size {model.hidden}, {counted(model.heads, 'head')}, sequence length {length}{apart}, "
         f"vocabulary {model.vocab_size} (padded to {plan.padded_vocab})"
     )
-    betas = f"betas {o.betas[0]:g} {o.betas[1]:g}"
-    steps = counted(recipe.steps, "step")
+    rule = (
+        f"lr {o.lr:g}, betas {o.betas[0]:g} {o.betas[1]:g}, weight decay {o.weight_decay:g}, clip {o.clip:g}"
+    )
     read = recipe.batch.schedule.samples(recipe.steps) * model.sequences * length
-    tokens = f"{steps} = {read:,} tokens"
+    tokens = f"{counted(recipe.steps, 'step')} = {read:,} tokens"
     ramp, grown = recipe.batch.rampup, recipe.batch.schedule.stretches[-1][0] + 1
     growth = f" from step {grown:,} on, {ramp.start} at first, by {ramp.increment} more" if ramp else ""
     lines = [
@@ -73,10 +66,7 @@ def describe_plan(plan: Plan, name: str, surroundings: Surroundings, width: int 
         ("ZeRO stage", f"{plan.zero_stage}, offload: {plan.offload}   ({plan.ds_name}.json)"),
         ("memory", surroundings.memory or describe_states(plan)),
         ("recomputed", recomputed.get(recipe.checkpoint_interval, chunks)),
-        (
-            "optimizer",
-            f"{OPTIMIZERS[o.name]}, lr {o.lr:g}, {betas}, weight decay {o.weight_decay:g}, clip {o.clip:g}",
-        ),
+        ("optimizer", f"{OPTIMIZERS[o.name]}, {rule}"),
         ("schedule", f"{describe_schedule(recipe)}; {tokens}"),
         *([("data", describe_data(plan, surroundings.data))] if surroundings.data else []),
         ("hardware", surroundings.hardware),

@@ -48,6 +48,7 @@ def test_a_step_is_the_papers(scale, decay):
     assert (weight.detach() - wanted).abs().max() < 1e-6 * wanted.abs().max()
 
 
+@pytest.mark.long
 def test_deepspeed_has_lamb_for_cuda_alone():
     """In a process of its own: the accelerator is chosen once."""
     script = "import torch; from deepspeed.ops.lamb import FusedLamb; FusedLamb([torch.ones(2)])"

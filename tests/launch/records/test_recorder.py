@@ -95,7 +95,7 @@ def test_a_resumed_run_continues_its_records(tmp_path):
     assert [record.launch_step for record in steps] == [1, 2, 3, 4, 5, 1, 2, 3]
 
 
-def test_tensorboard_events_and_what_a_resume_purges(tmp_path):
+def test_tensorboard_events_and_what_a_resume_purges(tmp_path, monkeypatch):
     """Launches follow each other in the seconds of their files' names, by which they are read in order."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -104,15 +104,18 @@ def test_tensorboard_events_and_what_a_resume_purges(tmp_path):
         found.Reload()
         return found
 
-    run_steps(tmp_path, plan(), 7)
-    time.sleep(1)
-    run_steps(tmp_path, plan(), 3, start=5)
+    def launched_after(seconds: float, steps: int, start: int = 0) -> None:
+        monkeypatch.setattr(time, "time", lambda: now() + seconds)
+        run_steps(tmp_path, plan(), steps, start=start)
+
+    now = time.time
+    launched_after(0, 7)
+    launched_after(2, 3, start=5)
     tags = set(events().Tags()["scalars"])
     assert {"train/loss", "train/grad_norm", "speed/tokens_per_s", "memory/peak_memory_bytes"} <= tags
     assert "train/loss_scale" not in tags, "only fp16 has a loss scale"
     assert [event.step for event in events().Scalars("train/loss")] == [1, 2, 3, 4, 5, 6, 7, 8]
-    time.sleep(1)
-    run_steps(tmp_path, plan(), 2)  # killed before its first checkpoint: from the beginning
+    launched_after(4, 2)  # killed before its first checkpoint: from the beginning
     assert [event.step for event in events().Scalars("train/loss")] == [1, 2]
 
 

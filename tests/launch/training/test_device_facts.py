@@ -80,6 +80,7 @@ def test_training_beside_the_host(trained):
             assert loss == pytest.approx(trained["fp32"].losses[step], abs=2e-6), (name, step)
 
 
+@pytest.mark.long
 def test_zero_3_without_leaves_breaks_the_graph_of_a_layer_and_is_not_compiled_by_itself(
     tmp_path, monkeypatch
 ):
