@@ -6,16 +6,15 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from data.text.vocabulary import vocabulary_digest
-from recipes.files import FileError, read_json_object, read_text, refuse
+from data.text.vocabulary import read_tokenizer, vocabulary_digest
+from recipes.files import refuse
+from recipes.problems import ProblemsError
 
 FOLDER = "tokenizer"
-VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")  # next to weights; the first one counts
-MOST_VOCABULARY = 64 * 2**20  # bytes; a quarter of a million tokens take 17 MB
+VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")  # next to weights
 RESTORE = "restore it from a copy of the run"
 
 
@@ -47,53 +46,28 @@ def load(run: Path) -> PreTrainedTokenizerFast:
     if not (run / FOLDER).is_dir():
         why = "it is no run of this project, or its files were not copied whole"
         refuse(run, f"holds no {FOLDER}/", why, RESTORE)
-    file = run / FOLDER / "tokenizer.json"
-    read_json_object(file, MOST_VOCABULARY)
     try:
-        where = dict(local_files_only=True, trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(run / FOLDER, **where)
-    except Exception as error:  # transformers and tokenizers raise many types for a broken file
-        refuse(file.parent, f"cannot be read ({type(error).__name__}: {str(error)[:200]})", fix=RESTORE)
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        refuse(file.parent, f"is a {type(tokenizer).__name__}, which has no tokenizer.json", fix=RESTORE)
-    return tokenizer
+        return read_tokenizer(run / FOLDER)
+    except ProblemsError as error:
+        refuse(run / FOLDER, f"cannot be read ({error})", fix=RESTORE)
 
 
 def foreign_tokens(weights: Path, tokenizer: PreTrainedTokenizerFast) -> str | None:
     """Return a warning if the vocabulary next to `weights` numbers tokens in another way, or None."""
-    # Next to the weights, or in RUN/tokenizer for RUN/checkpoints/step-NNNNNN.
-    places = [weights / name for name in VOCABULARY_FILES]
-    if weights.parent.name == "checkpoints":
-        places.append(weights.parent.parent / FOLDER / "tokenizer.json")
-    file = next((place for place in places if place.exists()), None)
-    if file is None:
-        return None
+    place = weights
+    if not any((weights / name).is_file() for name in VOCABULARY_FILES):
+        place = weights.parent.parent / FOLDER  # of RUN/checkpoints/step-NNNNNN
+        if weights.parent.name != "checkpoints" or not place.is_dir():
+            return None
     try:
-        vocabulary = _token_numbers(file)
-    except FileError as error:
-        return f"{error}; whether the given weights know this run's tokens is not known"
+        vocabulary = read_tokenizer(place).get_vocab()
+    except ProblemsError as error:
+        return f"{place}: {error}; whether the given weights know this run's tokens is not known"
     known = tokenizer.get_vocab()
     other = sum(known.get(token) != number for token, number in vocabulary.items())
     if not other:
         return None
     return (
-        f"{file} is not the vocabulary of this run ({other:,} of {len(vocabulary):,} tokens differ): the "
+        f"{place} is not the vocabulary of this run ({other:,} of {len(vocabulary):,} tokens differ): the "
         "given weights know other tokens, so the loss starts high"
     )
-
-
-def _token_numbers(file: Path) -> dict[str, int]:
-    """Read a map from token to number from a file next to weights. Raises FileError."""
-    if file.suffix == ".txt":
-        lines = read_text(file, MOST_VOCABULARY).removesuffix("\n").split("\n")
-        return {token: number for number, token in enumerate(lines)}
-    vocabulary: Any = read_json_object(file, MOST_VOCABULARY)
-    if file.name == "tokenizer.json":
-        model = vocabulary.get("model")
-        vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(vocabulary, list):  # of a Unigram: [token, score]
-        pairs = [each for each in vocabulary if isinstance(each, list) and each and isinstance(each[0], str)]
-        vocabulary = {each[0]: number for number, each in enumerate(pairs)}
-    if not isinstance(vocabulary, dict) or not all(type(number) is int for number in vocabulary.values()):
-        refuse(file, "numbers no tokens", "a vocabulary maps each token to its number")
-    return vocabulary
