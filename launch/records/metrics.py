@@ -103,7 +103,7 @@ class ProfileRecord(StepProfile):
     kind: Literal["profile"] = "profile"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SpeedSettings:
     """The settings that decide the speed of a launch: times under other settings are not mixed."""
 

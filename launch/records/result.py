@@ -20,8 +20,7 @@ from data.durable_files import write_atomically
 from ds_configs.plan import Plan
 from launch.console.numbers import gigabytes
 from launch.records import metrics
-from launch.records.comparability import Incomparable, not_comparable
-from launch.records.deviations import Deviation, deviations
+from launch.records.deviations import Deviation, Incomparable, deviations, not_comparable
 from launch.records.facts import Ending, Entropies, Finite, Peaks, RunFacts, TaskScore
 from launch.records.metrics import Parts, Records, StepRecord
 from modeling import cost
@@ -187,7 +186,8 @@ def make_result(run: RunFacts, records: Records, ending: Ending) -> Result:
     last = steps[-1].step if steps else 0
     *others, measured_over = metrics.stretches(records) or [metrics.Stretch(None, ())]
     # A finished run may be resumed with other settings, without a further step.
-    elsewhere = bool(measured_over.how) and measured_over.how != metrics.SpeedSettings.of(run)
+    how = metrics.SpeedSettings.of(run)
+    elsewhere = bool(measured_over.how) and measured_over.how != how
     recorded = [record.peak_memory_bytes for record in measured_over.steps]
     peaks = ending.peaks or Peaks()
     peak = max(recorded if elsewhere else [peaks.bytes or 0, *recorded])
@@ -203,16 +203,8 @@ def make_result(run: RunFacts, records: Records, ending: Ending) -> Result:
         status=ending.status,
         title=recipe.title,
         tiny=run.tiny,
-        implementation=implementation(recipe.model),
         reason=ending.reason,
-        ds_config=plan.ds_name,
-        layout=plan.layout,
-        precision=plan.precision,
         emulated_fp16=run.emulated_fp16 and plan.precision == "fp16",
-        zero_stage=plan.zero_stage,
-        offload=plan.offload,
-        activation_checkpointing=recipe.activation_checkpointing,
-        sequence_parallel=recipe.parallel.sequence,
         parameters=cost.parameters(recipe.model, recipe.positions),
         parameters_summed_over_tp_ranks=tp * per_rank,
         steps=last,
@@ -221,7 +213,6 @@ def make_result(run: RunFacts, records: Records, ending: Ending) -> Result:
         entropies=run.entropies,
         speed=_speed(plan, measured_over.steps, elsewhere),
         memory=MemoryUse(peak or None, steps[-1].memory_kind if steps else None, peaks.cached_bytes),
-        hardware=run.hardware,
         deviations=tuple(stated),
         not_comparable=other if recipe.published else None,
         published_source=recipe.published.source if recipe.published else None,
@@ -231,6 +222,7 @@ def make_result(run: RunFacts, records: Records, ending: Ending) -> Result:
         profile=records.profiles[-1] if records.profiles else None,
         task_scores=ending.task_scores,
         loss_per=recipe.model.predicted,
+        **{**vars(how), "implementation": implementation(recipe.model)},
     )
     comparable = not other and not elsewhere
     return replace(measured, comparison=compare_with(recipe.published, measured, comparable=comparable))

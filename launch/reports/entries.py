@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from launch.console import numbers
-from launch.records.comparability import Incomparable, changed_work, not_comparable
-from launch.records.deviations import Deviation
+from launch.records.deviations import Deviation, Incomparable, changed_work, not_comparable
 from launch.records.result import TFLOPS_BY, ComparedQuantity, Result, compare_with
 from launch.records.result_text import EXACT
 from launch.reports.runs import OOM, Run

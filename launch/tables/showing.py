@@ -16,7 +16,7 @@ from launch.console.launch_lines import SCRIPT, deepspeed, quoted
 from launch.console.text_table import aligned
 from launch.planning import memory_fit
 from launch.planning.resolved_plans import processes, published_plan
-from launch.records.comparability import not_comparable
+from launch.records.deviations import not_comparable
 from launch.records.plan_text import Surroundings, describe_plan
 from launch.tables import evidence
 from launch.tables.scores import score_lines

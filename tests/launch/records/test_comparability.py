@@ -10,7 +10,7 @@ from recorded import facts, plan
 from ds_configs.jsonfile import find, read
 from ds_configs.plan import GPU, Machine
 from ds_configs.resolver import resolve
-from launch.records.comparability import Incomparable, not_comparable
+from launch.records.deviations import Incomparable, not_comparable
 from launch.records.facts import Ending, Peaks
 from launch.records.metrics import Records, StepRecord
 from launch.records.result import Result, make_result
