@@ -48,7 +48,13 @@ def admit(
     directory = RunDirectory(Path(path) if path is not None else default_path(run.name, plan.ds_name))
     output.directory("--out", directory.path).mkdir(parents=True, exist_ok=True)
     _refuse_strangers(directory)
-    lock = _lock(directory.path)
+    try:
+        lock = Lock.take(directory.path)
+    except BlockingIOError as holder:
+        raise ValueError(
+            f"{directory.path}: {holder} is training in it: wait for it, or have it save and end with `touch "
+            f"{directory.stop}`; or name another directory with --out"
+        ) from None
     try:
         resumed, notices = _admit_locked(directory, plan, resume, newest, damaged)
         former = directory.launches() if resumed else []
@@ -75,7 +81,14 @@ def _admit_locked(
         return False, (first,) if resume else ()
     saved = directory.plan()
     changes = catalog.changes(saved.recipe, plan.recipe)
-    _refuse_other_recipe(directory, changes.refused)
+    if changes.refused:
+        differ = "".join(f"\n  {key}: {old} -> {new}" for key, old, new in changes.refused)
+        raise ValueError(
+            f"{directory.path} holds a run of another recipe, and a run is never overwritten: name another "
+            "directory with --out, or give these keys the values that are there (--steps N trains longer and "
+            "keeps the schedule; --init_from starts another run from its weights). They differ in (there -> "
+            f"now):{differ}"
+        )
     if not resume:
         raise ValueError(
             f"{directory.path} already holds steps of this recipe, and a run is never overwritten: add "
@@ -152,18 +165,6 @@ def _refuse_strangers(directory: RunDirectory) -> None:
         )
 
 
-def _refuse_other_recipe(directory: RunDirectory, changed: Sequence[catalog.Change]) -> None:
-    if not changed:
-        return
-    differ = "".join(f"\n  {key}: {old} -> {new}" for key, old, new in changed)
-    raise ValueError(
-        f"{directory.path} holds a run of another recipe, and a run is never overwritten: name another "
-        "directory with --out, or give these keys the values that are there (--steps N trains longer and "
-        "keeps the schedule; --init_from starts another run from its weights). They differ in (there -> "
-        f"now):{differ}"
-    )
-
-
 def _notices_of_changes(saved: Plan, plan: Plan, of_recipe: Sequence[catalog.Change]) -> tuple[str, ...]:
     """Return notices of all differences between this launch and the one before."""
     # Through JSON, since a saved plan has lists where a new one has tuples.
@@ -185,13 +186,3 @@ def _notices_of_changes(saved: Plan, plan: Plan, of_recipe: Sequence[catalog.Cha
             "dropout follows the layout here: the loss curve continues statistically, not to the digit"
         )
     return tuple(notices)
-
-
-def _lock(path: Path) -> Lock:
-    try:
-        return Lock.take(path)
-    except BlockingIOError as holder:
-        raise ValueError(
-            f"{path}: {holder} is training in it: wait for it, or have it save and end with `touch "
-            f"{path / 'STOP'}`; or name another directory with --out"
-        ) from None

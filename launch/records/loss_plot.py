@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,15 @@ def plot_loss(
     if train:
         steps, losses = zip(*train, strict=True)
         axes.plot(steps, losses, linewidth=0.6, alpha=0.5, color="tab:blue", label="training, each step")
-        axes.plot(
-            steps, moving_average(losses), linewidth=1.8, color="tab:blue", label=average_label(len(losses))
-        )
+        label = average_label(len(losses))
+        axes.plot(steps, moving_average(losses), linewidth=1.8, color="tab:blue", label=label)
     if validation:
         axes.plot(*zip(*validation, strict=True), "o-", markersize=4, color="tab:orange", label="validation")
-    _draw_references(axes, reference_lines)
+    for value, style in zip(reference_lines.values(), itertools.cycle(("--", ":", "-.")), strict=False):
+        axes.axhline(value, linestyle=style, color="gray", linewidth=1)
+    write_in_margin(
+        axes, [(value, f"{label} {value:.2f}") for label, value in reference_lines.items()], "gray"
+    )
     axes.xaxis.set_major_locator(step_ticks())
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(f"loss (nats per {per})")
@@ -102,11 +106,3 @@ def write_in_margin(axes: Axes, labels: Sequence[tuple[float, str]], color: str,
     for height, (_, y, text) in zip(heights, found, strict=True):
         arrow = " ↑" if y > high else " ↓" if y < low else ""
         axes.annotate(f"{text}{arrow}", (1, height), fontsize=size, color=color, va="center", **at)
-
-
-def _draw_references(axes: Axes, reference_lines: Mapping[str, float]) -> None:
-    styles = ("--", ":", "-.") * len(reference_lines)
-    for value, style in zip(reference_lines.values(), styles, strict=False):
-        axes.axhline(value, linestyle=style, color="gray", linewidth=1)
-    labels = [(value, f"{label} {value:.2f}") for label, value in reference_lines.items()]
-    write_in_margin(axes, labels, "gray")

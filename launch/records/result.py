@@ -27,7 +27,7 @@ from modeling import cost
 from recipes import files
 from recipes.layout import Layout
 from recipes.problems import counted
-from recipes.schema import Model, Published
+from recipes.schema import Published
 
 OURS = "megarecipes"  # as model.implementation names it
 # TFLOPS definition of a source -> (unit, field of the measured number by the same definition).
@@ -187,6 +187,7 @@ def make_result(run: RunFacts, records: Records, ending: Ending) -> Result:
     *others, measured_over = metrics.stretches(records) or [metrics.Stretch(None, ())]
     # A finished run may be resumed with other settings, without a further step.
     how = metrics.SpeedSettings.of(run)
+    version = "" if how.implementation == OURS else f" {metadata.version(how.implementation)}"
     elsewhere = bool(measured_over.how) and measured_over.how != how
     recorded = [record.peak_memory_bytes for record in measured_over.steps]
     peaks = ending.peaks or Peaks()
@@ -222,7 +223,7 @@ def make_result(run: RunFacts, records: Records, ending: Ending) -> Result:
         profile=records.profiles[-1] if records.profiles else None,
         task_scores=ending.task_scores,
         loss_per=recipe.model.predicted,
-        **{**vars(how), "implementation": implementation(recipe.model)},
+        **{**vars(how), "implementation": how.implementation + version},
     )
     comparable = not other and not elsewhere
     return replace(measured, comparison=compare_with(recipe.published, measured, comparable=comparable))
@@ -249,12 +250,6 @@ def compare_with(
         both = comparable and printed is not None and value is not None and quantity != "oom"
         compared.append(ComparedQuantity(quantity, unit, printed, value, value / printed if both else None))
     return tuple(compared)
-
-
-def implementation(model: Model) -> str:
-    """Name the source of modules and loop: ours, or "transformers" with its version."""
-    own = model.implementation == OURS
-    return OURS if own else f"{model.implementation} {metadata.version(model.implementation)}"
 
 
 def _training_loss(steps: Sequence[StepRecord]) -> TrainingLoss:

@@ -27,8 +27,8 @@ def result_text(result: Result, width: int | None = None) -> str:
 def _profile(result: Result, width: int | None) -> list[str]:
     if (profile := result.profile) is None:
         return []
-    rows, title = profile_rows(profile), f"steps {profile.first} to {profile.last}, profiled"
-    return ["", table(rows, (title, "s per step", "%"), align="lrr", width=width)]
+    title = f"steps {profile.first} to {profile.last}, profiled"
+    return ["", table(profile_rows(profile), (title, "s per step", "%"), align="lrr", width=width)]
 
 
 def profile_rows(profile: StepProfile) -> list[tuple[str, str, str]]:
