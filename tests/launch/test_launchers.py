@@ -35,9 +35,8 @@ def test_every_launcher_trains_the_same(tmp_path):
         assert done.returncode == 0, done.stdout[-3000:]
         found[name] = losses(tmp_path / name)
     assert len(found["python"]) == 4
-    assert found["torchrun"] == pytest.approx(found["python"], abs=1e-4) and found[
-        "deepspeed"
-    ] == pytest.approx(found["python"], abs=1e-4)
+    for launcher in ("torchrun", "deepspeed"):
+        assert found[launcher] == pytest.approx(found["python"], abs=1e-4), launcher
     row = json.loads((tmp_path / "deepspeed" / "result.json").read_text())
     assert row["layout"]["pp"] == 2 and row["layout"]["dp"] == 1 and row["status"] == "ok"
 
@@ -105,10 +104,7 @@ def test_a_plan_on_paper_says_for_what_machine(monkeypatch, capsys):
     monkeypatch.setattr("launch.machine.abilities.detect_machine", lambda emulate, **on_paper: machine)
     parse = pretrain.build_parser().parse_args
     row = ["--recipe", "megatron_paper_table1/8.3b-mp-dp", "--set", "parallel.dp=null", "--plan"]
-    for config, said in {
-        "fp16_dynamic": "planned for GPUs that",
-        "zero1": "planned for machines like",
-    }.items():
+    for config, said in (("fp16_dynamic", "planned for GPUs that"), ("zero1", "planned for machines like")):
         job = pretrain.training_of(parse([*row, "--processes", "64", "--ds_config", config])).job
         show_plan(job)
         shown = capsys.readouterr().out
@@ -132,17 +128,9 @@ def test_the_partitioned_activations_of_a_json_are_honoured(tmp_path):
     config = json.loads((ROOT / "ds_configs" / "zero1.json").read_text())
     config["activation_checkpointing"] = {"partition_activations": True, "cpu_checkpointing": True}
     (tmp_path / "partitioned.json").write_text(json.dumps(config))
-    tensor_parallel = [
-        *TORCHRUN,
-        "2",
-        *TINY,
-        "--set",
-        "parallel.tp=2",
-        "--set",
-        "activation_checkpointing=full",
-    ]
+    settings = ("--set", "parallel.tp=2", "--set", "activation_checkpointing=full")
     for name, path in {"plain": "zero1", "partitioned": str(tmp_path / "partitioned.json")}.items():
-        done = run([*tensor_parallel, "--ds_config", path, "--out", str(tmp_path / name)])
+        done = run([*TORCHRUN, "2", *TINY, *settings, "--ds_config", path, "--out", str(tmp_path / name)])
         assert done.returncode == 0, done.stdout[-3000:]
     assert losses(tmp_path / "partitioned") == pytest.approx(losses(tmp_path / "plain"), abs=1e-5)
 
@@ -163,68 +151,34 @@ def test_a_refusal_is_said_once_and_starts_nothing(tmp_path, launcher):
 def test_a_lost_loss_ends_every_rank_with_one_explanation(tmp_path):
     """In bf16 DeepSpeed skips such steps in silence; the first of two ranks has to finish its report."""
     out = tmp_path / "run"
-    done = run(
-        [*TORCHRUN, "2", *TINY[:2], "--ds_config", "bf16", "--set", "optimizer.lr=1e30", "--out", str(out)]
-    )
+    flags = ("--ds_config", "bf16", "--set", "optimizer.lr=1e30", "--out", str(out))
+    done = run([*TORCHRUN, "2", *TINY[:2], *flags])
     assert done.returncode != 0
-    assert done.stdout.count("the loss is nan in bf16") == 1 and "optimizer.lr" in done.stdout, done.stdout[
-        -3000:
-    ]
-    assert (
-        json.loads((out / "result.json").read_text())["status"] == "diverged" and (out / "loss.png").exists()
-    )
+    assert done.stdout.count("the loss is nan in bf16") == 1 and "optimizer.lr" in done.stdout, done.stdout
+    assert json.loads((out / "result.json").read_text())["status"] == "diverged"
+    assert (out / "loss.png").exists()
     assert not any((out / "checkpoints").glob("step-*/manifest.json"))
 
 
 @pytest.mark.long
 def test_a_start_that_failed_does_not_block_its_directory(tmp_path):
-    out = tmp_path / "run"
-    missing = run(
-        [
-            sys.executable,
-            *TINY,
-            "--set",
-            "data.source=jsonl",
-            "--set",
-            "data.name=nope.jsonl",
-            "--out",
-            str(out),
-        ]
+    small, start = tmp_path / "small.jsonl", [sys.executable, *TINY, "--out", str(tmp_path / "run")]
+    small.write_text('{"text": "too little text"}\n' * 3)
+    missing, failed = (
+        run([*start, "--set", "data.source=jsonl", "--set", f"data.name={name}"])
+        for name in ("nope.jsonl", small)
     )
     assert missing.returncode == 2 and "nope.jsonl" in missing.stdout and "Traceback" not in missing.stdout
-    small = tmp_path / "small.jsonl"
-    small.write_text('{"text": "too little text"}\n' * 3)
-    failed = run(
-        [
-            sys.executable,
-            *TINY,
-            "--set",
-            "data.source=jsonl",
-            "--set",
-            f"data.name={small}",
-            "--out",
-            str(out),
-        ]
-    )
     assert failed.returncode != 0
-    assert run([sys.executable, *TINY, "--ds_config", "zero1", "--out", str(out)]).returncode == 0
+    assert run([*start, "--ds_config", "zero1"]).returncode == 0
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("launcher", ["deepspeed", pytest.param("torchrun", marks=pytest.mark.long)])
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
 def test_a_failing_rank_is_the_last_on_the_screen(tmp_path, launcher):
     command = deepspeed(2) if launcher == "deepspeed" else [*TORCHRUN, "2"]
-    done = run(
-        [
-            *command,
-            str(WORKERS / "failing_rank.py"),
-            *TINY[1:],
-            "--ds_config",
-            "zero3",
-            "--out",
-            str(tmp_path / "run"),
-        ]
-    )
+    flags = (*TINY[1:], "--ds_config", "zero3", "--out", str(tmp_path / "run"))
+    done = run([*command, str(WORKERS / "failing_rank.py"), *flags])
     assert done.returncode != 0
     text = done.stdout
     assert "rank 1 of 2 failed" in text and "rank 0 of 2 failed" not in text
