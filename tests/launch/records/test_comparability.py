@@ -33,17 +33,13 @@ def small(**changes) -> Recipe:
     return Recipe(**{**values, **changes})
 
 
-def test_a_run_that_recomputes_more_or_less_is_not_compared():
+def test_work_that_is_not_the_rows_is_not_compared():
     published = small(activation_checkpointing="full")
     for other in ("none", 2):
         run = published.model_copy(update={"activation_checkpointing": other})
         why = not_comparable(published, plan(run), tiny=False)
         assert why == Incomparable("other", ("activation_checkpointing",))
         assert str(why) == "other activation_checkpointing"
-
-
-def test_a_tiny_an_unreadable_and_an_emulated_run_are_not_compared():
-    published = small()
     assert str(not_comparable(published, plan(published), tiny=True)) == "tiny, another model"
     for row, run in ((None, plan(published)), (published, None)):
         assert str(not_comparable(row, run, tiny=False)) == "the recipe cannot be read"
@@ -56,100 +52,67 @@ def dgx2(*overrides: str, ds_name=None) -> Result:
     """The result of a published row with `overrides`, on as many processes as it then asks for."""
     original = catalog.load("dgx2_gpt2_model_parallel/72x3072-h32-tp8")
     changed = catalog.load("dgx2_gpt2_model_parallel/72x3072-h32-tp8", list(overrides))
-    parallel = changed.parallel
+    world = math.prod(changed.parallel.model_parallel) * changed.parallel.dp
     machine = Machine(GPU, fp16=True, bf16=True, compiler=True, libaio=True)
-    resolved = resolve(
-        changed, ds_name or changed.ds_config, math.prod(parallel.model_parallel) * parallel.dp, machine
-    )
+    resolved = resolve(changed, ds_name or changed.ds_config, world, machine)
     steps = tuple(StepRecord(n, 1.0, False, 0.5, n, 1, "GPU memory allocated") for n in (1, 2))
-    return make_result(
-        facts(resolved, original=original), Records(steps), Ending(peaks=Peaks(cached_bytes=10**9))
-    )
+    ending = Ending(peaks=Peaks(cached_bytes=10**9))
+    return make_result(facts(resolved, original=original), Records(steps), ending)
 
 
-def ratios(result: Result) -> list[float]:
-    return [entry.ratio for entry in result.comparison if entry.ratio is not None]
+OTHER_SHARE = ["batch.micro: 4, the recipe's is 8", "batch.accumulation: 2, the recipe's is 1"]
 
 
-def said_of_layout(result: Result) -> list[str]:
-    keys = ("parallel", "ds_config", "batch")
-    return [
-        str(each)
-        for each in result.deviations
-        if each.kind in ("recipe", "ds_config") and each.key.startswith(keys)
-    ]
-
-
-def test_a_row_run_as_it_is_written_has_ratios_and_no_deviation_of_layout():
-    row = dgx2()
-    assert said_of_layout(row) == [] and row.not_comparable is None and len(ratios(row)) >= 2
-    assert any(
-        str(each).startswith("data: not as in the source; a Wikipedia of November 2023")
-        for each in row.deviations
-    )
-
-
-def test_another_layout_is_stated_against_the_row_and_has_no_ratios():
-    row = dgx2("parallel.tp=2", "parallel.pp=2", "ds_config=pipeline")
-    assert said_of_layout(row) == [
-        "ds_config: run with pipeline, the recipe's is zero0",
-        "parallel.tp: 2, the recipe's is 8",
-        "parallel.pp: 2, the recipe's is 1",
-    ]
-    assert str(row.not_comparable).startswith(
-        "other parallel.tp, parallel.pp, ds_config (ZeRO-1, offload none; the row's is ZeRO-0"
-    )
-    assert not ratios(row) and f"no ratios: {row.not_comparable}" in result_text(row)
-
-
-def test_another_number_of_data_parallel_ranks_is_stated_and_has_no_ratios():
-    row = dgx2("parallel.dp=1", "batch.micro=16")
-    assert said_of_layout(row) == ["parallel.dp: 1, the recipe's is 2", "batch.micro: 16, the recipe's is 8"]
-    assert str(row.not_comparable) == "other parallel.dp" and not ratios(row)
-
-
-def test_another_share_of_the_batch_is_stated_and_compared():
-    row = dgx2("batch.micro=4")
-    assert said_of_layout(row) == [
-        "batch.micro: 4, the recipe's is 8",
-        "batch.accumulation: 2, the recipe's is 1",
-    ]
-    assert row.not_comparable is None and ratios(row)
-    unstated = dgx2("batch.micro=null", "batch.accumulation=2")
-    assert said_of_layout(unstated) == [
-        "batch.micro: 4, the recipe's is 8",
-        "batch.accumulation: 2, the recipe's is 1",
-    ]
-
-
-def test_another_precision_is_stated_and_compared():
-    row = dgx2("precision=bf16")
-    assert (
-        "precision: bf16, the recipe's is fp16" in map(str, row.deviations)
-        and row.not_comparable is None
-        and ratios(row)
-    )
+@pytest.mark.parametrize(
+    ("overrides", "said", "why"),  # why: the reason for no ratios
+    [
+        ((), [], None),
+        (("batch.micro=4",), OTHER_SHARE, None),
+        (("batch.micro=null", "batch.accumulation=2"), OTHER_SHARE, None),
+        (("precision=bf16",), ["precision: bf16, the recipe's is fp16"], None),
+        (
+            ("parallel.dp=1", "batch.micro=16"),
+            ["parallel.dp: 1, the recipe's is 2", "batch.micro: 16, the recipe's is 8"],
+            "other parallel.dp",
+        ),
+        (
+            ("parallel.tp=2", "parallel.pp=2", "ds_config=pipeline"),
+            [
+                "ds_config: run with pipeline, the recipe's is zero0",
+                "parallel.tp: 2, the recipe's is 8",
+                "parallel.pp: 2, the recipe's is 1",
+            ],
+            "other parallel.tp, parallel.pp, ds_config (ZeRO-1, offload none; the row's is ZeRO-0",
+        ),
+    ],
+    ids=str,
+)
+def test_what_differs_from_the_row_is_stated_and_other_work_has_no_ratios(overrides, said, why):
+    result = dgx2(*overrides)
+    stated = {str(each): each for each in result.deviations if each.kind in ("recipe", "ds_config")}
+    assert [
+        text for text in stated if text.startswith(("parallel", "ds_config", "batch", "precision"))
+    ] == said
+    assert any(str(each).startswith("data: not as in the source") for each in result.deviations)
+    ratios = [entry.ratio for entry in result.comparison if entry.ratio is not None]
+    if why is None:
+        assert result.not_comparable is None and len(ratios) >= 2
+    else:
+        assert str(result.not_comparable).startswith(why) and not ratios
+        assert f"no ratios: {result.not_comparable}" in result_text(result)
 
 
 def test_other_sharding_or_offload_has_no_ratios_whatever_the_file_is_called(tmp_path):
     own = tmp_path / "zero0.json"
     own.write_text((ROOT / "ds_configs" / "zero2_offload.json").read_text())
-    row = dgx2(ds_name=own)
-    assert said_of_layout(row) == [] and not ratios(row)
-    assert (
-        str(row.not_comparable)
-        == "other ds_config (ZeRO-2, offload optimizer; the row's is ZeRO-0, offload none)"
-    )
+    other = "other ds_config (ZeRO-2, offload optimizer; the row's is ZeRO-0, offload none)"
+    assert str(dgx2(ds_name=own).not_comparable) == other
 
 
-@pytest.mark.parametrize(
-    "a, b",
-    [
-        ("zero3", "zero3_cpu_checkpointing"),
-        ("zero3_offload", "zero3_offload_optimizer"),
-        ("zero3_offload", "zero_infinity"),
-    ],
-)
+JSONS = [("zero3", "zero3_cpu_checkpointing"), ("zero3_offload", "zero3_offload_optimizer")]
+
+
+@pytest.mark.parametrize(("a", "b"), [*JSONS, ("zero3_offload", "zero_infinity")])
 def test_jsons_of_one_stage_that_keep_other_things_outside_the_gpu(a, b):
     published = small(ds_config=a)
     own, other = (replace(plan(published), ds_name=name, ds=read(find(name))) for name in (a, b))

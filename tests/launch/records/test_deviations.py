@@ -46,24 +46,20 @@ def changed(run: Recipe, **fields) -> Recipe:
 
 
 def test_tiny_says_that_it_raises_the_learning_rate_and_no_more():
-    assert said(shrink(recipe()), recipe()) == [
-        "optimizer.lr: 0.001 (tiny raises it), the recipe's is 0.00015"
-    ]
+    raised = "optimizer.lr: 0.001 (tiny raises it), the recipe's is 0.00015"
+    assert said(shrink(recipe()), recipe()) == [raised]
     high = recipe(optimizer={"lr": 2e-3})
     assert said(shrink(high), high) == [], "already as high as tiny wants it"
 
 
 def test_a_tiny_run_is_compared_with_the_recipe_in_what_tiny_keeps():
     small = shrink(recipe())
-    assert said(changed(small, optimizer={"lr": 3e-4}), recipe()) == [
-        "optimizer.lr: 0.0003, the recipe's is 0.00015"
-    ]
+    other = "optimizer.lr: 0.0003, the recipe's is 0.00015"
+    assert said(changed(small, optimizer={"lr": 3e-4}), recipe()) == [other]
     assert said(changed(small, optimizer={"lr": 1.5e-4}), recipe()) == [], "--set gave back the recipe's own"
     kept = changed(small, optimizer={"lr": 1.5e-4}, dropout={"hidden": 0.0}, seed=7)
-    assert said(kept, recipe()) == [
-        "dropout.hidden: 0.0, the recipe's is 0.1",
-        "seed: 7, the recipe's is 1234",
-    ]
+    others = ["dropout.hidden: 0.0, the recipe's is 0.1", "seed: 7, the recipe's is 1234"]
+    assert said(kept, recipe()) == others
 
 
 def test_a_tiny_run_is_compared_with_tiny_in_what_tiny_shrinks():
@@ -75,25 +71,12 @@ def test_a_tiny_run_is_compared_with_tiny_in_what_tiny_shrinks():
 
 
 def test_what_a_recipe_says_of_itself_is_said_of_a_tiny_run_too_where_tiny_keeps_it():
-    remarks = {
-        "differs": {
-            "data": "a Wikipedia",
-            "model.attention": "banded by blocks",
-            "ds_config": "ZeRO-1 for none",
-        },
-        "unknown": {
-            "steps": "no source says",
-            "activation_checkpointing": "the paper's stands in",
-            "model": "the paper's",
-        },
-    }
-    original = recipe(optimizer={"lr": 1e-3}, **remarks)
+    differs = {"data": "a Wikipedia", "model.attention": "banded by blocks", "ds_config": "ZeRO-1 for none"}
+    unknown = {"steps": "no source says", "activation_checkpointing": "the paper's stands in", "model": "its"}
+    original = recipe(optimizer={"lr": 1e-3}, differs=differs, unknown=unknown)
     full = said(original, original, tiny=False)
-    assert (
-        full[0] == "data: not as in the source; a Wikipedia"
-        and "steps: not published; no source says" in full
-        and len(full) == 6
-    )
+    assert full[0] == "data: not as in the source; a Wikipedia" and len(full) == 6
+    assert "steps: not published; no source says" in full
     assert said(shrink(original), original) == [
         "model.attention: not as in the source; banded by blocks",
         "ds_config: not as in the source; ZeRO-1 for none",
@@ -101,10 +84,15 @@ def test_what_a_recipe_says_of_itself_is_said_of_a_tiny_run_too_where_tiny_keeps
     ]
 
 
-def test_a_plan_needs_neither_the_processes_nor_the_machine(monkeypatch, capsys):
-    """…as long as no launcher has started any; what would be started is refused as ever."""
+@pytest.fixture
+def cpu(monkeypatch):
     machine = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=True)
     monkeypatch.setattr("launch.machine.abilities.detect_machine", lambda emulate, **on_paper: machine)
+
+
+@pytest.mark.usefixtures("cpu")
+def test_a_plan_needs_neither_the_processes_nor_the_machine(monkeypatch, capsys):
+    """…as long as no launcher has started any; what would be started is refused as ever."""
     row = ["--recipe", "megatron_paper_table1/8.3b-mp-dp", "--ds_config", "fp16_dynamic"]
     parse = pretrain.build_parser().parse_args
     job = pretrain.training_of(parse([*row, "--plan"])).job
@@ -121,9 +109,8 @@ def test_a_plan_needs_neither_the_processes_nor_the_machine(monkeypatch, capsys)
         assert "start 512 (deepspeed --num_gpus 512" in said and "has no fp16" in said
 
 
-def test_deepspeed_judges_what_is_handed_on_unread(monkeypatch, tmp_path):
-    machine = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=True)
-    monkeypatch.setattr("launch.machine.abilities.detect_machine", lambda emulate, **on_paper: machine)
+@pytest.mark.usefixtures("cpu")
+def test_deepspeed_judges_what_is_handed_on_unread(tmp_path):
     path = tmp_path / "mine.json"
     path.write_text('{"compile": {"passes": ["z1", "z4"]}}')
     with pytest.raises(ValueError) as refused:
@@ -131,18 +118,12 @@ def test_deepspeed_judges_what_is_handed_on_unread(monkeypatch, tmp_path):
     assert f'{path}: compile.passes.1="z4": DeepSpeed refuses it (input should be' in str(refused.value)
 
 
+@pytest.mark.usefixtures("cpu")
 def test_pretrain_hands_over_the_recipe_before_tiny_and_set(monkeypatch):
-    machine = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=True)
-    monkeypatch.setattr("launch.machine.abilities.detect_machine", lambda emulate, **on_paper: machine)
     monkeypatch.setattr("launch.ranks.processes.world_size", lambda: 2)
-    asked = pretrain.build_parser().parse_args(
-        ["--recipe", "dgx2_gpt2_data_parallel/40x1536-b8", "--tiny", "--set", "optimizer.lr=3e-4"]
-    )
+    row = "dgx2_gpt2_data_parallel/40x1536-b8"
+    asked = pretrain.build_parser().parse_args(["--recipe", row, "--tiny", "--set", "optimizer.lr=3e-4"])
     training = pretrain.training_of(asked)
-    job, original = training.job, training.original
-    assert (
-        original == catalog.load("dgx2_gpt2_data_parallel/40x1536-b8")
-        and job.plan.recipe.optimizer.lr == 3e-4
-    )
-    lines = said(job.plan.recipe, original)
-    assert f"optimizer.lr: 0.0003, the recipe's is {original.optimizer.lr}" in lines
+    original, used = training.original, training.job.plan.recipe
+    assert original == catalog.load(row) and used.optimizer.lr == 3e-4
+    assert f"optimizer.lr: 0.0003, the recipe's is {original.optimizer.lr}" in said(used, original)

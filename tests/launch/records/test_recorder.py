@@ -42,9 +42,7 @@ def test_a_step_is_one_line_with_rates(tmp_path):
 def test_a_killed_process_loses_no_line(tmp_path):
     records = recorder(tmp_path, plan())
     records.step(1, outcome(1.0), 0.1, 0.0)
-    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1, (
-        "the line must be with the system before step returns"
-    )
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1, "it is with the system before step returns"
     for _ in range(2):
         records.__exit__(None, None, None)
 
@@ -80,10 +78,8 @@ def test_what_is_not_finite_is_null_and_the_line_stays_json(tmp_path):
 
 
 def test_steps_count_completed_steps(tmp_path):
-    with (
-        recorder(tmp_path, plan()) as records,
-        pytest.raises(AssertionError, match="first completed step is 1"),
-    ):
+    said = "first completed step is 1"
+    with recorder(tmp_path, plan()) as records, pytest.raises(AssertionError, match=said):
         records.step(0, outcome(1.0), 0.1, 0.0)
 
 
@@ -141,9 +137,7 @@ def test_a_slow_run_is_heard_of_between_its_lines(tmp_path, monkeypatch):
     clock = iter(range(0, 10**6, 20))
     monkeypatch.setattr("launch.console.progress.time.monotonic", lambda: next(clock))
     stream = io.StringIO()
-    run_steps(
-        tmp_path, plan(recipe(steps=10**6)), 10, stream=stream
-    )  # a line every 50,000 steps, but 20 s per step
+    run_steps(tmp_path, plan(recipe(steps=10**6)), 10, stream=stream)  # a line every 50,000 steps; 20 s each
     assert len(shown_steps(stream)) == 1 + 4
 
 
@@ -157,14 +151,7 @@ def test_a_terminal_gets_a_bar(tmp_path):
 
 def test_the_plan_and_what_to_beat_are_shown_first(tmp_path):
     stream = io.StringIO()
-    bands = {
-        "layers": 2,
-        "hidden": 32,
-        "heads": 4,
-        "vocab_size": 300,
-        "attention": ["banded"],
-        "attention_window": 4,
-    }
+    bands = {**recipe().model.model_dump(), "attention": ["banded"], "attention_window": 4}
     records = recorder(tmp_path, plan(recipe(model=bands)), stream=stream, band_kernel="blocks (why)")
     records.__exit__(None, None, None)
     shown = stream.getvalue()
@@ -199,9 +186,7 @@ class TestTheEnd:
         monkeypatch.setattr("launch.records.recorder.peak_cached_bytes", lambda: 20 * 10**9)
         records.finish(Ending("OOM", "rank 3: torch.OutOfMemoryError: CUDA out of memory."))
         result = self.kept(records)
-        assert (
-            result.status == "OOM" and result.memory.cached_bytes == 20 * 10**9 and result.memory.peak_bytes
-        )
+        assert (result.status, result.memory.cached_bytes) == ("OOM", 20 * 10**9) and result.memory.peak_bytes
         assert str(result.deviations[0]) == "OOM: rank 3: torch.OutOfMemoryError: CUDA out of memory."
 
     def test_a_run_at_its_last_checkpoint_has_a_result_and_a_curve(self, records, monkeypatch):
@@ -256,9 +241,8 @@ def test_of_a_step_that_was_recorded_twice_the_last_record_counts(tmp_path):
     run = run_steps(tmp_path, plan(), 4)
     launch, *steps = run.metrics_jsonl.read_text().splitlines()
     again = [json.dumps({**json.loads(line), "loss": 9.0}) for line in steps[1:3]]
-    tests = [
-        json.dumps({"kind": kind, "step": 2, "loss": n}) for kind in ("validation", "test") for n in (7, 8)
-    ]
+    held_out = ({"kind": kind, "step": 2, "loss": n} for kind in ("validation", "test") for n in (7, 8))
+    tests = map(json.dumps, held_out)
     run.metrics_jsonl.write_text("\n".join([launch, *steps, *again, *tests]) + "\n")
     records = read_metrics(run.metrics_jsonl)
     assert [record.step for record in records.steps] == [1, 2, 3, 4]
@@ -286,16 +270,17 @@ def test_metrics_are_cut_at_the_resumed_step(tmp_path):
     assert kinds(run) == ["launch"]
 
 
+def without_step_2(content: bytes) -> bytes:
+    return b"".join(line for line in content.splitlines(True) if b'"step": 2' not in line)
+
+
 @pytest.mark.parametrize(
     ("left", "said"),
     [
         (lambda content: b"", "4 steps, the first 1"),
         (lambda content: None, "4 steps, the first 1"),
         (lambda content: content[: len(content) // 2], "2 steps, the first 3"),
-        (
-            lambda content: b"".join(x for x in content.splitlines(True) if b'"step": 2' not in x),
-            "1 step, the first 2",
-        ),
+        (without_step_2, "1 step, the first 2"),
     ],
 )
 def test_missing_records_of_a_resumed_run_are_told(tmp_path, left, said):

@@ -58,15 +58,9 @@ def test_the_result_of_a_faithful_run(tmp_path):
 
 
 def test_a_result_is_read_as_it_was_written(tmp_path):
-    named = recipe(
-        hardware="16x V100",
-        published={"source": "S", "samples_per_s": 4.0},
-        optimizer={"lr": 1, "betas": [0.5, 0.6]},
-    )
-    used = plan(
-        recipe(published={"source": "S", "samples_per_s": 4.0}),
-        notices=(Notice("precision", "precision: loudly"),),
-    )
+    published = {"source": "S", "samples_per_s": 4.0}
+    named = recipe(hardware="16x V100", published=published, optimizer={"lr": 1, "betas": [0.5, 0.6]})
+    used = plan(recipe(published=published), notices=(Notice("precision", "precision: loudly"),))
     run = run_steps(tmp_path, used, 3)
     with recorder(tmp_path, used, start=3) as records:
         records.validation(3, outcome(5.0, PARTS))
@@ -127,13 +121,8 @@ def test_a_notice_on_the_precision_says_all_about_it(tmp_path):
 
 
 def test_published_and_measured_side_by_side(tmp_path):
-    published = {
-        "source": "Some table",
-        "time_per_iteration_s": 0.25,
-        "samples_per_s": 32.0,
-        "parameters": 30000,
-    }
-    used = plan(recipe(published=published))
+    numbers = {"time_per_iteration_s": 0.25, "samples_per_s": 32.0, "parameters": 30000}
+    used = plan(recipe(published={"source": "Some table", **numbers}))
     run = run_steps(tmp_path, used, 20)
     result = result_of(run, used)
     compared = {entry.quantity: entry for entry in result.comparison}
@@ -143,25 +132,20 @@ def test_published_and_measured_side_by_side(tmp_path):
     assert compared["cached_gb"].measured is None
     text = result_text(result)
     assert "not published" in text and "not measured" in text and "source: Some table" in text
-    assert result_of(run, used, Ending(peaks=Peaks(None, 31_400_000_000))).comparison[
-        3
-    ].measured == pytest.approx(31.4)
+    cached = result_of(run, used, Ending(peaks=Peaks(None, 31_400_000_000))).comparison[3]
+    assert cached.measured == pytest.approx(31.4)
 
 
 def test_no_ratio_to_a_published_number_of_other_work(tmp_path):
     original = recipe(published={"source": "Some table", "time_per_iteration_s": 0.25})
     changed = original.model_copy(update={"sequence_length": 8})
-    for used, tiny, why in (
-        (plan(original), True, "tiny, another model"),
-        (plan(changed), False, "other sequence_length"),
-    ):
+    cases = (plan(original), True, "tiny, another model"), (plan(changed), False, "other sequence_length")
+    for used, tiny, why in cases:
         result = result_of(run_steps(tmp_path, used, 3), used, original=original, tiny=tiny)
         assert str(result.not_comparable) == why and f"no ratios: {why}" in result_text(result)
         assert {entry.ratio for entry in result.comparison} == {None}
-    assert (
-        result_of(run_steps(tmp_path, plan(original), 3), plan(original), original=original).not_comparable
-        is None
-    )
+    run = run_steps(tmp_path, plan(original), 3)
+    assert result_of(run, plan(original), original=original).not_comparable is None
 
 
 def test_a_run_that_ended_at_once_is_a_result_too(tmp_path):
