@@ -47,17 +47,10 @@ def test_stage_0_adds_up_fp32_gradients_in_float32(facts):
 
 
 def overflow_at_the_floor():
-    rules = {
-        "init_scale": 4.0,
-        "scale_window": 2,
-        "min_scale": 4.0,
-        "delayed_shift": 1,
-        "consecutive_hysteresis": False,
-    }
-    scaler = loss_scaler.CreateLossScaler(
-        dtype=torch.float16, static_loss_scale=0, dynamic_scaling=True, dynamic_loss_args=rules
-    )
-    scaler.update_scale(True)
+    rules = {"init_scale": 4.0, "scale_window": 2, "min_scale": 4.0, "delayed_shift": 1}
+    rules |= {"consecutive_hysteresis": False}
+    how = {"static_loss_scale": 0, "dynamic_scaling": True, "dynamic_loss_args": rules}
+    loss_scaler.CreateLossScaler(dtype=torch.float16, **how).update_scale(True)
 
 
 def test_the_floor_of_the_loss_scale_is_a_bare_exception():

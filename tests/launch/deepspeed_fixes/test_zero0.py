@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,13 +13,8 @@ from launching import WORKERS, run_ranks
 from launch.deepspeed_fixes.zero0 import MasterWeights
 
 # 2^20 overflows for the tiny model, 2^18 does not: the run sees hysteresis, back-off and growth.
-MOVING = {
-    "loss_scale": 0,
-    "initial_scale_power": 20,
-    "loss_scale_window": 3,
-    "hysteresis": 2,
-    "min_loss_scale": 1,
-}
+MOVING = {"loss_scale": 0, "initial_scale_power": 20, "loss_scale_window": 3, "hysteresis": 2}
+MOVING |= {"min_loss_scale": 1}
 # name: (tp, dp, precision, settings)
 FAST = {"data bf16": (1, 2, "bf16", []), "tensor fp16": (2, 1, "fp16", [])}
 ONE_RANK = {"bf16": (1, 1, "bf16", []), "fp16": (1, 1, "fp16", [])}
@@ -39,13 +35,12 @@ RESUMED = {
 def trained(out, ranks, table, resumed=()):
     """Results by name of the cases of `table` and of those of `resumed`, all trained by one launch."""
     keys = ("tp", "dp", "precision", "settings")
+    more = {name: {"fp16": MOVING} for name in table}
+    more |= {name: {"ds_config": "zero0", "pp": 1, "resumed": True} for name in resumed}
     cases = [
-        {"name": name, "fp16": MOVING, **dict(zip(keys, values, strict=True))}
-        for name, values in table.items()
+        {"name": name, **more[name], **dict(zip(keys, values, strict=True))}
+        for name, values in {**table, **dict(resumed)}.items()
     ]
-    for name in resumed:
-        case = dict(zip(keys, resumed[name], strict=True))
-        cases.append({"name": name, "ds_config": "zero0", "pp": 1, "resumed": True, **case})
     (out / "cases.json").write_text(json.dumps(cases))
     launched = run_ranks(ranks, WORKERS / "zero0.py", out, out / "cases.json", timeout=400)
     assert launched.returncode == 0, launched.stdout[-4000:]
@@ -64,9 +59,8 @@ def check_equal(result, precision, clips=True):
     if clips:
         assert max(n for n in norms if math.isfinite(n)) > 0.5, "clipping at 0.5 must bite"
     if precision == "fp16":
-        assert (
-            any(skipped) and not all(skipped) and any(b > a for a, b in zip(scales, scales[1:], strict=False))
-        )
+        grows = any(b > a for a, b in zip(scales, scales[1:], strict=False))
+        assert any(skipped) and not all(skipped) and grows
     else:
         assert set(scales) == {1.0} and not any(skipped)
 
@@ -97,14 +91,8 @@ def test_every_layout_trains_like_zero_1_and_resumes_to_the_bit(tmp_path, ranks,
 # --- the optimizer by itself
 
 
-class OneRank:
-    """An `mpu` without parallelism."""
-
-    def get_model_parallel_rank(self):
-        return 0
-
-    def get_model_parallel_world_size(self):
-        return 1
+# An `mpu` without parallelism.
+ONE = SimpleNamespace(get_model_parallel_rank=lambda: 0, get_model_parallel_world_size=lambda: 1)
 
 
 def parameters(dtype=torch.bfloat16):
@@ -113,25 +101,20 @@ def parameters(dtype=torch.bfloat16):
 
 
 def scaler(dtype=torch.bfloat16, dynamic=False, scale=1.0):
-    rules = {
-        "init_scale": scale,
-        "scale_window": 2,
-        "min_scale": 1.0,
-        "delayed_shift": 2,
-        "consecutive_hysteresis": False,
-    }
-    return loss_scaler.CreateLossScaler(
-        dtype=dtype, static_loss_scale=scale, dynamic_scaling=dynamic, dynamic_loss_args=rules
-    )
+    rules = {"init_scale": scale, "scale_window": 2, "min_scale": 1.0, "delayed_shift": 2}
+    rules |= {"consecutive_hysteresis": False}
+    how = {"static_loss_scale": scale, "dynamic_scaling": dynamic, "dynamic_loss_args": rules}
+    return loss_scaler.CreateLossScaler(dtype=dtype, **how)
+
+
+def adam_of(model):
+    groups = {"params": model[:1], "weight_decay": 0.5}, {"params": model[1:], "weight_decay": 0.0}
+    return torch.optim.AdamW(groups, lr=0.1)
 
 
 def masters_of(model, clip=0.0, skips=True, **scaling):
-    adam = torch.optim.AdamW(
-        [{"params": model[:1], "weight_decay": 0.5}, {"params": model[1:], "weight_decay": 0.0}], lr=0.1
-    )
-    return MasterWeights(
-        adam, OneRank(), clip=clip, scaler=scaler(model[0].dtype, **scaling), skips_overflow=skips
-    )
+    scales = scaler(model[0].dtype, **scaling)
+    return MasterWeights(adam_of(model), ONE, clip=clip, scaler=scales, skips_overflow=skips)
 
 
 def gradients(model, step):
@@ -141,13 +124,9 @@ def gradients(model, step):
 
 def test_steps_are_those_of_adam_in_fp32():
     """No step but ours is taken: not one on zero gradients beforehand, which would decay and count."""
-    model, optimizer = parameters(), None
+    model = parameters()
     reference = [torch.nn.Parameter(p.detach().float()) for p in model]
-    adam = torch.optim.AdamW(
-        [{"params": reference[:1], "weight_decay": 0.5}, {"params": reference[1:], "weight_decay": 0.0}],
-        lr=0.1,
-    )
-    optimizer = masters_of(model, clip=0.5)
+    adam, optimizer = adam_of(reference), masters_of(model, clip=0.5)
     for step in range(3):
         for p, r, g in zip(model, reference, gradients(model, step), strict=True):
             p.grad, r.grad = g.clone(), g.float()

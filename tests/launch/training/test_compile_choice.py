@@ -30,8 +30,9 @@ def plan(steps: int | None = None, tiny: bool = False):
     return resolve(catalog.load("default/sotu", tiny=tiny, steps=steps), "zero1", 1, CPU)
 
 
-def test_a_long_run_is_compiled_and_a_short_one_is_not():
+def test_a_long_run_is_compiled_and_a_short_or_an_emulated_one_is_not():
     assert compile_choice.compiles("auto", plan(), CPU)
+    assert not compile_choice.compiles("auto", plan(), replace(CPU, emulated_fp16=True))
     assert not compile_choice.compiles("auto", plan(steps=20), CPU)
     assert not compile_choice.compiles("auto", plan(tiny=True), CPU)
 
@@ -39,6 +40,7 @@ def test_a_long_run_is_compiled_and_a_short_one_is_not():
 def test_the_user_decides_where_they_say_so():
     assert compile_choice.compiles("on", plan(tiny=True), CPU)
     assert not compile_choice.compiles("off", plan(), CPU)
+    assert not compile_choice.surely_pays(plan(), CPU) and compile_choice.surely_pays(plan(30_000), CPU)
 
 
 def test_an_old_torch_compiles_no_tensor_parallel_layer(monkeypatch):
@@ -58,10 +60,6 @@ def test_a_missing_compiler_is_said_where_something_is_lost_by_it():
     assert compile_choice.explain_missing("auto", plan(), CPU) is None
     assert compile_choice.explain_missing("off", plan(), lacking) is None
     assert compile_choice.explain_missing("auto", plan(tiny=True), lacking) is None
-
-
-def test_transformers_modules_and_emulated_fp16_are_left_as_they_are():
-    assert not compile_choice.compiles("auto", plan(), replace(CPU, emulated_fp16=True))
 
 
 def test_zero_3_on_a_gpu_is_compiled_on_request_alone(monkeypatch):
@@ -112,10 +110,6 @@ def test_the_look_takes_three_passes_of_a_layer_and_of_its_products(monkeypatch)
     monkeypatch.undo()
     monkeypatch.setattr(compiling.time, "perf_counter", lambda: next(clock))
     assert compiling.seconds_of_pass(lambda: torch.ones(1, requires_grad=True).sum(), 1, 2) == 2.5
-
-
-def test_a_run_of_hours_is_compiled_without_a_look():
-    assert not compile_choice.surely_pays(plan(), CPU) and compile_choice.surely_pays(plan(30_000), CPU)
 
 
 WHOLE = [

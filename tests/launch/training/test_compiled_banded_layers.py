@@ -23,20 +23,20 @@ POSITIONS, WINDOW = 256, 40
 def made(monkeypatch) -> list[int]:
     """Choose flex_attention on a CPU, where it has a forward pass; the lengths of block masks made."""
     lengths, create = [], flex_attention.create_block_mask
-    monkeypatch.setattr(
-        flex_attention,
-        "create_block_mask",
-        lambda *args, **more: lengths.append(args[3]) or create(*args, **more),
-    )
+
+    def noted(*args, **more):
+        lengths.append(args[3])
+        return create(*args, **more)
+
+    monkeypatch.setattr(flex_attention, "create_block_mask", noted)
     monkeypatch.setattr(band, "choose", lambda *args, **more: band.Choice("flex_attention", "asked for"))
     yield lengths
     torch.compiler.reset()
 
 
 def layer(prepared: bool, window: int = WINDOW) -> Attention:
-    attention = Attention(
-        LayerShape(hidden=32, heads=2, window=window), group=None, init=Init(seed=0, std=0.3, layers=1)
-    )
+    shape = LayerShape(hidden=32, heads=2, window=window)
+    attention = Attention(shape, group=None, init=Init(seed=0, std=0.3, layers=1))
     if prepared:
         attention.prepare(POSITIONS, torch.device("cpu"), torch.float32)
     return attention
@@ -50,10 +50,8 @@ def shapes_in(graphs) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("prepared", [True, False])
 def test_the_block_mask_is_made_once_and_outside_of_the_graph(prepared, made):
     """A prepared layer is one graph; another is cut, and right all the same."""
-    attention, graphs = (
-        layer(prepared, WINDOW + 1 + prepared),
-        [],
-    )  # a window of its own: masks of other tests are kept
+    # A window of its own: masks of other tests are kept.
+    attention, graphs = layer(prepared, WINDOW + 1 + prepared), []
 
     def keep(graph, inputs):
         graphs.append(graph)
@@ -64,14 +62,12 @@ def test_the_block_mask_is_made_once_and_outside_of_the_graph(prepared, made):
         x = torch.randn(batch, POSITIONS, 32)
         with torch.no_grad():
             q, k, v = attention.qkv(x).view(batch, POSITIONS, 2, 3, 16).permute(3, 0, 2, 1, 4).unbind(0)
-            expected = attention.projection(
-                band.by_dense_mask(q, k, v, attention.window).transpose(1, 2).reshape(x.shape)
-            )
+            masked = band.by_dense_mask(q, k, v, attention.window).transpose(1, 2)
+            expected = attention.projection(masked.reshape(x.shape))
             torch.testing.assert_close(compiled(x), expected, rtol=1e-4, atol=1e-4)
     assert made == [POSITIONS], "made once, before the first call or in it"
-    assert not [shape for shape in shapes_in(graphs) if shape[-2:] == (POSITIONS, POSITIONS)], (
-        "comparisons are in the graph"
-    )
+    compared = [shape for shape in shapes_in(graphs) if shape[-2:] == (POSITIONS, POSITIONS)]
+    assert not compared, "comparisons are in the graph"
     assert any("flex_attention" in str(node.target) for graph in graphs for node in graph.graph.nodes)
     if prepared:
         with torch.no_grad():
@@ -90,13 +86,8 @@ def test_a_mask_of_another_length_is_not_used(made):
 
 def plan_of(*settings: str) -> SimpleNamespace:
     recipe = catalog.load("default/sotu", settings, tiny=True)
-    return SimpleNamespace(
-        recipe=recipe,
-        precision="fp32",
-        padded_vocab=512,
-        layout=SimpleNamespace(micro=2, accumulation=1, pp=1),
-        zero_stage=3,
-    )
+    layout = SimpleNamespace(micro=2, accumulation=1, pp=1)
+    return SimpleNamespace(recipe=recipe, precision="fp32", padded_vocab=512, layout=layout, zero_stage=3)
 
 
 def test_every_banded_layer_is_prepared_where_the_kernel_wants_it(made, monkeypatch):
@@ -106,27 +97,24 @@ def test_every_banded_layer_is_prepared_where_the_kernel_wants_it(made, monkeypa
     monkeypatch.setattr(torch, "compile", lambda what: what)
     monkeypatch.setattr(compiling, "seed_step", lambda *place: None)
     prepare = Attention.prepare
-    monkeypatch.setattr(
-        Attention,
-        "prepare",
-        lambda self, *of: prepare(self, *of) or prepared.append(self.block_mask and self.window),
-    )
+
+    def noted(self, *of):
+        prepare(self, *of)
+        prepared.append(self.block_mask and self.window)
+
+    monkeypatch.setattr(Attention, "prepare", noted)
     plan = plan_of("model.attention=[dense,dense,banded]", "model.attention_window=24", "sequence_length=256")
     shape = model_shape(plan.recipe, 512)
-    layers = [
-        TransformerLayer(shape.layer_at(i), group=None, init=Init(seed=0, std=0.1, layers=4))
-        for i in range(4)
-    ]
+    init = Init(seed=0, std=0.1, layers=4)
+    layers = [TransformerLayer(shape.layer_at(i), group=None, init=init) for i in range(4)]
     module = nn.Module()
     module.layers, module.loss_fn = nn.ModuleList(layers), SimpleNamespace(function=None)
     said = compiling.compile_module(module, plan, SimpleNamespace(tensor_group=None, at=None))
     assert prepared == [None, None, 24, None, None, 24]
-    assert all(
-        each.attention.block_mask.seq_lengths == (256, 256) for each in layers if each.attention.window
-    )
+    masks = [each.attention.block_mask for each in layers if each.attention.window]
+    assert [mask.seq_lengths for mask in masks] == [(256, 256)]
     assert (
-        "one dense layer (3 of 4) 1000.0 ms instead of 1000.0 ms (1.00x), one banded layer (1 of 4) 1000.0 ms"
-        in said
+        "one dense layer (3 of 4) 1000.0 ms instead of 1000.0 ms (1.00x), one banded layer (1 of 4)" in said
     )
 
 

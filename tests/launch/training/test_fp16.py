@@ -20,13 +20,8 @@ LAYOUTS = {
 }
 WINDOW, HYSTERESIS = 3, 2
 # 2^26 overflows for the tiny model, about 2^18 does not: the run sees hysteresis, back-off and growth.
-MOVING = {
-    "loss_scale": 0,
-    "initial_scale_power": 22,
-    "loss_scale_window": WINDOW,
-    "hysteresis": HYSTERESIS,
-    "min_loss_scale": 1,
-}
+MOVING = {"loss_scale": 0, "initial_scale_power": 22, "loss_scale_window": WINDOW, "hysteresis": HYSTERESIS}
+MOVING |= {"min_loss_scale": 1}
 GROWING = {**MOVING, "initial_scale_power": 7, "loss_scale_window": 2}
 FLOOR = {**MOVING, "initial_scale_power": 31, "min_loss_scale": 2**30}
 STATIC = {"loss_scale": 2.0**31}
@@ -41,18 +36,11 @@ EVERY = [pytest.param(name, marks=pytest.mark.long if name in REPEATED else ()) 
 
 def run_cases(out, layouts, more=()):
     """Steps and problem of every case, by name: the layouts under every kind of loss scale."""
-    keys = ("ds_config", "tp", "pp", "dp")
-    cases = [
-        {
-            "name": f"{name}-{kind}",
-            **dict(zip(keys, LAYOUTS[name], strict=True)),
-            "fp16": fp16,
-            "steps": steps,
-        }
-        for name in layouts
-        for kind, (fp16, steps) in KINDS.items()
-    ]
-    cases += more
+    keys, cases = ("ds_config", "tp", "pp", "dp"), [*more]
+    for name in layouts:
+        layout = dict(zip(keys, LAYOUTS[name], strict=True))
+        for kind, (fp16, steps) in KINDS.items():
+            cases.append({"name": f"{name}-{kind}", **layout, "fp16": fp16, "steps": steps})
     (out / "cases.json").write_text(json.dumps(cases))
     launched = run_ranks(2, WORKERS / "loss_scaling.py", out, out / "cases.json", timeout=400)
     assert launched.returncode == 0, launched.stdout[-4000:]
@@ -90,9 +78,7 @@ def expected_scales(skipped, first, floor):
                 credit -= 1
         else:
             good += 1
-            if (
-                good > 1 and (good - 1) % WINDOW == 0
-            ):  # DeepSpeed counts a window from the second good step on
+            if good > 1 and (good - 1) % WINDOW == 0:  # DeepSpeed counts from the second good step on
                 scale, credit = scale * 2, HYSTERESIS
 
 
@@ -126,17 +112,13 @@ def test_norm_and_loss_do_not_depend_on_the_scale(results, layout):
     """
     for kind in ("moving", "fixed"):
         ours, reference = results[f"{layout}-{kind}"]["steps"], results[f"zero1-{kind}"]["steps"]
-        same = list(
-            itertools.takewhile(
-                lambda pair: pair[0]["skipped"] == pair[1]["skipped"], zip(ours, reference, strict=True)
-            )
-        )
+        pairs = zip(ours, reference, strict=True)
+        same = itertools.takewhile(lambda pair: pair[0]["skipped"] == pair[1]["skipped"], pairs)
         good = [(a, b) for a, b in same if not a["skipped"]]
         assert len(good) >= (8 if kind == "fixed" else 3)
         for a, b in good:
-            assert a["loss"] == pytest.approx(b["loss"], abs=2e-3) and a["norm"] == pytest.approx(
-                b["norm"], rel=2e-2
-            )
+            assert a["loss"] == pytest.approx(b["loss"], abs=2e-3)
+            assert a["norm"] == pytest.approx(b["norm"], rel=2e-2)
 
 
 @pytest.mark.parametrize("layout", EVERY)
@@ -149,20 +131,16 @@ def test_a_growing_scale_changes_nothing_but_itself(results, layout):
     growing, fixed = results[f"{layout}-growing"]["steps"], results[f"{layout}-fixed"]["steps"]
     assert growing[-1]["scale"] >= 4 * growing[0]["scale"] and not any(s["skipped"] for s in growing)
     for a, b in zip(growing, fixed, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], abs=1e-4) and a["norm"] == pytest.approx(
-            b["norm"], rel=1e-3
-        )
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)
+        assert a["norm"] == pytest.approx(b["norm"], rel=1e-3)
 
 
 @pytest.mark.parametrize("layout", ["zero0", *EVERY])
 def test_a_scale_at_its_floor_stops_the_run(results, layout):
     result = results[f"{layout}-floor"]
     assert len(result["steps"]) < 8
-    assert (
-        "smallest allowed loss scale, 1.07374e+09" in result["problem"]
-        and "fp16.min_loss_scale" in result["problem"]
-    )
-    assert "bf16" in result["problem"] and "--resume" in result["problem"]
+    for said in ("smallest allowed loss scale, 1.07374e+09", "fp16.min_loss_scale", "bf16", "--resume"):
+        assert said in result["problem"]
 
 
 @pytest.mark.long

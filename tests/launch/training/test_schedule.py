@@ -22,14 +22,8 @@ KINDS = ["cosine", "linear", "constant", *OWN]
 
 
 def recipe(kind: str, **changes):
-    settings = {
-        "optimizer.lr": PEAK,
-        "schedule.min_lr": LOW,
-        "schedule.warmup_steps": WARMUP,
-        "schedule.decay_steps": END,
-        **OWN.get(kind, {}),
-        **changes,
-    }
+    usual = {"optimizer.lr": PEAK, "schedule.min_lr": LOW, "schedule.warmup_steps": WARMUP}
+    settings = {**usual, "schedule.decay_steps": END, **OWN.get(kind, {}), **changes}
     overrides = [f"schedule.kind={kind}", *(f"{key}={value}" for key, value in settings.items())]
     return catalog.load(catalog.DEFAULT_RECIPE, overrides)
 
@@ -57,10 +51,7 @@ COSINE_QUARTER = LOW + (PEAK - LOW) * (1 + math.sqrt(0.5)) / 2
     ("kind", "expected"),
     [
         ("cosine", {QUARTER: COSINE_QUARTER, MIDDLE: (PEAK + LOW) / 2, END: LOW, END + 1: LOW, 10**6: LOW}),
-        (
-            "linear",
-            {QUARTER: PEAK - (PEAK - LOW) / 4, MIDDLE: (PEAK + LOW) / 2, END: LOW, END + 1: LOW, 10**6: LOW},
-        ),
+        ("linear", {QUARTER: PEAK - (PEAK - LOW) / 4, MIDDLE: (PEAK + LOW) / 2, END: LOW, 10**6: LOW}),
         ("constant", {QUARTER: PEAK, MIDDLE: PEAK, END: PEAK, END + 1: PEAK, 10**6: PEAK}),
         ("polynomial", {QUARTER: LOW + (PEAK - LOW) * 9 / 16, MIDDLE: LOW + (PEAK - LOW) / 4, END: LOW}),
         ("wsd", {MIDDLE: PEAK, END - 40: PEAK, END - 30: PEAK - (PEAK - LOW) / 4, END: LOW, END + 1: LOW}),
@@ -130,10 +121,11 @@ def test_transformers_has_the_same(kind, changes):
 
 
 def test_inverse_square_root_goes_on_in_a_longer_run():
-    chosen = recipe("inverse_sqrt", steps=100)
-    longer = catalog.load(
-        catalog.DEFAULT_RECIPE, ["schedule.kind=inverse_sqrt", "schedule.warmup_steps=20"], steps=7
+    chosen, other = (
+        recipe("inverse_sqrt", steps=100),
+        ["schedule.kind=inverse_sqrt", "schedule.warmup_steps=20"],
     )
+    longer = catalog.load(catalog.DEFAULT_RECIPE, other, steps=7)
     assert chosen.decay_steps is None and longer.schedule.decay_steps is None
     assert learning_rate(chosen, 400) == learning_rate(recipe("inverse_sqrt", steps=5000), 400)
 
@@ -149,19 +141,12 @@ def test_schedule_sets_every_group_and_goes_on_where_it_was(kind):
     optimizer = torch.optim.AdamW([{"params": [decayed]}, {"params": [plain]}], lr=7.0)
     chosen = recipe(kind)
     schedule = Schedule(optimizer, chosen)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.0, 0.0], (
-        "the rate of step 0 must stand before the first step"
-    )
+    assert [group["lr"] for group in optimizer.param_groups] == [0.0, 0.0], "it stands before the first step"
     for completed in range(1, 31):
         schedule.step()
         expected = [learning_rate(chosen, completed)] * 2
-        assert (
-            [group["lr"] for group in optimizer.param_groups]
-            == expected
-            == schedule.get_last_lr()
-            == schedule.get_lr()
-        )
-
+        assert [group["lr"] for group in optimizer.param_groups] == expected
+        assert schedule.get_last_lr() == schedule.get_lr() == expected
     resumed = Schedule(optimizer, chosen)
     resumed.load_state_dict(schedule.state_dict())
     assert [group["lr"] for group in optimizer.param_groups] == [learning_rate(chosen, 30)] * 2
