@@ -47,10 +47,10 @@ class RankSeconds:
     slow rank then makes its whole group look slow.
     """
 
-    least: float
-    median: float
-    most: float
-    slowest: int  # the rank of `most`
+    rank_seconds_min: float
+    rank_seconds_median: float
+    rank_seconds_max: float
+    slowest_rank: int
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from launch.machine.memory import peak_cached_bytes, peak_memory
 from launch.ranks.start_up import StartClock
 from launch.records import facts, metrics
 from launch.records.directory import RunDirectory
-from launch.records.facts import Ending, Peaks, RunFacts, SaveOutcome, SilentRecorder, StepOutcome
+from launch.records.facts import Ending, RankSeconds, RunFacts, SaveOutcome, SilentRecorder, StepOutcome
 from launch.records.metrics import StepRecord, ValidationRecord, finite, finite_parts
 from launch.records.plan_text import Surroundings, describe_plan
 from launch.records.result import Result, Throughput, make_result, write_result
@@ -86,19 +86,11 @@ class Recorder(SilentRecorder):
             self._clock.mark(part)
 
     def step(
-        self,
-        step: int,
-        outcome: StepOutcome,
-        seconds: float,
-        waited: float,
-        ranks: facts.RankSeconds | None = None,
+        self, step: int, outcome: StepOutcome, seconds: float, waited: float, ranks: RankSeconds | None = None
     ) -> None:
         assert step == self._step + 1, f"step {step} follows step {self._step}: the first completed step is 1"
         self._step = step
-        compared: dict[str, Any] = {}
-        if ranks is not None:
-            compared = dict(rank_seconds_min=ranks.least, rank_seconds_median=ranks.median)
-            compared |= dict(rank_seconds_max=ranks.most, slowest_rank=ranks.slowest)
+        compared: dict[str, Any] = vars(ranks) if ranks else {}
         record = StepRecord(
             step=step,
             loss=finite(outcome.loss),
@@ -146,7 +138,7 @@ class Recorder(SilentRecorder):
         shown = "".join(f", {names[name]} {value:.4f}" for name, value in outcome.parts.items())
         self._screen.line(f"step {step}: {kind} loss {outcome.loss:.4f}{shown}")
 
-    def last_save(self, peaks: Peaks) -> None:
+    def last_save(self, peaks: facts.Peaks) -> None:
         """Write curve and result before the last checkpoint."""
         reason = "its last checkpoint was not complete when this was written"
         self._write_result(Ending("saving", reason, peaks))
@@ -203,7 +195,7 @@ class Recorder(SilentRecorder):
         """Write result.json and loss.png from the records so far."""
         run, records = self._run, metrics.read_metrics(self.directory.metrics_jsonl)
         if ending.peaks is None:
-            ending = replace(ending, peaks=Peaks(cached_bytes=peak_cached_bytes()))
+            ending = replace(ending, peaks=facts.Peaks(cached_bytes=peak_cached_bytes()))
         result = make_result(run, records, ending)
         # Before the plot: after a failure of another rank this one is soon ended.
         with self._survive_full_disk(self.directory.result_json):

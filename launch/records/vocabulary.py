@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-import shutil
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
@@ -31,13 +29,7 @@ def keep(run: Path, tokenizer: PreTrainedTokenizerFast) -> None:
             refuse(run / FOLDER, came, rule, "restore them, or start again with --out")
         return
     temporary = run / f".{FOLDER}.{os.getpid()}.tmp"
-    try:
-        tokenizer.save_pretrained(temporary)
-    except Exception as error:  # tokenizers has no type of its own for refusals of the system
-        shutil.rmtree(temporary, ignore_errors=True)
-        if not (number := re.search(r"\(os error (\d+)\)", str(error))):
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(temporary)) from error
+    tokenizer.save_pretrained(temporary)
     os.replace(temporary, run / FOLDER)
 
 

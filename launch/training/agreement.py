@@ -84,8 +84,8 @@ class StepNews:
         seconds = [report.own_seconds for report in self.reports]
         if len(seconds) == 1:
             return None
-        most = max(seconds)
-        return RankSeconds(min(seconds), statistics.median(seconds), most, seconds.index(most))
+        slowest = seconds.index(max(seconds))
+        return RankSeconds(min(seconds), statistics.median(seconds), max(seconds), slowest)
 
 
 class StepExchange:
