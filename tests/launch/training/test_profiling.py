@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from launching import ROOT, run_ranks
+from launching import run_ranks
 from recorded import outcome, plan, recipe, recorder
 from torch import nn
 from torch.autograd import DeviceType
@@ -170,10 +168,10 @@ def test_a_profile_changes_no_number(how, tmp_path):
     found = []
     for profiled in ("null", "3:5"):
         out = tmp_path / profiled.replace(":", "-")
-        line = [*("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"),
-            "launch/pretrain.py", "--tiny", "--steps", "6", "--ds_config", how[0], "--out", str(out),
-            "--set", how[1], "--set", "run.prompt=null", "--set", f"run.profile={profiled}"]  # fmt: skip
-        subprocess.run([sys.executable, *line], cwd=ROOT, timeout=900, check=True)
+        settings = ("--set", how[1], "--set", "run.prompt=null", "--set", f"run.profile={profiled}")
+        flags = ("--tiny", "--steps", "6", "--ds_config", how[0], "--out", out, *settings)
+        done = run_ranks(2, "launch/pretrain.py", *flags, timeout=900)
+        assert done.returncode == 0, done.stdout[-3000:]
         steps = read_metrics(out / "metrics.jsonl").steps
         found.append([(step.loss, step.grad_norm) for step in steps])
     assert found[0] == found[1] and len(found[0]) == 6
