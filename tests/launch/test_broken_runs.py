@@ -68,9 +68,8 @@ def started(command, out):
 def test_a_rank_that_hangs_in_training_is_named(tmp_path, implementation):
     out = tmp_path / "run"
     own = ["--set", "run.hang_after=3", "--set", f"model.implementation={implementation}"]
-    done = run_ranks(
-        2, WORKERS / "hanging_rank.py", "pretrain", *TINY, *own, "--out", out, timeout=120, kill_after=0.5
-    )
+    what = ("pretrain", *TINY, *own, "--out", out)
+    done = run_ranks(2, WORKERS / "hanging_rank.py", *what, timeout=120, kill_after=0.5)
     assert done.returncode == HANGING, done.stdout[-3000:]
     assert "the run hangs in step 5 and is ended" in done.stdout and "rank 1 on " in done.stdout
     assert "does not answer: its process is stopped" in (out / "hang.txt").read_text()
@@ -91,10 +90,19 @@ def test_a_rank_that_hangs_in_scoring_is_named(tmp_path):
     """By a rank that has scored its own windows and waits; there is no directory for the stacks."""
     model, texts = make_run(tmp_path / "run"), write_passages(tmp_path / "texts.jsonl")
     before = {*(tmp_path / "run").iterdir()}
-    what = ("--task", "perplexity", "--data", texts, "--window", 8, "--batch", 1, "--set", "run.hang_after=3")
-    done = run_ranks(
-        2, WORKERS / "hanging_rank.py", "score", model, *map(str, what), timeout=120, kill_after=0.5
+    flags = (
+        "--task",
+        "perplexity",
+        "--data",
+        texts,
+        "--window",
+        8,
+        "--batch",
+        1,
+        "--set",
+        "run.hang_after=3",
     )
+    done = run_ranks(2, WORKERS / "hanging_rank.py", "score", model, *flags, timeout=120, kill_after=0.5)
     assert done.returncode == HANGING, done.stdout[-3000:]
     assert "the run hangs and is ended" in done.stdout and "rank 1 on " in done.stdout
     assert "does not answer: its process is stopped" in done.stdout

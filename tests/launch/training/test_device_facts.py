@@ -107,12 +107,9 @@ def test_batches_are_pinned_for_a_device_with_memory_of_its_own_by_threads_that_
     chosen, pinned = {}, []
     monkeypatch.setattr(processes, "device", lambda: device)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
-    monkeypatch.setattr(
-        torch.accelerator, "set_device_index", lambda n: chosen.update({threading.get_ident(): n})
-    )
-    monkeypatch.setattr(
-        torch.Tensor, "pin_memory", lambda x: pinned.append(chosen[threading.get_ident()]) or x.clone()
-    )
+    own = threading.get_ident
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda n: chosen.update({own(): n}))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: pinned.append(chosen[own()]) or x.clone())
     batches = training_batches(plan, corpus, SimpleNamespace(at=SimpleNamespace(dp=0)), None)
     fields = sum(map(len, next(batches)))
     batches.close()

@@ -55,9 +55,8 @@ def test_weights_are_scaled_by_the_steps_predictions_where_samples_differ_in_the
     assert micro_batches.normalise(packed, ALONE, "cpu") is packed, "the loader's weights are right already"
     uneven = [{**batch("bert"), "weights": torch.ones(3, 4) * weight} for weight in (0.0, 1.0)]
     scaled = micro_batches.normalise(uneven, ALONE, "cpu")
-    assert [float(b["weights"].sum()) for b in scaled] == pytest.approx([0, 2]), (
-        "their mean over micro-batches is 1"
-    )
+    sums = [float(b["weights"].sum()) for b in scaled]
+    assert sums == pytest.approx([0, 2]), "their mean over micro-batches is 1"
 
 
 def test_salts_of_a_sample_are_those_of_its_number_on_whatever_rank():

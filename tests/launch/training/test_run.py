@@ -8,30 +8,24 @@ import pytest
 from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.ranks.stop_request import REASONS
 from launch.ranks.watchdog import LONG, Phase, Watchdog
-from launch.records.facts import StepOutcome
+from launch.records.facts import SilentRecorder, StepOutcome
 from launch.training import loop, training_batches
 from launch.training import run as runs
 from launch.training.agreement import StepNews, StepReport
-from launch.training.early_ends import STUCK_STEPS, BrokenData, Diverged, EarlyStop, SkipCounter
+from launch.training.early_ends import STUCK_STEPS, BrokenData, Diverged, SkipCounter
 from launch.training.run import Start, TrainingRun
 from recipes import catalog
 
 OUTCOME = StepOutcome(loss=1.0, lr=1e-3, grad_norm=1.0, loss_scale=1.0, skipped=False)
 
 
-class Events:
+class Events(SilentRecorder):
     """A recorder that keeps what happened, and in which order."""
 
     def __init__(self):
         self.seen = []
 
-    def say(self, text):
-        self.seen.append(("say", text))
-
-    def mark(self, part):
-        pass
-
-    def step(self, step, outcome, seconds, data_seconds, ranks):
+    def step(self, step, *of):
         self.seen.append(("step", step))
 
     def validation(self, step, outcome, kind="validation"):
@@ -39,9 +33,6 @@ class Events:
 
     def last_save(self, memory):
         self.seen.append(("saving", None))
-
-    def save(self, saved):
-        pass
 
     def of(self, *kinds):
         return [event for event in self.seen if event[0] in kinds]
@@ -76,9 +67,8 @@ def start(monkeypatch):
     def made(*overrides, test=None, checkpoint=None):
         events = Events()
         monkeypatch.setattr(runs, "Saver", lambda *of: FakeSaver(events))
-        monkeypatch.setattr(
-            runs, "EngineState", lambda *of: SimpleNamespace(adam_steps=0, scaler=lambda: None)
-        )
+        state = SimpleNamespace(adam_steps=0, scaler=lambda: None)
+        monkeypatch.setattr(runs, "EngineState", lambda *of: state)
         recipe = catalog.load(overrides=["run.validate_every=0", "run.save_every=0", *overrides], steps=6)
         plan = SimpleNamespace(recipe=recipe, precision="fp32")
         job = SimpleNamespace(plan=plan, after_step=lambda run, outcome: None, checkpoints=None)
@@ -161,14 +151,13 @@ def test_every_step_is_recorded_and_stuck_ones_end_the_run(start):
     assert len(events.of("step")) == 1 + STUCK_STEPS, "also the step that ends it is recorded"
 
 
-def test_a_moving_loss_scale_is_not_stuck():
+def test_a_moving_loss_scale_is_not_stuck_and_a_fixed_one_is():
     watch = SkipCounter("fp16")
     for power in range(3 * STUCK_STEPS):
         watch.see(StepOutcome(1.0, 1e-3, None, 2.0**-power, True))
-
-
-def test_an_early_stop_says_who_asked_and_where_it_stands():
-    assert str(EarlyStop("SIGINT", 3, 20)) == "SIGINT: stopped after step 3 of 20, checkpoint saved"
+    with pytest.raises(Diverged, match="20 steps in a row overflowed .*fp16.loss_scale fixes it"):
+        for _ in range(STUCK_STEPS):
+            watch.see(StepOutcome(1.0, 1e-3, None, 2.0**31, True))
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_its_end_waits(start):
@@ -245,62 +234,35 @@ def test_a_rank_at_the_files_of_a_run_has_long(start):
     assert run.watchdog.limit() == LONG * 60
 
 
-class FakeRun:
-    """Keeps in which order the loop does what."""
-
-    def __init__(self, seen, *of):
-        self.seen, self.start_step = seen, 0
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *of):
-        pass
-
-    def exchange(self, waited):
-        self.seen.append("exchange")
-
-    def news(self, exchange):
-        self.seen.append("news")
-        return SimpleNamespace(rank_seconds=None, stopped=None)
-
-    def record(self, *of):
-        self.seen.append("record")
-
-    def validate_if_due(self, step):
-        self.seen.append("validate")
-
-    def save_if_due(self, step, news):
-        self.seen.append("save")
-
-    def end_if_due(self, step, news):
-        pass
-
-    def fetch_next(self, step):
-        self.seen.append("fetch")
-        return 0.0
-
-
 def test_ranks_tell_of_a_step_while_it_is_computed_and_hear_once_its_figures_are_read(monkeypatch):
     """Reading the figures waits for the GPU: the exchange, which the CPUs make, is on its way by then."""
     seen, nothing = [], contextlib.nullcontext
+    news = SimpleNamespace(rank_seconds=None, stopped=None)
+
+    def noted(what, found=None):
+        return lambda *of: seen.append(what) or found
+
+    run = SimpleNamespace(
+        start_step=0, fetch_next=noted("fetch", 0.0), exchange=noted("exchange"), news=noted("news", news),
+        record=noted("record"), validate_if_due=noted("validate"), save_if_due=noted("save"),
+        end_if_due=lambda *of: None,
+    )  # fmt: skip
     made = {
         "run_watchdog": lambda *of: nothing(SimpleNamespace(enter=lambda *phase: None)),
         "build_engine": lambda *of, **how: SimpleNamespace(device="cpu"),
         "training_batches": lambda *of: SimpleNamespace(close=lambda: None),
         "release_at_end": lambda engine: nothing(),
         "StopRequest": lambda file: nothing(),
-        "TrainingRun": lambda *of: FakeRun(seen),
+        "TrainingRun": lambda *of: nothing(run),
         "seed_step": lambda *of: None,
         "next_batch": lambda batches: [],
         "salts_of_step": lambda *of: [],
-        "train_step": lambda *of: seen.append("train") or (lambda: seen.append("outcome")),
+        "train_step": noted("train", noted("outcome")),
     }
     for name, value in made.items():
         monkeypatch.setattr(loop, name, value)
     monkeypatch.setattr(loop.ending, "keep_error_of_block", lambda *of, **how: nothing())
-    job = SimpleNamespace(
-        plan=SimpleNamespace(recipe=catalog.load(tiny=True, steps=2)), stop_file=None, directory=None
-    )
+    plan = SimpleNamespace(recipe=catalog.load(tiny=True, steps=2))
+    job = SimpleNamespace(plan=plan, stop_file=None, directory=None)
     loop.train(Start(job, Events(), None, SimpleNamespace(at=SimpleNamespace(dp=0))))
     assert seen == 2 * ["train", "fetch", "exchange", "outcome", "news", "record", "validate", "save"]
