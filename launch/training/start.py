@@ -197,9 +197,10 @@ def open_run_directory(training: Training) -> RunDirectory | None:
     if processes.rank() != 0:
         return None
     whole, damaged = first_whole(found(job.checkpoints))
-    there = dict(newest=whole and whole.step, damaged=[(each.directory, each.why) for each in damaged])
+    newest, lost = whole.step if whole else None, [(each.directory, each.why) for each in damaged]
+    how = (job.directory, training.facts, sys.argv)
     with system_refusals(job.directory):
-        directory = admit(job.directory, training.facts, sys.argv, resume=job.resume, **there)
+        directory = admit(*how, resume=job.resume, newest=newest, damaged=lost)
     out_of_memory.forget(directory.path)  # before this rank joins the others: none of them computes yet
     watchdog.forget(directory.path)
     return directory
