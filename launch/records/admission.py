@@ -47,6 +47,11 @@ def admit(
     plan = run.plan
     directory = RunDirectory(Path(path) if path is not None else default_path(run.name, plan.ds_name))
     output.directory("--out", directory.path).mkdir(parents=True, exist_ok=True)
+    if odd := directory.of_another_kind:
+        raise ValueError(
+            f"{', '.join(map(str, odd))}: a run keeps a {'directory' if odd[0].is_file() else 'file'} under "
+            "that name; move it away, or name another directory with --out"
+        )
     _refuse_strangers(directory)
     try:
         lock = Lock.take(directory.path)

@@ -73,10 +73,10 @@ class Launch:
 
 
 class _Place:
-    """The path of a file or folder in the directory of a run."""
+    """The path of a file, or of a folder, in the directory of a run."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, folder: bool = False) -> None:
+        self.name, self.folder = name, folder
 
     def __get__(self, run: RunDirectory, owner: type[RunDirectory]) -> Path:
         return run.path / self.name
@@ -96,13 +96,22 @@ class RunDirectory:
     ds_config_json = _Place("ds_config.json")
     environment_json = _Place("environment.json")
     metrics_jsonl = _Place("metrics.jsonl")
-    tensorboard = _Place("tensorboard")
+    tensorboard = _Place("tensorboard", folder=True)
     loss_png = _Place("loss.png")
     result_json = _Place("result.json")
-    checkpoints = _Place("checkpoints")
-    tokenizer = _Place("tokenizer")
+    checkpoints = _Place("checkpoints", folder=True)
+    tokenizer = _Place("tokenizer", folder=True)
     stop = _Place("STOP")
     lock_file = _Place(Lock.FILE)
+
+    @property
+    def of_another_kind(self) -> list[Path]:
+        """The files that should be folders, the folders that should be files, pipes and broken links."""
+        places = (place for place in vars(RunDirectory).values() if isinstance(place, _Place))
+        found = ((self.path / place.name, place.folder) for place in places)
+        return [
+            p for p, folder in found if os.path.lexists(p) and not (p.is_dir() if folder else p.is_file())
+        ]
 
     def write_description(self, plan: Plan, launches: Sequence[Launch]) -> None:
         """Write the files that describe the run."""

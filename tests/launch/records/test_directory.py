@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -247,6 +248,30 @@ def test_paths_that_cannot_be_a_directory_are_refused(tmp_path):
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ValueError, match="--out"):
             create(path, plan())
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to(path.name)])
+def test_what_is_of_another_kind_than_a_run_makes_is_named_at_once(tmp_path, make):
+    run = create(tmp_path, plan())
+    add_steps(run)
+    for path in (run.loss_png, run.result_json, run.stop, run.lock_file, run.metrics_jsonl):
+        path.unlink(missing_ok=True)
+        make(path)
+    said = refusal(tmp_path, plan(), resume=True)
+    for path in (run.loss_png, run.result_json, run.stop, run.lock_file, run.metrics_jsonl):
+        assert str(path) in said
+    assert "a run keeps a file under that name; move it away, or" in said
+
+
+def test_files_in_the_place_of_a_runs_directories_are_refused(tmp_path):
+    run = create(tmp_path, plan())
+    add_steps(run)
+    run.checkpoints.rmdir()
+    shutil.rmtree(run.tensorboard)
+    for path in (run.tensorboard, run.checkpoints, run.tokenizer):
+        path.touch()
+    said = refusal(tmp_path, plan(), resume=True)
+    assert f"{run.tensorboard}, {run.checkpoints}, {run.tokenizer}: a run keeps a directory under" in said
 
 
 def test_a_broken_plan_is_named(tmp_path):
