@@ -1,6 +1,8 @@
 """Rules between the fields of one recipe; `ds_configs.resolver` has the rules between recipe and layout.
 
-One function per subject yields its problems, so that all are reported at once.
+One function per subject yields its problems, so that all are reported at once: the key to change, what came,
+the rule, and the fix. In what came "{batch.micro}" stands for the key with its value, "{batch.micro!k}" for
+the key alone.
 """
 
 from __future__ import annotations
@@ -9,14 +11,14 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from operator import attrgetter
 from pathlib import Path
+from string import Formatter
 
 from recipes import files
 from recipes.families import PUBLISHED_VOCABULARIES, SMALLEST_BPE, TRAINED
 from recipes.key_paths import paths
 from recipes.layout import share_batch
-from recipes.problems import Key, Problem, Setting, Text, Words, counted, did_you_mean
+from recipes.problems import Key, Problem, Setting, Words, counted, did_you_mean
 from recipes.schema import Origin, Recipe
 from recipes.tasks import TASKS
 
@@ -25,7 +27,7 @@ ORIGIN_FIELDS = tuple(sorted(Origin.model_fields))
 # Read as a folder of JSONs: that package imports this one.
 _DS_CONFIGS = Path(__file__).resolve().parents[1] / "ds_configs"
 
-Found = Iterator[Problem]
+Found = Iterator[tuple[str, str, str, str] | Problem]
 
 
 def problems(recipe: Recipe, *, whole: bool = True, columns: Sequence[str] | None = None) -> list[Problem]:
@@ -41,15 +43,24 @@ def problems(recipe: Recipe, *, whole: bool = True, columns: Sequence[str] | Non
         rules += [_ds_config(recipe), _batch(recipe), _cells(recipe, columns)]
     found: list[Problem] = []
     for rule in rules:
-        with contextlib.suppress(*(() if whole else (AttributeError, TypeError))):
-            for problem in rule:  # one by one, to keep those before a missing field
-                found.append(problem)
+        with contextlib.suppress(*(() if whole else (AttributeError, KeyError, TypeError))):
+            for each in rule:  # one by one, to keep those before a missing field
+                if not isinstance(each, Problem):
+                    key, came, broken, fix = each
+                    each = Problem(key, tuple(_words(recipe, came)), broken, fix)
+                found.append(each)
     return found
 
 
-def _together(recipe: Recipe, first: str, second: str, joint: str = " with ") -> tuple[Words, ...]:
-    """Join two keys with their values, as in "schedule.min_lr=1.0 is above optimizer.lr=0.1"."""
-    return Setting(first, attrgetter(first)(recipe)), joint, Setting(second, attrgetter(second)(recipe))
+def _words(recipe: Recipe, text: str) -> Iterator[Words]:
+    """Yield the pieces of a text with keys in braces."""
+    for before, key, _, form in Formatter().parse(text):
+        if before:
+            yield before
+        if key:
+            value, _ = Formatter().get_field(key, (), vars(recipe))
+            value = str(value).lower() if isinstance(value, bool) else value
+            yield Key(key) if form else Setting(key, list(value) if isinstance(value, tuple) else value)
 
 
 # Keys of the schedule that one kind alone reads: (key, kind, what it says if it must be there).
@@ -63,31 +74,28 @@ _SCHEDULE_KEYS = (
 def _schedule(recipe: Recipe) -> Found:
     schedule = recipe.schedule
     if schedule.min_lr > recipe.optimizer.lr:
-        came: Text = _together(recipe, "schedule.min_lr", "optimizer.lr", " is above ")
         rule, fix = "the rate decays from lr to min_lr", "set schedule.min_lr to optimizer.lr or less"
-        yield Problem("schedule.min_lr", came, rule, fix)
-    for key, kind, needed in _SCHEDULE_KEYS:
-        setting = Setting(f"schedule.{key}", getattr(schedule, key))
-        of = Setting("schedule.kind", kind)
-        if schedule.kind != kind and setting.value is not None:
-            came = setting, " with ", Setting("schedule.kind", schedule.kind)
-            yield Problem(setting.key, came, f"only {kind} reads it", ("set it to null, or ", of))
-        if schedule.kind == kind and setting.value is None and needed:
-            yield Problem(setting.key, (of, " without ", Key(setting.key)), needed, "set it")
+        yield "schedule.min_lr", "{schedule.min_lr} is above {optimizer.lr}", rule, fix
+    for name, kind, needed in _SCHEDULE_KEYS:
+        key, value = f"schedule.{name}", getattr(schedule, name)
+        if schedule.kind != kind and value is not None:
+            fix = f"set it to null, or schedule.kind={kind}"
+            yield key, f"{{{key}}} with {{schedule.kind}}", f"only {kind} reads it", fix
+        if schedule.kind == kind and value is None and needed:
+            yield key, f"{{schedule.kind}} without {{{key}!k}}", needed, "set it"
     if schedule.kind == "inverse_sqrt" and schedule.decay_steps is not None:
-        came = _together(recipe, "schedule.decay_steps", "schedule.kind")
-        yield Problem("schedule.decay_steps", came, "this decay has no last step", "set it to null")
+        came = "{schedule.decay_steps} with {schedule.kind}"
+        yield "schedule.decay_steps", came, "this decay has no last step", "set it to null"
     if (end_step := recipe.decay_steps) is None:
         return
     if schedule.warmup_steps >= end_step:
-        end = "schedule.decay_steps" if schedule.decay_steps else "steps"
-        came = _together(recipe, "schedule.warmup_steps", end, " is not below ")
+        end = "{schedule.decay_steps}" if schedule.decay_steps else "{steps}"
         fix = f"set schedule.warmup_steps to {end_step - 1} or less"
-        yield Problem("schedule.warmup_steps", came, "the warm-up ends before the decay does", fix)
+        came, rule = f"{{schedule.warmup_steps}} is not below {end}", "the warm-up ends before the decay does"
+        yield "schedule.warmup_steps", came, rule, fix
     elif (left := end_step - schedule.warmup_steps) < (schedule.wsd_decay_steps or 0):
-        decay = Setting("schedule.wsd_decay_steps", schedule.wsd_decay_steps)
-        came = decay, f" is above the {counted(left, 'step')} after the warm-up"
-        yield Problem(decay.key, came, "it is the last part of them", f"set it to {left} or less")
+        came = f"{{schedule.wsd_decay_steps}} is above the {counted(left, 'step')} after the warm-up"
+        yield "schedule.wsd_decay_steps", came, "it is the last part of them", f"set it to {left} or less"
 
 
 def _profile(recipe: Recipe) -> Found:
@@ -96,240 +104,215 @@ def _profile(recipe: Recipe) -> Found:
         rule = f"a profile has 1 to {MOST_PROFILED} steps of the run, first:last"
         last = min(13, recipe.steps)
         fix = f"set run.profile to {max(1, last - 3)}:{last}, or to null"
-        yield Problem("run.profile", _together(recipe, "run.profile", "steps"), rule, fix)
+        yield "run.profile", "{run.profile} with {steps}", rule, fix
 
 
 def _rampup(recipe: Recipe) -> Found:
     key, ramp, growth = "batch.rampup", recipe.batch.rampup, recipe.batch.global_
     if ramp and ((growth := growth - ramp.start) < 1 or growth % ramp.increment):
-        came = _together(recipe, f"{key}.start", f"{key}.increment")
         rule = f"start and one or more increments are batch.global={recipe.batch.global_}"
         more = f"{key}.increment to {math.gcd(growth, ramp.increment)}"
-        yield Problem(key, came, rule, f"set {more if growth > 0 else f'{key}.start below batch.global'}")
-    trainer = recipe.model.implementation == "transformers"
-    if ramp and (trainer or recipe.task):
-        by, rule = "transformers' Trainer", "it takes as many micro-batches in every step"
-        by, rule = (by, rule) if trainer else ("task", "an epoch over its examples has equal steps")
-        yield Problem(key, (Key(key), f" with {by}"), rule, f"set {key} to null")
+        fix = f"set {more if growth > 0 else f'{key}.start below batch.global'}"
+        yield key, "{batch.rampup.start} with {batch.rampup.increment}", rule, fix
+    if ramp and recipe.model.implementation == "transformers":
+        rule = "it takes as many micro-batches in every step"
+        yield key, "{batch.rampup!k} with transformers' Trainer", rule, f"set {key} to null"
+    elif ramp and recipe.task:
+        rule = "an epoch over its examples has equal steps"
+        yield key, "{batch.rampup!k} with task", rule, f"set {key} to null"
 
 
 def _family(recipe: Recipe) -> Found:
     for key, values, why, fix in recipe.model.facts.refused:
-        if attrgetter(key)(recipe) in values:
-            yield Problem(key, _together(recipe, key, "model.family"), why, fix)
+        value, _ = Formatter().get_field(key, (), vars(recipe))
+        if value in values:
+            yield key, f"{{{key}}} with {{model.family}}", why, fix
     if recipe.sequence_length < (shortest := recipe.model.facts.shortest):
-        came = _together(recipe, "sequence_length", "model.family")
         rule, fix = "a sample is [CLS] A [SEP] B [SEP]", f"set it to {shortest} or more"
-        yield Problem("sequence_length", came, rule, fix)
+        yield "sequence_length", "{sequence_length} with {model.family}", rule, fix
 
 
 def _positions(recipe: Recipe) -> Found:
-    key, length = "model.positions", recipe.sequence_length
+    length, rule = recipe.sequence_length, "every token of a sample has a position of its own"
     if recipe.positions < length:
-        came = _together(recipe, key, "sequence_length", " is below ")
-        fix = f"set sequence_length to {recipe.positions} or less, or {key} to {length} or more"
-        yield Problem(key, came, "every token of a sample has a position of its own", fix)
+        fix = f"set sequence_length to {recipe.positions} or less, or model.positions to {length} or more"
+        yield "model.positions", "{model.positions} is below {sequence_length}", rule, fix
 
 
 def _heads(recipe: Recipe) -> Found:
-    model = recipe.model
-    if model.hidden % model.heads:
-        came = _together(recipe, "model.hidden", "model.heads", " is not divisible by ")
-        rule, fix = "every head has hidden/heads dimensions", "set model.heads to a divisor of model.hidden"
-        yield Problem("model.heads", came, rule, fix)
+    rule, fix = "every head has hidden/heads dimensions", "set model.heads to a divisor of model.hidden"
+    if recipe.model.hidden % recipe.model.heads:
+        yield "model.heads", "{model.hidden} is not divisible by {model.heads}", rule, fix
 
 
 def _attention(recipe: Recipe) -> Found:
-    model, key = recipe.model, Key("model.attention")
-    sparse = " and ".join(kind for kind in ("banded", "fixed") if kind in model.attention)
-    window = Setting("model.attention_window", model.attention_window)
+    model, key, window = recipe.model, "model.attention", "model.attention_window"
+    size, kinds, length = model.attention_window, model.attention, recipe.sequence_length
+    sparse = " and ".join(kind for kind in ("banded", "fixed") if kind in kinds)
     if sparse and model.facts.masked:
-        came: Text = key, f" with {sparse} layers and ", Setting("model.family", model.family)
-        yield Problem(key, came, "sparse patterns look back only", "set model.attention to [dense]")
-    if model.shared_layers and len({*model.attention}) > 1:
-        came = _together(recipe, "model.shared_layers", key)
-        yield Problem(key, came, "one layer cannot have several kinds", "give one kind, or leave it unshared")
-    if len(model.attention) > model.layers:
-        came = key, f" has {len(model.attention)} kinds for ", Setting("model.layers", model.layers)
-        yield Problem(key, came, "the pattern is repeated over the layers", f"give {model.layers} or fewer")
-    if sparse and model.attention_window is None:
-        came = key, f" has {sparse} layers without ", Key(window.key)
-        yield Problem(key, came, "it says how many positions each one sees", f"set {window.key}")
-    if sparse and model.attention_window is not None and model.attention_window >= recipe.sequence_length:
-        fix = f"set {window.key} to {recipe.sequence_length - 1} or less, or model.attention to [dense]"
-        came = _together(recipe, window.key, "sequence_length")
-        yield Problem(window.key, came, "such a layer sees the whole triangle", fix)
-    if model.attention_window is not None and not sparse:
+        came = f"{{model.attention!k}} with {sparse} layers and {{model.family}}"
+        yield key, came, "sparse patterns look back only", "set model.attention to [dense]"
+    if model.shared_layers and len({*kinds}) > 1:
+        rule, fix = "one layer cannot have several kinds", "give one kind, or leave it unshared"
+        yield key, "{model.shared_layers} with {model.attention}", rule, fix
+    if len(kinds) > model.layers:
+        came = f"{{model.attention!k}} has {len(kinds)} kinds for {{model.layers}}"
+        yield key, came, "the pattern is repeated over the layers", f"give {model.layers} or fewer"
+    if sparse and size is None:
+        came = f"{{model.attention!k}} has {sparse} layers without {{model.attention_window!k}}"
+        yield key, came, "it says how many positions each one sees", f"set {window}"
+    if sparse and size is not None and size >= length:
+        fix = f"set {window} to {length - 1} or less, or model.attention to [dense]"
+        came = "{model.attention_window} with {sequence_length}"
+        yield window, came, "such a layer sees the whole triangle", fix
+    if size is not None and not sparse:
         fix = "set model.attention to [dense, banded], or leave the window out"
-        yield Problem(window.key, (window, " without a banded or fixed layer"), "", fix)
+        yield window, "{model.attention_window} without a banded or fixed layer", "", fix
 
 
 def _columns(recipe: Recipe) -> Found:
     """Check the global columns of a fixed pattern."""
-    model, key, patterns = recipe.model, "model.attention_columns", "model.attention_patterns"
+    model, key = recipe.model, "model.attention_columns"
     columns, turns, window = model.attention_columns, model.attention_patterns, model.attention_window
-    both = _together(recipe, key, patterns)
+    both = "{model.attention_columns} with {model.attention_patterns}"
     if "fixed" not in model.attention:
         if columns is not None or turns > 1:
             fix = "set model.attention to [dense, fixed], or leave both out"
-            yield Problem(key, (*both, " without a fixed layer"), "", fix)
-        return
-    if columns is None:
-        came = Key("model.attention"), " has fixed layers without ", Key(key)
-        yield Problem(key, came, "later windows see these positions of each window", f"set {key}")
+            yield key, f"{both} without a fixed layer", "", fix
+    elif columns is None:
+        came = "{model.attention!k} has fixed layers without {model.attention_columns!k}"
+        yield key, came, "later windows see these positions of each window", f"set {key}"
     elif window is not None and (columns == window or columns * turns > window):
         rule = f"each pattern has its own columns of a window of {window} positions, and not all of them"
-        yield Problem(key, both, rule, f"set {key} to {max(1, min(window // turns, window - 1))} or less")
+        yield key, both, rule, f"set {key} to {max(1, min(window // turns, window - 1))} or less"
 
 
 def _implementation(recipe: Recipe) -> Found:
-    implementation = Setting("model.implementation", recipe.model.implementation)
-    if implementation.value != "transformers":
+    """Check what GPT-2 of transformers has not."""
+    if recipe.model.implementation != "transformers":
         return
-    if {*recipe.model.attention} != {"dense"}:
-        came: Text = Setting("model.attention", list(recipe.model.attention)), " with ", implementation
-        yield Problem("model.attention", came, "its GPT-2 has dense layers", "set model.attention to [dense]")
-    if recipe.model.shared_layers:
-        came = Setting("model.shared_layers", "true"), " with ", implementation
-        rule = "its GPT-2 has layers of their own"
-        yield Problem("model.shared_layers", came, rule, "leave it out")
-    for key, degree in zip(("parallel.tp", "parallel.pp"), recipe.parallel.model_parallel, strict=True):
-        if degree > 1:
-            came = Setting(key, degree), " with ", implementation
-            yield Problem(key, came, "its GPT-2 is cut by ZeRO alone", f"set {key} to 1")
-    key = "activation_checkpointing"
-    if recipe.activation_checkpointing not in ("none", "full"):
-        came = _together(recipe, key, implementation.key)
-        yield Problem(key, came, "it recomputes all layers or none", "set full or none")
+    tp, pp = recipe.parallel.model_parallel
+    full = recipe.activation_checkpointing in ("none", "full")
+    for key, wrong, rule, fix in (
+        ("model.attention", {*recipe.model.attention} != {"dense"}, "has dense layers", "[dense]"),
+        ("model.shared_layers", recipe.model.shared_layers, "has layers of their own", "false"),
+        ("parallel.tp", tp > 1, "is cut by ZeRO alone", "1"),
+        ("parallel.pp", pp > 1, "is cut by ZeRO alone", "1"),
+        ("activation_checkpointing", not full, "recomputes all layers or none", "full or none"),
+    ):
+        if wrong:
+            yield key, f"{{{key}}} with {{model.implementation}}", f"its GPT-2 {rule}", f"set {key} to {fix}"
 
 
 def _vocabulary(recipe: Recipe) -> Found:
     key, kind_key = "model.vocab_size", "data.tokenizer.kind"
     size, kind = recipe.model.vocab_size, recipe.data.tokenizer.kind
-    published = PUBLISHED_VOCABULARIES.get(kind)
-    if published and size != published:
+    both = "{model.vocab_size} with {data.tokenizer.kind}"
+    if kind in PUBLISHED_VOCABULARIES and size != (published := PUBLISHED_VOCABULARIES[kind]):
         rule = f"the published vocabulary has {published} tokens (tensor parallelism's padding comes on top)"
-        fix = f"set {key} to {published}, or {kind_key} to another"
-        yield Problem(key, _together(recipe, key, kind_key), rule, fix)
+        yield key, both, rule, f"set {key} to {published}, or {kind_key} to another"
     if kind == "trained_bpe" and size < SMALLEST_BPE:
         rule = "a byte-level vocabulary needs the 256 bytes and one end-of-document token"
-        yield Problem(key, _together(recipe, key, kind_key), rule, f"set {key} to {SMALLEST_BPE} or more")
-    streamed = next((origin for origin in recipe.data.origins if origin.streamed), None)
-    if kind in TRAINED and streamed:
+        yield key, both, rule, f"set {key} to {SMALLEST_BPE} or more"
+    if kind in TRAINED and any(origin.streamed for origin in recipe.data.origins):
         other = recipe.model.facts.published
-        source = Setting("data.source", streamed.source)
-        came = Setting(kind_key, kind), " with a streamed source (", source, ")"
         known = f"set {kind_key} to {other} and {key} to {PUBLISHED_VOCABULARIES[other]}"
         fix = f"{known}, or give {kind_key}=file and a path"
-        yield Problem(kind_key, came, "a vocabulary cannot be trained on what is read once", fix)
+        rule = "a vocabulary cannot be trained on what is read once"
+        yield kind_key, "{data.tokenizer.kind} with a streamed source", rule, fix
 
 
 def _tokenizer(recipe: Recipe) -> Found:
-    key, tokenizer = "data.tokenizer.kind", recipe.data.tokenizer
+    key, kind = "data.tokenizer.kind", recipe.data.tokenizer.kind
     stored = any(origin.source == "store" for origin in recipe.data.origins)
-    if tokenizer.kind == "file" and not tokenizer.path:
-        came: Text = Setting(key, "file"), " needs ", Key("data.tokenizer.path")
-        yield Problem(key, came, "a vocab.txt, a tokenizer.json or a directory with one", "set it")
-    if stored and tokenizer.kind in TRAINED:
-        came = Setting(key, tokenizer.kind), " with ", Setting("data.source", "store")
+    if kind == "file" and not recipe.data.tokenizer.path:
+        rule = "a vocab.txt, a tokenizer.json or a directory with one"
+        yield key, "{data.tokenizer.kind} needs {data.tokenizer.path!k}", rule, "set it"
+    if stored and kind in TRAINED:
         own = "store (the vocabulary that prepare_data kept with it)"
         fix = f"set {key} to {own}, gpt2, bert_uncased, bert_cased or file"
-        yield Problem(key, came, "its tokens are numbered already", fix)
-    if tokenizer.kind == "store" and not stored:
-        came = Setting(key, "store"), " without ", Setting("data.source", "store")
-        yield Problem(key, came, "there is no store to take it from", "name another kind")
+        yield key, "{data.tokenizer.kind} with data.source=store", "its tokens are numbered already", fix
+    if kind == "store" and not stored:
+        rule = "there is no store to take it from"
+        yield key, "{data.tokenizer.kind} without data.source=store", rule, "name another kind"
 
 
 def _origins(recipe: Recipe) -> Found:
     data = recipe.data
     stated = [key for key in ORIGIN_FIELDS if getattr(data, key) != Origin.model_fields[key].default]
     if data.blend and stated:
-        came: Text = Key("data.blend"), f" together with {', '.join(f'data.{key}' for key in stated)}"
+        came = f"{{data.blend!k}} together with {', '.join(f'data.{key}' for key in stated)}"
         rule, fix = "the parts of the blend say where documents come from", "move these keys into the parts"
-        yield Problem("data.blend", came, rule, fix)
+        yield "data.blend", came, rule, fix
     for i, origin in enumerate(data.origins):
         part = f"data.blend[{i}]" if data.blend else "data"
-        key, left_out = f"{part}.streaming", f"leave {part}.streaming out"
-        source = Setting(f"{part}.source", origin.source)
-        streaming = Setting(key, "true"), " with ", source
+        key, source, fix = f"{part}.streaming", f"{{{part}.source}}", f"set {part}.streaming to false"
         if origin.source != "packaged" and not origin.name:
             rule = "the dataset's name on the hub, or the path of the files or of the store"
-            yield Problem(source.key, (source, " needs ", Key(f"{part}.name")), rule, "set it")
-        if origin.streaming and origin.source == "store":
-            yield Problem(key, streaming, "the tokens are there already", left_out)
-        if origin.streaming and origin.source == "packaged":
-            rule = "the packaged corpus is prepared in seconds and never streamed"
-            yield Problem(key, streaming, rule, left_out)
+            yield f"{part}.source", f"{source} needs {{{part}.name!k}}", rule, "set it"
+        if origin.streaming and origin.source in ("store", "packaged"):
+            yield key, f"{{{key}}} with {source}", "packaged text and stored tokens are never streamed", fix
         if origin.streaming and (origin.source, origin.documents) == ("text", "file"):
-            came = *streaming, " and ", Setting(f"{part}.documents", "file")
+            came = f"{{{key}}} with {source} and {{{part}.documents}}"
             rule = "a stream holds documents out by their place in their file, and none of a file that is one"
-            fix = f"set {key} to false, or {part}.documents to blank_line"
-            yield Problem(key, came, f"{rule} document", fix)
+            yield key, came, f"{rule} document", f"{fix}, or {part}.documents to blank_line"
 
 
 def _held_out(recipe: Recipe) -> Found:
     validation, test = recipe.data.validation_every, recipe.data.test_every
     if validation < 2:
-        came = Setting("data.validation_every", validation), " holds out every document"
-        yield Problem("data.validation_every", came, "", "set it to 2 or more")
+        came, fix = "{data.validation_every} holds out every document", "set it to 2 or more"
+        yield "data.validation_every", came, "", fix
     if test is not None and test < 2:
-        came = Setting("data.test_every", test), " leaves no document to train on"
-        yield Problem("data.test_every", came, "", "set it to 2 or more, or to null")
+        came, fix = "{data.test_every} leaves no document to train on", "set it to 2 or more, or to null"
+        yield "data.test_every", came, "", fix
 
 
 def _checkpointing(recipe: Recipe) -> Found:
     key, chunk, layers = "activation_checkpointing", recipe.activation_checkpointing, recipe.model.layers
     if isinstance(chunk, int) and chunk > layers:
+        rule = "it is the number of layers recomputed together"
         fix = f'set it to {layers} or less, to "full" or to "none"'
-        came = _together(recipe, key, "model.layers", " is above ")
-        yield Problem(key, came, "it is the number of layers recomputed together", fix)
+        yield key, "{activation_checkpointing} is above {model.layers}", rule, fix
 
 
 def _provenance(recipe: Recipe) -> Found:
     """Check that the keys named in `inferred`, `differs`, `unknown` and `published.printed` exist."""
     for key in sorted(recipe.inferred.keys() & recipe.unknown.keys()):
         rule = "is in inferred as well, and a value has a source or none"
-        yield Problem("unknown", f"unknown: {key}", rule, "keep one of the two")
-    printed = recipe.published.printed if recipe.published else {}
+        yield "unknown", f"unknown: {key}", rule, "keep one of the two"
     own: dict[str, Collection[str]] = {
         key: getattr(recipe, key) for key in ("inferred", "differs", "unknown")
     }
+    own["published.printed"] = recipe.published.printed if recipe.published else ()
     known, fix = set(paths()), "name the key whose value it explains, e.g. batch.global"
-    for section, keys in {**own, "published.printed": printed}.items():
+    for section, keys in own.items():
         for key in (key for key in keys if key not in known):
-            yield Problem(section, f"{section}: {key}", "no such key of a recipe", fix)
+            yield section, f"{section}: {key}", "no such key of a recipe", fix
 
 
 def _task(recipe: Recipe) -> Found:
     """Check that the task has its head, and the head a BERT."""
-    model, task = recipe.model, recipe.task
-    head = Setting("model.task_head", model.task_head)
-    if head.value != "none" and not model.facts.masked:
-        came: Text = head, " with ", Setting("model.family", model.family)
-        yield Problem(head.key, came, "heads for tasks stand on a BERT", "set model.family to bert")
-    if head.value != "none" and model.sentence_head != "none":
-        came = _together(recipe, head.key, "model.sentence_head")
-        rule = "it takes the place of the heads of pretraining"
-        yield Problem(head.key, came, rule, "set model.sentence_head to none")
+    model, task, key, head = recipe.model, recipe.task, "model.task_head", recipe.model.task_head
+    if head != "none" and not model.facts.masked:
+        rule, fix = "heads for tasks stand on a BERT", "set model.family to bert"
+        yield key, "{model.task_head} with {model.family}", rule, fix
+    if head != "none" and model.sentence_head != "none":
+        rule, fix = "it takes the place of the heads of pretraining", "set model.sentence_head to none"
+        yield key, "{model.task_head} with {model.sentence_head}", rule, fix
     if task is None:
-        if head.value != "none":
-            yield Problem(head.key, (head, " without ", Key("task")), "", "start with launch/finetune.py")
+        if head != "none":
+            yield key, "{model.task_head} without {task!k}", "", "start with launch/finetune.py"
         return
     facts = TASKS[task.name]
-    if head.value != facts.head or (facts.labels and model.head_classes != len(facts.labels)):
-        came = (
-            Setting("task.name", task.name),
-            " with ",
-            head,
-            " of ",
-            Setting("model.head_classes", model.head_classes),
-        )
+    if head != facts.head or (facts.labels and model.head_classes != len(facts.labels)):
+        came = "{task.name} with {model.task_head} of {model.head_classes}"
         rule = f"it has a {facts.head} head{f' of {len(facts.labels)}' if facts.labels else ''}"
-        yield Problem(head.key, came, rule, "leave the head to --task")
+        yield key, came, rule, "leave the head to --task"
     if facts.head == "span" and task.max_query + task.doc_stride + 3 >= recipe.sequence_length:
-        came = _together(recipe, "task.doc_stride", "sequence_length")
         rule = f"a window holds a question of task.max_query={task.max_query} tokens and text to stride over"
-        yield Problem("task.doc_stride", came, rule, "shorten task.doc_stride or task.max_query")
+        fix = "shorten task.doc_stride or task.max_query"
+        yield "task.doc_stride", "{task.doc_stride} with {sequence_length}", rule, fix
 
 
 _RULES: tuple[Callable[[Recipe], Found], ...] = (
@@ -342,8 +325,7 @@ def _ds_config(recipe: Recipe) -> Found:
     """Check that a bare name is a file of ds_configs/; a path may be another machine's: checked on use."""
     name, known = recipe.ds_config, [path.stem for path in _DS_CONFIGS.glob("*.json")]
     if Path(name).name == name and not files.is_file(Path(name)) and name.removesuffix(".json") not in known:
-        came, rule = Setting("ds_config", name), "no such file in ds_configs/"
-        yield Problem("ds_config", came, rule, did_you_mean(name, known))
+        yield "ds_config", "{ds_config}", "no such file in ds_configs/", did_you_mean(name, known)
 
 
 def _batch(recipe: Recipe) -> Found:
@@ -361,9 +343,7 @@ def _cells(recipe: Recipe, columns: Sequence[str]) -> Found:
         return
     cells = itertools.zip_longest(columns, (cell.strip() for cell in row.split("|")), fillvalue="?")
     shown = ", ".join(f"{name}: {cell}" for name, cell in cells)
-    came = (
-        Key("published.row"),
-        f" has {counted(count, 'cell')} for {counted(len(columns), 'column')} ({shown})",
-    )
+    came = f" has {counted(count, 'cell')} for {counted(len(columns), 'column')} ({shown})"
     rule = "one cell for each heading, separated by |, blank where the source prints none"
-    yield Problem("published.row", came, rule, "add the missing or join the surplus ones")
+    fix = "add the missing or join the surplus ones"
+    yield Problem("published.row", (Key("published.row"), came), rule, fix)
