@@ -6,7 +6,6 @@ values only in the middle of a start; here both are refused.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -14,12 +13,14 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from ds_configs.findings import Findings
+from ds_configs.findings import Findings, lookup, shown
 from ds_configs.jsonfile import FOLDER
 from recipes.problems import did_you_mean
 
 _MOST = 2**63 - 1  # DeepSpeed puts numbers of elements into 64-bit integers
 _NUMBER = re.compile(r"(a|a whole|an even) number (from|above) (\S+?)(?: to (\S+))?")
+_SECTION = "a section, {...}"
+_Fits = Callable[[Any], bool]
 
 
 class Kind(NamedTuple):
@@ -31,67 +32,59 @@ class Kind(NamedTuple):
         fix: advice about another value.
         whole: a whole number, which JSON may also write as 5e8.
         null: null means something of its own to DeepSpeed; elsewhere it stands for an absent key.
+        section: an object, which cannot be "auto".
     """
 
     rule: str
-    fits: Callable[[Any], bool]
+    fits: _Fits
     fix: str = "write one, or remove the key"
     whole: bool = False
     null: bool = False
+    section: bool = False
 
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and "\0" not in value
 
 
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_text, value))
-
-
-_SECTION = Kind("is a section", lambda value: isinstance(value, dict), "write an object, {...}")
-_KINDS = {
-    "a section": _SECTION,
-    "anything": Kind("", lambda value: True),
-    "true or false": Kind("", lambda value: isinstance(value, bool), "write one of them"),
-    "text": Kind("", _is_text),
-    "a list of texts": Kind("", _are_texts),
-    'a list of texts, or "auto"': Kind("", lambda value: value == "auto" or _are_texts(value)),
+_FITS: dict[str, _Fits] = {
+    "anything": lambda value: True,
+    _SECTION: lambda value: isinstance(value, dict),
+    "true or false": lambda value: isinstance(value, bool),
+    "text": _is_text,
+    "a list of texts": lambda value: isinstance(value, list) and all(map(_is_text, value)),
 }
 
 
 def _kind(words: str) -> Kind:
     """Make the kind from its words in keys.yaml."""
-    rule = f"must be {words}"
-    if kind := _KINDS.get(words):
-        return kind if kind.rule else kind._replace(rule=rule)
     what = words.removesuffix(", or null")
-    if number := _NUMBER.fullmatch(what):
-        whole = number[1] != "a"
-        least, most = (float(text.replace(",", "")) if text else None for text in number.group(3, 4))
-        assert least is not None
-        least += math.ulp(0.0) if number[2] == "above" else 0
-        most = most or (_MOST if whole else math.inf)
-        step = {"a": 0, "a whole": 1, "an even": 2}[number[1]]
+    number = _NUMBER.fullmatch(what)
+    fits = _FITS.get(what) or (_range(number) if number else _choice(what))
+    whole = number is not None and number[1] != "a"
+    return Kind(f"must be {words}", fits, whole=whole, null=what != words, section=what == _SECTION)
 
-        def fits(value: Any) -> bool:
-            return _is_number(value) and least <= value <= most and not (step and value % step)
 
-        return Kind(rule, fits, whole=whole, null=what != words)
-    options = re.split(", | or ", what.removesuffix(" in any case"))
-    if what.endswith(" in any case"):
-        return Kind(rule, lambda value: isinstance(value, str) and value.lower() in options)
-    return Kind(rule, lambda value: isinstance(value, str) and value in options)
+def _range(words: re.Match[str]) -> _Fits:
+    step = {"a": 0, "a whole": 1, "an even": 2}[words[1]]
+    least = float(words[3]) + (math.ulp(0.0) if words[2] == "above" else 0)
+    most = float(words[4].replace(",", "")) if words[4] else _MOST if step else math.inf
+
+    def fits(value: Any) -> bool:
+        number = type(value) is int or (type(value) is float and math.isfinite(value))
+        return number and least <= value <= most and not (step and value % step)
+
+    return fits
+
+
+def _choice(words: str) -> _Fits:
+    options = re.split(", | or ", words.removesuffix(" in any case"))
+    plain = str.lower if words.endswith(" in any case") else str
+    return lambda value: isinstance(value, str) and plain(value) in options
 
 
 def _only(one: Any, why: str) -> Kind:
     return Kind(why, lambda value: type(value) is type(one) and value == one, "remove the key")
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        return type(value) in (int, float) and math.isfinite(value)
-    except OverflowError:  # an integer of more than 308 digits
-        return False
 
 
 def _read() -> tuple[dict[str, dict[str, Kind]], dict[str, tuple[str, str]]]:
@@ -104,26 +97,25 @@ def _read() -> tuple[dict[str, dict[str, Kind]], dict[str, tuple[str, str]]]:
     for dotted, (one, why) in table["only"].items():
         section, _, key = dotted.rpartition(".")
         keys[section][key] = _only(one, why)
-    refused = {
-        key: ("was removed from DeepSpeed or is deprecated", fix) for key, fix in table["removed"].items()
-    }
+    removed = "was removed from DeepSpeed or is deprecated"
+    refused = {key: (removed, fix) for key, fix in table["removed"].items()}
     return keys, refused | {key: (rule, fix) for key, (rule, fix) in table["refused"].items()}
 
 
 KEYS, REFUSED = _read()
 
 
-def check(config: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
-    """Refuse unknown, removed and forbidden keys, and unfit values; return a cleaned copy.
+def check(findings: Findings) -> None:
+    """Refuse unknown, removed and forbidden keys, and unfit values; replace the JSON by a cleaned copy.
 
     The copy lacks refused keys and null ones (DeepSpeed fails on some), and has integers for 5e8 and such.
     """
-    return _usable("", config, findings)
+    findings.config = _usable("", findings.config, findings)
 
 
 def unread(config: Mapping[str, Any]) -> list[str]:
     """List the sections of a JSON that pass on to DeepSpeed unchecked."""
-    sections = [_join(name, key) for name, keys in KEYS.items() for key in keys if keys[key] is _SECTION]
+    sections = [_join(name, key) for name, keys in KEYS.items() for key in keys if keys[key].section]
     return [name for name in sections if name not in KEYS and lookup(config, name)]
 
 
@@ -139,38 +131,16 @@ def _usable(name: str, section: Mapping[str, Any], findings: Findings) -> dict[s
         if key not in known:
             unknown = "unknown key" if name else "unknown key, which DeepSpeed would ignore"
             rule, fix = REFUSED.get(dotted) or (unknown, did_you_mean(key, known))
-            findings.refuse(dotted, dotted, rule, fix)
+            findings.refuse(dotted, rule, fix, came=dotted)
             continue
         kind = known[key]
         if value is None and not kind.null:
             continue
-        left_open = value is None or (value == "auto" and kind is not _SECTION)
+        left_open = value is None or (value == "auto" and not kind.section)
         if not left_open and not kind.fits(value):
-            findings.refuse(dotted, f"{dotted}={shown(value)}", kind.rule, kind.fix)
+            findings.refuse(dotted, kind.rule, kind.fix, came=f"{dotted}={shown(value)}")
         elif isinstance(value, dict) and dotted in KEYS:
             usable[key] = _usable(dotted, value, findings)
         else:
             usable[key] = int(value) if kind.whole and isinstance(value, float) else value
     return usable
-
-
-def lookup(config: Mapping[str, Any], dotted: str) -> Any:
-    """Return the value at a.b.c; None if any part is absent or null."""
-    value: Any = config
-    for part in dotted.split("."):
-        if not isinstance(value, dict):
-            return None
-        value = value.get(part)
-    return value
-
-
-def stated(config: Mapping[str, Any], dotted: str) -> Any:
-    """Return the value at a.b.c; None if it is absent, null or "auto"."""
-    value = lookup(config, dotted)
-    return None if value == "auto" else value
-
-
-def shown(value: Any) -> str:
-    """Write a value as JSON, shortened if it is long."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:57]}..."

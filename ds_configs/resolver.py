@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ds_configs import known_keys
-from ds_configs.findings import Findings
+from ds_configs.findings import Findings, lookup
 from ds_configs.jsonfile import FOLDER, ConfigError, find, read
 from ds_configs.plan import Machine, Plan
-from ds_configs.sections import monitors, optimizer, parallel, recomputation, transformers_modules, zero
+from ds_configs.sections import monitors, optimizer, parallel, recomputation, zero
 from ds_configs.sections.precision import precision
 from ds_configs.sections.sizes import sizes, sums
 from recipes.layout import Layout
@@ -48,22 +48,20 @@ def resolve(
     Raises ConfigError: all problems, one line each: what came, the rule, the fix.
     """
     assert world is None or world >= 1, world
-    config = read(path := find(ds_path))
+    path = find(ds_path)
     ours = path.resolve().parent == FOLDER
-    findings = Findings(f"ds_configs/{path.name}" if ours else str(path))
-    config = known_keys.check(config, findings)
-    stage = zero.stage(config, findings)
-    chosen = precision(recipe, config, stage, machine, findings)
-    layout = parallel.layout(recipe, config, world, stage, findings)
-    offload = zero.offload(config, stage, machine, findings)
-    zero.check_rest(config, stage, layout, findings)
-    optimizer.check(recipe, config, stage, findings)
-    transformers_modules.check(recipe, config, findings)
-    zero.check_averages(config, stage, findings)
-    recomputation.check(recipe, config, layout, machine, findings)
-    monitors.check(config, layout, machine, findings)
-    values = optimizer.fills(recipe, config, offload, machine, findings)
-    values |= zero.nvme_paths(config, environ, findings) | parallel.sends(recipe)
+    findings = Findings(f"ds_configs/{path.name}" if ours else str(path), read(path))
+    known_keys.check(findings)
+    stage = zero.stage(findings)
+    chosen = precision(recipe, stage, machine, findings)
+    layout = parallel.layout(recipe, world, stage, findings)
+    offload = zero.offload(stage, machine, findings)
+    zero.check_rest(stage, layout, findings)
+    optimizer.check(recipe, stage, findings)
+    recomputation.check(recipe, layout, machine, findings)
+    monitors.check(layout, machine, findings)
+    values = optimizer.fills(recipe, offload, machine, findings)
+    values |= zero.nvme_paths(environ, findings) | parallel.sends(recipe)
     # A refused layout is replaced by another, so that it leaves no "auto" open.
     shared = layout or Layout(tp=1, pp=1, dp=1, micro=1, accumulation=1, global_batch=1)
     values |= {
@@ -71,25 +69,26 @@ def resolve(
         "train_micro_batch_size_per_gpu": shared.micro,
         "gradient_accumulation_steps": shared.accumulation,
     }
-    ds = _filled(config, values, sizes=sizes(recipe, shared, machine) | sums(config, chosen, shared))
+    open_values = sizes(recipe, shared, machine) | sums(findings.config, chosen, shared)
+    ds = _filled(findings.config, values, open_values)
     ds.pop("parallel", None)
     for half in ("fp16", "bf16"):
         ds.setdefault(half, {})["enabled"] = chosen == half
     for key in _autos(ds):
         if key not in _OWN_AUTO and not key.endswith("nvme_path"):
-            findings.refuse(key, f'{key}="auto"', "nothing fills it here", "write a value, or remove the key")
+            findings.refuse(key, "nothing fills it here", "write a value, or remove the key", f'{key}="auto"')
     if findings.problems:
         raise ConfigError(findings.problems)
     assert layout is not None and chosen is not None and stage is not None
-    vocab = transformers_modules.embedding_rows(recipe, layout.tp)
+    vocab = recipe.model.embedding_rows(layout.tp)
     return Plan(recipe, layout, ds, stage, offload, chosen, vocab, tuple(findings.notices), path.stem)
 
 
-def _filled(config: dict[str, Any], values: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy `config`; `values` replace "auto" and absent keys, `sizes` replace "auto" alone."""
-    filled = copy.deepcopy(config)
-    for key, value in {**values, **sizes}.items():
-        written = known_keys.lookup(filled, key)
+def _filled(config: Mapping[str, Any], values: Mapping[str, Any], autos: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy `config`; `values` replace "auto" and absent keys, `autos` replace "auto" alone."""
+    filled = copy.deepcopy(dict(config))
+    for key, value in {**values, **autos}.items():
+        written = lookup(filled, key)
         if written == "auto" or (written is None and key in values):
             put(filled, key, value)
     return filled

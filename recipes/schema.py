@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 
 from recipes.attention_patterns import AttentionKind, Fixed, Window
 from recipes.families import FAMILIES, FamilyFacts
-from recipes.layout import BatchSchedule, batch_schedule
+from recipes.layout import BatchSchedule, batch_schedule, padded_vocab
 from recipes.problems import either
 
 TaskHead = Literal["none", "classification", "span", "choice"]
@@ -142,6 +142,11 @@ class Model(Strict):
                 "attention_patterns": self.attention_patterns,
             }
         return ", ".join(f"model.{key}={value}" for key, value in named.items())
+
+    def embedding_rows(self, tp: int) -> int:
+        """Return the rows of the embedding over `tp` ranks, padded unless it is that of transformers."""
+        padded = self.implementation == "megarecipes"
+        return padded_vocab(self.vocab_size, tp, self.vocab_divisible_by) if padded else self.vocab_size
 
     def positions_at(self, sequence_length: int) -> int:
         """Return the rows of the table of positions, for samples of `sequence_length` tokens."""

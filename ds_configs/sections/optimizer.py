@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_configs.findings import Findings
-from ds_configs.known_keys import lookup, shown, stated
+from ds_configs.findings import Findings, shown
 from ds_configs.plan import Machine, Offload
 from recipes.problems import Setting, Text
 from recipes.schema import Recipe
@@ -14,60 +13,42 @@ from recipes.schema import Recipe
 _TYPES = {"adamw": ("adamw", "adam"), "lamb": ("lamb",), "lion": ("lion",)}
 _WRITTEN = {"adamw": "AdamW", "lamb": "Lamb", "lion": "Lion"}
 _ON_GPU = ("none", "parameters")  # where the accelerator steps the optimizer
-_WITHOUT = "remove the key: torch's AdamW steps as fast"
+_PARAMS = "optimizer.params"
+_OF_ADAM = ("torch_adam", "adam_w_mode", "fused", "foreach", "fp32_optimizer_states", "bias_correction")
 
 
-def check(recipe: Recipe, config: dict[str, Any], stage: int | None, findings: Findings) -> None:
-    """Refuse another optimizer and other numbers than the recipe's."""
-    key = "optimizer.type"
-    kind = lookup(config, key)
-    name = recipe.optimizer.name
-    if name != "adamw":
-        _check_ours(recipe, config, stage, findings)
-    elif kind not in (None, "auto") and str(kind).lower() not in _TYPES[name]:
-        rule = f"the recipe's optimizer.name is {name}, and another rule of descent is another recipe"
-        findings.refuse(key, f"{key}={kind}", rule, f'write "{_WRITTEN[name]}"')
-    key = "optimizer.params.adam_w_mode"
-    if lookup(config, key) is False:
-        rule = "adds the decay to the gradient, while the recipe's adamw decays weights apart from it"
-        findings.refuse(key, f"{key}=false", rule, "remove the key")
-    for key, setting in _numbers(recipe).items():
-        written = lookup(config, key)
-        if written not in (None, "auto") and not _equal(written, setting.value):
-            findings.disagreement(key, written, setting)
-
-
-def _check_ours(recipe: Recipe, config: dict[str, Any], stage: int | None, findings: Findings) -> None:
-    """Refuse Adam's keys beside LAMB and Lion, and LAMB except on whole parameters, under ZeRO-0."""
-    name = recipe.optimizer.name
+def check(recipe: Recipe, stage: int | None, findings: Findings) -> None:
+    """Refuse another optimizer and other numbers than the recipe's, and LAMB on sharded parameters."""
+    name, key = recipe.optimizer.name, "optimizer.type"
     setting, written = Setting("optimizer.name", name), _WRITTEN[name]
+    for number, own in _numbers(recipe).items():
+        if (value := findings.stated(number)) is not None and not _equal(value, own.value):
+            findings.disagreement(number, own)
     if name == "lamb" and stage != 0:
         came: Text = (setting, f" with zero_optimization.stage={stage}")
         rule = "LAMB scales a step by the norm of a whole parameter, and ZeRO shards them in flat pieces"
-        findings.refuse("optimizer.name", came, rule, "--ds_config zero0, or set optimizer.name to adamw")
+        fix = "--ds_config zero0, or set optimizer.name to adamw"
+        findings.refuse(setting.key, rule, fix, came)
+        return
+    kind = findings.stated(key)
+    if kind is not None and str(kind).lower() not in _TYPES[name]:
+        rule = f"the recipe's optimizer.name is {name}, and another rule of descent is another recipe"
+        findings.refuse(key, rule, f'write "auto" or "{written}"')
+    if name == "adamw":
         return
     if recipe.model.implementation == "transformers":
         came = (setting, " with ", Setting("model.implementation", "transformers"))
-        rule, fix = "its Trainer steps AdamW", "set optimizer.name to adamw"
-        findings.refuse("optimizer.name", came, rule, fix)
-    kind = lookup(config, key := "optimizer.type")
-    if kind not in (None, "auto") and str(kind).lower() != name:
-        rule = f"the recipe's optimizer.name is {name}, and another rule of descent is another recipe"
-        findings.refuse(key, f"{key}={kind}", rule, f'write "auto" or "{written}"')
-    for key in ("torch_adam", "adam_w_mode", "fused", "foreach", "fp32_optimizer_states", "bias_correction"):
-        if lookup(config, dotted := f"optimizer.params.{key}") is not None:
-            findings.refuse(dotted, dotted, f"is a key of Adam's, not of {written}'s", "remove the key")
-    scale = lookup(config, key := "fp16.loss_scale")
-    if name == "lamb" and isinstance(scale, int | float) and scale != 0:
+        findings.refuse(setting.key, "its Trainer steps AdamW", "set optimizer.name to adamw", came)
+    for key in (f"{_PARAMS}.{each}" for each in _OF_ADAM):
+        if findings.lookup(key) is not None:
+            findings.refuse(key, f"is a key of Adam's, not of {written}'s", "remove the key")
+    if name == "lamb" and findings.stated("fp16.loss_scale"):
         rule = "DeepSpeed runs LAMB with a loss scale that moves, and with no fixed one"
-        findings.refuse(
-            key, f"{key}={scale}", rule, "write 0, and the first scale as fp16.initial_scale_power"
-        )
+        fix = "write 0, and the first scale as fp16.initial_scale_power"
+        findings.refuse("fp16.loss_scale", rule, fix)
 
 
-def fills(
-    recipe: Recipe, config: dict[str, Any], offload: Offload, machine: Machine, findings: Findings
-) -> dict[str, Any]:
+def fills(recipe: Recipe, offload: Offload, machine: Machine, findings: Findings) -> dict[str, Any]:
     """Return values by dotted key: the recipe's numbers, and the choice of AdamW.
 
     The choice is torch's fused kernel, which compiles nothing and resumes exactly; on a CPU it is as fast as
@@ -76,91 +57,95 @@ def fills(
     values: dict[str, Any] = {key: setting.value for key, setting in _numbers(recipe).items()}
     values["optimizer.type"] = _WRITTEN[recipe.optimizer.name]
     if recipe.optimizer.name == "lion":
-        asked = _asks_for_deepspeeds(config, offload)
-        if config.get("zero_allow_untested_optimizer") is False:
+        asked = _asks_for_deepspeeds(findings, offload)
+        if findings.stated("zero_allow_untested_optimizer") is False:
             asked = "zero_allow_untested_optimizer=false"
         if asked:
-            came: Text = Setting("optimizer.name", "lion"), f" with {asked}"
+            came = Setting("optimizer.name", "lion"), f" with {asked}"
             fix = "remove that, or set optimizer.name to adamw"
-            findings.refuse("optimizer.name", came, "our own Lion steps", fix)
+            findings.refuse("optimizer.name", "our own Lion steps", fix, came)
         values |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-    if recipe.optimizer.name != "adamw":
-        return values
-    key, asked = "optimizer.params.torch_adam", _asks_for_deepspeeds(config, offload)
-    written = stated(config, key)
+    if recipe.optimizer.name == "adamw":
+        values |= _adamw(offload, machine, findings)
+    return values
+
+
+def _adamw(offload: Offload, machine: Machine, findings: Findings) -> dict[str, Any]:
+    """Return the choice between torch's AdamW and DeepSpeed's; refuse keys of the other one."""
+    key, asked, offloads = (
+        f"{_PARAMS}.torch_adam",
+        _asks_for_deepspeeds(findings, offload),
+        offload not in _ON_GPU,
+    )
+    written = findings.stated(key)
     torch_adam = asked is None if written is None else written is True
-    if not torch_adam and (missing := _missing(machine, offload)):
-        came = f"{key}=false" if asked is None else asked
+    values = {key: torch_adam}
+    missing = "nvcc (the CUDA toolkit)" if not (offloads or machine.cuda_compiler) else ""
+    missing = missing if machine.compiler else "a C++ compiler (g++, ninja, Python's headers)"
+    if missing and not torch_adam:
+        fix = "install it, or remove the key: torch's AdamW steps as fast"
         rule = "DeepSpeed's Adam is compiled at first use"
-        findings.refuse(key, f"{came}, but {missing} is missing", rule, f"install it, or {_WITHOUT}")
-    values[key] = torch_adam
-    if torch_adam and not stated(config, "optimizer.params.foreach"):
-        values["optimizer.params.fused"] = True
-    _check_states(config, torch_adam, offload not in _ON_GPU, findings)
-    if torch_adam and offload not in _ON_GPU:
+        findings.refuse(key, rule, fix, f"{asked or f'{key}=false'}, but {missing} is missing")
+    foreach, fused = both = f"{_PARAMS}.foreach", f"{_PARAMS}.fused"
+    if torch_adam and not findings.stated(foreach):
+        values[fused] = True
+    if all(findings.stated(key) for key in both):
+        came = f"{foreach} and {fused} are both true"
+        findings.refuse(
+            fused, "they are two forms of one step", "remove foreach: fused is the faster one", came
+        )
+    of_torch = "is read by torch's AdamW alone", "remove the key, or set torch_adam to true"
+    states = (
+        "is read by DeepSpeed's CPU Adam alone, which steps an offloaded optimizer",
+        "remove the key, or offload the optimizer without torch_adam",
+    )
+    own = "torch's AdamW, which has it, takes no such key", "remove the key"
+    for key, wrong, (rule, fix) in (
+        (f"{_PARAMS}.bias_correction", torch_adam, own),
+        (f"{_PARAMS}.fp32_optimizer_states", torch_adam or not offloads, states),
+        (foreach, not torch_adam, of_torch),
+        (fused, not torch_adam, of_torch),
+    ):
+        if wrong and findings.lookup(key) is not None:
+            findings.refuse(key, rule, fix)
+    if torch_adam and offloads:
         key = "zero_force_ds_cpu_optimizer"
-        if config.get(key) is True:
-            came, rule = f"{key}=true with torch's AdamW", "demands DeepSpeed's compiled CPU Adam"
-            findings.refuse(key, came, rule, "remove the key, or torch_adam")
+        if findings.stated(key):
+            rule, fix = "demands DeepSpeed's compiled CPU Adam", "remove the key, or torch_adam"
+            findings.refuse(key, rule, fix, beside=" with torch's AdamW")
         values[key] = False
     return values
 
 
-def _asks_for_deepspeeds(config: dict[str, Any], offload: Offload) -> str | None:
+def _asks_for_deepspeeds(findings: Findings, offload: Offload) -> str | None:
     """Return the setting that demands DeepSpeed's own compiled CPU Adam, or None."""
     if offload in _ON_GPU:
         return None
+    zero = "zero_optimization.offload_optimizer"
     halves = [f"{half}.{half}_master_weights_and_grads" for half in ("fp16", "bf16")]
-    for key in (*halves, "zero_optimization.offload_optimizer.super_offload", "zero_force_ds_cpu_optimizer"):
-        if stated(config, key):
-            return f"{key}=true"
-    key = "optimizer.params.fp32_optimizer_states"
-    if (states := stated(config, key)) is not None:
-        return f"{key}={shown(states)}"
-    key = "zero_optimization.offload_optimizer.ratio"
-    if (ratio := stated(config, key)) not in (None, 1):
-        return f"{key}={ratio}"
+    for key, usual in (
+        *((key, (None, False)) for key in (*halves, f"{zero}.super_offload", "zero_force_ds_cpu_optimizer")),
+        (f"{_PARAMS}.fp32_optimizer_states", (None,)),
+        (f"{zero}.ratio", (None, 1)),
+    ):
+        if findings.stated(key) not in usual:
+            return f"{key}={shown(findings.stated(key))}"
     return "NVMe offload" if offload == "nvme" else None
-
-
-def _missing(machine: Machine, offload: Offload) -> str | None:
-    """Return the missing compiler of DeepSpeed's Adam, or None."""
-    if not machine.compiler:
-        return "a C++ compiler (g++, ninja, Python's headers)"
-    return "nvcc (the CUDA toolkit)" if offload in _ON_GPU and not machine.cuda_compiler else None
-
-
-def _check_states(config: dict[str, Any], torch_adam: bool, offloads: bool, findings: Findings) -> None:
-    """Refuse keys of the other Adam."""
-    key = "optimizer.params.bias_correction"
-    if lookup(config, key) is not None and torch_adam:
-        findings.refuse(key, key, "torch's AdamW, which has it, takes no such key", "remove the key")
-    key = "optimizer.params.fp32_optimizer_states"
-    if lookup(config, key) is not None and (torch_adam or not offloads):
-        rule = "is read by DeepSpeed's CPU Adam alone, which steps an offloaded optimizer"
-        findings.refuse(key, key, rule, "remove the key, or offload the optimizer without torch_adam")
-    for key in (names := ("optimizer.params.foreach", "optimizer.params.fused")):
-        if lookup(config, key) is not None and not torch_adam:
-            fix = "remove the key, or set torch_adam to true"
-            findings.refuse(key, key, "is read by torch's AdamW alone", fix)
-    if all(stated(config, key) for key in names):
-        came, rule = f"{' and '.join(names)} are both true", "they are two forms of one step"
-        findings.refuse(names[1], came, rule, "remove foreach: fused is the faster one")
 
 
 def _numbers(recipe: Recipe) -> dict[str, Setting]:
     """Map keys of the JSON to the recipe's settings."""
     numbers = recipe.optimizer.model_dump(mode="json", exclude={"name", "clip"})
-    settings = {f"optimizer.params.{key}": Setting(f"optimizer.{key}", numbers[key]) for key in numbers}
+    settings = {f"{_PARAMS}.{key}": Setting(f"optimizer.{key}", numbers[key]) for key in numbers}
     return settings | {"gradient_clipping": Setting("optimizer.clip", recipe.optimizer.clip)}
 
 
 def _equal(written: Any, value: Any) -> bool:
-    if isinstance(value, list):
-        return isinstance(written, list) and [*map(_number, written)] == value
+    """Compare, where JSON may have 1 for 1.0, but not true."""
+    if isinstance(value, list) and isinstance(written, list):
+        return [*map(_number, written)] == value
     return bool(_number(written) == value)
 
 
 def _number(written: Any) -> Any:
-    """Turn a whole number into a float, as JSON may have 1 for 1.0."""
-    return float(written) if isinstance(written, int) and not isinstance(written, bool) else written
+    return float(written) if type(written) is int else written

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from ds_configs.findings import Findings
-from ds_configs.known_keys import lookup, stated
 from ds_configs.plan import Machine, Precision
 from recipes.schema import Recipe
 
-_Switch = bool | Literal["auto"] | None
+_Switches = dict[Precision, bool | Literal["auto"]]
 _HALVES: tuple[Precision, Precision] = ("fp16", "bf16")
 
 
-def precision(
-    recipe: Recipe, config: dict[str, Any], stage: int | None, machine: Machine, findings: Findings
-) -> Precision | None:
+def precision(recipe: Recipe, stage: int | None, machine: Machine, findings: Findings) -> Precision | None:
     """Choose the precision, with a notice if it is not the recipe's; None if there are problems.
 
     An explicit `"enabled": true` is never changed. "auto" takes the recipe's precision and falls to the
     other half precision, then fp32, if the machine lacks it. An absent section is off, as in DeepSpeed.
     """
-    switches = {half: _switch(half, config, findings) for half in _HALVES}
-    _check_autocast(config, findings)
-    if None in switches.values():
-        return None
+    switches: _Switches = {half: findings.lookup(f"{half}.enabled") or False for half in _HALVES}
     demanded = [half for half in _HALVES if switches[half] is True]
     if len(demanded) == 2:
         came, rule = "fp16.enabled and bf16.enabled are both true", "a run has one precision"
-        findings.refuse("fp16.enabled", came, rule, "set one to false")
+        findings.refuse("fp16.enabled", rule, "set one to false", came)
         return None
+    chosen: Precision | None
     if demanded:
         chosen = _demanded(demanded[0], recipe, machine, findings)
     else:
@@ -41,36 +36,21 @@ def precision(
     if chosen == "fp16" and machine.emulated_fp16:
         device = f"the {machine.device.name} accelerator"
         findings.notice("precision", f"fp16 is EMULATED on {device}: right in its numbers, slow")
-    if stage == 0 and chosen in _HALVES:
-        _check_accumulation(chosen, config, findings)
     if chosen:
-        _check_masters(chosen, stage, config, findings)
-        _check_parameters(chosen, config, findings)
-    _check_loss_scale(config, findings)
+        _check_types(chosen, stage, findings)
+        _check_masters(chosen, stage, findings)
     return chosen
 
 
-def _switch(half: str, config: dict[str, Any], findings: Findings) -> _Switch:
-    key = f"{half}.enabled"
-    value = lookup(config, key)
-    if value is None or value == "auto" or isinstance(value, bool):
-        return value or False
-    findings.refuse(key, f"{key}={value!r}", 'must be true, false or "auto"', "write one of them")
-    return None
-
-
-def _has(machine: Machine, half: str) -> bool:
+def _has(machine: Machine, half: Precision) -> bool:
     return {"fp16": machine.fp16 or machine.emulated_fp16, "bf16": machine.bf16, "fp32": True}[half]
 
 
-def _of_machine(switches: dict[Precision, _Switch], machine: Machine) -> Precision:
+def _of_machine(switches: _Switches, machine: Machine) -> Precision:
     """Choose the machine's fastest precision that the JSON allows, for precision=auto."""
-    fast = {
-        "bf16": machine.bf16 and not machine.slow_bf16,
-        "fp16": machine.fp16 and machine.device.own_memory,
-    }
-    halves: tuple[Precision, Precision] = ("bf16", "fp16")
-    return next((half for half in halves if fast[half] and switches[half] is not False), "fp32")
+    if machine.bf16 and not machine.slow_bf16 and switches["bf16"]:
+        return "bf16"
+    return "fp16" if machine.fp16 and machine.device.own_memory and switches["fp16"] else "fp32"
 
 
 def _demanded(half: Precision, recipe: Recipe, machine: Machine, findings: Findings) -> Precision | None:
@@ -78,7 +58,7 @@ def _demanded(half: Precision, recipe: Recipe, machine: Machine, findings: Findi
         other = "bf16" if half == "fp16" and machine.bf16 else "fp32"
         key, lacks = f"{half}.enabled", f"the {machine.device.name} accelerator of this machine has no {half}"
         fix = f'--ds_config {other}, or set {key} to "auto" (falls to {other})'
-        findings.refuse(key, f"{key}=true", f"{lacks}, and what is demanded is not changed silently", fix)
+        findings.refuse(key, f"{lacks}, and what is demanded is not changed silently", fix)
         return None
     if recipe.precision not in (half, "auto"):
         asks = f"the recipe asks for {recipe.precision}"
@@ -86,13 +66,11 @@ def _demanded(half: Precision, recipe: Recipe, machine: Machine, findings: Findi
     return half
 
 
-def _asked(
-    switches: dict[Precision, _Switch], wanted: Precision, machine: Machine, findings: Findings
-) -> Precision:
+def _asked(switches: _Switches, wanted: Precision, machine: Machine, findings: Findings) -> Precision:
     if wanted == "fp32":
         return "fp32"
     asks = f"the recipe asks for {wanted}"
-    if switches[wanted] is False:
+    if not switches[wanted]:
         findings.notice("precision", f"fp32, as {findings.where} says ({wanted} is off there); {asks}")
         return "fp32"
     if _has(machine, wanted):
@@ -100,71 +78,57 @@ def _asked(
     other: Precision = "bf16" if wanted == "fp16" else "fp16"
     fast = machine.bf16 and not machine.slow_bf16
     there = fast if other == "bf16" else machine.fp16  # an emulation is slower than fp32
-    fallback: Precision = other if there and switches[other] == "auto" else "fp32"
+    fallback: Precision = other if there and switches[other] else "fp32"
     lacks = f"which the {machine.device.name} accelerator of this machine lacks"
     findings.notice("precision", f"{fallback} INSTEAD OF {wanted}: {asks}, {lacks}")
     return fallback
 
 
-def _check_accumulation(chosen: Precision, config: dict[str, Any], findings: Findings) -> None:
+def _check_types(chosen: Precision, stage: int | None, findings: Findings) -> None:
+    """Refuse other types of parameters and sums, and a smallest loss scale above the first one."""
     key = "data_types.grad_accum_dtype"
-    wanted = stated(config, key)
-    if wanted not in (None, chosen, "fp32"):
-        came = f"{key}={wanted} with {chosen} and zero_optimization.stage=0"
-        findings.refuse(key, came, f"gradients are summed in {chosen} or fp32 there", "remove the key")
+    if stage == 0 and chosen in _HALVES and findings.stated(key) not in (None, chosen, "fp32"):
+        beside = f" with {chosen} and zero_optimization.stage=0"
+        findings.refuse(
+            key, f"gradients are summed in {chosen} or fp32 there", "remove the key", beside=beside
+        )
+    key = "data_types.param_dtype"
+    if findings.stated(key) not in (None, chosen):
+        rule = "fp16 and bf16 decide the precision of the parameters"
+        findings.refuse(key, rule, "remove the key", beside=f" in a run of {chosen}")
+    key, first = "fp16.min_loss_scale", "fp16.initial_scale_power"
+    power = 16 if findings.stated(first) is None else findings.stated(first)
+    if not findings.stated("fp16.loss_scale") and (findings.stated(key) or 1) > 2**power:
+        rule = f"the search starts at 2^{power} = {2**power:,}, which is below"
+        findings.refuse(key, rule, f"set {key} to 1", beside=f" with {first}={power}")
 
 
-def _check_masters(chosen: Precision, stage: int | None, config: dict[str, Any], findings: Findings) -> None:
+def _check_masters(chosen: Precision, stage: int | None, findings: Findings) -> None:
     """Refuse half-precision weights in an optimizer that cannot step them."""
+    stated = findings.stated
     for half in _HALVES:
         key = f"{half}.{half}_master_weights_and_grads"
-        if not stated(config, key):
+        if not stated(key):
             continue
-        offloaded = stated(config, "zero_optimization.offload_optimizer.device") in ("cpu", "nvme")
-        states = half == "bf16" and stated(config, "bf16.bf16_optimizer_states")
+        offloaded = stated("zero_optimization.offload_optimizer.device") in ("cpu", "nvme")
+        states = half == "bf16" and stated("bf16.bf16_optimizer_states")
         if half != chosen:
-            findings.refuse(key, f"{key}=true in a run of {chosen}", f"is for {half}", "remove the key")
+            findings.refuse(key, f"is for {half}", "remove the key", beside=f" in a run of {chosen}")
         elif stage == 0:
+            beside = " with zero_optimization.stage=0"
             fix = "remove the key, or take stage 1, 2 or 3"
-            findings.refuse(key, f"{key}=true with zero_optimization.stage=0", "is for sharded states", fix)
-        elif not (offloaded or states) or (offloaded and stated(config, "optimizer.params.torch_adam")):
+            findings.refuse(key, "is for sharded states", fix, beside=beside)
+        elif not (offloaded or states) or (offloaded and stated("optimizer.params.torch_adam")):
             rule = "only DeepSpeed's compiled CPU Adam steps such weights"
             fix = "offload the optimizer (offload_optimizer) without torch_adam, or remove the key"
-            findings.refuse(key, f"{key}=true", rule, fix)
-        elif offloaded and states and stated(config, "optimizer.params.fp32_optimizer_states") is not False:
+            findings.refuse(key, rule, fix)
+        elif offloaded and states and stated("optimizer.params.fp32_optimizer_states") is not False:
             rule = "DeepSpeed's CPU Adam keeps its states in fp32 unless told otherwise"
             fix = "set optimizer.params.fp32_optimizer_states to false"
-            findings.refuse("bf16.bf16_optimizer_states", "bf16.bf16_optimizer_states=true", rule, fix)
+            findings.refuse("bf16.bf16_optimizer_states", rule, fix)
         else:
             kept = "weights and Adam's moments" if states else "weights"
             findings.notice("optimizer", f"steps {kept} in {half}, as {findings.where} says, not in fp32")
     key, needed = "bf16.bf16_optimizer_states", "bf16.bf16_master_weights_and_grads"
-    if stated(config, key) and not stated(config, needed):
-        findings.refuse(key, f"{key}=true", f"needs {needed}", "set that to true, or remove the key")
-
-
-def _check_loss_scale(config: dict[str, Any], findings: Findings) -> None:
-    """Refuse a smallest loss scale above the first one."""
-    key, first = "fp16.min_loss_scale", "fp16.initial_scale_power"
-    least, power = stated(config, key) or 1, stated(config, first)
-    power = 16 if power is None else power
-    if not stated(config, "fp16.loss_scale") and least > 2**power:
-        came = f"{key}={least} with {first}={power}"
-        rule = f"the search starts at 2^{power} = {2**power:,}, which is below"
-        findings.refuse(key, came, rule, f"set {key} to 1")
-
-
-def _check_parameters(chosen: Precision, config: dict[str, Any], findings: Findings) -> None:
-    key = "data_types.param_dtype"
-    wanted = stated(config, key)
-    if wanted not in (None, chosen):
-        rule = "fp16 and bf16 decide the precision of the parameters"
-        findings.refuse(key, f"{key}={wanted} in a run of {chosen}", rule, "remove the key")
-
-
-def _check_autocast(config: dict[str, Any], findings: Findings) -> None:
-    key = "torch_autocast.enabled"
-    if lookup(config, key):
-        why = "DeepSpeed reports a scaled gradient norm under autocast, so that clipping is wrong"
-        rule = f"precision is set by fp16 and bf16 here ({why})"
-        findings.refuse(key, f"{key}=true", rule, "set it to false and bf16.enabled to true")
+    if stated(key) and not stated(needed):
+        findings.refuse(key, f"needs {needed}", "set that to true, or remove the key")

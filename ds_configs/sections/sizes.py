@@ -6,9 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ds_configs.known_keys import stated
+from ds_configs.findings import stated
 from ds_configs.plan import Machine, Precision
-from ds_configs.sections import transformers_modules
 from ds_configs.sections.recomputation import PARTITION, partitions
 from recipes.layout import Layout
 from recipes.schema import Recipe
@@ -30,7 +29,7 @@ def sizes(recipe: Recipe, layout: Layout, machine: Machine) -> dict[str, Any]:
     """
     hidden, tp = recipe.model.hidden, layout.tp
     layer = 12 * hidden * hidden // tp
-    embedding = transformers_modules.embedding_rows(recipe, tp) // tp * hidden
+    embedding = recipe.model.embedding_rows(tp) // tp * hidden
     own = _parameters(recipe, layout, layer, embedding)
     bucket = min(max(hidden * hidden, _BUCKET), own + own % 2)
     return {

@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import cast
 
 from ds_configs.findings import Findings
-from ds_configs.known_keys import lookup, shown, stated
 from ds_configs.plan import Machine, Offload, ZeroStage
 from recipes.layout import Layout, divisors
 from recipes.problems import Problem, either
 
 NVME_VARIABLE = "MEGARECIPES_NVME"
-_Device = Literal["none", "cpu", "nvme"]
+_ZERO = "zero_optimization"
+_STAGE, _OPTIMIZER, _PARAM = f"{_ZERO}.stage", f"{_ZERO}.offload_optimizer", f"{_ZERO}.offload_param"
 _QUANTISED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 _OF_GPUS = {
-    **{f"zero_optimization.{name}": "ZeRO++ quantisation has no CPU kernel" for name in _QUANTISED},
-    "zero_optimization.offload_optimizer.super_offload": "SuperOffload is for a GPU next to its CPU",
+    **{f"{_ZERO}.{name}": "ZeRO++ quantisation has no CPU kernel" for name in _QUANTISED},
+    f"{_OPTIMIZER}.super_offload": "SuperOffload is for a GPU next to its CPU",
     "aio.use_gds": "GPUDirect Storage reads into a GPU's memory",
 }
 _OF_STAGE_3 = (
@@ -27,24 +27,23 @@ _OF_STAGE_3 = (
 )
 
 
-def stage(config: dict[str, Any], findings: Findings) -> ZeroStage | None:
-    """Read the ZeRO stage, 0 to 3; an absent section is 0, as in DeepSpeed; None for a broken one."""
-    key = "zero_optimization.stage"
-    value = lookup(config, key)
-    if value is None or (value in get_args(ZeroStage) and not isinstance(value, bool)):
-        return int(value or 0)  # type: ignore[return-value]
-    findings.refuse(key, f"{key}={value!r}", "ZeRO has the stages 0, 1, 2 and 3", "write one of them")
-    return None
+def stage(findings: Findings) -> ZeroStage | None:
+    """Return the ZeRO stage; an absent section is 0, as in DeepSpeed; None if it was refused."""
+    if any(problem.key == _STAGE for problem in findings.problems):
+        return None
+    return cast(ZeroStage, findings.stated(_STAGE) or 0)
 
 
-def offload(config: dict[str, Any], stage: int | None, machine: Machine, findings: Findings) -> Offload:
+def offload(stage: int | None, machine: Machine, findings: Findings) -> Offload:
     """Return the parts of the model states to keep outside the GPU."""
-    optimizer, parameters = _device("optimizer", config, findings), _device("param", config, findings)
+    optimizer, parameters = (
+        findings.stated(f"{section}.device") or "none" for section in (_OPTIMIZER, _PARAM)
+    )
     if stage is not None:
-        _check_stage(config, optimizer, parameters, stage, findings)
+        _check_stage(optimizer, parameters, stage, findings)
     for key, why in () if machine.device.own_memory else _OF_GPUS.items():
-        if lookup(config, key) is True:
-            findings.refuse(key, f"{key}=true", why, "set it to false")
+        if findings.lookup(key) is True:
+            findings.refuse(key, why, "set it to false")
     if "nvme" in (optimizer, parameters):
         _check_nvme_op(machine, findings)
         return "nvme"
@@ -53,80 +52,56 @@ def offload(config: dict[str, Any], stage: int | None, machine: Machine, finding
     return "parameters" if parameters == "cpu" else "none"
 
 
-def nvme_paths(config: dict[str, Any], environ: Mapping[str, str], findings: Findings) -> dict[str, str]:
+def nvme_paths(environ: Mapping[str, str], findings: Findings) -> dict[str, str]:
     """Return the writable nvme_path of each NVMe offload, with "auto" filled from the environment."""
     found = {}
-    for kind in ("optimizer", "param"):
-        section = lookup(config, f"zero_optimization.offload_{kind}")
-        if not isinstance(section, dict) or section.get("device") != "nvme":
+    for section in (_OPTIMIZER, _PARAM):
+        if findings.lookup(f"{section}.device") != "nvme":
             continue
-        key = f"zero_optimization.offload_{kind}.nvme_path"
-        given = section.get("nvme_path", "auto")
-        path = environ.get(NVME_VARIABLE) if given == "auto" else given
-        if not path or not isinstance(path, str):
-            came = f"{key}={given!r} and {NVME_VARIABLE} is not set"
+        key = f"{section}.nvme_path"
+        path = findings.stated(key) or environ.get(NVME_VARIABLE)
+        origin = f"{findings.where}: {key}" if findings.stated(key) else f"${NVME_VARIABLE}"
+        if not path:
             fix = f"export {NVME_VARIABLE}=/path/to/it, or write the path in the JSON"
-            findings.refuse(key, came, "NVMe offload needs a directory on a fast disk", fix)
-        elif (reason := _unusable(Path(path))) is not None:
+            rule = "NVMe offload needs a directory on a fast disk"
+            findings.refuse(key, rule, fix, beside=f" and {NVME_VARIABLE} is not set")
+        elif reason := _unusable(Path(path)):
             rule, fix = "NVMe offload writes its files there", "name a directory on a fast disk"
-            origin = f"${NVME_VARIABLE}" if given == "auto" else f"{findings.where}: {key}"
             findings.problems.append(Problem(key, f"{origin}={path}: {reason}", rule, fix))
         else:
             found[key] = path
     return found
 
 
-def check_rest(config: dict[str, Any], stage: int | None, layout: Layout | None, findings: Findings) -> None:
+def check_rest(stage: int | None, layout: Layout | None, findings: Findings) -> None:
     """Refuse keys of another stage, and groups of ranks that do not divide the data-parallel ranks."""
-    for name in () if stage in (3, None) else _OF_STAGE_3:
-        key = f"zero_optimization.{name}"
-        if (value := stated(config, key)) is True or (value or 1) > 1:
-            came = f"{key}={shown(value)} with zero_optimization.stage={stage}"
-            findings.refuse(key, came, "is of stage 3", "remove the key, or take stage 3 (--ds_config zero3)")
-    key = "zero_optimization.offload_optimizer.buffer_count"
-    count = stated(config, key)
-    if count and count < 4 and stated(config, "zero_optimization.offload_optimizer.device") == "nvme":
+    beside = f" with {_STAGE}={stage}"
+    for key in () if stage in (3, None) else (f"{_ZERO}.{name}" for name in _OF_STAGE_3):
+        if (value := findings.stated(key)) is True or (value or 1) > 1:
+            findings.refuse(
+                key, "is of stage 3", "remove the key, or take stage 3 (--ds_config zero3)", beside=beside
+            )
+    key = f"{_OPTIMIZER}.buffer_count"
+    if 0 < (findings.stated(key) or 0) < 4 and findings.stated(f"{_OPTIMIZER}.device") == "nvme":
         rule = "a weight, its gradient and Adam's two moments are in buffers at once"
-        findings.refuse(key, f"{key}={count} with device=nvme", rule, "set it to 4 or more")
-    key = "zero_optimization.zero_hpz_partition_size"
-    ranks = stated(config, key) or 1
-    if stage == 3 and layout and layout.dp % ranks:
+        findings.refuse(key, rule, "set it to 4 or more", beside=" with device=nvme")
+    key = f"{_ZERO}.zero_hpz_partition_size"
+    if stage == 3 and layout and layout.dp % (findings.stated(key) or 1):
         rule = "the data-parallel ranks are divided into groups of so many"
-        fix = f"set it to {either(divisors(layout.dp))}"
-        findings.refuse(key, f"{key}={ranks} with dp={layout.dp}", rule, fix)
+        findings.refuse(key, rule, f"set it to {either(divisors(layout.dp))}", beside=f" with dp={layout.dp}")
+    if stage in (2, 3) and findings.stated(f"{_ZERO}.reduce_scatter") is not False:
+        for key, ineffective in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
+            if findings.stated(key) not in (None, ineffective):
+                rule = (
+                    "stages 2 and 3 average while they reduce and scatter; stages 0 and 1 can divide before"
+                )
+                fix = "remove the key, or set zero_optimization.reduce_scatter to false"
+                findings.refuse(key, rule, fix, beside=beside)
 
 
-def check_averages(config: dict[str, Any], stage: int | None, findings: Findings) -> None:
-    """Refuse another average than the mean, and divisions foreign to the stage."""
-    key = "gradient_allreduce_op"
-    if (op := stated(config, key)) not in (None, "mean"):
-        rule = "a step's gradient is the mean over its global batch, whatever dp is"
-        findings.refuse(key, f"{key}={op if isinstance(op, str) else shown(op)}", rule, "remove the key")
-    if stage not in (2, 3) or stated(config, "zero_optimization.reduce_scatter") is False:
-        return
-    for key, ineffective in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
-        if (value := stated(config, key)) not in (None, ineffective):
-            came = f"{key}={shown(value)} with zero_optimization.stage={stage}"
-            rule = "stages 2 and 3 average while they reduce and scatter; stages 0 and 1 can divide before"
-            fix = "remove the key, or set zero_optimization.reduce_scatter to false"
-            findings.refuse(key, came, rule, fix)
-
-
-def _device(kind: str, config: dict[str, Any], findings: Findings) -> _Device:
-    key = f"zero_optimization.offload_{kind}.device"
-    value = lookup(config, key)
-    if value in get_args(_Device):
-        return value
-    if value is not None:
-        findings.refuse(key, f"{key}={value!r}", "can be none, cpu or nvme", "write one of them")
-    return "none"
-
-
-def _check_stage(
-    config: dict[str, Any], optimizer: _Device, parameters: _Device, stage: int, findings: Findings
-) -> None:
+def _check_stage(optimizer: str, parameters: str, stage: int, findings: Findings) -> None:
     def refuse(came: str, rule: str, fix: str) -> None:
-        findings.refuse("zero_optimization.stage", f"{came} with zero_optimization.stage={stage}", rule, fix)
+        findings.refuse(_STAGE, rule, fix, f"{came} with {_STAGE}={stage}")
 
     if optimizer != "none" and stage == 0:
         fix = "use stage 2 (--ds_config zero2_offload), or remove offload_optimizer"
@@ -137,30 +112,27 @@ def _check_stage(
     if parameters != "none" and stage != 3:
         fix = "use stage 3 (--ds_config zero3_offload), or remove offload_param"
         refuse("offload_param", "only stage 3 shards parameters", fix)
-    ratio = lookup(config, "zero_optimization.offload_optimizer.ratio")
-    if isinstance(ratio, (int, float)) and ratio < 1 and stage != 3:
+    ratio = findings.stated(f"{_OPTIMIZER}.ratio")
+    if ratio is not None and ratio < 1 and stage != 3:
         rule, fix = "partial offload works in stage 3 only", "use stage 3, or remove ratio"
         refuse(f"offload_optimizer.ratio={ratio}", rule, fix)
-    prefetch = lookup(config, "zero_optimization.stage3_prefetch_bucket_size")
-    if parameters == "nvme" and prefetch != 0:
-        came = f"stage3_prefetch_bucket_size={prefetch!r} with offload_param.device=nvme"
+    key = f"{_ZERO}.stage3_prefetch_bucket_size"
+    if parameters == "nvme" and findings.lookup(key) != 0:
         rule = "DeepSpeed 0.19 runs out of buffers when it prefetches parameters from NVMe"
-        findings.refuse("zero_optimization.stage", came, rule, "set it to 0")
+        findings.refuse(key, rule, "set it to 0", beside=" with offload_param.device=nvme")
 
 
 def _check_nvme_op(machine: Machine, findings: Findings) -> None:
-    if not machine.libaio:
-        rule = "DeepSpeed's asynchronous I/O is built on it"
-        fix = "install it (Debian and Ubuntu: apt-get install libaio-dev), or --ds_config zero3_offload"
-        findings.refuse("device", "NVMe offload, but libaio is missing", rule, fix)
-    if not machine.compiler:
-        rule = "DeepSpeed compiles its asynchronous I/O at first use"
-        fix = "install g++ and ninja, or --ds_config zero3_offload"
-        findings.refuse("device", "NVMe offload, but there is no compiler", rule, fix)
-    if not machine.cuda_compiler:
-        rule = "DeepSpeed compiles its asynchronous I/O against CUDA's headers"
-        fix = "install it and set CUDA_HOME, or --ds_config zero3_offload"
-        findings.refuse("device", "NVMe offload, but there is no CUDA toolkit (nvcc)", rule, fix)
+    """Refuse NVMe offload where DeepSpeed's op for asynchronous I/O cannot be compiled."""
+    for there, missing, fix in (
+        (machine.libaio, "libaio is missing", "install it (Debian and Ubuntu: apt-get install libaio-dev)"),
+        (machine.compiler, "there is no compiler", "install g++ and ninja"),
+        (machine.cuda_compiler, "there is no CUDA toolkit (nvcc)", "install it and set CUDA_HOME"),
+    ):
+        if not there:
+            rule = "DeepSpeed compiles its asynchronous I/O at first use, with libaio"
+            came = f"NVMe offload, but {missing}"
+            findings.refuse("device", rule, f"{fix}, or --ds_config zero3_offload", came)
 
 
 def _unusable(path: Path) -> str | None:

@@ -32,7 +32,7 @@ from torch.utils.cpp_extension import _get_build_directory, _import_module_from_
 
 from data.cache import default_directory
 from data.durable_files import locked
-from ds_configs.known_keys import lookup
+from ds_configs.findings import lookup
 from launch.machine import abilities, description
 from launch.ranks import ending, processes
 

@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ds_configs.findings import Findings
+from ds_configs.findings import Findings, lookup
 from ds_configs.jsonfile import ConfigError, find, read
-from ds_configs.known_keys import lookup
 from ds_configs.plan import ANY_GPU, Plan
 from ds_configs.sections import zero
 from launch.records.facts import RunFacts
@@ -217,10 +216,10 @@ def sharding(config: Mapping[str, Any]) -> str | None:
     """Name a JSON's ZeRO stage and offload, as "ZeRO-3, offload optimizer"; None for {}."""
     if not config:
         return None
-    ignored = Findings("")
-    stage = zero.stage(dict(config), ignored)
-    parts = [f"ZeRO-{stage}", f"offload {zero.offload(dict(config), stage, ANY_GPU, ignored)}"]
-    if lookup(dict(config), "activation_checkpointing.cpu_checkpointing"):
+    ignored = Findings("", config)
+    stage = zero.stage(ignored)
+    parts = [f"ZeRO-{stage}", f"offload {zero.offload(stage, ANY_GPU, ignored)}"]
+    if lookup(config, "activation_checkpointing.cpu_checkpointing"):
         parts.append("activations in CPU memory")
     return ", ".join(parts)
 

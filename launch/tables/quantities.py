@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ds_configs.jsonfile import ConfigError
-from ds_configs.sections.transformers_modules import embedding_rows
 from launch.planning.memory_fit import memory_of_plan
 from launch.planning.resolved_plans import published_plan
 from launch.tables.evidence import OtherRun, Part, PublishedTable
@@ -72,7 +71,7 @@ def counts(recipe: Recipe) -> RankCounts:
     model, (tp, pp) = recipe.model, recipe.parallel.model_parallel
     if model.implementation == "transformers":
         return counting.count_transformers(model, recipe.positions)
-    shape = model_shape(recipe, embedding_rows(recipe, tp))
+    shape = model_shape(recipe, model.embedding_rows(tp))
     layers = cost.stages_of(recipe, shape.padded_vocab, pp)
     return counting.count(FAMILIES[model.family].layer_list, shape, tp, layers)
 
@@ -80,7 +79,7 @@ def counts(recipe: Recipe) -> RankCounts:
 def arithmetic(recipe: Recipe) -> RankCounts:
     """Count the same parameters by the formulas of modeling/cost/."""
     model, positions, (tp, pp) = recipe.model, recipe.positions, recipe.parallel.model_parallel
-    padded = embedding_rows(recipe, tp)
+    padded = model.embedding_rows(tp)
     layers = cost.stages_of(recipe, padded, pp)
 
     def held(stage: int) -> int:
@@ -133,7 +132,7 @@ def _to_the_unit(row: PublishedRow, quantity: str, printed: int, counted: RankCo
         return row.compare(quantity, printed, computed, how=True)
     hint, share = "", f" / {ranks}" if ranks > 1 else ""
     for tp in reversed(DEGREES):
-        padded = embedding_rows(row.recipe, tp)
+        padded = row.recipe.model.embedding_rows(tp)
         held = cost.parameters_per_rank(row.recipe.model, row.recipe.positions, padded, tp)
         if tp * held == printed * ranks:
             hint = f" (the printed one is the count at tp {tp}{share})"
@@ -192,7 +191,7 @@ def operations(row: PublishedRow) -> int:
         recipe.model,
         recipe.sequence_length,
         recipe.batch.global_,
-        padded_vocab=embedding_rows(recipe, row.tp),
+        padded_vocab=recipe.model.embedding_rows(row.tp),
         checkpointing=recipe.checkpoint_interval > 0,
         predictions=recipe.predictions,
     )
@@ -308,7 +307,11 @@ def _other_run(row: PublishedRow, run: OtherRun, source: str) -> Check:
     printed, time = Printed.read(run.tflops), f"{run.milliseconds:g}"
     seconds = Printed.read(time, 1e-3)
     assert printed and seconds, f"{row.full_name}: {run} of its evidence"
-    model, length, padded = row.recipe.model, row.recipe.sequence_length, embedding_rows(row.recipe, row.tp)
+    model, length, padded = (
+        row.recipe.model,
+        row.recipe.sequence_length,
+        row.recipe.model.embedding_rows(row.tp),
+    )
     work = cost.exact_flops_per_step(model, length, run.batch, padded_vocab=padded, checkpointing=True)
     exact, how = recompute(
         printed, "the printed time", lambda s: cost.exact_tflops(work, s, run.gpus), seconds

@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ds_configs.findings import shown
 from ds_configs.jsonfile import ConfigError
-from ds_configs.known_keys import shown
 from ds_configs.plan import Plan
 from recipes.problems import Problem
 
