@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 from pathlib import Path
+from typing import Any
 
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from data.text.vocabulary import read_tokenizer, vocabulary_digest
-from recipes.files import refuse
-from recipes.problems import ProblemsError
+from data.text.vocabulary import vocabulary_digest
+from recipes.files import FileError, read_json_object, read_text, refuse
 
 FOLDER = "tokenizer"
-VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")  # next to weights
+VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")  # next to weights; the first one counts
+MOST_VOCABULARY = 64 * 2**20  # bytes; a quarter of a million tokens take 17 MB
 RESTORE = "restore it from a copy of the run"
 
 
@@ -29,7 +32,13 @@ def keep(run: Path, tokenizer: PreTrainedTokenizerFast) -> None:
             refuse(run / FOLDER, came, rule, "restore them, or start again with --out")
         return
     temporary = run / f".{FOLDER}.{os.getpid()}.tmp"
-    tokenizer.save_pretrained(temporary)
+    try:
+        tokenizer.save_pretrained(temporary)
+    except Exception as error:  # tokenizers has no type of its own for refusals of the system
+        shutil.rmtree(temporary, ignore_errors=True)
+        if not (number := re.search(r"\(os error (\d+)\)", str(error))):
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(temporary)) from error
     os.replace(temporary, run / FOLDER)
 
 
@@ -38,28 +47,53 @@ def load(run: Path) -> PreTrainedTokenizerFast:
     if not (run / FOLDER).is_dir():
         why = "it is no run of this project, or its files were not copied whole"
         refuse(run, f"holds no {FOLDER}/", why, RESTORE)
+    file = run / FOLDER / "tokenizer.json"
+    read_json_object(file, MOST_VOCABULARY)
     try:
-        return read_tokenizer(run / FOLDER)
-    except ProblemsError as error:
-        refuse(run / FOLDER, f"cannot be read ({error})", fix=RESTORE)
+        where = dict(local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(run / FOLDER, **where)
+    except Exception as error:  # transformers and tokenizers raise many types for a broken file
+        refuse(file.parent, f"cannot be read ({type(error).__name__}: {str(error)[:200]})", fix=RESTORE)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        refuse(file.parent, f"is a {type(tokenizer).__name__}, which has no tokenizer.json", fix=RESTORE)
+    return tokenizer
 
 
 def foreign_tokens(weights: Path, tokenizer: PreTrainedTokenizerFast) -> str | None:
     """Return a warning if the vocabulary next to `weights` numbers tokens in another way, or None."""
-    place = weights
-    if not any((weights / name).is_file() for name in VOCABULARY_FILES):
-        place = weights.parent.parent / FOLDER  # of RUN/checkpoints/step-NNNNNN
-        if weights.parent.name != "checkpoints" or not place.is_dir():
-            return None
+    # Next to the weights, or in RUN/tokenizer for RUN/checkpoints/step-NNNNNN.
+    places = [weights / name for name in VOCABULARY_FILES]
+    if weights.parent.name == "checkpoints":
+        places.append(weights.parent.parent / FOLDER / "tokenizer.json")
+    file = next((place for place in places if place.exists()), None)
+    if file is None:
+        return None
     try:
-        vocabulary = read_tokenizer(place).get_vocab()
-    except ProblemsError as error:
-        return f"{place}: {error}; whether the given weights know this run's tokens is not known"
+        vocabulary = _token_numbers(file)
+    except FileError as error:
+        return f"{error}; whether the given weights know this run's tokens is not known"
     known = tokenizer.get_vocab()
     other = sum(known.get(token) != number for token, number in vocabulary.items())
     if not other:
         return None
     return (
-        f"{place} is not the vocabulary of this run ({other:,} of {len(vocabulary):,} tokens differ): the "
+        f"{file} is not the vocabulary of this run ({other:,} of {len(vocabulary):,} tokens differ): the "
         "given weights know other tokens, so the loss starts high"
     )
+
+
+def _token_numbers(file: Path) -> dict[str, int]:
+    """Read a map from token to number from a file next to weights. Raises FileError."""
+    if file.suffix == ".txt":
+        lines = read_text(file, MOST_VOCABULARY).removesuffix("\n").split("\n")
+        return {token: number for number, token in enumerate(lines)}
+    vocabulary: Any = read_json_object(file, MOST_VOCABULARY)
+    if file.name == "tokenizer.json":
+        model = vocabulary.get("model")
+        vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, list):  # of a Unigram: [token, score]
+        pairs = [each for each in vocabulary if isinstance(each, list) and each and isinstance(each[0], str)]
+        vocabulary = {each[0]: number for number, each in enumerate(pairs)}
+    if not isinstance(vocabulary, dict) or not all(type(number) is int for number in vocabulary.values()):
+        refuse(file, "numbers no tokens", "a vocabulary maps each token to its number")
+    return vocabulary

@@ -345,11 +345,13 @@ def test_an_odd_vocabulary_next_to_weights_is_said_to_be_odd(name, text, tmp_pat
 @pytest.mark.parametrize(
     ("name", "same", "other"),
     [
+        ("vocab.json", '{"a": 0, "b": 1}', '{"a": 1, "b": 0}'),
         (
             "tokenizer.json",
             '{"model": {"vocab": [["a", -1.5], ["b", -2]]}}',
             '{"model": {"vocab": [["b", 0.1]]}}',
-        )
+        ),
+        ("vocab.txt", "a\nb\n", "b\na\n"),
     ],
 )
 def test_vocabularies_next_to_weights_are_compared(name, same, other, tmp_path):
