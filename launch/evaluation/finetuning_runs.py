@@ -98,7 +98,11 @@ class Runs:
             return found
 
         with ThreadPoolExecutor(len(self.devices)) as pool:
-            return list(pool.map(one, trials))
+            try:
+                return list(pool.map(one, trials))
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
 
     def _made(self, trial: Trial, devices: tuple[str, ...]) -> TrialOutcome:
         directory, log = self.out / trial.name, self.out / f"{trial.name}.log"

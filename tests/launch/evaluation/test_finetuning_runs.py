@@ -118,9 +118,12 @@ def test_what_has_not_begun_is_left_out_where_one_fails_or_is_interrupted(contro
         begun.append(trial.seed)
         if len(begun) == 1 and not control_c:
             raise OSError("no room")
-        if control_c:
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        assert cancelled.wait(20)
+        for _ in range(20):  # Python drops an interrupt that falls into some callbacks
+            if control_c:
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            if cancelled.wait(1):
+                break
+        assert cancelled.is_set()
         return TrialOutcome(**vars(trial), problem="ended with code 3")
 
     monkeypatch.setattr(finetuning_runs.ThreadPoolExecutor, "shutdown", ending)
