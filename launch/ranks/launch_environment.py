@@ -76,12 +76,17 @@ class Start:
     port: int
 
 
-def missing_variables(environ: Environ) -> dict[str, str]:
+def missing_variables(environ: Environ, at_terminal: bool = False) -> dict[str, str]:
     """Return the variables that this process lacks to find its place; {} if it is alone or has them.
+
+    `at_terminal`: a person types at its standard input. In a shell that `srun --pty` opened, a command is not
+    one of srun's tasks, of which the others would be awaited for half an hour.
 
     Raises ProblemsError for missing or contradicting variables.
     """
     placed = all(name in environ for name in PLACES)
+    if at_terminal and "SLURM_PTY_PORT" in environ:
+        return {}
     try:
         start = started(environ)
     except ProblemsError:

@@ -76,7 +76,7 @@ def check_launch(start: bool) -> None:
     needs all variables; a plan needs none. Raises ProblemsError for bad or missing variables, or a taken
     port.
     """
-    os.environ.update(launch_environment.missing_variables(os.environ))
+    os.environ.update(launch_environment.missing_variables(os.environ, at_terminal=os.isatty(0)))
     problems = []
     for name, (least, most) in VARIABLES.items():
         written = os.environ.get(name)

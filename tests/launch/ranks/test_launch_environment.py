@@ -103,6 +103,12 @@ def test_a_batch_script_is_one_process_whatever_its_job_has(step):
     assert forgotten_srun({**BATCH, "SLURM_NTASKS": "1"}) is None and forgotten_srun({}) is None
 
 
+def test_a_command_typed_into_a_shell_of_srun_is_one_process():
+    shell = {**srun_environment(0, 8, 4), "SLURM_PTY_PORT": "4000"}
+    assert missing_variables(shell, at_terminal=True) == {}
+    assert missing_variables(shell, at_terminal=False)["WORLD_SIZE"] == "8", "a step started from that shell"
+
+
 def test_torchrun_under_srun_keeps_its_own_variables():
     """One task a node, and one of mpirun's likewise."""
     assert missing_variables({**srun_environment(1, 2, 1), **TORCHRUN}) == {}
