@@ -20,6 +20,8 @@ Verdict = Literal["fits", "snug", "out of memory"]
 LARGE_BUBBLE = 0.10
 LEAST_GAIN = 0.01  # of a step's time, from which a larger micro-batch is advised
 MOST_MICRO = 8191
+# % of the peak rate, every product counted: what no published row of this repository leaves (it has 3 to 52).
+LEAST_SHARE, MOST_SHARE = 1.0, 75.0
 HOURS = 3600.0  # seconds
 
 
@@ -67,11 +69,13 @@ class Bill:
     """Time, energy and price of some steps.
 
     Attributes:
+        small: steps with fewer samples, while the batch is ramped up.
         kwh: at the boards' power limit, with the nodes; None: unknown.
         price: of a GPU's hour; None: unknown.
     """
 
     steps: int
+    small: int
     tokens: int
     seconds: float
     gpu_hours: float
@@ -198,7 +202,8 @@ class Forecast:
         price = self.node.gpu.price
         if usd_per_gpu_hour is not None:
             price = Price(usd_per_gpu_hour=usd_per_gpu_hour, where="--usd_per_gpu_hour")
-        return Bill(steps, tokens, seconds, gpus * seconds / HOURS, energy, price)
+        small = min(steps, sizes.stretches[-1][0])
+        return Bill(steps, small, tokens, seconds, gpus * seconds / HOURS, energy, price)
 
 
 def forecast(
@@ -279,5 +284,9 @@ def _remarks(found: Forecast) -> Iterator[Remark]:
         yield Remark("saving waits", dict(needed=copy / 1e9, there=room))
     if found.nvme and node.nvme_gb_s is None:
         yield Remark("nvme unknown", dict(node=node.name))
-    if found.time and found.time.elementwise > found.time.total / 2:
-        yield Remark("kernel starts", dict(share=found.time.elementwise / found.time.total))
+    if found.time and found.speed:
+        share = 100 * found.speed.exact_tflops / node.gpu.tflops[work.precision]
+        if found.time.elementwise > found.time.total / 2:
+            yield Remark("kernel starts", dict(share=found.time.elementwise / found.time.total))
+        elif not LEAST_SHARE <= share <= MOST_SHARE:
+            yield Remark("implausible", dict(share=share))

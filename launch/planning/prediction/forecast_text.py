@@ -52,6 +52,8 @@ REMARKS = {
     "kernel starts": "{share:.0%} of the step is not matrix products but what is between them and the "
     "start of kernels: the model, or the micro-batch, is small for this GPU",
     "nvme unknown": "no NVMe rate of {node} is known: its time is left out",
+    "implausible": "{share:.1f} % of the peak is outside what published rows reach (3 to 52 %): "
+    "something is wrong",
 }
 MOST_COLUMNS = 4  # of pipeline stages that differ
 DURATIONS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
@@ -196,7 +198,8 @@ def _bill(found: Forecast, bill: Bill) -> str:
         rate = f"${bill.price.usd_per_gpu_hour:g} a {_unit(found)}-hour ({bill.price.where})"
         price = f"about ${_rounded(bill.usd)} at {rate}"
     cost += f"; {price}"
-    return f"{counted(bill.steps, 'step')}, {bill.tokens:,} tokens: {cost}"
+    small = f" ({bill.small:,} of the ramp-up)" if bill.small else ""
+    return f"{counted(bill.steps, 'step')}{small}, {bill.tokens:,} tokens: {cost}"
 
 
 def _rounded(number: float) -> str:

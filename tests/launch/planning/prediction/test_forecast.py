@@ -110,9 +110,10 @@ def test_the_bill_of_a_ramp_up_is_the_sum_of_steps_of_each_size():
         each[times] = predicted(row, "dgx2", *shares).time.total
     bill = found.bill(100, sizes)
     expected = 20 * each[1] + 10 * each[2] + 70 * each[3]
-    assert bill.seconds == pytest.approx(expected, rel=1e-12)
+    assert bill.seconds == pytest.approx(expected, rel=1e-12) and bill.small == 30
     assert bill.tokens == 1024 * 512 * (20 + 2 * 10 + 3 * 70)
     assert found.bill(25, sizes).seconds == pytest.approx(20 * each[1] + 5 * each[2], rel=1e-12)
+    assert "100 steps (30 of the ramp-up), " in str(forecast_text.page(found, "x", bill))
 
 
 def test_the_price_is_the_catalogues_with_its_date_or_the_users(tmp_path):
@@ -192,6 +193,7 @@ REMARKED = [  # row, node, settings, the remark, and whether it is made
     (OWN, "2080ti", "parallel.dp=2 precision=fp16", "network unknown", True),
     ("jeanzay_hf_deepspeed_max_size/91b-g64", "v100-32x4", "ds_config=zero_infinity", "nvme unknown", True),
     ("default/sotu", "h100-80x8", "batch.micro=1", "kernel starts", True),
+    ("default/sotu", "h100-80x8", "batch.micro=1", "implausible", False),
 ]
 
 
@@ -201,6 +203,16 @@ def test_remarks_are_made_where_they_apply(name, node, settings, kind, made):
     assert (kind in kinds(found)) == made
     assert str(forecast_text.page(found, "x", bill_of(found, 1), 80))  # every remark has its sentence
     assert (found.time is None) == (bill_of(found, 1) is None) == (kind == "no precision")
+
+
+def test_what_no_gpu_reaches_is_remarked():
+    found = predicted("a100_blog_table4/8.7b", "a100-40x8")
+    fast = found.node.gpu.model_copy(update={"tflops": {"fp16": 312, "fp32": 19.5}, "matrix_share": 1.0,
+                                             "memory_gb_s": 1e6})  # fmt: skip
+    link = found.node.link.model_copy(update={"gb_s": 1e6})
+    node = found.node.model_copy(update={"gpu": fast, "link": link})
+    rate = fitted_constants().model_copy(update={"matrix": 1.4, "kernel_us": 0.0, "depth": 0.0})
+    assert "implausible" in kinds(forecast(found.work, node, rate)) and "implausible" not in kinds(found)
 
 
 def test_mfu_counts_no_recomputation():
