@@ -109,7 +109,7 @@ class Saved:
         if odd := [
             f"{name} ({str(tensor.dtype).removeprefix('torch.')})"
             for name, (tensor, _) in both.items()
-            if tensor.dtype not in READABLE
+            if tensor.dtype not in READABLE or getattr(tensor, "layout", torch.strided) is not torch.strided
         ]:
             rule = "weights are float32, bfloat16, float16 or float64"
             fix = "give them as they were before they were packed"
@@ -197,6 +197,12 @@ class TransformersWeights(Saved):
         kind = conversion_of(model).class_name(model)
         fix = f"give a directory in which save_pretrained wrote a whole {kind}"
         return Words(f"a {kind} of this config.json", "config.json", fix)
+
+    def problems(self, recipe: Recipe) -> Iterator[Problem]:
+        yield from super().problems(recipe)
+        if twice := conversion_of(recipe.model).select(self._state_dict).twice:
+            came, fix = f"holds {some(twice, SHOWN)} under two names", self.words(recipe.model).fix
+            yield Problem(KEY, came, "one of them would be lost", fix)
 
     def untied(self, model: Model) -> list[tuple[str, str]]:
         return conversion_of(model).select(self._state_dict).untied()

@@ -5,6 +5,7 @@ A family's map (`gpt2.py`, `bert.py`) lists every parameter: our name, theirs (s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,10 +40,12 @@ class Selection(NamedTuple):
     Attributes:
         tensors: each once.
         copies: (name of the copy, name of the tensor) -> the copy, for tied tensors stored twice.
+        twice: names that two stored names stand for; `tensors` has the last one.
     """
 
     tensors: dict[str, Tensor]
     copies: dict[tuple[str, str], Tensor]
+    twice: list[str]
 
     def untied(self) -> list[tuple[str, str]]:
         """Return (copy, tensor) for each copy that differs from its tensor. Reads their numbers."""
@@ -95,12 +98,12 @@ class Conversion:
 
     def select(self, theirs: Tensors) -> Selection:
         """Select the tensors of a state dict, which may hold either name of a tied tensor, or both."""
-        renamed = {self.rename(stored): tensor for stored, tensor in theirs.items()}
-        found = {name: tensor for name, tensor in renamed.items() if name is not None}
+        named = [(name, tensor) for stored, tensor in theirs.items() if (name := self.rename(stored))]
+        found, times = dict(named), Counter(name for name, _ in named)
         stored_copies = {names: found.pop(names[0]) for names in self.tied.items() if names[0] in found}
         copies = {names: copy for names, copy in stored_copies.items() if names[1] in found}
         found |= {names[1]: copy for names, copy in stored_copies.items() if names not in copies}
-        return Selection(found, copies)
+        return Selection(found, copies, [name for name, count in times.items() if count > 1])
 
     def to_canonical(self, theirs: Tensors, model: Model) -> LazyWeights:
         """Turn a state dict of a class of this family into canonical float32 weights.

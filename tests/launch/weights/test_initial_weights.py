@@ -129,6 +129,10 @@ DAMAGED = {
     "a page of the web": (content(lambda b: b"<!DOCTYPE html>" * 9), "no safetensors file"),
     "a tensor missing": (state(lambda t: t.pop(W)), f"lacks {W}: a GPT2LMHeadModel of this config.json"),
     "a tensor too many": (state(lambda t: t.update(x=torch.ones(2))), "holds transformer.x: .* has no such"),
+    "two names": (
+        state(lambda t: t.update({"wte.weight": t["transformer.wte.weight"].clone()})),
+        "transformer.wte.weight under two names",
+    ),
     "another shape": (
         state(lambda t: t.update({W: t[W].t().contiguous()})),
         re.escape(f"{W} of [256, 64] instead of [64, 256]"),
