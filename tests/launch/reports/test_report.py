@@ -250,6 +250,10 @@ def test_tflops_stand_next_to_the_count_that_the_source_made(tables, tmp_path):
     assert (
         "| TFLOPS per GPU, formula | TFLOPS per GPU, exact count (as published) |" in text and EXACT in text
     )
+    with (tmp_path / "out" / "report.csv").open(newline="") as file:
+        (row,) = (row for row in csv.DictReader(file) if row["exact_tflops"])
+    assert float(row["tflops"]) == result.speed.tflops
+    assert float(row["exact_tflops"]) == result.speed.exact_tflops
     words = set().union(*drawn_text(page))
     assert "TFLOPS per GPU, exact count" in words and "TFLOPS per GPU, formula" not in words
 
@@ -322,7 +326,10 @@ def test_a_table_of_the_users_own(tables, tmp_path):
     assert 'id="my-widgets"' in html and not re.search(r'\bid="[^"]* ', html) and "measured" in html
 
 
-def test_cells_that_do_not_fit_are_named():
+def test_cells_that_do_not_fit_are_named(tmp_path):
+    (tmp_path / "widgets.yaml").write_text(re.sub(r"(row: [^|]*)[|]", r"\1", TABLE, count=1))
+    problems = Tables(tmp_path).get("widgets").problems
+    assert any(each.startswith("widgets/") and "separate the cells by |" in each for each in problems)
     assert source_cells({"row": "a | b | |"}, ["A", "B", "C", "D"])[0] == ("a", "b", "", "")
     cells, problem = source_cells({"row": "a | b | c"}, ["A", "B"])
     assert cells == ("a", "b | c") and problem and "3 cells" in problem and "2 columns" in problem
