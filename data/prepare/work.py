@@ -189,8 +189,9 @@ def run(plan: Plan, chunks: Iterator[Chunk], workers: int, on_done: Callable[[An
                 team = team or list(multiprocessing.active_children())
         pool.shutdown()
     except BrokenProcessPool:
-        for process in team:
-            process.join()  # the pool ends the others by SIGTERM
+        # The pool's thread ends the others by SIGTERM, and waits for all. Of two threads that wait for one
+        # process of a fork server, one gets its exit code and the other 255.
+        pool.shutdown()
         codes = [process.exitcode or 0 for process in team if process.exitcode not in (0, -signal.SIGTERM)]
         how = " and ".join(f"signal {-code}" if code < 0 else f"code {code}" for code in codes) or "signal 15"
         fix = "if memory ran out (signal 9), the same command with fewer --workers resumes from here"
