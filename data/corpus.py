@@ -1,11 +1,10 @@
-"""The data of a recipe: sources, vocabulary, tokens, samples, two reference entropies, lengths of texts."""
+"""The data of a recipe: sources, vocabulary, tokens, samples, and two reference entropies."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from data import cache
 from data.cache import Say
 from data.samples.blend import BlendedSamples, blended_held_out, largest_remainder
 from data.samples.fields import HeldOut, Parts, TrainingSamples
-from data.samples.splits import Family, MakeOnce, family_of, interleave_files, store_parts, stream_parts
-from data.text.encoder import BATCH_CHARACTERS
+from data.samples.splits import Family, MakeOnce, family_of, store_parts, stream_parts
 from data.text.records import SkippedRecords, Source
 from data.text.sources import open_source
 from data.text.vocabulary import build_vocabulary, vocabulary_digest
@@ -69,7 +67,7 @@ def build(
     for origin in origins:  # first: a missing store is reported, not its missing vocabulary
         if source is None and origin.source == "store":
             check_origin(origin, recipe.model.family)
-    sources = [source or _open(recipe, origin, say) for origin in origins]
+    sources = [source or open_origin(recipe, origin, say) for origin in origins]
     tokenizer = build_vocabulary(recipe, [found for found in sources if found], directory, say)
     parts = _all_parts(recipe, family_of(recipe, tokenizer), sources, directory, say, once)
     return Corpus(
@@ -92,7 +90,7 @@ def build(
     )
 
 
-def _open(recipe: Recipe, origin: Origin, say: Say) -> Source | None:
+def open_origin(recipe: Recipe, origin: Origin, say: Say) -> Source | None:
     """Open the source of an origin; None: it is a store."""
     if origin.source == "store":
         return None
@@ -136,7 +134,7 @@ def _all_parts(
     wanted = np.maximum(largest_remainder(weights, recipe.run.validation_samples), 1).tolist()
     parts = []
     for origin, source, count in zip(origins, sources, wanted, strict=True):
-        if opened := _opened_store(recipe, family, origin, source, directory, say):
+        if opened := opened_store(recipe, family, origin, source, directory, say):
             parts.append(store_parts(recipe, family, opened, count))
         else:
             assert source is not None
@@ -153,7 +151,7 @@ def _all_parts(
     )
 
 
-def _opened_store(
+def opened_store(
     recipe: Recipe, family: Family, origin: Origin, source: Source | None, directory: Path, say: Say
 ) -> OpenedStore | None:
     """Open the store of an origin, or make it in the cache of its source; None: the source is a stream."""
@@ -192,62 +190,3 @@ def unigram_cross_entropy(counts: np.ndarray, labels: np.ndarray) -> float:
     frequencies = np.asarray(counts, dtype=np.float64) + 1.0
     logarithms = np.log(frequencies) - np.log(frequencies.sum())
     return float(-logarithms[np.asarray(labels)].mean())
-
-
-@dataclass(frozen=True)
-class TextLengths:
-    """Lengths in tokens of one source's documents; empty documents are left out."""
-
-    name: str
-    documents: np.ndarray  # (D,)
-    pairs: np.ndarray  # (P,) of two consecutive sentences of a document; none for a GPT
-    whole: bool  # all documents; else the first of a stream
-
-    @classmethod
-    def of(
-        cls, name: str, sizes: np.ndarray, borders: np.ndarray, sentences: bool, whole: bool
-    ) -> TextLengths:
-        """Measure documents.
-
-        Args:
-            sizes: (S,) of sentences, or of documents.
-            borders: (D + 1,) document d has the sizes from borders[d] up to, not with, borders[d + 1].
-        """
-        documents = np.diff(np.append(0, np.cumsum(sizes, dtype=np.int64))[borders])
-        pairs = sizes[:0]
-        if sentences:
-            within = np.ones(len(sizes) + 1, dtype=bool)  # whether a document goes on over a border of sizes
-            within[borders] = False
-            pairs = (sizes[:-1] + sizes[1:])[within[1:-1]]
-        return cls(name, documents[documents > 0], pairs, whole)
-
-
-def text_lengths(
-    recipe: Recipe,
-    tokenizer: PreTrainedTokenizerFast,
-    most: int,
-    say: Say,
-    watch: Callable[[Iterable[Any]], Iterable[Any]] = iter,
-) -> Iterator[TextLengths]:
-    """Measure each source of a recipe: all documents of a store, the first `most` of a stream.
-
-    `watch` wraps the documents of a stream, for a progress bar.
-    """
-    family, directory = family_of(recipe, tokenizer), cache.default_directory()
-    sentences = family.sequences == "sentences"
-    for origin in recipe.data.origins:
-        source = _open(recipe, origin, say)
-        if opened := _opened_store(recipe, family, origin, source, directory, say):
-            store = opened.store
-            sizes, borders = np.array(store.sizes), np.array(store.document_index)
-            yield TextLengths.of(opened.name, sizes, borders, sentences, whole=True)
-            continue
-        assert source is not None
-        documents = watch(islice(interleave_files(source), most))
-        found = [
-            [len(part) for part in encoded] if sentences else [len(encoded)]
-            for _, encoded in family.encoder(origin, BATCH_CHARACTERS)(documents)
-        ]
-        borders = np.cumsum([0, *map(len, found)])
-        sizes = np.array([size for document in found for size in document], dtype=np.int64)
-        yield TextLengths.of(source.name, sizes, borders, sentences, whole=len(found) < most)

@@ -127,7 +127,7 @@ def show_samples(recipe: Recipe, corpus: Corpus, args: argparse.Namespace) -> in
 
 def show_lengths(recipe: Recipe, corpus: Corpus, most: int) -> int:
     """Print lengths of documents, of pairs of sentences and of samples, and the share of padding."""
-    from data.corpus import text_lengths
+    from data.lengths import text_lengths
     from launch.console.progress import bar
 
     whole, length = corpus.summary.get("samples_per_epoch", most), recipe.sequence_length

@@ -48,7 +48,7 @@ DATA = (
     {"tokens"},
     {"samples"},
     {"corpus", "prepare"},
-    {"loader", "tasks"},
+    {"lengths", "loader", "tasks"},
 )
 WITHOUT_TORCH = ("recipes", "ds_configs", "modeling.cost", "launch.console", "launch.planning")
 FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
@@ -114,7 +114,7 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 # What pretrain.py reaches over all its imports: files (folders' markers aside) and lines. It only falls.
-ENGINE = (171, 26_274)
+ENGINE = (171, 26_213)
 APART = (
     *("launch.planning", "launch.tables", "launch.reports", "launch.evaluation", "launch.experiments"),
     *("data.tasks", "data.prepare"),

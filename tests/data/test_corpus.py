@@ -20,8 +20,9 @@ from transformers import AutoTokenizer
 
 from data import corpus as corpus_module
 from data.cache import default_directory
-from data.corpus import TextLengths, build, check_origin, check_sources, text_lengths
+from data.corpus import build, check_origin, check_sources
 from data.durable_files import locked
+from data.lengths import TextLengths, text_lengths
 from data.loader import validation_batches
 from data.samples import splits
 from data.samples.bert import BertFields

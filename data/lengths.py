@@ -1,0 +1,77 @@
+"""Lengths of a recipe's texts in tokens, for show_data.py --summary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from data import cache
+from data.cache import Say
+from data.corpus import open_origin, opened_store
+from data.samples.splits import family_of, interleave_files
+from data.text.encoder import BATCH_CHARACTERS
+from recipes.schema import Recipe
+
+
+@dataclass(frozen=True)
+class TextLengths:
+    """Lengths in tokens of one source's documents; empty documents are left out."""
+
+    name: str
+    documents: np.ndarray  # (D,)
+    pairs: np.ndarray  # (P,) of two consecutive sentences of a document; none for a GPT
+    whole: bool  # all documents; else the first of a stream
+
+    @classmethod
+    def of(
+        cls, name: str, sizes: np.ndarray, borders: np.ndarray, sentences: bool, whole: bool
+    ) -> TextLengths:
+        """Measure documents.
+
+        Args:
+            sizes: (S,) of sentences, or of documents.
+            borders: (D + 1,) document d has the sizes from borders[d] up to, not with, borders[d + 1].
+        """
+        documents = np.diff(np.append(0, np.cumsum(sizes, dtype=np.int64))[borders])
+        pairs = sizes[:0]
+        if sentences:
+            within = np.ones(len(sizes) + 1, dtype=bool)  # whether a document goes on over a border of sizes
+            within[borders] = False
+            pairs = (sizes[:-1] + sizes[1:])[within[1:-1]]
+        return cls(name, documents[documents > 0], pairs, whole)
+
+
+def text_lengths(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerFast,
+    most: int,
+    say: Say,
+    watch: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+) -> Iterator[TextLengths]:
+    """Measure each source of a recipe: all documents of a store, the first `most` of a stream.
+
+    `watch` wraps the documents of a stream, for a progress bar.
+    """
+    family, directory = family_of(recipe, tokenizer), cache.default_directory()
+    sentences = family.sequences == "sentences"
+    for origin in recipe.data.origins:
+        source = open_origin(recipe, origin, say)
+        if opened := opened_store(recipe, family, origin, source, directory, say):
+            store = opened.store
+            sizes, borders = np.array(store.sizes), np.array(store.document_index)
+            yield TextLengths.of(opened.name, sizes, borders, sentences, whole=True)
+            continue
+        assert source is not None
+        documents = watch(islice(interleave_files(source), most))
+        found = [
+            [len(part) for part in encoded] if sentences else [len(encoded)]
+            for _, encoded in family.encoder(origin, BATCH_CHARACTERS)(documents)
+        ]
+        borders = np.cumsum([0, *map(len, found)])
+        sizes = np.array([size for document in found for size in document], dtype=np.int64)
+        yield TextLengths.of(source.name, sizes, borders, sentences, whole=len(found) < most)
