@@ -123,8 +123,9 @@ def assemble(tables: Tables, names: Sequence[str], runs: Sequence[Run], *, only_
     notes: list[str] = []
     tuned = scores.finetuned_models(runs, problems)
     if not only_named:
-        of_runs = {run.table for run in runs} | {run.pretrained_table for run in runs}
-        names = [*names, *sorted(filter(None, of_runs))]
+        of_runs = {run.table for run in runs}  # "" of a run whose files do not name its recipe
+        of_runs |= {run.pretrained_table for run in runs if run.pretrained_table}
+        names = [*names, *sorted(of_runs)]
     names = list(dict.fromkeys(names))
     shown = [run for run in runs if run.table in names]
     if left_out := sum(run not in shown and run.pretrained_table not in names for run in runs):

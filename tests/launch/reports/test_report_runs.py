@@ -93,6 +93,15 @@ def test_a_run_in_another_layout_is_not_compared(tables, tmp_path):
     assert "time 0.250x" in outcome(tables, tmp_path / "as_written")
 
 
+def test_a_run_of_which_no_file_names_the_recipe_is_shown(tables, tmp_path):
+    run = make_run(tmp_path / "nameless", tables, "widgets/fast", finished=False)
+    for name in ("plan.json", "environment.json"):
+        (run / name).unlink(missing_ok=True)
+    assert report.main([str(run), "--out", str(tmp_path / "out")], tables) == 1
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "| nameless |" in text and "left out (--table)" not in text
+
+
 def test_a_broken_line_costs_no_other(tables, tmp_path):
     """The rest of the curve, and the result, stand; which line was left out is said."""
     run = make_run(tmp_path / "r", tables, "widgets/fast", records=[step(n) for n in range(1, 41)])
