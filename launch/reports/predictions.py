@@ -11,7 +11,7 @@ from ds_configs.plan import Plan
 from launch.console import numbers
 from launch.machine import rates
 from launch.planning.prediction import hardware, workload
-from launch.planning.prediction.forecast import Forecast, forecast, speed
+from launch.planning.prediction.forecast import MOST_SHARE, Forecast, forecast, speed
 from launch.planning.prediction.forecast_text import error
 from launch.planning.prediction.published_step import published_seconds, published_workload
 from launch.planning.resolved_plans import plan_on_nodes
@@ -74,6 +74,11 @@ class PredictionLine:
         return self.oom or self.predicted_oom or any(getattr(self, key) for key in PREDICTED)
 
     @property
+    def is_implausible(self) -> bool:
+        """Check that a GPU is said to reach more of its peak than published rows do."""
+        return bool(self.gpus and self.mfu and 100 * self.mfu > MOST_SHARE)
+
+    @property
     def cells(self) -> tuple[str, ...]:
         """Return the line as text in the columns of HEADINGS."""
         unknown = "not published" if self.label == PUBLISHED else "not measured"
@@ -105,6 +110,8 @@ def frame(lines: Sequence[PredictionLine]) -> Frame | None:
     kinds = ("name", "text", *["number"] * (len(HEADINGS) - 2))
     title = "Predicted beside published and measured"
     explained = f"{EXPLAINED}time {error('time')}; memory {error('memory')}."
+    if doubted := [f"{line.name} ({line.label}, {line.mfu:.0%})" for line in lines if line.is_implausible]:
+        explained += f" No sound row has {MOST_SHARE:g} % of a GPU's peak; doubt {', '.join(doubted)}."
     return Frame(HEADINGS, kinds, [line.cells for line in lines], title, explained)
 
 

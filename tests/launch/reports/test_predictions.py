@@ -195,3 +195,12 @@ def test_a_precision_without_a_rate_has_a_memory_alone(tables, tmp_path, known, 
     read = read_of(make_run(tmp_path / "r", tables, "widgets/fast", environment=HERE), tables)
     line = predictions._of_run("t/r", read)
     assert line.mfu is line.predicted_s is None and line.predicted_left > 0
+
+
+def test_a_measured_run_that_no_gpu_reaches_is_doubted():
+    """A document remarks on its own table: over 100 TFLOPS of a V100 is a bug."""
+    good = predictions.PredictionLine("t/r", "good", where="gpu", gpus=1, mfu=0.5)
+    bad, cores = replace(good, label="bad", mfu=0.8), replace(good, label="cores", gpus=None, mfu=0.9)
+    note = predictions.frame([good, bad, cores]).note
+    assert note.endswith("No sound row has 75 % of a GPU's peak; doubt t/r (bad, 80%).")
+    assert "doubt" not in predictions.frame([good, cores]).note
