@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -15,6 +15,7 @@ LINE_EVERY_SECONDS = 30.0  # in a log, at least one line in this time ...
 LINES_PER_RUN = 20  # ... and about this many in a short run
 # Numbers of a step that a narrow terminal leaves out, in this order.
 DROPPED = ("tflops", "tokens", "scale", "lr", "norm", "samples", "mlm")
+Samples = Callable[[int], int]
 
 
 class Silent:
@@ -30,17 +31,19 @@ class Silent:
 class Bar(Silent):
     """A screen of two lines on a terminal, redrawn: the numbers of the step above the progress."""
 
-    def __init__(self, stream: TextIO, start_step: int, total_steps: int) -> None:
+    def __init__(self, stream: TextIO, start_step: int, total_steps: int, samples: Samples = int) -> None:
         self._numbers = tqdm(file=stream, bar_format="{desc}", dynamic_ncols=True, position=0)
-        form = "step {n_fmt}/{total_fmt} {bar} {elapsed} done, {remaining} left"
-        how = {"file": stream, "bar_format": form, "dynamic_ncols": True, "position": 1}
-        self._bar = tqdm(total=total_steps, initial=start_step, unit="step", **how)
-        self._stream = stream
+        how = {"file": stream, "dynamic_ncols": True, "position": 1}
+        how["bar_format"] = "{desc} {bar} {elapsed} done, {remaining} left"
+        self._bar = tqdm(total=samples(total_steps), initial=samples(start_step), unit="sample", **how)
+        self._stream, self._total_steps, self._samples = stream, total_steps, samples
+        self._bar.set_description_str(f"step {start_step}/{total_steps}")
 
     def step(self, step: int, fields: Mapping[str, str]) -> None:
         self._numbers.set_description_str(fitting(fields, terminal.columns(self._stream)), refresh=False)
+        self._bar.set_description_str(f"step {step}/{self._total_steps}", refresh=False)
         # Redraw both or none, at tqdm's pace; the last step always.
-        if self._bar.update() or step == self._bar.total:
+        if self._bar.update(self._samples(step) - self._bar.n) or step == self._total_steps:
             self._bar.refresh()
             self._numbers.refresh()
 
@@ -55,8 +58,9 @@ class Bar(Silent):
 class Lines(Silent):
     """A screen of whole lines without carriage returns, for a log file."""
 
-    def __init__(self, stream: TextIO, start_step: int, total_steps: int) -> None:
+    def __init__(self, stream: TextIO, start_step: int, total_steps: int, samples: Samples = int) -> None:
         self._stream, self._start_step, self._total_steps = stream, start_step, total_steps
+        self._samples = samples
         self._every = max(1, (total_steps - start_step) // LINES_PER_RUN)
         self._shown = time.monotonic()
         # End of the first step, which compiles and allocates: the rate is of later steps.
@@ -68,8 +72,9 @@ class Lines(Silent):
         first_or_last = step in (self._start_step + 1, self._total_steps)
         if first_or_last or step % self._every == 0 or now - self._shown >= LINE_EVERY_SECONDS:
             self._shown = now
-            done = step - self._start_step
-            remaining = (now - self._first) / (done - 1) * (self._total_steps - step) if done > 1 else None
+            done = self._samples(step) - self._samples(self._start_step + 1)
+            to_do = self._samples(self._total_steps) - self._samples(step)
+            remaining = (now - self._first) / done * to_do if done else None
             left = f" | {tqdm.format_interval(remaining)} left" if remaining is not None else ""
             self.line(f"step {step}/{self._total_steps} | {' | '.join(fields.values())}{left}")
 
@@ -87,9 +92,12 @@ def fitting(fields: Mapping[str, str], width: int | None) -> str:
     return " ".join(left.values())
 
 
-def screen(stream: TextIO, start_step: int, total_steps: int) -> Silent:
-    """Make a bar if `stream` can redraw two lines, else lines."""
-    return (Bar if _redraws(stream) else Lines)(stream, start_step, total_steps)
+def screen(stream: TextIO, start_step: int, total_steps: int, samples: Samples = int) -> Silent:
+    """Make a bar if `stream` can redraw two lines, else lines.
+
+    `samples`: of the first so many steps, which tell the time that is left; by default steps are equal.
+    """
+    return (Bar if _redraws(stream) else Lines)(stream, start_step, total_steps, samples)
 
 
 def _redraws(stream: TextIO) -> bool:

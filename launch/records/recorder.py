@@ -63,7 +63,8 @@ class Recorder(SilentRecorder):
         threading.excepthook = _ignore_event_writer
         folder, purged = str(directory.tensorboard), start_step + 1 if start_step else 0
         self._events = SummaryWriter(folder, purge_step=purged, flush_secs=10)
-        self._screen = screen(stream, start_step, run.plan.recipe.steps) if stream else Silent()
+        steps, samples = run.plan.recipe.steps, self._sizes.samples
+        self._screen = screen(stream, start_step, steps, samples) if stream else Silent()
         self._write(metrics.LaunchRecord(start_step, metrics.SpeedSettings.of(run), time.time()))
         for notice in directory.notices:
             self.say(notice)

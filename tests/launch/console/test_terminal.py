@@ -17,7 +17,7 @@ from termios import TIOCSWINSZ
 import pytest
 from launching import ROOT
 
-from launch.console import terminal
+from launch.console import progress, terminal
 from launch.console.arguments import HELP_WIDTH, command
 from launch.console.progress import fitting
 from launch.console.text_table import aligned, table
@@ -124,3 +124,24 @@ deepspeed.utils.logger.error("what matters")
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "what matters" in done.stdout, done.stderr
     assert done.stdout.count("\n") == 1, done.stdout
+
+
+def test_the_time_that_is_left_counts_the_larger_steps_of_a_ramp(monkeypatch):
+    """Of 20 steps ten have one sample and ten have 10."""
+    samples = lambda step: step + 9 * max(0, step - 10)  # noqa: E731
+    log, clock = io.StringIO(), iter(range(100))
+    monkeypatch.setattr("launch.console.progress.time.monotonic", lambda: next(clock))
+    lines = progress.Lines(log, 0, 20, samples)
+    for step in range(1, 12):
+        lines.step(step, {"loss": "loss 1"})
+    assert log.getvalue().splitlines()[9].endswith("01:40 left")  # 9 samples in 9 s, 100 to come
+    assert log.getvalue().splitlines()[10].endswith("00:47 left")  # 19 in 10 s, 90 to come
+
+
+def test_a_bar_counts_samples_and_shows_steps(wide):
+    bar = progress.Bar(wide, 1, 3, lambda step: 10**step)
+    for step in (2, 3):
+        bar.step(step, {})
+        assert (bar._bar.n, bar._bar.total) == (10**step, 1000)
+        assert bar._bar.desc == f"step {step}/3"
+    bar.close()
