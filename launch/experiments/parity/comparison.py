@@ -31,8 +31,8 @@ class Tolerances(NamedTuple):
 
 
 # By the precision of weights and states. In bf16 twice what `compare_layouts.py --tiny --only "pure bf16 dp2"
-# "pure bf16 tp2"` measured: 2.8e-3, 4.2e-3, 0.070 and 0.025.
-TOLERANCES = {"fp32": Tolerances(), "bf16": Tolerances(6e-3, 9e-3, 0.14, 0.05)}
+# "pure bf16 tp2"` measured: with `--recipe bert/sotu` 4.8e-3, 1.0e-2, 0.14 and 0.11, with GPT-2 half of it.
+TOLERANCES = {"fp32": Tolerances(), "bf16": Tolerances(1e-2, 2e-2, 0.28, 0.22)}
 
 FINISHED = "result.json"  # file in the directory of a run that did every step
 MOST_SHOWN = 2000  # characters of a failure, from its end
