@@ -30,6 +30,15 @@ class BegunWork final : public c10d::Work {
     return true;
   }
   bool wait() { return wait(kNoTimeout); }
+  // Whoever waits for it has the current stream wait for the collective's; DistributedDataParallel does.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    const std::vector<c10::Device> devices{{TYPE, on_.device}};
+    auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
+    const auto before = std::exchange(current_streams[on_.device], on_.id);
+    future->markCompleted(results_);
+    current_streams[on_.device] = before;
+    return future;
+  }
 
  private:
   Queue& on_;
