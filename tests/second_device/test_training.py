@@ -83,6 +83,24 @@ def test_every_json_trains_with_dropout(tmp_path, recipe, half):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["model.attention=[dense,fixed]", "model.attention_window=24", "model.attention_columns=4"],
+        ["batch.rampup={start: 4, increment: 4, samples: 4}"],
+        ["parallel.torch_ddp=true"],
+        ["optimizer.name=lion", "optimizer.lr=1e-4"],
+        ["model.shared_layers=true"],
+    ],
+    ids=lambda settings: settings[0].partition("=")[0],
+)
+def test_what_some_recipes_have_trains_as_on_the_cpu(tmp_path, settings):
+    ddp = LayoutCase("tp2 dp2 zero0", 2, 1, 2, "zero0", checkpointing="full")
+    cases = [ddp] if "torch_ddp" in settings[0] else [*TWO_RANKS, ddp]
+    check_equal(tmp_path, GPT2, [*FP32, *settings], cases, steps=4)
+
+
+@pytest.mark.long
 def test_activations_that_leave_the_device_meanwhile_come_back_whole(tmp_path):
     """DeepSpeed empties the inputs of recomputed chunks, one tensor rank's whole, while they are copied."""
     recomputed = {"zero3": "none", "zero3_cpu_checkpointing": "full"}
