@@ -163,6 +163,23 @@ SYSTEMS = {
             step_gradients=4,
             overlaps_gradients=True,
         ),
+        # nanoGPT and others like it: fp32 weights under autocast, whose casts of weights and norms are kernels
+        # of their own (52 a layer in both passes, a third of them forward, as `benchmark.py` counts them;
+        # compiled 26), and AdamW by torch.
+        *(
+            Software(
+                name,
+                passes,
+                logit_bytes=16,
+                states=Widths(weight=4, gradient=4, master=0, moment=4),
+                step_gradients=4,
+                overlaps_gradients=True,
+            )
+            for name, passes in (
+                ("nanogpt", Passes(whole=18, cut=24, scores=4, kernels=9)),
+                ("nanogpt-eager", Passes(whole=30, cut=34, scores=10.5, kernels=17)),
+            )
+        ),
         # transformers' GPT-2 of 2021 under DeepSpeed: eager attention that keeps its scores.
         Software("transformers-2021", UNFUSED, keeps_scores=True, gelu_copies=6, logit_bytes=16),
     )
