@@ -13,7 +13,9 @@ from launch.planning.fitting.fitting import Ratio, error_of, ratios
 from launch.planning.prediction.constants import Constants, fitted
 from launch.planning.prediction.hardware import GIB
 from launch.planning.prediction.rank_memory import fullest_rank
+from launch.planning.prediction.step_time import step_time
 
+WAITING = 0.1  # of a step's time, from which on a row counts as limited by the host
 HEADINGS = ("table", "memory verdicts", "cached memory", "time per iteration")
 ABOUT = (
     "Each document is predicted by constants fitted without it. Errors: median, 90th percentile, worst "
@@ -82,20 +84,28 @@ class Validation:
 def validate(cases: Sequence[Case]) -> Validation:
     """Predict the rows of every document with the constants fitted without it."""
 
-    def constants(case: Case) -> Constants:
-        return fitted().left_out.get(case.document, fitted().constants)
-
     found = {
-        name: [ratio for case in cases for ratio in ratios(name, [case], constants(case))]
+        name: [ratio for case in cases for ratio in ratios(name, [case], unseeing(case))]
         for name in QUANTITIES
     }
     verdicts = [
-        MemoryVerdict(case, fullest_rank(work, node.gpu, constants(case)).least / node.gpu.memory_bytes)
+        MemoryVerdict(case, fullest_rank(work, node.gpu, unseeing(case)).least / node.gpu.memory_bytes)
         for case in cases
         if case.oom is not None and case.compares("memory")
         for work, node in [case.step]
     ]
     return Validation(cases, found, verdicts)
+
+
+def unseeing(case: Case) -> Constants:
+    """Return the constants fitted without the case's document."""
+    return fitted().left_out.get(case.document, fitted().constants)
+
+
+def waits(case: Case) -> bool:
+    """Check whether the GPU is predicted to wait for the host for `WAITING` of the step or longer."""
+    time = step_time(*case.step, unseeing(case))
+    return time.host >= WAITING * time.total
 
 
 def describe(found: Validation, *, verbose: bool = False, width: int | None = None) -> str:
@@ -110,6 +120,8 @@ def describe(found: Validation, *, verbose: bool = False, width: int | None = No
     sections = [wrapped(ABOUT, width), table(lines, HEADINGS, width=width)]
     if errors["allocated"]:
         sections.append(f"allocated memory, of rows that print it too: {errors['allocated']}")
+    if small := _errors([ratio for ratio in found.ratios["time"] if waits(ratio.case)]):
+        sections.append(f"time, of rows in which the GPU waits for the host ({WAITING:.0%} or more): {small}")
     sections += [*_verdicts(found.verdicts)]
     excluded = [wrapped(f"  {case.table}/{case.name}: {why}", width, hang=4) for case, why in found.excluded]
     if excluded:

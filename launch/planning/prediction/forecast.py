@@ -286,7 +286,8 @@ def _remarks(found: Forecast) -> Iterator[Remark]:
         yield Remark("nvme unknown", dict(node=node.name))
     if found.time and found.speed:
         share = 100 * found.speed.exact_tflops / node.gpu.tflops[work.precision]
-        if found.time.elementwise > found.time.total / 2:
-            yield Remark("kernel starts", dict(share=found.time.elementwise / found.time.total))
+        small = found.time.elementwise + found.time.host
+        if small > found.time.total / 2:
+            yield Remark("kernel starts", dict(share=small / found.time.total))
         elif not LEAST_SHARE <= share <= MOST_SHARE:
             yield Remark("implausible", dict(share=share))

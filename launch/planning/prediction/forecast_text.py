@@ -24,7 +24,8 @@ CATEGORIES = {
 }
 CAUSES = {
     "matrix": "matrix products",
-    "elementwise": "element-wise, kernel starts",
+    "elementwise": "element-wise",
+    "host": "waiting for the host",
     "tensor": "tensor-parallel all-reduces",
     "boundary": "between pipeline stages",
     "bubble": "pipeline bubble",
@@ -50,7 +51,7 @@ REMARKS = {
     "{there:,.0f} GB of host memory: training will wait for each instead",
     "network unknown": "no network of {node} is known: the {rate:g} GB/s of its PCIe stand in for one",
     "kernel starts": "{share:.0%} of the step is not matrix products but what is between them and the "
-    "start of kernels: the model, or the micro-batch, is small for this GPU",
+    "host, which starts kernels: the model, or the micro-batch, is small for this GPU",
     "nvme unknown": "no NVMe rate of {node} is known: its time is left out",
     "implausible": "{share:.1f} % of the peak is outside what published rows reach (3 to 52 %): "
     "something is wrong",

@@ -46,7 +46,8 @@ class Software:
         dropout_bytes: of a dropout of the residual stream while it is computed, per element.
         states: bytes per number of the model states where DeepSpeed does not place them; None: DeepSpeed's.
         step_gradients: bytes per parameter of gradients during the optimizer's step, where `states` is given.
-        update_kernels: of the optimizer's step for each parameter tensor; 1: as good as none.
+        update_kernels: started for each parameter tensor of a rank's share, from gradients to new weights; 1:
+            as good as none. DeepSpeed's: to the bucket, the norm and its sum, three to find an overflow.
         update_bytes: moved by the optimizer's step per parameter, in mixed precision.
         predicts_everywhere: a BERT's logits are computed at all positions, not at the masked ones alone.
         overlaps_gradients: gradients are averaged over data-parallel ranks while the backward pass runs.
@@ -95,13 +96,14 @@ SYSTEMS = {
             has_sequence_parallelism=True,
             balances_stages=True,
         ),
-        # transformers' GPT-2 with SDPA under DeepSpeed; its GELU is eight kernels, its loss shifts a copy of
-        # the logits.
+        # transformers' GPT-2 with SDPA under DeepSpeed: 51 kernels a layer in both passes, as `benchmark.py
+        # kernels` counts; its GELU is eight of the forward ones, its loss shifts a copy of the logits.
         Software(
             "transformers",
-            Passes(whole=18, cut=100, scores=0, kernels=45),
+            Passes(whole=18, cut=100, scores=0, kernels=17),
             gelu_copies=6,
             logit_bytes=16,
+            update_kernels=6,
             predicts_everywhere=False,
         ),
         # Megatron-LM of 2019 and 2020. apex's FP16_Optimizer: fp16 weights and gradients, fp32 masters,
@@ -121,7 +123,8 @@ SYSTEMS = {
         ),
         # Megatron-LM of 2020 and 2021: fused kernels, a pipeline with interleaving and cut boundaries; its
         # loss takes exponentials in place. Averaging flattens the fp16 gradients, 2 more, while those in fp32
-        # of the last step remain (its logs: use_contiguous_buffers_in_ddp False).
+        # of the last step remain (its logs: use_contiguous_buffers_in_ddp False). For each tensor it flattens
+        # the gradient, copies it back, and casts it.
         Software(
             "megatron",
             FUSED,
@@ -129,16 +132,19 @@ SYSTEMS = {
             logit_bytes=10,
             states=Widths(),
             step_gradients=8,
+            update_kernels=3,
             cuts_boundaries=True,
             has_interleaving=True,
             has_sequence_parallelism=True,
         ),
-        # The same under DeepSpeed: its layers and loss, DeepSpeed's states and pipeline.
+        # The same under DeepSpeed: its layers and loss, DeepSpeed's states and pipeline. The latter's
+        # fused_optimizer.py of 2021 casts, sums and reads each gradient to find an overflow, and each norm.
         Software(
             "megatron-deepspeed",
             FUSED,
             keeps_scores=True,
             logit_bytes=10,
+            update_kernels=8,
             overlaps_gradients=True,
             cuts_boundaries=True,
         ),
@@ -163,9 +169,9 @@ SYSTEMS = {
             step_gradients=4,
             overlaps_gradients=True,
         ),
-        # nanoGPT and others like it: fp32 weights under autocast, whose casts of weights and norms are kernels
-        # of their own (52 a layer in both passes, a third of them forward, as `benchmark.py` counts them;
-        # compiled 26), and AdamW by torch.
+        # nanoGPT and others like it: fp32 weights under autocast, whose casts of weights and norms are
+        # kernels of their own (52 a layer in both passes, a third of them forward, counted as by
+        # `benchmark.py kernels`; about 26 compiled), and AdamW by torch.
         *(
             Software(
                 name,
@@ -181,7 +187,9 @@ SYSTEMS = {
             )
         ),
         # transformers' GPT-2 of 2021 under DeepSpeed: eager attention that keeps its scores.
-        Software("transformers-2021", UNFUSED, keeps_scores=True, gelu_copies=6, logit_bytes=16),
+        Software(
+            "transformers-2021", UNFUSED, keeps_scores=True, gelu_copies=6, logit_bytes=16, update_kernels=8
+        ),
     )
 }
 OURS = SYSTEMS["megarecipes"]

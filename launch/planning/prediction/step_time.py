@@ -19,6 +19,9 @@ from recipes.attention_patterns import Window
 TILE = 128  # rows and columns that one multiprocessor computes at a time
 LATENCY, FAR_LATENCY = 2.5e-6, 10e-6  # seconds of a hop of a collective, inside a node and between nodes
 TENSORS = 12  # parameter tensors of a layer
+# Kernels that the host starts, `benchmark.py kernels`: of embedding, heads and loss in both passes; for a
+# collective besides its own, which waits for an event and records one (ProcessGroupNCCL.cpp).
+END_KERNELS, COLLECTIVE_KERNELS = 20, 3
 # Of Adam on the host per parameter: gradient, master weight and two moments read, the last three written, and
 # the weight in half precision.
 HOST_UPDATE_BYTES = 30
@@ -30,7 +33,8 @@ class StepTime:
 
     Attributes:
         matrix: products of weights, attention and the heads; recomputation included.
-        elementwise: all other computation of layers, and starting kernels from the host.
+        elementwise: all other computation of layers.
+        host: the GPU waits for the host to start kernels, and for its work between steps.
         tensor: all-reduces, or gathers and scatters, of tensor parallelism.
         boundary: transfers between pipeline stages.
         bubble: waiting for the pipeline to fill and to empty.
@@ -40,6 +44,7 @@ class StepTime:
 
     matrix: float
     elementwise: float
+    host: float
     tensor: float
     boundary: float
     bubble: float = 0.0
@@ -71,10 +76,11 @@ def step_time(work: Workload, node: Node, constants: Constants) -> StepTime:
     own = passes.of_stage(slowest)
     typical = passes.of_stage(min(1, layout.pp - 1) if layout.pp > 2 else 0)
     bubble = (layout.pp - 1) / work.interleave * typical.total
-    data, hidden = _data_seconds(work, machine, m * own.matrix + m * own.elementwise)
+    data, hidden = _data_seconds(work, machine, m * (own.matrix + own.elementwise + own.host))
     return StepTime(
         matrix=m * own.matrix,
         elementwise=m * own.elementwise,
+        host=m * own.host + constants.step_kernels * machine.kernel_seconds,
         tensor=m * own.tensor,
         boundary=m * own.boundary,
         bubble=bubble,
@@ -91,6 +97,7 @@ class StageTimes:
         self.work, self.machine = work, machine
         layout, model, software = work.layout, work.model, work.software
         self.again = 1.0 if work.recomputed else 0.0
+        self.collectives = 4 + 2 * self.again  # of tensor parallelism, in a layer
         layer = cost.layer_products(model, work.tokens, work.sequence_length, layout.tp)
         self.weights = self._products(layer)
         windows = model.windows
@@ -103,19 +110,32 @@ class StageTimes:
         self.heads = self._products(heads)
 
     def of_stage(self, stage: int) -> StepTime:
-        """Predict forward pass, recomputation and backward pass of a micro-batch."""
-        work, layers, software = self.work, self.work.layers_of(stage), self.work.software
+        """Predict forward pass, recomputation and backward pass of a micro-batch.
+
+        The host starts kernels while the GPU works: what it needs beyond that the GPU waits.
+        """
+        work, layers = self.work, self.work.layers_of(stage)
         last = stage == work.layout.pp - 1
         weights = (3 + self.again) * self.weights
         scores = (1 + self.again + work.selective * (not self.again) + self.scores_backward) * self.scores
         matrix = layers * (weights + scores) + (3 * self.heads if last else 0.0)
         between = self._between() * (3 + self.again) * layers
-        started = software.passes.kernels * (3 + self.again) * layers * self.machine.kernel_seconds
-        between = max(between, started - matrix)
         if last:  # of the loss, three passes in fp32 over the logits and two in half precision
             moved = self.machine.constants.traffic * 32 * work.logits
             between += moved / (self.machine.node.gpu.memory_gb_s * 1e9)
-        return StepTime(matrix, between, self._tensor() * layers, self._boundary())
+        tensor = self._tensor() * layers
+        host = max(0.0, self._started(layers) - matrix - between - tensor)
+        return StepTime(matrix, between, host, tensor, self._boundary())
+
+    def _started(self, layers: int) -> float:
+        """Predict the host's seconds to start the kernels and collectives of a micro-batch."""
+        work = self.work
+        kernels = layers * work.software.passes.kernels * (3 + self.again) + END_KERNELS
+        if work.layout.tp > 1:
+            kernels += layers * COLLECTIVE_KERNELS * self.collectives
+        if work.layout.pp > 1:  # from one neighbour and to the other, forward and backward
+            kernels += 4 * COLLECTIVE_KERNELS * work.interleave
+        return kernels * self.machine.kernel_seconds
 
     def _scores(self, window: Window) -> float:
         """Predict a layer's attention; kernels without kept scores skip the masked half."""
@@ -151,7 +171,7 @@ class StageTimes:
         work = self.work
         size = work.width * work.tokens * work.model.hidden
         each = self.machine.collective_seconds(size, work.layout.tp, 1)
-        return each * (4 + 2 * self.again)
+        return each * self.collectives
 
     def _boundary(self) -> float:
         """Predict handing on activations and gradients, for each of v chunks."""
@@ -216,10 +236,10 @@ def _update_seconds(work: Workload, machine: NodeRates) -> float:
     """Predict the seconds of Adam over a rank's share, at the rate of the GPU's or host's memory."""
     layout, node = work.layout, machine.node
     parameters = max(work.parameters_of(stage) for stage in {0, layout.pp - 1})
-    share = parameters / (layout.dp if work.zero_stage else 1)
+    sharing = layout.dp if work.zero_stage else 1
+    share = parameters / sharing
     if work.optimizer_at == "gpu":
-        flat = work.zero_stage and not work.software.states  # DeepSpeed steps a few flat partitions
-        tensors = 1 if flat else TENSORS * work.model.different_layers(work.layers_of(0))
+        tensors = TENSORS * work.model.different_layers(work.layers_of(0)) / sharing
         started = work.software.update_kernels * tensors * machine.kernel_seconds
         moved = work.software.update_bytes * share / (node.gpu.memory_gb_s * 1e9)
         return max(moved, started)

@@ -24,6 +24,7 @@ LEGEND = (
 SPLIT = {
     "products": ("matrix",),
     "between": ("elementwise",),
+    "host": ("host",),
     "tensor": ("tensor",),
     "pipeline": ("boundary", "bubble"),
     "data": ("data",),

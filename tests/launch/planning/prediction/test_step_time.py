@@ -9,7 +9,14 @@ from launch.planning.prediction import workload
 from launch.planning.prediction.constants import fitted_constants
 from launch.planning.prediction.forecast import speed
 from launch.planning.prediction.hardware import find
-from launch.planning.prediction.step_time import FAR_LATENCY, NodeRates, step_time
+from launch.planning.prediction.step_time import (
+    COLLECTIVE_KERNELS,
+    END_KERNELS,
+    FAR_LATENCY,
+    NodeRates,
+    StageTimes,
+    step_time,
+)
 from modeling.cost import Product
 
 DGX2, JEAN_ZAY, A100 = find("dgx2"), find("v100-32x4"), find("a100-80x8")
@@ -141,9 +148,35 @@ def test_small_layers_wait_for_the_host():
     slow, fast = (
         step_time(step, DGX2, fitted_constants().model_copy(update={"kernel_us": us})) for us in (80.0, 60.0)
     )
-    passes, layers = 3, 6
-    assert slow.matrix == fast.matrix
-    assert slow.elementwise - fast.elementwise == pytest.approx(12 * passes * layers * 20e-6, rel=0.01)
+    kernels = 12 * 3 * 6 + END_KERNELS + fitted_constants().step_kernels
+    assert slow.matrix == fast.matrix and slow.elementwise == fast.elementwise
+    assert slow.host - fast.host == pytest.approx(kernels * 20e-6, rel=0.01)
+    computed = slow.matrix + slow.elementwise + slow.host
+    assert computed == pytest.approx(kernels * 80e-6), "the GPU works while the host starts kernels"
+
+
+def test_a_busy_gpu_waits_for_the_host_between_steps_alone():
+    step = laid(work(TENSOR), accumulation=4)
+    constants = fitted_constants()
+    assert seconds(step).host == pytest.approx(constants.step_kernels * constants.kernel_us * 1e-6)
+
+
+def test_tensor_ranks_and_stages_of_a_small_model_start_collectives_too():
+    step = work("default/sotu", "ds_config=zero0", "precision=fp16")
+    step = replace(step, model=step.model.model_copy(update={"layers": 8, "hidden": 128}))
+    kernel = fitted_constants().kernel_us * 1e-6
+
+    def passes(**degrees: int) -> float:
+        small = laid(step, **{"tp": 1, "pp": 1, "dp": 1, "micro": 1, "accumulation": 1} | degrees)
+        time = StageTimes(small, NodeRates(DGX2, fitted_constants(), 2)).of_stage(degrees.get("pp", 1) - 1)
+        return time.matrix + time.elementwise + time.tensor + time.host
+
+    alone = 8 * 3 * 12 + END_KERNELS
+    assert passes() == pytest.approx(alone * kernel)
+    assert passes(tp=2) == pytest.approx((alone + 8 * 4 * COLLECTIVE_KERNELS) * kernel)
+    here = laid(step, pp=2).layers_of(1)
+    half = here * 3 * 12 + END_KERNELS + 4 * COLLECTIVE_KERNELS  # of the last stage, and four transfers
+    assert passes(pp=2) == pytest.approx(half * kernel)
 
 
 def test_offloaded_checkpoints_and_states_cross_pcie():
