@@ -31,8 +31,7 @@ RANGES = {
     "traffic": (1.0, 0.5, 2.5),
     "link": (0.75, 0.2, 1.0),
     "network": (0.5, 0.1, 1.0),
-    "kernel_us": (15, 3, 40),
-    "step_kernels": (200, 10, 1000),
+    "kernel_us": (15, 3, 25),
 }
 # Not fitted. Fragmentation: the median of the five logs that print both reserved and allocated memory
 # (18B-log-n4 to 193B-log-n64 of other_documents.csv: 0.18 to 0.23). Depth: two steps of 32 of a kernel's

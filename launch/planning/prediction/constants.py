@@ -31,9 +31,6 @@ class Constants(Strict):
     """of the bandwidth between nodes: what collectives reach"""
     kernel_us: NonNegativeFloat
     """microseconds of the host for each kernel that it starts"""
-    step_kernels: NonNegativeFloat
-    """the host's work between two steps, when the GPU has none: data, loss scale, clipping, learning rate,
-    logging; in kernels that it could start meanwhile, since a slower host is slower at both"""
     fragmentation: NonNegativeFloat
     """of the allocated memory: what torch's allocator reserves besides. It takes memory in segments of 2 MiB
     (blocks up to 1 MiB), 20 MiB (up to 10 MiB) or a multiple of 2 MiB, and keeps those that are freed for

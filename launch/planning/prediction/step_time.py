@@ -22,6 +22,9 @@ TENSORS = 12  # parameter tensors of a layer
 # Kernels that the host starts, `benchmark.py kernels`: of embedding, heads and loss in both passes; for a
 # collective besides its own, which waits for an event and records one (ProcessGroupNCCL.cpp).
 END_KERNELS, COLLECTIVE_KERNELS = 20, 3
+# Of a step besides its passes, when the GPU has little to do: a step of ours starts 260, of which 4 layers
+# and the ends take 156 (docs/benchmarks.md, on the second device).
+STEP_KERNELS = 100
 # Of Adam on the host per parameter: gradient, master weight and two moments read, the last three written, and
 # the weight in half precision.
 HOST_UPDATE_BYTES = 30
@@ -80,7 +83,7 @@ def step_time(work: Workload, node: Node, constants: Constants) -> StepTime:
     return StepTime(
         matrix=m * own.matrix,
         elementwise=m * own.elementwise,
-        host=m * own.host + constants.step_kernels * machine.kernel_seconds,
+        host=m * own.host + STEP_KERNELS * machine.kernel_seconds,
         tensor=m * own.tensor,
         boundary=m * own.boundary,
         bubble=bubble,

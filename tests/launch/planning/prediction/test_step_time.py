@@ -13,6 +13,7 @@ from launch.planning.prediction.step_time import (
     COLLECTIVE_KERNELS,
     END_KERNELS,
     FAR_LATENCY,
+    STEP_KERNELS,
     NodeRates,
     StageTimes,
     step_time,
@@ -148,7 +149,7 @@ def test_small_layers_wait_for_the_host():
     slow, fast = (
         step_time(step, DGX2, fitted_constants().model_copy(update={"kernel_us": us})) for us in (80.0, 60.0)
     )
-    kernels = 12 * 3 * 6 + END_KERNELS + fitted_constants().step_kernels
+    kernels = 12 * 3 * 6 + END_KERNELS + STEP_KERNELS
     assert slow.matrix == fast.matrix and slow.elementwise == fast.elementwise
     assert slow.host - fast.host == pytest.approx(kernels * 20e-6, rel=0.01)
     computed = slow.matrix + slow.elementwise + slow.host
@@ -157,8 +158,7 @@ def test_small_layers_wait_for_the_host():
 
 def test_a_busy_gpu_waits_for_the_host_between_steps_alone():
     step = laid(work(TENSOR), accumulation=4)
-    constants = fitted_constants()
-    assert seconds(step).host == pytest.approx(constants.step_kernels * constants.kernel_us * 1e-6)
+    assert seconds(step).host == pytest.approx(STEP_KERNELS * fitted_constants().kernel_us * 1e-6)
 
 
 def test_tensor_ranks_and_stages_of_a_small_model_start_collectives_too():
