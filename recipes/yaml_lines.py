@@ -9,7 +9,7 @@ import functools
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 
@@ -68,7 +68,6 @@ def parse(text: str, where: str) -> Document:
     Refuses malformed YAML, a key twice in one mapping, and a document that is too deep or too large.
     """
     try:
-        _check_size(text, where)
         return _parse(text, where, _FastLoader)
     except yaml.YAMLError:
         pass  # the other loader has the better message
@@ -87,51 +86,21 @@ def parse(text: str, where: str) -> Document:
 _parse_once = functools.lru_cache(maxsize=128)(parse)  # for readers, who leave the shared value as it is
 
 
-def _check_size(text: str, where: str) -> None:
-    """Refuse a document too deep or too large with its aliases. Raises yaml.YAMLError if it is malformed."""
-    sizes: dict[str, tuple[int, int]] = {}  # anchor -> values, depth
-    within: list[tuple[str | None, list[int]]] = [(None, [0, 0])]  # open collections: anchor, [values, depth]
-    for event in yaml.parse(text, Loader=_FastLoader):
-        line = event.start_mark.line + 1 if event.start_mark else 1
-        if isinstance(event, yaml.CollectionStartEvent):
-            within.append((event.anchor, [1, 1]))
-            if len(within) > files.MOST_DEPTH:
-                _refuse_size(f"{where}:{line}", "is nested too deeply")
-            continue
-        if isinstance(event, yaml.CollectionEndEvent):
-            anchor, (values, depth) = within.pop()
-            if anchor is not None:
-                sizes[anchor] = values, depth
-        elif isinstance(event, yaml.ScalarEvent):
-            values, depth = 1, 1
-            if "\0" in event.value:
-                raise YamlError(f"{where}:{line}", "holds a NUL", "no name or text has one", "remove it")
-            if event.anchor is not None:
-                sizes[event.anchor] = 1, 1
-        elif isinstance(event, yaml.AliasEvent):
-            if event.anchor not in sizes:  # of an open collection, or of none
-                rule, fix = "an alias repeats what stands before it, whole", "write the value out"
-                raise YamlError(f"{where}:{line}", f"*{event.anchor} repeats what is not complete", rule, fix)
-            values, depth = sizes[event.anchor]
-        else:
-            continue
-        parent = within[-1][1]
-        parent[0], parent[1] = parent[0] + values, max(parent[1], depth + 1)
-        if parent[0] > MOST_VALUES or len(within) + depth > files.MOST_DEPTH:
-            _refuse_size(f"{where}:{line}", f"holds more than {MOST_VALUES} values, or is nested too deeply")
-
-
-def _refuse_size(place: str, came: str) -> NoReturn:
-    rule = f"at most {MOST_VALUES} values within {files.MOST_DEPTH} others, aliases followed"
-    raise YamlError(place, came, rule, "is it the right file?")
+def read(path: Path, where: str) -> Document:
+    """Parse the file; raises YamlError as `parse` does, and for a file that cannot be read."""
+    try:
+        return _parse_once(files.read_text(path), where)
+    except files.FileError as error:
+        raise RecipeError(error.problems) from None
 
 
 def _parse(text: str, where: str, kind: Any) -> Document:
-    loader, lines = kind(text), dict[KeyPath, int]()
+    _check_text(text, where, kind)
+    loader = kind(text)
     node = loader.get_single_node()
     if node is None:
         return Document(where, None)
-    _walk(node, (), lines, where)
+    lines = _lines_of(node, where)
     try:
         value = loader.construct_document(node)
         files.check_value(value, where)
@@ -142,27 +111,47 @@ def _parse(text: str, where: str, kind: Any) -> Document:
     return Document(where, value, lines)
 
 
-def read(path: Path, where: str) -> Document:
-    """Parse the file; raises YamlError as `parse` does, and for a file that cannot be read."""
-    try:
-        return _parse_once(files.read_text(path), where)
-    except files.FileError as error:
-        raise RecipeError(error.problems) from None
+def _check_text(text: str, where: str, kind: Any) -> None:
+    """Refuse a text too large or too deep to be made into nodes, which the loader does by recursion."""
+    values = depth = 0
+    event: Any
+    for event in yaml.parse(text, Loader=kind):
+        values += isinstance(event, yaml.NodeEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        _check_size(values, depth, f"{where}:{event.start_mark.line + 1}")
 
 
-def _walk(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], where: str) -> None:
-    if isinstance(node, yaml.SequenceNode):
-        for child in node.value:
-            _walk(child, path, {}, where)  # keys inside lists have no path of their own, but may be double
-    if not isinstance(node, yaml.MappingNode):
-        return
-    for key, child in node.value:
-        if not isinstance(key, yaml.ScalarNode):
-            continue
-        here, line = (*path, key.value), key.start_mark.line + 1
-        if here in lines:
-            place = f"{where}:{line}:{key.start_mark.column + 1}"
-            came = f"key {key.value!r} is already in line {lines[here]}"
-            raise YamlError(place, came, "a key stands once in its mapping", "remove one of the two")
-        lines[here] = line
-        _walk(child, here, lines, where)
+def _check_size(values: int, depth: int, place: str) -> None:
+    if values > MOST_VALUES or depth > files.MOST_DEPTH:
+        came = f"holds more than {MOST_VALUES} values, or is nested too deeply"
+        rule = f"at most {MOST_VALUES} values within {files.MOST_DEPTH} others, aliases followed"
+        raise YamlError(place, came, rule, "is it the right file?")
+
+
+def _lines_of(root: yaml.Node, where: str) -> dict[KeyPath, int]:
+    """Return the line of each key, the document read as with every alias written out.
+
+    Refuses what is beyond the bounds, a key twice in one mapping, and a NUL.
+    """
+    found, values = dict[KeyPath, int](), 0
+    waiting: list[tuple[Any, KeyPath, dict[KeyPath, int], int, int]] = [(root, (), found, 0, 1)]
+    while waiting:
+        node, path, lines, depth, line = waiting.pop()
+        line = max(line, node.start_mark.line + 1)  # what an alias repeats is marked further up
+        values += 1
+        _check_size(values, depth, f"{where}:{line}")
+        if isinstance(node, yaml.ScalarNode):
+            if "\0" in node.value:
+                raise YamlError(f"{where}:{line}", "holds a NUL", "no name or text has one", "remove it")
+        elif isinstance(node, yaml.SequenceNode):  # keys in lists have no path of their own
+            waiting += [(child, path, {}, depth + 1, line) for child in node.value]
+        else:
+            for key, child in node.value:
+                here, own = (*path, str(key.value)), key.start_mark.line + 1
+                if here in lines:
+                    place = f"{where}:{own}:{key.start_mark.column + 1}"
+                    came = f"key {key.value!r} is already in line {lines[here]}"
+                    raise YamlError(place, came, "a key stands once in its mapping", "remove one of the two")
+                lines[here] = own
+                waiting += [(key, path, {}, depth + 1, line), (child, here, lines, depth + 1, max(line, own))]
+    return found

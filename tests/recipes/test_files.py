@@ -19,10 +19,12 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 )
 YAML = {
     BOMB: "more than 100000 values",
-    "a: &a [*a]": "y:1: *a repeats what is not complete",
-    "a: *b": "y:1: *b repeats what is not complete",
+    "a: 1\nb: &b [*b]": "y:2: holds more than 100000 values, or is nested too deeply",
+    "a: *b": "y:1:4: not YAML: found undefined alias 'b'",
     "[" * 100_000: "nested too deeply",
     "- " * 100_000: "nested too deeply",
+    "- x\n" * 200_000: "y:100000: holds more than 100000 values",
+    "a:\n &a {b: [x, x]}\nc:\n" + " - *a\n" * 20_000: "y:4: holds more than 100000 values",
     "a: &a [" + "[" * 40 + "]" * 40 + "]\nb: [[[[[[[[[[[*a]]]]]]]]]]]": "nested too deeply",
     "a: 2026-13-45": "not YAML: month must be in 1..12",
     "a: !!int x": "not YAML",
