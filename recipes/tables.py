@@ -1,8 +1,7 @@
 """Table files: `title`, `defaults`, and `rows`, each laid over the defaults.
 
-A published table also has `source`, `note` and `columns`, the headings of the source's table, in the order of
-the cells of each row's `published.row`, and `evidence`, what launch/recipe.py verify checks the rows against
-(launch.tables/evidence.py).
+A published table also has `source`, `note` and `columns`, and `evidence`, what launch/recipe.py verify checks
+the rows against (launch.tables/evidence.py).
 
 A table with other results of another table's models says `like: that_table`: each row starts from the row of
 the same name there, without its `published`, or from the defaults there.
@@ -10,32 +9,43 @@ the same name there, without its `published`, or from the defaults there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+from pydantic import BaseModel, Field, ValidationError
+
+from recipes.key_paths import shown
 from recipes.problems import Problem, RecipeError, did_you_mean
+from recipes.schema import Strict
 from recipes.yaml_lines import Document, KeyPath, read
 
+Form = TypeVar("Form", bound=BaseModel)
+
 FOLDER = Path(__file__).resolve().parent
-_KEYS = ("title", "source", "columns", "note", "like", "defaults", "rows", "evidence")
 
 
-@dataclass(frozen=True)
-class Table:
-    """One parsed table."""
+class Frame(Strict):
+    """The keys of a table's file; those of its rows are not checked yet."""
+
+    title: str = Field(min_length=1, description="a table has one line for recipe.py list")
+    source: str | None = Field(default=None, description="should be text")
+    columns: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """should be a list of the source's headings, in the order of the cells of each row's published.row"""
+    note: str | None = Field(default=None, description="should be text")
+    like: str | None = Field(default=None, description="should be the name of another table")
+    defaults: dict[str, Any] = Field(default={}, description="should be a mapping of recipe keys")
+    rows: dict[str, dict[str, Any] | None] = Field(min_length=1)
+    """should be at least one row, name: {keys of the recipe}, the name a text"""
+    evidence: dict[str, Any] = {}
+
+
+class Table(Frame):
+    """One parsed table. `below`: the table that it is like."""
 
     name: str
-    title: str
-    defaults: Mapping[str, Any]
-    rows: Mapping[str, Mapping[str, Any]]
     document: Document
-    source: str | None = None
-    columns: tuple[str, ...] = ()
-    note: str | None = None
-    evidence: Mapping[str, Any] = field(default_factory=dict)
-    like: Table | None = None
+    below: Table | None = None
 
     @property
     def published(self) -> bool:
@@ -44,13 +54,13 @@ class Table:
 
     def row(self, name: str) -> dict[str, Any]:
         """Lay the row over the defaults; not yet validated."""
-        return merge(merge(self._below(name), self.defaults), self.rows[name])
+        return merge(merge(self._base(name), self.defaults), self.rows[name] or {})
 
-    def _below(self, name: str) -> dict[str, Any]:
+    def _base(self, name: str) -> dict[str, Any]:
         """Return the row's base: the other table's row of the same name, or its defaults."""
-        if self.like is None:
+        if self.below is None:
             return {}
-        whole = self.like.row(name) if name in self.like.rows else self.like.defaults
+        whole = self.below.row(name) if name in self.below.rows else self.below.defaults
         return {key: value for key, value in whole.items() if key != "published"}
 
     def paths(self, row: str) -> tuple[KeyPath, ...]:
@@ -69,16 +79,10 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_table(path: Path) -> Table:
     """Read a table and check its frame, not yet its rows; RecipeError for malformed YAML or another frame."""
-    where = f"{path.parent.name}/{path.name}" if path.parent == FOLDER else str(path)
-    document = read(path, where)
-    if problems := list(_frame_problems(document)):
-        raise RecipeError(problems)
-    value = document.value
-    rows = {name: row or {} for name, row in value["rows"].items()}
-    columns, evidence = tuple(value.get("columns") or ()), value.get("evidence") or {}
-    title, defaults, source, note = (value.get(key) for key in ("title", "defaults", "source", "note"))
-    like = _other_table(path, str(value["like"]), document) if value.get("like") else None
-    return Table(path.stem, str(title), defaults or {}, rows, document, source, columns, note, evidence, like)
+    document = read(path, f"{path.parent.name}/{path.name}" if path.parent == FOLDER else str(path))
+    frame = checked(Frame, document.value, document)
+    below = _other_table(path, frame.like, document) if frame.like else None
+    return Table(**dict(frame), name=path.stem, document=document, below=below)
 
 
 def _other_table(path: Path, name: str, document: Document) -> Table:
@@ -96,37 +100,26 @@ def _other_table(path: Path, name: str, document: Document) -> Table:
     return read_table(others[name])
 
 
-def _frame_problems(document: Document) -> Iterator[Problem]:
-    value, where = document.value, document.where
+def checked(form: type[Form], value: Any, document: Document, *section: str) -> Form:
+    """Check a section of a table's file against its form. Raises RecipeError: every fault, with its line.
 
-    def at(path: KeyPath, came: str, rule: str, fix: str = "") -> Problem:
-        return Problem(path[-1], came, rule, fix, where=document.at(*path))
-
-    if not isinstance(value, dict):
-        came = f"holds {type(value).__name__}"
-        yield Problem(where, came, "a table is a mapping with title and rows", where=where)
-        return
-    for key in value:
-        if key not in _KEYS:
-            yield at((str(key),), str(key), "unknown key of a table", did_you_mean(str(key), _KEYS))
-    if not value.get("title"):
-        yield Problem(
-            "title", "title is missing", "", "give the table one line for recipe.py list", where=where
-        )
-    if not isinstance(value.get("defaults") or {}, dict):
-        yield at(("defaults",), f"defaults={value['defaults']!r}", "must be a mapping of recipe keys")
-    columns = value.get("columns") or []
-    if not isinstance(columns, list) or not all(isinstance(name, str) for name in columns):
-        yield at(("columns",), f"columns={columns!r}", "must be a list of the source's headings")
-    for key in ("source", "note", "like"):
-        if not isinstance(value.get(key) or "", str):
-            yield at((key,), f"{key}={value[key]!r}", "must be text")
-    rows = value.get("rows")
-    if not isinstance(rows, dict) or not rows:
-        yield at(("rows",), f"rows={rows!r}", "a table has at least one row", "write name: {keys}")
-        return
-    for name, row in rows.items():
-        if not isinstance(name, str):
-            yield at(("rows",), f"row {name!r}", "a row's name is text", "put it in quotes")
-        elif not isinstance(row or {}, dict):
-            yield at(("rows", name), f"row {name} holds {row!r}", "must be a mapping of recipe keys")
+    The rule of a fault is the description of the field that it is in, else in pydantic's words.
+    """
+    try:
+        return form.model_validate(value)
+    except ValidationError as error:
+        details = error.errors()
+    problems = []
+    for detail in details:
+        path, field = (*section, *detail["loc"]), form.model_fields.get(str((*detail["loc"], "")[0]))
+        key, came, fix = shown(path), f"{shown(path) or 'the file'}={detail['input']!r}"[:100], ""
+        rule = (field and field.description) or detail["msg"][0].lower() + detail["msg"][1:]
+        if detail["type"] == "missing":
+            came = f"{key} is missing"
+        elif detail["type"] == "model_type":
+            rule = "should be a mapping"
+        elif detail["type"] == "extra_forbidden":
+            came, rule = key, "unknown key"
+            fix = did_you_mean(str(path[-1]), form.model_fields) if len(detail["loc"]) == 1 else ""
+        problems.append(Problem(key, came, rule, fix, where=document.at(*map(str, path))))
+    raise RecipeError(problems)

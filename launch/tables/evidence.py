@@ -33,13 +33,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from launch.tables.rows import Line, PublishedRow, difference, published_rows
 from recipes import key_paths
 from recipes.problems import Problem, ProblemsError, did_you_mean
 from recipes.schema import Published, Strict
-from recipes.tables import Table
+from recipes.tables import Table, checked
 
 Part = Literal["each once", "all ranks", "first stage", "middle stages", "last stage"]
 ValuesByQuotation = dict[str, dict[str, Any]]
@@ -192,20 +192,10 @@ def published_tables(tables: Sequence[Table]) -> list[PublishedTable]:
 
 def read(table: Table) -> Evidence:
     """Read a table's evidence. Raises ProblemsError: unknown keys, rows, patterns; repetitions."""
-    try:
-        evidence = Evidence.model_validate(table.evidence)
-    except ValidationError as error:
-        raise ProblemsError(_invalid(table, error)) from None
+    evidence = checked(Evidence, table.evidence, table.document, "evidence")
     if problems := list(_problems(table, evidence)):
         raise ProblemsError(problems)
     return evidence
-
-
-def _invalid(table: Table, error: ValidationError) -> Iterator[Problem]:
-    for detail in error.errors():
-        path = ("evidence", *detail["loc"])
-        key, where = key_paths.shown(path), table.document.at(*map(str, path[:2]))
-        yield Problem(key, key, detail["msg"], where=where)
 
 
 def _problems(table: Table, evidence: Evidence) -> Iterator[Problem]:

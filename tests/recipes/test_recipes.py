@@ -139,13 +139,18 @@ def test_duplicates_are_found_at_any_depth():
 
 
 def test_the_frame_of_a_table_is_checked_at_once(table):
-    path = table("defauls: {}\nrows: {a: 3, 1: {}}\n")
-    found = problems(f"{path}:a")
-    assert found[0] == f"{path}:1: defauls: unknown key of a table; did you mean defaults?"
-    assert [line for line in found if "title is missing" in line]
-    assert [line for line in found if "row a holds 3" in line] and [line for line in found if "row 1" in line]
-    assert "holds str" in problems(str(table("just text")))[0]
-    assert "at least one row" in problems(str(table("title: x")))[0]
+    path = table("defauls: {}\nrows: {a: 3, 1: {}}\ncolumns: GPUs\n")
+    rows = "should be at least one row, name: {keys of the recipe}, the name a text"
+    assert problems(f"{path}:a") == (
+        f"{path}: title is missing: a table has one line for recipe.py list",
+        f"{path}:3: columns='GPUs': should be a list of the source's headings, in the order of the cells of "
+        "each row's published.row",
+        f"{path}:2: rows.a=3: {rows}",
+        f"{path}:2: rows[1].[key]=1: {rows}",
+        f"{path}:1: defauls: unknown key; did you mean defaults?",
+    )
+    assert problems(str(table("just text"))) == (f"{path}: the file='just text': should be a mapping",)
+    assert problems(str(table("title: x"))) == (f"{path}: rows is missing: {rows}",)
     assert "not UTF-8" in problems(str(_latin1(table())))[0]
 
 

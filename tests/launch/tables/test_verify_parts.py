@@ -78,15 +78,18 @@ WRONG = "disagreements: [{quantity: q, printed: '1', computed: '2', rows: [a-1]}
         ),
         ("settings: [{source: s, rows: {c-*: {q: {steps: 1}}}}]", r"c-\*: names no row of the table"),
         ("settings: [{source: s, says: {q: {steps: 1}, r: {steps: 1}}}]", "a-1: steps: is said twice"),
-        ("settings: [{says: {q: {steps: 1}}}]", r"evidence.settings\[0\].source: Field required"),
-        ("setings: []", "evidence.setings: Extra inputs are not permitted"),
+        ("settings: [{says: {q: {steps: 1}}}]", r"evidence.settings\[0\].source is missing"),
+        ("setings: []", "evidence.setings: unknown key; did you mean settings?"),
         ("sizes: [{source: s, rows: {a-1: {second stage: 1}}}]", "rows.a-1.second stage.*'each once'"),
         (
             "sizes: [{source: s, rows: {a-2: {first stage: 1}}}]",
             "a-2: no row of the table; did you mean b-2 or a-1",
         ),
-        ("errata: [{explanation: e, disagreements: []}]", "disagreements: List should have at least 1 item"),
-        (f"errata: [{{{WRONG}}}]", r"errata\[0\].explanation: Field required"),
+        (
+            "errata: [{explanation: e, disagreements: []}]",
+            r"disagreements=\[\]: list should have at least 1 item",
+        ),
+        (f"errata: [{{{WRONG}}}]", r"errata\[0\].explanation is missing"),
         (f"errata: [{{explanation: e, {WRONG}}}, {{explanation: f, {WRONG}}}]", "a-1: q: .* is said twice"),
     ],
 )
