@@ -72,7 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = build_parser().parse_args()
     if args.list:
-        print(aligned((entry.name, entry.title) for entry in catalog.names()))
+        print(aligned(catalog.titles().items()))
         return
     launch(args, lambda: training_of(args))
 

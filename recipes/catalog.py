@@ -49,22 +49,11 @@ class Changes(NamedTuple):
     refused: list[Change]
 
 
-class Entry(NamedTuple):
-    """One recipe in a list: its name, its title and its table's title."""
-
-    name: str
-    title: str
-    table_title: str
-
-
-def names(folder: Path = FOLDER) -> list[Entry]:
-    """List every recipe of the folder, the default one first; one RecipeError for all broken tables."""
-    entries = [
-        Entry(f"{table.name}/{row}", str(table.row(row).get("title", "")), table.title)
-        for table in tables(folder)
-        for row in table.rows
-    ]
-    return sorted(entries, key=lambda entry: entry.name != DEFAULT_RECIPE)
+def titles() -> dict[str, str]:
+    """Map the name of every recipe to its title, the default one first. Raises RecipeError as `tables`."""
+    rows = [(table, row) for table in tables() for row in table.rows]
+    found = {f"{table.name}/{row}": str(table.row(row).get("title", "")) for table, row in rows}
+    return {DEFAULT_RECIPE: found.pop(DEFAULT_RECIPE), **found}
 
 
 def load(
@@ -150,7 +139,7 @@ def changes(there: Recipe, now: Recipe) -> Changes:
 
 
 def tables(folder: Path = FOLDER) -> list[Table]:
-    """Read every table of the folder, in the order of their names. Raises RecipeError as `names` does."""
+    """Read every table of the folder, in the order of their names. Raises RecipeError for all broken ones."""
     found, problems = _tables(folder)
     if problems:
         raise RecipeError(problems)

@@ -196,7 +196,7 @@ def published_next_to(task: str) -> tuple[PublishedScore, ...]:
 def published_scores() -> tuple[PublishedScore, ...]:
     """Return all published scores of the table; after each row its "best before it"."""
     found: list[PublishedScore] = []
-    for name in (entry.name for entry in catalog.names() if entry.name.startswith(f"{TABLE}/")):
+    for name in (name for name in catalog.titles() if name.startswith(f"{TABLE}/")):
         recipe = catalog.load(name)
         if (published := recipe.published) is not None:
             model = f"{recipe.model.facts.title} {published.size_label} ({published.framework})"

@@ -25,7 +25,7 @@ GPU = ANY_GPU
 CPU = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=True)
 OLD = dataclasses.replace(CPU, bf16=False)
 V100 = dataclasses.replace(GPU, bf16=False)
-EVERY_RECIPE = [entry.name for entry in catalog.names()]
+EVERY_RECIPE = [*catalog.titles()]
 EVERY_CONFIG = available()
 WORLDS = (1, 2, 3, 4, 8)
 REMOVED = {key for key, (rule, _) in known_keys.REFUSED.items() if "removed" in rule}
@@ -704,8 +704,8 @@ def test_world_size():
 def test_what_another_number_of_processes_asks_to_set_resolves(tiny):
     """Every row whose tp x pp is one process, started on others than its own."""
     told = 0
-    for entry in catalog.names():
-        recipe = catalog.load(entry.name, tiny=tiny)
+    for name in catalog.titles():
+        recipe = catalog.load(name, tiny=tiny)
         own = recipe.parallel.dp
         for world in (1, 3, 4) if own and math.prod(recipe.parallel.model_parallel) == 1 else ():
             if world == own:
@@ -720,7 +720,7 @@ def test_what_another_number_of_processes_asks_to_set_resolves(tiny):
             assert [fix[0].strip() for fix in fixes] == [f"parallel.dp={world}", "parallel.dp=null"], line
             for fix in fixes:
                 plan = resolve(
-                    catalog.load(entry.name, [setting.strip() for setting in fix], tiny=tiny),
+                    catalog.load(name, [setting.strip() for setting in fix], tiny=tiny),
                     recipe.ds_config,
                     world,
                     GPU,

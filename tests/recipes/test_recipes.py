@@ -22,7 +22,7 @@ from recipes.schema import Recipe
 from recipes.tiny import tiny as shrink
 from recipes.yaml_lines import YamlError, parse
 
-EVERY = [entry.name for entry in catalog.names()]
+EVERY = [*catalog.titles()]
 GOOD = """
 title: a table
 defaults:
@@ -60,7 +60,7 @@ def problems(name: str, *overrides: str, **how) -> tuple[str, ...]:
 def test_there_are_recipes_and_the_default_comes_first():
     assert EVERY[0] == catalog.DEFAULT_RECIPE
     assert {name.split("/")[0] for name in EVERY} >= {"default", "openwebtext", "parallel_kinds"}
-    assert all(entry.title and entry.table_title for entry in catalog.names())
+    assert all(catalog.titles().values()) and next(iter(catalog.titles())) == catalog.DEFAULT_RECIPE
 
 
 def test_every_recipe_loads_and_names_a_ds_config():

@@ -85,12 +85,12 @@ def rank_of(world: int, rank: int) -> Iterator[list[int]]:
 def published() -> dict[tuple[str, int, int, int, str], str]:
     """Family, degrees and configuration of every published layout of `LEAST` ranks or more -> a row of it."""
     found = {}
-    for entry in catalog.names():
-        recipe = catalog.load(entry.name)
+    for name in catalog.titles():
+        recipe = catalog.load(name)
         plan = resolve(recipe, recipe.ds_config, None, ANY_GPU)
         of = plan.layout
         if of.world >= LEAST and recipe.model.implementation == "megarecipes":
-            found.setdefault((recipe.model.family, of.tp, of.pp, of.dp, plan.ds_name), entry.name)
+            found.setdefault((recipe.model.family, of.tp, of.pp, of.dp, plan.ds_name), name)
     return found
 
 

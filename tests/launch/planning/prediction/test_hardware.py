@@ -41,15 +41,15 @@ def test_every_figure_names_a_source_that_the_file_has():
 
 def test_recipes_name_nodes_and_systems_that_there_are():
     named = 0
-    for entry in catalog.names():
-        recipe = catalog.load(entry.name)
+    for name in catalog.titles():
+        recipe = catalog.load(name)
         if recipe.hardware and recipe.hardware.node:
             node = hardware.find(recipe.hardware.node)
             named += 1
-            assert recipe.hardware.gpus_per_node in (None, node.gpus), entry.name
-            assert recipe.hardware.gpu_memory_gb == pytest.approx(node.gpu.memory_gib, abs=1), entry.name
+            assert recipe.hardware.gpus_per_node in (None, node.gpus), name
+            assert recipe.hardware.gpu_memory_gb == pytest.approx(node.gpu.memory_gib, abs=1), name
         if recipe.published and recipe.published.software:
-            assert recipe.published.software in SYSTEMS, entry.name
+            assert recipe.published.software in SYSTEMS, name
     assert named == 115
 
 
