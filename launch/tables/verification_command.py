@@ -1,4 +1,4 @@
-"""The subcommand `launch/recipe.py verify`: every disagreement with the published tables."""
+"""The subcommand `launch/recipe.py verify`: a summary, errata, and disagreements that nothing explains."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import csv
 import io
 import os
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from data.durable_files import write_atomically
 from launch.console import arguments, quiet, terminal
 from launch.console.new_output import new_file
+from launch.console.text_table import table
 from launch.tables.rows import Check, PublishedRow
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ A file that an earlier verify wrote is replaced, any other is not.
 exit codes: 0 every disagreement is explained and no explanation is stale, 1
 otherwise, 2 refused."""
 COLUMNS = (*(field.name for field in fields(Check)), "explanation")
+MARKS = {"agrees": "ok", "not checkable": "open", "computed": ""}
 
 
 def add_parser(commands: Any) -> None:
@@ -59,10 +62,10 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # models are built without memory: no GPU is looked for
     if args.csv:  # before minutes are spent
         args.csv = new_file("--csv", args.csv, own=(",".join(COLUMNS) + "\r\n").encode())
-    from launch.tables import report_text, verification
+    from launch.tables import verification
 
     report = verification.verify([*args.tables, *args.table], progress=_progress)
-    print(report_text.describe(report, verbose=args.verbose, width=terminal.columns()))
+    print(describe(report, verbose=args.verbose, width=terminal.columns()))
     if args.csv:
         write_atomically(args.csv, _as_csv(report))
         print(f"wrote {args.csv}")
@@ -86,3 +89,128 @@ def _as_csv(report: Report) -> str:
     writer.writeheader()
     writer.writerows({**asdict(check), "explanation": texts.get(check, "")} for check in report.checks)
     return buffer.getvalue()
+
+
+def describe(report: Report, *, verbose: bool = False, width: int | None = None) -> str:
+    """Describe the report in blocks, in lines of `width` columns."""
+    blocks = [
+        _summary(report, width),
+        _every_check(report) if verbose else "",
+        _errata(report),
+        _not_checkable(report),
+        _remarks("Repeated measurements: how far one configuration's times lie apart", report.repeated),
+        _remarks("Texts: what they get wrong, found by hand", report.texts),
+        _unexplained(report),
+        _verdict(report),
+    ]
+    return terminal.wrapped("\n\n".join(block for block in blocks if block), width)
+
+
+def _summary(report: Report, width: int | None) -> str:
+    """Tabulate the numbers of checks by table."""
+    by_table: dict[str, list[Check]] = {name: [] for name in report.rows}
+    for check in report.checks:
+        by_table[check.table].append(check)
+    lines = [[name, count, *_numbers(report, by_table[name]).values()] for name, count in report.rows.items()]
+    numbers = _numbers(report, report.checks)
+    lines.append(["all", sum(report.rows.values()), *numbers.values()])
+    shown = [["." if cell == 0 else str(cell) for cell in line] for line in lines]
+    return table(shown, ["table", "rows", *numbers], "lr" + "r" * len(numbers), width)
+
+
+def _numbers(report: Report, checks: Sequence[Check]) -> dict[str, int]:
+    """Count the checks by kind; of cells and settings, those that agree."""
+    number = Counter(check.status for check in checks)
+    agree = [check for check in checks if check.status == "agrees"]
+    recomputed = Counter(check.status for check in checks if not (check.transcribed or check.stated))
+    errata = len(report.explanations.keys() & set(checks))
+    return {
+        "cells": sum(check.transcribed for check in agree),
+        "settings": sum(check.stated for check in agree),
+        "recomputed": recomputed["agrees"] + recomputed["disagrees"],
+        "agree": recomputed["agrees"],
+        "errata": errata,
+        "UNEXPLAINED": number["disagrees"] - errata,
+        "not checkable": number["not checkable"],
+        "for information": number["computed"],
+    }
+
+
+def _every_check(report: Report) -> str:
+    lines, subject, explained = ["Every check"], "", report.explanations
+    for check in report.checks:
+        if check.subject != subject:
+            subject = check.subject
+            lines += ["", subject]
+        wrong = "erratum" if check in explained else "UNEXPLAINED"
+        words = (("printed", check.printed), ("computed", check.computed))
+        parts = ", ".join(f"{word} {text}" for word, text in words if text)
+        how = f"  [{check.how}]" if check.how else ""
+        lines.append(f"  {MARKS.get(check.status, wrong):<12}{check.quantity}: {parts}{how}")
+    return "\n".join(lines)
+
+
+def _errata(report: Report) -> str:
+    """List the errata, each with its disagreements, and their rows by table."""
+    blocks = []
+    for number, (erratum, checks) in enumerate(report.errata, 1):
+        alike: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+        for check in checks:
+            alike[check.difference][check.table].append(check.subject.removeprefix(f"{check.table}/"))
+        lines = [_line(f"{number}. {erratum.text}", "")]
+        for difference, tables in alike.items():
+            lines.append(_line(difference, "   "))
+            lines += [_line(f"{table}/ {', '.join(rows)}", "      ") for table, rows in tables.items()]
+        blocks.append("\n".join(lines))
+    return _section("Errata: disagreements with the sources, each explained", "\n\n".join(blocks))
+
+
+def _not_checkable(report: Report) -> str:
+    """List what cannot be checked by quantity and reason, with its rows or tables."""
+    reasons: dict[tuple[str, str], list[Check]] = defaultdict(list)
+    for check in report.checks:
+        if check.status == "not checkable":
+            reasons[check.quantity, check.how].append(check)
+    lines = []
+    for (quantity, reason), checks in reasons.items():
+        subjects, tables = ({getattr(each, key): 0 for each in checks} for key in ("subject", "table"))
+        where = ", ".join(subjects) if len(subjects) <= 3 else f"{len(subjects)} rows of {', '.join(tables)}"
+        lines.append(_line(f"{quantity}: {reason} ({where})", "  "))
+    return _section("Not checkable: and why", "\n".join(lines))
+
+
+def _remarks(heading: str, remarks: Sequence[str]) -> str:
+    return _section(heading, "\n".join(_line(remark, "  ") for remark in remarks))
+
+
+def _unexplained(report: Report) -> str:
+    wrong = [f"  {check.subject} {check.difference}" for check in report.unexplained]
+    stale = [f"  {line}" for line in report.stale]
+    mend = "Correct the recipe or this project's arithmetic, or explain it in the table's evidence: errata."
+    none = "disagreements under evidence: errata are none any more"
+    remove = "  Remove each, or write what is printed and computed now."
+    blocks = [[f"!!! UNEXPLAINED: {len(wrong)}", *wrong, _line(mend, "  ")]] if wrong else []
+    blocks += [[f"!!! STALE: {len(stale)} {none}", *stale, remove]] if stale else []
+    return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def _verdict(report: Report) -> str:
+    number = _numbers(report, report.checks)
+    errata = number["errata"]
+    found = "1 disagreement is an erratum" if errata == 1 else f"{errata} disagreements are errata"
+    text = (
+        f"{number['agree']} recomputed values agree, {number['settings']} settings are what texts and public "
+        f"scripts say, {found}, {number['not checkable']} cannot be checked ({number['cells']} entries of "
+        "the recipe files are consistent with their own printed lines, which proves no number)"
+    )
+    if report.passed:
+        return f"{text}. Every disagreement is explained."
+    return f"{text}, {number['UNEXPLAINED']} are UNEXPLAINED, {len(report.stale)} explanations are stale."
+
+
+def _section(heading: str, text: str) -> str:
+    return f"{heading}\n{'=' * len(heading)}\n{text}" if text else ""
+
+
+def _line(text: str, indent: str) -> str:
+    return f"{indent}{' '.join(text.split())}"
