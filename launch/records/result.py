@@ -163,12 +163,9 @@ class Throughput:
     """The rates of a plan from the seconds of an optimizer step."""
 
     def __init__(self, plan: Plan) -> None:
-        recipe, samples, length = plan.recipe, plan.layout.global_batch, plan.recipe.sequence_length
-        published, exact = cost.tflops(
-            recipe.model, length, samples, 1.0, plan.layout.world, padded_vocab=plan.padded_vocab,
-            checkpointing=recipe.checkpoint_interval > 0, predictions=recipe.predictions,
-        )  # fmt: skip
-        tokens = samples * recipe.model.sequences * length
+        recipe, samples = plan.recipe, plan.layout.global_batch
+        published, exact = cost.tflops(recipe, plan.padded_vocab, samples, 1.0, plan.layout.world)
+        tokens = samples * recipe.model.sequences * recipe.sequence_length
         # Of a step of one second; a longer one performs proportionally fewer.
         self._of_a_second = dict(
             samples_per_s=samples, tokens_per_s=tokens, tflops=published, exact_tflops=exact

@@ -187,14 +187,7 @@ def formula(row: PublishedRow, parameters: float, seconds: float) -> float:
 def operations(row: PublishedRow) -> int:
     """Count the operations of one iteration, every matrix product included."""
     recipe = row.recipe
-    return cost.exact_flops_per_step(
-        recipe.model,
-        recipe.sequence_length,
-        recipe.batch.global_,
-        padded_vocab=recipe.model.embedding_rows(row.tp),
-        checkpointing=recipe.checkpoint_interval > 0,
-        predictions=recipe.predictions,
-    )
+    return cost.operations_of(recipe, recipe.batch.global_, recipe.model.embedding_rows(row.tp))
 
 
 def samples(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:

@@ -189,16 +189,7 @@ def _tflops(plan: Plan) -> str:
     published, hardware = recipe.published, recipe.hardware
     assert published and published.time_per_iteration_s
     seconds, gpus = published.time_per_iteration_s, (hardware and hardware.gpus) or layout.world
-    by_formula, exact = cost.tflops(
-        recipe.model,
-        recipe.sequence_length,
-        layout.global_batch,
-        seconds,
-        gpus,
-        padded_vocab=plan.padded_vocab,
-        checkpointing=recipe.checkpoint_interval > 0,
-        predictions=recipe.predictions,
-    )
+    by_formula, exact = cost.tflops(recipe, plan.padded_vocab, layout.global_batch, seconds, gpus)
     peak = hardware.peak_tflops if hardware else None
     share = f" ({100 * exact / peak:.1f} % of {peak:g})" if peak else ""
     counted = "the row prints none"

@@ -14,7 +14,7 @@ from packaging.version import Version
 
 from ds_configs.plan import Machine, Plan
 from launch.ranks import processes
-from modeling.cost import exact_flops_per_step
+from modeling import cost
 from recipes.problems import Problem, ProblemsError
 
 Wish = Literal["auto", "on", "off"]
@@ -87,11 +87,8 @@ def explain_missing(wish: Wish, plan: Plan, machine: Machine) -> str | None:
 def eager_seconds(plan: Plan, machine: Machine) -> float:
     """Estimate the seconds that the run computes without torch.compile."""
     recipe, layout = plan.recipe, plan.layout
-    operations = exact_flops_per_step(
-        recipe.model, recipe.sequence_length, recipe.batch.schedule.samples(recipe.steps),
-        padded_vocab=plan.padded_vocab, checkpointing=recipe.checkpoint_interval > 0,
-        predictions=recipe.predictions,
-    )  # fmt: skip
+    samples = recipe.batch.schedule.samples(recipe.steps)
+    operations = cost.operations_of(recipe, samples, plan.padded_vocab)
     if machine.device.own_memory:
         return operations / (GPU[plan.precision] * layout.world)
     cores = max(1, len(os.sched_getaffinity(0)) // processes.local_world_size())

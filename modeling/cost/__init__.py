@@ -16,6 +16,7 @@ from modeling.cost.operation_count import (
     exact_tflops,
     head_products,
     layer_products,
+    operations_of,
     pairs,
     published_tflops,
     stages_by_time,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from modeling.cost.parameter_count import head_operations, parameters
 from recipes.attention_patterns import Fixed, Window
@@ -45,6 +45,18 @@ def exact_flops_per_step(
     return global_batch * model.sequences * (passes * layers_forward + 3 * heads_forward)
 
 
+def operations_of(recipe: Recipe, samples: int, padded_vocab: int) -> int:
+    """Count the operations of `samples` samples in a recipe's training, as `exact_flops_per_step` does."""
+    return exact_flops_per_step(
+        recipe.model,
+        recipe.sequence_length,
+        samples,
+        padded_vocab=padded_vocab,
+        checkpointing=recipe.checkpoint_interval > 0,
+        predictions=recipe.predictions,
+    )
+
+
 def pairs(length: int, window: Window) -> int:
     """Count the pairs of a query and a key that a layer multiplies for `length` positions.
 
@@ -81,18 +93,13 @@ def published_tflops(
     return parameters / 1e9 * passes * 2 * length * batch / (seconds * gpus * 1000)
 
 
-def tflops(
-    model: Model, length: int, batch: int, seconds: float, gpus: int, *, checkpointing: bool, **more: Any
-) -> tuple[float, float]:
-    """Return TFLOPS per GPU of a step, by the published formula with the model's own size and by exact count.
-
-    `more`: `padded_vocab` and `predictions` of `exact_flops_per_step`.
-    """
-    size = parameters(model.unshared, length)  # each use of a layer multiplies
-    flops = exact_flops_per_step(model, length, batch, checkpointing=checkpointing, **more)
-    read = batch * model.sequences
-    by_formula = published_tflops(size, length, read, seconds, gpus, checkpointing=checkpointing)
-    return by_formula, exact_tflops(flops, seconds, gpus)
+def tflops(recipe: Recipe, padded_vocab: int, samples: int, seconds: float, gpus: int) -> tuple[float, float]:
+    """Return TFLOPS per GPU of a step: by the published formula with the model's own size, by exact count."""
+    length, again = recipe.sequence_length, recipe.checkpoint_interval > 0
+    size = parameters(recipe.model.unshared, length)  # each use of a layer multiplies
+    read = samples * recipe.model.sequences
+    by_formula = published_tflops(size, length, read, seconds, gpus, checkpointing=again)
+    return by_formula, exact_tflops(operations_of(recipe, samples, padded_vocab), seconds, gpus)
 
 
 class Product(NamedTuple):
