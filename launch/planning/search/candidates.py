@@ -123,15 +123,17 @@ def step(question: Question, way: Way, at: Degrees, again: Any, accumulation: in
 
 
 def _plan(question: Question, way: Way, at: Degrees, again: Any, accumulation: int) -> Plan:
-    recipe, total = question.recipe, accumulation * at.dp
-    batch = {"micro": 1, "accumulation": accumulation, "global_": total, "rampup": None}
-    changed = {
-        "parallel": recipe.parallel.model_copy(update=at._asdict()),
-        "batch": recipe.batch.model_copy(update=batch),
-        "activation_checkpointing": again,
-    }
-    document, changed_recipe = ways.config(way, question.base), recipe.model_copy(update=changed)
-    return ways.resolved(document, changed_recipe, question.ranks, question.node.machine)
+    document = ways.config(way, question.base)
+    recipe = laid_out(question.recipe, at, 1, accumulation, activation_checkpointing=again)
+    return ways.resolved(document, recipe, question.ranks, question.node.machine)
+
+
+def laid_out(recipe: Recipe, at: Degrees, micro: int, accumulation: int, **changed: Any) -> Recipe:
+    """Return the recipe under these degrees, with the batch that they make, and `changed` otherwise."""
+    total = micro * accumulation * at.dp
+    batch = {"micro": micro, "accumulation": accumulation, "global_": total, "rampup": None}
+    changed["parallel"] = recipe.parallel.model_copy(update=at._asdict())
+    return recipe.model_copy(update={**changed, "batch": recipe.batch.model_copy(update=batch)})
 
 
 def half_precision(node: Node) -> str:

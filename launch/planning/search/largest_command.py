@@ -15,7 +15,7 @@ from launch.planning.prediction import hardware, workload
 from launch.planning.prediction.forecast import Forecast, forecast, largest_number
 from launch.planning.prediction.forecast_text import error
 from launch.planning.search import candidates, shapes
-from launch.planning.search.candidates import Question
+from launch.planning.search.candidates import Degrees, Question
 from launch.planning.search.ways import WAYS, Way
 from modeling import cost
 from recipes import catalog
@@ -237,17 +237,11 @@ def plan_of(question: Question, configuration: Configuration, layers: int, hidde
     """Resolve a model of that shape. Raises ConfigError."""
     recipe, (way, tp, recomputed, pp) = question.recipe, configuration
     heads = hidden // (128 if hidden >= WIDE and hidden % (128 * tp) == 0 else 64)
-    dp, micro, accumulation = question.ranks // (tp * pp), recipe.batch.micro or 1, CHUNKS if pp > 1 else 1
-    shape = {"layers": layers, "hidden": hidden, "heads": heads}
-    total = micro * accumulation * dp
-    batch = {"micro": micro, "accumulation": accumulation, "global_": total, "rampup": None}
-    changed = {
-        "model": recipe.model.model_copy(update=shape),
-        "parallel": recipe.parallel.model_copy(update={"tp": tp, "pp": pp, "dp": dp}),
-        "batch": recipe.batch.model_copy(update=batch),
-        "activation_checkpointing": "full" if recomputed else "none",
-    }
-    return resolve(recipe.model_copy(update=changed), way.file, question.ranks, question.node.machine)
+    at, chunks = Degrees(tp, pp, question.ranks // (tp * pp)), CHUNKS if pp > 1 else 1
+    model = recipe.model.model_copy(update={"layers": layers, "hidden": hidden, "heads": heads})
+    changed = {"model": model, "activation_checkpointing": "full" if recomputed else "none"}
+    shaped = candidates.laid_out(recipe, at, recipe.batch.micro or 1, chunks, **changed)
+    return resolve(shaped, way.file, question.ranks, question.node.machine)
 
 
 def printed_maxima(question: Question) -> list[Recipe]:
