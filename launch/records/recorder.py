@@ -25,7 +25,7 @@ from launch.records.directory import RunDirectory
 from launch.records.facts import Ending, RankSeconds, RunFacts, SaveOutcome, SilentRecorder, StepOutcome
 from launch.records.metrics import StepRecord, ValidationRecord, finite, finite_parts
 from launch.records.plan_text import Surroundings, describe_plan
-from launch.records.result import Result, Throughput, make_result, write_result
+from launch.records.result import Result, make_result, rates, write_result
 from launch.records.result_text import result_text
 from recipes.problems import counted
 from recipes.refused_by_system import problem
@@ -51,7 +51,7 @@ class Recorder(SilentRecorder):
         """
         self.directory, self._run, self._start_step = directory, run, start_step
         self._clock, self._stream = clock, stream
-        self._throughput, self._sizes = Throughput(run.plan), run.plan.recipe.batch.schedule
+        self._sizes = run.plan.recipe.batch.schedule
         self._memory_kind, self._step = peak_memory().kind, start_step
         self._drawn: int | None = None  # records in loss.png
         self._show_plan()
@@ -105,7 +105,7 @@ class Recorder(SilentRecorder):
             loss_scale=finite(outcome.loss_scale),
             data_seconds=waited,
             samples=self._sizes.samples(step),
-            **self._throughput.rates(seconds, self._sizes.size(step - 1)),
+            **rates(self._run.plan, seconds, self._sizes.size(step - 1)),
             **compared,
             parts=finite_parts(outcome.parts),
             profiled=step in self._run.plan.recipe.run.profiled,

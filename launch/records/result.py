@@ -159,22 +159,17 @@ class Result:
 _ADAPTER = TypeAdapter(Result)
 
 
-class Throughput:
-    """The rates of a plan from the seconds of an optimizer step."""
+def rates(plan: Plan, seconds: float, samples: int | None = None) -> dict[str, Any]:
+    """Return samples/s and tokens/s over all ranks, and TFLOPS per rank, of a step of so many seconds.
 
-    def __init__(self, plan: Plan) -> None:
-        recipe, samples = plan.recipe, plan.layout.global_batch
-        published, exact = cost.tflops(recipe, plan.padded_vocab, samples, 1.0, plan.layout.world)
-        tokens = samples * recipe.model.sequences * recipe.sequence_length
-        # Of a step of one second; a longer one performs proportionally fewer.
-        self._of_a_second = dict(
-            samples_per_s=samples, tokens_per_s=tokens, tflops=published, exact_tflops=exact
-        )
-
-    def rates(self, seconds: float, samples: int | None = None) -> dict[str, Any]:
-        """Return samples/s and tokens/s over all ranks, and TFLOPS per rank; `samples`: None: the batch's."""
-        share = 1.0 if samples is None else samples / self._of_a_second["samples_per_s"]
-        return {name: share * number / seconds for name, number in self._of_a_second.items()}
+    `samples`: those of the step; None: the batch's.
+    """
+    recipe, samples = plan.recipe, samples or plan.layout.global_batch
+    published, exact = cost.tflops(recipe, plan.padded_vocab, samples, seconds, plan.layout.world)
+    tokens = samples * recipe.model.sequences * recipe.sequence_length
+    return dict(
+        samples_per_s=samples / seconds, tokens_per_s=tokens / seconds, tflops=published, exact_tflops=exact
+    )
 
 
 def make_result(run: RunFacts, records: Records, ending: Ending) -> Result:
@@ -285,16 +280,16 @@ def _speed(plan: Plan, steps: Sequence[StepRecord], elsewhere: bool) -> Speed:
     steps = [record for record, size in zip(steps, sizes, strict=True) if size == sizes[-1]]
     if (steady := steady_seconds(steps)) is None:
         return Speed()
-    rates = Throughput(plan).rates(steady[0], sizes[-1])
+    found = rates(plan, steady[0], sizes[-1])
     if elsewhere:
-        own = {name: getattr(steps[-1], name) for name in rates}
+        own = {name: getattr(steps[-1], name) for name in found}
         share = steps[-1].seconds / steady[0]
-        rates = {name: None if value is None else value * share for name, value in own.items()}
+        found = {name: None if value is None else value * share for name, value in own.items()}
     steps = [record for record in steps if not record.profiled]
     late = [record for record in steps if record.launch_step > WARMUP_STEPS] or steps
     total = math.fsum(record.seconds for record in late)
     waited = math.fsum(record.data_seconds for record in late) / total if total else None
-    return Speed(*steady, waited, **rates)
+    return Speed(*steady, waited, **found)
 
 
 def write_result(path: Path, result: Result) -> None:

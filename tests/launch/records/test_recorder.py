@@ -17,7 +17,7 @@ from launch.ranks.start_up import StartClock
 from launch.records.facts import Ending, Peaks
 from launch.records.loss_plot import plot_loss
 from launch.records.metrics import START_PARTS, Records, curve, read_metrics
-from launch.records.result import Throughput, read_result
+from launch.records.result import rates, read_result
 from modeling import cost
 
 PARTS = {"mlm_loss": 5.0, "sentence_loss": 0.69, "sentence_accuracy": 0.5}
@@ -64,8 +64,8 @@ def test_the_first_step_of_a_launch_ends_its_start(tmp_path):
 
 
 def test_checkpointing_counts_as_work_done():
-    plain = Throughput(plan()).rates(1.0)
-    recomputing = Throughput(plan(recipe(activation_checkpointing=2))).rates(1.0)
+    plain = rates(plan(), 1.0)
+    recomputing = rates(plan(recipe(activation_checkpointing=2)), 1.0)
     assert recomputing["tflops"] / plain["tflops"] == pytest.approx(4 / 3)
     assert recomputing["exact_tflops"] > plain["exact_tflops"]
 

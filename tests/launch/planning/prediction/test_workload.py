@@ -12,7 +12,7 @@ from launch.planning.prediction.constants import fitted_constants
 from launch.planning.prediction.forecast import speed
 from launch.planning.prediction.hardware import find
 from launch.planning.prediction.rank_memory import of_stage
-from launch.records.result import Throughput
+from launch.records.result import rates
 from modeling import cost
 
 GPU = find("v100-32x4").gpu
@@ -64,11 +64,11 @@ def test_a_question_is_computed_as_one_sequence_for_each_choice():
     assert [each.samples for each in speeds] == [8, 32] and speeds[0].tokens == speeds[1].tokens
     assert speeds[0].tflops == pytest.approx(speeds[1].tflops, rel=1e-3)
     assert speeds[0].exact_tflops == pytest.approx(speeds[1].exact_tflops, rel=1e-3)
-    rates = [Throughput(of_task(*of)).rates(2.0) for of in (("choice", 8), ("classification", 32))]
-    assert [each["samples_per_s"] for each in rates] == [4, 16]
-    assert rates[0]["tokens_per_s"] == rates[1]["tokens_per_s"] == asked.tokens / 2
-    assert rates[0]["exact_tflops"] == pytest.approx(rates[1]["exact_tflops"], rel=1e-3)
-    assert rates[0]["tflops"] == pytest.approx(rates[1]["tflops"], rel=1e-3)
+    found = [rates(of_task(*of), 2.0) for of in (("choice", 8), ("classification", 32))]
+    assert [each["samples_per_s"] for each in found] == [4, 16]
+    assert found[0]["tokens_per_s"] == found[1]["tokens_per_s"] == asked.tokens / 2
+    assert found[0]["exact_tflops"] == pytest.approx(found[1]["exact_tflops"], rel=1e-3)
+    assert found[0]["tflops"] == pytest.approx(found[1]["tflops"], rel=1e-3)
 
 
 def test_accumulated_gradients_are_on_the_host_under_zero2_offload():
