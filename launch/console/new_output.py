@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launch.console.output import directory, place_problem, refusal
 from recipes.files import FileError, path_of, read_part
-from recipes.problems import either
+from recipes.problems import Problem, ProblemsError, either
 
 
 def new_directory(flag: str, text: str | Path, resumed: str = "") -> Path:
@@ -47,6 +48,24 @@ def new_file(
     if problem:
         raise refusal(flag, text, *problem, "name another file")
     return path
+
+
+def own_files(
+    flag: str, folder: Path, beginnings: Mapping[str, str], whose: str = "this command's own"
+) -> list[str]:
+    """Check that files of a folder are new, or begin as such files do; return the names of those there.
+
+    Raises ProblemsError with every other file. `whose`: as in `new_file`.
+    """
+    there, problems = [name for name in beginnings if os.path.lexists(folder / name)], list[Problem]()
+    for name in there:
+        try:
+            new_file(flag, folder / name, own=beginnings[name].encode(), whose=whose)
+        except ProblemsError as error:
+            problems += error.problems
+    if problems:
+        raise ProblemsError(problems)
+    return there
 
 
 def _begins_with(path: Path, own: bytes) -> bool:

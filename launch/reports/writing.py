@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from data.durable_files import write_atomically
-from launch.console import output
+from launch.console import new_output, output
 from launch.console.numbers import number
 from launch.reports import csvfile, markdown
 from launch.reports.comparison import MOST_COMPARED
@@ -19,21 +19,26 @@ from launch.reports.document import Document
 from launch.reports.runs import is_run
 
 FOLDER = Path(__file__).resolve().parent
-PAGE_MARKER = '<meta name="generator" content="megarecipes launch/report.py">'
+PAGE_BEGINNING = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="generator" content="megarecipes launch/report.py">"""
 # Status -> CSS class; others: bad.
 STATUS_CLASSES = {"measured": "good", **dict.fromkeys(("not run", "unfinished", "saving"), "idle")}
 
 
 def page(document: Document) -> str:
     """Render one self-contained HTML page: plots inside, no scripts."""
-    # All text is escaped except the marker and the style sheet, which are our own.
+    # All text is escaped except the beginning and the style sheet, which are our own.
     options: dict[str, Any] = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(loader=FileSystemLoader(FOLDER), autoescape=True, **options)
     environment.filters["number"] = number
     environment.filters["unbroken"] = unbroken
     style = Markup((FOLDER / "style.css").read_text(encoding="utf-8"))
     return environment.get_template("page.html").render(
-        document=document, marker=Markup(PAGE_MARKER), style=style, status_classes=STATUS_CLASSES
+        document=document, beginning=Markup(PAGE_BEGINNING), style=style, status_classes=STATUS_CLASSES
     )
 
 
@@ -42,13 +47,12 @@ def unbroken(text: str) -> str:
     return re.sub(r"(?<=\de)-(?=\d)", "\N{NON-BREAKING HYPHEN}", text)
 
 
-# File name -> (its writer, a marker near the beginning of the file, which identifies a former report).
+# File name -> (its writer, the beginning of the file, which identifies a former report).
 FORMS: dict[str, tuple[Callable[[Document], str], str]] = {
     "report.md": (markdown.write, markdown.MARKER),
     "report.csv": (csvfile.write, ",".join(csvfile.COLUMNS[:4])),
-    "report.html": (page, PAGE_MARKER),
+    "report.html": (page, PAGE_BEGINNING),
 }
-MARKER_WITHIN = 1000  # characters
 
 
 def default_directory(tables: Sequence[str], labels: Sequence[str], everything: bool) -> Path:
@@ -68,19 +72,12 @@ def check(directory: Path) -> list[str]:
     """Check that the directory can take a report; return the file names of a former report there.
 
     Raises:
-        ValueError: the directory cannot be made or written, is a run, or holds other files of our names.
+        ProblemsError: the directory cannot be made or written, is a run, or holds other files of our names.
     """
     if is_run(output.directory("--out", directory)):
-        rule = "is a run directory, which holds nothing but the run's own files"
-        raise ValueError(f"--out {directory} {rule}: name another directory")
-    former = [name for name in FORMS if (directory / name).exists()]
-    strangers = [name for name in former if not _is_former(directory / name, FORMS[name][1])]
-    if strangers:
-        raise ValueError(
-            f"{directory} holds {', '.join(strangers)} that this command did not write, and it replaces only "
-            "its own reports: name another directory with --out, or move the file"
-        )
-    return former
+        came, rule = "is a run directory", "it holds nothing but the run's own files"
+        raise output.refusal("--out", directory, came, rule, "name another directory")
+    return new_output.own_files("--out", directory, {name: own for name, (_, own) in FORMS.items()})
 
 
 def write(document: Document, directory: Path) -> list[Path]:
@@ -91,11 +88,3 @@ def write(document: Document, directory: Path) -> list[Path]:
     for path, text in texts.items():
         write_atomically(path, text)
     return list(texts)
-
-
-def _is_former(path: Path, marker: str) -> bool:
-    try:
-        with open(path, encoding="utf-8") as file:
-            return marker in file.read(MARKER_WITHIN)
-    except (OSError, UnicodeDecodeError):
-        return False

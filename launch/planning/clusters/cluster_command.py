@@ -81,7 +81,12 @@ def run(args: argparse.Namespace) -> int:
     """Print the map of ranks, write the files, and return exit code 0. Raises ProblemsError."""
     job, args.out = job_of(args), args.out and path_of(args.out, "--out")
     texts = {name: files.text(job, name) for name in files.NAMES} if args.out else {}
-    _check_places(args.out, texts)
+    if args.out and output.directory("--out", args.out).exists():
+        # Of other people's, and of another job's, none is replaced.
+        beginnings = {
+            name: text[: text.index("\n", text.index(files.WRITTEN_BY))] for name, text in texts.items()
+        }
+        new_output.own_files("--out", args.out, beginnings, "the same job's")
     print(cluster_text.page(job, args.out, whole=args.all, width=terminal.columns()))
     for name, text in texts.items():
         args.out.mkdir(parents=True, exist_ok=True)
@@ -141,20 +146,5 @@ def _check_words(args: argparse.Namespace) -> None:
         for flag, word in words
         if word is not None and not WORD.fullmatch(word)
     ]
-    if problems:
-        raise ProblemsError(problems)
-
-
-def _check_places(out: Path | None, texts: dict[str, str]) -> None:
-    """Refuse a directory with files of other people, or of another job, in the places of ours."""
-    if out is None or not output.directory("--out", out).exists():
-        return
-    problems: list[Problem] = []
-    for name, text in texts.items():
-        own = text[: text.index("\n", text.index(files.WRITTEN_BY))]  # how each of the job's files begins
-        try:
-            new_output.new_file("--out", out / name, own=own.encode(), whose="the same job's")
-        except ProblemsError as error:
-            problems += error.problems
     if problems:
         raise ProblemsError(problems)

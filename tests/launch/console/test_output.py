@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from launching import environment
 
-from launch.console.new_output import new_directory, new_file
+from launch.console.new_output import new_directory, new_file, own_files
 from recipes.problems import ProblemsError
 
 
@@ -115,3 +115,17 @@ def test_a_full_disk_is_said():
         command = [sys.executable, "-c", MAIN.format(body="print('x')")]
         done = subprocess.run(command, env=environment(None), stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1 and "No space left" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_own_files_are_told_by_their_beginning_and_every_other_is_named(tmp_path):
+    beginnings = {"a": "# ours", "b": "# ours", "c": "# ours", "d": "# ours"}
+    assert own_files("--out", tmp_path / "none", beginnings) == []
+    (tmp_path / "a").write_text("# ours\nand more")
+    assert own_files("--out", tmp_path, beginnings) == ["a"]
+    (tmp_path / "b").write_text("theirs")
+    (tmp_path / "d").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ProblemsError) as caught:
+        own_files("--out", tmp_path, beginnings, "the same job's")
+    first, second = str(caught.value).splitlines()
+    assert first.startswith(f"--out {tmp_path / 'b'} exists already: only the same job's files are replaced")
+    assert second.startswith(f"--out {tmp_path / 'd'} is a link to nothing")
