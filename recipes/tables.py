@@ -111,15 +111,16 @@ def checked(form: type[Form], value: Any, document: Document, *section: str) -> 
         details = error.errors()
     problems = []
     for detail in details:
-        path, field = (*section, *detail["loc"]), form.model_fields.get(str((*detail["loc"], "")[0]))
-        key, came, fix = shown(path), f"{shown(path) or 'the file'}={detail['input']!r}"[:100], ""
+        loc, kind, fix = detail["loc"], detail["type"], ""
+        path, field = (*section, *loc), form.model_fields.get(str(loc[0])) if loc else None
+        key, came = shown(path), f"{shown(path) or 'the file'}={detail['input']!r}"[:100]
         rule = (field and field.description) or detail["msg"][0].lower() + detail["msg"][1:]
-        if detail["type"] == "missing":
+        if kind == "missing":
             came = f"{key} is missing"
-        elif detail["type"] == "model_type":
+        elif kind == "model_type":
             rule = "should be a mapping"
-        elif detail["type"] == "extra_forbidden":
+        elif kind == "extra_forbidden":
             came, rule = key, "unknown key"
-            fix = did_you_mean(str(path[-1]), form.model_fields) if len(detail["loc"]) == 1 else ""
+            fix = did_you_mean(str(loc[0]), form.model_fields) if len(loc) == 1 else ""
         problems.append(Problem(key, came, rule, fix, where=document.at(*map(str, path))))
     raise RecipeError(problems)

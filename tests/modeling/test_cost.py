@@ -8,6 +8,7 @@ import torch
 
 from modeling import cost
 from modeling.sparse_attention import in_fixed
+from recipes import catalog
 from recipes.attention_patterns import Fixed
 from recipes.schema import Model
 
@@ -263,6 +264,18 @@ def test_a_banded_layer_counts_its_band(checkpointing):
     # layers, products, operations per multiply-add
     assert count - less == passes * samples * 2 * 2 * 2 * (16 * 16 - pairs) * 32
     assert cost.parameters(dense, 16) == cost.parameters(banded, 16)
+
+
+@pytest.mark.parametrize("chunk", ["none", "full"])
+def test_a_recipe_is_counted_with_its_predictions_and_its_recomputation(chunk):
+    recipe = catalog.load("wikipedia/bert-336m", [f"activation_checkpointing={chunk}"])
+    shape, how = (recipe.model, recipe.sequence_length, 3), {"padded_vocab": 30592}
+    count = cost.exact_flops_per_step(
+        *shape, **how, predictions=recipe.predictions, checkpointing=chunk == "full"
+    )
+    assert cost.operations_of(recipe, 3, 30592) == count
+    assert recipe.predictions < recipe.sequence_length
+    assert cost.tflops(recipe, 30592, 3, 2.0, 5)[1] == pytest.approx(count / 1e13)
 
 
 def test_exact_tflops_is_per_gpu():

@@ -70,6 +70,13 @@ def test_checkpointing_counts_as_work_done():
     assert recomputing["exact_tflops"] > plain["exact_tflops"]
 
 
+def test_a_smaller_step_has_its_own_rates():
+    whole = plan().layout.global_batch
+    every, half = rates(plan(), 1.0), rates(plan(), 1.0, whole // 2)
+    assert half["samples_per_s"] == whole // 2
+    assert {name: 2 * value for name, value in half.items()} == pytest.approx(every)
+
+
 def test_what_is_not_finite_is_null_and_the_line_stays_json(tmp_path):
     run = run_steps(tmp_path, plan(precision="fp16"), 1, grad_norm=math.inf, skipped=True)
     _, line = run.metrics_jsonl.read_text().splitlines()

@@ -17,7 +17,7 @@ from ds_configs.resolver import resolve
 from launch.planning.prediction import workload
 from launch.planning.prediction.constants import fitted
 from launch.planning.prediction.forecast import forecast
-from launch.planning.search import layout_search, search_command, shapes, ways
+from launch.planning.search import candidates, layout_search, search_command, shapes, ways
 from launch.planning.search.layout_search import WORTH
 from recipes import catalog
 from recipes.layout import divisors
@@ -36,6 +36,16 @@ CASES = {
     "offload": "--model 6.7b --hardware v100-32x4",
 }
 SEARCH = layout_search.search
+
+
+def test_a_layout_makes_the_batch_of_a_recipe_without_its_ramp():
+    ramp = "batch.rampup={start: 2, increment: 2, samples: 8}"
+    recipe = catalog.load("default/sotu", [ramp])
+    found = candidates.laid_out(recipe, candidates.Degrees(2, 3, 4), 5, 6, seed=7)
+    assert found.parallel.degrees == {"tp": 2, "pp": 3, "dp": 4} and found.seed == 7
+    batch = found.batch
+    assert (batch.micro, batch.accumulation, batch.global_, batch.rampup) == (5, 6, 120, None)
+    assert recipe.batch.rampup
 
 
 def parsed(line: str) -> argparse.Namespace:
