@@ -24,6 +24,7 @@ from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToMo
 from torch.nn import functional as F
 
 from data.loader import MicroBatch
+from ds_configs.plan import Plan
 from launch.deepspeed_fixes import zero0
 from launch.deepspeed_fixes.lamb import Lamb
 from launch.deepspeed_fixes.lion import Lion
@@ -84,6 +85,18 @@ def build_engine(
         left = None if job.compiled_surely else plan.recipe.steps - done
         say(compiling.compile_module(module, plan, grid, left))
         mark("compiling")
+    engine = initialize(plan, module, grid)
+    memory.return_unused_pinned()  # of parameters, before they became parts of a buffer
+    move_buffers(module, engine.device)
+    if engine.fp16_enabled():
+        postpone_growth(engine)
+    if setting := shorten_step(engine):
+        say(f"{setting}: DeepSpeed's own step, with its copies of the gradients")
+    return engine
+
+
+def initialize(plan: Plan, module: torch.nn.Module, grid: ProcessGrid) -> DeepSpeedEngine:
+    """Make DeepSpeed's engine of a module, ours or another, with our groups of parameters and schedule."""
     how: dict[str, Any] = {
         "model": module,
         "model_parameters": parameter_groups(module, plan.recipe.optimizer.weight_decay),
@@ -93,16 +106,8 @@ def build_engine(
         "lr_scheduler": lambda optimizer: Schedule(optimizer, plan.recipe),
     }
     if plan.zero_stage == 0:
-        engine = zero0.initialize(**how, torch_ddp=plan.recipe.parallel.torch_ddp)
-    else:
-        engine = deepspeed.initialize(**how)[0]
-    memory.return_unused_pinned()  # of parameters, before they became parts of a buffer
-    move_buffers(module, engine.device)
-    if engine.fp16_enabled():
-        postpone_growth(engine)
-    if setting := shorten_step(engine):
-        say(f"{setting}: DeepSpeed's own step, with its copies of the gradients")
-    return engine
+        return zero0.initialize(**how, torch_ddp=plan.recipe.parallel.torch_ddp)
+    return deepspeed.initialize(**how)[0]
 
 
 def own_optimizer(ds: dict[str, Any], grid: ProcessGrid) -> Callable[..., torch.optim.Optimizer] | None:

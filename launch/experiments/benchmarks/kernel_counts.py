@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from launch.experiments.benchmarks.nano_gpt import NanoGpt
-from launch.experiments.benchmarks.systems import transformers_inputs, transformers_model
+from launch.experiments.benchmarks.systems import loss_of, transformers_inputs, transformers_model
 from launch.training.micro_batches import for_plain, random_batch
 from modeling import fusing
 from modeling.families import family_of, model_shape
@@ -128,7 +128,7 @@ def passes(recipe: Recipe) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     numbers = torch.arange(samples, device=META)
     salts = salts_of(recipe.seed, 0, numbers, length) if recipe.dropout.hidden else None
     given, named = for_plain(batch, META, salts)
-    yield "ours", lambda: _loss(ours(*given, **named))
+    yield "ours", lambda: loss_of(ours(*given, **named))
     on_meta = {name: value.to(META) for name, value in batch.items()}
     with META:
         theirs = transformers_model(recipe).to(dtype).train()
@@ -137,10 +137,6 @@ def passes(recipe: Recipe) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         yield "a plain GPT-2", lambda: plain(on_meta["tokens"], on_meta["labels"])
     taken = {name: value.to(META) for name, value in transformers_inputs(batch, torch.device("cpu")).items()}
     yield "transformers", lambda: theirs(**taken).loss
-
-
-def _loss(outcome: Any) -> Tensor:
-    return outcome[0] if isinstance(outcome, tuple) else outcome
 
 
 def count_eager(one_pass: Callable[[], Tensor]) -> Counts:
@@ -222,16 +218,20 @@ def _as_on_a_gpu() -> Iterator[None]:
     """Put the fused kernels of a GPU in the place of what torch composes for the meta device."""
 
     def attention(
-        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    ) -> Tensor:  # fmt: skip
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        **_: Any,
+    ) -> Tensor:
         if attn_mask is None:
             return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
         bias = torch.zeros_like(attn_mask, dtype=q.dtype).expand(*q.shape[:-1], k.shape[-2])
-        how: Any = dict(scale=scale)
-        return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal, **how)[
-            0
-        ]
+        fused = aten._scaled_dot_product_efficient_attention
+        return fused(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
 
     def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         return aten.native_dropout(x, p, True)[0] if training and p else x

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +55,10 @@ def work_of(recipe: Recipe, batch: MicroBatch) -> Work:
 
 
 class Clock:
-    """Sum of seconds by phase while `running`; waits for the GPU at both ends of a phase."""
+    """Sum of seconds by phase while `running`; waits for the GPU at both ends of a phase.
+
+    `with clock(phase)` clocks a block, `clock(phase)(function)` each call of a function.
+    """
 
     def __init__(self) -> None:
         self.running = False
@@ -68,16 +70,6 @@ class Clock:
         yield
         if self.running:
             self.seconds[phase] += now() - started
-
-    def timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `function` so that its calls count as `phase`."""
-
-        @functools.wraps(function)
-        def call(*args: Any, **keywords: Any) -> Any:
-            with self(phase):
-                return function(*args, **keywords)
-
-        return call
 
 
 def now() -> float:
@@ -97,10 +89,8 @@ class MeasuredSystem:
     def __init__(self, spec: Specification) -> None:
         self.clock, self.loss, self.said = Clock(), float("nan"), list[str]()
         self.recipe = spec.load()
-        machine = abilities.detect_machine(spec.emulate_fp16)
-        self.plan = plan_job(
-            self.recipe, spec.ds_config, machine, compiled=spec.compiled, initial_weights=None
-        )
+        machine, compiled = abilities.detect_machine(spec.emulate_fp16), spec.compiled
+        self.plan = plan_job(self.recipe, spec.ds_config, machine, compiled=compiled, initial_weights=None)
         layout = self.plan.layout
         self.grid = ProcessGrid(layout.tp, layout.pp, layout.dp)
         corpus = build_corpus(self.recipe, say=lambda text: None)
@@ -109,7 +99,7 @@ class MeasuredSystem:
         self.dtype = DTYPES[self.plan.precision]
         self.done = 0
 
-    def take(self) -> tuple[list[MicroBatch], Work]:
+    def take(self) -> tuple[Sequence[Any], Work]:
         """Return the micro-batches of the next step, and their work over all ranks."""
         seed_step(self.recipe.seed, self.done, self.grid.at)
         batches = next_batch(self.batches)

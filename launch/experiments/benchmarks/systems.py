@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import timeit
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,16 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from data.loader import MicroBatch
-from launch.deepspeed_fixes import zero0
 from launch.experiments.benchmarks.measured_system import Clock, MeasuredSystem, Work, now
 from launch.experiments.benchmarks.nano_gpt import NanoGpt
 from launch.experiments.benchmarks.turns import Specification
 from launch.machine import compiled_ops
 from launch.training import compiling
 from launch.training.agreement import StepExchange, StepReport
-from launch.training.engine import build_engine, own_optimizer, parameter_groups, train_step
+from launch.training.engine import build_engine, initialize, parameter_groups, train_step
 from launch.training.job import Job
 from launch.training.micro_batches import for_plain, normalise, padded_arguments, salts_of_step
-from launch.training.schedule import Schedule, learning_rate
+from launch.training.schedule import learning_rate
 from modeling.cost.operation_count import Product, head_products, layer_products
 from modeling.families import family_of, model_shape
 from modeling.formats.families import conversion_of
@@ -62,14 +62,14 @@ class Ours(MeasuredSystem):
 def clock_engine(engine: Any, clock: Clock) -> None:
     """Have the parts of the engine's step on the clock, and the waiting for other ranks within them."""
     works: Any = torch.distributed.Work
-    works.wait = clock.timed("communication", works.wait)
+    works.wait = clock("communication")(works.wait)
     for phase, name in (("forward", "forward"), ("backward", "backward"), ("optimizer", "step")):
-        setattr(engine, name, clock.timed(phase, getattr(engine, name)))
+        setattr(engine, name, clock(phase)(getattr(engine, name)))
     for phase, names in WITHIN.items():
         for name in names:
             if method := getattr(engine.optimizer, name, None):
-                setattr(engine.optimizer, name, clock.timed(phase, method))
-    engine.basic_optimizer.step = clock.timed("update", engine.basic_optimizer.step)
+                setattr(engine.optimizer, name, clock(phase)(method))
+    engine.basic_optimizer.step = clock("update")(engine.basic_optimizer.step)
 
 
 class Transformers(MeasuredSystem):
@@ -79,30 +79,19 @@ class Transformers(MeasuredSystem):
         super().__init__(spec)
         plan, recipe = self.plan, self.recipe
         compiled_ops.prepare(plan.ds, self.grid.control_group, lambda text: None)
-        if plan.zero_stage == 3:
-            with deepspeed.zero.Init(config_dict_or_path=plan.ds):
-                model = transformers_model(recipe)
-            for parameter in model.parameters():  # transformers' own initialisation saw empty tensors
-                with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-                    if parameter.dim() > 1:
-                        torch.nn.init.normal_(parameter, std=recipe.init_std)
-        else:
+        partitioned = plan.zero_stage == 3
+        with deepspeed.zero.Init(config_dict_or_path=plan.ds, enabled=partitioned):
             model = transformers_model(recipe)
+        # Partitioned, transformers' own initialisation saw empty tensors.
+        for parameter in model.parameters() if partitioned else ():
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                if parameter.dim() > 1:
+                    torch.nn.init.normal_(parameter, std=recipe.init_std)
         if recipe.checkpoint_interval:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if spec.compiled:
             model.compile()
-        how: dict[str, Any] = dict(
-            model=model,
-            config=plan.ds,
-            optimizer=own_optimizer(plan.ds, self.grid),
-            lr_scheduler=lambda optimizer: Schedule(optimizer, recipe),
-            model_parameters=parameter_groups(model, recipe.optimizer.weight_decay),
-        )
-        if plan.zero_stage == 0:
-            self.engine = zero0.initialize(**how, mpu=self.grid)
-        else:
-            self.engine = deepspeed.initialize(**how)[0]
+        self.engine = initialize(plan, model, self.grid)
         self.engine.train()
         clock_engine(self.engine, self.clock)
 
@@ -147,30 +136,24 @@ class PlainLoop(MeasuredSystem):
     """A model in a plain PyTorch loop; `called` computes its loss."""
 
     called: Callable[..., Any]
-
-    def inputs(self, batches: Sequence[MicroBatch]) -> list[Any]:
-        """Return what `forward` takes, by micro-batch."""
-        return list(batches)
+    scaler = torch.amp.GradScaler(enabled=False)
 
     def forward(self, given: Any) -> torch.Tensor:
+        """Return the loss of one of the micro-batches of `take`."""
         raise NotImplementedError
-
-    def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
 
     def optimize(self) -> None:
         raise NotImplementedError
 
     def step(self) -> Work:
         with self.clock("data"):
-            batches, work = self.take()
-            every = self.inputs(batches)
+            every, work = self.take()
         losses = []
         for given in every:
             with self.clock("forward"):
                 loss = self.forward(given) / len(every)
             with self.clock("backward"):
-                self.backward(loss)
+                self.scaler.scale(loss).backward()
             losses.append(loss.detach())
         with self.clock("optimizer"):
             self.optimize()
@@ -202,14 +185,15 @@ class Bare(PlainLoop):
             self.model.compile()
         self.called = data_parallel(self.model)
 
-    def inputs(self, batches: Sequence[MicroBatch]) -> list[Any]:
+    def take(self) -> tuple[Sequence[Any], Work]:
+        batches, work = super().take()
         salts = salts_of_step(self.plan, self.grid.at.dp, self.done - 1, self.device)
-        return [*zip(normalise(batches, self.grid, self.device), salts, strict=True)]
+        return [*zip(normalise(batches, self.grid, self.device), salts, strict=True)], work
 
     def forward(self, given: Any) -> torch.Tensor:
-        arguments, salted = for_plain(given[0], self.device, given[1])
-        loss = self.called(*arguments, **salted)
-        return loss[0] if isinstance(loss, tuple) else loss
+        batch, salts = given
+        arguments, salted = for_plain(batch, self.device, salts)
+        return loss_of(self.called(*arguments, **salted))
 
     @torch.no_grad()
     def optimize(self) -> None:
@@ -226,6 +210,11 @@ class Bare(PlainLoop):
             for master, parameters in zip(self.masters, self.parameters, strict=True):
                 torch._foreach_copy_(parameters, _views(master, parameters))
         self.model.zero_grad(set_to_none=True)
+
+
+def loss_of(outcome: Any) -> torch.Tensor:
+    """Return the loss, of a model that may return parts of it, too."""
+    return outcome[0] if isinstance(outcome, tuple) else outcome
 
 
 def data_parallel(model: torch.nn.Module) -> Any:
@@ -260,9 +249,6 @@ class Nano(PlainLoop):
         with self.autocast:
             return self.called(given["tokens"].to(self.device), given["labels"].to(self.device))
 
-    def backward(self, loss: torch.Tensor) -> None:
-        self.scaler.scale(loss).backward()
-
     def optimize(self) -> None:
         self.scaler.unscale_(self.optimizer)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.optimizer.clip)
@@ -286,11 +272,11 @@ class MatrixRate(MeasuredSystem):
     def rates(self, repeats: int) -> dict[str, float]:
         """Return operations per second of a square product, and of the model's with both gradients."""
         left, right = (self._random(self.size, self.size) for _ in "ab")
-        square = 2 * self.size**3 / _seconds(lambda: left @ right, repeats)
+        square = 2 * self.size**3 / median_seconds(lambda: left @ right, repeats)
         operations = seconds = 0.0
         for product, times in self.products:
             operations += 3 * times * product.operations
-            seconds += times * _seconds(self._pass(product), repeats)
+            seconds += times * median_seconds(self._pass(product), repeats)
         return {"square": square, "products": operations / seconds}
 
     def _pass(self, product: Product) -> Callable[[], Any]:
@@ -303,14 +289,9 @@ class MatrixRate(MeasuredSystem):
         return torch.randn(rows, columns, device=self.device).to(self.dtype)
 
 
-def _seconds(work: Callable[[], Any], repeats: int) -> float:
+def median_seconds(work: Callable[[], Any], repeats: int) -> float:
     """Return the median seconds of the work, without those of a first time."""
-    found = []
-    for _ in range(repeats + 1):
-        started = now()
-        work()
-        found.append(now() - started)
-    return statistics.median(found[1:])
+    return statistics.median(timeit.repeat(work, timer=now, repeat=repeats + 1, number=1)[1:])
 
 
 SYSTEMS: dict[str, type[MeasuredSystem]] = {
