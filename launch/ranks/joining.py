@@ -48,7 +48,6 @@ def joined(
     admit: Callable[[], Any] = lambda: None,
     note_failure: Callable[[str], None] = lambda text: None,
     out_of_memory_advice: str = "",
-    own_devices: bool = True,
 ) -> Iterator[Any]:
     """Form the process group for the block, and end the process after it (`ending.clean_exit`). Collective.
 
@@ -57,14 +56,12 @@ def joined(
         admit: settles the rest before the group is formed; its value is yielded.
         note_failure: takes this rank's traceback.
         out_of_memory_advice: printed instead of a traceback if memory runs out.
-        own_devices: no two ranks may have one GPU.
     """
     if tp > 1:
         # Before CUDA starts: a GPU then takes kernels in the order in which they were handed to it, over all
         # streams, and an all-reduce begins before the product that it overlaps with (as Megatron-LM demands).
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    if own_devices:
-        meeting.compare(meeting.settle(own_place), processes.check_shared_devices)
+    meeting.compare(meeting.settle(own_place), processes.check_shared_devices)
     admitted = admit()
     with ending.clean_exit(note_failure):
         processes.start_processes(store=meeting.store)

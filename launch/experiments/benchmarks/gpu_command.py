@@ -1,27 +1,28 @@
-"""`benchmark.py gpu`: flags, running its steps, and writing results after each."""
+"""`benchmark.py gpu`: flags, running the commands of its steps, and writing results after each step."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from data.durable_files import write_atomically
-from launch.console import arguments, output, terminal
+from launch.console import arguments, launch_lines, output, terminal
 from launch.console.text_table import table
+from launch.experiments.benchmarks import gpu_steps
+from launch.experiments.benchmarks.gpu_steps import Command, Step
+from launch.experiments.launching import ROOT, own_environment
 from recipes import files
 from recipes.problems import Problem, ProblemsError
 
-if TYPE_CHECKING:
-    from launch.experiments.benchmarks.gpu_steps import Context, Step
-
 MOST_BYTES = 2**28  # in a results file
+MOST_SAID = 8000  # characters of a command's output
 
 EXAMPLES = """\
 examples:
@@ -29,28 +30,21 @@ examples:
       everything that one GPU can tell, in steps of minutes; started again, it
       goes on after the last one
   python launch/benchmark.py gpu --minutes 9 --only 1.2b attention
-      two steps, none of which is started later than nine minutes from now
-  python launch/benchmark.py gpu --again 1.2b
-      that step once more, and those that are not done
+      two steps, once more if they are done, none of which is started later
+      than nine minutes from now
   python launch/benchmark.py gpu --on cpu --folder runs/walk
       every step on tiny shapes: shows that they work, and measures nothing
 
-results.json in --folder has hardware, versions, command, goals and all
-numbers, by step; results.txt shows them."""
+Each step is a list of commands of launch/. results.json in --folder has
+hardware, versions, commands, goals and all numbers, by step; results.txt
+shows them."""
 
 RULES = (("--list", "*", "it lists the steps and ends"),)
-NO_GPU = Problem(
-    "gpu",
-    "benchmark.py gpu on a machine without a GPU",
-    "its steps measure one",
-    "start it on a machine with a GPU, or walk through the steps on tiny shapes with --on cpu",
-)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is measured").add_argument
-    add("--only", nargs="+", metavar="STEP", help="these steps alone (--list shows them)")
-    add("--again", nargs="+", default=[], metavar="STEP", help="also where they are done")
+    add("--only", nargs="+", metavar="STEP", help="these steps alone, also where they are done")
     add("--list", action="store_true", help="list the steps and exit")
     add("--on", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny shapes, to try the steps")
     minutes = arguments.whole(most=10**5)
@@ -61,63 +55,65 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]:
     """Run the steps that are not done and return all results. Raises ValueError."""
-    from launch.experiments.benchmarks import gpu_steps  # loads torch, too slow for --help
-
-    steps = gpu_steps.STEPS
     if args.list:
-        print(table((step.name, step.title) for step in steps))
+        print(table((step.name, step.title) for step in gpu_steps.STEPS))
         return {}
-    chosen = chosen_steps(args, steps)
+    chosen = chosen_steps(args.only)
     if args.on == "cuda" and not machine["accelerators"]:
-        raise ProblemsError([NO_GPU])
+        came, fix = "benchmark.py gpu without a GPU", "--on cpu walks through the steps on tiny shapes"
+        raise ProblemsError([Problem("--on", came, "its steps measure one", fix)])
     folder = output.directory("--folder", args.folder).absolute()
     kept = read_results(folder, args.on, machine)
-    folder.mkdir(parents=True, exist_ok=True)
-    context = gpu_steps.Context(args.on == "cpu", folder, terminal.say)
     started = time.monotonic()
     for number, step in enumerate(chosen, 1):
-        done = kept["steps"].get(step.name, {}).get("status") == "done"
-        if done and step.name not in args.again:
+        if step.name in kept["steps"] and not args.only:
             terminal.say(f"{step.name}: done before")
             continue
         if args.minutes and time.monotonic() - started > 60 * args.minutes:
             terminal.say(f"{step.name} and later steps: left for the next start (--minutes {args.minutes})")
             break
         terminal.say(f"\nstep {number} of {len(chosen)}: {step.name}, {step.title}")
-        kept["steps"][step.name] = run_step(step, context) | {"command": sys.argv, "hardware": machine}
+        kept["steps"][step.name] = {**run_step(step, args.on == "cpu", folder), "hardware": machine}
         write_results(folder, kept)
-        terminal.say(result_text(step.name, kept["steps"][step.name]))
     return kept
 
 
-def run_step(step: Step, context: Context) -> dict[str, Any]:
-    """Run one step and return its result; a failure does not stop the other steps."""
-    started = time.monotonic()
-    result: dict[str, Any] = {"title": step.title, "at": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-    try:
-        outcome = step.run(context)
-        # Tiny shapes neither reach nor miss a goal.
-        judged = [replace(goal, measured=None) if context.walks else goal for goal in outcome.goals]
-        goals = [asdict(goal) | {"said": str(goal)} for goal in judged]
-        result |= {"status": "done", "goals": goals, "said": outcome.said, "found": outcome.found}
-    except Exception as error:  # of any kind: the next step may work
-        told = str(error) if isinstance(error, ValueError) else traceback.format_exc()[-2000:]
-        result |= {"status": "failed", "said": told}
-    return result | {"seconds": time.monotonic() - started}
-
-
-def chosen_steps(args: argparse.Namespace, steps: Sequence[Step]) -> list[Step]:
+def chosen_steps(names: Sequence[str] | None) -> list[Step]:
     """Return the steps requested by name, or all. Raises ProblemsError."""
-    names = [step.name for step in steps]
-    problems = [
-        Problem(flag, f"{flag} {name}", f"the steps are {', '.join(names)}", "see --list")
-        for flag, given in (("--only", args.only or []), ("--again", args.again))
-        for name in given
-        if name not in names
-    ]
-    if problems:
-        raise ProblemsError(problems)
-    return [step for step in steps if not args.only or step.name in args.only or step.name in args.again]
+    known = [step.name for step in gpu_steps.STEPS]
+    unknown = [name for name in names or () if name not in known]
+    if unknown:
+        rule = f"the steps are {', '.join(known)}"
+        raise ProblemsError(Problem("--only", f"--only {name}", rule, "see --list") for name in unknown)
+    return [step for step in gpu_steps.STEPS if not names or step.name in names]
+
+
+def run_step(step: Step, tiny: bool, folder: Path) -> dict[str, Any]:
+    """Run the commands of a step, whatever becomes of each, and return their results."""
+    shutil.rmtree(folder / step.name, ignore_errors=True)
+    at, found = time.strftime("%Y-%m-%dT%H:%M:%S%z"), []
+    for number, command in enumerate(step.commands, 1):
+        place = folder / step.name / str(number)
+        place.mkdir(parents=True)
+        found.append(run_command(gpu_steps.tiny(command) if tiny else command, place))
+        terminal.say(command_text(found[-1]))
+    return {"title": step.title, "goal": step.goal, "at": at, "commands": found}
+
+
+def run_command(command: Command, folder: Path) -> dict[str, Any]:
+    """Run a command in a folder of its own and return its numbers, or what it says."""
+    script, *flags = command
+    words, started = [sys.executable, str(ROOT / "launch" / script), *flags], time.monotonic()
+    done = subprocess.run(words, cwd=folder, env=own_environment(), capture_output=True, text=True)
+    found = {"command": command, "code": done.returncode, "seconds": time.monotonic() - started}
+    found["said"] = done.stdout.strip()[-MOST_SAID:]
+    if done.returncode:
+        found["error"] = done.stderr.strip()[-MOST_SAID:]
+    out = folder / flags[flags.index("--out") + 1] if "--out" in flags else folder
+    for path in (out, out / "result.json"):  # of a measurement, of a training
+        if path.is_file():
+            found["numbers"] = json.loads(path.read_text(encoding="utf-8"))
+    return found
 
 
 def read_results(folder: Path, device: str, machine: dict[str, Any]) -> dict[str, Any]:
@@ -136,13 +132,15 @@ def read_results(folder: Path, device: str, machine: dict[str, Any]) -> dict[str
 
 def write_results(folder: Path, kept: dict[str, Any]) -> None:
     """Write all results as JSON and as text."""
-    write_atomically(folder / "results.json", json.dumps(kept, indent=1, default=str) + "\n")
-    text = "\n\n".join(result_text(name, result) for name, result in kept["steps"].items())
-    write_atomically(folder / "results.txt", f"{kept['accelerator']}, {kept['on']}\n\n{text}\n")
+    write_atomically(folder / "results.json", json.dumps(kept, indent=1) + "\n")
+    text = [f"{kept['accelerator']}, {kept['on']}"]
+    for name, step in kept["steps"].items():
+        commands = (f"\n{command_text(each)}" for each in step["commands"])
+        text.append("\n".join(filter(None, (f"\n{name}: {step['title']}", step["goal"], *commands))))
+    write_atomically(folder / "results.txt", "\n".join(text) + "\n")
 
 
-def result_text(name: str, result: dict[str, Any]) -> str:
-    """Return one step's result as text: goals with measured values, then the rest."""
-    first = f"{name}: {result['title']}: {result['status']} after {result['seconds']:.0f} s"
-    goals = [goal["said"] for goal in result.get("goals", [])]
-    return "\n".join([first, *goals, result["said"]])
+def command_text(found: dict[str, Any]) -> str:
+    """Return a command with its outcome as text."""
+    line = f"{launch_lines.quoted(found['command'])}: {found['seconds']:.0f} s, exit code {found['code']}"
+    return "\n".join(filter(None, (line, found["said"], found.get("error"))))

@@ -89,7 +89,7 @@ class MeasuredSystem:
     def __init__(self, spec: Specification) -> None:
         self.clock, self.loss, self.said = Clock(), float("nan"), list[str]()
         self.recipe = spec.load()
-        machine, compiled = abilities.detect_machine(spec.emulate_fp16), spec.compiled
+        machine, compiled = abilities.detect_machine(), spec.compiled
         self.plan = plan_job(self.recipe, spec.ds_config, machine, compiled=compiled, initial_weights=None)
         layout = self.plan.layout
         self.grid = ProcessGrid(layout.tp, layout.pp, layout.dp)

@@ -8,10 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ds_configs.resolver import resolve
 from launch.console import arguments, new_output, output, terminal
 from launch.experiments.benchmarks import step_speed, step_text
 from launch.experiments.benchmarks.step_speed import RATE, Pace
 from launch.experiments.benchmarks.turns import Specification, WorkerFailed
+from launch.machine import abilities
 from recipes.problems import Problem, ProblemsError
 
 EXAMPLES = """\
@@ -117,7 +119,7 @@ def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]
     found: dict[str, Any] = {"model": described, "rows": [asdict(row) for row in rows]}
     found["measured"] = [asdict(each) for each in measured]
     if rows:
-        print(f"\n{step_text.rates(measured)}\n\n{step_text.speeds(rows, rows[0].name)}")
+        print(f"\n{step_text.rates(measured)}\n\n{step_text.speeds(rows)}")
         print(f"{step_text.disturbance(measured)}\n\n{step_text.parts(measured)}")
         print(f"{step_text.starts(measured)}\n{step_text.profile_tables(measured)}")
         if args.plot:
@@ -134,9 +136,6 @@ def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]
 
 def model_line(specs: Sequence[Specification]) -> str:
     """Describe the model and its batch in one line. Raises ValueError if a configuration refuses it."""
-    from ds_configs.resolver import resolve
-    from launch.machine import abilities
-
     machine, plans = abilities.detect_machine(), []
     for spec in specs:
         recipe = spec.load()

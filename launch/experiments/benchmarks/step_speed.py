@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import statistics
 import subprocess
 import sys
@@ -59,7 +58,7 @@ class SpeedRow:
     """Speed of one system; `seconds` is the median per step, and rates follow from it.
 
     `share`: of the rate of a square product; `product_share`: of the rate of the model's products; `times`:
-    seconds divided by the reference's seconds.
+    seconds divided by those of the first row.
     """
 
     name: str
@@ -73,32 +72,32 @@ class SpeedRow:
     times: float
 
 
-def speed_rows(measured: Sequence[Measurement], reference: str | None = None) -> list[SpeedRow]:
-    """Return a row per measured model, from median step times.
+def median_rates(measured: Sequence[Measurement]) -> tuple[float, float] | None:
+    """Return the machine's median rates, in square products and in the model's; None: not measured."""
+    found = [(rate["square"], rate["products"]) for each in measured for rate in each.rates]
+    if not found:
+        return None
+    square, products = map(statistics.median, zip(*found, strict=True))
+    return square, products
 
-    `reference`: name of the row to compare with; None: the first.
-    """
-    rates = [rate for each in measured for rate in each.rates]
-    square, products = (
-        statistics.median(rate[key] for rate in rates) if rates else None for key in ("square", "products")
-    )
+
+def speed_rows(measured: Sequence[Measurement]) -> list[SpeedRow]:
+    """Return a row per measured model, from median step times; the first is the reference."""
     models = {each: statistics.median(each.seconds) for each in measured if each.seconds}
-    bases = (seconds for each, seconds in models.items() if reference in (None, each.spec.name))
-    base = next(bases, math.nan)
-    rows = []
+    rates, rows = median_rates(measured), list[SpeedRow]()
     for each, seconds in models.items():
         rate = statistics.mean(each.operations) / seconds
         rows.append(
             SpeedRow(
                 each.spec.name,
                 seconds,
-                min(each.seconds),
-                statistics.mean(each.tokens) / seconds,
-                rate / 1e12,
-                rate / square if square else None,
-                rate / products if products else None,
-                each.peak_bytes,
-                seconds / base,
+                fastest=min(each.seconds),
+                tokens_per_s=statistics.mean(each.tokens) / seconds,
+                tflops=rate / 1e12,
+                share=rate / rates[0] if rates else None,
+                product_share=rate / rates[1] if rates else None,
+                peak_bytes=each.peak_bytes,
+                times=seconds / (rows[0].seconds if rows else seconds),
             )
         )
     return rows
@@ -114,10 +113,13 @@ def measure(
 
         def start(each: Measurement) -> None:
             name = each.spec.name
-            workers[name] = worker = Worker(each.spec, Path(folder) / str(len(workers)))
+            workers[name] = worker = Worker(each.spec, Path(folder) / f"{len(workers)}.txt")
             stack.callback(worker.end)
             each.start_s, each.said, began = worker.start_seconds, worker.said, time.perf_counter()
-            worker.ask(*(("rates", 1) if each.spec.system == RATE else ("run", pace.warm_up)))
+            if each.spec.system == RATE:
+                worker.ask("rates", 1)
+            else:
+                worker.ask("run", pace.warm_up)
             each.warm_up_s = time.perf_counter() - began
             say(f"{name}: ready")
 
@@ -134,7 +136,8 @@ def measure(
             each.others.append(max(0.0, _seconds_of_others() - others) / cores)
 
         def last(each: Measurement) -> None:
-            finish(workers[each.spec.name], each, pace.steps, profile)
+            if each.spec.system != RATE:
+                finish(workers[each.spec.name], each, pace.steps, profile)
             workers[each.spec.name].end()
 
         for together in [[each] for each in found] if pace.apart else [found]:
@@ -160,8 +163,6 @@ def _seconds_of_others() -> float:
 
 def finish(worker: Worker, measured: Measurement, steps: int, profile: Path | None) -> None:
     """Measure memory first, then phases and a profile, because these disturb the timing."""
-    if measured.spec.system == RATE:
-        return
     measured.peak_bytes = worker.ask("peak_bytes")
     measured.phases = worker.ask("phases", steps)
     if measured.spec.compiled:

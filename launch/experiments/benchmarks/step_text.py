@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch.console.text_table import table
-from launch.experiments.benchmarks.step_speed import Measurement, SpeedRow
+from launch.experiments.benchmarks.step_speed import Measurement, SpeedRow, median_rates
+from recipes.problems import counted
 
 PARTS = ("data", "forward", "backward", "optimizer")
 # Within these: gradients taken to where they are stepped, their norm, AdamW, weights rounded and gathered.
 WITHIN = ("copies", "norm", "update", "rounding", "communication")
 
 
-def speeds(rows: Sequence[SpeedRow], reference: str) -> str:
+def speeds(rows: Sequence[SpeedRow]) -> str:
     """Return a table with a row per system."""
     headings = ("", "s/step", "fastest", "tokens/s", "TFLOP/s", "of square", "of products", "peak GB", "time")
     cells = [
@@ -31,7 +32,7 @@ def speeds(rows: Sequence[SpeedRow], reference: str) -> str:
         )
         for row in rows
     ]
-    return f"{table(cells, headings, 'lrrrrrrrr')}\n(s/step: the median; time: over that of {reference})"
+    return f"{table(cells, headings, 'lrrrrrrrr')}\n(s/step: the median; time: over that of {rows[0].name})"
 
 
 def disturbance(measured: Sequence[Measurement]) -> str:
@@ -45,16 +46,14 @@ def disturbance(measured: Sequence[Measurement]) -> str:
 
 def rates(measured: Sequence[Measurement]) -> str:
     """Return a line with the machine's matrix rates, medians over the blocks."""
-    found = [rate for each in measured for rate in each.rates]
-    if not found:
+    found = median_rates(measured)
+    if found is None:
         return "the machine's matrix rate was not measured"
-    square, products = (
-        statistics.median(rate[key] for rate in found) / 1e12 for key in ("square", "products")
-    )
-    spread = [rate["square"] / 1e12 for rate in found]
+    square, products = (rate / 1e12 for rate in found)
+    spread = [rate["square"] / 1e12 for each in measured for rate in each.rates]
     return (
         f"matrix rate: {square:.3f} TFLOP/s in large square products ({min(spread):.3f} to {max(spread):.3f} "
-        f"in {len(found)} blocks), {products:.3f} in the model's own, forward and backward"
+        f"in {len(spread)} blocks), {products:.3f} in the model's own, forward and backward"
     )
 
 
@@ -70,13 +69,14 @@ def parts(measured: Sequence[Measurement]) -> str:
 
 
 def profile_tables(measured: Sequence[Measurement]) -> str:
-    """Return tables of the slowest operations."""
+    """Return tables of the slowest operations, and the names of attention's."""
     found = []
     for each in measured:
         if each.profile:
             found.append(f"\n{each.spec.name}: operations of a step, by their own time")
             cells = [(f"{1e3 * s:.1f}", f"{count:g}", name) for name, s, count in each.profile["top"]]
             found.append(table(cells, ("ms", "calls", "operation"), "rrl"))
+            found.append(f"attention: {', '.join(each.profile['attention'])}")
     return "\n".join(found)
 
 
@@ -102,8 +102,14 @@ def draw(rows: Sequence[SpeedRow], out: Path, title: str) -> None:
 def starts(measured: Sequence[Measurement]) -> str:
     """Return a table of seconds from start to readiness, and of the first steps."""
     cells = [
-        (each.spec.name, f"{each.start_s:.1f}", f"{each.warm_up_s:.1f}", " ".join(each.said))
+        (each.spec.name, f"{each.start_s:.1f}", f"{each.warm_up_s:.1f}", " ".join([*each.said, graphs(each)]))
         for each in measured
         if each.start_s is not None and each.warm_up_s is not None and each.seconds
     ]
     return table(cells, ("s until", "built", "warm", "said"), "lrrl")
+
+
+def graphs(measured: Measurement) -> str:
+    """Return the number of torch.compile's graphs, and the reasons of its graph breaks."""
+    found = measured.graphs
+    return "" if found is None else "; ".join([counted(found["graphs"], "graph"), *found["breaks"]])

@@ -1,26 +1,27 @@
-"""Run measured systems in separate processes that compute in turns, so that noise hits all alike."""
+"""Measured systems in processes of their own, which compute in turns, so that noise hits all alike."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import multiprocessing
+import os
+import signal
 import socket
-import subprocess
-import sys
 import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.experiments.launching import own_environment
+from launch.machine import abilities
+from launch.ranks import joining
 from recipes import catalog
 from recipes.schema import Recipe
 
-END = "end"
 LAST_LINES = 6  # of a failed process's log
-LOOK_EVERY_S, ENDS_WITHIN_S = 0.2, 30
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,6 @@ class Specification:
         ds_config: None: the recipe's own.
         compiled: by torch.compile.
         processes: ranks on this machine.
-        shared_device: all ranks on one GPU, through gloo.
-        threads: torch threads of each rank; None: the ranks share the cores.
     """
 
     name: str
@@ -46,9 +45,6 @@ class Specification:
     ds_config: str | None = None
     compiled: bool = False
     processes: int = 1
-    threads: int | None = None
-    emulate_fp16: bool = False
-    shared_device: bool = False
 
     def load(self) -> Recipe:
         """Load the recipe. Raises ValueError."""
@@ -60,65 +56,49 @@ class WorkerFailed(Exception):
 
 
 class Worker:
-    """The processes of one system, ready for turns. Raises WorkerFailed."""
+    """The processes of one system, ready for turns. Raises WorkerFailed.
 
-    def __init__(self, spec: Specification, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        written, self.spec, self._log = folder / "specification.json", spec, folder / "log.txt"
-        written.write_text(json.dumps(dataclasses.asdict(spec)), encoding="utf-8")
-        self._connection, theirs = multiprocessing.Pipe()
-        module = "launch.experiments.benchmarks.worker"
-        command = [sys.executable, "-m", module, str(written), str(theirs.fileno())]
-        threads = {"OMP_NUM_THREADS": str(spec.threads)} if spec.threads else {}
-        self._ranks = []
-        with theirs, self._log.open("w") as log:
-            for place in rank_environments(spec.processes):
-                own = {**own_environment(), **place, **threads}
-                passed = (theirs.fileno(),) if place["RANK"] == "0" else ()
-                how: dict[str, Any] = dict(env=own, stdout=log, stderr=subprocess.STDOUT, pass_fds=passed)
-                self._ranks.append(subprocess.Popen(command, **how))
+    Attributes:
+        start_seconds: from the start of rank 0 until the system is built.
+        said: what the system said meanwhile.
+    """
+
+    def __init__(self, spec: Specification, log: Path) -> None:
+        self._log, context = log, multiprocessing.get_context("spawn")
+        places = rank_environments(spec.processes)
+        self._ranks = [ProcessPoolExecutor(1, context, take_place, (place, log)) for place in places]
+        self._pids = [rank.submit(os.getpid) for rank in self._ranks]
+        self.start_seconds, self.said = self._on_all(build, spec)
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the system on every rank and return rank 0's answer."""
+        return self._on_all(call, method, *arguments)
+
+    def _on_all(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            ready = self._answer()
+            answers = [rank.submit(function, *arguments) for rank in self._ranks]
+            for answer in as_completed(answers):  # what fails first is the reason
+                if error := answer.exception():
+                    raise WorkerFailed(self._reason(error))
+            return answers[0].result()
         except BaseException:
-            self.kill()
+            self.end()
             raise
-        self.start_seconds, self.said = ready["ready"], ready["said"]
 
-    def ask(self, *command: Any) -> Any:
-        """Name a method of the system, with its arguments, and return its answer."""
-        self._connection.send(command)
-        return self._answer()
-
-    def _answer(self) -> Any:
-        gone = False
-        while not gone:
-            gone = any(rank.poll() not in (None, 0) for rank in self._ranks)  # checked before the answer
-            if self._connection.poll(LOOK_EVERY_S):
-                with contextlib.suppress(EOFError, ConnectionResetError):
-                    answer = self._connection.recv()
-                    if isinstance(answer, dict) and "failed" in answer:
-                        raise WorkerFailed(answer["failed"])
-                    return answer
-                gone = True
-        self.kill()
+    def _reason(self, error: BaseException) -> str:
+        if isinstance(error, WorkerFailed):
+            return str(error)
+        if not isinstance(error, (BrokenProcessPool, SystemExit)):
+            return "".join(traceback.format_exception_only(error)).strip()
         lines = self._log.read_text(errors="replace").strip().splitlines()[-LAST_LINES:]
-        raise WorkerFailed("\n".join(lines) or "it ended without a word")
+        return "\n".join(lines) or "it ended without a word"
 
     def end(self) -> None:
         """End the processes."""
-        with contextlib.suppress(OSError):
-            self._connection.send((END,))
-        deadline = time.monotonic() + ENDS_WITHIN_S
-        for rank in self._ranks:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                rank.wait(max(0.1, deadline - time.monotonic()))
-        self.kill()
-
-    def kill(self) -> None:
-        for rank in self._ranks:
-            if rank.poll() is None:
-                rank.kill()
-            rank.wait()
+        for rank, pid in zip(self._ranks, self._pids, strict=True):
+            with contextlib.suppress(BrokenProcessPool, ProcessLookupError):
+                os.kill(pid.result(), signal.SIGKILL)
+            rank.shutdown()
 
 
 def rank_environments(processes: int) -> list[dict[str, str]]:
@@ -126,7 +106,42 @@ def rank_environments(processes: int) -> list[dict[str, str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    shared: dict[str, Any] = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    shared = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    places = ({**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(processes))
-    return [{name: str(value) for name, value in place.items()} for place in places]
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+
+
+def take_place(place: dict[str, str], log: Path) -> None:
+    """Make this new process a rank of a system, which writes to the log."""
+    os.environ.update(place)
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+
+built: dict[str, Any] = {}  # the system of this process, and what keeps it joined to the other ranks
+
+
+def build(spec: Specification) -> tuple[float, list[str]]:
+    """Build the system of this process; return the seconds and what it said. Collective."""
+    started = time.time()
+    meeting = joining.meet()
+    try:
+        abilities.detect_machine()  # before any other code uses the accelerator
+        tp, _ = spec.load().parallel.model_parallel
+        built["joined"] = joining.joined(meeting, tp)
+        built["joined"].__enter__()
+        # With torch and DeepSpeed, which the parent does not load, nor a rank before it has its place.
+        from launch.experiments.benchmarks.systems import SYSTEMS
+        from launch.training import compiling
+
+        compiling.keep_gcc_from_joining_statements()  # what is compared is compiled as ours is
+        built["system"] = SYSTEMS[spec.system](spec)
+    except ValueError as error:
+        raise WorkerFailed(str(error)) from None
+    return time.time() - started, built["system"].said
+
+
+def call(method: str, *arguments: Any) -> Any:
+    """Call a method of the system of this process."""
+    return getattr(built["system"], method)(*arguments)

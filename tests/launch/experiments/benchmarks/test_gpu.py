@@ -1,21 +1,24 @@
-"""launch/benchmark.py gpu: its walk, what it keeps and takes up again, its goals. No GPU is needed."""
+"""launch/benchmark.py gpu: its commands, what it keeps and takes up again. No GPU is needed."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from ds_configs.plan import ANY_GPU
+from ds_configs.plan import ANY_GPU, HOST, Machine
 from ds_configs.resolver import resolve
 from launch import benchmark
-from launch.experiments.benchmarks import gpu_command, gpu_steps, measured_system, step_speed
-from launch.experiments.benchmarks.gpu_steps import Context, Goal, GpuCase, Step, StepOutcome
-from launch.experiments.benchmarks.step_speed import Measurement
-from launch.experiments.benchmarks.turns import Specification
+from launch.experiments.benchmarks import gpu_command, gpu_steps, measured_system, step_command
+from launch.experiments.benchmarks.gpu_steps import Command, Step
 from recipes import catalog
+
+CPU = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=False)
 
 
 def gpu(monkeypatch, *flags: object) -> None:
@@ -25,49 +28,43 @@ def gpu(monkeypatch, *flags: object) -> None:
 
 @pytest.fixture
 def taken(monkeypatch) -> list[str]:
-    """Two steps in the place of the real ones; the names of those that are taken."""
-    names: list[str] = []
+    """Two steps in the place of the real ones; the commands that are run, none of them in truth."""
+    run: list[str] = []
 
-    def step(name: str, end=None) -> Step:
-        def run(context: Context) -> StepOutcome:
-            names.append(name)
-            if end is not None:
-                raise end
-            return StepOutcome(
-                {"number": 1}, f"said by {name}", (Goal("speed", 2, 3.0), Goal("share", 0.5, None))
-            )
+    def run_command(command: Command, folder: Path) -> dict:
+        run.append(command[0])
+        assert folder.is_dir()
+        return {"command": command, "code": len(run) - 1, "seconds": 1.5, "said": f"said by {command[0]}"}
 
-        return Step(name, f"title of {name}", run)
-
-    steps = (step("one"), step("two", KeyError("broken")))
+    steps = (
+        Step("one", "title of one", [("a",), ("b",)], "goal: fast"),
+        Step("two", "title of two", [("c",)]),
+    )
     monkeypatch.setattr(gpu_steps, "STEPS", steps)
-    return names
+    monkeypatch.setattr(gpu_command, "run_command", run_command)
+    return run
 
 
 def test_results_are_kept_step_by_step_and_taken_up_again(tmp_path, monkeypatch, capsys, taken):
     folder = ("--on", "cpu", "--folder", tmp_path / "walk")
     gpu(monkeypatch, *folder, "--only", "one")
     gpu(monkeypatch, *folder)
-    assert taken == ["one", "two"], "the first is done"
+    assert taken == ["a", "b", "c"] and "one: done before" in capsys.readouterr().out
     kept = json.loads((tmp_path / "walk/results.json").read_text())
-    assert [step["status"] for step in kept["steps"].values()] == ["done", "failed"]
-    assert kept["steps"]["one"]["found"] == {"number": 1} and kept["steps"]["one"]["hardware"]["versions"]
+    assert [each["code"] for each in kept["steps"]["one"]["commands"]] == [0, 1], "the next one is still run"
+    assert kept["steps"]["two"]["hardware"]["versions"] and kept["on"] == "cpu"
     text = (tmp_path / "walk/results.txt").read_text()
-    for said in ("said by one", "KeyError: 'broken'", "title of two"):
+    for said in ("one: title of one\ngoal: fast", "b: 2 s, exit code 1\nsaid by b", "two: title of two"):
         assert said in text
-    assert "goal: speed at least 2: not measured" in text, "in a walk"
-    assert str(Goal("speed", 2, 3.0)) == "goal: speed at least 2: measured 3, reached"
-    assert str(Goal("speed", 2, 1.0)).endswith("missed")
-    gpu(monkeypatch, *folder, "--only", "two", "--again", "one")
-    assert taken[2:] == ["one", "two"], "what failed is tried again"
-    assert "one: done before" in capsys.readouterr().out
+    gpu(monkeypatch, *folder, "--only", "one")
+    assert taken[3:] == ["a", "b"], "by name, once more"
 
 
 def test_no_step_is_started_late(tmp_path, monkeypatch, capsys, taken):
     clock = iter(range(0, 10_000, 50))
     monkeypatch.setattr(gpu_command.time, "monotonic", lambda: next(clock))
-    gpu(monkeypatch, "--on", "cpu", "--folder", tmp_path, "--minutes", 2)
-    assert taken == ["one"] and "left for the next start" in capsys.readouterr().out
+    gpu(monkeypatch, "--on", "cpu", "--folder", tmp_path, "--minutes", 1)
+    assert taken == ["a", "b"] and "left for the next start" in capsys.readouterr().out
 
 
 def test_a_results_file_is_of_one_machine(tmp_path, monkeypatch, capsys, taken):
@@ -77,10 +74,7 @@ def test_a_results_file_is_of_one_machine(tmp_path, monkeypatch, capsys, taken):
     assert end.value.code == 2 and "name another --folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [((), "without a GPU"), (("--only", "none"), "--only none"), (("--again", "none"), "--again none")],
-)
+@pytest.mark.parametrize(("flags", "said"), [((), "without a GPU"), (("--only", "none"), "--only none")])
 def test_what_cannot_be_measured_is_refused(flags, said, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as end:
@@ -88,67 +82,61 @@ def test_what_cannot_be_measured_is_refused(flags, said, tmp_path, monkeypatch, 
     assert end.value.code == 2 and said in capsys.readouterr().err and not (tmp_path / "x").exists()
 
 
-def measuring(monkeypatch, seconds: dict[str, float] = {}) -> list[Specification]:  # noqa: B006
-    """The specifications that steps measure, none of which is started: a second each, or as given."""
-    found: list[Specification] = []
+@pytest.mark.parametrize("tiny", [False, True])
+@pytest.mark.parametrize("step", gpu_steps.STEPS, ids=lambda step: step.name)
+def test_every_command_is_one_that_its_parser_and_the_resolver_take(step, tiny):
+    for command in step.commands:
+        script, *flags = gpu_steps.tiny(command) if tiny else command
+        args = importlib.import_module(f"launch.{Path(script).stem}").build_parser().parse_args(flags)
+        given = []
+        if script == gpu_steps.TRAIN:
+            given = [(catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps), args.ds_config)]
+        elif script == gpu_steps.MEASURE:
+            given = [(spec.load(), spec.ds_config) for spec in step_command.specifications(args)]
+            assert all(recipe.data.source == "packaged" and not recipe.data.blend for recipe, _ in given)
+        for recipe, config in given:
+            machine = replace(CPU, fp16="--emulate_fp16" in flags) if tiny else ANY_GPU
+            assert args.tiny == tiny and resolve(recipe, config, 1, machine).layout.world == 1
 
-    def measure(specs, pace, say, profile=None):
-        found.extend(specs)
-        return [
-            Measurement(spec, rates=[{"square": 1e12, "products": 1e12}])
-            if spec.system == "rate"
-            else Measurement(spec, [seconds.get(spec.name, 1.0)] * 3, [1] * 3, [10**12] * 3, peak_bytes=10**9)
-            for spec in specs
-        ]
 
-    monkeypatch.setattr(step_speed, "measure", measure)
-    return found
-
-
-@pytest.mark.parametrize("walks", [False, True])
-def test_every_step_asks_for_what_can_be_trained(walks, tmp_path, monkeypatch):
-    specs = measuring(monkeypatch)
-    monkeypatch.setattr(gpu_steps, "facts_of", lambda *_: {})
-    for step in gpu_steps.STEPS:
-        if step.name not in ("first", "resumed", "rates", "runs", "repeat", "layouts"):  # they start commands
-            step.run(Context(walks, tmp_path, lambda text: None))
-    assert len(specs) > (55 if not walks else 20)
-    assert walks == any(spec.emulate_fp16 for spec in specs)
-    for spec in specs:
-        assert spec.tiny == walks
-        recipe = spec.load()
-        assert recipe.data.source == "packaged" and not recipe.data.blend
-        layout = resolve(recipe, spec.ds_config, spec.processes, ANY_GPU).layout
-        assert layout.world == spec.processes
+def test_the_first_step_has_every_stage_with_dropout_in_both_precisions():
+    first, *_ = gpu_steps.STEPS
+    for precision in ("fp16", "bf16"):
+        wanted = {f"--set={each}" for each in (f"precision={precision}", *gpu_steps.DROPOUT)}
+        stages = {
+            command[command.index("--ds_config") + 1] for command in first.commands if wanted <= {*command}
+        }
+        assert stages >= {"zero0", "zero1", "zero2", "zero3", "zero3_offload"}
 
 
 def test_a_published_row_keeps_its_micro_batch_when_it_is_alone():
     for name in (*gpu_steps.MEDIUM, gpu_steps.LARGE):
-        row, own = catalog.load(name), GpuCase("x", name).specification(tiny=False).load()
+        row, own = catalog.load(name), catalog.load(name, gpu_steps.alone(name))
         assert own.batch.micro == own.batch.global_ == row.batch.micro
         assert own.parallel.dp == 1 and own.model == row.model and own.sequence_length == row.sequence_length
 
 
-def test_goals_are_judged_by_the_right_rows(tmp_path, monkeypatch):
-    seconds = {"bf16, compiled": 2.0, "bf16, transformers": 3.0}
-    measuring(monkeypatch, seconds | {"the row, compiled": 4.0, "the row, transformers": 4.0})
-    (row,) = (step for step in gpu_steps.STEPS if step.name == "1.2b")
-    outcome = row.run(Context(False, tmp_path, lambda text: None))
-    share, with_recomputed, times, times_row = (goal.measured for goal in outcome.goals)
-    assert (share, times, times_row) == (0.5, 1.5, 1.0)
-    assert 1.3 * 0.25 < with_recomputed < 1.34 * 0.25, "a third more, but for the logits"
-    assert outcome.found["facts"]["bf16, eager"]["predicted_gb"] > 10
+def test_commands_start_in_an_empty_folder_and_say_what_came(tmp_path):
+    (tmp_path / "x" / "1").mkdir(parents=True)
+    (tmp_path / "x" / "1" / "old").touch()
+    refused = ("report.py", "nowhere", "--out", "report")
+    step = Step("x", "title", [("recipe.py", "--help"), refused])
+    fine, failed = gpu_command.run_step(step, False, tmp_path)["commands"]
+    assert fine["code"] == 0 and "examples:" in fine["said"] and "error" not in fine
+    assert failed["code"] == 2 and "nowhere" in gpu_command.command_text(failed)
+    assert [*(tmp_path / "x" / "1").iterdir()] == []
 
 
-def test_commands_are_run_again_and_say_what_came(tmp_path):
-    context = Context(True, tmp_path, lambda text: None)
-    (tmp_path / "x").mkdir()
-    (tmp_path / "x" / "old").touch()
-    out = ["launch/recipe.py", "list", "--out", str(tmp_path / "x" / "run")]
-    found = gpu_steps.commands(context, "x", [("fine", ["launch/recipe.py", "--help"]), ("refused", out)])
-    codes = {name: each["code"] for name, each in found.found["commands"].items()}
-    assert codes == {"fine": 0, "refused": 2} and not (tmp_path / "x").exists()
-    assert "examples:" in found.said and "--out" in found.found["commands"]["refused"]["said"]
+def test_numbers_of_a_training_and_of_a_measurement_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_command, "ROOT", tmp_path)
+    (tmp_path / "launch").mkdir()
+    for script, out in (("train.py", "run/result.json"), ("measure.py", "numbers.json")):
+        write = f"path = pathlib.Path({out!r}); path.parent.mkdir(exist_ok=True); path.write_text('[7]')"
+        (tmp_path / "launch" / script).write_text(f"import pathlib\n{write}\n")
+    for number, words in enumerate((("train.py", "--out", "run"), ("measure.py", "--out", "numbers.json"))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        assert gpu_command.run_command(words, folder)["numbers"] == [7]
 
 
 def test_kernels_of_attention_are_found_by_name():

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import sys
 
+import psutil
 import pytest
 import torch
 from launching import WORKERS, run_ranks
@@ -26,7 +29,13 @@ def measured(name: str, seconds: list[float], **more) -> Measurement:
 
 GIVEN = [
     measured("ours", [2.0, 1.0, 30.0], peak_bytes=10**9, phases=[{"step": 2.0, "forward": 0.5}]),
-    measured("theirs", [6.0, 4.0, 5.0], others=[0.25]),
+    measured(
+        "theirs",
+        [6.0, 4.0, 5.0],
+        others=[0.25],
+        graphs={"graphs": 2, "breaks": {"a call": 1}},
+        profile={"top": [("aten::mm", 0.5, 3.0)], "attention": ["flash_fwd"]},
+    ),
     Measurement(Specification("broken", "nano", "default/sotu"), failed="no memory"),
     Measurement(
         Specification("rate", "rate", "default/sotu"),
@@ -40,18 +49,20 @@ def test_shares_and_ratios_follow_from_the_medians():
     assert (ours.seconds, ours.fastest, ours.tokens_per_s, ours.tflops) == (2.0, 1.0, 50.0, 1.5)
     assert (ours.share, ours.product_share, ours.times, ours.peak_bytes) == (0.5, 1.0, 1.0, 10**9)
     assert (theirs.seconds, theirs.share, theirs.times) == (5.0, 0.2, 2.5)
-    assert [row.times for row in step_speed.speed_rows(GIVEN, "theirs")] == [0.4, 1.0]
     without = step_speed.speed_rows(GIVEN[:2])
     assert [row.share for row in without] == [None, None] and step_speed.speed_rows([]) == []
 
 
 def test_the_tables_and_the_picture_show_them(tmp_path):
     rows = step_speed.speed_rows(GIVEN)
-    table = step_text.speeds(rows, "ours")
+    table = step_text.speeds(rows)
     assert all(said in table for said in ("50.0%", "100.0%", "2.50x", "1.00")) and "broken" not in table
     assert "3.000 TFLOP/s in large square products (1.000 to 99.000 in 3 blocks)" in step_text.rates(GIVEN)
     assert "500.0" in step_text.parts(GIVEN) and "1500.0" in step_text.parts(GIVEN), "the rest of two seconds"
     assert "25% of the cores" in step_text.disturbance(GIVEN)
+    profile = step_text.profile_tables(GIVEN)
+    assert "theirs" in profile and "500.0" in profile and "attention: flash_fwd" in profile
+    assert step_text.graphs(GIVEN[1]) == "2 graphs; a call" and step_text.graphs(GIVEN[0]) == ""
     step_text.draw(rows, tmp_path / "x.png", "title")
     assert (tmp_path / "x.png").stat().st_size > 5000
 
@@ -136,10 +147,20 @@ def test_systems_take_turns_in_processes_of_their_own(monkeypatch):
 
 
 @pytest.mark.long
-def test_a_process_that_dies_says_its_last_words(tmp_path):
-    spec = Specification("odd", "no such system", "default/sotu", (), True, "zero1")
-    with pytest.raises(WorkerFailed, match="KeyError"):
-        Worker(spec, tmp_path)
+def test_a_rank_that_fails_or_dies_says_its_last_words_and_ends_the_others(tmp_path):
+    odd = Specification("odd", "no such system", "default/sotu", (), True, "zero1")
+    with pytest.raises(WorkerFailed, match="KeyError: 'no such system'"):
+        Worker(odd, tmp_path / "odd.txt")
+    two = Specification("two", "ours", "default/sotu", ("parallel.dp=2",), True, "zero1", processes=2)
+    worker = Worker(two, tmp_path / "two.txt")
+    ((_, tokens, _),) = worker.ask("run", 1)
+    assert tokens == 512, "of both ranks"
+    (tmp_path / "two.txt").write_text("the last words")
+    first, second = (pid.result() for pid in worker._pids)
+    os.kill(second, signal.SIGKILL)
+    with pytest.raises(WorkerFailed, match="the last words"):
+        worker.ask("run", 1)
+    assert not psutil.pid_exists(first)
 
 
 @pytest.mark.parametrize(
