@@ -142,5 +142,6 @@ def write_results(folder: Path, kept: dict[str, Any]) -> None:
 
 def command_text(found: dict[str, Any]) -> str:
     """Return a command with its outcome as text."""
-    line = f"{launch_lines.quoted(found['command'])}: {found['seconds']:.0f} s, exit code {found['code']}"
+    outcome = f"{found['seconds']:.0f} s, exit code {found['code']}"
+    line = f"launch/{launch_lines.quoted(found['command'])}: {outcome}"
     return "\n".join(filter(None, (line, found["said"], found.get("error"))))

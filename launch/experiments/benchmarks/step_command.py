@@ -143,7 +143,7 @@ def model_line(specs: Sequence[Specification]) -> str:
             rule = "it runs transformers' modules, which are a system of their own here"
             fix = "--set model.implementation=megarecipes"
             raise ProblemsError([Problem("--recipe", f"--recipe {spec.recipe}", rule, fix)])
-        plans.append(resolve(recipe, spec.ds_config or recipe.ds_config, spec.processes, machine))
+        plans.append(resolve(recipe, spec.ds_config, spec.processes, machine))
     model, layout = recipe.model, plans[0].layout
     return (
         f"{specs[0].recipe}: {model.family}, {model.layers} layers, hidden {model.hidden}, "

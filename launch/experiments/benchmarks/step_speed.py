@@ -178,8 +178,8 @@ def launch_seconds(spec: Specification) -> StartRecord:
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         command = [sys.executable, str(ROOT / "launch/pretrain.py"), "--recipe", spec.recipe, "--steps", "1"]
         command += ["--compile", "off", "--out", f"{folder}/run", *["--tiny"] * spec.tiny]
+        command += ["--ds_config", spec.ds_config]
         command += [f"--set={setting}" for setting in settings]
-        command += ["--ds_config", spec.ds_config] if spec.ds_config else []
         done = subprocess.run(command, env=own_environment(), capture_output=True, text=True)
         if done.returncode:
             raise WorkerFailed(f"pretrain.py ended with code {done.returncode}: {done.stderr.strip()[-500:]}")

@@ -11,6 +11,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.nn.functional as F
+from torch._utils import _unflatten_dense_tensors as views_like
 from torch.nn.parallel import DistributedDataParallel
 
 from data.loader import MicroBatch
@@ -199,7 +200,7 @@ class Bare(PlainLoop):
     def optimize(self) -> None:
         with self.clock("copies"):
             for master, parameters in zip(self.masters, self.parameters, strict=True):
-                torch._foreach_copy_(_views(master.grad, parameters), [p.grad for p in parameters])
+                torch._foreach_copy_(views_like(master.grad, parameters), [p.grad for p in parameters])
         with self.clock("norm"):
             torch.nn.utils.clip_grad_norm_(self.masters, self.recipe.optimizer.clip)
         for group in self.optimizer.param_groups:
@@ -208,7 +209,7 @@ class Bare(PlainLoop):
             self.optimizer.step()
         with self.clock("rounding"):
             for master, parameters in zip(self.masters, self.parameters, strict=True):
-                torch._foreach_copy_(parameters, _views(master, parameters))
+                torch._foreach_copy_(parameters, views_like(master, parameters))
         self.model.zero_grad(set_to_none=True)
 
 
@@ -220,11 +221,6 @@ def loss_of(outcome: Any) -> torch.Tensor:
 def data_parallel(model: torch.nn.Module) -> Any:
     """Have torch average the model's gradients over the ranks, after every backward pass."""
     return DistributedDataParallel(model) if torch.distributed.get_world_size() > 1 else model
-
-
-def _views(flat: Any, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    parts = flat.split([p.numel() for p in like])
-    return [part.view_as(p) for part, p in zip(parts, like, strict=True)]
 
 
 class Nano(PlainLoop):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
-import signal
 import socket
 import time
 import traceback
@@ -32,7 +30,6 @@ class Specification:
         name: title in tables.
         system: name of the training code: "ours", "transformers", "bare", "nano" or "rate".
         settings: changes of the recipe, as for --set.
-        ds_config: None: the recipe's own.
         compiled: by torch.compile.
         processes: ranks on this machine.
     """
@@ -42,7 +39,7 @@ class Specification:
     recipe: str
     settings: tuple[str, ...] = ()
     tiny: bool = False
-    ds_config: str | None = None
+    ds_config: str = "zero1"
     compiled: bool = False
     processes: int = 1
 
@@ -67,7 +64,10 @@ class Worker:
         self._log, context = log, multiprocessing.get_context("spawn")
         places = rank_environments(spec.processes)
         self._ranks = [ProcessPoolExecutor(1, context, take_place, (place, log)) for place in places]
-        self._pids = [rank.submit(os.getpid) for rank in self._ranks]
+        others = multiprocessing.active_children()
+        for rank in self._ranks:
+            rank.submit(os.getpid)  # starts the process
+        self._processes = [each for each in multiprocessing.active_children() if each not in others]
         self.start_seconds, self.said = self._on_all(build, spec)
 
     def ask(self, method: str, *arguments: Any) -> Any:
@@ -77,12 +77,13 @@ class Worker:
     def _on_all(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             answers = [rank.submit(function, *arguments) for rank in self._ranks]
-            for answer in as_completed(answers):  # what fails first is the reason
-                if error := answer.exception():
-                    raise WorkerFailed(self._reason(error))
+            for answer in as_completed(answers):
+                answer.result()  # what fails first is the reason
             return answers[0].result()
-        except BaseException:
+        except BaseException as error:
             self.end()
+            if isinstance(error, (Exception, SystemExit)):
+                raise WorkerFailed(self._reason(error)) from None
             raise
 
     def _reason(self, error: BaseException) -> str:
@@ -95,9 +96,9 @@ class Worker:
 
     def end(self) -> None:
         """End the processes."""
-        for rank, pid in zip(self._ranks, self._pids, strict=True):
-            with contextlib.suppress(BrokenProcessPool, ProcessLookupError):
-                os.kill(pid.result(), signal.SIGKILL)
+        for process in self._processes:
+            process.kill()
+        for rank in self._ranks:
             rank.shutdown()
 
 

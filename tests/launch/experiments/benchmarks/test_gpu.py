@@ -54,7 +54,11 @@ def test_results_are_kept_step_by_step_and_taken_up_again(tmp_path, monkeypatch,
     assert [each["code"] for each in kept["steps"]["one"]["commands"]] == [0, 1], "the next one is still run"
     assert kept["steps"]["two"]["hardware"]["versions"] and kept["on"] == "cpu"
     text = (tmp_path / "walk/results.txt").read_text()
-    for said in ("one: title of one\ngoal: fast", "b: 2 s, exit code 1\nsaid by b", "two: title of two"):
+    for said in (
+        "one: title of one\ngoal: fast",
+        "launch/b: 2 s, exit code 1\nsaid by b",
+        "two: title of two",
+    ):
         assert said in text
     gpu(monkeypatch, *folder, "--only", "one")
     assert taken[3:] == ["a", "b"], "by name, once more"
