@@ -51,8 +51,7 @@ class StepProfiler:
 
     def __init__(self, engine: Any, steps: range, grid: ProcessGrid, folder: Path) -> None:
         self._engine, self._steps, self._group = engine, steps, grid.control_group
-        rank = torch.distributed.get_rank()
-        self._trace = folder / f"steps-{steps[0]}-{steps[-1]}-rank-{rank}.json.gz"
+        self._folder = folder
         self._profile: Any = profile(activities=supported_activities())
         # torch.cuda.memory and its like keep a history of allocations.
         memory = getattr(processes.device_module(), "memory", None)
@@ -77,7 +76,8 @@ class StepProfiler:
         return self._stop() if step == self._steps[-1] else None
 
     def _start(self, step: int) -> None:
-        self._first = step
+        self._first, rank = step, torch.distributed.get_rank()  # in a resumed run any of the steps
+        self._trace = self._folder / f"steps-{step}-{self._steps[-1]}-rank-{rank}.json.gz"
         for module in self._engine.module.modules():
             if ANNOTATED.search(name := type(module).__name__):
                 enter = module.register_forward_pre_hook(lambda *_, name=name: self._enter(OWN + name))

@@ -131,6 +131,19 @@ def test_a_full_disk_costs_the_trace_alone(tmp_path, monkeypatch):
     assert "profile" in profiler.end(1, 0.0).problems[0]
 
 
+def test_a_trace_is_named_by_the_steps_that_it_holds(tmp_path, monkeypatch):
+    """A run resumed between them has the rest alone."""
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(profiling.processes, "gathered", lambda own, group: [own])
+    engine = SimpleNamespace(module=MLP(3, 3), optimizer=torch.optim.SGD([torch.zeros(1)]))
+    profiler = profiling.StepProfiler(engine, range(5, 9), SimpleNamespace(control_group=None), tmp_path)
+    for step in (7, 8):
+        profiler.begin(step)
+        found = profiler.end(step, 0.0)
+    assert (found.first, found.last) == (7, 8)
+    assert [file.name for file in tmp_path.iterdir()] == ["steps-7-8-rank-0.json.gz"]
+
+
 def test_a_recorder_keeps_the_profile_and_leaves_its_steps_out_of_speeds(tmp_path):
     used = plan(recipe(run={"profile": "7:9"}))
     with recorder(tmp_path, used) as records:
