@@ -47,10 +47,7 @@ Forward = Callable[..., tuple[torch.Tensor, ...]]  # (engine, micro-batch) -> (l
 
 def parameter_groups(module: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Return two groups: matrices and embeddings with weight decay, biases and LayerNorms without."""
-    groups: tuple[dict[str, Any], ...] = (
-        {"params": [], "weight_decay": weight_decay},
-        {"params": [], "weight_decay": 0.0},
-    )
+    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": each} for each in (weight_decay, 0.0)]
     for parameter in module.parameters():
         shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves an empty tensor behind
         groups[len(shape) <= 1]["params"].append(parameter)

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from launch.experiments.benchmarks.measured_system import MeasuredSystem
+from launch.experiments.benchmarks.specification import Specification
 from launch.experiments.benchmarks.systems import SYSTEMS
-from launch.experiments.benchmarks.turns import Specification
 from launch.ranks import ending, processes
 
 STEPS = 2

@@ -22,7 +22,10 @@ from recipes import files
 from recipes.problems import Problem, ProblemsError
 
 MOST_BYTES = 2**28  # in a results file
-MOST_SAID = 8000  # characters of a command's output
+MOST_SAID, MOST_OF_TRAINING = (
+    8000,
+    1500,
+)  # characters of a command's output; a training's ends with its result
 
 EXAMPLES = """\
 examples:
@@ -106,7 +109,8 @@ def run_command(command: Command, folder: Path) -> dict[str, Any]:
     words, started = [sys.executable, str(ROOT / "launch" / script), *flags], time.monotonic()
     done = subprocess.run(words, cwd=folder, env=own_environment(), capture_output=True, text=True)
     found = {"command": command, "code": done.returncode, "seconds": time.monotonic() - started}
-    found["said"] = done.stdout.strip()[-MOST_SAID:]
+    most = MOST_OF_TRAINING if script == gpu_steps.TRAIN else MOST_SAID
+    found["said"] = done.stdout.strip()[-most:]
     if done.returncode:
         found["error"] = done.stderr.strip()[-MOST_SAID:]
     out = folder / flags[flags.index("--out") + 1] if "--out" in flags else folder

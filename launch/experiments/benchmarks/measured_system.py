@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity
 
 from data.corpus import build as build_corpus
 from data.loader import MicroBatch
-from launch.experiments.benchmarks.turns import Specification
+from launch.experiments.benchmarks.specification import Specification
 from launch.machine import abilities
 from launch.machine.memory import peak_memory
 from launch.ranks import processes

@@ -11,8 +11,9 @@ from typing import Any
 from ds_configs.resolver import resolve
 from launch.console import arguments, new_output, output, terminal
 from launch.experiments.benchmarks import step_speed, step_text
+from launch.experiments.benchmarks.specification import Specification
 from launch.experiments.benchmarks.step_speed import RATE, Pace
-from launch.experiments.benchmarks.turns import Specification, WorkerFailed
+from launch.experiments.benchmarks.turns import WorkerFailed
 from launch.machine import abilities
 from recipes.problems import Problem, ProblemsError
 

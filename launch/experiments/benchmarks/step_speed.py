@@ -15,7 +15,8 @@ from typing import Any
 
 import psutil
 
-from launch.experiments.benchmarks.turns import Specification, Worker, WorkerFailed
+from launch.experiments.benchmarks.specification import Specification
+from launch.experiments.benchmarks.turns import Worker, WorkerFailed
 from launch.experiments.launching import ROOT, own_environment
 from launch.records.metrics import StartRecord, read_metrics
 

@@ -76,7 +76,7 @@ def profile_tables(measured: Sequence[Measurement]) -> str:
             found.append(f"\n{each.spec.name}: operations of a step, by their own time")
             cells = [(f"{1e3 * s:.1f}", f"{count:g}", name) for name, s, count in each.profile["top"]]
             found.append(table(cells, ("ms", "calls", "operation"), "rrl"))
-            found.append(f"attention: {', '.join(each.profile['attention'])}")
+            found.append(f"attention: {', '.join(each.profile['attention']) or 'no kernel of that name'}")
     return "\n".join(found)
 
 
@@ -101,15 +101,15 @@ def draw(rows: Sequence[SpeedRow], out: Path, title: str) -> None:
 
 def starts(measured: Sequence[Measurement]) -> str:
     """Return a table of seconds from start to readiness, and of the first steps."""
-    cells = [
-        (each.spec.name, f"{each.start_s:.1f}", f"{each.warm_up_s:.1f}", " ".join([*each.said, graphs(each)]))
-        for each in measured
-        if each.start_s is not None and each.warm_up_s is not None and each.seconds
-    ]
+    cells = []
+    for each in measured:
+        if each.start_s is not None and each.warm_up_s is not None and each.seconds:
+            said = "; ".join([*each.said, *graphs(each)])
+            cells.append((each.spec.name, f"{each.start_s:.1f}", f"{each.warm_up_s:.1f}", said))
     return table(cells, ("s until", "built", "warm", "said"), "lrrl")
 
 
-def graphs(measured: Measurement) -> str:
+def graphs(measured: Measurement) -> list[str]:
     """Return the number of torch.compile's graphs, and the reasons of its graph breaks."""
     found = measured.graphs
-    return "" if found is None else "; ".join([counted(found["graphs"], "graph"), *found["breaks"]])
+    return [] if found is None else [counted(found["graphs"], "graph"), *found["breaks"]]

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from data.loader import MicroBatch
 from launch.experiments.benchmarks.measured_system import Clock, MeasuredSystem, Work, now
 from launch.experiments.benchmarks.nano_gpt import NanoGpt
-from launch.experiments.benchmarks.turns import Specification
+from launch.experiments.benchmarks.specification import Specification
 from launch.machine import compiled_ops
 from launch.training import compiling
 from launch.training.agreement import StepExchange, StepReport

@@ -5,47 +5,22 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
+from launch.experiments.benchmarks.specification import Specification
 from launch.machine import abilities
 from launch.ranks import joining
-from recipes import catalog
-from recipes.schema import Recipe
 
 LAST_LINES = 6  # of a failed process's log
-
-
-@dataclass(frozen=True)
-class Specification:
-    """One measured system: a recipe, a DeepSpeed JSON, and the training code.
-
-    Attributes:
-        name: title in tables.
-        system: name of the training code: "ours", "transformers", "bare", "nano" or "rate".
-        settings: changes of the recipe, as for --set.
-        compiled: by torch.compile.
-        processes: ranks on this machine.
-    """
-
-    name: str
-    system: str
-    recipe: str
-    settings: tuple[str, ...] = ()
-    tiny: bool = False
-    ds_config: str = "zero1"
-    compiled: bool = False
-    processes: int = 1
-
-    def load(self) -> Recipe:
-        """Load the recipe. Raises ValueError."""
-        return catalog.load(self.recipe, self.settings, tiny=self.tiny)
 
 
 class WorkerFailed(Exception):
@@ -118,6 +93,7 @@ def take_place(place: dict[str, str], log: Path) -> None:
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    tqdm.set_lock(threading.RLock())  # its own is one between processes, of which a killed one leaves a part
 
 
 built: dict[str, Any] = {}  # the system of this process, and what keeps it joined to the other ranks

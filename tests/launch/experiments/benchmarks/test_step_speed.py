@@ -12,8 +12,9 @@ from launching import WORKERS, run_ranks
 
 from launch import benchmark
 from launch.experiments.benchmarks import measured_system, step_speed, step_text, systems
+from launch.experiments.benchmarks.specification import Specification
 from launch.experiments.benchmarks.step_speed import Measurement, Pace
-from launch.experiments.benchmarks.turns import Specification, Worker, WorkerFailed
+from launch.experiments.benchmarks.turns import Worker, WorkerFailed
 from modeling import cost
 from recipes import catalog
 
@@ -59,7 +60,7 @@ def test_the_tables_and_the_picture_show_them(tmp_path):
     assert "25% of the cores" in step_text.disturbance(GIVEN)
     profile = step_text.profile_tables(GIVEN)
     assert "theirs" in profile and "500.0" in profile and "attention: flash_fwd" in profile
-    assert step_text.graphs(GIVEN[1]) == "2 graphs; a call" and step_text.graphs(GIVEN[0]) == ""
+    assert step_text.graphs(GIVEN[1]) == ["2 graphs", "a call"] and step_text.graphs(GIVEN[0]) == []
     step_text.draw(rows, tmp_path / "x.png", "title")
     assert (tmp_path / "x.png").stat().st_size > 5000
 
