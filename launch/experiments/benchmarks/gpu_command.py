@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -68,6 +69,7 @@ def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]
     folder = output.directory("--folder", args.folder).absolute()
     kept = read_results(folder, args.on, machine)
     started = time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, it ends the running command, too
     for number, step in enumerate(chosen, 1):
         if step.name in kept["steps"] and not args.only:
             terminal.say(f"{step.name}: done before")

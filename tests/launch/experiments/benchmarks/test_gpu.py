@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -69,6 +71,16 @@ def test_no_step_is_started_late(tmp_path, monkeypatch, capsys, taken):
     monkeypatch.setattr(gpu_command.time, "monotonic", lambda: next(clock))
     gpu(monkeypatch, "--on", "cpu", "--folder", tmp_path, "--minutes", 1)
     assert taken == ["a", "b"] and "left for the next start" in capsys.readouterr().out
+
+
+def test_a_signal_to_end_reaches_the_running_command(tmp_path, monkeypatch, taken):
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    monkeypatch.setattr(gpu_command, "run_command", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            gpu(monkeypatch, "--on", "cpu", "--folder", tmp_path, "--only", "one")
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_results_file_is_of_one_machine(tmp_path, monkeypatch, capsys, taken):
