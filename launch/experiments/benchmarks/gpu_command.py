@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from launch.console.text_table import table
 from launch.experiments.benchmarks import gpu_steps
 from launch.experiments.benchmarks.gpu_steps import Command, Step
 from launch.experiments.launching import ROOT, own_environment
+from launch.machine import rates
 from recipes import files
 from recipes.problems import Problem, ProblemsError
 
@@ -137,9 +139,11 @@ def read_results(folder: Path, device: str, machine: dict[str, Any]) -> dict[str
 
 
 def write_results(folder: Path, kept: dict[str, Any]) -> None:
-    """Write all results as JSON and as text."""
+    """Write all results, and the rates that the planner knows of this machine, as JSON and as text."""
+    known = rates.cached()
+    kept["rates"] = asdict(known) if known else {}
     write_atomically(folder / "results.json", json.dumps(kept, indent=1) + "\n")
-    text = [f"{kept['accelerator']}, {kept['on']}"]
+    text = [f"{kept['accelerator']}, {kept['on']}", table(kept["rates"].items())]
     for name, step in kept["steps"].items():
         commands = (f"\n{command_text(each)}" for each in step["commands"])
         text.append("\n".join(filter(None, (f"\n{name}: {step['title']}", step["goal"], *commands))))

@@ -21,7 +21,8 @@ STAGES = ("zero1", "zero3", "zero2", "zero0", "zero3_offload")
 UNUSABLE = {"pipeline", "3d", "zero_infinity"}  # they need several processes, or a disk
 PRECISIONS, FORMS = ("bf16", "fp16"), ("eager", "compiled")
 SHORT = ("--compile", "off", "--steps", "3")
-PACE = ("--blocks", "3", "--steps", "5", "--warm_up", "5", "--apart", "--no_launch")
+PACE, WALK = ("--blocks=3", "--steps=5", "--warm_up=5"), ("--blocks=1", "--steps=1", "--warm_up=1")
+ALONE = ("--apart", "--no_launch")
 TRACED = ("--profile", "traces")
 
 UNSAVED = ("run.save_every=0", "run.save_last=false")
@@ -61,7 +62,7 @@ def speed(
     variants: Sequence[str] = ("eager",),
 ) -> Command:
     """Measure the steps of a row in one process."""
-    chosen = ("--recipe", recipe, "--systems", *systems, "--variants", *variants, *flags, *PACE)
+    chosen = ("--recipe", recipe, "--systems", *systems, "--variants", *variants, *flags, *ALONE, *PACE)
     own = (f"--set={setting}" for setting in alone(recipe, settings))
     return (MEASURE, "step", *chosen, "--out", "numbers.json", *own)
 
@@ -87,9 +88,11 @@ def tiny(command: Command) -> Command:
     if command[0] not in (TRAIN, MEASURE):
         return command
     large = ("--set=batch.", "--set=model.heads", "--set=precision")
-    kept = (word for word in command if not word.startswith(large))
-    emulated = ["--emulate_fp16"] if command[0] == TRAIN and any("fp16" in word for word in command) else []
-    return (*kept, *emulated, "--tiny", "--set=precision=auto", "--set=batch.accumulation=null")
+    kept = (word for word in command if not word.startswith(large) and word not in PACE)
+    own: Sequence[str] = WALK
+    if command[0] == TRAIN:
+        own = ["--emulate_fp16"] if any("fp16" in word for word in command) else []
+    return (*kept, *own, "--tiny", "--set=precision=auto", "--set=batch.accumulation=null")
 
 
 FIRST = (
@@ -167,7 +170,7 @@ STEPS: Sequence[Step] = (
     Step("resumed", "a run that goes on under another stage", RESUMED),
     Step("runs", "does everything run: every configuration of one GPU, both families", RUNS),
     Step("attention", "kernels of attention in GPT-2 and in a padded BERT", ATTENTION),
-    Step("rates", "matrix rate and memory bandwidth", (RATES,)),
+    Step("rates", "matrix rate, memory bandwidth, and what they predict for the 1.2B row", (RATES,)),
     Step("1.2b", "the 1.2B row of the A100 document's table 4, and its goals", OF_1_2B, GOAL_1_2B),
     Step("precisions", "bf16 and fp16 under ZeRO 0-3 and offload", PRECISE),
     Step("compile", "eager against compiled, with the graphs", COMPILED),

@@ -18,6 +18,8 @@ from ds_configs.resolver import resolve
 from launch import benchmark
 from launch.experiments.benchmarks import gpu_command, gpu_steps, measured_system, step_command
 from launch.experiments.benchmarks.gpu_steps import Command, Step
+from launch.machine import rates
+from launch.machine.rates import Rates
 from recipes import catalog
 
 CPU = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=False)
@@ -48,6 +50,8 @@ def taken(monkeypatch) -> list[str]:
 
 
 def test_results_are_kept_step_by_step_and_taken_up_again(tmp_path, monkeypatch, capsys, taken):
+    known = Rates("cpu", 0, 2, {"bf16": 0.5}, {}, {}, 12.5, *[1.0] * 3, None, *[2.0] * 4)
+    monkeypatch.setattr(rates, "cached", lambda: known)
     folder = ("--on", "cpu", "--folder", tmp_path / "walk")
     gpu(monkeypatch, *folder, "--only", "one")
     gpu(monkeypatch, *folder)
@@ -56,6 +60,8 @@ def test_results_are_kept_step_by_step_and_taken_up_again(tmp_path, monkeypatch,
     assert [each["code"] for each in kept["steps"]["one"]["commands"]] == [0, 1], "the next one is still run"
     assert kept["steps"]["two"]["hardware"]["versions"] and kept["on"] == "cpu"
     text = (tmp_path / "walk/results.txt").read_text()
+    assert kept["rates"]["memory_gb_s"] == 12.5
+    assert ["memory_gb_s", "12.5"] in [line.split() for line in text.splitlines()]
     for said in (
         "one: title of one\ngoal: fast",
         "launch/b: 2 s, exit code 1\nsaid by b",
@@ -112,7 +118,8 @@ def test_every_command_is_one_that_its_parser_and_the_resolver_take(step, tiny):
             assert all(recipe.data.source == "packaged" and not recipe.data.blend for recipe, _ in given)
         for recipe, config in given:
             machine = replace(CPU, fp16="--emulate_fp16" in flags) if tiny else ANY_GPU
-            assert args.tiny == tiny and resolve(recipe, config, 1, machine).layout.world == 1
+            assert args.tiny == tiny and (script == gpu_steps.TRAIN or args.blocks == (1 if tiny else 3))
+            assert resolve(recipe, config, 1, machine).layout.world == 1
 
 
 def test_the_first_step_has_every_stage_with_dropout_in_both_precisions():
