@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from data.durable_files import write_atomically
-from launch.console import arguments, launch_lines, output, terminal
+from launch.console import arguments, launch_lines, new_output, output, terminal
 from launch.console.text_table import table
 from launch.experiments.benchmarks import gpu_steps
 from launch.experiments.benchmarks.gpu_steps import Command, Step
@@ -25,16 +25,13 @@ from recipes import files
 from recipes.problems import Problem, ProblemsError
 
 MOST_BYTES = 2**28  # in a results file
-MOST_SAID, MOST_OF_TRAINING = (
-    8000,
-    1500,
-)  # characters of a command's output; a training's ends with its result
+MOST_SAID, MOST_OF_TRAINING = 8000, 1500  # characters of output; a training's ends with its result
 
 EXAMPLES = """\
 examples:
   python launch/benchmark.py gpu
       everything that one GPU can tell, in steps of minutes; started again, it
-      goes on after the last one
+      goes on after the last one, and repeats those of which a command failed
   python launch/benchmark.py gpu --minutes 9 --only 1.2b attention
       two steps, once more if they are done, none of which is started later
       than nine minutes from now
@@ -70,10 +67,12 @@ def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]
         raise ProblemsError([Problem("--on", came, "its steps measure one", fix)])
     folder = output.directory("--folder", args.folder).absolute()
     kept = read_results(folder, args.on, machine)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_results(folder, kept)  # from now on it is known as ours, whose steps are replaced
     started = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, it ends the running command, too
     for number, step in enumerate(chosen, 1):
-        if step.name in kept["steps"] and not args.only:
+        if is_done(kept["steps"].get(step.name)) and not args.only:
             terminal.say(f"{step.name}: done before")
             continue
         if args.minutes and time.monotonic() - started > 60 * args.minutes:
@@ -82,7 +81,15 @@ def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]
         terminal.say(f"\nstep {number} of {len(chosen)}: {step.name}, {step.title}")
         kept["steps"][step.name] = {**run_step(step, args.on == "cpu", folder), "hardware": machine}
         write_results(folder, kept)
+    failed = [name for name, result in kept["steps"].items() if not is_done(result)]
+    if failed:
+        terminal.say(f"\ncommands failed in {', '.join(failed)}: the next start runs these steps again")
     return kept
+
+
+def is_done(result: dict[str, Any] | None) -> bool:
+    """Check that every command of a step came to its end."""
+    return result is not None and not any(command["code"] for command in result["commands"])
 
 
 def chosen_steps(names: Sequence[str] | None) -> list[Step]:
@@ -99,11 +106,13 @@ def run_step(step: Step, tiny: bool, folder: Path) -> dict[str, Any]:
     """Run the commands of a step, whatever becomes of each, and return their results."""
     shutil.rmtree(folder / step.name, ignore_errors=True)
     at, found = time.strftime("%Y-%m-%dT%H:%M:%S%z"), []
-    for number, command in enumerate(step.commands, 1):
+    for number, given in enumerate(step.commands, 1):
+        command = gpu_steps.tiny(given) if tiny else given
         place = folder / step.name / str(number)
         place.mkdir(parents=True)
-        found.append(run_command(gpu_steps.tiny(command) if tiny else command, place))
-        terminal.say(command_text(found[-1]))
+        terminal.say(f"\n{number} of {len(step.commands)}: launch/{launch_lines.quoted(command)}")
+        found.append(run_command(command, place))
+        terminal.say(outcome_text(found[-1]))
     return {"title": step.title, "goal": step.goal, "at": at, "commands": found}
 
 
@@ -125,17 +134,25 @@ def run_command(command: Command, folder: Path) -> dict[str, Any]:
 
 
 def read_results(folder: Path, device: str, machine: dict[str, Any]) -> dict[str, Any]:
-    """Read the results of earlier starts. Raises ProblemsError if they are from another machine."""
+    """Read the results of earlier starts.
+
+    Raises ProblemsError: they are from another machine, or the folder holds anything else, which steps of the
+    same names would replace.
+    """
     new = {"on": device, "accelerator": machine["accelerator"], "steps": {}}
     path = folder / "results.json"
     if not path.exists():
+        new_output.new_directory("--folder", folder)
         return new
     kept: dict[str, Any] = files.read_json_object(path, MOST_BYTES)
     was, is_ = ((each.get("on"), each.get("accelerator")) for each in (kept, new))
-    if was != is_ or not isinstance(kept.get("steps"), dict):
-        came, rule = f"{path} is of {was}, and this is {is_}", "one file is of one machine"
-        raise ProblemsError([Problem("--folder", came, rule, "name another --folder")])
-    return kept
+    came, rule = f"{path} is of {was}, and this is {is_}", "one file is of one machine"
+    if was == is_:
+        steps = kept.get("steps")
+        if isinstance(steps, dict) and all("commands" in step for step in steps.values()):
+            return kept
+        came, rule = f"{path} has other fields than this command writes", "its steps are gone on with"
+    raise ProblemsError([Problem("--folder", came, rule, "name another --folder")])
 
 
 def write_results(folder: Path, kept: dict[str, Any]) -> None:
@@ -152,6 +169,10 @@ def write_results(folder: Path, kept: dict[str, Any]) -> None:
 
 def command_text(found: dict[str, Any]) -> str:
     """Return a command with its outcome as text."""
+    return f"launch/{launch_lines.quoted(found['command'])}: {outcome_text(found)}"
+
+
+def outcome_text(found: dict[str, Any]) -> str:
+    """Return the outcome of a command as text."""
     outcome = f"{found['seconds']:.0f} s, exit code {found['code']}"
-    line = f"launch/{launch_lines.quoted(found['command'])}: {outcome}"
-    return "\n".join(filter(None, (line, found["said"], found.get("error"))))
+    return "\n".join(filter(None, (outcome, found["said"], found.get("error"))))

@@ -38,7 +38,8 @@ def taken(monkeypatch) -> list[str]:
     def run_command(command: Command, folder: Path) -> dict:
         run.append(command[0])
         assert folder.is_dir()
-        return {"command": command, "code": len(run) - 1, "seconds": 1.5, "said": f"said by {command[0]}"}
+        code = int(command[0] == "b" and run.count("b") == 1)  # it works the second time
+        return {"command": command, "code": code, "seconds": 1.5, "said": f"said by {command[0]}"}
 
     steps = (
         Step("one", "title of one", [("a",), ("b",)], "goal: fast"),
@@ -53,11 +54,13 @@ def test_results_are_kept_step_by_step_and_taken_up_again(tmp_path, monkeypatch,
     known = Rates("cpu", 0, 2, {"bf16": 0.5}, {}, {}, 12.5, *[1.0] * 3, None, *[2.0] * 4)
     monkeypatch.setattr(rates, "cached", lambda: known)
     folder = ("--on", "cpu", "--folder", tmp_path / "walk")
-    gpu(monkeypatch, *folder, "--only", "one")
-    gpu(monkeypatch, *folder)
-    assert taken == ["a", "b", "c"] and "one: done before" in capsys.readouterr().out
+    gpu(monkeypatch, *folder, "--only", "one", "two")
+    assert taken == ["a", "b", "c"], "the next one is still run"
+    said = capsys.readouterr().out
+    assert "2 of 2: launch/b\n2 s, exit code 1\nsaid by b" in said
+    assert "commands failed in one: the next start runs these steps again" in said
     kept = json.loads((tmp_path / "walk/results.json").read_text())
-    assert [each["code"] for each in kept["steps"]["one"]["commands"]] == [0, 1], "the next one is still run"
+    assert [each["code"] for each in kept["steps"]["one"]["commands"]] == [0, 1]
     assert kept["steps"]["two"]["hardware"]["versions"] and kept["on"] == "cpu"
     text = (tmp_path / "walk/results.txt").read_text()
     assert kept["rates"]["memory_gb_s"] == 12.5
@@ -68,8 +71,34 @@ def test_results_are_kept_step_by_step_and_taken_up_again(tmp_path, monkeypatch,
         "two: title of two",
     ):
         assert said in text
-    gpu(monkeypatch, *folder, "--only", "one")
-    assert taken[3:] == ["a", "b"], "by name, once more"
+    gpu(monkeypatch, *folder)
+    assert taken[3:] == ["a", "b"] and "two: done before" in capsys.readouterr().out
+    gpu(monkeypatch, *folder, "--only", "two")
+    assert taken[5:] == ["c"], "by name, once more"
+
+
+def test_a_folder_with_something_else_is_left_as_it_is(tmp_path, monkeypatch, capsys, taken):
+    """A step has a folder of its name, such as runs, which is emptied first."""
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "of the user's").touch()
+    with pytest.raises(SystemExit) as end:
+        gpu(monkeypatch, "--on", "cpu", "--folder", tmp_path)
+    assert end.value.code == 2 and "is not empty" in capsys.readouterr().err
+    assert (tmp_path / "one" / "of the user's").exists() and not taken
+
+
+def test_a_first_start_that_was_ended_is_taken_up(tmp_path, monkeypatch, taken):
+    whole = gpu_command.run_command
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu_command, "run_command", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        gpu(monkeypatch, "--on", "cpu", "--folder", tmp_path)
+    monkeypatch.setattr(gpu_command, "run_command", whole)
+    gpu(monkeypatch, "--on", "cpu", "--folder", tmp_path)
+    assert taken == ["a", "b", "c"]
 
 
 def test_no_step_is_started_late(tmp_path, monkeypatch, capsys, taken):
@@ -90,10 +119,13 @@ def test_a_signal_to_end_reaches_the_running_command(tmp_path, monkeypatch, take
 
 
 def test_a_results_file_is_of_one_machine(tmp_path, monkeypatch, capsys, taken):
-    (tmp_path / "results.json").write_text('{"on": "cuda", "accelerator": "NVIDIA H200", "steps": {}}')
-    with pytest.raises(SystemExit) as end:
-        gpu(monkeypatch, "--on", "cpu", "--folder", tmp_path)
-    assert end.value.code == 2 and "name another --folder" in capsys.readouterr().err
+    here = json.dumps({"on": "cpu", "accelerator": "cpu", "steps": {"one": {"status": "done"}}})
+    for kept in ('{"on": "cuda", "accelerator": "NVIDIA H200", "steps": {}}', here):
+        (tmp_path / "results.json").write_text(kept)
+        with pytest.raises(SystemExit) as end:
+            gpu(monkeypatch, "--on", "cpu", "--folder", tmp_path)
+        assert end.value.code == 2 and "name another --folder" in capsys.readouterr().err
+        assert (tmp_path / "results.json").read_text() == kept and not taken
 
 
 @pytest.mark.parametrize(("flags", "said"), [((), "without a GPU"), (("--only", "none"), "--only none")])
