@@ -196,6 +196,11 @@ def _case(name: str, tp: int, pp: int, dp: int, ds_config: str) -> LayoutCase:
 
 BREAKAGES = [
     Breakage(
+        LayoutCase("f without all-reduce, pure bf16", 2, 1, 1, "pure_bf16", states="bf16"),
+        gradients_stay_apart_at_f,
+        first="final_norm.weight",
+    ),
+    Breakage(
         _case("f without all-reduce", 2, 1, 1, "zero0"), gradients_stay_apart_at_f, first="final_norm.weight"
     ),
     Breakage(
@@ -242,6 +247,11 @@ BREAKAGES = [
     ),
 ]
 BERT_BREAKAGES = [
+    Breakage(
+        LayoutCase("f without all-reduce, pure bf16", 2, 1, 1, "pure_bf16", states="bf16"),
+        gradients_stay_apart_at_f,
+        first="head.norm.weight",
+    ),
     Breakage(
         _case("f without all-reduce", 2, 1, 1, "zero0"), gradients_stay_apart_at_f, first="head.norm.weight"
     ),
