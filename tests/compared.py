@@ -70,8 +70,10 @@ def rows_of(output: str) -> dict[str, str]:
     raise AssertionError(f"no legend after the table:\n{output}")
 
 
-def outcome(out: Path, name: str) -> RunOutcome:
-    return read_outcome(LayoutCase(name, 1, 1, 1, ""), out / folder(name), out / "no log")
+def outcome(out: Path, which: str | LayoutCase) -> RunOutcome:
+    """The outcome of a layout; its name suffices where weights and states are in fp32."""
+    case = LayoutCase(which, 1, 1, 1, "") if isinstance(which, str) else which
+    return read_outcome(case, out / case.folder, out / "no log")
 
 
 def folder(name: str) -> str:

@@ -165,7 +165,7 @@ def broken(compared, tmp_path_factory) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize(("kind", "breakage"), EVERY_BREAKAGE)
 def test_breakage_is_noticed(broken, reference, kind, breakage):
-    difference = check_noticed(reference(kind), outcome(broken(kind), breakage.case.name), breakage)
+    difference = check_noticed(reference(kind), outcome(broken(kind), breakage.case), breakage)
     assert "NO, first: " in comparison.table(reference(kind), [difference], {})
 
 
