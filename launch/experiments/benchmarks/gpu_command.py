@@ -123,14 +123,20 @@ def run_command(command: Command, folder: Path) -> dict[str, Any]:
     done = subprocess.run(words, cwd=folder, env=own_environment(), capture_output=True, text=True)
     found = {"command": command, "code": done.returncode, "seconds": time.monotonic() - started}
     most = MOST_OF_TRAINING if script == gpu_steps.TRAIN else MOST_SAID
-    found["said"] = done.stdout.strip()[-most:]
+    found["said"] = last_lines(done.stdout, most)
     if done.returncode:
-        found["error"] = done.stderr.strip()[-MOST_SAID:]
+        found["error"] = last_lines(done.stderr, MOST_SAID)
     out = folder / flags[flags.index("--out") + 1] if "--out" in flags else folder
     for path in (out, out / "result.json"):  # of a measurement, of a training
         if path.is_file():
             found["numbers"] = json.loads(path.read_text(encoding="utf-8"))
     return found
+
+
+def last_lines(text: str, most: int) -> str:
+    """Return as many whole lines from the end as have at most so many characters."""
+    text = text.strip()
+    return text if len(text) <= most else text[-most:].partition("\n")[2]
 
 
 def read_results(folder: Path, device: str, machine: dict[str, Any]) -> dict[str, Any]:

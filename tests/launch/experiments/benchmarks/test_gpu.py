@@ -194,6 +194,11 @@ def test_numbers_of_a_training_and_of_a_measurement_are_kept(tmp_path, monkeypat
         assert gpu_command.run_command(words, folder)["numbers"] == [7]
 
 
+def test_what_a_command_said_last_begins_with_a_whole_line():
+    assert gpu_command.last_lines("one\ntwo\nthree\n", 9) == "three"
+    assert gpu_command.last_lines("one\ntwo\n", 9) == "one\ntwo"
+
+
 def test_kernels_of_attention_are_found_by_name():
     found = measured_system.ATTENTION.search
     assert all(found(name) for name in ("flash_fwd", "aten::_softmax", "fmha_cutlass"))
