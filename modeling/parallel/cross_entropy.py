@@ -76,14 +76,23 @@ def _gradient(
     z: Tensor, first: int, targets: Tensor, largest: Tensor, logarithm: Tensor, gradient: Tensor
 ) -> Tensor:
     """Return the gradient of z (T, V/t) from that of the losses."""
-    of_rows = (z.float() - largest[:, None]).sub_(logarithm[:, None]).exp_().mul_(gradient[:, None])
+    rows = largest[:, None], logarithm[:, None], gradient[:, None]
+    of_rows = _probabilities(z, *rows)
     local, foreign = own_rows(targets, first, z.shape[-1])
-    own = gradient.masked_fill(foreign, 0.0)[:, None]
+    at, own = local[:, None], gradient.masked_fill(foreign, 0.0)[:, None]
     if not torch.compiler.is_compiling():
-        return of_rows.scatter_add_(-1, local[:, None], -own)
-    # In a fused loop; a scattered sum would be a tensor in fp32.
-    at_target = torch.arange(z.shape[-1], device=z.device) == local[:, None]
+        return of_rows.scatter_add_(-1, at, -own)
+    # In fused loops; a scattered sum would be a tensor in fp32.
+    if z.device.type == "cpu":  # to look for the target in each column takes as long as the exponentials
+        of_target = _probabilities(z.gather(-1, at), *rows) - own
+        return of_rows.to(z.dtype).scatter(-1, at, of_target.to(z.dtype))
+    at_target = torch.arange(z.shape[-1], device=z.device) == at
     return torch.where(at_target, of_rows - own, of_rows).to(z.dtype)
+
+
+def _probabilities(z: Tensor, largest: Tensor, logarithm: Tensor, gradient: Tensor) -> Tensor:
+    """Return the probabilities of logits z, times the gradient of each row's loss."""
+    return (z.float() - largest).sub_(logarithm).exp_().mul_(gradient)
 
 
 def _overwrite(z: Tensor, *arguments: Any) -> None:

@@ -21,6 +21,7 @@ from launch.machine import abilities
 from launch.ranks import joining
 
 LAST_LINES = 6  # of a failed process's log
+AS_STARTED = "nano", "transformers"  # without `processes.keep_freed_memory`, as nobody has it by default
 
 
 class WorkerFailed(Exception):
@@ -38,6 +39,8 @@ class Worker:
     def __init__(self, spec: Specification, log: Path) -> None:
         self._log, context = log, multiprocessing.get_context("spawn")
         places = rank_environments(spec.processes)
+        if spec.system in AS_STARTED:
+            places = [{**place, "MALLOC_": "as the C library has it"} for place in places]
         self._ranks = [ProcessPoolExecutor(1, context, take_place, (place, log)) for place in places]
         others = multiprocessing.active_children()
         for rank in self._ranks:

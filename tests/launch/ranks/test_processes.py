@@ -1,6 +1,8 @@
 """Joining the processes of a run."""
 
 import os
+import subprocess
+import sys
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,6 +47,33 @@ def test_joined_processes_leave_no_shared_memory(tmp_path):
 @pytest.mark.long
 def test_deepspeed_alone_leaves_shared_memory_behind(tmp_path):
     assert left_behind(2, "alone", tmp_path), "switch_shared_memory_op_off can go"
+
+
+FREEING = """
+import resource, sys
+from launch.ranks import processes
+processes.keep_freed_memory()
+def pages():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+b"x" * 2**26
+before = pages()
+for _ in range(4):
+    b"x" * 2**26
+print(pages() - before)
+"""
+
+
+@pytest.mark.parametrize(("variables", "kept"), [({}, True), ({"MALLOC_MMAP_MAX_": "65536"}, False)])
+def test_freed_memory_is_kept_for_the_next_allocation_unless_the_user_says_otherwise(variables, kept):
+    own = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    run = subprocess.run(
+        [sys.executable, "-c", FREEING],
+        env={**own, "DS_ACCELERATOR": "cpu", **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (int(run.stdout) < 1000) == kept  # of 4 x 16,384 pages
 
 
 def test_every_group_of_the_grid_has_the_timeout_asked_for(monkeypatch):
