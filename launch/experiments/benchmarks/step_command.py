@@ -42,10 +42,12 @@ systems:
                 and torch's fused AdamW: what DeepSpeed and our loop cost
   nano          a plain GPT-2 in the manner of nanoGPT, compiled; weights in
                 bf16 on a CPU, autocast on a GPU
-All read the same batches. Shares are of the rate of a large square product,
-and of the mean rate of the products that the model consists of, measured
-between the systems' turns; operations are counted exactly, those of
-recomputation not. Memory is of the process, or of the GPU."""
+All read the same batches. Ours and bare keep freed memory, as
+pretrain.py does on a CPU; the others run as torch starts them. Shares
+are of the rate of a large square product, and of the mean rate of the
+products that the model consists of, measured between the systems'
+turns; operations are counted exactly, those of recomputation not.
+Memory is of the process, or of the GPU."""
 
 RULES = (("--ranks", "--set parallel.dp", "both decide it"),)
 SYSTEMS = ("ours", "transformers", "bare", "nano")
