@@ -21,7 +21,7 @@ from recipes.problems import Problem, ProblemsError, RecipeError, nearest, some
 from recipes.schema import Recipe
 from recipes.tables import FOLDER, Table, read_table
 from recipes.tiny import tiny as shrink
-from recipes.validation import apply, validate
+from recipes.validation import validate
 from recipes.yaml_lines import read
 
 DEFAULT_RECIPE = "default/sotu"
@@ -73,8 +73,7 @@ def load(
     values, where = table.row(row), f"{table.name}/{row}"
     if tiny:
         values = shrink(validate(values, where, table.document, table.paths(row))).model_dump(by_alias=True)
-    changed = apply(values, overrides)
-    recipe = validate(changed.values, where, table.document, table.paths(row), changed)
+    recipe = validate(values, where, table.document, table.paths(row), overrides)
     if steps is None:
         return recipe
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:

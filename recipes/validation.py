@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import eq
 from typing import Any
 
@@ -19,44 +19,28 @@ from recipes.schema import Origin, Recipe
 from recipes.yaml_lines import Document, KeyPath, YamlError, parse
 
 
-@dataclass(frozen=True)
-class Overridden:
-    """Values with the overrides in them, the keys of the overrides, and their problems."""
-
-    values: dict[str, Any]
-    keys: frozenset[KeyPath]
-    problems: tuple[Problem, ...]
-
-
-def apply(values: Mapping[str, Any], texts: Sequence[str]) -> Overridden:
-    """Lay the overrides over `values`; later ones win."""
-    changed: dict[str, Any] = copy.deepcopy(dict(values))
+def _override(values: dict[str, Any], settings: Sequence[str]) -> tuple[set[KeyPath], list[Problem]]:
+    """Lay the settings over `values`, later ones over earlier; return their keys and their problems."""
     known = set(paths())
     problems, keys = list[Problem](), set[KeyPath]()
-    for text in texts:
+    for text in settings:
         key, equals, written = text.partition("=")
         path = tuple(part.strip() for part in key.split("."))
         dotted, where = ".".join(path), f"--set {text}"
         if not equals or not all(path):
-            problems.append(
-                Problem(
-                    dotted,
-                    "is not key=value",
-                    fix="write --set key=value, as in --set batch.micro=4",
-                    where=where,
-                )
-            )
+            fix = "write --set key=value, as in --set batch.micro=4"
+            problems.append(Problem(dotted, "is not key=value", fix=fix, where=where))
         elif dotted not in known:
             problems.append(Problem(dotted, dotted, "unknown key", suggestion(path), where=where))
         else:
             try:
-                _put(changed, path, parse(written, where).value)
+                _put(values, path, parse(written, where).value)
                 keys.add(path)
             except YamlError as error:
                 fix = "put the value in quotes if it is text"
                 problems += [replace(each, fix=fix) for each in error.problems]
-    _blend_instead(changed, keys)
-    return Overridden(changed, frozenset(keys), tuple(problems))
+    _blend_instead(values, keys)
+    return keys, problems
 
 
 def _blend_instead(values: dict[str, Any], keys: set[KeyPath]) -> None:
@@ -84,21 +68,23 @@ def validate(
     name: str,
     document: Document,
     roots: Sequence[KeyPath],
-    overridden: Overridden | None = None,
+    settings: Sequence[str] = (),
 ) -> Recipe:
-    """Check `values` and return them as a Recipe.
+    """Check `values`, overridden by `settings`, and return them as a Recipe.
 
     Args:
         values: the recipe as plain data, keys as in the file.
         name: of the recipe, at the start of each line.
         document: the recipe's file.
         roots: paths of its sections that may hold a key of the recipe.
-        overridden: outcome of `--set`; its problems are reported together with those of `values`.
+        settings: texts of `--set`; their problems are reported together with those of `values`.
 
     Raises RecipeError: all problems.
     """
     # A run's recipe.yaml has no rows and fewer rules: those of training alone.
     columns = document.value.get("columns") or () if "rows" in document.value else None
+    values = copy.deepcopy(dict(values))
+    overridden, problems = _override(values, settings)
     found: list[tuple[Problem, list[ErrorPath]]] = []  # with the keys that it is about
     try:
         recipe, whole = Recipe.model_validate(values), True
@@ -109,11 +95,10 @@ def validate(
         recipe, whole = _partial(Recipe, values, wrong), False
     for problem in consistency.problems(recipe, whole=whole, columns=columns):
         found.append((problem, [tuple(key.partition("[")[0].split(".")) for key in problem.keys]))
-    problems = list(overridden.problems) if overridden else []
     for problem, places in found:
         keys = [_outside_lists(path) for path in places]
         # Set where one key is the other or a part of it: `map` ends with the shorter.
-        was_set = overridden and any(all(map(eq, key, other)) for key in keys for other in overridden.keys)
+        was_set = any(all(map(eq, key, other)) for key in keys for other in overridden)
         place = "--set" if was_set else _place(keys, document, roots)
         problems.append(replace(problem, where=name, place=place))
     if problems:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from ds_configs.plan import Machine
-from recipes import validation
 from recipes.schema import Recipe, TaskName
 from recipes.tasks import TASKS
 from recipes.validation import validate
@@ -78,8 +77,7 @@ def recipe_of(
 
 
 def _validated(values: Mapping[str, Any], wishes: Wishes) -> Recipe:
-    changed = validation.apply(values, wishes.settings)
-    return validate(changed.values, f"finetune/{wishes.task}", Document("", {}), ((),), changed)
+    return validate(values, f"finetune/{wishes.task}", Document("", {}), ((),), wishes.settings)
 
 
 def cut_to(recipe: Recipe, steps: int | None) -> Recipe:

@@ -25,7 +25,6 @@ from launch.evaluation import trained_model
 from launch.evaluation.trained_model import TrainedModel
 from launch.training import deepspeed_judgement
 from launch.weights.initial_weights import InitialWeights
-from recipes import validation
 from recipes.families import TRAINED
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Batch, Dropout, Parallel, Recipe, Tokenizer
@@ -123,8 +122,8 @@ def _scoring_recipe(model: TrainedModel, wishes: Wishes, world: int) -> Recipe:
         place = model.vocabulary_at
         own = Tokenizer(kind="file", path=str(place)) if place else Tokenizer(kind="gpt2")
         plain = plain.model_copy(update={"data": plain.data.model_copy(update={"tokenizer": own})})
-    changed = validation.apply(plain.model_dump(by_alias=True), wishes.settings)
-    return validate(changed.values, base.title, Document("--set", {}), ((),), changed)
+    values = plain.model_dump(by_alias=True)
+    return validate(values, base.title, Document("--set", {}), ((),), wishes.settings)
 
 
 def _unfit(wishes: Wishes, recipe: Recipe, window: int, stride: int) -> Iterator[Problem]:
