@@ -47,21 +47,14 @@ class EpochOrders:
     """
 
     def __init__(self, samples: int):
-        self._samples, self._making = samples, threading.Lock()
-        # Replaced whole and never changed, so that reading needs no lock.
+        self._samples, self._lock = samples, threading.Lock()
         self._orders: dict[tuple[int, int], np.ndarray] = {}
 
     def locate(self, position: int, seed: int) -> tuple[int, int]:
         """Return (epoch, index of the sample)."""
         epoch, within = divmod(position, self._samples)
-        order = self._orders.get((seed, epoch))
-        return epoch, int((self._make(seed, epoch) if order is None else order)[within])
-
-    def _make(self, seed: int, epoch: int) -> np.ndarray:
-        with self._making:
-            orders = dict(self._orders)
-            if (seed, epoch) not in orders:
-                orders = {key: orders[key] for key in list(orders)[1 - _ORDERS :]}
-                orders[seed, epoch] = shuffled(self._samples, seed, epoch)
-                self._orders = orders
-            return orders[seed, epoch]
+        with self._lock:
+            if (seed, epoch) not in self._orders:
+                self._orders = dict([*self._orders.items()][1 - _ORDERS :])
+                self._orders[seed, epoch] = shuffled(self._samples, seed, epoch)
+            return epoch, int(self._orders[seed, epoch][within])

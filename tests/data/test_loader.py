@@ -18,7 +18,7 @@ import torch
 from launching import ROOT
 
 from data.corpus import unigram_cross_entropy
-from data.keyed_random import shuffled
+from data.keyed_random import EpochOrders, shuffled
 from data.loader import (
     Prefetcher,
     StepBatches,
@@ -358,6 +358,20 @@ def test_epochs_are_different_permutations():
     orders = [shuffled(21, 9, epoch).tolist() for epoch in range(3)] + [shuffled(21, 10, 0).tolist()]
     assert all(sorted(order) == list(range(21)) for order in orders)
     assert len(set(map(tuple, orders))) == 4
+
+
+def test_positions_are_looked_up_in_the_order_of_their_epoch():
+    orders = EpochOrders(7)
+    for epoch in (
+        0,
+        1,
+        0,
+        2,
+        1,
+    ):  # a step can straddle two epochs; the third order takes the first one's place
+        found = [orders.locate(7 * epoch + within, seed=3) for within in range(7)]
+        assert found == [(epoch, sample) for sample in shuffled(7, 3, epoch).tolist()]
+        assert len(orders._orders) <= 2
 
 
 @pytest.mark.parametrize(
