@@ -166,8 +166,7 @@ class BertFamily:
     def of(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> BertFamily:
         """Take the recipe's settings and the vocabulary's tokens.
 
-        Raises ProblemsError: the vocabulary lacks a special token, or whole words are to be masked, and it
-        does not tell where words begin.
+        Raises ProblemsError: whole words are to be masked, and the vocabulary does not tell where they begin.
         """
         vocabulary, masking = BertVocabulary.of(tokenizer), recipe.data.masking
         check_whole_words(vocabulary, masking)
@@ -183,11 +182,8 @@ class BertFamily:
     def lengths(self) -> Lengths:
         return Lengths(self.room, self.masking.short_probability, self.seed)
 
-    def training_samples(self, store: Store, documents: np.ndarray) -> BertSamples:
+    def stored_samples(self, store: Store, documents: np.ndarray) -> BertSamples:
         return BertSamples(store, documents, self)
-
-    def held_out(self, store: Store, documents: np.ndarray, wanted: int) -> HeldOut:
-        return BertSamples(store, documents, self.for_held_out()).fixed(wanted)
 
     def never_predicted(self) -> list[int]:
         return self.tokenizer.all_special_ids
@@ -326,11 +322,10 @@ def text_of(number: int, place: Place, sentences: list[np.ndarray], lengths: Len
     Args:
         number: of the lane; with the place it decides the random lengths of chunks.
     """
-    sizes = np.array([len(sentence) for sentence in sentences], dtype=np.int64)
+    edges = np.cumsum([0, *map(len, sentences)], dtype=np.int64)
     # Without the epoch: as in a store, a document is always cut into the same chunks.
     document = (number << 48) ^ (place.turn << 32) ^ place.record
-    chunks = chunks_of_document(sizes, document, lengths)
-    return Tokenized(place, np.concatenate(sentences), np.concatenate([[0], np.cumsum(sizes)]), *chunks)
+    return Tokenized(place, np.concatenate(sentences), edges, *chunks_of_document(edges, document, lengths))
 
 
 class BertLane(Lane):

@@ -71,18 +71,17 @@ def build_chunks(store: Store, documents: np.ndarray, lengths: Lengths) -> Chunk
     return Chunks(documents[filled], starts, sizes, np.concatenate([[0], np.cumsum(counts[filled])]))
 
 
-def chunks_of_document(sizes: np.ndarray, document: int, lengths: Lengths) -> tuple[np.ndarray, np.ndarray]:
+def chunks_of_document(edges: np.ndarray, document: int, lengths: Lengths) -> tuple[np.ndarray, np.ndarray]:
     """Cut one document outside any store into chunks.
 
     Args:
-        sizes: (S,) tokens of its sentences.
+        edges: (S + 1,) int64 beginnings of its sentences, in tokens, and the end of the last one.
         document: its number, for the random lengths.
 
     Returns:
         (C,) int64 beginnings of the chunks, in tokens of the document, and (C,) int32 tokens.
     """
-    edges = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-    return _cut(edges, np.array([0]), np.array([len(sizes)]), np.array([document]), lengths)[1:]
+    return _cut(edges, np.array([0]), np.array([len(edges) - 1]), np.array([document]), lengths)[1:]
 
 
 def _cut(

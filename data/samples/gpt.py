@@ -216,16 +216,12 @@ class GptFamily:
     def of(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> GptFamily:
         return cls(tokenizer, recipe.sequence_length)
 
-    def training_samples(self, store: Store, documents: np.ndarray) -> GptSamples:
-        """Make the training samples of `documents` (D,) int64, ascending.
+    def stored_samples(self, store: Store, documents: np.ndarray) -> GptSamples:
+        """Make the samples of `documents` (D,) int64, ascending.
 
         Raises ProblemsError: they hold too little for one sample.
         """
         return GptSamples(Stream(store, documents, end_of_document(self.tokenizer)), self.sequence_length)
-
-    def held_out(self, store: Store, documents: np.ndarray, wanted: int) -> HeldOut:
-        """Make at most `wanted` samples, spread evenly over the documents; raises as `training_samples`."""
-        return self.training_samples(store, documents).fixed(wanted)
 
     def never_predicted(self) -> list[int]:
         """List the tokens of stored documents that are never labels."""

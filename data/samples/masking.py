@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from data.text.vocabulary import vocabulary_size
 from recipes.problems import Key, Problem, ProblemsError, Setting
 from recipes.schema import Masking
 
 MASKED, RANDOM = 0.8, 0.1  # shares of the chosen tokens; the rest stays
 _CONTINUATION = "##"  # begins a WordPiece that is not the first of its word
-_NEEDED = ("cls", "sep", "mask", "pad")
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,10 @@ class BertVocabulary:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerFast) -> BertVocabulary:
-        """Take the facts from a tokenizer. Raises ProblemsError: the vocabulary lacks a special token."""
-        ids = {name: getattr(tokenizer, f"{name}_token_id") for name in _NEEDED}
-        if missing := [f"[{name.upper()}]" for name, number in ids.items() if number is None]:
-            came = f"the vocabulary has no {', '.join(missing)}"
-            kind = (Key("data.tokenizer.kind"), " to trained_wordpiece, bert_uncased or bert_cased")
-            fix = ("set ", *kind, ", or ", Key("data.tokenizer.path"), " to a vocabulary of a BERT")
-            raise ProblemsError([Problem("data.tokenizer.kind", came, "a BERT needs them", fix)])
-        # Not len(tokenizer): ids may leave gaps, whose tokens are None.
-        size = max(tokenizer.get_vocab().values()) + 1
+        """Take the facts from a tokenizer; `build_vocabulary` refuses one that lacks a special token."""
+        ids = {name: getattr(tokenizer, f"{name}_token_id") for name in ("cls", "sep", "mask", "pad")}
+        assert None not in ids.values(), ids
+        size = vocabulary_size(tokenizer)  # ids may leave gaps, whose tokens are None
         tokens = tokenizer.convert_ids_to_tokens(list(range(size)))
         special = set(tokenizer.all_special_ids)
         known = {i: token for i, token in enumerate(tokens) if token is not None}

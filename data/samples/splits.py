@@ -65,11 +65,12 @@ def store_parts(recipe: Recipe, family: Family, opened: OpenedStore, wanted: int
     counts = token_counts(train_stream.read, len(train_stream), vocab_size, name)
     counts[family.never_predicted()] = 0
     with _naming(recipe, name, "train"):
-        train = family.training_samples(store, documents["train"])
+        train = family.stored_samples(store, documents["train"])
     held_out = {}
     for split in splits[1:]:
         with _naming(recipe, name, split):
-            held_out[split] = family.held_out(store, documents[split], wanted)
+            samples = family.for_held_out().stored_samples(store, documents[split])
+            held_out[split] = samples.fixed(wanted)
     largest = max(int(samples.labels.max(initial=0)) for samples in held_out.values())
     if largest >= vocab_size:
         raise outside_vocabulary(name, largest, vocab_size)

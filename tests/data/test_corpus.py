@@ -119,6 +119,15 @@ def test_build_of_a_bert_keeps_held_out_sentences_out_of_training(corpus_file, t
     assert unknown not in corpus.test.labels
 
 
+def test_validation_of_a_bert_does_not_depend_on_the_seed(corpus_file, tmp_path):
+    recipe = make_recipe(corpus_file, 120, bert="sop")
+    one, two = (
+        build(recipe.model_copy(update={"seed": seed}), tmp_path / "cache", quiet).validation
+        for seed in (1, 2)
+    )
+    assert all(np.array_equal(values, two.fields[key]) for key, values in one.fields.items())
+
+
 @pytest.mark.parametrize("bert", [None, "nsp"])
 def test_build_measures_the_entropies_on_the_validation_labels(corpus_file, tmp_path, bert):
     size = 120 if bert else VOCABULARY
