@@ -135,12 +135,10 @@ class Model(Strict):
     @property
     def sparse_keys(self) -> str:
         """The keys of its attention and their values, in words."""
-        named = {"attention": list(self.attention), "attention_window": self.attention_window}
+        keys = {"attention", "attention_window"}
         if self.attention_columns:
-            named |= {
-                "attention_columns": self.attention_columns,
-                "attention_patterns": self.attention_patterns,
-            }
+            keys |= {"attention_columns", "attention_patterns"}
+        named = self.model_dump(mode="json", include=keys)
         return ", ".join(f"model.{key}={value}" for key, value in named.items())
 
     def embedding_rows(self, tp: int) -> int:

@@ -72,11 +72,8 @@ def fills(recipe: Recipe, offload: Offload, machine: Machine, findings: Findings
 
 def _adamw(offload: Offload, machine: Machine, findings: Findings) -> dict[str, Any]:
     """Return the choice between torch's AdamW and DeepSpeed's; refuse keys of the other one."""
-    key, asked, offloads = (
-        f"{_PARAMS}.torch_adam",
-        _asks_for_deepspeeds(findings, offload),
-        offload not in _ON_GPU,
-    )
+    key, offloads = f"{_PARAMS}.torch_adam", offload not in _ON_GPU
+    asked = _asks_for_deepspeeds(findings, offload)
     written = findings.stated(key)
     torch_adam = asked is None if written is None else written is True
     values = {key: torch_adam}

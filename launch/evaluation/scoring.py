@@ -251,10 +251,8 @@ def run(job: ScoringJob, out: Path | None, meeting: Meeting) -> None:
     say = partial(terminal.say, stream=sys.stderr) if first else _silence
     data = meeting.settle(lambda: read_task(job, say))
     if (forms := len(set(gathered(data.checksum, grid.control_group)))) > 1:
-        came, rule = (
-            f"ranks read {forms} different forms of {data.source}",
-            "all of them score the same windows",
-        )
+        came = f"ranks read {forms} different forms of {data.source}"
+        rule = "all of them score the same windows"
         raise ProblemsError([Problem("--data", came, rule, "make the machines' files and libraries equal")])
     for line in () if from_scratch else job.model.said():
         say(line)

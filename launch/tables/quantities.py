@@ -300,11 +300,8 @@ def _other_run(row: PublishedRow, run: OtherRun, source: str) -> Check:
     printed, time = Printed.read(run.tflops), f"{run.milliseconds:g}"
     seconds = Printed.read(time, 1e-3)
     assert printed and seconds, f"{row.full_name}: {run} of its evidence"
-    model, length, padded = (
-        row.recipe.model,
-        row.recipe.sequence_length,
-        row.recipe.model.embedding_rows(row.tp),
-    )
+    model, length = row.recipe.model, row.recipe.sequence_length
+    padded = model.embedding_rows(row.tp)
     work = cost.exact_flops_per_step(model, length, run.batch, padded_vocab=padded, checkpointing=True)
     exact, how = recompute(
         printed, "the printed time", lambda s: cost.exact_tflops(work, s, run.gpus), seconds

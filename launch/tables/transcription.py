@@ -144,11 +144,8 @@ def settings(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
 
 def _setting(row: PublishedRow, said: Statement) -> Check:
     """Compare a stated value; a number under `published` may have other digits there."""
-    own, printed = (
-        row.value(said.key),
-        row.printed_number(said.key) if said.key.startswith("published.") else None,
-    )
-    text = Printed.read(_shown(said.value))
+    own, text = row.value(said.key), Printed.read(_shown(said.value))
+    printed = row.printed_number(said.key) if said.key.startswith("published.") else None
     agrees = _same(said.value, own)
     if printed and text and not agrees:
         agrees = bool(agreement(printed, text.value) or agreement(text, printed.value))

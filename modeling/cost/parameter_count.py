@@ -57,7 +57,7 @@ def head_operations(model: Model, length: int, vocab: int, predictions: int | No
     return masked + (sentence if model.sentence_head != "none" else 0)
 
 
-def parameters(model: Model, positions: int, padded_vocab: int | None = None) -> int:
+def parameters(model: Model, positions: int) -> int:
     """Count the parameters of the whole model, each once.
 
     GPT-2: V h + S h + L (12 h^2 + 13 h) + 2 h: token and position embeddings (the output layer is tied to the
@@ -65,9 +65,9 @@ def parameters(model: Model, positions: int, padded_vocab: int | None = None) ->
     BERT: V (h + 1) + S h + L (12 h^2 + 13 h) + 2 h + 2 h + (h^2 + h + 2 h) + (h^2 + h + 2 h + 2): in addition
     two token types, the decoder's bias, the dense and LayerNorm of the masked-token head, and unless
     sentence_head is none the pooler and the sentence head. Post-LN has a LayerNorm on the embeddings, pre-LN
-    one after the last layer: the same number. V is `padded_vocab`, or if None the recipe's vocabulary.
+    one after the last layer: the same number.
     """
-    return parameters_per_rank(model, positions, padded_vocab)
+    return parameters_per_rank(model, positions)
 
 
 def parameters_per_rank(

@@ -341,6 +341,15 @@ def test_inconsistent_values_are_refused(override):
     assert any(WRONG[override] in line for line in found), found
 
 
+def test_messages_name_the_keys_of_a_pattern_of_attention():
+    banded = ["model.attention=[dense, banded]", "model.attention_window=4"]
+    said = "model.attention=['dense', 'banded'], model.attention_window=4"
+    assert load(overrides=banded).model.sparse_keys == said
+    fixed = ["model.attention=[fixed]", "model.attention_window=4", "model.attention_columns=2"]
+    said = "model.attention=['fixed'], model.attention_window=4, model.attention_columns=2"
+    assert load(overrides=fixed).model.sparse_keys == f"{said}, model.attention_patterns=1"
+
+
 @pytest.mark.parametrize("override", WRONG_FOR_BERT)
 def test_inconsistent_values_of_a_bert_are_refused(override):
     found = problems("bert/sotu", override)

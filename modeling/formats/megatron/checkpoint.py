@@ -32,6 +32,7 @@ from modeling.formats.megatron.names import (
 )  # fmt: skip
 from modeling.lazy_weights import LazyWeights, same_numbers
 from recipes.files import FileError, read_part, refuse
+from recipes.key_paths import flatten
 from recipes.problems import Problem, some
 from recipes.schema import Model
 
@@ -267,15 +268,11 @@ def _layer_prefix(tensors: Mapping[str, Tensor], file: Path) -> str:
     return "encoder.layers.0." if any(".query_key_value." in name for name in tensors) else f"{file.stem}."
 
 
-def _flat(state: Any, prefix: str = "") -> dict[str, Tensor]:
+def _flat(state: Any) -> dict[str, Tensor]:
     """Return the tensors of nested dictionaries, by their keys joined with dots."""
-    found = dict[str, Tensor]()
-    for key, value in state.items() if isinstance(state, dict) else ():
-        if isinstance(value, dict):
-            found |= _flat(value, f"{prefix}{key}.")
-        elif isinstance(value, Tensor) and not str(key).endswith("_extra_state"):
-            found[f"{prefix}{key}"] = value.detach()
-    return found
+    leaves = flatten(state) if isinstance(state, dict) else ()
+    every = ((name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor))
+    return {name: tensor.detach() for name, tensor in every if not name.endswith("_extra_state")}
 
 
 def _take(
