@@ -19,8 +19,7 @@ from data.samples.splits import Family, MakeOnce, family_of, store_parts, stream
 from data.text.records import SkippedRecords, Source
 from data.text.sources import open_source
 from data.text.vocabulary import build_vocabulary, vocabulary_digest
-from data.tokens.cached import OpenedStore, cached_store
-from data.tokens.ready_made import check_ready_made, ready_made_store, sequences_of, store_prefix
+from data.tokens.opened import check_ready_made, opened_store, sequences_of, store_prefix
 from recipes.schema import BlendPart, Origin, Recipe
 
 _SPLITS = [f"{split}_{what}" for split in ("train", "held_out", "test") for what in ("documents", "tokens")]
@@ -134,7 +133,7 @@ def _all_parts(
     wanted = np.maximum(largest_remainder(weights, recipe.run.validation_samples), 1).tolist()
     parts = []
     for origin, source, count in zip(origins, sources, wanted, strict=True):
-        if opened := opened_store(recipe, family, origin, source, directory, say):
+        if opened := opened_store(recipe, origin, source, family.tokenizer, directory, say):
             parts.append(store_parts(recipe, family, opened, count))
         else:
             assert source is not None
@@ -149,16 +148,6 @@ def _all_parts(
         _blended_counts([part.train_counts for part in parts], weights),
         _blended_summary([part.summary for part in parts], weights),
     )
-
-
-def opened_store(
-    recipe: Recipe, family: Family, origin: Origin, source: Source | None, directory: Path, say: Say
-) -> OpenedStore | None:
-    """Open the store of an origin, or make it in the cache of its source; None: the source is a stream."""
-    sequences, tokenizer = family.sequences, family.tokenizer
-    if source is None:
-        return ready_made_store(recipe.data.tokenizer.kind, sequences, origin, tokenizer, directory, say)
-    return cached_store(sequences, origin, source, tokenizer, directory, say) if source.finite else None
 
 
 def _blended_counts(counts: Sequence[np.ndarray], weights: Sequence[float]) -> np.ndarray:

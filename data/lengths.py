@@ -12,9 +12,10 @@ from transformers import PreTrainedTokenizerFast
 
 from data import cache
 from data.cache import Say
-from data.corpus import open_origin, opened_store
+from data.corpus import open_origin
 from data.samples.splits import family_of, interleave_files
 from data.text.encoder import BATCH_CHARACTERS
+from data.tokens.opened import opened_store
 from recipes.schema import Recipe
 
 
@@ -58,10 +59,10 @@ def text_lengths(
     `watch` wraps the documents of a stream, for a progress bar.
     """
     family, directory = family_of(recipe, tokenizer), cache.default_directory()
-    sentences = family.sequences == "sentences"
+    sentences = recipe.model.facts.masked
     for origin in recipe.data.origins:
         source = open_origin(recipe, origin, say)
-        if opened := opened_store(recipe, family, origin, source, directory, say):
+        if opened := opened_store(recipe, origin, source, tokenizer, directory, say):
             store = opened.store
             sizes, borders = np.array(store.sizes), np.array(store.document_index)
             yield TextLengths.of(opened.name, sizes, borders, sentences, whole=True)

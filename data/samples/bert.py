@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.random import Generator
@@ -159,8 +159,6 @@ class BertFamily:
     sentence_head: SentenceHead
     masking: Masking
     seed: int
-
-    sequences: ClassVar[Literal["sentences"]] = "sentences"
 
     @classmethod
     def of(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> BertFamily:

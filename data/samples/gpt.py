@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
@@ -208,9 +208,6 @@ class GptFamily:
 
     tokenizer: PreTrainedTokenizerFast
     sequence_length: int
-
-    sequences: ClassVar[Literal["documents"]] = "documents"
-    """Content of one sequence of a store."""
 
     @classmethod
     def of(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> GptFamily:

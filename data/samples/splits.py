@@ -21,8 +21,7 @@ from data.samples.lanes import Lane, LaneReader, Place, PlacedDocument, Streamed
 from data.split_rule import Part, documents_of, part_of
 from data.text.encoder import end_of_document
 from data.text.records import Source
-from data.tokens.cached import OpenedStore
-from data.tokens.ready_made import outside_vocabulary
+from data.tokens.opened import OpenedStore, outside_vocabulary
 from recipes.problems import Key, Problem, ProblemsError, Setting, pieces
 from recipes.schema import Origin, Recipe
 

@@ -32,7 +32,7 @@ from data.text.records import Document
 from data.text.sources import PackagedSource
 from data.text.trained_vocabulary import END_OF_DOCUMENT, train_bpe
 from data.text.vocabulary import gpt2_tokenizer, vocabulary_digest
-from data.tokens import cached
+from data.tokens import opened as opened_stores
 from data.tokens.store import Store, StoreWriter, open_store
 from recipes.problems import ProblemsError
 from recipes.schema import Recipe
@@ -431,7 +431,7 @@ def test_a_prepared_store_whose_tokens_were_replaced_is_refused(prepared, tmp_pa
     recipe, file = store_recipe(directory, VOCABULARY, {"kind": "store"}), directory / "store.bin"
     read, whole = [], file.read_bytes()
     if large:
-        monkeypatch.setattr(cached, "READ_BY_ALL", 0)
+        monkeypatch.setattr(opened_stores, "READ_BY_ALL", 0)
     monkeypatch.setattr(Store, "checksum", lambda *_: read.append(1) or checksum(*_))
     build(recipe, tmp_path / "cache", quiet)
     build(recipe, tmp_path / "cache", quiet)
