@@ -45,7 +45,6 @@ def build(
     recipe: Recipe,
     cache_directory: Path | None = None,
     say: Say = print,
-    source: Source | None = None,
     once: MakeOnce = lambda make: make(),
 ) -> Corpus:
     """Make or open the data of a run.
@@ -55,18 +54,16 @@ def build(
     Args:
         cache_directory: where vocabularies and tokens are kept; by default `data.cache.default_directory()`.
         say: prints a line of progress.
-        source: replaces the source of `recipe.data`.
         once: has one rank make the head of a stream for all ranks.
 
     Raises ValueError: a source cannot be read, or is too small for the recipe.
     """
     directory = cache_directory or cache.default_directory()
     origins = recipe.data.origins
-    assert source is None or len(origins) == 1, "one source cannot take the place of several"
     for origin in origins:  # first: a missing store is reported, not its missing vocabulary
-        if source is None and origin.source == "store":
+        if origin.source == "store":
             check_origin(origin, recipe.model.family)
-    sources = [source or open_origin(recipe, origin, say) for origin in origins]
+    sources = [open_origin(recipe, origin, say) for origin in origins]
     tokenizer = build_vocabulary(recipe, [found for found in sources if found], directory, say)
     parts = _all_parts(recipe, family_of(recipe, tokenizer), sources, directory, say, once)
     return Corpus(

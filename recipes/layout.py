@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 
-from recipes.problems import Problem, Setting, Words
+from recipes.problems import Problem, Setting, Words, either
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def share_batch(
     ranks: Words = Setting("parallel.dp", dp) if dp_is_stated else f"dp={dp}"
     if over:
         near = _nearest(dp, divisors(total))
-        start = (f"start a number of processes that gives a dp of {_or(near)}",)
+        start = (f"start a number of processes that gives a dp of {either(near)}",)
         fixes = *_set({"batch.global": _multiples_near(total, dp)}), ", or "
         fixes += _set({"parallel.dp": near}) if dp_is_stated else start
         rule = "every data-parallel rank takes the same number of samples"
@@ -144,7 +144,7 @@ def _set(options: Mapping[str, Iterable[int]]) -> tuple[Words, ...]:
     """Write fixes as "--set batch.micro=2 or 4, or --set batch.global=6"."""
     words: list[Words] = []
     for key, numbers in options.items():
-        words += [", or --set " if words else "--set ", Setting(key, _or(numbers))]
+        words += [", or --set " if words else "--set ", Setting(key, either(dict.fromkeys(numbers)))]
     return tuple(words)
 
 
@@ -156,7 +156,3 @@ def _multiples_near(number: int, step: int) -> list[int]:
 def _nearest(number: int, options: list[int]) -> list[int]:
     """Return the two options nearest to `number`, in ascending order."""
     return sorted(sorted(options, key=lambda option: (abs(option - number), option))[:2])
-
-
-def _or(numbers: Iterable[int]) -> str:
-    return " or ".join(str(number) for number in dict.fromkeys(numbers))

@@ -33,12 +33,12 @@ from recipes.schema import Tokenizer as TokenizerSettings
 
 
 def build_vocabulary(
-    recipe: Recipe, source: Source | Sequence[Source], directory: Path, say: Say
+    recipe: Recipe, sources: Sequence[Source], directory: Path, say: Say
 ) -> PreTrainedTokenizerFast:
     """Make or load the recipe's tokenizer; the cache keeps a trained one.
 
     Args:
-        source: one, or the parts of a blend in order; read only to train a vocabulary.
+        sources: of the parts of a blend, in order; read only to train a vocabulary.
         directory: where trained vocabularies are kept.
 
     Raises ValueError: the vocabulary is unavailable, has not `model.vocab_size` tokens, or lacks what the
@@ -51,7 +51,6 @@ def build_vocabulary(
     elif settings.kind not in TRAINED:
         tokenizer = ready_made(settings)
     else:
-        sources = source if isinstance(source, Sequence) else (source,)
         tokenizer = trained_tokenizer(recipe, sources, directory, say)
     size, stated = vocabulary_size(tokenizer), recipe.model.vocab_size
     what = f"the {settings.kind} vocabulary{f' of {settings.path}' if settings.path else ''}"

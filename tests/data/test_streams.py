@@ -10,6 +10,7 @@ from collections import namedtuple
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import datasets
 import numpy as np
@@ -581,9 +582,14 @@ def quiet(line):
     pass
 
 
+def build_from(source, recipe, directory):
+    with mock.patch("data.corpus.open_source", return_value=source):
+        return build(recipe, directory, quiet)
+
+
 def test_build_of_a_stream_holds_out_the_first_documents_and_shuffles_the_others(files, tmp_path):
     recipe = make_recipe(test_every=4, shuffle_buffer=31)
-    corpus = build(recipe, tmp_path, quiet, hub(files))
+    corpus = build_from(hub(files), recipe, tmp_path)
     assert (len(corpus.validation), len(corpus.test)) == (8, 8) and corpus.summary["lanes"] == 4
     texts = [read(file) for file in files]
     encoder = Encoder(gpt2_tokenizer())
@@ -612,7 +618,7 @@ def test_build_of_a_stream_holds_out_the_first_documents_and_shuffles_the_others
 
 def test_only_the_first_training_tokens_of_a_stream_are_counted(files, tmp_path, monkeypatch):
     monkeypatch.setattr(splits, "UNIGRAM_TOKENS", 50)
-    assert build(make_recipe(), tmp_path, quiet, hub(files)).summary["unigram_tokens"] == 50
+    assert build_from(hub(files), make_recipe(), tmp_path).summary["unigram_tokens"] == 50
 
 
 def test_build_of_a_streamed_bert(files, tmp_path):
@@ -665,7 +671,7 @@ def blend_data(files):
 
 def test_a_stream_that_holds_out_too_little_is_refused(files, tmp_path):
     with pytest.raises(ValueError, match="every=1000 the held-out documents have 0 tokens, .* needs 17"):
-        build(make_recipe(validation_every=1000), tmp_path, quiet, hub(files))
+        build_from(hub(files), make_recipe(validation_every=1000), tmp_path)
 
 
 def test_an_unreachable_hub_says_what_was_tried_and_how_to_go_on(tmp_path):
@@ -674,7 +680,7 @@ def test_an_unreachable_hub_says_what_was_tried_and_how_to_go_on(tmp_path):
 
     source = HubSource("no/such", "20231101.en", open_stream=no_network, say=quiet)
     with pytest.raises(ValueError) as refused:
-        build(make_recipe(), tmp_path, quiet, source)
+        build_from(source, make_recipe(), tmp_path)
     tried = "load_dataset('no/such', '20231101.en', split='train'"
     for part in (tried, "Couldn't reach", "data.source=packaged"):
         assert part in str(refused.value)

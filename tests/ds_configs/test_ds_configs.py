@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -780,6 +781,7 @@ def test_shares_are_right_or_explained_and_every_proposed_number_works():
                     shares = share_batch(micro, accumulation, total, dp, pp=2)
                     if isinstance(shares, Problem):
                         assert "; --set batch." in str(shares)
+                        assert not re.search(r"=(\d+) or \1\b", str(shares)), "each number once"
                         continue
                     assert shares[0] * shares[1] * dp == total
                     assert micro in (None, shares[0]) and accumulation in (None, shares[1])

@@ -144,18 +144,18 @@ def test_a_trained_vocabulary_is_kept_and_only_training_documents_are_read(kind,
     spoiled = [text + " zyxzyx zyxzyx zyxzyx" * 9 * (i in held_out) for i, text in enumerate(texts)]
     source, tokenizer = Documents("a", spoiled), None
     wanted = recipe(kind, size, test_every=3)
-    tokenizer = build_vocabulary(wanted, source, tmp_path, quiet)
+    tokenizer = build_vocabulary(wanted, [source], tmp_path, quiet)
     assert len(tokenizer) == size and tokenizer.model_max_length == 32
     assert not any("zyx" in token for token in tokenizer.get_vocab())
-    without_test = build_vocabulary(recipe(kind, size), source, tmp_path, quiet)
+    without_test = build_vocabulary(recipe(kind, size), [source], tmp_path, quiet)
     assert any("zyx" in token for token in without_test.get_vocab())
 
     reads = source.reads
-    assert digest(build_vocabulary(wanted, source, tmp_path, quiet)) == digest(tokenizer)
+    assert digest(build_vocabulary(wanted, [source], tmp_path, quiet)) == digest(tokenizer)
     assert source.reads == reads
     for file in tmp_path.glob("*.vocabulary"):
         file.write_bytes(file.read_bytes()[:-9])
-    assert digest(build_vocabulary(wanted, source, tmp_path, quiet)) == digest(tokenizer)
+    assert digest(build_vocabulary(wanted, [source], tmp_path, quiet)) == digest(tokenizer)
     assert source.reads == reads + 1
 
 
@@ -165,7 +165,7 @@ def test_a_blend_trains_on_all_its_parts(tmp_path):
     assert {"alpha", "epsilon"} <= set(both.get_vocab())
     assert digest(build_vocabulary(recipe(size=56), parts, tmp_path / "elsewhere", quiet)) == digest(both)
     with pytest.raises(ValueError, match="only"):
-        build_vocabulary(recipe(size=56), parts[0], tmp_path, quiet)
+        build_vocabulary(recipe(size=56), parts[:1], tmp_path, quiet)
 
 
 def test_every_part_of_a_blend_gives_an_equal_share_of_the_text(tmp_path, monkeypatch):
