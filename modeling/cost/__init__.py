@@ -31,6 +31,6 @@ from modeling.cost.state_bytes import (
     PlacedStates,
     StateBytes,
     Widths,
-    model_state_bytes,
     placed_state_bytes,
+    sharded_bytes,
 )

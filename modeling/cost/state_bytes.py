@@ -34,18 +34,6 @@ class Widths(NamedTuple):
 MIXED, FP32 = Widths(), Widths(weight=4, gradient=4)
 
 
-def model_state_bytes(parameters: float, zero_stage: int, dp: int, widths: Widths = MIXED) -> float:
-    """Return the bytes of weights, gradients and Adam's states on a rank between steps, without offload.
-
-    Rajbhandari et al., arXiv 1910.02054, section 3.1: mixed precision keeps 2 bytes of weight, 2 of gradient
-    and K = 12 of optimizer states (fp32 weight, momentum, variance) per parameter; fp32 keeps 4, 4 and 8 (the
-    weight is its own master), and under DeepSpeed's ZeRO 4, 4 and 12, since its optimizer steps a copy of the
-    weights in fp32 as well. ZeRO stage 1 divides the optimizer states by N_d, stage 2 the gradients too,
-    stage 3 the weights too. Other `widths`: DeepSpeed's half-precision states, and gradients in fp32.
-    """
-    return sum(_kinds(parameters, zero_stage, dp, widths))
-
-
 @dataclass(frozen=True)
 class PlacedStates:
     """Bytes of each kind of model state of one process, by place, during the optimizer's step."""
@@ -97,7 +85,7 @@ def placed_state_bytes(
     """
     assert optimizer == "gpu" or zero_stage >= 1, "only sharded optimizer states are offloaded"
     assert weights == "gpu" or zero_stage == 3, "only sharded weights are offloaded"
-    weight, gradient, states = _kinds(parameters, zero_stage, dp, widths)
+    weight, gradient, states = sharded_bytes(parameters, zero_stage, dp, widths)
     share = parameters / dp if zero_stage else parameters
     if optimizer != "gpu":
         copies = widths.weight * share * (2 if accumulates and zero_stage < 3 else 1)
@@ -117,8 +105,17 @@ def _at(place: Place, size: float) -> StateBytes:
     return StateBytes(**{"gpu": 0.0, "host": 0.0, "nvme": 0.0, place: size})
 
 
-def _kinds(parameters: float, zero_stage: int, dp: int, widths: Widths) -> tuple[float, float, float]:
-    """Return the bytes of one rank's weights, gradients and optimizer states."""
+def sharded_bytes(
+    parameters: float, zero_stage: int, dp: int, widths: Widths = MIXED
+) -> tuple[float, float, float]:
+    """Return the bytes of a rank's weights, gradients and optimizer states between steps, without offload.
+
+    Rajbhandari et al., arXiv 1910.02054, section 3.1: mixed precision keeps 2 bytes of weight, 2 of gradient
+    and K = 12 of optimizer states (fp32 weight, momentum, variance) per parameter; fp32 keeps 4, 4 and 8 (the
+    weight is its own master), and under DeepSpeed's ZeRO 4, 4 and 12, since its optimizer steps a copy of the
+    weights in fp32 as well. ZeRO stage 1 divides the optimizer states by N_d, stage 2 the gradients too,
+    stage 3 the weights too. Other `widths`: DeepSpeed's half-precision states, and gradients in fp32.
+    """
     assert zero_stage in (0, 1, 2, 3), f"no such ZeRO stage: {zero_stage}"
     copied = zero_stage > 0 or widths.weight < widths.master
     optimizer = widths.moments * widths.moment + (widths.master if copied else 0)

@@ -286,16 +286,16 @@ def test_exact_tflops_is_per_gpu():
 # precision.
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
 def test_model_states_of_zero(stage, gigabytes):
-    assert cost.model_state_bytes(7.5e9, stage, dp=64) / 1e9 == pytest.approx(gigabytes, abs=0.05)
+    assert sum(cost.sharded_bytes(7.5e9, stage, dp=64)) / 1e9 == pytest.approx(gigabytes, abs=0.05)
 
 
 def test_model_states_in_fp32():
     # ZeRO steps a copy of the weights, in fp32 as well: 4 + 4 + 12 where plain data parallelism has 4 + 4 +
     # 8.
-    assert cost.model_state_bytes(1, 0, dp=8, widths=cost.FP32) == 16
-    assert cost.model_state_bytes(1, 1, dp=8, widths=cost.FP32) == 8 + 12 / 8
-    assert cost.model_state_bytes(1, 2, dp=8, widths=cost.FP32) == 4 + 16 / 8
-    assert cost.model_state_bytes(1, 3, dp=8, widths=cost.FP32) == 20 / 8
+    assert sum(cost.sharded_bytes(1, 0, dp=8, widths=cost.FP32)) == 16
+    assert sum(cost.sharded_bytes(1, 1, dp=8, widths=cost.FP32)) == 8 + 12 / 8
+    assert sum(cost.sharded_bytes(1, 2, dp=8, widths=cost.FP32)) == 4 + 16 / 8
+    assert sum(cost.sharded_bytes(1, 3, dp=8, widths=cost.FP32)) == 20 / 8
 
 
 def placed(*sizes, **how):
@@ -306,16 +306,16 @@ def placed(*sizes, **how):
 def test_half_precision_states_of_the_optimizer_are_half_as_wide():
     # DeepSpeed 0.19.8, base_optimizer.py: bf16 weights in the optimizer, with moments in fp32, and in bf16
     # as well.
-    assert cost.model_state_bytes(1, 2, 8, cost.Widths(master=2)) == 2 + (2 + 10) / 8
-    assert cost.model_state_bytes(1, 2, 8, cost.Widths(master=2, moment=2)) == 2 + (2 + 6) / 8
-    assert cost.model_state_bytes(1, 1, 8, cost.Widths(gradient=4)) == 6 + 12 / 8
+    assert sum(cost.sharded_bytes(1, 2, 8, cost.Widths(master=2))) == 2 + (2 + 10) / 8
+    assert sum(cost.sharded_bytes(1, 2, 8, cost.Widths(master=2, moment=2))) == 2 + (2 + 6) / 8
+    assert sum(cost.sharded_bytes(1, 1, 8, cost.Widths(gradient=4))) == 6 + 12 / 8
     low = cost.Widths(master=2, moment=2)
     assert placed(1, 2, 1, widths=low).gpu == 2 + 2 + 6
     assert placed(1, 3, 1, widths=low).gpu == 2 + 2 + 6 + 2
     assert placed(1, 2, 1, widths=low, optimizer="host") == (2, 6 + 2 + 2, 0)
     # The documents' 6 bytes: a weight and two moments; DeepSpeed has a gradient and another weight besides.
     assert low.saved == 6 and cost.MIXED.saved == 12 and cost.MIXED._replace(moments=1).saved == 8
-    assert cost.model_state_bytes(1, 2, 1, cost.MIXED._replace(moments=1)) == 12
+    assert sum(cost.sharded_bytes(1, 2, 1, cost.MIXED._replace(moments=1))) == 12
 
 
 # Bytes per parameter of a whole model on one rank, while it steps. Those of DeepSpeed 0.19.8 are what its
