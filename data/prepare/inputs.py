@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.prepare.settings import Settings
+from data.text.file_types import looks_like
 from data.text.records import BrokenRecord, RawRecord, RecordFormat
 from data.text.sources import files_of, format_of, hub_source
-from data.text.text_files import looks_like
 from recipes.problems import Problem, ProblemsError, Setting, Text
 
 FILES_LOOKED_AT, RECORDS_LOOKED_AT = 8, 100  # before any work is done

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from data.text.file_types import looks_like
 from data.text.hub import HubSource
 from data.text.records import MAX_RECORD_BYTES, BrokenRecord, RecordFormat, decode_payload
-from data.text.text_files import JsonlFormat, ParquetFormat, looks_like, numbered_lines
+from data.text.text_files import JsonlFormat, ParquetFormat, numbered_lines
 from recipes import files
 from recipes.problems import Key, Problem, ProblemsError, Words
 
