@@ -261,7 +261,7 @@ class BertSamples(StoredSamples):
             other = (", or set ", Key("model.sentence_head"), " to sop or none")
             better = ("give more documents, ", *hold_out_more, *other)
             raise ProblemsError([Problem("model.sentence_head", came, rule, better)])
-        super().__init__(len(self._chunks), family.sequence_length)
+        super().__init__(len(self._chunks))
 
     def take(self, positions: Sequence[int], seed: int) -> Fields:
         places = (self._orders.locate(int(position), seed) for position in positions)
@@ -271,7 +271,7 @@ class BertSamples(StoredSamples):
         """Make at most `count` evenly spread samples of epoch 0."""
         seed = self._family.seed
         chosen = [self._sample(seed, 0, chunk) for chunk in spread(len(self), count).tolist()]
-        return HeldOut(self._family.stack(chosen), self.sequence_length)
+        return HeldOut(self._family.stack(chosen))
 
     def _sample(self, seed: int, epoch: int, chunk: int) -> Sample:
         rng = generator(seed, epoch, chunk)

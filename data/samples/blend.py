@@ -44,7 +44,6 @@ class BlendedSamples:
         """
         assert len(parts) == len(weights) > 0
         self._parts, self._weights, self._seed = list(parts), list(weights), seed
-        self.sequence_length = parts[0].sequence_length
         self.random_access = all(part.random_access for part in parts)
         self._counts = largest_remainder(weights, BLOCK)
         if (self._counts == 0).any():
@@ -110,5 +109,4 @@ class BlendedSamples:
 
 def blended_held_out(parts: Sequence[HeldOut]) -> HeldOut:
     """Join the held-out samples of all parts, one part after another."""
-    fields = type(parts[0].fields).concatenate([part.fields for part in parts])
-    return HeldOut(fields, parts[0].sequence_length)
+    return HeldOut(type(parts[0].fields).concatenate([part.fields for part in parts]))

@@ -49,7 +49,6 @@ class Fields(dict[str, np.ndarray]):
 class TrainingSamples(Protocol):
     """An endless sequence of samples."""
 
-    sequence_length: int
     random_access: bool  # True: any positions at once, from any thread; False: one reader, that goes forward
 
     def take(self, positions: Sequence[int], seed: int) -> Fields:
@@ -70,8 +69,8 @@ class StoredSamples(TrainingSamples):
 
     random_access = True
 
-    def __init__(self, samples: int, sequence_length: int):
-        self.sequence_length, self._count, self._orders = sequence_length, samples, EpochOrders(samples)
+    def __init__(self, samples: int):
+        self._count, self._orders = samples, EpochOrders(samples)
 
     def __len__(self) -> int:
         """Samples in an epoch."""
@@ -92,7 +91,6 @@ class HeldOut:
     """Fixed samples of a validation or a test, in memory."""
 
     fields: Fields
-    sequence_length: int
 
     def __len__(self) -> int:
         return len(next(iter(self.fields.values())))

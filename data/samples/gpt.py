@@ -113,24 +113,24 @@ class GptSamples(StoredSamples):
 
     def __init__(self, stream: Stream, sequence_length: int):
         """Cut a stream into windows. Raises ProblemsError: the stream is shorter than one window."""
-        self.stream = stream
+        self.stream, self._length = stream, sequence_length
         count = window_count(len(stream), sequence_length)
         if not count:
             there = counted(stream.documents, "document")
             came = (f"{there} with ", *too_short(len(stream), sequence_length))
             fix = ("give more text, or set ", Key("sequence_length"), " lower")
             raise ProblemsError([Problem("sequence_length", came, fix=fix)])
-        super().__init__(count, sequence_length)
+        super().__init__(count)
 
     def take(self, positions: Sequence[int], seed: int) -> Fields:
         return self._windows([self._orders.locate(int(position), seed)[1] for position in positions])
 
     def fixed(self, count: int) -> HeldOut:
         """Return min(count, len) samples, evenly spread over the stream and in its order, without a seed."""
-        return HeldOut(self._windows(spread(len(self), count).tolist()), self.sequence_length)
+        return HeldOut(self._windows(spread(len(self), count).tolist()))
 
     def _windows(self, indices: Sequence[int]) -> Fields:
-        length = self.sequence_length
+        length = self._length
         windows = np.empty((len(indices), length + 1), dtype=np.int64)
         for row, index in enumerate(indices):
             windows[row] = self.stream.read(index * length, index * length + length + 1)

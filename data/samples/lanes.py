@@ -197,7 +197,6 @@ class StreamedSamples:
         lanes: int,
         open_lane: Callable[[int], Lane],
         stack: Callable[[Sequence[Any]], Fields],
-        sequence_length: int,
         global_batch: int,
         buffer: int = 0,
         say: Say = print,
@@ -212,7 +211,6 @@ class StreamedSamples:
             say: prints a line where a lane has to be read again from its beginning.
         """
         assert global_batch % lanes == 0, "lane_count gives a divisor"
-        self.sequence_length = sequence_length
         self._source, self._lanes, self._open_lane, self._stack = source, lanes, open_lane, stack
         self._global, self._buffer, self._say = global_batch, buffer, say
         self._rows = global_batch // lanes  # of one lane, in a step

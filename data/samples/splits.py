@@ -143,12 +143,12 @@ class _HeldOutDocuments:
             self.documents.append((placed, encoded))
             self.measured += self.family.measure(self.number, placed.place, encoded)
 
-    def finish(self, source: Source, sequence_length: int) -> HeldOut:
+    def finish(self, source: Source) -> HeldOut:
         """Make the samples, in a lane that reads the documents as they are encoded already."""
         reader = LaneReader(source, self.number, 1, lambda _: iter(self.documents), lambda _: True)
         lane = self.family.lane(reader)
         samples = [lane.take(item, HELD_OUT_SEED) for item in range(min(self.found, self.wanted))]
-        return HeldOut(self.family.stack(samples), sequence_length)
+        return HeldOut(self.family.stack(samples))
 
 
 @dataclass(frozen=True)
@@ -208,8 +208,7 @@ def read_head(
             came = (f"{source.name}: with ", every_nth, " the held-out documents ", *why)
             fix = ("set ", Key(key), " or ", Key("sequence_length"), " lower")
             raise ProblemsError([Problem(key, came, fix=fix)])
-    finished = {name: split.finish(source, recipe.sequence_length) for name, split in held.items()}
-    return Head(finished, counts, documents)
+    return Head({name: split.finish(source) for name, split in held.items()}, counts, documents)
 
 
 def interleave_files(source: Source) -> Iterator[PlacedDocument]:
@@ -268,6 +267,5 @@ def stream_parts(
         "documents_read_for_validation": head.documents,
         "unigram_tokens": int(counts.sum()),
     }
-    shape = (recipe.sequence_length, recipe.batch.global_)
-    train = StreamedSamples(source, lanes, open_lane, family.stack, *shape, buffer, say)
+    train = StreamedSamples(source, lanes, open_lane, family.stack, recipe.batch.global_, buffer, say)
     return Parts(train, held_out["validation"], held_out.get("test"), counts, summary)

@@ -76,7 +76,7 @@ def build(recipe: Recipe, say: Say = print) -> TaskCorpus:
     return TaskCorpus(
         tokenizer=tokenizer,
         train=TaskSamples(train),
-        validation=HeldOut(dev, recipe.sequence_length),
+        validation=HeldOut(dev),
         test=None,
         uniform_entropy=float(np.log(classes)),
         unigram_entropy=unigram_cross_entropy(counts, dev.labels),

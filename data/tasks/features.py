@@ -110,7 +110,7 @@ class TaskSamples(StoredSamples):
     """Training examples; every epoch has its own order."""
 
     def __init__(self, features: Features):
-        super().__init__(len(features), features.sequence_length)
+        super().__init__(len(features))
         self._features = features
 
     def take(self, positions: Sequence[int], seed: int) -> TaskFields:

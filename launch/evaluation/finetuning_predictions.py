@@ -49,9 +49,7 @@ def logits_of(run: TrainingRun, features: Features) -> np.ndarray | None:
     parts = []
     for start in range(0, len(features), CHUNK):
         chunk = range(start, min(start + CHUNK, len(features)))
-        batches = held_out_batches(
-            HeldOut(features.take(chunk), features.sequence_length), run.job.plan, run.grid
-        )
+        batches = held_out_batches(HeldOut(features.take(chunk)), run.job.plan, run.grid)
         run.watchdog.enter(Phase.VALIDATING)
         with capture_logits(run.engine) as kept:
             run.validate(batches)

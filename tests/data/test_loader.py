@@ -44,7 +44,6 @@ class Counted:
     """Samples that tell their position and seed, of either family."""
 
     random_access = True
-    sequence_length = T
 
     def __init__(self, family="gpt", delay=None):
         self.family, self._delay = family, delay or (lambda positions: None)
@@ -76,7 +75,7 @@ class Counted:
 
 
 def held_out(count, family="gpt"):
-    return HeldOut(Counted(family).take(range(count), 0), T)
+    return HeldOut(Counted(family).take(range(count), 0))
 
 
 def all_ranks(layout, step, samples=None, seed=5):

@@ -96,7 +96,7 @@ def streamed(source, kind="gpt", global_batch=GLOBAL, lanes=None, say=print, buf
     def open_lane(number):
         return family.lane(LaneReader(source, number, count, encoder, is_training, seed=3, buffer=buffer))
 
-    return StreamedSamples(source, count, open_lane, family.stack, T, global_batch, buffer, say)
+    return StreamedSamples(source, count, open_lane, family.stack, global_batch, buffer, say)
 
 
 def windows(tokens):
