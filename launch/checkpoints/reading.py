@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,26 +12,15 @@ import torch.distributed as dist
 from launch.checkpoints import inspection, manifest, run_checkpoints
 from launch.checkpoints.engine_state import EngineState
 from launch.checkpoints.manifest import WEIGHT
-from launch.checkpoints.run_checkpoints import Checkpoint, Damaged
+from launch.checkpoints.run_checkpoints import Checkpoint, Choice, Damaged
 from launch.checkpoints.stored import Placement, StoredTensors
 from launch.ranks.processes import merged
 from modeling.parallel.process_grid import ProcessGrid
 from recipes import files
 from recipes.schema import Recipe
 
-Seen = Callable[[int, int], None]  # called with the bytes read so far and their total
 
-
-class Choice(NamedTuple):
-    """The checkpoint to resume. `damaged`: newer checkpoints that are damaged, the newest first."""
-
-    checkpoint: Checkpoint | None
-    damaged: tuple[Damaged, ...] = ()
-
-
-def choose(
-    root: Path, grid: ProcessGrid, recipe: Recipe, corpus: str, seen: Seen = lambda done, total: None
-) -> Choice:
+def choose(root: Path, grid: ProcessGrid, recipe: Recipe, corpus: str) -> Choice:
     """Choose the newest checkpoint of `recipe` whose files are sound (`inspection.file_faults`). Collective.
 
     Rank 0 reads the names and one manifest after the other, until a checkpoint is whole; each rank reads a
@@ -39,23 +28,25 @@ def choose(
     checkpoints are damaged, if a machine does not see one, or if it was trained on other tokens.
     """
     every = run_checkpoints.found(root, sizes=False) if grid.rank == 0 else iter(())
-    damaged: list[Damaged] = []
-    while candidate := _from_rank_0(next(every, None), grid):
-        if isinstance(candidate, Checkpoint):
-            other = inspection.other_recipe(candidate.manifest, recipe)
-            if why := other or _problem(candidate, grid, seen):
-                candidate = Damaged(candidate.directory, why)
-        if isinstance(candidate, Checkpoint):
-            _check_corpus(candidate, corpus)
-            return Choice(candidate, tuple(damaged))
-        damaged.append(candidate)
-    if damaged:
-        lines = "".join(f"\n  {each}" for each in damaged)
+
+    def inspected() -> Iterator[Checkpoint | Damaged]:
+        while candidate := _from_rank_0(next(every, None), grid):
+            if isinstance(candidate, Checkpoint):
+                other = inspection.other_recipe(candidate.manifest, recipe)
+                if why := other or _problem(candidate, grid):
+                    candidate = Damaged(candidate.directory, why)
+            yield candidate
+
+    chosen = run_checkpoints.first_whole(inspected())
+    if chosen.checkpoint:
+        _check_corpus(chosen.checkpoint, corpus)
+    elif chosen.damaged:
+        lines = "".join(f"\n  {each}" for each in chosen.damaged)
         raise ValueError(
             f"--resume: no checkpoint of {root.parent} is whole, and what it trained is not thrown away: "
             f"restore one, or begin a new run with --out.{lines}"
         )
-    return Choice(None)
+    return chosen
 
 
 def _from_rank_0(own: Any, grid: ProcessGrid) -> Any:
@@ -64,20 +55,12 @@ def _from_rank_0(own: Any, grid: ProcessGrid) -> Any:
     return sent[0]
 
 
-def _problem(candidate: Checkpoint, grid: ProcessGrid, seen: Seen) -> str | None:
+def _problem(candidate: Checkpoint, grid: ProcessGrid) -> str | None:
     """Read a checkpoint's files; return the damage, also of their numbers, or None. Collective."""
     held = candidate.manifest
     mine = sorted(held.files)[grid.rank :: dist.get_world_size()]
-    total = sum(held.files[name].bytes for name in mine)
-    done = 0
-
-    def count(number: int) -> None:
-        nonlocal done
-        done += number
-        seen(done, total)
-
     blind = not files.is_file(candidate.directory / manifest.NAME)  # which rank 0 has read
-    each = (inspection.file_faults(candidate.directory, held, name, count) for name in mine if not blind)
+    each = (inspection.file_faults(candidate.directory, held, name) for name in mine if not blind)
     own = [grid.rank] * blind, [str(fault) for faults in each for fault in faults]
     told = merged(own, lambda one, other: (one[0] + other[0], one[1] + other[1]), grid.control_group)
     blinded, problems = _from_rank_0(told, grid)

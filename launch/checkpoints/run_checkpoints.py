@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from data import durable_files
 from launch.checkpoints import inspection, manifest
@@ -54,6 +55,13 @@ class Damaged:
 
     def __str__(self) -> str:
         return f"{self.directory} is damaged: {self.why}"
+
+
+class Choice(NamedTuple):
+    """The newest whole checkpoint, if there is one. `damaged`: newer ones, the newest first."""
+
+    checkpoint: Checkpoint | None
+    damaged: tuple[Damaged, ...] = ()
 
 
 def directory_of(root: Path, step: int) -> Path:
@@ -136,19 +144,19 @@ def newest_whole(path: Path, step: int | None = None) -> tuple[Checkpoint, tuple
     )
 
 
-def first_whole(every: Iterable[Checkpoint | Damaged]) -> tuple[Checkpoint | None, tuple[Damaged, ...]]:
-    """Return the first undamaged checkpoint, or None, and the damaged ones before it; look at no others."""
+def first_whole(every: Iterable[Checkpoint | Damaged]) -> Choice:
+    """Choose the first undamaged checkpoint; look at none after it."""
     damaged: list[Damaged] = []
     for each in every:
         if isinstance(each, Checkpoint):
-            return each, tuple(damaged)
+            return Choice(each, tuple(damaged))
         damaged.append(each)
-    return None, tuple(damaged)
+    return Choice(None, tuple(damaged))
 
 
 def newest(root: Path) -> Checkpoint | None:
     """Return the newest whole checkpoint, or None."""
-    return first_whole(found(root))[0]
+    return first_whole(found(root)).checkpoint
 
 
 def begin(directory: Path) -> None:

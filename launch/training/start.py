@@ -29,7 +29,7 @@ from recipes.schema import Recipe
 
 if TYPE_CHECKING:
     from data.corpus import Corpus
-    from launch.checkpoints.reading import Choice
+    from launch.checkpoints.run_checkpoints import Choice
     from launch.records.directory import RunDirectory
     from launch.records.facts import RunFacts, SilentRecorder
     from launch.training.run import TrainingRun
@@ -249,7 +249,7 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
     """Prepare data, show the plan, train and write results. `directory` is None except on rank 0."""
     import torch
 
-    from launch.checkpoints import reading
+    from launch.checkpoints import reading, run_checkpoints
     from launch.training import agreement
     from launch.training.early_ends import Diverged, EarlyEnd
     from launch.training.loop import train
@@ -267,7 +267,7 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
         given = job.initial_weights
         agreement.check(job.plan, corpus, grid.control_group, given.directory if given else None)
         # Chosen once, before the records are cut back to it.
-        chosen = reading.Choice(None)
+        chosen = run_checkpoints.Choice(None)
         if job.resume:
             with system_refusals(Path.cwd()):
                 chosen = reading.choose(job.checkpoints, grid, job.plan.recipe, checksum(corpus))
