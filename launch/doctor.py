@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 from ds_configs import jsonfile, known_keys
 from ds_configs.plan import Plan
 from ds_configs.resolver import resolve
-from launch.console import arguments, ends, quiet, terminal
+from launch.console import arguments, ends, output, quiet, terminal
 from launch.machine import abilities, checks, description, doctor_checks, hosts, start_checks
 from launch.machine.checks import Check, Function, Verdict, failed, ok, unchecked, warning
 from launch.machine.hosts import Hosts
@@ -31,7 +31,7 @@ from launch.machine.memory import Memory, this_machine
 from launch.planning import memory_fit
 from launch.planning.prediction.forecast_text import error
 from launch.ranks import interfaces, joining, launch_environment, processes
-from launch.records.directory import default_path
+from launch.records import shared_directory
 from recipes import catalog
 from recipes.files import path_of
 from recipes.problems import ProblemsError, counted
@@ -86,7 +86,7 @@ def main() -> int:
     config = jsonfile.find(args.ds_config or recipe.ds_config)
     listed = hosts.read_hosts(args.hostfile) if args.hostfile else None
     name = catalog.full_name(args.recipe) + ("-tiny" if args.tiny else "")
-    directory = path_of(args.out, "--out") if args.out else default_path(name, config.stem)
+    directory = path_of(args.out, "--out") if args.out else output.run_directory(name, config.stem)
     with contextlib.redirect_stdout(sys.stderr):  # what libraries print is no JSON
         found = [*launcher, *checks.run(table(recipe, config, listed, directory, environ))]
         if processes.world_size() > 1:
@@ -287,8 +287,6 @@ RANK_REPORT = TypeAdapter(RankReport)
 
 def gather_checks(own: list[Check], directory: Path) -> list[Check]:
     """Gather the checks of all machines on rank 0, and compare the ranks. Collective."""
-    from launch.records import shared_directory
-
     meeting, place, path = joining.meet(), start_checks.existing(directory), str(directory.absolute())
     ahead = time.time() - meeting.from_rank_0(time.time())
     first = processes.rank() == 0

@@ -43,6 +43,6 @@ def refusal(flag: str, text: object, came: str, rule: str, fix: str) -> Problems
     return ProblemsError([Problem(flag, f"{flag} {text} {came}", rule, fix)])
 
 
-def run_directory(recipe_name: str, ds_name: str) -> str:
+def run_directory(recipe_name: str, ds_name: str) -> Path:
     """Name the run directory without --out: runs/default-sotu-zero3_offload for "default/sotu"."""
-    return "runs/" + re.sub(r"[^A-Za-z0-9._]+", "-", f"{recipe_name}-{ds_name}").strip("-")
+    return Path("runs", re.sub(r"[^A-Za-z0-9._]+", "-", f"{recipe_name}-{ds_name}").strip("-"))

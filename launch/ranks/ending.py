@@ -48,6 +48,13 @@ def keep_error(directory: Path, text: str) -> None:
         (directory / f"error-rank-{rank()}.txt").write_text(text)
 
 
+def forget_errors(directory: Path) -> None:
+    """Remove the tracebacks of former launches' ranks, and what their watchdogs reported."""
+    for pattern in (out_of_memory.FILES, "hang.txt", "hang-*rank-*"):
+        for path in directory.glob(pattern):
+            path.unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
 def keep_error_of_block(directory: Path, but: type[Exception]) -> Iterator[None]:
     """Keep the error of a failing block, `but` not that type, before a cleanup that may hang."""

@@ -41,9 +41,3 @@ def reason(directory: Path) -> str | None:
         return None
     rank, said = min(found)
     return f"rank {rank}: {said}" + (f" (and {len(found) - 1} more)" if len(found) > 1 else "")
-
-
-def forget(directory: Path) -> None:
-    """Remove the tracebacks of former launches' ranks."""
-    for path in directory.glob(FILES):
-        path.unlink(missing_ok=True)

@@ -314,12 +314,6 @@ class Watchdog:
         return f"{stacks}. Nothing was saved: --resume continues from the newest complete checkpoint"
 
 
-def forget(directory: Path) -> None:
-    """Remove the reports of former launches' watchdogs."""
-    for path in (directory / REPORT, *directory.glob("hang-*rank-*")):
-        path.unlink(missing_ok=True)
-
-
 def _stacks(statuses: Mapping[int, Status]) -> Iterator[str]:
     """Yield the ranks' stacks; ranks with equal stacks together."""
     alike: dict[tuple[object, ...], list[Status]] = {}

@@ -12,7 +12,7 @@ from pathlib import Path
 from data.durable_files import Lock, left_by_a_crash
 from ds_configs.plan import Plan, plan_to_json
 from launch.console import output
-from launch.records.directory import Launch, RunDirectory, default_path
+from launch.records.directory import Launch, RunDirectory
 from launch.records.facts import RunFacts
 from launch.records.metrics import Records, StepRecord, read_metrics
 from launch.records.result import OURS
@@ -45,7 +45,7 @@ def admit(
     refusal raises ValueError and changes nothing.
     """
     plan = run.plan
-    directory = RunDirectory(Path(path) if path is not None else default_path(run.name, plan.ds_name))
+    directory = RunDirectory(Path(path or output.run_directory(run.name, plan.ds_name)))
     output.directory("--out", directory.path).mkdir(parents=True, exist_ok=True)
     if odd := directory.of_another_kind:
         raise ValueError(

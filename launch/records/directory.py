@@ -35,7 +35,6 @@ from pydantic import TypeAdapter
 from data.durable_files import Lock, write_atomically
 from ds_configs.plan import FORM as PLAN
 from ds_configs.plan import Plan, plan_facts, plan_to_json
-from launch.console.output import run_directory
 from launch.records.facts import RunFacts
 from recipes import catalog, files
 
@@ -138,11 +137,6 @@ class RunDirectory:
         """Release the lock, so that another process may resume this run."""
         if self.lock is not None:
             self.lock.release()
-
-
-def default_path(name: str, ds_name: str) -> Path:
-    """Return the default path, as runs/default-sotu-zero3_offload for recipe "default/sotu"."""
-    return Path(run_directory(name, ds_name))
 
 
 def _json(value: Any) -> str:

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 
 from ds_configs.plan import Machine
 from launch.console import arguments, output, quiet, terminal
-from launch.machine import checks, start_checks
+from launch.machine import checks, description, start_checks
 from launch.ranks import ending, joining, launch_environment, out_of_memory, processes, start_up
 from launch.ranks.meeting import Meeting
-from launch.records.facts import Ending
+from launch.records import shared_directory
+from launch.records.facts import Ending, Entropies, RunFacts, SilentRecorder
 from launch.training import compile_choice
 from launch.training.compile_choice import WISHES
 from launch.training.job import InitialWeights, Job, assumed_machine, plan_job
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from data.corpus import Corpus
     from launch.checkpoints.run_checkpoints import Choice
     from launch.records.directory import RunDirectory
-    from launch.records.facts import RunFacts, SilentRecorder
     from launch.training.run import TrainingRun
 
 RUN_RULES = (
@@ -62,9 +62,6 @@ class Training:
     @cached_property
     def facts(self) -> RunFacts:
         """The facts of the run, as far as they are known before its data."""
-        from launch.machine import description
-        from launch.records.facts import RunFacts
-
         job, machine = self.job, description.describe()
         return RunFacts(job.plan, job.name, machine, self.original, self.tiny, self.emulated_fp16)
 
@@ -142,12 +139,11 @@ def admit_run(training: Training, meeting: Meeting) -> RunDirectory | None:
     """Open the run directory on rank 0, and check that every rank sees it. Collective."""
     directory = meeting.settle(lambda: open_run_directory(training))
     if processes.world_size() > 1:
-        from launch.records import shared_directory
-
         first, place = processes.rank() == 0, training.job.directory
         with shared_directory.token(place) if first else contextlib.nullcontext("") as token:
             name = meeting.from_rank_0(token)
             seen = meeting.settle(lambda: first or shared_directory.wait_for(place, name))
+        # With the token gone: where a rank refuses, its launcher ends this one.
         meeting.settle(lambda: shared_directory.check(seen, place))
     return directory
 
@@ -167,8 +163,6 @@ def job_of(
 
     Raises ValueError with every problem of recipe and configuration.
     """
-    from launch.records.directory import default_path
-
     take_file_handles(start_checks.files_needed(processes.world_size()))
     plan = plan_job(
         recipe, args.ds_config, machine, compiled=args.compile == "on", initial_weights=weights,
@@ -176,7 +170,7 @@ def job_of(
     )  # fmt: skip
     # Now, since a run that still trains there may save newer ones later.
     weights = weights and weights.resolved()
-    directory = path_of(args.out, "--out") if args.out else default_path(name, plan.ds_name)
+    directory = path_of(args.out, "--out") if args.out else output.run_directory(name, plan.ds_name)
     if args.out and processes.rank() == 0:
         output.directory("--out", directory)
     if (missing := compile_choice.explain_missing(args.compile, plan, machine)) is not None:
@@ -189,7 +183,6 @@ def job_of(
 def open_run_directory(training: Training) -> RunDirectory | None:
     """Open the run directory on rank 0. Raises ValueError where this rank cannot start there."""
     from launch.checkpoints.run_checkpoints import first_whole, found
-    from launch.ranks import watchdog
     from launch.records.admission import admit
 
     job = training.job
@@ -201,8 +194,7 @@ def open_run_directory(training: Training) -> RunDirectory | None:
     how = (job.directory, training.facts, sys.argv)
     with system_refusals(job.directory):
         directory = admit(*how, resume=job.resume, newest=newest, damaged=lost)
-    out_of_memory.forget(directory.path)  # before this rank joins the others: none of them computes yet
-    watchdog.forget(directory.path)
+    ending.forget_errors(directory.path)  # before this rank joins the others: none of them computes yet
     return directory
 
 
@@ -227,7 +219,6 @@ def system_refusals(place: Path) -> Iterator[None]:
 
 
 def show_plan(job: Job) -> None:
-    from launch.machine import description
     from launch.records.plan_text import Surroundings, describe_plan
 
     if processes.rank() == 0:
@@ -310,7 +301,6 @@ def open_recorder(
 ) -> SilentRecorder:
     """Open rank 0's recorder, cut back to the chosen checkpoint; other ranks get a silent one."""
     from launch.records import vocabulary
-    from launch.records.facts import Entropies, SilentRecorder
     from launch.records.recorder import Recorder
     from launch.training.build_model import band_kernel
 

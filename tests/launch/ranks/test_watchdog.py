@@ -6,7 +6,8 @@ from unittest.mock import Mock
 import pytest
 from launching import WORKERS, run_ranks
 
-from launch.ranks.watchdog import HANGING, LONG, USUAL_STEPS, Phase, Place, Status, Watchdog, forget
+from launch.ranks import ending
+from launch.ranks.watchdog import HANGING, LONG, USUAL_STEPS, Phase, Place, Status, Watchdog
 
 
 def watched(tmp_path, what, rank, hang_after=1, ranks=3):
@@ -30,7 +31,7 @@ def test_a_stopped_rank_is_named_and_the_others_end(tmp_path, stopped):
     assert "dist.all_reduce" in done.stdout and "watched.py" in (tmp_path / left[0]).read_text()
     kept = pickle.loads((tmp_path / f"hang-collectives-rank-{others[0]}").read_bytes())
     assert "all_reduce" in kept["entries"][-1]["profiling_name"], "torch's Flight Recorder"
-    forget(tmp_path)
+    ending.forget_errors(tmp_path)
     assert not [*tmp_path.iterdir()]
 
 

@@ -19,9 +19,10 @@ from data import durable_files
 from data.durable_files import write_atomically
 from ds_configs.findings import Notice
 from ds_configs.plan import Plan
+from launch.console.output import run_directory
 from launch.machine import description
 from launch.records.admission import admit
-from launch.records.directory import RunDirectory, default_path
+from launch.records.directory import RunDirectory
 from launch.records.metrics import SaveRecord, read_metrics, to_line
 from launch.training.job import Job
 from launch.training.start import Training, open_run_directory
@@ -89,7 +90,7 @@ def test_the_directory_explains_the_run(tmp_path):
 def test_the_default_path_names_recipe_and_ds_config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert create(None, plan()).path == Path("runs/default-small-zero1")
-    named = default_path("a table.yaml/72x3072-h32 (tiny)", "3d")
+    named = run_directory("a table.yaml/72x3072-h32 (tiny)", "3d")
     assert named == Path("runs/a-table.yaml-72x3072-h32-tiny-3d")
 
 
