@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -29,21 +29,10 @@ from launch.checkpoints.geometry import share
 from launch.checkpoints.manifest import WEIGHT, ScalerState
 from launch.deepspeed_fixes.cpu_adam_bias_correction import replay_bias_correction
 from launch.deepspeed_fixes.lion import Lion
+from launch.deepspeed_fixes.short_steps import Fragment, fragments_of
 from launch.deepspeed_fixes.zero0 import MasterWeights
 from modeling.initialization import shard_of
 from modeling.parallel.process_grid import ProcessGrid
-
-
-class Fragment(NamedTuple):
-    """Elements of a partition from `offset` on, which are `parameter`'s elements from `first` on.
-
-    `parameter`: this rank's tensor-parallel slice.
-    """
-
-    parameter: torch.nn.Parameter
-    first: int
-    offset: int
-    elements: int
 
 
 @dataclass(frozen=True)
@@ -232,12 +221,7 @@ class EngineState:
 
 def _flat_group(parameters: list[torch.nn.Parameter], master: torch.Tensor) -> Partition:
     """Describe this rank's part of a group's flat master weights under ZeRO 1 and 2."""
-    fragments = []
-    for parameter in parameters:
-        if (mapping := parameter._hp_mapping) is not None:  # type: ignore[attr-defined]
-            here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
-            fragments.append(Fragment(parameter, there.start, here.start, here.numel))
-    return Partition(tuple(fragments), lambda: master, master.dtype)
+    return Partition(tuple(fragments_of(parameters)), lambda: master, master.dtype)
 
 
 def _whole(parameter: torch.nn.Parameter, master: torch.Tensor) -> Partition:

@@ -25,7 +25,7 @@ The norm rounds otherwise than DeepSpeed's, and so do gradients divided in the k
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,12 +44,26 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from launch.deepspeed_fixes.norms import counts_here, divide, divisor_of, sum_of_squares
 
 
-class Place(NamedTuple):
-    """Elements [first, first + elements) of a gradient, which lie at `offset` in the partition."""
+class Fragment(NamedTuple):
+    """Elements of a partition from `offset` on, which are `parameter`'s elements from `first` on.
 
+    `parameter`: this rank's tensor-parallel slice.
+    """
+
+    parameter: torch.nn.Parameter
     first: int
     offset: int
     elements: int
+
+
+def fragments_of(group: Sequence[torch.nn.Parameter]) -> list[Fragment]:
+    """List what lies of a group's parameters in this rank's flat partition under ZeRO 1 and 2."""
+    found = []
+    for parameter in group:
+        if (mapping := parameter._hp_mapping) is not None:  # type: ignore[attr-defined]
+            here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
+            found.append(Fragment(parameter, there.start, here.start, here.numel))
+    return found
 
 
 def shorten_step(engine: DeepSpeedEngine) -> str | None:
@@ -87,10 +101,11 @@ class _Partitions:
     ) -> None:
         """Find the place of each gradient, once the optimizer is built."""
         self._alone = dist.get_world_size(dp_group) == 1
-        self._places = [_places_of(group) for group in groups]
+        self._places = [{each.parameter: each for each in fragments_of(group)} for group in groups]
         # Runs of neighbouring places, those that count in the norm and the others.
         self._runs = [
-            [_find_runs(places, tensor_rank, counts) for places in self._places] for counts in (True, False)
+            [_find_runs(places.values(), tensor_rank, counts) for places in self._places]
+            for counts in (True, False)
         ]
 
     def norm_over_ranks(
@@ -108,22 +123,10 @@ class _Partitions:
         return total.sqrt().float()
 
 
-def _places_of(group: Sequence[torch.nn.Parameter]) -> dict[torch.nn.Parameter, Place]:
-    """Return the places of those parameters of which something lies in this rank's partition."""
-    places = {}
-    for parameter in group:
-        if (mapping := parameter._hp_mapping) is not None:  # type: ignore[attr-defined]
-            here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
-            places[parameter] = Place(there.start, here.start, here.numel)
-    return places
-
-
-def _find_runs(
-    places: dict[torch.nn.Parameter, Place], tensor_rank: int, counts: bool
-) -> list[tuple[int, int]]:
+def _find_runs(places: Iterable[Fragment], tensor_rank: int, counts: bool) -> list[tuple[int, int]]:
     """Return start and end of neighbouring places whose elements count in the norm, or do not."""
     runs: list[tuple[int, int]] = []
-    for parameter, (_, offset, elements) in places.items():
+    for parameter, _, offset, elements in places:
         if counts_here(parameter, tensor_rank) == counts:
             start = runs.pop()[0] if runs and runs[-1][1] == offset else offset
             runs.append((start, offset + elements))
@@ -158,7 +161,7 @@ class FlatStep(_Partitions, DeepSpeedZeroOptimizer):
         """Move a reduced gradient into the partition's, or add it there (DeepSpeed calls this)."""
         assert group_idx is not None and param.grad is not None
         if not self._use_compact_grad_partition_buffer(group_idx):
-            first, offset, elements = self._places[group_idx][param]
+            _, first, offset, elements = self._places[group_idx][param]
             source = param.grad.view(-1)[first : first + elements]
             target = self._gradient(group_idx)[offset : offset + elements]
             if param in self._taken:
@@ -212,7 +215,7 @@ class FlatStep(_Partitions, DeepSpeedZeroOptimizer):
         if self._use_compact_grad_partition_buffer(group):
             self.single_partition_of_fp32_groups[group].grad = self.averaged_gradients[group].flat_partition
             return
-        for parameter, (_, offset, elements) in self._places[group].items():
+        for parameter, _, offset, elements in self._places[group].values():
             if parameter not in self._taken:
                 self._gradient(group)[offset : offset + elements].zero_()
 
