@@ -43,7 +43,10 @@ RULES: tuple[Rule, ...] = (("--ds_config", "--set ds_config", "the flag decides 
 class Parser(argparse.ArgumentParser):
     """A parser with rules of flags that make no sense together: none is ignored."""
 
-    rules: tuple[Rule, ...] = ()
+    def __init__(self, rules: tuple[Rule, ...] = (), **how: Any) -> None:
+        super().__init__(formatter_class=HELP, allow_abbrev=False, **how)
+        self.rules = rules
+        self.register("action", None, _Given)
 
     def parse_known_args(self, *args: Any, **more: Any) -> Any:
         found, rest = super().parse_known_args(*args, **more)
@@ -75,9 +78,7 @@ def command(description: str, examples: str, rules: tuple[Rule, ...] = ()) -> ar
     """Make a parser with description and examples in its --help."""
     _refuse_another_checkout()
     about = textwrap.fill(description, HELP_WIDTH)
-    parser = Parser(description=about, epilog=examples, formatter_class=HELP, allow_abbrev=False)
-    parser.rules = rules
-    parser.register("action", None, _Given)
+    parser = Parser(rules, description=about, epilog=examples)
     # The deepspeed launcher passes --local_rank=N; the environment says the same.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     return parser
@@ -92,11 +93,8 @@ def subcommand(
     rules: tuple[Rule, ...] = (),
 ) -> argparse.ArgumentParser:
     """Make the parser of a subcommand, with description and examples in its --help."""
-    parser = commands.add_parser(
-        name, help=help_line, description=about, epilog=examples, formatter_class=HELP, allow_abbrev=False
-    )
+    parser = commands.add_parser(name, help=help_line, description=about, epilog=examples)
     parser.rules = rules  # type: ignore[attr-defined] # a Parser, as the parser of the subcommands
-    parser.register("action", None, _Given)
     return parser
 
 

@@ -76,11 +76,11 @@ def git_state(repository: Path) -> dict[str, Any] | None:
 
     A package in a virtual environment inside another checkout must not report that one.
     """
-    top = _git(repository, "rev-parse", "--show-toplevel")
-    commit = _git(repository, "rev-parse", "HEAD")
-    if top is None or commit is None or Path(top).resolve() != repository.resolve():
+    git = ("git", "-C", str(repository))
+    top, _, commit = (_output(*git, "rev-parse", "--show-toplevel", "HEAD") or "").rpartition("\n")
+    if not top or Path(top).resolve() != repository.resolve():
         return None
-    status = _git(repository, "status", "--porcelain")
+    status = _output(*git, "status", "--porcelain")
     return {"commit": commit, "dirty": None if status is None else bool(status)}
 
 
@@ -110,10 +110,6 @@ def cpu_model() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
-
-
-def _git(directory: Path, *arguments: str) -> str | None:
-    return _output("git", "-C", str(directory), *arguments)
 
 
 def _output(*command: str) -> str | None:
