@@ -191,7 +191,7 @@ def checked(args: argparse.Namespace) -> Training:
 
     machine = abilities.detect_machine(args.emulate_fp16)
     given = InitialWeights(args.init, "--init")
-    of = (wishes(args), given.encoder().model_values, given.vocabulary(), machine)
+    of = (wishes(args), *pretrained.encoder_in(given), machine)
     first = recipe_of(*of)
     task_corpus.check(first)
     corpus = task_corpus.build(first, say_on_rank_0)

@@ -6,15 +6,20 @@ import contextlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
 from data.durable_files import write_atomically
 from launch.records.directory import RunDirectory
 from recipes import catalog, files
+from recipes.families import FAMILIES
 from recipes.key_paths import differences, is_part
-from recipes.problems import RecipeError
+from recipes.problems import Problem, RecipeError
 from recipes.schema import Recipe
+
+if TYPE_CHECKING:
+    from launch.weights.initial_weights import InitialWeights
 
 NAME = "pretrained.json"  # in the directory of a fine-tuning run
 # Sections and keys of a recipe that decide the pretrained weights.
@@ -44,6 +49,29 @@ class Pretrained:
 
 
 _FORM = TypeAdapter(Pretrained)
+
+
+def encoder_in(given: InitialWeights) -> tuple[dict[str, Any], Path]:
+    """Return the model of given weights for a recipe that fine-tunes it, and its vocabulary's directory.
+
+    That is in the run, or next to the weights. Raises ProblemsError if the model is none of our BERTs.
+    """
+    from launch.weights.foreign_weights import MegatronWeights, RunWeights
+    from launch.weights.initial_weights import shown
+
+    saved, vocabulary = given.saved(), Path(given.directory)
+    if isinstance(saved, MegatronWeights):
+        rule = "weights of Megatron say nothing of their vocabulary"
+        fix = "pretrain from it with --init_from, and fine-tune that run"
+        raise given.error([Problem(given.key, "is a checkpoint of Megatron", rule, fix)])
+    model = given.model(catalog.load())
+    if not FAMILIES[model.form.family].masked:
+        came = f"is a model of type {shown(model.form.model_type)}"
+        fix = "give a run with a checkpoint, or a directory that save_pretrained or export_hf.py wrote"
+        raise given.error([Problem(given.key, came, "heads for tasks stand on a BERT", fix)])
+    if isinstance(saved, RunWeights):
+        vocabulary = saved.checkpoint.directory.parent.parent / "tokenizer"
+    return model.model_values, vocabulary.resolve()
 
 
 def pretrained_in(weights: str) -> Pretrained | None:

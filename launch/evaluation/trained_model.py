@@ -74,7 +74,8 @@ def open_model(
 
 
 def _open(given: str, tokenizer: str | None, check: Callable[[Recipe], None]) -> TrainedModel:
-    recipe, run, step = InitialWeights(given).described(catalog.load()), None, None
+    default, run, step = catalog.load(), None, None
+    recipe = InitialWeights(given).model(default).as_recipe(default)
     saved, weights = foreign_weights.saved_in(given), Path(given)
     if isinstance(saved, RunWeights):
         recipe, weights, step = saved.recipe, saved.checkpoint.directory, saved.checkpoint.step

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ds_configs.findings import Notice
-from launch.weights.foreign_weights import KEY, MegatronWeights, RunWeights, Saved, read, saved_in
+from launch.weights.foreign_weights import KEY, RunWeights, Saved, read, saved_in
 from modeling.formats.huggingface.config_forms import ConfigForm, form_of
 from modeling.lazy_weights import LazyWeights
-from recipes import catalog
 from recipes.families import FAMILIES, PUBLISHED_VOCABULARIES
 from recipes.files import FileError
 from recipes.key_paths import flatten
@@ -156,26 +155,12 @@ class InitialWeights:
         remarks = (f"those of {self.directory}", *saved.remarks(recipe))
         return tuple(Notice("init_from", f"initial weights: {text}") for text in remarks)
 
-    def described(self, recipe: Recipe) -> Recipe:
-        """Return `recipe` with the weights' model, for samples of all its positions.
+    def model(self, recipe: Recipe) -> GivenModel:
+        """Read the model; `recipe` tells the heads of weights that do not.
 
         Raises ProblemsError: no weights, or a broken description of the model. `check` finds other faults.
         """
-        return self._given(self.saved(), recipe)[0].as_recipe(recipe)
-
-    def encoder(self) -> GivenModel:
-        """Read the model for a recipe that fine-tunes it. Raises ProblemsError if it is none of our BERTs."""
-        saved = self.saved()
-        if isinstance(saved, MegatronWeights):
-            rule = "weights of Megatron say nothing of their vocabulary"
-            fix = "pretrain from it with --init_from, and fine-tune that run"
-            raise self.error([Problem(self.key, "is a checkpoint of Megatron", rule, fix)])
-        given = self._given(saved, catalog.load())[0]
-        if not FAMILIES[given.form.family].masked:
-            came = f"is a model of type {shown(given.form.model_type)}"
-            fix = "give a run with a checkpoint, or a directory that save_pretrained or export_hf.py wrote"
-            raise self.error([Problem(self.key, came, "heads for tasks stand on a BERT", fix)])
-        return given
+        return self._given(self.saved(), recipe)[0]
 
     def resolved(self) -> InitialWeights:
         """Replace a run by its newest whole checkpoint, so that later ones change nothing."""
@@ -187,13 +172,6 @@ class InitialWeights:
     def read(self, recipe: Recipe) -> LazyWeights:
         """Return canonical weights, read on demand. Raises ValueError as `foreign_weights.read`."""
         return read(self.directory, recipe)
-
-    def vocabulary(self) -> Path:
-        """Return the directory of their vocabulary: in the run, or next to the weights."""
-        saved = saved_in(self.directory)
-        if isinstance(saved, RunWeights):
-            return (saved.checkpoint.directory.parent.parent / "tokenizer").resolve()
-        return Path(self.directory).resolve()
 
     def saved(self) -> Saved:
         """Recognize the kind of weights. Raises ProblemsError if there is no directory."""

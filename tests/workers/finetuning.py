@@ -20,6 +20,7 @@ from data.tasks.corpus import build  # noqa: E402  (after the accelerator is cho
 from ds_configs.resolver import resolve  # noqa: E402
 from launch.evaluation.finetuning_predictions import predict  # noqa: E402
 from launch.evaluation.finetuning_recipe import Wishes, cut_to, recipe_of  # noqa: E402
+from launch.evaluation.pretrained import encoder_in  # noqa: E402
 from launch.experiments.parity.groups import temporary_groups  # noqa: E402
 from launch.records.facts import SilentRecorder  # noqa: E402
 from launch.training.job import Job  # noqa: E402
@@ -47,7 +48,7 @@ def finetune(out: Path, case: dict) -> None:
     wishes = Wishes(
         case["task"], case["files"], settings=case["settings"], batch=8, lr=1e-3, sequence_length=32
     )
-    given = weights.encoder().model_values, weights.vocabulary(), MACHINE
+    given = *encoder_in(weights), MACHINE
     corpus = build(recipe_of(wishes, *given), say=lambda text: None)
     recipe = cut_to(recipe_of(wishes, *given, examples=len(corpus.train)), case["steps"])
     plan, records = resolve(recipe, case["ds_config"], processes.world_size(), MACHINE), Records()

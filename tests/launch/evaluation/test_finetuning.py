@@ -17,6 +17,7 @@ from data.loader import StepBatches
 from data.tasks.corpus import build
 from ds_configs.plan import HOST, Machine
 from launch.evaluation.finetuning_recipe import Wishes, recipe_of
+from launch.evaluation.pretrained import encoder_in
 from launch.training.engine import parameter_groups
 from launch.training.schedule import learning_rate
 from launch.weights.initial_weights import InitialWeights
@@ -127,7 +128,7 @@ def test_losses_are_those_of_transformers_step_by_step(trained):
     wishes = Wishes("sst2", files, settings=NO_DROPOUT, batch=8, lr=1e-3, sequence_length=32)
     init = trained / "bert"
     given = InitialWeights(str(init))
-    of = (wishes, given.encoder().model_values, given.vocabulary(), MACHINE)
+    of = (wishes, *encoder_in(given), MACHINE)
     corpus = build(recipe_of(*of), say=lambda text: None)
     recipe = recipe_of(*of, examples=len(corpus.train))
     assert (recipe.sequence_length, recipe.positions) == (32, 64), "all positions are kept"
