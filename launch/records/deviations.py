@@ -90,7 +90,7 @@ def _differences(run: RunFacts, steps: int) -> Iterator[Deviation]:
         yield Deviation("tiny")
     if original is not None:
         yield from _changed_fields(original, recipe, tiny)
-    if plan.ds_name != (own := short_name(reference.ds_config)):
+    if plan.ds_name != (own := Path(reference.ds_config).name.removesuffix(".json")):
         yield Deviation("ds_config", "ds_config", own, plan.ds_name)
     yield from _changed_layout(reference, plan, tiny)
     for kind, texts in (("differs", recipe.differs), ("unknown", recipe.unknown)):
@@ -180,7 +180,8 @@ def not_comparable(
         return Incomparable("tiny")
     if row is None or plan is None:
         return Incomparable("unreadable")
-    sharded = changed_sharding(row, plan)
+    there, here = sharding(_config(row.ds_config)), sharding(plan.ds)
+    sharded = (here, there) if there and here and there != here else None
     keys = [*changed_work(row, plan.recipe), *changed_degrees(row, plan.layout)]
     if keys or sharded:
         return Incomparable("other", (*keys, *(["ds_config"] if sharded else [])), sharded)
@@ -206,12 +207,6 @@ def changed_degrees(row: Recipe, layout: Layout) -> list[str]:
     return [f"parallel.{key}" for key, degree in own.items() if degree not in (None, getattr(layout, key))]
 
 
-def changed_sharding(row: Recipe, plan: Plan) -> tuple[str, str] | None:
-    """Return (sharding and offload of the run, the same of the row's JSON) if they differ."""
-    expected, used = sharding(_config(row.ds_config)), sharding(plan.ds)
-    return (used, expected) if expected and used and expected != used else None
-
-
 def sharding(config: Mapping[str, Any]) -> str | None:
     """Name a JSON's ZeRO stage and offload, as "ZeRO-3, offload optimizer"; None for {}."""
     if not config:
@@ -222,11 +217,6 @@ def sharding(config: Mapping[str, Any]) -> str | None:
     if lookup(config, "activation_checkpointing.cpu_checkpointing"):
         parts.append("activations in CPU memory")
     return ", ".join(parts)
-
-
-def short_name(ds_config: str) -> str:
-    """Shorten the name of a ds_config to that in a plan: ds_configs/zero3.json -> zero3."""
-    return Path(ds_config).name.removesuffix(".json")
 
 
 def _config(name: str) -> dict[str, Any]:
