@@ -38,9 +38,13 @@ def choose(root: Path, grid: ProcessGrid, recipe: Recipe, corpus: str) -> Choice
             yield candidate
 
     chosen = run_checkpoints.first_whole(inspected())
-    if chosen.checkpoint:
-        _check_corpus(chosen.checkpoint, corpus)
-    elif chosen.damaged:
+    if chosen.checkpoint and (trained_on := chosen.checkpoint.manifest.corpus) != corpus:
+        raise ValueError(
+            f"{chosen.checkpoint.directory} was trained on tokens with CRC-32 {trained_on}, and the recipe's "
+            f"data now have {corpus}: its files, or the store of that name, have changed; restore them, or "
+            "begin a new run with --out (--init_from takes its weights along)"
+        )
+    if chosen.damaged and not chosen.checkpoint:
         lines = "".join(f"\n  {each}" for each in chosen.damaged)
         raise ValueError(
             f"--resume: no checkpoint of {root.parent} is whole, and what it trained is not thrown away: "
@@ -70,16 +74,6 @@ def _problem(candidate: Checkpoint, grid: ProcessGrid) -> str | None:
             "file system that all machines share"
         )
     return "; ".join(problems) or None
-
-
-def _check_corpus(candidate: Checkpoint, corpus: str) -> None:
-    trained_on = candidate.manifest.corpus
-    if trained_on != corpus:
-        raise ValueError(
-            f"{candidate.directory} was trained on tokens with CRC-32 {trained_on}, and the recipe's "
-            f"data now have {corpus}: its files, or the store of that name, have changed; restore them, or "
-            "begin a new run with --out (--init_from takes its weights along)"
-        )
 
 
 @torch.no_grad()

@@ -169,14 +169,14 @@ class Saver:
     def _complete(self, pending: _Pending, whole: Part) -> str | None:
         """Complete the checkpoint on rank 0; on failure remove it, and raise OSError or return the reason."""
         try:
-            if not whole.problems:
-                run_checkpoints.complete(pending.directory, self._manifest(pending, whole))
+            if whole.problems:
+                return "; ".join(whole.problems)
+            run_checkpoints.complete(pending.directory, self._manifest(pending, whole))
         finally:  # it has another name if it is whole
             shutil.rmtree(pending.directory, ignore_errors=True)
-        prune, kept = run_checkpoints.prune, self.plan.recipe.run.keep_checkpoints
-        if not whole.problems:
-            self._removed = self._remover.submit(prune, self.root, kept)
-        return "; ".join(whole.problems) or None
+        kept = self.plan.recipe.run.keep_checkpoints
+        self._removed = self._remover.submit(run_checkpoints.prune, self.root, kept)
+        return None
 
     def _manifest(self, pending: _Pending, whole: Part) -> Manifest:
         return Manifest(
