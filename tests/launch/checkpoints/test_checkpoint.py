@@ -5,6 +5,7 @@ import math
 import os
 import sys
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from launching import run
 from safetensors.torch import load_file
 from stored import checksum, complete_checkpoints, rewrite_manifest, write_checkpoint
 
-from launch.checkpoints import inspection, manifest, run_checkpoints, tensor_file
+from launch.checkpoints import inspection, manifest, reading, run_checkpoints, tensor_file
 from launch.checkpoints.geometry import Cut, copies, rectangles, share
 from launch.checkpoints.manifest import Series, joined
 from launch.checkpoints.run_checkpoints import Checkpoint, Damaged
@@ -23,6 +24,7 @@ from launch.checkpoints.tensor_file import Entry
 from launch.training.sample import sample
 from recipes import catalog
 from recipes.files import FileError
+from recipes.schema import Recipe
 
 TENSORS = {"word.weight": torch.arange(60.0).view(10, 6), "final_norm.bias": torch.arange(7.0)}
 
@@ -297,6 +299,19 @@ def test_without_a_checkpoint_every_reader_says_which_key_keeps_one(tmp_path):
     final = sample(recipe, tmp_path / "checkpoints", None)
     assert final == not_sampled, "a sample is by the final weights"
     assert run_checkpoints.newest_whole(tmp_path)[0].step == 7
+
+
+def test_a_checkpoint_of_other_tokens_is_no_damage_and_refuses_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "_from_rank_0", lambda own, grid: own)
+    monkeypatch.setattr(reading, "_problem", lambda candidate, grid: None)
+    write_checkpoint(tmp_path, 7, TENSORS)
+    (tmp_path / "step-000008").mkdir()
+    held = manifest.read(tmp_path / "step-000007")
+    how = tmp_path, Mock(rank=0), Recipe.model_validate(held.recipe)
+    chosen = reading.choose(*how, held.corpus)
+    assert chosen.checkpoint.step == 7 and [each.step for each in chosen.damaged] == [8]
+    with pytest.raises(ValueError, match=f"on tokens with CRC-32 {held.corpus}, .* now have other: "):
+        reading.choose(*how, "other")
 
 
 @pytest.mark.long
