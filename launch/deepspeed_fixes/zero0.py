@@ -30,8 +30,9 @@ rounding. Upstream: https://github.com/deepspeedai/DeepSpeed/pull/8393 (the unsc
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -252,18 +253,10 @@ class MasterWeights(DeepSpeedOptimizer):
 
 
 def _lists(
-    pairs: Iterable[tuple[torch.nn.Parameter, torch.Tensor]],
+    pairs: Sequence[tuple[torch.nn.Parameter, torch.Tensor]],
 ) -> Iterator[tuple[list[torch.nn.Parameter], list[torch.Tensor]]]:
     """Group the pairs into (parameters, masters), each list of `AT_ONCE` elements or little more."""
-    parameters: list[torch.nn.Parameter] = []
-    masters: list[torch.Tensor] = []
-    elements = 0
-    for parameter, master in pairs:
-        parameters.append(parameter)
-        masters.append(master)
-        elements += master.numel()
-        if elements >= AT_ONCE:
-            yield parameters, masters
-            parameters, masters, elements = [], [], 0
-    if masters:
-        yield parameters, masters
+    ends = itertools.accumulate(master.numel() for _, master in pairs)
+    for _, group in itertools.groupby(zip(pairs, ends, strict=True), lambda each: each[1] // AT_ONCE):
+        several = [pair for pair, _ in group]
+        yield [parameter for parameter, _ in several], [master for _, master in several]

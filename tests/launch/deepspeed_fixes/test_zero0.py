@@ -10,6 +10,7 @@ import torch
 from deepspeed.runtime.fp16 import loss_scaler
 from launching import WORKERS, run_ranks
 
+from launch.deepspeed_fixes import zero0
 from launch.deepspeed_fixes.zero0 import MasterWeights
 
 # 2^20 overflows for the tiny model, 2^18 does not: the run sees hysteresis, back-off and growth.
@@ -174,3 +175,12 @@ def test_bf16_does_not_skip_where_the_json_forbids_it():
         p.grad = torch.full_like(p, math.nan)
     optimizer.step()
     assert not optimizer.overflow and model[0].isnan().all()
+
+
+def test_kernels_take_all_tensors_in_their_order_in_lists_of_about_one_size(monkeypatch):
+    monkeypatch.setattr(zero0, "AT_ONCE", 10)
+    pairs = [(torch.nn.Parameter(torch.empty(n)), torch.empty(n)) for n in (4, 5, 3, 0, 40, 1, 9, 2)]
+    lists = list(zero0._lists(pairs))
+    assert [pair for each in lists for pair in zip(*each, strict=True)] == pairs
+    sizes = [[len(master) for master in masters] for _, masters in lists]
+    assert len(sizes) > 3 and all(sum(each[1:]) <= 10 for each in sizes), sizes
