@@ -22,7 +22,7 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import deepspeed
 import torch
@@ -42,6 +42,7 @@ BUILT = "built"  # file in an op's directory after a complete compilation
 LAST_LINES, LINE_WIDTH = 15, 300  # of the compiler's output in an explanation
 
 TORCH_ADAM = """set "torch_adam": true in optimizer.params of the DeepSpeed JSON: torch's AdamW, same rule"""
+NVME_OPS = ("PinMemoryBuilder", "AsyncIOBuilder")
 NO_NVME = "offload to memory instead of NVMe: --ds_config zero3_offload"
 
 
@@ -49,22 +50,14 @@ class CompileError(RuntimeError):
     """A failure to compile or load an op, with the compiler's last lines and the fix."""
 
 
-class Op(NamedTuple):
-    """A compiled op of DeepSpeed."""
-
-    builder: str  # name of its builder class
-    way_round: str  # how to do without the op
-
-
-def needed(ds: dict[str, Any]) -> tuple[Op, ...]:
-    """List the ops that DeepSpeed's engine will use under the resolved JSON `ds`."""
+def needed(ds: dict[str, Any]) -> tuple[str, ...]:
+    """List the builder classes of the ops that DeepSpeed's engine will use under the resolved JSON `ds`."""
     offloaded = [lookup(ds, f"zero_optimization.offload_{kind}.device") for kind in ("optimizer", "param")]
     adam = "CPUAdamBuilder" if offloaded[0] in ("cpu", "nvme") else "FusedAdamBuilder"
     ours = str(lookup(ds, "optimizer.type")).lower() in ("lamb", "lion")
     by_torch = ours or lookup(ds, "optimizer.params.torch_adam") is True
-    ops = () if by_torch or "optimizer" not in ds else (Op(adam, TORCH_ADAM),)
-    nvme = (Op("PinMemoryBuilder", NO_NVME), Op("AsyncIOBuilder", NO_NVME))
-    return (*ops, *nvme) if "nvme" in offloaded else ops
+    ops = () if by_torch or "optimizer" not in ds else (adam,)
+    return (*ops, *NVME_OPS) if "nvme" in offloaded else ops
 
 
 def prepare(ds: dict[str, Any], group: dist.ProcessGroup, say: Say = print) -> None:
@@ -120,17 +113,17 @@ def environment_key() -> str:
     return f"py{python}-torch{torch.__version__}-deepspeed{deepspeed.__version__}-{digest}"
 
 
-def is_built(op: Op) -> bool:
+def is_built(op: str) -> bool:
     """Check whether `op` is compiled, by an earlier run or at DeepSpeed's installation."""
-    builder = get_accelerator().create_op_builder(op.builder)
+    builder = get_accelerator().create_op_builder(op)
     if builder is None or _installed(builder.name):
         return True
     return Path(_get_build_directory(builder.name, False), BUILT).exists()
 
 
-def build(op: Op, say: Say = print) -> None:
+def build(op: str, say: Say = print) -> None:
     """Load `op`, and compile it first if needed. Raises CompileError."""
-    builder = get_accelerator().create_op_builder(op.builder)
+    builder = get_accelerator().create_op_builder(op)
     if builder is None or _installed(builder.name):
         return  # DeepSpeed itself judges an accelerator without this op
     try:
@@ -143,7 +136,8 @@ def build(op: Op, say: Say = print) -> None:
                 builder.load(verbose=False)
                 (directory / BUILT).touch()
     except Exception as e:  # torch, ninja, compiler, file system, dynamic linker: each raises its own type
-        raise CompileError(_explanation(builder.name, e, op.way_round)) from e
+        way_round = NO_NVME if op in NVME_OPS else TORCH_ADAM
+        raise CompileError(_explanation(builder.name, e, way_round)) from e
 
 
 def _load_built(builder: Any, directory: Path) -> bool:

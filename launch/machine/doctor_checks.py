@@ -121,8 +121,7 @@ def ops(ds: dict[str, Any]) -> Check:
     directory = compiled_ops.use_own_directory()
     later = "is compiled at the first start (about 40 s)"
     came = "; ".join(
-        f"{op.builder.removesuffix('Builder')} {'is built' if compiled_ops.is_built(op) else later}"
-        for op in needed
+        f"{op.removesuffix('Builder')} {'is built' if compiled_ops.is_built(op) else later}" for op in needed
     )
     if os.access(directory, os.W_OK):
         return ok(came)
