@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from unittest import mock
 
 import deepspeed
 import torch
@@ -51,12 +52,8 @@ def build(
     config = CONVERSION.config(recipe.model, recipe.positions, recipe.dropout)
     config.use_cache = False
     # transformers draws no weights, and gathers none under ZeRO-3: `_fill` sets ours.
-    draw, hf_deepspeed.initialize_weights_zero3 = hf_deepspeed.initialize_weights_zero3, lambda model: None
-    try:
-        with no_init_weights():
-            built = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    finally:
-        hf_deepspeed.initialize_weights_zero3 = draw
+    with mock.patch.object(hf_deepspeed, "initialize_weights_zero3", lambda model: None), no_init_weights():
+        built = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     built.tie_weights()  # from_config leaves this out, too, without its weights
     given = initial_weights.read(recipe) if initial_weights and drawn else None
     _fill(built, recipe, Init(recipe.seed, recipe.init_std, recipe.model.layers, given=given, meta=not drawn))

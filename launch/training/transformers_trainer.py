@@ -21,6 +21,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
@@ -63,8 +64,8 @@ def train(start: Start) -> EarlyStop | None:
         drawn, given = start.checkpoint is None, job.initial_weights
         model = transformers_model.build(plan.recipe, given, drawn=drawn)
         if plan.zero_stage == 0:
-            stack.callback(setattr, deepspeed, "initialize", deepspeed.initialize)
-            deepspeed.initialize = functools.partial(_plain_data_parallel, grid)
+            plain = functools.partial(_plain_data_parallel, grid)
+            stack.enter_context(mock.patch.object(deepspeed, "initialize", plain))
         batches = training_batches(plan, start.corpus, grid, start.checkpoint)
         stack.enter_context(contextlib.closing(batches))
         stop = stack.enter_context(StopRequest(job.stop_file))
