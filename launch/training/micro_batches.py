@@ -138,15 +138,14 @@ def _row_arguments(
 
 
 def for_pipeline(
-    batch: MicroBatch, salts: Tensor | None = None, device: Device | None = None
+    batch: MicroBatch, salts: Tensor | None, device: Device
 ) -> tuple[Tensor | tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Return (inputs of the first stage, targets of the last) of full length: stages exchange one shape.
 
-    `device`: copy from pinned memory beforehand; DeepSpeed would copy through memory that is not pinned.
+    Copied to `device` from pinned memory: DeepSpeed would copy through memory that is not pinned.
     """
     fields = fields_of(batch)
-    if device is not None:
-        batch = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+    batch = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
     inputs = (*(batch[name] for name in fields.inputs), *(() if salts is None else (salts,)))
     return inputs if len(inputs) > 1 else inputs[0], tuple(batch[name] for name in fields.targets)
 

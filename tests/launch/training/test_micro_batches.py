@@ -44,7 +44,7 @@ def test_a_random_question_has_a_sequence_for_each_choice():
 @EACH_FAMILY
 def test_inputs_go_to_the_first_stage_and_targets_to_the_last(family):
     given, fields = batch(family), FAMILIES[family].fields
-    inputs, targets = micro_batches.for_pipeline(given)
+    inputs, targets = micro_batches.for_pipeline(given, None, "cpu")
     inputs = inputs if isinstance(inputs, tuple) else (inputs,)
     for names, values in ((fields.inputs, inputs), (fields.targets, targets)):
         assert all(given[name] is value for name, value in zip(names, values, strict=True))
