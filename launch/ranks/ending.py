@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from launch.console import terminal
 from launch.ranks import out_of_memory
+from launch.ranks.launch_environment import HANG_REPORT
 from launch.ranks.processes import local_rank, rank, world_size
 from recipes.problems import ProblemsError
 from recipes.refused_by_system import problem, told_by
@@ -50,7 +51,7 @@ def keep_error(directory: Path, text: str) -> None:
 
 def forget_errors(directory: Path) -> None:
     """Remove the tracebacks of former launches' ranks, and what their watchdogs reported."""
-    for pattern in (out_of_memory.FILES, "hang.txt", "hang-*rank-*"):
+    for pattern in (out_of_memory.FILES, HANG_REPORT, "hang-*rank-*"):
         for path in directory.glob(pattern):
             path.unlink(missing_ok=True)
 

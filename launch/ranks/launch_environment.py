@@ -46,7 +46,8 @@ ADDRESSED = {
 }
 _PASS_ON = "pass on all that srun sets, into containers too, and unset what a shell or a job script has set"
 
-COLLECTIVES = "hang-collectives-rank-"  # in the run directory, with the rank behind it
+HANG_REPORT = "hang.txt"  # in the run directory
+COLLECTIVES = "hang-collectives-rank-"  # there, too, with the rank behind it
 # torch's Flight Recorder keeps NCCL's last collectives, and writes them where one times out. By their newer
 # names (torch 2.11 and 2.13 read both), with the older ones, which stand for the user's wish.
 FLIGHT_RECORDER = {

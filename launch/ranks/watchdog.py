@@ -31,12 +31,11 @@ import torch
 import torch.distributed as dist
 
 from launch.console import terminal
-from launch.ranks.launch_environment import COLLECTIVES
+from launch.ranks.launch_environment import COLLECTIVES, HANG_REPORT
 from launch.ranks.processes import gathered
 from recipes.problems import some
 
 HANGING = 4  # exit code
-REPORT = "hang.txt"  # in the run directory, next to STACKS.format(rank)
 STACKS = "hang-rank-{}.txt"
 USUAL_STEPS = 5  # a step may take so many times what steps usually take
 LONG = 25  # times run.hang_after, for what is no usual step; of a minute, just under the collectives' 30
@@ -248,7 +247,7 @@ class Watchdog:
         text = "\n".join([*self._sentences(statuses, silent), *_stacks(statuses), self._advice()])
         if self._directory is not None:
             with contextlib.suppress(OSError):
-                (self._directory / REPORT).write_text(text + "\n")
+                (self._directory / HANG_REPORT).write_text(text + "\n")
         self._keep_stacks()
         terminal.say(f"\n{text}\n", sys.stderr)
         sys.stderr.flush()
@@ -309,7 +308,7 @@ class Watchdog:
     def _advice(self) -> str:
         if self._directory is None:
             return "Nothing was kept: the same command begins anew"
-        stacks = f"All threads' stacks are in {self._directory}: {REPORT} and {STACKS.format('N')}"
+        stacks = f"All threads' stacks are in {self._directory}: {HANG_REPORT} and {STACKS.format('N')}"
         stacks += f"; the last collectives in {COLLECTIVES}N"
         return f"{stacks}. Nothing was saved: --resume continues from the newest complete checkpoint"
 
