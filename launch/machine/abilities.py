@@ -78,7 +78,7 @@ def _with_system(device: Device, fp16: bool, bf16: bool, cuda_compiler: bool, **
 def halves_of_cores(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[bool, bool] | None:
     """Return whether x86 cores have instructions for products in fp16 and in bf16; None: torch knows.
 
-    oneDNN, torch's library, also multiplies in bf16 by those of AVX-512 for fp32, at a fifth of fp32's rate: 61
+    oneDNN, torch's library, also multiplies in bf16 by AVX-512's for fp32, at a fifth of fp32's rate: 61
     GFLOP/s for 1024^3 on two cores where fp32 has 315.
     """
     found = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.M)
@@ -120,8 +120,8 @@ def gpus(with_free: bool = False) -> list[Gpu]:
 def _has_bf16_products() -> bool:
     """Check that this machine's cores have instructions for products in bf16.
 
-    Without them and without AVX-512 torch's own loop multiplies: 0.85 GFLOP/s for 1024^3 on one core with AVX2,
-    where fp32 has 59.
+    Without them and without AVX-512 torch's own loop multiplies: 0.85 GFLOP/s for 1024^3 on one core with
+    AVX2, where fp32 has 59.
     """
     import torch
 

@@ -9,13 +9,9 @@ Imports neither torch nor deepspeed, so that planning is instant and runs anywhe
 
 # ruff: noqa: F401 # the names of this package
 from modeling.cost.operation_count import (
-    Product,
-    attention_products,
     equal_stages,
     exact_flops_per_step,
     exact_tflops,
-    head_products,
-    layer_products,
     operations_of,
     pairs,
     published_tflops,

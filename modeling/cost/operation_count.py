@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 from modeling.cost.parameter_count import head_operations, parameters
 from recipes.attention_patterns import Fixed, Window
@@ -100,61 +99,6 @@ def tflops(recipe: Recipe, padded_vocab: int, samples: int, seconds: float, gpus
     read = samples * recipe.model.sequences
     by_formula = published_tflops(size, length, read, seconds, gpus, checkpointing=again)
     return by_formula, exact_tflops(operations_of(recipe, samples, padded_vocab), seconds, gpus)
-
-
-class Product(NamedTuple):
-    """`times` products of an (m, k) and a (k, n) matrix; 2 m n k operations each."""
-
-    m: float
-    n: float
-    k: float
-    times: float = 1
-
-    @property
-    def operations(self) -> float:
-        return 2 * self.m * self.n * self.k * self.times
-
-
-def layer_products(model: Model, tokens: int, length: int, tp: int = 1) -> tuple[Product, ...]:
-    """Return the products with weights in a layer's forward pass, cut as in Megatron-LM: 24 b S h^2 / t.
-
-    tokens: b S of a micro-batch. Their sum with `attention_products` is the count of `exact_flops_per_step`.
-    """
-    hidden = model.hidden
-    return (
-        Product(tokens, 3 * hidden / tp, hidden),
-        Product(tokens, hidden, hidden / tp),
-        Product(tokens, 4 * hidden / tp, hidden),
-        Product(tokens, hidden, 4 * hidden / tp),
-    )
-
-
-def attention_products(
-    model: Model, tokens: int, length: int, tp: int = 1, window: Window = None
-) -> tuple[Product, ...]:
-    """Return the products of scores and values in a layer, one for each head and sample: 4 b S^2 h / t.
-
-    A sparse layer's share of the square is `pairs(S, window)`.
-    """
-    head = model.hidden / model.heads
-    keys = pairs(length, window) / length
-    count = model.heads / tp * tokens / length
-    return Product(length, keys, head, count), Product(length, head, keys, count)
-
-
-def head_products(
-    model: Model, samples: int, length: int, padded_vocab: int, tp: int = 1, predictions: int | None = None
-) -> tuple[Product, ...]:
-    """Return the products after the last layer: logits at every position, a BERT's at its P predicted ones.
-
-    BERT's masked-token head has a dense layer before its logits, on every tensor rank. Its sentence head, two
-    products of b rows, is left out, and so is a task's head with its few outputs.
-    """
-    if model.task_head != "none":
-        return ()
-    rows = samples * (length if predictions is None else predictions)
-    logits = Product(rows, padded_vocab / tp, model.hidden)
-    return (Product(rows, model.hidden, model.hidden), logits) if model.facts.masked else (logits,)
 
 
 # Numbers of transformer layers of the pipeline stages

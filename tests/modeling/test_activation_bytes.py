@@ -3,6 +3,7 @@
 import pytest
 
 from modeling import cost
+from modeling.cost import products
 from modeling.cost.activation_bytes import LayerActivations
 from recipes.schema import Dropout, Model
 
@@ -41,8 +42,8 @@ def test_masks_are_kept_where_something_is_dropped():
 def test_products_add_up_to_the_operation_count(family, tp):
     model = MODEL.model_copy(update={"family": family, "vocab_size": 30592, "heads": 48})
     predictions = None if family == "gpt2" else 307
-    layer = [*cost.layer_products(model, B * S, S, tp), *cost.attention_products(model, B * S, S, tp)]
-    heads = cost.head_products(model, B, S, 30592, tp, predictions)
+    layer = [*products.layer_products(model, B * S, tp), *products.attention_products(model, B * S, S, tp)]
+    heads = products.head_products(model, B, S, 30592, tp, predictions)
     counted = tp * (48 * sum(p.operations for p in layer) + sum(p.operations for p in heads))
     if family == "bert":  # the masked-token head's dense layer is whole on every tensor rank
         counted -= (tp - 1) * heads[0].operations
@@ -52,6 +53,7 @@ def test_products_add_up_to_the_operation_count(family, tp):
 
 def test_a_banded_layer_multiplies_its_band_alone():
     dense, banded = (
-        sum(p.operations for p in cost.attention_products(MODEL, S, S, 1, window)) for window in (None, 256)
+        sum(p.operations for p in products.attention_products(MODEL, S, S, 1, window))
+        for window in (None, 256)
     )
     assert banded / dense == pytest.approx(cost.pairs(S, 256) / S**2)

@@ -25,7 +25,7 @@ from launch.training.engine import build_engine, initialize, parameter_groups, t
 from launch.training.job import Job
 from launch.training.micro_batches import for_plain, normalise, padded_arguments, salts_of_step
 from launch.training.schedule import learning_rate
-from modeling.cost.operation_count import Product, head_products, layer_products
+from modeling.cost.products import Product, head_products, layer_products
 from modeling.families import family_of, model_shape
 from modeling.formats.families import conversion_of
 from modeling.initialization import Init
@@ -261,7 +261,7 @@ class MatrixRate(MeasuredSystem):
         recipe, model, micro = self.recipe, self.recipe.model, self.plan.layout.micro
         self.size = 256 if spec.tiny else SQUARE[self.device.type != "cpu"]
         length = recipe.sequence_length
-        layers = layer_products(model, micro * length, length)
+        layers = layer_products(model, micro * length)
         heads = head_products(model, micro, length, model.vocab_size, 1, recipe.predictions)
         self.products = [*((each, model.layers) for each in layers), *((each, 1) for each in heads)]
 

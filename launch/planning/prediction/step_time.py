@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from launch.planning.prediction.constants import Constants
 from launch.planning.prediction.hardware import Node
 from launch.planning.prediction.workload import Workload
-from modeling import cost
+from modeling.cost import products
 from recipes.attention_patterns import Window
 
 TILE = 128  # rows and columns that one multiprocessor computes at a time
@@ -101,13 +101,13 @@ class StageTimes:
         layout, model, software = work.layout, work.model, work.software
         self.again = 1.0 if work.recomputed else 0.0
         self.collectives = 4 + 2 * self.again  # of tensor parallelism, in a layer
-        layer = cost.layer_products(model, work.tokens, work.sequence_length, layout.tp)
+        layer = products.layer_products(model, work.tokens, layout.tp)
         self.weights = self._products(layer)
         windows = model.windows
         self.scores = sum(windows.count(each) * self._scores(each) for each in {*windows}) / len(windows)
         # Kernels that keep no scores compute them again backward.
         self.scores_backward = 2.0 if software.keeps_scores else 2.5
-        heads = cost.head_products(
+        heads = products.head_products(
             model, layout.micro, work.sequence_length, work.padded_vocab, layout.tp, work.predicted
         )
         self.heads = self._products(heads)
@@ -143,7 +143,7 @@ class StageTimes:
     def _scores(self, window: Window) -> float:
         """Predict a layer's attention; kernels without kept scores skip the masked half."""
         work = self.work
-        square = cost.attention_products(
+        square = products.attention_products(
             work.model, work.tokens, work.sequence_length, work.layout.tp, window
         )
         causal = not work.model.facts.masked and window is None and not work.software.keeps_scores
@@ -152,7 +152,7 @@ class StageTimes:
             seconds = sum(product.operations for product in square) / (reached * 1e12)
         return (0.5 if causal else 1.0) * seconds
 
-    def _products(self, products: Iterable[cost.Product]) -> float:
+    def _products(self, products: Iterable[products.Product]) -> float:
         return sum(self.machine.product_seconds(product, self.work.precision) for product in products)
 
     def _between(self) -> float:
@@ -268,7 +268,7 @@ class NodeRates:
         own = self.node.kernel_seconds
         return self.constants.kernel_us * 1e-6 if own is None else own
 
-    def product_seconds(self, product: cost.Product, precision: str) -> float:
+    def product_seconds(self, product: products.Product, precision: str) -> float:
         """Predict a matrix product: computing it or moving its operands, whichever is slower.
 
         The share of the rate falls with the last wave of tiles that does not fill the GPU, and with short

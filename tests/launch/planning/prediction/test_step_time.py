@@ -18,7 +18,7 @@ from launch.planning.prediction.step_time import (
     StageTimes,
     step_time,
 )
-from modeling.cost import Product
+from modeling.cost.products import Product
 
 DGX2, JEAN_ZAY, A100 = find("dgx2"), find("v100-32x4"), find("a100-80x8")
 PIPELINE = "jeanzay_megatron_performance/48b-pp16-ga256-mb4-0527"

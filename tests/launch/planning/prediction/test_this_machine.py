@@ -15,7 +15,7 @@ from launch.machine import measuring, rates
 from launch.machine.rates import Rates
 from launch.planning.prediction import hardware, workload
 from launch.planning.prediction.forecast import forecast
-from modeling import cost
+from modeling.cost import products
 from recipes import catalog
 from recipes.problems import ProblemsError
 
@@ -33,9 +33,9 @@ def predict(found: Rates, ds_config="zero0", ranks=1, *changes):
 def test_products_of_a_layer_take_what_they_were_measured_to_take():
     found = predict(TWO_CORES)
     work = found.work
-    layer = cost.layer_products(work.model, work.tokens, work.sequence_length)
-    head = cost.head_products(work.model, work.layout.micro, work.sequence_length, work.padded_vocab)
-    square = cost.attention_products(work.model, work.tokens, work.sequence_length)
+    layer = products.layer_products(work.model, work.tokens)
+    head = products.head_products(work.model, work.layout.micro, work.sequence_length, work.padded_vocab)
+    square = products.attention_products(work.model, work.tokens, work.sequence_length)
     weights = 3 * (work.model.layers * sum(p.operations for p in layer) + sum(p.operations for p in head))
     causal = 0.5 * 3.5 * work.model.layers * sum(p.operations for p in square)
     assert found.time.matrix == pytest.approx(weights / 1.0e12 + causal / 0.05e12)
