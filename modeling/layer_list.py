@@ -10,7 +10,6 @@ to DeepSpeed (pipeline and 3D).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -102,10 +101,6 @@ class ModelShape:
     def positions_group(self, group: Group) -> Group:
         """Return the tensor group that shares the stream's positions; None: every rank holds them all."""
         return group if self.sequence_parallel else None
-
-    def layer_kinds(self) -> dict[LayerShape, int]:
-        """Count the layers of each shape, in the order of the shapes' first layers."""
-        return Counter(self.layer_at(i) for i in range(self.layers))
 
 
 def word_layer(

@@ -22,7 +22,3 @@ class Fixed(NamedTuple):
 
 
 Window = int | Fixed | None  # a band's positions, a fixed pattern, or None: dense
-
-
-def kind_of(window: Window) -> AttentionKind:
-    return "dense" if window is None else "fixed" if isinstance(window, Fixed) else "banded"

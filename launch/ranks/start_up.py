@@ -35,7 +35,7 @@ class StartClock:
     def mark(self, part: str) -> None:
         """Add the seconds since the last call to `part`, and those of compiling to "compiling"."""
         now, compiled = time.clock_gettime(time.CLOCK_BOOTTIME), compiling_seconds()
-        passed, aside = now - self._since, 0.0 if part == "compiling" else compiled - self._compiled
+        passed, aside = now - self._since, compiled - self._compiled
         self.parts[part] = self.parts.get(part, 0.0) + passed - aside
         self.parts["compiling"] += aside
         self._since, self._compiled = now, compiled

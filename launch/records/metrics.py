@@ -156,7 +156,7 @@ class StartRecord:
     engine: Finite  # weights, DeepSpeed's engine, compiled ops
     weights: Finite  # a checkpoint loaded, or the initial weights validated
     first_step: Finite  # with its batch
-    compiling: Finite  # torch.compile, and measuring its gain; in no other part
+    compiling: Finite  # torch.compile; in no other part
     time: float = 0.0
     kind: Literal["start"] = "start"
 

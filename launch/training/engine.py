@@ -55,18 +55,11 @@ def parameter_groups(module: torch.nn.Module, weight_decay: float) -> list[dict[
 
 
 def build_engine(
-    job: Job,
-    grid: ProcessGrid,
-    say: compiled_ops.Say,
-    *,
-    resumed: bool = False,
-    done: int = 0,
-    mark: Callable[[str], None] = lambda part: None,
+    job: Job, grid: ProcessGrid, say: compiled_ops.Say, *, resumed: bool = False
 ) -> DeepSpeedEngine:
     """Build a DeepSpeed engine for the job; `say` announces ops that are compiled first. Collective.
 
-    `resumed`: a checkpoint will give the weights, and none are drawn; `done`: its steps; `mark`: marks the
-    end of each part of the start.
+    `resumed`: a checkpoint will give the weights, and none are drawn.
     """
     plan = job.plan
     if plan.offload != "none":
@@ -78,10 +71,7 @@ def build_engine(
     given = None if resumed or job.initial_weights is None else job.initial_weights.read(plan.recipe)
     module = build_module(plan, grid, given, drawn=not resumed)
     if job.compiled:
-        mark("engine")
-        left = None if job.compiled_surely else plan.recipe.steps - done
-        say(compiling.compile_module(module, plan, grid, left))
-        mark("compiling")
+        say(compiling.compile_module(module, plan))
     engine = initialize(plan, module, grid)
     memory.return_unused_pinned()  # of parameters, before they became parts of a buffer
     move_buffers(module, engine.device)

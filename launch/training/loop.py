@@ -32,7 +32,7 @@ def train(start: Start, after: Callable[[TrainingRun], None] = lambda run: None)
         return transformers_trainer.train(start)
     with contextlib.ExitStack() as stack:
         watchdog = stack.enter_context(run_watchdog(start))
-        engine = build_engine(job, grid, recorder.say, resumed=resumed, done=start.done, mark=recorder.mark)
+        engine = build_engine(job, grid, recorder.say, resumed=resumed)
         batches = training_batches(plan, start.corpus, grid, start.checkpoint)
         recorder.mark("engine")
         stack.enter_context(release_at_end(engine))

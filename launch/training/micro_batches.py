@@ -13,11 +13,10 @@ from torch import Tensor
 
 from data.loader import MicroBatch, rank_rows
 from ds_configs.plan import Plan
-from modeling.cost.parameter_count import SENTENCE_CLASSES, TOKEN_TYPES
 from modeling.hidden_dropout import salts_of
 from modeling.parallel.process_grid import ProcessGrid
 from modeling.unpadding import ROW_MULTIPLE, fill_up, round_up, row_of
-from recipes.families import MicroBatchFields, fields_of
+from recipes.families import fields_of
 
 Device = torch.device | str
 
@@ -148,34 +147,3 @@ def for_pipeline(
     batch = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
     inputs = (*(batch[name] for name in fields.inputs), *(() if salts is None else (salts,)))
     return inputs if len(inputs) > 1 else inputs[0], tuple(batch[name] for name in fields.targets)
-
-
-def random_batch(
-    fields: MicroBatchFields,
-    samples: int,
-    length: int,
-    predictions: int,
-    vocabulary: int,
-    sequences: int = 1,
-    classes: int = 2,
-) -> MicroBatch:
-    """Make a random micro-batch for timing; each sample predicts `predictions` tokens, the last is padded.
-
-    In a task a sample has `sequences` sequences, and labels are below `classes`.
-    """
-    sizes = {"B": samples * sequences, "N": samples, "S": length, "P": predictions}
-    shortest = length - length // 4
-    below = {"token_types": TOKEN_TYPES, "positions": shortest, "sentence_labels": SENTENCE_CLASSES}
-    below |= {"starts": shortest, "ends": shortest}
-    if fields.sizes["weights"] == "N":
-        below["labels"] = classes
-    values = {}
-    for name, dimensions in fields.sizes.items():
-        size = [sizes[dimension] for dimension in dimensions]
-        if name.endswith("weights"):
-            values[name] = torch.ones(size) / math.prod(size)
-        elif name == "lengths":
-            values[name] = torch.tensor([length] * (sizes["B"] - 1) + [shortest])
-        else:
-            values[name] = torch.randint(below.get(name, vocabulary), size)
-    return values

@@ -71,7 +71,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
     how = parser.add_argument_group("how to run it")
     config = "DeepSpeed JSON, as a path or the bare name of one in ds_configs/ (default: the recipe's own)"
     how.add_argument("--ds_config", metavar="FILE", help=config)
-    compiled = "use torch.compile, and print what it costs and saves; auto (default): where a run is long"
+    compiled = "use torch.compile; auto (default): where the run is long enough to pay that back"
     how.add_argument("--compile", nargs="?", choices=WISHES, const="on", default="auto", help=compiled)
     emulated = "let a CPU run fp16, to exercise the loss scaler: slow, and said in the results"
     how.add_argument("--emulate_fp16", action="store_true", help=emulated)
@@ -176,8 +176,7 @@ def job_of(
     if (missing := compile_choice.explain_missing(args.compile, plan, machine)) is not None:
         say_on_rank_0(missing)
     compiled = compile_choice.compiles(args.compile, plan, machine)
-    surely = args.compile == "on" or compile_choice.surely_pays(plan, machine)
-    return Job(plan, name, directory, args.resume, compiled, surely, initial_weights=weights)
+    return Job(plan, name, directory, args.resume, compiled, initial_weights=weights)
 
 
 def open_run_directory(training: Training) -> RunDirectory | None:

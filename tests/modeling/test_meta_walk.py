@@ -20,8 +20,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from launch.experiments.random_batch import random_batch
 from launch.training.engine import move_buffers
-from launch.training.micro_batches import for_pipeline, for_plain, padded_arguments, random_batch
+from launch.training.micro_batches import for_pipeline, for_plain, padded_arguments
 from modeling import bert, gpt2, unpadding
 from modeling.bert import BertShape, TaskShape
 from modeling.counting import tensor_rank

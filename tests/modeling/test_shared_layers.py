@@ -10,8 +10,8 @@ import torch
 from launching import WORKERS, run_ranks
 from torch import Tensor
 
+from launch.experiments.random_batch import random_batch
 from launch.tables.quantities import arithmetic, counts
-from launch.training.micro_batches import random_batch
 from modeling import bert, cost, gpt2, transformer
 from modeling.bert import BertShape
 from modeling.cost import parameters

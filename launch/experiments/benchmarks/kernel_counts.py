@@ -37,7 +37,8 @@ from torch.utils.flop_counter import flop_registry
 
 from launch.experiments.benchmarks.nano_gpt import NanoGpt
 from launch.experiments.benchmarks.systems import loss_of, transformers_inputs, transformers_model
-from launch.training.micro_batches import for_plain, random_batch
+from launch.experiments.random_batch import random_batch
+from launch.training.micro_batches import for_plain
 from modeling import fusing
 from modeling.families import family_of, model_shape
 from modeling.hidden_dropout import salts_of

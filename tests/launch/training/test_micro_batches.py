@@ -10,6 +10,7 @@ import torch
 from data.loader import rank_rows
 from ds_configs.plan import HOST, Machine
 from ds_configs.resolver import resolve
+from launch.experiments.random_batch import random_batch
 from launch.training import micro_batches
 from recipes import catalog
 from recipes.families import FAMILIES, TASK_FIELDS
@@ -21,7 +22,7 @@ EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 
 
 def batch(family: str) -> micro_batches.MicroBatch:
-    return micro_batches.random_batch(FAMILIES[family].fields, **SIZES)
+    return random_batch(FAMILIES[family].fields, **SIZES)
 
 
 @EACH_FAMILY
@@ -34,10 +35,10 @@ def test_a_random_batch_has_the_shapes_of_the_fields(family):
 
 
 def test_a_random_question_has_a_sequence_for_each_choice():
-    given = micro_batches.random_batch(TASK_FIELDS["choice"], **SIZES, sequences=4, classes=4)
+    given = random_batch(TASK_FIELDS["choice"], **SIZES, sequences=4, classes=4)
     assert given["tokens"].shape == (12, 24) and given["lengths"].shape == (12,)
     assert given["labels"].shape == given["weights"].shape == (3,) and given["labels"].max() < 4
-    spans = micro_batches.random_batch(TASK_FIELDS["span"], **SIZES)
+    spans = random_batch(TASK_FIELDS["span"], **SIZES)
     assert spans["ends"].shape == (3,) and max(spans["starts"].max(), spans["ends"].max()) < 24
 
 
