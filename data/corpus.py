@@ -45,7 +45,7 @@ def build(
     recipe: Recipe,
     cache_directory: Path | None = None,
     say: Say = print,
-    once: MakeOnce = lambda make: make(),
+    once: MakeOnce = lambda make, form: make(),
 ) -> Corpus:
     """Make or open the data of a run.
 

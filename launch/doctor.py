@@ -287,7 +287,9 @@ RANK_REPORT = TypeAdapter(RankReport)
 
 def gather_checks(own: list[Check], directory: Path) -> list[Check]:
     """Gather the checks of all machines on rank 0, and compare the ranks. Collective."""
-    meeting, place, path = joining.meet(), start_checks.existing(directory), str(directory.absolute())
+    path = str(directory.absolute())
+    place = start_checks.existing(directory)
+    meeting = joining.meet(out=path)
     ahead = time.time() - meeting.from_rank_0(time.time())
     first = processes.rank() == 0
     with shared_directory.token(place) if first else contextlib.nullcontext("") as name:

@@ -83,14 +83,14 @@ def test_a_manifest_has_a_line_for_a_tensor_and_not_for_each_of_its_pieces(tp, t
 def test_values_of_all_ranks_are_merged_in_their_order_and_few_come_to_each(world, monkeypatch):
     sent, me, heard = defaultdict(queue.Queue), threading.local(), [0] * world
 
-    def send(values, group, group_dst):
-        sent[me.rank, group_dst].put(values[0])
+    def send(tensor, group, group_dst):
+        sent[me.rank, group_dst].put(tensor)
 
-    def receive(values, group, group_src):
-        values[0] = sent[group_src, me.rank].get(timeout=10)
-        heard[me.rank] += 1
+    def receive(tensor, group, group_src):
+        tensor.copy_(sent[group_src, me.rank].get(timeout=10))
+        heard[me.rank] += 0.5  # a length, and the text
 
-    fakes = {"send_object_list": send, "recv_object_list": receive}
+    fakes = {"send": send, "recv": receive}
     fakes |= {"get_rank": lambda group: me.rank, "get_world_size": lambda group: world}
     for name, fake in fakes.items():
         monkeypatch.setattr(dist, name, fake)

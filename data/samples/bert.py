@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.random import Generator
@@ -152,6 +152,7 @@ def _shorten(rng: Generator, tokens: np.ndarray, dropped: int) -> np.ndarray:
 class BertFamily:
     """BERT's samples of documents: segments of their sentences. `GptFamily` says what the methods do."""
 
+    fields: ClassVar = BertFields
     tokenizer: PreTrainedTokenizerFast
     vocabulary: BertVocabulary
     sequence_length: int  # S

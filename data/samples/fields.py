@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 import numpy as np
+from pydantic import PlainSerializer, PlainValidator
 from transformers import PreTrainedTokenizerFast
 
 from data.keyed_random import EpochOrders
 
 HELD_OUT_SEED = 0  # not the recipe's: runs that differ in it are measured on the same held-out samples
 F = TypeVar("F", bound="Fields")
+
+
+def _array_to_json(array: np.ndarray) -> dict[str, Any]:
+    text = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+    return {"dtype": array.dtype.str, "shape": array.shape, "base64": text}
+
+
+def _array_from_json(value: Any) -> np.ndarray:
+    """Make an array of what `_array_to_json` returned. Raises ValueError."""
+    if isinstance(value, np.ndarray):
+        return value
+    if not isinstance(value, dict) or {*value} != {"dtype", "shape", "base64"}:
+        raise ValueError("an array has dtype, shape and base64")
+    numbers = np.frombuffer(base64.b64decode(value["base64"]), np.dtype(str(value["dtype"])))
+    return numbers.reshape(value["shape"]).copy()
+
+
+# An array of numbers that pydantic writes to JSON and reads again.
+Array = Annotated[np.ndarray, PlainValidator(_array_from_json), PlainSerializer(_array_to_json)]
 
 
 class Fields(dict[str, np.ndarray]):

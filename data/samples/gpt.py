@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
@@ -206,6 +206,7 @@ class GptLane(Lane):
 class GptFamily:
     """GPT's samples of documents; every family has these methods."""
 
+    fields: ClassVar = GptFields
     tokenizer: PreTrainedTokenizerFast
     sequence_length: int
 

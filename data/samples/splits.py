@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 from transformers import PreTrainedTokenizerFast
 
 from data.cache import SAY_EVERY_S, Say
 from data.samples.bert import BertFamily
-from data.samples.fields import HELD_OUT_SEED, HeldOut, Parts, spread
+from data.samples.fields import HELD_OUT_SEED, Array, Fields, HeldOut, Parts, spread
 from data.samples.gpt import GptFamily, Stream
 from data.samples.lanes import Lane, LaneReader, Place, PlacedDocument, StreamedSamples, lane_count
 from data.split_rule import Part, documents_of, part_of
@@ -37,8 +38,8 @@ _LEAST_BATCH = 1 << 15  # of one lane
 _HEAD_BATCH_CHARACTERS = 1 << 16  # small, to read little too much: 1 document of 20 is held out
 Family = GptFamily | BertFamily
 Split = Callable[[int], Part]  # the part of a document, by its index within its file
-# Returns the result of `make`: of several ranks one makes it, and the others receive it.
-MakeOnce = Callable[[Callable[[], "Head"]], "Head"]
+# Returns the result of `make`: of several ranks one makes it, and the others receive it as JSON of its form.
+MakeOnce = Callable[[Callable[[], "Head"], TypeAdapter["Head"]], "Head"]
 
 
 def family_of(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Family:
@@ -143,21 +144,24 @@ class _HeldOutDocuments:
             self.documents.append((placed, encoded))
             self.measured += self.family.measure(self.number, placed.place, encoded)
 
-    def finish(self, source: Source) -> HeldOut:
+    def finish(self, source: Source) -> Fields:
         """Make the samples, in a lane that reads the documents as they are encoded already."""
         reader = LaneReader(source, self.number, 1, lambda _: iter(self.documents), lambda _: True)
         lane = self.family.lane(reader)
         samples = [lane.take(item, HELD_OUT_SEED) for item in range(min(self.found, self.wanted))]
-        return HeldOut(self.family.stack(samples))
+        return self.family.stack(samples)
 
 
 @dataclass(frozen=True)
 class Head:
     """Held-out samples and counts of the first documents of a stream, the same on every rank."""
 
-    held_out: dict[str, HeldOut]  # by split
-    counts: np.ndarray  # (V,) of the first training tokens
+    held_out: dict[str, dict[str, Array]]  # fields of the samples, by split
+    counts: Array  # (V,) of the first training tokens
     documents: int  # number of documents read
+
+
+HEAD = TypeAdapter(Head)
 
 
 def read_head(
@@ -241,8 +245,9 @@ def stream_parts(
     def part(index: int) -> Part:
         return part_of(index, data.validation_every, data.test_every)
 
-    head = once(lambda: read_head(recipe, family, origin, source, wanted, part, say))
-    held_out, counts = head.held_out, head.counts
+    head = once(lambda: read_head(recipe, family, origin, source, wanted, part, say), HEAD)
+    held_out = {split: HeldOut(family.fields(values)) for split, values in head.held_out.items()}
+    counts = head.counts
     lanes = 1 if data.blend else lane_count(recipe.batch.global_, source.shards)
     encode = family.encoder(origin, max(_LEAST_BATCH, _BATCH_CHARACTERS // lanes))
     buffer = -(-data.shuffle_buffer // lanes)

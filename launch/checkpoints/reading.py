@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from launch.checkpoints.engine_state import EngineState
 from launch.checkpoints.manifest import WEIGHT
 from launch.checkpoints.run_checkpoints import Checkpoint, Choice, Damaged
 from launch.checkpoints.stored import Placement, StoredTensors
-from launch.ranks.processes import merged
+from launch.ranks.processes import from_rank_0, merged
 from modeling.parallel.process_grid import ProcessGrid
 from recipes import files
 from recipes.schema import Recipe
@@ -28,9 +27,10 @@ def choose(root: Path, grid: ProcessGrid, recipe: Recipe, corpus: str) -> Choice
     checkpoints are damaged, if a machine does not see one, or if it was trained on other tokens.
     """
     every = run_checkpoints.found(root, sizes=False) if grid.rank == 0 else iter(())
+    form = Checkpoint | Damaged | None
 
     def inspected() -> Iterator[Checkpoint | Damaged]:
-        while candidate := _from_rank_0(next(every, None), grid):
+        while candidate := from_rank_0(next(every, None), grid.control_group, form):
             if isinstance(candidate, Checkpoint):
                 other = inspection.other_recipe(candidate.manifest, recipe)
                 if why := other or _problem(candidate, grid):
@@ -53,12 +53,6 @@ def choose(root: Path, grid: ProcessGrid, recipe: Recipe, corpus: str) -> Choice
     return chosen
 
 
-def _from_rank_0(own: Any, grid: ProcessGrid) -> Any:
-    sent = [own]
-    dist.broadcast_object_list(sent, src=0, group=grid.control_group)
-    return sent[0]
-
-
 def _problem(candidate: Checkpoint, grid: ProcessGrid) -> str | None:
     """Read a checkpoint's files; return the damage, also of their numbers, or None. Collective."""
     held = candidate.manifest
@@ -67,7 +61,7 @@ def _problem(candidate: Checkpoint, grid: ProcessGrid) -> str | None:
     each = (inspection.file_faults(candidate.directory, held, name) for name in mine if not blind)
     own = [grid.rank] * blind, [str(fault) for faults in each for fault in faults]
     told = merged(own, lambda one, other: (one[0] + other[0], one[1] + other[1]), grid.control_group)
-    blinded, problems = _from_rank_0(told, grid)
+    blinded, problems = from_rank_0(told, grid.control_group)
     if blinded:
         raise ValueError(
             f"ranks {blinded} do not see {candidate.directory}: the run directory (--out) must be on a "

@@ -46,7 +46,7 @@ from launch.checkpoints.run_checkpoints import WRITING
 from launch.checkpoints.stored import Placement
 from launch.checkpoints.tensor_file import Entry
 from launch.machine import description, memory
-from launch.ranks.processes import local_world_size, merged
+from launch.ranks.processes import from_rank_0, local_world_size, merged
 from launch.records.facts import SaveOutcome, SilentRecorder
 from modeling.parallel.process_grid import ProcessGrid
 
@@ -158,7 +158,7 @@ class Saver:
         files = {} if error else {file_name(rank): pending.written.result()}
         problems = (f"rank {rank}: {_reason(error, pending.directory)}",) if error else ()
         own = Part(rank, files, pending.tensors, pending.data, problems)
-        whole = merged(own, partial(_join_visible, pending.directory), self.grid.control_group)
+        whole = merged(own, partial(_join_visible, pending.directory), self.grid.control_group, Part)
         problem = self._on_rank_0(lambda: self._complete(pending, whole))
         written = sum(file.bytes for file in whole.files.values())
         took = time.perf_counter() - pending.started
@@ -208,14 +208,13 @@ class Saver:
 
     def _on_rank_0(self, work: Callable[[], str | None]) -> str | None:
         """Do some work with files on rank 0; return the reason of a failure, or None, on every rank."""
-        problem: list[str | None] = [None]
+        problem = None
         if self.grid.rank == 0:
             try:
-                problem = [work()]
+                problem = work()
             except OSError as error:
-                problem = [_reason(error, self.root)]
-        dist.broadcast_object_list(problem, src=0, group=self.grid.control_group)
-        return problem[0]
+                problem = _reason(error, self.root)
+        return from_rank_0(problem, self.grid.control_group)
 
     def _report(self, saved: SaveOutcome) -> None:
         self.problem = saved.problem

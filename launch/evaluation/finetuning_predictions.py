@@ -17,7 +17,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from data.durable_files import write_atomically
-from data.samples.fields import HeldOut
+from data.samples.fields import Array, HeldOut
 from data.tasks.choices import SplitScores
 from data.tasks.corpus import TaskCorpus
 from data.tasks.features import Features
@@ -56,7 +56,7 @@ def logits_of(run: TrainingRun, features: Features) -> np.ndarray | None:
         steps, at = len(batches), run.grid.at
         speaks = at.tp == 0 and at.pp == run.grid.pp - 1
         own = _join(kept, steps, features.sequence_length) if speaks else None
-        ranks = gathered((at.dp, own), run.grid.control_group)
+        ranks = gathered((at.dp, own), run.grid.control_group, tuple[int, Array | None])
         if run.grid.rank == 0:
             # Each data-parallel rank has consecutive samples of a step.
             by_rank = [x for _, x in sorted(ranks, key=lambda rank: rank[0]) if x is not None]

@@ -149,7 +149,7 @@ def score(
             }
         seen(len(set(step.windows)))
     everyone: dict[int, WindowScore] = {}
-    for each in gathered(own, grid.control_group):
+    for each in gathered(own, grid.control_group, dict[int, WindowScore]):
         everyone |= each
     watchdog.enter(Phase.SAVING)  # a rank that has already left must not count as hanging
     dist.barrier(grid.control_group)
@@ -257,11 +257,12 @@ def run(job: ScoringJob, out: Path | None, meeting: Meeting) -> None:
     for line in () if from_scratch else job.model.said():
         say(line)
     engine = build_scoring_engine(job.plan, grid, None if from_scratch else str(job.model.weights), say)
-    began, watchdog = time.perf_counter(), Watchdog(None, job.plan.recipe.run.hang_after)
+    began = time.perf_counter()
+    watchdog = Watchdog(None, job.plan.recipe.run.hang_after, meeting)
     shown: Any = nullcontext()
     if first:
         shown = bar(sys.stderr, total=len(data.windows), unit="window", desc=data.task)
-    with watchdog.running(grid.control_group, say), shown:
+    with watchdog.running(), shown:
         seen = shown.update if first else _silence
         found = score(engine, job.plan, grid, data.windows, watchdog, seen)
     seconds = time.perf_counter() - began

@@ -29,6 +29,13 @@ def follow_nccl() -> None:
         os.environ[GLOO] = chosen
 
 
+def stay_on_loopback() -> None:
+    """Let the groups of one machine listen for that machine alone, unless the user names an interface."""
+    if "lo" in interfaces_with_address():
+        os.environ.setdefault(GLOO, "lo")
+        os.environ.setdefault(NCCL, "lo")
+
+
 def gloo_interface(nccl: str, interfaces: Sequence[str]) -> str | None:
     """Choose the one of `interfaces` named by NCCL_SOCKET_IFNAME=`nccl`; None if it leaves that open.
 

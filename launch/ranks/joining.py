@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from launch.console import quiet, terminal
@@ -18,10 +19,10 @@ from launch.ranks.meeting import Meeting
 from recipes.refused_by_system import take_file_handles
 
 
-def meet(check: Callable[[], None] = lambda: None) -> Meeting:
+def meet(check: Callable[[], None] = lambda: None, out: str | None = None) -> Meeting:
     """Take the place among the ranks that the launcher gives this process, and meet the others. Collective.
 
-    `check`: of flags, before a rank waits for others; raises ValueError.
+    `check`: of flags, before a rank waits for others; raises ValueError. `out`: the run directory's flag.
     """
     quiet.quiet_libraries()
     try:
@@ -34,7 +35,7 @@ def meet(check: Callable[[], None] = lambda: None) -> Meeting:
         orphans.end_with_launcher()
     elif said := launch_environment.forgotten_srun(os.environ):
         terminal.say(said, sys.stderr)
-    meeting = Meeting()
+    meeting = Meeting(_existing(out))
     take_environment(meeting)
     start_up.keep_compiled_code()
     return meeting
@@ -74,12 +75,18 @@ def joined(
         meeting.end()
 
 
+def _existing(out: str | None) -> Path:
+    """Return the directory of this name, or the nearest one above it that is there."""
+    place = Path(out or "").absolute()
+    return next(above for above in (place, *place.parents) if os.path.isdir(above))
+
+
 def take_environment(meeting: Meeting) -> None:
     """Take over rank 0's variables that the launcher did not carry to this machine. Collective.
 
     Call it early: libraries read them when they are imported.
     """
-    theirs = meeting.from_rank_0(launch_environment.carried(os.environ))
+    theirs = launch_environment.carried(meeting.from_rank_0(launch_environment.carried(os.environ)))
     lacking = {name: value for name, value in theirs.items() if name not in os.environ}
     os.environ.update(lacking)
     if lacking and processes.local_rank() == 0:
@@ -90,6 +97,8 @@ def own_place() -> tuple[str, str] | None:
     """Return the identity of this rank's GPU, or None. Raises ValueError for no device or no network."""
     processes.check_device()
     interfaces.follow_nccl()
+    if processes.one_machine():
+        interfaces.stay_on_loopback()
     if processes.several_machines():
         interfaces.check_own_address(os.environ)
     return processes.device_identity()

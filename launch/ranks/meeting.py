@@ -1,54 +1,97 @@
-"""A meeting of all ranks before they form a process group: what one refuses ends them all.
+"""A meeting of all ranks: what they tell each other outside of training, and how they end together.
 
-Without it a rank that refuses ends alone, and those of other machines wait for it for half an hour.
+Each rank has one connection to rank 0 (launch/ranks/connection.py). It carries refusals, so that one rank's
+refusal ends them all; facts of the start; the end of a rank, so that its death ends all at once; and the
+questions of the watchdog. Without it the others would wait for half an hour, or for days while a corpus is
+prepared: srun, unlike torchrun and deepspeed, does not end them, and NCCL tells a waiting rank nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import pickle
 import secrets
+import selectors
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
+from pydantic import StringConstraints, TypeAdapter, ValidationError
+
+from data import cache
 from launch.console import terminal
-from launch.ranks import ending
-from launch.ranks.lifeline import Lifeline
-from launch.ranks.processes import TIMEOUT, port_is_taken, rank, world_size
-from recipes.problems import Problem, ProblemsError
+from launch.ranks import connection, ending, interfaces
+from launch.ranks.connection import Connection, Message
+from launch.ranks.launch_environment import LOOPBACK
+from launch.ranks.processes import TIMEOUT, agent_has_store, one_machine, port_is_taken, rank, world_size
+from recipes.problems import Problem, ProblemsError, some
 
 T = TypeVar("T")
 SAY_AFTER_S = 20.0  # that others are awaited
-POLL_S = 0.2  # between looks for what rank 0 makes
-PART_BYTES = 4 << 20  # of what is handed on: a store takes 8 MB at once
-LEAVE_S = 5.0  # rank 0, which may serve the store, waits so long for others to read why all end
+LOOK_FOR_S = 30.0  # network file systems may show a new file late
+EVERY_S = 0.1
+MAKING = timedelta(days=2)  # the longest work of rank 0 in `once`
+SETTLE_S = 5.0  # before a death is told: this rank may notice it, or a launcher end it, meanwhile
+LEAVE_S = 5.0  # rank 0, which may serve the store, waits so long for others to hear why all end
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a rank."""
+
+    rank: int
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} (pid {self.pid})"
+
+
+@dataclass(frozen=True)
+class Door:
+    """The way to rank 0, as it stands in torch's store, where anyone may write: a port, and a file's name."""
+
+    port: int
+    secret: Annotated[str, StringConstraints(pattern="^meeting-[0-9a-f]{16}$")]
+
+
+PLACE = TypeAdapter(Place)
+DOOR = TypeAdapter(Door)
 
 
 class Meeting:
-    """All ranks at the launcher's address, from the first `settle` on; a plain `python` meets nobody.
+    """All ranks of a launch, from the first exchange on; a plain `python` meets nobody.
 
-    `store`: where they met, for the process group; None before, and for one process.
+    Attributes:
+        store: torch's store where they met, for the process group; None before, and for one process.
+        places: of all ranks on rank 0; of rank 0 and of itself on another rank.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, place: Path | None = None) -> None:
+        """Do nothing yet. `place`: a directory of the run that all ranks see, if any exists already."""
         self.store: Any = None
-        self._rounds = self._handed = 0
-        self._lifeline: Lifeline | None = None
+        self.places: dict[int, Place] = {}
+        # What the watchdog answers, and what it does at the end of a run that hangs.
+        self.status: Callable[[], Any] = lambda: None
+        self.end_hanging: Callable[[], None] = lambda: os._exit(1)
+        self._secrets = [cache.default_directory(), place or Path.cwd()]
+        self._exchanges = self._handed = 0
+        self._connections: dict[int, Connection] = {}
+        self._heard: dict[tuple[str, int], Any] = {}  # by name of the exchange, and rank
+        self._left: set[int] = set()  # ranks that end in order
+        self._over = False
+        self._changed = threading.Condition()
 
-    def end(self) -> None:
-        """Let ranks end by themselves: they are done, or all of them refuse."""
-        if self._lifeline:
-            self._lifeline.end()
+    # --- exchanges
 
     def settle(self, check: Callable[[], T], patience: timedelta = TIMEOUT) -> T:
-        """What `check` returns on this rank, once it has returned on all of them. Collective.
+        """Return what `check` returns on this rank, once it has returned on all of them. Collective.
 
         Where it raises ValueError on any, rank 0 says each different message once, and all ranks end with
         exit code 2. `patience`: that ranks have for the slowest.
@@ -58,65 +101,57 @@ class Meeting:
                 return check()
             except ValueError as e:
                 ending.refuse(e)
-        refusal, failure = None, None
+        refusal = None
+        failure = None
         try:
             value = check()
         except ValueError as e:
             refusal = str(e)
         except Exception as e:
-            refusal, failure = repr(e), e
-        heard = self._hear_all(refusal, patience)
+            refusal = repr(e)
+            failure = e
+        refused = self._exchange_refusals(refusal, patience)
         if failure:
             raise failure
-        if heard:
+        if refused:
             raise SystemExit(2)
         return value
 
-    def once(self, make: Callable[[], T]) -> T:
-        """What `make` returns on rank 0, which alone runs it; within a check of `settle`. Collective.
+    def once(self, make: Callable[[], T], form: TypeAdapter[T]) -> T:
+        """Return what `make` returns on rank 0, which alone runs it; within a check of `settle`. Collective.
 
-        It travels as a pickle. Raises ValueError on all ranks where `make` does, or rank 0 before it.
+        `form`: of the value, which travels as JSON. Raises ValueError on all ranks where `make` does, or
+        rank 0 before it.
         """
         if world_size() == 1:
             return make()
         self._handed += 1
-        key = f"handed-{self._handed}"
+        name = f"handed {self._handed}"
         if rank() == 0:
             value = make()
-            sent = pickle.dumps(value)
-            parts = [sent[at : at + PART_BYTES] for at in range(0, len(sent), PART_BYTES)]
-            for number, part in enumerate(parts):
-                self.store.set(f"{key}/{number}", part)
-            self.store.set(key, str(len(parts)))
+            self._tell(name, form.dump_python(value, mode="json"))
             return value
-        verdict = f"round-{self._rounds + 1}/0"  # of the `settle` that this is a part of
-        while not self.store.check([key]):
-            if self.store.check([verdict]) and not self.store.check([key]):
-                raise ValueError(json.loads(self.store.get(verdict))[1])
-            time.sleep(POLL_S)
-        received = b"".join(self.store.get(f"{key}/{n}") for n in range(int(self.store.get(key))))
-        handed: T = pickle.loads(received)
-        return handed
+        refusal = _refusal_of_rank_0(self._exchanges + 1)  # in the `settle` that this is a part of
+        heard, told = self._hear([(name, 0), (refusal, 0)], MAKING)
+        if heard == (refusal, 0):
+            raise ValueError(told)
+        return form.validate_python(told)
 
     def from_rank_0(self, value: T) -> T:
         """Return rank 0's `value`, in JSON's types. Collective."""
         if world_size() == 1:
             return value
-        key = self._round()
+        name = self._next()
         if rank() == 0:
-            self.store.set(key, json.dumps(value))
-        heard: T = json.loads(self.store.get(key))
-        return heard
+            self._tell(name, value)
+            return value
+        return self._hear([(name, 0)], TIMEOUT)[1]
 
-    def to_rank_0(self, value: T) -> list[T]:
+    def to_rank_0(self, value: T, patience: timedelta = TIMEOUT) -> list[T]:
         """Gather every rank's `value`, in JSON's types, on rank 0; others get their own. Collective."""
         if world_size() == 1:
             return [value]
-        key = self._round()
-        if rank() != 0:
-            self.store.set(f"{key}/{rank()}", json.dumps(value))
-            return [value]
-        return [value, *(json.loads(self.store.get(f"{key}/{other}")) for other in range(1, world_size()))]
+        return self._gather(self._next(), value, patience)
 
     def compare(self, own: T, judge: Callable[[list[T]], None]) -> None:
         """Let rank 0 `judge` the values of all ranks; if it refuses, all ranks end. Collective.
@@ -126,35 +161,182 @@ class Meeting:
         everyone = self.to_rank_0(own)
         self.settle(lambda: judge(everyone) if rank() == 0 else None)
 
-    def _hear_all(self, own: str | None, patience: timedelta) -> bool:
+    def _exchange_refusals(self, own: str | None, patience: timedelta) -> bool:
         """Exchange refusals; return whether there is one, which rank 0 has printed."""
-        key = self._round()
-        self.store.set_timeout(patience)
-        self.store.set(f"{key}/{rank()}", json.dumps((socket.gethostname(), own)))
+        name = self._next()
+        if rank() == 0 and own is not None:
+            self._tell(_refusal_of_rank_0(self._exchanges), own)  # for those that wait in `once`
+        told = self._gather(f"{name}, refusals", (socket.gethostname(), own), patience)
         if rank() != 0:
-            refused = bool(json.loads(self.store.get(f"{key}/refused")))
+            refused = bool(self._hear([(name, 0)], patience)[1])
             if refused:
                 self.end()
-                with contextlib.suppress(RuntimeError):  # rank 0 has left
-                    self.store.add(f"{key}/left", 1)
             return refused
-        told = [(socket.gethostname(), own)]
-        told += [json.loads(self.store.get(f"{key}/{other}")) for other in range(1, world_size())]
-        if text := sentences(told):
+        text = sentences(told)
+        if text:
             terminal.say(f"\n{text}\n", sys.stderr)
+        self._tell(name, bool(text))
+        if text:
+            self._wait(lambda: len(self._left) == world_size() - 1, LEAVE_S)
             self.end()
-        self.store.set(f"{key}/refused", json.dumps(bool(text)))
-        deadline = time.monotonic() + LEAVE_S
-        while text and self.store.add(f"{key}/left", 0) < world_size() - 1 and time.monotonic() < deadline:
-            time.sleep(0.05)
         return bool(text)
 
-    def _round(self) -> str:
-        if self.store is None:
-            self.store = _join()
-            self._lifeline = Lifeline(self.store, rank(), world_size())
-        self._rounds += 1
-        return f"round-{self._rounds}"
+    def _gather(self, name: str, value: T, patience: timedelta) -> list[T]:
+        if rank() != 0:
+            self._tell(name, value)
+            return [value]
+        others = [self._hear([(name, other)], patience)[1] for other in range(1, world_size())]
+        return [value, *others]
+
+    def _next(self) -> str:
+        """Name the next exchange, which all ranks begin in the same order. The first one joins them."""
+        if not self._connections:
+            self._join()
+        self._exchanges += 1
+        return f"exchange {self._exchanges}"
+
+    def _tell(self, name: str, value: Any) -> None:
+        """Send the value to rank 0; rank 0 sends it to all others."""
+        for other in list(self._connections):
+            self._send(other, Message("value", name, value))
+
+    def _send(self, other: int, message: Message) -> None:
+        with contextlib.suppress(OSError):  # it has ended, which its connection tells
+            self._connections[other].send(message)
+
+    def _hear(self, wanted: list[tuple[str, int]], patience: timedelta) -> tuple[tuple[str, int], Any]:
+        """Wait for the first of the values, of an exchange from a rank. Raises ProblemsError: none came."""
+
+        def arrived() -> list[tuple[str, int]]:
+            return [each for each in wanted if each in self._heard]
+
+        self._wait(lambda: bool(arrived()), patience.total_seconds())
+        with self._changed:
+            for each in arrived():
+                return each, self._heard.pop(each)
+        silent = wanted[0][1]
+        came = f"{self.places.get(silent, f'rank {silent}')} has told nothing for {patience}"
+        fix = "what it printed last, or its machine, tells why; start again"
+        raise ProblemsError([Problem("RANK", came, "ranks start together", fix)])
+
+    def _wait(self, there: Callable[[], bool], seconds: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(there, min(seconds, threading.TIMEOUT_MAX))
+
+    # --- questions of the watchdog
+
+    def ask(self, ranks: Collection[int], patience: float) -> dict[int, Any]:
+        """Return the statuses of those ranks that answer within `patience` seconds; of others only rank 0."""
+        asked = [other for other in ranks if other in self._connections]
+        with self._changed:
+            for other in asked:
+                self._heard.pop(("status", other), None)
+        for other in asked:
+            self._send(other, Message("ask"))
+
+        def answered() -> list[int]:
+            return [other for other in asked if ("status", other) in self._heard]
+
+        self._wait(lambda: len(answered()) == len(asked), patience)
+        with self._changed:
+            return {other: self._heard.pop(("status", other)) for other in answered()}
+
+    def tell_hanging(self, ranks: Iterable[int]) -> None:
+        """Let the ranks keep their stacks and end."""
+        for other in ranks:
+            self._send(other, Message("hangs"))
+
+    # --- the end
+
+    def end(self) -> None:
+        """Let ranks end by themselves from now on: they are done, or all of them refuse."""
+        self._over = True
+        for other in list(self._connections):
+            self._send(other, Message("bye"))
+
+    def _listen(self) -> None:
+        """Hear all connections, in a thread, until the process ends."""
+        with selectors.DefaultSelector() as selector:
+            for other, connected in self._connections.items():
+                selector.register(connected.socket, selectors.EVENT_READ, other)
+            while selector.get_map():
+                for event, _ in selector.select():
+                    other = event.data
+                    try:
+                        messages = self._connections[other].take()
+                    except OSError:
+                        selector.unregister(event.fileobj)
+                        self._notice_end(other)
+                        continue
+                    for message in messages:
+                        self._receive(other, message)
+
+    def _receive(self, other: int, message: Message) -> None:
+        if message.kind == "ask":
+            self._send(other, Message("status", value=self.status()))
+        elif message.kind == "hangs":
+            self.end_hanging()
+        elif message.kind == "death":
+            os._exit(1)
+        with self._changed:
+            if message.kind == "bye":
+                self._left.add(other)
+            elif message.kind == "status":
+                self._heard["status", other] = message.value
+            elif message.kind == "value":
+                self._heard[message.key, other] = message.value
+            self._changed.notify_all()
+
+    def _notice_end(self, other: int) -> None:
+        """End this rank after the death of another one, unless that one, or this one, ends in order."""
+        if other not in self._left and not self._over:
+            threading.Thread(target=self._end_after_death, args=(other,), daemon=True).start()
+
+    def _end_after_death(self, other: int) -> None:
+        time.sleep(SETTLE_S)
+        if self._over:
+            return
+        if other != 0 or rank() == 1:
+            who = self.places.get(other, f"rank {other}")
+            terminal.say(
+                f"\n{who} has ended: what it or its machine said last tells why; all ranks end\n", sys.stderr
+            )
+            sys.stderr.flush()
+        for each in list(self._connections):
+            self._send(each, Message("death"))
+        os._exit(1)
+
+    # --- the beginning
+
+    def _join(self) -> None:
+        """Meet the other ranks. Raises ProblemsError."""
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        waiting = f"waiting at {where} for all {world_size()} ranks, up to {TIMEOUT.seconds // 60} minutes"
+        notice = threading.Timer(SAY_AFTER_S, terminal.say, (waiting, sys.stderr))
+        notice.daemon = True
+        if rank() == 0:
+            notice.start()
+        own = Place(rank(), socket.gethostname(), os.getpid())
+        self.places[own.rank] = own
+        try:
+            store = _open_store()
+            if rank() == 0:
+                self._connections = _let_others_in(store, self._secrets)
+            else:
+                self._connections = {0: _reach_rank_0(store, self._secrets)}
+        except RuntimeError as error:  # torch's
+            if "EADDRINUSE" in str(error):
+                raise port_is_taken(os.environ["MASTER_PORT"]) from None
+            raise _met_nobody(str(error).splitlines()[0]) from None
+        finally:
+            notice.cancel()
+        threading.Thread(target=self._listen, daemon=True).start()
+        for told in self._gather("places", PLACE.dump_python(own), TIMEOUT):
+            place = PLACE.validate_python(told)
+            self.places[place.rank] = place
+        first, attempt = self.from_rank_0((PLACE.dump_python(own), secrets.token_hex(8)))
+        self.places[0] = PLACE.validate_python(first)
+        self.store = _of_this_attempt(store, attempt)
 
 
 def sentences(told: list[tuple[str, str | None]]) -> str:
@@ -175,49 +357,123 @@ def sentences(told: list[tuple[str, str | None]]) -> str:
     return "\n".join(said)
 
 
-def _join() -> Any:
-    import torch.distributed as dist
-
-    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    waiting = f"waiting at {where} for all {world_size()} ranks, up to {TIMEOUT.seconds // 60} minutes"
-    notice = threading.Timer(SAY_AFTER_S, terminal.say, (waiting, sys.stderr))
-    notice.daemon = True
-    if rank() == 0:
-        notice.start()
-    try:
-        store, *_ = next(dist.rendezvous("env://", timeout=TIMEOUT))
-        return dist.PrefixStore(_attempt(store), store)
-    except RuntimeError as error:
-        if "EADDRINUSE" in str(error):
-            raise port_is_taken(os.environ["MASTER_PORT"]) from None
-        came = f"rank {rank()} on {socket.gethostname()} met no other rank at {where}"
-        rule = str(error).splitlines()[0]
-        fix = "check that every machine was started, and reaches that address"
-        raise ProblemsError([Problem("MASTER_ADDR", came, rule, fix)]) from None
-    finally:
-        notice.cancel()
+def _refusal_of_rank_0(exchange: int) -> str:
+    return f"exchange {exchange}, refusal of rank 0"
 
 
-def _attempt(store: Any) -> str:
-    """Agree on a name among the ranks that are alive now.
+def _address() -> str:
+    """Return the address at which ranks reach rank 0: the loopback's if all are on one machine."""
+    return LOOPBACK if one_machine() else os.environ["MASTER_ADDR"]
 
-    torchrun restarts ranks (--max_restarts) at the store of the killed ones, whose addresses and refusals are
-    still in there. Each rank says hello with a word of its own; rank 0 repeats what it hears until every rank
-    has found its own word in it.
+
+def listen(port: int = 0) -> socket.socket:
+    """Listen at the address where the other ranks reach rank 0, and at no other if this machine has that one.
+
+    Raises OSError: the port is taken.
     """
-    own, deadline = secrets.token_hex(8), time.monotonic() + TIMEOUT.total_seconds()
-    store.set(f"hello/{rank()}", own)
-    others = range(1, world_size())
-    while time.monotonic() < deadline:
-        if rank() == 0:
-            words = [own, *(store.get(f"hello/{other}").decode() for other in others)]
-            store.set("heard", json.dumps(words))
-            if store.check([f"{own}/here/{other}" for other in others]):
-                return own
-        else:
-            words = json.loads(store.get("heard"))
-            if words[rank()] == own:
-                store.set(f"{words[0]}/here/{rank()}", "")
-                return str(words[0])
-        time.sleep(0.05)
-    raise RuntimeError("some ranks did not come")
+    address = _address()
+    known_elsewhere = address == LOOPBACK or not interfaces.is_loopback(address)  # as in Debian's /etc/hosts
+    with contextlib.suppress(OSError):
+        family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        if known_elsewhere:
+            return socket.create_server(place[:2], family=family, backlog=world_size())
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=world_size(), dualstack_ipv6=both)
+
+
+def _open_store() -> Any:
+    """Open torch's store at the launcher's address: torchrun's own, or one that rank 0 serves.
+
+    It asks nobody who he is. So no rank takes more from it than where to knock.
+    """
+    from torch.distributed import TCPStore
+
+    port = int(os.environ["MASTER_PORT"])
+    how: dict[str, Any] = {"timeout": TIMEOUT, "wait_for_workers": False}
+    if agent_has_store():
+        return TCPStore(os.environ["MASTER_ADDR"], port, world_size(), **how)
+    if rank() == 0:
+        try:
+            how["master_listen_fd"] = listen(port).detach()
+        except OSError as error:
+            raise port_is_taken(str(port), error.strerror) from None
+    return TCPStore(_address(), port, world_size(), is_master=rank() == 0, **how)
+
+
+def _door_name() -> str:
+    """Name the entry of the store, at which torchrun starts ranks anew after a death (--max_restarts)."""
+    return f"door {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def _blind_name() -> str:
+    return f"{_door_name()}: a rank does not see the secret"
+
+
+def _let_others_in(store: Any, places: list[Path]) -> dict[int, Connection]:
+    """Let the others in on rank 0. Raises ProblemsError: no place keeps a secret, or ranks do not come."""
+    name = f"meeting-{secrets.token_hex(8)}"
+    token = secrets.token_bytes(connection.TOKEN_BYTES)
+    kept = connection.keep_secret(places, name, token)
+    if not kept:
+        raise _no_secret("keeps a file of mode 600 for rank 0", places)
+    until = time.monotonic() + TIMEOUT.total_seconds()
+
+    def over() -> bool:
+        return time.monotonic() > until or store.check([_blind_name()])
+
+    try:
+        server = listen()
+        door = Door(server.getsockname()[1], name)
+        store.set(_door_name(), DOOR.dump_json(door))
+        connections = connection.admit(server, token, world_size(), over)
+    finally:
+        for path in kept:
+            path.unlink(missing_ok=True)
+    if missing := [str(other) for other in range(1, world_size()) if other not in connections]:
+        raise _met_nobody(f"ranks {some(missing)} of {world_size()} have not come, or do not see {kept[-1]}")
+    return connections
+
+
+def _reach_rank_0(store: Any, places: list[Path]) -> Connection:
+    """Connect to rank 0, once the store says how. Raises ProblemsError."""
+    until = time.monotonic() + TIMEOUT.total_seconds()
+    told = b""
+    since = time.monotonic()
+    while time.monotonic() < until:
+        if (now_told := store.get(_door_name())) != told:
+            told = now_told
+            since = time.monotonic()
+        try:
+            door = DOOR.validate_json(told)
+            token = connection.find_secret(places, door.secret)
+        except ValidationError:  # another process wrote it
+            token = None
+        if token is not None:
+            with contextlib.suppress(OSError):
+                return connection.connect(_address(), door.port, rank(), token)
+        elif time.monotonic() - since > LOOK_FOR_S:
+            store.set(_blind_name(), "")  # rank 0 waits no longer
+            raise _no_secret(f"shows rank {rank()} on {socket.gethostname()} the file of rank 0", places)
+        time.sleep(EVERY_S)
+    raise _met_nobody("rank 0 lets it in nowhere")
+
+
+def _no_secret(what: str, places: list[Path]) -> ProblemsError:
+    came = f"none of {', '.join(map(str, places))} {what}"
+    rule = "ranks prove to each other that they are of one launch by a secret in a file of mode 600"
+    fix = "set MEGARECIPES_CACHE or --out to a directory that all machines share, with owners of files"
+    return ProblemsError([Problem("MEGARECIPES_CACHE", came, rule, fix)])
+
+
+def _met_nobody(rule: str) -> ProblemsError:
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    came = f"rank {rank()} on {socket.gethostname()} met not all other ranks at {where}"
+    fix = "check that every machine was started, and reaches that address"
+    return ProblemsError([Problem("MASTER_ADDR", came, rule, fix)])
+
+
+def _of_this_attempt(store: Any, attempt: str) -> Any:
+    from torch.distributed import PrefixStore
+
+    return PrefixStore(attempt, store)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
+import functools
 import glob
+import json
 import os
 import re
 import socket
@@ -13,11 +15,14 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pydantic import TypeAdapter
+
 from ds_configs.plan import HOST, Device
 from launch.ranks import interfaces, launch_environment
 from recipes.problems import Problem, ProblemsError
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import ProcessGroup, Store
 
 T = TypeVar("T")
@@ -65,6 +70,12 @@ def several_machines() -> bool:
     return local_world_size() < world_size() and not near
 
 
+def one_machine() -> bool:
+    """Check whether all ranks of this launch are on this machine."""
+    near = os.environ.get("MASTER_ADDR", "localhost") in ("localhost", launch_environment.LOOPBACK)
+    return near or local_world_size() == world_size()
+
+
 def _variable(name: str, default: int) -> int:
     """Read a launcher's variable; a bad number counts as absent here, and `check_launch` refuses it."""
     written = os.environ.get(name, "")
@@ -106,7 +117,7 @@ def check_port(port: str) -> None:
 
     Raises ProblemsError.
     """
-    if rank() != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if rank() != 0 or agent_has_store():
         return
     try:
         with socket.socket() as tried:
@@ -126,53 +137,106 @@ def port_is_taken(port: str, because: str | None = "address already in use") -> 
     return ProblemsError([Problem("MASTER_PORT", f"port {port}", rule, fix)])
 
 
+def agent_has_store() -> bool:
+    """Check whether torchrun serves the store where ranks meet; else rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def launched() -> bool:
     """Check whether a launcher started this process; a plain `python` is alone."""
     return "WORLD_SIZE" in os.environ
 
 
-def gathered(own: T, group: ProcessGroup) -> list[T]:
-    """Gather every rank's `own`, in rank order. Collective."""
+def gathered(own: T, group: ProcessGroup, form: Any = Any) -> list[T]:
+    """Gather every rank's `own`, in rank order. Collective.
+
+    It travels as JSON and gets the types of `form` again: a pickle from another process could run anything.
+    """
+    import torch
     import torch.distributed as dist
 
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, own, group=group)
-    return everyone
+    text = _text_of(own, form)
+    world = dist.get_world_size(group)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
+    dist.all_gather(lengths, torch.tensor([len(text)]), group=group)
+    longest = int(max(lengths))
+    texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(world)]
+    dist.all_gather(texts, _bytes_tensor(text.ljust(longest)), group=group)
+    return [_value_of(each, form) for each in texts]
 
 
-def merged(own: T, merge: Callable[[T, T], T], group: ProcessGroup) -> T:
+def from_rank_0(own: T, group: ProcessGroup, form: Any = Any) -> T:
+    """Return rank 0's `own`, as `gathered` does. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    text = _bytes_tensor(_text_of(own, form))
+    length = torch.tensor([len(text)])
+    dist.broadcast(length, group_src=0, group=group)
+    if dist.get_rank(group) != 0:
+        text = torch.empty(int(length), dtype=torch.uint8)
+    dist.broadcast(text, group_src=0, group=group)
+    return _value_of(text, form)
+
+
+def merged(own: T, merge: Callable[[T, T], T], group: ProcessGroup, form: Any = Any) -> T:
     """Merge all ranks' values in rank order, two neighbours at a time; rank 0 gets the whole. Collective.
 
-    The others get what they passed on: nobody hears more than log2(world) values.
+    The others get what they passed on: nobody hears more than log2(world) values. `form`: as in `gathered`.
     """
+    import torch
     import torch.distributed as dist
 
-    place, world, distance = dist.get_rank(group), dist.get_world_size(group), 1
+    place = dist.get_rank(group)
+    world = dist.get_world_size(group)
+    distance = 1
     while distance < world:
         if place % (2 * distance):
-            dist.send_object_list([own], group=group, group_dst=place - distance)
+            text = _bytes_tensor(_text_of(own, form))
+            dist.send(torch.tensor([len(text)]), group=group, group_dst=place - distance)
+            dist.send(text, group=group, group_dst=place - distance)
             break
         if place + distance < world:
-            received: list[Any] = [None]
-            dist.recv_object_list(received, group=group, group_src=place + distance)
-            own = merge(own, received[0])
+            length = torch.zeros(1, dtype=torch.int64)
+            dist.recv(length, group=group, group_src=place + distance)
+            text = torch.empty(int(length), dtype=torch.uint8)
+            dist.recv(text, group=group, group_src=place + distance)
+            own = merge(own, _value_of(text, form))
         distance *= 2
     return own
+
+
+@functools.cache
+def _adapter(form: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(form)
+
+
+def _text_of(value: Any, form: Any) -> bytes:
+    # Not in pydantic's mode for JSON, which has no infinity; `str` is for paths.
+    return json.dumps(_adapter(form).dump_python(value), default=str).encode()
+
+
+def _value_of(text: Tensor, form: Any) -> Any:
+    return _adapter(form).validate_python(json.loads(bytes(text)))
+
+
+def _bytes_tensor(text: bytes) -> Tensor:
+    import torch
+
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def start_processes(timeout: datetime.timedelta = TIMEOUT, store: Store | None = None) -> None:
     """Join the process group of the launcher's environment; a plain `python` makes a group of one.
 
-    `store`: of the ranks' meeting. Raises ProblemsError if another launch took the port since `check_launch`.
+    `store`: of the ranks' meeting; None: torch's own at the launcher's address, or none for one process.
     """
     import torch.distributed as dist
 
-    alone = "RANK" not in os.environ
-    if alone:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    if "RANK" not in os.environ:
+        place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ.update(place, MASTER_ADDR=launch_environment.LOOPBACK, MASTER_PORT="0")
+        interfaces.stay_on_loopback()
 
     import deepspeed
 
@@ -181,20 +245,18 @@ def start_processes(timeout: datetime.timedelta = TIMEOUT, store: Store | None =
     # Else every rank connects to every other, in each group: half a million connections of 1,024 ranks.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     switch_shared_memory_op_off()
-    backend, index = "gloo", 0
+    backend = "gloo"
+    index = 0
     if device().own_memory:
-        index, backend = take_device(), _accelerator().communication_backend_name()
-    if store is not None:
-        place = _accelerator().device(index) if backend == "nccl" else None  # as DeepSpeed
-        dist.init_process_group(
-            backend, store=store, rank=rank(), world_size=world_size(), timeout=timeout, device_id=place
-        )
-    try:
-        deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
-    except RuntimeError as error:
-        if "EADDRINUSE" not in str(error) or alone:
-            raise
-        raise port_is_taken(os.environ["MASTER_PORT"]) from None
+        index = take_device()
+        backend = _accelerator().communication_backend_name()
+    bound = _accelerator().device(index) if backend == "nccl" and world_size() > 1 else None  # as DeepSpeed
+    if world_size() == 1:
+        store = dist.HashStore()  # at no port
+    dist.init_process_group(
+        backend, store=store, rank=rank(), world_size=world_size(), timeout=timeout, device_id=bound
+    )
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
 
 
 def switch_shared_memory_op_off() -> None:

@@ -1,10 +1,10 @@
 """A watchdog over the ranks of a run: it ends a run that hangs, and names the rank that hangs.
 
 Without it one stopped rank blocks all until a collective times out after half an hour. A thread of every rank
-looks at the clock of its own step. An overdue rank asks the others over the watchdog's own sockets, since a
-stopped rank serves nothing, such as rank 0's store. The lowest rank that answers judges: the run hangs if a
-rank does not answer, or if all are overdue. It keeps all stacks in
-the run directory and ends all ranks with `HANGING`; the launcher ends what does not answer.
+looks at the clock of its own step. If rank 0 is overdue, it asks all others over the connections of the
+meeting: the run hangs if a rank does not answer, or if all are overdue. Another rank that is overdue asks
+rank 0, which may itself be the one that is stopped. Every rank keeps its stacks in the run directory and ends
+with `HANGING`; the launcher ends what does not answer.
 """
 
 from __future__ import annotations
@@ -12,27 +12,25 @@ from __future__ import annotations
 import contextlib
 import enum
 import faulthandler
-import json
 import os
-import secrets
-import socket
 import statistics
 import sys
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from launch.console import terminal
 from launch.ranks.launch_environment import COLLECTIVES, HANG_REPORT
-from launch.ranks.processes import gathered
+from launch.ranks.meeting import Meeting
+from launch.ranks.processes import rank, world_size
 from recipes.problems import some
 
 HANGING = 4  # exit code
@@ -41,6 +39,7 @@ USUAL_STEPS = 5  # a step may take so many times what steps usually take
 LONG = 25  # times run.hang_after, for what is no usual step; of a minute, just under the collectives' 30
 ANSWER_S = 10.0  # the most for an answer
 REMEMBERED = 20  # steps
+SILENCE = "does not answer: its process is stopped, or its machine or network is down"
 SHOWN_FRAMES = 8  # the innermost of a rank's stack, in the report; STACKS have all
 SHOWN_RANKS = 8  # names in a row
 
@@ -55,20 +54,6 @@ class Phase(enum.Enum):
     RECORDING = "at the files of the run"
     VALIDATING = "validating"
     SAVING = "saving a checkpoint"
-
-
-@dataclass(frozen=True)
-class Place:
-    """The address of a rank's watchdog."""
-
-    rank: int
-    host: str
-    pid: int
-    address: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} on {self.host} (pid {self.pid})"
 
 
 @dataclass(frozen=True)
@@ -87,32 +72,35 @@ class Status:
     def progress(self) -> tuple[int, int, int]:
         return self.step, [*Phase].index(self.phase), self.passes
 
-    def to_json(self) -> bytes:
-        return json.dumps({**vars(self), "phase": self.phase.name}).encode()
-
-    @classmethod
-    def from_json(cls, text: bytes) -> Status:
-        values = json.loads(text)
-        return cls(**{**values, "phase": Phase[values["phase"]], "stack": tuple(values["stack"])})
-
     def __str__(self) -> str:
         passes = f" (forward passes: {self.passes})" if self.phase is Phase.COMPUTING else ""
         return f"step {self.step}, {self.phase.value}{passes} for {self.seconds:.0f} s"
 
 
-class Watchdog:
-    """This rank's activity, with the threads that watch it and answer other ranks.
+STATUS = TypeAdapter(Status)
 
-    The loop calls `enter` and `advance`. The other ranks' watchdogs ask through `places`.
+
+class Watchdog:
+    """This rank's activity, with the thread that watches it.
+
+    The loop calls `enter` and `advance`.
     """
 
-    def __init__(self, directory: Path | None, hang_after: float) -> None:
-        """Take `hang_after` in seconds (run.hang_after); `directory`: of the run; None: nothing is kept."""
-        self.places: Sequence[Place] = ()
-        self._directory, self._hang_after = directory, hang_after
+    def __init__(self, directory: Path | None, hang_after: float, meeting: Meeting | None = None) -> None:
+        """Take `hang_after` in seconds (run.hang_after); 0: nothing is watched.
+
+        `directory`: of the run; None: nothing is kept. `meeting`: of all ranks; None: of one.
+        """
+        self._directory = directory
+        self._hang_after = hang_after
         self._patience = min(ANSWER_S, hang_after / 4)  # seconds for an answer
-        self._rank, self._token = 0, b""
-        self._step, self._phase, self._since, self._passes = 0, Phase.STARTING, time.monotonic(), 0
+        self._tick = min(5.0, hang_after / 10)  # seconds between looks
+        self._meeting = meeting or Meeting()
+        self._rank = rank()
+        self._step = 0
+        self._passes = 0
+        self._phase = Phase.STARTING
+        self._since = time.monotonic()
         self._began = self._since  # of the step
         self._usual: deque[float] = deque(maxlen=REMEMBERED)
         self._ended = threading.Event()
@@ -145,7 +133,7 @@ class Watchdog:
         if self._phase is Phase.VALIDATING:  # which may be long
             self._since = time.monotonic()
 
-    # --- what the others ask
+    # --- the answer to others
 
     def status(self) -> Status:
         main = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -160,59 +148,25 @@ class Watchdog:
             return max(self._hang_after, USUAL_STEPS * statistics.median(self._usual))
         return LONG * self._hang_after
 
-    # --- threads
+    # --- the thread
 
     @contextlib.contextmanager
-    def running(self, group: dist.ProcessGroup, say: Callable[[str], None]) -> Iterator[Watchdog]:
-        """Watch in the block. Nothing is watched with hang_after 0, or in a run of one. Collective.
-
-        `say` prints that the ranks cannot reach each other, and so do not watch.
-        """
-        if not self._hang_after or dist.get_world_size(group) == 1:
+    def running(self) -> Iterator[Watchdog]:
+        """Watch in the block, if there are several ranks."""
+        if not self._hang_after or not self._meeting.places:
             yield self
             return
-        self._rank = dist.get_rank(group)
-        server = socket.create_server(("", 0), backlog=dist.get_world_size(group))
+        self._meeting.status = lambda: STATUS.dump_python(self.status(), mode="json")
+        self._meeting.end_hanging = self._end
+        threading.Thread(target=self._watch, daemon=True).start()
         try:
-            host, port = socket.gethostname(), server.getsockname()[1]
-            own = Place(self._rank, host, os.getpid(), _own_address(self._rank), port)
-            told = gathered((own, secrets.token_hex(16)), group)
-            self.places, self._token = [place for place, _ in told], told[0][1].encode()
-            threading.Thread(target=self._answer, args=(server,), daemon=True).start()
-            neighbour = self.places[(self._rank + 1) % len(self.places)]
-            answer = self._ask(neighbour)
-            silences = gathered(f"{neighbour} {answer}" if isinstance(answer, str) else "", group)
-            if any(silences):
-                say(f"no watchdog, a hanging rank will be noticed late: {next(filter(None, silences))}")
-            else:
-                threading.Thread(target=self._watch, daemon=True).start()
             yield self
         finally:
             self._ended.set()
-            with contextlib.suppress(OSError):
-                server.shutdown(socket.SHUT_RDWR)  # or its thread would wait on
-            server.close()
-
-    def _answer(self, server: socket.socket) -> None:
-        while True:
-            try:
-                connection, _ = server.accept()
-            except OSError:  # closed: the run is over
-                return
-            with connection, contextlib.suppress(OSError):
-                connection.settimeout(ANSWER_S)
-                token, _, wish = connection.makefile("rb").readline(200).strip().partition(b" ")
-                if not secrets.compare_digest(token, self._token):
-                    continue
-                if wish == b"end":
-                    self._keep_stacks()
-                connection.sendall(self.status().to_json())
-                connection.shutdown(socket.SHUT_RDWR)
-                if wish == b"end":
-                    os._exit(HANGING)
 
     def _watch(self) -> None:
-        tick, looked = min(5.0, self._hang_after / 10), time.monotonic()
+        tick = self._tick
+        looked = time.monotonic()
         while not self._ended.wait(tick):
             asleep = time.monotonic() - looked - tick
             if asleep > 2 * tick:  # this process itself was stopped, and its clock was not
@@ -220,61 +174,49 @@ class Watchdog:
                 self._began += asleep
             # A silent rank is asked twice: its silence is sure when the phase is overdue.
             if self.limit() - 2 * self._patience < time.monotonic() - self._since:
-                silent = self._silent_below()
-                if len(silent) == self._rank:
-                    self._judge(silent)
+                self._judge()
             looked = time.monotonic()
 
-    def _silent_below(self) -> dict[int, str]:
-        """Return the silence of the ranks below the first that answers, which then judges."""
-        silent = dict[int, str]()
-        for place in self.places[: self._rank]:
-            if not isinstance(answer := self._ask(place), str):
-                break
-            silent[place.rank] = answer
-        return silent
-
-    def _judge(self, silent: dict[int, str]) -> None:
-        """End the run if it hangs. `silent`: ranks that have not answered."""
-        others = [place for place in self.places if place.rank != self._rank]
-        statuses, more = self._ask_all([place for place in others if place.rank not in silent])
-        if silent := silent | more:
-            answers, silent = self._ask_all([self.places[rank] for rank in silent])
-            statuses |= answers
+    def _judge(self) -> None:
+        """End the run if it hangs: rank 0 asks all others, another rank asks rank 0."""
+        others = {*range(world_size())} - {0} if self._rank == 0 else {0}
+        statuses = self._ask(others)
+        statuses |= self._ask(others - statuses.keys())
+        silent = others - statuses.keys()
         statuses[self._rank] = self.status()
-        if self._ended.is_set() or not (silent or all(status.overdue for status in statuses.values())):
+        all_overdue = self._rank == 0 and all(status.overdue for status in statuses.values())
+        if self._ended.is_set() or not (silent or all_overdue):
             return
-        text = "\n".join([*self._sentences(statuses, silent), *_stacks(statuses), self._advice()])
-        if self._directory is not None:
-            with contextlib.suppress(OSError):
-                (self._directory / HANG_REPORT).write_text(text + "\n")
+        self._report("\n".join([*self._sentences(statuses, silent), *_stacks(statuses), self._advice()]))
+        self._meeting.tell_hanging(others - silent)
         self._keep_stacks()
-        terminal.say(f"\n{text}\n", sys.stderr)
-        sys.stderr.flush()
-        self._ask_all([place for place in others if place.rank not in silent], b"end")
+        if self._rank:  # the others find rank 0 silent by themselves, and a launcher ends them after this one
+            time.sleep(3 * self._tick)
         os._exit(HANGING)
 
-    def _ask_all(
-        self, places: Sequence[Place], wish: bytes = b"status"
-    ) -> tuple[dict[int, Status], dict[int, str]]:
-        """Return answers by rank, and the forms of silence by rank."""
-        with ThreadPoolExecutor(min(len(places), 64) or 1) as pool:
-            answers = list(zip(places, pool.map(lambda place: self._ask(place, wish), places), strict=True))
-        statuses = {place.rank: answer for place, answer in answers if isinstance(answer, Status)}
-        return statuses, {place.rank: answer for place, answer in answers if isinstance(answer, str)}
+    def _ask(self, ranks: Collection[int]) -> dict[int, Status]:
+        answers: dict[int, Any] = self._meeting.ask(ranks, self._patience) if ranks else {}
+        return {other: STATUS.validate_python(answer) for other, answer in answers.items()}
 
-    def _ask(self, place: Place, wish: bytes = b"status") -> Status | str:
-        """Return a rank's answer, or the form of its silence."""
-        try:
-            with socket.create_connection((place.address, place.port), self._patience) as connection:
-                connection.sendall(self._token + b" " + wish + b"\n")
-                return Status.from_json(connection.makefile("rb").read())
-        except TimeoutError:
-            return "does not answer: its process is stopped, or its machine or network is down"
-        except OSError as error:
-            return f"has ended, or cannot be reached ({error.strerror or error})"
-        except ValueError:
-            return "ended while it answered"
+    def _report(self, text: str) -> None:
+        """Keep and print the report of a hang: rank 0's, or that of the first rank that finds it silent."""
+        if self._directory is not None:
+            try:
+                with open(self._directory / HANG_REPORT, "x") as file:
+                    file.write(f"{text}\n")
+            except FileExistsError:
+                return
+            except OSError:  # it is printed all the same
+                pass
+        elif self._rank > 1:
+            return
+        terminal.say(f"\n{text}\n", sys.stderr)
+        sys.stderr.flush()
+
+    def _end(self) -> None:
+        """Keep this rank's stacks and end it."""
+        self._keep_stacks()
+        os._exit(HANGING)
 
     def _keep_stacks(self) -> None:
         """Write all threads' stacks, and this rank's last collectives, into the run directory."""
@@ -289,18 +231,19 @@ class Watchdog:
 
     # --- what is printed
 
-    def _sentences(self, statuses: Mapping[int, Status], silent: Mapping[int, str]) -> list[str]:
+    def _sentences(self, statuses: Mapping[int, Status], silent: Collection[int]) -> list[str]:
         own = statuses[self._rank]
         usual = f"; a step usually takes {statistics.median(self._usual):.2g} s" if self._usual else ""
         where = "" if self._directory is None else f" in step {own.step}"  # without one, ranks run ahead
         first = f"the run hangs{where} and is ended: {own.seconds:.0f} s without progress"
         lines = [f"{first} (run.hang_after={self._hang_after:g}{usual})"]
-        lines += [f"  {self.places[rank]} {how}" for rank, how in sorted(silent.items())]
+        places = self._meeting.places
+        lines += [f"  {places[other]} {SILENCE}" for other in sorted(silent)]
         if not silent:
             least = min(status.progress for status in statuses.values())
-            behind = [rank for rank, status in sorted(statuses.items()) if status.progress == least]
+            behind = [other for other, status in sorted(statuses.items()) if status.progress == least]
             if len(behind) < len(statuses):
-                lines += [f"  {self.places[rank]} is behind the others" for rank in behind[:SHOWN_RANKS]]
+                lines += [f"  {places[other]} is behind the others" for other in behind[:SHOWN_RANKS]]
             else:
                 lines.append("  all ranks answer, and none is behind the others")
         return lines
@@ -322,14 +265,3 @@ def _stacks(statuses: Mapping[int, Status]) -> Iterator[str]:
         ranks = some([str(status.rank) for status in (first, *others)], SHOWN_RANKS)
         yield f"rank{'s' if others else ''} {ranks}: {first}; stack, innermost last:"
         yield "".join(first.stack).rstrip()
-
-
-def _own_address(rank: int) -> str:
-    """Return the address at which others reach this rank: rank 0's from the launcher."""
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    if rank == 0:
-        return master
-    place = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(place[0], socket.SOCK_DGRAM) as probe:  # connecting it sends nothing
-        probe.connect(place[4])
-        return str(probe.getsockname()[0])

@@ -29,6 +29,7 @@ from launch.checkpoints.manifest import Progress
 from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.checkpoints.saving import Saver
 from launch.ranks import ending, processes
+from launch.ranks.meeting import Meeting
 from launch.ranks.stop_request import REASONS, StopRequest
 from launch.ranks.watchdog import Phase, Watchdog
 from launch.records.facts import RankSeconds, SilentRecorder, StepOutcome, Validation
@@ -51,6 +52,7 @@ class Start:
     corpus: Corpus
     grid: ProcessGrid
     checkpoint: Checkpoint | None = None
+    meeting: Meeting | None = None  # of all ranks; None: no watchdog asks them
 
     @property
     def done(self) -> int:
@@ -271,9 +273,8 @@ class ForwardClock:
 
 
 def run_watchdog(start: Start) -> AbstractContextManager[Watchdog]:
-    """Run this rank's watchdog during the block. Collective."""
-    watchdog = Watchdog(start.job.directory, start.job.plan.recipe.run.hang_after)
-    return watchdog.running(start.grid.control_group, start.recorder.say)
+    """Run this rank's watchdog during the block."""
+    return Watchdog(start.job.directory, start.job.plan.recipe.run.hang_after, start.meeting).running()
 
 
 def next_batch(batches: StepBatches) -> list[MicroBatch]:

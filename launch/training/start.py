@@ -106,7 +106,7 @@ def launch(args: argparse.Namespace, check: Callable[[], Training]) -> None:
         show_plan(job)
         return
     start_up.postpone_collections()
-    meeting = joining.meet(lambda: check_processes(args))
+    meeting = joining.meet(lambda: check_processes(args), args.out)
     training = meeting.settle(check)
     job = training.job
     os.environ.update(launch_environment.flight_recorder(os.environ, job.directory))
@@ -268,7 +268,7 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
         opened = open_recorder(training, directory, corpus, chosen)
     with opened as recorder:
         try:
-            stopped = train(Start(job, recorder, corpus, grid, chosen.checkpoint), training.after)
+            stopped = train(Start(job, recorder, corpus, grid, chosen.checkpoint, meeting), training.after)
         except EarlyEnd as e:
             reason = None if isinstance(e, Diverged) else e.why
             recorder.finish(Ending(e.status, reason, agreement.peak_memory(grid.control_group)))

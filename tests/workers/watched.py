@@ -3,7 +3,7 @@
     watched.py DIRECTORY HANG_AFTER WHAT RANK
 
 WHAT happens to RANK in its fifth step: "stopped" (SIGSTOP), "asleep" (for ever), "waits" for its data for
-four times HANG_AFTER, "blocked" (so long the port of its watchdog answers nobody, from the start), "nothing".
+four times HANG_AFTER, "nothing".
 """
 
 import os
@@ -15,17 +15,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from launch.ranks import watchdog
+from launch.ranks import processes
+from launch.ranks.meeting import Meeting
 from launch.ranks.watchdog import Phase, Watchdog
 
 
 def main(directory: str, hang_after: str, what: str, rank: str) -> None:
-    dist.init_process_group("gloo")
-    group, mine = dist.group.WORLD, dist.get_rank() == int(rank)
-    if what == "blocked" and mine:
-        watchdog._own_address = lambda rank: "127.0.0.1:nowhere"
+    meeting = Meeting()
+    meeting.settle(lambda: None)
+    dist.init_process_group(
+        "gloo", store=meeting.store, rank=processes.rank(), world_size=processes.world_size()
+    )
+    mine = dist.get_rank() == int(rank)
     seconds = float(hang_after)
-    with Watchdog(Path(directory), seconds).running(group, lambda text: print(text, flush=True)) as watch:
+    with Watchdog(Path(directory), seconds, meeting).running() as watch:
         for step in range(1, 8):
             watch.enter(Phase.DATA, step)
             if mine and step == 5 and what == "waits":

@@ -40,7 +40,7 @@ def save_first_gradients(run: TrainingRun, outcome: StepOutcome) -> None:
     written = tensor_file.write(directory / file_name(grid.rank), scaled)
     run.state.close()
     own = Part(grid.rank, {file_name(grid.rank): written}, tensors, {})
-    whole = merged(own, Part.followed_by, grid.control_group)
+    whole = merged(own, Part.followed_by, grid.control_group, Part)
     if grid.rank == 0:
         recipe = run.recipe.model_dump(mode="json", by_alias=True)
         progress, held = Progress(step=1, adam_steps=1, schedule=1), (whole.files, whole.tensors, (KIND,))

@@ -70,7 +70,7 @@ def work(jobs: Path) -> None:
     """Run every case of one launch in turn on this rank, in the same process group."""
     out = jobs.parent
     current = out  # run directory of the current case
-    meeting = joining.meet()
+    meeting = joining.meet(out=str(out))
     machine = abilities.detect_machine()
     cases = [LayoutCase(**case) for case in json.loads(jobs.read_text())]
     with joining.joined(

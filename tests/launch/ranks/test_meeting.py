@@ -1,7 +1,17 @@
-"""What one rank refuses ends all of them, before a process group is made."""
+"""One rank's refusal or death ends all of them, and nobody else can say a word at their meeting."""
 
-from launching import WORKERS, run_ranks
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
 
+import pytest
+from launching import WORKERS, environment, run_ranks
+
+from launch.ranks import connection
+from launch.ranks.connection import Message
 from launch.ranks.meeting import sentences
 
 TINY = ["--tiny", "--steps", "2", "--ds_config", "zero1"]
@@ -38,3 +48,146 @@ def test_a_run_directory_that_is_not_shared_is_refused_at_the_start(tmp_path):
     assert f"{tmp_path / 'there' / 'run'} does not hold" in done.stdout and "--out" in done.stdout
     assert "(rank 1):" in done.stdout
     assert not [*(tmp_path / "here" / "run").glob("shared.*")], "the token is gone"
+
+
+DYING = """
+import os, sys, time
+from launch.ranks import meeting, processes
+meeting.SETTLE_S = 1.0
+dying, how = int(sys.argv[1]), sys.argv[2]
+met = meeting.Meeting()
+met.settle(lambda: None)
+if processes.rank() == dying:
+    if how == "in order":
+        met.end()
+    os._exit(9)
+time.sleep(60 if how == "dies" else 2)
+met.end()
+"""
+
+
+def ranks_of(program, world, *given, environ=None):
+    """Start a program on ranks that meet at a free port of this machine; return the processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
+    started = []
+    for rank in range(world):
+        own = environment({**launch, "RANK": str(rank), "LOCAL_WORLD_SIZE": str(world), **(environ or {})})
+        command = [sys.executable, "-c", program, *map(str, given)]
+        piped = subprocess.PIPE
+        started.append(subprocess.Popen(command, env=own, stdout=piped, stderr=piped, text=True))
+    return started
+
+
+@pytest.mark.parametrize("dying", [1, 0])
+@pytest.mark.parametrize("how", ["dies", "in order"])
+def test_a_death_ends_all_and_is_told_once(dying, how):
+    ranks = ranks_of(DYING, 3, dying, how)
+    said = [rank.communicate(timeout=90)[1] for rank in ranks]
+    left = 0 if how == "in order" else 1
+    assert [rank.returncode for rank in ranks] == [9 if rank == dying else left for rank in range(3)], said
+    who = f"rank {dying} on {socket.gethostname()} (pid {ranks[dying].pid})"
+    told = [f"{who} has ended: " in text for text in said]
+    assert told == [left == 1 and rank == 1 - dying for rank in range(3)], said
+
+
+MEETING = """
+import json, sys
+from pydantic import TypeAdapter
+from launch.ranks.meeting import Meeting
+from launch.ranks.processes import rank
+met = Meeting()
+def made():
+    return met.once(lambda: {"a": [1, 2.5, None]}, TypeAdapter(dict[str, list[float | None]]))
+everyone = met.to_rank_0(rank() * 11)
+found = met.settle(made), met.from_rank_0(rank() + 5), everyone, sorted(met.places)
+def refuse():
+    if rank() == 0:
+        raise ValueError("rank 0 does not want to")
+    return met.once(lambda: {}, TypeAdapter(dict[str, int]))
+print(json.dumps(found), flush=True)
+met.settle(refuse)
+"""
+
+
+def test_ranks_exchange_json_and_rank_0_refuses_before_it_makes_what_others_wait_for():
+    ranks = ranks_of(MEETING, 3)
+    said = [rank.communicate(timeout=90) for rank in ranks]
+    handed = {"a": [1.0, 2.5, None]}
+    assert [json.loads(out) for out, _ in said] == [
+        [handed, 5, [0, 11, 22], [0, 1, 2]],
+        [handed, 5, [11], [0, 1]],
+        [handed, 5, [22], [0, 2]],
+    ]
+    assert [rank.returncode for rank in ranks] == [2, 2, 2]
+    assert said[0][1].strip().endswith("rank 0 does not want to") and not said[1][1] + said[2][1], said
+
+
+def pair(token=b"t" * 32, of_others=None):
+    """Connect one rank to rank 0; return both ends, or None where it is not let in."""
+    server = socket.create_server(("127.0.0.1", 0))
+    port = server.getsockname()[1]
+    admitted = {}
+    over = threading.Event()
+    door = threading.Thread(target=lambda: admitted.update(connection.admit(server, token, 2, over.is_set)))
+    door.start()
+    try:
+        other = connection.connect("127.0.0.1", port, 1, of_others or token)
+        door.join(20)
+        return admitted[1], other
+    except ConnectionAbortedError:
+        return None
+    finally:
+        over.set()
+        door.join(20)
+
+
+def test_messages_are_heard_and_a_changed_repeated_or_foreign_one_ends_the_connection():
+    for harm in ("none", "changed", "repeated", "turned round", "too long"):
+        first, other = pair()
+        other.send(Message("value", "a", [1]))
+        assert first.take() == [Message("value", "a", [1])]
+        sent = []
+        other.socket, real = type("Line", (), {"sendall": sent.append}), other.socket
+        other.send(Message("value", "b", float("inf")))
+        line = sent[0]
+        if harm == "none":
+            real.sendall(line[:7])
+            assert first.take() == []
+            real.sendall(line[7:] + line[:0])
+            assert first.take() == [Message("value", "b", float("inf"))]
+            continue
+        if harm == "changed":
+            real.sendall(line.replace(b"Infinity", b"Infinitx"))
+        elif harm == "repeated":
+            real.sendall(line)
+            first.take()
+            real.sendall(line)
+        elif harm == "turned round":
+            first.send(Message("value", "c"))
+            real.sendall(real.recv(1000))
+        else:
+            real.sendall(connection.HEADER.pack(connection.MOST_BYTES + 1, b"p" * 32))
+        with pytest.raises(ConnectionAbortedError):
+            first.take()
+    assert pair(of_others=b"x" * 32) is None, "another secret"
+
+
+def test_a_secret_is_read_from_a_file_of_this_account_alone(tmp_path):
+    token = b"s" * 32
+    places = [tmp_path / "missing" / "place", tmp_path]
+    kept = connection.keep_secret(places, "meeting-1", token)
+    assert kept == [places[0] / "meeting-1", tmp_path / "meeting-1"]
+    assert {path.stat().st_mode & 0o777 for path in kept} == {0o600}
+    assert connection.keep_secret([tmp_path], "meeting-1", token) == [], "what lies there is not written over"
+    assert connection.find_secret([tmp_path], "meeting-1") == token
+    kept[1].chmod(0o640)
+    assert connection.find_secret([tmp_path], "meeting-1") is None
+    kept[1].chmod(0o600)
+    (tmp_path / "link").symlink_to(kept[1])
+    assert connection.find_secret([tmp_path], "link") is None
+    if os.geteuid() == 0:
+        os.chown(kept[1], 65534, 65534)
+        assert connection.find_secret([tmp_path], "meeting-1") is None
