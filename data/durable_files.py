@@ -6,8 +6,8 @@ nothing. The kernel drops a lock when its holder dies.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import errno
 import fcntl
 import os
 import re
@@ -17,6 +17,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, ClassVar
+
+# With these errors a file system refuses to open or to flush directories.
+_NOT_OF_DIRECTORIES = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES, errno.EPERM}
 
 
 class Damaged(Exception):
@@ -39,8 +42,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
     finally:
         temporary.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # not every file system lets a directory be opened and synchronised
-        sync(path.parent)
+    sync_names(path.parent)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -49,8 +51,17 @@ def write_atomically(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
+def sync_names(directory: Path) -> None:
+    """Flush a directory's list of names to the disk, on a file system that does so. Raises OSError."""
+    try:
+        sync(directory)
+    except OSError as error:
+        if error.errno not in _NOT_OF_DIRECTORIES:
+            raise
+
+
 def sync(path: Path) -> None:
-    """Flush a file, or a directory's list of names, to the disk."""
+    """Flush a file to the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

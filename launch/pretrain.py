@@ -46,13 +46,15 @@ examples:
       continue from the newest complete checkpoint; a first start if there is
       none
 
-to stop: Ctrl-C, SIGTERM, SIGUSR1 or `touch <run directory>/STOP` finish the
-step, save and exit 0. (The deepspeed and torchrun launchers report 1 when a
-signal reaches them; with the STOP file they report 0.) result.json then has
-the status "interrupted", and --resume goes on.
+to stop: Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU, SIGHUP (not under nohup)
+or `touch <run directory>/STOP` finish the step, save and exit 0. (The
+deepspeed and torchrun launchers report 1 when a signal reaches them; with the
+STOP file they report 0.) result.json then has the status "interrupted", and
+--resume goes on. SIGQUIT ends at once and leaves stacks-rank-N.txt.
 exit codes: 0 done or stopped on request, 1 failed, 2 refused before anything
 was started, 3 diverged,
-4 a rank hung (run.hang_after)."""
+4 a rank hung (run.hang_after),
+6 trained and saved, but not all was recorded: the last lines say what."""
 
 
 def build_parser() -> argparse.ArgumentParser:

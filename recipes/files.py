@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import json
 import math
+import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -86,7 +87,8 @@ def read_part(path: Path, start: int, length: int) -> bytes:
     """Read at most `length` bytes of an ordinary file from byte `start` on. Raises FileError."""
     with _opened(path) as file:
         file.seek(start)
-        return file.read(length)
+        left = os.fstat(file.fileno()).st_size - start
+        return file.read(min(length, max(0, left)))  # which takes memory for all that it is asked for
 
 
 @contextlib.contextmanager

@@ -129,14 +129,14 @@ class Workspace:
         for directory, _, names in os.walk(self.result):
             for name in names:
                 durable_files.sync(Path(directory) / name)
-            durable_files.sync(Path(directory))
+            durable_files.sync_names(Path(directory))
         old = self.out.with_name(f"{self.out.name}.replaced")
         if self.out.exists():
             shutil.rmtree(old, ignore_errors=True)
             os.replace(self.out, old)
         os.replace(self.result, self.out)
         shutil.rmtree(old, ignore_errors=True)
-        durable_files.sync(self.out.parent)
+        durable_files.sync_names(self.out.parent)
         shutil.rmtree(self.partial, ignore_errors=True)
 
     def clear(self, manifest: dict[str, Any]) -> None:

@@ -176,7 +176,7 @@ def complete(directory: Path, held: Manifest) -> Path:
         aside = (place.with_name(f"{place.name}.damaged-{number}") for number in range(1, 10**6))
         os.rename(place, next(path for path in aside if not path.exists()))
     os.rename(directory, place)
-    durable_files.sync(place.parent)
+    durable_files.sync_names(place.parent)
     return place
 
 

@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
 import textwrap
-from typing import TextIO
+from typing import Any, TextIO
 
 GLUE = "\N{NO-BREAK SPACE}"  # keeps a flag and its value together
 LEAST = 40  # columns; with fewer, each word would have its own line
+
+
+class _LastingFile(io.FileIO):
+    """A file whose writes never fail: what its reader, which may be gone, does not take is dropped."""
+
+    def write(self, data: Any) -> int:
+        size: int = memoryview(data).nbytes
+        try:
+            return super().write(data) or size
+        except OSError:
+            return size
+
+
+def outlast_readers() -> None:
+    """Let this process go on without a screen where nobody reads what it prints any more."""
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        if stream is not None and stream is getattr(sys, f"__{name}__"):  # the process's own
+            setattr(sys, name, _lasting(stream, descriptor))
+
+
+def _lasting(stream: TextIO, descriptor: int) -> TextIO:
+    """Return a stream to the same place whose writes never fail."""
+    stream.flush()
+    file = io.BufferedWriter(_LastingFile(descriptor, "w", closefd=False))
+    return io.TextIOWrapper(file, stream.encoding, "backslashreplace", line_buffering=True)
 
 
 def columns(stream: TextIO | None = None) -> int | None:

@@ -51,7 +51,7 @@ def keep_error(directory: Path, text: str) -> None:
 
 def forget_errors(directory: Path) -> None:
     """Remove the tracebacks of former launches' ranks, and what their watchdogs reported."""
-    for pattern in (out_of_memory.FILES, HANG_REPORT, "hang-*rank-*"):
+    for pattern in (out_of_memory.FILES, HANG_REPORT, "hang-*rank-*", "stacks-rank-*"):
         for path in directory.glob(pattern):
             path.unlink(missing_ok=True)
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -12,7 +15,10 @@ from typing import Any
 from launch.ranks.ending import AFTER_STOP_REQUEST
 from launch.ranks.processes import rank
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # launchers act on SIGUSR1 nowhere
+# Launchers act on SIGUSR1, SIGUSR2 and SIGXCPU nowhere. SIGHUP: the terminal is gone.
+SIGNALS = (
+    signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGHUP,
+)  # fmt: skip
 STOP_FILE = "STOP file"
 REASONS = ("", *(number.name for number in SIGNALS), STOP_FILE)  # the last one wins
 
@@ -28,6 +34,8 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
+                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                    continue  # nohup
                 self._previous[number] = signal.signal(number, self._receive)
         return self
 
@@ -42,8 +50,21 @@ class StopRequest:
 
     def look(self) -> str:
         """Return the reason to stop, of REASONS. Rank 0 looks for the file and removes it."""
-        if rank() == 0 and self._stop_file.exists():
+        if rank() == 0 and os.path.exists(self._stop_file):  # False where a file system does not answer
             with contextlib.suppress(OSError):  # a directory, or another user's: a resumed run says so
                 self._stop_file.unlink()  # so that a resumed run does not stop at once
             self.reason = STOP_FILE
         return self.reason
+
+
+@contextlib.contextmanager
+def stacks_at_quit(path: Path) -> Iterator[None]:
+    """Have SIGQUIT, which ends this process, leave the stacks of all threads in `path`."""
+    with open(path, "w") as file:
+        faulthandler.register(signal.SIGQUIT, file, chain=True)
+        try:
+            yield
+        finally:
+            faulthandler.unregister(signal.SIGQUIT)
+    with contextlib.suppress(OSError):
+        path.unlink()

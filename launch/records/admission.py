@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import shutil
 from collections.abc import Sequence
@@ -13,8 +12,8 @@ from data.durable_files import Lock, left_by_a_crash
 from ds_configs.plan import Plan, plan_to_json
 from launch.console import output
 from launch.records.directory import Launch, RunDirectory
-from launch.records.facts import RunFacts
-from launch.records.metrics import Records, StepRecord, read_metrics
+from launch.records.facts import RECORDS_LOST, RunFacts
+from launch.records.metrics import Records, read_metrics, unused_name
 from launch.records.result import OURS
 from recipes import catalog, files
 from recipes.key_paths import differences, is_part
@@ -77,9 +76,11 @@ def _admit_locked(
     directory: RunDirectory, plan: Plan, resume: bool, newest: int | None, damaged: Sequence[tuple[Path, str]]
 ) -> tuple[bool, tuple[str, ...]]:
     """Return (resumed, notices)."""
-    records = read_metrics(directory.metrics_jsonl) if directory.recipe_yaml.exists() else Records()
+    records = Records()
+    if directory.recipe_yaml.exists():
+        records = read_metrics(directory.metrics_jsonl, problems=[])  # the recorder names broken lines
     steps = records.steps
-    if not directory.recipe_yaml.exists() or not (_has_checkpoints(directory) or steps):
+    if not (_has_checkpoints(directory) or steps or records.broken):
         # A start that failed before its first step left nothing to keep.
         shutil.rmtree(directory.tokenizer, ignore_errors=True)
         first = f"a first start: {directory.path} holds nothing to resume yet"
@@ -101,7 +102,7 @@ def _admit_locked(
         )
     if newest is None:
         _refuse_lost(directory, saved.recipe, damaged, records)
-        return False, _rename_metrics(directory, steps)
+        return False, _rename_metrics(directory, records)
     done = max(newest, steps[-1].step if steps else 0)
     if plan.recipe.steps < done:
         raise ValueError(
@@ -130,7 +131,8 @@ def _refuse_lost(
             f"restore one of them from a copy, {elsewhere}{named}"
         )
     result = files.read_json_object(directory.result_json) if directory.result_json.exists() else {}
-    ended, was_saved = result.get("status") == "ok", any(not save.problem for save in records.saves)
+    ended = result.get("status") in ("ok", RECORDS_LOST)
+    was_saved = any(not save.problem for save in records.saves)
     if was_saved or (ended and recipe.run.save_last):
         raise ValueError(
             f"--resume: {directory.path} has {counted(len(records.steps), 'step')} recorded and saved "
@@ -143,17 +145,16 @@ def _refuse_lost(
         )
 
 
-def _rename_metrics(directory: RunDirectory, steps: Sequence[StepRecord]) -> tuple[str, ...]:
+def _rename_metrics(directory: RunDirectory, records: Records) -> tuple[str, ...]:
     """Rename the metrics of a run that was killed before its first save; return notices."""
-    if not steps:
-        return (f"no save in {directory.path} was ever complete: it starts again at step 0",)
-    names = (directory.path / f"metrics-before-{number}.jsonl" for number in itertools.count(1))
-    aside = next(path for path in names if not path.exists())
+    again = "starts again at step 0"
+    if not (records.steps or records.broken):
+        return (f"no save in {directory.path} was ever complete: it {again}",)
+    aside = unused_name(directory.metrics_jsonl)
     directory.metrics_jsonl.rename(aside)
-    return (
-        f"it ended after step {steps[-1].step}, before its first save was complete, and starts again at "
-        f"step 0; what it recorded is kept in {aside.name}",
-    )
+    last = records.steps[-1].step if records.steps else 0
+    ended = f"it ended after step {last}, before its first save was complete, and {again}"
+    return (f"{ended}; what it recorded is kept in {aside.name}",)
 
 
 def _refuse_strangers(directory: RunDirectory) -> None:

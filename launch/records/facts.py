@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from launch.machine import description
 from recipes.schema import Recipe
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+RECORDS_LOST = "records lost"  # status of a run that is trained and saved, but not recorded as a whole
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ class Ending:
     """The end of a run."""
 
     # "ok", or the cause of the end ("interrupted", "OOM", "diverged", "not saved": its last checkpoint could
-    # not be written); "saving": it is at its last checkpoint.
+    # not be written), or RECORDS_LOST.
     status: str = "ok"
     reason: str | None = None
     peaks: Peaks | None = None  # of all ranks; None: only rank 0's are known
@@ -168,11 +170,17 @@ class SilentRecorder:
     def validation(self, step: int, outcome: Validation, kind: str = "validation") -> None:
         """Take the loss on held-out text after `step` steps; `kind` "test": on the test split."""
 
-    def last_save(self, peaks: Peaks) -> None:
-        """Prepare for the last checkpoint: a host that runs out of memory may not survive it."""
-
     def save(self, saved: SaveOutcome) -> None:
         """Take a checkpoint, or a failed one."""
 
-    def finish(self, ending: Ending, stopped: str | None = None) -> None:
-        """Take the end; `stopped`: the reason for an early stop of a run that can be resumed."""
+    @contextlib.contextmanager
+    def keeping(self, what: object) -> Iterator[None]:
+        """Guard work on the records: on rank 0 its failure ends no training."""
+        yield
+
+    def finish(self, ending: Ending, stopped: str | None = None) -> bool:
+        """Take the end, and return whether all was recorded.
+
+        `stopped`: the reason for an early stop of a run that can be resumed.
+        """
+        return True

@@ -10,7 +10,8 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -273,47 +274,78 @@ def read_metrics(path: Path, problems: list[str] | None = None) -> Records:
     a broken line or an unreadable file raises ValueError.
     """
     found: dict[str, list[Any]] = {field: [] for _, field in _KINDS.values()}
-    broken = []
-    try:
-        for number, line in _whole_lines(path):
-            try:
-                record = from_line(line, path, number)
-                found[_KINDS[record.kind][1]].append(record)
-            except files.FileError as error:
-                if problems is None:
-                    raise ValueError(f"{error}: delete that line, or restore the file") from None
-                broken.append(str(error))
-    except files.FileError as error:  # an unreadable file or too long a line ends the reading
-        if problems is None:
-            raise
-        broken.append(str(error))
+    broken: list[files.FileError] = []
+    for _, record in _parsed(path, broken):
+        found[_KINDS[record.kind][1]].append(record)
+    if broken and problems is None:
+        raise ValueError(f"{broken[0]}: delete that line, or restore the file")
     if problems is not None:
-        left_out = "left out, with the other lines kept; delete that line, or restore the file"
-        problems += [f"{each}: {left_out}" for each in broken[:MOST_NAMED]]
-        if (more := len(broken) - MOST_NAMED) > 0:
-            problems.append(f"{path}: {more} more lines like these")
+        problems += _left_out(path, broken)
     for once in ("steps", "validations", "tests"):
         last = {record.step: record for record in found[once]}
         found[once] = [last[step] for step in sorted(last)]
     return Records(broken=bool(broken), **{field: tuple(each) for field, each in found.items()})
 
 
-def truncate(path: Path, step: int) -> list[int]:
-    """Drop the records of later steps than `step`, or all for 0; return the steps up to it without a record.
+@dataclass(frozen=True)
+class Cut:
+    """The outcome of `truncate`.
+
+    `missing`: steps without a record; `left_out`: sentences on broken lines; `copy`: of the file with them.
+    """
+
+    missing: list[int]
+    left_out: list[str]
+    copy: Path | None
+
+
+def truncate(path: Path, step: int) -> Cut:
+    """Drop broken lines and the records of later steps than `step`, or all for 0.
 
     A resumed run repeats the steps after its checkpoint: their old lines, and a torn last line, must not
-    stand next to the new ones.
+    stand next to the new ones. Raises OSError.
     """
-    lines = _whole_lines(path) if step else ()
-    records = [(line, from_line(line, path, number)) for number, line in lines]
+    broken: list[files.FileError] = []
+    found = [each for each in _parsed(path, broken) if each[1].step <= step] if step else []
+    copy = unused_name(path) if broken else None
+    if copy:
+        shutil.copyfile(path, copy)
     if path.exists():
-        write_atomically(path, b"".join(line for line, record in records if record.step <= step).decode())
-    recorded = {record.step for _, record in records if record.kind == "step"}
-    return [number for number in range(1, step + 1) if number not in recorded]
+        write_atomically(path, b"".join(line for line, _ in found).decode())
+    steps = (record for _, record in found if isinstance(record, StepRecord))
+    return Cut(missing(steps, step), _left_out(path, broken), copy)
 
 
-def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield number, from 1, and bytes of each line, without a torn last one."""
-    if path.exists():
-        lines = files.lines_of(path, MOST_LINE)
-        yield from ((number, line) for number, line in lines if line.endswith(b"\n"))
+def missing(steps: Iterable[StepRecord], last: int) -> list[int]:
+    """Return the steps from 1 to `last` without a record."""
+    recorded = {record.step for record in steps}
+    return [number for number in range(1, last + 1) if number not in recorded]
+
+
+def unused_name(path: Path) -> Path:
+    """Return an unused name next to `path` for older metrics, which are kept."""
+    names = (path.with_name(f"metrics-before-{number}.jsonl") for number in itertools.count(1))
+    return next(name for name in names if not name.exists())
+
+
+def _parsed(path: Path, broken: list[files.FileError]) -> Iterator[tuple[bytes, Record]]:
+    """Yield each line with its record, without a torn last line; add the faults of others to `broken`."""
+    if not path.exists():
+        return
+    try:
+        for number, line in files.lines_of(path, MOST_LINE):
+            try:
+                if line.endswith(b"\n"):
+                    yield line, from_line(line, path, number)
+            except files.FileError as error:
+                broken.append(error)
+    except files.FileError as error:  # an unreadable file or too long a line ends the reading
+        broken.append(error)
+
+
+def _left_out(path: Path, broken: Sequence[files.FileError]) -> list[str]:
+    """Word the first `MOST_NAMED` broken lines, and count the others."""
+    what = "left out, with the other lines kept; delete that line, or restore the file"
+    said = [f"{each}: {what}" for each in broken[:MOST_NAMED]]
+    more = len(broken) - MOST_NAMED
+    return [*said, f"{path}: {more} more lines like these"] if more > 0 else said

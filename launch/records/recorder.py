@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
+import os
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar, cast
 
 from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread
 from torch.utils.tensorboard import SummaryWriter
@@ -28,13 +31,29 @@ from launch.records.plan_text import Surroundings, describe_plan
 from launch.records.result import Result, make_result, rates, write_result
 from launch.records.result_text import result_text
 from recipes.problems import counted
-from recipes.refused_by_system import problem
+from recipes.refused_by_system import problem, told_by
 
 ELSEWHERE = "move the run directory to another disk and --resume there"
+AGAIN = "once that is mended, the same command with --resume writes curve and result again"
+Method = TypeVar("Method", bound=Callable[..., None])
+
+
+def _guarded(method: Method) -> Method:
+    """Keep a failure of a method of `Recorder` from ending the training."""
+
+    @functools.wraps(method)
+    def guarded(recorder: Recorder, *facts: Any, **more: Any) -> None:
+        with recorder.keeping(f"the record of a {method.__name__}"):
+            method(recorder, *facts, **more)
+
+    return cast(Method, guarded)
 
 
 class Recorder(SilentRecorder):
-    """Rank 0's recorder, which writes metrics.jsonl, TensorBoard events and results, and shows them."""
+    """Rank 0's recorder, which writes metrics.jsonl, TensorBoard events and results, and shows them.
+
+    No failure of it ends the training: it warns, and `finish` returns that not all was recorded.
+    """
 
     def __init__(
         self,
@@ -53,13 +72,15 @@ class Recorder(SilentRecorder):
         self._clock, self._stream = clock, stream
         self._sizes = run.plan.recipe.batch.schedule
         self._memory_kind, self._step = peak_memory().kind, start_step
-        self._drawn: int | None = None  # records in loss.png
         self._show_plan()
-        missing = metrics.truncate(directory.metrics_jsonl, start_step)
+        cut = metrics.truncate(directory.metrics_jsonl, start_step)
         # Unbuffered: after a full disk, Python would write the rest of its buffer again at the end.
         self._file = open(directory.metrics_jsonl, "ab", buffering=0)  # noqa: SIM115 (closed by _close)
+        self._link = Path(f"/proc/self/fd/{self._file.fileno()}")  # leads to the file, wherever it is moved
+        self._place = os.readlink(self._link)
         self._unwritten = b""  # lines that the disk did not take
-        self._lost: OSError | None = None  # the reason
+        self._missing = cut.missing
+        self._lost: dict[str, str] = {}  # what is not whole -> the reason and the fix
         threading.excepthook = _ignore_event_writer
         folder, purged = str(directory.tensorboard), start_step + 1 if start_step else 0
         self._events = SummaryWriter(folder, purge_step=purged, flush_secs=10)
@@ -68,24 +89,44 @@ class Recorder(SilentRecorder):
         self._write(metrics.LaunchRecord(start_step, metrics.SpeedSettings.of(run), time.time()))
         for notice in directory.notices:
             self.say(notice)
-        if missing:
-            lost = f"{directory.metrics_jsonl} has no record of {counted(len(missing), 'step')}"
-            fix = "curve and means go without them; restore the file from a copy"
-            self.say(f"WARNING: {lost}, the first {missing[0]}, and no checkpoint holds one: {fix}")
+        for left_out in cut.left_out:
+            self.say(f"WARNING: {left_out}")
+        if cut.copy:
+            self.say(f"the file with these lines is kept as {cut.copy}")
+        if cut.missing:
+            self.say(f"WARNING: {_lacking(directory.metrics_jsonl, cut.missing)}")
         self.mark("records")
 
     def __exit__(self, *error: object) -> None:
         self._close()
         self.directory.close()
 
+    @contextlib.contextmanager
+    def keeping(self, what: object) -> Iterator[None]:
+        """Warn where the block fails, the first time for each `what`."""
+        try:
+            yield
+        except Exception as error:
+            self._lose(what, _failure(what, error))
+
+    def _lose(self, what: object, said: str) -> None:
+        if str(what) in self._lost:
+            return
+        self._lost[str(what)] = said
+        with contextlib.suppress(Exception):  # the screen may be what fails
+            self._screen.line(f"WARNING: {said}; training continues")
+
+    @_guarded
     def say(self, text: str) -> None:
         self._write(metrics.Note(self._step, text, time.time()))
         self._screen.line(text)
 
+    @_guarded
     def mark(self, part: str) -> None:
         if self._clock:
             self._clock.mark(part)
 
+    @_guarded
     def step(
         self, step: int, outcome: StepOutcome, seconds: float, waited: float, ranks: RankSeconds | None = None
     ) -> None:
@@ -125,11 +166,13 @@ class Recorder(SilentRecorder):
             self._write(start := metrics.StartRecord(step, **parts, time=time.time()))
             self._screen.line(str(start))
 
+    @_guarded
     def profile(self, found: facts.StepProfile) -> None:
         self._write(metrics.ProfileRecord(**vars(found), step=found.last, time=time.time()))
         for each in found.problems:
             self.say(f"WARNING: no trace of a rank: {each}")
 
+    @_guarded
     def validation(self, step: int, outcome: facts.Validation, kind: str = "validation") -> None:
         parts, loss = finite_parts(outcome.parts), finite(outcome.loss)
         record = ValidationRecord(step, loss, parts, time.time(), "test" if kind == "test" else "validation")
@@ -139,12 +182,9 @@ class Recorder(SilentRecorder):
         shown = "".join(f", {names[name]} {value:.4f}" for name, value in outcome.parts.items())
         self._screen.line(f"step {step}: {kind} loss {outcome.loss:.4f}{shown}")
 
-    def last_save(self, peaks: facts.Peaks) -> None:
-        """Write curve and result before the last checkpoint."""
-        reason = "its last checkpoint was not complete when this was written"
-        self._write_result(Ending("saving", reason, peaks))
-
+    @_guarded
     def save(self, saved: SaveOutcome) -> None:
+        self._follow()
         self._write(metrics.SaveRecord(**vars(saved), time=time.time()))
         per_second = saved.bytes / saved.seconds
         for name, value in (("blocking_seconds", saved.blocking_seconds), ("bytes_per_second", per_second)):
@@ -156,24 +196,63 @@ class Recorder(SilentRecorder):
         waited = f"training waited {saved.blocking_seconds:.2g} s"
         self._screen.line(f"step {saved.step}: checkpoint, {rate}; {waited}")
 
-    def finish(self, ending: Ending, stopped: str | None = None) -> None:
-        """Write curve and result, and show the result; after an early stop, say how to resume."""
-        self._lost = None  # now the records may become whole after all
+    def finish(self, ending: Ending, stopped: str | None = None) -> bool:
+        """Write curve and result, and show the result; after an early stop, say how to resume.
+
+        Return whether all was recorded.
+        """
+        self._lost.pop(str(self.directory.metrics_jsonl), None)  # it may become whole after all
         self._write_rest()
+        self._screen.close()
+        self._screen = Silent()
+        records = metrics.Records()
+        with self.keeping(self.directory.metrics_jsonl):
+            self._follow()
+            records = self._read_records()
+        with self.keeping("the peak of memory"):
+            peaks = ending.peaks or facts.Peaks(cached_bytes=peak_cached_bytes())
+            ending = replace(ending, peaks=peaks)
+        # Before the plot: after a failure of another rank this one is soon ended.
+        result = self._write_result(ending, records)
+        with self.keeping(self.directory.loss_png):
+            self._plot(records)
         self._close()
-        result = self._write_result(ending)
-        if self._stream is not None:
-            width = terminal.columns(self._stream)
-            text = [f"\n{result_text(result, width)}"]
-            if ending.sample:
-                sample = textwrap.indent(ending.sample, "  ")
-                text += ["\nsample", terminal.wrapped(sample, width, hang=0)]
-            text.append(f"\n{self.directory.path}: result.json, loss.png, metrics.jsonl{self._checkpoints()}")
-            if stopped:
-                text.append(f"{stopped}; resume with the same command and --resume")
-            terminal.say("\n".join(text), self._stream)
-        if self._lost and (ending.status == "ok" or stopped):  # else the run has ended badly already
-            raise self._lost
+        if self._lost and ending.status == "ok":
+            ending = replace(ending, status=facts.RECORDS_LOST, reason=", ".join(self._lost))
+            result = self._write_result(ending, records)
+        with self.keeping("the screen"):
+            self._show_end(ending, result, stopped)
+        return not self._lost
+
+    def _show_end(self, ending: Ending, result: Result | None, stopped: str | None) -> None:
+        if self._stream is None:
+            return
+        width = terminal.columns(self._stream)
+        text = [f"\n{result_text(result, width)}"] if result else []
+        if ending.sample:
+            sample = textwrap.indent(ending.sample, "  ")
+            text += ["\nsample", terminal.wrapped(sample, width, hang=0)]
+        text.append(f"\n{self.directory.path}: result.json, loss.png, metrics.jsonl{self._checkpoints()}")
+        if stopped:
+            text.append(f"{stopped}; resume with the same command and --resume")
+        if self._lost:
+            text += ["WARNING: not all was recorded, which changes no weight:", *self._lost.values()]
+        terminal.say("\n".join(text), self._stream)
+
+    def _follow(self) -> None:
+        """Follow a run directory that was renamed, and say where its checkpoints go."""
+        place, before = os.readlink(self._link), self.directory
+        if place == self._place and os.path.exists(place):
+            return
+        self._place = place
+        if not os.path.exists(place):
+            gone = f"{before.metrics_jsonl} was removed while the run trains: curve and result are written"
+            self._lose(before.metrics_jsonl, f"{gone} all the same; restore it from a copy")
+            return
+        self.directory = now = dataclasses.replace(before, path=Path(place).parent)
+        came = f"{before.path} was renamed while the run trains: its records are in {now.path}"
+        fix = f"move {before.checkpoints}/* to {now.checkpoints}, and --resume with --out {now.path}"
+        self._lose(before.path, f"{came}, later checkpoints in {before.checkpoints}; {fix}")
 
     def _show_plan(self) -> None:
         if self._stream is None:
@@ -192,31 +271,43 @@ class Recorder(SilentRecorder):
         kept = self._run.plan.recipe.run.save_last
         return "" if kept else "; no checkpoint (--set run.save_last=true keeps one)"
 
-    def _write_result(self, ending: Ending) -> Result:
-        """Write result.json and loss.png from the records so far."""
-        run, records = self._run, metrics.read_metrics(self.directory.metrics_jsonl)
-        if ending.peaks is None:
-            ending = replace(ending, peaks=facts.Peaks(cached_bytes=peak_cached_bytes()))
-        result = make_result(run, records, ending)
-        # Before the plot: after a failure of another rank this one is soon ended.
-        with self._survive_full_disk(self.directory.result_json):
-            write_result(self.directory.result_json, result)
-        if self._drawn != len(records):
-            references = {kind: nats for kind, nats in vars(run.entropies).items() if nats is not None}
-            with self._survive_full_disk(self.directory.loss_png):
-                from launch.records.loss_plot import plot_loss  # with matplotlib, which no first step needs
+    def _read_records(self) -> metrics.Records:
+        """Read the records so far; those that are broken or missing are lost."""
+        place = self.directory.metrics_jsonl
+        problems: list[str] = []
+        records = metrics.read_metrics(place if place.exists() else self._link, problems)
+        missing = metrics.missing(records.steps, self._step)
+        if missing != self._missing:
+            problems.append(_lacking(place, missing))
+        if problems:
+            self._lose(place, "\n".join(problems))
+        return records
 
-                per = run.plan.recipe.model.predicted
-                plot_loss(records, self.directory.loss_png, references, run.name, per)
-            self._drawn = len(records)
+    def _write_result(self, ending: Ending, records: metrics.Records) -> Result | None:
+        """Write result.json; return the result, or None where none can be made."""
+        result = None
+        with self.keeping(self.directory.result_json):
+            result = make_result(self._run, records, ending)
+            write_result(self.directory.result_json, result)
         return result
+
+    def _plot(self, records: metrics.Records) -> None:
+        """Draw loss.png."""
+        os.environ.pop("MPLBACKEND", None)  # a notebook's, which fails outside of it, and nothing is shown
+        from launch.records.loss_plot import plot_loss  # with matplotlib, which no first step needs
+
+        run = self._run
+        references = {kind: nats for kind, nats in vars(run.entropies).items() if nats is not None}
+        plot_loss(records, self.directory.loss_png, references, run.name, run.plan.recipe.model.predicted)
 
     def _close(self) -> None:
         """Close screen and files; a second call does nothing."""
-        self._screen.close()
-        with contextlib.suppress(OSError):  # events that a full disk does not take
+        with self.keeping("the screen"):
+            self._screen.close()
+        with self.keeping(self.directory.tensorboard):
             self._events.close()
-        self._file.close()
+        with self.keeping(self.directory.metrics_jsonl):
+            self._file.close()
 
     def _write(self, record: metrics.Record) -> None:
         """Write one line at once: a killed process loses only the line that it was writing.
@@ -227,7 +318,7 @@ class Recorder(SilentRecorder):
         self._write_rest()
 
     def _write_rest(self) -> None:
-        with self._survive_full_disk(self.directory.metrics_jsonl):
+        with self.keeping(self.directory.metrics_jsonl):
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
@@ -238,20 +329,21 @@ class Recorder(SilentRecorder):
                 self._scalar(f"{group}/{name}", value, record.step)
 
     def _scalar(self, name: str, value: float, step: int) -> None:
-        with self._survive_full_disk(self.directory.tensorboard):
+        with self.keeping(self.directory.tensorboard):
             self._events.add_scalar(name, value, step)
 
-    @contextlib.contextmanager
-    def _survive_full_disk(self, path: Path) -> Iterator[None]:
-        """Warn once of a disk that does not take the records; only the end of the run fails by it."""
-        try:
-            yield
-        except OSError as error:
-            known = self._lost is not None
-            self._lost = OSError(error.errno, error.strerror or str(error), error.filename or str(path))
-            if not known:
-                said = problem(self._lost, path, ELSEWHERE)
-                self._screen.line(f"WARNING: {said}; training continues")
+
+def _failure(what: object, error: Exception) -> str:
+    """Word what failed, with the fix."""
+    if told := told_by(error):
+        return str(problem(told, Path(str(what)), ELSEWHERE))
+    return f"{what}: {type(error).__name__}: {error}; {AGAIN}"
+
+
+def _lacking(path: Path, missing: list[int]) -> str:
+    """Word which steps have no record."""
+    lost = f"{path} has no record of {counted(len(missing), 'step')}, the first {missing[0]}"
+    return f"{lost}, and no checkpoint holds one: curve and means go without them; restore it from a copy"
 
 
 def shown_fields(record: StepRecord, *, scale: bool) -> dict[str, str]:

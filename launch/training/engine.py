@@ -118,7 +118,6 @@ def release_at_end(engine: DeepSpeedEngine) -> Iterator[None]:
     try:
         yield
     finally:
-        end_monitors(engine)
         engine.destroy()
         deepspeed.checkpointing.reset()
         # zero.Init leaves its own, which rounds otherwise, to every later model.

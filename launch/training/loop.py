@@ -55,8 +55,8 @@ def train(start: Start, after: Callable[[TrainingRun], None] = lambda run: None)
             outcome = read_outcome()
             seconds, news = time.perf_counter() - started, run.news(exchange)
             run.record(step, outcome, seconds, waited, news.rank_seconds)
-            run.validate_if_due(step)
             run.save_if_due(step, news)
+            run.validate_if_due(step)
             if early := run.end_if_due(step, news):
                 return early
         after(run)

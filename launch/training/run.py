@@ -2,7 +2,7 @@
 
 The loop is in launch/training/loop.py, or is `transformers.Trainer`'s
 (launch/training/transformers_trainer.py). Both call `fetch_next`, `exchange`, `news`, `record`,
-`validate_if_due`, `save_if_due` and `end_if_due` after every step.
+`save_if_due`, `validate_if_due` and `end_if_due` after every step.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from launch.ranks.stop_request import REASONS, StopRequest
 from launch.ranks.watchdog import Phase, Watchdog
 from launch.records.facts import RankSeconds, SilentRecorder, StepOutcome, Validation
 from launch.records.metrics import finite
-from launch.training import agreement
 from launch.training.agreement import StepExchange, StepNews, StepReport
 from launch.training.early_ends import BrokenData, Diverged, EarlyStop, NotSavedError, SkipCounter
-from launch.training.engine import Forward, forward, validate
+from launch.training.engine import Forward, end_monitors, forward, validate
 from launch.training.job import Job
 from launch.training.training_batches import end_together
 from modeling.parallel.process_grid import ProcessGrid
+
+MONITOR = "DeepSpeed's monitor"
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,9 @@ class TrainingRun:
         self.grid = grid = start.grid
         self.recipe, self.engine, self.batches, self.forward = job.plan.recipe, engine, batches, forward
         self.stop, self.watchdog = stop, watchdog
+        if engine.monitor.enabled:  # DeepSpeed's engine calls it too
+            keeping = recorder.keeping(MONITOR)
+            engine.monitor.write_events = keeping(engine.monitor.write_events)
         self.clock = ForwardClock(engine, watchdog.advance)
         self.held_out = held_out_batches(corpus.validation, job.plan, grid)
         self.skipped = SkipCounter(job.plan.precision)
@@ -121,6 +125,8 @@ class TrainingRun:
             if self.saver.problem:
                 kept = f"the state after step {self.done} could not be saved: {self.saver.problem}"
             error.advice = f"{kept}; once that is done, the same command with --resume continues"
+        with self.recorder.keeping(MONITOR):
+            end_monitors(self.engine)
 
     def fetch_next(self, step: int) -> float:
         """Fetch the step after `step` of a stream, while a GPU computes; return the seconds of waiting."""
@@ -189,8 +195,8 @@ class TrainingRun:
     def save_if_due(self, step: int, news: StepNews) -> None:
         """Save every run.save_every steps and run.save_every_minutes, at the end and at a stop.
 
-        Training goes on while files are written; at its end it waits for the disk. Raises NotSavedError if
-        the last checkpoint could not be written.
+        Training goes on while files are written; at its end it waits for the disk, before anything that may
+        fail.
         """
         last, run = step == self.recipe.steps, self.recipe.run
         self.watchdog.enter(Phase.SAVING)
@@ -198,16 +204,18 @@ class TrainingRun:
             self.saver.complete()
         overdue = news.reports[0].overdue  # by rank 0's clock
         if news.stopped or (last and run.save_last) or due(step, run.save_every) or overdue:
-            if news.stopped or last:
-                self.recorder.last_save(agreement.peak_memory(self.grid.control_group))
             self._save(step)
         if news.stopped or last:
             self.saver.finish()
-            if self.saver.problem:
-                raise NotSavedError(self.saver.problem)
 
     def end_if_due(self, step: int, news: StepNews) -> EarlyStop | None:
-        """Return the early stop that was asked for. Raises BrokenData if a rank cannot read the next step."""
+        """Return the early stop that was asked for.
+
+        Raises NotSavedError if the last checkpoint could not be written, BrokenData if a rank cannot read the
+        next step.
+        """
+        if self.saver.problem and (news.stopped or step == self.recipe.steps):
+            raise NotSavedError(self.saver.problem)
         if step < self.recipe.steps and news.stopped:
             return EarlyStop(news.stopped, step, self.recipe.steps)
         if step < self.recipe.steps and any(report.unreadable for report in news.reports):

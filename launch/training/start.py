@@ -18,6 +18,7 @@ from launch.console import arguments, output, quiet, terminal
 from launch.machine import checks, description, start_checks
 from launch.ranks import ending, joining, launch_environment, out_of_memory, processes, start_up
 from launch.ranks.meeting import Meeting
+from launch.ranks.stop_request import stacks_at_quit
 from launch.records import shared_directory
 from launch.records.facts import Ending, Entropies, RunFacts, SilentRecorder
 from launch.training import compile_choice
@@ -38,6 +39,7 @@ RUN_RULES = (
     ("--plan", "--resume, --deterministic", "a plan reads no run, and computes nothing"),
     ("--processes", "+--plan", "it plans on paper, and a launcher decides how many are started"),
 )
+NOT_RECORDED = 6  # exit code of a training that is saved, of which not all was recorded
 PREPARATION = timedelta(days=2)  # the longest preparation of a corpus
 # cuBLAS and NCCL read them when they start. cuBLAS promises equal results only with this workspace
 # (https://docs.nvidia.com/cuda/cublas, "Results reproducibility"); a ring has one order of summation.
@@ -105,6 +107,7 @@ def launch(args: argparse.Namespace, check: Callable[[], Training]) -> None:
             ending.refuse(e)
         show_plan(job)
         return
+    terminal.outlast_readers()
     start_up.postpone_collections()
     meeting = joining.meet(lambda: check_processes(args), args.out)
     training = meeting.settle(check)
@@ -266,7 +269,7 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
     training.clock.mark("data")
     with system_refusals(job.directory):
         opened = open_recorder(training, directory, corpus, chosen)
-    with opened as recorder:
+    with opened as recorder, stacks_at_quit(job.directory / f"stacks-rank-{processes.rank()}.txt"):
         try:
             stopped = train(Start(job, recorder, corpus, grid, chosen.checkpoint, meeting), training.after)
         except EarlyEnd as e:
@@ -283,11 +286,14 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
                 recorder.finish(Ending("OOM", because))
             raise
         peaks = agreement.peak_memory(grid.control_group)
-        if stopped:
-            recorder.finish(Ending("interrupted", peaks=peaks), str(stopped))
-        else:
-            found = training.outcome(corpus) if directory else Ending()
-            recorder.finish(replace(found, peaks=peaks))
+        found = Ending("interrupted" if stopped else "ok")
+        if directory and not stopped:
+            with recorder.keeping("the sample or the scores"):
+                found = training.outcome(corpus)
+        reason = str(stopped) if stopped else None
+        recorded = recorder.finish(replace(found, peaks=peaks), reason)
+        if not all(processes.gathered(recorded, grid.control_group)):
+            raise SystemExit(NOT_RECORDED)
 
 
 def say_on_rank_0(text: str) -> None:

@@ -143,8 +143,8 @@ class FollowRun(TrainerCallback):
         outcome = steps.read_outcome(run.engine, self.before, figures)
         seconds, news = time.perf_counter() - self.trainer.started, run.news(exchange)
         run.record(step, outcome, seconds, waited, news.rank_seconds)
-        run.validate_if_due(step)
         run.save_if_due(step, news)
+        run.validate_if_due(step)
         self.trainer.stopped = run.end_if_due(step, news)
         control.should_training_stop |= self.trainer.stopped is not None
 

@@ -10,11 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import WORKERS, deepspeed, environment, run, run_ranks
+from launching import ROOT, WORKERS, deepspeed, environment, run, run_ranks
 from scored import make_run, write_passages
+from stored import complete_checkpoints
 
 from launch.ranks.watchdog import HANGING
 from launch.records.metrics import read_metrics
+from launch.training.start import NOT_RECORDED
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 TINY = ["--tiny", "--ds_config", "zero1", "--set", "precision=fp32"]
@@ -107,6 +109,19 @@ def test_a_rank_that_hangs_in_scoring_is_named(tmp_path):
     assert "the run hangs and is ended" in done.stdout and "rank 1 on " in done.stdout
     assert "does not answer: its process is stopped" in done.stdout
     assert "the same command begins anew" in done.stdout and {*(tmp_path / "run").iterdir()} == before
+
+
+def test_records_that_fail_cost_no_weights_and_have_an_exit_code_of_their_own(tmp_path):
+    out, config = tmp_path / "run", tmp_path / "monitored.json"
+    zero1 = json.loads((ROOT / "ds_configs" / "zero1.json").read_text())
+    config.write_text(json.dumps({**zero1, "wandb": {"enabled": True, "project": "ours"}}))
+    how = ("--tiny", "--ds_config", config, "--set", "precision=fp32", "--steps", 4)
+    done = run_ranks(2, WORKERS / "failing_records.py", out, *how, timeout=120)
+    assert done.returncode == NOT_RECORDED, done.stdout[-3000:]
+    assert [c.step for c in complete_checkpoints(out / "checkpoints")] == [4]
+    end = done.stdout.rpartition("not all was recorded")[2]
+    lost = ("DeepSpeed's monitor", "tensorboard", "result.json", "loss.png", "sample", "metrics.jsonl:5")
+    assert not [each for each in lost if each not in end] and "Traceback" not in done.stdout, done.stdout
 
 
 @pytest.mark.parametrize(("lost", "step"), [(1, 1), pytest.param(0, 3, marks=pytest.mark.long)])

@@ -1,6 +1,7 @@
 """The command under its three launchers: same numbers, clean ends, early refusals, explained failures."""
 
 import json
+import shlex
 import socket
 import sys
 
@@ -39,6 +40,17 @@ def test_every_launcher_trains_the_same(tmp_path):
         assert found[launcher] == pytest.approx(found["python"], abs=1e-4), launcher
     row = json.loads((tmp_path / "deepspeed" / "result.json").read_text())
     assert row["layout"]["pp"] == 2 and row["layout"]["dp"] == 1 and row["status"] == "ok"
+
+
+def test_a_reader_that_goes_away_and_a_notebooks_matplotlib_leave_a_training_alone(tmp_path):
+    """Ended as a success after some steps, it would be a loss that no job script sees."""
+    command = [sys.executable, *TINY, "--ds_config", "zero1", "--out", str(tmp_path / "run")]
+    line = f"{shlex.join(command)} 2>&1 | head -3; exit ${{PIPESTATUS[0]}}"
+    done = run(["bash", "-c", line], env={"MPLBACKEND": "module://matplotlib_inline.backend_inline"})
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 3, done.stdout
+    assert len(losses(tmp_path / "run")) == 4 and (tmp_path / "run" / "loss.png").exists()
+    assert [each.name for each in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000004"]
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "ok"
 
 
 WRONG_LAUNCHES = {

@@ -1,9 +1,12 @@
 """The form of a checkpoint: pieces, manifest, what is whole, what is damaged, and what goes."""
 
+import contextlib
+import errno
 import json
 import math
 import os
 import sys
+import tracemalloc
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -249,6 +252,30 @@ def test_what_killed_runs_leave_is_removed_and_nothing_else(tmp_path):
         (tmp_path / name).mkdir()
     run_checkpoints.remove_remains(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000001", "step-000002"]
+
+
+@pytest.mark.parametrize(("number", "whole"), [(errno.EINVAL, True), (errno.EIO, False)])
+def test_a_file_system_that_flushes_no_directories_costs_no_checkpoint(tmp_path, monkeypatch, number, whole):
+    fsync = os.fsync
+
+    def refused(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refused)
+    with contextlib.nullcontext() if whole else pytest.raises(OSError):
+        write_checkpoint(tmp_path, 1, TENSORS)
+    assert steps(tmp_path) == ([1] if whole else [])
+
+
+def test_a_manifest_is_read_without_memory_for_the_largest_one(tmp_path):
+    directory = write_checkpoint(tmp_path, 1, TENSORS)
+    tracemalloc.start()
+    manifest.read(directory)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 16 << 20 < manifest.MOST_BYTES
 
 
 def test_a_damaged_checkpoint_is_moved_aside_for_a_whole_one(tmp_path):

@@ -145,3 +145,29 @@ def test_a_bar_counts_samples_and_shows_steps(wide):
         assert (bar._bar.n, bar._bar.total) == (10**step, 1000)
         assert bar._bar.desc == f"step {step}/3"
     bar.close()
+
+
+PROGRAM = """
+import sys, warnings
+from tqdm import tqdm
+from launch.console import terminal
+from launch.console.progress import screen
+terminal.outlast_readers()
+shown = screen(sys.stdout, 0, 10**4, int)
+for step in range(1, 10**4):
+    shown.step(step, {"loss": "loss 1"})
+    shown.line("a line that fills the pipe " * 9)
+    tqdm([1], file=sys.stderr).update()
+    warnings.warn(f"{step}")
+shown.close()
+sys.stdout.flush()
+raise SystemExit(7)
+"""
+
+
+@pytest.mark.parametrize("sink", ["| head -1", "2>&1 | head -1", "> /dev/full 2>&1"])
+def test_who_prints_goes_on_when_nobody_reads(sink):
+    line = f'{sys.executable} -c "$PROGRAM" {sink}; exit ${{PIPESTATUS[0]}}'
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PROGRAM": PROGRAM}
+    done = subprocess.run(["bash", "-c", line], env=env, stdout=-1, stderr=subprocess.DEVNULL, timeout=60)
+    assert done.returncode == 7

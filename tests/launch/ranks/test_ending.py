@@ -1,7 +1,11 @@
 """How a rank ends: by a failure that is kept before it cleans up, or by a signal that asks for it."""
 
+import errno
 import os
+import resource
 import signal
+import threading
+import time
 
 import pytest
 import torch.distributed as dist
@@ -50,12 +54,51 @@ def test_a_rank_that_is_done_fails_for_none_that_left_the_last_barrier_first(sai
     assert ended.value.args == (code,)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+ASKING = "SIGTERM SIGINT SIGUSR1 SIGUSR2 SIGXCPU SIGHUP"
+
+
+@pytest.mark.parametrize("number", [getattr(signal, name) for name in ASKING.split()])
 def test_a_signal_asks_for_a_stop(tmp_path, number):
     with stop_request.StopRequest(tmp_path / "STOP") as stop:
         assert stop.look() == ""
         os.kill(os.getpid(), number)
         assert stop.look() == signal.Signals(number).name and stop.reason in stop_request.REASONS
+
+
+def test_nohup_is_heard(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_request.StopRequest(tmp_path / "STOP") as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.look() == ""
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_file_system_that_does_not_answer_asks_for_nothing(tmp_path, monkeypatch):
+    def stale(*_, **__):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(os, "stat", stale)
+    assert stop_request.StopRequest(tmp_path / "STOP").look() == ""
+
+
+@pytest.mark.parametrize("quits", [True, False])
+def test_a_rank_that_quits_leaves_the_stacks_of_all_threads(tmp_path, quits):
+    """Also one that hangs in a call of the system; one that ends leaves no file."""
+    left = tmp_path / "stacks-rank-0.txt"
+    if (child := os.fork()) == 0:
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        with stop_request.stacks_at_quit(left):
+            if quits:
+                resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+                os.kill(os.getpid(), signal.SIGQUIT)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == (-signal.SIGQUIT if quits else 0)
+    assert left.exists() == quits
+    if quits:
+        assert left.read_text().count("hread 0x") == 2 and "test_a_rank_that_quits" in left.read_text()
 
 
 def test_the_stop_file_asks_once(tmp_path):

@@ -31,9 +31,6 @@ class Events(SilentRecorder):
     def validation(self, step, outcome, kind="validation"):
         self.seen.append((kind, step))
 
-    def last_save(self, memory):
-        self.seen.append(("saving", None))
-
     def of(self, *kinds):
         return [event for event in self.seen if event[0] in kinds]
 
@@ -61,7 +58,6 @@ def start(monkeypatch):
     monkeypatch.setattr(runs, "StepExchange", lambda own, group: own)
     monkeypatch.setattr(runs, "held_out_batches", lambda samples, plan, grid: samples)
     monkeypatch.setattr(runs, "validate", lambda engine, samples, grid, forward: samples)
-    monkeypatch.setattr(runs.agreement, "peak_memory", lambda group: {})
     monkeypatch.setattr(runs.reading, "load", lambda engine, checkpoint: None)
 
     def made(*overrides, test=None, checkpoint=None):
@@ -105,20 +101,6 @@ def test_the_last_checkpoint_can_be_left_out_and_a_stop_still_saves(start):
     assert saved_steps(start, "run.save_last=false", "run.save_every=4") == [4]
     assert saved_steps(start, "run.save_last=false", "run.save_every=3") == [3, 6]
     assert saved_steps(start, "run.save_last=false", stopped_at=2) == [2]
-
-
-@pytest.mark.parametrize("step, stopped", [(6, None), (2, "SIGTERM")])
-def test_results_are_written_before_the_last_checkpoint(start, step, stopped):
-    """A host that is killed while it saves leaves its numbers."""
-    run, events = start("run.save_last=true")
-    run.save_if_due(step, news(stopped=stopped))
-    assert events.of("saving", "save") == [("saving", None), ("save", step)]
-
-
-def test_a_checkpoint_on_the_way_writes_no_results(start):
-    run, events = start("run.save_every=3")
-    run.save_if_due(3, news())
-    assert events.of("saving", "save") == [("save", 3)]
 
 
 def test_a_run_validates_its_initial_weights_every_so_often_and_at_its_end(start):
@@ -173,8 +155,10 @@ def test_a_run_that_cannot_keep_what_it_trained_does_not_end_well(start):
     run, _ = start("run.save_last=true")
     run.saver.problem = "no space left on device"
     run.save_if_due(3, news())
+    run.end_if_due(3, news())
+    run.save_if_due(6, news())
     with pytest.raises(runs.NotSavedError, match="no space left"):
-        run.save_if_due(6, news())
+        run.end_if_due(6, news())
 
 
 def test_a_run_saves_by_the_clock_too(start, monkeypatch):
@@ -265,4 +249,4 @@ def test_ranks_tell_of_a_step_while_it_is_computed_and_hear_once_its_figures_are
     plan = SimpleNamespace(recipe=catalog.load(tiny=True, steps=2))
     job = SimpleNamespace(plan=plan, stop_file=None, directory=None)
     loop.train(Start(job, Events(), None, SimpleNamespace(at=SimpleNamespace(dp=0))))
-    assert seen == 2 * ["train", "fetch", "exchange", "outcome", "news", "record", "validate", "save"]
+    assert seen == 2 * ["train", "fetch", "exchange", "outcome", "news", "record", "save", "validate"]
