@@ -115,10 +115,20 @@ def path_of(directory: Path, number: int) -> Path:
     return directory / f"{number // _PER_DIRECTORY:05d}" / f"{number:08d}.chunk"
 
 
-def commit(directory: Path, number: int, finished: FinishedChunk) -> None:
-    """Write the file of a chunk by an atomic rename."""
+@dataclass(frozen=True)
+class Head:
+    """The head of a chunk's file: its place, and the digest of the manifest it was made by."""
+
+    number: int
+    origin: str
+    end: Cursor
+    tally: Tally
+
+
+def commit(directory: Path, number: int, origin: str, finished: FinishedChunk) -> None:
+    """Write the file of a chunk by an atomic rename; `origin`: as of `Head`."""
     fields = vars(finished) | {_REJECTED + step: lines for step, lines in finished.rejected.items()}
-    head = {"end": asdict(finished.end), "tally": finished.tally.json()}
+    head = {"number": number, "origin": origin, "end": asdict(finished.end), "tally": finished.tally.json()}
     del fields["end"], fields["tally"], fields["rejected"]
     fields["head"] = json.dumps(head).encode()
     path = path_of(directory, number)
@@ -133,34 +143,42 @@ def read_arrays(directory: Path, number: int, names: Sequence[str] = ()) -> dict
 
     Raises:
         OSError: there is no such file.
-        DamagedChunk: it is not whole, or no chunk.
+        DamagedChunk: it is not whole, or not this chunk.
     """
     path = path_of(directory, number)
     try:
         with np.load(path) as file:  # checksums are compared as arrays are read
+            held = _head(file["head"]).number
+            if held != number:
+                raise ValueError(f"it holds chunk {held}")
             return {name: file[name] for name in names or file.files}
     except (BadZipFile, zlib.error, ValueError, EOFError, KeyError, TypeError, NotImplementedError) as error:
         raise DamagedChunk(path, f"{path} is damaged ({error})") from error
 
 
-def read_head(directory: Path, number: int) -> tuple[Cursor, Tally]:
-    """Read the end and the counts of a chunk; raises as `read_arrays`."""
-    return _head(read_arrays(directory, number, ["head"])["head"])
+def read_head(directory: Path, number: int, origin: str) -> Head:
+    """Read the head of a chunk; raises as `read_arrays`, also for one of another preparation."""
+    head = _head(read_arrays(directory, number, ["head"])["head"])
+    if head.origin != origin:
+        path = path_of(directory, number)
+        raise DamagedChunk(path, f"{path} is of another preparation, or of other input")
+    return head
 
 
 def read(directory: Path, number: int) -> FinishedChunk:
     """Read the whole chunk; raises as `read_arrays`."""
     fields = read_arrays(directory, number)
-    end, tally = _head(fields.pop("head"))
+    head = _head(fields.pop("head"))
     fields |= {name: fields[name].tobytes() for name in ("articles", "sentences")}
     steps = [name for name in fields if name.startswith(_REJECTED)]
     rejected = {name.removeprefix(_REJECTED): fields.pop(name).tobytes() for name in steps}
-    return FinishedChunk(end, tally, rejected, **fields)
+    return FinishedChunk(head.end, head.tally, rejected, **fields)
 
 
-def _head(array: np.ndarray) -> tuple[Cursor, Tally]:
+def _head(array: np.ndarray) -> Head:
     head = json.loads(array.tobytes())
-    return Cursor(**head["end"]), Tally({name: Step(**step) for name, step in head["tally"].items()})
+    tally = Tally({name: Step(**step) for name, step in head["tally"].items()})
+    return Head(head["number"], head["origin"], Cursor(**head["end"]), tally)
 
 
 def json_line(**fields: object) -> bytes:

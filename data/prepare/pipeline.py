@@ -80,7 +80,7 @@ def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) 
     manifest = {  # two preparations with equal manifests give equal stores
         "format": FORMAT_VERSION,
         "arguments": settings.deciding(),
-        "inputs": [list(file) for file in inputs.files],
+        "inputs": report.describe_inputs(inputs.files, max(1, settings.workers)),
         "evaluation": {path: report.file_digest(Path(path)) for path in settings.decontaminate},
         "versions": {package: importlib.metadata.version(package) for package in PACKAGES},
     }
@@ -95,7 +95,8 @@ def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) 
             screen.say(f"{space.partial}: resuming the unfinished work of the same command")
         vocabulary = tokenizer.obtain(settings, inputs, space.tokenizer, screen.say)
         encoder = Encoder(vocabulary, BATCH_CHARACTERS)
-        plan = Plan(settings, inputs.format, encoder, vocabulary_size(vocabulary), evaluation, space.chunks)
+        size, origin = vocabulary_size(vocabulary), report.manifest_digest(manifest)
+        plan = Plan(settings, inputs.format, encoder, size, evaluation, space.chunks, origin)
         run = process_chunks(plan, inputs, screen)
         try:
             check_broken(run.tally, settings.max_broken, space.chunks, run.chunks)
@@ -126,14 +127,14 @@ def process_chunks(plan: Plan, inputs: Inputs, screen: Screen) -> Run:
         if not chunk_file.path_of(plan.directory, number).is_file():
             return None
         try:
-            end, tally = chunk_file.read_head(plan.directory, number)
+            head = chunk_file.read_head(plan.directory, number, plan.origin)
         except chunk_file.DamagedChunk as damage:
             screen.say(f"{damage}; it is made again")
             damage.path.unlink()
             return None
-        run.tally.add(tally)
+        run.tally.add(head.tally)
         run.found += 1
-        return end
+        return head.end
 
     # The input is read from the end of the last chunk before the first gap.
     while (end := find(run.chunks)) is not None:
@@ -267,7 +268,6 @@ def describe(
             for name, step in tally.items()
             if step.seconds and step.bytes_in
         },
-        "inputs": report.describe_inputs(inputs.files, max(1, settings.workers)),
         "outputs": report.describe_outputs(result),
         "run": {
             "workers": settings.workers,

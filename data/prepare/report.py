@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from data.prepare.chunk_file import BROKEN, Tally
 from data.prepare.inputs import InputFile
 from recipes.problems import counted
 
-HASHED_UP_TO = 1 << 30  # bytes; larger input files are known by size and time of change
 _TITLES = {"sentences": "sentence split", "tokenize": "tokenize, length", "signatures": "MinHash signatures"}
 
 
@@ -28,18 +28,21 @@ def file_digest(path: Path) -> str:
 
 
 def describe_inputs(files: Sequence[InputFile], threads: int) -> list[dict[str, Any]]:
-    """Return name, size and SHA-256 of each file; no SHA-256 for files above 1 GB and streams."""
+    """Return name, size and SHA-256 of each file; the name alone of streams."""
 
     def describe(file: InputFile) -> dict[str, Any]:
         if file.size is None:
             return {"name": file.name, "identified_by": "name"}
         facts = {"name": file.name, "bytes": file.size, "modified_ns": file.modified_ns}
-        if file.size > HASHED_UP_TO:
-            return {**facts, "identified_by": "size and time of change"}
         return {**facts, "identified_by": "sha256", "sha256": file_digest(Path(file.name))}
 
     with ThreadPoolExecutor(threads) as pool:  # hashing leaves the interpreter's lock
         return list(pool.map(describe, files))
+
+
+def manifest_digest(manifest: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a manifest, which stands for the command and the content of its input."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def describe_outputs(directory: Path) -> dict[str, dict[str, Any]]:
@@ -128,7 +131,8 @@ def _store(report: dict[str, Any]) -> list[str]:
 
 def _files(report: dict[str, Any]) -> list[str]:
     inputs = [
-        (f["name"], f"{f.get('bytes', 0):,}", f.get("sha256", f["identified_by"])) for f in report["inputs"]
+        (f["name"], f"{f.get('bytes', 0):,}", f.get("sha256", f["identified_by"]))
+        for f in report["manifest"]["inputs"]
     ]
     outputs = [(name, f"{f['bytes']:,}", f["sha256"]) for name, f in report["outputs"].items()]
     files = [*_table([("input", "bytes", "SHA-256, or else"), *inputs]), ""]

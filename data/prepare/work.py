@@ -39,6 +39,7 @@ class Plan:
     vocab_size: int
     evaluation: Evaluation | None
     directory: Path  # of chunk files
+    origin: str  # digest of the preparation's manifest, which chunks bear
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Worker:
     def answer(self, chunk: Chunk) -> Answer:
         """Run the steps, commit the chunk's file, and return its counts."""
         finished = self._finish(chunk)
-        chunk_file.commit(self._plan.directory, chunk.number, finished)
+        chunk_file.commit(self._plan.directory, chunk.number, self._plan.origin, finished)
         before, self._spent = self._spent, time.process_time()
         return Answer(finished.tally, chunk.progress, peak_memory(), self._spent - before)
 
@@ -117,14 +118,14 @@ class Worker:
 _worker: Worker  # of a worker process
 
 
-def begin(plan: Path) -> None:
-    """Make this process a worker of a pool, with the plan pickled in a file."""
+def begin(plan: bytes) -> None:
+    """Make this process a worker of a pool, with the plan pickled by its parent."""
     global _worker
     # The cores are shared by processes.
     os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the main process ends the workers
     _end_with_the_main_process()
-    _worker = Worker(pickle.loads(plan.read_bytes()))
+    _worker = Worker(pickle.loads(plan))
 
 
 def _end_with_the_main_process() -> None:
@@ -167,13 +168,12 @@ def run(plan: Plan, chunks: Iterator[Chunk], workers: int, on_done: Callable[[An
         for chunk in chunks:
             on_done(worker.answer(chunk))
         return
-    # Workers read the plan, megabytes, from a file: pipes would serve one worker after another.
-    path = plan.directory / "plan.pickle"
-    path.write_bytes(pickle.dumps(plan))
+    # As bytes, which all workers unpickle at once: of an object, the pool waits for one after the other.
+    pickled = pickle.dumps(plan)
     fork_server.start()
     # Threads of tokenizers and torch do not survive a fork.
     context = multiprocessing.get_context("forkserver")
-    pool = ProcessPoolExecutor(workers, context, initializer=begin, initargs=(path,))
+    pool = ProcessPoolExecutor(workers, context, initializer=begin, initargs=(pickled,))
     team: list[BaseProcess] = []
     running: set[Future[Answer]] = set()
     try:

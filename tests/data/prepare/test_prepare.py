@@ -11,6 +11,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -23,7 +24,7 @@ import pyarrow.parquet as pq
 import pytest
 from launching import ROOT, environment
 
-from data.prepare import pipeline
+from data.prepare import chunk_file, pipeline
 from data.prepare.settings import PreparationFailed, Settings
 from data.text.sources import packaged_files
 from data.text.trained_vocabulary import train_wordpiece, wordpiece_tokenizer
@@ -360,6 +361,52 @@ def test_damaged_chunks_are_made_again(full, finished, tmp_path):
     assert not flipped.exists()
     pipeline.prepare(full, tmp_path / "store", screen)
     assert contents(tmp_path / "store") == contents(finished[0])
+
+
+def unfinished(texts, vocabulary, folder: Path, **changes) -> tuple[Settings, list[Path]]:
+    """Settings of a preparation that stopped after its chunks, and these."""
+    chosen = settings(write_jsonl(folder / "in.jsonl", texts[:40]), vocabulary, **changes)
+    with pytest.raises(PreparationFailed, match="no document passed"):
+        prepare(dataclasses.replace(chosen, min_tokens=5000), folder / "store")
+    chunks = sorted((folder / "store.partial/chunks").rglob("*.chunk"))
+    assert len(chunks) > 3
+    return dataclasses.replace(chosen, min_tokens=5000), chunks
+
+
+def test_a_chunk_in_the_place_of_another_is_made_again(texts, vocabulary, tmp_path):
+    """One of the same preparation, and one of the same number of another."""
+    (tmp_path / "other").mkdir()
+    _, others = unfinished(texts[::-1], vocabulary, tmp_path / "other")
+    chosen, chunks = unfinished(texts, vocabulary, tmp_path)
+    held = [chunk_file.read(chunks[0].parents[1], number).end for number in range(len(chunks))]
+    chunks[2].write_bytes(chunks[1].read_bytes())
+    chunks[3].write_bytes(others[3].read_bytes())
+    screen = Quiet()
+    with pytest.raises(PreparationFailed, match="no document passed"):
+        pipeline.prepare(chosen, tmp_path / "store", screen)
+    said = [line for line in screen.said if "made again" in line]
+    assert ["holds chunk 1" in said[0], "of another preparation" in said[1]] == [True, True], said
+    assert [chunk_file.read(chunks[0].parents[1], number).end for number in range(len(chunks))] == held
+
+
+def test_input_that_changes_under_its_size_and_time_is_noticed(texts, vocabulary, tmp_path):
+    chosen, _ = unfinished(texts, vocabulary, tmp_path)
+    name = tmp_path / "in.jsonl"
+    before, content = name.stat(), name.read_text()
+    name.write_text(content.replace("the", "teh", 1))
+    os.utime(name, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(ValueError, match="(?s)unfinished work of another command.*inputs.*sha256"):
+        prepare(chosen, tmp_path / "store")
+
+
+def test_no_pickle_of_the_workspace_is_read(texts, vocabulary, tmp_path):
+    chosen, chunks = unfinished(texts, vocabulary, tmp_path, workers=1)
+    planted = tmp_path / "store.partial/chunks/plan.pickle"
+    planted.write_bytes(pickle.dumps(Path(tmp_path)))
+    chunks[1].unlink()
+    with pytest.raises(PreparationFailed, match="no document passed"):
+        prepare(chosen, tmp_path / "store")
+    assert planted.read_bytes() == pickle.dumps(Path(tmp_path)) and chunks[1].exists()
 
 
 def test_too_many_broken_records_end_a_long_run_early(vocabulary, tmp_path, monkeypatch):
