@@ -145,6 +145,7 @@ def several_runs(args: argparse.Namespace) -> None:
     """Run grid, seeds, median and ensemble. Exit with code 2 if the first run would be refused."""
     from launch.console import output, quiet, terminal
 
+    terminal.outlast_readers()
     out = output.directory("--out", args.out or f"runs/finetune-{args.task}-seeds")
     quiet.quiet_libraries()  # before the next line loads deepspeed
     from launch.evaluation import finetuning_runs as runs

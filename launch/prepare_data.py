@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from data.packages import package_directory
 from data.prepare import fork_server
 from data.prepare.settings import PreparationFailed, Settings, in_flags, options
-from launch.console import arguments, ends, quiet
+from launch.console import arguments, ends, quiet, terminal
 from launch.ranks import ending
 from recipes.problems import Problem, ProblemsError
 from recipes.refused_by_system import problem, told_by
@@ -111,6 +111,7 @@ def main() -> None:
     args = build_parser().parse_args()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
+    terminal.outlast_readers()
     screen = Screen(sys.stderr)
     try:
         run(args, screen)

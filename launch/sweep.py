@@ -92,6 +92,7 @@ def main() -> int:
     common = [f"{key}={value}" for key, value in sorted(vars(args).items()) if key in SHARED]
     keep_arguments(out, common)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, it ends the ranks, too
+    terminal.outlast_readers()
     measured = list(sweep.run())
     every = [*measured, *lines.published_lines(load(table), catalog.load(args.recipe), tuple(swept))]
     lines.write(every, tuple(swept), base.title, out)

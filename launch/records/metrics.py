@@ -287,33 +287,24 @@ def read_metrics(path: Path, problems: list[str] | None = None) -> Records:
     return Records(broken=bool(broken), **{field: tuple(each) for field, each in found.items()})
 
 
-@dataclass(frozen=True)
-class Cut:
-    """The outcome of `truncate`.
-
-    `missing`: steps without a record; `left_out`: sentences on broken lines; `copy`: of the file with them.
-    """
-
-    missing: list[int]
-    left_out: list[str]
-    copy: Path | None
-
-
-def truncate(path: Path, step: int) -> Cut:
+def truncate(path: Path, step: int, problems: list[str]) -> list[int]:
     """Drop broken lines and the records of later steps than `step`, or all for 0.
 
     A resumed run repeats the steps after its checkpoint: their old lines, and a torn last line, must not
-    stand next to the new ones. Raises OSError.
+    stand next to the new ones. Broken lines are kept in a copy of the file, and named in `problems`. Return
+    the steps up to `step` without a record. Raises OSError.
     """
     broken: list[files.FileError] = []
-    found = [each for each in _parsed(path, broken) if each[1].step <= step] if step else []
-    copy = unused_name(path) if broken else None
-    if copy:
+    found: list[tuple[bytes, Record]] = []
+    if step:
+        found = [(line, record) for line, record in _parsed(path, broken) if record.step <= step]
+    if broken:
+        copy = unused_name(path)
         shutil.copyfile(path, copy)
+        problems += [*_left_out(path, broken), f"the file with these lines is kept as {copy}"]
     if path.exists():
         write_atomically(path, b"".join(line for line, _ in found).decode())
-    steps = (record for _, record in found if isinstance(record, StepRecord))
-    return Cut(missing(steps, step), _left_out(path, broken), copy)
+    return missing((record for _, record in found if isinstance(record, StepRecord)), step)
 
 
 def missing(steps: Iterable[StepRecord], last: int) -> list[int]:

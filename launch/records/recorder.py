@@ -73,13 +73,15 @@ class Recorder(SilentRecorder):
         self._sizes = run.plan.recipe.batch.schedule
         self._memory_kind, self._step = peak_memory().kind, start_step
         self._show_plan()
-        cut = metrics.truncate(directory.metrics_jsonl, start_step)
+        problems: list[str] = []
+        self._missing = metrics.truncate(directory.metrics_jsonl, start_step, problems)
+        if self._missing:
+            problems.append(_lacking(directory.metrics_jsonl, self._missing))
         # Unbuffered: after a full disk, Python would write the rest of its buffer again at the end.
         self._file = open(directory.metrics_jsonl, "ab", buffering=0)  # noqa: SIM115 (closed by _close)
         self._link = Path(f"/proc/self/fd/{self._file.fileno()}")  # leads to the file, wherever it is moved
         self._place = os.readlink(self._link)
         self._unwritten = b""  # lines that the disk did not take
-        self._missing = cut.missing
         self._lost: dict[str, str] = {}  # what is not whole -> the reason and the fix
         threading.excepthook = _ignore_event_writer
         folder, purged = str(directory.tensorboard), start_step + 1 if start_step else 0
@@ -89,12 +91,8 @@ class Recorder(SilentRecorder):
         self._write(metrics.LaunchRecord(start_step, metrics.SpeedSettings.of(run), time.time()))
         for notice in directory.notices:
             self.say(notice)
-        for left_out in cut.left_out:
-            self.say(f"WARNING: {left_out}")
-        if cut.copy:
-            self.say(f"the file with these lines is kept as {cut.copy}")
-        if cut.missing:
-            self.say(f"WARNING: {_lacking(directory.metrics_jsonl, cut.missing)}")
+        for each in problems:
+            self.say(f"WARNING: {each}")
         self.mark("records")
 
     def __exit__(self, *error: object) -> None:
@@ -110,6 +108,7 @@ class Recorder(SilentRecorder):
             self._lose(what, _failure(what, error))
 
     def _lose(self, what: object, said: str) -> None:
+        """Note that `what` is not whole, and warn of it the first time."""
         if str(what) in self._lost:
             return
         self._lost[str(what)] = said
@@ -203,8 +202,7 @@ class Recorder(SilentRecorder):
         """
         self._lost.pop(str(self.directory.metrics_jsonl), None)  # it may become whole after all
         self._write_rest()
-        self._screen.close()
-        self._screen = Silent()
+        self._close_screen()
         records = metrics.Records()
         with self.keeping(self.directory.metrics_jsonl):
             self._follow()
@@ -245,9 +243,10 @@ class Recorder(SilentRecorder):
         if place == self._place and os.path.exists(place):
             return
         self._place = place
-        if not os.path.exists(place):
-            gone = f"{before.metrics_jsonl} was removed while the run trains: curve and result are written"
-            self._lose(before.metrics_jsonl, f"{gone} all the same; restore it from a copy")
+        if not os.path.exists(place) or Path(place).name != before.metrics_jsonl.name:
+            gone = f"{before.metrics_jsonl} was removed or renamed while the run trains"
+            fix = "curve and result are written all the same; restore it from a copy"
+            self._lose(before.metrics_jsonl, f"{gone}: {fix}")
             return
         self.directory = now = dataclasses.replace(before, path=Path(place).parent)
         came = f"{before.path} was renamed while the run trains: its records are in {now.path}"
@@ -275,10 +274,11 @@ class Recorder(SilentRecorder):
         """Read the records so far; those that are broken or missing are lost."""
         place = self.directory.metrics_jsonl
         problems: list[str] = []
-        records = metrics.read_metrics(place if place.exists() else self._link, problems)
-        missing = metrics.missing(records.steps, self._step)
-        if missing != self._missing:
-            problems.append(_lacking(place, missing))
+        source = place if os.path.exists(place) else self._link
+        records = metrics.read_metrics(source, problems)
+        missing = {*metrics.missing(records.steps, self._step)} - {*self._missing}
+        if missing:
+            problems.append(_lacking(place, sorted(missing)))
         if problems:
             self._lose(place, "\n".join(problems))
         return records
@@ -302,12 +302,16 @@ class Recorder(SilentRecorder):
 
     def _close(self) -> None:
         """Close screen and files; a second call does nothing."""
-        with self.keeping("the screen"):
-            self._screen.close()
+        self._close_screen()
         with self.keeping(self.directory.tensorboard):
             self._events.close()
         with self.keeping(self.directory.metrics_jsonl):
             self._file.close()
+
+    def _close_screen(self) -> None:
+        with self.keeping("the screen"):
+            self._screen.close()
+        self._screen = Silent()
 
     def _write(self, record: metrics.Record) -> None:
         """Write one line at once: a killed process loses only the line that it was writing.

@@ -286,12 +286,14 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
                 recorder.finish(Ending("OOM", because))
             raise
         peaks = agreement.peak_memory(grid.control_group)
-        found = Ending("interrupted" if stopped else "ok")
-        if directory and not stopped:
-            with recorder.keeping("the sample or the scores"):
-                found = training.outcome(corpus)
-        reason = str(stopped) if stopped else None
-        recorded = recorder.finish(replace(found, peaks=peaks), reason)
+        if stopped:
+            recorded = recorder.finish(Ending("interrupted", peaks=peaks), str(stopped))
+        else:
+            found = Ending()
+            if directory:
+                with recorder.keeping("the sample or the scores"):
+                    found = training.outcome(corpus)
+            recorded = recorder.finish(replace(found, peaks=peaks))
         if not all(processes.gathered(recorded, grid.control_group)):
             raise SystemExit(NOT_RECORDED)
 

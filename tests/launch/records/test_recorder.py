@@ -387,7 +387,7 @@ TROUBLES = {
     "no memory": (patched("recorder.peak_memory", MemoryError("none")), "MemoryError: none"),
     "a bug": (patched("recorder.rates", ZeroDivisionError("division")), "ZeroDivisionError: division"),
     "a screen that breaks": (patched("recorder.shown_fields", ValueError("closed")), "ValueError: closed"),
-    "metrics.jsonl removed": (lambda records, _: records.directory.metrics_jsonl.unlink(), "was removed"),
+    "metrics.jsonl removed": (lambda records, _: records.directory.metrics_jsonl.unlink(), "was removed or"),
 }
 
 
