@@ -14,7 +14,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeVar
@@ -63,6 +63,19 @@ def path_of(text: str | Path, where: str) -> Path:
         return Path(text).expanduser()
     except RuntimeError as error:
         refuse(where, str(text)[:100], str(error), "write the path out")
+
+
+def check_names(what: str, names: Iterable[str | Path]) -> None:
+    """Check that names are UTF-8, as records and reports keep them. Raises ProblemsError with all others."""
+    problems = []
+    for name in map(str, names):
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            came, rule = f"{what} {ascii(name)} is not UTF-8", "records and reports keep names as text"
+            problems.append(Problem(what, came, rule, "rename it"))
+    if problems:
+        raise ProblemsError(problems)
 
 
 def is_file(path: Path) -> bool:

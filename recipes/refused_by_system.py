@@ -14,6 +14,7 @@ _RIGHTS = {errno.EROFS, errno.EACCES, errno.EPERM}
 _HANDLES = {errno.EMFILE, errno.ENFILE}
 _DEVICE = {errno.EIO, errno.ESTALE}
 _MANY_FILES = 65536
+OUTPUTS = ("standard output", "standard error")  # names of files in errors of writing there
 _KNOWN = {*_SPACE, *_RIGHTS, *_HANDLES, *_DEVICE, errno.EFBIG}
 
 
@@ -46,6 +47,9 @@ def problem(error: OSError, place: Path, elsewhere: str) -> Problem:
     """
     path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else place
     said = error.strerror or str(error)
+    if error.filename in OUTPUTS:
+        fix = "redirect it to a file on another disk, or to /dev/null"
+        return Problem(str(path), f"{path} cannot be written ({said})", "the command writes there", fix)
     if error.errno in _HANDLES:
         came = f"cannot be opened ({said})"
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -57,6 +57,7 @@ def files_of(origin: Origin) -> list[Path]:
         fix = f"name the files in it, e.g. {literal / _USUAL[origin.source]}"
         raise ProblemsError([Problem("data.name", (named, " is a directory"), fix=fix)])
     names = [str(literal)] if found else glob.glob(str(literal), recursive=True)
+    files.check_names("data.name", names)
     paths = [Path(name) for name in sorted(names) if not Path(name).is_dir()]
     if strange := [str(path) for path in paths if not path.is_file()]:
         came = f"{some(strange)}: no ordinary file (a pipe, a device, or a link to nothing)"

@@ -294,6 +294,7 @@ def store_prefix(origin: Origin, sequences: Sequences) -> Path:
         names = ", ".join(prefix.name for prefix in found) or "none"
         rule = f"a directory with {len(found)} token stores ({names})"
         raise _refused(origin, rule, f"name one of them, as {path / 'NAME'}")
+    files.check_names("data.name", chosen)
     return chosen[0]
 
 

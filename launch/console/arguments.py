@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from launch.console import output
 from recipes import catalog
+from recipes.files import check_names
 from recipes.problems import Problem, ProblemsError, either
 
 HELP_WIDTH = 78  # columns of a description, as argparse fills 80
@@ -54,6 +56,10 @@ class Parser(argparse.ArgumentParser):
             raise ProblemsError(problems)
         return found, rest
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print help, usage or an error; unlike argparse raise OSError where the output takes nothing."""
+        print(message, file=file or sys.stderr, end="", flush=True)
+
     def _problems(self, found: argparse.Namespace) -> Iterator[Problem]:
         typed = [f"--set {text.partition('=')[0].strip()}" for text in getattr(found, "set", ())]
         for word in sorted({word for word in typed if typed.count(word) > 1}):
@@ -75,7 +81,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def command(description: str, examples: str, rules: tuple[Rule, ...] = ()) -> argparse.ArgumentParser:
-    """Make a parser with description and examples in its --help."""
+    """Make a parser with description and examples in its --help.
+
+    Raises ProblemsError for a command line, or a working directory, with bytes that are no UTF-8.
+    """
+    check_names("argument", sys.argv)
+    check_names("working directory", [output.working_directory()])
     _refuse_another_checkout()
     about = textwrap.fill(description, HELP_WIDTH)
     parser = Parser(rules, description=about, epilog=examples)

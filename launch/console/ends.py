@@ -1,4 +1,4 @@
-"""The end of a command: its exit code, and its message for Ctrl-C, a closed pipe or a full disk."""
+"""The end of a command: its exit code, and its message for Ctrl-C, a closed or full output or disk."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO
 
 from launch.console import terminal
 from recipes.problems import ProblemsError
-from recipes.refused_by_system import problem, told_by
+from recipes.refused_by_system import OUTPUTS, problem, told_by
 
 INTERRUPTED = 130  # as shells report Ctrl-C
 
@@ -21,8 +21,15 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     The code is 2 for a refusal (ProblemsError), 1 for a failing disk or device, and 0 if the reader of the
     output, such as head, ends early.
     """
-    for stream in (sys.stdout, sys.stderr):
+    streams = dict(zip(OUTPUTS, (sys.stdout, sys.stderr), strict=True))
+    for name, stream in streams.items():
+        if stream is None:
+            rule = "files that the command opens would take its place"
+            raise SystemExit(_say(f"\n{name} is closed: {rule}; redirect it to a file, or to /dev/null\n", 2))
+    for name, stream in streams.items():
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr] # for bytes that are no text
+        for method in ("write", "flush"):
+            setattr(stream, method, _naming_errors(name, getattr(stream, method)))
     code: object
     try:
         try:
@@ -35,19 +42,39 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     except KeyboardInterrupt:
         code = _say("\ninterrupted\n", INTERRUPTED)
     except OSError as error:
-        # Drop what is still buffered: Python would try to write it again when it ends, and complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):
-            code = 0
-        else:
-            named = f"{error.filename}: " if error.filename else "cannot write the output: "
-            said: object = f"{named}{error.strerror or error}"
-            if error.filename and (told := told_by(error)):
-                said = problem(told, Path.cwd(), "name another place")
-            code = _say(f"\n{said}\n", 1)
+        said: object = f"{error.filename or type(error).__name__}: {error.strerror or error}"
+        if told := told_by(error):
+            said = problem(told, Path.cwd(), "name another place")
+        code = 0 if isinstance(error, BrokenPipeError) else _say(f"\n{said}\n", 1)
+        if error.filename in OUTPUTS:
+            _drop(streams[error.filename])
     raise SystemExit(code)
 
 
+def _naming_errors(name: str, write: Callable[..., Any]) -> Callable[..., Any]:
+    """Let errors of writing to a stream have its name, which the system does not give."""
+
+    def named(*args: Any) -> Any:
+        try:
+            return write(*args)
+        except OSError as error:
+            error.filename = name
+            raise
+
+    return named
+
+
 def _say(text: str, code: int) -> int:
-    terminal.say(text, sys.stderr)
+    """Print the text on standard error, or on standard output if that takes nothing; return `code`."""
+    for stream in filter(None, (sys.stderr, sys.stdout)):
+        try:
+            terminal.say(text, stream)
+            break
+        except OSError:
+            _drop(stream)
     return code
+
+
+def _drop(stream: TextIO) -> None:
+    """Drop what a stream did not take: Python would try to write it again when it ends, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

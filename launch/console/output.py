@@ -11,6 +11,15 @@ from recipes.files import path_of
 from recipes.problems import Problem, ProblemsError
 
 
+def working_directory() -> str:
+    """Return the directory in which the command was started. Raises ProblemsError if it is gone."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        came, rule = "the working directory was removed", "paths are seen from there"
+        raise ProblemsError([Problem("cd", came, rule, "cd to one that is there")]) from None
+
+
 def directory(flag: str, text: str | Path) -> Path:
     """Check that the directory exists or can be made. Raises ProblemsError."""
     path = path_of(text, flag)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,7 @@ from modeling.generation import EndReason, Request, Sampling, continue_all, fill
 from modeling.parallel.process_grid import ProcessGrid
 from recipes import files
 from recipes.families import FAMILIES
-from recipes.problems import MOST, Problem, ProblemsError, counted
+from recipes.problems import MOST, Problem, counted
 
 JSON_LINES = ".jsonl"
 FIELD = "prompt"
@@ -41,15 +40,8 @@ class Prompt:
 
 
 def typed(texts: Sequence[str]) -> list[Prompt]:
-    """Take the prompts of --prompt. Raises ProblemsError for one that is not Unicode."""
-    prompts = [Prompt(text, f"--prompt {text[:40]!r}") for text in texts]
-    halves = re.compile("[\ud800-\udfff]")  # of surrogate pairs: bytes that are no UTF-8
-    wrong = [prompt.where for prompt in prompts if halves.search(prompt.text)]
-    if wrong:
-        raise ProblemsError(
-            Problem("--prompt", "is not UTF-8", "a prompt is text", "", each) for each in wrong
-        )
-    return prompts
+    """Take the prompts of --prompt."""
+    return [Prompt(text, f"--prompt {text[:40]!r}") for text in texts]
 
 
 def read(file: str) -> list[Prompt]:

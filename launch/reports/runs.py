@@ -19,6 +19,7 @@ from launch.records.directory import Launch, RunDirectory
 from launch.records.facts import Ending, RunFacts
 from launch.records.metrics import Records, curve, read_metrics
 from launch.records.result import Result, make_result, read_result
+from recipes.files import check_names
 from recipes.problems import Problem, ProblemsError, did_you_mean, some
 from recipes.schema import Recipe
 
@@ -209,6 +210,7 @@ def find(arguments: Sequence[str]) -> list[Path]:
                 found.setdefault(path.resolve(), path)
     if problems:
         raise ProblemsError(problems)
+    check_names("run", found)
     return list(found.values())
 
 

@@ -110,11 +110,46 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
 
 
-def test_a_full_disk_is_said():
-    with open("/dev/full", "w") as full:
-        command = [sys.executable, "-c", MAIN.format(body="print('x')")]
-        done = subprocess.run(command, env=environment(None), stdout=full, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 1 and "No space left" in done.stderr and "Traceback" not in done.stderr
+# What a shell does with an output, a command: its exit code, and what it says on the other output.
+OUTPUTS = {
+    ">/dev/full": ("print('x')", 1, "standard output cannot be written (No space left on device)"),
+    "> /dev/full": (
+        "from launch.console.arguments import command; command('about', '').parse_args(['--help'])",
+        1,
+        "standard output cannot be written (No space left on device)",
+    ),
+    "2>/dev/full": ("refuse('a.json', 'came', 'rule')", 2, "a.json: came: rule"),
+    ">&-": ("print('x')", 2, "standard output is closed"),
+    "2>&-": ("print('x')", 2, "standard error is closed"),
+    ">&- 2>&-": ("print('x')", 2, ""),
+}
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("outputs", OUTPUTS)
+def test_an_output_that_takes_nothing_is_named_on_the_other_one(outputs, unbuffered):
+    body, code, said = OUTPUTS[outputs]
+    command = f'{sys.executable} -c "$PROGRAM" {outputs}'
+    env = {**environment(None), "PROGRAM": MAIN.format(body=body), "PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code and "Traceback" not in done.stderr
+    assert said in (done.stdout if outputs.startswith("2") else done.stderr)
+
+
+@pytest.mark.parametrize("bad", ["argument", "working directory", "gone"])
+def test_names_that_are_no_text_and_a_directory_that_is_gone_are_refused(tmp_path, bad):
+    place = tmp_path / (b"no text \xff".decode(errors="surrogateescape") if bad != "argument" else "text")
+    place.mkdir()
+    gone = f'rmdir "{place}";' if bad == "gone" else ""
+    word = "$'runs/\\xff'" if bad == "argument" else "x"
+    command = f'{gone} {sys.executable} -c "$PROGRAM" {word}'
+    body = "from launch.console.arguments import command; command('about', '').parse_args([])"
+    env = {**environment(None), "PROGRAM": MAIN.format(body=body)}
+    done = subprocess.run(["bash", "-c", command], env=env, cwd=place, capture_output=True, text=True)
+    said = (
+        "working directory was removed" if bad == "gone" else "is not UTF-8: records and reports keep names"
+    )
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
 
 
 def test_own_files_are_told_by_their_beginning_and_every_other_is_named(tmp_path):
