@@ -15,7 +15,7 @@ import socket
 import struct
 from collections.abc import Mapping, Sequence
 
-from recipes.problems import Problem, ProblemsError
+from recipes.problems import Problem, ProblemsError, some
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 SIOCGIFADDR = 0x8915  # linux/sockios.h
@@ -39,9 +39,21 @@ def stay_on_loopback() -> None:
 def gloo_interface(nccl: str, interfaces: Sequence[str]) -> str | None:
     """Choose the one of `interfaces` named by NCCL_SOCKET_IFNAME=`nccl`; None if it leaves that open.
 
-    NCCL's list has prefixes, exact names after "=", and what is left out after "^" (NCCL 2.29, documentation
-    of environment variables); gloo knows exact names alone. Of those left over by "^" one is taken if it is
-    the only one that is not the loopback.
+    gloo knows exact names alone. Of those left over by "^" one is taken if it is the only one that is not the
+    loopback.
+    """
+    chosen = nccl_interfaces(nccl, interfaces)
+    if "^" in nccl[:2]:
+        left = [name for name in chosen if name != "lo"]
+        return left[0] if len(left) == 1 else None
+    return next(iter(chosen), None)
+
+
+def nccl_interfaces(nccl: str, interfaces: Sequence[str]) -> list[str]:
+    """Return those of `interfaces` that NCCL_SOCKET_IFNAME=`nccl` names.
+
+    It is a list of prefixes, of exact names after "=", and of what is left out after "^" (NCCL 2.29,
+    documentation of environment variables).
     """
     sign = nccl[:2] if nccl[:2] in ("^=", "=^") else nccl[:1] if nccl[:1] in ("^", "=") else ""
     listed = [name for name in nccl[len(sign) :].split(",") if name]
@@ -49,10 +61,26 @@ def gloo_interface(nccl: str, interfaces: Sequence[str]) -> str | None:
     def meant(interface: str) -> bool:
         return any(interface == name if "=" in sign else interface.startswith(name) for name in listed)
 
-    if "^" in sign:
-        left = [name for name in interfaces if not meant(name) and name != "lo"]
-        return left[0] if len(left) == 1 else None
-    return next(filter(meant, interfaces), None) if listed else None
+    return [interface for interface in interfaces if meant(interface) != ("^" in sign)]
+
+
+def check_named(environ: Mapping[str, str]) -> None:
+    """Check that the variables of gloo and NCCL name interfaces of this machine. Raises ProblemsError."""
+    there = [name for _, name in socket.if_nameindex()]
+    gloo, nccl = environ.get(GLOO, ""), environ.get(NCCL, "")
+    problems = []
+    if missing := [name for name in gloo.split(",") if gloo and name not in there]:
+        problems.append(_no_interface(GLOO, gloo, some(missing), there))
+    if nccl and not nccl_interfaces(nccl, there):
+        problems.append(_no_interface(NCCL, nccl, "that it means", there))
+    if problems:
+        raise ProblemsError(problems)
+
+
+def _no_interface(variable: str, value: str, missing: str, there: Sequence[str]) -> Problem:
+    came = f"{variable}={value} on {socket.gethostname()}, which has no interface {missing}"
+    fix = "name the one that the machines share, or unset it"
+    return Problem(variable, came, f"it has {some(there)}", fix)
 
 
 def interfaces_with_address() -> list[str]:

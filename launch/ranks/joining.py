@@ -96,6 +96,7 @@ def take_environment(meeting: Meeting) -> None:
 def own_place() -> tuple[str, str] | None:
     """Return the identity of this rank's GPU, or None. Raises ValueError for no device or no network."""
     processes.check_device()
+    interfaces.check_named(os.environ)
     interfaces.follow_nccl()
     if processes.one_machine():
         interfaces.stay_on_loopback()

@@ -38,6 +38,31 @@ def test_only_what_nobody_chose_is_set(monkeypatch):
     assert interfaces.os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("GLOO_SOCKET_IFNAME", "eth9", "no interface eth9: it has lo, docker0, eno1"),
+        ("GLOO_SOCKET_IFNAME", "eth0,eth9", "no interface eth9"),
+        ("GLOO_SOCKET_IFNAME", "eth", "no interface eth:"),
+        ("GLOO_SOCKET_IFNAME", "eth0,eth1", None),
+        ("NCCL_SOCKET_IFNAME", "wlan", "no interface that it means"),
+        ("NCCL_SOCKET_IFNAME", "=eth", "no interface that it means"),
+        ("NCCL_SOCKET_IFNAME", "^lo,docker,e,ib", "no interface that it means"),
+        ("NCCL_SOCKET_IFNAME", "wlan,eth", None),
+        ("NCCL_SOCKET_IFNAME", "^wlan", None),
+        ("NCCL_SOCKET_IFNAME", "", None),
+    ],
+)
+def test_an_interface_that_is_not_there_is_refused_with_those_there_are(variable, value, said, monkeypatch):
+    monkeypatch.setattr(interfaces.socket, "if_nameindex", lambda: [*enumerate(INTERFACES, 1)])
+    if said is None:
+        interfaces.check_named({variable: value})
+        return
+    with pytest.raises(ProblemsError) as caught:
+        interfaces.check_named({variable: value})
+    assert said in str(caught.value) and str(caught.value).startswith(f"{variable}={value} on ")
+
+
 def test_the_loopback_of_this_machine_has_an_address():
     assert "lo" in interfaces.interfaces_with_address()
 
