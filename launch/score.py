@@ -6,6 +6,7 @@ python launch/score.py runs/default-sotu-zero3_offload --task perplexity
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -114,6 +115,9 @@ def main() -> None:
     args = build_parser().parse_args()
     meeting = joining.meet()
     job, out = meeting.settle(lambda: checked(args))
+    # A run still in training may have saved a newer checkpoint meanwhile.
+    weights = Path(meeting.from_rank_0(str(job.model.weights)))
+    job = replace(job, model=replace(job.model, weights=weights))
     with joining.joined(meeting, job.plan.layout.tp, out_of_memory_advice=LESS_MEMORY):
         from launch.evaluation.scoring import run  # loads torch and deepspeed
 

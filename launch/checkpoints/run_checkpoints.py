@@ -11,6 +11,7 @@ step) and need no saving.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -81,8 +82,17 @@ def read(directory: Path, sizes: bool = True) -> Checkpoint | Damaged:
 
 def named(root: Path) -> list[Path]:
     """Return the directories below `root` that are named as checkpoints, the newest first. Reads no file."""
-    every = [(step, entry) for entry in root.glob("step-*") if (step := step_of(entry)) is not None]
+    every = [(step_of(entry), entry) for entry in root.glob("step-*") if _is_named(entry)]
     return [entry for _, entry in sorted(every, reverse=True)]
+
+
+def _is_named(path: Path) -> bool:
+    """Tell by its name whether a directory is a checkpoint, and not a run that someone named so."""
+    return step_of(path) is not None and not _is_run(path)
+
+
+def _is_run(path: Path) -> bool:
+    return os.path.exists(path / "recipe.yaml")
 
 
 def found(root: Path, sizes: bool = True) -> Iterator[Checkpoint | Damaged]:
@@ -101,9 +111,9 @@ def below(path: Path, step: int | None = None) -> list[Checkpoint | Damaged]:
         files.refuse(str(path)[:200], f"cannot be read ({error.strerror})", fix=GIVEN)
     if not there:
         files.refuse(path, "is no directory" if path.exists() else "does not exist", fix=GIVEN)
-    if path.name.endswith((WRITING, PRUNED)):
+    if path.name.endswith((WRITING, PRUNED)) and not _is_run(path):
         files.refuse(path, "is half written or half removed", "killed runs leave such", GIVEN)
-    if step_of(path) is not None or files.is_file(path / manifest.NAME):
+    if _is_named(path) or files.is_file(path / manifest.NAME):
         every = [read(path)]
     else:
         every = [*found(path / "checkpoints")] or [*found(path)]
@@ -124,24 +134,40 @@ def holds_ours(path: Path) -> bool:
             return True
         if (path / "config.json").exists():  # others, too, call directories step-1000
             return False
-        named = step_of(path) is not None and path.is_dir()
-        return named or (path / "recipe.yaml").exists() or any(step_of(p) is not None for p in path.iterdir())
+        return _is_run(path) or (_is_named(path) and path.is_dir()) or any(map(_is_named, path.iterdir()))
     except (OSError, ValueError):
         return False
 
 
 def newest_whole(path: Path, step: int | None = None) -> tuple[Checkpoint, tuple[Damaged, ...]]:
-    """Return the newest undamaged checkpoint of `below`, and newer damaged ones.
+    """Return the newest undamaged checkpoint of `below`, held (`hold`), and newer damaged ones.
 
     Raises FileError if there is none.
     """
-    whole, damaged = first_whole(below(path, step))
+    for _ in range(2):  # a run that still trains may prune the first one before it is held
+        whole, damaged = first_whole(below(path, step))
+        if whole is not None and hold(whole.directory):
+            return whole, damaged
     if whole is not None:
-        return whole, damaged
+        came, rule = "was removed while it was opened, twice", "the run keeps run.keep_checkpoints of them"
+        files.refuse(whole.directory, came, rule, "start the command again")
     fix = "restore it, or give another step"
     raise files.FileError(
         [Problem(str(d.directory), "is damaged", d.why, fix, str(d.directory)) for d in damaged]
     )
+
+
+def hold(directory: Path) -> bool:
+    """Keep a checkpoint from being pruned until this process ends; return False if that began before."""
+    held = directory / manifest.NAME
+    try:
+        # Stays open: the kernel drops its lock with the process.
+        fcntl.flock(os.open(held, os.O_RDONLY), fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (FileNotFoundError, BlockingIOError):
+        return False
+    except OSError:
+        pass  # a file system without locks
+    return held.exists()
 
 
 def first_whole(every: Iterable[Checkpoint | Damaged]) -> Choice:
@@ -183,14 +209,21 @@ def complete(directory: Path, held: Manifest) -> Path:
 def prune(root: Path, keep: int | None) -> None:
     """Remove all checkpoints with a manifest but the newest `keep`; None: remove none. Raises OSError.
 
-    Reads none: the newest was written just now.
+    Reads none: the newest was written just now. One that a reader holds is left to the next call.
     """
     whole = [directory for directory in named(root) if (directory / manifest.NAME).exists()]
     for old in whole[keep:] if keep else []:
-        # Renamed first: a killed removal leaves nothing that looks whole.
-        doomed = old.with_suffix(PRUNED)
-        os.rename(old, doomed)
-        shutil.rmtree(doomed)
+        with open(old / manifest.NAME, "r+b") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            except OSError:
+                pass  # a file system without locks
+            # Renamed first: a killed removal leaves nothing that looks whole.
+            doomed = old.with_suffix(PRUNED)
+            os.rename(old, doomed)
+            shutil.rmtree(doomed)
 
 
 def remove_remains(root: Path) -> None:

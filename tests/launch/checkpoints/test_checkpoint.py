@@ -5,6 +5,7 @@ import errno
 import json
 import math
 import os
+import subprocess
 import sys
 import tracemalloc
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from launching import run
+from launching import environment, run
 from safetensors.torch import load_file
 from stored import checksum, complete_checkpoints, rewrite_manifest, write_checkpoint
 
@@ -243,6 +244,51 @@ def test_old_checkpoints_go_and_damaged_ones_stay(tmp_path):
     assert steps(tmp_path) == [1, 3, 4]
     run_checkpoints.prune(tmp_path, 2)
     assert steps(tmp_path) == [3, 4] and (tmp_path / "step-000002").is_dir()
+
+
+def test_a_checkpoint_that_is_read_stays_until_its_reader_ends(tmp_path):
+    write_checkpoint(tmp_path, 1, TENSORS)
+    program = (
+        "import sys; from pathlib import Path; from launch.checkpoints import run_checkpoints;"
+        "print(run_checkpoints.newest_whole(Path(sys.argv[1]))[0].step, flush=True); sys.stdin.read()"
+    )
+    reader = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(None),
+    )  # fmt: skip
+    assert reader.stdout is not None and reader.stdout.readline() == "1\n"
+    write_checkpoint(tmp_path, 2, TENSORS)
+    run_checkpoints.prune(tmp_path, 1)
+    assert steps(tmp_path) == [1, 2]
+    reader.communicate()
+    run_checkpoints.prune(tmp_path, 1)
+    assert steps(tmp_path) == [2]
+
+
+def test_where_a_checkpoint_is_pruned_while_it_is_opened_the_newest_is_taken(tmp_path, monkeypatch):
+    write_checkpoint(tmp_path, 1, TENSORS)
+    whole = run_checkpoints.first_whole
+
+    def later(every):
+        chosen = whole(every)
+        monkeypatch.setattr(run_checkpoints, "first_whole", whole)
+        write_checkpoint(tmp_path, 2, TENSORS)
+        run_checkpoints.prune(tmp_path, 1)
+        return chosen
+
+    monkeypatch.setattr(run_checkpoints, "first_whole", later)
+    assert run_checkpoints.newest_whole(tmp_path)[0].step == 2
+
+
+@pytest.mark.parametrize("name", ["step-100", "step-000100.pruned", "step-000100.writing"])
+def test_a_run_named_like_a_checkpoint_is_a_run(tmp_path, name):
+    run = tmp_path / name
+    write_checkpoint(run / "checkpoints", 7, TENSORS)
+    (run / "recipe.yaml").write_text("its name tells a run")
+    assert run_checkpoints.newest_whole(run)[0].step == 7 and run_checkpoints.holds_ours(run)
+    assert not run_checkpoints.holds_ours(tmp_path)
+    with pytest.raises(ValueError, match="holds no checkpoint"):
+        run_checkpoints.below(tmp_path)
 
 
 def test_what_killed_runs_leave_is_removed_and_nothing_else(tmp_path):
