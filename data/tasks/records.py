@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
+from data.text.file_types import looks_like
 from recipes import files
 from recipes.problems import Problem, ProblemsError, counted
 from recipes.tasks import TaskFacts
@@ -55,10 +56,16 @@ def read_split(facts: TaskFacts, split: str, path: str | None) -> list[LocatedRe
     Raises ProblemsError: it cannot be had, or has no record with the task's fields.
     """
     key = f"--{split}"
-    found = list(_local(files.path_of(path, key)) if path else _hub(facts, split))
+    file = files.path_of(path, key) if path else None
+    found = list(_local(file) if file else _hub(facts, split))
     where = path or f"{facts.hub[0]} {facts.splits[split]}"
     if not found:
         _refuse(key, where, "holds no records", f"give {KINDS}")
+    if all(each.why for each in found):
+        kind, source = (file and file.is_file() and looks_like(file)) or ("", None)
+        said = f"it is {kind}, and " if kind and source != "jsonl" else ""
+        rule = f"{said}no record can be read, the first: {found[0].place}: {found[0].why}"
+        _refuse(key, where, rule, f"give {KINDS}, in UTF-8 and not compressed")
     needed = (*facts.fields, *(() if split.startswith("test") else (facts.label,)))
     if lacking := [name for name in needed if all(name not in each.value for each in found)]:
         has = ", ".join(next((each.value for each in found if each.value), {})) or "none"
@@ -100,7 +107,7 @@ def _rows(where: object, rows: Iterable[Any]) -> Iterator[LocatedRecord]:
 
 def _located(place: str, line: bytes) -> LocatedRecord:
     try:
-        value = json.loads(line)
+        value = json.loads(files.decode(line, place))
         files.check_value(value, place)
     except files.FileError as error:
         return LocatedRecord(place, {}, str(error.problems[0].came))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import datasets
@@ -16,6 +17,7 @@ from recipes.problems import ProblemsError
 from recipes.tasks import TASKS
 
 SST2 = TASKS["sst2"]
+LINES = '{"sentence": "a film", "label": 1}\n' * 3
 
 
 def read(path, split="dev", facts=SST2):
@@ -53,6 +55,13 @@ def test_squads_own_json_is_the_hubs_schema(tmp_path):
         ("gone.jsonl", None, "no such file"),
         ("empty.jsonl", "", "holds no records"),
         ("fields.jsonl", '{"text": "x", "label": 1}\n', "has the fields text, label, and lack sentence"),
+        ("utf16.jsonl", LINES.encode("utf-16"), "it is UTF-16, and no record"),
+        ("utf16be.jsonl", LINES.encode("utf-16-be"), "no record can be read"),
+        ("binary.jsonl", bytes(range(256)) * 9, "no record can be read"),
+        ("program.jsonl", b"\x7fELF" + bytes(range(256)), "it is a program, and no record"),
+        ("packed.jsonl", gzip.compress(LINES.encode()), "not UTF-8 at byte 1; give JSON"),
+        ("nul.jsonl", bytes(99), "no record can be read"),
+        ("halves.jsonl", '{"sentence": "\\ud800", "label": 1}\n' * 2, "half of a surrogate pair"),
         ("other.csv", "a,b\n", "is of no kind that is read here"),
         ("object.json", '{"a": 1}', "holds"),
         ("broken.parquet", "x", "cannot be read as parquet"),
@@ -60,7 +69,7 @@ def test_squads_own_json_is_the_hubs_schema(tmp_path):
 )
 def test_what_is_no_data_set_is_refused(tmp_path, name, content, said):
     if content is not None:
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ProblemsError) as refused:
         read_split(SST2, "dev", str(tmp_path / name))
     assert said in str(refused.value).replace("have the fields", "has the fields")
