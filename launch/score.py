@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.console import arguments, ends, new_output
+from launch.console.output import place_problem
 from launch.machine import abilities
 from launch.ranks import joining, processes
 from recipes.problems import Problem, ProblemsError
@@ -126,7 +127,7 @@ def main() -> None:
 
 def checked(args: Namespace) -> tuple[ScoringJob, Path | None]:
     """Make the job from the flags, and check rank 0's file for the result. Raises ValueError."""
-    from launch.evaluation.scores import read_scores
+    from launch.evaluation.scores import SCORES, read_scores
     from launch.evaluation.scoring_job import Wishes, checked_job
 
     check_settings(args)
@@ -134,7 +135,12 @@ def checked(args: Namespace) -> tuple[ScoringJob, Path | None]:
     job = checked_job(Wishes(**flags, settings=args.set), processes.world_size(), abilities.detect_machine())
     out = new_output.new_file("--out", args.out, (".json",)) if args.out and processes.rank() == 0 else None
     if job.model.run is not None and not args.from_scratch:
-        read_scores(job.model.run)  # what cannot be added to is said before the hours of scoring
+        # What cannot be added to is said before the hours of scoring.
+        read_scores(job.model.run)
+        if not args.out and (problem := place_problem(job.model.run)):
+            came, rule = f"{job.model.run}: {SCORES} {problem[0]}", "scores are kept with their run"
+            fix = "add --out FILE.json, and only that is written"
+            raise ProblemsError([Problem("--out", came, rule, fix)])
     return job, out
 
 

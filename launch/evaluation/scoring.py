@@ -29,6 +29,7 @@ from data.loader import MicroBatch
 from data.tasks.scored_text import TaskData, Window
 from ds_configs.plan import Plan
 from launch.console import terminal
+from launch.console.output import place_problem
 from launch.console.progress import bar
 from launch.evaluation.scores import Score, describe, keep, to_json
 from launch.evaluation.scoring_job import ScoringJob, read_task
@@ -269,8 +270,9 @@ def run(job: ScoringJob, out: Path | None, meeting: Meeting) -> None:
     if first:
         made = _score_of(job, data, figures(data, found), seconds)
         print(describe(made, terminal.columns()))
-        if job.model.run is not None and not from_scratch:
-            say(f"kept in {keep(job.model.run, made)}")
+        place = None if from_scratch else job.model.run
+        if place is not None and not (out and place_problem(place)):  # else it is another user's
+            say(f"kept in {keep(place, made)}")
         if out:
             out.write_text(to_json(made))
 

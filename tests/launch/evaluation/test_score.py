@@ -236,6 +236,15 @@ def test_scores_that_cannot_be_added_to_are_refused_before_a_start(
     assert checked(build_parser().parse_args([*asked, "--from_scratch"]))[0].wishes.from_scratch
 
 
+def test_a_run_that_is_not_mine_is_scored_into_a_file_or_refused_before_a_start(made, tmp_path, monkeypatch):
+    monkeypatch.setattr("launch.score.place_problem", lambda path: ("cannot be made (Permission denied)", ""))
+    asked = [str(made / "run"), "--task", "lambada", "--data", str(made / "texts.jsonl")]
+    with pytest.raises(ProblemsError, match=r"scores.json cannot be made \(Permission.*: .*add --out FILE"):
+        checked(build_parser().parse_args(asked))
+    file = tmp_path / "scores.json"
+    assert checked(build_parser().parse_args([*asked, "--out", str(file)]))[1] == file
+
+
 def test_what_flags_and_weights_decide_is_no_setting(made):
     settings = ("precision=bf16", "optimizer.lr=1", "model.implementation=transformers", "data.name=x")
     chosen = [part for setting in settings for part in ("--set", setting)]
