@@ -11,6 +11,7 @@ Another run never overwrites anything in it.
     tensorboard/       the same as events
     loss.png           the loss curve (launch/records/loss_plot.py)
     result.json        one row of a results table (launch/records/result.py)
+    wandb-run-id.txt   the id at Weights & Biases, where it is logged to (launch/records/wandb_run.py)
     checkpoints/
     profile/           traces of the steps of run.profile, of each rank
 

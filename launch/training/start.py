@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ds_configs.findings import lookup
 from ds_configs.plan import Machine
 from launch.console import arguments, output, quiet, terminal
 from launch.machine import checks, description, start_checks
@@ -191,11 +192,18 @@ def open_run_directory(training: Training) -> RunDirectory | None:
     make_quick_checks(job)
     if processes.rank() != 0:
         return None
+    logs_to_wandb = lookup(job.plan.ds, "wandb.enabled")
+    if logs_to_wandb:
+        from launch.records import wandb_run
+
+        wandb_run.check(job.directory)
     whole, damaged = first_whole(found(job.checkpoints))
     newest, lost = whole.step if whole else None, [(each.directory, each.why) for each in damaged]
     how = (job.directory, training.facts, sys.argv)
     with system_refusals(job.directory):
         directory = admit(*how, resume=job.resume, newest=newest, damaged=lost)
+        if logs_to_wandb:
+            wandb_run.keep_id(directory.path)
     ending.forget_errors(directory.path)  # before this rank joins the others: none of them computes yet
     return directory
 

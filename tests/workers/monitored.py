@@ -4,6 +4,7 @@ monitored.py FILE ARGUMENTS
 """
 
 import json
+import os
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -21,7 +22,8 @@ def write(**call):
 
 wandb, comet = ModuleType("wandb"), ModuleType("comet_ml")
 comet.__version__ = "3.58.8"
-wandb.init = lambda **how: write(to="wandb", how=how)
+wandb.setup = lambda: SimpleNamespace(settings=SimpleNamespace(mode="offline"))
+wandb.init = lambda **how: write(to="wandb", how=how, run=os.environ["WANDB_RUN_ID"])
 wandb.log = lambda data, step, commit: write(to="wandb", data=data, step=step)
 wandb.finish = lambda: write(to="wandb", end=True)
 experiment = SimpleNamespace(end=lambda: write(to="comet", end=True))

@@ -46,6 +46,7 @@ def monitored_run(folder: Path, ds_config: str, ranks: int, launches: Sequence[i
 def test_the_monitors_get_what_metrics_jsonl_says(how, tmp_path):
     records, calls = monitored_run(tmp_path, *how)
     assert [step.step for step in records.steps] == [1, 2, 3, 4]
+    assert len({call["run"] for call in calls if "run" in call}) == 1, "a resume goes on with the run there"
     for to in ("wandb", "comet"):
         of_one = [call for call in calls if call["to"] == to]
         assert [call["how"]["project"] for call in of_one if "how" in call][:1] == (
