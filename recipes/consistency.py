@@ -250,6 +250,10 @@ def _origins(recipe: Recipe) -> Found:
         if origin.source != "packaged" and not origin.name:
             rule = "the dataset's name on the hub, or the path of the files or of the store"
             yield f"{part}.source", f"{source} needs {{{part}.name!k}}", rule, "set it"
+        if origin.source == "packaged" and origin.name:
+            rule = "the packaged text has no other, and the name would not be read"
+            own = f"set {part}.source to the kind of that text, or {part}.name to null"
+            yield f"{part}.name", f"{{{part}.name}} with {source}", rule, own
         if origin.streaming and origin.source in ("store", "packaged"):
             yield key, f"{{{key}}} with {source}", "packaged text and stored tokens are never streamed", fix
         if origin.streaming and (origin.source, origin.documents) == ("text", "file"):

@@ -44,7 +44,7 @@ _WITHOUT_HUB: tuple[Words, ...] = (
     *("check the name, ", Key("data.config"), ", ", Key("data.revision"), ", ", Key("data.split")),
     *(" and the network, or do without the hub: with a local copy (", Setting("data.source", "parquet"), " "),
     *(Setting("data.name", "DIRECTORY/*.parquet"), ") or with the packaged corpus ("),
-    *(Setting("data.source", "packaged"), ")"),
+    *(Setting("data.source", "packaged"), ", without ", Key("data.name"), ")"),
 )
 
 

@@ -12,7 +12,7 @@ from recipes.layout import Layout
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}  # of the monitors
 # Keys for DeepSpeed without a test here; false, {} and 1 have no effect.
 UNTRIED = (
-    *("compile.deepcompile", "compile.autoep_non_moe", "aio.use_gds", "zero_optimization.leaf_module"),
+    *("aio.use_gds", "zero_optimization.leaf_module"),
     *(
         "zero_optimization.offload_optimizer.super_offload",
         "zero_optimization.offload_optimizer.pipeline_read",

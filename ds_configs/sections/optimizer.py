@@ -145,4 +145,6 @@ def _equal(written: Any, value: Any) -> bool:
 
 
 def _number(written: Any) -> Any:
-    return float(written) if type(written) is int else written
+    if isinstance(written, bool):  # which Python takes for 1 and 0
+        return None
+    return float(written) if isinstance(written, int) else written

@@ -282,6 +282,7 @@ WRONG = {
     "model.vocab_size=256": "set model.vocab_size to 257 or more",
     "data={source: hub, name: x}": "a vocabulary cannot be trained on what is read once",
     "data.source=jsonl": "data.source=jsonl needs data.name",
+    "data.name=mine.txt": "data.name=mine.txt with data.source=packaged: the packaged text has no other",
     "activation_checkpointing=7": "activation_checkpointing=7 is above model.layers=6",
     "activation_checkpointing=some": "should be 'none', 'selective' or 'full', or should be a valid integer",
     "steps=true": "steps=True: should be a valid integer",

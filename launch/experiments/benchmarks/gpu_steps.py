@@ -76,7 +76,7 @@ def alone(recipe: str, settings: Sequence[str] = ()) -> list[str]:
     row = catalog.load(recipe)
     own = ["parallel.tp=1", "parallel.pp=1", "parallel.dp=1"]
     if row.data.blend or row.data.source != "packaged":
-        own += ["data.source=packaged", "data.blend=[]", "data.validation_every=20"]
+        own += ["data.source=packaged", "data.name=null", "data.blend=[]", "data.validation_every=20"]
     if row.batch.micro:
         own += [f"batch.global={row.batch.micro}", "batch.accumulation=null"]
     changed = {setting.partition("=")[0] for setting in settings}

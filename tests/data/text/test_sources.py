@@ -627,7 +627,7 @@ def test_prepare_data_names_its_flags_where_the_libraries_name_keys_of_a_recipe(
     found = [message(use) for use in expected.values()]
     for text, part in zip(found, expected, strict=True):
         assert part in text and not re.search(r"--set|(?<!/)\b(data|model)\.", text), text
-    parts = ("leave --config out", "--split and the network", "(--source packaged)")
+    parts = ("leave --config out", "--split and the network", "(--source packaged, without --name)")
     for part in (*parts, "--source parquet --name 'DIRECTORY/*.parquet'"):
         assert part in found[1]
     (tmp_path / "a.jsonl").write_bytes(b'{"body": "x"}\n')

@@ -3,12 +3,15 @@
 Fields changed by --set, what --tiny changes, and what a recipe says of itself.
 """
 
+import dataclasses
+
 import pytest
 from recorded import facts, plan
 
 from ds_configs.plan import HOST, Machine
 from launch import pretrain
 from launch.records.deviations import deviations
+from launch.training import deepspeed_judgement
 from launch.training.start import show_plan
 from recipes import catalog
 from recipes.layout import Layout
@@ -110,12 +113,12 @@ def test_a_plan_needs_neither_the_processes_nor_the_machine(monkeypatch, capsys)
 
 
 @pytest.mark.usefixtures("cpu")
-def test_deepspeed_judges_what_is_handed_on_unread(tmp_path):
-    path = tmp_path / "mine.json"
-    path.write_text('{"compile": {"passes": ["z1", "z4"]}}')
+def test_deepspeed_judges_what_is_handed_on():
+    plan = pretrain.training_of(pretrain.build_parser().parse_args([])).job.plan
+    later = {**plan.ds, "compile": {"passes": ["z1", "z4"]}}  # as a rule of another version
     with pytest.raises(ValueError) as refused:
-        pretrain.training_of(pretrain.build_parser().parse_args(["--ds_config", str(path)]))
-    assert f'{path}: compile.passes.1="z4": DeepSpeed refuses it (input should be' in str(refused.value)
+        deepspeed_judgement.check(dataclasses.replace(plan, ds=later), "mine.json")
+    assert 'mine.json: compile.passes.1="z4": DeepSpeed refuses it (input should be' in str(refused.value)
 
 
 @pytest.mark.usefixtures("cpu")
