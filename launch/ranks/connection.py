@@ -50,6 +50,9 @@ class Message:
     key: str = ""
     value: Any = None
 
+    def encoded(self) -> bytes:
+        return json.dumps(vars(self)).encode()
+
 
 MESSAGE = TypeAdapter(Message)
 
@@ -66,9 +69,8 @@ class Connection:
         self._unread = bytearray()
         self._sending = threading.Lock()
 
-    def send(self, message: Message) -> None:
-        """Send a message, from any thread. Raises OSError."""
-        text = json.dumps(vars(message)).encode()
+    def send(self, text: bytes) -> None:
+        """Send an encoded message, from any thread. Raises OSError."""
         with self._sending:
             proof = _proof(self._key, self._sent.next(), text)
             self.socket.sendall(HEADER.pack(len(text), proof) + text)

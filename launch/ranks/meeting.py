@@ -9,6 +9,7 @@ prepared: srun, unlike torchrun and deepspeed, does not end them, and NCCL tells
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import selectors
@@ -197,12 +198,13 @@ class Meeting:
 
     def _tell(self, name: str, value: Any) -> None:
         """Send the value to rank 0; rank 0 sends it to all others."""
-        for other in list(self._connections):
-            self._send(other, Message("value", name, value))
+        self._send(list(self._connections), Message("value", name, value))
 
-    def _send(self, other: int, message: Message) -> None:
-        with contextlib.suppress(OSError):  # it has ended, which its connection tells
-            self._connections[other].send(message)
+    def _send(self, others: Iterable[int], message: Message) -> None:
+        text = message.encoded()
+        for other in others:
+            with contextlib.suppress(OSError):  # it has ended, which its connection tells
+                self._connections[other].send(text)
 
     def _hear(self, wanted: list[tuple[str, int]], patience: timedelta) -> tuple[tuple[str, int], Any]:
         """Wait for the first of the values, of an exchange from a rank. Raises ProblemsError: none came."""
@@ -231,8 +233,7 @@ class Meeting:
         with self._changed:
             for other in asked:
                 self._heard.pop(("status", other), None)
-        for other in asked:
-            self._send(other, Message("ask"))
+        self._send(asked, Message("ask"))
 
         def answered() -> list[int]:
             return [other for other in asked if ("status", other) in self._heard]
@@ -243,16 +244,14 @@ class Meeting:
 
     def tell_hanging(self, ranks: Iterable[int]) -> None:
         """Let the ranks keep their stacks and end."""
-        for other in ranks:
-            self._send(other, Message("hangs"))
+        self._send(ranks, Message("hangs"))
 
     # --- the end
 
     def end(self) -> None:
         """Let ranks end by themselves from now on: they are done, or all of them refuse."""
         self._over = True
-        for other in list(self._connections):
-            self._send(other, Message("bye"))
+        self._send(list(self._connections), Message("bye"))
 
     def _listen(self) -> None:
         """Hear all connections, in a thread, until the process ends."""
@@ -273,7 +272,7 @@ class Meeting:
 
     def _receive(self, other: int, message: Message) -> None:
         if message.kind == "ask":
-            self._send(other, Message("status", value=self.status()))
+            self._send([other], Message("status", value=self.status()))
         elif message.kind == "hangs":
             self.end_hanging()
         elif message.kind == "death":
@@ -302,8 +301,7 @@ class Meeting:
                 f"\n{who} has ended: what it or its machine said last tells why; all ranks end\n", sys.stderr
             )
             sys.stderr.flush()
-        for each in list(self._connections):
-            self._send(each, Message("death"))
+        self._send(list(self._connections), Message("death"))
         os._exit(1)
 
     # --- the beginning
@@ -372,11 +370,15 @@ def listen(port: int = 0) -> socket.socket:
     Raises OSError: the port is taken.
     """
     address = _address()
-    known_elsewhere = address == LOOPBACK or not interfaces.is_loopback(address)  # as in Debian's /etc/hosts
-    with contextlib.suppress(OSError):
+    # Debian's /etc/hosts gives a machine's own name a loopback address, which others do not reach.
+    reached = address == LOOPBACK or not interfaces.is_loopback(address)
+    if reached:
         family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        if known_elsewhere:
+        try:
             return socket.create_server(place[:2], family=family, backlog=world_size())
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:  # that of a service in front of this machine
+                raise
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     return socket.create_server(("", port), family=family, backlog=world_size(), dualstack_ipv6=both)

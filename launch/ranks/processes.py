@@ -235,7 +235,8 @@ def start_processes(timeout: datetime.timedelta = TIMEOUT, store: Store | None =
 
     if "RANK" not in os.environ:
         place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        os.environ.update(place, MASTER_ADDR=launch_environment.LOOPBACK, MASTER_PORT="0")
+        port = str(launch_environment.DEFAULT_PORT)  # at which nobody listens
+        os.environ.update(place, MASTER_ADDR=launch_environment.LOOPBACK, MASTER_PORT=port)
         interfaces.stay_on_loopback()
 
     import deepspeed

@@ -147,11 +147,11 @@ def pair(token=b"t" * 32, of_others=None):
 def test_messages_are_heard_and_a_changed_repeated_or_foreign_one_ends_the_connection():
     for harm in ("none", "changed", "repeated", "turned round", "too long"):
         first, other = pair()
-        other.send(Message("value", "a", [1]))
+        other.send(Message("value", "a", [1]).encoded())
         assert first.take() == [Message("value", "a", [1])]
         sent = []
         other.socket, real = type("Line", (), {"sendall": sent.append}), other.socket
-        other.send(Message("value", "b", float("inf")))
+        other.send(Message("value", "b", float("inf")).encoded())
         line = sent[0]
         if harm == "none":
             real.sendall(line[:7])
@@ -166,7 +166,7 @@ def test_messages_are_heard_and_a_changed_repeated_or_foreign_one_ends_the_conne
             first.take()
             real.sendall(line)
         elif harm == "turned round":
-            first.send(Message("value", "c"))
+            first.send(Message("value", "c").encoded())
             real.sendall(real.recv(1000))
         else:
             real.sendall(connection.HEADER.pack(connection.MOST_BYTES + 1, b"p" * 32))
