@@ -6,7 +6,7 @@ failing_records.py RUN ARGUMENTS
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 from torch.utils.tensorboard import SummaryWriter
 
@@ -36,6 +36,7 @@ if processes.rank() == 0:
 wandb = ModuleType("wandb")
 wandb.__spec__ = ModuleSpec("wandb", None)
 wandb.init, wandb.log, wandb.finish = lambda **how: None, fail, fail
+wandb.setup = lambda: SimpleNamespace(settings=SimpleNamespace(mode="offline"))
 sys.modules["wandb"] = wandb
 sys.argv = [str(pretrain.__file__), "--out", *sys.argv[1:]]
 pretrain.main()

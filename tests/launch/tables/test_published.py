@@ -305,7 +305,9 @@ def test_a_full_disk_is_told_in_one_line(flags, monkeypatch, capsys):
         with pytest.raises(SystemExit) as ended:
             ends.run(command.main)
         assert ended.value.code == 1
-    assert capsys.readouterr().err == "\ncannot write the output: No space left on device\n\n"
+    said = capsys.readouterr().err
+    assert said.startswith("\nstandard output cannot be written (No space left on device)"), said
+    assert said.count("\n") == 3
 
 
 def test_fits_says_as_published_only_of_what_is():

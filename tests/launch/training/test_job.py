@@ -19,8 +19,8 @@ def test_deepspeed_takes_our_configurations():
 
 
 def test_a_users_configuration_is_judged_on_paper_too(tmp_path):
-    (tmp_path / "mine.json").write_text('{"compile": {"offload_parameters": "maybe"}}')
-    with pytest.raises(ConfigError, match="offload_parameters"):
+    (tmp_path / "mine.json").write_text('{"compile": {"deepcompile": true}}')
+    with pytest.raises(ConfigError, match="compile"):
         plan_job(
             catalog.load(), str(tmp_path / "mine.json"), ANY_GPU, compiled=False, initial_weights=None,
             elsewhere=True,
