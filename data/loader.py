@@ -26,12 +26,14 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
+from data.bit_sums import batch_sum
 from data.samples.fields import Fields, HeldOut, TrainingSamples
 from recipes.layout import BatchSchedule, Layout, batch_schedule
 from recipes.problems import Key, Problem, ProblemsError, Setting
 
 T = TypeVar("T")
 MicroBatch = dict[str, torch.Tensor]
+Made = tuple[list[MicroBatch], dict[str, Any], int]  # batches of a step, state after it, sum of their bits
 _WEIGHTS = ("weights", "sentence_weights")
 JOIN_TIMEOUT_S = 5.0  # for a thread that waits for the network
 
@@ -148,6 +150,10 @@ class StepBatches:
     """Endless iterator over optimizer steps; an item is the list of a step's `accumulation` micro-batches.
 
     It reads a copy, `samples.fresh()`: several iterators can be made of the same samples.
+
+    Attributes:
+        last: the step handed out last.
+        bit_sum: its `batch_sum` when it was made; None: another rank made it.
     """
 
     def __init__(
@@ -176,6 +182,8 @@ class StepBatches:
         """
         self._samples, self._seed, self._layout, self._pinned = samples.fresh(), seed, layout, pinned
         self.step = start_step
+        self.last: list[MicroBatch] = []
+        self.bit_sum: int | None = None
         self._sizes = sizes or batch_schedule(layout.global_batch, layout.global_batch, 1, 1)
         position = self._sizes.samples(start_step)
         if start_state is not None:
@@ -198,12 +206,12 @@ class StepBatches:
         return self
 
     def __next__(self) -> list[MicroBatch]:
-        batches, self._state = self._take()
+        self.last, self._state, self.bit_sum = self._take()
         self.step += 1
-        return batches
+        return self.last
 
-    def _take(self) -> tuple[list[MicroBatch], dict[str, Any]]:
-        """Wait for the batches of the next step and the state after it."""
+    def _take(self) -> Made:
+        """Wait for the batches of the next step, the state after it and the sum of their bits."""
         return self._ahead.next() if self._ahead else self._produce(self.step)
 
     def fetch(self) -> str | None:
@@ -231,13 +239,15 @@ class StepBatches:
 def _make_step(
     samples: TrainingSamples, seed: int, layout: Layout, sizes: BatchSchedule, dp_rank: int, pinned: bool,
     step: int,
-) -> tuple[list[MicroBatch], dict[str, Any]]:  # fmt: skip
-    """Make the batches of the step after `step` completed ones, and the state after it."""
+) -> Made:  # fmt: skip
+    """Make the batches of the step after `step` completed ones, the state after it and their `batch_sum`."""
     rows, micro = sizes.samples(step) + rank_rows(layout, dp_rank, sizes.size(step)), layout.micro
     fields = samples.take(rows.ravel().tolist(), seed)
     weights = np.full(micro, 1.0 / micro)
     batches = [micro_batch(fields.rows(slice(at, at + micro)), weights) for at in range(0, rows.size, micro)]
-    return pin_batches(batches) if pinned else batches, samples.state(sizes.samples(step + 1))
+    bit_sum = int(batch_sum(batches))
+    state = samples.state(sizes.samples(step + 1))
+    return pin_batches(batches) if pinned else batches, state, bit_sum
 
 
 def pin_batches(batches: Sequence[MicroBatch]) -> list[MicroBatch]:

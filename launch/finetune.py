@@ -57,6 +57,7 @@ To stop and to resume: as launch/pretrain.py, with Ctrl-C and --resume.
 exit codes: 0 done or stopped on request, 1 failed, 2 refused before anything
 was started, 3 diverged,
 4 a rank hung,
+5 numbers changed by themselves,
 6 trained and saved, but not all was recorded."""
 
 SEVERAL = "--seeds, --grid, --ensemble"

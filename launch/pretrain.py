@@ -54,6 +54,7 @@ STOP file they report 0.) result.json then has the status "interrupted", and
 exit codes: 0 done or stopped on request, 1 failed, 2 refused before anything
 was started, 3 diverged,
 4 a rank hung (run.hang_after),
+5 numbers changed by themselves (run.check_every),
 6 trained and saved, but not all was recorded: the last lines say what."""
 
 

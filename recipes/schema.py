@@ -384,6 +384,9 @@ class Run(Strict):
     besides those of save_every; null: none of these"""
     save_last: bool = True
     """a checkpoint after the last step; false for runs that only time iterations"""
+    check_every: CountOrZero | None = None
+    """optimizer steps between checks that weights, optimizer states and batches changed by training alone;
+    0: none; null: chosen by the first steps' time, so that checks take half a percent of it"""
     keep_checkpoints: Count | None = None
     """newest complete checkpoints that are kept: an older one is removed once a newer one is on the disk;
     null: all"""

@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -31,8 +32,10 @@ from launch.deepspeed_fixes.cpu_adam_bias_correction import replay_bias_correcti
 from launch.deepspeed_fixes.lion import Lion
 from launch.deepspeed_fixes.short_steps import Fragment, fragments_of
 from launch.deepspeed_fixes.zero0 import MasterWeights
-from modeling.initialization import shard_of
+from modeling.initialization import canonical_name, shard_of
 from modeling.parallel.process_grid import ProcessGrid
+
+ROUNDED = "rounded"  # the kind of low-precision weights
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Partition:
         open: reads in the buffer and its moments if they are on NVMe; `close` releases them.
         write_back: rounds the buffer into the model's weights, if that is done buffer by buffer, and writes
             it back to NVMe.
+        swapped: it is on NVMe.
     """
 
     fragments: tuple[Fragment, ...]
@@ -52,6 +56,33 @@ class Partition:
     open: Callable[[], None] = lambda: None
     close: Callable[[], None] = lambda: None
     write_back: Callable[[], None] = lambda: None
+    swapped: bool = False
+
+
+class Place(NamedTuple):
+    """Elements [first, end) of a buffer, which are numbers of the parameter of this canonical name."""
+
+    name: str
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A tensor of one kind of numbers, in which nothing but an optimizer step writes.
+
+    Attributes:
+        kind: WEIGHT for master weights, ROUNDED for low-precision ones, or a moment's name.
+        tensor: returns it; an empty one while it is released.
+        elements: its number of elements.
+        copied: the axes of the grid ("dp", "tp") along which every rank holds the same.
+    """
+
+    kind: str
+    tensor: Callable[[], torch.Tensor]
+    elements: int
+    places: tuple[Place, ...]
+    copied: tuple[str, ...] = ()
 
 
 class EngineState:
@@ -76,6 +107,52 @@ class EngineState:
         """Number of Adam's updates; 0: there are no moments yet."""
         steps = (int(state["step"]) for state in self.adam.state.values() if "step" in state)
         return max(steps, default=0)
+
+    def buffers(self) -> list[Buffer]:
+        """List low-precision weights, master weights and moments, without those on NVMe."""
+        found = list(self._rounded_buffers())
+        for partition in self.partitions:
+            if partition.swapped:
+                continue
+            master = partition.master()
+            moments = self.adam.state.get(master, {})
+            for kind, numbers in {WEIGHT: master, **moments}.items():
+                if isinstance(numbers, torch.Tensor):
+                    found += self._full_precision_buffers(kind, numbers, partition.fragments)
+        return found
+
+    def _full_precision_buffers(
+        self, kind: str, numbers: torch.Tensor, fragments: tuple[Fragment, ...]
+    ) -> Iterator[Buffer]:
+        """Yield a partition's numbers of one kind, and once more those that all tensor ranks hold."""
+        copied = ("dp",) if self._shared else ()
+        if numbers.numel() == 1:  # a count of steps
+            yield _whole_buffer(kind, fragments[0].parameter, 1, partial(_same, numbers), *copied)
+            return
+        yield Buffer(kind, partial(_same, numbers), numbers.numel(), _places(fragments), copied)
+        for parameter, _, offset, elements in fragments:
+            if self.grid.tp > 1 and not _is_cut(parameter):
+                part = numbers.detach().view(-1)[offset : offset + elements]
+                yield _whole_buffer(kind, parameter, elements, partial(_same, part), "tp")
+
+    def _rounded_buffers(self) -> Iterator[Buffer]:
+        """Yield the low-precision weights, of which data-parallel ranks hold copies."""
+        zero = self.zero
+        if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
+            for partition, flat in zip(self.partitions, zero.fp16_partitioned_groups_flat, strict=True):
+                if flat is not None:  # None: on NVMe
+                    places = _places(partition.fragments)
+                    yield Buffer(ROUNDED, partial(_same, flat), flat.numel(), places)
+            for parameter in zero.persistent_parameters:
+                gathered = partial(_gathered, parameter)
+                yield _whole_buffer(ROUNDED, parameter, parameter.ds_numel, gathered, "dp")
+        elif isinstance(zero, MasterWeights):
+            for parameter, _ in zero.pairs:
+                yield _whole_buffer(ROUNDED, parameter, parameter.numel(), partial(_same, parameter), "dp")
+        elif isinstance(zero, DeepSpeedZeroOptimizer):
+            yield from map(_flat_buffer, zero.bit16_groups, zero.bit16_groups_flat)
+        elif isinstance(zero, BF16_Optimizer):
+            yield from map(_flat_buffer, zero.bf16_groups, zero.bf16_groups_flat)
 
     def owned(self, partition: Partition) -> Iterator[Fragment]:
         """Yield the fragments that this rank writes: one rank writes each number."""
@@ -179,8 +256,7 @@ class EngineState:
         """Check that this rank writes the parameter, not another tensor-parallel rank or pipeline stage."""
         if getattr(parameter, "ds_pipe_replicated", False):  # a tied copy on a later stage
             return False
-        shard = shard_of(parameter)
-        return self.grid.at.tp == 0 or (shard is not None and shard.size > 1)
+        return self.grid.at.tp == 0 or _is_cut(parameter)
 
     def _partitions(self) -> Iterator[Partition]:
         zero = self.zero
@@ -216,12 +292,52 @@ class EngineState:
             return Partition(tuple(fragments), master, dtype, write_back=write_back)
         read_in = partial(zero._optimizer_states_and_gradient_swap_in, number)
         release = partial(zero._release_swap_buffers, number)
-        return Partition(tuple(fragments), master, dtype, read_in, release, write_back)
+        return Partition(tuple(fragments), master, dtype, read_in, release, write_back, True)
 
 
 def _flat_group(parameters: list[torch.nn.Parameter], master: torch.Tensor) -> Partition:
     """Describe this rank's part of a group's flat master weights under ZeRO 1 and 2."""
     return Partition(tuple(fragments_of(parameters)), lambda: master, master.dtype)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _places(fragments: Iterable[Fragment]) -> tuple[Place, ...]:
+    found = []
+    for parameter, _, offset, elements in fragments:
+        found.append(Place(canonical_name(parameter), offset, offset + elements))
+    return tuple(found)
+
+
+def _whole_buffer(
+    kind: str, parameter: torch.nn.Parameter, elements: int, tensor: Callable[[], torch.Tensor], *copied: str
+) -> Buffer:
+    """Describe a buffer of one parameter's numbers."""
+    place = Place(canonical_name(parameter), 0, elements)
+    return Buffer(kind, tensor, elements, (place,), copied)
+
+
+def _is_cut(parameter: torch.nn.Parameter) -> bool:
+    """Check whether tensor-parallel ranks hold different slices of a parameter."""
+    shard = shard_of(parameter)
+    return shard is not None and shard.size > 1
+
+
+def _gathered(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return a parameter that ZeRO-3 keeps gathered; an empty tensor while it is released."""
+    available = parameter.ds_status == ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+    return parameter if available else parameter.detach()[:0]
+
+
+def _flat_buffer(group: list[torch.nn.Parameter], flat: torch.Tensor) -> Buffer:
+    """Describe the low-precision weights of a group of parameters, which are views of a flat tensor."""
+    places = []
+    for parameter in group:
+        first = (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()
+        places.append(Place(canonical_name(parameter), first, first + parameter.numel()))
+    return Buffer(ROUNDED, partial(_same, flat), flat.numel(), tuple(places), ("dp",))
 
 
 def _whole(parameter: torch.nn.Parameter, master: torch.Tensor) -> Partition:

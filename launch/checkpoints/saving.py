@@ -166,6 +166,15 @@ class Saver:
             SaveOutcome(pending.progress.step, written, pending.blocked, took, pending.background, problem)
         )
 
+    def discard(self) -> None:
+        """Remove the save in progress, whose numbers are wrong."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        pending.written.exception()  # waits
+        dist.barrier(group=self.grid.control_group)
+        self._on_rank_0(lambda: shutil.rmtree(pending.directory, ignore_errors=True))
+
     def _complete(self, pending: _Pending, whole: Part) -> str | None:
         """Complete the checkpoint on rank 0; on failure remove it, and raise OSError or return the reason."""
         try:

@@ -32,6 +32,17 @@ class StepOutcome:
 
 
 @dataclass(frozen=True)
+class Corruption:
+    """Numbers of one rank that changed by themselves."""
+
+    rank: int
+    host: str
+    kind: str  # of `launch.checkpoints.engine_state.Buffer`, or "batch"
+    tensors: tuple[str, ...]  # canonical names; where blocks of bits are shared, neighbours too
+    among_copies: bool  # they differ from other ranks' copies, and may have been wrong from the start
+
+
+@dataclass(frozen=True)
 class Validation:
     """Means over held-out samples, in the units of `StepOutcome`."""
 
@@ -136,8 +147,8 @@ class RunFacts:
 class Ending:
     """The end of a run."""
 
-    # "ok", or the cause of the end ("interrupted", "OOM", "diverged", "not saved": its last checkpoint could
-    # not be written), or RECORDS_LOST.
+    # "ok", or the cause of the end ("interrupted", "OOM", "diverged", "corrupted", "not saved": its last
+    # checkpoint could not be written), or RECORDS_LOST.
     status: str = "ok"
     reason: str | None = None
     peaks: Peaks | None = None  # of all ranks; None: only rank 0's are known

@@ -21,7 +21,7 @@ from launch.records.facts import Peaks, RankSeconds
 from recipes import catalog
 
 # torch 2.13 renamed it; what GPU machines hold is often older.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def check(plan: Plan, corpus: Corpus, group: dist.ProcessGroup, initial_weights: str | None = None) -> None:
@@ -95,7 +95,7 @@ class StepExchange:
         """Send the report `own` to all ranks. Collective."""
         row = torch.tensor(own, dtype=torch.float64)
         self._table = torch.empty(dist.get_world_size(group), len(row), dtype=torch.float64)
-        self._work = _all_gather(self._table.view(-1), row, group=group, async_op=True)
+        self._work = all_gather(self._table.view(-1), row, group=group, async_op=True)
 
     def wait(self) -> StepNews:
         """Wait for the reports of all ranks."""

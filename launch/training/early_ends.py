@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from launch.records.facts import StepOutcome
+from launch.records.facts import Corruption, StepOutcome
 
+MOST_NAMED = 3  # tensors of one rank
+KINDS = {"weight": "weights in full precision", "rounded": "rounded weights", "batch": "the batch"}
 STUCK_STEPS = 20  # skipped steps in a row; a loss scale that has not moved in them is stuck
 
 DIVERGED_ADVICE = """Nothing more can be learned from here.
@@ -36,6 +38,35 @@ class Diverged(EarlyEnd):
 
     def __str__(self) -> str:
         return f"{self.why}. {DIVERGED_ADVICE}"
+
+
+class Corrupted(EarlyEnd):
+    """An end because numbers changed by themselves: between two steps, or on one of several copies.
+
+    `sound`: the last step after which a check found nothing; `step`: that of the finding.
+    """
+
+    status, code = "corrupted", 5
+
+    def __init__(self, found: tuple[Corruption, ...], sound: int, step: int) -> None:
+        self.found, self.sound, self.step = found, sound, step
+        named = "; ".join(map(described, found))
+        super().__init__(f"numbers changed by themselves in steps {sound} to {step}: {named}")
+
+    def __str__(self) -> str:
+        fix = "memory or processor of that machine is at fault (its kernel's log may say more)"
+        return f"{self.why}\n{fix}: --resume goes on from the last sound checkpoint, best without it"
+
+
+def described(found: Corruption) -> str:
+    """Name the rank and its first tensors."""
+    kind = KINDS.get(found.kind, f"optimizer state {found.kind}")
+    names = ", ".join(found.tensors[:MOST_NAMED])
+    more = len(found.tensors) - MOST_NAMED
+    rest = f" and {more} more" if more > 0 else ""
+    what = f"{kind} of {names}{rest}" if names else kind
+    copies = ", unlike other ranks' copies" if found.among_copies else ""
+    return f"rank {found.rank} on {found.host}: {what}{copies}"
 
 
 class BrokenData(EarlyEnd):

@@ -149,6 +149,7 @@ def train_step(
     """
     before = state_before_step(engine)
     engine.set_train_batch_size(len(batches) * engine.train_micro_batch_size_per_gpu() * grid.dp)
+    micro_batches.move_unpadded(batches, engine.device)
     batches = micro_batches.normalise(batches, grid, engine.device)
     with explain_floor(engine):
         if isinstance(engine, PipelineEngine):

@@ -24,6 +24,14 @@ LENGTH_MULTIPLE = 8  # trimmed lengths are multiples of this, for the matrix uni
 PREDICTIONS_MULTIPLE = 16  # the same for the number of predictions in a row
 
 
+def move_unpadded(batches: Sequence[MicroBatch], device: Device) -> None:
+    """Move micro-batches of full length to `device`, in place; the host still reads the lengths of others."""
+    for batch in batches:
+        if not fields_of(batch).padded:
+            for name, values in batch.items():
+                batch[name] = values.to(device, non_blocking=True)
+
+
 def normalise(batches: Sequence[MicroBatch], grid: ProcessGrid, device: Device) -> Sequence[MicroBatch]:
     """Weight the micro-batches of one step for the mean over the step's predicted tokens.
 

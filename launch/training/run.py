@@ -35,9 +35,11 @@ from launch.ranks.watchdog import Phase, Watchdog
 from launch.records.facts import RankSeconds, SilentRecorder, StepOutcome, Validation
 from launch.records.metrics import finite
 from launch.training.agreement import StepExchange, StepNews, StepReport
-from launch.training.early_ends import BrokenData, Diverged, EarlyStop, NotSavedError, SkipCounter
+from launch.training.early_ends import BrokenData, Corrupted, Diverged, EarlyStop, NotSavedError, SkipCounter
 from launch.training.engine import Forward, end_monitors, forward, validate
+from launch.training.figure_bounds import FigureBounds
 from launch.training.job import Job
+from launch.training.number_watch import NumberWatch
 from launch.training.training_batches import end_together
 from modeling.parallel.process_grid import ProcessGrid
 
@@ -102,6 +104,10 @@ class TrainingRun:
         else:
             recorder.validation(0, self.validate(self.held_out))
         recorder.mark("weights")
+        self.bounds = FigureBounds(recorder.say)
+        self.watch: NumberWatch | None = None
+        if self.recipe.run.check_every != 0:
+            self.watch = NumberWatch(self.state, batches, grid, self.recipe, self.done, recorder.say)
         self._profiler: Any = None
         if self.recipe.run.profile:
             from launch.training.profiling import StepProfiler  # with torch's profiler
@@ -116,9 +122,11 @@ class TrainingRun:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.watchdog.enter(Phase.SAVING)
         # On all ranks alike.
+        if isinstance(error, Diverged) and self.watch:
+            self.watch.check(self.done + 1, again=True)  # the cause may be a flipped bit
         if isinstance(error, BrokenData) and self.done > self.saved:
             self._save(self.done)
-        if isinstance(error, Diverged | BrokenData):
+        if isinstance(error, Diverged | BrokenData | Corrupted):
             self.saver.finish()
         if isinstance(error, BrokenData):
             kept = f"the run is saved after step {self.done}" if self.done else "no step was made"
@@ -157,7 +165,7 @@ class TrainingRun:
     def record(
         self, step: int, outcome: StepOutcome, seconds: float, waited: float, ranks: RankSeconds | None = None
     ) -> None:
-        """Record the `step`-th optimizer step. Raises Diverged if further steps are useless.
+        """Record and check the `step`-th optimizer step. Raises Diverged or Corrupted.
 
         `seconds`: wall time, with the seconds `waited` for the batch; `ranks`: times of all ranks.
         """
@@ -168,7 +176,10 @@ class TrainingRun:
             self.recorder.profile(found)
         self.done = step
         self.skipped.see(outcome)
+        self.bounds.see(step, outcome)
         self.job.after_step(self, outcome)
+        if self.watch:
+            self.watch.check_if_due(step, seconds)
 
     def _monitor(self, group: str, outcome: StepOutcome | Validation, **more: float | None) -> None:
         """Give finite values to DeepSpeed's monitor, which has the rate alone by itself."""
@@ -205,6 +216,8 @@ class TrainingRun:
         overdue = news.reports[0].overdue  # by rank 0's clock
         if news.stopped or (last and run.save_last) or due(step, run.save_every) or overdue:
             self._save(step)
+        elif last and self.watch:
+            self.watch.check(step, again=True)
         if news.stopped or last:
             self.saver.finish()
 
@@ -212,10 +225,12 @@ class TrainingRun:
         """Return the early stop that was asked for.
 
         Raises NotSavedError if the last checkpoint could not be written, BrokenData if a rank cannot read the
-        next step.
+        next step, Diverged if the last loss is far above the first.
         """
         if self.saver.problem and (news.stopped or step == self.recipe.steps):
             raise NotSavedError(self.saver.problem)
+        if step == self.recipe.steps:
+            self.bounds.check_end()
         if step < self.recipe.steps and news.stopped:
             return EarlyStop(news.stopped, step, self.recipe.steps)
         if step < self.recipe.steps and any(report.unreadable for report in news.reports):
@@ -229,6 +244,12 @@ class TrainingRun:
         schedule = engine.lr_scheduler.state_dict()["completed"]
         progress = Progress(step, state.adam_steps, schedule, engine.skipped_steps, state.scaler())
         self.saver.save(progress, self.batches.state(), checksum(self.corpus))
+        if self.watch:
+            try:
+                self.watch.check(step, again=True)  # after the copy, which is sound if the state still is
+            except Corrupted:
+                self.saver.discard()
+                raise
         self.saved, self._saved_at = step, time.monotonic()
 
     def _report_skipped_records(self) -> None:

@@ -52,14 +52,14 @@ class StreamBatches(StepBatches):
         self._copy, self._reader = _copy_group(grid)
         self._reads = grid.rank == self._reader
         super().__init__(workers=workers if self._reads else 0, **how)
-        self._fetched: tuple[list[MicroBatch], dict[str, Any] | None] | None = None
+        self._fetched: tuple[list[MicroBatch], dict[str, Any] | None, int | None] | None = None
         self._packed = torch.empty(0, dtype=torch.uint8)
         self._arrival: dist.Work | None = None
 
     def fetch(self) -> str | None:
         """Read the next step, and begin to send it to this copy's ranks; return why that fails."""
         count = len(rank_rows(self._layout, 0, self._sizes.size(self.step)))
-        problem, self._fetched = None, ([self._like] * count, None)
+        problem, self._fetched = None, ([self._like] * count, None, None)
         try:
             if self._reads:
                 self._fetched = self._take()
@@ -81,14 +81,14 @@ class StreamBatches(StepBatches):
         if self._fetched is None:
             end_together(self.fetch(), self._all_ranks)
         assert self._fetched is not None
-        (batches, self._state), self._fetched = self._fetched, None
+        (self.last, self._state, self.bit_sum), self._fetched = self._fetched, None
         self.step += 1
         if self._arrival is not None:
             self._arrival.wait()
         if not self._reads:
-            batches = _unpacked(self._packed, batches)
-            return pin_batches(batches) if self._pinned else batches
-        return batches
+            received = _unpacked(self._packed, self.last)
+            self.last = pin_batches(received) if self._pinned else received
+        return self.last
 
 
 def end_together(problem: str | None, group: dist.ProcessGroup) -> None:

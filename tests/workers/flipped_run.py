@@ -1,0 +1,24 @@
+"""launch/pretrain.py on whose rank 1 one bit flips before the checkpoint of step 10 is copied."""
+
+import sys
+
+import torch
+
+from launch import pretrain
+from launch.checkpoints.manifest import WEIGHT
+from launch.ranks import processes
+from launch.training.run import TrainingRun
+
+save_if_due = TrainingRun.save_if_due
+
+
+def flip_before(self, step, news):
+    if step == 10 and processes.rank() == 1:
+        buffer = next(each for each in self.state.buffers() if each.kind == WEIGHT)
+        buffer.tensor().detach().view(-1).view(torch.uint8)[12345] ^= 4
+    save_if_due(self, step, news)
+
+
+TrainingRun.save_if_due = flip_before
+sys.argv[0] = pretrain.__file__
+pretrain.main()
