@@ -1,4 +1,4 @@
-"""Sums of the bits of tensors: one flipped bit always changes them, and they are equal where the bits are."""
+"""Sums of the bits of tensors: one flipped bit changes them, and they are equal where the bits are."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch.nn import functional as F
 
 WORD = 8  # bytes; torch adds up int64 at the speed of memory, narrower types thirty times slower
 BLOCK = 1024  # words
-ODD = 0x9E3779B97F4A7C15  # a factor that loses no bit modulo 2**64
+ODD = -7046029254386353131  # a factor that loses no bit modulo 2**64
 
 
 def block_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Add up the bits of a contiguous tensor, read as int64, by blocks of BLOCK words.
+    """Add up the bits of a tensor, read as int64, by blocks of BLOCK words; the last one may be shorter.
 
-    Return (blocks,) int64, modulo 2**64, on its device; the last block may be shorter.
+    Return (blocks,) int64, modulo 2**64.
     """
     octets = tensor.detach().reshape(-1).view(torch.uint8)
     if octets.storage_offset() % WORD:  # no view of another type begins there
@@ -24,18 +24,11 @@ def block_sums(tensor: torch.Tensor) -> torch.Tensor:
     sums = octets[:whole].view(torch.int64).view(-1, BLOCK).sum(1)
     if whole == len(octets):
         return sums
-    rest = F.pad(octets[whole:], (0, -len(octets) % WORD))
-    return torch.cat([sums, rest.view(torch.int64).sum().view(1)])
+    rest = F.pad(octets[whole:], (0, -len(octets) % WORD)).view(torch.int64)
+    return torch.cat([sums, rest.sum().view(1)])
 
 
 def batch_sum(batches: Iterable[dict[str, torch.Tensor]]) -> torch.Tensor:
-    """Add up the bits of a step's micro-batches; a scalar in int64 on their device."""
-    sums = []
-    for batch in batches:
-        sums += [block_sums(tensor.contiguous()).sum() for tensor in batch.values()]
+    """Add up the bits of a step's micro-batches; a scalar in int64."""
+    sums = [block_sums(tensor).sum() for batch in batches for tensor in batch.values()]
     return torch.stack(sums).sum()
-
-
-def signed(number: int) -> int:
-    """Return the int64 with the bits of `number` modulo 2**64."""
-    return (number + 2**63) % 2**64 - 2**63

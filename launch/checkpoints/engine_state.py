@@ -16,13 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -32,10 +31,11 @@ from launch.deepspeed_fixes.cpu_adam_bias_correction import replay_bias_correcti
 from launch.deepspeed_fixes.lion import Lion
 from launch.deepspeed_fixes.short_steps import Fragment, fragments_of
 from launch.deepspeed_fixes.zero0 import MasterWeights
-from modeling.initialization import canonical_name, shard_of
+from modeling.initialization import shard_of
 from modeling.parallel.process_grid import ProcessGrid
 
 ROUNDED = "rounded"  # the kind of low-precision weights
+SMALL = 2**20  # elements; smaller tensors are listed together, to be added up by one kernel
 
 
 @dataclass(frozen=True)
@@ -59,30 +59,21 @@ class Partition:
     swapped: bool = False
 
 
-class Place(NamedTuple):
-    """Elements [first, end) of a buffer, which are numbers of the parameter of this canonical name."""
-
-    name: str
-    first: int
-    end: int
-
-
 @dataclass(frozen=True)
 class Buffer:
-    """A tensor of one kind of numbers, in which nothing but an optimizer step writes.
+    """Tensors of one kind and type in which nothing but an optimizer step writes.
 
     Attributes:
         kind: WEIGHT for master weights, ROUNDED for low-precision ones, or a moment's name.
-        tensor: returns it; an empty one while it is released.
-        elements: its number of elements.
-        copied: the axes of the grid ("dp", "tp") along which every rank holds the same.
+        tensors: ZeRO-3's gathered parameters are empty while they are released.
+        fragments: with offsets in the tensors, one after another.
+        copied: the axis of the grid ("dp", "tp") along which every rank holds the same.
     """
 
     kind: str
-    tensor: Callable[[], torch.Tensor]
-    elements: int
-    places: tuple[Place, ...]
-    copied: tuple[str, ...] = ()
+    tensors: tuple[torch.Tensor, ...]
+    fragments: tuple[Fragment, ...]
+    copied: str = ""
 
 
 class EngineState:
@@ -110,49 +101,47 @@ class EngineState:
 
     def buffers(self) -> list[Buffer]:
         """List low-precision weights, master weights and moments, without those on NVMe."""
-        found = list(self._rounded_buffers())
+        groups: dict[tuple, list[Buffer]] = {}
+        for number, buffer in enumerate(self._buffers()):
+            first = buffer.tensors[0]
+            small = first.numel() < SMALL
+            key = buffer.kind, buffer.copied, first.dtype, first.device, 0 if small else number + 1
+            groups.setdefault(key, []).append(buffer)
+        return [_joined(buffers) for buffers in groups.values()]
+
+    def _buffers(self) -> Iterator[Buffer]:
+        zero = self.zero
+        copied = "dp" if self._shared else ""
         for partition in self.partitions:
             if partition.swapped:
                 continue
-            master = partition.master()
-            moments = self.adam.state.get(master, {})
-            for kind, numbers in {WEIGHT: master, **moments}.items():
-                if isinstance(numbers, torch.Tensor):
-                    found += self._full_precision_buffers(kind, numbers, partition.fragments)
-        return found
-
-    def _full_precision_buffers(
-        self, kind: str, numbers: torch.Tensor, fragments: tuple[Fragment, ...]
-    ) -> Iterator[Buffer]:
-        """Yield a partition's numbers of one kind, and once more those that all tensor ranks hold."""
-        copied = ("dp",) if self._shared else ()
-        if numbers.numel() == 1:  # a count of steps
-            yield _whole_buffer(kind, fragments[0].parameter, 1, partial(_same, numbers), *copied)
-            return
-        yield Buffer(kind, partial(_same, numbers), numbers.numel(), _places(fragments), copied)
-        for parameter, _, offset, elements in fragments:
-            if self.grid.tp > 1 and not _is_cut(parameter):
-                part = numbers.detach().view(-1)[offset : offset + elements]
-                yield _whole_buffer(kind, parameter, elements, partial(_same, part), "tp")
-
-    def _rounded_buffers(self) -> Iterator[Buffer]:
-        """Yield the low-precision weights, of which data-parallel ranks hold copies."""
-        zero = self.zero
+            master, fragments = partition.master(), partition.fragments
+            for kind, numbers in {WEIGHT: master, **self.adam.state.get(master, {})}.items():
+                if isinstance(numbers, torch.Tensor) and numbers.shape == master.shape:
+                    yield Buffer(kind, (numbers,), fragments, copied)
+                    yield from self._held_twice(kind, numbers, fragments)
         if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
             for partition, flat in zip(self.partitions, zero.fp16_partitioned_groups_flat, strict=True):
                 if flat is not None:  # None: on NVMe
-                    places = _places(partition.fragments)
-                    yield Buffer(ROUNDED, partial(_same, flat), flat.numel(), places)
+                    yield Buffer(ROUNDED, (flat,), partition.fragments)
             for parameter in zero.persistent_parameters:
-                gathered = partial(_gathered, parameter)
-                yield _whole_buffer(ROUNDED, parameter, parameter.ds_numel, gathered, "dp")
+                yield _whole_buffer(ROUNDED, parameter, parameter, "dp")
         elif isinstance(zero, MasterWeights):
             for parameter, _ in zero.pairs:
-                yield _whole_buffer(ROUNDED, parameter, parameter.numel(), partial(_same, parameter), "dp")
+                yield _whole_buffer(ROUNDED, parameter, parameter, "dp")
         elif isinstance(zero, DeepSpeedZeroOptimizer):
             yield from map(_flat_buffer, zero.bit16_groups, zero.bit16_groups_flat)
         elif isinstance(zero, BF16_Optimizer):
             yield from map(_flat_buffer, zero.bf16_groups, zero.bf16_groups_flat)
+
+    def _held_twice(
+        self, kind: str, numbers: torch.Tensor, fragments: Iterable[Fragment]
+    ) -> Iterator[Buffer]:
+        """Yield what all tensor-parallel ranks hold of a partition."""
+        for parameter, _, offset, elements in fragments:
+            if self.grid.tp > 1 and elements and not _is_cut(parameter):
+                part = numbers.detach().view(-1)[offset : offset + elements]
+                yield _whole_buffer(kind, parameter, part, "tp")
 
     def owned(self, partition: Partition) -> Iterator[Fragment]:
         """Yield the fragments that this rank writes: one rank writes each number."""
@@ -300,44 +289,36 @@ def _flat_group(parameters: list[torch.nn.Parameter], master: torch.Tensor) -> P
     return Partition(tuple(fragments_of(parameters)), lambda: master, master.dtype)
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _places(fragments: Iterable[Fragment]) -> tuple[Place, ...]:
-    found = []
-    for parameter, _, offset, elements in fragments:
-        found.append(Place(canonical_name(parameter), offset, offset + elements))
-    return tuple(found)
-
-
-def _whole_buffer(
-    kind: str, parameter: torch.nn.Parameter, elements: int, tensor: Callable[[], torch.Tensor], *copied: str
-) -> Buffer:
-    """Describe a buffer of one parameter's numbers."""
-    place = Place(canonical_name(parameter), 0, elements)
-    return Buffer(kind, tensor, elements, (place,), copied)
-
-
 def _is_cut(parameter: torch.nn.Parameter) -> bool:
     """Check whether tensor-parallel ranks hold different slices of a parameter."""
     shard = shard_of(parameter)
     return shard is not None and shard.size > 1
 
 
-def _gathered(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return a parameter that ZeRO-3 keeps gathered; an empty tensor while it is released."""
-    available = parameter.ds_status == ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
-    return parameter if available else parameter.detach()[:0]
+def _whole_buffer(kind: str, parameter: torch.nn.Parameter, numbers: torch.Tensor, copied: str) -> Buffer:
+    elements = getattr(parameter, "ds_numel", numbers.numel())
+    return Buffer(kind, (numbers,), (Fragment(parameter, 0, 0, elements),), copied)
 
 
 def _flat_buffer(group: list[torch.nn.Parameter], flat: torch.Tensor) -> Buffer:
     """Describe the low-precision weights of a group of parameters, which are views of a flat tensor."""
-    places = []
+    fragments = []
     for parameter in group:
-        first = (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()
-        places.append(Place(canonical_name(parameter), first, first + parameter.numel()))
-    return Buffer(ROUNDED, partial(_same, flat), flat.numel(), tuple(places), ("dp",))
+        offset = (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()
+        fragments.append(Fragment(parameter, 0, offset, parameter.numel()))
+    return Buffer(ROUNDED, (flat,), tuple(fragments), "dp")
+
+
+def _joined(buffers: list[Buffer]) -> Buffer:
+    tensors: list[torch.Tensor] = []
+    fragments: list[Fragment] = []
+    start = 0
+    for buffer in buffers:
+        for parameter, first, offset, elements in buffer.fragments:
+            fragments.append(Fragment(parameter, first, start + offset, elements))
+        tensors += buffer.tensors
+        start = fragments[-1].offset + fragments[-1].elements
+    return Buffer(buffers[0].kind, tuple(tensors), tuple(fragments), buffers[0].copied)
 
 
 def _whole(parameter: torch.nn.Parameter, master: torch.Tensor) -> Partition:

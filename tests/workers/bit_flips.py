@@ -33,6 +33,7 @@ from launch.training.job import Job  # noqa: E402
 from launch.training.micro_batches import salts_of_step  # noqa: E402
 from launch.training.number_watch import NumberWatch  # noqa: E402
 from launch.training.training_batches import training_batches  # noqa: E402
+from modeling.initialization import canonical_name  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 from recipes import catalog  # noqa: E402
 
@@ -108,20 +109,21 @@ class Trials:
         """This rank's (kind, tensor, names by element); "batch" is made anew in every step."""
         found: dict[str, list] = {}
         for buffer in self.state.buffers():
-            if buffer.elements > 1 and "tp" not in buffer.copied:
+            if buffer.copied != "tp":
                 found.setdefault(buffer.kind, []).append(buffer)
         return found
 
     def trial(self, draws: random.Random, moments: list[str]) -> dict:
         """Flip one bit in one of the next steps; tell whether it is found, when, and named rightly."""
-        kinds = sorted({*self.tensors(), "batch"} - {"step"})
+        kinds = sorted({*self.tensors(), "batch"})
         kind, moment = draws.choice(kinds), draws.choice(moments)
         rank, place, bit = draws.randrange(processes.world_size()), draws.random(), draws.random()
         if kind == "batch" and moment not in ("before the forward pass", "after the forward pass"):
             moment = "before the forward pass"
         for _ in range(draws.randrange(EVERY)):
             self.make_step()
-        kept = [(buffer, buffer.tensor().detach().clone()) for buffer in self.state.buffers()]
+        held = [tensor.detach() for buffer in self.state.buffers() for tensor in buffer.tensors]
+        kept = [(tensor, tensor.clone()) for tensor in held]
         hit: list[str] = []
 
         def flip() -> None:
@@ -140,8 +142,8 @@ class Trials:
             named = first.kind == kind and own and (first.among_copies or first.rank == rank)
         named = all(processes.gathered(named, self.grid.control_group))
         self.flip_at = "never", flip
-        for buffer, numbers in kept:
-            buffer.tensor().detach().copy_(numbers)
+        for tensor, numbers in kept:
+            tensor.copy_(numbers)
         self.watch_anew()
         late = found is not None and found - flipped > EVERY
         return {"kind": kind, "moment": moment, "found": found is not None, "late": late, "named": named}
@@ -155,13 +157,17 @@ class Trials:
             width = bits if self.flip_at[0] == "after the forward pass" else WIDTHS.get(name, bits)
             element, number = int(place * 997) % tensor.numel(), int(bit * width)
         else:
-            buffers = [buffer for buffer in self.tensors()[kind] if buffer.tensor().numel()]
+            buffers = [each for each in self.tensors()[kind] if all(t.numel() for t in each.tensors)]
             buffer = buffers[int(place * len(buffers))]
-            tensor = buffer.tensor().detach()
-            element = int((place * 7919) % 1 * buffer.places[-1].end)
+            fragment = buffer.fragments[int(place * 7919) % len(buffer.fragments)]
+            name = canonical_name(fragment.parameter)
+            at = fragment.offset + int(place * 104729 % 1 * fragment.elements)
+            for tensor in buffer.tensors:
+                if at < tensor.numel():
+                    break
+                at -= tensor.numel()
+            tensor, element = tensor.detach(), at
             number = int(bit * 8 * tensor.element_size())
-            inside = [name for name, first, end in buffer.places if first <= element < end]
-            name = inside[0] if inside else "padding"
         octets = tensor.view(-1).view(torch.uint8).numpy()  # behind autograd's back
         octets[element * tensor.element_size() + number // 8] ^= 1 << number % 8
         return name

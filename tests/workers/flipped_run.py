@@ -15,7 +15,7 @@ save_if_due = TrainingRun.save_if_due
 def flip_before(self, step, news):
     if step == 10 and processes.rank() == 1:
         buffer = next(each for each in self.state.buffers() if each.kind == WEIGHT)
-        buffer.tensor().detach().view(-1).view(torch.uint8)[12345] ^= 4
+        buffer.tensors[0].detach().view(-1).view(torch.uint8)[12345] ^= 4
     save_if_due(self, step, news)
 
 

@@ -15,7 +15,7 @@ from launch.records.metrics import read_metrics
 from launch.records.result import read_result
 from launch.training.early_ends import Corrupted, Diverged
 from launch.training.figure_bounds import FigureBounds
-from launch.training.number_watch import Costs, Details, Report, _corruptions, _differences
+from launch.training.number_watch import Details, Report, corruptions, interval, is_sound
 
 PRETRAIN = ROOT / "launch/pretrain.py"
 LAYOUTS = {  # name -> ds_config, tp, pp, dp
@@ -143,48 +143,46 @@ def test_every_flipped_bit_changes_the_sum_of_its_block_alone(dtype, elements):
             assert differs.nonzero().flatten().tolist() == [octet // (WORD * BLOCK)]
 
 
-def report(changed=0, dp=0, tp=0, held=3, made=3, made_here=1):
-    return Report(changed, dp, tp, held, made, made_here)
+def report(changed=0, dp=0, tp=0, held=3, made=3):
+    return Report(changed, dp, tp, held, made)
 
 
-GRID = SimpleNamespace(tp=1, pp=1, dp=3)
-SOUND = Details("here", (), {"dp": {("weight", "a"): 1, ("weight", "b"): 2}})
-ODD = Details("there", (), {"dp": {("weight", "a"): 1, ("weight", "b"): 5}})
+def grid(tp, dp):
+    return SimpleNamespace(tp=tp, pp=1, dp=dp)
+
+
+SOUND = Details("here", [], {("dp", "weight", "a"): 1, ("dp", "weight", "b"): 2})
+ODD = Details("there", [], {("dp", "weight", "a"): 1, ("dp", "weight", "b"): 5})
 
 
 def test_the_odd_one_of_three_copies_is_named():
     table = [report(dp=1), report(dp=1), report(dp=2)]
-    assert _differences(table, GRID) == {"dp"}
-    assert _corruptions(table, [SOUND, SOUND, ODD], GRID) == (Corruption(2, "there", "weight", ("b",), True),)
+    assert not is_sound(table, grid(1, 3))
+    found = corruptions(table, [SOUND, SOUND, ODD], grid(1, 3))
+    assert found == (Corruption(2, "there", "weight", ("b",), True),)
 
 
 def test_of_two_copies_both_are_named_unless_one_saw_itself_change():
-    two = SimpleNamespace(tp=1, pp=1, dp=2)
     table = [report(dp=1), report(dp=2)]
-    assert [each.rank for each in _corruptions(table, [SOUND, ODD], two)] == [0, 1]
-    changed = Details("there", (("weight", "b"),), ODD.copies)
-    assert _corruptions(table, [SOUND, changed], two) == (Corruption(1, "there", "weight", ("b",), False),)
+    assert [each.rank for each in corruptions(table, [SOUND, ODD], grid(1, 2))] == [0, 1]
+    changed = Details("there", [("", "weight", "b")], ODD.copies)
+    found = corruptions(table, [SOUND, changed], grid(1, 2))
+    assert found == (Corruption(1, "there", "weight", ("b",), False),)
 
 
 def test_a_batch_is_compared_with_what_was_made_also_elsewhere():
-    two = SimpleNamespace(tp=2, pp=1, dp=1)
-    assert _differences([report(), report(made_here=0, made=0)], two) == set()
-    table = [report(), report(made_here=0, made=0, held=4)]
-    assert _differences(table, two) == {"batch"}
-    assert _corruptions(table, [SOUND, SOUND], two)[0].rank == 1
+    assert is_sound([report(), report(made=0)], grid(2, 1))
+    table = [report(), report(made=0, held=4)]
+    assert not is_sound(table, grid(2, 1))
+    assert corruptions(table, [SOUND, SOUND], grid(2, 1))[0].rank == 1
 
 
 @pytest.mark.parametrize(
-    ("costs", "chosen"),
-    [
-        (Costs(1.0, 0.001, 0.0001, 0.0001), (1, True, True)),
-        (Costs(1.0, 0.002, 0.0001, 0.009), (11, True, True)),
-        (Costs(1.0, 0.02, 0.0001, 0.009), (11, False, True)),
-        (Costs(0.01, 0.001, 0.0001, 0.0009), (60, False, False)),
-    ],
+    ("sums", "exchange", "chosen"),
+    [(0.001, 0.0001, (1, True)), (0.002, 0.0095, (10, True)), (0.02, 0.009, (10, False))],
 )
-def test_the_interval_keeps_checks_under_half_a_percent(costs, chosen):
-    assert costs.choose() == chosen
+def test_the_interval_keeps_checks_under_half_a_percent(sums, exchange, chosen):
+    assert interval(1.0, sums, exchange) == chosen
 
 
 def outcome(loss, norm=1.0):
