@@ -55,7 +55,7 @@ class Details(NamedTuple):
 
     host: str
     changed: list[Named]
-    copies: dict[Named, int]
+    copies: list[tuple[Named, int]]
 
 
 class Watched:
@@ -134,7 +134,7 @@ class NumberWatch:
         table = self._exchange()
         if not is_sound(table, self._grid):
             own = Details(socket.gethostname(), *self._details())
-            details = processes.gathered(own, self._grid.control_group)
+            details = processes.gathered(own, self._grid.control_group, Details)
             raise Corrupted(corruptions(table, details, self._grid), self.sound, step)
         self.sound = step
         for watched in self._watched:
@@ -197,7 +197,7 @@ class NumberWatch:
         sums = [watched.running.sum() for watched in self._copies(axis)]
         return int(torch.stack(sums).sum()) if sums else 0
 
-    def _details(self) -> tuple[list[Named], dict[Named, int]]:
+    def _details(self) -> tuple[list[Named], list[tuple[Named, int]]]:
         changed: list[Named] = []
         copies: dict[Named, int] = {}
         for watched in self._watched:
@@ -206,7 +206,7 @@ class NumberWatch:
         for axis in AXES:
             for watched in self._copies(axis):
                 copies |= watched.named(axis, watched.running)
-        return changed, copies
+        return changed, list(copies.items())
 
     def _choose(self) -> None:
         """Choose the interval by the slowest rank's times. Collective."""
@@ -287,9 +287,10 @@ def corruptions(
     for rank in wrong_batches(table, grid):
         found[rank, "batch", False] = []
     if not found:
-        for named in dict.fromkeys(named for each in details for named in each.copies):
+        copies = [dict(each.copies) for each in details]
+        for named in dict.fromkeys(named for held in copies for named in held):
             axis, kind, name = named
-            for rank in odd_ranks([each.copies.get(named) for each in details], axis, grid):
+            for rank in odd_ranks([held.get(named) for held in copies], axis, grid):
                 found.setdefault((rank, kind, True), []).append(name)
     told = []
     for (rank, kind, among_copies), names in sorted(found.items()):

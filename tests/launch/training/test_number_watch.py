@@ -151,8 +151,8 @@ def grid(tp, dp):
     return SimpleNamespace(tp=tp, pp=1, dp=dp)
 
 
-SOUND = Details("here", [], {("dp", "weight", "a"): 1, ("dp", "weight", "b"): 2})
-ODD = Details("there", [], {("dp", "weight", "a"): 1, ("dp", "weight", "b"): 5})
+SOUND = Details("here", [], [(("dp", "weight", "a"), 1), (("dp", "weight", "b"), 2)])
+ODD = Details("there", [], [(("dp", "weight", "a"), 1), (("dp", "weight", "b"), 5)])
 
 
 def test_the_odd_one_of_three_copies_is_named():

@@ -65,7 +65,8 @@ def start(monkeypatch):
         monkeypatch.setattr(runs, "Saver", lambda *of: FakeSaver(events))
         state = SimpleNamespace(adam_steps=0, scaler=lambda: None)
         monkeypatch.setattr(runs, "EngineState", lambda *of: state)
-        recipe = catalog.load(overrides=["run.validate_every=0", "run.save_every=0", *overrides], steps=6)
+        off = ("run.validate_every=0", "run.save_every=0", "run.check_every=0")
+        recipe = catalog.load(overrides=[*off, *overrides], steps=6)
         plan = SimpleNamespace(recipe=recipe, precision="fp32")
         job = SimpleNamespace(plan=plan, after_step=lambda run, outcome: None, checkpoints=None)
         summary = {"train_tokens_crc32": "0"}
