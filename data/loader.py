@@ -153,7 +153,7 @@ class StepBatches:
 
     Attributes:
         last: the step handed out last.
-        bit_sum: its `batch_sum` when it was made; None: another rank made it.
+        bit_sum: its `batch_sum` when it was made.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class StepBatches:
         self._samples, self._seed, self._layout, self._pinned = samples.fresh(), seed, layout, pinned
         self.step = start_step
         self.last: list[MicroBatch] = []
-        self.bit_sum: int | None = None
+        self.bit_sum = 0
         self._sizes = sizes or batch_schedule(layout.global_batch, layout.global_batch, 1, 1)
         position = self._sizes.samples(start_step)
         if start_state is not None:

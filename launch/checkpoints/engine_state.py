@@ -110,6 +110,7 @@ class EngineState:
         return [_joined(buffers) for buffers in groups.values()]
 
     def _buffers(self) -> Iterator[Buffer]:
+        """Yield buffers of one tensor each."""
         zero = self.zero
         copied = "dp" if self._shared else ""
         for partition in self.partitions:
@@ -310,6 +311,7 @@ def _flat_buffer(group: list[torch.nn.Parameter], flat: torch.Tensor) -> Buffer:
 
 
 def _joined(buffers: list[Buffer]) -> Buffer:
+    """Join buffers of one tensor each."""
     tensors: list[torch.Tensor] = []
     fragments: list[Fragment] = []
     start = 0
@@ -317,7 +319,7 @@ def _joined(buffers: list[Buffer]) -> Buffer:
         for parameter, first, offset, elements in buffer.fragments:
             fragments.append(Fragment(parameter, first, start + offset, elements))
         tensors += buffer.tensors
-        start = fragments[-1].offset + fragments[-1].elements
+        start += buffer.tensors[0].numel() or buffer.fragments[0].elements  # of a released parameter
     return Buffer(buffers[0].kind, tuple(tensors), tuple(fragments), buffers[0].copied)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from launch.records.facts import Corruption, StepOutcome
 
 MOST_NAMED = 3  # tensors of one rank
-KINDS = {"weight": "weights in full precision", "rounded": "rounded weights", "batch": "the batch"}
+KINDS = {"weight": "weights in full precision of", "rounded": "rounded weights of", "batch": "the batch"}
 STUCK_STEPS = 20  # skipped steps in a row; a loss scale that has not moved in them is stuck
 
 DIVERGED_ADVICE = """Nothing more can be learned from here.
@@ -60,13 +60,11 @@ class Corrupted(EarlyEnd):
 
 def described(found: Corruption) -> str:
     """Name the rank and its first tensors."""
-    kind = KINDS.get(found.kind, f"optimizer state {found.kind}")
     names = ", ".join(found.tensors[:MOST_NAMED])
-    more = len(found.tensors) - MOST_NAMED
-    rest = f" and {more} more" if more > 0 else ""
-    what = f"{kind} of {names}{rest}" if names else kind
+    more = ", ..." if len(found.tensors) > MOST_NAMED else ""
     copies = ", unlike other ranks' copies" if found.among_copies else ""
-    return f"rank {found.rank} on {found.host}: {what}{copies}"
+    kind = KINDS.get(found.kind, f"optimizer state {found.kind} of")
+    return f"rank {found.rank} on {found.host}: {kind} {names}{more}{copies}"
 
 
 class BrokenData(EarlyEnd):

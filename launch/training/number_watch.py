@@ -3,8 +3,8 @@
 Weights, master weights and moments lie still from one optimizer step to the next. The sums of their bits are
 kept after a step and compared before the next one: a flipped bit changes them. Where ranks hold copies, they
 compare a running hash of these sums, which also has what went wrong within a step. The bits of a batch are
-added up when it is made, and again once it was used. Gradients, activations and messages exist once and
-change all the time: they are not watched (docs/running.md has what that would cost).
+added up when it is made or received, and again once it was used. Gradients, activations and messages exist
+once and change all the time: they are not watched (docs/running.md has what that would cost).
 """
 
 from __future__ import annotations
@@ -43,11 +43,9 @@ Named = tuple[str, str, str]  # axis of copies ("": no copies), kind and tensor
 class Report(NamedTuple):
     """The report of one rank at a check, in numbers that travel as one row of a tensor."""
 
-    changed: int  # blocks that changed between steps
+    changed: int  # blocks that changed between steps, and batches
     dp: int  # running hash of what data-parallel ranks hold alike
     tp: int  # the same of tensor-parallel ranks
-    held: int  # running hash of the batches that were used
-    made: int  # the same of those that were made; 0: another rank makes them
 
 
 class Details(NamedTuple):
@@ -107,7 +105,7 @@ class NumberWatch:
         self._seconds: list[float] = []  # of the steps up to the trial
         self._step = self.sound = step  # completed steps; those of the last check that found nothing
         self._watched: list[Watched] = []
-        self._held, self._made = torch.zeros((), dtype=torch.int64), 0
+        self._batch = torch.zeros((), dtype=torch.int64)  # not 0: a batch changed
         self._keep()
         if any(partition.swapped for partition in state.partitions):
             say("run.check_every: states on NVMe are not watched")
@@ -135,11 +133,10 @@ class NumberWatch:
         if not is_sound(table, self._grid):
             own = Details(socket.gethostname(), *self._details())
             details = processes.gathered(own, self._grid.control_group, Details)
-            raise Corrupted(corruptions(table, details, self._grid), self.sound, step)
+            raise Corrupted(corruptions(details, self._grid), self.sound, step)
         self.sound = step
         for watched in self._watched:
             watched.running.zero_()
-        self._held, self._made = torch.zeros_like(self._held), 0
 
     def _due(self, step: int) -> bool:
         return step in (self._trial, self._last) or step % self.every == 0
@@ -147,11 +144,8 @@ class NumberWatch:
     def _update(self, take_step: Callable[..., None], *how: Any) -> None:
         """Make an optimizer step, between sums where they are due."""
         self._step += 1
-        held = batch_sum(self._batches.last)
-        self._held = self._held.to(held.device) * ODD + held
-        if self._batches.bit_sum is not None:
-            made = self._made * ODD + self._batches.bit_sum
-            self._made = (made + 2**63) % 2**64 - 2**63
+        changed = batch_sum(self._batches.last) ^ self._batches.bit_sum
+        self._batch = self._batch.to(changed.device) | changed
         self._compare()
         take_step(*how)
         saves = self._run.save_every and self._step % self._run.save_every == 0
@@ -181,7 +175,7 @@ class NumberWatch:
     def _exchange(self) -> list[Report]:
         """Return the reports of all ranks. Waits for the device."""
         changed = sum(watched.changed.count_nonzero() for watched in self._watched)
-        own = Report(int(changed), self._hash("dp"), self._hash("tp"), int(self._held), self._made)
+        own = Report(int(changed) + bool(self._batch), self._hash("dp"), self._hash("tp"))
         table = torch.empty(dist.get_world_size(), len(own), dtype=torch.int64)
         all_gather(table.view(-1), torch.tensor(own), group=self._grid.control_group)
         return [Report(*row) for row in table.tolist()]
@@ -198,11 +192,14 @@ class NumberWatch:
         return int(torch.stack(sums).sum()) if sums else 0
 
     def _details(self) -> tuple[list[Named], list[tuple[Named, int]]]:
-        changed: list[Named] = []
+        changed: list[Named] = [("", "batch", "")] if self._batch else []
         copies: dict[Named, int] = {}
         for watched in self._watched:
             found = watched.named("", watched.changed != 0)
-            changed += [named for named, blocks in found.items() if blocks]
+            names = [named for named, blocks in found.items() if blocks]
+            if not names and watched.changed.any():
+                names = [("", watched.buffer.kind, "padding")]
+            changed += names
         for axis in AXES:
             for watched in self._copies(axis):
                 copies |= watched.named(axis, watched.running)
@@ -248,7 +245,7 @@ def is_sound(table: Sequence[Report], grid: ProcessGrid) -> bool:
     """Check the reports of all ranks, in rank order."""
     hashes = {axis: [getattr(report, axis) for report in table] for axis in AXES}
     differ = any(odd_ranks(hashes[axis], axis, grid) for axis in AXES)
-    return not (differ or any(report.changed for report in table) or wrong_batches(table, grid))
+    return not (differ or any(report.changed for report in table))
 
 
 def odd_ranks(values: Sequence[object], axis: str, grid: ProcessGrid) -> list[int]:
@@ -265,27 +262,12 @@ def odd_ranks(values: Sequence[object], axis: str, grid: ProcessGrid) -> list[in
     return odd
 
 
-def wrong_batches(table: Sequence[Report], grid: ProcessGrid) -> list[int]:
-    """Return the ranks that made or used another batch than the first that makes it for their model copy."""
-    made: dict[int, int] = {}
-    wrong = []
-    for rank, report in enumerate(table):
-        right = made.setdefault(coordinates(rank, grid.tp, grid.dp).dp, report.made)
-        if report.held != right or report.made not in (0, right):
-            wrong.append(rank)
-    return wrong
-
-
-def corruptions(
-    table: Sequence[Report], details: Sequence[Details], grid: ProcessGrid
-) -> tuple[Corruption, ...]:
+def corruptions(details: Sequence[Details], grid: ProcessGrid) -> tuple[Corruption, ...]:
     """Name ranks and tensors by what all ranks told, in rank order; a change explains why copies differ."""
     found: dict[tuple[int, str, bool], list[str]] = {}
     for rank, each in enumerate(details):
         for _, kind, name in each.changed:
             found.setdefault((rank, kind, False), []).append(name)
-    for rank in wrong_batches(table, grid):
-        found[rank, "batch", False] = []
     if not found:
         copies = [dict(each.copies) for each in details]
         for named in dict.fromkeys(named for held in copies for named in held):

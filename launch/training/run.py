@@ -122,12 +122,12 @@ class TrainingRun:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.watchdog.enter(Phase.SAVING)
         # On all ranks alike.
-        if isinstance(error, Diverged) and self.watch:
-            self.watch.check(self.done + 1, again=True)  # the cause may be a flipped bit
         if isinstance(error, BrokenData) and self.done > self.saved:
             self._save(self.done)
         if isinstance(error, Diverged | BrokenData | Corrupted):
             self.saver.finish()
+        if isinstance(error, Diverged) and self.watch:
+            self.watch.check(self.done + 1, again=True)  # a flipped bit may be the cause
         if isinstance(error, BrokenData):
             kept = f"the run is saved after step {self.done}" if self.done else "no step was made"
             if self.saver.problem:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from data.bit_sums import batch_sum
 from data.corpus import Corpus
 from data.loader import MicroBatch, StepBatches, micro_batch, pin_batches, rank_rows
 from ds_configs.plan import Plan
@@ -52,14 +53,14 @@ class StreamBatches(StepBatches):
         self._copy, self._reader = _copy_group(grid)
         self._reads = grid.rank == self._reader
         super().__init__(workers=workers if self._reads else 0, **how)
-        self._fetched: tuple[list[MicroBatch], dict[str, Any] | None, int | None] | None = None
+        self._fetched: tuple[list[MicroBatch], dict[str, Any] | None, int] | None = None
         self._packed = torch.empty(0, dtype=torch.uint8)
         self._arrival: dist.Work | None = None
 
     def fetch(self) -> str | None:
         """Read the next step, and begin to send it to this copy's ranks; return why that fails."""
         count = len(rank_rows(self._layout, 0, self._sizes.size(self.step)))
-        problem, self._fetched = None, ([self._like] * count, None, None)
+        problem, self._fetched = None, ([self._like] * count, None, 0)
         try:
             if self._reads:
                 self._fetched = self._take()
@@ -88,6 +89,7 @@ class StreamBatches(StepBatches):
         if not self._reads:
             received = _unpacked(self._packed, self.last)
             self.last = pin_batches(received) if self._pinned else received
+            self.bit_sum = int(batch_sum(received))
         return self.last
 
 
