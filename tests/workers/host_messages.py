@@ -33,7 +33,12 @@ from recipes import catalog
 CPU = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=True)
 NAMES = ("all_reduce", "broadcast", "all_gather_object", "gather_object", "broadcast_object_list", "barrier")
 SAVED_AT, ON_DISK_AT, STEPS = 4, 7, 8
-OWN = [f"run.save_every={SAVED_AT}", "run.save_every_minutes=1000", "run.save_last=false"]
+OWN = [
+    "run.check_every=0",
+    f"run.save_every={SAVED_AT}",
+    "run.save_every_minutes=1000",
+    "run.save_last=false",
+]
 
 
 class Events(SilentRecorder):
@@ -68,7 +73,7 @@ def calls_of_steps(case: dict, settings: list[str], meeting: Meeting, out: Path)
             assert events.on_disk.wait(60)
             return write(*what)
 
-        places = [(dist, name) for name in NAMES] + [(agreement, "_all_gather")]
+        places = [(dist, name) for name in NAMES] + [(agreement, "all_gather")]
         patches = [(tensor_file, "write", write)]
         patches += [(at, n, events.counted(n, getattr(at, n), grid.control_group)) for at, n in places]
         for patch in patches:
