@@ -96,8 +96,8 @@ def test_a_step_has_one_message_between_hosts_which_nobody_waits_for(stream, tmp
     assert done.returncode == 0, done.stdout[-3000:]
     alone, copy = json.loads((tmp_path / "found.json").read_text())
     for step in map(str, (2, 3, 4, 6, 7)):  # saved after 4; on the disk after 7
-        assert alone[step] == [["_all_gather", True]], step
-        assert copy[step] == [["broadcast", True], ["_all_gather", True]], step
+        assert alone[step] == [["all_gather", True]], step
+        assert copy[step] == [["broadcast", True], ["all_gather", True]], step
 
 
 def test_a_stream_that_holds_nothing_out_is_refused_once(stream, tmp_path):
