@@ -75,6 +75,12 @@ def test_a_row_or_a_table_of_one_row_is_name_enough():
     assert catalog.full_name("wikipedia") == "wikipedia/bert-336m"
 
 
+def test_the_recipe_for_gpus_reduces_gradients_once_a_step():
+    """ZeRO-2 reduces those of every micro-batch, of which this batch has many."""
+    recipe = load("openwebtext/gpt2-124m")
+    assert recipe.ds_config == "zero1" and recipe.batch.global_ > 8 * recipe.batch.micro
+
+
 def test_unknown_name_gets_near_matches_and_an_ambiguous_one_its_choices():
     assert "did you mean parallel_kinds/pipeline" in problems("parallel_kinds/pipelin")[0]
     (tables,) = problems("qqqqqq")

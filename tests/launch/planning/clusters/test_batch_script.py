@@ -123,7 +123,7 @@ def test_the_training_is_started_as_it_is_written(cluster):
     outcome(cluster, "done")
     words = (cluster / "srun-words").read_text().splitlines()
     assert words[words.index("python") + 1 :] == [
-        "launch/pretrain.py", "--ds_config", "ds_configs/zero2.json", "--recipe", "openwebtext/gpt2-124m",
+        "launch/pretrain.py", "--ds_config", "ds_configs/zero1.json", "--recipe", "openwebtext/gpt2-124m",
         "--out", "runs/a b", "--resume",
     ]  # fmt: skip
     assert {"--distribution=block", "--cpus-per-task=16"} <= {*words}
