@@ -131,6 +131,7 @@ def table(
         "GPU kernels": start_checks.kernels,
         "precision": partial(doctor_checks.precision, machine),
         "compiler": doctor_checks.compiler,
+        "fused kernels": doctor_checks.fused_kernels,
         "CUDA compiler": doctor_checks.cuda_compiler,
         "libaio": partial(doctor_checks.libaio, machine),
         "shared memory": partial(start_checks.shared_memory, ranks),

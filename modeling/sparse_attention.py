@@ -26,8 +26,6 @@ Of the fixed pattern: n windows of W positions, G columns in each.
 from __future__ import annotations
 
 import functools
-import os
-import shutil
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -35,6 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from modeling.fusing import has_gpu_compiler
 from recipes.attention_patterns import Fixed, Window
 
 Kernel = Literal["flex_attention", "blocks", "windows", "dense mask", "causal"]
@@ -107,16 +106,7 @@ def _obstacle_to_flex(
     least, most = FLEX_HEAD_SIZES
     if not least <= head_size <= most:
         return f"flex_attention takes heads of {least} to {most} dimensions"
-    return None if compiler else "flex_attention needs a GPU that Triton supports and a C compiler"
-
-
-@functools.cache
-def has_gpu_compiler() -> bool:
-    """Check whether torch.compile can make code for the GPU that trains: it needs Triton and a C compiler."""
-    from torch.utils._triton import has_triton
-
-    compilers = filter(None, (os.environ.get("CC"), "gcc", "clang"))
-    return has_triton() and any(map(shutil.which, compilers))
+    return None if compiler else "flex_attention needs Triton, a C compiler and Python.h"
 
 
 def block_size(window: int) -> int:

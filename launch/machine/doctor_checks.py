@@ -18,6 +18,7 @@ from launch.machine.abilities import gpus
 from launch.machine.checks import Check, failed, ok, unchecked, warning
 from launch.machine.description import cores, installed
 from launch.machine.start_checks import existing, files_needed
+from launch.ranks import processes
 from recipes.problems import counted
 from recipes.refused_by_system import take_file_handles
 
@@ -72,6 +73,20 @@ def compiler() -> Check:
         fix = "apt-get install g++ ninja-build python3-dev (Debian, Ubuntu)"
         return warning(f"no {', no '.join(missing)}: {slower}", fix)
     return ok(f"{shutil.which(os.environ.get('CXX', 'c++'))}, ninja, Python's headers")
+
+
+def fused_kernels() -> Check:
+    """Compile a kernel and run it on the GPU, as dropout and the loss are compiled in every training."""
+    import torch
+
+    from modeling import fusing
+
+    if not gpus():
+        return unchecked("no GPU")
+    if failure := fusing.failure_of_kernels(torch.device(processes.device().name)):
+        slower = "nothing is compiled for the GPU, torch's own kernels run, slower"
+        return warning(f"{failure}: {slower}", "apt-get install gcc python3-dev (Debian, Ubuntu)")
+    return ok("a kernel was compiled and has run")
 
 
 def cuda_compiler() -> Check:

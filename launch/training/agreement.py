@@ -15,16 +15,30 @@ import torch.distributed as dist
 from data.corpus import Corpus
 from ds_configs.plan import Plan
 from launch.machine import description, memory
-from launch.ranks.processes import gathered
+from launch.ranks import processes
 from launch.ranks.stop_request import REASONS
 from launch.records.facts import Peaks, RankSeconds
+from modeling import fusing
 from recipes import catalog
 
 # torch 2.13 renamed it; what GPU machines hold is often older.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def check(plan: Plan, corpus: Corpus, group: dist.ProcessGroup, initial_weights: str | None = None) -> None:
+def kernel_failure(group: dist.ProcessGroup) -> str | None:
+    """Return why some rank's GPU cannot run a compiled kernel, or None. Collective."""
+    device = processes.device()
+    own = fusing.failure_of_kernels(torch.device(device.name)) if device.own_memory else None
+    return next(filter(None, processes.gathered(own, group)), None)
+
+
+def check(
+    plan: Plan,
+    corpus: Corpus,
+    group: dist.ProcessGroup,
+    initial_weights: str | None = None,
+    compiled: bool = False,
+) -> None:
     """Refuse ranks that differ in data, weights, code or settings. Collective.
 
     Every machine prepares its own copy of the corpus: another version of a package or file there would change
@@ -37,10 +51,11 @@ def check(plan: Plan, corpus: Corpus, group: dist.ProcessGroup, initial_weights:
         "recipe": catalog.digest(plan.recipe)[:12],
         "training tokens (crc32)": corpus.summary.get("train_tokens_crc32", "absent"),
         "initial weights": initial_weights or "random",
+        "compiled layers": compiled,
         "resolved DeepSpeed configuration": hashlib.sha256(ds).hexdigest()[:12],
         **{f"version of {name}": version for name, version in description.versions().items()},
     }
-    facts = gathered(own, group)
+    facts = processes.gathered(own, group)
     differing = [key for key in own if key != "host" and len({str(f[key]) for f in facts}) > 1]
     if differing:
         lines = [f"  {k}: " + ", ".join(sorted({f"{f[k]} on {f['host']}" for f in facts})) for k in differing]
@@ -106,6 +121,6 @@ class StepExchange:
 
 def peak_memory(group: dist.ProcessGroup) -> Peaks:
     """Return the largest peak and the largest cached memory of any rank. Collective."""
-    ranks = gathered((memory.peak_memory().bytes, memory.peak_cached_bytes()), group)
+    ranks = processes.gathered((memory.peak_memory().bytes, memory.peak_cached_bytes()), group)
     cached = [c for _, c in ranks if c is not None]
     return Peaks(max(peak for peak, _ in ranks), max(cached, default=None))

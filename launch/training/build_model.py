@@ -13,10 +13,11 @@ from ds_configs.plan import Plan
 from launch.ranks import processes
 from modeling import cost
 from modeling.families import family_of, model_shape
+from modeling.fusing import has_gpu_compiler
 from modeling.initialization import DTYPES, NEW_HEADS, Init
 from modeling.layer_list import Definitions, Pipeline, Stack, share_draws, stage_bounds
 from modeling.parallel.process_grid import ProcessGrid
-from modeling.sparse_attention import choose, computes_fewer_scores, has_gpu_compiler
+from modeling.sparse_attention import choose, computes_fewer_scores
 from modeling.transformer import TransformerLayer
 
 

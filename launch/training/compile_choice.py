@@ -64,7 +64,7 @@ def has_compiler(machine: Machine) -> bool:
     """Check for the compiler of torch.compile: a C++ compiler on a CPU, Triton on a GPU."""
     if not machine.device.own_memory:
         return machine.compiler
-    from modeling.sparse_attention import has_gpu_compiler
+    from modeling.fusing import has_gpu_compiler
 
     return has_gpu_compiler()
 
@@ -73,8 +73,8 @@ def explain_missing(wish: Wish, plan: Plan, machine: Machine) -> str | None:
     """Return a warning that a needed compiler is missing, or None."""
     if wish == "off" or not worth_compiling(plan, machine) or has_compiler(machine):
         return None
-    needed = "Triton and a C compiler" if machine.device.own_memory else "g++ and Python's headers"
-    return f"not compiled: torch.compile needs {needed}, which are missing; the run is slower without it"
+    needed = "Triton, a C compiler and Python.h" if machine.device.own_memory else "g++ and Python's headers"
+    return f"not compiled: torch.compile needs {needed}; some of it is missing, and the run is slower"
 
 
 def eager_seconds(plan: Plan, machine: Machine) -> float:

@@ -255,6 +255,7 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
     from launch.training.early_ends import Diverged, EarlyEnd
     from launch.training.loop import train
     from launch.training.run import Start, checksum
+    from modeling import fusing
     from modeling.parallel.process_grid import ProcessGrid
 
     start_up.resume_collections()
@@ -266,7 +267,12 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
     corpus = meeting.settle(lambda: make(meeting), PREPARATION)
     try:
         given = job.initial_weights
-        agreement.check(job.plan, corpus, grid.control_group, given.directory if given else None)
+        if failure := agreement.kernel_failure(grid.control_group):
+            say_on_rank_0(f"warning: nothing is compiled for the GPU, torch's own kernels run: {failure}")
+            fusing.give_up()
+            job = replace(job, compiled=False)
+        start_weights = given.directory if given else None
+        agreement.check(job.plan, corpus, grid.control_group, start_weights, job.compiled)
         # Chosen once, before the records are cut back to it.
         chosen = run_checkpoints.Choice(None)
         if job.resume:

@@ -42,7 +42,7 @@ def ranks(monkeypatch):
         facts.append(own)
         return facts
 
-    monkeypatch.setattr(agreement, "gathered", gathered)
+    monkeypatch.setattr(agreement.processes, "gathered", gathered)
     return lambda plan: agreement.check(plan, CORPUS, None)
 
 
@@ -66,4 +66,10 @@ def test_another_version_of_a_package_is_refused(ranks, tmp_path, monkeypatch):
     ranks(plan(tmp_path))
     monkeypatch.setattr(description, "versions", lambda: {"python": "3.1"})
     with pytest.raises(ValueError, match="version of python"):
+        ranks(plan(tmp_path))
+
+
+def test_compiled_and_eager_ranks_are_refused(ranks, tmp_path):
+    agreement.check(plan(tmp_path), CORPUS, None, compiled=True)
+    with pytest.raises(ValueError, match="compiled layers: False on .*, True on"):
         ranks(plan(tmp_path))

@@ -151,7 +151,7 @@ def test_ranks_that_would_start_from_other_checkpoints_are_refused(monkeypatch):
     def gathered(own, group):
         return [own, {**own, "initial weights": "runs/a/checkpoints/step-000008", "host": "other"}]
 
-    monkeypatch.setattr(agreement, "gathered", gathered)
+    monkeypatch.setattr(agreement.processes, "gathered", gathered)
     plan, corpus = SimpleNamespace(ds={}, recipe=tiny()), SimpleNamespace(summary={})
     agreement.check(plan, corpus, None, "runs/a/checkpoints/step-000008")
     with pytest.raises(ValueError, match="initial weights: .*step-000004 on .*step-000008 on other"):
