@@ -1,9 +1,11 @@
-"""`benchmark.py gpu`: flags, running the commands of its steps, and writing results after each step."""
+"""`benchmark.py gpu`: flags, running the commands of its steps, and writing results after each of them."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -25,16 +27,19 @@ from recipes import files
 from recipes.problems import Problem, ProblemsError
 
 MOST_BYTES = 2**28  # in a results file
+LIMIT_S = 300  # of a command
+TOO_LONG = 124  # exit code of what took longer, as timeout(1) has it
 MOST_SAID, MOST_OF_TRAINING = 8000, 1500  # characters of output; a training's ends with its result
 
 EXAMPLES = """\
 examples:
   python launch/benchmark.py gpu
-      everything that one GPU can tell, in steps of minutes; started again, it
-      goes on after the last one, and repeats those of which a command failed
+      everything that one GPU can tell, in commands of five minutes at most;
+      started again, it goes on after the last one, and repeats those that
+      failed once there are no others
   python launch/benchmark.py gpu --minutes 9 --only 1.2b attention
-      two steps, once more if they are done, none of which is started later
-      than nine minutes from now
+      two steps, once more if they are done, of which no command is started
+      later than nine minutes from now
   python launch/benchmark.py gpu --on cpu --folder runs/walk
       every step on tiny shapes: shows that they work, and measures nothing
 
@@ -47,11 +52,11 @@ RULES = (("--list", "*", "it lists the steps and ends"),)
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is measured").add_argument
-    add("--only", nargs="+", metavar="STEP", help="these steps alone, also where they are done")
+    add("--only", nargs="+", metavar="STEP", help="only these steps; once more if all are done")
     add("--list", action="store_true", help="list the steps and exit")
     add("--on", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny shapes, to try the steps")
     minutes = arguments.whole(most=10**5)
-    add("--minutes", type=minutes, metavar="N", help="start no step later than this (default: no limit)")
+    add("--minutes", type=minutes, metavar="N", help="start no command later than this (default: no limit)")
     folder = "results, traces, runs (default: %(default)s)"
     add("--folder", default="runs/benchmark-gpu", metavar="DIR", help=folder)
 
@@ -69,27 +74,53 @@ def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]
     kept = read_results(folder, args.on, machine)
     folder.mkdir(parents=True, exist_ok=True)
     write_results(folder, kept)  # from now on it is known as ours, whose steps are replaced
+    tiny = args.on == "cpu"
+    left = commands_left(chosen, kept["steps"], tiny)
+    if args.only and not left:
+        for step in chosen:
+            del kept["steps"][step.name]
+            shutil.rmtree(folder / step.name, ignore_errors=True)
+        left = commands_left(chosen, kept["steps"], tiny)
     started = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, it ends the running command, too
-    for number, step in enumerate(chosen, 1):
-        if is_done(kept["steps"].get(step.name)) and not args.only:
-            terminal.say(f"{step.name}: done before")
-            continue
+    for step, number, command in left:
         if args.minutes and time.monotonic() - started > 60 * args.minutes:
-            terminal.say(f"{step.name} and later steps: left for the next start (--minutes {args.minutes})")
+            terminal.say(f"{step.name} {number} and what follows: left for the next start")
             break
-        terminal.say(f"\nstep {number} of {len(chosen)}: {step.name}, {step.title}")
-        kept["steps"][step.name] = {**run_step(step, args.on == "cpu", folder), "hardware": machine}
+        line = launch_lines.quoted(command)
+        terminal.say(f"\n{step.name} {number} of {len(step.commands)} ({step.title}): launch/{line}")
+        found = run_command(command, empty_place(folder / step.name / str(number), command))
+        terminal.say(outcome_text(found))
+        result = kept["steps"].setdefault(step.name, {"title": step.title, "goal": step.goal, "commands": []})
+        result["hardware"] = machine
+        result["commands"][number - 1 : number] = [found]
         write_results(folder, kept)
-    failed = [name for name, result in kept["steps"].items() if not is_done(result)]
+    failed = [name for name, result in kept["steps"].items() if failures(result)]
     if failed:
-        terminal.say(f"\ncommands failed in {', '.join(failed)}: the next start runs these steps again")
+        terminal.say(f"\ncommands failed in {', '.join(failed)}: run again by a start that finds no new ones")
     return kept
 
 
-def is_done(result: dict[str, Any] | None) -> bool:
-    """Check that every command of a step came to its end."""
-    return result is not None and not any(command["code"] for command in result["commands"])
+def failures(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the commands of a step's result that failed."""
+    return [command for command in result["commands"] if command["code"]]
+
+
+def commands_left(
+    steps: Sequence[Step], results: dict[str, Any], tiny: bool
+) -> list[tuple[Step, int, Command]]:
+    """List the commands without a result, with their numbers from 1; if all have one, those that failed."""
+    new, failed = [], []
+    for step in steps:
+        done = results.get(step.name, {"commands": []})["commands"]
+        for number, given in enumerate(step.commands, 1):
+            command = gpu_steps.tiny(given) if tiny else given
+            before = done[number - 1] if number <= len(done) else None
+            if before is None or tuple(before["command"]) != command:
+                new.append((step, number, command))
+            elif before["code"]:
+                failed.append((step, number, command))
+    return new or failed
 
 
 def chosen_steps(names: Sequence[str] | None) -> list[Step]:
@@ -102,35 +133,55 @@ def chosen_steps(names: Sequence[str] | None) -> list[Step]:
     return [step for step in gpu_steps.STEPS if not names or step.name in names]
 
 
-def run_step(step: Step, tiny: bool, folder: Path) -> dict[str, Any]:
-    """Run the commands of a step, whatever becomes of each, and return their results."""
-    shutil.rmtree(folder / step.name, ignore_errors=True)
-    at, found = time.strftime("%Y-%m-%dT%H:%M:%S%z"), []
-    for number, given in enumerate(step.commands, 1):
-        command = gpu_steps.tiny(given) if tiny else given
-        place = folder / step.name / str(number)
-        place.mkdir(parents=True)
-        terminal.say(f"\n{number} of {len(step.commands)}: launch/{launch_lines.quoted(command)}")
-        found.append(run_command(command, place))
-        terminal.say(outcome_text(found[-1]))
-    return {"title": step.title, "goal": step.goal, "at": at, "commands": found}
+def empty_place(place: Path, command: Command) -> Path:
+    """Make an empty folder for a command, without what an ended start of it has written elsewhere."""
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    if "--out" in command and "--resume" not in command:
+        out = place / command[command.index("--out") + 1]
+        shutil.rmtree(out, ignore_errors=True)
+    return place
 
 
 def run_command(command: Command, folder: Path) -> dict[str, Any]:
     """Run a command in a folder of its own and return its numbers, or what it says."""
     script, *flags = command
-    words, started = [sys.executable, str(ROOT / "launch" / script), *flags], time.monotonic()
-    done = subprocess.run(words, cwd=folder, env=own_environment(), capture_output=True, text=True)
-    found = {"command": command, "code": done.returncode, "seconds": time.monotonic() - started}
+    words = [sys.executable, str(ROOT / "launch" / script), *flags]
+    started = time.monotonic()
+    code, said, error = run_limited(words, folder)
+    found = {"command": command, "code": code, "seconds": time.monotonic() - started}
     most = MOST_OF_TRAINING if script == gpu_steps.TRAIN else MOST_SAID
-    found["said"] = last_lines(done.stdout, most)
-    if done.returncode:
-        found["error"] = last_lines(done.stderr, MOST_SAID)
+    found["said"] = last_lines(said, most)
+    if code:
+        found["error"] = last_lines(error, MOST_SAID)
     out = folder / flags[flags.index("--out") + 1] if "--out" in flags else folder
     for path in (out, out / "result.json"):  # of a measurement, of a training
         if path.is_file():
             found["numbers"] = json.loads(path.read_text(encoding="utf-8"))
     return found
+
+
+def run_limited(words: Sequence[str], folder: Path) -> tuple[int, str, str]:
+    """Run a program for `LIMIT_S` at most and end all that it started; return exit code, output, errors."""
+    with subprocess.Popen(
+        words,
+        cwd=folder,
+        env=own_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as program:
+        try:
+            said, error = program.communicate(timeout=LIMIT_S)
+            return program.returncode, said, error
+        except subprocess.TimeoutExpired:
+            os.killpg(program.pid, signal.SIGKILL)
+            said, error = program.communicate()
+            return TOO_LONG, said, f"{error}\nended after {LIMIT_S} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)
 
 
 def last_lines(text: str, most: int) -> str:

@@ -22,9 +22,9 @@ UNUSABLE = {"pipeline", "3d", "zero_infinity"}  # they need several processes, o
 PRECISIONS, FORMS = ("bf16", "fp16"), ("eager", "compiled")
 SHORT = ("--compile", "off", "--steps", "3")
 PACE, WALK = ("--blocks=3", "--steps=5", "--warm_up=5"), ("--blocks=1", "--steps=1", "--warm_up=1")
-ALONE = ("--apart", "--no_launch")
 TRACED = ("--profile", "traces")
 
+ON_THE_HUB = ("bert_uncased", "bert_cased")  # vocabularies
 UNSAVED = ("run.save_every=0", "run.save_last=false")
 DROPOUT = ("dropout.hidden=0.1", "dropout.attention=0.1")
 SMALL = ("batch.global=64",)  # for GPT
@@ -62,7 +62,9 @@ def speed(
     variants: Sequence[str] = ("eager",),
 ) -> Command:
     """Measure the steps of a row in one process."""
-    chosen = ("--recipe", recipe, "--systems", *systems, "--variants", *variants, *flags, *ALONE, *PACE)
+    chosen = ["--recipe", recipe, "--systems", *systems, "--variants", *variants, *flags, "--apart", *PACE]
+    if "ours" in systems:
+        chosen.append("--no_launch")
     own = (f"--set={setting}" for setting in alone(recipe, settings))
     return (MEASURE, "step", *chosen, "--out", "numbers.json", *own)
 
@@ -72,11 +74,13 @@ def report(*runs: str) -> Command:
 
 
 def alone(recipe: str, settings: Sequence[str] = ()) -> list[str]:
-    """Return settings for a row in one process on the packaged corpus, with its own micro-batch."""
+    """Return settings for a row in one process, with its own micro-batch and without the hub."""
     row = catalog.load(recipe)
     own = ["parallel.tp=1", "parallel.pp=1", "parallel.dp=1"]
     if row.data.blend or row.data.source != "packaged":
         own += ["data.source=packaged", "data.name=null", "data.blend=[]", "data.validation_every=20"]
+    if row.data.tokenizer.kind in ON_THE_HUB:
+        own.append("data.tokenizer.kind=trained_wordpiece")
     if row.batch.micro:
         own += [f"batch.global={row.batch.micro}", "batch.accumulation=null"]
     changed = {setting.partition("=")[0] for setting in settings}
@@ -116,44 +120,57 @@ RUNS = (
     *(train("bert/sotu", config, "--steps", "30") for config in ("zero1", "zero3")),
     train(DEFAULT, "zero3", "--steps", "30", settings=("model.implementation=transformers",)),
 )
+OF_124M = tuple(
+    speed(GPT, SMALL, systems=(each,), variants=FORMS) for each in ("ours", "nano", "transformers")
+)
 ATTENTION = (
     speed(GPT, SMALL, *TRACED),
     speed(BERT, FEW, *TRACED),
     speed(GPT, (*SMALL, "dropout.attention=0.1"), *TRACED),
 )
 OF_1_2B = (
-    speed(LARGE, NO_RECOMPUTATION, systems=("ours", "bare", "transformers"), variants=FORMS),
-    speed(LARGE, (), systems=("ours", "transformers"), variants=("compiled",)),
+    *(speed(LARGE, NO_RECOMPUTATION, variants=(form,)) for form in reversed(FORMS)),
+    speed(LARGE, (), variants=("compiled",)),
+    speed(LARGE, NO_RECOMPUTATION, systems=("transformers",)),
+    speed(LARGE, NO_RECOMPUTATION, systems=("bare",), variants=("compiled",)),
 )
 GOAL_1_2B = (
     "goal: ours, compiled, has 55 % of the square rate (as the row stands with the recomputed forward "
-    "counted, 4/3 of what is shown), and transformers takes 1.5 times as long"
+    "counted, 4/3 of what is shown), and transformers, eager, takes 1.5 times as long"
 )
 PRECISE = tuple(
-    speed(GPT, (*SMALL, f"precision={precision}"), "--ds_config", *STAGES, "zero2_offload")
-    for precision in PRECISIONS
+    speed(GPT, (*SMALL, f"precision={precision}"), "--ds_config", config)
+    for precision, config in product(PRECISIONS, (*STAGES, "zero2_offload"))
 )
 COMPILED = (
-    speed(GPT, SMALL, "--ds_config", "zero1", "zero2", "zero3", variants=FORMS),
+    *(speed(GPT, SMALL, "--ds_config", config, variants=FORMS) for config in ("zero3", "zero2")),
     speed(BERT, FEW, variants=FORMS),
 )
 OF_345M = tuple(
-    speed(row, ("precision=bf16",), systems=("ours", "transformers"), variants=("compiled",))
-    for row in MEDIUM
+    speed(row, ("precision=bf16",), systems=(system,), variants=("compiled",))
+    for row, system in product(MEDIUM, ("ours", "transformers"))
 )
 REPEATED = (
     *(
-        train(DEFAULT, "zero1", "--steps", steps, "--resume", out=f"../{run}")
-        for run, steps in (("first", "20"), ("second", "20"), ("resumed", "10"), ("resumed", "20"))
+        train(recipe, "zero1", "--deterministic", "--steps", steps, "--resume", out=f"../{run}")
+        for recipe, run, steps in (
+            (DEFAULT, "first", "20"),
+            (DEFAULT, "second", "20"),
+            (DEFAULT, "resumed", "10"),
+            (DEFAULT, "resumed", "20"),
+            ("bert/sotu", "bert-first", "5"),
+            ("bert/sotu", "bert-second", "5"),
+        )
     ),
     report("../first", "../second", "../resumed"),
+    report("../bert-first", "../bert-second"),
 )
 HOLDING = ("zero1", "zero3_offload", "zero0", "zero3")
 MEMORY = (
     *(train(LARGE, each, "--steps", "5", settings=alone(LARGE), out=f"../{each}") for each in HOLDING),
     report(*(f"../{each}" for each in HOLDING)),
 )
-OF_193B = speed(LARGEST, ("model.layers=1", "batch.global=4", "precision=bf16"), *TRACED)
+OF_193B = speed(LARGEST, ("model.layers=1", "batch.global=1", "precision=bf16"), *TRACED)
 BANDED = (
     *(
         speed(SPARSE, (*BANDS, heads, f"activation_checkpointing={recomputed}"), *TRACED, variants=FORMS)
@@ -166,18 +183,24 @@ RATES = ("plan.py", "--recipe", LARGE, "--hardware", "this", "--remeasure")
 LAYOUTS = ("compare_layouts.py", "--tiny", "--compile", "--processes", "1")
 
 STEPS: Sequence[Step] = (
+    Step(
+        "machine",
+        "the doctor's checks, with a kernel that is compiled",
+        (("doctor.py", "--recipe", DEFAULT),),
+    ),
     Step("first", "a few steps of every ZeRO stage with dropout, bf16 and fp16, and recomputed", FIRST),
-    Step("resumed", "a run that goes on under another stage", RESUMED),
-    Step("runs", "does everything run: every configuration of one GPU, both families", RUNS),
-    Step("attention", "kernels of attention in GPT-2 and in a padded BERT", ATTENTION),
-    Step("rates", "matrix rate, memory bandwidth, and what they predict for the 1.2B row", (RATES,)),
+    Step("124m", "tokens/s at 124M: ours, a plain GPT-2 and transformers, eager and compiled", OF_124M),
     Step("1.2b", "the 1.2B row of the A100 document's table 4, and its goals", OF_1_2B, GOAL_1_2B),
-    Step("precisions", "bf16 and fp16 under ZeRO 0-3 and offload", PRECISE),
-    Step("compile", "eager against compiled, with the graphs", COMPILED),
-    Step("345m", "the 345M rows", OF_345M),
-    Step("repeat", "two equal runs and a resumed one, bit for bit", REPEATED),
+    Step("attention", "kernels of attention in GPT-2 and in a padded BERT", ATTENTION),
+    Step("repeat", "two equal runs and a resumed one by deterministic kernels, bit for bit", REPEATED),
+    Step("resumed", "a run that goes on under another stage", RESUMED),
+    Step("rates", "matrix rate, memory bandwidth, and what they predict for the 1.2B row", (RATES,)),
     Step("memory", "peak memory of the 1.2B row, predicted and measured", MEMORY),
-    Step("193b", "one layer of the 193B row", (OF_193B,)),
+    Step("compile", "eager against compiled, with the graphs", COMPILED),
+    Step("runs", "does everything run: every configuration of one GPU, both families", RUNS),
+    Step("precisions", "bf16 and fp16 under ZeRO 0-3 and offload", PRECISE),
+    Step("345m", "the 345M rows", OF_345M),
     Step("sparse", "flex_attention in the sparse rows", BANDED),
+    Step("193b", "one layer of the 193B row (a GPU of more than 80 GB)", (OF_193B,)),
     Step("layouts", "compare_layouts, in one process", (LAYOUTS,)),
 )

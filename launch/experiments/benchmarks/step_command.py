@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,10 @@ systems:
                 step, what ranks tell each other
   transformers  its model under the same resolved DeepSpeed JSON, in a loop
                 without anything else
-  bare          our model in a compiled PyTorch loop with flat fp32 masters
+  bare          our model in a PyTorch loop with flat fp32 masters
                 and torch's fused AdamW: what DeepSpeed and our loop cost
-  nano          a plain GPT-2 in the manner of nanoGPT, compiled; weights in
-                bf16 on a CPU, autocast on a GPU
+  nano          a plain GPT-2 in the manner of nanoGPT; weights in bf16 on a
+                CPU, autocast on a GPU
 All read the same batches. Ours and bare keep freed memory, as
 pretrain.py does on a CPU; the others run as torch starts them. Shares
 are of the rate of a large square product, and of the mean rate of the
@@ -50,8 +51,15 @@ turns; operations are counted exactly, those of recomputation not.
 Memory is of the process, or of the GPU."""
 
 RULES = (("--ranks", "--set parallel.dp", "both decide it"),)
-SYSTEMS = ("ours", "transformers", "bare", "nano")
 VARIANTS = ("eager", "compiled")
+# Name -> (title, the variants that are measured by default).
+SYSTEMS: dict[str, tuple[str, Sequence[str]]] = {
+    "ours": ("ours", ("compiled", "eager")),
+    "bare": ("bare loop", ("compiled",)),
+    "nano": ("as nanoGPT", ("compiled",)),
+    "transformers": ("transformers", ("eager",)),
+}
+UNDER_DEEPSPEED = ("ours", "transformers")  # measured under every configuration
 PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -61,7 +69,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     configs = "DeepSpeed JSONs, as paths or bare names in ds_configs/ (default: zero1)"
     add("--ds_config", nargs="+", default=["zero1"], metavar="FILE", help=configs)
     add("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="default: all")
-    add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="of ours (default: both)")
+    variants = "default: both of ours, compiled bare and nano, eager transformers"
+    add("--variants", nargs="+", choices=VARIANTS, help=variants)
     ranks = "data-parallel ranks that share the cores; bare and nano average with torch's DDP (default: 1)"
     add("--ranks", type=arguments.whole(most=64), default=1, metavar="N", help=ranks)
     add("--no_launch", action="store_true", help="leave out the seconds from a launch to its first step")
@@ -87,28 +96,29 @@ def specifications(args: argparse.Namespace) -> list[Specification]:
         settings = (*args.set, f"parallel.dp={ranks}") if args.ranks > 1 else tuple(args.set)
         return Specification(name, system, args.recipe, settings, args.tiny, config, compiled, ranks)
 
-    first, found, family = args.ds_config[0], [], made("", "", "", False).load().model.family
-    for config in args.ds_config:
-        for variant in reversed(VARIANTS):
-            if "ours" in args.systems and variant in args.variants:
-                found.append(made(f"ours, {config}, {variant}", "ours", config, variant == "compiled"))
-    if "bare" in args.systems:
-        found.append(made("bare loop, compiled", "bare", first, True))
-    if "nano" in args.systems and family == "bert":
-        terminal.say("nano: not measured: there is no plain loop for BERT")
-    elif "nano" in args.systems:
-        found.append(made("as nanoGPT, compiled", "nano", first, True))
-    for config in args.ds_config if "transformers" in args.systems else ():
-        found.append(made(f"transformers, {config}", "transformers", config, False))
+    first = args.ds_config[0]
+    found = []
+    family = made("", "", "", False).load().model.family
+    for system, (title, usual) in SYSTEMS.items():
+        if system not in args.systems:
+            continue
+        if system == "nano" and family == "bert":
+            terminal.say("nano: not measured: there is no plain loop for BERT")
+            continue
+        several = system in UNDER_DEEPSPEED
+        configs = args.ds_config if several else [first]
+        for config, variant in product(configs, args.variants or usual):
+            name = f"{title}, {config}, {variant}" if several else f"{title}, {variant}"
+            found.append(made(name, system, config, variant == "compiled"))
     return [*found, made("matrix rate", RATE, first, False)]
 
 
 def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]:
     """Measure the systems, print the tables and return the numbers. Raises ValueError."""
     specs = specifications(args)
-    if "ours" not in args.systems and (args.no_launch or "variants" in args.given):
-        flag, rule = "--no_launch" if args.no_launch else "--variants", "it is about ours"
-        raise ProblemsError([Problem(flag, f"{flag} without --systems ours", rule, "leave it out")])
+    if "ours" not in args.systems and args.no_launch:
+        came = "--no_launch without --systems ours"
+        raise ProblemsError([Problem("--no_launch", came, "it is about ours", "leave it out")])
     if args.plot is not None:
         new_output.new_file("--plot", args.plot, PICTURES)
     folder = output.directory("--profile", args.profile).absolute() if args.profile else None

@@ -7,9 +7,12 @@ import json
 import os
 import signal
 import sys
+import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -57,8 +60,8 @@ def test_results_are_kept_step_by_step_and_taken_up_again(tmp_path, monkeypatch,
     gpu(monkeypatch, *folder, "--only", "one", "two")
     assert taken == ["a", "b", "c"], "the next one is still run"
     said = capsys.readouterr().out
-    assert "2 of 2: launch/b\n2 s, exit code 1\nsaid by b" in said
-    assert "commands failed in one: the next start runs these steps again" in said
+    assert "one 2 of 2 (title of one): launch/b\n2 s, exit code 1\nsaid by b" in said
+    assert "commands failed in one: run again by a start that finds no new ones" in said
     kept = json.loads((tmp_path / "walk/results.json").read_text())
     assert [each["code"] for each in kept["steps"]["one"]["commands"]] == [0, 1]
     assert kept["steps"]["two"]["hardware"]["versions"] and kept["on"] == "cpu"
@@ -72,9 +75,11 @@ def test_results_are_kept_step_by_step_and_taken_up_again(tmp_path, monkeypatch,
     ):
         assert said in text
     gpu(monkeypatch, *folder)
-    assert taken[3:] == ["a", "b"] and "two: done before" in capsys.readouterr().out
+    assert taken[3:] == ["b"], "what failed"
+    gpu(monkeypatch, *folder)
+    assert taken[4:] == []
     gpu(monkeypatch, *folder, "--only", "two")
-    assert taken[5:] == ["c"], "by name, once more"
+    assert taken[4:] == ["c"], "by name, once more"
 
 
 def test_a_folder_with_something_else_is_left_as_it_is(tmp_path, monkeypatch, capsys, taken):
@@ -87,25 +92,42 @@ def test_a_folder_with_something_else_is_left_as_it_is(tmp_path, monkeypatch, ca
     assert (tmp_path / "one" / "of the user's").exists() and not taken
 
 
-def test_a_first_start_that_was_ended_is_taken_up(tmp_path, monkeypatch, taken):
+@pytest.mark.parametrize("ended", ["a", "b", "c"])
+def test_a_start_that_was_ended_is_taken_up_at_its_command(tmp_path, monkeypatch, taken, ended):
     whole = gpu_command.run_command
 
-    def interrupted(*_):
-        raise KeyboardInterrupt
+    def interrupted(command, folder):
+        if command[0] == ended:
+            raise KeyboardInterrupt
+        return whole(command, folder)
 
     monkeypatch.setattr(gpu_command, "run_command", interrupted)
     with pytest.raises(KeyboardInterrupt):
         gpu(monkeypatch, "--on", "cpu", "--folder", tmp_path)
     monkeypatch.setattr(gpu_command, "run_command", whole)
     gpu(monkeypatch, "--on", "cpu", "--folder", tmp_path)
-    assert taken == ["a", "b", "c"]
+    assert taken == ["a", "b", "c"], "what failed has to wait for what was not tried"
 
 
-def test_no_step_is_started_late(tmp_path, monkeypatch, capsys, taken):
+def test_a_command_that_takes_too_long_is_ended_with_what_it_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_command, "LIMIT_S", 2)
+    child = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(600)"
+    start = "import subprocess, sys; print('begun', flush=True); "
+    start += f"subprocess.run([sys.executable, '-c', {child!r}])"
+    code, said, error = gpu_command.run_limited([sys.executable, "-c", start], tmp_path)
+    assert (code, said) == (124, "begun\n") and "ended after 2 s" in error
+    number = int((tmp_path / "pid").read_text())
+    until = time.monotonic() + 20
+    while psutil.pid_exists(number) and psutil.Process(number).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_no_command_is_started_late(tmp_path, monkeypatch, capsys, taken):
     clock = iter(range(0, 10_000, 50))
     monkeypatch.setattr(gpu_command.time, "monotonic", lambda: next(clock))
     gpu(monkeypatch, "--on", "cpu", "--folder", tmp_path, "--minutes", 1)
-    assert taken == ["a", "b"] and "left for the next start" in capsys.readouterr().out
+    assert taken == ["a"] and "one 2 and what follows: left for the next start" in capsys.readouterr().out
 
 
 def test_a_signal_to_end_reaches_the_running_command(tmp_path, monkeypatch, taken):
@@ -154,8 +176,24 @@ def test_every_command_is_one_that_its_parser_and_the_resolver_take(step, tiny):
             assert resolve(recipe, config, 1, machine).layout.world == 1
 
 
+def test_nothing_is_fetched_from_the_hub_and_each_system_of_124m_is_measured_in_both_forms():
+    speeds = {
+        step.name: [each for each in step.commands if each[0] == "benchmark.py"] for step in gpu_steps.STEPS
+    }
+    parser = benchmark.build_parser()
+    specs = {name: [*map(parser.parse_args, (each[1:] for each in of))] for name, of in speeds.items()}
+    every = {
+        name: [spec for args in of for spec in step_command.specifications(args)]
+        for name, of in specs.items()
+    }
+    kinds = {spec.load().data.tokenizer.kind for of in every.values() for spec in of}
+    assert kinds <= {"gpt2", "trained_bpe", "trained_wordpiece"}
+    found = {(spec.system, spec.compiled) for spec in every["124m"] if spec.system != "rate"}
+    assert found == {*product(("ours", "nano", "transformers"), (False, True))}
+
+
 def test_the_first_step_has_every_stage_with_dropout_in_both_precisions():
-    first, *_ = gpu_steps.STEPS
+    first = next(step for step in gpu_steps.STEPS if step.name == "first")
     for precision in ("fp16", "bf16"):
         wanted = {f"--set={each}" for each in (f"precision={precision}", *gpu_steps.DROPOUT)}
         stages = {
@@ -175,8 +213,8 @@ def test_commands_start_in_an_empty_folder_and_say_what_came(tmp_path):
     (tmp_path / "x" / "1").mkdir(parents=True)
     (tmp_path / "x" / "1" / "old").touch()
     refused = ("report.py", "nowhere", "--out", "report")
-    step = Step("x", "title", [("recipe.py", "--help"), refused])
-    fine, failed = gpu_command.run_step(step, False, tmp_path)["commands"]
+    place = gpu_command.empty_place(tmp_path / "x" / "1", ("recipe.py", "--help"))
+    fine, failed = (gpu_command.run_command(each, place) for each in (("recipe.py", "--help"), refused))
     assert fine["code"] == 0 and "examples:" in fine["said"] and "error" not in fine
     assert failed["code"] == 2 and "nowhere" in gpu_command.command_text(failed)
     assert [*(tmp_path / "x" / "1").iterdir()] == []

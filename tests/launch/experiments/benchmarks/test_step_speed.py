@@ -170,7 +170,7 @@ def test_a_rank_that_fails_or_dies_says_its_last_words_and_ends_the_others(tmp_p
         (("--recipe", "jean_zay/none"), "jean_zay"),
         (("--blocks", "0"), "--blocks"),
         (("--out", "README.md"), "--out README.md exists already"),
-        (("--variants", "eager", "--systems", "nano"), "--variants without --systems ours"),
+        (("--no_launch", "--systems", "nano"), "--no_launch without --systems ours"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_first(flags, said, monkeypatch, capsys):
