@@ -6,11 +6,15 @@ deepspeed launch/pretrain.py --ds_config ds_configs/zero3_offload.json
 from __future__ import annotations
 
 import argparse
+import contextlib
 from typing import TYPE_CHECKING
 
+from ds_configs.plan import ANY_GPU
+from ds_configs.resolver import resolve
 from launch.console import arguments, ends
 from launch.console.text_table import aligned
 from launch.machine import abilities
+from launch.ranks import joining, processes
 from launch.ranks.meeting import Meeting
 from launch.records.facts import Ending
 from launch.training.start import RUN_RULES, Training, add_run_arguments, job_of, launch, say_on_rank_0
@@ -92,6 +96,9 @@ def training_of(args: argparse.Namespace) -> Training:
         from launch.weights.initial_weights import InitialWeights
 
         weights = InitialWeights(args.init_from)
+    with contextlib.suppress(ValueError):  # `job_of` tells it, with the problems of this machine
+        plan = resolve(recipe, args.ds_config or recipe.ds_config, processes.world_size(), ANY_GPU)
+        joining.order_kernels(plan.layout.tp)
     machine = abilities.detect_machine(args.emulate_fp16, on_paper=args.plan)
     job = job_of(args, recipe, name, machine, weights)
 

@@ -58,10 +58,7 @@ def joined(
         note_failure: takes this rank's traceback.
         out_of_memory_advice: printed instead of a traceback if memory runs out.
     """
-    if tp > 1:
-        # Before CUDA starts: a GPU then takes kernels in the order in which they were handed to it, over all
-        # streams, and an all-reduce begins before the product that it overlaps with (as Megatron-LM demands).
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    order_kernels(tp)
     meeting.compare(meeting.settle(own_place), processes.check_shared_devices)
     admitted = admit()
     with ending.clean_exit(note_failure):
@@ -73,6 +70,16 @@ def joined(
             meeting.end()
             raise
         meeting.end()
+
+
+def order_kernels(tp: int) -> None:
+    """Have a GPU take kernels of all streams in their order; call it before anything asks CUDA.
+
+    Between tensor ranks an all-reduce then begins before the product that it overlaps with, as Megatron-LM
+    demands.
+    """
+    if tp > 1:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def _existing(out: str | None) -> Path:

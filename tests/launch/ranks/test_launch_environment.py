@@ -6,6 +6,7 @@ import os
 import pytest
 from srun_task import srun_environment
 
+from launch import pretrain
 from launch.compare_layouts import refuse_tasks
 from launch.ranks import ending, joining, processes
 from launch.ranks.launch_environment import (
@@ -18,7 +19,7 @@ from launch.ranks.launch_environment import (
     tasks_per_node,
 )
 from launch.ranks.meeting import Meeting
-from recipes.problems import ProblemsError
+from recipes.problems import Problem, ProblemsError
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -238,6 +239,25 @@ def test_tensor_parallelism_orders_what_a_gpu_starts(monkeypatch, tp, before, af
     seen = []
     with joining.joined(Meeting(), tp, admit=lambda: "admitted") as admitted:
         assert admitted == "admitted" and seen == [after]
+
+
+def test_a_training_by_tensor_ranks_says_so_before_it_asks_cuda_for_anything(monkeypatch):
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.setenv(name, "")
+    monkeypatch.delenv(name)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    asked = []
+
+    def detect_machine(*how, **more):
+        asked.append(os.environ.pop(name, None))
+        raise ProblemsError([Problem("x", "asked", "enough", "stop")])
+
+    monkeypatch.setattr(pretrain.abilities, "detect_machine", detect_machine)
+    for flags in ("zero1", "zero1 --set parallel.tp=2", "3d", "no"):
+        args = pretrain.build_parser().parse_args(["--tiny", "--ds_config", *flags.split()])
+        with pytest.raises(ProblemsError):
+            pretrain.training_of(args)
+    assert asked == [None, "1", "1", None]
 
 
 def test_the_flight_recorder_is_on_unless_the_user_says_otherwise(tmp_path):
