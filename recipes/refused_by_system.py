@@ -21,7 +21,9 @@ _KNOWN = {*_SPACE, *_RIGHTS, *_HANDLES, *_DEVICE, errno.EFBIG}
 def take_file_handles(least: int) -> None:
     """Raise this process's limit of open files. Raises ProblemsError if `least` is out of reach."""
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MANY_FILES if most == resource.RLIM_INFINITY else min(most, _MANY_FILES)
+    wanted = max(least, _MANY_FILES)
+    if most != resource.RLIM_INFINITY:
+        wanted = min(most, wanted)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
     if wanted < least:

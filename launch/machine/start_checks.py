@@ -29,7 +29,9 @@ NEEDED: dict[str, Callable[[Recipe], bool]] = {
 }
 # Variables of this project.
 VARIABLES = ("MEGARECIPES_CACHE", "MEGARECIPES_LOCAL_RANK", "MEGARECIPES_NVME", "MEGARECIPES_VERBOSE")
-FILES, FILES_PER_RANK = 128, 8  # open files of a process: libraries and data; connections
+FILES = 128  # open files of a process, for libraries and data
+FILES_PER_RANK = 4  # of rank 0: two of its meeting, as counted; copies of the store's connection under NCCL
+MOST_NEIGHBOURS = 96  # of another rank, which has connections to few: in rings and trees
 # Bytes of /dev/shm. Docker gives 64 MB, in which NCCL failed on four GPUs: a segment of a connection has
 # 9,637,888 bytes (https://github.com/NVIDIA/nccl/issues/342, /525); containers are advised to have 1 GB
 # (--shm-size=1g, https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html).
@@ -186,9 +188,10 @@ def checkpoint_bytes(recipe: Recipe) -> tuple[float, int | None]:
     return size, saves if most is None else min(saves, most)
 
 
-def files_needed(world: int) -> int:
-    """Return the open files that a process of `world` may need at once."""
-    return FILES + FILES_PER_RANK * world
+def files_needed(world: int, rank: int = 0) -> int:
+    """Return the open files that a rank of `world` may need at once; rank 0 hears all others."""
+    others = world if rank == 0 else min(world, MOST_NEIGHBOURS)
+    return FILES + FILES_PER_RANK * others
 
 
 def existing(path: Path) -> Path:

@@ -217,7 +217,7 @@ def _text_of(value: Any, form: Any) -> bytes:
 
 
 def _value_of(text: Tensor, form: Any) -> Any:
-    return _adapter(form).validate_python(json.loads(bytes(text)))
+    return _adapter(form).validate_python(json.loads(text.numpy().tobytes()))
 
 
 def _bytes_tensor(text: bytes) -> Tensor:

@@ -167,7 +167,7 @@ def job_of(
 
     Raises ValueError with every problem of recipe and configuration.
     """
-    take_file_handles(start_checks.files_needed(processes.world_size()))
+    take_file_handles(start_checks.files_needed(processes.world_size(), processes.rank()))
     plan = plan_job(
         recipe, args.ds_config, machine, compiled=args.compile == "on", initial_weights=weights,
         elsewhere=args.plan and not processes.launched(), planned=args.processes,

@@ -45,3 +45,9 @@ def test_a_process_takes_the_file_handles_it_may_have(monkeypatch):
     assert limits[-1] == (128, 128)
     with pytest.raises(ProblemsError, match=r"128 files open.*129 are needed.*ulimit -Hn 129"):
         take_file_handles(129)
+    limits[:] = [(64, 10**6)]
+    take_file_handles(100_000)
+    assert limits[-1] == (100_000, 10**6), "more than are usually taken"
+    limits[:] = [(64, resource.RLIM_INFINITY)]
+    take_file_handles(128)
+    assert limits[-1] == (65_536, resource.RLIM_INFINITY)

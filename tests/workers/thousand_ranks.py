@@ -2,6 +2,7 @@
 
 thousand_ranks.py own|every FOUND.json    builds engines of published layouts
 thousand_ranks.py costs WORLD ...         prints what one rank of such worlds costs
+thousand_ranks.py files WORLD ...         prints the files and connections that ranks of such worlds have open
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import itertools
 import json
 import math
 import os
+import signal
+import socket
 import sys
 import tempfile
 import time
@@ -22,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.console import quiet
-from launch.ranks import processes
+from launch.ranks import meeting, processes
 
 quiet.quiet_libraries()
 
@@ -123,8 +126,9 @@ def engine_of(plan: Plan, rank: int, out: Path) -> dict[str, Any]:
                 train_step(engine, [random_batch(fields, *sizes)], grid, salts)
             entries, tensors = contents(EngineState(engine, grid), ("weight",), rank)
             elements = sum(entry.shape[0] for entry in entries)
+            files_open = open_files()
     found = {"groups": made, "tensors": len(tensors), "elements": elements, "opened": len(opened)}
-    return found | {"world": layout.world, "dp": layout.dp}
+    return found | {"world": layout.world, "dp": layout.dp, "files": files_open}
 
 
 def main(stages: str, out: Path) -> None:
@@ -194,9 +198,49 @@ def costs(world: int) -> str:
     )
 
 
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def files(world: int) -> str:
+    """Count the open files of ranks: those of an engine, and those of a real meeting of so many ranks."""
+    before = open_files()
+    plan = tiny_plan("default/sotu", (1, 1, world), "zero1")
+    with tempfile.TemporaryDirectory() as folder:
+        most = [engine_of(plan, rank, Path(folder))["files"] - before for rank in (0, world // 2)]
+        met = meeting_of(world, Path(folder))
+    return f"{world:>6} ranks: an engine {max(most)}, rank 0 by the meeting {met[0]}, another {met[1]:.0f}"
+
+
+def meeting_of(world: int, folder: Path) -> tuple[int, float]:
+    """Let so many ranks meet, the others in a child; return the files of rank 0 and of another."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    os.environ.update(WORLD_SIZE=str(world), RANK="0", LOCAL_WORLD_SIZE=str(world), MASTER_PORT=str(port))
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        before, kept = open_files(), []
+        for rank in range(1, world):
+            os.environ["RANK"] = str(rank)
+            store = meeting._open_store()
+            kept.append((store, meeting._reach_rank_0(store, [folder])))
+        os.write(write, json.dumps((open_files() - before) / len(kept)).encode())
+        time.sleep(600)
+    before = open_files()
+    store = meeting._open_store()
+    connections = meeting._let_others_in(store, [folder])
+    other = json.loads(os.read(read, 100))
+    met = open_files() - before
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert len(connections) == world - 1
+    return met, other
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "costs":
+    if sys.argv[1] in ("costs", "files"):
         for number in sys.argv[2:]:
-            print(costs(int(number)), flush=True)
+            print({"costs": costs, "files": files}[sys.argv[1]](int(number)), flush=True)
     else:
         main(sys.argv[1], Path(sys.argv[2]))

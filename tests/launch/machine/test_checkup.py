@@ -167,7 +167,7 @@ def test_too_few_open_files(monkeypatch):
     monkeypatch.setattr("resource.setrlimit", lambda which, limits: None)
     assert doctor_checks.open_files(100).verdict == "ok"
     (found,) = checks.run({"open files": lambda: doctor_checks.open_files(1000)})
-    assert found.verdict == "failed" and "1024" in found.found and found.fix.endswith("ulimit -Hn 8128")
+    assert found.verdict == "failed" and "1024" in found.found and found.fix.endswith("ulimit -Hn 4128")
 
 
 def test_every_variable_of_the_project_is_known():

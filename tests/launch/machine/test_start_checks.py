@@ -20,10 +20,15 @@ def test_how_much_disk_the_checkpoints_take():
     assert bytes_of("save_every_minutes=5", "keep_checkpoints=null")[1] is None
 
 
+def test_rank_0_alone_has_files_for_all_ranks():
+    assert start_checks.files_needed(8) == start_checks.files_needed(8, 7) == 160
+    assert start_checks.files_needed(4096) == 16_512
+    assert start_checks.files_needed(4096, 1) == 512
+
+
 def test_the_start_runs_the_quick_part(monkeypatch, tmp_path):
     functions = start_checks.quick(catalog.load(), tmp_path)
     assert {"packages", "GPU kernels", "variables", "disk"} <= set(functions)
-    assert start_checks.files_needed(8) == 192
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "disk" not in start_checks.quick(catalog.load(), tmp_path), "rank 0 writes"

@@ -6,6 +6,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -141,3 +142,8 @@ def test_ranks_that_share_a_device_are_told():
     processes.check_shared_devices([("a", "GPU-1"), ("b", "GPU-1"), ("a", "GPU-2"), None, None])
     with pytest.raises(ProblemsError, match="ranks 0, 2 on a have one GPU, GPU-1: each rank needs one"):
         processes.check_shared_devices([("a", "GPU-1"), ("b", "GPU-1"), ["a", "GPU-1"]])
+
+
+@pytest.mark.parametrize("value", [7, [7], {"a": "ä"}])
+def test_what_ranks_tell_each_other_comes_back_even_if_it_is_one_byte(value):
+    assert processes._value_of(processes._bytes_tensor(processes._text_of(value, Any)), Any) == value
