@@ -23,15 +23,17 @@ _MANY_RANKS = 16
 def sizes(recipe: Recipe, layout: Layout, machine: Machine) -> dict[str, Any]:
     """Return the values of "auto", by dotted key; sizes in elements.
 
-    A bucket holds hidden^2 elements, at least 5e7, and at most a rank's parameters. Stage 3 keeps parameters
-    below 10 hidden whole, as Hugging Face's integration does. It gathers the next layer, 12 hidden^2 / tp,
+    A bucket holds any one parameter of a rank, at least 5e7 elements, and at most a rank's parameters: what
+    exceeds it is reduced alone. Stage 3 keeps parameters below 10 hidden whole, as Hugging Face's integration
+    does. It gathers the next layer, 12 hidden^2 / tp,
     during the computation of one, and has room for three.
     """
     hidden, tp = recipe.model.hidden, layout.tp
     layer = 12 * hidden * hidden // tp
     embedding = recipe.model.embedding_rows(tp) // tp * hidden
     own = _parameters(recipe, layout, layer, embedding)
-    bucket = min(max(hidden * hidden, _BUCKET), own + own % 2)
+    largest = max(embedding, 4 * hidden * hidden // tp)  # the embedding, or an MLP matrix
+    bucket = min(max(largest, _BUCKET), own + own % 2)
     return {
         "zero_optimization.reduce_bucket_size": bucket,
         "zero_optimization.allgather_bucket_size": bucket,
@@ -42,8 +44,7 @@ def sizes(recipe: Recipe, layout: Layout, machine: Machine) -> dict[str, Any]:
         # A CPU computes nothing while it copies a bucket.
         "zero_optimization.overlap_comm": machine.device.asynchronous,
         PARTITION: partitions(recipe, layout, machine),
-        # A buffer holds any one parameter: the embedding, or an MLP matrix of 4 hidden² / tp.
-        "zero_optimization.offload_param.buffer_size": max(embedding, 4 * hidden * hidden // tp),
+        "zero_optimization.offload_param.buffer_size": largest,  # any one parameter
         # DeepSpeed divides a loss by the accumulation before it scales it.
         "fp16.initial_scale_power": min(32, _FIRST_SCALE + math.ceil(math.log2(layout.accumulation))),
     }

@@ -198,15 +198,19 @@ class MasterWeights(DeepSpeedOptimizer):
     def take_gradients(self) -> None:
         """Move the parameters' gradients to their masters in fp32, or add them there."""
         for parameters, masters in self.lists:
-            gradients: Any = [parameter.grad for parameter in parameters]
+            add_up: Any = torch._foreach_add_
             if masters[0].grad is None:
-                sums: Any = [torch.empty_like(master) for master in masters]
-                torch._foreach_copy_(sums, gradients)
-            else:
-                sums = [master.grad for master in masters]
-                torch._foreach_add_(sums, gradients)
-            for parameter, master, total in zip(parameters, masters, sums, strict=True):
-                parameter.grad, master.grad = None, total
+                add_up = torch._foreach_copy_
+                for parameter, master in zip(parameters, masters, strict=True):
+                    unused = parameter.grad is None  # in this step
+                    master.grad = torch.zeros_like(master) if unused else torch.empty_like(master)
+            used = [pair for pair in zip(parameters, masters, strict=True) if pair[0].grad is not None]
+            sums: Any = [master.grad for _, master in used]
+            gradients: Any = [parameter.grad for parameter, _ in used]
+            if used:
+                add_up(sums, gradients)
+            for parameter, _ in used:
+                parameter.grad = None
 
     def get_grads_for_reduction(self) -> tuple[list[torch.Tensor | None], dict]:
         """Return the gradients to average over the data-parallel ranks (DeepSpeed calls this)."""

@@ -140,6 +140,24 @@ def test_steps_are_those_of_adam_in_fp32():
             assert torch.equal(p, master.bfloat16()) and p.grad is None
 
 
+@pytest.mark.parametrize("steps", ["only then", "always"])
+def test_a_parameter_without_a_gradient_counts_as_zero(steps):
+    """As by DeepSpeed; a second micro-batch may bring the one that the first did not."""
+    model = parameters()
+    optimizer = masters_of(model)
+    first, second = gradients(model, 0)
+    model[0].grad = first.clone()
+    optimizer.take_gradients()
+    if steps == "always":
+        model[0].grad, model[1].grad = first.clone(), second.clone()
+        optimizer.take_gradients()
+    expected = (
+        [first.float(), torch.zeros(7)] if steps == "only then" else [2 * first.float(), second.float()]
+    )
+    for (_, master), total in zip(optimizer.pairs, expected, strict=True):
+        assert torch.equal(master.grad, total)
+
+
 def test_a_loss_scale_cancels():
     """Unscaling is exact for powers of two, also where clipping bites."""
     plain, scaled = parameters(torch.float16), parameters(torch.float16)
