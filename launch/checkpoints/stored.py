@@ -21,6 +21,7 @@ from recipes import files
 from recipes.schema import Recipe
 
 MOST_READ = 2**22  # elements in one read
+MOST_OPEN = 64  # files at once: a checkpoint has one for each rank that wrote it
 
 
 class Placement(NamedTuple):
@@ -57,7 +58,8 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         """Open the checkpoint; `held`: its manifest, if it was read. Raises FileError."""
         self.directory, self.kind = directory, kind
         self.manifest = held or manifest.read(directory)
-        self._open: dict[str, Reader] = {}
+        self._readers: dict[str, Reader] = {}
+        self._open: dict[str, Reader] = {}  # of them, that which was used last at the end
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.manifest.tensors)
@@ -136,8 +138,13 @@ class StoredTensors(Mapping[str, torch.Tensor]):
             target.as_strided((rows, copy.columns), (copy.target_stride, 1), at).copy_(part)
 
     def _reader(self, file: str) -> Reader:
-        if file not in self._open:
-            self._open[file] = Reader(self.directory / file)
+        if file not in self._readers:
+            self._readers[file] = Reader(self.directory / file)
+        self._open.pop(file, None)
+        self._open[file] = self._readers[file]
+        if len(self._open) > MOST_OPEN:
+            oldest = next(iter(self._open))
+            self._open.pop(oldest).close()
         return self._open[file]
 
     @cached_property

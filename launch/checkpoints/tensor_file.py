@@ -71,10 +71,17 @@ class Reader:
 
     def __init__(self, path: Path):
         self.path, self.tensors = path, files.read_safetensors_header(path)
+        self._open()
+
+    def _open(self) -> None:
         try:
-            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 # closed with this object
+            self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 # closed with this object
         except OSError as error:
-            files.refuse(path, "cannot be read", str(error.strerror))
+            files.refuse(self.path, "cannot be read", str(error.strerror))
+
+    def close(self) -> None:
+        """Close the file until it is read again."""
+        self._file.close()
 
     def whole(self, name: str) -> torch.Tensor:
         """Read a tensor in its shape."""
@@ -92,6 +99,8 @@ class Reader:
         found = torch.from_numpy(np.empty(count * dtype.itemsize, dtype=np.uint8)).view(dtype)
         at = stored.start + first * found.itemsize
         left = found.view(torch.uint8).numpy().data
+        if self._file.closed:
+            self._open()
         try:
             while left and (got := os.preadv(self._file.fileno(), [left], at)):
                 left, at = left[got:], at + got

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
-import statistics
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -84,23 +83,46 @@ class StepReport(NamedTuple):
 
 @dataclass(frozen=True)
 class StepNews:
-    """The reports of all ranks, in rank order; the same on every rank."""
+    """The reports of all ranks; the same on every rank.
 
-    reports: tuple[StepReport, ...]
+    Attributes:
+        table: (ranks, fields of `StepReport`) in float64 on the CPU; no rank makes an object of each row.
+    """
+
+    table: torch.Tensor
+
+    def _column(self, field: str) -> torch.Tensor:
+        return self.table[:, StepReport._fields.index(field)]
 
     @property
     def stopped(self) -> str | None:
         """The request to stop that some rank got; all ranks leave at the same step."""
-        return REASONS[max(report.stop for report in self.reports)] or None
+        return REASONS[int(self._column("stop").max())] or None
 
     @property
     def rank_seconds(self) -> RankSeconds | None:
         """The busy times of all ranks; None in a run of one rank."""
-        seconds = [report.own_seconds for report in self.reports]
+        seconds = self._column("own_seconds")
         if len(seconds) == 1:
             return None
-        slowest = seconds.index(max(seconds))
-        return RankSeconds(min(seconds), statistics.median(seconds), max(seconds), slowest)
+        slowest = int(seconds.argmax())
+        middle = float(seconds.quantile(0.5))
+        return RankSeconds(float(seconds.min()), middle, float(seconds[slowest]), slowest)
+
+    @property
+    def unreadable(self) -> bool:
+        """Whether some rank cannot read the batches of the next step."""
+        return bool(self._column("unreadable").any())
+
+    @property
+    def written(self) -> bool:
+        """Whether all ranks have written their files of the checkpoint in progress."""
+        return bool(self._column("written").all())
+
+    @property
+    def overdue(self) -> bool:
+        """Whether a save is due by rank 0's clock."""
+        return bool(self._column("overdue")[0])
 
 
 class StepExchange:
@@ -115,8 +137,7 @@ class StepExchange:
     def wait(self) -> StepNews:
         """Wait for the reports of all ranks."""
         self._work.wait()
-        rows = self._table.tolist()
-        return StepNews(tuple(StepReport(int(stop), *rest) for stop, *rest in rows))
+        return StepNews(self._table)
 
 
 def peak_memory(group: dist.ProcessGroup) -> Peaks:

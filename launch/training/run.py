@@ -211,10 +211,9 @@ class TrainingRun:
         """
         last, run = step == self.recipe.steps, self.recipe.run
         self.watchdog.enter(Phase.SAVING)
-        if all(report.written for report in news.reports):
+        if news.written:
             self.saver.complete()
-        overdue = news.reports[0].overdue  # by rank 0's clock
-        if news.stopped or (last and run.save_last) or due(step, run.save_every) or overdue:
+        if news.stopped or (last and run.save_last) or due(step, run.save_every) or news.overdue:
             self._save(step)
         elif last and self.watch:
             self.watch.check(step, again=True)
@@ -233,7 +232,7 @@ class TrainingRun:
             self.bounds.check_end()
         if step < self.recipe.steps and news.stopped:
             return EarlyStop(news.stopped, step, self.recipe.steps)
-        if step < self.recipe.steps and any(report.unreadable for report in news.reports):
+        if step < self.recipe.steps and news.unreadable:
             end_together(self._unreadable, self.grid.control_group)
         if self._profiler:
             self._profiler.begin(step + 1)

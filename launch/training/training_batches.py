@@ -125,5 +125,6 @@ def _copy_group(grid: ProcessGrid) -> tuple[dist.ProcessGroup | None, int]:
         return None, grid.rank
     if len(groups) == 1:
         return grid.control_group, own[0]
-    made = [dist.new_group(ranks, backend="gloo", timeout=grid.timeout) for ranks in groups]
-    return next(group for group, ranks in zip(made, groups, strict=True) if grid.rank in ranks), own[0]
+    # Among its members alone: under NCCL a rank that stays outside splits the whole world for each group.
+    made = dist.new_group(own, grid.timeout, "gloo", use_local_synchronization=True)
+    return made, own[0]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -20,6 +21,7 @@ from safetensors.torch import load_file
 from stored import checksum, complete_checkpoints, rewrite_manifest, write_checkpoint
 
 from launch.checkpoints import inspection, manifest, reading, run_checkpoints, tensor_file
+from launch.checkpoints import stored as stored_tensors
 from launch.checkpoints.geometry import Cut, copies, rectangles, share
 from launch.checkpoints.manifest import Series, joined
 from launch.checkpoints.run_checkpoints import Checkpoint, Damaged
@@ -114,6 +116,17 @@ def test_tensors_are_read_whole_and_in_pieces(tmp_path):
         stored.fill(target, Placement("word.weight", "canonical", (10, 5), None), 0, "weight")
     with pytest.raises(FileError, match="holds no layers.0.x"):
         stored.fill(target, Placement("layers.0.x", "canonical", (10,), None), 0, "weight")
+
+
+def test_of_a_checkpoint_of_many_files_few_are_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(stored_tensors, "MOST_OPEN", 2)
+    directory = write_checkpoint(tmp_path, 4, TENSORS, ranks=5)
+    stored = StoredTensors(directory)
+    for _ in range(2):  # those that were closed are opened again
+        for name, tensor in TENSORS.items():
+            assert torch.equal(stored[name], tensor)
+            links = (os.path.realpath(link) for link in Path("/proc/self/fd").iterdir())
+            assert sum(link.startswith(str(directory.resolve())) for link in links) <= 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

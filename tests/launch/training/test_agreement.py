@@ -5,12 +5,16 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ds_configs.plan import ANY_GPU
 from ds_configs.resolver import resolve
 from launch.machine import description
+from launch.ranks.stop_request import REASONS
+from launch.records.facts import RankSeconds
 from launch.training import agreement
+from launch.training.agreement import StepReport
 from recipes import catalog
 
 GPU = ANY_GPU
@@ -28,9 +32,29 @@ def test_reports_are_exchanged_by_the_name_of_torch_before_2_13(monkeypatch):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         own = module["StepReport"](1, 0.5, written=True)
-        assert module["StepExchange"](own, dist.group.WORLD).wait().reports == (own,)
+        assert module["StepExchange"](own, dist.group.WORLD).wait().table.tolist() == [[*own]]
     finally:
         dist.destroy_process_group()
+
+
+def test_the_news_of_a_step_are_read_from_its_table():
+    reports = [StepReport(own_seconds=s, written=True) for s in (4.0, 1.0, 2.0, 9.0)]
+    reports[2] = StepReport(REASONS.index("SIGTERM"), 2.0, unreadable=True, overdue=True)
+    news = agreement.StepNews(torch.tensor(reports, dtype=torch.float64))
+    assert news.rank_seconds == RankSeconds(1.0, 3.0, 9.0, 3)
+    assert news.stopped == "SIGTERM" and news.unreadable and not news.written and not news.overdue
+    alone = agreement.StepNews(torch.tensor([reports[0]], dtype=torch.float64))
+    assert alone.rank_seconds is None and alone.stopped is None and alone.written and not alone.unreadable
+
+
+def test_the_news_of_4096_ranks_are_no_list_of_reports(monkeypatch):
+    """Objects of all rows were 7 ms a step on every rank."""
+    made = []
+    monkeypatch.setattr(StepReport, "__new__", lambda cls, *of: made.append(of))
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: made.append(x))
+    news = agreement.StepNews(torch.zeros(4096, len(StepReport._fields), dtype=torch.float64))
+    news.rank_seconds, news.stopped, news.unreadable, news.written, news.overdue  # noqa: B018
+    assert not made
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import contextlib
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.ranks.stop_request import REASONS
@@ -81,9 +82,14 @@ def start(monkeypatch):
     return made
 
 
-def news(stopped=None):
+def heard(*reports):
     """What the ranks hear of a step."""
-    return StepNews((StepReport(REASONS.index(stopped or "")),))
+    return StepNews(torch.tensor(reports, dtype=torch.float64))
+
+
+def news(stopped=None):
+    """The same, of one rank."""
+    return heard(StepReport(REASONS.index(stopped or "")))
 
 
 def saved_steps(start, *overrides, stopped_at=None):
@@ -168,12 +174,12 @@ def test_a_run_saves_by_the_clock_too(start, monkeypatch):
     run, events = start("run.save_every_minutes=2", "run.save_last=false", "run.save_every=2")
     for step, seconds in enumerate((60, 110, 200, 300, 301), 1):
         clock[0] = seconds
-        run.save_if_due(step, StepNews((run.exchange(0.5), StepReport())))
+        run.save_if_due(step, heard(run.exchange(0.5), StepReport()))
     assert [step for _, step in events.of("save")] == [2, 4], "minutes count from the last save"
     clock[0] += 240
-    run.save_if_due(5, StepNews((StepReport(), run.exchange(0.5))))
+    run.save_if_due(5, heard(StepReport(), run.exchange(0.5)))
     assert [step for _, step in events.of("save")] == [2, 4], "by rank 0's clock"
-    run.save_if_due(5, StepNews((run.exchange(0.5), StepReport())))
+    run.save_if_due(5, heard(run.exchange(0.5), StepReport()))
     assert [step for _, step in events.of("save")] == [2, 4, 5]
 
 
@@ -182,9 +188,9 @@ def test_a_save_is_completed_once_all_ranks_have_written_their_files(start):
     run.saver.written = True
     own = run.exchange(0.5)
     assert own == StepReport(0, 0.75, written=True)
-    run.save_if_due(1, StepNews((own, StepReport())))
+    run.save_if_due(1, heard(own, StepReport()))
     assert not events.of("complete")
-    run.save_if_due(2, StepNews((own, own)))
+    run.save_if_due(2, heard(own, own))
     assert events.of("complete") == [("complete", None)]
 
 
@@ -193,7 +199,7 @@ def test_all_ranks_end_after_the_step_in_which_one_cannot_read_the_next(start, m
     run.batches.fetch = lambda: "line 7 is broken"
     monkeypatch.setattr(training_batches, "gathered", lambda own, group: [None, own, own])
     run.fetch_next(3)
-    said = StepNews((StepReport(), run.exchange(0)))
+    said = heard(StepReport(), run.exchange(0))
     with pytest.raises(BrokenData, match="^line 7 is broken"), run:
         run.record(3, OUTCOME, 1.0, 0.5)
         run.save_if_due(3, said)
@@ -251,3 +257,12 @@ def test_ranks_tell_of_a_step_while_it_is_computed_and_hear_once_its_figures_are
     job = SimpleNamespace(plan=plan, stop_file=None, directory=None)
     loop.train(Start(job, Events(), None, SimpleNamespace(at=SimpleNamespace(dp=0))))
     assert seen == 2 * ["train", "fetch", "exchange", "outcome", "news", "record", "save", "validate"]
+
+
+def test_the_ranks_of_a_model_copy_make_their_group_without_the_others(monkeypatch):
+    made = []
+    new_group = lambda *of, **more: made.append((*of, more)) or "group"  # noqa: E731
+    monkeypatch.setattr(training_batches.dist, "new_group", new_group)
+    grid = SimpleNamespace(tp=2, pp=1, dp=512, rank=7, timeout="patience")
+    assert training_batches._copy_group(grid) == ("group", 6)
+    assert made == [([6, 7], "patience", "gloo", {"use_local_synchronization": True})]
