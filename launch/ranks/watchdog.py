@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ LONG = 25  # times run.hang_after, for what is no usual step; of a minute, just 
 ANSWER_S = 10.0  # the most for an answer
 REMEMBERED = 20  # steps
 SILENCE = "does not answer: its process is stopped, or its machine or network is down"
+# torch's files whose functions run only while it compiles, also a backward pass.
+COMPILING = ("torch/_dynamo/convert_frame.py", "torch/_inductor/graph.py")
 SHOWN_FRAMES = 8  # the innermost of a rank's stack, in the report; STACKS have all
 SHOWN_RANKS = 8  # names in a row
 
@@ -143,8 +146,8 @@ class Watchdog:
         return Status(self._rank, self._step, self._phase, self._passes, seconds, overdue, stack)
 
     def limit(self) -> float:
-        """Return the seconds that the current phase may take."""
-        if self._phase in (Phase.COMPUTING, Phase.COMPUTED) and self._usual:
+        """Return the seconds that the current phase may take; a step that compiles is no usual one."""
+        if self._phase in (Phase.COMPUTING, Phase.COMPUTED) and self._usual and not compiles():
             return max(self._hang_after, USUAL_STEPS * statistics.median(self._usual))
         return LONG * self._hang_after
 
@@ -254,6 +257,17 @@ class Watchdog:
         stacks = f"All threads' stacks are in {self._directory}: {HANG_REPORT} and {STACKS.format('N')}"
         stacks += f"; the last collectives in {COLLECTIVES}N"
         return f"{stacks}. Nothing was saved: --resume continues from the newest complete checkpoint"
+
+
+def compiles() -> bool:
+    """Check whether torch.compile is at work in a thread of this process."""
+    for innermost in sys._current_frames().values():
+        frame: FrameType | None = innermost
+        while frame is not None:
+            if frame.f_code.co_filename.endswith(COMPILING):
+                return True
+            frame = frame.f_back
+    return False
 
 
 def _stacks(statuses: Mapping[int, Status]) -> Iterator[str]:

@@ -4,6 +4,7 @@ import pickle
 from unittest.mock import Mock
 
 import pytest
+import torch
 from launching import WORKERS, run_ranks
 
 from launch.ranks import ending
@@ -111,3 +112,31 @@ def test_a_step_has_a_multiple_of_its_usual_time_and_other_phases_have_long(tmp_
     now[0] += LONG * 60
     watchdog.advance()
     assert watchdog.status().seconds == 0, "a validation is bounded by its passes"
+
+
+def test_a_step_that_compiles_again_is_no_usual_one():
+    """To run what was compiled is no compiling."""
+    compiling, running = [], []
+
+    def backend(graph, inputs):
+        compiling.append(watchdog_of_a_usual_step().limit())
+        return graph.forward
+
+    @torch.compile(backend=backend)
+    def twice(x):
+        return 2 * look(x)
+
+    @torch._dynamo.disable
+    def look(x):
+        running.append(watchdog_of_a_usual_step().limit())
+        return x
+
+    twice(torch.ones(2))
+    assert {*compiling} == {LONG * 60} and running == [60]
+
+
+def watchdog_of_a_usual_step() -> Watchdog:
+    watchdog = Watchdog(None, 60)
+    watchdog._usual.append(1.0)
+    watchdog.enter(Phase.COMPUTING, 3)
+    return watchdog
