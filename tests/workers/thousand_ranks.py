@@ -220,7 +220,8 @@ def meeting_of(world: int, folder: Path) -> tuple[int, float]:
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     read, write = os.pipe()
     if (child := os.fork()) == 0:
-        before, kept = open_files(), []
+        before = open_files()
+        kept = []
         for rank in range(1, world):
             os.environ["RANK"] = str(rank)
             store = meeting._open_store()
@@ -239,8 +240,9 @@ def meeting_of(world: int, folder: Path) -> tuple[int, float]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] in ("costs", "files"):
+    printed = {"costs": costs, "files": files}.get(sys.argv[1])
+    if printed is not None:
         for number in sys.argv[2:]:
-            print({"costs": costs, "files": files}[sys.argv[1]](int(number)), flush=True)
+            print(printed(int(number)), flush=True)
     else:
         main(sys.argv[1], Path(sys.argv[2]))
