@@ -59,7 +59,7 @@ def test_squads_own_json_is_the_hubs_schema(tmp_path):
         ("utf16be.jsonl", LINES.encode("utf-16-be"), "no record can be read"),
         ("binary.jsonl", bytes(range(256)) * 9, "no record can be read"),
         ("program.jsonl", b"\x7fELF" + bytes(range(256)), "it is a program, and no record"),
-        ("packed.jsonl", gzip.compress(LINES.encode()), "not UTF-8 at byte 1; give JSON"),
+        ("packed.jsonl", gzip.compress(LINES.encode(), mtime=0), "not UTF-8 at byte 1; give JSON"),
         ("nul.jsonl", bytes(99), "no record can be read"),
         ("halves.jsonl", '{"sentence": "\\ud800", "label": 1}\n' * 2, "half of a surrogate pair"),
         ("other.csv", "a,b\n", "is of no kind that is read here"),
