@@ -54,8 +54,10 @@ class Corrupted(EarlyEnd):
         super().__init__(f"numbers changed by themselves in steps {sound} to {step}: {named}")
 
     def __str__(self) -> str:
-        fix = "memory or processor of that machine is at fault (its kernel's log may say more)"
-        return f"{self.why}\n{fix}: --resume goes on from the last sound checkpoint, best without it"
+        cause = "memory or processor of that machine is at fault (its kernel's log may say more)"
+        if all(each.among_copies for each in self.found):
+            cause += ", or code by which ranks compute the same numbers in different ways"
+        return f"{self.why}\n{cause}: --resume goes on from the last sound checkpoint, best without it"
 
 
 def described(found: Corruption) -> str:

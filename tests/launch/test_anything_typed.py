@@ -79,7 +79,7 @@ WORK = {
     "generate": ["launch.evaluation.writing:run"],
     "benchmark": [
         "launch.experiments.benchmarks.step_speed:measure",
-        "launch.experiments.benchmarks.gpu_command:run_step",
+        "launch.experiments.benchmarks.gpu_command:run_command",
         "launch.experiments.benchmarks.kernel_counts:passes",
     ],
 }
