@@ -69,7 +69,7 @@ def resolve(
         "train_micro_batch_size_per_gpu": shared.micro,
         "gradient_accumulation_steps": shared.accumulation,
     }
-    open_values = sizes(recipe, shared, machine) | sums(findings.config, chosen, shared)
+    open_values = sizes(recipe, shared, machine, stage) | sums(findings.config, chosen, shared)
     ds = _filled(findings.config, values, open_values)
     ds.pop("parallel", None)
     for half in ("fp16", "bf16"):

@@ -20,22 +20,23 @@ _FIRST_SCALE = 16
 _MANY_RANKS = 16
 
 
-def sizes(recipe: Recipe, layout: Layout, machine: Machine) -> dict[str, Any]:
+def sizes(recipe: Recipe, layout: Layout, machine: Machine, stage: int | None) -> dict[str, Any]:
     """Return the values of "auto", by dotted key; sizes in elements.
 
-    A bucket holds any one parameter of a rank, at least 5e7 elements, and at most a rank's parameters: what
-    exceeds it is reduced alone. Stage 3 keeps parameters below 10 hidden whole, as Hugging Face's integration
-    does. It gathers the next layer, 12 hidden^2 / tp,
-    during the computation of one, and has room for three.
+    A bucket holds hidden^2 elements, at least 5e7, and at most a rank's parameters. Stage 2 frees gradients
+    early, so its buckets hold the largest one: launch/deepspeed_fixes/freed_gradients.py says why. Stage 3
+    keeps parameters below 10 hidden whole, as Hugging Face's integration does. It gathers the next layer,
+    12 hidden^2 / tp, during the computation of one, and has room for three.
     """
     hidden, tp = recipe.model.hidden, layout.tp
     layer = 12 * hidden * hidden // tp
     embedding = recipe.model.embedding_rows(tp) // tp * hidden
     own = _parameters(recipe, layout, layer, embedding)
     largest = max(embedding, 4 * hidden * hidden // tp)  # the embedding, or an MLP matrix
-    bucket = min(max(largest, _BUCKET), own + own % 2)
+    bucket = min(max(hidden * hidden, _BUCKET), own + own % 2)
+    reduced = max(bucket, largest) if stage == 2 else bucket
     return {
-        "zero_optimization.reduce_bucket_size": bucket,
+        "zero_optimization.reduce_bucket_size": reduced,
         "zero_optimization.allgather_bucket_size": bucket,
         "zero_optimization.stage3_prefetch_bucket_size": layer,
         "zero_optimization.stage3_max_live_parameters": max(1_000_000_000, 3 * layer),

@@ -5,6 +5,7 @@ Each docstring names the symptom, upstream's issue, and a test that fails once D
     zero0                       stage 0 in fp16 and bf16 does not train as the JSON says, and its gradient
                                 norm in fp32 is too small on a CPU
     short_steps                 ZeRO 1 to 3 copy gradients, and look for infinities, more often than needed
+    freed_gradients             ZeRO-2 frees a gradient larger than the bucket while it is reduced
     loss_scale                  a growing loss scale halves the gradients of its step; an overflow at the
                                 smallest one is a bare Exception
     lion                        the CPU op of Lion moves parameters that have no gradient

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -143,17 +143,6 @@ class FlatStep(_Partitions, DeepSpeedZeroOptimizer):
     def _use_compact_grad_partition_buffer(self, group_idx: int) -> bool:
         """Say whether reduced gradients go to DeepSpeed's own fp32 sums (DeepSpeed calls this)."""
         return not getattr(self, "_alone", False) and super()._use_compact_grad_partition_buffer(group_idx)
-
-    def _record_gradient_stream(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Keep a gradient's memory from the allocator until the reducing stream is done with it.
-
-        DeepSpeed 0.19.8, `stage_1_and_2.py`: a gradient larger than the bucket is reduced in place on that
-        stream. A rank that does not own it drops it meanwhile, and the backward pass writes into its memory.
-        DeepSpeed records the stream for offload alone. Upstream: PR 7965 mended the owner's half.
-        No longer needed when `test_a_gradient_larger_than_the_bucket_is_reduced_in_peace` passes without it.
-        """
-        if self.overlap_comm and not get_accelerator().resolves_data_dependency():
-            tensor.record_stream(stream)
 
     def setup_buckets(self) -> None:
         """Make buckets where gradients are reduced (DeepSpeed calls this)."""

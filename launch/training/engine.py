@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from data.loader import MicroBatch
 from ds_configs.plan import Plan
 from launch.deepspeed_fixes import zero0
+from launch.deepspeed_fixes.freed_gradients import keep_while_reduced
 from launch.deepspeed_fixes.lamb import Lamb
 from launch.deepspeed_fixes.lion import Lion
 from launch.deepspeed_fixes.loss_scale import is_at_floor, postpone_growth
@@ -77,6 +78,7 @@ def build_engine(
     move_buffers(module, engine.device)
     if engine.fp16_enabled():
         postpone_growth(engine)
+    keep_while_reduced(engine.optimizer)
     if setting := shorten_step(engine):
         say(f"{setting}: DeepSpeed's own step, with its copies of the gradients")
     return engine

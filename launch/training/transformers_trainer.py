@@ -33,6 +33,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from data.loader import MicroBatch, StepBatches
 from ds_configs.plan import Plan
 from launch.deepspeed_fixes import zero0
+from launch.deepspeed_fixes.freed_gradients import keep_while_reduced
 from launch.deepspeed_fixes.loss_scale import postpone_growth
 from launch.machine import compiled_ops
 from launch.ranks import ending, processes
@@ -126,6 +127,7 @@ class FollowRun(TrainerCallback):
         engine = self.trainer.model_wrapped
         if engine.fp16_enabled():
             postpone_growth(engine)
+        keep_while_reduced(engine.optimizer)
         self.run = self.begin(engine)
         state.global_step = self.run.start_step
 

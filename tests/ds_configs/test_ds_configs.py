@@ -637,7 +637,9 @@ def test_buckets_are_of_the_model():
     large = "a100_blog_table4/1.2b"
     model = catalog.load(large).model
     three = sizes("zero3", large)
-    assert three["reduce_bucket_size"] == model.embedding_rows(1) * model.hidden, "the largest parameter"
+    assert three["reduce_bucket_size"] == sizes("zero1", large)["reduce_bucket_size"] == 5e7
+    largest = model.embedding_rows(1) * model.hidden
+    assert sizes("zero2", large)["reduce_bucket_size"] == largest > 5e7, "ZeRO-2 frees gradients early"
     assert three["stage3_prefetch_bucket_size"] == 12 * model.hidden**2
     assert three["stage3_max_live_parameters"] == three["stage3_max_reuse_distance"] == 1e9
     assert sizes("zero3")["overlap_comm"] is True and sizes("zero3", machine=CPU)["overlap_comm"] is False

@@ -47,29 +47,6 @@ def test_losses_of_every_stage_and_of_two_ranks_are_the_cpus(tmp_path):
     check_equal(tmp_path, GPT2, FP32, [*STAGES, *TWO_RANKS])
 
 
-@pytest.mark.parametrize(
-    ("stage", "ranks", "summed_in"),
-    [
-        (2, 2, "fp32"),
-        pytest.param(2, 4, "bf16", marks=pytest.mark.long),
-        pytest.param(1, 2, "bf16", marks=pytest.mark.long),
-        pytest.param(3, 2, "bf16", marks=pytest.mark.long),
-    ],
-)
-def test_a_gradient_larger_than_the_bucket_is_reduced_in_peace(tmp_path, stage, ranks, summed_in):
-    """It is reduced in place, on a stream of DeepSpeed's, while the backward pass allocates on."""
-    config = json.loads((ROOT / f"ds_configs/zero{stage}.json").read_text())
-    config["communication_data_type"] = summed_in
-    config["zero_optimization"] |= {"reduce_bucket_size": 10_000, "overlap_comm": True}
-    (tmp_path / "small.json").write_text(json.dumps(config))
-    settings = ["precision=bf16", f"parallel.dp={ranks}", "model.layers=3", "sequence_length=48"]
-    settings += ["batch.micro=1", f"batch.global={ranks}"]
-    flags = [word for setting in settings for word in ("--set", setting)]
-    how = ["--tiny", "--steps", 3, "--ds_config", tmp_path / "small.json", *flags, "--out", tmp_path / "run"]
-    done = run_ranks(ranks, ROOT / "launch/pretrain.py", *how, env=on_board())
-    assert done.returncode == 0, done.stdout[-3000:]
-
-
 def test_a_buffer_left_on_the_host_ends_zero3_with_dropout(tmp_path):
     """zero.Init moves parameters alone."""
     flags = ["--tiny", "--steps", 1, "--ds_config", "zero3", "--set", DROPPED[0], "--out", tmp_path / "run"]

@@ -12,7 +12,7 @@ from recipes.problems import Problem
 from recipes.schema import Recipe
 
 NO_DROPOUT = ("dropout.hidden=0", "dropout.attention=0")
-# Settings of the recipe in every layout. A wrong one is compared to its end: the watch over numbers would end it.
+# Settings of the recipe in every layout. The watch over numbers is off: it would end a wrong one uncompared.
 FORCED = ("precision=fp32", *NO_DROPOUT, "optimizer.eps=1e-6", "run.save_last=true", "run.check_every=0")
 # Keys or sections of the recipe that each layout decides.
 DECIDED = ("parallel", "ds_config", "activation_checkpointing", "run.save_last", "run.check_every")

@@ -37,7 +37,7 @@ CASES = {
     "zero3 offload dp4 with sums": ("zero3_offload", 1, 1, 4, "bf16", 2, "ShardedStep"),
 }
 UPSTREAM = {
-    FlatStep: (DeepSpeedZeroOptimizer, "a471772fc541"),
+    FlatStep: (DeepSpeedZeroOptimizer, "dd94c32fa845"),
     SummedStep: (BF16_Optimizer, "6b6848bcdba1"),
     OffloadedStep: (DeepSpeedZeroOptimizer, "146ba72ae7df"),
     ShardedStep: (DeepSpeedZeroOptimizer_Stage3, "5971fac9dcad"),

@@ -1,0 +1,32 @@
+"""ZeRO-2 frees a gradient larger than the bucket while another stream still reduces it.
+
+DeepSpeed 0.19.8, `runtime/zero/stage_1_and_2.py`: with overlap_comm, `average_tensor` reduces such a
+gradient in place on the reduction stream, and `clear_grad_attribute` drops it at once on each rank that owns
+no part of it. The allocator gives its memory to the backward pass, which overwrites what the reduction has
+not read yet, or is overwritten by it. DeepSpeed calls `record_stream` for an offloaded optimizer only.
+Upstream: https://github.com/deepspeedai/DeepSpeed/pull/7965 mended the same for the ranks that own the
+    gradient; no issue found for the others. No longer needed when
+    `test_buckets.py::test_deepspeed_alone_frees_gradients_that_are_being_reduced` fails.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+
+def keep_while_reduced(optimizer: Any) -> None:
+    """Have the allocator wait for the reduction before it reuses the memory of a large gradient."""
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer) or optimizer._offload_gradient_safety_enabled:
+        return
+    if not optimizer.overlap_comm or get_accelerator().resolves_data_dependency():
+        return
+
+    def record(tensor: torch.Tensor, stream: torch.Stream) -> None:
+        if tensor.numel() > optimizer.reduce_bucket_size:
+            tensor.record_stream(stream)
+
+    optimizer._record_gradient_stream = record
