@@ -5,8 +5,9 @@ buffer of its partition, from there into one flat tensor, and that one into fp32
 infinities, twelve kernels a tensor, and then computes the norm, which tells the same; multiplies by the
 clipping factor before the optimizer reads the gradients again; and on one data-parallel rank averages,
 reduces and gathers over a group of one. With an offloaded optimizer it waits for the device at every
-gradient, and again at every norm. `stage3.py` looks at all gradients twice more in fp16; on one
-data-parallel rank the host waits for every copy of a parameter, and then has the computing stream wait too.
+gradient, at the end of every backward pass, and again at every norm. `stage3.py` looks at all gradients
+twice more in fp16; on one data-parallel rank the host waits for every copy of a parameter, and then has the
+computing stream wait too.
 
 These classes keep its layout of states, its hooks, buckets and collectives. Under `FlatStep` a gradient,
 reduced over data-parallel ranks, goes once into the partition's flat fp32 one; torch's fused AdamW takes the
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -133,7 +134,25 @@ def _find_runs(places: Iterable[Fragment], tensor_rank: int, counts: bool) -> li
     return runs
 
 
-class FlatStep(_Partitions, DeepSpeedZeroOptimizer):
+class OrderedEnd:
+    """The end of a backward pass under ZeRO 1 and 2, for which no host waits."""
+
+    _alone = False
+
+    def independent_gradient_partition_epilogue(self: Any) -> None:
+        """Reduce what is left in the buckets after a backward pass (DeepSpeed calls this)."""
+        if not self._alone:
+            self.reduce_ipg_grads()
+            self.params_already_reduced[:] = [False] * len(self.params_already_reduced)
+            if self.overlap_comm and not get_accelerator().resolves_data_dependency():
+                get_accelerator().current_stream().wait_stream(self.reduction_stream)
+                self._clear_previous_reduced_grads()
+        self._release_ipg_buffers()
+        self._clear_param_grad_only()
+        self._epilogue_ran_this_backward = True
+
+
+class FlatStep(_Partitions, OrderedEnd, DeepSpeedZeroOptimizer):
     """ZeRO 1 and 2 with one copy of each gradient, one norm, and nothing over a group of one."""
 
     def begin(self) -> None:
@@ -178,18 +197,6 @@ class FlatStep(_Partitions, DeepSpeedZeroOptimizer):
             master.grad = torch.empty_like(master)
             master.grad[master.numel() - self.groups_padding[group] :].zero_()
         return master.grad
-
-    def independent_gradient_partition_epilogue(self) -> None:
-        """Reduce what is left in the buckets after a backward pass (DeepSpeed calls this)."""
-        if not self._alone:
-            self.reduce_ipg_grads()
-            self.params_already_reduced[:] = [False] * len(self.params_already_reduced)
-            if self.overlap_comm and not get_accelerator().resolves_data_dependency():
-                get_accelerator().current_stream().wait_stream(self.reduction_stream)
-                self._clear_previous_reduced_grads()
-        self._release_ipg_buffers()
-        self._clear_param_grad_only()
-        self._epilogue_ran_this_backward = True
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -318,7 +325,7 @@ class SummedStep(_Partitions, BF16_Optimizer):
         self.clear_hp_grads()
 
 
-class OffloadedStep(DeepSpeedZeroOptimizer):
+class OffloadedStep(OrderedEnd, DeepSpeedZeroOptimizer):
     """ZeRO 1 and 2 with an offloaded optimizer."""
 
     def check_overflow(self, partition_gradients: bool = True) -> None:
@@ -332,6 +339,18 @@ class OffloadedStep(DeepSpeedZeroOptimizer):
         super().reset_cpu_buffers()
         for group in range(len(self.bit16_groups)):
             self.averaged_gradients[group] = None
+
+    def async_accumulate_grad_in_cpu_via_gpu(self, param: torch.nn.Parameter) -> None:
+        """Add a gradient to its sum in host memory (DeepSpeed calls this).
+
+        A copy from pinned memory waits in its stream for those before it. Else the host waits for them.
+        """
+        if self.cpu_offload_pin_memory:
+            stream = get_accelerator().current_stream()
+            for copied in self._pending_offload_events.values():
+                stream.wait_event(copied)
+            self._pending_offload_events.clear()
+        super().async_accumulate_grad_in_cpu_via_gpu(param)
 
     def set_norm_for_param_grad_in_gpu(self, param: torch.nn.Parameter) -> None:
         """Keep a gradient's norm on the device (DeepSpeed calls this)."""

@@ -41,11 +41,13 @@ def normalise(batches: Sequence[MicroBatch], grid: ProcessGrid, device: Device) 
     """
     if not fields_of(batches[0]).uneven:
         return batches
-    predicted = torch.stack([b["weights"].sum() for b in batches]).sum().to(device)
+    sums = torch.stack([b["weights"].sum() for b in batches])
+    # Filled in on the device: a copy of one number from memory that is not pinned would wait for it.
+    predicted = torch.full((), sums.sum().item(), dtype=sums.dtype, device=device)
     if grid.dp > 1:
         dist.all_reduce(predicted, group=grid.data_group)
     scale = len(batches) * grid.dp / predicted
-    return [{**b, "weights": b["weights"].to(device) * scale} for b in batches]
+    return [{**b, "weights": b["weights"].to(device, non_blocking=True) * scale} for b in batches]
 
 
 def normalise_steps(
@@ -62,7 +64,9 @@ def salts_of_step(plan: Plan, dp_rank: int, step: int, device: Device) -> Sequen
     rows = rank_rows(plan.layout, dp_rank, recipe.batch.schedule.size(step))
     if not recipe.dropout.hidden:
         return [None] * len(rows)
-    samples = torch.from_numpy(rows).to(device)
+    # Made on the device, for a copy would wait for it: a rank's rows follow each other.
+    first = int(rows.flat[0])
+    samples = torch.arange(first, first + rows.size, device=device).view(rows.shape)
     if recipe.model.task_head == "choice":  # a sample of the model is one choice
         choices = torch.arange(recipe.model.head_classes, device=device)
         samples = (samples[..., None] * recipe.model.head_classes + choices).flatten(1)

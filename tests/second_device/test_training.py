@@ -189,17 +189,36 @@ def test_two_machines_train_one_run(tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
+DROPOUT = "dropout.hidden=0.1"
+FOUR = ("batch.micro=1", "batch.global=4")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("name", "most_waits"),
-    [("zero0", 1), ("zero1", 1), ("zero2", 1), ("zero3", 3), ("zero2_offload", 4), ("zero3_offload", 10)],
+    ("recipe", "name", "settings", "most_waits"),
+    [
+        (GPT2, "zero0", (), 1),
+        (GPT2, "zero1", (), 1),
+        (GPT2, "zero1", (DROPOUT,), 1),
+        (BERT, "zero1", (), 1),
+        (BERT, "zero1", (DROPOUT,), 1),
+        (GPT2, "zero2", (), 1),
+        (GPT2, "zero3", (), 3),
+        (GPT2, "zero2_offload", (), 3),
+        (GPT2, "zero2_offload", FOUR, 3),
+        (GPT2, "zero2_offload", (*FOUR, "precision=fp16"), 3),
+        (GPT2, "zero3_offload", (), 9),
+        (GPT2, "zero3_offload", FOUR, 12),
+    ],
 )
-def test_what_a_step_starts_and_waits_for(tmp_path, name, most_waits):
+def test_what_a_step_starts_and_waits_for(tmp_path, recipe, name, settings, most_waits):
     """One step is what four have more than three; printed (pytest -s)."""
     counted = []
     for steps in (3, 4):
         file = tmp_path / f"{steps}.json"
-        flags = ["--tiny", "--steps", steps, "--ds_config", name, "--set", "run.prompt=null"]
+        flags = ["--recipe", recipe, "--tiny", "--steps", steps, "--ds_config", name]
+        for setting in ("run.prompt=null", "run.check_every=0", *settings):
+            flags += ["--set", setting]
         done = run_ranks(1, PRETRAIN, *flags, "--out", tmp_path / str(steps), env=on_board(BOARD_COUNTS=file))
         assert done.returncode == 0, done.stdout[-3000:]
         counted.append(json.loads(file.with_suffix(".0.json").read_text()))
@@ -208,5 +227,11 @@ def test_what_a_step_starts_and_waits_for(tmp_path, name, most_waits):
         for kind in counted[1]
     }
     sums = {kind: sum(each.values()) for kind, each in step.items()}
-    print(name, sums, {kind: {k: n for k, n in each.items() if n} for kind, each in step.items()})
-    assert 200 < sums["launches"] < 5000 and sums["waits"] <= most_waits, step["waits"]
+    print(
+        recipe,
+        name,
+        settings,
+        sums,
+        {kind: {k: n for k, n in each.items() if n} for kind, each in step.items()},
+    )
+    assert 200 < sums["launches"] < 10_000 and sums["waits"] <= most_waits, step["waits"]

@@ -14,7 +14,14 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from launching import WORKERS, run_ranks
 
-from launch.deepspeed_fixes.short_steps import FlatStep, OffloadedStep, OrderedCopies, ShardedStep, SummedStep
+from launch.deepspeed_fixes.short_steps import (
+    FlatStep,
+    OffloadedStep,
+    OrderedCopies,
+    OrderedEnd,
+    ShardedStep,
+    SummedStep,
+)
 
 # configuration, tp, pp, dp, precision, accumulation, and the class that steps
 CASES = {
@@ -37,9 +44,10 @@ CASES = {
     "zero3 offload dp4 with sums": ("zero3_offload", 1, 1, 4, "bf16", 2, "ShardedStep"),
 }
 UPSTREAM = {
-    FlatStep: (DeepSpeedZeroOptimizer, "dd94c32fa845"),
+    OrderedEnd: (DeepSpeedZeroOptimizer, "26ceef6d75b3"),
+    FlatStep: (DeepSpeedZeroOptimizer, "d14a0005168a"),
     SummedStep: (BF16_Optimizer, "6b6848bcdba1"),
-    OffloadedStep: (DeepSpeedZeroOptimizer, "146ba72ae7df"),
+    OffloadedStep: (DeepSpeedZeroOptimizer, "998293221b00"),
     ShardedStep: (DeepSpeedZeroOptimizer_Stage3, "5971fac9dcad"),
     OrderedCopies: (NoGatherCoalescedHandle, "89aab0f80f1a"),
 }
