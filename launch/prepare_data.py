@@ -1,6 +1,8 @@
 """Clean, filter, deduplicate and tokenize a corpus once, into a token store.
 
 python launch/prepare_data.py --source jsonl --name 'corpus/*.jsonl.zst' --tokenizer gpt2 --out stores/corpus
+
+Started several times at once, on one machine or more that share a disk (srun -N 10 python ...), it is one work.
 """
 
 from __future__ import annotations

@@ -14,7 +14,9 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from data.prepare import assemble, chunk_file, report, tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from data.prepare import assemble, chunk_file, report, sharing, tokenizer
 from data.prepare import work as pool
 from data.prepare.chunk_file import BROKEN, Tally
 from data.prepare.cleaning import check_code
@@ -22,7 +24,8 @@ from data.prepare.contamination import read_evaluation
 from data.prepare.duplicates import find_duplicates
 from data.prepare.inputs import Chunk, Cursor, Inputs
 from data.prepare.settings import FORMAT_VERSION, PreparationFailed, Settings
-from data.prepare.words import Bands, choose_bands
+from data.prepare.sharing import Claims
+from data.prepare.words import choose_bands
 from data.prepare.work import Answer, Plan, peak_memory
 from data.prepare.workspace import REPORT, Workspace
 from data.text.encoder import Encoder
@@ -51,9 +54,9 @@ class Screen(Protocol):
 class Run:
     """Counts of a running preparation."""
 
-    tally: Tally = field(default_factory=Tally)
+    tally: Tally = field(default_factory=Tally)  # of this process's chunks, and at the end of all
     chunks: int = 0
-    found: int = 0  # chunks committed by an earlier run
+    made: int = 0  # chunks, by this process
     new_bytes: int = 0  # of text parsed by this run
     worker_peak: int = 0
     worker_seconds: float = 0.0  # of processor time
@@ -64,7 +67,8 @@ class Run:
 def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) -> dict[str, Any] | None:
     """Prepare `out`; return the report, or None where the same command had completed it.
 
-    Killed at any moment, it resumes when it is called again with settings of equal `deciding()`.
+    Killed at any moment, it resumes when it is called again with settings of equal `deciding()`. Processes
+    that call it at the same time share the work, and one of them returns the report.
 
     Raises:
         ValueError: the settings, the input or what is at `out` forbid it; nothing was changed.
@@ -84,73 +88,111 @@ def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) 
         "evaluation": {path: report.file_digest(Path(path)) for path in settings.decontaminate},
         "versions": {package: importlib.metadata.version(package) for package in PACKAGES},
     }
-    with space.locked():
-        if space.already_complete(manifest, force, screen.say):
-            space.clear(manifest)
-            return None
-        warnings = inputs.check_beginning()
-        for warning in warnings:
-            screen.say(f"WARNING: {warning}")
-        if space.begin(manifest, force, screen.say):
-            screen.say(f"{space.partial}: resuming the unfinished work of the same command")
-        vocabulary = tokenizer.obtain(settings, inputs, space.tokenizer, screen.say)
-        encoder = Encoder(vocabulary, BATCH_CHARACTERS)
-        size, origin = vocabulary_size(vocabulary), report.manifest_digest(manifest)
-        plan = Plan(settings, inputs.format, encoder, size, evaluation, space.chunks, origin)
-        run = process_chunks(plan, inputs, screen)
+    with space.shared() as claims:
+        with claims.turn("beginning", screen.say):
+            if space.already_complete(manifest, force, screen.say):
+                space.clear(manifest)
+                return None
+            warnings = inputs.check_beginning()
+            for warning in warnings:
+                screen.say(f"WARNING: {warning}")
+            if space.begin(manifest, force, claims.others(), screen.say):
+                screen.say(f"{space.partial}: resuming the unfinished work of the same command")
         try:
-            check_broken(run.tally, settings.max_broken, space.chunks, run.chunks)
-            if inputs.look() != inputs.files:
-                raise ValueError("input files changed while they were read: begin again with --force")
-            result = space.new_result()
-            store, dedup = finish(plan, inputs, run, space, bands, screen)
-        except chunk_file.DamagedChunk as damage:
-            damage.path.unlink(missing_ok=True)
-            again = "it is removed, and the same command makes it again and resumes the other work"
-            raise PreparationFailed(f"{damage}: {again}", exit_code=1) from damage
-        vocabulary.save_pretrained(result / space.tokenizer.name)
-        digest = vocabulary_digest(vocabulary)
-        whole = describe(plan, inputs, run, warnings, store, dedup, manifest, digest, result)
-        as_json = json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
-        for name, text in ((REPORT, as_json), ("report.txt", report.as_text(whole))):
-            (result / name).write_text(text, encoding="utf-8", errors="replace")
-        space.publish()
-        return whole
+            with claims.turn("tokenizer", screen.say):
+                vocabulary = tokenizer.obtain(settings, inputs, space.tokenizer, screen.say)
+            encoder = Encoder(vocabulary, BATCH_CHARACTERS)
+            size, origin = vocabulary_size(vocabulary), report.manifest_digest(manifest)
+            plan = Plan(settings, inputs.format, encoder, size, evaluation, bands, space.chunks, origin)
+            run = process_chunks(plan, inputs, claims, screen)
+            with claims.turn("assembly", screen.say):
+                if space.partial.exists():
+                    return assemble_result(plan, inputs, run, space, manifest, vocabulary, warnings, screen)
+        except FileNotFoundError:
+            if space.partial.exists():
+                raise
+        if space.already_complete(manifest, force, screen.say):
+            return None  # another process has assembled the result, and removed the work
+        raise PreparationFailed(f"{space.partial} was removed during the preparation", exit_code=1)
 
 
-def process_chunks(plan: Plan, inputs: Inputs, screen: Screen) -> Run:
-    """Take every missing chunk through the workers; count all chunks."""
-    run, cursor = Run(), Cursor()
+def assemble_result(
+    plan: Plan,
+    inputs: Inputs,
+    run: Run,
+    space: Workspace,
+    manifest: dict[str, Any],
+    vocabulary: PreTrainedTokenizerFast,
+    warnings: Sequence[str],
+    screen: Screen,
+) -> dict[str, Any]:
+    """Make the result of all chunks, and publish it; return its report."""
+    try:
+        run.tally = tally_of_all(plan, run.chunks)
+        check_broken(run.tally, plan.settings.max_broken, space.chunks, run.chunks)
+        if inputs.look() != inputs.files:
+            raise ValueError("input files changed while they were read: begin again with --force")
+        result = space.new_result()
+        store, dedup = finish(plan, inputs, run, space, screen)
+    except chunk_file.DamagedChunk as damage:
+        damage.path.unlink(missing_ok=True)
+        again = "it is removed, and the same command makes it again and resumes the other work"
+        raise PreparationFailed(f"{damage}: {again}", exit_code=1) from damage
+    vocabulary.save_pretrained(result / space.tokenizer.name)
+    digest = vocabulary_digest(vocabulary)
+    whole = describe(plan, inputs, run, warnings, store, dedup, manifest, digest, result)
+    as_json = json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
+    for name, text in ((REPORT, as_json), ("report.txt", report.as_text(whole))):
+        (result / name).write_text(text, encoding="utf-8", errors="replace")
+    space.publish()
+    return whole
 
-    def find(number: int) -> Cursor | None:
-        """Count a chunk of an earlier run; return its end, or None where it is missing or damaged."""
+
+def process_chunks(plan: Plan, inputs: Inputs, claims: Claims, screen: Screen) -> Run:
+    """Make every missing chunk that no other process makes, and wait for theirs."""
+    run, furthest = Run(), 0.0
+    elsewhere: dict[int, Cursor] = {}  # where chunks of other processes begin
+    screen.phase("text", float(inputs.bytes) if inputs.bytes else None, "B")
+
+    def end_of(number: int) -> Cursor | None:
+        """Return the end of a finished chunk; None where it is missing or damaged."""
         if not chunk_file.path_of(plan.directory, number).is_file():
             return None
         try:
-            head = chunk_file.read_head(plan.directory, number, plan.origin)
+            return chunk_file.read_head(plan.directory, number, plan.origin).end
         except chunk_file.DamagedChunk as damage:
             screen.say(f"{damage}; it is made again")
-            damage.path.unlink()
+            damage.path.unlink(missing_ok=True)
             return None
-        run.tally.add(head.tally)
-        run.found += 1
-        return head.end
 
-    # The input is read from the end of the last chunk before the first gap.
-    while (end := find(run.chunks)) is not None:
-        cursor = end
-        run.chunks += 1
-    first, furthest = run.chunks, 0.0
-    screen.phase("text", float(inputs.bytes) if inputs.bytes else None, "B")
+    def past_finished(start: Cursor) -> Cursor:
+        """Count the finished chunks from here on; return the end of the last of them."""
+        while (end := end_of(run.chunks)) is not None:
+            start = end
+            run.chunks += 1
+        return start
 
-    def missing() -> Iterator[Chunk]:
-        for chunk in inputs.chunks(cursor, first):
-            run.chunks = chunk.number + 1
-            if find(chunk.number) is None:
-                yield chunk
+    def unclaimed() -> Iterator[Chunk]:
+        """Yield what is neither finished nor claimed; files between finished chunks are not opened."""
+        start = past_finished(Cursor())
+        chunks = inputs.chunks(start, run.chunks)
+        while (chunk := next(chunks, None)) is not None:
+            if chunk.number < run.chunks:
+                continue
+            start = past_finished(start)
+            if start.file > chunk.end.file:
+                chunks = inputs.chunks(start, run.chunks)
+            elif chunk.number == run.chunks:
+                if claims.take(str(chunk.number)):
+                    yield chunk
+                else:
+                    elsewhere[chunk.number] = start
+                start = chunk.end
+                run.chunks += 1
 
     def done(answer: Answer) -> None:
         nonlocal furthest
+        run.made += 1
         run.tally.add(answer.tally)
         run.new_bytes += answer.tally.step("read").bytes_in
         run.worker_peak = max(run.worker_peak, answer.peak_bytes)
@@ -161,8 +203,28 @@ def process_chunks(plan: Plan, inputs: Inputs, screen: Screen) -> Run:
         speed = run.new_bytes / 1e6 / (time.perf_counter() - run.started)
         screen.at(furthest, f"{speed:.2f} MB/s of text")
 
-    pool.run(plan, missing(), plan.settings.workers, done)
+    pool.run(plan, unclaimed(), plan.settings.workers, done)
+    if elsewhere:
+        screen.say(f"waiting for {len(elsewhere)} chunks of other processes")
+    while elsewhere:
+        for number in list(elsewhere):
+            if end_of(number) is not None:
+                del elsewhere[number]
+        lost = [number for number in elsewhere if claims.take(str(number))]
+        if lost:
+            again = (next(inputs.chunks(elsewhere.pop(number), number)) for number in lost)
+            pool.run(plan, again, plan.settings.workers, done)
+        elif elsewhere:
+            time.sleep(sharing.PAUSE)
     return run
+
+
+def tally_of_all(plan: Plan, chunks: int) -> Tally:
+    """Add up the counts of all chunks. Raises DamagedChunk."""
+    tally = Tally()
+    for number in range(chunks):
+        tally.add(chunk_file.read_head(plan.directory, number, plan.origin).tally)
+    return tally
 
 
 def check_broken(tally: Tally, most: float, chunks: Path, count: int) -> None:
@@ -185,10 +247,10 @@ def check_broken(tally: Tally, most: float, chunks: Path, count: int) -> None:
 
 
 def finish(
-    plan: Plan, inputs: Inputs, run: Run, space: Workspace, bands: Bands | None, screen: Screen
+    plan: Plan, inputs: Inputs, run: Run, space: Workspace, screen: Screen
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Deduplicate over all chunks and write the store; return facts about both for the report."""
-    settings = plan.settings
+    settings, bands = plan.settings, plan.bands
     documents = next((step.documents_out for step in reversed(run.tally.values())), 0)
     permutations = settings.permutations if bands else 0
     index = assemble.gather(space.chunks, run.chunks, documents, permutations, space.index)
@@ -272,7 +334,7 @@ def describe(
         "run": {
             "workers": settings.workers,
             "chunks": run.chunks,
-            "chunks_found": run.found,
+            "chunks_found": run.chunks - run.made,
             "wall_seconds": round(seconds, 2),
             "mb_per_second": run.new_bytes / 1e6 / seconds,
             "processor_seconds": round(spent, 2),

@@ -24,6 +24,7 @@ from data.prepare.cleaning import make_detector
 from data.prepare.contamination import Evaluation
 from data.prepare.inputs import Chunk
 from data.prepare.settings import PreparationFailed, Settings
+from data.prepare.words import Bands
 from data.text.encoder import Encoder
 from data.text.records import RecordFormat
 from data.tokens.store import token_dtype
@@ -38,6 +39,7 @@ class Plan:
     encoder: Encoder
     vocab_size: int
     evaluation: Evaluation | None
+    bands: Bands | None  # None: near-duplicates stay
     directory: Path  # of chunk files
     origin: str  # digest of the preparation's manifest, which chunks bear
 
@@ -46,6 +48,7 @@ class Plan:
 class Answer:
     """A worker's answer for a chunk."""
 
+    number: int
     tally: Tally
     progress: float  # as of Chunk
     peak_bytes: int  # most memory of this worker so far
@@ -65,7 +68,7 @@ class Worker:
         finished = self._finish(chunk)
         chunk_file.commit(self._plan.directory, chunk.number, self._plan.origin, finished)
         before, self._spent = self._spent, time.process_time()
-        return Answer(finished.tally, chunk.progress, peak_memory(), self._spent - before)
+        return Answer(chunk.number, finished.tally, chunk.progress, peak_memory(), self._spent - before)
 
     def _finish(self, chunk: Chunk) -> chunk_file.FinishedChunk:
         plan, settings, tally = self._plan, self._plan.settings, Tally()

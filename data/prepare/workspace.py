@@ -4,21 +4,22 @@ It works in OUT.partial/. The complete result becomes OUT by one rename.
 
 OUT.partial/manifest.json   the command, the input files and the versions of its chunks
 OUT.partial/tokenizer/      chunks/      index/      result/
+.OUT.processes/             who works on it, and on which chunks
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from data import durable_files
 from data.cache import Say
+from data.prepare.sharing import Claims
 from recipes import files
 from recipes.key_paths import differences
 
@@ -37,28 +38,20 @@ class Workspace:
         self.chunks, self.index, self.result = (self.partial / name for name in ("chunks", "index", "result"))
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the lock of OUT, for one process.
+    def shared(self) -> Iterator[Claims]:
+        """Share the work on OUT with other processes.
 
-        The lock is next to the directories, since they are moved and removed; it ends with its process.
-        Raises ValueError: another process prepares this OUT, or nothing can be written there.
+        Their directory is next to OUT and OUT.partial, since these are moved and removed. Raises ValueError:
+        nothing can be written there.
         """
-        path = self.out.with_name(f".{self.out.name}.lock")
+        path = self.out.with_name(f".{self.out.name}.processes")
         with ExitStack() as stack:
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                file = stack.enter_context(open(path, "ab"))
+                claims = stack.enter_context(Claims(path))
             except OSError as error:
                 came = f"--out {self.out}: nothing can be written to {path.parent} ({error.strerror})"
                 raise ValueError(f"{came}: name another --out") from error
-            with suppress(OSError):  # a file system without locks
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    fix = "wait for it, or give another --out"
-                    raise ValueError(f"--out {self.out}: another process is preparing it: {fix}") from None
-            stack.callback(path.unlink, missing_ok=True)
-            yield
+            yield claims
 
     def already_complete(self, manifest: dict[str, Any], force: bool, say: Say) -> bool:
         """Tell whether OUT is the result of this very command.
@@ -84,11 +77,17 @@ class Workspace:
             "name another --out, or replace it with --force"
         )
 
-    def begin(self, manifest: dict[str, Any], force: bool, say: Say) -> bool:
+    def begin(self, manifest: dict[str, Any], force: bool, others: bool, say: Say) -> bool:
         """Make OUT.partial, or take it up; return whether there is work to resume.
 
-        Raises ValueError: it belongs to another command.
+        `others`: other processes prepare this OUT. Raises ValueError: it belongs to another command.
         """
+        if others and self.manifest.exists():
+            differing = _changed(files.read_json_object(self.manifest, MOST_MANIFEST), manifest)
+            if differing:
+                came = f"--out {self.out}: other processes prepare it by another command, which differs in"
+                raise ValueError(f"{came}\n{differing}\nwait for them, or name another --out")
+            return True
         if self.partial.exists():
             changed = self._changes(manifest)
             if changed == "":

@@ -251,13 +251,13 @@ def test_stopped_at_every_commit_and_continued(full, finished, tmp_path, monkeyp
     assert not (tmp_path / "store.partial").exists()
 
 
-def command(chosen: Settings, out: Path) -> list[str]:
+def command(chosen: Settings, out: Path, chunk_mb: float = 0.2) -> list[str]:
     flags = [
         "--source", "jsonl", "--name", *(str(o.name) for o in chosen.origins), "--samples", chosen.samples,
         "--tokenizer", f"file:{chosen.tokenizer.path}", "--min_tokens", chosen.min_tokens,
         "--decontaminate", *chosen.decontaminate, "--max_broken", chosen.max_broken,
         "--max_record_mb", chosen.max_record_mb, "--write_articles", "--write_sentences",
-        "--workers", 2, "--chunk_mb", 0.2, "--out", out,
+        "--workers", 2, "--chunk_mb", chunk_mb, "--out", out,
     ]  # fmt: skip
     return [sys.executable, str(ROOT / "launch/prepare_data.py"), *map(str, flags)]
 
@@ -486,15 +486,55 @@ def test_input_that_changes_is_noticed(texts, vocabulary, tmp_path):
         prepare(chosen, tmp_path / "store")
 
 
-def test_one_process_per_output(texts, vocabulary, tmp_path):
-    chosen = settings(write_jsonl(tmp_path / "in.jsonl", texts[:6]), vocabulary)
+def test_processes_share_one_preparation(texts, vocabulary, tmp_path):
+    """The second one finishes the work, and the first one finds it done; another command is refused."""
+    chosen = settings(write_jsonl(tmp_path / "in.jsonl", texts[:30]), vocabulary)
+    reports = []
 
-    class Nosy(Quiet):
-        def phase(self, name, total, unit):
-            with pytest.raises(ValueError, match="another process is preparing it"):
-                prepare(chosen, tmp_path / "store")
+    class Joined(Quiet):
+        def at(self, value, note=""):
+            if not reports:
+                with pytest.raises(ValueError, match="(?s)other processes prepare it by another.*min_tokens"):
+                    prepare(dataclasses.replace(chosen, min_tokens=21), tmp_path / "store", force=True)
+                reports.append(prepare(chosen, tmp_path / "store"))
 
-    assert pipeline.prepare(chosen, tmp_path / "store", Nosy()) is not None
+    assert pipeline.prepare(chosen, tmp_path / "store", Joined()) is None
+    run = reports[0]["run"]
+    assert 0 < run["chunks_found"] < run["chunks"]
+    prepare(chosen, tmp_path / "alone")
+    assert contents(tmp_path / "store") == contents(tmp_path / "alone")
+    assert list(tmp_path.glob(".store*")) == [], "nothing is left beside it"
+
+
+@pytest.mark.long
+def test_five_processes_killed_at_random(full, texts, tmp_path):
+    """Each that is killed begins again, as a scheduler would have it."""
+    rng = random.Random(7)
+    many = [" ".join(rng.sample(text.split(" "), len(text.split(" ")))) for text in texts * 24]
+    names = [write_jsonl(tmp_path / f"{part}.jsonl", many[part::3]) for part in range(3)]
+    origins = tuple(Origin(source="jsonl", name=str(name)) for name in names)
+    chosen, out = dataclasses.replace(full, origins=origins), tmp_path / "store"
+    quiet = dict(stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment())
+
+    def start():
+        return subprocess.Popen(command(chosen, out, 0.02), **quiet)
+
+    processes, kills = [start() for _ in range(5)], 0
+    deadline = time.monotonic() + 400
+    while any(process.poll() is None for process in processes):
+        assert time.monotonic() < deadline
+        time.sleep(rng.uniform(1, 3))
+        number = rng.randrange(5)
+        if kills < 8 and (tmp_path / "store.partial").exists() and processes[number].poll() is None:
+            processes[number].kill()
+            processes[number].communicate()
+            processes[number] = start()
+            kills += 1
+    said = [process.communicate() for process in processes]
+    assert [process.returncode for process in processes] == [0] * 5, said
+    print(kills, "were killed;", json.loads((out / "report.json").read_text())["run"])
+    prepare(dataclasses.replace(chosen, chunk_mb=0.5), tmp_path / "at_once")
+    assert contents(tmp_path / "at_once") == contents(out)
 
 
 def test_limit_counts_documents(texts, vocabulary, tmp_path):
