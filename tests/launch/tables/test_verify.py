@@ -1,7 +1,6 @@
 """`recipe.py verify` on the published tables: it finds what is known to be wrong with the sources."""
 
 import pytest
-
 from launching import ROOT
 
 from launch.tables import verification, verification_command
