@@ -139,14 +139,12 @@ def describe(found: Validation, *, verbose: bool = False, width: int | None = No
 
 def _systems(cases: Sequence[Case]) -> str:
     """Name the software as which rows are predicted, and how many rows do not state theirs."""
-    stated = Counter((case.work.software.name, case.assumed) for case in cases if case.work)
-    if not stated:
-        return ""
-    names = [
-        f"{name} ({number}{', not stated: name it in the column software' if assumed else ''})"
-        for (name, assumed), number in sorted(stated.items())
-    ]
-    return f"rows are predicted as this software runs them: {', '.join(names)}"
+    rows = Counter((case.work.software.name, case.assumed) for case in cases if case.work)
+    names = []
+    for (name, assumed), number in sorted(rows.items()):
+        unstated = ", not stated: name it in the column software" * assumed
+        names.append(f"{name} ({number}{unstated})")
+    return f"rows are predicted as this software runs them: {', '.join(names)}" if names else ""
 
 
 def shortened(name: str, most: int = 43) -> str:
