@@ -116,7 +116,7 @@ def our_state(state: EngineState) -> dict[str, dict[str, torch.Tensor]]:
     for partition in state.partitions:
         for fragment in state.owned(partition):
             for kind in ("weight", "exp_avg", "exp_avg_sq"):
-                numbers = state.read(partition, fragment, kind).clone()
+                numbers = state.read(partition, fragment, kind).cpu().clone()
                 pieces.append((kind, canonical_name(fragment.parameter), fragment.first, numbers))
     state.close()
     of_ranks: list = [None] * dist.get_world_size()

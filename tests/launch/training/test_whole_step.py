@@ -31,9 +31,9 @@ def steps(tmp_path_factory):
 @pytest.mark.parametrize("case", WHOLE, ids=" ".join)
 def test_losses_gradients_norm_and_the_clipped_update_are_theirs(steps, case):
     step = steps[case]
-    assert max(step["losses"].values()) < 5e-6 and step["norm"] < 5e-6
+    assert max(step["losses"].values()) < 1e-5 and step["norm"] < 1e-5
     for kind in ("gradients", "squares", "weights"):
-        assert {name: far for name, far in step[kind].items() if far > 1e-5} == {}, kind
+        assert {name: far for name, far in step[kind].items() if far > 2e-5} == {}, kind
 
 
 @pytest.mark.parametrize("case", SUMS, ids=" ".join)
@@ -41,4 +41,4 @@ def test_gradients_of_bf16_are_added_up_in_fp32(steps, case):
     """Added up in bf16, the light micro-batches, 4 % of the gradient, would be lost."""
     step = steps[case]
     assert step["losses"]["loss"] < 2e-3 and step["norm"] < 0.01
-    assert {name: far for name, far in step["gradients"].items() if far > 0.03} == {}
+    assert {name: far for name, far in step["gradients"].items() if far > 0.06} == {}
