@@ -71,6 +71,27 @@ def test_logits_are_equal_with_padding_and_the_round_trip_is_exact(layer_norm, s
     assert again.keys() == ours.keys() and all(torch.equal(again[name], ours[name]) for name in ours)
 
 
+@pytest.mark.parametrize("layer_norm", ["post", "pre"])
+def test_gradients_of_both_losses_are_equal(layer_norm):
+    """Equal logits say nothing of what is cut off, or no longer tied."""
+    wanted = recipe(layer_norm, "nsp")
+    model = their_bert(wanted)
+    model.get_input_embeddings().padding_idx = None
+    ours = whole_model(wanted, to_canonical(model.state_dict(), wanted.model))
+    tokens, types = random_input()
+    places, words = torch.tensor([[3, 14], [8, 2], [0, 0]]), torch.tensor([[5, 6], [7, 8], [9, 9]])
+    weights, sentences = torch.tensor([[1.0, 1.0], [1.0, 1.0], [1.0, 0.0]]) / 5, torch.tensor([0, 1, 1])
+    given = tokens, types, LENGTHS, places, words, weights, sentences, torch.full((3,), 1 / 3)
+    ours(*given)[0].backward()
+    labels = torch.full_like(tokens, -100).scatter(1, places, words)
+    targets = {"labels": labels, "next_sentence_label": sentences}
+    model(tokens, attention_mask=REAL.long(), token_type_ids=types, **targets).loss.backward()
+    expected = to_canonical({name: p.grad for name, p in model.named_parameters()}, wanted.model)
+    for parameter in ours.parameters():
+        right = expected[parameter.canonical_name]
+        assert_close(parameter.grad[: len(right)], right, rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize(("layer_norm", "sentence_head"), FORMS)
 def test_names_are_those_of_our_model(layer_norm, sentence_head):
     wanted = recipe(layer_norm, sentence_head)

@@ -263,6 +263,20 @@ def test_logits_of_imported_weights(theirs, tokens):
     torch.testing.assert_close(logits_of(ours, tokens), logits_of(theirs, tokens), rtol=1e-5, atol=1e-4)
 
 
+def test_gradients_of_imported_weights(theirs, tokens):
+    """Equal logits say nothing of what is cut off, or no longer tied."""
+    ours = gpt2(to_canonical(theirs.state_dict(), MODEL))
+    weights = torch.full(tokens.shape, 1 / (tokens.numel() - len(tokens)))
+    weights[:, -1] = 0
+    ours(tokens, tokens.roll(-1, 1), weights).backward()
+    names, parameters = zip(*theirs.named_parameters(), strict=True)
+    gradients = torch.autograd.grad(theirs(tokens, labels=tokens).loss, parameters)
+    expected = to_canonical(dict(zip(names, gradients, strict=True)), MODEL)
+    for parameter in ours.parameters():
+        right = expected[canonical_name(parameter)]
+        torch.testing.assert_close(parameter.grad[: len(right)], right, rtol=1e-4, atol=1e-5)
+
+
 def test_logits_of_exported_weights(theirs, tokens):
     ours = gpt2(std=0.3, seed=3).eval()
     exported = GPT2LMHeadModel(theirs.config).eval()

@@ -114,7 +114,7 @@ class Row(BaseModel, frozen=True, allow_inf_nan=False):
     )
     software: Annotated[str | None, ANY_CASE, AfterValidator(_system)] = column(
         f"{', '.join(SYSTEMS)} (default: megatron; for a task transformers, with ZeRO "
-        "megatron-deepspeed, on H100 megatron-core, on V100 without a pipeline megatron-2019)"
+        "megatron-deepspeed); no year is guessed from the GPU"
     )
     time_per_iteration_s: NonNegativeFloat | None = column("seconds per step, as published")
     samples_per_s: NonNegativeFloat | None = column("samples per second over all GPUs, as published")
@@ -155,6 +155,7 @@ class Row(BaseModel, frozen=True, allow_inf_nan=False):
             by_device=self.memory_by == "device",
             oom=oom if oom or seconds or self.cached_gb else None,
             excluded=dict.fromkeys(QUANTITIES, self.note) if self.status == "doubtful" else {},
+            assumed=not self.software,
         )
 
     def seconds(self, work: Workload) -> float | None:
@@ -194,7 +195,7 @@ class Row(BaseModel, frozen=True, allow_inf_nan=False):
 
     def base(self, node: Node) -> Workload:
         """Make the workload of one micro-batch with one sample."""
-        model, system, tp, pp = self.model(), SYSTEMS[self.system(node)], self.tp, self.pp
+        model, system, tp, pp = self.model(), SYSTEMS[self.system()], self.tp, self.pp
         if model.heads % tp or model.layers < pp:
             sizes = f"{model.heads} heads and {model.layers} layers"
             raise NotPredictable(f"{sizes} cannot be cut by tp={tp}, pp={pp}")
@@ -264,17 +265,11 @@ class Row(BaseModel, frozen=True, allow_inf_nan=False):
             return [(int(written), False)]
         return [(int(written in ("full", "yes")), written == "selective")]
 
-    def system(self, node: Node) -> str:
-        """Return the stated system, or the usual one for ZeRO stage, GPU and pipeline."""
+    def system(self) -> str:
+        """Return the stated system, or the usual one for the task and the ZeRO stage."""
         if self.software or self.task:
             return self.software or "transformers"
-        # GPU and pipeline tell the years: Megatron-LM had no pipeline before 2021.
-        gpu = node.gpu.compute_capability or ""
-        if self.zero_stage:
-            return "megatron-deepspeed"
-        if gpu.startswith("7") and self.pp == 1:
-            return "megatron-2019"
-        return "megatron-core" if gpu.startswith("9") else "megatron"
+        return "megatron-deepspeed" if self.zero_stage else "megatron"
 
 
 COLUMNS = {name: field.description or "" for name, field in Row.model_fields.items()}

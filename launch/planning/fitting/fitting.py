@@ -45,6 +45,7 @@ HEADING = """\
 #     python launch/plan.py validate --refit
 # constants: on all documents; left_out: without that one, by which its own rows are predicted; errors: of
 # those predictions; fitted_on: rows with a time, and with a memory, which no constant is fitted to.
+# waiting: of published rows that are not among these, in which the GPU waits for the host; kept by --refit.
 """
 
 
@@ -122,6 +123,7 @@ def refit(cases: Sequence[Case]) -> None:
     found = Fit(
         constants=fits[""],
         errors=errors,
+        waiting=constants.fitted().waiting,
         fitted_on={name: counts for name, counts in rows.items() if any(counts)},
         left_out={name: fits[name] for name, counts in rows.items() if any(counts)},
     )

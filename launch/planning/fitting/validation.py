@@ -13,9 +13,8 @@ from launch.planning.fitting.fitting import Ratio, error_of, ratios
 from launch.planning.prediction.constants import Constants, fitted
 from launch.planning.prediction.hardware import GIB
 from launch.planning.prediction.rank_memory import fullest_rank
-from launch.planning.prediction.step_time import step_time
+from launch.planning.prediction.step_time import WAITING, step_time
 
-WAITING = 0.1  # of a step's time, from which on a row counts as limited by the host
 HEADINGS = ("table", "memory verdicts", "cached memory", "time per iteration")
 ABOUT = (
     "Each document is predicted by constants fitted without it. Errors: median, 90th percentile, worst "
@@ -103,9 +102,8 @@ def unseeing(case: Case) -> Constants:
 
 
 def waits(case: Case) -> bool:
-    """Check whether the GPU is predicted to wait for the host for `WAITING` of the step or longer."""
-    time = step_time(*case.step, unseeing(case))
-    return time.host >= WAITING * time.total
+    """Check whether the GPU is predicted to wait for the host."""
+    return step_time(*case.step, unseeing(case)).waits
 
 
 def describe(found: Validation, *, verbose: bool = False, width: int | None = None) -> str:
@@ -121,17 +119,32 @@ def describe(found: Validation, *, verbose: bool = False, width: int | None = No
     if errors["allocated"]:
         sections.append(f"allocated memory, of rows that print it too: {errors['allocated']}")
     if small := _errors([ratio for ratio in found.ratios["time"] if waits(ratio.case)]):
-        sections.append(f"time, of rows in which the GPU waits for the host ({WAITING:.0%} or more): {small}")
+        told = fitted().waiting
+        seen = f"these too few: such predictions bear {told.median:.0%}, the median of {told.rows} other rows"
+        where = f"of rows in which the GPU waits for the host ({WAITING:.0%} or more)"
+        sections.append(wrapped(f"time, {where}: {small}; {seen}", width))
     sections += [*_verdicts(found.verdicts)]
     excluded = [wrapped(f"  {case.table}/{case.name}: {why}", width, hang=4) for case, why in found.excluded]
     if excluded:
         sections.append("\n".join(["shown, and not compared:", *excluded]))
+    if systems := _systems(found.cases):
+        sections.append(wrapped(systems, width))
     if found.unfitted:
         sections.append(wrapped(f"no constant was fitted on: {', '.join(found.unfitted)}", width))
     for name, (title, unit) in ROWS.items() if verbose else ():
         if found.ratios[name]:
             sections.append(f"{title}\n{_rows(found.ratios[name], unit, width)}")
     return "\n\n".join(sections)
+
+
+def _systems(cases: Sequence[Case]) -> str:
+    """Name the software as which rows are predicted, and how many rows do not state theirs."""
+    rows = Counter((case.work.software.name, case.assumed) for case in cases if case.work)
+    names = []
+    for (name, assumed), number in sorted(rows.items()):
+        unstated = ", not stated: name it in the column software" * assumed
+        names.append(f"{name} ({number}{unstated})")
+    return f"rows are predicted as this software runs them: {', '.join(names)}" if names else ""
 
 
 def shortened(name: str, most: int = 43) -> str:
@@ -173,5 +186,6 @@ def _rows(found: Sequence[Ratio], unit: float, width: int | None) -> str:
     for ratio in found:
         ours, theirs = ratio.predicted / unit, ratio.published / unit
         numbers = f"{ours:.4g}", f"{theirs:.4g}", f"{ours / theirs:.2f}"
-        lines.append([ratio.case.document, ratio.case.name, *numbers])
-    return table(lines, ["document", "row", "predicted", "published", "ratio"], "llrrr", width)
+        lines.append([ratio.case.document, ratio.case.name, ratio.case.step[0].software.name, *numbers])
+    headings = ["document", "row", "as run by", "predicted", "published", "ratio"]
+    return table(lines, headings, "lllrrr", width)

@@ -37,11 +37,16 @@ class Constants(Strict):
     blocks that fit (c10/cuda/CUDACachingAllocator.cpp)"""
 
 
-class Error(Strict):
-    """Relative errors on published rows; median, 90th percentile and worst are of the absolute values."""
+class Median(Strict):
+    """The median of the absolute relative errors on published rows."""
 
     rows: int
     median: float
+
+
+class Error(Median):
+    """Relative errors on published rows; 90th percentile and worst are of the absolute values."""
+
     percentile_90: float
     worst: float
     bias: float
@@ -54,6 +59,8 @@ class Fit(Strict):
     constants: Constants
     errors: dict[str, Error]
     """of time and memory, of rows predicted by constants that never saw their document"""
+    waiting: Median
+    """of time, of rows outside `fitted_on` in which the GPU is predicted to wait for the host"""
     fitted_on: dict[str, list[int]]
     """rows of each document with a time, and with a memory"""
     left_out: dict[str, Constants]
@@ -64,6 +71,11 @@ class Fit(Strict):
 def fitted() -> Fit:
     """Read the file."""
     return Fit.model_validate(yaml.safe_load(FILE.read_text()))
+
+
+def time_error(waits: bool) -> Median:
+    """Return the error of a predicted time; `waits`: the GPU waits for the host."""
+    return fitted().waiting if waits else fitted().errors["time"]
 
 
 @functools.cache

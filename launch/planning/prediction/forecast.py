@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Literal
 
 from launch.planning.prediction import rank_memory
-from launch.planning.prediction.constants import Constants, fitted_constants
+from launch.planning.prediction.constants import Constants, Median, fitted_constants, time_error
 from launch.planning.prediction.hardware import Node, Price
 from launch.planning.prediction.rank_memory import RankMemory
 from launch.planning.prediction.step_time import StepTime, step_time
@@ -157,6 +157,16 @@ class Forecast:
         if self.work.precision not in self.node.gpu.tflops:
             return None
         return step_time(self.work, self.node, self.constants)
+
+    @property
+    def waits(self) -> bool:
+        """Check whether a GPU is predicted to wait for the host."""
+        return bool(self.time and self.time.waits and not self.node.is_cpu)
+
+    @property
+    def time_error(self) -> Median:
+        """The error that the predicted time bears."""
+        return time_error(self.waits)
 
     @property
     def speed(self) -> Speed | None:

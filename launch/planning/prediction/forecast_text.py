@@ -82,13 +82,18 @@ def page(found: Forecast, name: str, bill: Bill | None, width: int | None = None
     if bill:
         shown.facts(("whole run", _bill(found, bill)))
     on_gpus = " (of GPUs; of cores: docs/planning.md)" * found.node.is_cpu
-    shown.facts(("error", f"time {error('time')}; memory {error('memory')}{on_gpus}"))
+    of_time = error("time", waits=found.waits)
+    shown.facts(("error", f"time {of_time}; memory {error('memory')}{on_gpus}"))
     shown.notes(map(remark_text, found.remarks))
     return shown
 
 
-def error(quantity: Literal["time", "memory"]) -> str:
-    """Describe the planner's error on published rows."""
+def error(quantity: Literal["time", "memory"], *, waits: bool = False) -> str:
+    """Describe the planner's error on published rows; `waits`: of a step whose GPU waits for the host."""
+    if waits and quantity == "time":
+        told = fitted().waiting
+        where = "whose GPU waits for the host, as here, and which nothing was fitted to"
+        return f"±{told.median:.0%} in the median of {told.rows} published rows {where}"
     found = fitted().errors[quantity]
     tenths = f"±{found.percentile_90:.0%} in nine of ten"
     return f"±{found.median:.0%} in the median of {found.rows} published rows, {tenths}"
@@ -128,7 +133,7 @@ def _placed(found: Forecast) -> list[tuple[str, str]]:
     return [
         ("hardware", f"{gpus}: {node.title} ({node.name}), {node.gpu.memory_gib:g} GiB each"),
         ("layout", f"{layout.degrees()}; {layout.identity()}"),
-        ("how", f"{', '.join(kept)} ({work.software.name})"),
+        ("how", f"{', '.join(kept)}, as {work.software.name} runs it"),
     ]
 
 
@@ -221,7 +226,7 @@ def as_json(found: Forecast, bill: Bill | None) -> dict[str, Any]:
         "memory_bytes": found.node.gpu.memory_bytes,
         "host_bytes_per_node": found.host,
         "nvme_bytes_per_node": found.nvme,
-        "errors": {quantity: error.model_dump() for quantity, error in fitted().errors.items()},
+        "errors": {"time": found.time_error.model_dump(), "memory": fitted().errors["memory"].model_dump()},
         "verdict": found.verdict,
         "margin_bytes": found.margin,
         "largest_micro": asdict(found.largest),

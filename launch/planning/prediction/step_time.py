@@ -16,6 +16,7 @@ from launch.planning.prediction.workload import Workload
 from modeling.cost import products
 from recipes.attention_patterns import Window
 
+WAITING = 0.1  # of a step's time, from which on the host counts as what limits it
 TILE = 128  # rows and columns that one multiprocessor computes at a time
 LATENCY, FAR_LATENCY = 2.5e-6, 10e-6  # seconds of a hop of a collective, inside a node and between nodes
 TENSORS = 12  # parameter tensors of a layer
@@ -63,6 +64,11 @@ class StepTime:
     def split(self) -> dict[str, float]:
         """Seconds by cause."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def waits(self) -> bool:
+        """Check whether the GPU waits for the host for `WAITING` of the step or longer."""
+        return self.host >= WAITING * self.total
 
     @property
     def bubble_share(self) -> float:

@@ -8,7 +8,6 @@ from functools import cache, cached_property, partial
 from itertools import product
 
 from ds_configs.jsonfile import ConfigError
-from launch.planning.prediction.constants import fitted
 from launch.planning.prediction.forecast import Forecast, forecast
 from launch.planning.prediction.workload import Workload
 from launch.planning.search import candidates
@@ -47,6 +46,11 @@ class Candidate:
         """Seconds by cause."""
         assert self.forecast.time, "the resolver takes a precision that the node has"
         return self.forecast.time.split
+
+    @property
+    def error(self) -> float:
+        """The error, in the median, of predicted seconds like these."""
+        return self.forecast.time_error.median
 
     @property
     def shortage(self) -> float:
@@ -186,11 +190,16 @@ def ranking(fitting: list[Candidate]) -> list[Candidate]:
 
 
 def groups(candidates_: Sequence[Candidate]) -> list[int]:
-    """Number the groups, from the fastest, whose times are closer than the planner's error in the median."""
-    first, number, found = 0.0, -1, dict[int, int]()
+    """Number the groups, from the fastest, whose times are closer than the planner's error in the median.
+
+    Of two layouts the larger error counts, as of one whose GPUs wait for the host.
+    """
+    first: Candidate | None = None
+    number, found = -1, dict[int, int]()
     for place in sorted(range(len(candidates_)), key=lambda place: candidates_[place].seconds):
-        if candidates_[place].seconds > (1 + fitted().errors["time"].median) * first:
-            first, number = candidates_[place].seconds, number + 1
+        candidate = candidates_[place]
+        if first is None or candidate.seconds > (1 + max(first.error, candidate.error)) * first.seconds:
+            first, number = candidate, number + 1
         found[place] = number
     return [found[place] for place in range(len(candidates_))]
 

@@ -49,7 +49,7 @@ def page(answer: Answer, name: str, most: int, width: int | None = None) -> Page
     shown.facts(
         ("recipe", f"{name}: {size / 1e9:,.3g} billion parameters ({shape}), {samples}"),
         ("hardware", f"{gpus}: {node.title} ({node.name}), {node.gpu.memory_bytes / 1e9:.1f} GB each"),
-        ("searched", f"{number} ({question.software.name})"),
+        ("searched", f"{number}, as {question.software.name} runs them"),
     )
     if best := answer.best_per_layout(most):
         _add_layouts(shown, answer, best)
@@ -77,7 +77,11 @@ def _add_layouts(shown: Page, answer: Answer, best: list[Candidate]) -> None:
             _states(candidate) + ", SNUG" * (candidate.forecast.verdict == "snug"),
         ]
         rows.append([number, *cells])
-    shown.table(rows, HEADINGS, "rlllrrrrl", below=[f"{LEGEND}{error('time')}; memory {error('memory')}."])
+    below = [f"{LEGEND}{error('time')}; memory {error('memory')}."]
+    others = [each.best for each in answer.alternatives if each.best]
+    if any(candidate.forecast.waits for candidate in (*best, *others)):
+        below.append(f"WAITS: time {error('time', waits=True)}.")
+    shown.table(rows, HEADINGS, "rlllrrrrl", below=below)
 
 
 def _add_split(shown: Page, best: list[Candidate]) -> None:
@@ -103,6 +107,7 @@ def _states(candidate: Candidate) -> str:
     words += [] if again == "nothing" else [f"{again} recomputed"]
     words += ["sequence parallel"] * work.sequence_parallel
     words += [f"{work.interleave} chunks"] * (work.interleave > 1)
+    words += ["WAITS"] * candidate.forecast.waits
     return ", ".join(words)
 
 

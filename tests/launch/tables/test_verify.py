@@ -1,8 +1,9 @@
 """`recipe.py verify` on the published tables: it finds what is known to be wrong with the sources."""
 
 import pytest
+from launching import ROOT
 
-from launch.tables import verification
+from launch.tables import verification, verification_command
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +24,13 @@ def found(report, subject: str, quantity: str):
 
 def test_every_disagreement_is_explained_and_no_explanation_is_stale(report):
     assert report.passed, lines(report)
+
+
+def test_the_readme_says_how_many_values_agree(report):
+    number = verification_command._numbers(report, report.checks)
+    agree, errata = number["agree"], number["errata"]
+    quoted = f"Of {agree + errata} recomputed values {agree} agree; {errata} disagree with the sources"
+    assert quoted in (ROOT / "recipes" / "README.md").read_text()
 
 
 KNOWN = [

@@ -11,7 +11,7 @@ from planned import plan as planned_row
 from planned import work
 
 from launch.planning.prediction import forecast_text
-from launch.planning.prediction.constants import fitted_constants
+from launch.planning.prediction.constants import fitted, fitted_constants
 from launch.planning.prediction.forecast import forecast
 from launch.planning.prediction.forecast_plot import timeline
 from launch.planning.prediction.hardware import find
@@ -86,6 +86,25 @@ def test_the_plan_says_what_is_allocated_and_what_is_reserved():
     assert line.split()[-1] == f"{rank.allocated / 1e9:.2f}"
     stage = forecast_text.as_json(found, None)["stages"][0]
     assert (stage["allocated"], stage["reserved"]) == (rank.allocated, rank.reserved)
+
+
+def test_a_step_whose_gpu_waits_for_the_host_bears_the_error_of_such_steps():
+    """The median over all rows says nothing of it: rows of that kind outside the fit were far off."""
+    large, small = (predicted(OWN, "h100-80x8", f"batch.micro={micro}") for micro in (16, 1))
+    usual, waiting = fitted().errors["time"], fitted().waiting
+    assert waiting.median > 3 * usual.percentile_90 / 2
+    for found, waits, error in ((large, False, usual), (small, True, waiting)):
+        assert found.waits == waits and (found.time.host >= 0.1 * found.time.total) == waits
+        assert forecast_text.as_json(found, None)["errors"]["time"]["median"] == error.median
+        said = str(forecast_text.page(found, "x", None))
+        assert f"time ±{error.median:.0%} in the median of {error.rows} published rows" in said
+        assert ("waits for the host, as here" in said) == waits
+
+
+def test_the_plan_says_whose_software_it_predicts():
+    assert "every layer recomputed, as megarecipes runs it" in str(
+        forecast_text.page(predicted(TENSOR, "dgx2"), "x", None)
+    )
 
 
 def test_the_bill_is_the_time_of_all_steps():

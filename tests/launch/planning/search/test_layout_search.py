@@ -17,7 +17,7 @@ from ds_configs.resolver import resolve
 from launch.planning.prediction import workload
 from launch.planning.prediction.constants import fitted
 from launch.planning.prediction.forecast import forecast
-from launch.planning.search import candidates, layout_search, search_command, shapes, ways
+from launch.planning.search import candidates, layout_search, search_command, search_text, shapes, ways
 from launch.planning.search.layout_search import WORTH
 from recipes import catalog
 from recipes.layout import divisors
@@ -145,6 +145,23 @@ def test_layouts_closer_than_the_planners_error_are_one_group():
     ends = [(min(seconds), max(seconds)) for _, seconds in sorted(by_group.items())]
     for (first, last), (following, _) in itertools.pairwise(ends):
         assert last <= (1 + error) * first < following
+
+
+def test_a_layout_whose_gpus_wait_for_the_host_is_marked_and_bears_that_error():
+    line = "--model 125m --hardware h100-80x8 --global-batch 64 --set batch.micro=1"
+    found, usual = answer(line), answer(CASES["13b"])
+    waiting, error = fitted().waiting, fitted().errors["time"]
+    assert found.winner.forecast.waits and found.winner.error == waiting.median
+    assert usual.winner.error == error.median and not usual.winner.forecast.waits
+    said = str(search_text.page(found, "x", 3))
+    assert "ZeRO-1, WAITS" in said and "as megarecipes runs them" in said
+    assert f"WAITS: time ±{waiting.median:.0%} in the median of {waiting.rows}" in said
+    assert "WAITS" not in str(search_text.page(usual, "x", 3))
+    slower = replace(found.winner.forecast.time, host=1.5 * found.winner.forecast.time.host)
+    close = replace(found.winner, forecast=replace(found.winner.forecast))
+    close.forecast.__dict__["time"] = slower
+    assert close.seconds > (1 + error.median) * found.winner.seconds
+    assert layout_search.groups([found.winner, close]) == [0, 0], "closer than the larger error"
 
 
 def test_every_family_that_is_not_taken_has_its_reason():

@@ -1,0 +1,209 @@
+"""Plant mistakes that hurt a training silently, one by one in a copy of the tree, and see each noticed.
+
+    python tests/planted_mistakes.py                        every mistake, by the test that is to notice it
+    python tests/planted_mistakes.py --only warm-up "label shift"
+    python tests/planted_mistakes.py --find --only warm-up  by which quick test of its room, at first
+    python tests/planted_mistakes.py --list
+
+A mistake is one replacement of code. Its test has to pass in the copy without it, and to fail with it; the
+exit code is 1 if one is not noticed. To add one: an entry of `MISTAKES`, with code that stands once in its
+file; `--find` tells the test, or that one has to be written. All of them take a quarter of an hour on two
+busy cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Mistake(NamedTuple):
+    """Code in a file, what it is replaced by, and the test that notices it."""
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    test: str
+
+    @property
+    def room(self) -> str:
+        """The nearest folder of tests/ that is named like the file's."""
+        folder = ROOT / "tests" / Path(self.file).parent
+        while not any(folder.glob("**/test_*.py")):
+            folder = folder.parent
+        return str(folder.relative_to(ROOT))
+
+    def plant(self, tree: Path) -> str:
+        """Replace the code in the copy; return the text of the file before."""
+        path = tree / self.file
+        text = path.read_text(encoding="utf-8")
+        assert text.count(self.right) == 1, f"{self.file} has {self.right!r} {text.count(self.right)} times"
+        path.write_text(text.replace(self.right, self.wrong), encoding="utf-8")
+        return text
+
+
+STEP = "tests/launch/training/test_whole_step.py"
+MODELING, DATA, TRAINING = "tests/modeling/test_", "tests/data/test_", "tests/launch/training/test_"
+CHECKPOINTS, NORMS = "tests/launch/checkpoints/test_", "tests/launch/deepspeed_fixes/test_norms.py"
+MISTAKES = (
+    # modeling
+    Mistake("position offset", "modeling/gpt2.py",
+            "weight[None, :length]", "weight.roll(1, 0)[None, :length]",
+            MODELING + "modeling.py::test_logits_of_imported_weights"),
+    Mistake("token types dropped", "modeling/bert.py",
+            "F.embedding(token_types, token_type)", "F.embedding(0 * token_types, token_type)",
+            MODELING + "convert_bert.py"),
+    Mistake("pooler cut off", "modeling/bert.py",
+            "self.pooler(x[:, 0] if firsts is None else F.embedding(firsts, x[0]))",
+            "self.pooler((x[:, 0] if firsts is None else F.embedding(firsts, x[0])).detach())",
+            MODELING + "convert_bert.py::test_gradients_of_both_losses_are_equal"),
+    Mistake("samples see their neighbours", "modeling/unpadding.py",
+            "F.pad(lengths.cumsum(0), (1, 1))", "F.pad(lengths.cumsum(0) + 1, (1, 1))",
+            MODELING + "unpadding.py"),
+    Mistake("mask of padding", "modeling/unpadding.py",
+            "device=lengths.device) < lengths", "device=lengths.device) <= lengths", MODELING + "bert.py"),
+    Mistake("dropout not scaled", "modeling/hidden_dropout.py",
+            "x * (1 / (1 - probability))", "x", MODELING + "hidden_dropout.py"),
+    Mistake("attention dropout not scaled", "modeling/attention.py",
+            "* (1 / (1 - p))", "* 1", MODELING + "attention.py"),
+    Mistake("epsilon of BERT", "modeling/transformer.py",
+            "BERT_NORM_EPS = 1e-5, 1e-12", "BERT_NORM_EPS = 1e-5, 1e-5", MODELING + "convert_bert.py"),
+    Mistake("draws of projections", "modeling/initialization.py",
+            "(2 * self.layers) ** 0.5", "self.layers**0.5", MODELING + "modeling.py::test_gpt2_statistics"),
+    Mistake("decoder not tied", "modeling/layer_list.py",
+            "self._in_order = [(d.apply, built[d.name]) for d in definitions]",
+            "self._in_order = [(d.apply, built[d.name] if d is definitions[0] or d.name != 'word' else "
+            "d.kind(**d.arguments)) for d in definitions]",
+            MODELING + "modeling.py::test_gradients_of_imported_weights"),
+    Mistake("exact GELU", "modeling/transformer.py",
+            'F.gelu(x, approximate="tanh")', "F.gelu(x)",
+            MODELING + "modeling.py::test_logits_of_imported_weights"),
+    Mistake("padding of the vocabulary counts", "modeling/parallel/layers.py",
+            "if self.valid < self.rows:", "if self.valid < 0:", STEP),
+    Mistake("targets of other ranks count", "modeling/parallel/cross_entropy.py",
+            "target.masked_fill(foreign, 0.0)]", "target]", MODELING + "modeling.py::test_on_ranks"),
+    Mistake("norms of cut positions not summed", "modeling/parallel/collectives.py",
+            "(first, second) if group is None else", "(first, second) if True else",
+            MODELING + "modeling.py::test_on_ranks"),
+    # data
+    Mistake("label shift", "data/samples/gpt.py",
+            '"labels": windows[:, 1:], "weights"', '"labels": windows[:, :-1], "weights"',
+            DATA + "loader.py::test_gpt_micro_batches_have_labels_one_token_on_and_the_documented_types"),
+    Mistake("windows overlap", "data/samples/gpt.py",
+            "self.stream.read(index * length, index * length + length + 1)",
+            "self.stream.read(index * (length - 1), index * (length - 1) + length + 1)",
+            "tests/data/tokens/test_stores.py"),
+    Mistake("one order for every epoch", "data/keyed_random.py",
+            "shuffled(self._samples, seed, epoch)", "shuffled(self._samples, seed, 0)",
+            DATA + "loader.py::test_positions_are_looked_up_in_the_order_of_their_epoch"),
+    Mistake("ranks read the same rows", "data/loader.py", "return rows[dp_rank]", "return rows[0]",
+            DATA + "loader.py::test_a_rank_reads_consecutive_rows"),
+    Mistake("data resumed a step back", "data/loader.py",
+            "Prefetcher(self._produce, start_step,", "Prefetcher(self._produce, max(0, start_step - 1),",
+            DATA + "loader.py::test_resuming_continues_with_the_same_batches_under_another_layout"),
+    Mistake("validation is trained on", "data/split_rule.py",
+            "found == PARTS.index(part))", '(found == PARTS.index(part)) | (part == "train"))',
+            DATA + "corpus.py::test_build_keeps_held_out_documents_out_of_training"),
+    Mistake("no chosen token stays", "data/samples/masking.py",
+            "MASKED, RANDOM = 0.8, 0.1", "MASKED, RANDOM = 0.9, 0.1",
+            DATA + "bert_samples.py::test_of_chosen_tokens_80_percent_are_masked_10_random_10_kept"),
+    Mistake("filling of a validation counts", "data/loader.py",
+            "real_weight, 0.0)", "real_weight, real_weight)",
+            DATA + "loader.py::test_mean_of_validation_losses_is_the_mean_over_real_samples"),
+    # training
+    Mistake("decay of biases", "launch/training/engine.py",
+            "groups[len(shape) <= 1]", "groups[len(shape) < 1]", STEP),
+    Mistake("warm-up", "launch/training/schedule.py",
+            "return peak * step / warmup", "return peak * (step + 1) / warmup", TRAINING + "schedule.py"),
+    Mistake("divided twice", "launch/training/engine.py",
+            "engine.backward(loss)", "engine.backward(loss / len(batches))", STEP),
+    Mistake("tokens of one rank", "launch/training/micro_batches.py",
+            "if grid.dp > 1:", "if grid.dp > 99:", STEP),
+    Mistake("one dropout for all steps", "launch/training/micro_batches.py",
+            "salts_of(recipe.seed, step, samples,", "salts_of(recipe.seed, 0, samples,",
+            TRAINING + "micro_batches.py"),
+    Mistake("dropout in validation", "launch/training/engine.py", "engine.eval()", "engine.train()",
+            TRAINING + "engine.py"),
+    Mistake("schedule begins anew", "launch/training/schedule.py",
+            'self.completed = state["completed"]', "self.completed = 0", TRAINING + "schedule.py"),
+    # checkpoints and optimizers
+    Mistake("moments not loaded", "launch/checkpoints/reading.py",
+            "for name in moments}", "for name in moments[1:]}", CHECKPOINTS + "any_layout.py"),
+    Mistake("bias correction begins anew", "launch/checkpoints/engine_state.py",
+            "step: int | torch.Tensor = steps", "step: int | torch.Tensor = steps = 0",
+            CHECKPOINTS + "any_layout.py"),
+    Mistake("clipped at twice the norm", "launch/deepspeed_fixes/norms.py",
+            "/ largest if largest", "/ (2 * largest) if largest", NORMS),
+    Mistake("clipped at twice the norm in fp32", "launch/deepspeed_fixes/zero0.py",
+            "torch.clamp(self.gradient_clipping() /", "torch.clamp(2 * self.gradient_clipping() /", NORMS),
+    Mistake("sums in bf16", "launch/deepspeed_fixes/zero0.py",
+            "super().get_data_types()[1] == torch.float32", "False", STEP),
+)  # fmt: skip
+
+
+def copy_of_tree(target: Path) -> None:
+    """Copy what git knows or would add."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, target / name)
+
+
+def tested(tree: Path, *tests: str) -> tuple[str, float]:
+    """Run quick tests in the copy up to the first failure; return its name ("": all pass) and the seconds."""
+    started = time.monotonic()
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not long", "-p", "no:cacheprovider"]
+    command += [f"--basetemp={tree.parent / 'temporary'}", *tests]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+    assert done.returncode in (0, 1), done.stdout[-3000:] + done.stderr[-1000:]
+    failed = (line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR ")))
+    name = next(failed, "").removeprefix("FAILED ").removeprefix("ERROR ").split(" - ")[0]
+    return name, time.monotonic() - started
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these mistakes (default: all)")
+    parser.add_argument("--find", action="store_true", help="run the quick tests of the mistake's room")
+    parser.add_argument("--list", action="store_true", help="show the mistakes and their tests")
+    args = parser.parse_args()
+    names = [mistake.name for mistake in MISTAKES]
+    if unknown := set(args.only or ()) - set(names):
+        parser.error(f"--only: no mistake is called {', '.join(unknown)}; there are {', '.join(names)}")
+    chosen = [mistake for mistake in MISTAKES if not args.only or mistake.name in args.only]
+    if args.list:
+        for mistake in chosen:
+            print(f"{mistake.name:30} {mistake.file:38} {mistake.test}")
+        return 0
+    unnoticed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        copy_of_tree(tree)
+        if not args.find:
+            failed, _ = tested(tree, *{mistake.test for mistake in chosen})
+            assert not failed, f"{failed} fails without any mistake"
+        for mistake in chosen:
+            text = mistake.plant(tree)
+            failed, seconds = tested(tree, mistake.room if args.find else mistake.test)
+            (tree / mistake.file).write_text(text, encoding="utf-8")
+            unnoticed += not failed
+            print(f"{mistake.name:30} {seconds:5.0f} s  {failed or 'NOT NOTICED'}", flush=True)
+    print(f"{len(chosen) - unnoticed} of {len(chosen)} mistakes were noticed")
+    return int(unnoticed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
