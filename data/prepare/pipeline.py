@@ -76,12 +76,13 @@ def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) 
         check_code(settings.language)
     inputs = Inputs(settings)
     bands = choose_bands(settings.permutations, settings.dedup) if settings.dedup is not None else None
-    evaluation = read_evaluation(settings.decontaminate, settings.ngram) if settings.decontaminate else None
+    sets = settings.decontaminate
+    evaluation = read_evaluation(sets, settings.ngram, settings.repair) if sets else None
     manifest = {  # two preparations with equal manifests give equal stores
         "format": FORMAT_VERSION,
         "arguments": settings.deciding(),
         "inputs": report.describe_inputs(inputs.files, max(1, settings.workers)),
-        "evaluation": {path: report.file_digest(Path(path)) for path in settings.decontaminate},
+        "evaluation": {path: report.file_digest(Path(path)) for path in sets},
         "versions": {package: importlib.metadata.version(package) for package in PACKAGES},
     }
     with space.locked():
@@ -203,6 +204,7 @@ def finish(
             "bands": bands.count,
             "rows": bands.rows,
             "permutations": permutations,
+            "shingle": settings.shingle,
             "probability_at_threshold": bands.probability(settings.dedup),
             "pairs_compared": duplicates.candidates,
             "index_bytes": index.bytes,

@@ -140,7 +140,7 @@ def test_the_two_forms_of_lambada_are_told_apart(tokenizer, tmp_path):
         ("a.jsonl", "", "empty file"),
         ("a.txt", " \n\n", "holds no text"),
         ("a.txt", b"\xff\xfe\x00", "UTF-16"),
-        ("a.parquet", "no parquet", "damaged file"),
+        ("a.parquet", "no parquet", "a parquet file begins with PAR1"),
     ],
 )
 def test_a_file_without_its_fields_is_refused(name, content, said, tokenizer, tmp_path):
