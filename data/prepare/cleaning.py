@@ -94,7 +94,7 @@ _QUOTES = dict.fromkeys("\u02bc\u2018\u2019\u201a\u201b", "'") | dict.fromkeys(
 _HARMLESS = bytes({ord("\n"), ord("\t"), *range(0x20, 0x7F)} - {ord("&")})
 _OUTSIDE_ASCII = bytes(range(0x80, 0x100))
 _CONFIG = ftfy.TextFixerConfig(explain=False, fix_character_width=False)
-_CURLY = re.compile(f"[{''.join(UNSPACED.values())}]")  # in lines with one, curly quotes are the script's own
+_UNSPACED = re.compile(f"[{''.join(UNSPACED.values())}]")  # curly quotes of such lines are the script's own
 
 
 def repair(text: str) -> str:
@@ -118,13 +118,13 @@ def repair(text: str) -> str:
 
 
 def _repair_line(line: str, in_markup: bool) -> str:
-    straight, curly_stay = line, bool(_CURLY.search(line))
-    for curly, plain in () if curly_stay else _QUOTES.items():
+    straight = line
+    for curly, plain in _QUOTES.items():
         straight = straight.replace(curly, plain)
     if not _ACTIVE.search(straight) and not _is_bad(line) and (straight == line or not _is_bad(straight)):
         return straight
     config = _CONFIG._replace(unescape_html=False) if in_markup else _CONFIG
-    return ftfy.fix_and_explain(line, config._replace(uncurl_quotes=not curly_stay)).text
+    return ftfy.fix_and_explain(line, config._replace(uncurl_quotes=not _UNSPACED.search(line))).text
 
 
 def _is_bad(line: str) -> bool:

@@ -82,7 +82,7 @@ _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _SOURCES = {"a parquet file": "parquet", JSON_LINES: "jsonl", "a Wikipedia dump": "wikipedia"}
 _SOURCES["the index of a token store"] = "store"
 _WAYS = {
-    ARROW: "make parquet of it: python -c \"import datasets; datasets.load_from_disk('DIRECTORY')"
+    ARROW: "make parquet of it: python -c \"import datasets; datasets.Dataset.from_file('FILE.arrow')"
     ".to_parquet('FILE.parquet')\"",
     _CSV: "make parquet of it: python -c \"import pandas; pandas.read_csv('FILE', sep=None, engine='python')"
     ".to_parquet('FILE.parquet')\"",

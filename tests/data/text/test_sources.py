@@ -207,7 +207,7 @@ TYPES = {
     "c.TSV.gz": (gzip.compress(b"some words\n"), "a table.*pandas"),
     "c.txt": (b'"id","text"\r\n1,"some, text"\r\n', "a table"),
     "d.txt": (b"label\ttext\n0\tSome text\n", "a table"),
-    "e.arrow": ("stream", "an Arrow file.*load_from_disk"),
+    "e.arrow": ("stream", "an Arrow file.*from_file"),
     "e.feather": ("arrow", "an Arrow file"),
     "f.bin": (np.array([464, 13, 50256, 50000], "<u2").tobytes(), "a file of raw numbers.*data/README.md"),
     "g.7z": (b"7z\xbc\xaf\x27\x1c\0\4", "a 7-Zip archive; unpack"),
@@ -253,7 +253,7 @@ def test_text_that_looks_a_little_like_another_type_is_text(tmp_path):
 def test_a_directory_that_datasets_saved_is_named(tmp_path):
     (tmp_path / "saved" / "train").mkdir(parents=True)
     (tmp_path / "saved" / "train" / "data-00000-of-00001.arrow").write_bytes(saved("stream"))
-    with pytest.raises(ProblemsError, match=r"is a directory.*load_from_disk\('DIRECTORY'\).to_parquet"):
+    with pytest.raises(ProblemsError, match=r"is a directory.*from_file\('FILE.arrow'\).to_parquet"):
         files_of(Origin(source="parquet", name=str(tmp_path / "saved")))
 
 
