@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -212,6 +213,8 @@ def test_text_of_many_scripts_is_decontaminated(vocabulary, tmp_path):
     chosen = settings(source, vocabulary, decontaminate=(str(tmp_path / "set"),), dedup=None)
     report = prepare(dataclasses.replace(chosen, language=None, min_tokens=1), tmp_path / "out")
     assert list(dropped(report).values()) == [3] and report["store"]["documents"] == 4
+    (warning,) = report["warnings"]  # of a vocabulary trained on English
+    assert re.match(r"[4-9]\d\.\d% of the tokens are \[UNK\]", warning)
 
 
 def test_steps_account_for_every_document_and_byte(finished):
