@@ -238,9 +238,9 @@ def warn_of_unknown(vocabulary: PreTrainedTokenizerFast, tokens: np.ndarray) -> 
         return []
     blocks = range(0, len(tokens), TOKENS_AT_ONCE)
     share = sum(np.count_nonzero(tokens[at : at + TOKENS_AT_ONCE] == unknown) for at in blocks) / len(tokens)
-    lost = f"{share:.1%} of the tokens are {vocabulary.unk_token}: characters that the vocabulary lacks, or words"
-    fix = "give a vocabulary of the text's language"
-    return [f"{lost} of more than 100 of them: {fix}"] if share > MOST_UNKNOWN else []
+    found = f"{share:.1%} of the tokens are {vocabulary.unk_token}"
+    why = "characters that the vocabulary lacks, or words of more than 100"
+    return [f"{found}, {why}: give a vocabulary of the text's language"] if share > MOST_UNKNOWN else []
 
 
 def describe(
