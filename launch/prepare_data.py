@@ -2,7 +2,7 @@
 
 python launch/prepare_data.py --source jsonl --name 'corpus/*.jsonl.zst' --tokenizer gpt2 --out stores/corpus
 
-Started several times at once, on one machine or more that share a disk (srun -N 10 python ...), it is one work.
+Started several times at once, on one machine or on several that share a disk, it is one preparation.
 """
 
 from __future__ import annotations

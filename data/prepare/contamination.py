@@ -1,6 +1,8 @@
 """Search for documents with n words in a row of an evaluation text (Brown et al. 2020, appendix C, n = 13).
 
-Words are compared lower-cased and without punctuation. Evaluation texts of fewer than n words are not found.
+Words are compared lower-cased and without punctuation; two characters of Chinese or Japanese count as a word,
+and four of Thai, Lao, Khmer or Burmese. Evaluation texts are repaired as the documents are. Those of fewer
+than n words are not found.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from data.prepare.words import Words, ngrams, words_of
+from data.prepare.cleaning import repair
+from data.prepare.words import Words, passages, words_of
 from data.text.encoder import group_items
+from data.text.file_types import JSON_LINES, JSON_LIST, looks_like, way_from
 from data.text.records import BrokenRecord
 from data.text.sources import format_of
 from recipes import files
@@ -39,8 +43,8 @@ class Evaluation:
 
     def matches(self, words: Words) -> list[tuple[str, str] | None]:
         """Return for each text (evaluation file, first common run of words), or None."""
-        hashes, first, offsets = ngrams(words, self.n, whole_if_short=False)
-        found: list[tuple[str, str] | None] = [None] * (len(offsets) - 1)
+        hashes, first, last = passages(words, self.n)
+        found: list[tuple[str, str] | None] = [None] * (len(words.offsets) - 1)
         likely = np.flatnonzero(self.filter[hashes >> np.uint64(64 - _FILTER_BITS)])
         if not likely.size:
             return found
@@ -48,15 +52,17 @@ class Evaluation:
         places[places == len(self.hashes)] = 0
         hit = self.hashes[places] == hashes[likely]
         likely, places = likely[hit], places[hit]
-        texts = np.searchsorted(offsets, likely, side="right") - 1
+        texts = np.searchsorted(words.offsets, first[likely], side="right") - 1
         for k in np.unique(texts, return_index=True)[1].tolist():
-            start = int(first[likely[k]])
-            found[texts[k]] = (self.files[self.file[places[k]]], words.between(start, start + self.n - 1))
+            passage = words.between(int(first[likely[k]]), int(last[likely[k]]))
+            found[texts[k]] = (self.files[self.file[places[k]]], passage)
         return found
 
 
-def read_evaluation(paths: Sequence[str], n: int) -> Evaluation:
+def read_evaluation(paths: Sequence[str], n: int, repaired: bool = True) -> Evaluation:
     """Read the n-grams of all strings in JSON and JSON-lines files, and of all lines of other text files.
+
+    `repaired`: as the documents are.
 
     Raises ValueError: a file is missing, empty or broken, or no text in it has n words. An evaluation set
     silently not excluded would be worse than an error.
@@ -67,10 +73,10 @@ def read_evaluation(paths: Sequence[str], n: int) -> Evaluation:
     for number, path in enumerate(paths):
         before = len(hashes)
         for some in group_items(_strings(Path(path)), lambda text: 1, _TEXTS_AT_ONCE):
-            words = words_of(some)
-            found = ngrams(words, n, whole_if_short=False)[0]
+            words = words_of([repair(text) for text in some] if repaired else some)
+            found, first, _ = passages(words, n)
             texts += len(some)
-            too_short += int((np.diff(words.offsets) < n).sum())
+            too_short += len(some) - len(np.unique(np.searchsorted(words.offsets, first, side="right")))
             hashes.append(found)
             file.append(np.full(len(found), number, dtype=np.int32))
         if not any(found.size for found in hashes[before:]):
@@ -87,11 +93,14 @@ def _strings(path: Path) -> Iterator[str]:
     if not files.is_file(path):
         raise ValueError(f"--decontaminate {path}: no such file, or no ordinary one")
     lines = format_of(Origin(source="text", name=str(path), documents="file"), _LARGEST_FILE)
-    is_json = any(suffix in (".json", ".jsonl", ".ndjson") for suffix in path.suffixes)
-    for raw in lines.frame(path):
+    named = any(suffix in (".json", ".jsonl", ".ndjson") for suffix in path.suffixes)
+    kind, _ = looks_like(path) or ("", None)
+    is_json = named or kind in (JSON_LINES, JSON_LIST)
+    for raw in lines.framed(path, 0):
         text = raw if isinstance(raw, BrokenRecord) else lines.parse(raw)
         if not isinstance(text, str):
-            raise ValueError(f"--decontaminate {path}: {text.reason if text else 'the file is empty'}")
+            why = f"it is {kind}: {way_from(kind)}" if kind else text.reason if text else "the file is empty"
+            raise ValueError(f"--decontaminate {path}: {why}")
         yield from (_json_strings(path, text) if is_json else text.splitlines())
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.prepare.settings import Settings
-from data.text.file_types import looks_like
+from data.text.file_types import looks_like, way_from
 from data.text.records import BrokenRecord, RawRecord, RecordFormat
 from data.text.sources import files_of, format_of, hub_source
-from recipes.problems import Problem, ProblemsError, Setting, Text
+from recipes.problems import Problem, ProblemsError, Text
 
 FILES_LOOKED_AT, RECORDS_LOOKED_AT = 8, 100  # before any work is done
 CHUNK_RECORDS = 4096  # at most; the bytes of a chunk are given by `Settings.chunk_mb`
@@ -89,17 +89,13 @@ class Inputs:
         """
         own, warnings, refused = self._settings.origin.source, list[str](), list[Problem]()
         for path in () if self._hub else self.paths[:FILES_LOOKED_AT]:
-            kind, source = looks_like(path) or ("", None)
-            problem = self._first_problem(path)
-            if not problem:
-                if source and own == "text":
-                    warnings.append(f"{path} looks like {kind} (--source {source}) and is read as plain text")
-                return warnings
-            came, rule = problem
-            fix: Text = ""
-            if kind and source != own:
-                rule, fix = f"it is {kind}", ("give ", Setting("data.source", source)) if source else ""
-            refused.append(Problem("data.name", came, rule, fix))
+            if problem := self._first_problem(path):
+                refused.append(Problem("data.name", *problem))
+                continue
+            if own == "text" and (found := looks_like(path)):
+                way = f"give --source {found[1]}" if found[1] else way_from(found[0])
+                warnings.append(f"{path} looks like {found[0]} and is read as plain text: {way}")
+            return warnings
         if refused:
             raise ProblemsError(refused)
         return warnings

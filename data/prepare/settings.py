@@ -16,7 +16,7 @@ from recipes.families import SMALLEST_BPE, TRAINED
 from recipes.problems import Key, Problem, ProblemsError, Setting, Words
 from recipes.schema import Origin, Tokenizer
 
-FORMAT_VERSION = 2  # of chunk files and of the manifest
+FORMAT_VERSION = 3  # of chunk files and of the manifest
 
 
 class PreparationFailed(RuntimeError):
@@ -66,21 +66,33 @@ class Settings:
         1,
         100_000,
     )
-    repair: bool = _left_out(True, "mend mojibake, entities, control characters (ftfy)")
+    repair: bool = _left_out(
+        True,
+        "mend mojibake, entities (&amp;) and control characters by ftfy, compose characters (NFC), part "
+        "ligatures, make curly quotes straight; Chinese and Japanese keep their quotes and full width",
+    )
     language: str | None = _left_out("en", "ISO 639 code of documents to keep; none: all", "CODE")
     language_score: float = _left_out(0.5, "least certainty of it", "SCORE", 0, 1)
     min_tokens: int = _left_out(128, "drop documents of fewer tokens", least=0, most=2**31 - 1)
     decontaminate: tuple[str, ...] = _left_out(
         (),
-        "evaluation files, JSON lines or text: drop documents that share --ngram words in a row with them",
+        "evaluation files, JSON lines or text, repaired as the documents are: drop documents that share "
+        "--ngram words in a row with them",
         "FILE",
     )
-    ngram: int = _left_out(13, "words of such a run", least=1, most=1000)
+    ngram: int = _left_out(
+        13,
+        "words of such a run; 2 characters of Chinese or Japanese count as one, 4 of Thai and its kin",
+        least=1,
+        most=1000,
+    )
     dedup: float | None = _left_out(
         0.7, "drop documents that are this similar to an earlier one; none: keep all", "JACCARD", 0.05, 1
     )
     permutations: int = _left_out(128, "entries of a MinHash signature", least=1, most=4096)
-    shingle: int = _left_out(5, "words of a shingle", least=1, most=1000)
+    shingle: int = _left_out(
+        5, "words of a shingle; characters of scripts without blanks", least=1, most=1000
+    )
     seed: int = _left_out(1234, "of the permutations", least=0, most=2**64 - 1)
     write_articles: bool = _made(
         False, "also write articles.jsonl: one JSON object per article kept, of Wikipedia with its title"

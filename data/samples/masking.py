@@ -2,22 +2,26 @@
 
 Whole words, in n-grams of 1 to max_ngram words with probability proportional to 1/n (ALBERT, arXiv
 1909.11942, section 4.1; Megatron-LM), until a share of the tokens is chosen. Of the chosen tokens 80 % become
-[MASK], 10 % a random token and 10 % stay (BERT, Devlin et al. 2018, section 3.1).
+[MASK], 10 % a random token and 10 % stay (BERT, Devlin et al. 2018, section 3.1). Of scripts that set no
+blanks between words, every token is a word: WordPiece would make one word of a whole clause of Thai.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from data.text.encoder import UNSPACED
 from data.text.vocabulary import vocabulary_size
 from recipes.problems import Key, Problem, ProblemsError, Setting
 from recipes.schema import Masking
 
 MASKED, RANDOM = 0.8, 0.1  # shares of the chosen tokens; the rest stays
 _CONTINUATION = "##"  # begins a WordPiece that is not the first of its word
+_CONTINUES = re.compile(f"{_CONTINUATION}(?![{''.join(UNSPACED.values())}])").match
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class BertVocabulary:
         special = set(tokenizer.all_special_ids)
         known = {i: token for i, token in enumerate(tokens) if token is not None}
         continuation = np.zeros(size, dtype=bool)
-        continuation[[i for i, token in known.items() if token.startswith(_CONTINUATION)]] = True
+        continuation[[i for i, token in known.items() if _CONTINUES(token)]] = True
         ordinary = np.array([i for i in known if i not in special], dtype=np.int64)
         return cls(**ids, continuation=continuation, ordinary=ordinary)
 

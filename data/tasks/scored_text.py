@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data.samples.fields import HeldOut
 from data.tasks.rows import FLAG, is_plain_text, read_rows, read_whole
-from data.text.encoder import Encoder, end_of_document
+from data.text.encoder import UNSPACED, Encoder, end_of_document
 from data.text.hub import HubSource
 from recipes.problems import Problem, ProblemsError
 
@@ -39,6 +39,10 @@ LAMBADA: dict[Variant, HubSource] = {
     "openai": HubSource("EleutherAI/lambada_openai", "default", "test"),
 }
 BLANK = " \n"  # a blank line of the original file, which the hub has as an empty row
+
+
+_ALONE = "".join(UNSPACED.values())
+_WORD = re.compile(rf"[{_ALONE}]|[^\s{_ALONE}]+")
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,8 +262,9 @@ def documents(
 ) -> TaskData:
     """Cut every document of a file into windows; an end-of-document token stands before its first token.
 
-    A text file is one document. Whitespace separates words. With stride = length the windows equal those of
-    `loglikelihood_rolling` of lm-evaluation-harness. `limit`: documents. Raises ProblemsError.
+    A text file is one document. Whitespace separates words; a character of a script without blanks is one.
+    With stride = length the windows equal those of `loglikelihood_rolling` of lm-evaluation-harness.
+    `limit`: documents. Raises ProblemsError.
     """
     if is_plain_text(place):
         texts, broken = [read_whole(place)], tuple[str, ...]()
@@ -273,7 +278,7 @@ def documents(
         for tokens in found
         for window in full_context_windows(np.concatenate([end, tokens]), length, stride)
     )
-    words = sum(len(text.split()) for text in texts)
+    words = sum(len(_WORD.findall(text)) for text in texts)
     size = sum(len(text.encode()) for text in texts)
     return TaskData("perplexity", "documents", str(place), windows, words, len(texts), broken, bytes=size)
 

@@ -15,6 +15,13 @@ from recipes.problems import Key, Problem, ProblemsError
 
 LANGUAGE = "en"
 Ends = Literal["split", "lines"]  # how to find the ends of sentences
+# Scripts without blanks between words, as ranges of characters, by the characters of a short word: Thai, Lao,
+# Tibetan, Burmese, Khmer, Tai, Balinese, Javanese; Chinese, Yi, kana, bopomofo.
+UNSPACED = {
+    4: "\u0e00-\u109f\u1780-\u17ff\u1950-\u1aaf\u1b00-\u1b7f\ua980-\ua9ff\uaa60-\uaadf",
+    2: "\u2e80-\u2fdf\u3005-\u3007\u3040-\u312f\u31a0-\u31ff\u3400-\ua4cf\uf900-\ufaff"
+    "\uff66-\uff9f\U0001b000-\U0001b16f\U00020000-\U0003347f",
+}
 # Characters; a longer one over several lines is a list or a table, which sentencex takes for a sentence.
 LONG_SENTENCE = 1000
 

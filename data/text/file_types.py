@@ -1,43 +1,164 @@
-"""The type of a file by its first bytes, for commands that are handed files of any kind."""
+"""The type and the compression of a file, by its first bytes and its suffix."""
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import io
+import lzma
+import re
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from data.text.text_files import READ_ERRORS, open_decompressed
+from backports import zstd  # in Python 3.14's standard library: compression.zstd
 
-_MARKS: tuple[tuple[bytes, tuple[str, str | None]], ...] = (
-    (b"PAR1", ("a parquet file", "parquet")),
-    (b"PK\x03\x04", ("a zip archive", None)),
-    (b"SQLite format 3", ("an SQLite database", None)),
-    (b"%PDF", ("a PDF", None)),
-    (b"MMIDIDX", ("the index of a token store", "store")),
-    (b"\xff\xfe", ("UTF-16", None)),
-    (b"\xfe\xff", ("UTF-16", None)),
-    (b"\x7fELF", ("a program", None)),
+# Errors of reading a damaged or cut archive.
+READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError, zstd.ZstdError)
+BUFFER = 1 << 20
+_BZIP2_BLOCKS = (b"1AY&SY", b"\x17rE8P\x90")  # the first block, or the end of an empty file
+_LONG_WINDOWS: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 31}  # as `zstd --long=31` writes
+
+JSON_LINES, JSON_LIST, XML = "JSON lines", "one JSON list and not an object per line", "an XML file"
+RAW = "a file of raw numbers, as nanoGPT's train.bin"
+ARROW, _CSV, _HTML = "an Arrow file, as datasets saves it", "a table (CSV, TSV)", "an HTML page"
+_WEB, _ZIP = "a web archive (WARC, WET)", "a zip archive (.docx, .epub, .npz and .pt are such)"
+_MARKS: tuple[tuple[bytes, str], ...] = (
+    (b"PAR1", "a parquet file"),
+    (b"PARE", "an encrypted parquet file"),
+    (b"ARROW1\0\0", ARROW),
+    (b"\xff\xff\xff\xff", ARROW),
+    (b"MMIDIDX", "the index of a token store"),
+    (b"TNTIDX\0\0", "the index of fairseq's token store"),
+    (b"PK\x03\x04", _ZIP),
+    (b"PK\x05\x06", _ZIP),
+    (b"7z\xbc\xaf\x27\x1c", "a 7-Zip archive"),
+    (b"Rar!\x1a\x07", "a RAR archive"),
+    (b"\x04\x22\x4d\x18", "an LZ4 archive"),
+    (b"\x02\x21\x4c\x18", "an LZ4 archive"),
+    (b"LZIP\x01", "an lzip archive"),
+    (b"\x5d\0\0", "an LZMA archive"),
+    (b"\x89LZO", "an LZO archive"),
+    (b"\x1f\x9d", "a .Z archive"),
+    (b"\xff\x06\0\0sNaPpY", "a snappy archive"),
+    (b"!<arch>\n", "an ar archive"),
+    (b"SQLite format 3\0", "an SQLite database"),
+    (b"\x89HDF\r\n", "an HDF5 file"),
+    (b"Obj\x01", "an Avro file"),
+    (b"\x93NUMPY", "a numpy array"),
+    *((b"\x80" + bytes([protocol]), "a pickle") for protocol in range(2, 6)),
+    (b"GGUF", "weights of a model (GGUF)"),
+    (b"\x89PNG\r\n", "an image"),
+    (b"\xff\xd8\xff", "an image"),
+    (b"GIF8", "an image"),
+    (b"\x7fELF", "a program"),
+    (b"\xff\xfe\0\0", "UTF-32"),
+    (b"\xff\xfe", "UTF-16"),
+    (b"\xfe\xff", "UTF-16"),
+    (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an Office document"),
+    (b"{\\rtf1", "an RTF document"),
+    (b"%PDF-", "a PDF"),
+    (b"%!PS-", "a PostScript file"),
+    (b"WARC/", _WEB),
+    (b"filedesc://", _WEB),
 )
+_PATTERNS = (
+    (re.compile(rb"(<\?xml[^>]*>\s*)?<mediawiki\b"), "a Wikipedia dump"),
+    (re.compile(rb"((<!--.*?-->|<\?xml[^>]*>)\s*)*<(!doctype html|html)\b", re.I | re.S), _HTML),
+    (re.compile(rb"<\?xml\b"), XML),
+    (re.compile(rb'\[\s*[{"]'), JSON_LIST),
+    (re.compile(rb'\{(\s*"|\})'), JSON_LINES),
+    (
+        re.compile(
+            rb'(?=.*\b(text|content|sentence|label|title|id|url)\b)("?\w+"?[,;\t])+"?\w+"?\r?\n', re.I
+        ),
+        _CSV,
+    ),
+)
+_SUFFIXES = {".csv": _CSV, ".tsv": _CSV, ".html": _HTML, ".htm": _HTML, ".xhtml": _HTML}
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+# Source by which a type is read.
+_SOURCES = {"a parquet file": "parquet", JSON_LINES: "jsonl", "a Wikipedia dump": "wikipedia"}
+_SOURCES["the index of a token store"] = "store"
+_WAYS = {
+    ARROW: "make parquet of it: python -c \"import datasets; datasets.Dataset.from_file('FILE.arrow')"
+    ".to_parquet('FILE.parquet')\"",
+    _CSV: "make parquet of it: python -c \"import pandas; pandas.read_csv('FILE', sep=None, engine='python')"
+    ".to_parquet('FILE.parquet')\"",
+    RAW: 'data/README.md shows under "Stores" how to make a store of them',
+    _WEB: "take the text out of it first, as datatrove does, and give JSON lines",
+    JSON_LIST: "make lines of it: jq -c '.[]' FILE > FILE.jsonl",
+    "UTF-32": "make UTF-8 of it: iconv -f UTF-32 -t UTF-8 FILE",
+    "UTF-16": "make UTF-8 of it: iconv -f UTF-16 -t UTF-8 FILE",
+}
 
 
 def looks_like(path: Path) -> tuple[str, str | None] | None:
-    """Guess a file's type from its beginning: (type, its source, if any); None where it shows no type.
+    """Guess a file's type: (type, its source, if any); None where it shows no type.
 
-    Only unmistakable types: marks of file types, JSON lines and XML dumps.
+    Only unmistakable types: by the first bytes, decompressed, or else by the suffix.
     """
     try:
         with open_decompressed(path) as file:
             head = file.read(4096)
     except (*READ_ERRORS, ValueError):
         return None
-    for mark, found in _MARKS:
+    name = _by_content(head) or _by_suffix(path, head)
+    return (name, _SOURCES.get(name)) if name else None
+
+
+def way_from(name: str) -> str:
+    """Say how to make a readable file of one of this type."""
+    usual = "unpack it" if "archive" in name else "give JSON lines, parquet or plain text made of it"
+    return _WAYS.get(name, usual)
+
+
+def _by_content(head: bytes) -> str | None:
+    for mark, name in _MARKS:
         if head.startswith(mark):
-            return found
+            return name
     if head[257:262] == b"ustar":
-        return "a tar archive", None
+        return "a tar archive"
+    if head[4:10] == b'\0\0\0\0{"':
+        return "weights of a model (safetensors)"
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
-    if text.startswith(b"<mediawiki"):
-        return "a Wikipedia dump", "wikipedia"
-    if text.startswith(b"["):
-        return "one JSON list and not an object per line", None
-    if text.startswith(b"{") and (text[1:].lstrip().startswith(b'"') or text.startswith(b"{}")):
-        return "JSON lines", "jsonl"
-    return None
+    return next((name for pattern, name in _PATTERNS if pattern.match(text)), None)
+
+
+def _by_suffix(path: Path, head: bytes) -> str | None:
+    name = path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path
+    if name.suffix == ".bin" and b"\0" in head:
+        return RAW
+    return _SUFFIXES.get(name.suffix.lower()) if head else None
+
+
+@contextmanager
+def open_decompressed(path: Path) -> Iterator[io.BufferedIOBase]:
+    """Open a file and decompress all its parts; its first bytes tell the compression, not its name.
+
+    Raises ValueError: the file cannot be opened.
+    """
+    with open_file(path) as file:
+        head = file.read(10)
+        file.seek(0)
+        content: io.BufferedIOBase = file
+        if head.startswith(b"\x1f\x8b"):
+            content = gzip.GzipFile(fileobj=file)
+        elif head.startswith(b"BZh") and head[4:] in _BZIP2_BLOCKS:
+            content = bz2.BZ2File(file)
+        elif head.startswith(b"\xfd7zXZ\0"):
+            content = lzma.LZMAFile(file)  # noqa: SIM115 - closed below
+        elif head.startswith(b"\x28\xb5\x2f\xfd") or (head[1:4] == b"\x2a\x4d\x18" and head[0] >> 4 == 5):
+            content = zstd.ZstdFile(file, options=_LONG_WINDOWS)  # a frame, or a skippable one
+        with content:
+            yield content
+
+
+def open_file(path: Path) -> io.BufferedReader:
+    """Open a file without decompression. Raises ValueError: it cannot be opened."""
+    try:
+        return io.BufferedReader(io.FileIO(path), BUFFER)
+    except OSError as error:
+        fix = "check the path and its permissions"
+        raise ValueError(f"{path}: cannot be opened ({error.strerror}): {fix}") from error

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
+from data.text.file_types import JSON_LINES, JSON_LIST, XML, looks_like, way_from
 from recipes.problems import Key, Problem, ProblemsError, Setting, Text, Words, counted, pieces, some
 
 MAX_RECORD_BYTES = 64 << 20  # a longer record is broken: no document of a corpus is that long
@@ -59,6 +60,8 @@ class BrokenRecord:
 class RecordFormat:
     """Reader of one kind of file; picklable and stateless."""
 
+    source: ClassVar[str]  # its name in a recipe
+
     def records(self, path: Path) -> Iterator[RawRecord | BrokenRecord]:
         """Yield the file's records in order, none of an empty file.
 
@@ -67,7 +70,16 @@ class RecordFormat:
         raise NotImplementedError
 
     def frame(self, path: Path, start: int = 0) -> Iterator[RawRecord | BrokenRecord]:
-        """Yield the file's records in order, after the first `start`; an empty file is a broken one."""
+        """Yield the file's records in order, after the first `start`.
+
+        A file that is empty or of another type is one broken record.
+        """
+        if wrong := _another_type(path, self.source):
+            return iter([wrong][start:])
+        return self.framed(path, start)
+
+    def framed(self, path: Path, start: int) -> Iterator[RawRecord | BrokenRecord]:
+        """Do what `frame` does, for a file of this type."""
         found = self.records(path)
         first = next(found, None) or broken_record(path, 1, "empty file")
         return islice(chain([first], found), start, None)
@@ -93,6 +105,19 @@ def broken_record(
         size = size or len(payload.encode("utf-8", "replace"))
         payload = payload[:EXCERPT_BYTES].encode("utf-8", "replace")
     return BrokenRecord(str(file), number, kind, detail, bytes(payload[:EXCERPT_BYTES]), size or len(payload))
+
+
+# Types that a source reads although they look like another's.
+_PASSING = {"text": (JSON_LINES, JSON_LIST), "wikipedia": (XML,)}
+
+
+def _another_type(path: Path, source: str) -> BrokenRecord | None:
+    """Return the reason why a file is not read by `source`; None: nothing speaks against it."""
+    name, fitting = looks_like(path) or ("", source)
+    if fitting == source or name in _PASSING.get(source, ()):
+        return None
+    way: Text = ("give ", Setting("data.source", fitting)) if fitting else way_from(name)
+    return broken_record(path, 1, "another type of file", (f"it is {name}; ", *pieces(way)))
 
 
 def damaged_rest(path: Path, number: int, error: BaseException | str) -> BrokenRecord:

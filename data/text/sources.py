@@ -11,6 +11,7 @@ from pathlib import Path
 from data.cache import Say
 from data.packages import package_directory
 from data.text import wiki_markup
+from data.text.file_types import ARROW, way_from
 from data.text.hub import HubSource
 from data.text.records import MAX_RECORD_BYTES, Document, RecordFormat, SkippedRecords, Source, read_strictly
 from data.text.text_files import JsonlFormat, ParquetFormat, TextFormat
@@ -55,6 +56,8 @@ def files_of(origin: Origin) -> list[Path]:
     named, (literal, found) = Setting("data.name", origin.name), named_path(origin)
     if literal.is_dir():
         fix = f"name the files in it, e.g. {literal / _USUAL[origin.source]}"
+        if any(literal.rglob("*.arrow")):
+            fix = way_from(ARROW)
         raise ProblemsError([Problem("data.name", (named, " is a directory"), fix=fix)])
     names = [str(literal)] if found else glob.glob(str(literal), recursive=True)
     files.check_names("data.name", names)

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import bz2
-import gzip
-import io
 import json
-import lzma
-import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from backports import zstd  # in Python 3.14's standard library: compression.zstd
-
+from data.text.file_types import BUFFER, READ_ERRORS, open_decompressed, open_file
 from data.text.records import (
     EXCERPT_BYTES,
     MAX_RECORD_BYTES,
@@ -33,48 +26,12 @@ from data.text.records import (
 )
 from recipes.problems import Setting, Text
 
-# Errors of reading a damaged or cut archive.
-READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError, zstd.ZstdError)
-_BUFFER = 1 << 20
-_BZIP2_BLOCKS = (b"1AY&SY", b"\x17rE8P\x90")  # the first block, or the end of an empty file
-_LONG_WINDOWS: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 31}  # as `zstd --long=31` writes
-
-
-@contextmanager
-def open_decompressed(path: Path) -> Iterator[io.BufferedIOBase]:
-    """Open a file and decompress all its parts; its first bytes tell the compression, not its name.
-
-    Raises ValueError: the file cannot be opened.
-    """
-    with open_file(path) as file:
-        head = file.read(10)
-        file.seek(0)
-        content: io.BufferedIOBase = file
-        if head.startswith(b"\x1f\x8b"):
-            content = gzip.GzipFile(fileobj=file)
-        elif head.startswith(b"BZh") and head[4:] in _BZIP2_BLOCKS:
-            content = bz2.BZ2File(file)
-        elif head.startswith(b"\xfd7zXZ\0"):
-            content = lzma.LZMAFile(file)  # noqa: SIM115 - closed below
-        elif head.startswith(b"\x28\xb5\x2f\xfd") or (head[1:4] == b"\x2a\x4d\x18" and head[0] >> 4 == 5):
-            content = zstd.ZstdFile(file, options=_LONG_WINDOWS)  # a frame, or a skippable one
-        with content:
-            yield content
-
-
-def open_file(path: Path) -> io.BufferedReader:
-    """Open a file without decompression. Raises ValueError: it cannot be opened."""
-    try:
-        return io.BufferedReader(io.FileIO(path), _BUFFER)
-    except OSError as error:
-        fix = "check the path and its permissions"
-        raise ValueError(f"{path}: cannot be opened ({error.strerror}): {fix}") from error
-
 
 @dataclass(frozen=True)
 class JsonlFormat(RecordFormat):
     """One JSON object per line. Blank lines are no records."""
 
+    source = "jsonl"
     text_column: str = "text"
     max_record_bytes: int = MAX_RECORD_BYTES
 
@@ -96,6 +53,7 @@ class JsonlFormat(RecordFormat):
 class TextFormat(RecordFormat):
     """Plain text; a document is a whole file, or a block between blank lines."""
 
+    source = "text"
     documents: Literal["file", "blank_line"] = "file"
     max_record_bytes: int = MAX_RECORD_BYTES
 
@@ -108,7 +66,7 @@ class TextFormat(RecordFormat):
             with open_decompressed(path) as file:
                 content = file.read(limit + 1)
                 size = len(content)
-                while piece := size > limit and file.read(_BUFFER):
+                while piece := size > limit and file.read(BUFFER):
                     size += len(piece)
         except READ_ERRORS as error:
             yield damaged_rest(path, 1, error)
@@ -158,20 +116,22 @@ class TextFormat(RecordFormat):
 class ParquetFormat(RecordFormat):
     """One document per row. Only the text column is read, in batches within a row group."""
 
+    source = "parquet"
     text_column: str = "text"
     max_record_bytes: int = MAX_RECORD_BYTES  # of one row; a longer one is read by pyarrow and then refused
     batch_rows: int = 256
 
-    def frame(self, path: Path, start: int = 0) -> Iterator[RawRecord | BrokenRecord]:
+    def framed(self, path: Path, start: int) -> Iterator[RawRecord | BrokenRecord]:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         wrong = None
         with open_file(path) as opened:
-            if not opened.read(1):
-                wrong = broken_record(path, 1, "empty file")
+            if (mark := opened.read(4)) != b"PAR1":
+                kind = "another type of file" if mark else "empty file"
+                wrong = broken_record(path, 1, kind, "a parquet file begins with PAR1" if mark else "")
         try:
-            file = pq.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER)
+            file = pq.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER)
         except (pa.ArrowException, OSError) as error:
             yield from [wrong or damaged_rest(path, 1, error)][start:]
             return
@@ -251,7 +211,7 @@ def numbered_lines(path: Path, limit: int) -> Iterator[RawRecord | BrokenRecord]
                 if len(line) > limit and not line.endswith(b"\n"):
                     size = len(line)
                     line = line[:EXCERPT_BYTES]
-                    while piece := file.readline(_BUFFER):
+                    while piece := file.readline(BUFFER):
                         size += len(piece)
                         if piece.endswith(b"\n"):
                             break

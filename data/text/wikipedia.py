@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
+from data.text.file_types import READ_ERRORS, open_decompressed
 from data.text.records import (
     EXCERPT_BYTES,
     MAX_RECORD_BYTES,
@@ -27,7 +28,6 @@ from data.text.records import (
     oversized_record,
     unusable_record,
 )
-from data.text.text_files import READ_ERRORS, open_decompressed
 from data.text.wiki_markup import Pathological, plain_text
 
 _OPEN, _CLOSE, _END = b"<page>", b"</page>", b"</mediawiki>"
@@ -45,6 +45,7 @@ class WikipediaFormat(RecordFormat):
     namespace 0 that are no redirects; they are numbered among all pages of the file.
     """
 
+    source = "wikipedia"
     max_record_bytes: int = MAX_RECORD_BYTES
 
     def records(self, path: Path) -> Iterator[RawRecord | BrokenRecord]:

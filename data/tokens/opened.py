@@ -21,6 +21,7 @@ from data import cache, durable_files
 from data.cache import SAY_EVERY_S, Say
 from data.durable_files import Damaged, write_atomically
 from data.text.encoder import Encoder, SentenceEncoder
+from data.text.file_types import RAW, looks_like, way_from
 from data.text.records import Document, SkippedRecords, Source
 from data.text.sources import named_path
 from data.text.vocabulary import vocabulary_digest, vocabulary_size
@@ -285,10 +286,16 @@ def store_prefix(origin: Origin, sequences: Sequences) -> Path:
                 fix = "run its command again, which resumes the work"
                 raise _refused(origin, "prepare_data has not finished there", fix)
             rule = f"no such directory, and no {bin_path(prefix).name} (seen from {Path.cwd()})"
+            if path.is_file() and (kind := looks_like(path)):
+                rule = f"it is {kind[0]}, and no token store"
             fix = "give what prepare_data wrote, or the path of a .bin and an .idx without the ending"
             raise _refused(origin, rule, fix)
+        _check_index(origin, prefix)
         return prefix
     found = sorted(file.with_suffix("") for file in path.glob("*.idx"))
+    if not found:
+        for file in path.glob("*.bin"):
+            _check_index(origin, file.with_suffix(""))
     preferred = [prefix for prefix in found if sequences.removesuffix("s") in prefix.name]
     if len(chosen := preferred if len(found) > 1 else found) != 1:
         names = ", ".join(prefix.name for prefix in found) or "none"
@@ -296,6 +303,12 @@ def store_prefix(origin: Origin, sequences: Sequences) -> Path:
         raise _refused(origin, rule, f"name one of them, as {path / 'NAME'}")
     files.check_names("data.name", chosen)
     return chosen[0]
+
+
+def _check_index(origin: Origin, prefix: Path) -> None:
+    if bin_path(prefix).exists() and not idx_path(prefix).exists():
+        rule = f"{bin_path(prefix).name} has no {idx_path(prefix).name}, and a token store is both"
+        raise _refused(origin, rule, f"copy the .idx too; if it is {RAW}, {way_from(RAW)}")
 
 
 def _refused(origin: Origin, rule: Text, fix: Text) -> ProblemsError:

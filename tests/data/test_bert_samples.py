@@ -327,6 +327,34 @@ def test_the_vocabulary_of_a_tokenizer():
         check_whole_words(no_words, Masking())
 
 
+def test_every_token_of_a_script_without_blanks_is_a_word():
+    """Where WordPiece makes one word of a clause, which no budget would hold."""
+    pieces = [
+        "a",
+        "##b",
+        "ส",
+        "##วั",
+        "##ส",
+        "こ",
+        "##れは",
+        "中",
+        "##文",
+        "ខ",
+        "##ែ",
+        "မ",
+        "##ြ",
+        "한",
+        "##국",
+    ]
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *pieces]
+    backend = Tokenizer(models.WordPiece({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
+    found = BertVocabulary.of(PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL))
+    assert [names[i] for i in np.flatnonzero(found.continuation)] == ["##b", "##국"]
+    clause = np.array([found.cls, *[7, *[8, 9] * 30], found.sep])
+    positions, _ = mask(np.random.default_rng(0), clause, [0, len(clause) - 1], found, Masking(), 20)
+    assert len(positions) == round(0.15 * len(clause))
+
+
 def test_a_vocabulary_whose_ids_leave_gaps():
     names = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4, "a": 9, "##b": 12}
     backend = Tokenizer(models.WordPiece(names, unk_token="[UNK]"))

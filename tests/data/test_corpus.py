@@ -5,6 +5,7 @@ Launch/show_data.py.
 
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -505,13 +506,34 @@ def test_missing_and_damaged_stores_are_refused(tmp_path):
         "empty": "a directory with 0 token stores",
         "absent": "no such directory, and no absent.bin",
         "later": "prepare_data has not finished there; run its command again",
+        "raw": "train.bin has no train.idx, .* nanoGPT's train.bin, data/README.md",
+        "raw/train.bin": "train.bin has no train.idx",
+        "raw/train": "train.bin has no train.idx",
+        "tokens.npy": "it is a numpy array, and no token store",
     }
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "train.bin").write_bytes(bytes(8))
+    np.save(tmp_path / "tokens.npy", np.arange(9))
     for name, message in messages.items():
         with pytest.raises(ValueError, match=message):
             check_origin(store_recipe(tmp_path / name, 50257, {"kind": "gpt2"}).data)
     (tmp_path / "one.bin").write_bytes((tmp_path / "one.bin").read_bytes()[:-2])
     with pytest.raises(ValueError, match="data.name=.*one: .*truncated.*prepare or copy the store again"):
         build(store_recipe(tmp_path / "one", 50257, {"kind": "gpt2"}), tmp_path / "cache", quiet)
+
+
+@pytest.mark.parametrize("ends", [(4, 7), (4, 9), ()])
+def test_raw_tokens_become_a_store_as_the_readme_shows(ends, tmp_path, monkeypatch):
+    tokens = np.arange(9, dtype=np.uint16)
+    tokens[[end - 1 for end in ends]] = 50256
+    tokens.tofile(tmp_path / "train.bin")
+    monkeypatch.chdir(tmp_path)
+    (shown,) = re.findall("```python\n(.*?)```", (ROOT / "data" / "README.md").read_text(), re.DOTALL)
+    exec(shown, {})
+    store = open_store(tmp_path / "store")
+    documents = [0, *ends] if 9 in ends else [0, *ends, 9]
+    assert np.array_equal(store.tokens_array, tokens)
+    assert np.cumsum([0, *store.sizes]).tolist() == documents and store.documents == len(documents) - 1
 
 
 def test_a_bert_takes_sentences_and_refuses_documents(corpus_file, tmp_path):

@@ -8,15 +8,18 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import hashlib
+import html
 import json
 import multiprocessing
 import os
 import pickle
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
+import unicodedata
 from pathlib import Path
 
 import pyarrow as pa
@@ -167,6 +170,51 @@ def test_everything_planted_is_found_and_nothing_else(finished, texts):
     assert report["store"]["documents"] == 40 - 1 + 2 + shorter_gzip
     assert report["broken"]["records"] == 7
     assert report["warnings"] and "2 input files" in report["warnings"][0]
+
+
+FORMS = {
+    "composed": lambda text: unicodedata.normalize("NFC", text),
+    "decomposed": lambda text: unicodedata.normalize("NFD", text),
+    "mojibake": lambda text: text.encode().decode("cp1252"),
+    "entities": lambda text: html.escape(text).encode("ascii", "xmlcharrefreplace").decode(),
+    "curly": lambda text: text.replace('"', "“"),
+}
+
+
+@pytest.mark.parametrize("repair", [True, False])
+@pytest.mark.parametrize("there", FORMS)
+def test_evaluation_texts_are_compared_as_the_documents_are(there, repair, texts, vocabulary, tmp_path):
+    """In whatever form each stands. Without repair, mojibake differs from what it was."""
+    passage = (
+        "The café owner's fiancée from Curaçao & her friends said \"we hear the señor's naïve résumé again\""
+    )
+    forms = {
+        name: FORMS[name](passage)
+        for name in FORMS
+        if repair or (name == "mojibake") == (there == "mojibake")
+    }
+    documents = [f"<p>{texts[k][:900]} {form} {texts[k][900:]}" for k, form in enumerate(forms.values())]
+    source = write_jsonl(tmp_path / "in.jsonl", [*documents, *texts[20:24]])
+    sets = (str(write_jsonl(tmp_path / "set.jsonl", [FORMS[there](passage)])),)
+    report = prepare(
+        settings(source, vocabulary, decontaminate=sets, repair=repair, dedup=None), tmp_path / "out"
+    )
+    assert list(dropped(report).values()) == [len(forms)]
+
+
+def test_text_of_many_scripts_is_decontaminated(vocabulary, tmp_path):
+    chinese = "今天天气很好，我们去公园玩吧！你想去吗？好的，我们一起去看那里的花和老树。"
+    thai = "วันนี้อากาศดีมากเราไปเที่ยวสวนสาธารณะกันไหมแล้วไปดูดอกไม้และต้นไม้เก่าแก่ที่นั่นด้วยกัน"
+    mixed = "我们用 PyTorch 和 DeepSpeed 训练一个 GPT 模型，然后 evaluate it on LAMBADA 和其他的数据"
+    kept = [chinese[:24] + "然后", chinese[::-1], thai[:40], mixed[:40]]
+    texts = [f"前面的文字 {text} 后面的文字" for text in (chinese, thai, mixed, *kept)]
+    source = write_jsonl(tmp_path / "in.jsonl", texts)
+    (tmp_path / "set").write_text("".join(json.dumps({"q": text}) + "\n" for text in (chinese, thai, mixed)))
+    chosen = settings(source, vocabulary, decontaminate=(str(tmp_path / "set"),), dedup=None)
+    report = prepare(dataclasses.replace(chosen, language=None, min_tokens=1), tmp_path / "out")
+    assert list(dropped(report).values()) == [3] and report["store"]["documents"] == 4
+    (warning,) = report["warnings"]  # of a vocabulary trained on English
+    assert re.match(r"[4-9]\d\.\d% of the tokens are \[UNK\]", warning)
 
 
 def test_steps_account_for_every_document_and_byte(finished):
@@ -572,16 +620,17 @@ PARQUET = _SINK.getvalue().to_pybytes()
 @pytest.mark.parametrize(
     ("source", "content", "said"),
     [
-        ("jsonl", PARQUET, r"in:1: invalid UTF-8: it is a parquet file; give data.source=parquet"),
-        ("parquet", b'{"text": "x"}\n', r"in:1: damaged file: it is JSON lines; give data.source=jsonl"),
-        ("wikipedia", b'{"text": "x"}\n', r"in:1: no <page>.*it is JSON lines"),
-        ("jsonl", b"<mediawiki><page>", r"in:1: not a JSON object: it is a Wikipedia dump"),
+        ("jsonl", PARQUET, r"another type of file: it is a parquet file; give data.source=parquet"),
+        ("parquet", b'{"text": "x"}\n', r"another type of file: it is JSON lines; give data.source=jsonl"),
+        ("wikipedia", b'{"text": "x"}\n', r"another type of file: it is JSON lines"),
+        ("jsonl", b"<mediawiki><page>", r"another type of file: it is a Wikipedia dump"),
         ("jsonl", b'{"body": "x"}\n' * 200, r"in:1: no field 'text' \(and so 99 more records\): set .* body"),
         ("jsonl", b'{"text": ""}\n', r"no text in it: all its records are empty"),
-        ("jsonl", b'[{"text": "x"}]', r"in:1: no JSON object.*one JSON list"),
+        ("jsonl", b'[{"text": "x"}]', r"another type of file: it is one JSON list.*jq"),
+        ("text", b"WARC/1.0\r\n", r"in:1: .*a web archive"),
         ("jsonl", b"[" * 100_000, r"in:1: not a JSON object"),
         ("text", b"caf\xe9", r"in:1: invalid UTF-8"),
-        ("text", b"PK\x03\x04\0\0", r"in:1: NUL bytes.*it is a zip archive"),
+        ("text", b"PK\x03\x04\0\0", r"another type of file: it is a zip archive.*unpack it"),
         ("jsonl", gzip.compress(b'{"text": "x"}\n' * 9, mtime=0)[:-20], r"in:1: damaged file"),
         ("jsonl", b"", r"in:1: empty file"),
     ],
@@ -621,7 +670,7 @@ def test_a_language_is_one_that_can_be_told_and_the_text_has_some_of_it(texts, v
 def test_json_lines_read_as_plain_text_are_warned_of(texts, vocabulary, tmp_path):
     origin = Origin(source="text", name=str(write_jsonl(tmp_path / "in.jsonl", texts[:6])))
     report = prepare(dataclasses.replace(settings("", vocabulary), origins=(origin,)), tmp_path / "store")
-    assert "looks like JSON lines (--source jsonl)" in report["warnings"][0]
+    assert "looks like JSON lines and is read as plain text: give --source jsonl" in report["warnings"][0]
 
 
 def test_a_worker_that_dies_is_an_error(texts, vocabulary, tmp_path):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import random
 import re
+import unicodedata
 from pathlib import Path
 
 import ftfy
@@ -13,7 +15,7 @@ import pytest
 from data.prepare import cleaning, contamination
 from data.prepare.cleaning import make_detector
 from data.prepare.duplicates import find_duplicates
-from data.prepare.words import Bands, choose_bands, ngrams, signatures, words_of
+from data.prepare.words import Bands, choose_bands, passages, shingles, signatures, words_of
 
 BROKEN_PIECES = (
     "a",
@@ -56,41 +58,99 @@ def test_most_lines_are_not_given_to_ftfy(monkeypatch):
     assert repaired == 'Plain text,\tand "quotes" – of a café.\n'
 
 
-WORD = re.compile(r"[a-z0-9\u00c0-\u1fff\u2040-\u2fff\u3040-\U0010ffff]+")
+def test_repair_leaves_the_punctuation_of_chinese_and_japanese():
+    wide = "今天天气很好，“我们”去公园玩吧！你想去吗？（好的）ＡＢ１２　ｱｲ ‘是’…；：\n"
+    assert cleaning.repair(wide) == wide
+    assert cleaning.repair(wide + "“A” &amp; ＡＢ\x07 cafe\u0301") == wide + '"A" & ＡＢ café'
+    assert cleaning.repair("今天&amp;\x07“很好”") == "今天&“很好”"
+
+
+# One character of these scripts is a word.
+ALONE = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u3400-\u9fff"
+WORD = re.compile(rf"[{ALONE}]|(?:(?![{ALONE}])[a-z0-9\u00c0-\u1fff\u2040-\u2fff\u3040-\U0010ffff])+")
 
 
 def reference_words(text: str) -> list[str]:
-    return WORD.findall(text.lower())
+    return WORD.findall(unicodedata.normalize("NFKC", html.unescape(text)).lower())
 
 
 def test_words_are_those_of_a_regular_expression():
     rng = random.Random(1)
     pieces = ["Hello", "wörld", "don’t", "x2", "—", "«non»", " ", "\n", "日本。語", "\xa0", "İ", "ſ", "", "."]
+    pieces += [
+        "人々は",
+        "我们use GPT的",
+        "，！",
+        "ＡＢ",
+        "ｶﾞ",
+        "สวัสดี",
+        "ខ្មែរ",
+        "မြန်မာ",
+        "한국어",
+        "&eacute;",
+        "e\u0301",
+    ]
     texts = ["".join(rng.choices(pieces, k=rng.randint(0, 30))) for _ in range(300)]
     words = words_of(texts)
     known: dict[str, int] = {}
     for t, text in enumerate(texts):
         span = range(words.offsets[t], words.offsets[t + 1])
-        assert [words.between(w, w) for w in span] == reference_words(text)
+        assert [words.between(w, w + 1) for w in span] == reference_words(text)
         for w in span:
-            assert known.setdefault(words.between(w, w), int(words.hashes[w])) == int(words.hashes[w])
+            assert known.setdefault(words.between(w, w + 1), int(words.hashes[w])) == int(words.hashes[w])
     assert len(set(known.values())) == len(known)
 
 
-@pytest.mark.parametrize("whole_if_short", [True, False])
-def test_ngrams_stay_inside_their_text(whole_if_short):
+def test_shingles_stay_inside_their_text():
     texts = ["a b c d e", "a b", "", "c d e", "b c d"]
-    hashes, first, offsets = ngrams(words_of(texts), 3, whole_if_short)
+    hashes, offsets = shingles(words_of(texts), 3)
     words = [text.split() for text in texts]
-    expected = [
-        [tuple(w[k : k + 3]) for k in range(len(w) - 2)] or ([tuple(w)] if whole_if_short else [])
-        for w in words
-    ]
+    expected = [[tuple(w[k : k + 3]) for k in range(len(w) - 2)] or [tuple(w)] for w in words]
     assert np.diff(offsets).tolist() == [len(e) for e in expected]
     meaning: dict[int, tuple] = {}
     for value, gram in zip(hashes.tolist(), (gram for e in expected for gram in e), strict=True):
         assert meaning.setdefault(value, gram) == gram
     assert len(meaning) == len({gram for e in expected for gram in e})
+
+
+def test_passages_have_as_many_characters_as_words_of_the_script():
+    words = words_of(["a b c d", "甲乙丙丁戊己庚", "ab 甲乙丙 cd", "กขคงจฉชซฌญฎฏฐ", "a b", "甲乙丙丁戊"])
+    _, first, last = passages(words, 3)
+    shown = [words.between(*span) for span in zip(first.tolist(), last.tolist(), strict=True)]
+    chinese = ["甲乙丙丁戊己", "乙丙丁戊己庚", "ab 甲乙丙 cd"]
+    assert shown == ["a b c", "b c d", *chinese, "กขคงจฉชซฌญฎฏ", "ขคงจฉชซฌญฎฏฐ"]
+
+
+SCRIPTS = {
+    "Chinese": "\u4e00-\u51ff",
+    "Japanese": "\u3042-\u3093",
+    "Thai": "\u0e01-\u0e2e",
+    "Lao": "\u0e81-\u0eae",
+}
+SCRIPTS |= {"Khmer": "\u1780-\u17b3", "Burmese": "\u1000-\u102a", "English": "a-z"}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_near_duplicates_are_found_in_every_script(script):
+    """100 of 100 copies with a character in 60 changed (English: a word), and nothing else."""
+    rng = random.Random(script)
+    letters = [c for c in map(chr, range(0x110000)) if re.match(f"[{SCRIPTS[script]}]", c)]
+
+    def piece() -> str:
+        return "".join(rng.choices(letters, k=7)) + " " if script == "English" else rng.choice(letters)
+
+    documents = [[piece() for _ in range(600)] for _ in range(110)]
+    for document in documents:
+        document[rng.randrange(30) :: 30] = rng.choices(
+            ["。", " and ", "GPT2 ", ", "], k=len(document[29::30]) + 1
+        )[:20]
+    copies = [list(document) for document in documents[:100]]
+    for copy in copies:
+        copy[::60] = [piece() for _ in copy[::60]]
+    texts = ["".join(document) for document in [*documents, *copies]]
+    marks = signatures(words_of(texts), 5, 128, seed=5)
+    found = find_duplicates(np.arange(len(texts), dtype=np.uint64), marks, choose_bands(128, 0.7), 0.7)
+    assert found.of.tolist() == [*[-1] * 110, *range(100)]
 
 
 def test_signatures_estimate_the_jaccard_similarity():

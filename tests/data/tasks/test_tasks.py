@@ -122,6 +122,11 @@ def test_broken_passages_are_counted_and_left_out(tokenizer, tmp_path):
     assert any("one word" in each for each in data.broken)
 
 
+def test_a_character_of_a_script_without_blanks_is_a_word(tokenizer, tmp_path):
+    (tmp_path / "a.txt").write_text("今天 use GPT-2，ไทย\n한국어 text")
+    assert documents(tokenizer, 64, 8, tmp_path / "a.txt").words == 2 + 1 + 1 + 3 + 2
+
+
 def test_the_two_forms_of_lambada_are_told_apart(tokenizer, tmp_path):
     path = tmp_path / "lambada.txt"
     path.write_text("".join(f"{text}\n" for text in PASSAGES))
@@ -140,7 +145,7 @@ def test_the_two_forms_of_lambada_are_told_apart(tokenizer, tmp_path):
         ("a.jsonl", "", "empty file"),
         ("a.txt", " \n\n", "holds no text"),
         ("a.txt", b"\xff\xfe\x00", "UTF-16"),
-        ("a.parquet", "no parquet", "damaged file"),
+        ("a.parquet", "no parquet", "a parquet file begins with PAR1"),
     ],
 )
 def test_a_file_without_its_fields_is_refused(name, content, said, tokenizer, tmp_path):

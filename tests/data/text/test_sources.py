@@ -5,6 +5,7 @@ Broken records come out of formats as such, and strict sources refuse them.
 
 import bz2
 import gzip
+import io
 import itertools
 import json
 import lzma
@@ -12,10 +13,13 @@ import os
 import pickle
 import re
 import sys
+import tarfile
 import tracemalloc
+import zipfile
 from types import SimpleNamespace
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -171,10 +175,86 @@ def test_a_long_record_is_not_held_in_memory(tmp_path, form, piece, records):
 @pytest.mark.parametrize("content", [b"", gzip.compress(b"", mtime=0)], ids=["nothing", "gzip of nothing"])
 def test_an_empty_file_is_a_broken_one(tmp_path, source, content):
     (tmp_path / "empty").write_bytes(content)
-    expected = "damaged file" if source == "parquet" and content else "empty file"
+    expected = "another type of file" if source == "parquet" and content else "empty file"
     form = format_of(Origin(source=source, name="x"))
     assert texts(form, tmp_path / "empty") == [(1, expected)]
     assert texts(form, tmp_path / "empty", 1) == []
+
+
+def saved(kind: str) -> bytes:
+    """What others' programs write."""
+    out, table = io.BytesIO(), pa.table({"text": ["some text"]})
+    if kind == "zip":
+        zipfile.ZipFile(out, "w").close()
+    elif kind == "tar":
+        with tarfile.open(fileobj=out, mode="w:gz") as archive:
+            archive.addfile(tarfile.TarInfo("a.txt"))
+    elif kind == "npy":
+        np.save(out, np.arange(9))
+    else:
+        make = {"stream": pa.ipc.new_stream, "arrow": pa.ipc.new_file}[kind]
+        with make(out, table.schema) as writer:
+            writer.write_table(table)
+    return out.getvalue()
+
+
+TYPES = {
+    "a.warc.wet.gz": (gzip.compress(b"WARC/1.0\r\nWARC-Type: conversion\r\n"), "a web archive.*JSON lines"),
+    "a.txt": (b"WARC/1.1\r\nWARC-Type: response\r\n", "a web archive"),
+    "b.html": (b"<div>Some text</div>", "an HTML page"),
+    "b.txt": (b"\n<!-- saved -->\n<!DOCTYPE html>\n<html><p>Some text", "an HTML page"),
+    "c.csv": (b"some, words\n", "a table.*pandas"),
+    "c.TSV.gz": (gzip.compress(b"some words\n"), "a table.*pandas"),
+    "c.txt": (b'"id","text"\r\n1,"some, text"\r\n', "a table"),
+    "d.txt": (b"label\ttext\n0\tSome text\n", "a table"),
+    "e.arrow": ("stream", "an Arrow file.*from_file"),
+    "e.feather": ("arrow", "an Arrow file"),
+    "f.bin": (np.array([464, 13, 50256, 50000], "<u2").tobytes(), "a file of raw numbers.*data/README.md"),
+    "g.7z": (b"7z\xbc\xaf\x27\x1c\0\4", "a 7-Zip archive; unpack"),
+    "g.jsonl.lz4": (b"\x04\x22\x4d\x18d@", "an LZ4 archive; unpack"),
+    "g.zip": ("zip", "a zip archive.*unpack"),
+    "g.tgz": ("tar", "a tar archive; unpack"),
+    "h.npy": ("npy", "a numpy array"),
+    "h.pkl": (pickle.dumps(["some text"]), "a pickle"),
+    "h.db": (b"SQLite format 3\0", "an SQLite database"),
+    "h.pdf": (b"%PDF-1.7\n", "a PDF"),
+    "h.txt": ("Some text".encode("utf-16"), "UTF-16.*iconv"),
+    "h.parquet": (b"PARE\0\0", "an encrypted parquet file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_files_of_other_types_are_named_by_every_reader(tmp_path, name):
+    made, said = TYPES[name]
+    (tmp_path / name).write_bytes(saved(made) if isinstance(made, str) else made)
+    for form in (JsonlFormat(), TextFormat(), TextFormat("blank_line"), ParquetFormat(), WikipediaFormat()):
+        (found,) = form.frame(tmp_path / name)
+        assert isinstance(found, BrokenRecord)
+        assert re.search(f"^another type of file: it is {said}", found.reason)
+        assert not list(form.frame(tmp_path / name, 1))
+    with pytest.raises(ProblemsError, match=f"{name}:1: another type of file: it is {said}"):
+        list(FileSource(Origin(source="text", name=str(tmp_path / name))).documents())
+
+
+def test_text_that_looks_a_little_like_another_type_is_text(tmp_path):
+    for name, text in {
+        "a.txt.gz": "Yes, no\nand so on, ever",
+        "b": "Title, Text\nare the columns",
+        "c": "[[File:a.png]] is wikitext",
+        "d.bin": "Some text in UTF-8",
+        "e": "OBJ GIF PAR1",
+        "f.txt.xz": "The <html> tag begins a page",
+    }.items():
+        packed = text.encode() if name[-2:] != "gz" else lzma.compress(text.encode())  # xz named .gz
+        (tmp_path / name).write_bytes(packed)
+        assert texts(TextFormat(), tmp_path / name) == [text]
+
+
+def test_a_directory_that_datasets_saved_is_named(tmp_path):
+    (tmp_path / "saved" / "train").mkdir(parents=True)
+    (tmp_path / "saved" / "train" / "data-00000-of-00001.arrow").write_bytes(saved("stream"))
+    with pytest.raises(ProblemsError, match=r"is a directory.*from_file\('FILE.arrow'\).to_parquet"):
+        files_of(Origin(source="parquet", name=str(tmp_path / "saved")))
 
 
 def test_lone_surrogates_and_byte_order_marks_do_no_harm(tmp_path):
@@ -318,7 +398,7 @@ def test_a_damaged_page_costs_only_itself(tmp_path):
     path.write_bytes(content.replace(b"</mediawiki>", b""))
     assert texts(WikipediaFormat(), path)[-1][1] == "damaged file"
     path.write_bytes("<mediawiki>".encode("utf-16"))
-    assert texts(WikipediaFormat(), path) == [(1, "no <page>")]
+    assert texts(WikipediaFormat(), path) == [(1, "another type of file")]
 
 
 def test_cuts_do_not_depend_on_how_the_file_is_read(tmp_path, monkeypatch):
