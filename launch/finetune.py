@@ -86,6 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--task", required=True, choices=list(TASKS), metavar="TASK", help=names)
     init = "weights of the encoder, a run of this project or a BERT that save_pretrained wrote; heads are new"
     add("--init", required=True, metavar="DIR", help=init)
+    arguments.add_weights_arguments(add)
     scratch = "take only shape and vocabulary of --init, and draw all weights at random: the control"
     add("--from_scratch", action="store_true", help=scratch)
     for split in SPLITS:
@@ -193,13 +194,13 @@ def checked(args: argparse.Namespace) -> Training:
     from launch.weights.initial_weights import InitialWeights
 
     machine = abilities.detect_machine(args.emulate_fp16)
-    given = InitialWeights(args.init, "--init")
+    given = InitialWeights(args.init, "--init", args.weights_args)
     of = (wishes(args), *pretrained.encoder_in(given), machine)
     first = recipe_of(*of)
     task_corpus.check(first)
     corpus = task_corpus.build(first, say_on_rank_0)
     original = recipe_of(*of, examples=len(corpus.train))
-    weights = None if args.from_scratch else InitialWeights(args.init)
+    weights = None if args.from_scratch else InitialWeights(args.init, stated=args.weights_args)
     job = job_of(args, cut_to(original, args.steps), f"finetune/{args.task}", machine, weights)
     encoder = job.initial_weights and pretrained.pretrained_in(job.initial_weights.directory)
     scores: list[TaskScore] = []
