@@ -49,8 +49,9 @@ examples:
       started
 
 files: --train and --dev together take the place of the hub's data set; --test
-is optional, and its labels may be hidden. SQuAD's own JSON is read too. A
-broken example is left out, counted and named.
+is optional, and its labels may be hidden. GLUE's own TSV, SQuAD's own JSON and
+RACE's own directories are read too. A broken example is counted and named; it
+is left out, but in --test predicted from what is readable of it.
 what comes out: result.json has the scores of every split;
 RUN/predictions/SPLIT has the files of the task's submission and the logits.
 To stop and to resume: as launch/pretrain.py, with Ctrl-C and --resume.
