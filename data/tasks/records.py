@@ -207,7 +207,7 @@ def _tsv(path: Path) -> Iterator[LocatedRecord]:
     for number, line in files.lines_of(path, MOST_LINE):
         place = f"{path}:{number}"
         try:
-            cells = files.decode(line, place).removeprefix("\ufeff").rstrip("\r\n").split("\t")
+            cells = files.decode(line, place).rstrip("\r\n").split("\t")
         except files.FileError as error:
             yield LocatedRecord(place, {}, str(error.problems[0].came))
             continue

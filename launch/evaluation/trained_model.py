@@ -78,9 +78,9 @@ def open_model(
 def _open(given: InitialWeights, tokenizer: str | None, check: Callable[[Recipe], None]) -> TrainedModel:
     run, step = None, None
     saved, weights = given.saved(), Path(given.directory)
-    beside = weights if _holds_vocabulary(weights) else None
-    words = tokenizer or beside
-    recipe = given.model(vocabulary_size(read_tokenizer(words)) if words else None).as_recipe(catalog.load())
+    near = tokenizer or (weights if _holds_vocabulary(weights) else None)
+    tokens = vocabulary_size(read_tokenizer(near)) if near else None
+    recipe = given.model(tokens).as_recipe(catalog.load())
     if isinstance(saved, RunWeights):
         recipe, weights, step = saved.recipe, saved.checkpoint.directory, saved.checkpoint.step
         run = weights.parent.parent if weights.parent.name == "checkpoints" else None

@@ -271,9 +271,7 @@ def test_what_cannot_be_done_is_refused(name, odd, monkeypatch, capsys):
     assert "Traceback" not in said, said
 
 
-def test_what_megatrons_files_do_not_say_is_said_by_a_flag_of_every_command(
-    folder, tmp_path, monkeypatch, capsys
-):
+def test_what_weights_do_not_say_is_said_by_one_flag_of_all_commands(folder, tmp_path, monkeypatch, capsys):
     """Whatever recipe is the default, texts are those of the weights."""
     recipe = catalog.load("default/sotu", ["precision=fp32", "model.heads=2"], tiny=True)
     weights = {name: tensor * 10 for name, tensor in model_tensors(recipe).items()}
