@@ -49,8 +49,9 @@ examples:
       started
 
 files: --train and --dev together take the place of the hub's data set; --test
-is optional, and its labels may be hidden. SQuAD's own JSON is read too. A
-broken example is left out, counted and named.
+is optional, and its labels may be hidden. GLUE's own TSV, SQuAD's own JSON and
+RACE's own directories are read too. A broken example is counted and named; it
+is left out, but in --test predicted from what is readable of it.
 what comes out: result.json has the scores of every split;
 RUN/predictions/SPLIT has the files of the task's submission and the logits.
 To stop and to resume: as launch/pretrain.py, with Ctrl-C and --resume.
@@ -86,6 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--task", required=True, choices=list(TASKS), metavar="TASK", help=names)
     init = "weights of the encoder, a run of this project or a BERT that save_pretrained wrote; heads are new"
     add("--init", required=True, metavar="DIR", help=init)
+    arguments.add_weights_arguments(add)
     scratch = "take only shape and vocabulary of --init, and draw all weights at random: the control"
     add("--from_scratch", action="store_true", help=scratch)
     for split in SPLITS:
@@ -193,13 +195,13 @@ def checked(args: argparse.Namespace) -> Training:
     from launch.weights.initial_weights import InitialWeights
 
     machine = abilities.detect_machine(args.emulate_fp16)
-    given = InitialWeights(args.init, "--init")
+    given = InitialWeights(args.init, "--init", args.weights_args)
     of = (wishes(args), *pretrained.encoder_in(given), machine)
     first = recipe_of(*of)
     task_corpus.check(first)
     corpus = task_corpus.build(first, say_on_rank_0)
     original = recipe_of(*of, examples=len(corpus.train))
-    weights = None if args.from_scratch else InitialWeights(args.init)
+    weights = None if args.from_scratch else InitialWeights(args.init, stated=args.weights_args)
     job = job_of(args, cut_to(original, args.steps), f"finetune/{args.task}", machine, weights)
     encoder = job.initial_weights and pretrained.pretrained_in(job.initial_weights.directory)
     scores: list[TaskScore] = []

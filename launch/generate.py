@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16")
 TOP_K = 40
 # Flags that a BERT takes, too.
-OF_ALL_MODELS = ("model", "prompt", "file", "tokenizer", "dtype", "out", "local_rank")
+OF_ALL_MODELS = ("model", "prompt", "file", "tokenizer", "weights_args", "dtype", "out", "local_rank")
 
 EXAMPLES = """\
 examples:
@@ -73,6 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--file", metavar="FILE", help=file)
     vocabulary = "vocabulary of the model, where there is none next to its weights"
     add("--tokenizer", metavar="DIR", help=vocabulary)
+    arguments.add_weights_arguments(add)
     add = parser.add_argument_group("how").add_argument
     whole, above, share = arguments.whole(), arguments.number(0), arguments.number(0, 1)
     tokens = "at most N after each prompt (default: %(default)s)"
@@ -139,7 +140,7 @@ def checked_job(args: argparse.Namespace) -> Job:
     processes.check_device()
     out = new_output.new_file("--out", args.out, (".jsonl",)) if args.out and processes.rank() == 0 else None
     given = writing.read(args.file) if args.file else writing.typed(args.prompt)
-    model = trained_model.open_model(args.model, args.tokenizer)
+    model = trained_model.open_model(args.model, args.tokenizer, stated=args.weights_args)
     prompts = writing.encode(given, model)
     if problems := [*unfit(args, model), *writing.unfit(prompts, model)]:
         raise ProblemsError(problems)

@@ -63,7 +63,11 @@ was started, 3 diverged,
 
 
 def build_parser() -> argparse.ArgumentParser:
-    rules = (("--list", "*", "it lists the recipes and ends"), *RUN_RULES)
+    rules = (
+        ("--list", "*", "it lists the recipes and ends"),
+        ("--weights_args", "+--init_from", "it is about the weights in --init_from"),
+        *RUN_RULES,
+    )
     parser = arguments.command((__doc__ or "").split("\n\n")[0], EXAMPLES, rules)
     arguments.add_recipe_arguments(parser)
     parser.add_argument("--list", action="store_true", help="list the recipes and exit")
@@ -73,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
         "or BERT of transformers or Megatron"
     )
     keep.add_argument("--init_from", metavar="DIR", help=given)
+    arguments.add_weights_arguments(keep.add_argument)
     return parser
 
 
@@ -95,7 +100,7 @@ def training_of(args: argparse.Namespace) -> Training:
     if args.init_from is not None:
         from launch.weights.initial_weights import InitialWeights
 
-        weights = InitialWeights(args.init_from)
+        weights = InitialWeights(args.init_from, stated=args.weights_args)
     with contextlib.suppress(ValueError):  # `job_of` tells it, with the problems of this machine
         plan = resolve(recipe, args.ds_config or recipe.ds_config, processes.world_size(), ANY_GPU)
         joining.order_kernels(plan.layout.tp)

@@ -107,6 +107,7 @@ def build_parser() -> ArgumentParser:
     how.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help=precision)
     tokenizer = "directory of the model's tokenizer, where it is not next to the weights"
     how.add_argument("--tokenizer", metavar="DIR", help=tokenizer)
+    arguments.add_weights_arguments(how.add_argument)
     keep = parser.add_argument_group("where it is kept")
     keep.add_argument("--out", metavar="FILE", help="also write the result to this .json")
     return parser

@@ -347,7 +347,7 @@ class Data(Origin):
 
 
 class Task(Strict):
-    """What a model is fine-tuned on. Files are JSON, JSON lines, parquet, or saved by `datasets`."""
+    """What a model is fine-tuned on. Files: JSON, JSON lines, GLUE's TSV, RACE's, parquet, of `datasets`."""
 
     name: TaskName = Field(description="its data set, head and metrics")
     train: str | None = None

@@ -45,14 +45,14 @@ def parse(facts: TaskFacts, record: dict[str, Any], number: int, labelled: bool)
     """Make an example of a record in the hub's schema. Raises WrongRecord."""
     if facts.head == "choice":
         return _question(facts, record, number, labelled)
-    texts = tuple(text_of(record, name) for name in facts.texts)
+    texts = tuple(text_of(record, name, labelled) for name in facts.texts)
     index = record.get("idx", number)
     label = label_of(record, facts.label, facts.labels, labelled)
     return Example(index if isinstance(index, int) else number, (texts,), label)
 
 
 def _question(facts: TaskFacts, record: dict[str, Any], number: int, labelled: bool) -> Example:
-    article, question = text_of(record, "article"), text_of(record, "question")
+    article, question = (text_of(record, name, labelled) for name in facts.texts[:2])
     options = record.get("options")
     if not isinstance(options, list | tuple) or len(options) != len(facts.labels):
         raise WrongRecord(f"its options {str(options)[:40]} are no list of {len(facts.labels)}")
@@ -91,15 +91,16 @@ def predicted(
 def score(facts: TaskFacts, split: str, examples: Sequence[Example], logits: np.ndarray) -> SplitScores:
     """Compute accuracy, F1 if the task has it, and RACE's accuracy by school; write the submission."""
     guesses, metrics = logits.argmax(-1), dict[str, float]()
-    if all(each.label is not None for each in examples):
-        labels = np.array([each.label for each in examples])
-        metrics["accuracy"] = accuracy(guesses, labels)
+    known = [row for row, each in enumerate(examples) if each.label is not None]
+    if known:
+        labels, guessed = np.array([examples[row].label for row in known]), guesses[known]
+        metrics["accuracy"] = accuracy(guessed, labels)
         if facts.f1:
-            metrics["f1"] = f1(guesses, labels)
+            metrics["f1"] = f1(guessed, labels)
         for school in ("middle", "high") if facts.head == "choice" else ():
-            rows = np.array([str(each.id).startswith(school) for each in examples])
+            rows = np.array([str(examples[row].id).startswith(school) for row in known])
             if rows.any() and not rows.all():
-                metrics[f"{school}_accuracy"] = accuracy(guesses[rows], labels[rows])
+                metrics[f"{school}_accuracy"] = accuracy(guessed[rows], labels[rows])
     lines = [] if facts.head == "choice" else ["index\tprediction"]
     for each, guess in zip(examples, guesses, strict=True):
         if facts.head == "choice":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from data.samples.fields import HeldOut
 from data.tasks import choices, squad
 from data.tasks.choices import SplitScores
 from data.tasks.features import Features, TaskSamples
-from data.tasks.records import Examples, check_split, parse_examples, read_split
+from data.tasks.records import Examples, check_split, is_test, parse_examples, read_split
 from data.text.vocabulary import build_vocabulary, vocabulary_digest
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Recipe, Task
@@ -33,7 +32,7 @@ class PredictedSplit:
 
     Attributes:
         score: (logits (n, C) or (n, S, 2), the dev split's scores or None) -> metrics and submission.
-        examples: number of sound examples; `broken` ones have no prediction.
+        examples: number of sound examples; `broken` ones count in no metric.
     """
 
     name: str
@@ -105,7 +104,8 @@ def splits_to_predict(recipe: Recipe, say: Say) -> tuple[PredictedSplit, ...]:
 def _predicted(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, examples: Examples[Any]) -> PredictedSplit:
     split, sound, broken = examples.split, examples.sound, examples.broken
     features, score = KINDS[TASKS[_task(recipe).name].head].predicted(recipe, tokenizer, split, sound)
-    return PredictedSplit(split, features, score, len(sound), len(broken))
+    scored = len(sound) - len(broken) if is_test(split) else len(sound)
+    return PredictedSplit(split, features, score, scored, len(broken))
 
 
 def check(recipe: Recipe) -> None:
@@ -140,7 +140,7 @@ def split_names(task: Task) -> list[str]:
 def _examples(task: Task, split: str) -> Examples[Any]:
     facts = TASKS[task.name]
     records = read_split(facts, split, getattr(task, split))
-    return parse_examples(split, records, partial(KINDS[facts.head].parse, facts))
+    return parse_examples(facts, split, records, KINDS[facts.head].parse)
 
 
 def _task(recipe: Recipe) -> Task:

@@ -15,7 +15,15 @@ from recipes.tasks import TaskFacts
 
 MOST_LINE = 64 * files.MIB  # bytes
 MOST_FILE = 2048 * files.MIB  # bytes; a .json is read whole
-KINDS = "JSON, JSON lines, parquet, or a directory that datasets' save_to_disk wrote"
+KINDS = (
+    "JSON, JSON lines, GLUE's own TSV, RACE's own directories, parquet, or a directory that datasets' "
+    "save_to_disk wrote"
+)
+# Columns of GLUE's own files -> fields on the hub.
+COLUMNS = {
+    "#1 String": "sentence1", "#2 String": "sentence2", "sentence1": "premise", "sentence2": "hypothesis",
+    "Quality": "label", "gold_label": "label", "is_duplicate": "label", "index": "idx", "id": "idx",
+}  # fmt: skip
 SHOWN = 3  # broken examples to name per split
 E_co = TypeVar("E_co", covariant=True)
 
@@ -35,7 +43,10 @@ class WrongRecord(ValueError):
 
 @dataclass(frozen=True)
 class Examples(Generic[E_co]):
-    """The sound examples of a split, and place and reason of each broken one."""
+    """The sound examples of a split, and place and reason of each broken one.
+
+    Of a test, what is readable of the broken ones is among the sound: a submission has a row for each.
+    """
 
     split: str
     sound: tuple[E_co, ...]
@@ -47,7 +58,8 @@ class Examples(Generic[E_co]):
             return ""
         named, more = "; ".join(self.broken[:SHOWN]), len(self.broken) - SHOWN
         others = f"; and {more} more" if more > 0 else ""
-        return f"{self.split}: {counted(len(self.broken), 'broken example')} left out: {named}{others}"
+        fate = "predicted from what is readable" if is_test(self.split) else "left out"
+        return f"{self.split}: {counted(len(self.broken), 'broken example')} {fate}: {named}{others}"
 
 
 def read_split(facts: TaskFacts, split: str, path: str | None) -> list[LocatedRecord]:
@@ -66,12 +78,17 @@ def read_split(facts: TaskFacts, split: str, path: str | None) -> list[LocatedRe
         said = f"it is {kind}, and " if kind and source != "jsonl" else ""
         rule = f"{said}no record can be read, the first: {found[0].place}: {found[0].why}"
         _refuse(key, where, rule, f"give {KINDS}, in UTF-8 and not compressed")
-    needed = (*facts.fields, *(() if split.startswith("test") else (facts.label,)))
+    needed = (*facts.fields, *(() if is_test(split) else (facts.label,)))
     if lacking := [name for name in needed if all(name not in each.value for each in found)]:
         has = ", ".join(next((each.value for each in found if each.value), {})) or "none"
         rule = f"its records have the fields {has}, and lack {', '.join(lacking)} of {', '.join(needed)}"
         _refuse(key, where, rule, f"give files in the schema of {facts.hub[0]}")
     return found
+
+
+def is_test(split: str) -> bool:
+    """Check that the labels of a split may be hidden, and its predictions are submitted."""
+    return split.startswith("test")
 
 
 def check_split(split: str, path: str) -> None:
@@ -88,7 +105,15 @@ def _refuse(key: str, where: str, rule: str, fix: str) -> NoReturn:
 def _local(path: Path) -> Iterator[LocatedRecord]:
     kind = path.suffix.lower()
     if not files.is_file(path) and path.is_dir():
-        yield from _rows(path, _saved(path))
+        if articles := sorted(path.rglob("*.txt")):
+            for file in articles:
+                yield from _race_file(file)
+        else:
+            yield from _rows(path, _saved(path))
+    elif kind == ".txt":
+        yield from _race_file(path)
+    elif kind == ".tsv":
+        yield from _tsv(path)
     elif kind in (".jsonl", ".ndjson"):
         for number, line in files.lines_of(path, MOST_LINE):
             if line.strip():
@@ -124,6 +149,9 @@ def _object(place: str, value: Any) -> LocatedRecord:
 
 def _json(path: Path) -> Iterator[LocatedRecord]:
     value = files.read_json(path, MOST_FILE)
+    if isinstance(value, dict) and "questions" in value:
+        yield from _race_article(str(path), value)
+        return
     listed = value.get("data") if isinstance(value, dict) else value
     if not isinstance(listed, list):
         rule = 'it is a list of records, {"data": [records]}, or SQuAD\'s own {"data": [articles]}'
@@ -151,6 +179,47 @@ def _article(place: str, article: dict[str, Any]) -> Iterator[LocatedRecord]:
                 yield LocatedRecord(f"{place}, question {value['id']}", value)
     except (KeyError, TypeError) as error:
         yield LocatedRecord(place, {}, f"not an article of SQuAD ({type(error).__name__}: {error})")
+
+
+def _race_file(path: Path) -> Iterator[LocatedRecord]:
+    """Yield the questions in a file of RACE's own form: one article as JSON."""
+    found = _located(str(path), files.read_bytes(path, MOST_LINE))
+    yield from [found] if found.why else _race_article(str(path), found.value)
+
+
+def _race_article(place: str, article: dict[str, Any]) -> Iterator[LocatedRecord]:
+    try:
+        questions = article["questions"]
+        answers = article.get("answers", [None] * len(questions))
+        rows = list(zip(questions, article["options"], answers, strict=True))
+        shared = {"article": article["article"], "example_id": article.get("id", place)}
+    except (KeyError, TypeError, ValueError) as error:
+        yield LocatedRecord(place, {}, f"not an article of RACE ({type(error).__name__}: {error})")
+        return
+    for number, (question, options, answer) in enumerate(rows, 1):
+        own = {"question": question, "options": options, "answer": answer}
+        yield LocatedRecord(f"{place}, question {number}", shared | own)
+
+
+def _tsv(path: Path) -> Iterator[LocatedRecord]:
+    """Yield the rows of a file with a header, in which a quotation mark is text."""
+    header: list[str] = []
+    for number, line in files.lines_of(path, MOST_LINE):
+        place = f"{path}:{number}"
+        try:
+            cells = files.decode(line, place).rstrip("\r\n").split("\t")
+        except files.FileError as error:
+            yield LocatedRecord(place, {}, str(error.problems[0].came))
+            continue
+        if not header:
+            header = cells
+        elif len(cells) != len(header):
+            yield LocatedRecord(place, {}, f"has {len(cells)} columns, and the header {len(header)}")
+        else:
+            row: dict[str, Any] = dict(zip(header, cells, strict=True))
+            row |= {ours: row[theirs] for theirs, ours in COLUMNS.items() if theirs in row}
+            numbers = [key for key in ("label", "idx") if row.get(key, "").isdecimal()]
+            yield LocatedRecord(place, row | {key: int(row[key]) for key in numbers})
 
 
 def _parquet(path: Path) -> Iterable[Any]:
@@ -190,33 +259,46 @@ def _hub(facts: TaskFacts, split: str) -> Iterator[LocatedRecord]:
 
 
 def parse_examples(
-    split: str, records: Sequence[LocatedRecord], parse: Callable[[dict[str, Any], int, bool], E_co]
+    facts: TaskFacts,
+    split: str,
+    records: Sequence[LocatedRecord],
+    parse: Callable[[TaskFacts, dict[str, Any], int, bool], E_co],
 ) -> Examples[E_co]:
-    """Parse the examples of a split; all but a test split need labels.
+    """Parse the examples of a split; all but a test split need labels and texts.
 
     Raises ProblemsError: all of them are broken.
     """
-    sound, broken, labelled = list[E_co](), list[str](), not split.startswith("test")
+    sound, broken, labelled = list[E_co](), list[str](), not is_test(split)
     for number, record in enumerate(records):
         try:
             if record.why:
                 raise WrongRecord(record.why)
-            sound.append(parse(record.value, number, labelled))
+            sound.append(parse(facts, record.value, number, labelled))
         except WrongRecord as error:
             broken.append(f"{record.place}: {error}")
-    if not sound:
+            if not labelled:
+                sound.append(parse(facts, _readable(facts, record.value), number, labelled))
+    if len(broken) == len(records):
         rule = f"all of its {counted(len(broken), 'example')} are broken: {'; '.join(broken[:SHOWN])}"
         _refuse(f"--{split}", split, rule, "give a sound file")
     return Examples(split, tuple(sound), tuple(broken))
 
 
-def text_of(record: dict[str, Any], name: str) -> str:
-    """Return a text field. Raises WrongRecord."""
+def _readable(facts: TaskFacts, value: dict[str, Any]) -> dict[str, Any]:
+    """Return the texts and identities of a broken record, without its label; a text is empty instead."""
+    readable = {name: text for name, text in value.items() if name in facts.texts and isinstance(text, str)}
+    identity = {name: value[name] for name in ("idx", "id", "example_id") if name in value}
+    choices = {"options": [""] * len(facts.labels)} if facts.head == "choice" else {}
+    return dict.fromkeys(facts.texts, "") | readable | identity | choices
+
+
+def text_of(record: dict[str, Any], name: str, needed: bool) -> str:
+    """Return a text field; `needed`: it is not empty. Raises WrongRecord."""
     value = record.get(name)
     if not isinstance(value, str):
         found = type(value).__name__ if name in record else "missing"
         raise WrongRecord(f"{name} is {found}, and a text is needed")
-    if not value.strip():
+    if needed and not value.strip():
         raise WrongRecord(f"{name} is empty")
     return value
 

@@ -59,7 +59,7 @@ class Windows:
 
 def parse(facts: TaskFacts, record: dict[str, Any], number: int, labelled: bool) -> Question:
     """Make a question of a record in the hub's schema. Raises WrongRecord."""
-    question, context = (text_of(record, name) for name in facts.texts)
+    question, context = (text_of(record, name, labelled) for name in facts.texts)
     answers = _answers(record.get(facts.label), context)
     if labelled and answers is None:
         raise WrongRecord("answers are missing")
@@ -187,29 +187,29 @@ def score_spans(
 
     `with_none`: SQuAD 2.0; its threshold for no answer is tuned for F1 on the first scored split.
     """
-    known = all(question.answers is not None for question in questions)
+    known = [row for row, question in enumerate(questions) if question.answers is not None]
     metrics: dict[str, float] = {}
     texts = [span.text for span in spans]
+
+    def scores(texts: Sequence[str]) -> list[AnswerScore]:
+        answers = {row: [text for text, _ in questions[row].answers or ()] for row in known}
+        return [score_answer(texts[row], right, with_none) for row, right in answers.items()]
+
     if with_none:
         odds = [span.no_answer for span in spans]
         if dev is None and known:
-            threshold = best_threshold(_score_answers(texts, questions), odds)
+            threshold = best_threshold(scores(texts), [odds[row] for row in known])
         else:
             threshold = (dev.metrics if dev else {}).get("no_answer_threshold", 0.0)
         texts = ["" if odd > threshold else text for text, odd in zip(texts, odds, strict=True)]
         metrics["no_answer_threshold"] = threshold
     if known:
-        metrics = {**means(_score_answers(texts, questions)), **metrics}
+        metrics = {**means(scores(texts)), **metrics}
     ids = [question.id for question in questions]
     files = {"predictions.json": _json(dict(zip(ids, texts, strict=True)))}
     if with_none:
         files["null_odds.json"] = _json(dict(zip(ids, odds, strict=True)))
     return SplitScores(metrics, files)
-
-
-def _score_answers(texts: Sequence[str], questions: Sequence[Question]) -> list[AnswerScore]:
-    answers = ([text for text, _ in question.answers or ()] for question in questions)
-    return [score_answer(text, right) for text, right in zip(texts, answers, strict=True)]
 
 
 def _json(values: dict[str, Any]) -> str:
@@ -234,17 +234,23 @@ def normalise(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
-def score_answer(text: str, answers: Sequence[str]) -> AnswerScore:
-    """Score an answer against the annotators' `answers`, except those without text when normalised."""
-    right = [each for each in map(normalise, answers) if each] or [""]
+def score_answer(text: str, answers: Sequence[str], with_none: bool) -> AnswerScore:
+    """Score an answer against the annotators' `answers`.
+
+    `with_none`: SQuAD 2.0, whose script drops answers without text when normalised. That of 1.1 keeps them,
+    and gives no F1 for them.
+    """
+    right = list(map(normalise, answers))
+    if with_none:
+        right = [each for each in right if each] or [""]
     said = normalise(text)
-    exact = float(said in right)
-    return AnswerScore(exact, max(_f1(said.split(), each.split()) for each in right), bool(answers), not text)
+    f1 = max((_f1(said.split(), each.split(), with_none) for each in right), default=0.0)
+    return AnswerScore(float(said in right), f1, bool(answers), not text)
 
 
-def _f1(said: Sequence[str], right: Sequence[str]) -> float:
+def _f1(said: Sequence[str], right: Sequence[str], with_none: bool) -> float:
     if not said or not right:
-        return float(said == right)
+        return float(with_none and said == right)
     common = (Counter(said) & Counter(right)).total()
     if not common:
         return 0.0

@@ -136,6 +136,12 @@ def add_recipe_arguments(parser: argparse.ArgumentParser, *, ends: bool = True) 
     add("--tiny", action="store_true", help=tiny)
 
 
+def add_weights_arguments(add: Callable[..., argparse.Action]) -> None:
+    """Add the flag that says of weights what their files do not."""
+    says = "what the files of foreign weights do not say, e.g. num_attention_heads=16; repeatable"
+    add("--weights_args", action="append", default=[], metavar="KEY=VALUE", help=says)
+
+
 def whole(least: int = 1, most: int = 10**9) -> Callable[[str], int]:
     """Make a reader of whole numbers within bounds, for `add_argument(type=...)`."""
 

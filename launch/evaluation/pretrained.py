@@ -64,7 +64,7 @@ def encoder_in(given: InitialWeights) -> tuple[dict[str, Any], Path]:
         rule = "weights of Megatron say nothing of their vocabulary"
         fix = "pretrain from it with --init_from, and fine-tune that run"
         raise given.error([Problem(given.key, "is a checkpoint of Megatron", rule, fix)])
-    model = given.model(catalog.load())
+    model = given.model()
     if not FAMILIES[model.form.family].masked:
         came = f"is a model of type {shown(model.form.model_type)}"
         fix = "give a run with a checkpoint, or a directory that save_pretrained or export_hf.py wrote"

@@ -44,7 +44,7 @@ class Wishes:
         window, stride: tokens of a window, and from one window to the next.
         limit: largest number of examples or windows.
         batch: windows per forward pass and data-parallel rank.
-        settings: values of --set.
+        settings, weights_args: values of --set and --weights_args.
         from_scratch: draw the weights at random.
     """
 
@@ -62,6 +62,7 @@ class Wishes:
     precision: str = "fp32"
     tokenizer: str | None = None
     settings: Sequence[str] = ()
+    weights_args: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ def checked_job(wishes: Wishes, world: int, machine: Machine) -> ScoringJob:
     """Open the model by its headers, check the task against it, and plan. Raises ValueError."""
     model = _open_model(wishes)
     recipe = _scoring_recipe(model, wishes, world)
-    InitialWeights(str(model.weights)).check(recipe)  # with the user's settings
+    # With the user's settings.
+    InitialWeights(str(model.weights), stated=wishes.weights_args).check(recipe)
     window = wishes.window or recipe.sequence_length
     stride = wishes.stride or (min(STRIDE, window) if wishes.task == "wikitext103" else window)
     if problems := [*_unfit(wishes, recipe, window, stride)]:
@@ -93,7 +95,7 @@ def _open_model(wishes: Wishes) -> TrainedModel:
             came, rule = f"is a {recipe.model.family.upper()}", "these tasks are about the next token"
             raise ProblemsError([Problem(trained_model.KEY, came, rule, "give a GPT-2", where=wishes.model)])
 
-    opened = trained_model.open_model(wishes.model, wishes.tokenizer, check)
+    opened = trained_model.open_model(wishes.model, wishes.tokenizer, check, wishes.weights_args)
     tokens, size = vocabulary_size(opened.tokenizer), opened.recipe.model.vocab_size
     if size - tokens >= MOST_PADDING:
         came = f"the vocabulary has {tokens:,} tokens, the model {size:,}"

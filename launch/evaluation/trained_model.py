@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerFast
 
 from data.text.vocabulary import gpt2_tokenizer, missing_roles, read_tokenizer, vocabulary_size
 from launch.records import vocabulary
-from launch.weights import foreign_weights
 from launch.weights.foreign_weights import RunWeights
 from launch.weights.initial_weights import KEY as INIT_FROM
 from launch.weights.initial_weights import InitialWeights
@@ -55,15 +54,18 @@ class TrainedModel:
 
 
 def open_model(
-    given: str, tokenizer: str | None = None, check: Callable[[Recipe], None] = lambda recipe: None
+    given: str,
+    tokenizer: str | None = None,
+    check: Callable[[Recipe], None] = lambda recipe: None,
+    stated: Sequence[str] = (),
 ) -> TrainedModel:
     """Open the model in a directory; check it by its headers. `tokenizer`: directory of its vocabulary.
 
-    `check` raises ProblemsError for an unsuitable model, before the search for a vocabulary. Raises
-    ProblemsError for missing or incomplete weights, or for a foreign vocabulary.
+    `check` raises ProblemsError for an unsuitable model, before the search for a vocabulary. `stated`: values
+    of --weights_args. Raises ProblemsError for missing or incomplete weights, or for a foreign vocabulary.
     """
     try:
-        return _open(given, tokenizer, check)
+        return _open(InitialWeights(given, stated=stated), tokenizer, check)
     except ProblemsError as error:
         keys = {INIT_FROM: KEY}  # of weights: in the words of this command
         told = [
@@ -73,17 +75,19 @@ def open_model(
         raise ProblemsError(told) from None
 
 
-def _open(given: str, tokenizer: str | None, check: Callable[[Recipe], None]) -> TrainedModel:
-    default, run, step = catalog.load(), None, None
-    recipe = InitialWeights(given).model(default).as_recipe(default)
-    saved, weights = foreign_weights.saved_in(given), Path(given)
+def _open(given: InitialWeights, tokenizer: str | None, check: Callable[[Recipe], None]) -> TrainedModel:
+    run, step = None, None
+    saved, weights = given.saved(), Path(given.directory)
+    near = tokenizer or (weights if _holds_vocabulary(weights) else None)
+    tokens = vocabulary_size(read_tokenizer(near)) if near else None
+    recipe = given.model(tokens).as_recipe(catalog.load())
     if isinstance(saved, RunWeights):
         recipe, weights, step = saved.recipe, saved.checkpoint.directory, saved.checkpoint.step
         run = weights.parent.parent if weights.parent.name == "checkpoints" else None
     check(recipe)
     # The sentence head is unused; the weights may lack it.
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"sentence_head": "none"})})
-    InitialWeights(str(weights)).check(recipe)
+    replace(given, directory=str(weights)).check(recipe)
     found, place = _tokenizer(weights, run, recipe, tokenizer)
     if problems := list(_unfit(found, recipe)):
         raise ProblemsError(problems)
@@ -102,13 +106,17 @@ def _tokenizer(
         return tokenizer, Path(asked)
     if run is not None:
         return vocabulary.load(run), run / vocabulary.FOLDER
-    if any((weights / name).is_file() for name in vocabulary.VOCABULARY_FILES):
+    if _holds_vocabulary(weights):
         return read_tokenizer(weights), weights
     if recipe.model.vocab_size == GPT2_VOCABULARY:
         return gpt2_tokenizer(), None
     came = f"{weights} holds no vocabulary ({', '.join(vocabulary.VOCABULARY_FILES)})"
     rule = "text becomes the model's tokens"
     raise ProblemsError([Problem(TOKENIZER, came, rule, f"name its directory with {TOKENIZER} DIR")])
+
+
+def _holds_vocabulary(directory: Path) -> bool:
+    return any((directory / name).is_file() for name in vocabulary.VOCABULARY_FILES)
 
 
 def _unfit(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> Iterator[Problem]:

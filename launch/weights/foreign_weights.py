@@ -60,8 +60,11 @@ class Saved:
     def __init__(self, directory: Path):
         self.directory = directory
 
-    def config(self, recipe: Recipe) -> Mapping[str, Any]:
-        """Read the description of the model, in one of `forms`. Raises FileError."""
+    def config(self, vocabulary: int | None) -> Mapping[str, Any]:
+        """Read the description of the model, in one of `forms`. Raises FileError.
+
+        `vocabulary`: number of its tokens, for weights that know it only with padding.
+        """
         raise NotImplementedError
 
     def stored(self, model: Model) -> Mapping[str, Any]:
@@ -175,7 +178,7 @@ class TransformersWeights(Saved):
     forms = FORMS
     sentence_head = tuple(f"{name}." for name in bert.SENTENCE_HEAD.values())
 
-    def config(self, recipe: Recipe) -> Mapping[str, Any]:
+    def config(self, vocabulary: int | None) -> Mapping[str, Any]:
         return read_json_object(self.directory / "config.json")
 
     @cached_property
@@ -221,15 +224,16 @@ class MegatronWeights(Saved):
     def checkpoint(self) -> Checkpoint:
         return open_checkpoint(self.directory)
 
-    def config(self, recipe: Recipe) -> Mapping[str, Any]:
-        found = self.checkpoint.config(recipe.model, tuple(PUBLISHED_VOCABULARIES.values()))
-        slices, heads, hidden = self.checkpoint.slices, found["num_attention_heads"], found["hidden_size"]
-        if all(type(size) is int and size > 0 for size in (heads, hidden)) and (
-            heads % slices or hidden % heads
-        ):
-            came = f"has hidden size {hidden} in {counted(slices, 'tensor slice')}, and model.heads={heads}"
-            refuse(self.directory, came, "each slice holds whole heads", "set model.heads to theirs")
-        return found
+    def config(self, vocabulary: int | None) -> Mapping[str, Any]:
+        own = () if vocabulary is None else (vocabulary,)
+        return self.checkpoint.config((*own, *PUBLISHED_VOCABULARIES.values()))
+
+    def problems(self, recipe: Recipe) -> Iterator[Problem]:
+        yield from super().problems(recipe)
+        slices, heads = self.checkpoint.slices, recipe.model.heads
+        if heads % slices:
+            came = f"is in {counted(slices, 'tensor slice')}, and has {heads} heads"
+            yield Problem(KEY, came, "each slice holds whole heads", "give their true number")
 
     def stored(self, model: Model) -> Mapping[str, Slices]:
         return self.checkpoint.tensors
@@ -257,8 +261,8 @@ class MegatronWeights(Saved):
         rows = found.size(names.WORD, 0) or 0
         if rows > model.vocab_size:
             yield f"of their {rows:,} rows of the vocabulary the first {model.vocab_size:,}: the rest pads"
-        if "num_attention_heads" not in found.arguments:
-            yield f"they do not say how many heads they have: model.heads={model.heads} is taken"
+        if not found.arguments:
+            yield "they keep no arguments: GELU's form and LayerNorm's epsilon are Megatron's defaults"
         eps = found.arguments.get("layernorm_epsilon", 1e-5)
         if found.is_bert and (found.tanh_gelu or eps != BERT_NORM_EPS):
             gelu = "the tanh form of GELU" if found.tanh_gelu else "the exact GELU"
@@ -300,7 +304,7 @@ class RunWeights(Saved):
             refuse(directory, str(fault), "a run keeps its recipe, and one of the two was changed", RESTORE)
         return Recipe.model_validate(held.recipe)
 
-    def config(self, recipe: Recipe) -> Mapping[str, Any]:
+    def config(self, vocabulary: int | None) -> Mapping[str, Any]:
         form = form_of(self.recipe.model, self.forms)
         assert form is not None, "every model of a recipe has one"
         own = dict(flatten(self.recipe.model_dump()))

@@ -12,16 +12,19 @@ from typing import Any
 from ds_configs.findings import Notice
 from launch.weights.foreign_weights import KEY, RunWeights, Saved, read, saved_in
 from modeling.formats.huggingface.config_forms import ConfigForm, form_of
+from modeling.formats.megatron.checkpoint import UNREAD
 from modeling.lazy_weights import LazyWeights
 from recipes.families import FAMILIES, PUBLISHED_VOCABULARIES
 from recipes.files import FileError
 from recipes.key_paths import flatten
-from recipes.problems import Problem, ProblemsError
+from recipes.problems import Problem, ProblemsError, did_you_mean
 from recipes.schema import Model, Recipe
+from recipes.yaml_lines import parse
 
 SAVED = "give a directory that save_pretrained or export_hf.py wrote, a run, or a checkpoint of Megatron"
 TOKENIZERS = {size: kind for kind, size in PUBLISHED_VOCABULARIES.items()}
 SHARED = "model.shared_layers"
+ARGUMENTS = "--weights_args"
 LARGEST = 10**8  # of a size in a config.json, so that a product of two is still an integer of torch
 
 
@@ -46,7 +49,14 @@ class GivenModel:
         said = {key: f"{form.shape[key][0]}={shown(size)}" for key, size in sizes.items()}
         odd = [key for key, size in sizes.items() if type(size) is not int or not 0 < size <= LARGEST]
         rule = f"it is a whole number from 1 to {LARGEST:,}"
-        problems = [Problem(KEY, f"{form.says} {said[key]}", rule, SAVED) for key in odd]
+        problems = list[Problem]()
+        for key in odd:
+            theirs, default = form.shape[key]
+            if config.get(theirs, default or UNREAD) == UNREAD:
+                came, fix = f"does not say {theirs}", f"state it with {ARGUMENTS} {theirs}=N"
+                problems.append(Problem(KEY, came, "nothing else decides it", fix))
+            else:
+                problems.append(Problem(KEY, f"{form.says} {said[key]}", rule, SAVED))
         if not odd and sizes["model.hidden"] % sizes["model.heads"]:
             came = f"{form.says} {said['model.hidden']} and {said['model.heads']}"
             problems = [Problem(KEY, came, "the first is divisible by the second", SAVED)]
@@ -120,7 +130,9 @@ class GivenModel:
         for key, (allowed, default) in allowed_by_key.items():
             if (value := config.get(key, default)) not in allowed:
                 rule = f"our {self.form.family} has {shown(allowed[0])}, and no switch"
-                yield Problem(KEY, f"{key}={shown(value)}", rule, "give other weights")
+                other = "give other weights"
+                fix = f"state it with {ARGUMENTS} {key}=VALUE" if value == UNREAD else other
+                yield Problem(KEY, f"{key}={shown(value)}", rule, fix)
 
 
 def _other_kind(kind: str, model: Model, own: ConfigForm | None) -> Problem:
@@ -132,10 +144,16 @@ def _other_kind(kind: str, model: Model, own: ConfigForm | None) -> Problem:
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """Weights in a directory, for a run to start from. `key`: the flag that names it."""
+    """Weights in a directory, for a run to start from.
+
+    Attributes:
+        key: the flag that names the directory.
+        stated: values of --weights_args, which the weights themselves lack.
+    """
 
     directory: str
     key: str = KEY
+    stated: Sequence[str] = ()
 
     def check(self, recipe: Recipe) -> tuple[Notice, ...]:
         """Check that the weights fit the recipe; return remarks on them.
@@ -144,7 +162,7 @@ class InitialWeights:
         reads tied tensors. Raises ProblemsError with every mismatch and the flags that mend it.
         """
         saved = self.saved()
-        given, config = self._given(saved, recipe)
+        given, config = self._given(saved, recipe.model.vocab_size)
         problems = [*given.differences(recipe, form_of(recipe.model, saved.forms)), *given.fixed(config)]
         try:
             problems += saved.problems(given.as_recipe(recipe))
@@ -155,12 +173,12 @@ class InitialWeights:
         remarks = (f"those of {self.directory}", *saved.remarks(recipe))
         return tuple(Notice("init_from", f"initial weights: {text}") for text in remarks)
 
-    def model(self, recipe: Recipe) -> GivenModel:
-        """Read the model; `recipe` tells the heads of weights that do not.
+    def model(self, vocabulary: int | None = None) -> GivenModel:
+        """Read the model; `vocabulary`: number of its tokens, if the user gave one.
 
         Raises ProblemsError: no weights, or a broken description of the model. `check` finds other faults.
         """
-        return self._given(self.saved(), recipe)[0]
+        return self._given(self.saved(), vocabulary)[0]
 
     def resolved(self) -> InitialWeights:
         """Replace a run by its newest whole checkpoint, so that later ones change nothing."""
@@ -189,14 +207,30 @@ class InitialWeights:
         )
         raise self.error([Problem(KEY, came, fix=f"{SAVED}{fetch}")])
 
-    def _given(self, saved: Saved, recipe: Recipe) -> tuple[GivenModel, Mapping[str, Any]]:
+    def _given(self, saved: Saved, vocabulary: int | None) -> tuple[GivenModel, Mapping[str, Any]]:
         """Return the stated model and its description. Raises ProblemsError if it is unclear."""
         try:
-            config = saved.config(recipe)
+            config = self._completed(dict(saved.config(vocabulary)), saved.forms)
             return GivenModel.of(config, saved.forms), config
         except FileError as error:
             problems = [replace(problem, fix=problem.fix or SAVED) for problem in error.problems]
             raise self.error(problems) from None
+
+    def _completed(self, config: dict[str, Any], forms: Sequence[ConfigForm]) -> dict[str, Any]:
+        """Add what the user stated to a description. Raises FileError if it says otherwise."""
+        known = {form.model_type: form.keys for form in forms}.get(config.get("model_type", ""), set())
+        for text in self.stated:
+            key, _, written = text.partition("=")
+            where = f"{ARGUMENTS} {text}"
+            if key not in known:
+                fix = did_you_mean(key, known)
+                raise FileError([Problem(ARGUMENTS, "is no KEY=VALUE of the weights", fix=fix, where=where)])
+            value = parse(written, where).value
+            if (theirs := config.get(key, UNREAD)) not in (UNREAD, value):
+                came = f"the weights say {key}={shown(theirs)}"
+                raise FileError([Problem(ARGUMENTS, came, fix="leave it out", where=where)])
+            config[key] = value
+        return config
 
     def error(self, problems: Iterable[Problem]) -> ProblemsError:
         where = f"{self.key} {self.directory[:200]}"
@@ -205,7 +239,7 @@ class InitialWeights:
 
 def shown(value: Any) -> str:
     """Write a value as config.json does, shortened."""
-    text = json.dumps(value)
+    text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 

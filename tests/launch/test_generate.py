@@ -12,11 +12,12 @@ from unittest import mock
 import pytest
 import torch
 from launching import ROOT, run, run_ranks
+from megatron_writer import Form, write
 from stored import model_tensors, rewrite_manifest, write_checkpoint
 from transformers import BertForMaskedLM, GPT2LMHeadModel
 
 from data.text.trained_vocabulary import train_bpe, train_wordpiece, wrap_tokenizer
-from launch import generate
+from launch import generate, pretrain, score
 from launch.checkpoints import manifest
 from launch.console import ends
 from launch.evaluation import writing
@@ -268,6 +269,27 @@ def test_what_cannot_be_done_is_refused(name, odd, monkeypatch, capsys):
     assert came in said and fix in said, said
     assert "--init_from" not in said and "the recipe's" not in said, said
     assert "Traceback" not in said, said
+
+
+def test_what_weights_do_not_say_is_said_by_one_flag_of_all_commands(folder, tmp_path, monkeypatch, capsys):
+    """Whatever recipe is the default, texts are those of the weights."""
+    recipe = catalog.load("default/sotu", ["precision=fp32", "model.heads=2"], tiny=True)
+    weights = {name: tensor * 10 for name, tensor in model_tensors(recipe).items()}
+    given = write(tmp_path / "given", recipe, weights, Form(arguments=None))
+    asked = (given, "--tokenizer", folder / "gpt" / "tokenizer", "--prompt", "My", "--greedy", "--tokens", 9)
+    heads, fix = "num_attention_heads=2", "--weights_args num_attention_heads=N"
+    assert typed(monkeypatch, *asked) == 2 and fix in capsys.readouterr().err
+    assert typed(monkeypatch, *asked, "--weights_args", heads) in (None, 0)
+    said = capsys.readouterr().out
+    stated = write(tmp_path / "stated", recipe, weights, Form())
+    assert typed(monkeypatch, stated, *asked[1:]) in (None, 0)
+    assert capsys.readouterr().out == said
+    (text := tmp_path / "text.txt").write_text("My fellow citizens")
+    task = ("--task", "perplexity", "--data", str(text))
+    scored = score.build_parser().parse_args([*map(str, asked[:3]), *task, "--weights_args", heads])
+    assert score.checked(scored)[0].model.recipe.model.heads == 2
+    started = ("--tiny", "--set", "model.heads=2", "--init_from", str(given), "--weights_args", heads)
+    assert pretrain.training_of(pretrain.build_parser().parse_args([*started, "--plan"])).job.initial_weights
 
 
 def test_everything_is_refused_at_once(odd, monkeypatch, capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import enum
 import os
 import shutil
@@ -9,13 +11,14 @@ import signal
 import sys
 import types
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 from megatron_writer import Form, random_weights, write
 from numpy.testing._private.utils import runstring
 
-from modeling.formats.megatron.checkpoint import open_checkpoint
+from modeling.formats.megatron.checkpoint import UNREAD, open_checkpoint
 from modeling.formats.megatron.files import is_checkpoint
 from modeling.formats.megatron.names import name_map
 from recipes import catalog
@@ -81,8 +84,62 @@ def test_half_precision_and_classes_of_megatron_are_read(tmp_path, monkeypatch):
     found = open_checkpoint(tmp_path)
     assert equal(found.weights(recipe.model), weights)
     assert found.tensors["embedding.word_embeddings.weight"].dtype == torch.float16
-    assert not {"model_type", "exit_signal", "save", "params_dtype"} & found.arguments.keys()
+    classes = ("model_type", "exit_signal", "save", "params_dtype")
+    assert {found.arguments[name] for name in classes} == {UNREAD}
     assert found.arguments["num_layers"] == recipe.model.layers
+
+
+@dataclasses.dataclass
+class Args:
+    num_attention_heads: int
+    orig_vocab_size: int
+    gelu: object
+
+
+@dataclasses.dataclass(slots=True)
+class SlottedArgs(Args):
+    num_layers: int = 4
+
+
+@pytest.mark.parametrize("kind", [argparse.Namespace, types.SimpleNamespace, dict, Args, SlottedArgs])
+def test_arguments_are_read_in_every_container_of_converters(kind, tmp_path, monkeypatch):
+    """transformers' converter writes a SimpleNamespace; other classes are those of scripts."""
+    recipe = tiny()
+    directory = write(tmp_path, recipe, random_weights(recipe), Form())
+    said = {"num_attention_heads": 4, "orig_vocab_size": recipe.model.vocab_size - 1}
+    own = kind(**said, gelu=signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        if kind in (Args, SlottedArgs):
+            patch.setattr(kind, "__module__", "converter")
+            patch.setitem(sys.modules, "converter", types.SimpleNamespace(**{kind.__name__: kind}))
+        in_one(lambda content: content.update(args=own))(directory)
+    found = open_checkpoint(directory)
+    assert said.items() <= found.arguments.items() and found.arguments["gelu"] == UNREAD
+    config = found.config(())
+    assert (config["num_attention_heads"], config["vocab_size"]) == tuple(said.values())
+    assert config["num_layers"] == recipe.model.layers
+
+
+def test_a_distributed_optimizer_of_one_stage_is_left(tmp_path):
+    recipe, weights = tiny(), random_weights(tiny())
+    write(tmp_path, recipe, weights, Form(tp=2))
+    for file in tmp_path.glob("*/mp_rank*/*"):
+        file.rename(file.with_name("model_rng.pt"))
+        for rank in range(2):
+            (part := Path(f"{file.parent}_{rank:03d}")).mkdir()
+            torch.save({"optimizer": {}}, part / "optim.pt")
+    assert equal(open_checkpoint(tmp_path).weights(recipe.model), weights)
+    shutil.copytree(tmp_path / "iter_0000007/mp_rank_00", tmp_path / "iter_0000007/mp_rank_000_000")
+    with pytest.raises(FileError, match="mp_rank_00/model_rng.pt and mp_rank_000_000/model_rng.pt: a rank"):
+        open_checkpoint(tmp_path)
+
+
+def test_what_is_whole_need_not_be_as_its_arguments_say(tmp_path):
+    """Merged over ranks and stages by a converter that kept the arguments of the training."""
+    recipe, weights = tiny(), random_weights(tiny())
+    told = {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 3}
+    found = open_checkpoint(write(tmp_path, recipe, weights, Form(tp=2, pp=2, arguments=told)))
+    assert equal(found.weights(recipe.model), weights)
 
 
 class Payload:
@@ -146,6 +203,19 @@ def old_form(directory):
     torch.save(torch.load(file, weights_only=False), file, _use_new_zipfile_serialization=False)
 
 
+def pickled_otherwise(directory):
+    file = directory / "iter_0000007" / "mp_rank_00" / "model_optim_rng.pt"
+    torch.save(torch.load(file, weights_only=False), file, pickle_protocol=4)
+
+
+def renamed(name):
+    def damage(directory):
+        for file in directory.glob("*/*/*"):
+            file.rename(file.with_name(name))
+
+    return damage
+
+
 def encoder(content):
     return content["model"]["language_model"]["encoder"]
 
@@ -169,7 +239,11 @@ DAMAGED = {
     "a layer gone": (PIPE, gone("*/layer_04*"), "lacks the files of layer_04"),
     "a layer's slice gone": (PIPE, gone("*/layer_04-model_00*"), "lacks slice 0 of 2 of layer_04"),
     "no arguments' file": (PIPE, gone("*/mp_rank_00*"), "lacks mp_rank_00_model_states.pt"),
-    "no weights' file": (TP2, gone("*/mp_rank_01/*"), "mp_rank_01: holds neither model_optim_rng.pt"),
+    "no weights' file": (TP2, gone("*/mp_rank_01/*"), "mp_rank_01: holds nothing, and .*; copy the whole"),
+    "weights of another kind": (
+        TP2, renamed("model_weights.ckpt"), "mp_rank_00: holds model_weights.ckpt, .*; give a checkpoint",
+    ),
+    "pickled otherwise": (TP2, pickled_otherwise, "pickled in another way .*save it again with Megatron-LM"),
     "no iteration": (TP2, gone("iter*"), "says 'iter_0000007', and next to it is no iteration"),
     "one slice lacks a tensor": (
         TP2, in_one(lambda c: encoder(c).pop("layers.0.input_layernorm.bias")),

@@ -34,6 +34,11 @@ class ConfigForm:
     layer_norm: str | None = None
     says: str = "config.json says"
 
+    @property
+    def keys(self) -> set[str]:
+        """Every key of theirs that is read."""
+        return {*self.fixed, self.width[0], *(key for key, _ in self.shape.values())}
+
 
 def _shape(keys: str, *defaults: int) -> dict[str, tuple[str, int]]:
     return dict(zip(SHAPE, zip(keys.split(), defaults, strict=True), strict=True))

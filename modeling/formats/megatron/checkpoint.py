@@ -1,13 +1,13 @@
 """A checkpoint of Megatron-LM or Megatron-DeepSpeed, mapped into memory: its arguments and its tensors.
 
-Its files are pickles that name classes of Megatron-LM, numpy and others. None of them is imported or called:
-a `StandIn` takes the place of each. A file that names any other class is refused.
+Its files are pickles that name classes of Megatron-LM, numpy, converters and others. None of them is imported
+or called: a `StandIn` takes the place of each. A file that names functions of Python's library is refused.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from modeling.formats.megatron.files import ANOTHER, WHOLE, Files, find
 from modeling.formats.megatron.files import LAYER as LAYER_FILE
-from modeling.formats.megatron.files import WHOLE, Files, find
 from modeling.formats.megatron.names import (
+    LAST,
     LAYER,
     POSITION,
     WITH_PADDING,
@@ -28,6 +29,7 @@ from modeling.formats.megatron.names import (
     cut_dimension,
     heads_first,
     is_qkv,
+    is_whole,
     name_map,
 )  # fmt: skip
 from modeling.lazy_weights import LazyWeights, same_numbers
@@ -36,11 +38,10 @@ from recipes.key_paths import flatten
 from recipes.problems import Problem, some
 from recipes.schema import Model
 
-# Modules of the classes in such checkpoints' arguments, random states, optimizers and loss scalers.
-STAND_IN_MODULES = re.compile(
-    r"(megatron|deepspeed|fp16|apex|transformer_engine|numpy|signal|pathlib|datetime|enum|torch|types)\."
-)
+# Modules of Python's library with classes in such checkpoints' arguments.
+STAND_IN_MODULES = ("argparse", "collections", "datetime", "enum", "pathlib", "signal", "types")
 ENUM_MEMBER = "builtins.getattr"  # by which Python 3.11.0 to 3.11.3 pickles a member of an enumeration
+UNREAD = "in a form that is not read"  # instead of an argument's value
 KEYS = ("model", "module")  # of the state dict: Megatron-LM's, DeepSpeed's
 CHUNK = re.compile(r"model(\d+)")  # of an interleaved pipeline schedule
 BERT_ALONE = ("lm_head.", "pooler.", "binary_head.", "embedding.tokentype_embeddings.")
@@ -48,13 +49,15 @@ SMALLEST_PADDING = 1024  # padding rows that are accepted in any case: 128 x 8 s
 
 
 class StandIn:
-    """Stand-in for a class in a checkpoint: accepts any arguments and state, and does nothing."""
+    """Stand-in for a class in a checkpoint: accepts any arguments, and keeps the attributes of its state."""
 
     def __init__(self, *args: Any, **more: Any):
         pass
 
     def __setstate__(self, state: Any) -> None:
-        pass
+        for part in state if isinstance(state, tuple) else (state,):  # attributes, and those in slots
+            if isinstance(part, dict):
+                vars(self).update(part)
 
 
 class Slices(NamedTuple):
@@ -87,7 +90,7 @@ class Checkpoint:
 
     Attributes:
         where: its directory.
-        arguments: settings of its training, by Megatron's names; empty if the checkpoint has none.
+        arguments: settings of its training, by Megatron's names; UNREAD: no plain value.
         version: of the checkpoint; it decides the order of QKV's rows.
         slices: number of tensor ranks.
         tensors: by the names of `names.py`, layers counted over all stages.
@@ -125,26 +128,28 @@ class Checkpoint:
         shape = self.tensors[name].shape if name in self.tensors else ()
         return shape[dim] if dim < len(shape) else None
 
-    def config(self, model: Model, vocabularies: Sequence[int]) -> dict[str, Any]:
-        """Return the configuration in the keys of `MEGATRON_FORMS`.
+    def config(self, vocabularies: Sequence[int]) -> dict[str, Any]:
+        """Return the configuration in the keys of `MEGATRON_FORMS`, without what is nowhere stated.
 
-        Sizes that the arguments leave out come from the tensors, the number of heads from `model`. The number
-        of tokens without padding is not stored: the model's number is taken if padding can make it the number
-        of rows, else the first such number of `vocabularies`, else the number of rows.
+        Sizes that the arguments leave out come from the tensors. Only some converters store the number of
+        tokens without padding: else it is the first of `vocabularies` that padding can make the number of
+        rows, or the number of rows.
         """
         rows = self.size(WORD, 0)
-        padded = [v for v in (model.vocab_size, *vocabularies) if rows and 0 <= rows - v < self.most_padding]
-        sizes = {
-            "num_layers": self.layers, "hidden_size": self.size(WORD, 1), "num_attention_heads": model.heads,
+        padded = [v for v in vocabularies if rows and 0 <= rows - v < self.most_padding]
+        stated = {key: value for key, value in self.arguments.items() if value is not None}
+        own: dict[str, Any] = {
+            "num_layers": self.layers,
+            "hidden_size": self.size(WORD, 1),
             "max_position_embeddings": self.size(POSITION, 0),
-        }  # fmt: skip
-        return {
-            **sizes,
-            **self.arguments,
-            "model_type": "megatron-lm-bert" if self.is_bert else "megatron-lm-gpt",
-            "vocab_size": padded[0] if padded else rows,
-            "gelu": "tanh" if self.tanh_gelu else "exact",
         }
+        own |= {key: value for key, value in stated.items() if key not in own or value != UNREAD}
+        own["model_type"] = "megatron-lm-bert" if self.is_bert else "megatron-lm-gpt"
+        own["vocab_size"] = stated.get("orig_vocab_size") or next(iter(padded), rows)
+        if gelus := [stated[key] for key in ("openai_gelu", "bias_gelu_fusion") if key in stated]:
+            known = "tanh" if self.tanh_gelu else "exact"
+            own["gelu"] = UNREAD if UNREAD in gelus else known
+        return own
 
     def untied(self) -> list[tuple[str, str]]:
         """Return (copy, tensor) for each copy that differs from its tensor. Reads their numbers."""
@@ -195,7 +200,7 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     layers = {
         file for file, content in contents.items() if any(".query_key_value." in str(k) for k in content)
     }
-    problems += _missing(files, arguments, layers)
+    problems += _missing(files, arguments, layers, tensors)
     if problems:
         raise FileError(problems)
     return Checkpoint(files.where, arguments, float(version), len(files.stages[0]), tensors, copies)
@@ -203,37 +208,42 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
 
 def _load(file: Path) -> dict[str, Any]:
     """Load the dictionary in a file of torch.save; its tensors are mapped into memory."""
+    again = f"torch.save(torch.load(f, map_location='cpu', weights_only=False), f) with f={str(file)!r}"
+    fix = f"copy it again; or, which runs what the file says, save it again with Megatron-LM: {again}"
     if read_part(file, 0, 4) != b"PK\x03\x04":
         rule = "it is no file of torch.save, or one of before torch 1.6, which cannot be mapped into memory"
-        again = f"torch.save(torch.load(f, map_location='cpu', weights_only=False), f) with f={str(file)!r}"
-        fix = f"copy it again; or, which runs what the file says, save it again with Megatron-LM: {again}"
         refuse(file, "cannot be read", rule, fix)
     try:
-        named = set(torch.serialization.get_unsafe_globals_in_checkpoint(file))
-        stood_in_for = {n for n in named if STAND_IN_MODULES.match(n) or n == ENUM_MEMBER}
-        if other := sorted(named - stood_in_for - {"argparse.Namespace"}):
+        named = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        if other := sorted(name for name in named if not _may_stand_in(name)):
             rule = "a checkpoint of Megatron names none of it, and loading it might run a program"
-            fix = "do not load it; get it from its source again"
-            refuse(file, f"names {some(other, 4)[:200]}", rule, fix)
+            advice = "do not load it; get it from its source again"
+            refuse(file, f"names {some(other, 4)[:200]}", rule, advice)
         # A class of its own for each name, as torch demands.
-        stand_ins = [(type(name.rpartition(".")[2], (StandIn,), {}), name) for name in stood_in_for]
-        with torch.serialization.safe_globals([argparse.Namespace, *stand_ins]):
+        stand_ins: list[Any] = [(type(name.rpartition(".")[2], (StandIn,), {}), name) for name in named]
+        with torch.serialization.safe_globals(stand_ins):
             content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except FileError:
         raise
     except Exception as error:  # of many types, for a pickle that is broken
         came = f"cannot be read by torch.load ({type(error).__name__})"
-        refuse(file, came, "it is damaged or of another kind", WHOLE)
+        refuse(file, came, "it is damaged, or pickled in another way than torch.save does by itself", fix)
     if not isinstance(content, dict):
-        refuse(file, f"holds a {type(content).__name__}", "a checkpoint is a dictionary", WHOLE)
+        refuse(file, f"holds a {type(content).__name__}", "a checkpoint is a dictionary", ANOTHER)
     return content
 
 
+def _may_stand_in(name: str) -> bool:
+    """Check that a name is of no module of Python's library that can run a program."""
+    module = name.partition(".")[0]
+    return name == ENUM_MEMBER or module in STAND_IN_MODULES or module not in sys.stdlib_module_names
+
+
 def _arguments(stored: Any) -> dict[str, Any]:
-    """Return the stored arguments with plain values."""
-    found = vars(stored) if isinstance(stored, argparse.Namespace) else stored
+    """Return the stored arguments, UNREAD instead of values that are not plain."""
+    found = stored if isinstance(stored, dict) else getattr(stored, "__dict__", {})
     plain = (bool, int, float, str, list, type(None))
-    return {k: v for k, v in found.items() if type(v) in plain} if isinstance(found, dict) else {}
+    return {key: value if type(value) in plain else UNREAD for key, value in found.items()}
 
 
 def _stages(
@@ -305,10 +315,17 @@ def _take(
     return layers
 
 
-def _missing(files: Files, arguments: Mapping[str, Any], layers: Collection[Path]) -> Iterator[Problem]:
-    """Yield problems: ranks of the arguments without files, and gaps between the files in `layers`."""
-    found = {"tensor": len(files.stages[0])}
-    if not files.by_layer:
+def _missing(
+    files: Files, arguments: Mapping[str, Any], layers: Collection[Path], tensors: Mapping[str, Slices]
+) -> Iterator[Problem]:
+    """Yield problems: ranks of the arguments without files, and gaps between the files in `layers`.
+
+    Ranks whose parts are there are not missed: converters leave the arguments of other layouts.
+    """
+    found = dict[str, int]()
+    if not all(is_whole(name, slices.shape) for name, slices in tensors.items()):
+        found["tensor"] = len(files.stages[0])
+    if not files.by_layer and LAST not in tensors:
         found["pipeline"] = len(files.stages)
     for kind, count in found.items():
         stated = arguments.get(f"{kind}_model_parallel_size")

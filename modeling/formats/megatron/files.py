@@ -2,6 +2,8 @@
 
     iter_0001000/mp_rank_01/model_optim_rng.pt                  slice 1; also below release/
     iter_0001000/mp_rank_01_002/model_optim_rng.pt              slice 1 of pipeline stage 2
+    iter_0001000/mp_rank_01/model_rng.pt                        next to a distributed optimizer, whose part 3
+    iter_0001000/mp_rank_01_003/optim.pt                        of slice 1 is left
     global_step1000/mp_rank_01_model_states.pt                  DeepSpeed without its pipeline: slice 1
     global_step1000/layer_05-model_01-model_states.pt           DeepSpeed's pipeline: slice 1 of layer 5
 
@@ -25,8 +27,10 @@ PARTITIONED = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt")
 DISTRIBUTED = re.compile(r".+\.distcp|common\.pt")
 SAVED = re.compile(r"iter_\d+|release|global_step\d+")
 TRACKER = "latest_checkpointed_iteration.txt"
+OPTIMIZER = "optim.pt"  # a rank's part of a distributed optimizer
 WEIGHTS = ("model_optim_rng.pt", "model_rng.pt")  # the second next to a distributed optimizer
 WHOLE = "copy the whole directory again"
+ANOTHER = "give a checkpoint that Megatron-LM saved, with --ckpt-format torch"
 
 
 class Files(NamedTuple):
@@ -60,15 +64,18 @@ def find(directory: Path) -> Files:
     if layers := [(int(m[1]), int(m[2]), where / m[0]) for m in _matches(LAYER, names)]:
         stated = where / "mp_rank_00_model_states.pt"
         if not is_file(stated):
-            refuse(where, f"lacks {stated.name}", "it holds arguments and checkpoint version", WHOLE)
+            fix = "copy it next to the layers"
+            refuse(where, f"lacks {stated.name}", "it holds arguments and checkpoint version", fix)
         return Files(where, _stages(where, layers), stated, by_layer=True)
     found = [(0, int(m[1]), where / m[0]) for m in _matches(PLAIN, names)]
     if not found:
         for m in _matches(RANK, names):
-            file = next((where / m[0] / name for name in WEIGHTS if is_file(where / m[0] / name)), None)
-            if file is None:
-                refuse(where / m[0], f"holds neither {WEIGHTS[0]} nor {WEIGHTS[1]}", "", WHOLE)
-            found.append((int(m[2] or 0), int(m[1]), file))
+            held = _names(where / m[0])
+            if name := next((name for name in WEIGHTS if name in held), None):
+                found.append((int(m[2] or 0), int(m[1]), where / m[0] / name))
+            elif OPTIMIZER not in held:
+                came = f"holds {some(held, 4) or 'nothing'}, and neither {WEIGHTS[0]} nor {WEIGHTS[1]}"
+                refuse(where / m[0], came, "", ANOTHER if held else WHOLE)
     if not found:
         _refuse_form(where, names)
     stages = _stages(where, found)
@@ -103,9 +110,9 @@ def _iteration(directory: Path) -> Path:
     else:
         rule = f"{TRACKER}, which says what is newest, is missing"
         refuse(directory, f"holds {some(saved)}", rule, f"give one of them, {directory}/{saved[-1]}")
-    if not (chosen := [name for name in asked if name in saved]):
+    if not (chosen := [name for name in asked if name in names]):
         came = f"says {asked[0][:60]!r}, and next to it is {some(saved) if saved else 'no iteration'}"
-        refuse(tracker, came, "it names the newest iteration", f"{WHOLE}, or give one iteration's directory")
+        refuse(tracker, came, "it names the newest iteration", "give the directory of one iteration")
     return directory / chosen[0]
 
 
@@ -113,7 +120,9 @@ def _stages(where: Path, found: Sequence[tuple[int, int, Path]]) -> Sequence[Seq
     """Sort (stage or layer, slice, file) by stage; refuse a missing slice or stage."""
     by_stage: dict[int, dict[int, Path]] = {}
     for stage, index, file in found:
-        by_stage.setdefault(stage, {})[index] = file
+        if (other := by_stage.setdefault(stage, {}).setdefault(index, file)) != file:
+            came = f"holds {other.relative_to(where)} and {file.relative_to(where)}"
+            refuse(where, came, "a rank has one file", "leave out the one of another save")
     count = 1 + max(index for _, index, _ in found)
     by_layer = LAYER.fullmatch(found[0][2].name) is not None
     if missing := [
@@ -136,4 +145,4 @@ def _refuse_form(where: Path, names: Sequence[str]) -> None:
         rule = f"only {WEIGHTS[0]} of each rank is read here"
         fix = "save it again by Megatron-LM with --ckpt-format torch"
         refuse(where, "is a distributed checkpoint (torch_dist)", rule, fix)
-    refuse(where, "holds no weights of Megatron", f"they are in mp_rank_00/{WEIGHTS[0]} and so on", WHOLE)
+    refuse(where, "holds no weights of Megatron", f"they are in mp_rank_00/{WEIGHTS[0]} and so on", ANOTHER)

@@ -9,7 +9,7 @@ Every version has the same tensors, linear weights as (outputs, inputs); names a
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from recipes.schema import Model
 
 WORD = "embedding.word_embeddings.weight"
 POSITION = "embedding.position_embeddings.weight"
+LAST = "encoder.final_layernorm.weight"  # of the last pipeline stage
 LAYER = re.compile(r"(encoder\.layers\.)(\d+)(\..+)")
 
 # Patterns of each version's names -> one name, applied in this order.
@@ -105,6 +106,12 @@ def cut_dimension(name: str) -> int | None:
 def is_qkv(name: str) -> bool:
     """Check that the tensor is a layer's QKV, with rows for `heads_first`."""
     return ".query_key_value." in name
+
+
+def is_whole(name: str, shape: Sequence[int]) -> bool:
+    """Check that a layer's QKV matrix has its three parts; True for any other tensor."""
+    rows, columns = shape[:1], shape[1:]
+    return not name.endswith(".query_key_value.weight") or [*rows] == [3 * size for size in columns]
 
 
 def heads_first(rows: Tensor, heads: int, version: float) -> Tensor:

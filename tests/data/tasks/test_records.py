@@ -13,6 +13,7 @@ from tasked import sentences, write_lines
 from data.tasks import choices
 from data.tasks.choices import accuracy, f1
 from data.tasks.records import WrongRecord, parse_examples, read_split
+from data.tasks.squad import parse as parse_question
 from recipes.problems import ProblemsError
 from recipes.tasks import TASKS
 
@@ -49,6 +50,105 @@ def test_squads_own_json_is_the_hubs_schema(tmp_path):
     ]
 
 
+# Header and a row of each file as GLUE publishes it, and its fields on the hub; x stands for other columns.
+GLUE = {
+    ("sst2", "train"): ("sentence\tlabel", 'a "film \t1', {"sentence": 'a "film ', "label": 1}),
+    ("sst2", "test"): ("index\tsentence", '7\t"a film', {"sentence": '"a film', "idx": 7}),
+    ("mrpc", "dev"): (
+        "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String", "1\tx\tx\tone\ttwo\r",
+        {"label": 1, "sentence1": "one", "sentence2": "two"},
+    ),
+    ("mrpc", "test"): (
+        "index\t#1 ID\t#2 ID\t#1 String\t#2 String", "3\tx\tx\tone\ttwo",
+        {"idx": 3, "sentence1": "one", "sentence2": "two"},
+    ),
+    ("qqp", "train"): (
+        "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate", "5\tx\tx\tone\ttwo\t0",
+        {"question1": "one", "question2": "two", "label": 0, "idx": 5},
+    ),
+    ("qqp", "test"): (
+        "id\tquestion1\tquestion2", "9\tone\ttwo", {"question1": "one", "question2": "two", "idx": 9},
+    ),
+    ("mnli", "dev"): (
+        "index\tpromptID\tsentence1_parse\tsentence1\tsentence2\tlabel1\tgold_label",
+        "2\tx\tx\tone\ttwo\tneutral\tentailment",
+        {"premise": "one", "hypothesis": "two", "label": "entailment", "idx": 2},
+    ),
+    ("mnli", "test_mismatched"): (
+        "index\tsentence1\tsentence2", "4\tone\ttwo", {"premise": "one", "hypothesis": "two", "idx": 4},
+    ),
+    ("rte", "train"): (
+        "index\tsentence1\tsentence2\tlabel", "0\tone\ttwo\tnot_entailment",
+        {"sentence1": "one", "sentence2": "two", "label": "not_entailment", "idx": 0},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "split"), GLUE)
+def test_glues_own_tables_are_the_hubs_schema(name, split, tmp_path):
+    """A quotation mark is text."""
+    (header, row, fields), facts = GLUE[name, split], TASKS[name]
+    path = tmp_path / "a.tsv"
+    path.write_text("\n".join([header, row, row, "torn", ""]), newline="")
+    found = read_split(facts, split, str(path))
+    assert all(fields.items() <= each.value.items() for each in found[:2])
+    assert len(found) == 3 and "has 1 columns, and the header" in found[2].why
+    example = parse_examples(facts, split, found, choices.parse).sound[0]
+    assert example.choices == (tuple(fields[text] for text in facts.texts),)
+    assert example.label in ((None,) if split.startswith("test") else (0, 1))
+
+
+def test_races_own_articles_are_the_hubs_schema(tmp_path):
+    """In a directory of one school or of both, or in one file."""
+    article = {"article": "a film", "questions": ["one _ .", "two?"], "answers": ["B", "A"]}
+    article |= {"options": [list("pqrs"), list("tuvw")]}
+    for school in ("high", "middle"):
+        (tmp_path / "train" / school).mkdir(parents=True)
+        content = json.dumps(article | {"id": f"{school}1.txt"})
+        (tmp_path / "train" / school / "1.txt").write_text(content)
+    (tmp_path / "train" / "middle" / "2.txt").write_text(json.dumps(article | {"options": []}))
+    (tmp_path / "train" / "middle" / "3.txt").write_text("{")
+    (tmp_path / "one.json").write_text(content)
+    own = {"article": "a film", "question": "two?", "options": list("tuvw"), "answer": "A"}
+    race = TASKS["race"]
+    for place, schools in (("train", ("high", "middle")), ("one.json", ("middle",))):
+        found = read_split(race, "train", str(tmp_path / place))
+        sound = [each.value for each in found if not each.why]
+        assert sound[1::2] == [own | {"example_id": f"{school}1.txt"} for school in schools]
+        whys = [each.why for each in found if each.why]
+        assert len(whys) == (2 if place == "train" else 0)
+    assert read(tmp_path / "train" / "middle" / "1.txt", "train", race) == sound
+
+
+def test_a_submission_has_a_row_for_every_example(tmp_path):
+    """Of what cannot be read, too; metrics are those of the others."""
+    texts = ["fine", "", 3, "  ", "good"]
+    records = [{"sentence": text, "label": 1, "idx": 9 - i} for i, text in enumerate(texts)]
+    path = write_lines(tmp_path / "test.jsonl", [*records, {"sentence": "odd", "label": 5}])
+    with path.open("a") as file:
+        file.write("{\n")
+    found = parse_examples(SST2, "test", read_split(SST2, "test", str(path)), choices.parse)
+    assert [each.choices[0][0] for each in found.sound] == ["fine", "", "", "  ", "good", "odd", ""]
+    assert "test: 3 broken examples predicted from what is readable" in str(found)
+    done = choices.score(SST2, "test", found.sound, np.eye(2)[[1, 0, 0, 1, 1, 0, 0]])
+    rows = done.files["SST-2.tsv"].splitlines()
+    assert [row.split("\t")[0] for row in rows] == ["index", *map(str, (9, 8, 7, 6, 5, 5, 6))]
+    assert done.metrics == {"accuracy": 0.75}
+    race, options = (
+        TASKS["race"],
+        {"article": "a", "question": "b", "options": ["c"], "example_id": "high3.txt"},
+    )
+    write_lines(path, [options | {"options": list("abcd")}, options])
+    found = parse_examples(race, "test", read_split(race, "test", str(path)), choices.parse)
+    assert [each.choices for each in found.sound][1] == (("a", "b "),) * 4
+    squad = TASKS["squad1"]
+    write_lines(
+        path, [{"id": "q1", "question": "", "context": "a"}, {"id": "q2", "question": 1, "context": "b"}]
+    )
+    found = parse_examples(squad, "test", read_split(squad, "test", str(path)), parse_question)
+    assert [each.id for each in found.sound] == ["q1", "q2"] and len(found.broken) == 1
+
+
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
@@ -63,6 +163,8 @@ def test_squads_own_json_is_the_hubs_schema(tmp_path):
         ("nul.jsonl", bytes(99), "no record can be read"),
         ("halves.jsonl", '{"sentence": "\\ud800", "label": 1}\n' * 2, "half of a surrogate pair"),
         ("other.csv", "a,b\n", "is of no kind that is read here"),
+        ("headless.tsv", "a film\t1\n" * 3, "has the fields a film, 1, and lack sentence"),
+        ("no_article.txt", "a film", "no record can be read"),
         ("object.json", '{"a": 1}', "holds"),
         ("broken.parquet", "x", "cannot be read as parquet"),
     ],
@@ -90,7 +192,7 @@ def test_broken_examples_are_counted_and_named(tmp_path):
     path = write_lines(tmp_path / "dev.jsonl", [*sound, *broken])
     with path.open("a") as file:
         file.write("{\n")
-    found = parse_examples("dev", read_split(SST2, "dev", str(path)), lambda *of: choices.parse(SST2, *of))
+    found = parse_examples(SST2, "dev", read_split(SST2, "dev", str(path)), choices.parse)
     assert [example.choices[0][0] for example in found.sound] == [record["sentence"] for record in sound]
     assert "dev: 3 broken examples left out" in str(found)
     assert f"{path}:4: label 2 is out of range: it is one of 0..1 (negative, positive)" in str(found)
@@ -104,7 +206,7 @@ def test_json_that_is_no_text_or_too_deep_is_a_broken_example(tmp_path):
         file.write(
             '{"sentence": "\\ud800 x", "label": 1}\n' + deep + "\n" + deep.replace("[" * 99_900, "") + "\n"
         )
-    found = parse_examples("dev", read_split(SST2, "dev", str(path)), lambda *of: choices.parse(SST2, *of))
+    found = parse_examples(SST2, "dev", read_split(SST2, "dev", str(path)), choices.parse)
     assert len(found.sound) == 1 and "dev: 3 broken examples" in str(found)
     assert f"{path}:2: a text with half of a surrogate pair" in str(found)
     assert f"{path}:3: not JSON: maximum recursion depth" in str(found)
@@ -113,7 +215,7 @@ def test_json_that_is_no_text_or_too_deep_is_a_broken_example(tmp_path):
 def test_a_file_of_broken_examples_alone_is_refused(tmp_path):
     path = write_lines(tmp_path / "dev.jsonl", [{"sentence": "a film", "label": 7}] * 5)
     with pytest.raises(ProblemsError, match="all of its 5 examples are broken: .*label 7 is out") as refused:
-        parse_examples("dev", read_split(SST2, "dev", str(path)), lambda *of: choices.parse(SST2, *of))
+        parse_examples(SST2, "dev", read_split(SST2, "dev", str(path)), choices.parse)
     assert "--dev" in str(refused.value)
 
 

@@ -91,7 +91,7 @@ OFFICIAL = {
 
 def test_metrics_are_those_of_the_official_script():
     said, right, odds = said_and_right()
-    every = [score_answer(text, answers) for text, answers in zip(said, right, strict=True)]
+    every = [score_answer(text, answers, True) for text, answers in zip(said, right, strict=True)]
     threshold = best_threshold(every, odds)
     assert threshold == OFFICIAL["best_f1_threshold"]
     plain = means(every)
@@ -104,6 +104,22 @@ def test_metrics_are_those_of_the_official_script():
     assert tuned.metrics["no_answer_threshold"] == threshold
     kept = json.loads(tuned.files["predictions.json"])
     assert all((kept[str(i)] == "") == (odd > threshold or not said[i]) for i, odd in enumerate(odds))
+
+
+@pytest.mark.parametrize(
+    ("said", "right", "exact", "f1"),
+    [
+        ("The", ["the"], 1, 0), ("a", ["...", "film"], 1, 0), ("", ["an"], 1, 0), ("film", ["the"], 0, 0),
+        ("a film", ["the", "the film."], 1, 1), ("good film", ["film", "a"], 0, 2 / 3),
+    ],
+)  # fmt: skip
+def test_answers_of_articles_alone_count_by_the_script_of_1_1(said, right, exact, f1):
+    """Its exact match compares them, its F1 has no common word. The script of 2.0 drops such an answer."""
+    found = score_answer(said, right, with_none=False)
+    assert (found.exact, found.f1) == (exact, pytest.approx(f1))
+    questions = [Question("x", "?", "", tuple((text, 0) for text in right))]
+    done = score_spans([Span(said, 0.0)], questions, with_none=False, dev=None)
+    assert done.metrics == {"exact": exact, "f1": pytest.approx(f1)}
 
 
 def test_a_test_split_takes_the_threshold_of_dev():

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from given import ONE_RANK, notices, planned, refusal, tiny
@@ -52,11 +53,36 @@ def test_a_run_of_shorter_samples_starts_from_them(name, settings, tmp_path):
 
 
 def test_what_no_arguments_say_is_read_off_the_tensors(tmp_path):
+    """The number of heads is in no tensor; neither are arguments of other classes than numbers and texts."""
     write(tmp_path, tiny(), random_weights(tiny()), Form(version=0, tp=2, arguments=None))
-    assert "how many heads they have: model.heads=4 is taken" in said_of(tmp_path, tiny())
-    for heads, slices in ((1, 2), (6, 2)):
-        said = refusal(tmp_path, tiny(settings=(f"model.heads={heads}", "model.hidden=96")))
-        assert f"hidden size 64 in {slices} tensor slices, and model.heads={heads}: each" in said
+    assert "say num_attention_heads: nothing else decides it; state it with --weights_args num_" in refusal(
+        tmp_path, tiny()
+    )
+    given, heads = str(tmp_path), "num_attention_heads=4"
+    assert "they keep no arguments" in str(InitialWeights(given, stated=[heads]).check(tiny())[-1])
+    for stated, said in (
+        ("num_attention_heads=1", "2 tensor slices, and has 1 heads: each slice holds whole heads"),
+        ("num_attention_heads=x", 'num_attention_heads="x": it is a whole number'),
+        ("num_attention_heads=8", "num_attention_heads=8, but the recipe's model.heads is 4"),
+        ("hidden_size=32", "hidden_size=32: the weights say hidden_size=64; leave it out"),
+        ("num_heads=4", "is no KEY=VALUE of the weights; did you mean num_attention_heads"),
+        ("normalization=RMSNorm", 'normalization="RMSNorm": our gpt2 has "LayerNorm"'),
+        ("gelu=exact", 'gelu="exact": our gpt2 has "tanh"'),
+    ):
+        of = [stated] if "heads" in stated else [stated, heads]
+        with pytest.raises(ProblemsError) as refused:
+            InitialWeights(given, stated=of).check(tiny())
+        assert said in str(refused.value)
+
+
+def test_arguments_of_unknown_classes_are_stated_or_refused(tmp_path):
+    told = dict(num_attention_heads=np.int64(4), hidden_size=np.int64(64), normalization=np.str_("LayerNorm"))
+    write(tmp_path, tiny(), random_weights(tiny()), Form(arguments=told))
+    assert "does not say num_attention_heads" in refusal(tmp_path, tiny())
+    stated = ["num_attention_heads=4"]
+    with pytest.raises(ProblemsError, match="a form that is not read.*--weights_args normalization=VALUE"):
+        InitialWeights(str(tmp_path), stated=stated).check(tiny())
+    assert InitialWeights(str(tmp_path), stated=[*stated, "normalization=LayerNorm"]).check(tiny())
 
 
 @pytest.mark.parametrize(
