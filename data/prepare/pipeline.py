@@ -27,6 +27,7 @@ from data.prepare.work import Answer, Plan, peak_memory
 from data.prepare.workspace import REPORT, Workspace
 from data.text.encoder import Encoder
 from data.text.vocabulary import vocabulary_digest, vocabulary_size
+from data.text.vocabulary_files import save_tokenizer
 from recipes.families import TRAINED
 
 # Of a batch on one core: the library's objects, some 100 bytes per token, stay in the processor's cache.
@@ -108,7 +109,7 @@ def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) 
             damage.path.unlink(missing_ok=True)
             again = "it is removed, and the same command makes it again and resumes the other work"
             raise PreparationFailed(f"{damage}: {again}", exit_code=1) from damage
-        vocabulary.save_pretrained(result / space.tokenizer.name)
+        save_tokenizer(vocabulary, result / space.tokenizer.name)
         digest = vocabulary_digest(vocabulary)
         whole = describe(plan, inputs, run, warnings, store, dedup, manifest, digest, result)
         as_json = json.dumps(whole, indent=1, ensure_ascii=False) + "\n"

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from data.text.vocabulary import gpt2_tokenizer, missing_roles, read_tokenizer, vocabulary_size
+from data.text.vocabulary import gpt2_tokenizer, missing_roles, vocabulary_size
+from data.text.vocabulary_files import read_tokenizer
 from launch.records import vocabulary
 from launch.weights import foreign_weights
 from launch.weights.foreign_weights import RunWeights
