@@ -75,6 +75,11 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
+def unused_numbers(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """List the numbers below `vocabulary_size` that no token has."""
+    return sorted(set(range(vocabulary_size(tokenizer))) - {*tokenizer.get_vocab().values()})
+
+
 def vocabulary_digest(tokenizer: PreTrainedTokenizerFast) -> str:
     """Return the SHA-256 of the tokenizer: of its vocabulary and all rules."""
     return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()

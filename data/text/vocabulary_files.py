@@ -91,7 +91,8 @@ def _read(path: Path) -> PreTrainedTokenizerFast:
     # Lengths of its last use; kept, they would silently cut documents.
     backend.no_truncation()
     backend.no_padding()
-    others = {key: stated[key] for key in ("model_max_length", "model_input_names") if key in stated}
+    kept = ("model_max_length", "model_input_names")
+    others: dict[str, Any] = {key: stated[key] for key in kept if key in stated}
     others["extra_special_tokens"] = _extra(stated, folder)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **roles, **others)
     tokenizer.name_or_path = str(path)

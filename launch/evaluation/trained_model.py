@@ -15,6 +15,7 @@ from launch.weights import foreign_weights
 from launch.weights.foreign_weights import RunWeights
 from launch.weights.initial_weights import KEY as INIT_FROM
 from launch.weights.initial_weights import InitialWeights
+from modeling.families import with_vocabulary
 from recipes import catalog
 from recipes.families import GPT2_VOCABULARY
 from recipes.problems import Problem, ProblemsError
@@ -86,6 +87,9 @@ def _open(given: str, tokenizer: str | None, check: Callable[[Recipe], None]) ->
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"sentence_head": "none"})})
     InitialWeights(str(weights)).check(recipe)
     found, place = _tokenizer(weights, run, recipe, tokenizer)
+    if not isinstance(saved, RunWeights):  # others' embeddings may have rows of padding
+        recipe = with_vocabulary(recipe, vocabulary_size(found))
+        recipe = InitialWeights(str(weights)).model(recipe).as_recipe(recipe)
     if problems := list(_unfit(found, recipe)):
         raise ProblemsError(problems)
     return TrainedModel(weights, run, step, recipe, found, place, tuple(saved.remarks(recipe)))
@@ -114,7 +118,7 @@ def _tokenizer(
 
 def _unfit(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> Iterator[Problem]:
     tokens, size = vocabulary_size(tokenizer), recipe.model.vocab_size
-    if tokens > size:
+    if tokens != size:
         came = f"the vocabulary in {tokenizer.name_or_path or 'that directory'} has {tokens:,} tokens"
         fix = f"name the directory of the model's own with {TOKENIZER} DIR"
         yield Problem(TOKENIZER, came, f"the model has {size:,} (model.vocab_size)", fix)
