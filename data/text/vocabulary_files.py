@@ -30,8 +30,9 @@ _USUAL = dict(zip(BERT_ROLES, BERT_SPECIAL_TOKENS, strict=True))
 _USUAL |= dict(bos_token=END_OF_DOCUMENT, eos_token=END_OF_DOCUMENT)
 _CONFIG, _SPECIAL, _ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 # Classes of transformers without rules of their own, or with GPT-2's or BERT's.
-_KNOWN: tuple[str, ...] = ("PreTrainedTokenizer", "TokenizersBackend", "GPT2Tokenizer", "RobertaTokenizer", "BartTokenizer")
-_KNOWN += ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MobileBertTokenizer")
+_OF_GPT2 = ("GPT2Tokenizer", "RobertaTokenizer", "BartTokenizer")
+_OF_BERT = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MobileBertTokenizer")
+_KNOWN = ("PreTrainedTokenizer", "TokenizersBackend", *_OF_GPT2, *_OF_BERT)
 _CONVERT = "convert it with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(NEW)"
 
 
