@@ -45,6 +45,11 @@ def with_few_layers(recipe: Recipe, stored: int) -> Recipe:
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"layers": few})})
 
 
+def with_vocabulary(recipe: Recipe, tokens: int) -> Recipe:
+    """Return the recipe with a vocabulary of another size."""
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"vocab_size": tokens})})
+
+
 def whole_model(
     recipe: Recipe,
     weights: Mapping[str, torch.Tensor],

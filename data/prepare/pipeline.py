@@ -31,6 +31,7 @@ from data.prepare.work import Answer, Plan, peak_memory
 from data.prepare.workspace import REPORT, Workspace
 from data.text.encoder import Encoder
 from data.text.vocabulary import vocabulary_digest, vocabulary_size
+from data.text.vocabulary_files import save_tokenizer
 from data.tokens.store import open_store
 from recipes.families import TRAINED
 
@@ -144,7 +145,7 @@ def assemble_result(
         again = "it is removed, and the same command makes it again and resumes the other work"
         raise PreparationFailed(f"{damage}: {again}", exit_code=1) from damage
     warnings = [*warnings, *warn_of_unknown(vocabulary, open_store(result / assemble.STORE).tokens_array)]
-    vocabulary.save_pretrained(result / space.tokenizer.name)
+    save_tokenizer(vocabulary, result / space.tokenizer.name)
     digest = vocabulary_digest(vocabulary)
     whole = describe(plan, inputs, run, warnings, store, dedup, manifest, digest, result)
     as_json = json.dumps(whole, indent=1, ensure_ascii=False) + "\n"

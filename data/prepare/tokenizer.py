@@ -17,7 +17,8 @@ from data.prepare.settings import Settings
 from data.text.encoder import end_of_document
 from data.text.records import RawRecord
 from data.text.trained_vocabulary import train_bpe, train_wordpiece, wrap_tokenizer
-from data.text.vocabulary import missing_roles, read_tokenizer, ready_made
+from data.text.vocabulary import missing_roles, ready_made
+from data.text.vocabulary_files import read_tokenizer, save_tokenizer
 from recipes.families import TRAINED
 from recipes.problems import Problem, ProblemsError
 
@@ -38,7 +39,7 @@ def obtain(settings: Settings, inputs: Inputs, folder: Path, say: Say) -> PreTra
             raise ValueError(f"{came} {', '.join(missing)}; {fix} tokenizer_config.json next to the file")
         temporary = folder.with_name(f".{folder.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
-        tokenizer.save_pretrained(temporary)
+        save_tokenizer(tokenizer, temporary)
         os.replace(temporary, folder)
     return read_tokenizer(folder)  # as every later reader gets it
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import BertTokenizer, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
 from data import cache, durable_files
 from data.cache import Say
@@ -132,7 +132,7 @@ def train_wordpiece(texts: Iterable[str], size: int) -> Tokenizer:
     """
     held = list(_limit_text(texts, TRAINING_TEXT_LIMIT))
     specials = {token: i for i, token in enumerate(BERT_SPECIAL_TOKENS)}
-    template = wordpiece_tokenizer(specials, lowercase=True).backend_tokenizer
+    template = wordpiece_backend(specials, lowercase=True)
     letters = _characters(held, template, min(max(FEWEST_CHARACTERS, size // 8), MOST_CHARACTERS))
     continuing = [f"##{c}" for c in letters if len(template.pre_tokenizer.pre_tokenize_str(f"a{c}")) == 1]
     first = [*BERT_SPECIAL_TOKENS, *letters, *continuing]
@@ -151,7 +151,7 @@ def train_wordpiece(texts: Iterable[str], size: int) -> Tokenizer:
     raw.train_from_iterator(held, trainer)
     vocabulary = raw.get_vocab(with_added_tokens=False)
     _check_size(len(vocabulary), size)
-    return wordpiece_tokenizer(vocabulary, lowercase=True).backend_tokenizer
+    return wordpiece_backend(vocabulary, lowercase=True)
 
 
 def _characters(texts: Sequence[str], template: Tokenizer, most: int) -> list[str]:
@@ -166,8 +166,33 @@ def _characters(texts: Sequence[str], template: Tokenizer, most: int) -> list[st
 
 def wordpiece_tokenizer(vocabulary: dict[str, int], *, lowercase: bool) -> PreTrainedTokenizerFast:
     """Make BERT's tokenizer of a vocabulary; equal vocabularies give tokenizers of an equal digest."""
+    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+    how: dict[str, Any] = dict(zip(names, BERT_SPECIAL_TOKENS, strict=True))
+    how["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(tokenizer_object=wordpiece_backend(vocabulary, lowercase), **how)
+
+
+def wordpiece_backend(
+    vocabulary: dict[str, int], lowercase: bool, strip_accents: bool | None = None, chinese: bool = True
+) -> Tokenizer:
+    """Make BERT's rules with a vocabulary. `strip_accents` None: where it is lower-cased."""
     by_number = dict(sorted(vocabulary.items(), key=lambda item: item[1]))
-    return BertTokenizer(vocab=by_number, do_lower_case=lowercase)
+    backend = Tokenizer(models.WordPiece(by_number, unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer(
+        handle_chinese_chars=chinese, strip_accents=strip_accents, lowercase=lowercase
+    )
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece(prefix="##")
+    backend.add_special_tokens(list(BERT_SPECIAL_TOKENS))
+    backend.post_processor = bert_template(*((token, vocabulary[token]) for token in ("[CLS]", "[SEP]")))
+    return backend
+
+
+def bert_template(cls: tuple[str, int], sep: tuple[str, int]) -> processors.TemplateProcessing:
+    """Make the rule that puts special tokens around one text and between two."""
+    single = f"{cls[0]}:0 $A:0 {sep[0]}:0"
+    pair = f"{single} $B:1 {sep[0]}:1"
+    return processors.TemplateProcessing(single=single, pair=pair, special_tokens=[cls, sep])
 
 
 def _check_size(found: int, size: int) -> None:

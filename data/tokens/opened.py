@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from data import cache, durable_files
 from data.cache import SAY_EVERY_S, Say
 from data.durable_files import Damaged, write_atomically
-from data.text.encoder import Encoder, SentenceEncoder
+from data.text.encoder import Encoder, SentenceEncoder, end_of_document
 from data.text.file_types import RAW, looks_like, way_from
 from data.text.records import Document, SkippedRecords, Source
 from data.text.sources import named_path
@@ -36,6 +36,7 @@ READ_BY_ALL = 1 << 26  # bytes; every process reads a .bin up to this size itsel
 REPORT = "report.json"
 MOST_REPORT = 1 << 30  # bytes; it names every input file
 LOOKED_AT = 1 << 22  # bytes of tokens to check when a run is planned
+JUDGED, FEW = 1000, 100  # documents whose ends are compared; so few may all end in a full stop
 Sequences = Literal["documents", "sentences"]  # content of one sequence of a store
 
 
@@ -207,6 +208,7 @@ def ready_made_store(
         found = f"has {store.documents} documents and {store.tokens} tokens, and {REPORT} says {stated}"
         raise _refused(origin, f"{found}: they do not belong together", "copy the whole directory again")
     _check_digest(kind, origin, facts, tokenizer)
+    _check_ends(kind, origin, store, tokenizer)
     each = np.diff(store.document_index)
     if sequences == "sentences" and each.size and each.max() <= 1:
         rule = "every document of the store is one sequence, and a BERT's samples are made of sentences"
@@ -274,6 +276,24 @@ def _check_digest(
         given = Setting("data.tokenizer.kind", kind)
         fix = ("set ", Setting("data.tokenizer.kind", "store"), ", which takes the one kept with it")
         raise _refused(origin, ("the store was made with another vocabulary than ", given, " gives"), fix)
+
+
+def _check_ends(kind: str, origin: Origin, store: Store, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Refuse a store whose documents all end in a token that stands nowhere else and does not end ours."""
+    first = store.document_index[: JUDGED + 1]
+    edges = np.unique(store.sequence_starts(first))
+    ends = store.tokens_array[edges[1:] - 1]
+    if len(ends) < 2 or (ends != ends[0]).any() or ends[0] == end_of_document(tokenizer):
+        return
+    last = int(ends[0])
+    sentence_end = len(ends) < FEW and not any(map(str.isalnum, tokenizer.decode([last])))
+    if sentence_end or np.count_nonzero(store.tokens_array[: edges[-1]] == last) > len(ends):
+        return
+    given = Setting("data.tokenizer.kind", kind)
+    rule = f"every document ends in token {last}, which stands nowhere else, and those of"
+    ours = f"gives end in {end_of_document(tokenizer)}: the store was made with another vocabulary"
+    fix = ("set ", Key("data.tokenizer.kind"), " and ", Key("data.tokenizer.path"), " to that one")
+    raise _refused(origin, (rule, " ", given, f" {ours}"), fix)
 
 
 def store_prefix(origin: Origin, sequences: Sequences) -> Path:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from data.loader import MicroBatch
 from data.tasks.scored_text import TaskData, Window
+from data.text.vocabulary import unused_numbers
 from ds_configs.plan import Plan
 from launch.console import terminal
 from launch.console.output import place_problem
@@ -46,6 +47,7 @@ from modeling import cost
 from modeling.initialization import DTYPES
 from modeling.layer_list import Pipeline, PipelineLoss
 from modeling.parallel.cross_entropy import token_scores
+from modeling.parallel.layers import leave_out
 from modeling.parallel.process_grid import Group, ProcessGrid
 from modeling.unpadding import round_up
 from recipes.problems import Problem, ProblemsError
@@ -258,6 +260,7 @@ def run(job: ScoringJob, out: Path | None, meeting: Meeting) -> None:
     for line in () if from_scratch else job.model.said():
         say(line)
     engine = build_scoring_engine(job.plan, grid, None if from_scratch else str(job.model.weights), say)
+    leave_out(engine.module, unused_numbers(job.model.tokenizer))
     began = time.perf_counter()
     watchdog = Watchdog(None, job.plan.recipe.run.hang_after, meeting)
     shown: Any = nullcontext()

@@ -18,7 +18,6 @@ from data.tasks.scored_text import (
     lambada,
     wikitext103,
 )
-from data.text.vocabulary import vocabulary_size
 from ds_configs.plan import Machine, Plan
 from ds_configs.resolver import resolve
 from launch.evaluation import trained_model
@@ -32,7 +31,6 @@ from recipes.validation import validate
 from recipes.yaml_lines import Document
 
 STRIDE = 32  # tokens; of WikiText-103 (arXiv 1909.08053, appendix E.1)
-MOST_PADDING = 1024  # rows of an embedding beyond its vocabulary
 
 
 @dataclass(frozen=True)
@@ -95,13 +93,7 @@ def _open_model(wishes: Wishes) -> TrainedModel:
             came, rule = f"is a {recipe.model.family.upper()}", "these tasks are about the next token"
             raise ProblemsError([Problem(trained_model.KEY, came, rule, "give a GPT-2", where=wishes.model)])
 
-    opened = trained_model.open_model(wishes.model, wishes.tokenizer, check, wishes.weights_args)
-    tokens, size = vocabulary_size(opened.tokenizer), opened.recipe.model.vocab_size
-    if size - tokens >= MOST_PADDING:
-        came = f"the vocabulary has {tokens:,} tokens, the model {size:,}"
-        fix = "name the directory of the model's own with --tokenizer DIR"
-        raise ProblemsError([Problem(trained_model.TOKENIZER, came, "they are of one vocabulary", fix)])
-    return opened
+    return trained_model.open_model(wishes.model, wishes.tokenizer, check, wishes.weights_args)
 
 
 def _scoring_recipe(model: TrainedModel, wishes: Wishes, world: int) -> Recipe:

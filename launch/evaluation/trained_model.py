@@ -8,7 +8,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from data.text.vocabulary import gpt2_tokenizer, missing_roles, read_tokenizer, vocabulary_size
+from data.text.vocabulary import gpt2_tokenizer, missing_roles, vocabulary_size
+from data.text.vocabulary_files import read_tokenizer
 from launch.records import vocabulary
 from launch.weights.foreign_weights import RunWeights
 from launch.weights.initial_weights import KEY as INIT_FROM
@@ -89,6 +90,8 @@ def _open(given: InitialWeights, tokenizer: str | None, check: Callable[[Recipe]
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"sentence_head": "none"})})
     replace(given, directory=str(weights)).check(recipe)
     found, place = _tokenizer(weights, run, recipe, tokenizer)
+    if not isinstance(saved, RunWeights):  # others' embeddings may have rows of padding
+        recipe = given.model(vocabulary_size(found)).as_recipe(recipe)
     if problems := list(_unfit(found, recipe)):
         raise ProblemsError(problems)
     return TrainedModel(weights, run, step, recipe, found, place, tuple(saved.remarks(recipe)))
@@ -121,7 +124,7 @@ def _holds_vocabulary(directory: Path) -> bool:
 
 def _unfit(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> Iterator[Problem]:
     tokens, size = vocabulary_size(tokenizer), recipe.model.vocab_size
-    if tokens > size:
+    if tokens != size:
         came = f"the vocabulary in {tokenizer.name_or_path or 'that directory'} has {tokens:,} tokens"
         fix = f"name the directory of the model's own with {TOKENIZER} DIR"
         yield Problem(TOKENIZER, came, f"the model has {size:,} (model.vocab_size)", fix)

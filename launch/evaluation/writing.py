@@ -13,6 +13,7 @@ from typing import IO, Any
 
 import torch
 
+from data.text.vocabulary import unused_numbers
 from launch.console import terminal
 from launch.console.progress import bar
 from launch.evaluation.trained_model import TrainedModel
@@ -21,6 +22,7 @@ from launch.ranks.meeting import Meeting
 from launch.weights import foreign_weights
 from modeling.families import whole_model
 from modeling.generation import EndReason, Request, Sampling, continue_all, fill_masks
+from modeling.parallel.layers import leave_out
 from modeling.parallel.process_grid import ProcessGrid
 from recipes import files
 from recipes.families import FAMILIES
@@ -236,7 +238,9 @@ def load_model(job: Job, meeting: Meeting) -> Any:
         terminal.say(line, sys.stderr)
     weights = meeting.settle(lambda: foreign_weights.read(job.model.weights, job.model.recipe))
     group = ProcessGrid(world, 1, 1, processes.TIMEOUT).tensor_group if world > 1 else None
-    return whole_model(job.model.recipe, weights, group, getattr(torch, job.dtype))
+    model = whole_model(job.model.recipe, weights, group, getattr(torch, job.dtype))
+    leave_out(model, unused_numbers(job.model.tokenizer))
+    return model
 
 
 class Stream:

@@ -8,10 +8,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from data.text.vocabulary import vocabulary_digest
+from data.text.vocabulary_files import read_tokenizer, save_tokenizer
 from recipes.files import FileError, read_json_object, read_text, refuse
+from recipes.problems import ProblemsError
 
 FOLDER = "tokenizer"
 VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")  # next to weights; the first one counts
@@ -33,7 +35,7 @@ def keep(run: Path, tokenizer: PreTrainedTokenizerFast) -> None:
         return
     temporary = run / f".{FOLDER}.{os.getpid()}.tmp"
     try:
-        tokenizer.save_pretrained(temporary)
+        save_tokenizer(tokenizer, temporary)
     except Exception as error:  # tokenizers has no type of its own for refusals of the system
         shutil.rmtree(temporary, ignore_errors=True)
         if not (number := re.search(r"\(os error (\d+)\)", str(error))):
@@ -50,13 +52,9 @@ def load(run: Path) -> PreTrainedTokenizerFast:
     file = run / FOLDER / "tokenizer.json"
     read_json_object(file, MOST_VOCABULARY)
     try:
-        where = dict(local_files_only=True, trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(run / FOLDER, **where)
-    except Exception as error:  # transformers and tokenizers raise many types for a broken file
-        refuse(file.parent, f"cannot be read ({type(error).__name__}: {str(error)[:200]})", fix=RESTORE)
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        refuse(file.parent, f"is a {type(tokenizer).__name__}, which has no tokenizer.json", fix=RESTORE)
-    return tokenizer
+        return read_tokenizer(file.parent)
+    except ProblemsError as error:
+        refuse(file.parent, f"cannot be read ({str(error.__cause__ or error)[:300]})", fix=RESTORE)
 
 
 def foreign_tokens(weights: Path, tokenizer: PreTrainedTokenizerFast) -> str | None:

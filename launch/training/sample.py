@@ -6,11 +6,13 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
+from data.text.vocabulary import unused_numbers
 from launch.checkpoints import run_checkpoints
 from launch.checkpoints.stored import StoredTensors
 from modeling import cost
 from modeling.families import whole_model
 from modeling.generation import continue_prompt, fill_prompt
+from modeling.parallel.layers import leave_out
 from recipes.schema import Recipe
 
 LARGEST_SAMPLED = 2_000_000_000  # parameters; rank 0 assembles no larger model for a sample
@@ -29,6 +31,7 @@ def sample(recipe: Recipe, checkpoints: Path, tokenizer: PreTrainedTokenizerFast
             "--set run.save_last=true keeps one"
         )
     model = whole_model(recipe, StoredTensors(saved.directory, saved.manifest))
+    leave_out(model, unused_numbers(tokenizer))
     answer = fill_prompt if recipe.model.facts.masked else continue_prompt
     try:
         return answer(model, tokenizer, recipe.run.prompt, recipe.seed)

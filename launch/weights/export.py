@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from data.text.vocabulary import vocabulary_size
+from data.text.vocabulary_files import save_tokenizer
 from launch.checkpoints import inspection, tensor_file
 from launch.checkpoints.manifest import WEIGHT
 from launch.checkpoints.run_checkpoints import Checkpoint
@@ -112,7 +113,10 @@ def export(
         refuse(f"--out {out}", f"cannot be made ({error})", fix="name another directory")
     try:
         files = write_model(recipe, master, tokenizer, temporary, kind)
-        tokenizer.save_pretrained(temporary)
+        # Without this, GPT-2 of transformers takes a token's type for another token and adds its embedding.
+        types = ["token_type_ids"] if recipe.model.facts.masked else []
+        tokenizer.model_input_names = ["input_ids", *types, "attention_mask"]
+        save_tokenizer(tokenizer, temporary)
         facts = dict(run=str(run), step=checkpoint.step, dtype=dtype)
         facts |= dict(recipe_digest=catalog.digest(recipe), title=recipe.title)
         (temporary / "export.json").write_text(json.dumps(facts, indent=2) + "\n")

@@ -14,13 +14,13 @@ from launch.checkpoints.manifest import WEIGHT
 from launch.checkpoints.run_checkpoints import Damaged
 from launch.checkpoints.stored import StoredTensors
 from launch.ranks import processes
-from modeling.families import meta_parameters, with_few_layers
+from modeling.families import meta_parameters, with_few_layers, with_vocabulary
 from modeling.formats.families import conversion_of
 from modeling.formats.huggingface import bert
 from modeling.formats.huggingface.config_forms import FORMS, MEGATRON_FORMS, ConfigForm, form_of, run_forms
 from modeling.formats.huggingface.weight_files import read_state_dict
 from modeling.formats.megatron import files, names
-from modeling.formats.megatron.checkpoint import Checkpoint, Slices, open_checkpoint
+from modeling.formats.megatron.checkpoint import SMALLEST_PADDING, Checkpoint, Slices, open_checkpoint
 from modeling.initialization import NEW_HEADS
 from modeling.lazy_weights import LazyWeights
 from modeling.transformer import BERT_NORM_EPS
@@ -86,6 +86,11 @@ class Saved:
         """Return canonical weights of a model that they fit."""
         raise NotImplementedError
 
+    @property
+    def rows(self) -> int:
+        """Rows of their vocabulary, padding included; 0: as many as tokens."""
+        return 0
+
     def problems(self, recipe: Recipe) -> Iterator[Problem]:
         """Compare the tensors with the recipe's model and yield all problems. Raises FileError.
 
@@ -134,6 +139,9 @@ class Saved:
         if sparse := [str(i) for i, window in enumerate(model.windows) if window is not None]:
             layers = f"they were trained in dense layers, and layers {', '.join(sparse)} are sparse here"
             yield f"{layers} ({model.sparse_keys}), so the loss starts above that of the dense model"
+        if self.rows > model.vocab_size:
+            taken = f"the first {model.vocab_size:,}: the rest pads"
+            yield f"of their {self.rows:,} rows of the vocabulary {taken}"
 
     def damage(self, weights: LazyWeights) -> list[Problem]:
         """Read all numbers and return their problems."""
@@ -178,8 +186,20 @@ class TransformersWeights(Saved):
     forms = FORMS
     sentence_head = tuple(f"{name}." for name in bert.SENTENCE_HEAD.values())
 
-    def config(self, vocabulary: int | None) -> Mapping[str, Any]:
+    @cached_property
+    def _config(self) -> dict[str, Any]:
         return read_json_object(self.directory / "config.json")
+
+    def config(self, vocabulary: int | None) -> Mapping[str, Any]:
+        """Read config.json; rows that pad a vocabulary of so many tokens are left out."""
+        more = 0 if vocabulary is None else self.rows - vocabulary
+        padded = 0 < more < SMALLEST_PADDING and self.rows not in PUBLISHED_VOCABULARIES.values()
+        return {**self._config, "vocab_size": vocabulary} if padded else self._config
+
+    @property
+    def rows(self) -> int:
+        rows = self._config.get("vocab_size")
+        return rows if type(rows) is int else 0
 
     @cached_property
     def _state_dict(self) -> dict[str, torch.Tensor]:
@@ -189,7 +209,8 @@ class TransformersWeights(Saved):
         return conversion_of(model).select(self._state_dict).tensors
 
     def expected(self, recipe: Recipe) -> Mapping[str, tuple[str, torch.Size]]:
-        meta, heads = meta_parameters(recipe), recipe.model.heads
+        whole = with_vocabulary(recipe, max(self.rows, recipe.model.vocab_size))
+        meta, heads = meta_parameters(whole), recipe.model.heads
         return {
             name: (ours, part.shape)
             for ours, theirs, form in conversion_of(recipe.model).name_map(recipe.model)
@@ -246,6 +267,10 @@ class MegatronWeights(Saved):
             found[name] = ours, torch.Size((max(rows, self.checkpoint.tensors[name].shape[0]), *rest))
         return found
 
+    @property
+    def rows(self) -> int:
+        return self.checkpoint.size(names.WORD, 0) or 0
+
     def words(self, model: Model) -> Words:
         fix = "give a whole checkpoint of Megatron's GPT or BERT"
         return Words(f"a Megatron {model.family} of these arguments", "its arguments", fix)
@@ -255,12 +280,9 @@ class MegatronWeights(Saved):
 
     def remarks(self, recipe: Recipe) -> Iterator[str]:
         yield from super().remarks(recipe)
-        found, model = self.checkpoint, recipe.model
+        found = self.checkpoint
         slices = counted(found.slices, "tensor slice")
         yield f"a Megatron checkpoint of version {found.version:g} in {slices}, {found.where}"
-        rows = found.size(names.WORD, 0) or 0
-        if rows > model.vocab_size:
-            yield f"of their {rows:,} rows of the vocabulary the first {model.vocab_size:,}: the rest pads"
         if not found.arguments:
             yield "they keep no arguments: GELU's form and LayerNorm's epsilon are Megatron's defaults"
         eps = found.arguments.get("layernorm_epsilon", 1e-5)

@@ -10,6 +10,7 @@ because `deepspeed.zero.Init` partitions parameters as soon as that module's con
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -158,6 +159,7 @@ class VocabParallelEmbedding(nn.Module):
         self.rows = padded // shard.size
         self.first = shard.rank * self.rows  # first token of this rank
         self.valid = max(0, min(self.rows, vocab - self.first))  # rows that are tokens, not padding
+        self.unused: list[int] = []  # and those among them that are no tokens, if `leave_out` names any
 
     def forward(self, x: Tensor, project: bool = False, cut: bool = False) -> Tensor:
         """`cut`: the residual stream holds this rank's positions alone, (B, S/t, H)."""
@@ -178,4 +180,14 @@ class VocabParallelEmbedding(nn.Module):
         logits = column_parallel(whole, self.weight, None, None if cut else self.group)
         if self.valid < self.rows:
             logits.detach()[..., self.valid :].fill_(-torch.inf)  # the gradient there is 0 anyway
+        if self.unused:
+            logits.detach()[..., self.unused] = torch.finfo(logits.dtype).min
         return logits
+
+
+def leave_out(model: nn.Module, numbers: Iterable[int]) -> None:
+    """Make numbers that the vocabulary gives to no token impossible outputs of a model."""
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding):
+            rows = (number - module.first for number in numbers)
+            module.unused = [row for row in rows if 0 <= row < module.rows]

@@ -201,6 +201,10 @@ def test_the_export_holds_the_runs_weights_bit_for_bit_and_its_vocabulary(traine
     assert back.keys() == saved.keys() and all(torch.equal(back[name], saved[name]) for name in saved)
     # Master weights, not the bf16 ones that the run computes with.
     assert any(not torch.equal(t, t.bfloat16().float()) for t in saved.values())
+    # A class that transformers 4 and 5 know, and inputs of which GPT-2 takes none for a token.
+    said = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert said["tokenizer_class"] == "PreTrainedTokenizerFast" and "local_files_only" not in said
+    assert said["model_input_names"] == ["input_ids", "attention_mask"]
     tokenizer, trained_with = (
         AutoTokenizer.from_pretrained(tmp_path / "out"),
         build(recipe, say=lambda text: None).tokenizer,
@@ -258,6 +262,7 @@ def test_an_exported_bert_is_complete(trained, tmp_path):
         == "MegatronBertForPreTraining"
     )
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert list(tokenizer("a", "b")) == ["input_ids", "token_type_ids", "attention_mask"]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["pad_token_id"] == tokenizer.pad_token_id == 0
     assert (config["vocab_size"], config["max_position_embeddings"], tokenizer.model_max_length) == (

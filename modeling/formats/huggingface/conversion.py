@@ -19,6 +19,7 @@ from modeling.lazy_weights import LazyWeights, same_numbers
 from recipes.schema import Dropout, Model
 
 NO_DROPOUT = Dropout()
+WITH_PADDING = ("word.weight", "decoder_bias.bias")  # a row for each token, then padding
 Tensors = Mapping[str, Tensor]
 Logits = tuple[Tensor, ...]  # of tokens without padding (tokens, V); of a sentence head (B, 2)
 
@@ -114,7 +115,8 @@ class Conversion:
         found = self.select(theirs).tensors
 
         def convert(entry: Entry) -> Tensor:
-            return entry.form.to_ours([found[name] for name in entry.theirs], model.heads)
+            whole = entry.form.to_ours([found[name] for name in entry.theirs], model.heads)
+            return whole[: model.vocab_size] if entry.ours in WITH_PADDING else whole
 
         def usable(entry: Entry) -> bool:
             if any(name not in found for name in entry.theirs):

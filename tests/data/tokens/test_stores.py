@@ -3,15 +3,21 @@
 import os
 import struct
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from data.durable_files import Damaged
 from data.samples.gpt import GptSamples, Stream
 from data.split_rule import PARTS, documents_of, part_of, parts
+from data.tokens.opened import ready_made_store
 from data.tokens.store import StoreWriter, open_store, token_dtype
+from recipes.problems import ProblemsError
+from recipes.schema import Origin
 
 END = 9
 
@@ -332,3 +338,30 @@ def test_too_little_text_is_refused(tmp_path):
     assert len(GptSamples(Stream(store, np.arange(1), END), 2)) == 1
     with pytest.raises(ValueError, match="0 tokens"):
         GptSamples(Stream(store, np.arange(0), END), 3)
+
+
+@pytest.mark.parametrize(
+    ("ends", "inside", "refused"),
+    [
+        ((4999,) * 30, (), True),  # of another vocabulary
+        ((299,) * 30, (), False),  # of ours
+        ((4999,) * 29 + (7,), (), False),  # none has an end token
+        ((4999,) * 30, (4999,), False),  # a word
+        ((13,) * 30, (), False),  # a full stop
+        ((13,) * 150, (), True),
+        ((4999,), (), False),  # too few to know
+    ],
+)
+def test_a_store_that_ends_documents_with_another_token_is_refused(ends, inside, refused, tmp_path):
+    with StoreWriter(tmp_path / "text_document", 5000) as writer:
+        for number, end in enumerate(ends):
+            writer.add_document([np.array([number % 9, 20, *inside, end])])
+            writer.add_document([np.array([], dtype=np.int64)])
+    words = {f"w{number}": number for number in range(5000) if number not in (13, 299)}
+    words |= {".": 13, "</s>": 299}
+    backend = Tokenizer(models.WordLevel(words, "w0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    origin = Origin.model_validate({"source": "store", "name": str(tmp_path)})
+    said = f"every document ends in token {ends[0]}, .* end in 299: .*; set"
+    with pytest.raises(ProblemsError, match=said) if refused else nullcontext():
+        ready_made_store("file", "documents", origin, tokenizer, tmp_path, print)
