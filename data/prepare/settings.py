@@ -11,7 +11,6 @@ import shlex
 from functools import partial
 from typing import Any, Literal
 
-from data.text import wiki_markup
 from recipes.families import SMALLEST_BPE, TRAINED
 from recipes.problems import Key, Problem, ProblemsError, Setting, Words
 from recipes.schema import Origin, Tokenizer
@@ -94,9 +93,7 @@ class Settings:
         5, "words of a shingle; characters of scripts without blanks", least=1, most=1000
     )
     seed: int = _left_out(1234, "of the permutations", least=0, most=2**64 - 1)
-    write_articles: bool = _made(
-        False, "also write articles.jsonl: one JSON object per article kept, of Wikipedia with its title"
-    )
+    write_articles: bool = _made(False, "also write articles.jsonl: one JSON object per document kept")
     write_sentences: bool = _made(
         False, "also write sentences.jsonl: the same with a line feed after each sentence"
     )
@@ -126,7 +123,6 @@ class Settings:
             "name": [origin.name for origin in self.origins],
             **{name: value for name, value in vars(self).items() if name not in elsewhere},
             "tokenizer": self.tokenizer.model_dump(),
-            **({"wikitext": wiki_markup.VERSION} if self.origin.source == "wikipedia" else {}),
             "decontaminate": list(self.decontaminate),
         }
 

@@ -40,7 +40,6 @@ class Documents:
     files: list[int] = field(default_factory=list)  # number of the input file
     names: list[str] = field(default_factory=list)  # the file, as records name it
     numbers: list[int] = field(default_factory=list)  # record in it
-    titles: list[str] = field(default_factory=list)  # "" where the source has none
     texts: list[str] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)  # bytes of the text in UTF-8
     sentences: list[list[str]] = field(default_factory=list)
@@ -98,7 +97,6 @@ def parse(
             documents.files.append(file)
             documents.names.append(item.file)
             documents.numbers.append(item.number)
-            documents.titles.append("" if isinstance(item, BrokenRecord) else form.title(item))
             documents.texts.append(text)
             documents.sizes.append(utf8_size(text))
     return documents
@@ -169,13 +167,10 @@ def digests(texts: list[str]) -> np.ndarray:
 
 
 def article_lines(documents: Documents, texts: Iterable[str]) -> bytes:
-    """Write each article as a line of JSON, with its title where it has one."""
+    """Write each article as a line of JSON."""
     lines = []
-    for title, file, number, text in zip(
-        documents.titles, documents.names, documents.numbers, texts, strict=True
-    ):
-        titled = {"title": title} if title else {}
-        lines.append(json_line(**titled, text=text, file=file, number=number))
+    for file, number, text in zip(documents.names, documents.numbers, texts, strict=True):
+        lines.append(json_line(text=text, file=file, number=number))
     return b"".join(lines)
 
 

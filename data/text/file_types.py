@@ -20,9 +20,10 @@ BUFFER = 1 << 20
 _BZIP2_BLOCKS = (b"1AY&SY", b"\x17rE8P\x90")  # the first block, or the end of an empty file
 _LONG_WINDOWS: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 31}  # as `zstd --long=31` writes
 
-JSON_LINES, JSON_LIST, XML = "JSON lines", "one JSON list and not an object per line", "an XML file"
+JSON_LINES, JSON_LIST = "JSON lines", "one JSON list and not an object per line"
 RAW = "a file of raw numbers, as nanoGPT's train.bin"
 ARROW, _CSV, _HTML = "an Arrow file, as datasets saves it", "a table (CSV, TSV)", "an HTML page"
+DUMP = "a Wikipedia dump"
 _WEB, _ZIP = "a web archive (WARC, WET)", "a zip archive (.docx, .epub, .npz and .pt are such)"
 _MARKS: tuple[tuple[bytes, str], ...] = (
     (b"PAR1", "a parquet file"),
@@ -64,9 +65,9 @@ _MARKS: tuple[tuple[bytes, str], ...] = (
     (b"filedesc://", _WEB),
 )
 _PATTERNS = (
-    (re.compile(rb"(<\?xml[^>]*>\s*)?<mediawiki\b"), "a Wikipedia dump"),
+    (re.compile(rb"(<\?xml[^>]*>\s*)?<mediawiki\b"), DUMP),
     (re.compile(rb"((<!--.*?-->|<\?xml[^>]*>)\s*)*<(!doctype html|html)\b", re.I | re.S), _HTML),
-    (re.compile(rb"<\?xml\b"), XML),
+    (re.compile(rb"<\?xml\b"), "an XML file"),
     (re.compile(rb'\[\s*[{"]'), JSON_LIST),
     (re.compile(rb'\{(\s*"|\})'), JSON_LINES),
     (
@@ -79,7 +80,7 @@ _PATTERNS = (
 _SUFFIXES = {".csv": _CSV, ".tsv": _CSV, ".html": _HTML, ".htm": _HTML, ".xhtml": _HTML}
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 # Source by which a type is read.
-_SOURCES = {"a parquet file": "parquet", JSON_LINES: "jsonl", "a Wikipedia dump": "wikipedia"}
+_SOURCES = {"a parquet file": "parquet", JSON_LINES: "jsonl"}
 _SOURCES["the index of a token store"] = "store"
 _WAYS = {
     ARROW: "make parquet of it: python -c \"import datasets; datasets.Dataset.from_file('FILE.arrow')"
@@ -87,6 +88,8 @@ _WAYS = {
     _CSV: "make parquet of it: python -c \"import pandas; pandas.read_csv('FILE', sep=None, engine='python')"
     ".to_parquet('FILE.parquet')\"",
     RAW: 'data/README.md shows under "Stores" how to make a store of them',
+    DUMP: "extract its articles: pip install wikiextractor==3.1.0; "
+    "python -m wikiextractor.WikiExtractor --json FILE -o DIR; and give DIR as JSON lines",
     _WEB: "take the text out of it first, as datatrove does, and give JSON lines",
     JSON_LIST: "make lines of it: jq -c '.[]' FILE > FILE.jsonl",
     "UTF-32": "make UTF-8 of it: iconv -f UTF-32 -t UTF-8 FILE",

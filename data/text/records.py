@@ -18,7 +18,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from data.text.file_types import JSON_LINES, JSON_LIST, XML, looks_like, way_from
+from data.text.file_types import JSON_LINES, JSON_LIST, looks_like, way_from
 from recipes.problems import Key, Problem, ProblemsError, Setting, Text, Words, counted, pieces, some
 
 MAX_RECORD_BYTES = 64 << 20  # a longer record is broken: no document of a corpus is that long
@@ -85,12 +85,8 @@ class RecordFormat:
         return islice(chain([first], found), start, None)
 
     def parse(self, raw: RawRecord) -> str | BrokenRecord | None:
-        """Return the document's text; None where the record is no document (empty, a redirect)."""
+        """Return the document's text; None where the record is no document (it is empty)."""
         raise NotImplementedError
-
-    def title(self, raw: RawRecord) -> str:
-        """Return the document's title; "" where this kind of file has none."""
-        return ""
 
 
 def broken_record(
@@ -108,7 +104,7 @@ def broken_record(
 
 
 # Types that a source reads although they look like another's.
-_PASSING = {"text": (JSON_LINES, JSON_LIST), "wikipedia": (XML,)}
+_PASSING = {"text": (JSON_LINES, JSON_LIST)}
 
 
 def _another_type(path: Path, source: str) -> BrokenRecord | None:

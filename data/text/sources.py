@@ -10,17 +10,13 @@ from pathlib import Path
 
 from data.cache import Say
 from data.packages import package_directory
-from data.text import wiki_markup
 from data.text.file_types import ARROW, way_from
 from data.text.hub import HubSource
 from data.text.records import MAX_RECORD_BYTES, Document, RecordFormat, SkippedRecords, Source, read_strictly
 from data.text.text_files import JsonlFormat, ParquetFormat, TextFormat
-from data.text.wikipedia import WikipediaFormat
 from recipes import files
 from recipes.problems import Problem, ProblemsError, Setting, some
 from recipes.schema import Origin
-
-_USUAL = dict(jsonl="*.jsonl", parquet="*.parquet", text="*.txt", wikipedia="*pages-articles*.xml*.bz2")
 
 
 def format_of(origin: Origin, max_record_bytes: int = MAX_RECORD_BYTES) -> RecordFormat:
@@ -30,7 +26,6 @@ def format_of(origin: Origin, max_record_bytes: int = MAX_RECORD_BYTES) -> Recor
         "jsonl": JsonlFormat(origin.text_column, max_record_bytes),
         "parquet": ParquetFormat(origin.text_column, max_record_bytes),
         "text": TextFormat(origin.documents, max_record_bytes),
-        "wikipedia": WikipediaFormat(max_record_bytes),
     }
     return formats[origin.source]
 
@@ -49,17 +44,18 @@ def named_path(origin: Origin) -> tuple[Path, bool]:
 def files_of(origin: Origin) -> list[Path]:
     """List the files of a source, sorted by path.
 
-    Raises ProblemsError: there are none, or the name is a directory.
+    A directory stands for all files in it and below it. Raises ProblemsError: there are none.
     """
     if origin.source == "packaged":
         return packaged_files()
     named, (literal, found) = Setting("data.name", origin.name), named_path(origin)
     if literal.is_dir():
-        fix = f"name the files in it, e.g. {literal / _USUAL[origin.source]}"
         if any(literal.rglob("*.arrow")):
-            fix = way_from(ARROW)
-        raise ProblemsError([Problem("data.name", (named, " is a directory"), fix=fix)])
-    names = [str(literal)] if found else glob.glob(str(literal), recursive=True)
+            rule = f"it is a directory with {ARROW}"
+            raise ProblemsError([Problem("data.name", named, rule, way_from(ARROW))])
+        names = glob.glob(f"{glob.escape(str(literal))}/**", recursive=True)  # none that begin with a dot
+    else:
+        names = [str(literal)] if found else glob.glob(str(literal), recursive=True)
     files.check_names("data.name", names)
     paths = [Path(name) for name in sorted(names) if not Path(name).is_dir()]
     if strange := [str(path) for path in paths if not path.is_file()]:
@@ -95,8 +91,6 @@ class FileSource:
         self._settings = [origin.source, origin.text_column, origin.documents]
         if skipped is not None:
             self._settings.append("without broken records")
-        if origin.source == "wikipedia":
-            self._settings.append(f"wikitext {wiki_markup.VERSION}")
         self._format = format_of(origin, max_record_bytes)
         self._paths = files_of(origin)
         self.shards = len(self._paths)

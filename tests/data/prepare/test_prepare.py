@@ -622,7 +622,6 @@ PARQUET = _SINK.getvalue().to_pybytes()
     [
         ("jsonl", PARQUET, r"another type of file: it is a parquet file; give data.source=parquet"),
         ("parquet", b'{"text": "x"}\n', r"another type of file: it is JSON lines; give data.source=jsonl"),
-        ("wikipedia", b'{"text": "x"}\n', r"another type of file: it is JSON lines"),
         ("jsonl", b"<mediawiki><page>", r"another type of file: it is a Wikipedia dump"),
         ("jsonl", b'{"body": "x"}\n' * 200, r"in:1: no field 'text' \(and so 99 more records\): set .* body"),
         ("jsonl", b'{"text": ""}\n', r"no text in it: all its records are empty"),
@@ -683,18 +682,3 @@ def test_a_worker_that_dies_is_an_error(texts, vocabulary, tmp_path):
     with pytest.raises(PreparationFailed, match="ended with signal 9; .*fewer --workers"):
         pipeline.prepare(chosen, tmp_path / "store", Killing())
     prepare(chosen, tmp_path / "store")
-
-
-def test_articles_of_wikipedia_have_their_titles(texts, vocabulary, tmp_path):
-    pages = "".join(
-        f"<page><title>{title}</title><ns>0</ns><revision><text>{text}</text></revision></page>"
-        for title, text in zip(("Café &amp; bar", "Plain"), (t.replace("&", "") for t in texts), strict=False)
-    )
-    (tmp_path / "dump.xml").write_text(f"<mediawiki>{pages}</mediawiki>", encoding="utf-8")
-    origin = Origin(source="wikipedia", name=str(tmp_path / "dump.xml"))
-    chosen = settings("", vocabulary, write_articles=True, write_sentences=True)
-    prepare(dataclasses.replace(chosen, origins=(origin,)), tmp_path / "store")
-    for name in ("articles.jsonl", "sentences.jsonl"):
-        assert [line["title"] for line in lines(tmp_path / "store" / name)] == ["Café & bar", "Plain"]
-    # Another way of cleaning is another preparation.
-    assert json.loads((tmp_path / "store/report.json").read_text())["manifest"]["arguments"]["wikitext"]

@@ -12,6 +12,7 @@ import lzma
 import os
 import pickle
 import re
+import subprocess
 import sys
 import tarfile
 import tracemalloc
@@ -30,15 +31,13 @@ from data.prepare.chunk_file import Step, Tally
 from data.prepare.inputs import Cursor, Inputs
 from data.prepare.pipeline import check_broken
 from data.prepare.settings import PreparationFailed, Settings, in_flags
-from data.text import encoder, hub, wikipedia
+from data.text import encoder, hub
 from data.text.hub import HubSource, is_temporary
 from data.text.records import EXCERPT_BYTES, BrokenRecord, RawRecord, SkippedRecords
 from data.text.sources import FileSource, PackagedSource, files_of, format_of, open_source
 from data.text.text_files import JsonlFormat, ParquetFormat, TextFormat
 from data.text.trained_vocabulary import train_bpe, train_wordpiece
 from data.text.vocabulary import read_tokenizer
-from data.text.wiki_markup import plain_text
-from data.text.wikipedia import WikipediaFormat
 from launch import prepare_data
 from recipes.problems import Key, Problem, ProblemsError, Setting
 from recipes.schema import Data, Origin, Tokenizer
@@ -150,16 +149,12 @@ MIB = 1 << 20
         (TextFormat("blank_line", MIB), b"x" * MIB, 2),
         (TextFormat("blank_line", MIB), b"x" * (MIB - 1) + b"\n", 2),
         (TextFormat("file", MIB), b"x" * MIB, 1),
-        (WikipediaFormat(MIB), b"x" * MIB, 2),
     ],
 )
 def test_a_long_record_is_not_held_in_memory(tmp_path, form, piece, records):
     path = tmp_path / "long.gz"
-    before, after = b"", b"\n\nafter\n"
-    if isinstance(form, WikipediaFormat):
-        before, after = dump("<page>?</page>", page()).split(b"?")
     with gzip.open(path, "wb", compresslevel=1) as file:
-        for part in (before, *[piece] * 60, after):
+        for part in (*[piece] * 60, b"\n\nafter\n"):
             file.write(part)
     tracemalloc.start()
     items = list(form.frame(path))
@@ -171,7 +166,7 @@ def test_a_long_record_is_not_held_in_memory(tmp_path, form, piece, records):
     assert len(items) == records
 
 
-@pytest.mark.parametrize("source", ["jsonl", "parquet", "text", "wikipedia"])
+@pytest.mark.parametrize("source", ["jsonl", "parquet", "text"])
 @pytest.mark.parametrize("content", [b"", gzip.compress(b"", mtime=0)], ids=["nothing", "gzip of nothing"])
 def test_an_empty_file_is_a_broken_one(tmp_path, source, content):
     (tmp_path / "empty").write_bytes(content)
@@ -227,7 +222,7 @@ TYPES = {
 def test_files_of_other_types_are_named_by_every_reader(tmp_path, name):
     made, said = TYPES[name]
     (tmp_path / name).write_bytes(saved(made) if isinstance(made, str) else made)
-    for form in (JsonlFormat(), TextFormat(), TextFormat("blank_line"), ParquetFormat(), WikipediaFormat()):
+    for form in (JsonlFormat(), TextFormat(), TextFormat("blank_line"), ParquetFormat()):
         (found,) = form.frame(tmp_path / name)
         assert isinstance(found, BrokenRecord)
         assert re.search(f"^another type of file: it is {said}", found.reason)
@@ -253,7 +248,7 @@ def test_text_that_looks_a_little_like_another_type_is_text(tmp_path):
 def test_a_directory_that_datasets_saved_is_named(tmp_path):
     (tmp_path / "saved" / "train").mkdir(parents=True)
     (tmp_path / "saved" / "train" / "data-00000-of-00001.arrow").write_bytes(saved("stream"))
-    with pytest.raises(ProblemsError, match=r"is a directory.*from_file\('FILE.arrow'\).to_parquet"):
+    with pytest.raises(ProblemsError, match=r"a directory with an Arrow file.*from_file\('FILE.arrow'\).to_"):
         files_of(Origin(source="parquet", name=str(tmp_path / "saved")))
 
 
@@ -263,7 +258,7 @@ def test_lone_surrogates_and_byte_order_marks_do_no_harm(tmp_path):
 
 
 def test_a_file_that_cannot_be_opened_is_the_users_matter(tmp_path):
-    for form in (JsonlFormat(), ParquetFormat(), TextFormat(), WikipediaFormat()):
+    for form in (JsonlFormat(), ParquetFormat(), TextFormat()):
         with pytest.raises(ValueError, match="absent: cannot be opened .No such file"):
             list(form.frame(tmp_path / "absent"))
 
@@ -323,154 +318,47 @@ def test_parquet_that_cannot_be_used_counts_every_row(tmp_path):
 # ---- Wikipedia ----
 
 
-def page(title="A", text="Text.", ns="<ns>0</ns>", redirect="", model="wikitext") -> str:
-    revisions = f"<revision><id>1</id><model>{model}</model><text>old</text></revision>"
-    body = f'<text bytes="9" xml:space="preserve">{text}</text>'
-    latest = f"<revision>\n<id>2</id><model>{model}</model>{body}</revision>"
-    return f"  <page>\n<title>{title}</title>\n{ns}<id>3</id>{redirect}{revisions}{latest}\n  </page>\n"
+def test_what_wikiextractor_writes_is_read_as_it_lies(tmp_path):
+    """A tree of files without suffix; README and data/README.md show the two commands."""
+    pages = []
+    for number in range(12):
+        text = (
+            f"'''Town {number}''' is a [[town]].\n\n== History ==\nIt was built in {1900 + number}.\n\n"
+            "{{Infobox|a=1}}\n[[File:a.jpg|thumb|200px|A view]]\n[[Category:Towns]]"
+        )
+        pages.append(
+            f"<page>\n<title>Town {number}</title>\n<ns>0</ns>\n<id>{number + 1}</id>\n<revision>\n"
+            f'<id>{number + 100}</id>\n<text xml:space="preserve">{text}</text>\n</revision>\n</page>\n'
+        )
+    head = (
+        "<mediawiki>\n<siteinfo>\n<base>https://en.wikipedia.org/wiki/Main_Page</base>\n<namespaces>\n"
+        '<namespace key="6" case="first-letter">File</namespace>\n'
+        '<namespace key="14" case="first-letter">Category</namespace>\n'
+        '<namespace key="10" case="first-letter">Template</namespace>\n</namespaces>\n</siteinfo>\n'
+    )
+    (tmp_path / "dump.xml.bz2").write_bytes(bz2.compress(f"{head}{''.join(pages)}</mediawiki>\n".encode()))
+    program = [sys.executable, "-m", "wikiextractor.WikiExtractor", "--json"]
+    subprocess.run([*program, "dump.xml.bz2", "-o", "articles"], cwd=tmp_path, check=True, timeout=100)
+    found = list(open_source(Origin(source="jsonl", name=str(tmp_path / "articles"))).documents())
+    assert [document.index for document in found] == list(range(12))
+    assert found[3].text == "Town 3 is a town.\nHistory.\nIt was built in 1903."
+    with pytest.raises(ProblemsError, match="a Wikipedia dump; extract its articles: .*wikiextractor"):
+        list(open_source(Origin(source="text", name=str(tmp_path / "dump.xml.bz2"))).documents())
 
 
-def dump(*pages: str) -> bytes:
-    main, talk = (f'<namespace key="{key}" case="first-letter"' for key in (0, 1))
-    names = f"<namespaces>{main} />{talk}>Talk</namespace></namespaces>"
-    root = '<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/" xml:lang="en">'
-    head = f"{root}\n<siteinfo>{names}</siteinfo>\n"
-    return (head + "".join(pages) + "</mediawiki>\n").encode()
-
-
-ARTICLE = """{{Infobox|a={{b|c}}
-|d=e}}
-{| class="wikitable"
-|-
-! head
-| cell [[link]]
-|}
-'''Café''' ({{lang-fr|x}}; 1 &amp;lt; 2) is a [[coffee house|house]]&lt;ref name="x"&gt;A note.\
-&lt;/ref&gt;.&lt;!-- hidden --&gt;
-[[File:a.jpg|thumb|A [[caption]]]]
-== History ==
-* An ''item''&amp;nbsp;here
-* Another
-== Empty ==
-{| |}
-== References ==
-{{reflist}}
-[[Category:Coffee]]"""
-PLAIN = "Café (x; 1 < 2) is a house.\n\nHistory\n\nAn item here\nAnother"
-
-
-def test_a_dump_gives_the_latest_text_of_its_articles(tmp_path):
-    path = tmp_path / "dump.xml.bz2"
-    talk = page("Talk:A", ns="<ns>1</ns>")
-    redirect = page("B", "#REDIRECT [[A]]", redirect='<redirect title="A" />')
-    script = page("C", model="javascript")
-    path.write_bytes(bz2.compress(dump(redirect, talk, page("Café", ARTICLE), script, page("D", ""))))
-    form = WikipediaFormat()
-    assert texts(form, path) == [PLAIN, None, None]
-    assert [raw.number for raw in form.frame(path)] == [3, 4, 5]
-    assert texts(form, path, 1) == [None, None]
-
-
-def test_dumps_without_namespace_numbers_are_told_by_titles(tmp_path):
-    pages = [page("Talk:A", ns=""), page("2001: A film", "Film.", ns=""), page("B", "#REDIRECT [[A]]", ns="")]
-    (tmp_path / "old.xml").write_bytes(dump(*pages))
-    assert texts(WikipediaFormat(), tmp_path / "old.xml") == ["Film.", None]
-
-
-def test_a_damaged_page_costs_only_itself(tmp_path):
-    good = page("A", "Good.")
-    bad = {
-        good.replace("</revision>", "", 1): "malformed XML",
-        good.replace("  </page>\n", ""): "page without an end",
-        page("B", "&nosuch;"): "malformed XML",
-        page("C", "x" * 3000): "too large",
-        page("D", "[[a|" * 50 + "]]" * 50): "wikitext",
-        good.replace("<page>", "<pa\0e>"): "text between pages",
-    }
-    content = dump(*itertools.chain.from_iterable((good, b) for b in bad), good)
-    path = tmp_path / "dump.xml"
-    path.write_bytes(content)
-    found = texts(WikipediaFormat(max_record_bytes=2500), path)
-    assert [x[1] for x in found if isinstance(x, tuple)] == [*bad.values()]
-    assert found.count("Good.") == len(bad) + 1
-    path.write_bytes(content[: content.rindex(b"</page>")])
-    assert texts(WikipediaFormat(), path)[-1][1] == "damaged file"
-    path.write_bytes(content.replace(b"</mediawiki>", b""))
-    assert texts(WikipediaFormat(), path)[-1][1] == "damaged file"
-    path.write_bytes("<mediawiki>".encode("utf-16"))
-    assert texts(WikipediaFormat(), path) == [(1, "another type of file")]
-
-
-def test_cuts_do_not_depend_on_how_the_file_is_read(tmp_path, monkeypatch):
-    path = tmp_path / "dump.xml"
-    cut = page("C", "Two.").replace("  </page>\n", "")
-    path.write_bytes(dump(page("A", "One."), page("B", "x" * 900), cut, page("D", "Three.")))
-    form = WikipediaFormat(max_record_bytes=700)
-    whole = list(form.frame(path))
-    assert [type(item) for item in whole] == [RawRecord, BrokenRecord, BrokenRecord, RawRecord]
-    assert whole[1].size > 900
-    for size in [*range(1, 40), 100, 333, 1000]:
-        monkeypatch.setattr(wikipedia, "_BLOCK", size)
-        head = len(dump()) - len("</mediawiki>\n")
-        if size < head:  # the head is kept up to a block; only old dumps need it
-            assert list(form.frame(path)) == whole
-
-
-@pytest.mark.parametrize(
-    ("wikitext", "expected"),
-    [
-        ("#REDIRECT [[A]]", ""),
-        ("a<!-- b -->c<!-- d", "ac"),
-        ("[[A]], [[B|b]]s, [[:Category:C]], [[D (film)|]], [[fr:E]][[Image:f|g]]", "A, bs, Category:C, D,"),
-        ("[http://a.b words here] [http://c.d] see http://e.f", "words here see http://e.f"),
-        ("'''''a''''' '''b''' ''c'' don''''t", "a b c don't"),
-        ("<nowiki>[[a]] {{b}}</nowiki>", "[[a]] {{b}}"),
-        ("x<ref name=a/> y<ref>note [[z]]</ref> z<ref>open", "x y zopen"),
-        ("H<sub>2</sub>O, 1 &lt; 2<br/>next", "H₂O, 1 < 2\nnext"),
-        ("{{a|{{b}}|{{{c|}}}}} d {{e", "d e"),
-        ("{{a\n|}} b", "b"),
-        ("{|\n{{a\n|}}\n|b\n|}\nc", "c"),
-        (
-            "{{convert|5|km|mi}}, {{cvt|1|to|2|m}}, {{lang|fr|[[mot|mots]]}}, {{circa|1900}}",
-            "5 km, 1 to 2 m, mots, c. 1900",
-        ),
-        ("a __NOTOC__b", "a b"),
-        ("== See also ==\n* x\n=== y ===\nz\n== Kept ==\ntext", "Kept\n\ntext"),
-        ("== Literature ==\nIt has some.", "Literature\n\nIt has some."),
-        ("== Only a heading ==\n== Full ==\n=== Sub ===\nx", "Full\n\nSub\n\nx"),
-        ("[[File:a.png|thumb|cap\n\ntion]]b", "b"),
-        ("[[File:a.png|thumb|never closed\n\nb", "b"),
-        ("one\n\n\n\ntwo\nthree", "one\n\ntwo\nthree"),
-        ("( ; 1900) and () and (, x)", "(1900) and and (x)"),
-        ("<math>\\int_0^1 x</math>a<gallery>\nb.jpg\n</gallery>", "a"),
-        ("<ref>" + "a</ref>", ""),
-    ],
-)
-def test_wikitext(wikitext, expected):
-    assert plain_text(wikitext) == expected
-
-
-@pytest.mark.parametrize(
-    "unit",
-    [
-        *("{{", "{|\n", "\n|}", "<ref>", "''a", "[http://a", "[[File:a]] [[b\n\n", "x\n\n", "\n==a==\n"),
-        *("{{lang|a|b", "&a", "<b>", "(; ", "<sup>", "<math>x^", "{{nowrap|", "{{ ", "{{a|b =", "{{val|1|e="),
-        "<ref>x</ref>",
-    ],
-)
-@pytest.mark.timeout(120)
-def test_a_pathological_page_does_not_hang(unit):
-    """A linear parser takes about a second.
-
-    A quadratic one that needs 7 s for 20,000 (mwparserfromhell's case) would need ten minutes.
-    """
-    plain_text(unit * 200_000)
+def test_a_directory_stands_for_its_files(tmp_path):
+    for name in ("b/two", "a/one.jsonl", "a/.hidden", "c.jsonl.gz"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        content = json.dumps({"text": name}).encode()
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    found = open_source(Origin(source="jsonl", name=str(tmp_path))).documents()
+    assert [document.text for document in found] == ["a/one.jsonl", "b/two", "c.jsonl.gz"]
 
 
 # ---- names ----
 
 
-def test_names_are_globs_sorted_and_no_directories(tmp_path, monkeypatch):
+def test_names_are_sorted_globs_or_directories(tmp_path, monkeypatch):
     for name in ("b.jsonl", "a.jsonl.gz", "deep/er/c.jsonl", "x[1].jsonl"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(jsonl(name))
@@ -482,8 +370,7 @@ def test_names_are_globs_sorted_and_no_directories(tmp_path, monkeypatch):
     assert names("~/[ab].jsonl*") == ["a.jsonl.gz", "b.jsonl"]
     assert names(f"{tmp_path}/**/*.jsonl") == ["b.jsonl", "deep/er/c.jsonl", "x[1].jsonl"]
     assert names(f"{tmp_path}/x[1].jsonl") == ["x[1].jsonl"], "a name that exists is no glob"
-    with pytest.raises(ValueError, match=r"is a directory; name the files in it, e.g. .*deep/\*.jsonl"):
-        names(f"{tmp_path}/deep")
+    assert names(f"{tmp_path}/deep") == ["deep/er/c.jsonl"]
     with pytest.raises(ValueError, match="absent.*: no such file .*glob of jsonl files"):
         names("absent*.jsonl")
 
@@ -543,7 +430,7 @@ def test_the_packaged_corpus_is_one_shard():
     assert files_of(Origin()) == source._paths
 
 
-@pytest.mark.parametrize("source", ["packaged", "jsonl", "parquet", "text", "wikipedia"])
+@pytest.mark.parametrize("source", ["packaged", "jsonl", "parquet", "text"])
 def test_formats_travel_to_worker_processes(source):
     form = format_of(Origin(source=source, name="x", text_column="body", documents="blank_line"), 99)
     assert pickle.loads(pickle.dumps(form)) == form and form.max_record_bytes == 99
