@@ -98,9 +98,10 @@ class Attention(nn.Module):
         self.projection = RowParallelLinear(shape.hidden, shape.hidden, **how)
 
     def prepare(self, positions: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Make a banded layer's block mask for this length, before `forward` is traced."""
+        """Make a sparse layer's block mask for this length, before `forward` is traced."""
         if self.window is not None:
-            self.block_mask = prepared_mask(device, dtype, positions, self.window, self.head_size)
+            heads, size = self.local_heads, self.head_size
+            self.block_mask = prepared_mask(device, dtype, positions, self.window, heads, size)
 
     def forward(self, x: Tensor, lengths: Seen = None) -> Tensor:
         """x (B, S, H), lengths (B,) or None where nothing is padded -> (B, S, H).

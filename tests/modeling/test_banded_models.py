@@ -25,7 +25,6 @@ from launch.ranks import processes
 from launch.records import plan_text
 from launch.training import build_model
 from launch.weights.initial_weights import InitialWeights
-from modeling import sparse_attention as band
 from modeling.families import model_shape
 from modeling.formats.huggingface.gpt2 import CONVERSION
 from modeling.gpt2 import FAMILY, GPT2Shape
@@ -91,7 +90,7 @@ def test_dropout_of_banded_layers_is_that_of_training():
 
 
 def test_a_prefix_has_the_same_logits():
-    """Whichever kernel its length asks for: blocks at 300 positions, a dense mask at 200, no mask at 15."""
+    """Whichever kernel its length asks for: a dense mask, at 15 positions none."""
     used = model((None, 24, 24))
     whole = logits(used, TOKENS)
     for length in (200, 25, 24, 15, 1):
@@ -105,7 +104,7 @@ def test_a_prefix_has_the_same_logits():
 def layouts(tmp_path_factory) -> Path:
     """Run directories of tests/workers/sparse_layouts.py."""
     out = tmp_path_factory.mktemp("sparse")
-    settings = (*FORCED, *SPARSE, "sequence_length=256")  # long enough for the kernel of blocks
+    settings = (*FORCED, *SPARSE, "sequence_length=256")
     recipe = catalog.load("default/sotu", settings, tiny=True).model_copy(update={"steps": 2})
     (out / "recipe.yaml").write_text(catalog.dump(recipe))
     done = run_ranks(sparse_layouts.PROCESSES, WORKERS / "sparse_layouts.py", out, timeout=300)
@@ -115,7 +114,7 @@ def layouts(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def in_one_process(layouts) -> RunOutcome:
-    """The first step in this process, without DeepSpeed, by the reference kernel."""
+    """The first step in this process, without DeepSpeed."""
     from data.corpus import build
     from data.loader import StepBatches
 
@@ -127,11 +126,8 @@ def in_one_process(layouts) -> RunOutcome:
         micro=recipe.batch.global_, accumulation=1, dp=1, global_batch=recipe.batch.global_
     )
     (batch,) = next(StepBatches(build(recipe, say=lambda text: None).train, recipe.seed, whole, 0))
-    with pytest.MonkeyPatch.context() as patch:
-        for kernel in ("by_blocks", "by_windows"):
-            patch.setattr(band, kernel, band.by_dense_mask)
-        loss = used(batch["tokens"], batch["labels"], batch["weights"])
-        loss.backward()
+    loss = used(batch["tokens"], batch["labels"], batch["weights"])
+    loss.backward()
     gradients = {
         p.canonical_name: joined(p.shard, [p.grad]) if p.shard else p.grad for p in used.parameters()
     }
@@ -206,23 +202,15 @@ def test_the_plan_names_the_kernel(monkeypatch):
     plan = plan_of(*BANDED)
     (layers, kernel) = plan_text.describe_attention(plan.recipe.model, build_model.band_kernel(plan))
     assert layers == ("attention", "layers dense, banded, repeated: 3 of 6 see 24 positions")
-    assert kernel[1] == "blocks (flex_attention has no backward pass on a CPU)"
+    counted = "counted, not timed: no fewer scores than in dense layers"
+    assert kernel[1] == f"dense mask (flex_attention has no backward pass on a CPU); {counted}"
     assert plan_text.describe_attention(plan_of().recipe.model, None) == []
-    wide = build_model.band_kernel(plan_of("model.attention=[banded]", "model.attention_window=200"))
-    assert wide == (
-        "dense mask (the window covers most of the sequence, and flex_attention has no backward pass on a "
-        "CPU); "
-        "counted, not timed: no "
-        "fewer scores than in dense layers"
-    )
     plan = plan_of(*SPARSE)
     said = plan_text.describe_attention(plan.recipe.model, build_model.band_kernel(plan))
     seen = "24 positions, fixed ones a window and 4 columns of each before it"
     assert said[0][1] == f"layers dense, banded, fixed, repeated: 4 of 6 see {seen}"
-    assert said[1][1] == f"{kernel[1]}; windows (each window with the columns before it)"
     sber = SimpleNamespace(recipe=catalog.load("sber_path_to_13b/07-gpt3-large-sparse"), precision="fp16")
-    why = "each window with the columns before it"
-    assert build_model.band_kernel(sber) == f"windows ({why})"
     monkeypatch.setattr(processes, "device", lambda: GPU)
     monkeypatch.setattr(build_model, "has_gpu_compiler", lambda: True)
-    assert build_model.band_kernel(sber) == f"windows ({why}); not measured on a GPU"
+    why = "flex_attention has no dropout, and attention weights are dropped with probability 0.1"
+    assert build_model.band_kernel(sber) == f"dense mask ({why}); {counted}; not measured on a GPU"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from modeling import cost
-from modeling.sparse_attention import in_fixed
+from modeling.sparse_attention import visible
 from recipes import catalog
 from recipes.attention_patterns import Fixed
 from recipes.schema import Model
@@ -245,7 +245,7 @@ def test_pairs_of_a_band(length, window):
 @pytest.mark.parametrize(("length", "pattern"), [(1, Fixed(3, 1)), (24, Fixed(8, 2, 4)), (30, Fixed(8, 3))])
 def test_pairs_of_a_fixed_pattern(length, pattern):
     position = torch.arange(length)
-    for seen in in_fixed(position[:, None], position[None], pattern, heads=4):
+    for seen in visible(position[:, None], position[None], pattern, heads=4):
         assert cost.pairs(length, pattern) == int(seen.sum())
 
 

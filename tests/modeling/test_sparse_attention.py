@@ -13,7 +13,7 @@ import torch
 from modeling import sparse_attention as band
 from recipes.attention_patterns import Fixed
 
-KERNELS = {"blocks": band.by_blocks, "dense mask": band.by_dense_mask, "chosen": band.sparse_attention}
+KERNELS = {"dense mask": band.by_dense_mask, "chosen": band.sparse_attention}
 SIZES = [  # positions, window, head size
     (1, 1, 3), (7, 3, 5), (65, 1, 8), (97, 33, 4), (129, 64, 7), (130, 129, 8), (130, 130, 8), (130, 500, 8),
     (261, 40, 6), (300, 101, 1),
@@ -67,32 +67,15 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("how", BREAKS)
-@pytest.mark.parametrize("name", ["blocks", "dense mask"])
-def test_a_broken_band_is_noticed(name, how, monkeypatch):
+def test_a_broken_band_is_noticed(how, monkeypatch):
     monkeypatch.setattr(band, "in_band", BREAKS[how])
     with pytest.raises(AssertionError, match="not close"):
-        check_kernel(KERNELS[name], 97, 33, 4)
+        check_kernel(band.by_dense_mask, 97, 33, 4)
 
 
-@pytest.mark.parametrize("size", [1, 7, 63, 200])
-def test_blocks_of_any_size_will_do(size, monkeypatch):
-    monkeypatch.setattr(band, "block_size", lambda window: size)
-    check_kernel(band.by_blocks, 130, 64, 4)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_other_precisions_stay_near(dtype):
-    inputs = tensors(300, 16, dtype=dtype, grad=False)
-    exact = by_loop(*(x.double() for x in inputs), 40)
-    found = band.by_blocks(*inputs, 40)
-    assert found.dtype == dtype
-    assert (
-        float((found - exact).norm() / exact.norm())
-        < {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-6}[dtype]
-    )
-
-
-@pytest.mark.parametrize(("positions", "window"), [(256, 1), (384, 200)])
+@pytest.mark.parametrize(
+    ("positions", "window"), [(256, 1), (384, 200), (512, Fixed(128, 16, 2, first=1)), (768, Fixed(384, 8))]
+)
 def test_mask_of_flex_attention(positions, window, monkeypatch):
     """What is compiled for a GPU, run uncompiled: it has a forward pass on a CPU."""
     from torch.nn.attention import flex_attention
@@ -103,39 +86,38 @@ def test_mask_of_flex_attention(positions, window, monkeypatch):
     torch.testing.assert_close(
         band.by_flex(*inputs, window), band.by_dense_mask(*inputs, window), rtol=1e-5, atol=1e-5
     )
-    mask = band.block_mask(positions, window, torch.device("cpu"))
+    mask = band.block_mask(positions, window, 3, torch.device("cpu"))
+    visited = int(mask.kv_num_blocks[0, 0].sum())
     blocks = positions // band.FLEX_BLOCK
-    visited = [min(i + 1, -(-(window - 1) // band.FLEX_BLOCK) + 1) for i in range(blocks)]
-    assert mask.kv_num_blocks.flatten().tolist() == visited, (
-        "blocks outside of the band must be skipped, or nothing is gained"
-    )
+    dense = blocks * (blocks + 1) // 2
+    fewer = band.computes_fewer_scores("flex_attention", positions, window)
+    assert (visited < dense) == fewer, "blocks that nobody sees must be skipped, or nothing is gained"
 
 
 def test_dropout_drops_weights():
     """Of the band alone, with the right mean, and anew in every call."""
     torch.manual_seed(0)
     q, k, v = tensors(300, 4, dtype=torch.float32, grad=False)
-    for kernel in (band.by_blocks, band.by_dense_mask):
-        found = torch.stack([kernel(q, k, torch.ones_like(v), 40, 0.25) for _ in range(20)])
-        assert float(found.mean()) == pytest.approx(1, abs=0.01) and not torch.equal(found[0], found[1])
-        first = found[:, :, :, 0].unique()  # position 0 sees itself alone: all or nothing
-        assert first.tolist() == pytest.approx([0, 4 / 3])
+    found = torch.stack([band.by_dense_mask(q, k, torch.ones_like(v), 40, 0.25) for _ in range(20)])
+    assert float(found.mean()) == pytest.approx(1, abs=0.01) and not torch.equal(found[0], found[1])
+    first = found[:, :, :, 0].unique()  # position 0 sees itself alone: all or nothing
+    assert first.tolist() == pytest.approx([0, 4 / 3])
 
 
 CASES = [  # device, dtype, dropout, positions, window, head size, compiler -> kernel
     ("cpu", torch.float32, 0.0, 1024, 1024, 64, False, "causal"),
     ("cpu", torch.float32, 0.0, 255, 16, 64, False, "dense mask"),
-    ("cpu", torch.float32, 0.0, 1024, 64, 64, False, "blocks"),
-    ("cpu", torch.bfloat16, 0.1, 1000, 64, 64, True, "blocks"),
+    ("cpu", torch.float32, 0.0, 1024, 64, 64, False, "dense mask"),
+    ("cpu", torch.bfloat16, 0.1, 1000, 64, 64, True, "dense mask"),
     ("cpu", torch.float32, 0.0, 1024, 700, 64, False, "dense mask"),
     ("cuda", torch.bfloat16, 0.0, 1024, 64, 64, True, "flex_attention"),
     ("cuda", torch.float16, 0.0, 1024, 1000, 80, True, "flex_attention"),
-    ("cuda", torch.bfloat16, 0.1, 1024, 64, 64, True, "blocks"),
+    ("cuda", torch.bfloat16, 0.1, 1024, 64, 64, True, "dense mask"),
     ("cuda", torch.bfloat16, 0.1, 1024, 1000, 64, True, "dense mask"),
-    ("cuda", torch.bfloat16, 0.0, 1000, 64, 64, True, "blocks"),
-    ("cuda", torch.float64, 0.0, 1024, 64, 64, True, "blocks"),
-    ("cuda", torch.bfloat16, 0.0, 1024, 64, 8, True, "blocks"),
-    ("cuda", torch.bfloat16, 0.0, 1024, 64, 64, False, "blocks"),
+    ("cuda", torch.bfloat16, 0.0, 1000, 64, 64, True, "dense mask"),
+    ("cuda", torch.float64, 0.0, 1024, 64, 64, True, "dense mask"),
+    ("cuda", torch.bfloat16, 0.0, 1024, 64, 8, True, "dense mask"),
+    ("cuda", torch.bfloat16, 0.0, 1024, 64, 64, False, "dense mask"),
     ("xpu", torch.bfloat16, 0.0, 1024, 64, 64, True, "flex_attention"),
 ]
 
@@ -147,26 +129,23 @@ def test_choice(device, dtype, dropout, positions, window, head_size, compiler, 
     found = band.choose(device, dtype, dropout, positions, window, head_size, compiler=compiler)
     assert found.kernel == kernel and found.why
     assert ("dropped with probability 0.1" in found.why) == bool(dropout)
-    if kernel == "blocks":
-        assert band.keys_per_block(window) < positions, "it must not compute more than the dense mask"
 
 
 def test_the_chosen_kernel_runs(monkeypatch):
     """The choice for the tensors at hand, dropout among it, and no other."""
     ran, asked, choose = [], [], band.choose
     monkeypatch.setattr(band, "choose", lambda *args, **more: asked.append(args) or choose(*args, **more))
-    for name in ("by_blocks", "by_dense_mask"):
-        monkeypatch.setattr(band, name, lambda *args, name=name: ran.append((name, args[3:])) or args[0])
-    for positions, window in ((300, 20), (300, 250), (100, 20), (100, 100)):
+    monkeypatch.setattr(band, "by_dense_mask", lambda *args: ran.append(args[3:]) or args[0])
+    for positions, window in ((300, 20), (100, 20), (100, 100)):
         band.sparse_attention(*tensors(positions, 4, grad=False), window, 0.1)
-    assert ran == [("by_blocks", (20, 0.1)), ("by_dense_mask", (250, 0.1)), ("by_dense_mask", (20, 0.1))]
+    assert ran == [(20, 0.1), (20, 0.1)]
     assert asked[0] == ("cpu", torch.float64, 0.1, 300, 20, 4)
 
 
 @pytest.mark.parametrize(
     ("kernel", "positions", "window", "fewer"),
     [
-        ("blocks", 256, 16, True), ("blocks", 512, 160, False), ("dense mask", 256, 16, False),
+        ("dense mask", 256, 16, False),
         ("causal", 256, 256, False), ("flex_attention", 1024, 64, True),
         ("flex_attention", 1024, 769, True), ("flex_attention", 1024, 770, False),
     ],
@@ -200,17 +179,15 @@ def their_layout(positions: int, pattern: Fixed, heads: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("positions", "pattern"), FIXED, ids=str)
 def test_a_fixed_pattern_is_dense_attention_under_its_mask(positions, pattern):
-    """Output and gradients of the chosen kernel, of one that is given a mask, and of an explicit one."""
+    """Output and gradients of the kernel, and of an explicit mask."""
     inputs = tensors(positions, 4)
     N, position = inputs[0].shape[1], torch.arange(positions)
-    mask = band.in_fixed(position[:, None], position[None], pattern, N)
+    mask = band.visible(position[:, None], position[None], pattern, N)
     if pattern.window % pattern.columns == 0:
         assert torch.equal(mask, their_layout(positions, pattern, N))
     cotangent, results = torch.randn(inputs[0].shape, dtype=torch.float64), []
     scores = (inputs[0] @ inputs[1].mT / 2).masked_fill(~mask, -torch.inf)
-    kernels = [band.sparse_attention, band.by_dense_mask]
-    kernels += [band.by_windows] if positions > pattern.window else []
-    for out in (scores.softmax(-1) @ inputs[2], *(kernel(*inputs, pattern) for kernel in kernels)):
+    for out in (scores.softmax(-1) @ inputs[2], band.sparse_attention(*inputs, pattern)):
         results.append([out.detach(), *torch.autograd.grad(out, inputs, cotangent, retain_graph=True)])
     for found in results[1:]:
         for ours, expected in zip(found, results[0], strict=True):
@@ -219,9 +196,6 @@ def test_a_fixed_pattern_is_dense_attention_under_its_mask(positions, pattern):
 
 def test_kernel_of_a_fixed_pattern():
     sizes = ("cuda", torch.bfloat16, 0.0, 2048)
-    assert band.choose(*sizes, Fixed(128, 16, 8), 64, compiler=True).kernel == "windows"
+    assert band.choose(*sizes, Fixed(128, 16, 8), 64, compiler=True).kernel == "flex_attention"
     assert band.choose(*sizes, Fixed(2048, 16, 8), 64, compiler=True).kernel == "causal"
-    assert band.prepared_mask(torch.device("cpu"), torch.float32, 2048, Fixed(128, 16), 64) is None
-    assert band.computes_fewer_scores("windows", 2048, Fixed(128, 16))  # 368 keys for each of 2048 queries
-    assert not band.computes_fewer_scores("windows", 2048, Fixed(128, 64))
-    assert not band.computes_fewer_scores("causal", 128, Fixed(128, 64))
+    assert band.prepared_mask(torch.device("cpu"), torch.float32, 2048, Fixed(128, 16), 3, 64) is None

@@ -38,11 +38,11 @@ def one_too_wide() -> AbstractContextManager:
 
 def columns_of_the_first_heads() -> AbstractContextManager:
     """Every tensor rank takes its heads for the first ones."""
-    right = sparse_attention.by_windows
+    right = sparse_attention.in_fixed
     return mock.patch.object(
         sparse_attention,
-        "by_windows",
-        lambda q, k, v, pattern, p: right(q, k, v, pattern._replace(first=0), p),
+        "in_fixed",
+        lambda query, key, head, pattern: right(query, key, head, pattern._replace(first=0)),
     )
 
 
