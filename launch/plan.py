@@ -20,9 +20,6 @@ EXAMPLES = """\
 examples:
   python launch/plan.py --recipe dgx2_gpt2_model_parallel/72x3072-h32-tp8
       memory and time of a published row on the hardware that it names
-  python launch/plan.py --recipe jeanzay_megatron_max_size_32gb/61b-g64 \\
-      --plot 61b.png
-      with a picture: the stages' memory, and where the pipeline waits
   python launch/plan.py search --model 13b --hardware v100-32x8 --nodes 8
       the fastest layout of a GPT of 13 billion parameters on 64 V100
   python launch/plan.py largest --hardware 2080ti

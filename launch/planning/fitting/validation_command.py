@@ -6,7 +6,6 @@ import argparse
 from typing import Any
 
 from launch.console import arguments, terminal
-from launch.console.new_output import new_file
 from launch.console.text_table import aligned
 from recipes.files import path_of
 
@@ -20,8 +19,8 @@ EXAMPLES = """\
 examples:
   python launch/plan.py validate
       errors of time, memory and verdicts, table by table
-  python launch/plan.py validate --verbose --plot errors.png
-      every row, and drawn
+  python launch/plan.py validate --verbose
+      every row
   python launch/plan.py validate --table mine.csv
       the errors on rows of your own; --columns says what a row can state,
       such as the task of a fine-tuning
@@ -46,7 +45,6 @@ def add_parser(commands: Any) -> None:
     )
     add("--columns", action="store_true", help="list the columns of such a file")
     add("--verbose", action="store_true", help="list every row")
-    add("--plot", metavar="FILE", help="draw predicted against published (.png, .svg)")
     add("--refit", action="store_true", help="fit the constants again, and keep them")
     parser.set_defaults(run=run)
 
@@ -59,16 +57,9 @@ def run(args: argparse.Namespace) -> int:
     if args.columns:
         print(aligned(csv_cases.COLUMNS.items(), width=terminal.columns()))
         return 0
-    if args.plot:
-        args.plot = new_file("--plot", args.plot, (".png", ".svg"))
     cases = csv_cases.read(path_of(args.table, "--table")) if args.table else csv_cases.published_cases()
     if args.refit:
         fitting.refit(csv_cases.published_cases())
     found = validation.validate(cases)
     print(validation.describe(found, verbose=args.verbose, width=terminal.columns()))
-    if args.plot:
-        from launch.planning.fitting import validation_plot
-
-        validation_plot.draw(found, args.plot)
-        print(f"\nwrote {args.plot}")
     return 0

@@ -8,7 +8,6 @@ import math
 from bisect import bisect_left
 
 from launch.console import arguments, terminal
-from launch.console.new_output import new_file
 from launch.planning.prediction import forecast_text, hardware, workload
 from launch.planning.prediction.forecast import forecast
 from launch.planning.prediction.published_step import side_by_side
@@ -38,27 +37,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "price of a GPU for an hour (default: the catalogue's, which says whose and when, where it has one)"
     )
     add("--usd_per_gpu_hour", type=arguments.number(0, 10**6), metavar="USD", help=price)
-    drawn = (
-        "draw each pipeline stage's memory and the timeline of a step (.png, .svg; nothing is overwritten)"
-    )
-    add("--plot", metavar="FILE", help=drawn)
     add("--json", action="store_true", help="every number, in bytes and seconds")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the forecast and return exit code 0, whatever the verdict. Raises ProblemsError."""
-    if args.plot:
-        args.plot = new_file("--plot", args.plot, (".png", ".svg"))
     recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
     node = hardware.node_for(recipe, args.hardware, remeasure=args.remeasure)
     plan = plan_on_nodes(recipe, args.ds_config or recipe.ds_config, node, args.nodes)
     found = forecast(workload.of_plan(plan), node.share_among(plan.layout.world), unit=recipe.batch.unit)
     name = catalog.full_name(args.recipe) + ("-tiny" if args.tiny else "")
-    if args.plot:
-        from launch.planning.prediction import forecast_plot  # with matplotlib
-
-        forecast_plot.draw(found, name, args.plot)
     sizes, tokens, steps = recipe.batch.schedule, found.work.tokens_per_step, recipe.steps
     if args.tokens:
         samples = math.ceil(args.tokens * recipe.batch.global_ / tokens)
@@ -71,7 +60,5 @@ def run(args: argparse.Namespace) -> int:
     if not (args.set or args.tiny or args.ds_config):
         forecast_text.add_published(page, plan, side_by_side(plan, found.node))
     page.notes(plan.notices)
-    if args.plot:
-        page.text(f"wrote {args.plot}")
     print(page)
     return 0
