@@ -306,7 +306,6 @@ APART = {
     "plan --remeasure --hardware v100-32x8": "--remeasure without --hardware this",
     "plan search --global-batch 8 --set batch.global=4": "--global-batch with --set batch.global",
     "plan search --out new --software megatron": "--out with --software",
-    "plan cluster --partition p": "--partition without --out",
     "plan validate --columns --verbose": "--columns with --verbose",
     "compare_layouts --list --tiny": "--list with --tiny",
     "sweep --sweep steps=1 --ds_config zero1 --set ds_config=zero2": "--ds_config with --set ds_config",

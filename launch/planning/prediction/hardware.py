@@ -45,7 +45,6 @@ class Gpu(Strict):
     title: str
     torch_names: list[str] = Field(default_factory=list)
     """what torch.cuda.get_device_name says of it"""
-    compute_capability: str | None = None
     memory_gib: PositiveFloat
     """as the driver reports it to torch"""
     in_host: bool = False
@@ -114,7 +113,6 @@ class Node(Strict):
     nvme_gb_s: PositiveFloat | None = None
     other_watts: PositiveFloat | None = None
     """of the node besides its GPUs"""
-    slurm_constraint: str | None = None
     kernel_seconds: float | None = None
     """time to start a kernel or operation; None: as on GPUs"""
     measured: tuple[tuple[str, float], ...] = ()
