@@ -10,7 +10,6 @@ import argparse
 import sys
 
 from launch.console import arguments, ends
-from launch.planning.fitting import validation_command
 from launch.planning.prediction import forecast_command
 from launch.planning.search import largest_command, search_command
 from recipes.problems import Problem, ProblemsError
@@ -36,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES, forecast_command.RULES)
     forecast_command.add_arguments(parser)
     commands = parser.add_subparsers(title="other questions", metavar="", dest="question")
-    for command in (search_command, largest_command, validation_command):
+    for command in (search_command, largest_command):
         command.add_parser(commands)
     return parser
 

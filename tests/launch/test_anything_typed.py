@@ -61,11 +61,7 @@ WORK = {
     "score": ["launch.ranks.ending:clean_exit"],
     "compare_layouts": ["launch.compare_layouts:run_cases"],
     "sweep": ["launch.experiments.sweeps.points:run_and_wait"],
-    "plan": [
-        "launch.planning.fitting.validation:validate",
-        "launch.planning.fitting.fitting:refit",
-        "launch.planning.search.search_text:page",  # where the search is done
-    ],
+    "plan": ["launch.planning.search.search_text:page"],  # where the search is done
     "recipe": ["launch.tables.verification:verify"],
     "report": ["launch.reports.document:assemble"],
     "export_hf": ["launch.checkpoints.run_checkpoints:newest_whole"],
@@ -306,7 +302,6 @@ APART = {
     "plan --remeasure --hardware v100-32x8": "--remeasure without --hardware this",
     "plan search --global-batch 8 --set batch.global=4": "--global-batch with --set batch.global",
     "plan search --out new --software megatron": "--out with --software",
-    "plan validate --columns --verbose": "--columns with --verbose",
     "compare_layouts --list --tiny": "--list with --tiny",
     "sweep --sweep steps=1 --ds_config zero1 --set ds_config=zero2": "--ds_config with --set ds_config",
     "recipe list --all --fits": "--all with --fits",

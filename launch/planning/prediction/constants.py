@@ -1,6 +1,6 @@
 """The planner's fitted constants, in `constants.yaml` next to this file.
 
-`python launch/plan.py validate --refit` fits them again and writes that file.
+`python tools/fit_planner.py --refit` fits them again and writes that file.
 """
 
 from __future__ import annotations
