@@ -22,10 +22,8 @@ examples:
       the fastest layout of a GPT of 13 billion parameters on 64 V100
   python launch/plan.py largest --hardware 2080ti
       the largest model that one GPU of 11 GB trains, by configuration
-  python launch/plan.py --recipe default/sotu --ds_config zero1 \\
-      --set parallel.dp=2 --hardware this
-      on this machine, measured once; report.py then sets its runs next to
-      what is predicted
+  python launch/plan.py --recipe openwebtext/gpt2-124m --hardware mine.yaml:box
+      on a node that the catalogue lacks: docs/planning.md has such a file
 
 exit codes: 0 shown; 2 refused."""
 

@@ -71,7 +71,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = arguments.subcommand(commands, "largest", line, ABOUT, EXAMPLES)
     parser.set_defaults(run=run)
     add = parser.add_argument
-    node = f"{', '.join(hardware.names())}, this, or FILE.yaml:NODE"
+    node = f"{', '.join(hardware.names())}, or FILE.yaml:NODE"
     add("--hardware", required=True, metavar="NODE", help=node)
     nodes = "of them (default: 1); with several numbers, the largest model of a pipeline over each"
     add("--nodes", nargs="+", type=arguments.whole(1, 10**5), default=[1], metavar="N", help=nodes)
