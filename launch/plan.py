@@ -11,7 +11,7 @@ import sys
 
 from launch.console import arguments, ends
 from launch.planning.prediction import forecast_command
-from launch.planning.search import largest_command, search_command
+from launch.planning.search import search_command
 from recipes.problems import Problem, ProblemsError
 
 EXAMPLES = """\
@@ -20,7 +20,7 @@ examples:
       memory and time of a published row on the hardware that it names
   python launch/plan.py search --model 13b --hardware v100-32x8 --nodes 8
       the fastest layout of a GPT of 13 billion parameters on 64 V100
-  python launch/plan.py largest --hardware 2080ti
+  python launch/plan.py search --largest --hardware 2080ti
       the largest model that one GPU of 11 GB trains, by configuration
   python launch/plan.py --recipe openwebtext/gpt2-124m --hardware mine.yaml:box
       on a node that the catalogue lacks: docs/planning.md has such a file
@@ -33,8 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES, forecast_command.RULES)
     forecast_command.add_arguments(parser)
     commands = parser.add_subparsers(title="other questions", metavar="", dest="question")
-    for command in (search_command, largest_command):
-        command.add_parser(commands)
+    search_command.add_parser(commands)
     return parser
 
 

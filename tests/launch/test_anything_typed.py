@@ -61,7 +61,10 @@ WORK = {
     "score": ["launch.ranks.ending:clean_exit"],
     "compare_layouts": ["launch.compare_layouts:run_cases"],
     "sweep": ["launch.experiments.sweeps.points:run_and_wait"],
-    "plan": ["launch.planning.search.search_text:page"],  # where the search is done
+    "plan": [  # where the search is done
+        "launch.planning.search.search_text:page",
+        "launch.planning.search.search_text:largest_page",
+    ],
     "recipe": ["launch.tables.verification:verify"],
     "report": ["launch.reports.document:assemble"],
     "export_hf": ["launch.checkpoints.run_checkpoints:newest_whole"],
@@ -301,6 +304,9 @@ APART = {
     "plan --tokens 9 --steps 3": "--tokens with --steps",
     "plan search --global-batch 8 --set batch.global=4": "--global-batch with --set batch.global",
     "plan search --out new --software megatron": "--out with --software",
+    "plan search --largest --model 13b": "--largest with --model",
+    "plan search --largest --top 3": "--largest with --top",
+    "plan search --largest --set model.hidden=64": "--largest with --set model.hidden",
     "compare_layouts --list --tiny": "--list with --tiny",
     "sweep --sweep steps=1 --ds_config zero1 --set ds_config=zero2": "--ds_config with --set ds_config",
     "recipe list --all --fits": "--all with --fits",

@@ -263,7 +263,7 @@ def test_published_numbers_stand_beside_their_own_step_alone():
         (["--recipe", "default/sotu", "--hardware", "a100x8"], "no such node of the catalogue"),
         (["--recipe", TENSOR, "--nodes", "3"], "tp x pp x dp = processes"),
         (["--recipe", "default/sotu", "--hardware", "dgx2", "--set", "model.heads=7"], "heads"),
-        (["--recipe", "bert/sotu", "largest", "--hardware", "dgx2"], "plan.py largest --recipe"),
+        (["--recipe", "bert/sotu", "search", "--hardware", "dgx2"], "plan.py search --recipe"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(flags, says):
