@@ -32,8 +32,6 @@ pretrain: export DS_ACCELERATOR ?= cpu
 endif
 pretrain: setup
 	$(BIN)/deepspeed --quiet launch/pretrain.py --ds_config $(DS_CONFIG) --resume $(ARGS)
-# Once a machine, after the run, which it must not disturb: report.py then sets runs beside their predictions.
-	@$(BIN)/python launch/plan.py --recipe default/sotu --hardware this > /dev/null || true
 
 test: setup
 	$(BIN)/pytest $(ON_TWO_CORES) -m "not long" $(ARGS)

@@ -10,27 +10,20 @@ import argparse
 import sys
 
 from launch.console import arguments, ends
-from launch.planning.clusters import cluster_command
-from launch.planning.fitting import validation_command
 from launch.planning.prediction import forecast_command
-from launch.planning.search import largest_command, search_command
+from launch.planning.search import search_command
 from recipes.problems import Problem, ProblemsError
 
 EXAMPLES = """\
 examples:
   python launch/plan.py --recipe dgx2_gpt2_model_parallel/72x3072-h32-tp8
       memory and time of a published row on the hardware that it names
-  python launch/plan.py --recipe jeanzay_megatron_max_size_32gb/61b-g64 \\
-      --plot 61b.png
-      with a picture: the stages' memory, and where the pipeline waits
   python launch/plan.py search --model 13b --hardware v100-32x8 --nodes 8
       the fastest layout of a GPT of 13 billion parameters on 64 V100
-  python launch/plan.py largest --hardware 2080ti
+  python launch/plan.py search --largest --hardware 2080ti
       the largest model that one GPU of 11 GB trains, by configuration
-  python launch/plan.py --recipe default/sotu --ds_config zero1 \\
-      --set parallel.dp=2 --hardware this
-      on this machine, measured once; report.py then sets its runs next to
-      what is predicted
+  python launch/plan.py --recipe openwebtext/gpt2-124m --hardware mine.yaml:box
+      on a node that the catalogue lacks: docs/planning.md has such a file
 
 exit codes: 0 shown; 2 refused."""
 
@@ -40,8 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES, forecast_command.RULES)
     forecast_command.add_arguments(parser)
     commands = parser.add_subparsers(title="other questions", metavar="", dest="question")
-    for command in (search_command, largest_command, cluster_command, validation_command):
-        command.add_parser(commands)
+    search_command.add_parser(commands)
     return parser
 
 

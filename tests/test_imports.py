@@ -18,6 +18,7 @@ PACKAGES = {
     "modeling": {"recipes"},
     "data": {"recipes"},
     "launch": {"recipes", "ds_configs", "modeling", "data"},
+    "tools": {"recipes", "ds_configs", "modeling", "data", "launch"},  # which no other may import
 }
 # room of launch/ -> the other rooms that it may import; a command (a file at the top) may import them all
 _GROUND = {"console", "ranks", "machine", "deepspeed_fixes"}
@@ -35,7 +36,6 @@ LAUNCH = {
     "training": {*_TRAINING, "records"},
     "records": {"console", "ranks", "machine"},
     "tables": {"console", "machine", "planning", "records"},
-    "planning.fitting": {"console", "planning", "tables"},  # the one folder of a room that is a room itself
     "evaluation": _TRAINED,
     "reports": _EVERYTHING,
     "experiments": {*_EVERYTHING, "reports"},
@@ -56,6 +56,7 @@ MODULES = {
     ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in FILES
 }
 COMMANDS = sorted((ROOT / "launch").glob("[!_]*.py"))
+TOOLS = sorted((ROOT / "tools").glob("[!_]*.py"))
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -81,14 +82,14 @@ def test_every_package_and_room_is_in_the_tables():
     rooms = {path.parent.name for path in ROOT.glob("launch/*/__init__.py")}
     parts = {path.stem for path in (ROOT / "data").iterdir() if path.suffix == ".py" or path.is_dir()}
     assert packages == set(PACKAGES)
-    assert rooms == {room for room in LAUNCH if "." not in room}
+    assert rooms == set(LAUNCH)
     assert parts - {"__init__", "__pycache__"} == set().union(*DATA)
 
 
 def place(module: str) -> tuple[str, str]:
     """Package and room of a module."""
-    package, room, part, *_ = [*module.split("."), "", "", ""]
-    return package, f"{room}.{part}" if f"{room}.{part}" in LAUNCH else room
+    package, room, *_ = [*module.split("."), ""]
+    return package, room
 
 
 def test_imports_point_one_way():
@@ -136,11 +137,7 @@ def test_the_engine_grows_no_further():
 
 def test_planning_loads_neither_torch_nor_deepspeed():
     """Also not by way of another module, nor when a recipe is resolved against a ds_config."""
-    modules = [
-        m
-        for m in MODULES
-        if m.startswith(WITHOUT_TORCH) and not m.startswith("launch.planning.fitting") and m[-5:] != "_plot"
-    ]
+    modules = [module for module in MODULES if module.startswith(WITHOUT_TORCH)]
     assert len(modules) > 30
     program = f"""
 import importlib, sys
@@ -179,7 +176,7 @@ def test_launch_shows_commands_only():
     assert not {file.stem for file in COMMANDS} & {*PACKAGES, *sys.stdlib_module_names}
 
 
-@pytest.mark.parametrize("file", COMMANDS, ids=[file.name for file in COMMANDS])
+@pytest.mark.parametrize("file", [*COMMANDS, *TOOLS], ids=lambda file: file.name)
 def test_commands_explain_themselves_from_any_directory(file, tmp_path):
     """--help works from another directory, with launch/ as the first entry of the path, and in 80 columns."""
     env = {"PYTHONPATH": "", "COLUMNS": "80"}

@@ -30,19 +30,8 @@ def quoted(words: Sequence[str]) -> str:
     return " ".join(shlex.quote(word) for word in words)
 
 
-def deepspeed(nodes: int, gpus_per_node: int, hostfile: str = "hosts") -> str:
+def deepspeed(nodes: int, gpus_per_node: int) -> str:
     """Return the deepspeed launcher's command for `nodes` machines of `gpus_per_node` processes."""
     if nodes == 1:
         return f"deepspeed --num_gpus {gpus_per_node}"
-    return f"deepspeed --hostfile {shlex.quote(hostfile)} --num_nodes {nodes} --num_gpus {gpus_per_node}"
-
-
-def torchrun(nodes: int, gpus_per_node: int, first_host: str, port: int) -> str:
-    """Return torchrun's command for each of the machines; NODE_RANK is the number of a machine.
-
-    So global ranks follow the order of the machines; c10d's rendezvous would number them in order of arrival.
-    """
-    if nodes == 1:
-        return f"torchrun --nproc_per_node {gpus_per_node}"
-    meet = f"--master_addr {shlex.quote(first_host)} --master_port {port}"
-    return f'torchrun --nnodes {nodes} --nproc_per_node {gpus_per_node} --node_rank "$NODE_RANK" {meet}'
+    return f"deepspeed --hostfile hosts --num_nodes {nodes} --num_gpus {gpus_per_node}"

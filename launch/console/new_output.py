@@ -23,17 +23,11 @@ def new_directory(flag: str, text: str | Path, resumed: str = "") -> Path:
     return path
 
 
-def new_file(
-    flag: str,
-    text: str | Path,
-    endings: Sequence[str] = (),
-    own: bytes = b"",
-    whose: str = "this command's own",
-) -> Path:
+def new_file(flag: str, text: str | Path, endings: Sequence[str] = (), own: bytes = b"") -> Path:
     """Check that the file is new, in an existing directory. Raises ProblemsError.
 
     `endings`: the allowed endings of its name, such as ".png". `own`: first bytes of files that are
-    replaced, and `whose` they are.
+    replaced, this command's own.
     """
     path = path_of(text, flag)
     problem = place_problem(path)
@@ -41,7 +35,7 @@ def new_file(
         problem = "has another ending", f"the form is told by it: {either(endings)}"
     elif not problem and path.exists() and not (own and _begins_with(path, own)):
         is_directory = path.is_dir()
-        kept = f"only {whose} files are replaced" if own else "nothing is overwritten"
+        kept = "only this command's own files are replaced" if own else "nothing is overwritten"
         problem = ("is a directory", "a file is made here") if is_directory else ("exists already", kept)
     elif not problem and not path.parent.is_dir():
         problem = f"lies in {path.parent}, which is not there", "a file is made in a directory that exists"
@@ -50,17 +44,15 @@ def new_file(
     return path
 
 
-def own_files(
-    flag: str, folder: Path, beginnings: Mapping[str, str], whose: str = "this command's own"
-) -> list[str]:
+def own_files(flag: str, folder: Path, beginnings: Mapping[str, str]) -> list[str]:
     """Check that files of a folder are new, or begin as such files do; return the names of those there.
 
-    Raises ProblemsError with every other file. `whose`: as in `new_file`.
+    Raises ProblemsError with every other file.
     """
     there, problems = [name for name in beginnings if os.path.lexists(folder / name)], list[Problem]()
     for name in there:
         try:
-            new_file(flag, folder / name, own=beginnings[name].encode(), whose=whose)
+            new_file(flag, folder / name, own=beginnings[name].encode())
         except ProblemsError as error:
             problems += error.problems
     if problems:

@@ -17,8 +17,6 @@ from recipes.problems import counted
 from recipes.schema import Recipe
 
 USUAL = "a100-80x8"  # node whose CUDA context stands for that of a GPU that nothing is said of
-# Bytes of a process that has imported torch and DeepSpeed without CUDA (`plan.py --hardware this` measures).
-IMPORTED = 0.4e9
 
 
 def memory_of_plan(plan: Plan, *, gpus: bool = True) -> rank_memory.RankMemory:
@@ -28,12 +26,8 @@ def memory_of_plan(plan: Plan, *, gpus: bool = True) -> rank_memory.RankMemory:
     """
     own = plan.recipe.hardware
     gpu = hardware.find(own.node if own and own.node else USUAL).gpu
-    if gpus:
-        return rank_memory.fullest_rank(workload.of_plan(plan), gpu, fitted_constants())
-    cores = gpu.model_copy(update={"in_host": True, "context_gib": IMPORTED / hardware.GIB})
-    return rank_memory.fullest_rank(
-        workload.of_plan(plan), cores, fitted_constants((("fragmentation", 0.0),))
-    )
+    fullest = rank_memory.fullest_rank if gpus else rank_memory.fullest_process
+    return fullest(workload.of_plan(plan), gpu, fitted_constants())
 
 
 def describe(plan: Plan) -> str:

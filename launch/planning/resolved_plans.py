@@ -30,9 +30,9 @@ def published_plan(recipe: Recipe, world: int | None = None) -> Plan:
 def plan_on_nodes(recipe: Recipe, ds_config: str | Path, node: Node, nodes: int | None = None) -> Plan:
     """Resolve a recipe on `nodes` such nodes; None: on as many as needed. Raises ConfigError."""
     world = None
-    if recipe.parallel.dp is None and not node.is_cpu:
+    if recipe.parallel.dp is None:
         world = (nodes or 1) * node.gpus
-    elif nodes and not node.is_cpu:
+    elif nodes:
         stated = processes(recipe)
         # A node that the layout leaves partly empty is its user's to choose.
         world = stated if (nodes - 1) * node.gpus < stated <= nodes * node.gpus else nodes * node.gpus

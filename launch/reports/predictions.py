@@ -9,7 +9,6 @@ from typing import Any
 
 from ds_configs.plan import Plan
 from launch.console import numbers
-from launch.machine import rates
 from launch.planning.prediction import hardware, workload
 from launch.planning.prediction.forecast import MOST_SHARE, Forecast, forecast, speed
 from launch.planning.prediction.forecast_text import error
@@ -31,7 +30,7 @@ PREDICTED = ("predicted_s", "mfu", "predicted_mfu", "left", "predicted_left", "n
 EXPLAINED = (
     "Published rows are predicted on the hardware that they name, as the system that they name runs them; "
     "runs on the machine that they ran on. MFU: operations of the model, none counted twice, over the peak "
-    "rate (of cores: the rate that was measured). Memory left: what torch does not hold. The last two "
+    "rate. Memory left: what torch does not hold. The last two "
     "columns compare rows of as many GPUs, and rows of different numbers of GPUs: published ones with "
     "published ones, runs with runs on the same machine. The planner's error: "
 )
@@ -157,7 +156,7 @@ def _of_row(name: str, recipe: Recipe, published: Published) -> PredictionLine:
 def _as_their_system(recipe: Recipe) -> Forecast | None:
     """Forecast the row on its hardware and system; None where catalogue or planner lacks one of them."""
     named = recipe.hardware.node if recipe.hardware else None
-    if named in (None, hardware.THIS):  # a report takes no measurements
+    if named is None:
         return None
     try:
         node = hardware.node_for(recipe)
@@ -203,20 +202,15 @@ def _of_run(name: str, run: Run) -> PredictionLine:
 
 
 def run_forecast(plan: Plan, machine: Mapping[str, Any]) -> Forecast | None:
-    """Forecast the step on the run's machine without measuring; None for an unknown machine.
+    """Forecast the step on the run's machine; None where the catalogue does not have its GPUs.
 
     `machine`: `description.describe()`.
     """
     try:
         name, count = str(machine["accelerator"]), machine["accelerators"]
         node = hardware.catalogue_node(name, count) if count else None
-        if node is None:
-            here = rates.machine()
-            if any(machine[key] != here[key] for key in ("host", "cpu", "cores")):
-                return None
-            node = hardware.this_node(measure=False)
-        return forecast(workload.of_plan(plan), node.share_among(plan.layout.world))
-    except (ValueError, KeyError):  # this machine was not measured, or the file does not describe it
+        return forecast(workload.of_plan(plan), node) if node else None
+    except (ValueError, KeyError):  # the file does not describe it
         return None
 
 

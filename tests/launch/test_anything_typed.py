@@ -61,10 +61,9 @@ WORK = {
     "score": ["launch.ranks.ending:clean_exit"],
     "compare_layouts": ["launch.compare_layouts:run_cases"],
     "sweep": ["launch.experiments.sweeps.points:run_and_wait"],
-    "plan": [
-        "launch.planning.fitting.validation:validate",
-        "launch.planning.fitting.fitting:refit",
-        "launch.planning.search.search_text:page",  # where the search is done
+    "plan": [  # where the search is done
+        "launch.planning.search.search_text:page",
+        "launch.planning.search.search_text:largest_page",
     ],
     "recipe": ["launch.tables.verification:verify"],
     "report": ["launch.reports.document:assemble"],
@@ -303,11 +302,11 @@ APART = {
     "finetune --task rte --init x --train a --set task.train=b": "--train with --set task.train",
     "doctor --ds_config zero1 --set ds_config=zero2": "--ds_config with --set ds_config",
     "plan --tokens 9 --steps 3": "--tokens with --steps",
-    "plan --remeasure --hardware v100-32x8": "--remeasure without --hardware this",
     "plan search --global-batch 8 --set batch.global=4": "--global-batch with --set batch.global",
     "plan search --out new --software megatron": "--out with --software",
-    "plan cluster --partition p": "--partition without --out",
-    "plan validate --columns --verbose": "--columns with --verbose",
+    "plan search --largest --model 13b": "--largest with --model",
+    "plan search --largest --top 3": "--largest with --top",
+    "plan search --largest --set model.hidden=64": "--largest with --set model.hidden",
     "compare_layouts --list --tiny": "--list with --tiny",
     "sweep --sweep steps=1 --ds_config zero1 --set ds_config=zero2": "--ds_config with --set ds_config",
     "recipe list --all --fits": "--all with --fits",

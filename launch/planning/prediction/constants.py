@@ -1,6 +1,6 @@
 """The planner's fitted constants, in `constants.yaml` next to this file.
 
-`python launch/plan.py validate --refit` fits them again and writes that file.
+`python tools/fit_planner.py --refit` fits them again and writes that file.
 """
 
 from __future__ import annotations
@@ -79,6 +79,6 @@ def time_error(waits: bool) -> Median:
 
 
 @functools.cache
-def fitted_constants(measured: tuple[tuple[str, float], ...] = ()) -> Constants:
-    """Return the fitted constants; `measured` replaces those measured on this machine, by name."""
-    return fitted().constants.model_copy(update=dict(measured))
+def fitted_constants() -> Constants:
+    """Return the constants fitted on all documents."""
+    return fitted().constants

@@ -161,7 +161,7 @@ class Forecast:
     @property
     def waits(self) -> bool:
         """Check whether a GPU is predicted to wait for the host."""
-        return bool(self.time and self.time.waits and not self.node.is_cpu)
+        return bool(self.time and self.time.waits)
 
     @property
     def time_error(self) -> Median:
@@ -220,7 +220,7 @@ def forecast(
     work: Workload, node: Node, constants: Constants | None = None, unit: int | None = None
 ) -> Forecast:
     """Predict a step; by default with the fitted constants, and this global batch as the unit."""
-    known = constants or fitted_constants(node.measured)
+    known = constants or fitted_constants()
     return Forecast(work, node, known, unit or work.layout.global_batch)
 
 
@@ -290,7 +290,7 @@ def _remarks(found: Forecast) -> Iterator[Remark]:
     if host > room:
         yield Remark("host memory", dict(needed=host, there=room))
     copy = found.host + found.ranks_here * work.widths.saved * work.parameters_of(0) / layout.dp
-    if not node.is_cpu and host <= room < copy / 1e9:
+    if host <= room < copy / 1e9:
         yield Remark("saving waits", dict(needed=copy / 1e9, there=room))
     if found.nvme and node.nvme_gb_s is None:
         yield Remark("nvme unknown", dict(node=node.name))

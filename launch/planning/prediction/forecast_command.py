@@ -8,17 +8,13 @@ import math
 from bisect import bisect_left
 
 from launch.console import arguments, terminal
-from launch.console.new_output import new_file
 from launch.planning.prediction import forecast_text, hardware, workload
 from launch.planning.prediction.forecast import forecast
 from launch.planning.prediction.published_step import side_by_side
 from launch.planning.resolved_plans import plan_on_nodes
 from recipes import catalog
 
-RULES = (
-    ("--remeasure", "+--hardware this", "this machine alone can be measured"),
-    ("--tokens", "--steps, --set steps", "both say how long the training is"),
-)
+RULES = (("--tokens", "--steps, --set steps", "both say how long the training is"),)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,9 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("on what, and for how long").add_argument
     config = "DeepSpeed JSON, or the name of one of ds_configs/ (default: the recipe's)"
     add("--ds_config", metavar="FILE", help=config)
-    node = f"{', '.join(hardware.names())}, this (measured once), or FILE.yaml:NODE of your own"
+    node = f"{', '.join(hardware.names())}, or FILE.yaml:NODE of your own"
     add("--hardware", metavar="NODE", help=f"{node} (default: the recipe's)")
-    add("--remeasure", action="store_true", help="measure this machine again (with --hardware this)")
     nodes = "nodes (default: as many as the layout takes)"
     add("--nodes", type=arguments.whole(1, 10**5), metavar="N", help=nodes)
     tokens = "what training on N tokens takes, instead of the recipe's steps"
@@ -38,27 +33,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "price of a GPU for an hour (default: the catalogue's, which says whose and when, where it has one)"
     )
     add("--usd_per_gpu_hour", type=arguments.number(0, 10**6), metavar="USD", help=price)
-    drawn = (
-        "draw each pipeline stage's memory and the timeline of a step (.png, .svg; nothing is overwritten)"
-    )
-    add("--plot", metavar="FILE", help=drawn)
     add("--json", action="store_true", help="every number, in bytes and seconds")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the forecast and return exit code 0, whatever the verdict. Raises ProblemsError."""
-    if args.plot:
-        args.plot = new_file("--plot", args.plot, (".png", ".svg"))
     recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
-    node = hardware.node_for(recipe, args.hardware, remeasure=args.remeasure)
+    node = hardware.node_for(recipe, args.hardware)
     plan = plan_on_nodes(recipe, args.ds_config or recipe.ds_config, node, args.nodes)
-    found = forecast(workload.of_plan(plan), node.share_among(plan.layout.world), unit=recipe.batch.unit)
+    found = forecast(workload.of_plan(plan), node, unit=recipe.batch.unit)
     name = catalog.full_name(args.recipe) + ("-tiny" if args.tiny else "")
-    if args.plot:
-        from launch.planning.prediction import forecast_plot  # with matplotlib
-
-        forecast_plot.draw(found, name, args.plot)
     sizes, tokens, steps = recipe.batch.schedule, found.work.tokens_per_step, recipe.steps
     if args.tokens:
         samples = math.ceil(args.tokens * recipe.batch.global_ / tokens)
@@ -71,7 +56,5 @@ def run(args: argparse.Namespace) -> int:
     if not (args.set or args.tiny or args.ds_config):
         forecast_text.add_published(page, plan, side_by_side(plan, found.node))
     page.notes(plan.notices)
-    if args.plot:
-        page.text(f"wrote {args.plot}")
     print(page)
     return 0

@@ -65,10 +65,8 @@ def page(found: Forecast, name: str, bill: Bill | None, width: int | None = None
     shown = Page(width)
     memory, largest = found.node.gpu.memory_bytes, found.largest
     rank = found.fullest_rank
-    share = f"{rank.total / memory:.0%} of {memory / 1e9:.1f} GB"
-    if not found.node.is_cpu:
-        both = f"allocated {_gb(rank.allocated)}, reserved {_gb(rank.reserved)} of {memory / 1e9:.1f} GB"
-        share = f"{both}; {rank.total / memory:.0%} with CUDA's context"
+    both = f"allocated {_gb(rank.allocated)}, reserved {_gb(rank.reserved)} of {memory / 1e9:.1f} GB"
+    share = f"{both}; {rank.total / memory:.0%} with CUDA's context"
     margin = f"{abs(found.margin) / 1e9:.1f} GB {'left' if found.margin >= 0 else 'missing'}"
     recomputed = f"{largest.recomputed} with every layer recomputed, {largest.kept} with none"
     shown.facts(("recipe", name), *_placed(found))
@@ -81,9 +79,8 @@ def page(found: Forecast, name: str, bill: Bill | None, width: int | None = None
         _add_time(shown, found, found.time, found.speed)
     if bill:
         shown.facts(("whole run", _bill(found, bill)))
-    on_gpus = " (of GPUs; of cores: docs/planning.md)" * found.node.is_cpu
     of_time = error("time", waits=found.waits)
-    shown.facts(("error", f"time {of_time}; memory {error('memory')}{on_gpus}"))
+    shown.facts(("error", f"time {of_time}; memory {error('memory')}"))
     shown.notes(map(remark_text, found.remarks))
     return shown
 
@@ -121,7 +118,7 @@ def add_published(shown: Page, plan: Plan, pairs: Sequence[tuple[str, float | st
 def _placed(found: Forecast) -> list[tuple[str, str]]:
     """Describe hardware, layout, and place of the model states."""
     work, node, layout = found.work, found.node, found.work.layout
-    gpus = f"{counted(layout.world, _unit(found))} on {counted(found.nodes, 'node')}"
+    gpus = f"{counted(layout.world, 'GPU')} on {counted(found.nodes, 'node')}"
     places = {"optimizer": work.optimizer_at, "weights": work.weights_at, "activations": work.checkpoints_at}
     away = ", ".join(f"{what} on {place}" for what, place in places.items() if place != "gpu")
     recomputed = {0: "nothing recomputed", 1: "every layer recomputed"}.get(
@@ -137,11 +134,6 @@ def _placed(found: Forecast) -> list[tuple[str, str]]:
     ]
 
 
-def _unit(found: Forecast) -> str:
-    """Return the word for a rank's hardware."""
-    return "process" if found.node.is_cpu else "GPU"
-
-
 def _add_memory(shown: Page, found: Forecast) -> None:
     """Add a table of categories by stage; equal stages share a column, and few of many are shown."""
     groups: dict[tuple[float, ...], list[int]] = {}
@@ -153,15 +145,14 @@ def _add_memory(shown: Page, found: Forecast) -> None:
     ranks = [found.stages[stages[0]] for stages in columns]
     sizes = {name: [rank.on_gpu[key] for rank in ranks] for key, name in CATEGORIES.items()}
     sizes = {name: row for name, row in sizes.items() if any(row)}
-    if not found.node.is_cpu:
-        sizes["allocated by torch"] = [rank.allocated for rank in ranks]
-        sizes["kept by its allocator"] = [rank.fragmentation for rank in ranks]
-        sizes["reserved by torch"] = [rank.reserved for rank in ranks]
-    sizes["imported libraries" if found.node.is_cpu else "CUDA context, NCCL"] = [r.context for r in ranks]
+    sizes["allocated by torch"] = [rank.allocated for rank in ranks]
+    sizes["kept by its allocator"] = [rank.fragmentation for rank in ranks]
+    sizes["reserved by torch"] = [rank.reserved for rank in ranks]
+    sizes["CUDA context, NCCL"] = [rank.context for rank in ranks]
     sizes["sum"] = [rank.total for rank in ranks]
     rows = [[name, *map(_gb, row)] for name, row in sizes.items()]
     rows.append(["at its fullest in the", *(rank.moment for rank in ranks)])
-    headings = [f"GB per {_unit(found)}", *(_stages(stages, len(found.stages)) for stages in columns)]
+    headings = ["GB per GPU", *(_stages(stages, len(found.stages)) for stages in columns)]
     away = {"host memory": found.host, "NVMe": found.nvme}
     below = [f"and {size / 1e9:,.3g} GB of {place} per node" for place, size in away.items() if size]
     shown.table(rows, headings, "l" + "r" * len(ranks), below=below)
@@ -187,7 +178,7 @@ def _add_time(shown: Page, found: Forecast, time: StepTime, rates: Speed) -> Non
     tflops = f"{rates.tflops:.4g} by the published formula, {rates.exact_tflops:.4g} by exact count"
     shown.facts(
         ("throughput", f"{rates.samples:,.4g} samples/s, {rates.tokens:,.0f} tokens/s"),
-        (f"TFLOPS per {_unit(found)}", tflops),
+        ("TFLOPS per GPU", tflops),
         ("MFU", f"{rates.mfu:.1%} of {found.node.gpu.tflops[found.work.precision]:g} TFLOPS"),
     )
 
@@ -196,12 +187,12 @@ def _bill(found: Forecast, bill: Bill) -> str:
     unit, size = next(
         ((unit, size) for unit, size in DURATIONS.items() if bill.seconds >= size), ("seconds", 1)
     )
-    cost = f"{bill.seconds / size:,.3g} {unit}, {_rounded(bill.gpu_hours)} {_unit(found)}-hours"
+    cost = f"{bill.seconds / size:,.3g} {unit}, {_rounded(bill.gpu_hours)} GPU-hours"
     if bill.kwh is not None:
         cost += f", about {_rounded(bill.kwh)} kWh at the boards' power limit"
     price = "no price; --usd_per_gpu_hour"
     if bill.price and bill.usd:
-        rate = f"${bill.price.usd_per_gpu_hour:g} a {_unit(found)}-hour ({bill.price.where})"
+        rate = f"${bill.price.usd_per_gpu_hour:g} a GPU-hour ({bill.price.where})"
         price = f"about ${_rounded(bill.usd)} at {rate}"
     cost += f"; {price}"
     small = f" ({bill.small:,} of the ramp-up)" if bill.small else ""

@@ -13,6 +13,8 @@ from modeling import cost
 
 Moment = Literal["backward pass", "optimizer step"]
 AVERAGED_AT_ONCE = 5e8  # elements; DeepSpeed 0.19.8, MEMORY_OPT_ALLREDUCE_SIZE
+# Bytes of a process that has imported torch and DeepSpeed without CUDA, measured by getrusage.
+IMPORTED = 0.4e9
 NOT_IN_THE_TOTAL = ("stage", "moment", "host", "nvme")
 
 
@@ -98,6 +100,12 @@ def fullest_rank(work: Workload, gpu: Gpu, constants: Constants) -> RankMemory:
     return max(of_ends(work, gpu, constants), key=lambda rank: rank.total)
 
 
+def fullest_process(work: Workload, gpu: Gpu, constants: Constants) -> RankMemory:
+    """Predict a rank of the fullest stage on a machine without GPUs."""
+    ranks = [_resident(work, rank) for rank in of_ends(work, gpu, constants)]
+    return max(ranks, key=lambda rank: rank.total)
+
+
 def of_stage(work: Workload, stage: int, gpu: Gpu, constants: Constants) -> RankMemory:
     """Predict a rank of one stage at the fuller of two moments.
 
@@ -122,7 +130,6 @@ def of_stage(work: Workload, stage: int, gpu: Gpu, constants: Constants) -> Rank
         host=placed.total.host + kept.host,
         nvme=placed.total.nvme,
     )
-    rank = _resident(work, rank) if gpu.in_host else rank
     return replace(rank, fragmentation=constants.fragmentation * rank.allocated)
 
 
@@ -205,8 +212,10 @@ def _activations(work: Workload, stage: int) -> tuple[cost.StateBytes, float, fl
 def _resident(work: Workload, rank: RankMemory) -> RankMemory:
     """Convert to a rank without a GPU: host memory, counted once it is written to.
 
-    What is offloaded lies there too, and of a reduction's bucket the gradients that are in it.
+    What is offloaded lies there too, and of a reduction's bucket the gradients that are in it. No allocator
+    keeps what nothing uses.
     """
     written = work.width * work.parameters_of(rank.stage) * (2 if work.zero_stage == 3 else 1)
     optimizer = rank.optimizer + rank.host
-    return replace(rank, optimizer=optimizer, buffers=min(rank.buffers, written), host=0.0)
+    buffers = min(rank.buffers, written)
+    return replace(rank, optimizer=optimizer, buffers=buffers, fragmentation=0.0, context=IMPORTED, host=0.0)

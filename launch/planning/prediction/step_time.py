@@ -153,10 +153,7 @@ class StageTimes:
             work.model, work.tokens, work.sequence_length, work.layout.tp, window
         )
         causal = not work.model.facts.masked and window is None and not work.software.keeps_scores
-        seconds = self._products(square)
-        if reached := self.machine.node.gpu.attention_tflops.get(work.precision):
-            seconds = sum(product.operations for product in square) / (reached * 1e12)
-        return (0.5 if causal else 1.0) * seconds
+        return (0.5 if causal else 1.0) * self._products(square)
 
     def _products(self, products: Iterable[products.Product]) -> float:
         return sum(self.machine.product_seconds(product, self.work.precision) for product in products)
@@ -271,8 +268,7 @@ class NodeRates:
     @property
     def kernel_seconds(self) -> float:
         """Seconds of the host to start a kernel."""
-        own = self.node.kernel_seconds
-        return self.constants.kernel_us * 1e-6 if own is None else own
+        return self.constants.kernel_us * 1e-6
 
     def product_seconds(self, product: products.Product, precision: str) -> float:
         """Predict a matrix product: computing it or moving its operands, whichever is slower.
@@ -281,8 +277,6 @@ class NodeRates:
         sums.
         """
         gpu, width = self.node.gpu, 4 if precision == "fp32" else 2
-        if reached := gpu.reached_tflops.get(precision):  # of cores, which have no waves of tiles
-            return product.operations / (reached * 1e12)
         rate = gpu.tflops[precision] * 1e12 * gpu.matrix_share * self.constants.matrix
         tiles = math.ceil(product.m / TILE) * math.ceil(product.n / TILE) * product.times
         waves = tiles / gpu.multiprocessors

@@ -127,6 +127,22 @@ class Answer:
 def search(question: Question) -> Answer:
     """Predict every layout's memory, and the time of fitting ones. Raises ProblemsError without a layout."""
     exclusions = Exclusions()
+    found = layouts(question, exclusions)
+    predicted = list[Candidate]()
+    for at, way, again in product(found, candidates.ways_of(question.software), question.recomputations):
+        if (way, at.kind) not in exclusions.refused:  # refusals do not depend on the degrees
+            try:
+                predicted += of_way(question, at, way, again)
+            except ConfigError as error:
+                exclusions.refused[way, at.kind] = error.problems
+    if not predicted:
+        raise ProblemsError([problem for problems in exclusions.refused.values() for problem in problems])
+    fitting = ranking([each for each in predicted if each.fits])
+    return Answer(question, fitting, _alternatives(predicted, fitting, exclusions), len(predicted))
+
+
+def layouts(question: Question, exclusions: Exclusions) -> list[Degrees]:
+    """Return the degrees under which the batch can be made. Raises ProblemsError: there are none."""
     found = candidates.degrees(question, exclusions)
     if not found:
         raise ProblemsError([_no_layout(question, exclusions)])
@@ -135,17 +151,7 @@ def search(question: Question) -> Answer:
         rule = "no micro-batch and accumulation as pinned make that batch"
         fix = "pin fewer of them, or give another --global-batch"
         raise ProblemsError([Problem("batch", came, rule, fix)])
-    predicted = list[Candidate]()
-    for at, way, again in product(found, candidates.ways_of(question.software), question.recomputations):
-        if (way, at.kind) not in exclusions.refused:  # refusals do not depend on the degrees
-            try:
-                predicted += _of_way(question, at, way, again)
-            except ConfigError as error:
-                exclusions.refused[way, at.kind] = error.problems
-    if not predicted:
-        raise ProblemsError([problem for problems in exclusions.refused.values() for problem in problems])
-    fitting = ranking([each for each in predicted if each.fits])
-    return Answer(question, fitting, _alternatives(predicted, fitting, exclusions), len(predicted))
+    return found
 
 
 def _no_layout(question: Question, exclusions: Exclusions) -> Problem:
@@ -159,7 +165,7 @@ def _no_layout(question: Question, exclusions: Exclusions) -> Problem:
     return Problem("--nodes", came, rule, "give another number of --nodes, or another --global-batch")
 
 
-def _of_way(question: Question, at: Degrees, way: Way, again: str | int) -> list[Candidate]:
+def of_way(question: Question, at: Degrees, way: Way, again: str | int) -> list[Candidate]:
     """Predict every micro-batch, up to the first one that is too large. Raises ConfigError."""
     found, total, full = list[Candidate](), question.recipe.batch.global_, set[tuple[object, ...]]()
     step = cache(partial(candidates.step, question, way, at, again))

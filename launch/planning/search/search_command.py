@@ -17,7 +17,7 @@ from launch.planning.prediction.forecast import forecast
 from launch.planning.prediction.forecast_text import remark_text
 from launch.planning.prediction.software import OURS, SYSTEMS
 from launch.planning.prediction.workload import Workload
-from launch.planning.search import candidates, layout_search, search_text, shapes, ways
+from launch.planning.search import candidates, largest, layout_search, search_text, shapes, ways
 from launch.planning.search.candidates import Question
 from launch.planning.search.layout_search import Candidate
 from launch.planning.search.ways import JSON_NAME
@@ -31,7 +31,8 @@ Go through tensor x pipeline x data parallelism, ZeRO stage, offload,
 micro-batch and recomputation of a recipe on all GPUs of given nodes. Print
 the fastest layouts that fit, with memory, time and where it goes, and what
 every other choice would cost or why it cannot be had. With --out, write the
-first one as a DeepSpeed JSON."""
+first one as a DeepSpeed JSON. With --largest, grow the model instead until
+nothing more fits."""
 EXAMPLES = """\
 examples:
   python launch/plan.py search --model 13b --hardware v100-32x8 --nodes 8 \\
@@ -54,6 +55,10 @@ examples:
   python launch/plan.py search --model 1.3b --hardware a100-40x8 \\
       --ds_config my.json --out jobs/1.3b
       your own JSON, with the winner's stage, offload, degrees and batch in it
+  python launch/plan.py search --largest --hardware v100-32x4 --nodes 16
+      the largest model that 64 GPUs train, by the place of model states,
+      next to the sizes that were printed of them; so for a BERT with
+      --recipe wikipedia/bert-336m
 
 exit codes: 0 shown and written, 1 nothing fits, 2 refused."""
 # What a search decides, as overrides that leave a recipe's own undecided.
@@ -65,10 +70,17 @@ OPEN = tuple(
 RECOMPUTATION = "activation_checkpointing"
 DERIVED_KEYS = {"parallel.dp", "batch.accumulation"}  # from the rest, where the recipe leaves them open
 SETTLED = ("larger batch", "recomputation")  # remarks about what the search has chosen among
+GROWN = "--set model.layers, --set model.hidden, --set model.heads, --set model"
 
 RULES = (
     ("--global-batch", "--set batch.global", "both decide it"),
     ("--out", "--software", "only what this engine runs is written"),
+    (
+        "--largest",
+        "--model, --out, --top",
+        "it grows a model, in one layout of each kind, and writes nothing",
+    ),
+    ("--largest", GROWN, "it is what grows"),
 )
 
 
@@ -82,11 +94,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     model = f"a model of that size in place of the recipe's (default recipe: {own}): GPT-3's {sizes}, or one "
     model += "of the published tables, e.g. 8.3b or 61b"
     add("--model", metavar="SIZE", help=model)
+    add(
+        "--largest",
+        action="store_true",
+        help="the largest model of the recipe's kind that fits, by model states",
+    )
     batch = "samples per optimizer step (default: the recipe's)"
     add("--global-batch", type=arguments.whole(1, 10**7), metavar="N", help=batch)
     base = "DeepSpeed JSON whose stage and offload are replaced (default: those of ds_configs/)"
     add("--ds_config", metavar="FILE", help=base)
-    node = f"{', '.join(hardware.names())}, this, or FILE.yaml:NODE (default: the recipe's)"
+    node = f"{', '.join(hardware.names())}, or FILE.yaml:NODE (default: the recipe's)"
     add("--hardware", metavar="NODE", help=node)
     add("--nodes", type=arguments.whole(1, 10**5), default=1, metavar="N", help="of them (default: 1)")
     systems = f"another system, for study: {', '.join(candidates.STUDIED)}"
@@ -104,6 +121,10 @@ def run(args: argparse.Namespace) -> int:
     if out and output.directory("--out", out).exists():  # refused before the search
         new_output.new_file("--out", out / JSON_NAME)
     flags, question = question_of(args)
+    if args.largest:
+        found = largest.largest(question)
+        print(search_text.largest_page(question, found, terminal.columns()))
+        return 0 if any(each.best for each in found) else 1
     answer = layout_search.search(question)
     name = catalog.full_name(flags.name) + "-tiny" * flags.tiny
     name += f" --model {args.model}" if args.model else ""
@@ -117,15 +138,18 @@ def run(args: argparse.Namespace) -> int:
 def question_of(args: argparse.Namespace) -> tuple[RecipeFlags, Question]:
     """Make the question from the flags. Raises ProblemsError."""
     size, name = args.model and shapes.size(args.model), args.recipe
-    if size and name == catalog.DEFAULT_RECIPE:
-        name = shapes.RECIPES[size.family]
+    if (size or args.largest) and name == catalog.DEFAULT_RECIPE:
+        name = shapes.RECIPES[size.family if size else "gpt2"]
     own = catalog.load(name)
     if size and own.model.family != size.family:
         came = f"--model {args.model} with --recipe {name}"
         rule = f"it is a {size.family}, and the recipe's model is a {own.model.family}"
         raise ProblemsError([Problem("--model", came, rule, "leave --recipe out")])
     node = hardware.node_for(own, args.hardware)
-    shape = size.settings(candidates.half_precision(node)) if size else []
+    half = candidates.half_precision(node)
+    shape = size.settings(half) if size else []
+    if args.largest:
+        shape = [f"precision={half}", "batch.micro=1"]
     batch = [f"batch.global={args.global_batch}"] if args.global_batch else []
     overrides = {text.partition("=")[0].strip(): text for text in (*shape, *args.set, *batch)}
     flags = RecipeFlags(name, overrides, args.tiny, args.steps)

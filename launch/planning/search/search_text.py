@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from string import ascii_uppercase
 from typing import get_args
 
 from launch.planning.page import Page
-from launch.planning.prediction.forecast_text import error
+from launch.planning.prediction.forecast_text import CATEGORIES, error
 from launch.planning.search import layout_search
-from launch.planning.search.candidates import Dimension
+from launch.planning.search.candidates import Dimension, Question
+from launch.planning.search.largest import Largest
 from launch.planning.search.layout_search import WORTH, Alternative, Answer, Candidate, recomputation
 from modeling import cost
+from recipes import catalog
 from recipes.problems import counted
+from recipes.tables import FOLDER, read_table
 
 HEADINGS = ["#", "group", "layout", "batch", "GB", "of GPU", "s/step", "tokens/s", "model states"]
 LEGEND = (
@@ -19,6 +23,11 @@ LEGEND = (
     "the host, or all model states; SNUG: fits once torch's allocator gives back what it keeps. First stands "
     f"the simplest within {WORTH - 1:.0%} of the fastest. Layouts of one group are closer in time than the "
     "planner's error: "
+)
+LARGEST_LEGEND = (
+    "B: billion parameters; layers x hidden size, which grow together as in GPT-3; layout: tensor x pipeline "
+    "x data parallel. Every layer is recomputed, unless activation_checkpointing is set. With what torch "
+    "reserves, neither a wider nor a deeper model fits, predicted "
 )
 # Heading -> causes of a step's time.
 SPLIT = {
@@ -33,6 +42,15 @@ SPLIT = {
 }
 LEAST_SHARE = 5e-4  # of the time: a cause that no layout spends so much on is left out
 LABELS = {"model states": "", "recomputation": "recomputing "}
+# Of the table of largest models, and what the documents print: tables of largest models, and their practical
+# upper bound of a GPU ("Optimizing Large-Scale GPT Models Pretraining", SberDevices).
+LARGEST = ["model states", "largest model", "layout", "which fills"]
+LARGEST_TABLES = (
+    "jeanzay_megatron_max_size_16gb",
+    "jeanzay_megatron_max_size_32gb",
+    "jeanzay_hf_deepspeed_max_size",
+)
+PRINTED_BOUNDS = {"v100-32": 2.0e9, "v100-32-pcie": 2.0e9, "2080ti": 0.7e9}
 ORDER = {name: place for place, name in enumerate(get_args(Dimension))}
 
 
@@ -59,6 +77,69 @@ def page(answer: Answer, name: str, most: int, width: int | None = None) -> Page
     heading = "why not, against layout 1" if answer.winner else "why not"
     shown.text(heading, *(f"  {line}" for line in _why_not(answer)), hang=4)
     return shown
+
+
+def largest_page(question: Question, found: Sequence[Largest], width: int | None = None) -> Page:
+    """Describe the largest models in a table, with the printed sizes below it."""
+    node, recipe = question.node, question.recipe
+    gpus = f"{counted(question.ranks, 'GPU')} on {counted(question.nodes, 'node')}"
+    samples = f"{recipe.batch.global_:,} samples of {recipe.sequence_length:,} tokens per step"
+    micro = counted(recipe.batch.micro or 1, "sample")
+    precisions: list[str] = [each.best.work.precision for each in found if each.best]
+    precision = (precisions or [recipe.precision])[0]
+    shown = Page(width)
+    shown.facts(
+        ("hardware", f"{gpus}: {node.title} ({node.name}), {node.gpu.memory_bytes / 1e9:.1f} GB each"),
+        ("model", f"a {recipe.model.family} in {precision}, {samples}, micro-batches of {micro}"),
+    )
+    rows = []
+    refused = []
+    for way, best, problems in found:
+        if problems:
+            rules = "; ".join(str(problem.rule or problem.came) for problem in problems)
+            refused.append(f"{way.name} cannot be run: {rules}")
+        else:
+            rows.append([way.name, *(_largest(best) if best else ["none fits"])])
+    shown.table(rows, LARGEST, "llll", below=[f"{LARGEST_LEGEND}{error('memory')}."])
+    if printed := _printed_sizes(question):
+        shown.text(f"printed of {gpus} of this kind: {'; '.join(printed)}")
+    alone = node.gpu.memory_bytes / 16e9
+    rule = f"the documents' rule, memory over 16 bytes a parameter: {alone:.2f} B for one GPU"
+    if bound := PRINTED_BOUNDS.get(node.gpu.name):
+        rule += f"; they print {bound / 1e9:g} B for this GPU as the practical upper bound"
+    shown.text(rule)
+    shown.text(*refused, hang=2)
+    return shown
+
+
+def _largest(best: Candidate) -> list[str]:
+    """Return the size, the layout, and what fills the memory."""
+    model, layout = best.work.model, best.work.layout
+    size = cost.parameters(model, best.work.positions)
+    rank, node = best.forecast.fullest_rank, best.forecast.node
+    host = best.forecast.host / (node.host.memory_gb * 1e9)
+    name, most = max(rank.on_gpu.items(), key=lambda part: part[1])
+    fills = f"GPU: {CATEGORIES.get(name, name)} {most / rank.total:.0%}"
+    if host > rank.total / node.gpu.memory_bytes:
+        fills = f"host memory {host:.0%}"
+    return [
+        f"{size / 1e9:,.2f} B, {model.layers}x{model.hidden}",
+        f"{layout.tp}x{layout.pp}x{layout.dp}",
+        fills,
+    ]
+
+
+def _printed_sizes(question: Question) -> list[str]:
+    """Return the documents' largest models on as many such nodes."""
+    sizes = []
+    for table in LARGEST_TABLES:
+        for row in read_table(FOLDER / f"{table}.yaml").rows:
+            recipe = catalog.load(f"{table}/{row}")
+            own, published = recipe.hardware, recipe.published
+            if own and published and (own.node, own.gpus) == (question.node.name, question.ranks):
+                shape = f"{recipe.model.layers}x{recipe.model.hidden}"
+                sizes.append(f"{published.size_label}, {shape} ({published.framework or recipe.ds_config})")
+    return sizes
 
 
 def _add_layouts(shown: Page, answer: Answer, best: list[Candidate]) -> None:

@@ -11,6 +11,7 @@ from recipes import catalog
 from recipes.problems import Problem, ProblemsError, did_you_mean
 
 RECIPES = {"gpt2": "openwebtext/gpt2-124m", "bert": "wikipedia/bert-336m"}  # of each family, for other sizes
+WIDE = 2048  # hidden size from which heads are of 128, as in GPT-3; below 64
 
 
 class Size(NamedTuple):

@@ -160,7 +160,9 @@ def test_own_files_are_told_by_their_beginning_and_every_other_is_named(tmp_path
     (tmp_path / "b").write_text("theirs")
     (tmp_path / "d").symlink_to(tmp_path / "nowhere")
     with pytest.raises(ProblemsError) as caught:
-        own_files("--out", tmp_path, beginnings, "the same job's")
+        own_files("--out", tmp_path, beginnings)
     first, second = str(caught.value).splitlines()
-    assert first.startswith(f"--out {tmp_path / 'b'} exists already: only the same job's files are replaced")
+    assert first.startswith(
+        f"--out {tmp_path / 'b'} exists already: only this command's own files are replaced"
+    )
     assert second.startswith(f"--out {tmp_path / 'd'} is a link to nothing")

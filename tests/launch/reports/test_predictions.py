@@ -8,13 +8,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from measured_machine import TWO_CORES
 from reported import MACHINE, Page, make_run, read_of
 
 from ds_configs.plan import HOST, Machine
 from ds_configs.resolver import resolve
 from launch import report
-from launch.machine import measuring, rates
 from launch.planning.prediction import hardware, workload
 from launch.planning.prediction.forecast import forecast, speed
 from launch.planning.resolved_plans import plan_on_nodes
@@ -93,7 +91,6 @@ def made(tmp_path_factory, tables):
     total = lambda number: SimpleNamespace(total=number)  # noqa: E731
     said = SimpleNamespace(fullest_rank=total(1e9), time=total(0.25), speed=SimpleNamespace(mfu=0.4))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measuring, "measured", lambda: pytest.fail("a report measures nothing"))
         known = lambda plan, machine: said if machine["host"] == "one" else None  # noqa: E731
         patch.setattr(predictions, "run_forecast", known)
         make_run(runs / "one", tables, "widgets/fast", environment={**GPU, "host": "one"})
@@ -145,8 +142,7 @@ def test_runs_are_compared_on_one_machine_and_tiny_ones_with_none():
 
 # On the machine of a run
 
-HERE = {**MACHINE, **{key: rates.machine()[key] for key in ("host", "cpu", "cores")}}
-H200 = {"accelerator": "NVIDIA H200", "accelerators": 1, "accelerator_memory_gb": 150.0}
+H200 = {**MACHINE, "accelerator": "NVIDIA H200", "accelerators": 1, "accelerator_memory_gb": 150.0}
 
 
 @pytest.fixture
@@ -155,44 +151,32 @@ def plan():
     return resolve(catalog.load("default/sotu", ["activation_checkpointing=full"]), "zero1", 2, machine)
 
 
-@pytest.fixture
-def known(monkeypatch):
-    monkeypatch.setattr(rates, "cached", lambda: TWO_CORES)
-
-
-def test_a_machine_that_was_measured_is_predicted(plan, known):
-    node = hardware.node_of_rates(TWO_CORES).share_among(2)
-    assert predictions.run_forecast(plan, HERE) == forecast(workload.of_plan(plan), node)
-
-
-def test_nothing_is_measured_for_a_report_and_another_machine_is_not_taken_for_this_one(
-    plan, known, monkeypatch
-):
-    monkeypatch.setattr(measuring, "measured", lambda: pytest.fail("a report waits for a measurement"))
-    assert predictions.run_forecast(plan, {**HERE, "cpu": "another"}) is None
-    monkeypatch.setattr(rates, "cached", lambda: None)
-    assert predictions.run_forecast(plan, HERE) is None
+def test_a_machine_is_predicted_whose_gpus_the_catalogue_has(plan):
+    node = hardware.find("h200x8")
+    assert predictions.run_forecast(plan, H200) == forecast(workload.of_plan(plan), node)
+    assert predictions.run_forecast(plan, MACHINE) is None, "cores are none of its GPUs"
+    assert predictions.run_forecast(plan, GPU) is None
     assert predictions.run_forecast(plan, {}) is None, "environment.json does not describe it"
-    said = predictions.run_forecast(plan, {**MACHINE, **H200})
-    assert said.node.name == "h200x8" and said.time.total > 0
 
 
-def test_shares_are_those_of_the_measured_time_and_of_the_steps_of_this_plan(tables, tmp_path, known):
-    read = read_of(make_run(tmp_path / "r", tables, "widgets/fast", environment=HERE), tables)
+def test_shares_are_those_of_the_measured_time_and_of_the_steps_of_this_plan(tables, tmp_path):
+    read = read_of(make_run(tmp_path / "r", tables, "widgets/fast", environment=H200), tables)
     line = predictions._of_run("t/r", read)
-    found = predictions.run_forecast(read.plan, HERE)
+    found = predictions.run_forecast(read.plan, H200)
     assert line.mfu == pytest.approx(speed(found.work, found.node, line.seconds).mfu)
-    assert line.left == pytest.approx(1 - read.result.memory.peak_bytes / 8e9)
-    assert line.predicted_left == pytest.approx(1 - found.fullest_rank.total / 8e9)
+    assert line.left == pytest.approx(1 - read.result.memory.peak_bytes / 150e9)
+    assert line.predicted_left == pytest.approx(1 - found.fullest_rank.total / 150e9)
     elsewhere = replace(read.result, deviations=(Deviation("measured", "steps 1 to 9"),))
     without = predictions._of_run("t/r", replace(read, result=elsewhere))
     assert without == predictions._of_run("t/r", replace(read, plan=None))
     assert (without.mfu, without.left, without.predicted_s) == (None, None, None)
 
 
-def test_a_precision_without_a_rate_has_a_memory_alone(tables, tmp_path, known, monkeypatch):
-    monkeypatch.setattr(rates, "cached", lambda: replace(TWO_CORES, tflops={"bf16": 0.2}))
-    read = read_of(make_run(tmp_path / "r", tables, "widgets/fast", environment=HERE), tables)
+def test_a_precision_without_a_rate_has_a_memory_alone(tables, tmp_path, monkeypatch):
+    node = hardware.find("h200x8")
+    without = node.model_copy(update={"gpu": node.gpu.model_copy(update={"tflops": {"fp64": 67.0}})})
+    monkeypatch.setattr(hardware, "catalogue_node", lambda name, count: without)
+    read = read_of(make_run(tmp_path / "r", tables, "widgets/fast", environment=H200), tables)
     line = predictions._of_run("t/r", read)
     assert line.mfu is line.predicted_s is None and line.predicted_left > 0
 

@@ -1,6 +1,5 @@
 """The planner's answer: verdict, largest micro-batch, cost, remarks; and the command that prints it."""
 
-import itertools
 import json
 import sys
 from dataclasses import replace
@@ -13,7 +12,6 @@ from planned import work
 from launch.planning.prediction import forecast_text
 from launch.planning.prediction.constants import fitted, fitted_constants
 from launch.planning.prediction.forecast import forecast
-from launch.planning.prediction.forecast_plot import timeline
 from launch.planning.prediction.hardware import find
 from launch.planning.prediction.published_step import side_by_side
 from launch.planning.prediction.rank_memory import fullest_rank
@@ -166,40 +164,6 @@ def test_the_chunks_of_a_remark_cure_the_bubble():
     assert found.time.bubble_share > 0.7 and again.time.bubble_share <= 0.105 and "bubble" not in kinds(again)
 
 
-@pytest.mark.parametrize(
-    ("name", "sets"), [("jeanzay_megatron_max_size_32gb/61b-g64", []), (OWN, ["parallel.dp=2"])]
-)
-def test_the_timeline_keeps_the_order_of_a_pipeline_and_ends_with_the_predicted_time(name, sets):
-    found = predicted(name, "v100-32x4" if not sets else "a100-80x8", *sets)
-    spans, layout = timeline(found), found.work.layout
-    assert len(spans) == 2 * layout.pp * layout.accumulation == len({span[:3] for span in spans})
-    ends = {span[:3]: span.start + span.seconds for span in spans}
-    for stage, number, kind, start, _ in spans:
-        forward = kind == "forward"
-        needs = (stage - 1, number, kind) if forward else (stage + 1, number, kind)
-        assert start >= ends.get(needs, 0.0) and (forward or start >= ends[stage, number, "forward"])
-    most = [0] * layout.pp  # micro-batches that a stage holds at once
-    for stage in range(layout.pp):
-        own, held = sorted((span for span in spans if span.stage == stage), key=lambda span: span.start), 0
-        assert all(ends[one[:3]] <= next_.start + 1e-9 for one, next_ in itertools.pairwise(own))
-        for span in own:
-            held += 1 if span.kind == "forward" else -1
-            most[stage] = max(most[stage], held)
-    assert most == [found.work.in_flight(stage) for stage in range(layout.pp)]
-    after = found.time.data + found.time.offload + found.time.update
-    assert max(ends.values()) + after == pytest.approx(found.time.total, rel=0.005)
-
-
-def test_the_picture_is_drawn_and_nothing_is_overwritten(tmp_path):
-    line = [*COMMAND, "--recipe", "jeanzay_megatron_max_size_32gb/61b-g64", "--plot", str(tmp_path / "p.svg")]
-    done = run(line)
-    drawn = (tmp_path / "p.svg").read_text()
-    assert done.returncode == 0 and "wrote" in done.stdout and drawn.count("<path") > 100
-    again = run(line)
-    assert again.returncode == 2 and "exists already" in again.stdout
-    assert (tmp_path / "p.svg").read_text() == drawn
-
-
 REMARKED = [  # row, node, settings, the remark, and whether it is made
     (TENSOR, "v100-32x4", "", "tensor across nodes", True),
     (OWN, "a100-40x4", "parallel.tp=3 parallel.dp=4", "tensor across nodes", True),  # ranks 3 to 5 lie on two
@@ -299,7 +263,7 @@ def test_published_numbers_stand_beside_their_own_step_alone():
         (["--recipe", "default/sotu", "--hardware", "a100x8"], "no such node of the catalogue"),
         (["--recipe", TENSOR, "--nodes", "3"], "tp x pp x dp = processes"),
         (["--recipe", "default/sotu", "--hardware", "dgx2", "--set", "model.heads=7"], "heads"),
-        (["--recipe", "bert/sotu", "largest", "--hardware", "dgx2"], "plan.py largest --recipe"),
+        (["--recipe", "bert/sotu", "search", "--hardware", "dgx2"], "plan.py search --recipe"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(flags, says):

@@ -3,7 +3,6 @@
 import pytest
 import yaml
 from launching import ROOT
-from measured_machine import TWO_CORES
 
 from launch.planning.prediction import hardware
 from launch.planning.prediction.software import SYSTEMS
@@ -28,7 +27,6 @@ def test_every_node_can_be_read():
     for name in hardware.names():
         node = hardware.find(name)
         assert node.gpus >= 1 and node.gpu.memory_bytes > 1e10 and "fp32" in node.gpu.tflops, name
-        assert not node.is_cpu
 
 
 def test_every_figure_names_a_source_that_the_file_has():
@@ -53,27 +51,17 @@ def test_recipes_name_nodes_and_systems_that_there_are():
     assert named == 115
 
 
-OWN = """
-gpus:
-  mine:
-    {title: My GPU, memory_gib: 20, memory_gb_s: 500, tflops: {fp32: 10, fp16: 40}, multiprocessors: 40,
-     watts: 200}
-nodes:
-  box:
-    title: My box
-    gpu: mine
-    gpus: 2
-    link: {kind: PCIe, gb_s: {is: 8, source: measured}}
-    pcie_gb_s: 8
-    host: {memory_gb: 64, memory_gb_s: 40, cores: 8}
-"""
+# The example of the documents, as it is written there.
+OWN = (
+    (ROOT / "docs" / "planning.md").read_text(encoding="utf-8").partition("```yaml\n")[2].partition("```")[0]
+)
 
 
 def test_a_users_file_adds_nodes_and_may_use_the_catalogues_gpus(tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text(OWN)
+    path.write_text(OWN.replace("gb_s: 8}", "gb_s: {is: 8, source: measured}}"))
     node = hardware.find(f"{path}:box")
-    assert (node.gpu.title, node.link.gb_s, node.network) == ("My GPU", 8, None)
+    assert (node.gpu.title, node.link.gb_s, node.network.gb_s) == ("My GPU", 8, 12.5)
     path.write_text(OWN.replace("gpu: mine", "gpu: a100-40"))
     assert hardware.find(f"{path}:box").gpu.title == hardware.find("a100-40x8").gpu.title
 
@@ -102,9 +90,17 @@ def test_an_unknown_node_is_answered_with_near_ones():
         hardware.find("v100-32-8")
 
 
-def test_ranks_share_a_machine_without_gpus():
-    node, gpus = hardware.node_of_rates(TWO_CORES), hardware.find("v100-32x4")
-    half = node.share_among(2)
-    assert half.gpus == 2 and half.gpu.tflops["fp32"] == node.gpu.tflops["fp32"] / 2
-    assert half.gpu.memory_bytes == node.gpu.memory_bytes / 2
-    assert gpus.share_among(2) is gpus
+@pytest.mark.parametrize(("named", "count", "node"), [
+    ("NVIDIA H200", 1, "h200x8"), ("NVIDIA A100-SXM4-40GB", 4, "a100-40x4"),
+    ("NVIDIA A100-SXM4-40GB", 8, "a100-40x8"), ("NVIDIA H200", 9, None), ("Abacus 9", 1, None),
+])  # fmt: skip
+def test_a_gpu_is_recognised_by_the_name_that_torch_gives_it(named, count, node):
+    found = hardware.catalogue_node(named, count)
+    assert (found and found.name) == node
+
+
+def test_a_file_without_a_node_is_told_the_form(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(OWN)
+    with pytest.raises(ProblemsError, match="no node is named.*mine.yaml:box"):
+        hardware.find(str(path))

@@ -58,7 +58,7 @@ def test_a_question_is_computed_as_one_sequence_for_each_choice():
     assert asked.tokens == plain.tokens and asked.tokens_per_step == plain.tokens_per_step
     assert asked.logits == 32 and plain.logits == 4 * 32
     node = find("v100-32x4")
-    memory = [of_stage(work, 0, node.gpu, fitted_constants(node.measured)) for work in (asked, plain)]
+    memory = [of_stage(work, 0, node.gpu, fitted_constants()) for work in (asked, plain)]
     assert memory[0].activations == memory[1].activations > 0
     speeds = [speed(work, node, 1.0) for work in (asked, plain)]
     assert [each.samples for each in speeds] == [8, 32] and speeds[0].tokens == speeds[1].tokens

@@ -1,95 +1,138 @@
-"""plan.py largest: a model that fits, of which no larger one does, next to the documents' rule."""
+"""plan.py search --largest: a model that fits, of which no wider one does, next to the printed sizes."""
 
 from __future__ import annotations
 
 import argparse
-import math
 
 import pytest
 
-from launch.planning.prediction import workload
-from launch.planning.prediction.forecast import forecast
-from launch.planning.search import candidates, largest_command, shapes
+from ds_configs.jsonfile import ConfigError
+from launch.planning.search import candidates, largest, layout_search, search_command, shapes
+from launch.planning.search.candidates import Degrees, Question
 from launch.planning.search.ways import WAYS
+from recipes.layout import divisors
+from recipes.problems import ProblemsError
 
 
 def parsed(line: str) -> argparse.Namespace:
-    """The flags of plan.py largest, as a user writes them."""
+    """The flags of plan.py search --largest, as a user writes them."""
     parser = argparse.ArgumentParser()
-    largest_command.add_parser(parser.add_subparsers())
-    return parser.parse_args(["largest", *line.split()])
+    search_command.add_parser(parser.add_subparsers())
+    return parser.parse_args(["search", "--largest", *line.split()])
 
 
-def verdict(
-    question: candidates.Question, model: largest_command.LargestModel, layers: int, hidden: int
-) -> str:
-    plan = largest_command.plan_of(question, model.configuration, layers, hidden)
-    return forecast(workload.of_plan(plan), question.node).verdict
+def asked(line: str) -> Question:
+    return search_command.question_of(parsed(line))[1]
+
+
+def sizes(line: str) -> dict[str, int]:
+    """The hidden size of the largest model of each way."""
+    return {each.way.name: each.best.work.model.hidden for each in largest.largest(asked(line)) if each.best}
+
+
+LINES = [
+    "--hardware 2080ti",
+    "--hardware v100-32x4 --nodes 2",
+    "--recipe wikipedia/bert-336m --hardware h200x8",
+]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_it_fits_and_no_wider_or_deeper_one_does_under_any_layout(line):
+    question = asked(f"{line} --set batch.micro=1")
+    for way, best, _ in largest.largest(question):
+        assert best.forecast.verdict == "fits" and best.way == way
+        assert best.work.layout.world == question.ranks and best.work.layout.micro == 1
+        model = best.work.model
+        for tp in divisors(question.ranks):
+            for pp in divisors(question.ranks // tp):
+                at = Degrees(tp, pp, question.ranks // (tp * pp))
+                width = largest.STEP * tp * (model.hidden // (largest.STEP * tp) + 1)
+                usual = shapes.usual_layers(width)
+                for shape in ((width, usual + -usual % pp), (model.hidden, model.layers + pp)):
+                    try:
+                        tried = layout_search.of_way(largest.shaped(question, *shape), at, way, "full")
+                    except ConfigError:  # the layout cannot be had
+                        continue
+                    assert all(each.forecast.verdict != "fits" for each in tried), (way, at, shape)
+
+
+def test_printed_sizes_stand_next_to_what_is_found(capsys):
+    """What Jean Zay ran on 16 nodes fits: 61B with Megatron-LM, 91B with ZeRO-3 and offload."""
+    assert search_command.run(parsed("--hardware v100-32x4 --nodes 16")) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "printed of 64 GPUs on 16 nodes of this kind: 61B, 64x9216 (Megatron-LM); 91B, 64x11264" in shown
+    assert float(shown.partition("ZeRO-1 ")[2].split()[0]) > 61
+    assert float(shown.partition("ZeRO-3 offload ")[2].split()[0]) > 91
+
+
+@pytest.mark.parametrize(("hardware", "printed"), [("v100-32x4", "2"), ("2080ti", "0.7"), ("dgx2", None)])
+def test_the_documents_bound_stands_below(hardware, printed, capsys):
+    assert search_command.run(parsed(f"--hardware {hardware}")) == 0
+    shown = capsys.readouterr().out
+    assert "memory over 16 bytes a parameter" in shown
+    assert (f"they print {printed} B for this GPU" in shown) == (printed is not None)
+
+
+def test_sharding_and_offload_make_room_and_recomputation_takes_none():
+    line = "--hardware v100-32x8 --set parallel.tp=1 --set parallel.pp=1"
+    found = sizes(line)
+    order = ["ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3 offload"]
+    wide = [found[name] for name in order]
+    assert wide == sorted(set(wide))
+    kept = sizes(f"{line} --set activation_checkpointing=none")
+    assert all(kept[name] <= width for name, width in found.items()) and kept != found
+
+
+def test_what_is_offloaded_can_run_out_of_host_memory(capsys):
+    question = asked("--hardware 2080ti")
+    away = largest.largest(question)[-1].best
+    assert 0.9 < away.forecast.host / (question.node.host.memory_gb * 1e9) <= 1
+    assert away.forecast.fullest_rank.total < question.node.gpu.memory_bytes / 1.3
+    search_command.run(parsed("--hardware 2080ti"))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "ZeRO-3 offload all" in line]
+    assert "host memory" in line
+
+
+def test_where_nothing_fits_it_says_so(capsys):
+    """A table of a billion tokens is larger than the GPU, however few layers there are."""
+    line = "--hardware 2080ti --set sequence_length=262144 --set batch.micro=64"
+    assert search_command.run(parsed(line)) == 1
+    assert capsys.readouterr().out.count("none fits") == len(WAYS)
 
 
 @pytest.mark.parametrize(
-    "line", ["--hardware 2080ti", "--hardware v100-32x4 --micro 4 --nodes 3", "--hardware dgx2 --family bert"]
+    ("line", "says"),
+    [
+        ("--hardware v100-32x8 --set parallel.tp=3", "8 GPUs, parallel.tp=3"),
+        ("--hardware v100-32x8 --set batch.micro=7", "make that batch"),
+        ("--hardware v100-32x8 --set parallel.pp=8 --set parallel.sequence=true", "positions out"),
+    ],
 )
-def test_it_fits_and_the_next_larger_one_does_not(line):
-    args = parsed(line)
-    question = largest_command.question_of(args, *args.nodes)
-    for model in largest_command.largest(question):
-        layers, hidden = model.forecast.work.model.layers, model.forecast.work.model.hidden
-        assert verdict(question, model, layers, hidden) == model.forecast.verdict == "fits"
-        assert verdict(question, model, layers + model.configuration.pp, hidden) != "fits"
-        wider = hidden + largest_command.STEP * model.configuration.tp
-        assert verdict(question, model, fewest(wider, model.configuration.pp), wider) != "fits"
+def test_what_no_layout_can_have_is_refused(line, says):
+    with pytest.raises(ProblemsError, match=says):
+        largest.largest(asked(line))
 
 
-def fewest(hidden: int, pp: int) -> int:
-    return math.ceil(shapes.usual_layers(hidden) / pp) * pp
+def test_a_way_that_cannot_be_run_says_why(capsys):
+    assert search_command.run(parsed("--hardware v100-32x8 --set optimizer.name=lamb")) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert " ZeRO-0 " in shown and "ZeRO-3 offload all cannot be run: " in shown and "none fits" not in shown
 
 
-def test_pipelines_stand_beside_the_printed_maximal_sizes(capsys):
-    """What Jean Zay ran fits; 50B on 128 GPUs of 16 GB, which barely fitted, is the largest found."""
-    assert largest_command.run(parsed("--hardware v100-16x4 --nodes 4 8 16 32 64")) == 0
-    lines = [line.split("  ") for line in capsys.readouterr().out.splitlines() if " 4 x " in line]
-    rows = [[cell.strip() for cell in cells if cell.strip()] for cells in lines]
-    assert [row[0] for row in rows] == ["16", "32", "64", "128", "256"]
-    assert [row[-1] for row in rows] == [
-        "7.5B, 36x4096", "–", "30B, 48x7168", "50B, 64x8192", "78B, 64x10240",
-    ]  # fmt: skip
-    assert rows[3][2] == "51.97 B, 64x8192"
-    for row in (rows[0], *rows[2:]):
-        assert float(row[2].split()[0]) > float(row[-1].split("B")[0])
+def test_a_precision_that_the_gpu_lacks_is_not_said(capsys):
+    search_command.run(parsed("--hardware v100-32x8 --set precision=bf16 --set parallel.tp=8"))
+    assert "a gpt2 in fp16" in capsys.readouterr().out
 
 
-def test_sharding_offload_and_recomputation_make_room():
-    """On the GPUs of one node, all of them in turn; recomputation never takes room away."""
-    question = largest_command.question_of(parsed("--hardware v100-32x8"))
-    found = {}
-    for model in largest_command.largest(question):
-        way, tp, recomputed, _ = model.configuration
-        found[way.name, tp, recomputed] = model.parameters
-    order = ["ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3 offload"]
-    sizes = [found[name, 1, True] for name in order]
-    assert sizes == sorted(set(sizes))
-    for (name, tp, recomputed), size in found.items():
-        assert not recomputed or size >= found[name, tp, False]
-    assert found["ZeRO-1", 8, True] > 2 * found["ZeRO-1", 1, True]
-
-
-@pytest.mark.parametrize(("hardware", "printed"), [("v100-32x4", 2.0e9), ("2080ti", 0.7e9)])
-def test_the_documents_bound_stands_next_to_ours(hardware, printed, capsys):
-    """Theirs is memory over 16 bytes; ours under ZeRO-0 is smaller by gradients in fp32 and activations."""
-    question = largest_command.question_of(parsed(f"--hardware {hardware}"))
-    assert question.node.gpu.memory_bytes / 16 == pytest.approx(printed, rel=0.07)
-    plain = largest_command.largest(question)[1]
-    assert plain.configuration == (WAYS[0], 1, True, 1) and 0.6 * printed < plain.parameters < printed
-    assert largest_command.run(parsed(f"--hardware {hardware}")) == 0
-    assert f"they print {printed / 1e9:g} billion" in capsys.readouterr().out
-
-
-def test_what_is_offloaded_can_run_out_of_host_memory():
-    question = largest_command.question_of(parsed("--hardware 2080ti"))
-    away = next(model for model in largest_command.largest(question) if model.configuration.way == WAYS[-1])
-    assert away.limit.startswith("host memory") and 0.9 < away.host_share <= 1
-    assert away.forecast.fullest_rank.total < question.node.gpu.memory_bytes / 1.3
+def test_a_model_has_whole_heads_and_equal_stages():
+    question = asked("--hardware dgx2")
+    assert candidates.half_precision(question.node) == question.recipe.precision == "fp16"
+    for each in largest.largest(question):
+        model, layout = each.best.work.model, each.best.work.layout
+        assert model.hidden % model.heads == model.heads % layout.tp == model.layers % layout.pp == 0
+        assert model.hidden // model.heads == (128 if model.hidden >= 2048 else 64)
+        assert model.layers >= shapes.usual_layers(model.hidden)
 
 
 def test_shapes_are_those_of_the_table():

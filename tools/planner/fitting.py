@@ -18,12 +18,12 @@ import yaml
 
 from data.durable_files import write_atomically
 from launch.console import terminal
-from launch.planning.fitting.cases import Case, by_document
 from launch.planning.prediction import constants
 from launch.planning.prediction.constants import Constants, Error, Fit
 from launch.planning.prediction.hardware import GIB
 from launch.planning.prediction.rank_memory import fullest_rank
 from launch.planning.prediction.step_time import step_time
+from tools.planner.cases import Case, by_document
 
 # Constants of the time: where the search starts, and the range in which each stays physical.
 RANGES = {
@@ -42,7 +42,7 @@ ROUND = 0.05  # of ln(predicted / published): smaller errors all count as about 
 Numbers = TypeVar("Numbers", Constants, Error)
 HEADING = """\
 # The planner's constants. What each is: launch/planning/prediction/constants.py. Fitted by
-#     python launch/plan.py validate --refit
+#     python tools/fit_planner.py --refit
 # constants: on all documents; left_out: without that one, by which its own rows are predicted; errors: of
 # those predictions; fitted_on: rows with a time, and with a memory, which no constant is fitted to.
 # waiting: of published rows that are not among these, in which the GPU waits for the host; kept by --refit.

@@ -15,8 +15,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, NonNegativeFloat, ValidationError
 
-from launch.planning.fitting.cases import QUANTITIES, Case, of_published_tables
-from launch.planning.fitting.fitting import initial_constants
 from launch.planning.prediction import rank_memory
 from launch.planning.prediction.hardware import GIB, Node, find, names
 from launch.planning.prediction.published_step import TflopsRule, seconds_of
@@ -30,6 +28,8 @@ from recipes.layout import Layout, divisors, padded_vocab, share_batch
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Count, Dropout, Layers, Model, TaskName, Tokens, Vocabulary, Width
 from recipes.tasks import TASKS
+from tools.planner.cases import QUANTITIES, Case, of_published_tables
+from tools.planner.fitting import initial_constants
 
 OTHER_DOCUMENTS = Path(__file__).with_name("other_documents.csv")
 # What stands in the place of a node's name -> the usual node of such, the first that is found.
@@ -311,7 +311,7 @@ def read(path: Path) -> list[Case]:
 def _problems_of_columns(path: Path, columns: Collection[str]) -> Iterator[Problem]:
     known = f"the columns are {', '.join(COLUMNS)}"
     if unknown := sorted({*columns} - COLUMNS.keys()):
-        fix = "rename or remove it; plan.py validate --columns says what each is"
+        fix = "rename or remove it; tools/fit_planner.py --columns says what each is"
         came = f"{path}: unknown column {', '.join(map(repr, unknown))}"
         yield Problem("--table", came, known, fix)
     if missing := sorted({"layers", "hidden", "hardware"} - {*columns}):

@@ -1,20 +1,21 @@
 """The planner's error: what it is on published rows, and that nothing predicts itself."""
 
 import math
-from argparse import Namespace
+import sys
 from dataclasses import replace
 
 import pytest
-from launching import ROOT
+from launching import ROOT, run
 
-from launch.planning.fitting import csv_cases, fitting, validation, validation_command
-from launch.planning.fitting.cases import Case, by_document, of_published_tables
 from launch.planning.prediction import constants, hardware, rank_memory
 from launch.planning.prediction.constants import fitted, fitted_constants
 from launch.planning.prediction.step_time import step_time
 from recipes.problems import ProblemsError
+from tools.planner import csv_cases, fitting, validation
+from tools.planner.cases import Case, by_document, of_published_tables
 
 ADVENTURES, OWN = "Adventures with BERT and GPT2", "GPT2 Experiments"
+COMMAND = [sys.executable, str(ROOT / "tools" / "fit_planner.py")]
 HEADER = "row,layers,hidden,heads,tp,pp,gpus,micro_batch,global_batch,activation_checkpointing,hardware"
 
 
@@ -104,7 +105,7 @@ def test_the_constants_file_knows_what_it_was_fitted_on(published, others):
         for name, own in documents.items()
     }
     assert fitted().fitted_on == {name: counts for name, counts in rows.items() if any(counts)}, (
-        "rows were added or excluded since: python launch/plan.py validate --refit"
+        "rows were added or excluded since: python tools/fit_planner.py --refit"
     )
     assert set(fitted().left_out) == set(fitted().fitted_on)
 
@@ -115,7 +116,7 @@ def test_every_prediction_bears_the_error_that_validate_finds(published, others)
         ratios = found.ratios[quantity]
         kept, now = fitted().errors[quantity], fitting.error_of(ratios)
         assert kept.model_dump() == pytest.approx(now.model_dump(), abs=1e-4), (
-            "rows, terms or constants changed since: python launch/plan.py validate --refit"
+            "rows, terms or constants changed since: python tools/fit_planner.py --refit"
         )
         assert sum(abs(ratio.error) <= now.percentile_90 for ratio in ratios) >= 0.9 * now.rows
         assert f"{now.median:.1%}".replace("%", " %") in (ROOT / "README.md").read_text(), "README quotes it"
@@ -189,7 +190,7 @@ def test_the_software_is_printed_and_never_guessed_from_the_gpu(tmp_path):
         assert f" {case.work.software.name} " in line
 
 
-def test_a_users_rows_are_predicted(tmp_path, capsys):
+def test_a_users_rows_are_predicted(tmp_path):
     header = f"{HEADER},time_per_iteration_s,cached_gb,status"
     path = table(
         tmp_path,
@@ -203,14 +204,11 @@ def test_a_users_rows_are_predicted(tmp_path, capsys):
     assert (a.work.layout.dp, a.work.layout.accumulation, a.work.recomputed) == (32, 1, 1)
     assert b.work.selective and b.node.name == "a100-80x8" and b.work.layout.accumulation == 64
     assert c.oom and c.node.name == "v100-16x4" and d.work is None
-    args = Namespace(table=path, columns=False, verbose=True, plot=tmp_path / "p.png", refit=False)
-    assert validation_command.run(args) == 0
-    printed = capsys.readouterr().out
+    done = run([*COMMAND, "--table", str(path), "--verbose"], cwd=tmp_path)
+    printed = done.stdout
+    assert done.returncode == 0
     assert "hidden is not stated" in printed and "no constant was fitted on: mine" in printed
     assert printed.count("\nmine  ") == 3, "the errors, and two rows with a time"
-    assert (tmp_path / "p.png").stat().st_size > 10_000
-    with pytest.raises(ProblemsError, match="exists already"):
-        validation_command.run(args)
 
 
 def test_rows_that_contradict_themselves_are_not_compared(tmp_path):
@@ -312,6 +310,14 @@ def test_an_unknown_column_is_refused(tmp_path):
 def test_a_table_without_shapes_is_refused(tmp_path):
     with pytest.raises(ProblemsError, match="no column hardware, hidden"):
         csv_cases.read(table(tmp_path, "1", header="layers"))
+
+
+def test_the_columns_are_listed_and_nothing_else():
+    done = run([*COMMAND, "--columns"])
+    listed = [line.split()[0] for line in done.stdout.splitlines() if line and not line.startswith(" ")]
+    assert done.returncode == 0 and listed == list(csv_cases.COLUMNS)
+    refused = run([*COMMAND, "--columns", "--verbose"])
+    assert refused.returncode == 2 and "--columns with --verbose" in refused.stdout
 
 
 def test_the_report_says_what_is_wrong(found):

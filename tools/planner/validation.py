@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from launch.console.terminal import wrapped
 from launch.console.text_table import table
-from launch.planning.fitting.cases import QUANTITIES, Case
-from launch.planning.fitting.fitting import Ratio, error_of, ratios
 from launch.planning.prediction.constants import Constants, fitted
 from launch.planning.prediction.hardware import GIB
 from launch.planning.prediction.rank_memory import fullest_rank
 from launch.planning.prediction.step_time import WAITING, step_time
+from tools.planner.cases import QUANTITIES, Case
+from tools.planner.fitting import Ratio, error_of, ratios
 
 HEADINGS = ("table", "memory verdicts", "cached memory", "time per iteration")
 ABOUT = (

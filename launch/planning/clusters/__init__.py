@@ -1,1 +1,0 @@
-"""A recipe on a cluster: hostfile, batch script, manifest, image, and a map of its ranks."""

@@ -1,0 +1,1 @@
+"""Instruments of the developers: they may import everything, and nothing imports them."""
