@@ -225,7 +225,7 @@ class Manifest:
             position = self.data.get("position")
             expected["the step in its directory's name"] = (named, at.step)
             expected["data.position"] = (position, recipe.batch.schedule.samples(at.step))
-            expected["kinds"] = (self.kinds, kinds_after(updates, recipe))
+            expected["kinds"] = (self.kinds, kinds_after(updates))
         for fact, (value, right) in expected.items():
             if value != right:
                 rule = f"after {at.step} steps, of them {at.skipped} skipped, it is {right}"
@@ -263,10 +263,9 @@ def step_of(directory: Path) -> int | None:
     return int(named[1]) if named else None
 
 
-def kinds_after(adam_steps: int, recipe: Recipe) -> tuple[Kind, ...]:
-    """Return the kinds of tensors to store after so many updates by the recipe's optimizer."""
-    moments = MOMENTS[:1] if recipe.optimizer.name == "lion" else MOMENTS
-    return (WEIGHT, *moments) if adam_steps else (WEIGHT,)
+def kinds_after(adam_steps: int) -> tuple[Kind, ...]:
+    """Return the kinds of tensors to store after so many updates by the optimizer."""
+    return (WEIGHT, *MOMENTS) if adam_steps else (WEIGHT,)
 
 
 @dataclass(frozen=True)

@@ -537,25 +537,6 @@ def test_lamb_is_for_zero_0_and_says_why_it_is_refused():
     )
 
 
-def test_lion_steps_under_every_stage_and_where_it_is_refused(written):
-    for name in ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "pure_bf16"):
-        ds = plan(name, "optimizer.name=lion").ds
-        assert ds["optimizer"]["type"] == "Lion" and ds["zero_allow_untested_optimizer"] is True
-        assert "torch_adam" not in ds["optimizer"]["params"]
-    assert "its Trainer steps AdamW" in only(
-        "zero0", "optimizer.name=lion", "model.implementation=transformers"
-    )
-    for key in ("zero_force_ds_cpu_optimizer", "zero_optimization__offload_optimizer__super_offload"):
-        found = problems(written(base="zero2_offload", **{key: True}), "optimizer.name=lion")
-        assert len([each for each in found if "=true: our own Lion steps" in each]) == 1
-    refused = only(written(base="zero1", zero_allow_untested_optimizer=False), "optimizer.name=lion")
-    assert "zero_allow_untested_optimizer=false: our own Lion" in refused
-    assert (
-        "fused=true: is a key of Adam's"
-        in problems(written(base="zero1", optimizer__params__fused=True), "optimizer.name=lion")[0]
-    )
-
-
 def test_a_json_for_another_optimizer_is_refused(written):
     adam = written(base="zero0", optimizer__type="AdamW", optimizer__params__torch_adam=True)
     found = problems(adam, "optimizer.name=lamb")

@@ -372,7 +372,7 @@ def near(value: object) -> st.SearchStrategy[object]:
     if isinstance(value, float):
         return st.sampled_from([value, 2 * value, value / 3, 0.0, 0.5, 1e-12, 1e6])
     words = ["none", "full", "bert", "gpt2", "pre", "post", "nsp", "fp32", "bf16", "fp16", "linear", "store"]
-    words += ["wsd", "polynomial", "inverse_sqrt", "lion", "lamb", "muon"]
+    words += ["wsd", "polynomial", "inverse_sqrt", "lamb", "muon"]
     return st.sampled_from([value, 1, 2, 8, 0.1, *words])
 
 
