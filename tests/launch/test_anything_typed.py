@@ -69,11 +69,7 @@ WORK = {
     "recipe": ["launch.tables.verification:verify"],
     "report": ["launch.reports.document:assemble"],
     "export_hf": ["launch.checkpoints.run_checkpoints:newest_whole"],
-    "checkpoint": [
-        "launch.checkpoints.inspection:faults",
-        "launch.checkpoints.showing:_dtypes",
-        "launch.checkpoints.showing:differences",
-    ],
+    "checkpoint": ["launch.checkpoints.inspection:faults", "launch.checkpoints.showing:_dtypes"],
     "prepare_data": ["data.prepare.pipeline:process_chunks"],
     "show_data": ["data.corpus:build"],
     "generate": ["launch.evaluation.writing:run"],
