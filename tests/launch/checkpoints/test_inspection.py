@@ -13,7 +13,7 @@ import torch
 from stored import model_tensors, rewrite_manifest, write_checkpoint
 
 from launch import checkpoint as command
-from launch.checkpoints import inspection, manifest, run_checkpoints, showing, tensor_file
+from launch.checkpoints import inspection, manifest, run_checkpoints, tensor_file
 from launch.checkpoints.geometry import Cut, overlap, rectangles
 from launch.checkpoints.manifest import MOMENTS, WEIGHT, Series
 from launch.console import ends
