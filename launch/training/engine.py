@@ -127,11 +127,9 @@ def release_at_end(engine: DeepSpeedEngine) -> Iterator[None]:
 
 
 def end_monitors(engine: DeepSpeedEngine) -> None:
-    """Have W&B and Comet write what they still hold: no rank ends by Python's own end."""
+    """Have W&B write what it still holds: no rank ends by Python's own end."""
     if getattr(engine.monitor, "wandb_monitor", None):
         sys.modules["wandb"].finish()
-    if comet := getattr(engine.monitor, "comet_monitor", None):
-        comet.experiment.end()
 
 
 def train_step(

@@ -256,7 +256,6 @@ def test_the_known_section_keys_are_deepspeeds(deepspeed_config):
         ("tensorboard", monitors.TensorBoardConfig),
         ("csv_monitor", monitors.CSVConfig),
         ("wandb", monitors.WandbConfig),
-        ("comet", monitors.CometConfig),
     ):
         assert set(known_keys.KEYS[section]) == set(model.model_fields), section
     fields = {
