@@ -134,7 +134,7 @@ def assemble(tables: Tables, names: Sequence[str], runs: Sequence[Run], *, only_
             measured_columns(table, ran),
             *split_remarks(table.rows),
             # A comparison draws the losses, too.
-            plots.throughput(entries) + ([] if comparison else plots.losses(ran)),
+            plots.throughput(entries) + plots.of_runs(ran) + ([] if comparison else plots.losses(ran)),
             predictions.lines_of(entries),
             list(scores.finetuned_lines(table.rows, tuned, tables.recipe)),
         )

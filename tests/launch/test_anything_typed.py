@@ -60,7 +60,6 @@ WORK = {
     "doctor": ["launch.doctor:text", "launch.doctor:asdict"],  # where it has checked, and tells
     "score": ["launch.ranks.ending:clean_exit"],
     "compare_layouts": ["launch.compare_layouts:run_cases"],
-    "sweep": ["launch.experiments.sweeps.points:run_and_wait"],
     "plan": [
         "launch.planning.fitting.validation:validate",
         "launch.planning.fitting.fitting:refit",
@@ -172,10 +171,6 @@ def typed(action: argparse.Action) -> st.SearchStrategy[list[str]]:
     elif action.dest == "set":
         keys = st.sampled_from([*key_paths.paths()])
         values = st.sampled_from(SETS) | st.builds("{}={}".format, keys, values)
-    elif action.dest == "sweep":
-        keys = st.sampled_from([*key_paths.paths(), "batch.micro", "a.b"])
-        parts = st.lists(st.sampled_from([*own, "largest", "1", "2"]), min_size=1, max_size=3).map(",".join)
-        values = st.builds("{}={}".format, keys, parts) | values
     elif action.dest == "tokenizer":
         files = ["text.txt", "deep.json", "noise.json", "odd.json", "run.d", "full", "pipe", "/dev/zero", ""]
         values = st.sampled_from(["gpt2", "trained_bpe", "x", *(f"file:{name}" for name in files)])
@@ -305,7 +300,6 @@ APART = {
     "plan cluster --partition p": "--partition without --out",
     "plan validate --columns --verbose": "--columns with --verbose",
     "compare_layouts --list --tiny": "--list with --tiny",
-    "sweep --sweep steps=1 --ds_config zero1 --set ds_config=zero2": "--ds_config with --set ds_config",
     "recipe list --all --fits": "--all with --fits",
     "score x --task perplexity --tokenizer d --set data.tokenizer.kind=gpt2": "--tokenizer with --set data.",
     "show_data --hashes 1 --samples 3": "--hashes with --samples",
