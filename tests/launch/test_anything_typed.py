@@ -65,18 +65,12 @@ WORK = {
         "launch.planning.fitting.fitting:refit",
         "launch.planning.search.search_text:page",  # where the search is done
     ],
-    "recipe": ["launch.tables.verification:verify"],
     "report": ["launch.reports.document:assemble"],
     "export_hf": ["launch.checkpoints.run_checkpoints:newest_whole"],
     "checkpoint": ["launch.checkpoints.inspection:faults", "launch.checkpoints.showing:_dtypes"],
     "prepare_data": ["data.prepare.pipeline:process_chunks"],
     "show_data": ["data.corpus:build"],
     "generate": ["launch.evaluation.writing:run"],
-    "benchmark": [
-        "launch.experiments.benchmarks.step_speed:measure",
-        "launch.experiments.benchmarks.gpu_command:run_command",
-        "launch.experiments.benchmarks.kernel_counts:passes",
-    ],
 }
 
 NUMBERS = ["0", "1", "2", "3", "7", "-1", "1.5", "1e30", "nan", "inf", "9" * 30, "0x10", "1_0", "٣", "²", ""]
@@ -308,8 +302,6 @@ APART = {
     "show_data --workers 2": "--workers without --hashes",
     "generate x --prompt a --file b": "--prompt with --file",
     "generate x --prompt a --greedy --seed 4": "--greedy with --seed",
-    "benchmark gpu --list --minutes 3": "--list with --minutes",
-    "benchmark step --ranks 2 --set parallel.dp=1": "--ranks with --set parallel.dp",
     "prepare_data --out o --tokenizer gpt2 --revision x": "--revision with --source packaged",
     "prepare_data --out o --tokenizer gpt2 --documents file": "--documents with --source packaged",
     "prepare_data --out o --tokenizer gpt2 --dedup none --shingle 3": "--shingle with --dedup none",
