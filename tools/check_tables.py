@@ -60,9 +60,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> int:
+def main(typed: Sequence[str] | None = None) -> int:
     """Verify, print the report, and return exit code 0 or 1. Raises ValueError for refusals."""
-    args = build_parser().parse_args()
+    args = build_parser().parse_args(typed)
     quiet.quiet_libraries()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # models are built without memory: no GPU is looked for
     if args.csv:  # before minutes are spent

@@ -163,7 +163,8 @@ def test_every_command_is_one_that_its_parser_and_the_resolver_take(step, tiny):
             importlib.import_module(script.removesuffix(".py").replace("/", "."))
             .build_parser()
             .parse_args(flags)
-        )
+        module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+        args = module.build_parser().parse_args(flags)
         given = []
         if script == gpu_steps.TRAIN:
             given = [(catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps), args.ds_config)]

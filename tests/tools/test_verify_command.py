@@ -1,6 +1,5 @@
 """tools/check_tables.py: exit codes, files, what it refuses."""
 
-import argparse
 import csv
 import sys
 from functools import partial
@@ -8,17 +7,13 @@ from functools import partial
 import pytest
 from launching import run
 
-from launch import recipe
 from recipes.tables import FOLDER
 from tools import check_tables
 from tools.tables import verification
 
 
 def command(*flags: str) -> int:
-    parser = argparse.ArgumentParser()
-    check_tables.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["verify", *flags])
-    return args.run(args)
+    return check_tables.main(flags)
 
 
 @pytest.fixture
@@ -119,5 +114,5 @@ def test_tables_are_named_with_and_without_their_flag(monkeypatch):
     monkeypatch.setattr(verification, "verify", verify)
     for flags in (["a", "b"], ["--table", "a", "b"], ["a", "--table", "b"]):
         with pytest.raises(KeyboardInterrupt):
-            check_tables.run(recipe.build_parser().parse_args(["verify", *flags]))
+            check_tables.main(flags)
     assert asked == [["a", "b"]] * 3
