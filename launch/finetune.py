@@ -38,11 +38,10 @@ examples:
   torchrun --nproc_per_node 4 launch/finetune.py --task mnli --init RUN \\
       --ds_config zero3 --set parallel.tp=2
       any layout: tensor and pipeline parallelism, ZeRO 0 to 3, offload
-  python launch/finetune.py --task squad1 --init RUN --grid --seeds 5 \\
-      --ensemble --out runs/squad
-      RoBERTa's procedure: a grid over batch and rate, five seeds of the best,
-      their median and ensemble; the same command goes on where it was
-      interrupted
+  python launch/finetune.py --task squad1 --init RUN --seeds 5 --ensemble \\
+      --out runs/squad
+      five seeds, their median and ensemble; the same command goes on where it
+      was interrupted
   python launch/finetune.py --task sst2 --init RUN --lr 1e-5 --epochs 10 \\
       --set dropout.attention=0 --plan
       the resolved plan of it, with settings of the recipe changed; nothing is
@@ -61,14 +60,12 @@ was started, 3 diverged,
 5 numbers changed by themselves,
 6 trained and saved, but not all was recorded."""
 
-SEVERAL = "--seeds, --grid, --ensemble"
+SEVERAL = "--seeds, --ensemble"
 RULES = (
     *RUN_RULES,
     ("--plan", SEVERAL, "a plan is that of one run"),
     ("--ensemble", "+--seeds", "the seeds' models answer together, 2 at least"),
-    ("--side_by_side", f"+{SEVERAL}", "it is of several runs"),
     ("--ranks", f"+{SEVERAL}", "it is of several runs; torchrun --nproc_per_node N starts one"),
-    ("--grid", "--batch, --lr", "it tries its own"),
     *(
         (flag, f"--set {key}", "both decide it")
         for flag, key in (
@@ -103,23 +100,21 @@ def build_parser() -> argparse.ArgumentParser:
     steps = "end after N optimizer steps; the learning-rate schedule stays that of all epochs"
     add("--steps", type=arguments.whole(), metavar="N", help=steps)
     add_run_arguments(parser)
-    several = parser.add_argument_group("several runs, each a process of its own below --out").add_argument
+    several = parser.add_argument_group(
+        "several runs, one after the other, each a process of its own below --out"
+    ).add_argument
     seeds = "train with N seeds from --seed on, and report the median; those that are finished are kept"
     several("--seeds", type=arguments.whole(1, 1000), metavar="N", help=seeds)
-    tried = "before, try batches of 16 and 32 with rates of 1e-5, 2e-5 and 3e-5, and take the best by dev"
-    several("--grid", action="store_true", help=tried)
     together = "score the mean of the probabilities of all seeds, two at least, too"
     several("--ensemble", action="store_true", help=together)
     ranks = "processes of each run (default: 1)"
     several("--ranks", type=arguments.whole(1, 10**4), default=1, metavar="N", help=ranks)
-    beside = "runs at once (default: as many as the accelerators carry, and one on a CPU)"
-    several("--side_by_side", type=arguments.whole(1, 1000), metavar="N", help=beside)
     return parser
 
 
 def main() -> None:
     args = build_parser().parse_args()
-    several = bool(args.seeds or args.grid or args.ensemble)
+    several = bool(args.seeds or args.ensemble)
     check_flags(args, several)
     if several:
         several_runs(args)
@@ -129,13 +124,13 @@ def main() -> None:
 
 def check_flags(args: argparse.Namespace, several: bool) -> None:
     """Refuse contradictory flags before any slow import. Raises ProblemsError."""
-    from launch.evaluation.finetuning_summary import MEMBERS
+    from launch.evaluation.finetuning_seeds import MEMBERS
     from launch.ranks import processes
 
     problems = []
     if several and processes.launched():
         fix = f"start it as python launch/finetune.py, with --ranks {processes.world_size()}"
-        came, rule = "--seeds, --grid or --ensemble under a launcher", "each run starts its own processes"
+        came, rule = "--seeds or --ensemble under a launcher", "each run starts its own processes"
         problems.append(Problem("--seeds", came, rule, fix))
     if args.ensemble and args.seeds < MEMBERS:
         rule, fix = f"the seeds' models answer together, {MEMBERS} at least", "add --seeds 5"
@@ -145,40 +140,48 @@ def check_flags(args: argparse.Namespace, several: bool) -> None:
 
 
 def several_runs(args: argparse.Namespace) -> None:
-    """Run grid, seeds, median and ensemble. Exit with code 2 if the first run would be refused."""
+    """Run one seed after the other, median and ensemble. Exit with code 2 if the first would be refused."""
     from launch.console import output, quiet, terminal
 
     terminal.outlast_readers()
     out = output.directory("--out", args.out or f"runs/finetune-{args.task}-seeds")
     quiet.quiet_libraries()  # before the next line loads deepspeed
-    from launch.evaluation import finetuning_runs as runs
-    from launch.evaluation.finetuning_summary import SUMMARY, Trial, summary_text
-    from launch.ranks import ending, processes
+    from launch.evaluation import finetuning_seeds
+    from launch.ranks import ending
 
-    facts = TASKS[args.task]
+    common = common_arguments(sys.argv[1:])
     try:
-        devices = runs.devices_of_runs(processes.device_limit() or 0, args.ranks, args.side_by_side)
-        planned = argparse.Namespace(**{**vars(args), "plan": True, "processes": args.ranks, "out": None})
-        checked(planned)
-        common = common_arguments(sys.argv[1:])
-        made = runs.Runs(out, __file__, common, args.ranks, devices, facts, terminal.say)
-        first = Trial(args.batch or facts.batch, args.lr or facts.lr, args.seed)
-        summary = runs.procedure(made, first, search=args.grid, seeds=args.seeds or 1, average=args.ensemble)
+        checked(argparse.Namespace(**{**vars(args), "plan": True, "processes": args.ranks, "out": None}))
+        finetuning_seeds.keep_arguments(out, common)
     except ValueError as e:
         ending.refuse(e)
-    except ending.Failed as e:
-        ending.refuse(e, code=1)
-    terminal.say(f"\n{summary_text(summary, facts)}\n\n{out}: {SUMMARY} and the runs")
-    if any(row.problem for row in summary.seeds):
+    place = f"--rdzv_backend c10d --rdzv_endpoint localhost:0 --nproc_per_node {args.ranks}"
+    launcher = ["-m", "torch.distributed.run", *place.split()] if args.ranks > 1 else []
+    outcomes = []
+    for seed in range(args.seed, args.seed + args.seeds):
+        made = finetuning_seeds.run_seed(out, seed, [*launcher, __file__, *common])
+        terminal.say(f"{made.name}: {made.problem or '; '.join(map(str, made.scores))}")
+        outcomes.append(made)
+    summary = finetuning_seeds.summarize(out, outcomes, average=args.ensemble)
+    for split, metrics in summary.median.items():
+        shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items())
+        terminal.say(f"median of {split}: {shown}")
+    for score in summary.ensemble:
+        terminal.say(f"ensemble of {score.split}: {score}")
+    few = len(summary.sound) < finetuning_seeds.MEMBERS
+    if args.ensemble and few:
+        terminal.say(f"no ensemble: {len(summary.sound)} of {args.seeds} seeds have scores")
+    terminal.say(f"{out}: {finetuning_seeds.SUMMARY} and the runs")
+    if len(summary.sound) < args.seeds:
         raise SystemExit(1)
 
 
 def common_arguments(typed: Sequence[str]) -> tuple[str, ...]:
     """Return the common arguments of all runs, without flags that differ per run or start several runs."""
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("--grid", "--ensemble", "--resume"):
+    for flag in ("--ensemble", "--resume"):
         own.add_argument(flag, action="store_true")
-    for flag in ("--seeds", "--ranks", "--side_by_side", "--out", "--batch", "--lr", "--seed"):
+    for flag in ("--seeds", "--ranks", "--out", "--seed"):
         own.add_argument(flag)
     return tuple(own.parse_known_args(typed)[1])
 

@@ -1,8 +1,7 @@
-"""The recipes: which there are, what one of them says, and whether the published tables add up.
+"""The recipes: which there are, and what one of them says.
 
 python launch/recipe.py list jeanzay_megatron_performance
 python launch/recipe.py show dgx2_gpt2_model_parallel/72x3072-h32-tp8
-python launch/recipe.py verify
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 from launch.console import arguments, ends
-from launch.tables import listing, showing, verification_command
+from launch.tables import listing, showing
 
 EXAMPLES = """\
 examples:
@@ -27,20 +26,16 @@ examples:
   python launch/recipe.py show my_table.yaml/my-row --yaml
       a row of your own file, with every value written out; list
       my_table.yaml lists them
-  python launch/recipe.py verify
-      recompute the published tables of recipes/ (no file of yours) and
-      explain every disagreement
 
-exit codes: 0 shown, or everything agrees or is explained; 1 something that
-verify cannot explain, or output that cannot be written; 2 refused, or shown
-and cannot be run as it is."""
+exit codes: 0 shown; 1 output that cannot be written; 2 refused, or shown and
+cannot be run as it is."""
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The subcommands' flags stand with the subcommands."""
     parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{list,show,verify}")
-    for command in (listing, showing, verification_command):
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{list,show}")
+    for command in (listing, showing):
         command.add_parser(commands)
     return parser
 

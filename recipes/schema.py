@@ -217,20 +217,19 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 def _optimizer(name: Any) -> str:
-    if name in ("adamw", "lamb", "lion"):
+    if name in ("adamw", "lamb"):
         return str(name)
     why = "DeepSpeed's Muon takes embeddings and tensor ranks' slices for matrices, and ZeRO clips its update"
-    told = f"'adamw', 'lamb' or 'lion' ({why} instead of the gradient; no recipe has its others)"
+    told = f"'adamw' or 'lamb' ({why} instead of the gradient; no recipe has its others)"
     raise PydanticCustomError("literal_error", "Input should be {told}", {"told": told})
 
 
 class Optimizer(Strict):
-    """AdamW, LAMB or Lion; biases and LayerNorms are not decayed."""
+    """AdamW or LAMB; biases and LayerNorms are not decayed."""
 
     name: Annotated[str, PlainValidator(_optimizer)] = "adamw"
     """adamw, or lamb: You et al. 2019, arXiv 1904.00962: each parameter's step is scaled by the size of its
-    weights; with ZeRO-0 alone, which keeps parameters whole; or lion: Chen et al. 2023, arXiv 2302.06675: a
-    step is the sign of an average of gradient and momentum, which is its only state; it has no eps"""
+    weights; with ZeRO-0 only, which keeps parameters whole"""
     lr: PositiveFloat = Field(description="peak learning rate")
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), strict=False)
     """decay of the two moments, each in [0, 1)"""

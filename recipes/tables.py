@@ -1,6 +1,6 @@
 """Table files: `title`, `defaults`, and `rows`, each laid over the defaults.
 
-A published table also has `source`, `note` and `columns`, and `evidence`, what launch/recipe.py verify checks
+A published table also has `source`, `note` and `columns`, and `evidence`, what tools/check_tables.py checks
 the rows against (launch.tables/evidence.py).
 
 A table with other results of another table's models says `like: that_table`: each row starts from the row of

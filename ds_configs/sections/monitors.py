@@ -9,7 +9,7 @@ from ds_configs.findings import Findings
 from ds_configs.plan import Machine
 from recipes.layout import Layout
 
-PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}  # of the monitors
+PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}  # of the monitors
 # Keys for DeepSpeed without a test here; false, {} and 1 have no effect.
 UNTRIED = (
     *("aio.use_gds", "zero_optimization.leaf_module"),

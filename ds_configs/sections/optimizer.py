@@ -10,8 +10,8 @@ from recipes.problems import Setting, Text
 from recipes.schema import Recipe
 
 # The recipe's name -> DeepSpeed's names (adam is AdamW unless adam_w_mode is false), and their spelling.
-_TYPES = {"adamw": ("adamw", "adam"), "lamb": ("lamb",), "lion": ("lion",)}
-_WRITTEN = {"adamw": "AdamW", "lamb": "Lamb", "lion": "Lion"}
+_TYPES = {"adamw": ("adamw", "adam"), "lamb": ("lamb",)}
+_WRITTEN = {"adamw": "AdamW", "lamb": "Lamb"}
 _ON_GPU = ("none", "parameters")  # where the accelerator steps the optimizer
 _PARAMS = "optimizer.params"
 _OF_ADAM = ("torch_adam", "adam_w_mode", "fused", "foreach", "fp32_optimizer_states", "bias_correction")
@@ -42,7 +42,7 @@ def check(recipe: Recipe, stage: int | None, findings: Findings) -> None:
     for key in (f"{_PARAMS}.{each}" for each in _OF_ADAM):
         if findings.lookup(key) is not None:
             findings.refuse(key, f"is a key of Adam's, not of {written}'s", "remove the key")
-    if name == "lamb" and findings.stated("fp16.loss_scale"):
+    if findings.stated("fp16.loss_scale"):
         rule = "DeepSpeed runs LAMB with a loss scale that moves, and with no fixed one"
         fix = "write 0, and the first scale as fp16.initial_scale_power"
         findings.refuse("fp16.loss_scale", rule, fix)
@@ -56,15 +56,6 @@ def fills(recipe: Recipe, offload: Offload, machine: Machine, findings: Findings
     """
     values: dict[str, Any] = {key: setting.value for key, setting in _numbers(recipe).items()}
     values["optimizer.type"] = _WRITTEN[recipe.optimizer.name]
-    if recipe.optimizer.name == "lion":
-        asked = _asks_for_deepspeeds(findings, offload)
-        if findings.stated("zero_allow_untested_optimizer") is False:
-            asked = "zero_allow_untested_optimizer=false"
-        if asked:
-            came = Setting("optimizer.name", "lion"), f" with {asked}"
-            fix = "remove that, or set optimizer.name to adamw"
-            findings.refuse("optimizer.name", "our own Lion steps", fix, came)
-        values |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     if recipe.optimizer.name == "adamw":
         values |= _adamw(offload, machine, findings)
     return values

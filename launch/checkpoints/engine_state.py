@@ -28,7 +28,6 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from launch.checkpoints.geometry import share
 from launch.checkpoints.manifest import WEIGHT, ScalerState
 from launch.deepspeed_fixes.cpu_adam_bias_correction import replay_bias_correction
-from launch.deepspeed_fixes.lion import Lion
 from launch.deepspeed_fixes.short_steps import Fragment, fragments_of
 from launch.deepspeed_fixes.zero0 import MasterWeights
 from modeling.initialization import shard_of
@@ -204,7 +203,7 @@ class EngineState:
         step: int | torch.Tensor = steps
         if isinstance(adam, DeepSpeedCPUAdam):
             dtype = torch.float32 if adam.fp32_optimizer_states else master.dtype
-        elif isinstance(adam, (torch.optim.AdamW, Lion)):
+        elif isinstance(adam, torch.optim.AdamW):
             group = adam.param_groups[0]
             on_device = group.get("capturable") or group.get("fused")
             step = torch.tensor(float(steps), device=master.device if on_device else "cpu")

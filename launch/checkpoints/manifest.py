@@ -30,7 +30,7 @@ NAME = "manifest.json"
 Kind = Literal["weight", "exp_avg", "exp_avg_sq"]
 WEIGHT: Kind = "weight"
 MOMENTS: tuple[Kind, Kind] = ("exp_avg", "exp_avg_sq")  # torch's names of Adam's moments
-MOST_BYTES = 4 * 2**30  # of a manifest; format 1, with every piece in it, took 59 MB for 1,024 ranks
+MOST_BYTES = 4 * 2**30  # of a manifest
 DIRECTORY = re.compile(r"step-(\d+)")
 
 Counting = Annotated[int, Field(ge=1, lt=2**63)]
@@ -180,7 +180,7 @@ class Manifest:
         files: files by name.
         tensors: tensors by canonical name.
         kinds: weight and moments that are stored of every tensor.
-        format: version of the manifest's format; 1 had a list of pieces in the place of series.
+        format: version of the manifest's format.
     """
 
     progress: Progress
@@ -225,7 +225,7 @@ class Manifest:
             position = self.data.get("position")
             expected["the step in its directory's name"] = (named, at.step)
             expected["data.position"] = (position, recipe.batch.schedule.samples(at.step))
-            expected["kinds"] = (self.kinds, kinds_after(updates, recipe))
+            expected["kinds"] = (self.kinds, kinds_after(updates))
         for fact, (value, right) in expected.items():
             if value != right:
                 rule = f"after {at.step} steps, of them {at.skipped} skipped, it is {right}"
@@ -263,40 +263,13 @@ def step_of(directory: Path) -> int | None:
     return int(named[1]) if named else None
 
 
-def kinds_after(adam_steps: int, recipe: Recipe) -> tuple[Kind, ...]:
-    """Return the kinds of tensors to store after so many updates by the recipe's optimizer."""
-    moments = MOMENTS[:1] if recipe.optimizer.name == "lion" else MOMENTS
-    return (WEIGHT, *moments) if adam_steps else (WEIGHT,)
-
-
-@dataclass(frozen=True)
-class _Piece1:
-    """A piece in format 1, with the name of its file."""
-
-    file: FileName
-    cut: Cut | None
-    first: Whole
-    count: Whole
-
-
-@dataclass(frozen=True)
-class _Tensor1:
-    """A tensor in format 1, which lists its pieces."""
-
-    shape: tuple[Whole, ...]
-    pieces: tuple[_Piece1, ...]
-    form: Form
-
-    def joined(self) -> dict[str, Any]:
-        """Return the tensor in format 2."""
-        held = ((rank_of(p.file), p.cut, p.first, p.count) for p in self.pieces if p.count)
-        series = joined(Series(*piece, each=piece[-1]) for piece in held)
-        return asdict(StoredTensor(self.shape, series, self.form))
+def kinds_after(adam_steps: int) -> tuple[Kind, ...]:
+    """Return the kinds of tensors to store after so many updates by the optimizer."""
+    return (WEIGHT, *MOMENTS) if adam_steps else (WEIGHT,)
 
 
 FORM = TypeAdapter(Manifest)
 RECIPE = TypeAdapter(dict[str, Recipe])
-TENSORS_1 = TypeAdapter(dict[str, _Tensor1])
 
 
 def write(manifest: Manifest, directory: Path) -> None:
@@ -312,9 +285,6 @@ def read(directory: Path) -> Manifest:
     told = values.pop("sha256", None)
     if told != digest(values):
         files.refuse(path, "its own checksum is another", "it is written once and never edited")
-    if values.get("format") == 1:
-        tensors = files.checked(TENSORS_1, values.get("tensors"), path)
-        values |= {"format": 2, "tensors": {name: tensor.joined() for name, tensor in tensors.items()}}
     found: Manifest = files.checked(FORM, values, path)
     recipe = files.checked(RECIPE, {"recipe": found.recipe}, path)["recipe"]
     try:

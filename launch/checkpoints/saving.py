@@ -119,9 +119,7 @@ class Saver:
             took = time.perf_counter() - started
             self._report(SaveOutcome(progress.step, 0, took, took, False, problem))
             return
-        entries, tensors = contents(
-            self.state, kinds_after(progress.adam_steps, self.plan.recipe), self.grid.rank
-        )
+        entries, tensors = contents(self.state, kinds_after(progress.adam_steps), self.grid.rank)
         background = self._fits([entry.bytes for entry in entries])
         file = directory / file_name(self.grid.rank)
         written: Future[StoredFile] = Future()
@@ -197,7 +195,7 @@ class Saver:
             description.versions(),
             whole.files,
             whole.tensors,
-            kinds_after(pending.progress.adam_steps, self.plan.recipe),
+            kinds_after(pending.progress.adam_steps),
             saved=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         )
 

@@ -1,26 +1,21 @@
-"""The commands of launch/checkpoint.py: show, verify and diff."""
+"""The commands of launch/checkpoint.py: show and verify."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from launch.checkpoints import inspection, run_checkpoints
-from launch.checkpoints.inspection import SHOWN, Fault
+from launch.checkpoints.inspection import Fault
 from launch.checkpoints.manifest import Manifest
 from launch.checkpoints.run_checkpoints import Checkpoint, Damaged
-from launch.checkpoints.stored import StoredTensors
-from launch.checkpoints.tensor_file import BUCKET, DTYPES
+from launch.checkpoints.tensor_file import DTYPES
 from launch.console import terminal
 from launch.console.numbers import NOTHING
 from launch.console.progress import bar
 from launch.console.text_table import aligned, table
 from recipes import files
-from recipes.problems import Problem, ProblemsError, counted, some
+from recipes.problems import counted
 
 BY_SIZE = "whole: by its manifest and the sizes of its files; `verify` reads them"
 
@@ -123,95 +118,3 @@ def verify(path: Path, step: int | None) -> int:
         for fault in faults:
             terminal.say(f"  {fault}")
     return int(any(found.values()))
-
-
-# --- diff
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The difference of a tensor of one kind between two checkpoints.
-
-    Attributes:
-        absolute: the largest difference of an element.
-        relative: `absolute` divided by the largest magnitude of an element in either.
-        equal: the tensors are equal to the last bit.
-    """
-
-    tensor: str
-    kind: str
-    absolute: float
-    relative: float
-    equal: bool
-
-
-def differences(first: Checkpoint, second: Checkpoint) -> Iterator[Difference]:
-    """Yield the difference of every tensor of the common kinds.
-
-    Raises ProblemsError with all tensors of only one checkpoint or of different shapes.
-    """
-    ours, theirs = (StoredTensors(each.directory, each.manifest) for each in (first, second))
-    if problems := list(_model_differences(ours, theirs)):
-        raise ProblemsError(problems)
-    for kind in (kind for kind in first.manifest.kinds if kind in second.manifest.kinds):
-        for name in ours:
-            yield _difference(name, kind, ours.canonical(name, kind), theirs.canonical(name, kind))
-
-
-def _model_differences(ours: StoredTensors, theirs: StoredTensors) -> Iterator[Problem]:
-    where, rule = f"{ours.directory} and {theirs.directory}", "only checkpoints of one model are compared"
-    for one, other in ((ours, theirs), (theirs, ours)):
-        if alone := [name for name in one if name not in other]:
-            yield Problem("", f"only {one.directory} has {some(alone, SHOWN)}", rule, where=where)
-    both = ((name, ours.shape(name), theirs.shape(name)) for name in ours if name in theirs)
-    if shapes := [f"{name} {list(a)} and {list(b)}" for name, a, b in both if a != b]:
-        yield Problem("", f"their shapes are other ones: {some(shapes, SHOWN)}", rule, where=where)
-
-
-def _difference(name: str, kind: str, one: torch.Tensor, other: torch.Tensor) -> Difference:
-    """Compare two float32 tensors, a bucket at a time."""
-    if torch.equal(one.view(torch.int32), other.view(torch.int32)):
-        return Difference(name, kind, 0.0, 0.0, True)
-    absolute = largest = torch.zeros(())
-    for a, b in zip(one.view(-1).split(BUCKET // 4), other.view(-1).split(BUCKET // 4), strict=True):
-        absolute = torch.maximum(absolute, (a - b).abs().max())  # NaN stays
-        largest = torch.maximum(largest, torch.maximum(a.abs().max(), b.abs().max()))
-    relative = absolute / largest if largest else absolute
-    return Difference(name, kind, float(absolute), float(relative), False)
-
-
-def diff(first: Path, second: Path, step: int | None, most: int) -> int:
-    """Print the `most` largest differences between tensors of two checkpoints; 0: all."""
-    found = [run_checkpoints.newest_whole(path, step) for path in (first, second)]
-    for damaged in (each for _, newer in found for each in newer):
-        terminal.say(f"WARNING: {damaged}; an older one is compared", sys.stderr)
-    a, b = (chosen for chosen, _ in found)
-    kinds = [kind for kind in a.manifest.kinds if kind in b.manifest.kinds]
-    with bar(sys.stderr, total=len(kinds) * len(a.manifest.tensors), unit="tensor") as shown:
-        different: list[Difference] = []
-        for each in differences(a, b):
-            different += [] if each.equal else [each]
-            shown.update()
-    different.sort(key=lambda each: each.relative if each.relative == each.relative else float("inf"))
-    different.reverse()
-    for letter, one in (("A", a), ("B", b)):
-        terminal.say(f"{letter}  {one.directory}: step {one.step}, {_saved_under(one.manifest)}")
-    alone = {one.directory: [k for k in one.manifest.kinds if k not in kinds] for one in (a, b)}
-    for directory, more in alone.items():
-        if more:
-            terminal.say(f"only {directory} has {some(more)}")
-    of = counted(len(a.manifest.tensors), "tensor")
-    for kind in kinds:
-        count = sum(each.kind == kind for each in different)
-        terminal.say(f"{kind}: {f'{count:,} of {of} differ' if count else f'all {of} are equal to the bit'}")
-    if different:
-        _print_table(different, most)
-    return int(bool(different or any(alone.values())))
-
-
-def _print_table(different: Sequence[Difference], most: int) -> None:
-    shown = different[: most or None]
-    rows = [(e.tensor, e.kind, f"{e.absolute:.3g}", f"{e.relative:.3g}") for e in shown]
-    print(f"\n{table(rows, ('tensor', 'kind', 'absolute', 'relative'), 'llrr', terminal.columns())}")
-    if left := len(different) - len(shown):
-        terminal.say(f"and {left:,} more (--most 0 shows all)")

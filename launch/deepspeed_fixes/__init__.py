@@ -8,7 +8,6 @@ Each docstring names the symptom, upstream's issue, and a test that fails once D
     freed_gradients             ZeRO-2 frees a gradient larger than the bucket while it is reduced
     loss_scale                  a growing loss scale halves the gradients of its step; an overflow at the
                                 smallest one is a bare Exception
-    lion                        the CPU op of Lion moves parameters that have no gradient
     cpu_adam_bias_correction    a resumed CPU Adam differs in the last bits
 
 Corrections at the start and end of a process are in `launch/machine`, which imports nothing from here:

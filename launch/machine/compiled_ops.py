@@ -54,7 +54,7 @@ def needed(ds: dict[str, Any]) -> tuple[str, ...]:
     """List the builder classes of the ops that DeepSpeed's engine will use under the resolved JSON `ds`."""
     offloaded = [lookup(ds, f"zero_optimization.offload_{kind}.device") for kind in ("optimizer", "param")]
     adam = "CPUAdamBuilder" if offloaded[0] in ("cpu", "nvme") else "FusedAdamBuilder"
-    ours = str(lookup(ds, "optimizer.type")).lower() in ("lamb", "lion")
+    ours = str(lookup(ds, "optimizer.type")).lower() == "lamb"
     by_torch = ours or lookup(ds, "optimizer.params.torch_adam") is True
     ops = () if by_torch or "optimizer" not in ds else (adam,)
     return (*ops, *NVME_OPS) if "nvme" in offloaded else ops

@@ -53,14 +53,13 @@ def state_widths(plan: Plan) -> cost.Widths:
     precision. So does `bf16_optimizer_states` with Adam's moments on the GPU, and `fp32_optimizer_states:
     false` on the CPU (ops/adam/cpu_adam.py). `grad_accum_dtype` is the type of the gradients.
     """
-    moments = 1 if plan.recipe.optimizer.name == "lion" else 2
     if plan.precision == "fp32":
-        return cost.FP32._replace(moments=moments)
+        return cost.FP32
     ds, half = plan.ds, plan.precision
     accumulated = (ds.get("data_types") or {}).get("grad_accum_dtype") or half
     gradient = 4 if accumulated == "fp32" else 2
     if not ds.get(half, {}).get(f"{half}_master_weights_and_grads"):
-        return cost.Widths(gradient=gradient, moments=moments)
+        return cost.Widths(gradient=gradient)
     params = (ds.get("optimizer") or {}).get("params") or {}
     halved = ds.get(half, {}).get("bf16_optimizer_states") or params.get("fp32_optimizer_states") is False
-    return cost.Widths(gradient=gradient, master=2, moment=2 if halved else 4, moments=moments)
+    return cost.Widths(gradient=gradient, master=2, moment=2 if halved else 4)

@@ -79,18 +79,6 @@ class SaveOutcome:
 
 
 @dataclass(frozen=True)
-class StepProfile:
-    """Where the time of the steps `first` to `last` went."""
-
-    first: int
-    last: int
-    # Seconds of a step by kind of work (`launch.training.profiling`), the mean over steps and ranks; the
-    # largest first.
-    shares: dict[str, Finite]
-    problems: tuple[str, ...] = ()  # traces that could not be written
-
-
-@dataclass(frozen=True)
 class Peaks:
     """The largest peaks of memory, and of memory reserved by torch on a GPU, of any rank; None: unknown."""
 
@@ -174,9 +162,6 @@ class SilentRecorder:
         self, step: int, outcome: StepOutcome, seconds: float, waited: float, ranks: RankSeconds | None = None
     ) -> None:
         """Take a completed optimizer step; its `seconds` include those `waited` for the batch."""
-
-    def profile(self, found: StepProfile) -> None:
-        """Take the profile of the last steps."""
 
     def validation(self, step: int, outcome: Validation, kind: str = "validation") -> None:
         """Take the loss on held-out text after `step` steps; `kind` "test": on the test split."""

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from data.durable_files import write_atomically
-from launch.records.facts import Finite, RunFacts, SaveOutcome, StepProfile
+from launch.records.facts import Finite, RunFacts, SaveOutcome
 from recipes import files
 from recipes.layout import Layout
 
@@ -96,15 +96,6 @@ class SaveRecord(SaveOutcome):
 
 
 @dataclass(frozen=True)
-class ProfileRecord(StepProfile):
-    """The record of profiled steps, the last of which is `step`."""
-
-    step: int = 0
-    time: float = 0.0
-    kind: Literal["profile"] = "profile"
-
-
-@dataclass(frozen=True)
 class SpeedSettings:
     """The settings that decide the speed of a launch: times under other settings are not mixed."""
 
@@ -174,7 +165,7 @@ class StartRecord:
         return f"{self.seconds:.1f} s from launch to first step: {shown}{apart}"
 
 
-Record = LaunchRecord | StartRecord | StepRecord | ValidationRecord | SaveRecord | ProfileRecord | Note
+Record = LaunchRecord | StartRecord | StepRecord | ValidationRecord | SaveRecord | Note
 # Kind of a record -> its form, and its field in `Records`.
 _KINDS: dict[str, tuple[TypeAdapter[Any], str]] = {
     "launch": (TypeAdapter(LaunchRecord), "launches"),
@@ -183,7 +174,6 @@ _KINDS: dict[str, tuple[TypeAdapter[Any], str]] = {
     "validation": (TypeAdapter(ValidationRecord), "validations"),
     "test": (TypeAdapter(ValidationRecord), "tests"),
     "save": (TypeAdapter(SaveRecord), "saves"),
-    "profile": (TypeAdapter(ProfileRecord), "profiles"),
     "note": (TypeAdapter(Note), "notes"),
 }
 
@@ -200,7 +190,6 @@ class Records:
     broken: bool = False
     launches: tuple[LaunchRecord, ...] = ()
     starts: tuple[StartRecord, ...] = ()
-    profiles: tuple[ProfileRecord, ...] = ()
 
     def __len__(self) -> int:
         kinds = self.steps, self.validations, self.tests, self.saves, self.notes

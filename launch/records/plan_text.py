@@ -15,7 +15,7 @@ from modeling import cost
 from recipes.problems import counted
 from recipes.schema import Model, Recipe
 
-OPTIMIZERS = {"adamw": "AdamW", "lamb": "LAMB", "lion": "Lion"}
+OPTIMIZERS = {"adamw": "AdamW", "lamb": "LAMB"}
 
 
 @dataclass(frozen=True)

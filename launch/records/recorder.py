@@ -166,12 +166,6 @@ class Recorder(SilentRecorder):
             self._screen.line(str(start))
 
     @_guarded
-    def profile(self, found: facts.StepProfile) -> None:
-        self._write(metrics.ProfileRecord(**vars(found), step=found.last, time=time.time()))
-        for each in found.problems:
-            self.say(f"WARNING: no trace of a rank: {each}")
-
-    @_guarded
     def validation(self, step: int, outcome: facts.Validation, kind: str = "validation") -> None:
         parts, loss = finite_parts(outcome.parts), finite(outcome.loss)
         record = ValidationRecord(step, loss, parts, time.time(), "test" if kind == "test" else "validation")

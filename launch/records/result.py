@@ -145,7 +145,6 @@ class Result:
     banded_attention_kernel: str | None = None  # None: all layers are dense
     sample: str | None = None
     start: metrics.StartRecord | None = None  # of the last launch with a step
-    profile: metrics.ProfileRecord | None = None  # of the steps that were profiled last
     task_scores: tuple[TaskScore, ...] = ()
     loss_per: str = "token"
     version: Literal[2] = 2
@@ -212,7 +211,6 @@ def make_result(run: RunFacts, records: Records, ending: Ending) -> Result:
         banded_attention_kernel=run.band_kernel,
         sample=ending.sample,
         start=records.starts[-1] if records.starts else None,
-        profile=records.profiles[-1] if records.profiles else None,
         task_scores=ending.task_scores,
         loss_per=recipe.model.predicted,
         **{**vars(how), "implementation": how.implementation + version},

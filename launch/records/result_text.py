@@ -5,7 +5,6 @@ from __future__ import annotations
 from launch.console.numbers import number
 from launch.console.terminal import wrapped
 from launch.console.text_table import aligned, table
-from launch.records.facts import StepProfile
 from launch.records.metrics import PART_NAMES, Parts
 from launch.records.result import OURS, TFLOPS_BY, Result
 
@@ -21,20 +20,7 @@ def result_text(result: Result, width: int | None = None) -> str:
     block = aligned(_lines(result), gap=1, width=width)
     stated = ["\ndeviations from the recipe", *(f"  - {each}" for each in result.deviations)]
     more = [*_comparison(result, width), *(stated if result.deviations else [])]
-    return "\n".join([block, *_profile(result, width), *(wrapped(line, width) for line in more)])
-
-
-def _profile(result: Result, width: int | None) -> list[str]:
-    if (profile := result.profile) is None:
-        return []
-    title = f"steps {profile.first} to {profile.last}, profiled"
-    return ["", table(profile_rows(profile), (title, "s per step", "%"), align="lrr", width=width)]
-
-
-def profile_rows(profile: StepProfile) -> list[tuple[str, str, str]]:
-    """Return kinds of work, their seconds of a step and their share of it in per cent."""
-    whole = sum(profile.shares.values()) or 1.0
-    return [(kind, f"{s:.4f}", f"{100 * s / whole:.1f}") for kind, s in profile.shares.items()]
+    return "\n".join([block, *(wrapped(line, width) for line in more)])
 
 
 def _lines(result: Result) -> list[tuple[str, str]]:

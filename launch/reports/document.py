@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from launch.records.result_text import profile_rows
 from launch.reports import plots, predictions, scores
 from launch.reports.comparison import MOST_COMPARED, Comparison, compare
 from launch.reports.entries import Column, Entry, Remarks, Scale, entries_of, measured_columns, split_remarks
@@ -53,9 +52,9 @@ class Section:
 
     @property
     def frames(self) -> list[Frame]:
-        """Return the tables below the main one: predictions, fine-tuning scores, profiles."""
+        """Return the tables below the main one: predictions and fine-tuning scores."""
         found = (predictions.frame(self.predicted), scores.finetuned_frame(self.finetuned))
-        return [*filter(None, found), *profile_frames(self.runs)]
+        return [*filter(None, found)]
 
     @property
     def anchor(self) -> str:
@@ -83,15 +82,6 @@ class Section:
         scales = Counter(entry.scale for entry in self.entries if entry.run)
         counts = [f"{counted(scales[scale], 'run')} {how}" for scale, how in SCALES.items() if scales[scale]]
         return f"{counted(len(self.table.rows), 'row')}, {', '.join(counts) or 'nothing run'}"
-
-
-def profile_frames(runs: Sequence[Run]) -> Iterator[Frame]:
-    """Yield a table for each run that profiled steps: where their time went."""
-    for run in runs:
-        if profile := run.result.profile:
-            headings = "kind of work", "s per step", "%"
-            title = f"{run.full_label}: steps {profile.first} to {profile.last}, profiled"
-            yield Frame(headings, ("name", "number", "number"), profile_rows(profile), title)
 
 
 @dataclass(frozen=True)
@@ -144,7 +134,7 @@ def assemble(tables: Tables, names: Sequence[str], runs: Sequence[Run], *, only_
             measured_columns(table, ran),
             *split_remarks(table.rows),
             # A comparison draws the losses, too.
-            plots.throughput(entries) + ([] if comparison else plots.losses(ran)),
+            plots.throughput(entries) + plots.of_runs(ran) + ([] if comparison else plots.losses(ran)),
             predictions.lines_of(entries),
             list(scores.finetuned_lines(table.rows, tuned, tables.recipe)),
         )

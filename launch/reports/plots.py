@@ -22,7 +22,7 @@ from launch.records.loss_plot import mean, moving_average, step_ticks, write_in_
 from launch.records.result import TFLOPS_BY
 from launch.records.result_text import EXACT
 from launch.reports.entries import COLUMNS, Entry
-from launch.reports.runs import Points, Run, differences
+from launch.reports.runs import OOM, Points, Run, differences
 from recipes.problems import counted
 
 INK, FAINT = "#1c2024", "#c3c9cf"
@@ -117,6 +117,29 @@ def of_comparison(runs: Sequence[Run]) -> list[Plot]:
         *_steps(apart, names, "Difference of the training losses", difference, log=True),
         *_steps(seconds, (time, "seconds"), time, "Wall time of every step."),
     ]
+
+
+def of_runs(runs: Sequence[Run]) -> list[Plot]:
+    """Plot samples per second and peak memory of each run; no plot of fewer than two runs."""
+    if len(runs) < 2:
+        return []
+    oldest_first = list(reversed(runs))
+    labels = [run.label for run in oldest_first]
+    figure = Figure(figsize=(8, 1.5 + 0.3 * len(runs)), layout="constrained")
+    for number, key in enumerate(("samples_per_s", "peak_gb"), start=1):
+        axes = new_axes(figure, "", COLUMNS[key].heading, "", (1, 2, number))
+        for y, run in enumerate(oldest_first):
+            value = COLUMNS[key].of(run.result)
+            if value is None or run.status == OOM:
+                where: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "va": "center"}
+                axes.annotate(run.status, (0.01, y), fontsize=8, color=INK, **where)
+            else:
+                axes.barh(y, value, height=0.62, **BARS)
+        axes.set_yticks(range(len(runs)), labels if number == 1 else [""] * len(runs))
+        axes.set_ylim(len(runs) - 0.4, -0.6)
+        axes.grid(visible=False, axis="y")
+    caption = "A run without a bar says how it ended, or has no such number."
+    return [_render(figure, [], "Speed and memory of the runs", caption)]
 
 
 def _steps(

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from launch.console.numbers import number, ratio
-from launch.evaluation import finetuning_summary
-from launch.evaluation.finetuning_summary import SUMMARY, Summary
+from launch.evaluation import finetuning_seeds
+from launch.evaluation.finetuning_seeds import SUMMARY, Summary
 from launch.evaluation.pretrained import Pretrained
 from launch.evaluation.scores import OTHER_DATA, WORDS, Score, figure_text, published_next_to
 from launch.records.facts import TaskScore
@@ -179,7 +179,7 @@ def finetuned_models(runs: Sequence[Run], problems: list[str]) -> list[Finetuned
         if above not in summaries:
             summaries[above] = _summary(above, problems)
         summary = summaries[above]
-        if summary is None or run.path.name not in {each.name for each in (*summary.grid, *summary.seeds)}:
+        if summary is None or run.path.name not in {each.name for each in summary.seeds}:
             found.append(FinetunedModel(run, run.label, run.path, _values(run.result.task_scores)))
         elif above not in shown:
             shown.add(above)
@@ -189,7 +189,7 @@ def finetuned_models(runs: Sequence[Run], problems: list[str]) -> list[Finetuned
 
 def _summary(folder: Path, problems: list[str]) -> Summary | None:
     try:
-        return finetuning_summary.read(folder)
+        return finetuning_seeds.read(folder)
     except (ValueError, OSError) as error:
         fix = "start the same command again, or leave its runs out"
         problems.append(f"{' '.join(str(error).split())}: {fix}")
@@ -199,11 +199,10 @@ def _summary(folder: Path, problems: list[str]) -> Summary | None:
 def _of_summary(run: Run, summary: Summary) -> Iterator[FinetunedModel]:
     """Yield the median and the ensemble of a summary; `run` is one of its runs."""
     label, path = run.path.parent.name, run.path.parent / SUMMARY
-    sound = sum(bool(each.scores) for each in summary.seeds)
+    sound = len(summary.sound)
     yield FinetunedModel(run, label, path, summary.median, "median", sound)
     if summary.ensemble:
-        models = summary.ensemble_of or sound
-        yield FinetunedModel(run, label, path, _values(summary.ensemble), "ensemble", models)
+        yield FinetunedModel(run, label, path, _values(summary.ensemble), "ensemble", sound)
 
 
 def _values(scores: Sequence[TaskScore]) -> dict[str, Mapping[str, float]]:

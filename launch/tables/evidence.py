@@ -11,7 +11,7 @@
       speeds:    # other runs of a row's model, every product counted and layers recomputed
       - source: the document
         rows: {1.2b: [{gpus: 1, batch: 8, milliseconds: 1121, tflops: "71.9"}]}
-      errata:    # disagreements as `launch/recipe.py verify` prints them, explained
+      errata:    # disagreements as `tools/check_tables.py` prints them, explained
       - explanation: the printed value is twice what the formula gives
         later: what its author printed afterwards, where that is known
         disagreements: [{quantity: TFLOPS, printed: "25.66", computed: "12.83", rows: [23b-g16]}]

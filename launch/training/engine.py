@@ -28,7 +28,6 @@ from ds_configs.plan import Plan
 from launch.deepspeed_fixes import zero0
 from launch.deepspeed_fixes.freed_gradients import keep_while_reduced
 from launch.deepspeed_fixes.lamb import Lamb
-from launch.deepspeed_fixes.lion import Lion
 from launch.deepspeed_fixes.loss_scale import is_at_floor, postpone_growth
 from launch.deepspeed_fixes.muon_compilation import leave_out_compilation
 from launch.deepspeed_fixes.short_steps import shorten_step
@@ -100,11 +99,11 @@ def initialize(plan: Plan, module: torch.nn.Module, grid: ProcessGrid) -> DeepSp
 
 
 def own_optimizer(ds: dict[str, Any], grid: ProcessGrid) -> Callable[..., torch.optim.Optimizer] | None:
-    """Return what makes our LAMB or Lion of groups of parameters; None: DeepSpeed makes AdamW."""
-    numbers, kind = ds["optimizer"]["params"], ds["optimizer"]["type"].lower()
-    if kind == "lamb":
-        return functools.partial(Lamb, grid=grid, **numbers)
-    return functools.partial(Lion, **numbers) if kind == "lion" else None
+    """Return what makes our LAMB of groups of parameters; None: DeepSpeed makes AdamW."""
+    optimizer = ds["optimizer"]
+    if optimizer["type"].lower() != "lamb":
+        return None
+    return functools.partial(Lamb, grid=grid, **optimizer["params"])
 
 
 def move_buffers(module: torch.nn.Module, device: torch.device) -> None:
@@ -128,11 +127,9 @@ def release_at_end(engine: DeepSpeedEngine) -> Iterator[None]:
 
 
 def end_monitors(engine: DeepSpeedEngine) -> None:
-    """Have W&B and Comet write what they still hold: no rank ends by Python's own end."""
+    """Have W&B write what it still holds: no rank ends by Python's own end."""
     if getattr(engine.monitor, "wandb_monitor", None):
         sys.modules["wandb"].finish()
-    if comet := getattr(engine.monitor, "comet_monitor", None):
-        comet.experiment.end()
 
 
 def train_step(

@@ -172,8 +172,9 @@ class TrainingRun:
         self.watchdog.enter(Phase.RECORDING)
         self.recorder.step(step, outcome, seconds, waited, ranks)
         self._monitor("train", outcome, lr=outcome.lr, grad_norm=outcome.grad_norm, seconds=seconds)
-        if self._profiler and (found := self._profiler.end(step, waited)):
-            self.recorder.profile(found)
+        if self._profiler:
+            for problem in self._profiler.end(step):
+                self.recorder.say(f"WARNING: no trace of a rank: {problem}")
         self.done = step
         self.skipped.see(outcome)
         self.bounds.see(step, outcome)

@@ -22,13 +22,12 @@ class Widths(NamedTuple):
     weight: int = 2
     gradient: int = 2  # while it is accumulated
     master: int = 4  # the optimizer's copy of a weight, and its gradient
-    moment: int = 4  # each of the optimizer's
-    moments: int = 2  # of Adam and LAMB; Lion has one
+    moment: int = 4  # each of the two of Adam and LAMB
 
     @property
     def saved(self) -> int:
         """Bytes of a parameter in a checkpoint: weight and moments of the optimizer, shared over ranks."""
-        return self.master + self.moments * self.moment
+        return self.master + 2 * self.moment
 
 
 MIXED, FP32 = Widths(), Widths(weight=4, gradient=4)
@@ -118,7 +117,7 @@ def sharded_bytes(
     """
     assert zero_stage in (0, 1, 2, 3), f"no such ZeRO stage: {zero_stage}"
     copied = zero_stage > 0 or widths.weight < widths.master
-    optimizer = widths.moments * widths.moment + (widths.master if copied else 0)
+    optimizer = 2 * widths.moment + (widths.master if copied else 0)
     ranks = [dp if zero_stage >= least else 1 for least in (3, 2, 1)]
     sizes = (widths.weight, widths.gradient, optimizer)
     weights, gradients, states = (parameters * size / n for size, n in zip(sizes, ranks, strict=True))

@@ -60,27 +60,16 @@ WORK = {
     "doctor": ["launch.doctor:text", "launch.doctor:asdict"],  # where it has checked, and tells
     "score": ["launch.ranks.ending:clean_exit"],
     "compare_layouts": ["launch.compare_layouts:run_cases"],
-    "sweep": ["launch.experiments.sweeps.points:run_and_wait"],
     "plan": [  # where the search is done
         "launch.planning.search.search_text:page",
         "launch.planning.search.search_text:largest_page",
     ],
-    "recipe": ["launch.tables.verification:verify"],
     "report": ["launch.reports.document:assemble"],
     "export_hf": ["launch.checkpoints.run_checkpoints:newest_whole"],
-    "checkpoint": [
-        "launch.checkpoints.inspection:faults",
-        "launch.checkpoints.showing:_dtypes",
-        "launch.checkpoints.showing:differences",
-    ],
+    "checkpoint": ["launch.checkpoints.inspection:faults", "launch.checkpoints.showing:_dtypes"],
     "prepare_data": ["data.prepare.pipeline:process_chunks"],
     "show_data": ["data.corpus:build"],
     "generate": ["launch.evaluation.writing:run"],
-    "benchmark": [
-        "launch.experiments.benchmarks.step_speed:measure",
-        "launch.experiments.benchmarks.gpu_command:run_command",
-        "launch.experiments.benchmarks.kernel_counts:passes",
-    ],
 }
 
 NUMBERS = ["0", "1", "2", "3", "7", "-1", "1.5", "1e30", "nan", "inf", "9" * 30, "0x10", "1_0", "٣", "²", ""]
@@ -175,10 +164,6 @@ def typed(action: argparse.Action) -> st.SearchStrategy[list[str]]:
     elif action.dest == "set":
         keys = st.sampled_from([*key_paths.paths()])
         values = st.sampled_from(SETS) | st.builds("{}={}".format, keys, values)
-    elif action.dest == "sweep":
-        keys = st.sampled_from([*key_paths.paths(), "batch.micro", "a.b"])
-        parts = st.lists(st.sampled_from([*own, "largest", "1", "2"]), min_size=1, max_size=3).map(",".join)
-        values = st.builds("{}={}".format, keys, parts) | values
     elif action.dest == "tokenizer":
         files = ["text.txt", "deep.json", "noise.json", "odd.json", "run.d", "full", "pipe", "/dev/zero", ""]
         values = st.sampled_from(["gpt2", "trained_bpe", "x", *(f"file:{name}" for name in files)])
@@ -295,9 +280,8 @@ APART = {
     "pretrain --processes 2": "--processes without --plan",
     "pretrain --plan --ds_config zero1 --set ds_config=zero2": "--ds_config with --set ds_config",
     "pretrain --plan --set steps=5 --set steps=7": "--set steps twice",
-    "finetune --task sst2 --init x --grid --lr 1": "--grid with --lr",
     "finetune --task sst2 --init x --seeds 2 --plan": "--plan with --seeds",
-    "finetune --task sst2 --init x --ranks 2": "--ranks without --seeds, --grid or --ensemble",
+    "finetune --task sst2 --init x --ranks 2": "--ranks without --seeds or --ensemble",
     "finetune --task sst2 --init x --lr 1 --set optimizer.lr=2": "--lr with --set optimizer.lr",
     "finetune --task rte --init x --train a --set task.train=b": "--train with --set task.train",
     "doctor --ds_config zero1 --set ds_config=zero2": "--ds_config with --set ds_config",
@@ -308,7 +292,6 @@ APART = {
     "plan search --largest --top 3": "--largest with --top",
     "plan search --largest --set model.hidden=64": "--largest with --set model.hidden",
     "compare_layouts --list --tiny": "--list with --tiny",
-    "sweep --sweep steps=1 --ds_config zero1 --set ds_config=zero2": "--ds_config with --set ds_config",
     "recipe list --all --fits": "--all with --fits",
     "score x --task perplexity --tokenizer d --set data.tokenizer.kind=gpt2": "--tokenizer with --set data.",
     "show_data --hashes 1 --samples 3": "--hashes with --samples",
@@ -318,8 +301,6 @@ APART = {
     "show_data --workers 2": "--workers without --hashes",
     "generate x --prompt a --file b": "--prompt with --file",
     "generate x --prompt a --greedy --seed 4": "--greedy with --seed",
-    "benchmark gpu --list --minutes 3": "--list with --minutes",
-    "benchmark step --ranks 2 --set parallel.dp=1": "--ranks with --set parallel.dp",
     "prepare_data --out o --tokenizer gpt2 --revision x": "--revision with --source packaged",
     "prepare_data --out o --tokenizer gpt2 --documents file": "--documents with --source packaged",
     "prepare_data --out o --tokenizer gpt2 --dedup none --shingle 3": "--shingle with --dedup none",
@@ -371,7 +352,7 @@ def near(value: object) -> st.SearchStrategy[object]:
     if isinstance(value, float):
         return st.sampled_from([value, 2 * value, value / 3, 0.0, 0.5, 1e-12, 1e6])
     words = ["none", "full", "bert", "gpt2", "pre", "post", "nsp", "fp32", "bf16", "fp16", "linear", "store"]
-    words += ["wsd", "polynomial", "inverse_sqrt", "lion", "lamb", "muon"]
+    words += ["wsd", "polynomial", "inverse_sqrt", "lamb", "muon"]
     return st.sampled_from([value, 1, 2, 8, 0.1, *words])
 
 

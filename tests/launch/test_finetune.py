@@ -201,7 +201,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(folder, tmp_path, re
         "--plan with --ensemble: a plan is that of one run": ["--ensemble", "--plan"],
         "--lr: 1e30: give a number above 0, at most 1,000,000": ["--lr", "1e30"],
         "--epochs: 1e15: give a number above 0, at most 1,000,000": ["--epochs", "1e15"],
-        "--ranks without --seeds, --grid or --ensemble": ["--ranks", 2],
+        "--ranks without --seeds or --ensemble": ["--ranks", 2],
     }.items():
         assert said in refusal(*flags), said
     short = ("--set", "task.doc_stride=8", "--set", "task.max_query=6")
@@ -219,39 +219,33 @@ def test_several_runs_are_refused_without_a_word_of_deepspeed(folder, tmp_path):
 @pytest.mark.long
 @pytest.mark.timeout(1500)
 def test_the_whole_procedure_killed_and_started_again(folder, tmp_path):
-    """Grid, seeds, median, ensemble; the run that was killed resumes to the scores of one that was not."""
-    flags = ["--epochs", 10, "--grid", "--seeds", 5, "--ensemble", "--out", tmp_path / "out"]
+    """Seeds, median, ensemble; the run that was killed resumes to the scores of one that was not."""
+    flags = ["--epochs", 10, "--seeds", 5, "--ensemble", "--out", tmp_path / "out"]
     data = [f"--{split}={folder / f'{split}.jsonl'}" for split in ("train", "dev")]
     words = ["--task", "sst2", "--init", folder / "bert", *data, "--sequence_length", 32]
     command = [sys.executable, "-u", *map(str, (COMMAND, *words, *flags))]
-    killed, one_device = "-seed1236", {"BOARD_DEVICES": "1"}  # where there are more, seeds run side by side
+    killed = "seed1236"
     with (tmp_path / "said").open("w") as said:
         process = subprocess.Popen(
-            command, env=environment(one_device), stdout=said, stderr=said, start_new_session=True
+            command, env=environment(), stdout=said, stderr=said, start_new_session=True
         )
-        while not any(tmp_path.glob(f"out/*{killed}/checkpoints/step-*/{manifest.NAME}")):
+        while not any(tmp_path.glob(f"out/{killed}/checkpoints/step-*/{manifest.NAME}")):
             assert process.poll() is None, (tmp_path / "said").read_text()
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGKILL)  # the procedure and the run that it waits for
         process.wait()
-    (directory,) = tmp_path.glob(f"out/*{killed}")
+    directory = tmp_path / "out" / killed
     assert not (directory / "result.json").exists() and not (tmp_path / "out" / "summary.json").exists()
-    done = run(command, env=one_device, timeout=900)
-    assert done.returncode == 0 and done.stdout.count("made before") == 6 + 2, done.stdout[-4000:]
+    done = run(command, timeout=900)
+    assert done.returncode == 0, done.stdout[-4000:]
     assert "resumed from" in directory.with_suffix(".log").read_text()
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    best = max(summary["grid"], key=lambda row: row["scores"][0]["metrics"]["accuracy"])
-    assert {(row["batch"], row["lr"]) for row in summary["grid"]} == {
-        (batch, lr) for batch in (16, 32) for lr in (1e-5, 2e-5, 3e-5)
-    }  # fmt: skip
     seeds = summary["seeds"]
-    assert [(row["seed"], row["batch"], row["lr"], row["problem"]) for row in seeds] == [
-        (1234 + number, best["batch"], best["lr"], "") for number in range(5)
-    ]  # fmt: skip
+    assert [(row["seed"], row["problem"]) for row in seeds] == [(1234 + number, "") for number in range(5)]
     found = [row["scores"][0]["metrics"]["accuracy"] for row in seeds]
     assert summary["median"]["dev"]["accuracy"] == statistics.median(found)
-    assert summary["ensemble_of"] == 5 and summary["ensemble"][0]["examples"] == 21
-    alone = [*words, "--epochs", 10, "--batch", best["batch"], "--lr", best["lr"], "--seed", 1236]
+    assert summary["ensemble"][0]["examples"] == 21
+    alone = [*words, "--epochs", 10, "--seed", 1236]
     again = run_ranks(1, COMMAND, *alone, "--out", tmp_path / "alone", timeout=200)
     assert again.returncode == 0, again.stdout[-3000:]
     scores = json.loads((tmp_path / "alone" / "result.json").read_text())["task_scores"]
@@ -262,7 +256,7 @@ def test_the_whole_procedure_killed_and_started_again(folder, tmp_path):
     np.testing.assert_allclose(*logits, rtol=1e-5, atol=1e-6)
     times = {path: path.stat().st_mtime_ns for path in tmp_path.glob("out/*/*")}
     done = run(command, timeout=200)
-    assert done.returncode == 0 and done.stdout.count("made before") == 6 + 5, done.stdout[-4000:]
+    assert done.returncode == 0, done.stdout[-4000:]
     after = {
         path: path.stat().st_mtime_ns for path in tmp_path.glob("out/*/*") if "ensemble" not in str(path)
     }

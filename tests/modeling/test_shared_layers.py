@@ -11,7 +11,6 @@ from launching import WORKERS, run_ranks
 from torch import Tensor
 
 from launch.experiments.random_batch import random_batch
-from launch.tables.quantities import arithmetic, counts
 from modeling import bert, cost, gpt2, transformer
 from modeling.bert import BertShape
 from modeling.cost import parameters
@@ -24,6 +23,7 @@ from modeling.layer_list import Stack
 from modeling.past import Past
 from recipes import catalog
 from recipes.schema import Model
+from tools.tables.quantities import arithmetic, counts
 
 LAYERS = 3
 SIZES = dict(layers=LAYERS, hidden=32, heads=4, vocab=90, padded_vocab=90, positions=16)

@@ -89,7 +89,6 @@ def test_every_json_trains_with_dropout(tmp_path, recipe, half):
         ["model.attention=[dense,fixed]", "model.attention_window=24", "model.attention_columns=4"],
         ["batch.rampup={start: 4, increment: 4, samples: 4}"],
         ["parallel.torch_ddp=true"],
-        ["optimizer.name=lion", "optimizer.lr=1e-4"],
         ["model.shared_layers=true"],
     ],
     ids=lambda settings: settings[0].partition("=")[0],

@@ -9,10 +9,10 @@ import json
 import sys
 from pathlib import Path
 
-from launch.experiments.benchmarks.measured_system import MeasuredSystem
-from launch.experiments.benchmarks.specification import Specification
-from launch.experiments.benchmarks.systems import SYSTEMS
 from launch.ranks import ending, processes
+from tools.benchmarks.measured_system import MeasuredSystem
+from tools.benchmarks.specification import Specification
+from tools.benchmarks.systems import SYSTEMS
 
 STEPS = 2
 GPT = ("precision=fp32", "batch.accumulation=2")

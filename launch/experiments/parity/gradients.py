@@ -22,15 +22,14 @@ KIND = MOMENTS[0]
 def save_first_gradients(run: TrainingRun, outcome: StepOutcome) -> None:
     """Write the gradient of every parameter, before clipping, after the first optimizer step. Collective.
 
-    They are read from Adam's first moment, which after one step is (1 - beta1) times the clipped gradient;
-    Lion's momentum is (1 - beta2) times it.
+    They are read from Adam's first moment, which after one step is (1 - beta1) times the clipped gradient.
     This works under every ZeRO stage and in the pipeline, which makes backward pass and step in one call.
     """
     if run.done != 1:
         return
     grid, adam, norm = run.grid, run.recipe.optimizer, outcome.grad_norm
     clipped = min(1.0, adam.clip / (norm + 1e-6)) if adam.clip and norm else 1.0
-    scale = (1 - adam.betas[adam.name == "lion"]) * clipped
+    scale = (1 - adam.betas[0]) * clipped
     directory = run.job.directory / DIRECTORY
     if grid.rank == 0:
         directory.mkdir()

@@ -1,10 +1,9 @@
-"""What is damaged in a checkpoint is found and named; two checkpoints are compared, whatever saved them."""
+"""What is damaged in a checkpoint is found and named."""
 
 import json
 import os
 import re
 import sys
-import weakref
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from stored import model_tensors, rewrite_manifest, write_checkpoint
 
 from launch import checkpoint as command
-from launch.checkpoints import inspection, manifest, run_checkpoints, showing, tensor_file
+from launch.checkpoints import inspection, manifest, run_checkpoints, tensor_file
 from launch.checkpoints.geometry import Cut, overlap, rectangles
 from launch.checkpoints.manifest import MOMENTS, WEIGHT, Series
 from launch.console import ends
@@ -336,7 +335,7 @@ def test_show_says_what_is_in_one_checkpoint(directory, monkeypatch, capsys):
     assert run(monkeypatch, capsys, "show", directory.parent, "--step", "4")[1] == out
 
 
-@pytest.mark.parametrize("name", ["show", "verify", "diff"])
+@pytest.mark.parametrize("name", ["show", "verify"])
 def test_what_is_no_run_is_refused(name, directory, tmp_path, monkeypatch, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "step-000001.writing").mkdir()
@@ -346,58 +345,10 @@ def test_what_is_no_run_is_refused(name, directory, tmp_path, monkeypatch, capsy
         "empty": "holds no checkpoint", "step-000001.writing": "half written",
         "x" * 300: "File name too long",
     }.items():  # fmt: skip
-        code, out, err = run(monkeypatch, capsys, name, *[tmp_path / given] * (1 + (name == "diff")))
+        code, out, err = run(monkeypatch, capsys, name, tmp_path / given)
         assert code == 2 and not out and said in " ".join(err.split()), err
-    line = [name, *[tmp_path] * (1 + (name == "diff")), "--step", "5"]
-    code, _, err = run(monkeypatch, capsys, *line)
+    code, _, err = run(monkeypatch, capsys, name, tmp_path, "--step", "5")
     assert code == 2 and "holds no checkpoint of that step: only of 4" in " ".join(err.split())
-
-
-# --- diff
-
-
-def test_diff_compares_checkpoints_of_any_layouts(directory, tmp_path, monkeypatch, capsys):
-    """Of two ranks and of one, whose tensors are those of transformers."""
-    recipe, tensors = RECIPE, model_tensors(RECIPE)
-    other = write_checkpoint(
-        tmp_path / "other" / "checkpoints", 9, tensors, recipe, kinds=KINDS, form="transformers"
-    )
-    code, out, _ = run(monkeypatch, capsys, "diff", tmp_path, other)
-    assert code == 0 and out.count("are equal to the bit") == 3
-    tensors["word.weight"][3, 4] += 0.5
-    tensors["final_norm.bias"][0] = torch.nan
-    write_checkpoint(other.parent, 10, tensors, recipe, form="transformers")
-    code, out, _ = run(monkeypatch, capsys, "diff", tmp_path, other.parent)
-    assert code == 1 and f"only {directory} has exp_avg, exp_avg_sq" in out
-    assert [line.split()[:3] for line in out.split("\n\n")[1].splitlines()[1:]] == [
-        ["final_norm.bias", "weight", "nan"], ["word.weight", "weight", "0.5"],
-    ]  # fmt: skip
-
-
-def test_diff_refuses_another_model_with_every_other_shape(directory, tmp_path, monkeypatch, capsys):
-    recipe = catalog.load("default/sotu", ["model.layers=1", "sequence_length=32"], tiny=True)
-    tensors = model_tensors(recipe)
-    del tensors["final_norm.bias"]
-    write_checkpoint(tmp_path / "other", 4, tensors, recipe)
-    code, _, err = run(monkeypatch, capsys, "diff", directory, tmp_path / "other")
-    said = " ".join(err.split())
-    assert code == 2 and "position.weight [64, 64] and [32, 64]" in said and "has final_norm.bias" in said
-
-
-def test_diff_holds_one_tensor_of_each(directory, monkeypatch):
-    alive, most = [], 0
-    read = inspection.StoredTensors.canonical
-
-    def canonical(stored, name, kind):
-        nonlocal most
-        made = read(stored, name, kind)
-        alive.append(weakref.ref(made))
-        most = max(most, sum(each() is not None for each in alive))
-        return made
-
-    monkeypatch.setattr(inspection.StoredTensors, "canonical", canonical)
-    found = run_checkpoints.read(directory)
-    assert all(each.equal for each in showing.differences(found, found)) and most == 2
 
 
 def test_reading_a_file_that_was_cut_meanwhile_is_refused(directory):

@@ -33,7 +33,6 @@ TWO_RANKS = {
     "tensor-zero3": ("zero3", 2, 1, 1, "fp32", ["activation_checkpointing=2"]),
     "pipeline": ("pipeline", 1, 2, 1, "bf16", ["batch.accumulation=4", RAMP]),
     "pure-bf16": ("pure_bf16", 1, 1, 2, "bf16", []),
-    "lion": ("zero2_offload", 1, 1, 2, "bf16", ["optimizer.name=lion", "optimizer.lr=1e-4"]),
     # Its loss scale doubles after every third step: a scaler that starts afresh is seen.
     "fp16": ("OUT/fp16.json", 1, 1, 2, "fp16", []),
     "bert": ("zero1", 1, 1, 2, "bf16", ["batch.accumulation=2"]),

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 from reported import Page, make_run, write_tables
 
-from launch.evaluation import finetuning_summary, pretrained
-from launch.evaluation.finetuning_summary import Summary, TrialOutcome
+from launch.evaluation import finetuning_seeds, pretrained
+from launch.evaluation.finetuning_seeds import SeedOutcome
 from launch.evaluation.pretrained import Pretrained
 from launch.records.facts import TaskScore
 from launch.reports import csvfile, markdown, scores, writing
@@ -190,18 +190,16 @@ def test_a_row_that_publishes_nothing_shows_what_was_measured(tables, tmp_path):
     ]
 
 
-def test_of_several_runs_median_and_ensemble_are_shown(tables, tmp_path):
+def test_of_several_runs_median_and_ensemble_are_shown(tables, tmp_path, monkeypatch):
     several = tmp_path / "several"
-    seeds = [TrialOutcome(32, 1e-5, seed, MNLI) for seed in range(3)] + [
-        TrialOutcome(32, 1e-5, 3, problem="killed")
-    ]
+    seeds = [SeedOutcome(seed, MNLI) for seed in range(3)] + [SeedOutcome(3, problem="killed")]
     runs = [tuned(several / seed.name, tables) for seed in seeds[:3]]
-    medians = {"dev": {"accuracy": 0.8}, "dev_mismatched": {"accuracy": 0.81}}
     joined = (TaskScore("dev", {"accuracy": 0.88}, 100),)
-    finetuning_summary.write(Summary("accuracy", tuple(seeds), medians, (), joined, 3), several)
+    monkeypatch.setattr(finetuning_seeds, "ensemble", lambda out, members: joined)
+    finetuning_seeds.summarize(several, seeds, average=True)
     shown = lines(document(tables, *runs, names=(), only_named=False))
     assert [cells[3:] for cells in shown if cells[:3] == ("small", "MNLI", "accuracy, matched dev set")] == [
-        ("80.0 %", "80.0 %", "1.000x", "several, median of 3 seeds"),
+        ("80.0 %", "72.0 %", "0.900x", "several, median of 3 seeds"),
         ("80.0 %", "88.0 %", "not compared: published of one model", "several, 3 together"),
     ]
     five = [cells[4:] for cells in shown if cells[0] == "five"]

@@ -95,7 +95,6 @@ def test_the_jsons_half_precision_states_count():
     narrow = cost.Widths(master=2, moment=2)
     assert widths(bf16={**low, "bf16_optimizer_states": True}) == narrow
     assert state_widths(plan("default/sotu", "ds_config=pure_bf16")) == narrow
-    assert state_widths(plan("default/sotu", "ds_config=zero2", "optimizer.name=lion")).moments == 1
     assert widths(bf16=low, params={"fp32_optimizer_states": False}) == narrow
     assert widths(params={"fp32_optimizer_states": False}) == cost.MIXED, "its weights are in fp32"
     assert widths(data_types={"grad_accum_dtype": "fp32"}) == cost.Widths(gradient=4)

@@ -16,9 +16,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from launch.experiments.benchmarks.specification import Specification
 from launch.machine import abilities
 from launch.ranks import joining
+from tools.benchmarks.specification import Specification
 
 LAST_LINES = 6  # of a failed process's log
 AS_STARTED = "nano", "transformers"  # without `processes.keep_freed_memory`, as nobody has it by default
@@ -112,8 +112,8 @@ def build(spec: Specification) -> tuple[float, list[str]]:
         built["joined"] = joining.joined(meeting, tp)
         built["joined"].__enter__()
         # With torch and DeepSpeed, which the parent does not load, nor a rank before it has its place.
-        from launch.experiments.benchmarks.systems import SYSTEMS
         from launch.training import compiling
+        from tools.benchmarks.systems import SYSTEMS
 
         compiling.keep_gcc_from_joining_statements()  # what is compared is compiled as ours is
         built["system"] = SYSTEMS[spec.system](spec)

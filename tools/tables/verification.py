@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from launch.tables import quantities, score_relations, transcription
 from launch.tables.evidence import Erratum, PublishedTable, published_tables
 from launch.tables.rows import Check, PublishedRow
 from recipes import catalog
 from recipes.problems import Problem, ProblemsError, did_you_mean
 from recipes.schema import Downstream
 from recipes.tables import FOLDER, Table
+from tools.tables import quantities, score_relations, transcription
 
 Lines = tuple[str, ...]
 Progress = Callable[[Sequence[PublishedRow]], Iterator[PublishedRow]]

@@ -1,15 +1,15 @@
-"""`recipe.py verify` fails on any digit that is changed, in a cell, in a key or in both together."""
+"""tools/check_tables.py fails on any digit that is changed, in a cell, in a key or in both together."""
 
 from dataclasses import replace
 
 import pytest
 
-from launch.tables import quantities, verification
 from modeling import gpt2
 from modeling.layer_list import LayerDefinition
 from modeling.transformer import LayerNorm
 from recipes.problems import ProblemsError
 from recipes.tables import FOLDER
+from tools.tables import quantities, verification
 
 LINKED = (
     "a100_blog_table1",

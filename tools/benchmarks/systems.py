@@ -15,9 +15,6 @@ from torch._utils import _unflatten_dense_tensors as views_like
 from torch.nn.parallel import DistributedDataParallel
 
 from data.loader import MicroBatch
-from launch.experiments.benchmarks.measured_system import Clock, MeasuredSystem, Work, now
-from launch.experiments.benchmarks.nano_gpt import NanoGpt
-from launch.experiments.benchmarks.specification import Specification
 from launch.machine import compiled_ops
 from launch.training import compiling
 from launch.training.agreement import StepExchange, StepReport
@@ -30,6 +27,9 @@ from modeling.families import family_of, model_shape
 from modeling.formats.families import conversion_of
 from modeling.initialization import Init
 from recipes.schema import Recipe
+from tools.benchmarks.measured_system import Clock, MeasuredSystem, Work, now
+from tools.benchmarks.nano_gpt import NanoGpt
+from tools.benchmarks.specification import Specification
 
 SQUARE = 2048, 8192  # rows and columns of the products for the matrix rate, on a CPU and on a GPU
 # Methods of the engine's optimizer, of which at most one calls another of the same phase.

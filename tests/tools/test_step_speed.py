@@ -1,4 +1,4 @@
-"""launch/benchmark.py step: what is counted and computed from given times, what is refused. Never speed."""
+"""tools/benchmark.py step: what is counted and computed from given times, what is refused. Never speed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 import torch
 from launching import WORKERS, run_ranks
 
-from launch import benchmark
-from launch.experiments.benchmarks import measured_system, step_speed, step_text, systems
-from launch.experiments.benchmarks.specification import Specification
-from launch.experiments.benchmarks.step_speed import Measurement, Pace
-from launch.experiments.benchmarks.turns import Worker, WorkerFailed
 from modeling import cost
 from recipes import catalog
+from tools import benchmark
+from tools.benchmarks import measured_system, step_speed, step_text, systems
+from tools.benchmarks.specification import Specification
+from tools.benchmarks.step_speed import Measurement, Pace
+from tools.benchmarks.turns import Worker, WorkerFailed
 
 
 def measured(name: str, seconds: list[float], **more) -> Measurement:

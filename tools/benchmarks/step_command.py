@@ -11,26 +11,26 @@ from typing import Any
 
 from ds_configs.resolver import resolve
 from launch.console import arguments, new_output, output, terminal
-from launch.experiments.benchmarks import step_speed, step_text
-from launch.experiments.benchmarks.specification import Specification
-from launch.experiments.benchmarks.step_speed import RATE, Pace
-from launch.experiments.benchmarks.turns import WorkerFailed
 from launch.machine import abilities
 from recipes.problems import Problem, ProblemsError
+from tools.benchmarks import step_speed, step_text
+from tools.benchmarks.specification import Specification
+from tools.benchmarks.step_speed import RATE, Pace
+from tools.benchmarks.turns import WorkerFailed
 
 EXAMPLES = """\
 examples:
-  python launch/benchmark.py step
+  python tools/benchmark.py step
       GPT-2 of 14M parameters under zero1; some three minutes on two cores,
       most of it starting and compiling
-  python launch/benchmark.py step --ds_config zero1 zero3_offload \\
+  python tools/benchmark.py step --ds_config zero1 zero3_offload \\
       --systems ours transformers
       two configurations; each system in a process of its own, in turns of
       some steps each
-  python launch/benchmark.py step --recipe bert/sotu \\
+  python tools/benchmark.py step --recipe bert/sotu \\
       --set sequence_length=512 --set batch.global=8
       a BERT, whose padding counts neither as tokens nor as operations
-  python launch/benchmark.py step --variants compiled --profile runs/traces \\
+  python tools/benchmark.py step --variants compiled --profile runs/traces \\
       --plot step.png --out step.json
       also traces for chrome://tracing, and the operations that take longest
 

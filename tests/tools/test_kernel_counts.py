@@ -1,4 +1,4 @@
-"""launch/benchmark.py kernels: counts of small graphs by hand, and our model next to a plain GPT-2."""
+"""tools/benchmark.py kernels: counts of small graphs by hand, and our model next to a plain GPT-2."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from launch import benchmark
-from launch.experiments.benchmarks.kernel_command import one_micro_batch
-from launch.experiments.benchmarks.kernel_counts import Counts, Kernel, count_compiled, count_eager, passes
 from modeling import fusing
 from modeling.hidden_dropout import _Dropped, dropped
 from modeling.parallel import cross_entropy
+from tools import benchmark
+from tools.benchmarks.kernel_command import one_micro_batch
+from tools.benchmarks.kernel_counts import Counts, Kernel, count_compiled, count_eager, passes
 
 M, K, N = 8, 16, 32
 SMALL = ["model.layers=2", "model.hidden=64", "model.heads=4", "sequence_length=128", "batch.micro=2"]

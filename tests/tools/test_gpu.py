@@ -1,4 +1,4 @@
-"""launch/benchmark.py gpu: its commands, what it keeps and takes up again. No GPU is needed."""
+"""tools/benchmark.py gpu: its commands, what it keeps and takes up again. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ import torch
 
 from ds_configs.plan import ANY_GPU, HOST, Machine
 from ds_configs.resolver import resolve
-from launch import benchmark
-from launch.experiments.benchmarks import gpu_command, gpu_steps, measured_system, step_command
-from launch.experiments.benchmarks.gpu_steps import Command, Step
-from launch.machine import rates
-from launch.machine.rates import Rates
 from recipes import catalog
+from tools import benchmark
+from tools.benchmarks import gpu_command, gpu_steps, measured_system, step_command
+from tools.benchmarks.gpu_steps import Command, Step
 
 CPU = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=False)
 
@@ -54,25 +52,17 @@ def taken(monkeypatch) -> list[str]:
 
 
 def test_results_are_kept_step_by_step_and_taken_up_again(tmp_path, monkeypatch, capsys, taken):
-    known = Rates("cpu", 0, 2, {"bf16": 0.5}, {}, {}, 12.5, *[1.0] * 3, None, *[2.0] * 4)
-    monkeypatch.setattr(rates, "cached", lambda: known)
     folder = ("--on", "cpu", "--folder", tmp_path / "walk")
     gpu(monkeypatch, *folder, "--only", "one", "two")
     assert taken == ["a", "b", "c"], "the next one is still run"
     said = capsys.readouterr().out
-    assert "one 2 of 2 (title of one): launch/b\n2 s, exit code 1\nsaid by b" in said
+    assert "one 2 of 2 (title of one): b\n2 s, exit code 1\nsaid by b" in said
     assert "commands failed in one: run again by a start that finds no new ones" in said
     kept = json.loads((tmp_path / "walk/results.json").read_text())
     assert [each["code"] for each in kept["steps"]["one"]["commands"]] == [0, 1]
     assert kept["steps"]["two"]["hardware"]["versions"] and kept["on"] == "cpu"
     text = (tmp_path / "walk/results.txt").read_text()
-    assert kept["rates"]["memory_gb_s"] == 12.5
-    assert ["memory_gb_s", "12.5"] in [line.split() for line in text.splitlines()]
-    for said in (
-        "one: title of one\ngoal: fast",
-        "launch/b: 2 s, exit code 1\nsaid by b",
-        "two: title of two",
-    ):
+    for said in ("one: title of one\ngoal: fast", "b: 2 s, exit code 1\nsaid by b", "two: title of two"):
         assert said in text
     gpu(monkeypatch, *folder)
     assert taken[3:] == ["b"], "what failed"
@@ -163,7 +153,8 @@ def test_what_cannot_be_measured_is_refused(flags, said, tmp_path, monkeypatch, 
 def test_every_command_is_one_that_its_parser_and_the_resolver_take(step, tiny):
     for command in step.commands:
         script, *flags = gpu_steps.tiny(command) if tiny else command
-        args = importlib.import_module(f"launch.{Path(script).stem}").build_parser().parse_args(flags)
+        module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+        args = module.build_parser().parse_args(flags)
         given = []
         if script == gpu_steps.TRAIN:
             given = [(catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps), args.ds_config)]
@@ -178,7 +169,8 @@ def test_every_command_is_one_that_its_parser_and_the_resolver_take(step, tiny):
 
 def test_nothing_is_fetched_from_the_hub_and_each_system_of_124m_is_measured_in_both_forms():
     speeds = {
-        step.name: [each for each in step.commands if each[0] == "benchmark.py"] for step in gpu_steps.STEPS
+        step.name: [each for each in step.commands if each[0] == gpu_steps.MEASURE]
+        for step in gpu_steps.STEPS
     }
     parser = benchmark.build_parser()
     specs = {name: [*map(parser.parse_args, (each[1:] for each in of))] for name, of in speeds.items()}
@@ -195,26 +187,36 @@ def test_nothing_is_fetched_from_the_hub_and_each_system_of_124m_is_measured_in_
 def test_the_first_step_has_every_stage_with_dropout_in_both_precisions():
     first = next(step for step in gpu_steps.STEPS if step.name == "first")
     for precision in ("fp16", "bf16"):
-        wanted = {f"--set={each}" for each in (f"precision={precision}", *gpu_steps.DROPOUT)}
+        wanted = {
+            f"--set={each}"
+            for each in (f"precision={precision}", "dropout.hidden=0.1", "dropout.attention=0.1")
+        }
         stages = {
             command[command.index("--ds_config") + 1] for command in first.commands if wanted <= {*command}
         }
         assert stages >= {"zero0", "zero1", "zero2", "zero3", "zero3_offload"}
 
 
-def test_a_published_row_keeps_its_micro_batch_when_it_is_alone():
-    for name in (*gpu_steps.MEDIUM, gpu_steps.LARGE):
-        row, own = catalog.load(name), catalog.load(name, gpu_steps.alone(name))
-        assert own.batch.micro == own.batch.global_ == row.batch.micro
-        assert own.parallel.dp == 1 and own.model == row.model and own.sequence_length == row.sequence_length
+def test_a_published_row_keeps_its_model_and_its_micro_batch():
+    parser, rows = benchmark.build_parser(), 0
+    for step in (step for step in gpu_steps.STEPS if step.name in ("1.2b", "345m")):
+        for command in step.commands:
+            args = parser.parse_args(command[1:])
+            row, own = catalog.load(args.recipe), catalog.load(args.recipe, args.set)
+            assert own.batch.micro == own.batch.global_ == row.batch.micro
+            assert own.model == row.model and own.sequence_length == row.sequence_length
+            rows += 1
+    assert rows == 9
 
 
 def test_commands_start_in_an_empty_folder_and_say_what_came(tmp_path):
     (tmp_path / "x" / "1").mkdir(parents=True)
     (tmp_path / "x" / "1" / "old").touch()
-    refused = ("report.py", "nowhere", "--out", "report")
-    place = gpu_command.empty_place(tmp_path / "x" / "1", ("recipe.py", "--help"))
-    fine, failed = (gpu_command.run_command(each, place) for each in (("recipe.py", "--help"), refused))
+    refused = ("launch/report.py", "nowhere", "--out", "report")
+    place = gpu_command.empty_place(tmp_path / "x" / "1", ("launch/recipe.py", "--help"))
+    fine, failed = (
+        gpu_command.run_command(each, place) for each in (("launch/recipe.py", "--help"), refused)
+    )
     assert fine["code"] == 0 and "examples:" in fine["said"] and "error" not in fine
     assert failed["code"] == 2 and "nowhere" in gpu_command.command_text(failed)
     assert [*(tmp_path / "x" / "1").iterdir()] == []
@@ -226,7 +228,9 @@ def test_numbers_of_a_training_and_of_a_measurement_are_kept(tmp_path, monkeypat
     for script, out in (("train.py", "run/result.json"), ("measure.py", "numbers.json")):
         write = f"path = pathlib.Path({out!r}); path.parent.mkdir(exist_ok=True); path.write_text('[7]')"
         (tmp_path / "launch" / script).write_text(f"import pathlib\n{write}\n")
-    for number, words in enumerate((("train.py", "--out", "run"), ("measure.py", "--out", "numbers.json"))):
+    for number, words in enumerate(
+        (("launch/train.py", "--out", "run"), ("launch/measure.py", "--out", "numbers.json"))
+    ):
         folder = tmp_path / str(number)
         folder.mkdir()
         assert gpu_command.run_command(words, folder)["numbers"] == [7]

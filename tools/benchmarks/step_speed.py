@@ -15,10 +15,10 @@ from typing import Any
 
 import psutil
 
-from launch.experiments.benchmarks.specification import Specification
-from launch.experiments.benchmarks.turns import Worker, WorkerFailed
 from launch.experiments.launching import ROOT, own_environment
 from launch.records.metrics import StartRecord, read_metrics
+from tools.benchmarks.specification import Specification
+from tools.benchmarks.turns import Worker, WorkerFailed
 
 RATE = "rate"  # the matrix rate, a system without a model
 Say = Callable[[str], None]

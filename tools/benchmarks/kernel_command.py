@@ -17,10 +17,10 @@ from recipes.schema import Recipe
 
 EXAMPLES = """\
 examples:
-  python launch/benchmark.py kernels
+  python tools/benchmark.py kernels
       forward and backward pass of a micro-batch of GPT-2 of 124M and of
       BERT-large, eager and compiled, without and with dropout
-  python launch/benchmark.py kernels --recipe default/sotu --set batch.micro=8
+  python tools/benchmark.py kernels --recipe default/sotu --set batch.micro=8
 
 No GPU takes part: kernels, bytes, operations and waits of the host are
 counted on tensors without memory. ms: the least time, each kernel as long as
@@ -43,7 +43,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]:
     """Print a table per recipe and dropout; return all numbers. Raises ValueError."""
-    from launch.experiments.benchmarks import kernel_counts  # loads torch's compiler, too slow for --help
+    from tools.benchmarks import kernel_counts  # loads torch's compiler, too slow for --help
 
     forms = {"eager": kernel_counts.count_eager}
     if not args.eager:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch.console.text_table import table
-from launch.experiments.benchmarks.step_speed import Measurement, SpeedRow, median_rates
 from recipes.problems import counted
+from tools.benchmarks.step_speed import Measurement, SpeedRow, median_rates
 
 PARTS = ("data", "forward", "backward", "optimizer")
 # Within these: gradients taken to where they are stepped, their norm, AdamW, weights rounded and gathered.

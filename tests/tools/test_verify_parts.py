@@ -1,4 +1,4 @@
-"""The parts of `recipe.py verify`: printed numbers, a table's evidence, settings, memory."""
+"""The parts of tools/check_tables.py: printed numbers, a table's evidence, settings, memory."""
 
 from dataclasses import replace
 
@@ -6,11 +6,12 @@ import pytest
 
 from launch.planning.prediction import workload
 from launch.planning.resolved_plans import published_plan
-from launch.tables import evidence, quantities, transcription
+from launch.tables import evidence
 from launch.tables.evidence import Evidence, PublishedTable, Quotations
 from launch.tables.printed import Printed, agreement, recompute
 from recipes import catalog, tables
 from recipes.problems import ProblemsError
+from tools.tables import quantities, transcription
 
 
 @pytest.mark.parametrize(

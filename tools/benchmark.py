@@ -1,6 +1,6 @@
 """Measure training steps and a GPU next to their bounds and to other systems.
 
-python launch/benchmark.py step
+python tools/benchmark.py step
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout: tools are not installed
+
 from launch.console import arguments, ends, new_output, quiet
-from launch.experiments.benchmarks import gpu_command, kernel_command, step_command
 from launch.machine import description
 from launch.ranks import ending
+from tools.benchmarks import gpu_command, kernel_command, step_command
 
 EXAMPLES = """\
 examples:
-  python launch/benchmark.py step
+  python tools/benchmark.py step
       our training step next to transformers, a bare loop, a plain GPT-2, and
       the machine's matrix rate
-  python launch/benchmark.py kernels
+  python tools/benchmark.py kernels
       kernels, bytes and waits of a GPU, counted without one
-  python launch/benchmark.py gpu
+  python tools/benchmark.py gpu
       everything that one GPU can tell, in steps of minutes
 exit codes: 0 measured, 1 failed, 2 refused."""
 

@@ -12,19 +12,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from data.durable_files import write_atomically
 from launch.console import arguments, launch_lines, new_output, output, terminal
 from launch.console.text_table import table
-from launch.experiments.benchmarks import gpu_steps
-from launch.experiments.benchmarks.gpu_steps import Command, Step
 from launch.experiments.launching import ROOT, own_environment
-from launch.machine import rates
 from recipes import files
 from recipes.problems import Problem, ProblemsError
+from tools.benchmarks import gpu_steps
+from tools.benchmarks.gpu_steps import Command, Step
 
 MOST_BYTES = 2**28  # in a results file
 LIMIT_S = 300  # of a command
@@ -33,17 +31,17 @@ MOST_SAID, MOST_OF_TRAINING = 8000, 1500  # characters of output; a training's e
 
 EXAMPLES = """\
 examples:
-  python launch/benchmark.py gpu
+  python tools/benchmark.py gpu
       everything that one GPU can tell, in commands of five minutes at most;
       started again, it goes on after the last one, and repeats those that
       failed once there are no others
-  python launch/benchmark.py gpu --minutes 9 --only 1.2b attention
+  python tools/benchmark.py gpu --minutes 9 --only 1.2b attention
       two steps, once more if they are done, of which no command is started
       later than nine minutes from now
-  python launch/benchmark.py gpu --on cpu --folder runs/walk
+  python tools/benchmark.py gpu --on cpu --folder runs/walk
       every step on tiny shapes: shows that they work, and measures nothing
 
-Each step is a list of commands of launch/. results.json in --folder has
+tools/gpu.yaml lists the steps and their commands. results.json in --folder has
 hardware, versions, commands, goals and all numbers, by step; results.txt
 shows them."""
 
@@ -88,7 +86,7 @@ def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]
             terminal.say(f"{step.name} {number} and what follows: left for the next start")
             break
         line = launch_lines.quoted(command)
-        terminal.say(f"\n{step.name} {number} of {len(step.commands)} ({step.title}): launch/{line}")
+        terminal.say(f"\n{step.name} {number} of {len(step.commands)} ({step.title}): {line}")
         found = run_command(command, empty_place(folder / step.name / str(number), command))
         terminal.say(outcome_text(found))
         result = kept["steps"].setdefault(step.name, {"title": step.title, "goal": step.goal, "commands": []})
@@ -146,7 +144,7 @@ def empty_place(place: Path, command: Command) -> Path:
 def run_command(command: Command, folder: Path) -> dict[str, Any]:
     """Run a command in a folder of its own and return its numbers, or what it says."""
     script, *flags = command
-    words = [sys.executable, str(ROOT / "launch" / script), *flags]
+    words = [sys.executable, str(ROOT / script), *flags]
     started = time.monotonic()
     code, said, error = run_limited(words, folder)
     found = {"command": command, "code": code, "seconds": time.monotonic() - started}
@@ -213,11 +211,9 @@ def read_results(folder: Path, device: str, machine: dict[str, Any]) -> dict[str
 
 
 def write_results(folder: Path, kept: dict[str, Any]) -> None:
-    """Write all results, and the rates that the planner knows of this machine, as JSON and as text."""
-    known = rates.cached()
-    kept["rates"] = asdict(known) if known else {}
+    """Write all results as JSON and as text."""
     write_atomically(folder / "results.json", json.dumps(kept, indent=1) + "\n")
-    text = [f"{kept['accelerator']}, {kept['on']}", table(kept["rates"].items())]
+    text = [f"{kept['accelerator']}, {kept['on']}"]
     for name, step in kept["steps"].items():
         commands = (f"\n{command_text(each)}" for each in step["commands"])
         text.append("\n".join(filter(None, (f"\n{name}: {step['title']}", step["goal"], *commands))))
@@ -226,7 +222,7 @@ def write_results(folder: Path, kept: dict[str, Any]) -> None:
 
 def command_text(found: dict[str, Any]) -> str:
     """Return a command with its outcome as text."""
-    return f"launch/{launch_lines.quoted(found['command'])}: {outcome_text(found)}"
+    return f"{launch_lines.quoted(found['command'])}: {outcome_text(found)}"
 
 
 def outcome_text(found: dict[str, Any]) -> str:

@@ -1,6 +1,5 @@
-"""The command `recipe.py verify`: exit codes, files, what it refuses."""
+"""tools/check_tables.py: exit codes, files, what it refuses."""
 
-import argparse
 import csv
 import sys
 from functools import partial
@@ -8,16 +7,13 @@ from functools import partial
 import pytest
 from launching import run
 
-from launch import recipe
-from launch.tables import verification, verification_command
 from recipes.tables import FOLDER
+from tools import check_tables
+from tools.tables import verification
 
 
 def command(*flags: str) -> int:
-    parser = argparse.ArgumentParser()
-    verification_command.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["verify", *flags])
-    return args.run(args)
+    return check_tables.main(flags)
 
 
 @pytest.fixture
@@ -118,5 +114,5 @@ def test_tables_are_named_with_and_without_their_flag(monkeypatch):
     monkeypatch.setattr(verification, "verify", verify)
     for flags in (["a", "b"], ["--table", "a", "b"], ["a", "--table", "b"]):
         with pytest.raises(KeyboardInterrupt):
-            verification_command.run(recipe.build_parser().parse_args(["verify", *flags]))
+            check_tables.main(flags)
     assert asked == [["a", "b"]] * 3

@@ -1,4 +1,7 @@
-"""The subcommand `launch/recipe.py verify`: a summary, errata, and disagreements that nothing explains."""
+"""Recompute the published tables: a summary, errata, and disagreements that nothing explains.
+
+python tools/check_tables.py
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,19 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout: tools are not installed
 
 from data.durable_files import write_atomically
-from launch.console import arguments, quiet, terminal
+from launch.console import arguments, ends, quiet, terminal
 from launch.console.new_output import new_file
 from launch.console.text_table import table
 from launch.tables.rows import Check, PublishedRow
 
 if TYPE_CHECKING:
-    from launch.tables.verification import Report
+    from tools.tables.verification import Report
 
 ABOUT = """\
 Recompute every number of the published tables that can be recomputed:
@@ -30,39 +36,38 @@ stands in each table's file below its rows; each disagreement is an erratum
 there, with its explanation."""
 EXAMPLES = """\
 examples:
-  python launch/recipe.py verify
+  python tools/check_tables.py
       everything: a summary, the errata, and what nothing explains
-  python launch/recipe.py verify jeanzay_megatron_performance --verbose
+  python tools/check_tables.py jeanzay_megatron_performance --verbose
       one table, every check of it
-  python launch/recipe.py verify --csv verify.csv
+  python tools/check_tables.py --csv verify.csv
       every check, for a program or a spreadsheet
 
-A file that an earlier verify wrote is replaced, any other is not.
+A file that an earlier run wrote is replaced, any other is not.
 exit codes: 0 every disagreement is explained and no explanation is stale, 1
 otherwise, 2 refused."""
 COLUMNS = (*(field.name for field in fields(Check)), "explanation")
 MARKS = {"agrees": "ok", "not checkable": "open", "computed": ""}
 
 
-def add_parser(commands: Any) -> None:
-    """Add the subcommand `verify` to the subparsers of launch/recipe.py."""
-    line = "recompute the published tables and list every disagreement"
-    parser = arguments.subcommand(commands, "verify", line, ABOUT, EXAMPLES)
+def build_parser() -> argparse.ArgumentParser:
+    parser = arguments.command(ABOUT, EXAMPLES)
     tables = "only these published tables"
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=tables)
     parser.add_argument("--table", nargs="+", action="extend", default=[], metavar="NAME", help="the same")
     parser.add_argument("--verbose", action="store_true", help="list every check")
     parser.add_argument("--csv", metavar="FILE", help="write all checks as CSV, one a line")
-    parser.set_defaults(run=run)
+    return parser
 
 
-def run(args: argparse.Namespace) -> int:
+def main(typed: Sequence[str] | None = None) -> int:
     """Verify, print the report, and return exit code 0 or 1. Raises ValueError for refusals."""
+    args = build_parser().parse_args(typed)
     quiet.quiet_libraries()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # models are built without memory: no GPU is looked for
     if args.csv:  # before minutes are spent
         args.csv = new_file("--csv", args.csv, own=(",".join(COLUMNS) + "\r\n").encode())
-    from launch.tables import verification
+    from tools.tables import verification
 
     report = verification.verify([*args.tables, *args.table], progress=_progress)
     print(describe(report, verbose=args.verbose, width=terminal.columns()))
@@ -214,3 +219,7 @@ def _section(heading: str, text: str) -> str:
 
 def _line(text: str, indent: str) -> str:
     return f"{indent}{' '.join(text.split())}"
+
+
+if __name__ == "__main__":
+    ends.run(main)

@@ -16,7 +16,6 @@ from torch.profiler import ProfilerActivity
 
 from data.corpus import build as build_corpus
 from data.loader import MicroBatch
-from launch.experiments.benchmarks.specification import Specification
 from launch.machine import abilities
 from launch.machine.memory import peak_memory
 from launch.ranks import processes
@@ -28,6 +27,7 @@ from modeling.initialization import DTYPES
 from modeling.parallel.process_grid import ProcessGrid
 from modeling.parallel.random_state import seed_step
 from recipes.schema import Recipe
+from tools.benchmarks.specification import Specification
 
 SHOWN = 15  # lines of a profile
 # Kernels of attention: FlashAttention's, cuDNN's, the memory-efficient ones, and plain softmax.

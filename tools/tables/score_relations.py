@@ -7,12 +7,12 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
-from launch.tables import transcription
 from launch.tables.evidence import PublishedTable
 from launch.tables.printed import Printed, agreement, recompute
 from launch.tables.rows import Check, Line, PublishedRow, value_of
 from modeling import cost
 from recipes.schema import Downstream
+from tools.tables import transcription
 
 # Questions of RACE's test set, middle and high schools (Lai et al. 2017, arXiv 1704.04683, table 3).
 RACE_TEST = (1436, 3498)

@@ -35,8 +35,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from launch.experiments.benchmarks.nano_gpt import NanoGpt
-from launch.experiments.benchmarks.systems import loss_of, transformers_inputs, transformers_model
 from launch.experiments.random_batch import random_batch
 from launch.training.micro_batches import for_plain
 from modeling import fusing
@@ -45,6 +43,8 @@ from modeling.hidden_dropout import salts_of
 from modeling.initialization import DTYPES, Init
 from recipes.layout import padded_vocab
 from recipes.schema import Recipe
+from tools.benchmarks.nano_gpt import NanoGpt
+from tools.benchmarks.systems import loss_of, transformers_inputs, transformers_model
 
 aten = torch.ops.aten
 META = torch.device("meta")

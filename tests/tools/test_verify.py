@@ -1,9 +1,10 @@
-"""`recipe.py verify` on the published tables: it finds what is known to be wrong with the sources."""
+"""tools/check_tables.py on the published tables: it finds what is known to be wrong with the sources."""
 
 import pytest
 from launching import ROOT
 
-from launch.tables import verification, verification_command
+from tools import check_tables
+from tools.tables import verification
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def test_every_disagreement_is_explained_and_no_explanation_is_stale(report):
 
 
 def test_the_readme_says_how_many_values_agree(report):
-    number = verification_command._numbers(report, report.checks)
+    number = check_tables._numbers(report, report.checks)
     agree, errata = number["agree"], number["errata"]
     quoted = f"Of {agree + errata} recomputed values {agree} agree; {errata} disagree with the sources"
     assert quoted in (ROOT / "recipes" / "README.md").read_text()

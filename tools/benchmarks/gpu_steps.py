@@ -1,0 +1,50 @@
+"""The steps of `benchmark.py gpu`, which tools/gpu.yaml lists."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+LIST = Path(__file__).resolve().parents[1] / "gpu.yaml"
+Command = tuple[str, ...]  # a file of this repository and its flags
+TRAIN, MEASURE = "launch/pretrain.py", "tools/benchmark.py"
+PACE = ("--blocks=3", "--steps=5", "--warm_up=5")
+WALK = ("--blocks=1", "--steps=1", "--warm_up=1")
+
+
+class Step(NamedTuple):
+    """Commands that answer one question. `goal`: what their numbers should reach."""
+
+    name: str
+    title: str
+    commands: Sequence[Command]
+    goal: str = ""
+
+
+def read(path: Path = LIST) -> tuple[Step, ...]:
+    """Read the steps from the list of commands."""
+    entries: list[dict[str, Any]] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    steps = []
+    for entry in entries:
+        commands = [tuple(shlex.split(line)) for line in entry["commands"]]
+        steps.append(Step(entry["name"], entry["title"], commands, entry.get("goal", "")))
+    return tuple(steps)
+
+
+STEPS = read()
+
+
+def tiny(command: Command) -> Command:
+    """Change a training or measurement to tiny shapes, in a precision that any machine has."""
+    if command[0] not in (TRAIN, MEASURE):
+        return command
+    large = ("--set=batch.", "--set=model.heads", "--set=precision")
+    kept = [word for word in command if not word.startswith(large) and word not in PACE]
+    own: Sequence[str] = WALK
+    if command[0] == TRAIN:
+        own = ["--emulate_fp16"] if any("fp16" in word for word in command) else []
+    return (*kept, *own, "--tiny", "--set=precision=auto", "--set=batch.accumulation=null")
