@@ -56,7 +56,7 @@ class Started(BaseException):
 # Command -> where its work begins, as module:attribute.
 WORK = {
     "pretrain": ["launch.ranks.ending:clean_exit"],
-    "finetune": ["launch.ranks.ending:clean_exit", "launch.evaluation.finetuning_runs:procedure"],
+    "finetune": ["launch.ranks.ending:clean_exit", "launch.evaluation.finetuning_seeds:keep_arguments"],
     "doctor": ["launch.doctor:text", "launch.doctor:asdict"],  # where it has checked, and tells
     "score": ["launch.ranks.ending:clean_exit"],
     "compare_layouts": ["launch.compare_layouts:run_cases"],
