@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.console import arguments, ends, new_output
@@ -34,24 +32,21 @@ examples:
       --top_p 0.9 --batch 32 --out texts.jsonl
       a directory that transformers saved; four samples of the "prompt" of
       each line, one JSON object a line
-  torchrun \\
-      --nproc_per_node 2 launch/generate.py runs/big/checkpoints/step-000300 \\
-      --greedy --prompt The
-      that checkpoint, each weight cut over two processes (tensor
-      parallelism), the most likely tokens
+  python launch/generate.py runs/big/checkpoints/step-000300 --greedy \\
+      --dtype bfloat16 --prompt The
+      that checkpoint, whatever layout the run had, in half the memory, the
+      most likely tokens
   python launch/generate.py runs/bert-sotu-zero1 \\
       --prompt "The [MASK] of the people."
       a BERT fills in its masks with the most likely tokens, the surest first
 
-Processes share out the weights, not the prompts: all of them work on every
-text. Of a model that fits one GPU, a file is written faster by several
-commands of one process, each with a part of it.
+transformers' generate() writes, from the weights in its form, in one process.
+A file is written faster by several commands, each with a part of it.
 
 A text ends after --tokens, at the end-of-text token, or at the model's last
 position, and a line says how many did which. What is drawn depends on --seed,
-the prompt and the number of the sample, and not on the batch, the file or the
-number of processes (to rounding). With transformers' temperature, top_k and
-top_p it has transformers' distribution, and with --greedy its texts.
+the prompt and the number of the sample, and not on the batch or the file (to
+rounding).
 exit codes: 0 written, 1 failed, 2 refused before anything is loaded."""
 
 RULES = (
@@ -104,24 +99,19 @@ def main() -> None:
     job = meeting.settle(lambda: checked_job(args))
     from launch.evaluation.writing import run
 
-    ranks, advice = processes.world_size(), "start more processes, or take --dtype bfloat16, or lower --batch"
-    if ranks == 1:
-        try:
-            with ending.explain_out_of_memory(advice):
-                run(job, meeting)
-        except ending.Failed as error:
-            raise SystemExit(str(error)) from None
-        return
-    # A run still in training may have saved a newer checkpoint meanwhile.
-    weights = Path(meeting.from_rank_0(str(job.model.weights)))
-    job = replace(job, model=replace(job.model, weights=weights))
-    with joining.joined(meeting, ranks, out_of_memory_advice=advice):
-        run(job, meeting)
+    try:
+        with ending.explain_out_of_memory("take --dtype bfloat16, or lower --batch"):
+            run(job)
+    except ending.Failed as error:
+        raise SystemExit(str(error)) from None
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Refuse contradictory or missing flags. Raises ProblemsError."""
+    """Refuse contradictory or missing flags, and several processes. Raises ProblemsError."""
     problems = []
+    if (ranks := processes.world_size()) > 1:
+        rule, fix = "one process writes all texts", "start it with python, or set WORLD_SIZE to 1"
+        problems.append(Problem("WORLD_SIZE", f"{ranks} processes", rule, fix))
     if not (args.prompt or args.file):
         rule, fix = "prompts come from one of them", "add --prompt TEXT"
         problems.append(Problem("--prompt", "neither --prompt nor --file", rule, fix))
@@ -133,14 +123,16 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def checked_job(args: argparse.Namespace) -> Job:
-    """Make the job from the flags; of the weights only headers are read. Raises ProblemsError."""
+    """Make the job from the flags; of the weights only headers are read. Raises ValueError."""
     from launch.evaluation import trained_model, writing
+    from modeling.formats.families import conversion_of
     from modeling.generation import Sampling
 
     processes.check_device()
-    out = new_output.new_file("--out", args.out, (".jsonl",)) if args.out and processes.rank() == 0 else None
+    out = new_output.new_file("--out", args.out, (".jsonl",)) if args.out else None
     given = writing.read(args.file) if args.file else writing.typed(args.prompt)
     model = trained_model.open_model(args.model, args.tokenizer, stated=args.weights_args)
+    conversion_of(model.recipe.model)  # transformers has its family
     prompts = writing.encode(given, model)
     if problems := [*unfit(args, model), *writing.unfit(prompts, model)]:
         raise ProblemsError(problems)
@@ -154,17 +146,13 @@ def checked_job(args: argparse.Namespace) -> Job:
 
 
 def unfit(args: argparse.Namespace, model: TrainedModel) -> Iterator[Problem]:
-    """Yield problems of flags useless for a BERT, and of process counts that do not divide the heads."""
+    """Yield problems of flags useless for a BERT."""
     typed = {*args.given, *(name for name, value in vars(args).items() if value is True)}
     useless = [f"--{name}" for name in vars(args) if name in typed and name not in OF_ALL_MODELS]
-    family, heads, ranks = model.recipe.model.family, model.recipe.model.heads, processes.world_size()
+    family = model.recipe.model.family
     if useless and not model.continues:
         came = f"{', '.join(useless)} with a {family.upper()}"
         yield Problem(useless[0], came, "it fills each mask with the likeliest token", "leave it out")
-    if heads % ranks:
-        fits = [str(count) for count in range(1, heads + 1) if heads % count == 0]
-        came, rule = f"{ranks} processes for {heads} heads (model.heads)", "each gets as many whole heads"
-        yield Problem("WORLD_SIZE", came, rule, f"start as many as divide them: {', '.join(fits)}")
 
 
 if __name__ == "__main__":

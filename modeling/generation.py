@@ -1,28 +1,39 @@
-"""Text from a trained model: GPT-2 continues a prompt, BERT fills in its masks.
-
-The model is whole on one rank, or cut over a tensor group. All ranks of a group get the same logits and so
-choose the same tokens.
-"""
+"""Text from a model in `transformers`' form: GPT-2 continues a prompt, BERT fills in its masks."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import LogitsProcessorList, PreTrainedTokenizerFast
+from transformers.generation.logits_process import (
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation.streamers import BaseStreamer
+from transformers.initialization import no_init_weights
 
-from modeling.layer_list import Stack
-from modeling.past import Past
+from modeling.formats.families import conversion_of
+from modeling.sparse_attention import visible
+from recipes.attention_patterns import Window
+from recipes.schema import Recipe
+
+CONTINUED_TOKENS = 80
+# "length": it has the requested length; "end": the end token came; "positions": the model has no more.
+EndReason = Literal["length", "end", "positions"]
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Filters of the next token's distribution, like `transformers`' processors of the same names.
+    """How the next token's distribution is narrowed, in the words of `transformers`.
 
     Attributes:
         temperature: logits are divided by it; above 0.
@@ -34,43 +45,17 @@ class Sampling:
     top_k: int | None = None
     top_p: float = 1.0
 
-    def filtered(self, logits: Tensor) -> Tensor:
-        """Divide logits (B, V) by the temperature, in float32; -inf for excluded tokens."""
-        scores = logits.float() / self.temperature
-        if self.top_k is not None and self.top_k < scores.shape[-1]:
-            least = scores.topk(self.top_k).values[..., -1:]
-            scores = scores.masked_fill(scores < least, -torch.inf)
+    def warpers(self) -> LogitsProcessorList:
+        """Return the processors of `transformers` that set all but the tokens to draw from to -inf."""
+        found = LogitsProcessorList([TemperatureLogitsWarper(float(self.temperature))])
+        if self.top_k is not None:
+            found.append(TopKLogitsWarper(self.top_k))
         if self.top_p < 1:
-            ascending, order = scores.sort()
-            removed = ascending.softmax(-1).cumsum(-1) <= 1 - self.top_p
-            removed[..., -1] = False  # the most likely always stays
-            scores = scores.masked_fill(removed.scatter(-1, order, removed), -torch.inf)
-        return scores
-
-    def draw(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """Draw tokens (B,) from logits (B, V) by numbers `uniform` (B,), float64 in [0, 1).
-
-        Each is the first token whose cumulative probability passes its number. No generator of the device
-        takes part, so that a CPU and a GPU draw alike.
-        """
-        sums = self.filtered(logits).softmax(-1).double().cumsum(-1)
-        return torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)[:, 0]
+            found.append(TopPLogitsWarper(self.top_p))
+        return found
 
 
-def uniform_numbers(seed: int, prompt: Sequence[int], sample: int) -> np.random.Generator:
-    """Return the generator for one sample's tokens, a function of seed, prompt and the sample's number alone.
-
-    So a text depends neither on its batch nor on the file of its prompt.
-    """
-    digest = hashlib.sha256(f"{seed}:{sample}:{list(prompt)}".encode()).digest()
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
-
-
-CONTINUED_TOKENS = 80
 DEFAULT_SAMPLING = Sampling(temperature=0.8, top_k=40)
-# "length": it has the requested length; "end": the end token came; "positions": the model has no more.
-EndReason = Literal["length", "end", "positions"]
-TokenCallback = Callable[[int, int], None]  # (number of the request, token), as soon as it is chosen
 
 
 @dataclass(frozen=True)
@@ -82,6 +67,27 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Decoding:
+    """How samples are written.
+
+    Attributes:
+        length: largest number of tokens after a prompt.
+        end: the token that ends a text; None: none does.
+        never: numbers that are no tokens, and never written.
+        sampling: None takes the most likely token.
+        seed: with a request's prompt and number it decides all of its text.
+        cached: keep keys and values; otherwise every step computes all earlier tokens again.
+    """
+
+    length: int
+    end: int | None = None
+    never: Sequence[int] = ()
+    sampling: Sampling | None = None
+    seed: int = 0
+    cached: bool = True
+
+
+@dataclass(frozen=True)
 class Continuation:
     """Tokens after a prompt, without the end token, and the reason why they end."""
 
@@ -89,125 +95,172 @@ class Continuation:
     ended: EndReason
 
 
-def continue_prompt(model: Stack, tokenizer: PreTrainedTokenizerFast, prompt: str, seed: int) -> str:
-    """Return the prompt with a GPT-2's continuation, a function of the seed.
+def in_transformers(recipe: Recipe, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> Any:
+    """Build the recipe's model as `transformers` has it, from canonical weights, on the CPU.
+
+    A sparse GPT-2 is theirs with masks on its layers. Memory holds the model once, and a tensor more. Raises
+    ValueError for a family that `transformers` does not have.
+    """
+    model = recipe.model
+    conversion = conversion_of(model)
+    with no_init_weights():
+        made = conversion.model_class(model)(conversion.config(model, recipe.positions))
+    state: dict[str, Tensor] = {}
+    for ours, theirs, form in conversion.name_map(model):
+        parts = form.to_theirs(weights[ours], model.heads)
+        for name, part in zip(theirs, parts, strict=True):
+            state[name] = part.to(dtype).contiguous()
+    left = made.load_state_dict(state, strict=False, assign=True)
+    assert set(left.missing_keys) <= conversion.tied.keys() and not left.unexpected_keys, left
+    made.tie_weights()
+    made.sparse = any(window is not None for window in model.windows)
+    for index, window in enumerate(model.windows):
+        if window is not None:
+            attention = made.transformer.h[index].attn
+            attention.register_forward_pre_hook(partial(_see, window), with_kwargs=True)
+    return made.eval()
+
+
+def _see(window: Window, attention: Any, given: tuple[Tensor], named: dict[str, Any]) -> tuple[Any, Any]:
+    """Set the mask of a sparse layer, for samples without padding."""
+    new, kept = given[0].shape[1], named["past_key_values"]
+    before = 0 if kept is None else kept.get_seq_length(attention.layer_idx)
+    keys = torch.arange(before + new, device=given[0].device)
+    mask = visible(keys[before:, None], keys[None], window, attention.num_heads)
+    return given, {**named, "attention_mask": mask[None]}
+
+
+def continue_prompt(
+    model: Any, tokenizer: PreTrainedTokenizerFast, prompt: str, seed: int, never: Sequence[int]
+) -> str:
+    """Return the prompt with a GPT-2's continuation, a function of the seed; `never`: see `Decoding`.
 
     The model sees only the end of a long prompt, so that positions are left for the continuation.
     """
     # A WordPiece vocabulary would add [CLS] and [SEP].
     tokens = tokenizer.encode(prompt, add_special_tokens=False) or [tokenizer.eos_token_id]
-    positions = model.shape.positions
+    positions = model.config.n_positions
     seen = max(positions - CONTINUED_TOKENS, positions // 2, 1)
-    (more,) = continue_all(
-        model, [Request(tuple(tokens[-seen:]))], CONTINUED_TOKENS, sampling=DEFAULT_SAMPLING, seed=seed,
-        end=tokenizer.eos_token_id,
-    )  # fmt: skip
+    how = Decoding(CONTINUED_TOKENS, tokenizer.eos_token_id, never, DEFAULT_SAMPLING, seed)
+    (more,) = continue_all(model, [Request(tuple(tokens[-seen:]))], how)
     return str(tokenizer.decode([*tokens, *more.tokens]))
 
 
-def fill_prompt(model: Stack, tokenizer: PreTrainedTokenizerFast, prompt: str, seed: int) -> str:
+def fill_prompt(
+    model: Any, tokenizer: PreTrainedTokenizerFast, prompt: str, seed: int, never: Sequence[int]
+) -> str:
     """Return the prompt with each [MASK] filled in by a BERT; nothing is drawn, so `seed` is not used."""
-    tokens = tokenizer.encode(prompt)[: model.shape.positions]
-    filled = fill_masks(model, tokens, mask=tokenizer.mask_token_id)
+    tokens = tokenizer.encode(prompt)[: model.config.max_position_embeddings]
+    filled = fill_masks(model, tokens, tokenizer.mask_token_id, never)
     return str(tokenizer.decode(filled, skip_special_tokens=True))
 
 
-@torch.no_grad()
 def continue_all(
-    model: Any, requests: Sequence[Request], length: int, *, sampling: Sampling | None, seed: int = 0,
-    end: int | None = None, cached: bool = True, heard: TokenCallback = lambda request, token: None,
-) -> list[Continuation]:  # fmt: skip
-    """Write at most `length` tokens after each prompt, in one batch. Collective over the tensor group.
+    model: Any, requests: Sequence[Request], how: Decoding, streamer: BaseStreamer | None = None
+) -> list[Continuation]:
+    """Continue each prompt with a GPT-2. Raises FloatingPointError for logits that are not finite.
 
-    Args:
-        model: a GPT-2. A prompt has at least 1 token and at most as many as the model has positions.
-        sampling: None takes the most likely token.
-        seed: with a request's prompt and number it decides all of its text.
-        end: the token that ends a text.
-        cached: keep keys and values; otherwise every step computes all earlier tokens again.
-
-    A text ends at the model's last position, after the token predicted there: there is no learned position
-    beyond, and a sliding context would compute every token anew.
+    A prompt has at least 1 token and at most as many as the model has positions. `streamer` hears a lone
+    sample's tokens. A text ends at the model's last position, after the token predicted there.
     """
-    prompts, positions = [request.prompt for request in requests], model.shape.positions
-    assert all(0 < len(prompt) <= positions for prompt in prompts), "a prompt is empty, or too long"
-    model.eval()
-    device, longest = next(model.parameters()).device, max(map(len, prompts))
-    padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
-    columns = max(min(len(prompt) + length - 1, positions) + longest - len(prompt) for prompt in prompts)
-    text = torch.tensor([[0] * (longest - len(prompt)) + [*prompt] for prompt in prompts], device=device)
-    numbers = [uniform_numbers(seed, request.prompt, request.sample) for request in requests]
-    made: list[list[int]] = [[] for _ in requests]
-    ended: dict[int, EndReason] = {}
-    rows = [*range(len(requests))]  # requests that go on, in the order of `text`
-    past, new = Past(padding, columns, model.shape.layers), text
-    while rows:
-        logits = _finite(decode(model, new, past))
-        chosen = _choose_tokens(logits, sampling, [numbers[row].random() for row in rows] if sampling else [])
-        for row, token in zip(rows, chosen.tolist(), strict=True):
-            if token == end:
-                ended[row] = "end"
-                continue
-            made[row].append(token)
-            heard(row, token)
-            if len(made[row]) == length:
-                ended[row] = "length"
-            elif len(prompts[row]) + len(made[row]) > positions:
-                ended[row] = "positions"
-        text = torch.cat([text, chosen[:, None]], 1)
-        left = [at for at, row in enumerate(rows) if row not in ended]
-        if 0 < len(left) < len(rows):
-            kept = torch.tensor(left, device=device)
-            text = text[kept]
-            past.keep(kept)
-        rows = [rows[at] for at in left]
-        if not cached:
-            past = Past(past.padding, columns, model.shape.layers)
-        new = text[:, past.length :]
-    return [Continuation(tuple(made[row]), ended[row]) for row in range(len(requests))]
+    positions = model.config.n_positions
+    sparse = getattr(model, "sparse", False)
+    together: dict[tuple[int, int], list[int]] = {}
+    for index, request in enumerate(requests):
+        size = len(request.prompt)
+        assert 0 < size <= positions, "a prompt is empty, or too long"
+        limit = min(how.length, positions - size + 1)
+        # Samples with equal limits are padded; the masks of sparse layers know of no padding.
+        together.setdefault((limit, size if sparse else 0), []).append(index)
+    found: dict[int, Continuation] = {}
+    for (limit, _), indices in together.items():
+        made = _generate(model, [requests[index] for index in indices], how, limit, streamer)
+        found |= zip(indices, made, strict=True)
+    return [found[index] for index in range(len(requests))]
 
 
-def decode(model: Any, tokens: Tensor, past: Past) -> Tensor:
-    """Return a GPT-2's logits (B, V) of the token after `tokens` (B, S), on every rank.
+def _generate(
+    model: Any, requests: Sequence[Request], how: Decoding, limit: int, streamer: BaseStreamer | None
+) -> list[Continuation]:
+    """Continue prompts by up to `limit` tokens in one batch, padded on the left."""
+    longest = max(len(request.prompt) for request in requests)
+    rows, masks = [], []
+    for request in requests:
+        padding = longest - len(request.prompt)
+        rows.append([0] * padding + [*request.prompt])
+        masks.append([0] * padding + [1] * len(request.prompt))
+    processors = LogitsProcessorList([partial(_check_finite, model.dtype)])
+    if how.never:
+        processors.append(SuppressTokensLogitsProcessor([*how.never], device=model.device))
+    if how.sampling is not None:
+        processors += how.sampling.warpers()
+        processors.append(Draw([uniform_numbers(how.seed, each.prompt, each.sample) for each in requests]))
+    texts = model.generate(
+        torch.tensor(rows, device=model.device),
+        attention_mask=torch.tensor(masks, device=model.device),
+        do_sample=False,  # `Draw` leaves one token
+        max_new_tokens=limit,
+        eos_token_id=how.end,
+        pad_token_id=0,
+        use_cache=how.cached,
+        logits_processor=processors,
+        streamer=streamer,
+    )
+    found = []
+    for text in texts[:, longest:].tolist():
+        if how.end in text:
+            found.append(Continuation(tuple(text[: text.index(how.end)]), "end"))
+        else:
+            found.append(Continuation(tuple(text), "length" if limit == how.length else "positions"))
+    return found
 
-    `tokens` follow those in `past` and are added to it. Collective over the tensor group.
+
+def uniform_numbers(seed: int, prompt: Sequence[int], sample: int) -> np.random.Generator:
+    """Return the generator for one sample's tokens, a function of seed, prompt and the sample's number.
+
+    So a text depends neither on its batch nor on the file of its prompt.
     """
-    assert model.position_ranks == 1, "decoding does not cut positions over ranks"
-    new = tokens.shape[1]
-    x = model.position(model.word(tokens), places=past.places(new))
-    for layer, kept in zip(model.uses, past.layers, strict=True):
-        x = layer(x, kept)
-    past.advance(new)
-    logits: Tensor = model.whole_logits(model.word(model.final_norm(x[:, -1]), project=True))
-    return logits
+    digest = hashlib.sha256(f"{seed}:{sample}:{list(prompt)}".encode()).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
 
 
-def _finite(logits: Tensor) -> Tensor:
+class Draw:
+    """A processor of logits that draws a token for every sample, and leaves it alone.
+
+    Each is the first token whose cumulative probability passes its sample's number. No generator of the
+    device takes part, so that a CPU and a GPU draw alike.
+    """
+
+    def __init__(self, generators: Sequence[np.random.Generator]):
+        self._generators = generators
+
+    def __call__(self, tokens: Tensor, logits: Tensor) -> Tensor:
+        numbers = [[generator.random()] for generator in self._generators]
+        uniform = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
+        sums = logits.softmax(-1).double().cumsum(-1)
+        drawn = torch.searchsorted(sums, uniform * sums[:, -1:], right=True)
+        return torch.full_like(logits, -torch.inf).scatter(1, drawn, 0.0)
+
+
+def _check_finite(dtype: torch.dtype, tokens: Tensor, logits: Tensor) -> Tensor:
     """Return the logits. Raises FloatingPointError if one is NaN or infinite: no token follows from it."""
     if not logits.isfinite().all():
-        raise FloatingPointError(f"the model's logits are not finite in {logits.dtype}")
+        raise FloatingPointError(f"the model's logits are not finite in {dtype}")
     return logits
 
 
-def _choose_tokens(logits: Tensor, sampling: Sampling | None, uniform: Sequence[float]) -> Tensor:
-    """Choose tokens (B,) from logits (B, V)."""
-    if sampling is None:
-        return logits.argmax(-1)
-    return sampling.draw(logits, torch.tensor(uniform, dtype=torch.float64, device=logits.device))
-
-
 @torch.no_grad()
-def fill_masks(model: Stack, tokens: Sequence[int], *, mask: int) -> list[int]:
+def fill_masks(model: Any, tokens: Sequence[int], mask: int, never: Sequence[int] = ()) -> list[int]:
     """Replace each `mask` in `tokens` ([CLS] ... [SEP]) by its most likely token, the surest one first.
 
-    Collective over the model's tensor group.
+    `never`: numbers that are no tokens. Raises FloatingPointError for logits that are not finite.
     """
-    model.eval()
-    filled = torch.tensor([list(tokens)], device=next(model.parameters()).device)
+    filled = torch.tensor([list(tokens)], device=model.device)
     while (masked := (filled == mask).nonzero()[:, 1]).numel():
-        logits, _ = model(filled, torch.zeros_like(filled), None, masked[None])
-        scores = _finite(model.whole_logits(logits))[0]  # (masks, V)
-        scores[:, mask] = float("-inf")
-        surest = scores.float().softmax(-1).amax(-1).argmax()
+        outcome = model(input_ids=filled, token_type_ids=torch.zeros_like(filled))
+        logits = outcome.logits if "logits" in outcome else outcome.prediction_logits
+        scores = _check_finite(model.dtype, filled, logits[0, masked].float())
+        scores[:, [mask, *never]] = -torch.inf
+        surest = scores.softmax(-1).amax(-1).argmax()
         filled[0, masked[surest]] = scores[surest].argmax()
     return filled[0].tolist()

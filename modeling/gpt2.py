@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modeling.hidden_dropout import HiddenDropout
@@ -57,14 +56,9 @@ class PositionEmbedding(nn.Module):
         self.weight = init.normal("weight", (shape.positions, shape.hidden), init.std)
         self.dropout = HiddenDropout(shape.hidden, shape.hidden_dropout, init=init.child("dropout"))
 
-    def forward(self, x: Tensor, salts: Tensor | None = None, places: Tensor | None = None) -> Tensor:
-        """x (B, S, H), S <= positions; salts (B, S, 2) of hidden dropout in training.
-
-        places (B, S): positions of the tokens; None: 0, 1, ...
-        """
+    def forward(self, x: Tensor, salts: Tensor | None = None) -> Tensor:
+        """x (B, S, H), S <= positions; salts (B, S, 2) of hidden dropout in training."""
         (weight,) = with_summed_gradients(self.cut_over, self.weight)
-        if places is not None:
-            return self.dropout(x + F.embedding(places, weight), salts)
         length = x.shape[1] * group_size(self.cut_over)
         return self.dropout(x + own_positions(weight[None, :length], self.cut_over), salts)
 

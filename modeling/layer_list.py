@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from modeling.hidden_dropout import HiddenDropout
 from modeling.initialization import Init, shared_draws
-from modeling.parallel.collectives import gather_vocabulary
 from modeling.parallel.layers import VocabParallelEmbedding, group_size
 from modeling.parallel.process_grid import Group, ProcessGrid
 from modeling.transformer import LayerShape, TransformerLayer
@@ -192,7 +191,6 @@ class Stack(nn.Module):
                 self.add_module(name, module)
         self.layers = nn.ModuleList(m for m in built.values() if isinstance(m, TransformerLayer))
         self._in_order = [(d.apply, built[d.name]) for d in definitions]
-        self.uses = [module for _, module in self._in_order if isinstance(module, TransformerLayer)]
         self.last_positions: int | None = None  # the last layer takes so many of the stream; None: all
 
     def forward(self, *tensors: Any, salts: Tensor | None = None) -> Any:
@@ -212,10 +210,6 @@ class Stack(nn.Module):
 
     def _of_tokens(self, logits: Tensor) -> Tensor:
         return logits[..., : self.shape.vocab]
-
-    def whole_logits(self, logits: Tensor) -> Tensor:
-        """Join logits (..., V/t) over the tensor ranks, without padding of the vocabulary. Collective."""
-        return gather_vocabulary(logits, self.group)[..., : self.shape.vocab]
 
     def run(self, stream: Stream) -> Stream:
         """Run every layer in turn."""

@@ -22,14 +22,13 @@ from modeling.parallel.collectives import in_sample_order, with_summed_gradients
 from modeling.parallel.layers import ColumnParallelLinear, RowParallelLinear, group_size
 from modeling.parallel.process_grid import Group
 from modeling.parallel.random_state import tensor_parallel_random
-from modeling.past import KeysAndValues
 from modeling.sparse_attention import prepared_mask, sparse_attention
 from modeling.unpadding import Row, padding_mask, unpadded_attention
 from recipes.attention_patterns import Fixed, Window
 
-# Which tokens attend to which: lengths (B,), a Row of samples, decoding's cache of earlier tokens,
-# or None: all tokens of a sample, or in a causal layer the earlier ones.
-Seen = Tensor | Row | KeysAndValues | None
+# Which tokens attend to which: lengths (B,), a Row of samples, or None: all tokens of a sample, or in a
+# causal layer the earlier ones.
+Seen = Tensor | Row | None
 _TWICE = 2 * math.sqrt(2 / math.pi)
 GPT2_NORM_EPS, BERT_NORM_EPS = 1e-5, 1e-12  # of the original implementations
 
@@ -107,17 +106,14 @@ class Attention(nn.Module):
         """x (B, S, H), lengths (B,) or None where nothing is padded -> (B, S, H).
 
         With sequence parallelism x and the result are (B, S/t, H). Without lengths no mask is built, which
-        lets the fastest attention kernels run. With a Row, B is 1, and S the tokens of the row. With
-        KeysAndValues x are the newest tokens of a causal layer.
+        lets the fastest attention kernels run. With a Row, B is 1, and S the tokens of the row.
         """
         qkv = self.qkv(x)
         if self.cut_over is not None:
             qkv = in_sample_order(qkv, self.cut_over)
         B, S, _ = qkv.shape
         qkv_BSN3D = qkv.view(B, S, self.local_heads, 3, -1)
-        assert not self.causal or lengths is None or isinstance(lengths, KeysAndValues), (
-            "causal samples are packed and have no padding"
-        )
+        assert not self.causal or lengths is None, "causal samples are packed and have no padding"
         # It encloses the recomputation, too, which restores the state of the stream current here.
         with tensor_parallel_random(self.own_stream and self.training):
             if self.recomputes_core and self.training:
@@ -130,8 +126,6 @@ class Attention(nn.Module):
         p = self.dropout if self.training else 0.0
         if isinstance(lengths, Row):
             return unpadded_attention(qkv[0], lengths, p)[None]
-        if isinstance(lengths, KeysAndValues):
-            return lengths.attend(qkv, self.window)
         q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)  # each (B, N, S, D)
         if self.window is None:
             mask = None if lengths is None else padding_mask(lengths, q.shape[2])

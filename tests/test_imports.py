@@ -115,7 +115,7 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 # What pretrain.py reaches over all its imports: files (folders' markers aside) and lines. It only falls.
-ENGINE = (177, 28_200)
+ENGINE = (176, 28_130)
 APART = (
     *("launch.planning", "launch.tables", "launch.reports", "launch.evaluation", "launch.experiments"),
     *("data.tasks", "data.prepare"),

@@ -5,28 +5,33 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+from transformers.generation.streamers import BaseStreamer
 
 from data.text.vocabulary import unused_numbers
 from launch.console import terminal
 from launch.console.progress import bar
 from launch.evaluation.trained_model import TrainedModel
-from launch.ranks import ending, processes
-from launch.ranks.meeting import Meeting
+from launch.ranks import ending
 from launch.weights import foreign_weights
-from modeling.families import whole_model
-from modeling.generation import EndReason, Request, Sampling, continue_all, fill_masks
-from modeling.parallel.layers import leave_out
-from modeling.parallel.process_grid import ProcessGrid
+from modeling.generation import (
+    Decoding,
+    EndReason,
+    Request,
+    Sampling,
+    continue_all,
+    fill_masks,
+    in_transformers,
+)
 from recipes import files
 from recipes.families import FAMILIES
-from recipes.problems import MOST, Problem, counted
+from recipes.problems import MOST, Problem
 
 JSON_LINES = ".jsonl"
 FIELD = "prompt"
@@ -159,100 +164,92 @@ class WrittenText:
         return own if self.ended is None else {**own, "sample": self.sample, "ended": self.ended}
 
 
-def write(model: Any, job: Job, heard: Callable[[Sequence[int]], None]) -> Iterator[WrittenText]:
-    """Generate all samples of all prompts in order. Collective over the model's tensor group.
+def write(model: Any, job: Job, streamer: BaseStreamer | None = None) -> Iterator[WrittenText]:
+    """Generate all samples of all prompts in order; `streamer` hears the tokens of a lone one.
 
-    `heard` receives all tokens of the growing text, with its prompt, if there is only one sample. Raises
-    Failed where the logits of the next text are not finite.
+    Raises Failed where the logits of the next text are not finite.
     """
+    never = unused_numbers(job.model.tokenizer)
     try:
-        yield from (_continued if job.model.continues else _filled)(model, job, heard)
+        if job.model.continues:
+            yield from _continued(model, job, never, streamer)
+        else:
+            yield from _filled(model, job, never)
     except FloatingPointError as error:
         fix = "give other weights, or --dtype float32, which has more room"
         raise ending.Failed(f"{error}: its weights are too large for that; {fix}") from None
 
 
-def _continued(model: Any, job: Job, heard: Callable[[Sequence[int]], None]) -> Iterator[WrittenText]:
-    prompts, tokenizer = job.prompts, job.model.tokenizer
-    order = [(number, sample) for number in range(len(prompts)) for sample in range(job.samples)]
+def _continued(
+    model: Any, job: Job, never: Sequence[int], streamer: BaseStreamer | None
+) -> Iterator[WrittenText]:
+    tokenizer = job.model.tokenizer
+    how = Decoding(job.tokens, tokenizer.eos_token_id, never, job.sampling, job.seed, job.cached)
+    order = [(number, sample) for number in range(len(job.prompts)) for sample in range(job.samples)]
     for first in range(0, len(order), job.batch):
         places = order[first : first + job.batch]
-        so_far = [*prompts[places[0][0]].tokens]
-
-        def hear(request: int, token: int, so_far: list[int] = so_far) -> None:
-            so_far.append(token)
-            if len(order) == 1:
-                heard(so_far)
-
-        requests = [Request(prompts[number].tokens, sample) for number, sample in places]
-        made = continue_all(
-            model, requests, job.tokens, sampling=job.sampling, seed=job.seed,
-            end=tokenizer.eos_token_id, cached=job.cached, heard=hear,
-        )  # fmt: skip
+        requests = [Request(job.prompts[number].tokens, sample) for number, sample in places]
+        made = continue_all(model, requests, how, streamer)
         for (number, sample), more in zip(places, made, strict=True):
-            prompt = prompts[number]
+            prompt = job.prompts[number]
             text = str(tokenizer.decode([*prompt.tokens, *more.tokens]))
             new = str(tokenizer.decode([*more.tokens]))
             yield WrittenText(number, sample, prompt.text, text, new, len(more.tokens), more.ended)
 
 
-def _filled(model: Any, job: Job, heard: object) -> Iterator[WrittenText]:
-    tokenizer, mask = job.model.tokenizer, job.model.tokenizer.mask_token_id
+def _filled(model: Any, job: Job, never: Sequence[int]) -> Iterator[WrittenText]:
+    tokenizer = job.model.tokenizer
+    mask = tokenizer.mask_token_id
     for number, prompt in enumerate(job.prompts):
-        tokens = fill_masks(model, prompt.tokens, mask=mask)
+        tokens = fill_masks(model, prompt.tokens, mask, never)
         new = [token for token, before in zip(tokens, prompt.tokens, strict=True) if before == mask]
-        text, words = tokenizer.decode(tokens, skip_special_tokens=True), tokenizer.convert_ids_to_tokens(new)
-        yield WrittenText(number, 0, prompt.text, str(text), " ".join(words), len(new), None)
+        text = str(tokenizer.decode(tokens, skip_special_tokens=True))
+        words = " ".join(tokenizer.convert_ids_to_tokens(new))
+        yield WrittenText(number, 0, prompt.text, text, words, len(new), None)
 
 
-def run(job: Job, meeting: Meeting) -> None:
-    """Load the model and write the texts. Collective; only rank 0 prints."""
+def run(job: Job) -> None:
+    """Load the model and write the texts."""
     from deepspeed.accelerator import get_accelerator
 
-    first, model = processes.rank() == 0, load_model(job, meeting)
+    for line in job.model.said():
+        terminal.say(line, sys.stderr)
+    weights = foreign_weights.read(job.model.weights, job.model.recipe)
+    model = in_transformers(job.model.recipe, weights, getattr(torch, job.dtype))
     model.to(get_accelerator().current_device_name())
     total = len(job.prompts) * (job.samples if job.model.continues else 1)
-    stream = Stream(job.model.tokenizer) if first and total == 1 and not job.out else None
+    stream = Stream(job.model.tokenizer) if total == 1 and not job.out else None
     began, done = time.perf_counter(), list[WrittenText]()
     with job.out.open("x", encoding="utf-8") if job.out else nullcontext() as file:
         # Texts in a terminal show the progress themselves.
-        hidden = not first or stream or (job.out is None and sys.stdout.isatty())
+        hidden = stream or (job.out is None and sys.stdout.isatty())
         with nullcontext() if hidden else bar(sys.stderr, total=total, unit="text") as shown:
-            heard = stream.hear if stream else lambda tokens: None
-            for written in write(model, job, heard):
+            for written in write(model, job, stream):
                 done.append(replace(written, prompt="", text="", new=""))
-                if first:
-                    show(written, file, stream)
+                show(written, file, stream)
                 if shown is not None:
                     shown.update()
-    if first:
-        terminal.say(summary(done, time.perf_counter() - began, job), sys.stderr)
+    terminal.say(summary(done, time.perf_counter() - began, job), sys.stderr)
 
 
-def load_model(job: Job, meeting: Meeting) -> Any:
-    """Load the model, split over all processes. Collective."""
-    world, first = processes.world_size(), processes.rank() == 0
-    if first and world > 1 and len(job.prompts) > 1:
-        terminal.say(f"{counted(world, 'process')} share out the weights, not the prompts", sys.stderr)
-    for line in job.model.said() if first else ():
-        terminal.say(line, sys.stderr)
-    weights = meeting.settle(lambda: foreign_weights.read(job.model.weights, job.model.recipe))
-    group = ProcessGrid(world, 1, 1, processes.TIMEOUT).tensor_group if world > 1 else None
-    model = whole_model(job.model.recipe, weights, group, getattr(torch, job.dtype))
-    leave_out(model, unused_numbers(job.model.tokenizer))
-    return model
-
-
-class Stream:
-    """A growing text in the terminal, in whole characters."""
+class Stream(BaseStreamer):
+    """A growing text in the terminal, in whole characters. `transformers` puts in its tokens."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
+        self._tokens: list[int] = []
         self.shown = ""
 
-    def hear(self, tokens: Sequence[int]) -> None:
-        """Show the text of all tokens so far, but for the beginning of a character at its end."""
-        self.show(self._tokenizer.decode(tokens).rstrip("\N{REPLACEMENT CHARACTER}"))
+    def put(self, value: torch.Tensor) -> None:
+        """Show the text so far, but for the beginning of a character at its end; first comes the prompt."""
+        tokens = value.flatten().tolist()
+        if self._tokens and tokens == [self._tokenizer.eos_token_id]:
+            return
+        self._tokens += tokens
+        self.show(self._tokenizer.decode(self._tokens).rstrip("\N{REPLACEMENT CHARACTER}"))
+
+    def end(self) -> None:
+        """Do nothing: `show` of the whole text ends it."""
 
     def show(self, text: str) -> None:
         """Print the new part of the text. If the tokenizer changed earlier words, print nothing yet."""

@@ -10,9 +10,8 @@ from data.text.vocabulary import unused_numbers
 from launch.checkpoints import run_checkpoints
 from launch.checkpoints.stored import StoredTensors
 from modeling import cost
-from modeling.families import whole_model
-from modeling.generation import continue_prompt, fill_prompt
-from modeling.parallel.layers import leave_out
+from modeling.formats.families import conversion_of
+from modeling.generation import continue_prompt, fill_prompt, in_transformers
 from recipes.schema import Recipe
 
 LARGEST_SAMPLED = 2_000_000_000  # parameters; rank 0 assembles no larger model for a sample
@@ -30,10 +29,13 @@ def sample(recipe: Recipe, checkpoints: Path, tokenizer: PreTrainedTokenizerFast
             "not sampled: there is no checkpoint of the last step (run.save_last=false); "
             "--set run.save_last=true keeps one"
         )
-    model = whole_model(recipe, StoredTensors(saved.directory, saved.manifest))
-    leave_out(model, unused_numbers(tokenizer))
     answer = fill_prompt if recipe.model.facts.masked else continue_prompt
     try:
-        return answer(model, tokenizer, recipe.run.prompt, recipe.seed)
+        conversion_of(recipe.model)
+    except ValueError as error:
+        return f"not sampled: {error}"
+    model = in_transformers(recipe, StoredTensors(saved.directory, saved.manifest))
+    try:
+        return answer(model, tokenizer, recipe.run.prompt, recipe.seed, unused_numbers(tokenizer))
     except FloatingPointError as error:
         return f"not sampled: {error}"

@@ -144,13 +144,6 @@ def gather_positions(x: Tensor, group: Group, *, summed: bool) -> Tensor:
     return x if group is None else _GatherPositions.apply(x, group, summed)
 
 
-def gather_vocabulary(logits: Tensor, group: Group) -> Tensor:
-    """Gather (..., V/t) of every rank to (..., V) on every rank, equal to the bit; no backward pass."""
-    if group is None:
-        return logits
-    return wait_for(begin_gather(logits[None], group)).movedim(0, -2).flatten(-2)
-
-
 def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Leave a tensor-parallel region: summands (t B, S/t, ...) of every rank -> the sum, (B, S/t, ...)."""
     return _ScatterSum.apply(x, group)

@@ -188,18 +188,6 @@ def test_no_orphan_of_a_launcher_killed_at_the_start_waits(tmp_path, seconds):
 
 
 @pytest.mark.long
-def test_no_orphan_of_a_killed_launcher_writes_on(tmp_path):
-    """Two tensor ranks of generate.py, which keep nothing and end at once."""
-    model, out = make_run(tmp_path / "run"), tmp_path / "texts.jsonl"
-    words = ["--prompt", "The senate", "--samples", "100000", "--batch", "1", "--out", str(out)]
-    with started([*TORCHRUN, "launch/generate.py", str(model), *words], out) as first:
-        wait_for(lambda: out.exists() and out.read_text().count("\n") > 2, "the third text")
-        assert len(ranks_of(out)) == 2
-        first.kill()
-        wait_for(lambda: not ranks_of(out), "the orphans' end", 30)
-
-
-@pytest.mark.long
 def test_torchrun_restarts_a_run_whose_rank_was_killed(tmp_path):
     out = tmp_path / "run"
     flags = [*TINY, "--steps", "6", "--set", "run.save_every=2", "--resume", "--out", str(out)]

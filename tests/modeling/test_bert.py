@@ -15,7 +15,6 @@ import torch.utils.checkpoint
 
 from launch.training import micro_batches
 from modeling.bert import FAMILY, BertShape, pretraining_loss
-from modeling.generation import fill_masks
 from modeling.hidden_dropout import salts_of
 from modeling.initialization import Init
 from modeling.layer_list import Stack
@@ -168,16 +167,3 @@ def test_dropout_does_not_depend_on_where_padding_is_cut(post):
     torch.testing.assert_close(model(*arguments, **salted)[0], whole)
     assert abs(model(*arguments, salts=salts[:, 8:])[0] - whole) > 1e-3, "masks do matter"
     assert abs(model.eval()(*arguments)[0] - whole) > 1e-3
-
-
-def test_masks_are_filled_with_the_most_likely_tokens():
-    model, tokens = bert(), [2, 11, 4, 12, 4, 3]
-    filled = fill_masks(model, tokens, mask=4)
-    assert 4 not in filled and [filled[i] for i in (0, 1, 3, 5)] == [2, 11, 12, 3]
-    # The last one filled is the most likely given all the others.
-    agreeing = 0
-    for hole in (2, 4):
-        again = list(filled)
-        again[hole] = 4
-        agreeing += fill_masks(model, again, mask=4) == filled
-    assert agreeing >= 1

@@ -26,13 +26,11 @@ from launch.training.micro_batches import for_pipeline, for_plain, padded_argume
 from modeling import bert, gpt2, unpadding
 from modeling.bert import BertShape, TaskShape
 from modeling.counting import tensor_rank
-from modeling.generation import decode
 from modeling.gpt2 import GPT2Shape
 from modeling.hidden_dropout import HiddenDropout, salts_of
 from modeling.initialization import Init
 from modeling.layer_list import Family, Stack
 from modeling.parallel.random_state import seed_step
-from modeling.past import Past
 from modeling.unpadding import Row
 from recipes.attention_patterns import Fixed
 from recipes.rank_order import Coordinates
@@ -173,20 +171,6 @@ def test_the_walk_finds_a_number_read_on_the_host(monkeypatch):
     )
     with pytest.raises(RuntimeError, match="item"):
         walk(CASES["GPT-2, dropout"], zero_stage=1)
-
-
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("windows", [(), (32, None)], ids=["dense", "banded"])
-def test_decoding_leaves_nothing_on_the_host(windows, padded):
-    """A prompt of 40 tokens, then two tokens one by one; whether any is padded, is read once before."""
-    case = Case(options={"windows": windows})
-    model = moved(case.family.plain(case.shape(), group=None, init=Init(1, 0.02, 2)), 1).eval()
-    past = Past(torch.tensor([3 * padded, 0]), 64, layers=2)
-    past.padding = past.padding.to("meta")
-    with DeviceOnly(), torch.no_grad():
-        for new in (40, 1, 1):
-            logits = decode(model, torch.zeros(2, new, dtype=torch.long, device="meta"), past)
-            assert logits.shape == (2, V) and logits.is_meta
 
 
 def test_a_row_reaches_the_model_as_one(monkeypatch):

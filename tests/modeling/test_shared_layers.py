@@ -15,12 +15,10 @@ from modeling import bert, cost, gpt2, transformer
 from modeling.bert import BertShape
 from modeling.cost import parameters
 from modeling.formats.families import conversion_of
-from modeling.generation import decode
 from modeling.gpt2 import GPT2Shape
 from modeling.hidden_dropout import salts_of
 from modeling.initialization import Init
 from modeling.layer_list import Stack
-from modeling.past import Past
 from recipes import catalog
 from recipes.schema import Model
 from tools.tables.quantities import arithmetic, counts
@@ -83,16 +81,6 @@ def test_each_use_drops_elements_of_its_own(monkeypatch):
     assert all(torch.equal(each, salts) for each in (*of_own, *of_shared[:3]))
     different = {each.sum().item() for each in of_shared[1::2]}
     assert len(different) == LAYERS and all(map(torch.equal, of_shared[1::2], of_shared[2::2]))
-
-
-def test_decoding_uses_the_layer_as_often():
-    shared, _ = both("gpt2")
-    tokens, past = torch.arange(20).view(2, 10), Past(torch.zeros(2, dtype=torch.int64), 10, LAYERS)
-    with torch.no_grad():
-        expected = shared.eval()(tokens)
-        for end in (4, 5, 10):
-            found = decode(shared, tokens[:, past.length : end], past)
-            torch.testing.assert_close(found, expected[:, end - 1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", SHAPES)

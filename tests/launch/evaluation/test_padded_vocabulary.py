@@ -18,9 +18,8 @@ from data.text.vocabulary import unused_numbers
 from launch.evaluation.trained_model import open_model
 from launch.weights import foreign_weights
 from launch.weights.initial_weights import InitialWeights
-from modeling.families import whole_model, with_vocabulary
-from modeling.generation import Request, Sampling, continue_all, fill_masks
-from modeling.parallel.layers import leave_out
+from modeling.families import with_vocabulary
+from modeling.generation import Decoding, Request, Sampling, continue_all, fill_masks, in_transformers
 from recipes import catalog
 from recipes.problems import ProblemsError
 
@@ -48,18 +47,17 @@ def padded(tmp_path_factory) -> Path:
 
 def opened(folder: Path):
     model = open_model(str(folder))
-    stack = whole_model(model.recipe, foreign_weights.read(model.weights, model.recipe))
-    leave_out(stack, unused_numbers(model.tokenizer))
-    return model, stack
+    weights = foreign_weights.read(model.weights, model.recipe)
+    return model, in_transformers(model.recipe, weights), unused_numbers(model.tokenizer)
 
 
 @pytest.mark.parametrize("sampling", [None, Sampling(temperature=20), Sampling(temperature=20, top_p=0.9)])
 def test_only_tokens_are_drawn(padded, sampling):
-    model, stack = opened(padded)
+    model, theirs, never = opened(padded)
     known = {*model.tokenizer.get_vocab().values()}
     assert model.recipe.model.vocab_size == END + 1 and len(known) == TOKENS + 1
     requests = [Request((5, 6), sample) for sample in range(8)]
-    texts = continue_all(stack, requests, 40, sampling=sampling, end=END)
+    texts = continue_all(theirs, requests, Decoding(40, END, never, sampling))
     drawn = {token for text in texts for token in text.tokens}
     assert drawn <= known
     assert any("384 rows of the vocabulary the first 320: the rest pads" in line for line in model.said())
@@ -89,8 +87,8 @@ def test_a_padded_bert_fills_masks_with_tokens(tmp_path):
     with torch.no_grad():
         model.cls.predictions.bias[len(tokens) :] = 9
     model.save_pretrained(tmp_path)
-    opened_model, stack = opened(tmp_path)
-    filled = fill_masks(stack, opened_model.tokenizer.encode("a [MASK] b [MASK]"), mask=4)
+    opened_model, theirs, never = opened(tmp_path)
+    filled = fill_masks(theirs, opened_model.tokenizer.encode("a [MASK] b [MASK]"), 4, never)
     assert max(filled) < len(tokens)
 
 
