@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from launch.records.facts import Corruption, StepOutcome
+from launch.records.facts import Corruption, StepRecord
 
 MOST_NAMED = 3  # tensors of one rank
 KINDS = {"weight": "weights in full precision of", "rounded": "rounded weights of", "batch": "the batch"}
@@ -108,9 +108,11 @@ class SkipCounter:
     """
 
     def __init__(self, precision: str) -> None:
-        self.precision, self.count, self.scale = precision, 0, math.nan
+        self.precision = precision
+        self.count = 0
+        self.scale: float | None = math.nan
 
-    def see(self, outcome: StepOutcome) -> None:
+    def see(self, outcome: StepRecord) -> None:
         """Count the step. Raises Diverged after STUCK_STEPS skipped steps in a row at one loss scale."""
         same_scale = outcome.loss_scale == self.scale
         self.count = self.count + 1 if outcome.skipped and same_scale else int(outcome.skipped)
@@ -120,7 +122,8 @@ class SkipCounter:
         in_a_row = f"{self.count} steps in a row"
         if self.precision != "fp16":
             raise Diverged(f"the gradients of {in_a_row} were not finite in {self.precision}")
+        scale = self.scale or math.inf
         raise Diverged(
-            f"{in_a_row} overflowed and were skipped at loss scale {self.scale:g}: the scale does not come "
+            f"{in_a_row} overflowed and were skipped at loss scale {scale:g}: the scale does not come "
             "down to what fp16 can represent (fp16.loss_scale fixes it; 0 makes it dynamic)"
         )

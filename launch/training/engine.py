@@ -35,7 +35,7 @@ from launch.deepspeed_fixes.short_steps import shorten_step
 from launch.deepspeed_fixes.train_batch_timer import forget_batches
 from launch.machine import compiled_ops, memory
 from launch.ranks import processes
-from launch.records.facts import StepOutcome, Validation
+from launch.records.facts import StepRecord, Validation, finite
 from launch.training import compiling, micro_batches
 from launch.training.build_model import build_module
 from launch.training.early_ends import Diverged
@@ -140,7 +140,7 @@ def train_step(
     batches: Sequence[MicroBatch],
     grid: ProcessGrid,
     salts: Sequence[torch.Tensor | None],
-) -> Callable[[], StepOutcome]:
+) -> Callable[[], StepRecord]:
     """Make one optimizer step over this data-parallel rank's micro-batches; a GPU may still compute it.
 
     Return what reads its outcome (`read_outcome`).
@@ -203,8 +203,8 @@ def state_before_step(engine: DeepSpeedEngine) -> State:
     return engine.get_lr()[0], loss_scale(engine), engine.skipped_steps
 
 
-def read_outcome(engine: DeepSpeedEngine, before: State, figures: HostCopy) -> StepOutcome:
-    """Read the outcome of a step: the loss with its parts, norm and scale. Raises Diverged."""
+def read_outcome(engine: DeepSpeedEngine, before: State, figures: HostCopy) -> StepRecord:
+    """Read the figures of the step that the engine has made, without its times. Raises Diverged."""
     lr, scale, skipped_steps = before
     if engine.fp16_enabled():
         engine.settle_loss_scale()
@@ -215,8 +215,15 @@ def read_outcome(engine: DeepSpeedEngine, before: State, figures: HostCopy) -> S
     if not math.isfinite(mean) and not overflowed:
         precision = "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
         raise Diverged(f"the loss is {mean} in {precision}")
-    read = None if norm is None else float(norm)
-    return StepOutcome(mean, lr, read, scale, skipped, _name_parts(engine, parts))
+    return StepRecord(
+        step=engine.global_steps,
+        loss=finite(mean),
+        skipped=bool(skipped),
+        lr=lr,
+        grad_norm=None if norm is None else finite(float(norm)),
+        loss_scale=finite(scale),
+        parts={name: finite(value) for name, value in _name_parts(engine, parts).items()},
+    )
 
 
 def forward(

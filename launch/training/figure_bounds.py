@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from launch.records.facts import StepOutcome
+from launch.records.facts import StepRecord
 from launch.training.early_ends import Diverged
 
 RECENT = 100  # steps that give the bounds, and from one warning to the next
@@ -27,23 +27,24 @@ class FigureBounds:
         self._first = math.inf  # loss of this launch
         self._recent: dict[str, deque[float]] = defaultdict(partial(deque, maxlen=RECENT))
 
-    def see(self, step: int, outcome: StepOutcome) -> None:
+    def see(self, record: StepRecord) -> None:
         """Take the figures of a step; say one that is far above, at most once in RECENT steps."""
-        if outcome.skipped:
+        if record.skipped:
             return
-        if self._first == math.inf:
-            self._first = outcome.loss
-        for name, value in (("loss", outcome.loss), ("gradient norm", outcome.grad_norm)):
-            if value is None or not math.isfinite(value):
-                continue
-            recent = self._recent[name]
-            if step >= self._quiet_until and is_far_above(value, recent):
-                usual = statistics.median(recent)
-                self._say(
-                    f"WARNING: the {name} of step {step} is {value:.4g}, far above the usual {usual:.4g}"
-                )
-                self._quiet_until = step + RECENT
-            recent.append(value)
+        if self._first == math.inf and record.loss is not None:
+            self._first = record.loss
+        self._see_figure("loss", record.loss, record.step)
+        self._see_figure("gradient norm", record.grad_norm, record.step)
+
+    def _see_figure(self, name: str, value: float | None, step: int) -> None:
+        if value is None:
+            return
+        recent = self._recent[name]
+        if step >= self._quiet_until and is_far_above(value, recent):
+            usual = statistics.median(recent)
+            self._say(f"WARNING: the {name} of step {step} is {value:.4g}, far above the usual {usual:.4g}")
+            self._quiet_until = step + RECENT
+        recent.append(value)
 
     def check_end(self) -> None:
         """Compare the last loss with the first. Raises Diverged."""

@@ -148,7 +148,7 @@ def test_a_recorder_keeps_the_profile_and_leaves_its_steps_out_of_speeds(tmp_pat
     used = plan(recipe(run={"profile": "7:9"}))
     with recorder(tmp_path, used) as records:
         for step in range(1, 13):
-            records.step(step, outcome(step), 5.0 if 7 <= step <= 9 else 0.5, 0.0)
+            records.step(outcome(step, step=step, seconds=5.0 if 7 <= step <= 9 else 0.5, data_seconds=0.0))
             if step == 9:
                 records.profile(StepProfile(7, 9, {"MLP": 3.0, "host": 1.0}))
     found = read_metrics(tmp_path / "metrics.jsonl")
