@@ -25,18 +25,13 @@ from torch.nn import functional as F
 
 from data.loader import MicroBatch
 from ds_configs.plan import Plan
-from launch.deepspeed_fixes import zero0
 from launch.deepspeed_fixes.freed_gradients import keep_while_reduced
-from launch.deepspeed_fixes.lamb import Lamb
-from launch.deepspeed_fixes.lion import Lion
-from launch.deepspeed_fixes.loss_scale import is_at_floor, postpone_growth
 from launch.deepspeed_fixes.muon_compilation import leave_out_compilation
 from launch.deepspeed_fixes.short_steps import shorten_step
-from launch.deepspeed_fixes.train_batch_timer import forget_batches
 from launch.machine import compiled_ops, memory
 from launch.ranks import processes
 from launch.records.facts import StepRecord, Validation, finite
-from launch.training import compiling, micro_batches
+from launch.training import micro_batches
 from launch.training.build_model import build_module
 from launch.training.early_ends import Diverged
 from launch.training.job import Job
@@ -72,11 +67,15 @@ def build_engine(
     given = None if resumed or job.initial_weights is None else job.initial_weights.read(plan.recipe)
     module = build_module(plan, grid, given, drawn=not resumed)
     if job.compiled:
+        from launch.training import compiling
+
         say(compiling.compile_module(module, plan))
     engine = initialize(plan, module, grid)
     memory.return_unused_pinned()  # of parameters, before they became parts of a buffer
     move_buffers(module, engine.device)
     if engine.fp16_enabled():
+        from launch.deepspeed_fixes.loss_scale import postpone_growth
+
         postpone_growth(engine)
     keep_while_reduced(engine.optimizer)
     if setting := shorten_step(engine):
@@ -95,16 +94,25 @@ def initialize(plan: Plan, module: torch.nn.Module, grid: ProcessGrid) -> DeepSp
         "lr_scheduler": lambda optimizer: Schedule(optimizer, plan.recipe),
     }
     if plan.zero_stage == 0:
+        from launch.deepspeed_fixes import zero0
+
         return zero0.initialize(**how, torch_ddp=plan.recipe.parallel.torch_ddp)
     return deepspeed.initialize(**how)[0]
 
 
 def own_optimizer(ds: dict[str, Any], grid: ProcessGrid) -> Callable[..., torch.optim.Optimizer] | None:
     """Return what makes our LAMB or Lion of groups of parameters; None: DeepSpeed makes AdamW."""
-    numbers, kind = ds["optimizer"]["params"], ds["optimizer"]["type"].lower()
+    numbers = ds["optimizer"]["params"]
+    kind = ds["optimizer"]["type"].lower()
     if kind == "lamb":
+        from launch.deepspeed_fixes.lamb import Lamb
+
         return functools.partial(Lamb, grid=grid, **numbers)
-    return functools.partial(Lion, **numbers) if kind == "lion" else None
+    if kind == "lion":
+        from launch.deepspeed_fixes.lion import Lion
+
+        return functools.partial(Lion, **numbers)
+    return None
 
 
 def move_buffers(module: torch.nn.Module, device: torch.device) -> None:
@@ -159,6 +167,8 @@ def train_step(
             pairs = (
                 micro_batches.for_pipeline(b, s, engine.device) for b, s in zip(batches, salts, strict=True)
             )
+            from launch.deepspeed_fixes.train_batch_timer import forget_batches
+
             loss = engine.train_batch(pairs)
             forget_batches(engine)
             figures = HostCopy(torch.stack([loss.float().squeeze(), *_pipeline_parts(engine, grid)]))
@@ -299,6 +309,8 @@ def explain_floor(engine: DeepSpeedEngine) -> Iterator[None]:
     try:
         yield
     except Exception as e:
+        from launch.deepspeed_fixes.loss_scale import is_at_floor
+
         if not is_at_floor(e):
             raise
         raise Diverged(

@@ -23,7 +23,6 @@ from data.loader import MicroBatch, StepBatches, validation_batches
 from data.samples.fields import HeldOut
 from data.text.records import SkippedRecords
 from ds_configs.plan import Plan
-from launch.checkpoints import reading
 from launch.checkpoints.engine_state import EngineState
 from launch.checkpoints.manifest import Progress
 from launch.checkpoints.run_checkpoints import Checkpoint
@@ -34,9 +33,16 @@ from launch.ranks.stop_request import REASONS, StopRequest
 from launch.ranks.watchdog import Phase, Watchdog
 from launch.records.facts import SilentRecorder, StepRecord, Validation, finite
 from launch.training.agreement import StepExchange, StepNews, StepReport
-from launch.training.early_ends import BrokenData, Corrupted, Diverged, EarlyStop, NotSavedError, SkipCounter
+from launch.training.early_ends import (
+    BrokenData,
+    Corrupted,
+    Diverged,
+    EarlyStop,
+    FigureBounds,
+    NotSavedError,
+    SkipCounter,
+)
 from launch.training.engine import Forward, end_monitors, forward, validate
-from launch.training.figure_bounds import FigureBounds
 from launch.training.job import Job
 from launch.training.number_watch import NumberWatch
 from launch.training.training_batches import end_together
@@ -99,6 +105,8 @@ class TrainingRun:
         self.state = EngineState(engine, grid)
         self.saver = Saver(self.state, job.plan, grid, job.checkpoints, recorder)
         if start.checkpoint:
+            from launch.checkpoints import reading
+
             reading.load(self.state, start.checkpoint)
         else:
             recorder.validation(0, self.validate(self.held_out))

@@ -13,8 +13,7 @@ from data.bit_sums import BLOCK, WORD, block_sums
 from launch.records.facts import Corruption, StepRecord
 from launch.records.metrics import read_metrics
 from launch.records.result import read_result
-from launch.training.early_ends import Corrupted, Diverged
-from launch.training.figure_bounds import FigureBounds
+from launch.training.early_ends import Corrupted, Diverged, FigureBounds
 from launch.training.number_watch import Details, Report, corruptions, interval, is_sound
 
 PRETRAIN = ROOT / "launch/pretrain.py"

@@ -62,7 +62,7 @@ def start(monkeypatch):
     monkeypatch.setattr(runs, "StepExchange", lambda own, group: own)
     monkeypatch.setattr(runs, "held_out_batches", lambda samples, plan, grid: samples)
     monkeypatch.setattr(runs, "validate", lambda engine, samples, grid, forward: samples)
-    monkeypatch.setattr(runs.reading, "load", lambda engine, checkpoint: None)
+    monkeypatch.setattr("launch.checkpoints.reading.load", lambda engine, checkpoint: None)
 
     def made(*overrides, test=None, checkpoint=None):
         events = Events()
