@@ -20,15 +20,20 @@ def block_sums(tensor: torch.Tensor) -> torch.Tensor:
     octets = tensor.detach().reshape(-1).view(torch.uint8)
     if octets.storage_offset() % WORD:  # no view of another type begins there
         octets = octets.clone()
-    whole = len(octets) // (WORD * BLOCK) * WORD * BLOCK
+    block = WORD * BLOCK  # octets
+    whole = len(octets) // block * block
     sums = octets[:whole].view(torch.int64).view(-1, BLOCK).sum(1)
     if whole == len(octets):
         return sums
-    rest = F.pad(octets[whole:], (0, -len(octets) % WORD)).view(torch.int64)
-    return torch.cat([sums, rest.sum().view(1)])
+    missing = -len(octets) % WORD
+    rest = F.pad(octets[whole:], (0, missing)).view(torch.int64)
+    last = rest.sum().view(1)
+    return torch.cat([sums, last])
 
 
 def batch_sum(batches: Iterable[dict[str, torch.Tensor]]) -> torch.Tensor:
     """Add up the bits of a step's micro-batches; a scalar in int64."""
-    sums = [block_sums(tensor).sum() for batch in batches for tensor in batch.values()]
+    sums: list[torch.Tensor] = []
+    for batch in batches:
+        sums += [block_sums(tensor).sum() for tensor in batch.values()]
     return torch.stack(sums).sum()

@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 
 from data import cache
 from data.cache import Say
-from data.samples.blend import BlendedSamples, blended_held_out, largest_remainder
 from data.samples.fields import HeldOut, Parts, TrainingSamples
 from data.samples.splits import Family, MakeOnce, family_of, store_parts, stream_parts
 from data.text.records import SkippedRecords, Source
@@ -21,10 +20,6 @@ from data.text.sources import open_source
 from data.text.vocabulary import build_vocabulary, vocabulary_digest
 from data.tokens.opened import check_ready_made, opened_store, sequences_of, store_prefix
 from recipes.schema import BlendPart, Origin, Recipe
-
-_SPLITS = [f"{split}_{what}" for split in ("train", "held_out", "test") for what in ("documents", "tokens")]
-_READ = ["documents", "text_bytes", "documents_read_for_validation", "unigram_tokens", "samples_per_epoch"]
-_ADDED_UP = frozenset(_SPLITS + _READ)
 
 
 @dataclass(frozen=True)
@@ -127,43 +122,21 @@ def _all_parts(
 ) -> Parts:
     origins = recipe.data.origins
     weights = [origin.weight if isinstance(origin, BlendPart) else 1.0 for origin in origins]
-    wanted = np.maximum(largest_remainder(weights, recipe.run.validation_samples), 1).tolist()
+    wanted = [recipe.run.validation_samples]
+    if len(origins) > 1:
+        from data.samples.blend import blended, largest_remainder
+
+        wanted = largest_remainder(weights, recipe.run.validation_samples).tolist()
     parts = []
     for origin, source, count in zip(origins, sources, wanted, strict=True):
         if opened := opened_store(recipe, origin, source, family.tokenizer, directory, say):
-            parts.append(store_parts(recipe, family, opened, count))
+            parts.append(store_parts(recipe, family, opened, max(count, 1)))
         else:
             assert source is not None
-            parts.append(stream_parts(recipe, family, origin, source, count, say, once))
+            parts.append(stream_parts(recipe, family, origin, source, max(count, 1), say, once))
     if len(parts) == 1:
         return parts[0]
-    tests = [part.test for part in parts if part.test]
-    return Parts(
-        BlendedSamples([part.train for part in parts], weights, recipe.seed),
-        blended_held_out([part.validation for part in parts]),
-        blended_held_out(tests) if tests else None,
-        _blended_counts([part.train_counts for part in parts], weights),
-        _blended_summary([part.summary for part in parts], weights),
-    )
-
-
-def _blended_counts(counts: Sequence[np.ndarray], weights: Sequence[float]) -> np.ndarray:
-    """Weight the parts' token counts (V,) as the blend does, without changing their total."""
-    sums = [max(1, int(count.sum())) for count in counts]
-    parts = zip(np.asarray(weights) / np.sum(weights), counts, sums, strict=True)
-    return sum(sums) * sum(share * count / total for share, count, total in parts)
-
-
-def _blended_summary(summaries: Sequence[dict[str, Any]], weights: Sequence[float]) -> dict[str, Any]:
-    """Join the summaries of the parts: sums of their common entries, all checksums, and the parts."""
-    shared = [key for key in summaries[0] if key in _ADDED_UP and all(key in part for part in summaries)]
-    parts = [{"weight": weight, **part} for part, weight in zip(summaries, weights, strict=True)]
-    return {
-        "source": " + ".join(f"{part['source']} ({part['weight']:g})" for part in parts),
-        **{key: sum(part[key] for part in summaries) for key in shared},
-        "train_tokens_crc32": ",".join(str(part["train_tokens_crc32"]) for part in parts),
-        "parts": parts,
-    }
+    return blended(parts, weights, recipe.seed)
 
 
 def unigram_cross_entropy(counts: np.ndarray, labels: np.ndarray) -> float:

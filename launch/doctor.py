@@ -11,10 +11,9 @@ import json
 import os
 import socket
 import sys
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,9 +23,8 @@ from ds_configs import jsonfile, known_keys
 from ds_configs.plan import Plan
 from ds_configs.resolver import resolve
 from launch.console import arguments, ends, output, quiet, terminal
-from launch.machine import abilities, checks, description, doctor_checks, hosts, start_checks
+from launch.machine import abilities, checks, description, doctor_checks, start_checks
 from launch.machine.checks import Check, Function, Verdict, failed, ok, unchecked, warning
-from launch.machine.hosts import Hosts
 from launch.machine.memory import Memory, this_machine
 from launch.planning import memory_fit
 from launch.planning.prediction.forecast_text import error
@@ -35,10 +33,12 @@ from launch.records import shared_directory
 from recipes import catalog
 from recipes.files import path_of
 from recipes.problems import ProblemsError, counted
+from recipes.refused_by_system import take_file_handles
 from recipes.schema import Recipe
 
 SNUG = 0.08  # of the host's memory: a margin within the error of predictions
 ORDER: tuple[Verdict, ...] = ("ok", "warning", "failed", "not checked")
+REPORT = TypeAdapter(tuple[str, list[Check]])  # of a rank: its machine's name and findings
 
 EXAMPLES = """\
 examples:
@@ -52,8 +52,7 @@ examples:
       a launch on several machines, as far as it can be seen from this one
   torchrun --nnodes 2 --nproc_per_node 8 … launch/doctor.py --recipe … \\
       --out /shared/run
-      on the machines themselves: they meet, and compare file system, clocks
-      and versions
+      on the machines themselves: they meet, and compare what they find
   python launch/doctor.py --json | jq \\
       -r '.checks[] | select(.verdict == "failed") | .fix'
       for programs
@@ -77,18 +76,20 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+Hosts = Mapping[str, int]  # a hostfile: slots of each machine
+
+
 def main() -> int:
     args = build_parser().parse_args()
-    environ = dict(os.environ)  # before libraries add theirs
     quiet.quiet_libraries()
     launcher = checks.run({"launcher": check_launcher})
     recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
     config = jsonfile.find(args.ds_config or recipe.ds_config)
-    listed = hosts.read_hosts(args.hostfile) if args.hostfile else None
+    hosts = doctor_checks.read_hosts(args.hostfile) if args.hostfile else {}
     name = catalog.full_name(args.recipe) + ("-tiny" if args.tiny else "")
     directory = path_of(args.out, "--out") if args.out else output.run_directory(name, config.stem)
     with contextlib.redirect_stdout(sys.stderr):  # what libraries print is no JSON
-        found = [*launcher, *checks.run(table(recipe, config, listed, directory, environ))]
+        found = [*launcher, *checks.run(table(recipe, config, hosts, directory))]
         if processes.world_size() > 1:
             found = gather_checks(found, directory)
     if processes.rank() != 0:
@@ -112,98 +113,90 @@ def check_launcher() -> Check:
     return ok(counted(processes.world_size(), "process"))
 
 
-def table(
-    recipe: Recipe, config: Path, listed: Hosts | None, directory: Path, environ: Mapping[str, str]
-) -> dict[str, Function]:
-    """Return the checks of this process alone, in the order of their lines. `listed`: the hostfile."""
-    machine, memory, plan = abilities.detect_machine(), this_machine(), None
-    world = processes_of(recipe, listed, memory)
+def table(recipe: Recipe, config: Path, hosts: Hosts, directory: Path) -> dict[str, Function]:
+    """Return the checks of a start, and those that no start makes, in the order of their lines."""
+    memory = this_machine()
+    world = processes_of(recipe, hosts, memory)
+    plan = None
     try:
-        plan = resolve(recipe, config, world, machine)
-        configured = configuration(plan)
-    except ProblemsError as error:
-        configured = checks.refused(error.problems)
-    ranks = ranks_here(plan, memory, listed) if plan else memory.gpus or 1
-    several = len(listed.slots) > 1 if listed else processes.several_machines()
+        plan = resolve(recipe, config, world, abilities.detect_machine())
+        configured = configuration(plan, config)
+    except ProblemsError as refused:
+        configured = checks.refused(refused.problems)
+    ranks = ranks_here(plan, memory, hosts) if plan else memory.gpus or 1
+    several = len(hosts) > 1 or (not hosts and processes.several_machines())
     functions: dict[str, Function] = {
-        "packages": partial(start_checks.packages, recipe),
         "accelerator": doctor_checks.accelerator,
-        "GPU kernels": start_checks.kernels,
-        "precision": partial(doctor_checks.precision, machine),
         "compiler": doctor_checks.compiler,
         "fused kernels": doctor_checks.fused_kernels,
         "CUDA compiler": doctor_checks.cuda_compiler,
-        "libaio": partial(doctor_checks.libaio, machine),
-        "shared memory": partial(start_checks.shared_memory, ranks),
-        "open files": partial(doctor_checks.open_files, plan.layout.world if plan else world or 1),
-        "variables": start_checks.variables,
+        **start_checks.quick(recipe, directory, ranks),
+        "packages": partial(start_checks.packages, recipe),
+        "versions": lambda: ok(", ".join(f"{name} {of}" for name, of in description.versions().items())),
+        "open files": partial(open_files, plan.layout.world if plan else world or 1),
         "host name": partial(host_name, several),
         "port": partial(port, os.environ.get("MASTER_PORT", str(launch_environment.DEFAULT_PORT))),
-    }
-    if listed is not None:
-        functions["hostfile"] = partial(hosts.hostfile, listed, memory.gpus)
-        if several:
-            functions["hosts"] = partial(hosts.reachable, listed)
-            functions["environment"] = partial(hosts.environment, environ)
-    functions["configuration"] = lambda: configured
-    if plan is not None:
-        functions |= {
-            "layout": partial(layout, plan, memory, listed),
-            "batch": partial(ok, plan.layout.identity()),
-            "memory": partial(fits, plan, memory, ranks),
-            "ops": partial(doctor_checks.ops, plan.ds),
-            "DeepSpeed": partial(deepspeed_accepts, plan, config),
-            "rest of the JSON": partial(rest, plan, config),
-        }
-    return functions | {
+        "configuration": lambda: configured,
         "data": partial(data, recipe),
-        "run directory": partial(doctor_checks.writable, directory),
-        "disk": partial(start_checks.space, directory, *start_checks.checkpoint_bytes(recipe)),
-        "file system": partial(doctor_checks.file_system, directory, several),
+        "run directory": partial(run_directory, directory),
     }
+    if hosts:
+        functions["hostfile"] = partial(doctor_checks.other_machines, hosts)
+    if plan is not None:
+        functions["layout"] = partial(layout, plan, memory, hosts)
+        functions["memory"] = partial(fits, plan, memory, ranks)
+        functions["DeepSpeed"] = partial(deepspeed_accepts, plan, config)
+    return functions
 
 
-def processes_of(recipe: Recipe, listed: Hosts | None, memory: Memory) -> int | None:
+def processes_of(recipe: Recipe, hosts: Hosts, memory: Memory) -> int | None:
     """Count processes by launcher, hostfile or GPUs here; None: as many as the layout needs."""
     if processes.launched():
         return processes.world_size()
     if recipe.parallel.dp is not None:
         return None
-    return (listed.total if listed else memory.gpus) or None
+    return (sum(hosts.values()) or memory.gpus) or None
 
 
-def ranks_here(plan: Plan, memory: Memory, listed: Hosts | None) -> int:
+def ranks_here(plan: Plan, memory: Memory, hosts: Hosts) -> int:
     """Count the plan's processes on this machine."""
     world = plan.layout.world
     if processes.launched():
         return min(world, processes.local_world_size())
-    if listed is not None and listed.slots:
-        return min(world, listed.here or max(listed.slots.values()))
+    if hosts:
+        return min(world, doctor_checks.slots_here(hosts) or max(hosts.values()))
     return min(world, memory.gpus or world)
 
 
-def configuration(plan: Plan) -> list[Check]:
-    """Report the resolved configuration, and each difference between plan and recipe."""
-    said = f"{plan.ds_name}: ZeRO-{plan.zero_stage}, offload {plan.offload}, {plan.precision}"
-    return [ok(said), *(warning(str(each)) for each in plan.notices if each.key != "unchecked")]
+def configuration(plan: Plan, config: Path) -> list[Check]:
+    """Report the resolved configuration, its differences from the recipe, and what nothing here checks."""
+    found = [ok(f"{plan.ds_name}: ZeRO-{plan.zero_stage}, offload {plan.offload}, {plan.precision}")]
+    for notice in plan.notices:
+        found.append(unchecked(str(notice)) if notice.key == "unchecked" else warning(str(notice)))
+    sections = known_keys.unread(jsonfile.read(config))
+    if sections:
+        found.append(unchecked(f"{', '.join(sections)}: handed to DeepSpeed as written"))
+    return found
 
 
-def layout(plan: Plan, memory: Memory, listed: Hosts | None) -> Check:
+def layout(plan: Plan, memory: Memory, hosts: Hosts) -> Check:
     """Check that every process has a GPU, and tensor ranks lie on one machine."""
-    shape, world = plan.layout, plan.layout.world
+    shape = plan.layout
+    world = shape.world
     degrees = f"tp {shape.tp} x pp {shape.pp} x dp {shape.dp} = {counted(world, 'process')}"
     smaller = "make it smaller (--set parallel.dp=, parallel.tp=, …)"
-    if listed is None and not processes.launched() and memory.gpus and world > memory.gpus:
+    if not hosts and not processes.launched() and memory.gpus and world > memory.gpus:
         came = f"{degrees}, each with a GPU of its own; this machine has {memory.gpus}"
         return failed(came, f"name the machines with --hostfile, or {smaller}")
-    if listed is not None and listed.slots and world > listed.total:
-        came = f"{degrees}, and the hostfile has {counted(listed.total, 'slot')}: one for each"
+    slots = sum(hosts.values())
+    if hosts and world > slots:
+        came = f"{degrees}, and the hostfile has {counted(slots, 'slot')}: one for each"
         return failed(came, f"name more machines there, or {smaller}")
-    slots = set(listed.slots.values()) if listed else set()
-    if slots and shape.tp > 1 and any(count % shape.tp for count in slots):
-        came = f"{degrees}: tensor parallelism crosses machines of {min(slots)} slots, over a slower network"
-        return warning(came, f"--set parallel.tp= a divisor of {min(slots)}, and more pipeline stages")
-    return ok(degrees)
+    if any(count % shape.tp for count in hosts.values()):
+        least = min(hosts.values())
+        came = f"{degrees}: tensor parallelism crosses machines of {least} slots, over a slower network"
+        return warning(came, f"--set parallel.tp= a divisor of {least}, and more pipeline stages")
+    return ok(f"{degrees}; {shape.identity()}")
 
 
 def fits(plan: Plan, memory: Memory, ranks: int) -> Check:
@@ -224,6 +217,13 @@ def fits(plan: Plan, memory: Memory, ranks: int) -> Check:
     return warning(f"{came}: snug", fix) if snug else ok(came)
 
 
+def open_files(world: int) -> Check:
+    """Check the hard limit of open files; a run raises the soft limit up to it by itself."""
+    needed = start_checks.files_needed(world)
+    take_file_handles(needed)
+    return ok(f"{needed:,} are needed, and allowed")
+
+
 def host_name(several: bool) -> Check:
     """Check that the other machines reach this one by its name, if there are `several`."""
     if several:
@@ -237,20 +237,18 @@ def port(number: str) -> Check:
     return ok(f"{number}, where the processes meet")
 
 
+def run_directory(directory: Path) -> Check:
+    """Check by a file that the run directory is writable or can be made."""
+    output.directory("--out", directory)
+    return ok(f"{directory} " + ("is writable" if directory.exists() else "can be made"))
+
+
 def deepspeed_accepts(plan: Plan, config: Path) -> Check:
     """Check that DeepSpeed itself accepts the resolved JSON."""
     from launch.training import deepspeed_judgement
 
     deepspeed_judgement.check(plan, str(config))
     return ok("reads the resolved JSON without complaint")
-
-
-def rest(plan: Plan, config: Path) -> Check:
-    """List the unchecked parts of the JSON."""
-    said = [str(notice) for notice in plan.notices if notice.key == "unchecked"]
-    if sections := known_keys.unread(jsonfile.read(config)):
-        said.insert(0, f"{', '.join(sections)}: handed to DeepSpeed as written")
-    return unchecked("; ".join(said)) if said else ok("every key is checked")
 
 
 def data(recipe: Recipe) -> Check:
@@ -261,87 +259,47 @@ def data(recipe: Recipe) -> Check:
         check_sources(recipe)
     except ProblemsError:
         raise
-    except ValueError as error:
-        return failed(str(error))
+    except ValueError as refused:
+        return failed(str(refused))
     return ok(f"{recipe.data.source}: as far as can be told without reading it")
 
 
-@dataclass(frozen=True)
-class RankReport:
-    """A rank's report to rank 0.
-
-    Attributes:
-        sees: it sees rank 0's file in the run directory.
-        ahead: seconds of its clock ahead of rank 0's.
-        checks: findings of a machine's first rank; [] of other ranks.
-    """
-
-    host: str
-    sees: bool
-    ahead: float
-    versions: dict[str, str | None]
-    checks: list[Check]
-
-
-RANK_REPORT = TypeAdapter(RankReport)
-
-
 def gather_checks(own: list[Check], directory: Path) -> list[Check]:
-    """Gather the checks of all machines on rank 0, and compare the ranks. Collective."""
-    path = str(directory.absolute())
+    """Gather the checks of all machines on rank 0. Collective."""
     place = start_checks.existing(directory)
-    meeting = joining.meet(out=path)
-    ahead = time.time() - meeting.from_rank_0(time.time())
-    first = processes.rank() == 0
-    with shared_directory.token(place) if first else contextlib.nullcontext("") as name:
-        there, token, theirs = meeting.from_rank_0((str(place), name, path))
-        sees = first or (path == theirs and shared_directory.wait_for(Path(there), token))
-        mine = own if processes.local_rank() == 0 else []
-        told = RankReport(socket.gethostname(), sees, ahead, description.versions(), mine)
-        every = meeting.to_rank_0(RANK_REPORT.dump_python(told, mode="json"))
+    meeting = joining.meet(out=str(directory.absolute()))
+    seen = shared_directory.seen_here(meeting, place)
+
+    def shared() -> Check:
+        shared_directory.check(seen, place)
+        return ok(f"seen: what rank 0 writes in {place}")
+
+    found = [*own, *checks.run({"shared files": shared})]
+    report = socket.gethostname(), found if processes.local_rank() == 0 else []
+    reports = meeting.to_rank_0(REPORT.dump_python(report, mode="json"))
     meeting.end()
-    ranks = [RANK_REPORT.validate_python(each) for each in every]
-    merged = merge_checks([(rank.host, rank.checks) for rank in ranks if rank.checks])
-    return [*merged, *compare_ranks(ranks, path)]
+    return merge_checks([REPORT.validate_python(each) for each in reports])
 
 
-def compare_ranks(ranks: Sequence[RankReport], path: str) -> list[Check]:
-    """Compare the ranks of a launch; `path`: the run directory."""
-    versions = {rank.host: rank.versions for rank in ranks}
-    met = f"{len(ranks)} have met, on {counted(len(versions), 'machine')}: {', '.join(versions)}"
-    found = {"ranks": ok(met), "shared files": ok(f"all see in {path} what rank 0 writes there")}
-    if blind := sorted({rank.host for rank in ranks if not rank.sees}):
-        came = f"{', '.join(blind)} does not see in {path} what rank 0 writes there"
-        fix = "name a directory on a file system that all machines share with --out, by its absolute path"
-        found["shared files"] = failed(came, fix)
-    if len(versions) > 1:
-        farthest = max(ranks, key=lambda rank: abs(rank.ahead))
-        whose = f"the clock of {farthest.host}, of all the farthest,"
-        found["clock"] = doctor_checks.clock(whose, farthest.ahead)
-        differ = [name for name in ranks[0].versions if len({of[name] for of in versions.values()}) > 1]
-        said = (
-            f"{host}: {', '.join(f'{name} {of[name]}' for name in differ)}" for host, of in versions.items()
-        )
-        fix = "pip install -r requirements.txt on each of them"
-        found["same versions"] = failed("; ".join(said), fix) if differ else ok("on all machines")
-    return [replace(check, key=key) for key, check in found.items()]
-
-
-def merge_checks(told: Sequence[tuple[str, list[Check]]]) -> list[Check]:
+def merge_checks(reports: Sequence[tuple[str, list[Check]]]) -> list[Check]:
     """Merge the checks of all machines, with the machines' names where their findings differ.
 
-    A check that only some machines could make is taken from those.
+    A check that only some machines could make is taken from those. Versions that differ are a failure.
     """
+    reports = [(host, found) for host, found in reports if found]
     said: dict[str, dict[Check, list[str]]] = {}
-    for host, found in told:
+    for host, found in reports:
         for check in found:
             said.setdefault(check.key, {}).setdefault(check, []).append(host)
     every = []
-    for checks_of in said.values():
-        able = {check: at for check, at in checks_of.items() if check.verdict != "not checked"} or checks_of
+    for key, hosts_of in said.items():
+        able = {check: at for check, at in hosts_of.items() if check.verdict != "not checked"} or hosts_of
         for check, at in able.items():
-            everywhere = len(able) == 1 or len(at) == len(told)
-            every.append(check if everywhere else replace(check, found=f"{', '.join(at)}: {check.found}"))
+            if len(able) > 1 and len(at) < len(reports):
+                check = replace(check, found=f"{', '.join(at)}: {check.found}")
+                if key == "versions":
+                    check = replace(check, verdict="failed", fix="make them equal on all machines")
+            every.append(check)
     return every
 
 

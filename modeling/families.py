@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 from torch.nn import Parameter
 
-from modeling import bert, gpt2
 from modeling.initialization import Init, canonical_name
 from modeling.layer_list import Family, ModelShape, Stack
 from modeling.parallel.layers import group_size
@@ -16,14 +15,30 @@ from modeling.parallel.process_grid import Group
 from recipes.layout import padded_vocab
 from recipes.schema import Model, Recipe
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (gpt2.FAMILY, bert.FAMILY)}
+
+def _gpt2() -> Family:
+    from modeling import gpt2
+
+    return gpt2.FAMILY
+
+
+def _bert() -> Family:
+    from modeling import bert
+
+    return bert.FAMILY
+
+
+# Each family is imported where a model of it is made.
+FAMILIES: dict[str, Callable[[], Family]] = {"gpt2": _gpt2, "bert": _bert}
 
 
 def family_of(model: Model) -> Family:
     """Return the family of a recipe's model."""
     if model.task_head != "none":
-        return bert.TASK_FAMILIES[model.task_head]
-    return FAMILIES[model.family]
+        from modeling.bert import TASK_FAMILIES
+
+        return TASK_FAMILIES[model.task_head]
+    return FAMILIES[model.family]()
 
 
 def model_shape(recipe: Recipe, padded_vocab: int) -> ModelShape:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,13 +22,14 @@ from modeling.parallel.collectives import in_sample_order, with_summed_gradients
 from modeling.parallel.layers import ColumnParallelLinear, RowParallelLinear, group_size
 from modeling.parallel.process_grid import Group
 from modeling.parallel.random_state import tensor_parallel_random
-from modeling.sparse_attention import prepared_mask, sparse_attention
-from modeling.unpadding import Row, padding_mask, unpadded_attention
 from recipes.attention_patterns import Fixed, Window
+
+if TYPE_CHECKING:
+    from modeling.unpadding import Row
 
 # Which tokens attend to which: lengths (B,), a Row of samples, or None: all tokens of a sample, or in a
 # causal layer the earlier ones.
-Seen = Tensor | Row | None
+Seen: TypeAlias = "Tensor | Row | None"
 _TWICE = 2 * math.sqrt(2 / math.pi)
 GPT2_NORM_EPS, BERT_NORM_EPS = 1e-5, 1e-12  # of the original implementations
 
@@ -81,11 +82,23 @@ class Attention(nn.Module):
     def __init__(self, shape: LayerShape, *, group: Group, init: Init):
         super().__init__()
         self.local_heads = shape.heads // group_size(group)
-        self.causal, self.window, self.head_size = shape.causal, shape.window, shape.hidden // shape.heads
+        self.causal = shape.causal
+        self.window = shape.window
+        self.head_size = shape.hidden // shape.heads
         if isinstance(self.window, Fixed):
             self.window = self.window._replace(first=Shard.over(group, 0).rank * self.local_heads)
         self.block_mask: Any = None  # flex_attention's; see prepare
         assert self.causal or self.window is None, "sparse patterns look back only"
+        self.of_samples: Any = None  # attention within padded samples
+        self.sparse: Any = None
+        if not self.causal:
+            from modeling.unpadding import attention_within_samples
+
+            self.of_samples = attention_within_samples
+        elif self.window is not None:
+            from modeling.sparse_attention import sparse_attention
+
+            self.sparse = sparse_attention
         self.dropout = shape.attention_dropout
         self.own_stream = group is not None and shape.attention_dropout > 0
         self.recomputes_core = shape.recomputes_core
@@ -99,6 +112,8 @@ class Attention(nn.Module):
     def prepare(self, positions: int, device: torch.device, dtype: torch.dtype) -> None:
         """Make a sparse layer's block mask for this length, before `forward` is traced."""
         if self.window is not None:
+            from modeling.sparse_attention import prepared_mask
+
             heads, size = self.local_heads, self.head_size
             self.block_mask = prepared_mask(device, dtype, positions, self.window, heads, size)
 
@@ -124,13 +139,12 @@ class Attention(nn.Module):
 
     def _core(self, qkv: Tensor, lengths: Seen) -> Tensor:  # (B, S, N, 3, D) -> (B, S, N, D)
         p = self.dropout if self.training else 0.0
-        if isinstance(lengths, Row):
-            return unpadded_attention(qkv[0], lengths, p)[None]
+        if self.of_samples is not None:
+            return self.of_samples(qkv, lengths, p)
         q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)  # each (B, N, S, D)
-        if self.window is None:
-            mask = None if lengths is None else padding_mask(lengths, q.shape[2])
-            return attention(q, k, v, causal=self.causal, mask=mask, dropout_p=p).transpose(1, 2)
-        return sparse_attention(q, k, v, self.window, p, mask=self.block_mask).transpose(1, 2)
+        if self.sparse is not None:
+            return self.sparse(q, k, v, self.window, p, mask=self.block_mask).transpose(1, 2)
+        return attention(q, k, v, causal=True, mask=None, dropout_p=p).transpose(1, 2)
 
 
 def tanh_gelu(x: Tensor) -> Tensor:

@@ -67,6 +67,18 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
+def attention_within_samples(qkv: Tensor, lengths: Tensor | Row | None, dropout: float) -> Tensor:
+    """Attend from every token to all of its sample, (B, S, N, 3, D) -> (B, S, N, D).
+
+    lengths: (B,), or None where nothing is padded; a Row's B is 1, and S the tokens of the row.
+    """
+    if isinstance(lengths, Row):
+        return unpadded_attention(qkv[0], lengths, dropout)[None]
+    q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)  # each (B, N, S, D)
+    mask = None if lengths is None else padding_mask(lengths, q.shape[2])
+    return attention(q, k, v, causal=False, mask=mask, dropout_p=dropout).transpose(1, 2)
+
+
 def unpadded_attention(qkv: Tensor, row: Row, dropout: float = 0.0) -> Tensor:
     """Attend from every token to all of its sample: qkv (T, N, 3, D) -> (T, N, D).
 

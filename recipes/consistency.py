@@ -20,7 +20,6 @@ from recipes.key_paths import paths
 from recipes.layout import share_batch
 from recipes.problems import Key, Problem, Setting, Words, counted, did_you_mean
 from recipes.schema import Origin, Recipe
-from recipes.tasks import TASKS
 
 MOST_PROFILED = 100  # steps: a trace grows by megabytes a step
 ORIGIN_FIELDS = tuple(sorted(Origin.model_fields))
@@ -308,6 +307,8 @@ def _task(recipe: Recipe) -> Found:
         if head != "none":
             yield key, "{model.task_head} without {task!k}", "", "start with launch/finetune.py"
         return
+    from recipes.tasks import TASKS
+
     facts = TASKS[task.name]
     if head != facts.head or (facts.labels and model.head_classes != len(facts.labels)):
         came = "{task.name} with {model.task_head} of {model.head_classes}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from ds_configs.plan import Plan
 from launch.ranks.start_up import StartClock
 from launch.records.directory import RunDirectory
-from launch.records.facts import Entropies, RunFacts, StepOutcome
+from launch.records.facts import Entropies, RunFacts, StepRecord, finite
 from launch.records.recorder import Recorder
 from recipes.layout import Layout
 from recipes.schema import Recipe
@@ -16,10 +16,12 @@ from recipes.schema import Recipe
 DESCRIBED = {"cpu": "Some CPU", "cores": 2, "accelerators": 0, "accelerator": "cpu"}
 
 
-def outcome(loss: float, parts: dict[str, float] | None = None, **changes) -> StepOutcome:
+def outcome(loss: float, parts: dict[str, float] | None = None, **changes) -> StepRecord:
     """What a step, or a validation, came to."""
-    known = dict(lr=1e-3, grad_norm=1.5, loss_scale=1.0, skipped=False, parts=parts or {})
-    return StepOutcome(loss, **{**known, **changes})
+    known = dict(
+        step=1, lr=1e-3, grad_norm=1.5, loss_scale=1.0, skipped=False, seconds=0.5, parts=parts or {}
+    )
+    return StepRecord(loss=finite(loss), **{**known, **changes})
 
 
 DATA = {"source": "some text", "validation_samples": 64}
@@ -84,5 +86,5 @@ def run_steps(
     """A run of `steps` steps, whose loss falls by 0.1 in each."""
     with recorder(path, plan_, start=start, stream=stream) as records:
         for step in range(start + 1, start + steps + 1):
-            records.step(step, outcome(6.0 - 0.1 * step, **changes), seconds, 0.0)
+            records.step(outcome(6.0 - 0.1 * step, **changes, step=step, seconds=seconds, data_seconds=0.0))
     return RunDirectory(path)

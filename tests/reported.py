@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 from ds_configs.plan import Plan, plan_to_json
 from launch.records import metrics, result
 from launch.records.directory import Launch, RunDirectory
-from launch.records.facts import Ending, Entropies, Peaks, RunFacts
+from launch.records.facts import Ending, Entropies, Peaks, RunFacts, StepRecord
 from launch.reports import runs as reading
 from launch.reports.tables import Tables
 from recipes.layout import Layout
@@ -77,9 +77,9 @@ MACHINE = {
 }
 
 
-def step(number: int, loss: float | None = None, seconds: float = 0.5) -> metrics.StepRecord:
+def step(number: int, loss: float | None = None, seconds: float = 0.5) -> StepRecord:
     loss = 6.0 - math.log(number) / 2 if loss is None else loss
-    return metrics.StepRecord(
+    return StepRecord(
         step=number,
         loss=loss,
         lr=1e-3,

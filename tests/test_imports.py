@@ -197,6 +197,38 @@ count(0)
     assert found <= MOST_FILES_LOADED, f"{found} files are loaded"
 
 
+# What only some runs need: a function imports it where a run chooses it.
+CHOSEN = (
+    *("data.samples.bert", "data.samples.blend", "data.text.hub", "modeling.bert", "modeling.gpt2"),
+    *(
+        "modeling.unpadding",
+        "modeling.formats",
+        "recipes.tasks",
+        "launch.checkpoints.reading",
+        "launch.weights",
+    ),
+    *(f"launch.deepspeed_fixes.{fix}" for fix in ("lamb", "zero0", "loss_scale", "train_batch_timer")),
+    *("launch.deepspeed_fixes.cpu_adam_bias_correction", "launch.records.shared_directory"),
+    *(f"launch.training.{file}" for file in ("compiling", "padded_batches", "profiling")),
+    "launch.training.transformers_trainer",
+)
+
+
+def test_what_only_some_runs_need_is_imported_where_it_is_chosen():
+    reached = {"launch.pretrain", *GRAPH["launch.training.start"], "data.corpus", "launch.training.loop"}
+    reached -= set(CHOSEN)  # by a function of the start
+    queue = list(reached)
+    while queue:
+        module = queue.pop()
+        body = ast.parse(MODULES[module].read_text()).body
+        at_once = ast.Module([node for node in body if isinstance(node, (ast.Import, ast.ImportFrom))], [])
+        new = {name for name in imported(at_once) if name in MODULES} - reached
+        queue += new
+        reached |= new
+    assert len(reached) > 100
+    assert not sorted(module for module in reached if module.startswith(CHOSEN))
+
+
 def test_planning_loads_neither_torch_nor_deepspeed():
     """Also not by way of another module, nor when a recipe is resolved against a ds_config."""
     modules = [module for module in MODULES if module.startswith(WITHOUT_TORCH)]

@@ -16,9 +16,12 @@ from typing import Any
 import numpy as np
 
 from data.keyed_random import shuffled
-from data.samples.fields import Fields, HeldOut, TrainingSamples
+from data.samples.fields import Fields, HeldOut, Parts, TrainingSamples
 from recipes.problems import Key, Problem, ProblemsError
 
+_SPLITS = [f"{split}_{what}" for split in ("train", "held_out", "test") for what in ("documents", "tokens")]
+_READ = ["documents", "text_bytes", "documents_read_for_validation", "unigram_tokens", "samples_per_epoch"]
+_ADDED_UP = frozenset(_SPLITS + _READ)
 BLOCK = 1000  # positions; a part has at least one of them
 
 
@@ -110,3 +113,34 @@ class BlendedSamples:
 def blended_held_out(parts: Sequence[HeldOut]) -> HeldOut:
     """Join the held-out samples of all parts, one part after another."""
     return HeldOut(type(parts[0].fields).concatenate([part.fields for part in parts]))
+
+
+def blended(parts: Sequence[Parts], weights: Sequence[float], seed: int) -> Parts:
+    """Blend the splits of several sources by weight."""
+    tests = [part.test for part in parts if part.test]
+    return Parts(
+        BlendedSamples([part.train for part in parts], weights, seed),
+        blended_held_out([part.validation for part in parts]),
+        blended_held_out(tests) if tests else None,
+        _blended_counts([part.train_counts for part in parts], weights),
+        _blended_summary([part.summary for part in parts], weights),
+    )
+
+
+def _blended_counts(counts: Sequence[np.ndarray], weights: Sequence[float]) -> np.ndarray:
+    """Weight the parts' token counts (V,) as the blend does, without changing their total."""
+    sums = [max(1, int(count.sum())) for count in counts]
+    parts = zip(np.asarray(weights) / np.sum(weights), counts, sums, strict=True)
+    return sum(sums) * sum(share * count / total for share, count, total in parts)
+
+
+def _blended_summary(summaries: Sequence[dict[str, Any]], weights: Sequence[float]) -> dict[str, Any]:
+    """Join the summaries of the parts: sums of their common entries, all checksums, and the parts."""
+    shared = [key for key in summaries[0] if key in _ADDED_UP and all(key in part for part in summaries)]
+    parts = [{"weight": weight, **part} for part, weight in zip(summaries, weights, strict=True)]
+    return {
+        "source": " + ".join(f"{part['source']} ({part['weight']:g})" for part in parts),
+        **{key: sum(part[key] for part in summaries) for key in shared},
+        "train_tokens_crc32": ",".join(str(part["train_tokens_crc32"]) for part in parts),
+        "parts": parts,
+    }

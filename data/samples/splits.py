@@ -8,14 +8,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from pydantic import TypeAdapter
 from transformers import PreTrainedTokenizerFast
 
 from data.cache import SAY_EVERY_S, Say
-from data.samples.bert import BertFamily
 from data.samples.fields import HELD_OUT_SEED, Array, Fields, HeldOut, Parts, spread
 from data.samples.gpt import GptFamily, Stream
 from data.samples.lanes import Lane, LaneReader, Place, PlacedDocument, StreamedSamples, lane_count
@@ -25,6 +24,9 @@ from data.text.records import Source
 from data.tokens.opened import OpenedStore, outside_vocabulary
 from recipes.problems import Key, Problem, ProblemsError, Setting, pieces
 from recipes.schema import Origin, Recipe
+
+if TYPE_CHECKING:
+    from data.samples.bert import BertFamily
 
 # Training tokens to count for frequencies; in larger stores they are spread over all.
 COUNTED_TOKENS = 5_000_000
@@ -36,7 +38,7 @@ _FILES_AT_ONCE = 8  # to take held-out documents from in turn
 _BATCH_CHARACTERS = 1 << 19
 _LEAST_BATCH = 1 << 15  # of one lane
 _HEAD_BATCH_CHARACTERS = 1 << 16  # small, to read little too much: 1 document of 20 is held out
-Family = GptFamily | BertFamily
+Family: TypeAlias = "GptFamily | BertFamily"
 Split = Callable[[int], Part]  # the part of a document, by its index within its file
 # Returns the result of `make`: of several ranks one makes it, and the others receive it as JSON of its form.
 MakeOnce = Callable[[Callable[[], "Head"], TypeAdapter["Head"]], "Head"]
@@ -44,7 +46,11 @@ MakeOnce = Callable[[Callable[[], "Head"], TypeAdapter["Head"]], "Head"]
 
 def family_of(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Family:
     """Make the recipe's family, once per corpus. Raises ProblemsError: the vocabulary does not fit it."""
-    return (BertFamily if recipe.model.facts.masked else GptFamily).of(recipe, tokenizer)
+    if recipe.model.facts.masked:
+        from data.samples.bert import BertFamily
+
+        return BertFamily.of(recipe, tokenizer)
+    return GptFamily.of(recipe, tokenizer)
 
 
 def store_parts(recipe: Recipe, family: Family, opened: OpenedStore, wanted: int) -> Parts:

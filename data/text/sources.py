@@ -7,16 +7,19 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from data.cache import Say
 from data.packages import package_directory
 from data.text.file_types import ARROW, way_from
-from data.text.hub import HubSource
 from data.text.records import MAX_RECORD_BYTES, Document, RecordFormat, SkippedRecords, Source, read_strictly
 from data.text.text_files import JsonlFormat, ParquetFormat, TextFormat
 from recipes import files
 from recipes.problems import Problem, ProblemsError, Setting, some
 from recipes.schema import Origin
+
+if TYPE_CHECKING:
+    from data.text.hub import HubSource
 
 
 def format_of(origin: Origin, max_record_bytes: int = MAX_RECORD_BYTES) -> RecordFormat:
@@ -148,6 +151,8 @@ def open_source(origin: Origin, say: Say | None = None, skipped: SkippedRecords 
 
 def hub_source(origin: Origin, say: Say | None = None, skipped: SkippedRecords | None = None) -> HubSource:
     """Make the hub's dataset of an origin."""
+    from data.text.hub import HubSource
+
     assert origin.name is not None, "the schema demands a name"
     named = (origin.name, origin.config, origin.split, origin.text_column, origin.revision)
     return HubSource(*named, say=say, skipped=skipped)

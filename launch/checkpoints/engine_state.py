@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -27,11 +27,12 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from launch.checkpoints.geometry import share
 from launch.checkpoints.manifest import WEIGHT, ScalerState
-from launch.deepspeed_fixes.cpu_adam_bias_correction import replay_bias_correction
 from launch.deepspeed_fixes.short_steps import Fragment, fragments_of
-from launch.deepspeed_fixes.zero0 import MasterWeights
 from modeling.initialization import shard_of
 from modeling.parallel.process_grid import ProcessGrid
+
+if TYPE_CHECKING:
+    from launch.deepspeed_fixes.zero0 import MasterWeights
 
 ROUNDED = "rounded"  # the kind of low-precision weights
 SMALL = 2**20  # elements; smaller tensors are listed together, to be added up by one kernel
@@ -79,13 +80,21 @@ class EngineState:
     """The full-precision state of one engine on this rank."""
 
     def __init__(self, engine: DeepSpeedEngine, grid: ProcessGrid):
-        self.engine, self.grid, self.zero = engine, grid, engine.optimizer
-        self.partitions = tuple(self._partitions())
-        self._open_partition: Partition | None = None
+        self.engine = engine
+        self.grid = grid
+        self.zero = engine.optimizer
         # If every data-parallel rank has the whole state, each writes a share.
         self._shared = not isinstance(
             self.zero, (DeepSpeedZeroOptimizer, BF16_Optimizer, DeepSpeedZeroOptimizer_Stage3)
         )
+        self._master_weights: MasterWeights | None = None  # of stage 0 in fp16 and bf16
+        if self._shared:
+            from launch.deepspeed_fixes.zero0 import MasterWeights
+
+            if isinstance(self.zero, MasterWeights):
+                self._master_weights = self.zero
+        self.partitions = tuple(self._partitions())
+        self._open_partition: Partition | None = None
 
     @property
     def adam(self) -> torch.optim.Optimizer:
@@ -126,8 +135,8 @@ class EngineState:
                     yield Buffer(ROUNDED, (flat,), partition.fragments)
             for parameter in zero.persistent_parameters:
                 yield _whole_buffer(ROUNDED, parameter, parameter, "dp")
-        elif isinstance(zero, MasterWeights):
-            for parameter, _ in zero.pairs:
+        elif self._master_weights is not None:
+            for parameter, _ in self._master_weights.pairs:
                 yield _whole_buffer(ROUNDED, parameter, parameter, "dp")
         elif isinstance(zero, DeepSpeedZeroOptimizer):
             yield from map(_flat_buffer, zero.bit16_groups, zero.bit16_groups_flat)
@@ -220,9 +229,12 @@ class EngineState:
             zero._hp_optimizer_states_linked = False  # to the states that were replaced
         elif isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
             zero.invalidate_secondary_tensor()
-        elif isinstance(zero, MasterWeights):
-            zero.round_weights()
-        replay_bias_correction(self.adam)
+        elif self._master_weights is not None:
+            self._master_weights.round_weights()
+        if isinstance(self.adam, DeepSpeedCPUAdam):
+            from launch.deepspeed_fixes.cpu_adam_bias_correction import replay_bias_correction
+
+            replay_bias_correction(self.adam)
 
     def scaler(self) -> ScalerState | None:
         """Return the state of a dynamic fp16 loss scaler; None without one."""
@@ -238,7 +250,7 @@ class EngineState:
     def _dynamic_scaler(self) -> Any:
         if not self.engine.fp16_enabled():
             return None
-        scaler = self.zero.scaler if isinstance(self.zero, MasterWeights) else self.zero.loss_scaler
+        scaler = self.zero.loss_scaler if self._master_weights is None else self._master_weights.scaler
         return scaler if scaler.dynamic else None
 
     def _writes(self, parameter: torch.nn.Parameter) -> bool:
@@ -255,8 +267,8 @@ class EngineState:
             return map(_flat_group, zero.bit16_groups, zero.single_partition_of_fp32_groups)
         if isinstance(zero, BF16_Optimizer):
             return map(_flat_group, zero.bf16_groups, zero.fp32_groups_flat_partition)
-        if isinstance(zero, MasterWeights):
-            return (_whole(parameter, master) for parameter, master in zero.pairs)
+        if self._master_weights is not None:
+            return (_whole(parameter, master) for parameter, master in self._master_weights.pairs)
         return (_whole(parameter, parameter) for group in zero.param_groups for parameter in group["params"])
 
     def _sub_group(self, zero: DeepSpeedZeroOptimizer_Stage3, number: int) -> Partition:

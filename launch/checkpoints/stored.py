@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -14,11 +14,12 @@ from launch.checkpoints import manifest
 from launch.checkpoints.geometry import Copy, Cut, copies, rectangles
 from launch.checkpoints.manifest import WEIGHT, Form, Manifest, StoredTensor
 from launch.checkpoints.tensor_file import Reader
-from modeling.formats.huggingface import gpt2
-from modeling.formats.huggingface.conversion import Form as Conversion
 from modeling.initialization import Shard, canonical_name, padded_slice, shard_of
 from recipes import files
 from recipes.schema import Recipe
+
+if TYPE_CHECKING:
+    from modeling.formats.huggingface.conversion import Form as Conversion
 
 MOST_READ = 2**22  # elements in one read
 MOST_OPEN = 64  # files at once: a checkpoint has one for each rank that wrote it
@@ -150,6 +151,8 @@ class StoredTensors(Mapping[str, torch.Tensor]):
     @cached_property
     def _forms(self) -> dict[str, tuple[Conversion, int]]:
         """The conversions of `transformers` tensors (GPT-2 under Trainer) to canonical ones."""
+        from modeling.formats.huggingface import gpt2
+
         model = Recipe.model_validate(self.manifest.recipe).model
         return {e.ours: (e.form, model.heads) for e in gpt2.name_map(model)}
 

@@ -14,10 +14,8 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 
-def replay_bias_correction(optimizer: torch.optim.Optimizer) -> None:
+def replay_bias_correction(optimizer: DeepSpeedCPUAdam) -> None:
     """Restore the bias correction of DeepSpeed's CPU Adam by repeating its steps on one element."""
-    if not isinstance(optimizer, DeepSpeedCPUAdam):
-        return
     steps = max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)
     parameter, gradient, first, second = (torch.zeros(1) for _ in range(4))
     group = optimizer.param_groups[0]

@@ -1,33 +1,24 @@
-"""Checks of a machine by the doctor alone: GPUs, compilers, file systems, clocks."""
+"""Checks that no start makes: GPUs and their driver, compilers, and the other machines of a launch."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
+import socket
 import subprocess
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import psutil
-
-from ds_configs.plan import Machine
-from launch.console import output
-from launch.machine import abilities, compiled_ops
+from launch.machine import abilities
 from launch.machine.abilities import gpus
 from launch.machine.checks import Check, failed, ok, unchecked, warning
 from launch.machine.description import cores, installed
-from launch.machine.start_checks import existing, files_needed
 from launch.ranks import processes
-from recipes.problems import counted
-from recipes.refused_by_system import take_file_handles
-
-# File systems that other machines may see; all others belong to this machine.
-NETWORK = re.compile(
-    r"nfs|lustre|gpfs|beegfs|ceph|cifs|smb|glusterfs|fuse\.|9p|virtiofs|wekafs|panfs|orangefs|pvfs|afs|daos"
-)
-IN_MEMORY = ("tmpfs", "ramfs")
-CLOCK_S = 2.0  # seconds; with a larger difference of clocks, times of files mislead
+from launch.ranks.interfaces import resolved
+from recipes import files
+from recipes.problems import Problem, ProblemsError, counted, some
 
 
 def accelerator() -> Check:
@@ -39,7 +30,8 @@ def accelerator() -> Check:
     came = f"{counted(len(found), 'GPU')}: {names}"
     if len({gpu.name for gpu in found}) > 1:
         return warning(f"{came}: the slowest sets the pace", "choose equal ones: CUDA_VISIBLE_DEVICES")
-    if taken := [str(number) for number, gpu in enumerate(found) if gpu.free < 0.9 * gpu.total]:
+    taken = [str(number) for number, gpu in enumerate(found) if gpu.free < 0.9 * gpu.total]
+    if taken:
         came += f"; of the memory of {', '.join(taken)} more than a tenth is taken"
         return warning(came, "look with nvidia-smi which process holds it")
     return ok(came)
@@ -58,20 +50,12 @@ def no_gpu() -> Check:
     return warning(f"{came}, though there is /dev/nvidia0: torch {torch.__version__} {why}", fix)
 
 
-def precision(machine: Machine) -> Check:
-    """List the precisions of the accelerator."""
-    there = {"fp32": True, "bf16": machine.bf16, "fp16": machine.fp16}
-    able, unable = ([name for name, has in there.items() if has is wanted] for wanted in (True, False))
-    slow = " (no instructions for bf16: slow)" if machine.slow_bf16 else ""
-    return ok(", ".join(able) + slow + (f"; no {', no '.join(unable)}" if unable else ""))
-
-
 def compiler() -> Check:
     """Check for the C++ compiler of DeepSpeed's ops, ninja and headers."""
     if missing := abilities.missing_for_compiling():
         slower = "torch's optimizer takes the place of DeepSpeed's compiled one, slower"
         fix = "apt-get install g++ ninja-build python3-dev (Debian, Ubuntu)"
-        return warning(f"no {', no '.join(missing)}: {slower}", fix)
+        return warning(f"no {', '.join(missing)}: {slower}", fix)
     return ok(f"{shutil.which(os.environ.get('CXX', 'c++'))}, ninja, Python's headers")
 
 
@@ -119,66 +103,45 @@ def nvcc_version() -> str | None:
         said = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return found[1] if (found := re.search(r"release (\d+\.\d+)", said)) else None
+    found = re.search(r"release (\d+\.\d+)", said)
+    return found[1] if found else None
 
 
-def libaio(machine: Machine) -> Check:
-    """Look for the library of NVMe offload; without it the resolver refuses NVMe offload."""
-    if machine.libaio:
-        return ok("there, for NVMe offload")
-    return ok("only NVMe offload needs it, and it is not installed (apt-get install libaio-dev)")
+def read_hosts(path: str | Path) -> Mapping[str, int]:
+    """Read each machine's slots (a process and a GPU each) by DeepSpeed's rules. Raises ProblemsError."""
+    from deepspeed.launcher import runner
+
+    file = files.path_of(path, "--hostfile")
+    lines = files.read_text(file).splitlines()
+    runner.logger.disabled = True  # it repeats the whole file
+    try:
+        return runner._parse_hostfile(lines)
+    except ValueError as error:
+        rule = "each line is a machine and its GPUs"
+        raise ProblemsError([Problem(str(file), f"{file}: {error}", rule, "write: name slots=8")]) from error
+    finally:
+        runner.logger.disabled = False
 
 
-def ops(ds: dict[str, Any]) -> Check:
-    """Check DeepSpeed's ops for the resolved JSON `ds`: built already, or compiled at the first start."""
-    if not (needed := compiled_ops.needed(ds)):
-        return ok("none is used: torch's operations step")
-    directory = compiled_ops.use_own_directory()
-    later = "is compiled at the first start (about 40 s)"
-    came = "; ".join(
-        f"{op.removesuffix('Builder')} {'is built' if compiled_ops.is_built(op) else later}" for op in needed
-    )
-    if os.access(directory, os.W_OK):
-        return ok(came)
-    fix = "set TORCH_EXTENSIONS_DIR or MEGARECIPES_CACHE to a writable directory"
-    return failed(f"{directory} is not writable: {came}", fix)
+def slots_here(hosts: Mapping[str, int]) -> int | None:
+    """Return the slots of this machine; None: it is not named."""
+    name = socket.gethostname()
+    own = {name, name.partition(".")[0], "localhost", "127.0.0.1"}
+    return next((slots for host, slots in hosts.items() if host in own), None)
 
 
-def open_files(world: int) -> Check:
-    """Check the hard limit of open files; a run raises the soft limit up to it by itself."""
-    take_file_handles(files_needed(world))
-    return ok(f"{files_needed(world):,} are needed, and allowed")
-
-
-def writable(directory: Path) -> Check:
-    """Check by a file that the run directory is writable or can be made."""
-    output.directory("--out", directory)
-    return ok(f"{directory} " + ("is writable" if directory.exists() else "can be made"))
-
-
-def file_system(directory: Path, several: bool) -> Check:
-    """Check the kind of file system: not in memory, and shared if the run has `several` machines."""
-    kind = kind_of(existing(directory))
-    network = bool(NETWORK.match(kind))
-    if several and not network:
-        fix = "name one on a shared file system with --out, by its absolute path"
-        return warning(f"{kind}, of this machine: all machines write into one run directory", fix)
-    if kind in IN_MEMORY:
-        return warning(f"{kind}: it takes memory, and is gone after a restart", "name a disk with --out")
-    return ok(f"{kind}, " + ("over the network" if network else "of this machine"))
-
-
-def kind_of(place: Path) -> str:
-    """Return the type of `place`'s file system, such as ext4."""
-    real = place.resolve()
-    holding = [each for each in psutil.disk_partitions(all=True) if real.is_relative_to(each.mountpoint)]
-    # The last of equals was mounted over the others.
-    return max(reversed(holding), key=lambda each: len(each.mountpoint)).fstype if holding else "unknown"
-
-
-def clock(whose: str, ahead: float) -> Check:
-    """Judge another clock, which is `ahead` of this one by so many seconds."""
-    if abs(ahead) <= CLOCK_S:
-        return ok(f"{whose} is {abs(ahead):.1f} s away")
-    came = f"{whose} is {abs(ahead):,.1f} s {'ahead' if ahead > 0 else 'behind'}"
-    return warning(f"{came}: times of files and logs mislead", "set the clocks by NTP (chronyd)")
+def other_machines(hosts: Mapping[str, int]) -> Check:
+    """Check that the names of a hostfile resolve here, and that deepspeed can start processes there."""
+    said = f"{counted(len(hosts), 'machine')}, {counted(sum(hosts.values()), 'slot')}"
+    local = [host for host in hosts if host.startswith(("localhost", "127."))]
+    if local and len(hosts) > 1:
+        return failed(f"{said}: each takes {local[0]} for itself", "write its name in the network")
+    with ThreadPoolExecutor(32) as pool:
+        found = dict(zip(hosts, pool.map(resolved, hosts), strict=True))
+    if unknown := [host for host, address in found.items() if not address]:
+        return failed(f"{some(unknown)} cannot be resolved from here", "mend the hostfile, DNS or /etc/hosts")
+    if len(hosts) > 1 and not shutil.which("pdsh"):
+        others = "start each machine's own with deepspeed --no_ssh --node_rank N, or srun"
+        came = f"{said}; there is no pdsh, by which deepspeed starts them"
+        return warning(came, f"apt-get install pdsh; or {others}")
+    return ok(f"{said}; whether ssh lets you in, and what is there, is not seen from here")

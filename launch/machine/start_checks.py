@@ -40,12 +40,15 @@ LEAST_SHARED, ADVISED_SHARED = 64 * 2**20, 10**9
 VOLTA_WHEELS = "https://download.pytorch.org/whl/cu126"  # of torch, the newest with Volta and older
 
 
-def quick(recipe: Recipe, directory: Path) -> dict[str, Function]:
-    """Return the checks of every start by their keys. `directory`: of the run."""
+def quick(recipe: Recipe, directory: Path, ranks: int | None = None) -> dict[str, Function]:
+    """Return the checks of every start by their keys.
+
+    `directory`: of the run; `ranks`: processes of this machine, as started if None.
+    """
     chosen: dict[str, Function] = {
         "GPU kernels": kernels,
         "variables": variables,
-        "shared memory": partial(shared_memory, processes.local_world_size()),
+        "shared memory": partial(shared_memory, ranks or processes.local_world_size()),
     }
     if processes.rank() == 0:
         chosen["packages"] = partial(packages, recipe)

@@ -20,12 +20,18 @@ FILES = "error-rank-*.txt"
 
 def line(text: str) -> str | None:
     """Find the line of a traceback or message on an OOM, or None; indented source code does not count."""
-    return next((each.strip() for each in text.splitlines() if each[:1].strip() and SAID.search(each)), None)
+    for each in text.splitlines():
+        indented = not each[:1].strip()
+        if not indented and SAID.search(each):
+            return each.strip()
+    return None
 
 
 def said_by(error: BaseException) -> str | None:
     """Return the line of an exception that shows an OOM, or None."""
-    return line(f"{type(error).__name__}: {error}") if isinstance(error, RuntimeError | MemoryError) else None
+    if not isinstance(error, RuntimeError | MemoryError):
+        return None
+    return line(f"{type(error).__name__}: {error}")
 
 
 def reason(directory: Path) -> str | None:
@@ -40,4 +46,5 @@ def reason(directory: Path) -> str | None:
     if not found:
         return None
     rank, said = min(found)
-    return f"rank {rank}: {said}" + (f" (and {len(found) - 1} more)" if len(found) > 1 else "")
+    others = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return f"rank {rank}: {said}{others}"

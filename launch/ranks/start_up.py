@@ -26,19 +26,26 @@ class StartClock:
     """
 
     def __init__(self) -> None:
-        now, own = time.clock_gettime(time.CLOCK_BOOTTIME), started(os.getpid())
+        now = time.clock_gettime(time.CLOCK_BOOTTIME)
+        own = started(os.getpid())
+        if own is None:
+            own = now
         launcher = started(first_launcher())
-        own = now if own is None else own
-        self.parts = {"launcher": own - (own if launcher is None else launcher), "compiling": 0.0}
-        self._since, self._compiled = own, compiling_seconds()
+        waited = 0.0 if launcher is None else own - launcher
+        self.parts = {"launcher": waited, "compiling": 0.0}
+        self._since = own
+        self._compiled = compiling_seconds()
 
     def mark(self, part: str) -> None:
         """Add the seconds since the last call to `part`, and those of compiling to "compiling"."""
-        now, compiled = time.clock_gettime(time.CLOCK_BOOTTIME), compiling_seconds()
-        passed, aside = now - self._since, compiled - self._compiled
-        self.parts[part] = self.parts.get(part, 0.0) + passed - aside
-        self.parts["compiling"] += aside
-        self._since, self._compiled = now, compiled
+        now = time.clock_gettime(time.CLOCK_BOOTTIME)
+        compiled = compiling_seconds()
+        passed = now - self._since
+        compiling = compiled - self._compiled
+        self.parts[part] = self.parts.get(part, 0.0) + passed - compiling
+        self.parts["compiling"] += compiling
+        self._since = now
+        self._compiled = compiled
 
 
 def compiling_seconds() -> float:
@@ -46,7 +53,8 @@ def compiling_seconds() -> float:
     dynamo = sys.modules.get("torch._dynamo.utils")
     spent = dynamo.compilation_time_metrics if dynamo else {}
     # A backward pass is compiled in the first of these, with its forward pass, or when it is needed.
-    return sum(sum(spent.get(phase, ())) for phase in ("_compile.compile_inner", "backward._backward_impl"))
+    phases = ("_compile.compile_inner", "backward._backward_impl")
+    return sum(sum(spent.get(phase, ())) for phase in phases)
 
 
 def keep_compiled_code() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -14,21 +15,49 @@ from launch.machine import description
 from recipes.schema import Recipe
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+Parts = dict[str, Finite | None]  # of a loss, by the names of `launch.records.metrics.PART_NAMES`
 RECORDS_LOST = "records lost"  # status of a run that is trained and saved, but not recorded as a whole
 
 
-@dataclass(frozen=True)
-class StepOutcome:
-    """The outcome of one optimizer step."""
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One completed optimizer step, as a line of metrics.jsonl holds it.
 
+    The engine reports its figures, the run adds the times, and rank 0's recorder the rates and the memory.
+    Figures that are not finite are None.
+    """
+
+    step: int
     # Mean over the global batch, nats per token (per predicted token of a BERT, plus its sentence loss per
     # sample).
-    loss: float
-    lr: float
-    grad_norm: float | None  # L2, of the whole model before clipping; None where DeepSpeed computes none
-    loss_scale: float  # in fp16; 1 in other precisions
+    loss: Finite | None
     skipped: bool  # gradients were not finite, and no weight changed
-    parts: dict[str, float] = field(default_factory=dict)  # of the loss (`modeling.bert.LOSS_PARTS`)
+    seconds: Finite = 0.0  # wall time, with the wait for the batch
+    launch_step: int = 0  # the step's number within its launch, from 1
+    peak_memory_bytes: int = 0  # rank 0's so far (`launch.machine.memory.peak_memory`)
+    memory_kind: str = ""
+    lr: Finite | None = None
+    grad_norm: Finite | None = None  # L2, of the whole model before clipping
+    loss_scale: Finite | None = None  # in fp16; 1 in other precisions
+    data_seconds: Finite = 0.0
+    samples: int | None = None  # read so far
+    samples_per_s: Finite | None = None  # over all ranks, as the tokens
+    tokens_per_s: Finite | None = None
+    tflops: Finite | None = None  # per rank
+    exact_tflops: Finite | None = None
+    # Busy seconds of the ranks, before they wait for each other; None in a run of one rank. A rank's busy
+    # time is its wait for data plus its forward passes. Backward passes are left out: gradients are averaged
+    # during them, so that all ranks wait for the slowest. Ranks also wait in forward passes that exchange
+    # tensors: within a tensor group under tensor parallelism, all data-parallel ranks under ZeRO-3. A slow
+    # rank then makes its whole group look slow.
+    rank_seconds_min: Finite | None = None
+    rank_seconds_median: Finite | None = None
+    rank_seconds_max: Finite | None = None
+    slowest_rank: int | None = None
+    parts: Parts = field(default_factory=dict)  # of the loss (`modeling.bert.LOSS_PARTS`)
+    profiled: bool = False  # torch's profiler made it slower
+    time: float = 0.0
+    kind: Literal["step"] = "step"
 
 
 @dataclass(frozen=True)
@@ -44,26 +73,10 @@ class Corruption:
 
 @dataclass(frozen=True)
 class Validation:
-    """Means over held-out samples, in the units of `StepOutcome`."""
+    """Means over held-out samples, in the units of `StepRecord`."""
 
     loss: float
     parts: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class RankSeconds:
-    """Busy seconds of the ranks in a step, before they wait for each other.
-
-    A rank's busy time is its wait for data plus its forward passes. Backward passes are left out: gradients
-    are averaged during them, so that all ranks wait for the slowest. Ranks also wait in forward passes that
-    exchange tensors: within a tensor group under tensor parallelism, all data-parallel ranks under ZeRO-3. A
-    slow rank then makes its whole group look slow.
-    """
-
-    rank_seconds_min: float
-    rank_seconds_median: float
-    rank_seconds_max: float
-    slowest_rank: int
 
 
 @dataclass(frozen=True)
@@ -144,6 +157,11 @@ class Ending:
     task_scores: tuple[TaskScore, ...] = ()
 
 
+def finite(value: float | None) -> float | None:
+    """Return the value; None if it is not finite, since JSON has no infinity."""
+    return value if value is not None and math.isfinite(value) else None
+
+
 class SilentRecorder:
     """The recorder of all ranks but 0, which records nothing. Rank 0 has a `Recorder`."""
 
@@ -158,10 +176,8 @@ class SilentRecorder:
     def mark(self, part: str) -> None:
         """Mark the end of a part of the start."""
 
-    def step(
-        self, step: int, outcome: StepOutcome, seconds: float, waited: float, ranks: RankSeconds | None = None
-    ) -> None:
-        """Take a completed optimizer step; its `seconds` include those `waited` for the batch."""
+    def step(self, record: StepRecord) -> None:
+        """Take a completed optimizer step, with its figures and times."""
 
     def validation(self, step: int, outcome: Validation, kind: str = "validation") -> None:
         """Take the loss on held-out text after `step` steps; `kind` "test": on the test split."""

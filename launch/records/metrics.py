@@ -19,7 +19,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from data.durable_files import write_atomically
-from launch.records.facts import Finite, RunFacts, SaveOutcome
+from launch.records.facts import Finite, Parts, RunFacts, SaveOutcome, StepRecord, finite
 from recipes import files
 from recipes.layout import Layout
 
@@ -29,41 +29,11 @@ PART_NAMES = dict(
     sentence_accuracy="sentence accuracy",
     accuracy="accuracy",
 )
+# What a line of metrics.jsonl says of every step.
+STEP_KEYS = ("loss", "skipped", "seconds", "launch_step", "peak_memory_bytes", "memory_kind")
 START_PARTS = ("launcher", "imports", "data", "records", "engine", "weights", "first_step")
 MOST_NAMED = 5  # broken lines of one file in a report
 MOST_LINE = 2**20  # bytes
-
-Parts = dict[str, Finite | None]  # of a loss, by the names of PART_NAMES
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One completed optimizer step."""
-
-    step: int
-    loss: Finite | None  # nats per token, mean over the global batch; None: not finite
-    skipped: bool
-    seconds: Finite  # wall time, with the wait for the batch
-    launch_step: int  # the step's number within its launch, from 1
-    peak_memory_bytes: int  # rank 0's so far (`launch.machine.memory.peak_memory`)
-    memory_kind: str
-    lr: Finite | None = None
-    grad_norm: Finite | None = None
-    loss_scale: Finite | None = None
-    data_seconds: Finite = 0.0
-    samples: int | None = None  # read so far
-    samples_per_s: Finite | None = None  # over all ranks, as the tokens
-    tokens_per_s: Finite | None = None
-    tflops: Finite | None = None  # per rank
-    exact_tflops: Finite | None = None
-    rank_seconds_min: Finite | None = None  # `launch.records.facts.RankSeconds`; None in a run of one rank
-    rank_seconds_median: Finite | None = None
-    rank_seconds_max: Finite | None = None
-    slowest_rank: int | None = None
-    parts: Parts = field(default_factory=dict)
-    profiled: bool = False  # torch's profiler made it slower
-    time: float = 0.0
-    kind: Literal["step"] = "step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,10 +199,6 @@ def curve(records: Sequence[StepRecord | ValidationRecord], part: str = "loss") 
     return [(step, value) for step, value in found if value is not None]
 
 
-def finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
 def finite_parts(parts: Mapping[str, float]) -> Parts:
     return {name: finite(value) for name, value in parts.items()}
 
@@ -251,6 +217,10 @@ def from_line(line: bytes, where: str | Path, number: int) -> Record:
     step = values.get("step") if isinstance(values, dict) else None
     if not isinstance(kind, str) or kind not in _KINDS or type(step) is not int or step < 0:
         files.refuse(where, "not a record of metrics, which has a kind and a step from 0", line=number)
+    if kind == "step":
+        missing_keys = [key for key in STEP_KEYS if key not in values]
+        if missing_keys:
+            files.refuse(where, f"a step without {', '.join(missing_keys)}", line=number)
     values["parts"] = {name: values[name] for name in PART_NAMES if name in values}
     record: Record = files.checked(_KINDS[kind][0], values, where, number)
     return record

@@ -25,14 +25,15 @@ from launch.machine.memory import peak_cached_bytes, peak_memory
 from launch.ranks.start_up import StartClock
 from launch.records import facts, metrics
 from launch.records.directory import RunDirectory
-from launch.records.facts import Ending, RankSeconds, RunFacts, SaveOutcome, SilentRecorder, StepOutcome
-from launch.records.metrics import StepRecord, ValidationRecord, finite, finite_parts
+from launch.records.facts import Ending, RunFacts, SaveOutcome, SilentRecorder, StepRecord, finite
+from launch.records.metrics import ValidationRecord, finite_parts
 from launch.records.plan_text import Surroundings, describe_plan
 from launch.records.result import Result, make_result, rates, write_result
 from launch.records.result_text import result_text
 from recipes.problems import counted
 from recipes.refused_by_system import problem, told_by
 
+RANK_TIMES = ("rank_seconds_min", "rank_seconds_median", "rank_seconds_max", "slowest_rank")
 ELSEWHERE = "move the run directory to another disk and --resume there"
 AGAIN = "once that is mended, the same command with --resume writes curve and result again"
 Method = TypeVar("Method", bound=Callable[..., None])
@@ -126,28 +127,17 @@ class Recorder(SilentRecorder):
             self._clock.mark(part)
 
     @_guarded
-    def step(
-        self, step: int, outcome: StepOutcome, seconds: float, waited: float, ranks: RankSeconds | None = None
-    ) -> None:
+    def step(self, record: StepRecord) -> None:
+        step = record.step
         assert step == self._step + 1, f"step {step} follows step {self._step}: the first completed step is 1"
         self._step = step
-        compared: dict[str, Any] = vars(ranks) if ranks else {}
-        record = StepRecord(
-            step=step,
-            loss=finite(outcome.loss),
-            skipped=bool(outcome.skipped),
-            seconds=seconds,
+        record = replace(
+            record,
             launch_step=step - self._start_step,
             peak_memory_bytes=peak_memory().bytes,
             memory_kind=self._memory_kind,
-            lr=outcome.lr,
-            grad_norm=finite(outcome.grad_norm),
-            loss_scale=finite(outcome.loss_scale),
-            data_seconds=waited,
             samples=self._sizes.samples(step),
-            **rates(self._run.plan, seconds, self._sizes.size(step - 1)),
-            **compared,
-            parts=finite_parts(outcome.parts),
+            **rates(self._run.plan, record.seconds, self._sizes.size(step - 1)),
             profiled=step in self._run.plan.recipe.run.profiled,
             time=time.time(),
         )
@@ -156,7 +146,7 @@ class Recorder(SilentRecorder):
         speed = ("seconds", "data_seconds", "samples_per_s", "tokens_per_s", "tflops", "exact_tflops")
         self._event("train", record, ("loss", *record.parts, "lr", "grad_norm", *scale))
         self._event("speed", record, speed)
-        self._event("ranks", record, tuple(compared))
+        self._event("ranks", record, RANK_TIMES)
         self._event("memory", record, ("peak_memory_bytes",))
         self._screen.step(step, shown_fields(record, scale=bool(scale)))
         if self._clock and step == self._start_step + 1:

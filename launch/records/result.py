@@ -21,8 +21,8 @@ from ds_configs.plan import Plan
 from launch.console.numbers import gigabytes
 from launch.records import metrics
 from launch.records.deviations import Deviation, Incomparable, deviations, not_comparable
-from launch.records.facts import Ending, Entropies, Finite, Peaks, RunFacts, TaskScore
-from launch.records.metrics import Parts, Records, StepRecord
+from launch.records.facts import Ending, Entropies, Finite, Parts, Peaks, RunFacts, StepRecord, TaskScore
+from launch.records.metrics import Records
 from modeling import cost
 from recipes import files
 from recipes.layout import Layout

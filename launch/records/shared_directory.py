@@ -9,6 +9,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from launch.ranks import processes
+from launch.ranks.meeting import Meeting
+
 LOOK_FOR_S = 10.0  # network file systems may show a new file late
 EVERY_S = 0.25
 
@@ -35,6 +38,14 @@ def wait_for(directory: Path, name: str) -> bool:
             os.listdir(directory)  # makes NFS ask its server
         time.sleep(EVERY_S)
     return True
+
+
+def seen_here(meeting: Meeting, directory: Path) -> bool:
+    """Return whether this rank sees in the directory what rank 0 writes there. Collective."""
+    first = processes.rank() == 0
+    with token(directory) if first else contextlib.nullcontext("") as made:
+        name = meeting.from_rank_0(made)
+        return meeting.settle(lambda: first or wait_for(directory, name))
 
 
 def check(seen: bool, directory: Path) -> None:

@@ -14,6 +14,7 @@ from launch.planning.prediction.forecast import MOST_SHARE, Forecast, forecast, 
 from launch.planning.prediction.forecast_text import error
 from launch.planning.prediction.published_step import published_seconds, published_workload
 from launch.planning.resolved_plans import plan_on_nodes
+from launch.records.result import Speed
 from launch.reports.entries import Entry
 from launch.reports.frames import Frame
 from launch.reports.runs import Run
@@ -42,7 +43,7 @@ class PredictionLine:
 
     Attributes:
         where: group of comparable lines: published rows, or runs on one machine.
-        seconds: per step; derived from samples/s or TFLOPS where a row prints no time.
+        speed: a row's seconds per step are derived from samples/s or TFLOPS where it prints no time.
         oom, predicted_oom: memory did not suffice, or is predicted not to suffice.
         mfu: share of the peak rate, without recomputation (Chowdhery et al. 2022, appendix B).
         normalised: samples/s times parameters, relative to the smallest model on as many GPUs.
@@ -54,9 +55,7 @@ class PredictionLine:
     where: str = PUBLISHED
     gpus: int | None = None
     parameters: int | None = None
-    samples_per_s: float | None = None
-    tflops: float | None = None
-    seconds: float | None = None
+    speed: Speed = Speed()
     predicted_s: float | None = None
     mfu: float | None = None
     predicted_mfu: float | None = None
@@ -82,11 +81,12 @@ class PredictionLine:
         """Return the line as text in the columns of HEADINGS."""
         unknown = "not published" if self.label == PUBLISHED else "not measured"
         predicted = "not predicted"
-        ratio = self.predicted_s / self.seconds if self.predicted_s and self.seconds else None
+        seconds = self.speed.seconds_per_step
+        ratio = self.predicted_s / seconds if self.predicted_s and seconds else None
         return (
             self.name,
             self.label,
-            "OOM" if self.oom else unknown if self.seconds is None else numbers.number(self.seconds),
+            "OOM" if self.oom else unknown if seconds is None else numbers.number(seconds),
             predicted if self.predicted_s is None else numbers.number(self.predicted_s),
             "" if ratio is None else f"{ratio:.2f}",
             _share(self.mfu, "" if self.oom else unknown),
@@ -132,8 +132,7 @@ def _of_row(name: str, recipe: Recipe, published: Published) -> PredictionLine:
         PUBLISHED,
         gpus=recipe.hardware.gpus if recipe.hardware else None,
         parameters=cost.parameters(recipe.model, recipe.positions),
-        samples_per_s=recipe.batch.global_ / seconds if seconds else None,
-        seconds=seconds,
+        speed=Speed(seconds, samples_per_s=recipe.batch.global_ / seconds if seconds else None),
         oom=published.oom,
     )
     if not (theirs and theirs.time and theirs.speed):
@@ -146,7 +145,7 @@ def _of_row(name: str, recipe: Recipe, published: Published) -> PredictionLine:
         predicted_s=theirs.time.total,
         mfu=reached.mfu if reached else None,
         predicted_mfu=theirs.speed.mfu,
-        tflops=reached.exact_tflops if reached else None,
+        speed=replace(line.speed, exact_tflops=reached.exact_tflops if reached else None),
         left=1 - memory * hardware.GIB / room if memory else None,
         predicted_left=1 - theirs.fullest_rank.cached(room) / room,
         predicted_oom=theirs.verdict == "out of memory",
@@ -177,9 +176,7 @@ def _of_run(name: str, run: Run) -> PredictionLine:
         # Processes that share cores are no GPUs.
         gpus=result.layout.world if result.layout and run.machine.get("accelerators") else None,
         parameters=result.parameters,
-        samples_per_s=result.speed.samples_per_s,
-        tflops=result.speed.exact_tflops,
-        seconds=seconds,
+        speed=result.speed,
         oom=result.status == "OOM",
     )
     if plan is None or any(each.kind == "measured" for each in result.deviations):
@@ -225,17 +222,18 @@ def _available(plan: Plan, machine: Mapping[str, Any]) -> float | None:
 def _compared(lines: Sequence[PredictionLine]) -> Iterator[PredictionLine]:
     for line in lines:
         others = [each for each in lines if line.where and each.where == line.where]
-        as_many = [each for each in others if each.gpus == line.gpus and each.samples_per_s]
+        as_many = [each for each in others if each.gpus == line.gpus and each.speed.samples_per_s]
         normalised = scaling = None
-        if len({each.parameters for each in as_many}) > 1 and line.samples_per_s:
+        if len({each.parameters for each in as_many}) > 1 and line.speed.samples_per_s:
             smallest = min(as_many, key=lambda each: each.parameters or 0)
             normalised = _work(line) / _work(smallest)
-        measured = [each for each in others if each.gpus and each.tflops]
-        if len({each.gpus for each in measured}) > 1 and line.gpus and line.tflops:
+        measured = [each for each in others if each.gpus and each.speed.exact_tflops]
+        tflops = line.speed.exact_tflops
+        if len({each.gpus for each in measured}) > 1 and line.gpus and tflops:
             fewest = min(measured, key=lambda each: each.gpus or 0)
-            scaling = line.tflops / (fewest.tflops or line.tflops)
+            scaling = tflops / (fewest.speed.exact_tflops or tflops)
         yield replace(line, normalised=normalised, scaling=scaling)
 
 
 def _work(line: PredictionLine) -> float:
-    return (line.samples_per_s or 0.0) * (line.parameters or 0)
+    return (line.speed.samples_per_s or 0.0) * (line.parameters or 0)

@@ -16,7 +16,7 @@ from ds_configs.plan import Plan
 from launch.machine import description, memory
 from launch.ranks import processes
 from launch.ranks.stop_request import REASONS
-from launch.records.facts import Peaks, RankSeconds
+from launch.records.facts import Peaks
 from modeling import fusing
 from recipes import catalog
 
@@ -75,7 +75,7 @@ class StepReport(NamedTuple):
     """The report of one rank at the end of a step, in numbers that travel as one row of a tensor."""
 
     stop: int = 0  # index in `REASONS` of the request to stop
-    own_seconds: float = 0.0  # this rank's time in `RankSeconds`
+    own_seconds: float = 0.0  # busy seconds of this rank (`StepRecord.rank_seconds_min`)
     unreadable: bool = False  # this rank cannot read the batches of the next step
     written: bool = False  # this rank has written its file of the checkpoint in progress
     overdue: bool = False  # run.save_every_minutes have passed since the last save
@@ -100,14 +100,17 @@ class StepNews:
         return REASONS[int(self._column("stop").max())] or None
 
     @property
-    def rank_seconds(self) -> RankSeconds | None:
-        """The busy times of all ranks; None in a run of one rank."""
+    def rank_seconds(self) -> dict[str, Any]:
+        """The busy times of all ranks, by their fields in `StepRecord`; none in a run of one rank."""
         seconds = self._column("own_seconds")
         if len(seconds) == 1:
-            return None
-        slowest = int(seconds.argmax())
-        middle = float(seconds.quantile(0.5))
-        return RankSeconds(float(seconds.min()), middle, float(seconds[slowest]), slowest)
+            return {}
+        return {
+            "rank_seconds_min": float(seconds.min()),
+            "rank_seconds_median": float(seconds.quantile(0.5)),
+            "rank_seconds_max": float(seconds.max()),
+            "slowest_rank": int(seconds.argmax()),
+        }
 
     @property
     def unreadable(self) -> bool:

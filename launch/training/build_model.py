@@ -17,7 +17,6 @@ from modeling.fusing import has_gpu_compiler
 from modeling.initialization import DTYPES, NEW_HEADS, Init
 from modeling.layer_list import Definitions, Pipeline, Stack, share_draws, stage_bounds
 from modeling.parallel.process_grid import ProcessGrid
-from modeling.sparse_attention import choose, computes_fewer_scores
 from modeling.transformer import TransformerLayer
 
 
@@ -27,6 +26,10 @@ def band_kernel(plan: Plan) -> str | None:
     The text gives the reason, and says whether a kernel saves scores and whether its speed is known.
     """
     recipe = plan.recipe
+    if recipe.model.attention_window is None:
+        return None
+    from modeling.sparse_attention import choose, computes_fewer_scores
+
     device, dtype, dropout = processes.device(), DTYPES[plan.precision], recipe.dropout.attention
     length, head_size = recipe.sequence_length, recipe.model.hidden // recipe.model.heads
     compiler = device.own_memory and has_gpu_compiler()

@@ -25,17 +25,13 @@ from torch.nn import functional as F
 
 from data.loader import MicroBatch
 from ds_configs.plan import Plan
-from launch.deepspeed_fixes import zero0
 from launch.deepspeed_fixes.freed_gradients import keep_while_reduced
-from launch.deepspeed_fixes.lamb import Lamb
-from launch.deepspeed_fixes.loss_scale import is_at_floor, postpone_growth
 from launch.deepspeed_fixes.muon_compilation import leave_out_compilation
 from launch.deepspeed_fixes.short_steps import shorten_step
-from launch.deepspeed_fixes.train_batch_timer import forget_batches
 from launch.machine import compiled_ops, memory
 from launch.ranks import processes
-from launch.records.facts import StepOutcome, Validation
-from launch.training import compiling, micro_batches
+from launch.records.facts import StepRecord, Validation, finite
+from launch.training import micro_batches
 from launch.training.build_model import build_module
 from launch.training.early_ends import Diverged
 from launch.training.job import Job
@@ -71,11 +67,15 @@ def build_engine(
     given = None if resumed or job.initial_weights is None else job.initial_weights.read(plan.recipe)
     module = build_module(plan, grid, given, drawn=not resumed)
     if job.compiled:
+        from launch.training import compiling
+
         say(compiling.compile_module(module, plan))
     engine = initialize(plan, module, grid)
     memory.return_unused_pinned()  # of parameters, before they became parts of a buffer
     move_buffers(module, engine.device)
     if engine.fp16_enabled():
+        from launch.deepspeed_fixes.loss_scale import postpone_growth
+
         postpone_growth(engine)
     keep_while_reduced(engine.optimizer)
     if setting := shorten_step(engine):
@@ -94,6 +94,8 @@ def initialize(plan: Plan, module: torch.nn.Module, grid: ProcessGrid) -> DeepSp
         "lr_scheduler": lambda optimizer: Schedule(optimizer, plan.recipe),
     }
     if plan.zero_stage == 0:
+        from launch.deepspeed_fixes import zero0
+
         return zero0.initialize(**how, torch_ddp=plan.recipe.parallel.torch_ddp)
     return deepspeed.initialize(**how)[0]
 
@@ -103,6 +105,8 @@ def own_optimizer(ds: dict[str, Any], grid: ProcessGrid) -> Callable[..., torch.
     optimizer = ds["optimizer"]
     if optimizer["type"].lower() != "lamb":
         return None
+    from launch.deepspeed_fixes.lamb import Lamb
+
     return functools.partial(Lamb, grid=grid, **optimizer["params"])
 
 
@@ -137,7 +141,7 @@ def train_step(
     batches: Sequence[MicroBatch],
     grid: ProcessGrid,
     salts: Sequence[torch.Tensor | None],
-) -> Callable[[], StepOutcome]:
+) -> Callable[[], StepRecord]:
     """Make one optimizer step over this data-parallel rank's micro-batches; a GPU may still compute it.
 
     Return what reads its outcome (`read_outcome`).
@@ -156,6 +160,8 @@ def train_step(
             pairs = (
                 micro_batches.for_pipeline(b, s, engine.device) for b, s in zip(batches, salts, strict=True)
             )
+            from launch.deepspeed_fixes.train_batch_timer import forget_batches
+
             loss = engine.train_batch(pairs)
             forget_batches(engine)
             figures = HostCopy(torch.stack([loss.float().squeeze(), *_pipeline_parts(engine, grid)]))
@@ -200,8 +206,8 @@ def state_before_step(engine: DeepSpeedEngine) -> State:
     return engine.get_lr()[0], loss_scale(engine), engine.skipped_steps
 
 
-def read_outcome(engine: DeepSpeedEngine, before: State, figures: HostCopy) -> StepOutcome:
-    """Read the outcome of a step: the loss with its parts, norm and scale. Raises Diverged."""
+def read_outcome(engine: DeepSpeedEngine, before: State, figures: HostCopy) -> StepRecord:
+    """Read the figures of the step that the engine has made, without its times. Raises Diverged."""
     lr, scale, skipped_steps = before
     if engine.fp16_enabled():
         engine.settle_loss_scale()
@@ -212,8 +218,15 @@ def read_outcome(engine: DeepSpeedEngine, before: State, figures: HostCopy) -> S
     if not math.isfinite(mean) and not overflowed:
         precision = "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
         raise Diverged(f"the loss is {mean} in {precision}")
-    read = None if norm is None else float(norm)
-    return StepOutcome(mean, lr, read, scale, skipped, _name_parts(engine, parts))
+    return StepRecord(
+        step=engine.global_steps,
+        loss=finite(mean),
+        skipped=bool(skipped),
+        lr=lr,
+        grad_norm=None if norm is None else finite(float(norm)),
+        loss_scale=finite(scale),
+        parts={name: finite(value) for name, value in _name_parts(engine, parts).items()},
+    )
 
 
 def forward(
@@ -289,6 +302,8 @@ def explain_floor(engine: DeepSpeedEngine) -> Iterator[None]:
     try:
         yield
     except Exception as e:
+        from launch.deepspeed_fixes.loss_scale import is_at_floor
+
         if not is_at_floor(e):
             raise
         raise Diverged(

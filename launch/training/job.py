@@ -45,7 +45,7 @@ class Job:
     directory: Path  # the run directory
     resume: bool = False  # start from the newest complete checkpoint of `directory`, if there is one
     compiled: bool = False  # torch.compile the model
-    after_step: Callable[[Any, Any], None] = lambda run, outcome: None  # of (TrainingRun, StepOutcome)
+    after_step: Callable[[Any, Any], None] = lambda run, outcome: None  # of (TrainingRun, StepRecord)
     initial_weights: InitialWeights | None = None  # None: random ones
     cache: Path | None = None  # of vocabularies and tokens; None: `data.cache.default_directory()`
 

@@ -53,8 +53,9 @@ def train(start: Start, after: Callable[[TrainingRun], None] = lambda run: None)
             waited += run.fetch_next(step)
             exchange = run.exchange(waited)
             outcome = read_outcome()
-            seconds, news = time.perf_counter() - started, run.news(exchange)
-            run.record(step, outcome, seconds, waited, news.rank_seconds)
+            seconds = time.perf_counter() - started
+            news = run.news(exchange)
+            run.record(outcome, seconds, waited, news.rank_seconds)
             run.save_if_due(step, news)
             run.validate_if_due(step)
             if early := run.end_if_due(step, news):

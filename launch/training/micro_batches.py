@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,13 +13,9 @@ from data.loader import MicroBatch, rank_rows
 from ds_configs.plan import Plan
 from modeling.hidden_dropout import salts_of
 from modeling.parallel.process_grid import ProcessGrid
-from modeling.unpadding import ROW_MULTIPLE, fill_up, round_up, row_of
 from recipes.families import fields_of
 
 Device = torch.device | str
-
-LENGTH_MULTIPLE = 8  # trimmed lengths are multiples of this, for the matrix units of GPUs
-PREDICTIONS_MULTIPLE = 16  # the same for the number of predictions in a row
 
 
 def move_unpadded(batches: Sequence[MicroBatch], device: Device) -> None:
@@ -84,11 +78,11 @@ def for_plain(
     `position_ranks`: number of ranks that share the positions of a sample.
     """
     if fields_of(batch).padded:
-        multiple = math.lcm(ROW_MULTIPLE, position_ranks)
-        lengths, kept = batch["lengths"], _longest(batch, position_ranks)
-        row, whole = round_up(int(lengths.sum()), multiple), kept * lengths.numel()
-        if row < whole or (row == whole and torch.device(device).type == "cpu"):
-            return _row_arguments(batch, device, salts, multiple)
+        from launch.training.padded_batches import as_row
+
+        row = as_row(batch, device, salts, position_ranks)
+        if row is not None:
+            return row
     given = padded_arguments(batch, device, position_ranks)
     assert given[0] is not None
     return given, {} if salts is None else {"salts": salts[:, : given[0].shape[1]]}
@@ -103,49 +97,11 @@ def padded_arguments(batch: MicroBatch, device: Device, position_ranks: int = 1)
     fields = fields_of(batch)
     values: dict[str, Tensor | None] = {**batch}
     if fields.padded:
-        kept = _longest(batch, position_ranks)
-        values |= {name: batch[name][:, :kept] for name, size in fields.inputs.items() if size == "BS"}
-        if bool((batch["lengths"] == kept).all()):
-            values["lengths"] = None
+        from launch.training.padded_batches import cut_after_longest
+
+        values |= cut_after_longest(batch, position_ranks)
     ordered = (values[name] for name in fields.names)
     return tuple(None if value is None else value.to(device, non_blocking=True) for value in ordered)
-
-
-def _longest(batch: MicroBatch, position_ranks: int) -> int:
-    """Return the length to which samples are cut."""
-    needed = round_up(int(batch["lengths"].max()), math.lcm(LENGTH_MULTIPLE, position_ranks))
-    return min(batch["tokens"].shape[1], needed)
-
-
-def _row_arguments(
-    batch: MicroBatch, device: Device, salts: Tensor | None, multiple: int
-) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
-    """Return arguments with the samples as one row and their predictions as one row, and its salts."""
-    fields = fields_of(batch)
-    indices, row = row_of(batch["lengths"], batch["tokens"].shape[1], multiple)
-    within = dict(batch)
-    if "positions" in batch:
-        within["positions"] = batch["positions"] + row.firsts[:, None]
-    # Reading weights on a GPU would wait for it: there, predictions of weight 0 stay.
-    on_host = batch["weights"].device.type == "cpu"
-    chosen = batch["weights"].flatten() > 0 if on_host else slice(None)
-    values = {}
-    for name, size in fields.sizes.items():
-        if size == "BS":
-            values[name] = batch[name].flatten()[indices][None]
-        elif size == "BP":
-            values[name] = fill_up(within[name].flatten()[chosen], PREDICTIONS_MULTIPLE)[None]
-        else:
-            values[name] = batch[name]
-    rows = [name for name, size in fields.sizes.items() if size in ("BS", "BP")]
-    moved = {name: value.to(device, non_blocking=True) for name, value in values.items()}
-    row, named = row.to(device, non_blocking=True), {}
-    if salts is not None:
-        named = {"salts": salts.flatten(0, 1)[indices.to(salts.device, non_blocking=True)][None]}
-    if "torch._dynamo" in sys.modules:  # if a model is compiled: one graph for rows of every length
-        for x in (row.places, *named.values(), *(moved[name] for name in rows)):
-            torch._dynamo.maybe_mark_dynamic(x, 1)
-    return tuple(row if name == "lengths" else moved[name] for name in fields.names), named
 
 
 def for_pipeline(

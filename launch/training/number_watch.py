@@ -1,10 +1,10 @@
-"""A watch over numbers that only an optimizer step may change; what is right need not be known.
+"""A watch over numbers that only an optimizer step may change. It does not need to know the right ones.
 
 Weights, master weights and moments lie still from one optimizer step to the next. The sums of their bits are
 kept after a step and compared before the next one: a flipped bit changes them. Where ranks hold copies, they
-compare a running hash of these sums, which also has what went wrong within a step. The bits of a batch are
-added up when it is made or received, and again once it was used. Gradients, activations and messages exist
-once and change all the time: they are not watched (docs/running.md has what that would cost).
+compare a running hash of these sums. The hash also shows errors made within a step. The bits of a batch are
+added up when it is made or received, and again after its use. Gradients, activations and messages exist once
+and change all the time: they are not watched (docs/running.md says what that would cost).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Report(NamedTuple):
 
 
 class Details(NamedTuple):
-    """What one rank tells after a difference: its numbers that changed, and hashes of its copies."""
+    """The details of one rank after a difference: its numbers that changed, and hashes of its copies."""
 
     host: str
     changed: list[Named]
@@ -68,14 +68,17 @@ class Watched:
         self.changed = torch.zeros_like(self.running)  # not 0: it did
 
     def sums(self) -> torch.Tensor | None:
+        """Add up the bits of the buffer by blocks; None while a tensor is released."""
         flat = [tensor.detach().reshape(-1) for tensor in self.buffer.tensors]
         if not all(map(len, flat)):
             return None
-        return block_sums(flat[0] if len(flat) == 1 else torch.cat(flat))
+        whole = flat[0] if len(flat) == 1 else torch.cat(flat)
+        return block_sums(whole)
 
     def named(self, axis: str, sums: torch.Tensor) -> dict[Named, int]:
         """Return the sum of each tensor's blocks."""
-        width, values = self.buffer.tensors[0].element_size(), sums.tolist()
+        width = self.buffer.tensors[0].element_size()
+        values = sums.tolist()
         found = {}
         for parameter, _, offset, elements in self.buffer.fragments:
             first = offset * width // WORD // BLOCK
@@ -98,12 +101,18 @@ class NumberWatch:
         say: Callable[[str], None],
     ) -> None:
         """Begin after `step` steps, with the weights in place. `say`: takes a line for the user."""
-        self._state, self._batches, self._grid, self._say = state, batches, grid, say
-        self._run, self._last = recipe.run, recipe.steps
+        self._state = state
+        self._batches = batches
+        self._grid = grid
+        self._say = say
+        self._run = recipe.run
+        self._last = recipe.steps
         self._trial = step + TRIAL_STEPS if recipe.run.check_every is None else 0
-        self.every, self.always = recipe.run.check_every or self._trial, True
+        self.every = recipe.run.check_every or self._trial  # steps from one check to the next
+        self.always = True  # sums are kept after every step, not only before a check
         self._seconds: list[float] = []  # of the steps up to the trial
-        self._step = self.sound = step  # completed steps; those of the last check that found nothing
+        self._step = step  # completed steps
+        self.sound = step  # completed steps at the last check that found nothing
         self._watched: list[Watched] = []
         self._batch = torch.zeros((), dtype=torch.int64)  # not 0: a batch changed
         self._keep()
@@ -169,7 +178,10 @@ class NumberWatch:
     def _compare(self) -> None:
         """Compare with the kept sums; the verdict stays on the device."""
         for watched in self._watched:
-            if watched.kept is not None and (now := watched.sums()) is not None:
+            if watched.kept is None:
+                continue
+            now = watched.sums()
+            if now is not None:
                 watched.changed |= now ^ watched.kept
 
     def _exchange(self) -> list[Report]:
@@ -207,9 +219,12 @@ class NumberWatch:
 
     def _choose(self) -> None:
         """Choose the interval by the slowest rank's times. Collective."""
-        seconds = statistics.median(self._seconds[1:]), seconds_of(self._add_up), seconds_of(self._exchange)
-        ranks = processes.gathered(seconds, self._grid.control_group)
-        self.every, self.always = interval(*map(max, zip(*ranks, strict=True)))
+        step = statistics.median(self._seconds[1:])
+        sums = seconds_of(self._add_up)
+        exchange = seconds_of(self._exchange)
+        ranks = processes.gathered((step, sums, exchange), self._grid.control_group)
+        slowest = [max(times) for times in zip(*ranks, strict=True)]
+        self.every, self.always = interval(*slowest)
         when = f"every {self.every} steps" if self.always else f"around one step of {self.every}"
         self._say(f"numbers are checked for changed bits {when} (run.check_every)")
 
@@ -243,38 +258,52 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 def is_sound(table: Sequence[Report], grid: ProcessGrid) -> bool:
     """Check the reports of all ranks, in rank order."""
-    hashes = {axis: [getattr(report, axis) for report in table] for axis in AXES}
-    differ = any(odd_ranks(hashes[axis], axis, grid) for axis in AXES)
-    return not (differ or any(report.changed for report in table))
+    if any(report.changed for report in table):
+        return False
+    for axis in AXES:
+        hashes = [getattr(report, axis) for report in table]
+        if odd_ranks(hashes, axis, grid):
+            return False
+    return True
 
 
 def odd_ranks(values: Sequence[object], axis: str, grid: ProcessGrid) -> list[int]:
-    """Return the ranks whose value differs from most along an axis; all of them, where there is no most."""
+    """Return the ranks that differ from the majority along an axis; all of them where there is none."""
     groups: dict[tuple, list[int]] = {}
     for rank in range(len(values)):
         place = coordinates(rank, grid.tp, grid.dp)._replace(**{axis: 0})
         groups.setdefault(place, []).append(rank)
-    odd = []
+    odd: list[int] = []
     for ranks in groups.values():
         most, count = Counter(values[rank] for rank in ranks).most_common(1)[0]
+        if count == len(ranks):
+            continue
         tied = 2 * count <= len(ranks)
-        odd += [rank for rank in ranks if len(ranks) > count and (tied or values[rank] != most)]
+        odd += ranks if tied else [rank for rank in ranks if values[rank] != most]
     return odd
 
 
 def corruptions(details: Sequence[Details], grid: ProcessGrid) -> tuple[Corruption, ...]:
-    """Name ranks and tensors by what all ranks told, in rank order; a change explains why copies differ."""
+    """Name ranks and tensors by the details of all ranks, in rank order.
+
+    Where a rank saw its own numbers change, copies that differ are not named: the change explains them.
+    """
     found: dict[tuple[int, str, bool], list[str]] = {}
     for rank, each in enumerate(details):
         for _, kind, name in each.changed:
             found.setdefault((rank, kind, False), []).append(name)
     if not found:
         copies = [dict(each.copies) for each in details]
-        for named in dict.fromkeys(named for held in copies for named in held):
+        every_name: dict[Named, None] = {}
+        for held in copies:
+            every_name |= dict.fromkeys(held)
+        for named in every_name:
             axis, kind, name = named
-            for rank in odd_ranks([held.get(named) for held in copies], axis, grid):
+            hashes = [held.get(named) for held in copies]
+            for rank in odd_ranks(hashes, axis, grid):
                 found.setdefault((rank, kind, True), []).append(name)
-    told = []
+    named_corruptions = []
     for (rank, kind, among_copies), names in sorted(found.items()):
-        told.append(Corruption(rank, details[rank].host, kind, tuple(names), among_copies))
-    return tuple(told)
+        host = details[rank].host
+        named_corruptions.append(Corruption(rank, host, kind, tuple(names), among_copies))
+    return tuple(named_corruptions)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
@@ -23,7 +23,6 @@ from data.loader import MicroBatch, StepBatches, validation_batches
 from data.samples.fields import HeldOut
 from data.text.records import SkippedRecords
 from ds_configs.plan import Plan
-from launch.checkpoints import reading
 from launch.checkpoints.engine_state import EngineState
 from launch.checkpoints.manifest import Progress
 from launch.checkpoints.run_checkpoints import Checkpoint
@@ -32,12 +31,18 @@ from launch.ranks import ending, processes
 from launch.ranks.meeting import Meeting
 from launch.ranks.stop_request import REASONS, StopRequest
 from launch.ranks.watchdog import Phase, Watchdog
-from launch.records.facts import RankSeconds, SilentRecorder, StepOutcome, Validation
-from launch.records.metrics import finite
+from launch.records.facts import SilentRecorder, StepRecord, Validation, finite
 from launch.training.agreement import StepExchange, StepNews, StepReport
-from launch.training.early_ends import BrokenData, Corrupted, Diverged, EarlyStop, NotSavedError, SkipCounter
+from launch.training.early_ends import (
+    BrokenData,
+    Corrupted,
+    Diverged,
+    EarlyStop,
+    FigureBounds,
+    NotSavedError,
+    SkipCounter,
+)
 from launch.training.engine import Forward, end_monitors, forward, validate
-from launch.training.figure_bounds import FigureBounds
 from launch.training.job import Job
 from launch.training.number_watch import NumberWatch
 from launch.training.training_batches import end_together
@@ -100,6 +105,8 @@ class TrainingRun:
         self.state = EngineState(engine, grid)
         self.saver = Saver(self.state, job.plan, grid, job.checkpoints, recorder)
         if start.checkpoint:
+            from launch.checkpoints import reading
+
             reading.load(self.state, start.checkpoint)
         else:
             recorder.validation(0, self.validate(self.held_out))
@@ -162,27 +169,28 @@ class TrainingRun:
         self.watchdog.enter(Phase.COMPUTED)
         return exchange.wait()
 
-    def record(
-        self, step: int, outcome: StepOutcome, seconds: float, waited: float, ranks: RankSeconds | None = None
-    ) -> None:
-        """Record and check the `step`-th optimizer step. Raises Diverged or Corrupted.
+    def record(self, outcome: StepRecord, seconds: float, waited: float, ranks: Mapping[str, Any]) -> None:
+        """Record and check an optimizer step. Raises Diverged or Corrupted.
 
-        `seconds`: wall time, with the seconds `waited` for the batch; `ranks`: times of all ranks.
+        `outcome`: the engine's figures; `seconds`: wall time, with the seconds `waited` for the batch;
+        `ranks`: `StepNews.rank_seconds`.
         """
         self.watchdog.enter(Phase.RECORDING)
-        self.recorder.step(step, outcome, seconds, waited, ranks)
-        self._monitor("train", outcome, lr=outcome.lr, grad_norm=outcome.grad_norm, seconds=seconds)
+        record = replace(outcome, seconds=seconds, data_seconds=waited, **ranks)
+        step = record.step
+        self.recorder.step(record)
+        self._monitor("train", record, lr=record.lr, grad_norm=record.grad_norm, seconds=seconds)
         if self._profiler:
             for problem in self._profiler.end(step):
                 self.recorder.say(f"WARNING: no trace of a rank: {problem}")
         self.done = step
-        self.skipped.see(outcome)
-        self.bounds.see(step, outcome)
-        self.job.after_step(self, outcome)
+        self.skipped.see(record)
+        self.bounds.see(record)
+        self.job.after_step(self, record)
         if self.watch:
             self.watch.check_if_due(step, seconds)
 
-    def _monitor(self, group: str, outcome: StepOutcome | Validation, **more: float | None) -> None:
+    def _monitor(self, group: str, outcome: StepRecord | Validation, **more: float | None) -> None:
         """Give finite values to DeepSpeed's monitor, which has the rate alone by itself."""
         if (monitor := self.engine.monitor).enabled:
             values, at = {"loss": outcome.loss, **outcome.parts, **more}, self.engine.global_samples

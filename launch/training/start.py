@@ -20,7 +20,6 @@ from launch.machine import checks, description, start_checks
 from launch.ranks import ending, joining, launch_environment, out_of_memory, processes, start_up
 from launch.ranks.meeting import Meeting
 from launch.ranks.stop_request import stacks_at_quit
-from launch.records import shared_directory
 from launch.records.facts import Ending, Entropies, RunFacts, SilentRecorder
 from launch.training import compile_choice
 from launch.training.compile_choice import WISHES
@@ -143,10 +142,10 @@ def admit_run(training: Training, meeting: Meeting) -> RunDirectory | None:
     """Open the run directory on rank 0, and check that every rank sees it. Collective."""
     directory = meeting.settle(lambda: open_run_directory(training))
     if processes.world_size() > 1:
-        first, place = processes.rank() == 0, training.job.directory
-        with shared_directory.token(place) if first else contextlib.nullcontext("") as token:
-            name = meeting.from_rank_0(token)
-            seen = meeting.settle(lambda: first or shared_directory.wait_for(place, name))
+        from launch.records import shared_directory
+
+        place = training.job.directory
+        seen = shared_directory.seen_here(meeting, place)
         # With the token gone: where a rank refuses, its launcher ends this one.
         meeting.settle(lambda: shared_directory.check(seen, place))
     return directory
@@ -250,7 +249,7 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
     """Prepare data, show the plan, train and write results. `directory` is None except on rank 0."""
     import torch
 
-    from launch.checkpoints import reading, run_checkpoints
+    from launch.checkpoints import run_checkpoints
     from launch.training import agreement
     from launch.training.early_ends import Diverged, EarlyEnd
     from launch.training.loop import train
@@ -276,6 +275,8 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
         # Chosen once, before the records are cut back to it.
         chosen = run_checkpoints.Choice(None)
         if job.resume:
+            from launch.checkpoints import reading
+
             with system_refusals(Path.cwd()):
                 chosen = reading.choose(job.checkpoints, grid, job.plan.recipe, checksum(corpus))
     except ValueError as e:

@@ -143,8 +143,9 @@ class FollowRun(TrainerCallback):
         waited = self.trainer.waited + run.fetch_next(step)
         exchange = run.exchange(waited)
         outcome = steps.read_outcome(run.engine, self.before, figures)
-        seconds, news = time.perf_counter() - self.trainer.started, run.news(exchange)
-        run.record(step, outcome, seconds, waited, news.rank_seconds)
+        seconds = time.perf_counter() - self.trainer.started
+        news = run.news(exchange)
+        run.record(outcome, seconds, waited, news.rank_seconds)
         run.save_if_due(step, news)
         run.validate_if_due(step)
         self.trainer.stopped = run.end_if_due(step, news)

@@ -19,13 +19,12 @@ import pytest
 from launching import ROOT, run
 from transformers import AutoTokenizer
 
-from data import corpus as corpus_module
 from data.cache import default_directory
 from data.corpus import build, check_origin, check_sources
 from data.durable_files import locked
 from data.lengths import TextLengths, text_lengths
 from data.loader import validation_batches
-from data.samples import splits
+from data.samples import blend, splits
 from data.samples.bert import BertFields
 from data.split_rule import part_of
 from data.text.encoder import Encoder
@@ -568,7 +567,7 @@ def test_a_blend_adds_up_its_parts_and_takes_held_out_samples_by_weight(corpus_f
     checksums = [part["train_tokens_crc32"] for part in corpus.summary["parts"]]
     assert corpus.summary["train_tokens_crc32"].split(",") == checksums
     counts, sums = [np.array([3, 1]), np.array([0, 100])], [4, 100]
-    blended = corpus_module._blended_counts(counts, [3.0, 1.0])
+    blended = blend._blended_counts(counts, [3.0, 1.0])
     assert blended.sum() == pytest.approx(sum(sums))
     assert blended[0] / blended.sum() == pytest.approx(0.75 * 0.75)
 

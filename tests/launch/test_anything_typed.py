@@ -416,7 +416,7 @@ def made(tmp_path_factory) -> Path:
     admit(path, facts(plan(), tiny=True), ["x"]).close()
     with recorder(path, plan()) as records:
         for step in (1, 2, 3):
-            records.step(step, outcome(5.0 - step / 10), 0.5, 0.1)
+            records.step(outcome(5.0 - step / 10, step=step, seconds=0.5, data_seconds=0.1))
         records.finish(Ending())
     write_checkpoint(path / "checkpoints", 3, {"word.weight": torch.ones(4, 2)}, plan().recipe)
     return path

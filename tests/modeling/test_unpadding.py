@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 
-from launch.training.micro_batches import PREDICTIONS_MULTIPLE, for_plain
+from launch.training.micro_batches import for_plain
+from launch.training.padded_batches import PREDICTIONS_MULTIPLE
 from modeling import unpadding
 from modeling.bert import FAMILY, BertShape
 from modeling.hidden_dropout import salts_of

@@ -248,8 +248,8 @@ def untied(shape, *, group, init):
     ("wrong", "found"), [(first_norm, "stage 0"), (second_norm, "stage 15"), (untied, "once")]
 )
 def test_wrong_modules_disagree_with_the_arithmetic(monkeypatch, copied, wrong, found):
-    family = quantities.FAMILIES["gpt2"]
-    monkeypatch.setitem(quantities.FAMILIES, "gpt2", replace(family, layer_list=wrong))
+    family = quantities.FAMILIES["gpt2"]()
+    monkeypatch.setitem(quantities.FAMILIES, "gpt2", lambda: replace(family, layer_list=wrong))
     changed = copied("jeanzay_megatron_deepspeed_3d")
     modules = [check.computed for check in changed.unexplained if check.quantity == "modules against cost.py"]
     assert len(modules) == 1 and found in modules[0], lines(changed)

@@ -37,8 +37,8 @@ class Records(SilentRecorder):
     def __init__(self):
         self.losses, self.said = {}, []
 
-    def step(self, step, outcome, seconds, data_seconds, ranks):
-        self.losses[step] = outcome.loss
+    def step(self, record):
+        self.losses[record.step] = record.loss
 
     def say(self, text):
         self.said.append(text)

@@ -36,8 +36,8 @@ class Records(SilentRecorder):
     def __init__(self):
         self.losses, self.validations = [], []
 
-    def step(self, step, outcome, seconds, waited, ranks=None):
-        self.losses.append(outcome.loss)
+    def step(self, record):
+        self.losses.append(record.loss)
 
     def validation(self, step, outcome, kind="validation"):
         self.validations.append([outcome.loss, outcome.parts["accuracy"]])

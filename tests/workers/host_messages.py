@@ -47,9 +47,9 @@ class Events(SilentRecorder):
     def __init__(self):
         self.calls, self.steps, self.on_disk = [], {}, threading.Event()
 
-    def step(self, step, *of):
-        self.steps[step], self.calls = self.calls, []
-        if step == ON_DISK_AT:
+    def step(self, record):
+        self.steps[record.step], self.calls = self.calls, []
+        if record.step == ON_DISK_AT:
             self.on_disk.set()
 
     def counted(self, name, call, group):

@@ -33,10 +33,10 @@ class Records(SilentRecorder):
     def __init__(self):
         self.steps = []
 
-    def step(self, step, outcome, seconds, data_seconds, ranks):
+    def step(self, record):
         self.steps.append({
-            "loss": outcome.loss, "lr": outcome.lr, "norm": outcome.grad_norm, "scale": outcome.loss_scale,
-            "skipped": outcome.skipped,
+            "loss": record.loss, "lr": record.lr, "norm": record.grad_norm, "scale": record.loss_scale,
+            "skipped": record.skipped,
         })  # fmt: skip
 
 

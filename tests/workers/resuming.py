@@ -41,9 +41,10 @@ class Records(SilentRecorder):
     def __init__(self, fails_after: int | None = None):
         self.steps, self.fails_after = {}, fails_after
 
-    def step(self, step, outcome, seconds, data_seconds, ranks):
-        self.steps[step] = [outcome.loss, outcome.lr, outcome.grad_norm, outcome.loss_scale, outcome.skipped]
-        if step == self.fails_after:
+    def step(self, record):
+        scale = record.loss_scale
+        self.steps[record.step] = [record.loss, record.lr, record.grad_norm, scale, record.skipped]
+        if record.step == self.fails_after:
             raise Interrupted
 
 

@@ -45,8 +45,8 @@ class Events(SilentRecorder):
     def say(self, text):
         self.seen.append(["say", text])
 
-    def step(self, step, outcome, seconds, waited, ranks):
-        self.seen.append(["step", step])
+    def step(self, record):
+        self.seen.append(["step", record.step])
 
     def save(self, saved):
         self.seen.append(["saved", saved.step, saved.background, saved.problem])

@@ -12,10 +12,10 @@ from launch.records.recorder import Recorder
 record, seconds = Recorder.step, float(sys.argv.pop(1))
 
 
-def slow(self, step, *outcome):
-    if step == 5:
+def slow(self, step):
+    if step.step == 5:
         time.sleep(seconds)
-    record(self, step, *outcome)
+    record(self, step)
 
 
 Recorder.step = slow

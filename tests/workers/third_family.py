@@ -29,7 +29,7 @@ def shape_of(recipe, padded_vocab):
 
 def register() -> None:
     FAMILIES[NAME] = replace(GPT2, name=NAME, title="GPT-2 with the exact GELU")
-    families.FAMILIES[NAME] = replace(gpt2.FAMILY, name=NAME, shape=shape_of)
+    families.FAMILIES[NAME] = lambda: replace(gpt2.FAMILY, name=NAME, shape=shape_of)
 
 
 if __name__ == "__main__":

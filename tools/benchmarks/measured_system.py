@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import time
@@ -87,7 +88,9 @@ class MeasuredSystem:
     """
 
     def __init__(self, spec: Specification) -> None:
-        self.clock, self.loss, self.said = Clock(), float("nan"), list[str]()
+        self.clock = Clock()
+        self.loss: float | None = math.nan
+        self.said: list[str] = []
         self.recipe = spec.load()
         machine, compiled = abilities.detect_machine(), spec.compiled
         self.plan = plan_job(self.recipe, spec.ds_config, machine, compiled=compiled, initial_weights=None)

@@ -73,7 +73,7 @@ def counts(recipe: Recipe) -> RankCounts:
         return counting.count_transformers(model, recipe.positions)
     shape = model_shape(recipe, model.embedding_rows(tp))
     layers = cost.stages_of(recipe, shape.padded_vocab, pp)
-    return counting.count(FAMILIES[model.family].layer_list, shape, tp, layers)
+    return counting.count(FAMILIES[model.family]().layer_list, shape, tp, layers)
 
 
 def arithmetic(recipe: Recipe) -> RankCounts:

@@ -12,14 +12,14 @@ from launch.checkpoints import manifest, tensor_file
 from launch.checkpoints.manifest import MOMENTS, Manifest, Progress, file_name
 from launch.checkpoints.saving import Part, contents
 from launch.ranks.processes import gathered, merged
-from launch.records.facts import StepOutcome
+from launch.records.facts import StepRecord
 from launch.training.run import TrainingRun
 
 DIRECTORY = "first-gradients"  # in a run directory
 KIND = MOMENTS[0]
 
 
-def save_first_gradients(run: TrainingRun, outcome: StepOutcome) -> None:
+def save_first_gradients(run: TrainingRun, record: StepRecord) -> None:
     """Write the gradient of every parameter, before clipping, after the first optimizer step. Collective.
 
     They are read from Adam's first moment, which after one step is (1 - beta1) times the clipped gradient.
@@ -27,7 +27,9 @@ def save_first_gradients(run: TrainingRun, outcome: StepOutcome) -> None:
     """
     if run.done != 1:
         return
-    grid, adam, norm = run.grid, run.recipe.optimizer, outcome.grad_norm
+    grid = run.grid
+    adam = run.recipe.optimizer
+    norm = record.grad_norm
     clipped = min(1.0, adam.clip / (norm + 1e-6)) if adam.clip and norm else 1.0
     scale = (1 - adam.betas[0]) * clipped
     directory = run.job.directory / DIRECTORY

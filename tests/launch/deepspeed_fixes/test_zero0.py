@@ -58,7 +58,7 @@ def check_equal(result, precision, clips=True):
     losses, _, norms, scales, skipped = zip(*plain["steps"].values(), strict=True)
     assert losses[-1] < losses[0] - 0.05, "the case must learn, or equal losses say little"
     if clips:
-        assert max(n for n in norms if math.isfinite(n)) > 0.5, "clipping at 0.5 must bite"
+        assert max(n for n in norms if n is not None) > 0.5, "clipping at 0.5 must bite"
     if precision == "fp16":
         grows = any(b > a for a, b in zip(scales, scales[1:], strict=False))
         assert any(skipped) and not all(skipped) and grows

@@ -1,8 +1,8 @@
 """Checks of a machine: a good one, and bad ones of which each has one function of the system's replaced."""
 
 import re
+import socket
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -162,12 +162,32 @@ def test_no_compiler_is_a_warning_that_names_what_is_missing(monkeypatch, tmp_pa
     assert abilities.detect_machine().compiler is False
 
 
-def test_too_few_open_files(monkeypatch):
-    monkeypatch.setattr("resource.getrlimit", lambda which: (1024, 1024))
-    monkeypatch.setattr("resource.setrlimit", lambda which, limits: None)
-    assert doctor_checks.open_files(100).verdict == "ok"
-    (found,) = checks.run({"open files": lambda: doctor_checks.open_files(1000)})
-    assert found.verdict == "failed" and "1024" in found.found and found.fix.endswith("ulimit -Hn 4128")
+def test_a_hostfile_is_read_by_the_launchers_own_rules(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("# ours\n\n  node1 slots=4\nnode2\tslots=2 # old\n")
+    assert doctor_checks.read_hosts(file) == {"node1": 4, "node2": 2}
+    for wrong in ("node3", "node3 slots=x", "node3 slots = 4", "node1 slots=4\nnode1 slots=4", "#only", ""):
+        file.write_text(wrong)
+        with pytest.raises(ProblemsError, match="hosts: Hostfile .*write: name slots=8"):
+            doctor_checks.read_hosts(file)
+    with pytest.raises(ProblemsError, match="no such file"):
+        doctor_checks.read_hosts(tmp_path / "none")
+
+
+def test_the_machines_of_a_hostfile(monkeypatch):
+    monkeypatch.setattr(doctor_checks, "resolved", lambda name: None if name == "gone" else "10.0.0.4")
+    monkeypatch.setattr(doctor_checks.shutil, "which", lambda program: f"/usr/bin/{program}")
+    two = {"node1": 8, "node2": 8}
+    assert doctor_checks.other_machines(two).found.startswith("2 machines, 16 slots")
+    assert doctor_checks.slots_here(two) is None
+    assert doctor_checks.slots_here({**two, socket.gethostname(): 3}) == 3
+    gone = doctor_checks.other_machines({**two, "gone": 8})
+    assert gone.verdict == "failed" and gone.found.startswith("gone cannot be resolved")
+    local = doctor_checks.other_machines({"node1": 8, "127.0.0.1": 8})
+    assert local.verdict == "failed" and "127.0.0.1 for itself" in local.found
+    monkeypatch.setattr(doctor_checks.shutil, "which", lambda program: None)
+    assert "pdsh" in doctor_checks.other_machines(two).fix
+    assert doctor_checks.other_machines({"node1": 8}).verdict == "ok", "started here"
 
 
 def test_every_variable_of_the_project_is_known():
@@ -201,21 +221,3 @@ def test_a_small_disk(monkeypatch, tmp_path):
         "nobody knows how many there will be"
     )
     assert start_checks.space(tmp_path, 30e9, 0).verdict == "ok", "none is saved"
-
-
-def test_a_directory_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").write_text("")
-    found = checks.run({"run directory": lambda: doctor_checks.writable(tmp_path / "file" / "run")})
-    assert [check.verdict for check in found] == ["failed"]
-    assert doctor_checks.writable(tmp_path / "run").verdict == "ok" and not (tmp_path / "run").exists()
-
-
-def test_the_kind_of_file_system_matters(monkeypatch, tmp_path):
-    assert doctor_checks.kind_of(Path("/proc/self")) == "proc" != doctor_checks.kind_of(tmp_path)
-    verdicts = {}
-    for kind in ("ext4", "nfs4", "tmpfs", "lustre"):
-        monkeypatch.setattr(doctor_checks, "kind_of", lambda place, kind=kind: kind)
-        verdicts[kind] = [doctor_checks.file_system(tmp_path, several).verdict for several in (False, True)]
-    assert verdicts == {
-        "ext4": ["ok", "warning"], "nfs4": ["ok", "ok"], "tmpfs": ["warning"] * 2, "lustre": ["ok", "ok"],
-    }  # fmt: skip

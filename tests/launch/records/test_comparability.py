@@ -11,8 +11,8 @@ from ds_configs.jsonfile import find, read
 from ds_configs.plan import GPU, Machine
 from ds_configs.resolver import resolve
 from launch.records.deviations import Incomparable, not_comparable
-from launch.records.facts import Ending, Peaks
-from launch.records.metrics import Records, StepRecord
+from launch.records.facts import Ending, Peaks, StepRecord
+from launch.records.metrics import Records
 from launch.records.result import Result, make_result
 from launch.records.result_text import result_text
 from recipes import catalog

@@ -7,6 +7,8 @@ import json
 import math
 import resource
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from recorded import outcome, plan, recipe, recorder, run_steps
@@ -18,6 +20,7 @@ from launch.records.facts import RECORDS_LOST, Ending, Peaks, SaveOutcome, Valid
 from launch.records.loss_plot import plot_loss
 from launch.records.metrics import START_PARTS, Records, curve, read_metrics
 from launch.records.result import rates, read_result
+from launch.training.engine import read_outcome
 from modeling import cost
 
 PARTS = {"mlm_loss": 5.0, "sentence_loss": 0.69, "sentence_accuracy": 0.5}
@@ -39,9 +42,17 @@ def test_a_step_is_one_line_with_rates(tmp_path):
     assert record.memory_kind == memory.peak_memory().kind
 
 
+def test_a_step_without_its_times_is_no_record(tmp_path):
+    """The engine's figures have no times before the run adds them; a line has them all."""
+    file = run_steps(tmp_path, plan(), 2).metrics_jsonl
+    file.write_text(file.read_text().replace('"seconds": 0.5, "launch_step": 2, ', ""))
+    with pytest.raises(ValueError, match="jsonl:3: a step without seconds, launch_step: delete that line"):
+        read_metrics(file)
+
+
 def test_a_killed_process_loses_no_line(tmp_path):
     records = recorder(tmp_path, plan())
-    records.step(1, outcome(1.0), 0.1, 0.0)
+    records.step(outcome(1.0, step=1, seconds=0.1, data_seconds=0.0))
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1, "it is with the system before step returns"
     for _ in range(2):
         records.__exit__(None, None, None)
@@ -53,7 +64,7 @@ def test_the_first_step_of_a_launch_ends_its_start(tmp_path):
         for part in ("imports", "data", "engine", "weights"):
             records.mark(part)
         for step in (1, 2):
-            records.step(step, outcome(5.0), 0.1, 0.0)
+            records.step(outcome(5.0, step=step, seconds=0.1, data_seconds=0.0))
         records.finish(Ending())
     (start,) = read_metrics(tmp_path / "metrics.jsonl").starts
     parts = [getattr(start, part) for part in START_PARTS]
@@ -78,16 +89,24 @@ def test_a_smaller_step_has_its_own_rates():
 
 
 def test_what_is_not_finite_is_null_and_the_line_stays_json(tmp_path):
-    run = run_steps(tmp_path, plan(precision="fp16"), 1, grad_norm=math.inf, skipped=True)
-    _, line = run.metrics_jsonl.read_text().splitlines()
+    engine = SimpleNamespace(
+        fp16_enabled=lambda: True, settle_loss_scale=lambda: None, get_global_grad_norm=lambda: math.inf,
+        skipped_steps=1, global_steps=1, module=SimpleNamespace(loss_parts=("mlm_loss",)),
+    )  # fmt: skip
+    figures = SimpleNamespace(read=lambda: [math.nan, math.inf])
+    found = read_outcome(engine, (1e-3, 2.0**15, 0), figures)
+    with recorder(tmp_path, plan(precision="fp16")) as records:
+        records.step(replace(found, seconds=0.5))
+    _, line = (tmp_path / "metrics.jsonl").read_text().splitlines()
     record = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert record["grad_norm"] is None and record["skipped"] is True
+    assert record["loss"] is record["grad_norm"] is record["mlm_loss"] is None
+    assert record["skipped"] is True and record["loss_scale"] == 2.0**15
 
 
 def test_steps_count_completed_steps(tmp_path):
     shown = io.StringIO()
     with recorder(tmp_path, plan(), stream=shown) as records:
-        records.step(0, outcome(1.0), 0.1, 0.0)
+        records.step(outcome(1.0, step=0, seconds=0.1, data_seconds=0.0))
     assert "first completed step is 1" in shown.getvalue()
 
 
@@ -314,7 +333,7 @@ def test_the_loss_curve_is_a_picture(tmp_path):
 
 def test_the_curve_of_a_bert_is_its_masked_token_loss(tmp_path):
     with recorder(tmp_path, plan()) as run:
-        run.step(1, outcome(6.59, {**PARTS, "mlm_loss": 5.9}), 0.5, 0.0)
+        run.step(outcome(6.59, {**PARTS, "mlm_loss": 5.9}, step=1, seconds=0.5, data_seconds=0.0))
         run.validation(1, outcome(5.69, PARTS))
         run.validation(1, outcome(5.89, PARTS), kind="test")
     records = read_metrics(tmp_path / "metrics.jsonl")
@@ -338,11 +357,11 @@ def files_of_at_most(size: int):
 def test_records_that_the_disk_does_not_take_are_written_once_it_does(tmp_path):
     stream = io.StringIO()
     with recorder(tmp_path, plan(), stream=stream) as records:
-        records.step(1, outcome(5.0), 0.5, 0.0)
+        records.step(outcome(5.0, step=1, seconds=0.5, data_seconds=0.0))
         with files_of_at_most((tmp_path / "metrics.jsonl").stat().st_size + 100):
             for step in range(2, 6):
-                records.step(step, outcome(5.0), 0.5, 0.0)
-        records.step(6, outcome(5.0), 0.5, 0.0)
+                records.step(outcome(5.0, step=step, seconds=0.5, data_seconds=0.0))
+        records.step(outcome(5.0, step=6, seconds=0.5, data_seconds=0.0))
         records.finish(Ending())
     assert [record.step for record in read_metrics(tmp_path / "metrics.jsonl").steps] == [1, 2, 3, 4, 5, 6]
     said = [line for line in stream.getvalue().splitlines() if "training continues" in line]
@@ -397,10 +416,10 @@ def test_no_trouble_with_the_records_ends_a_training(tmp_path, monkeypatch, trou
     stream, (happens, said) = io.StringIO(), TROUBLES[trouble]
     with recorder(tmp_path, plan(), stream=stream) as records:
         for step in range(1, 4):
-            records.step(step, outcome(5.0), 0.5, 0.0)
+            records.step(outcome(5.0, step=step, seconds=0.5, data_seconds=0.0))
         happens(records, monkeypatch)
         for step in range(4, 7):
-            records.step(step, outcome(5.0), 0.5, 0.0)
+            records.step(outcome(5.0, step=step, seconds=0.5, data_seconds=0.0))
         records.validation(6, Validation(5.0))
         records.save(SaveOutcome(6, 1, 0.1, 0.1, True))
         assert not records.finish(Ending())
@@ -422,9 +441,9 @@ def test_a_run_directory_that_is_renamed_keeps_its_records_and_says_where_checkp
     old, new, stream = tmp_path / "run", tmp_path / "renamed", io.StringIO()
     old.mkdir()
     with recorder(old, plan(), stream=stream) as records:
-        records.step(1, outcome(5.0), 0.5, 0.0)
+        records.step(outcome(5.0, step=1, seconds=0.5, data_seconds=0.0))
         old.rename(new)
-        records.step(2, outcome(5.0), 0.5, 0.0)
+        records.step(outcome(5.0, step=2, seconds=0.5, data_seconds=0.0))
         (old / "checkpoints" / "step-000002").mkdir(parents=True)
         records.save(SaveOutcome(2, 1, 0.1, 0.1, True))
         said = f"{old} was renamed while the run trains: its records are in {new}, later checkpoints in {old}"
@@ -441,7 +460,7 @@ def test_a_resumed_run_goes_on_without_broken_lines_and_keeps_them(tmp_path):
     run.metrics_jsonl.write_bytes(content)
     stream = io.StringIO()
     with recorder(tmp_path, plan(), start=3, stream=stream) as records:
-        records.step(4, outcome(5.0), 0.5, 0.0)
+        records.step(outcome(5.0, step=4, seconds=0.5, data_seconds=0.0))
         assert records.finish(Ending()), "it was said, and is whole from here on"
     assert [record.step for record in read_metrics(run.metrics_jsonl).steps] == [1, 3, 4]
     assert "metrics.jsonl:3: not UTF-8" in stream.getvalue()

@@ -9,8 +9,8 @@ from recorded import facts, outcome, plan, recipe, recorder, run_steps
 
 from ds_configs.findings import Notice
 from launch.records.directory import RunDirectory
-from launch.records.facts import Ending, Entropies, Peaks
-from launch.records.metrics import StepRecord, read_metrics
+from launch.records.facts import Ending, Entropies, Peaks, StepRecord
+from launch.records.metrics import read_metrics
 from launch.records.result import (
     HeldOutLoss,
     Result,
@@ -181,7 +181,7 @@ def test_the_speed_of_a_run_of_two_layouts_is_that_of_the_last(tmp_path):
 def test_a_loss_that_is_not_finite_is_not_averaged_away(tmp_path):
     run = run_steps(tmp_path, plan(), 3)
     with recorder(tmp_path, plan(), start=3) as records:
-        records.step(4, outcome(math.nan), 0.1, 0.0)
+        records.step(outcome(math.nan, step=4, seconds=0.1, data_seconds=0.0))
     assert result_of(run, plan()).losses.training.loss is None
 
 
@@ -198,7 +198,8 @@ def bert(tmp_path) -> Result:
     with recorder(tmp_path, plan()) as records:
         for step in range(1, 21):
             parts = {**PARTS, "mlm_loss": 6.0 - 0.1 * step}
-            records.step(step, outcome(6.69 - 0.1 * step, parts), 0.5, 0.4 if step <= 5 else 0.01)
+            waited = 0.4 if step <= 5 else 0.01
+            records.step(outcome(6.69 - 0.1 * step, parts, step=step, data_seconds=waited))
         records.validation(20, outcome(5.69, PARTS))
         records.validation(20, outcome(5.89, {**PARTS, "mlm_loss": 5.2}), kind="test")
     return result_of(RunDirectory(tmp_path), plan(), entropies=Entropies(unigram=6.5))

@@ -17,6 +17,7 @@ from launch.planning.prediction import hardware, workload
 from launch.planning.prediction.forecast import forecast, speed
 from launch.planning.resolved_plans import plan_on_nodes
 from launch.records.deviations import Deviation
+from launch.records.result import Speed
 from launch.reports import predictions
 from launch.reports.entries import entries_of
 from launch.reports.tables import Tables
@@ -40,8 +41,11 @@ def test_a_row_is_predicted_on_its_hardware_as_its_system_ran_it():
     recipe, node = catalog.load(row), hardware.find("dgx2")
     work = workload.of_plan(plan_on_nodes(recipe, recipe.ds_config, node, None))
     theirs = forecast(workload.on_system(work, recipe.published.software), node)
-    assert line.predicted_s == theirs.time.total and line.seconds == recipe.published.time_per_iteration_s
-    assert line.mfu == pytest.approx(theirs.speed.mfu * line.predicted_s / line.seconds)
+    assert (
+        line.predicted_s == theirs.time.total
+        and line.speed.seconds_per_step == recipe.published.time_per_iteration_s
+    )
+    assert line.mfu == pytest.approx(theirs.speed.mfu * line.predicted_s / line.speed.seconds_per_step)
     cached = recipe.published.cached_gb * 2**30
     assert line.left == pytest.approx(1 - cached / node.gpu.memory_bytes)
 
@@ -126,13 +130,16 @@ def test_a_tiny_run_is_compared_with_none(made):
 
 
 def test_runs_are_compared_on_one_machine_and_tiny_ones_with_none():
+    def rated(samples_per_s, tflops):
+        return Speed(samples_per_s=samples_per_s, exact_tflops=tflops)
+
     base = predictions.PredictionLine(
-        "t/a", "a", where="run on x", gpus=1, parameters=10, samples_per_s=8.0, tflops=4.0
+        "t/a", "a", where="run on x", gpus=1, parameters=10, speed=rated(8.0, 4.0)
     )
     others = [
-        replace(base, name="t/b", gpus=4, samples_per_s=28.0, tflops=3.5),
-        replace(base, name="t/c", parameters=40, samples_per_s=3.0),
-        replace(base, name="t/d", where="", tflops=1.0),
+        replace(base, name="t/b", gpus=4, speed=rated(28.0, 3.5)),
+        replace(base, name="t/c", parameters=40, speed=rated(3.0, 4.0)),
+        replace(base, name="t/d", where="", speed=rated(8.0, 1.0)),
         replace(base, name="t/e", where="run on y", gpus=8),
     ]
     found = list(predictions._compared([base, *others]))
@@ -163,7 +170,7 @@ def test_shares_are_those_of_the_measured_time_and_of_the_steps_of_this_plan(tab
     read = read_of(make_run(tmp_path / "r", tables, "widgets/fast", environment=H200), tables)
     line = predictions._of_run("t/r", read)
     found = predictions.run_forecast(read.plan, H200)
-    assert line.mfu == pytest.approx(speed(found.work, found.node, line.seconds).mfu)
+    assert line.mfu == pytest.approx(speed(found.work, found.node, line.speed.seconds_per_step).mfu)
     assert line.left == pytest.approx(1 - read.result.memory.peak_bytes / 150e9)
     assert line.predicted_left == pytest.approx(1 - found.fullest_rank.total / 150e9)
     elsewhere = replace(read.result, deviations=(Deviation("measured", "steps 1 to 9"),))

@@ -12,7 +12,6 @@ from ds_configs.plan import ANY_GPU
 from ds_configs.resolver import resolve
 from launch.machine import description
 from launch.ranks.stop_request import REASONS
-from launch.records.facts import RankSeconds
 from launch.training import agreement
 from launch.training.agreement import StepReport
 from recipes import catalog
@@ -41,10 +40,10 @@ def test_the_news_of_a_step_are_read_from_its_table():
     reports = [StepReport(own_seconds=s, written=True) for s in (4.0, 1.0, 2.0, 9.0)]
     reports[2] = StepReport(REASONS.index("SIGTERM"), 2.0, unreadable=True, overdue=True)
     news = agreement.StepNews(torch.tensor(reports, dtype=torch.float64))
-    assert news.rank_seconds == RankSeconds(1.0, 3.0, 9.0, 3)
+    assert list(news.rank_seconds.values()) == [1.0, 3.0, 9.0, 3]
     assert news.stopped == "SIGTERM" and news.unreadable and not news.written and not news.overdue
     alone = agreement.StepNews(torch.tensor([reports[0]], dtype=torch.float64))
-    assert alone.rank_seconds is None and alone.stopped is None and alone.written and not alone.unreadable
+    assert not alone.rank_seconds and alone.stopped is None and alone.written and not alone.unreadable
 
 
 def test_the_news_of_4096_ranks_are_no_list_of_reports(monkeypatch):

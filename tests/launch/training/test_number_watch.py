@@ -10,11 +10,10 @@ import torch
 from launching import ROOT, WORKERS, run_ranks
 
 from data.bit_sums import BLOCK, WORD, block_sums
-from launch.records.facts import Corruption, StepOutcome
+from launch.records.facts import Corruption, StepRecord
 from launch.records.metrics import read_metrics
 from launch.records.result import read_result
-from launch.training.early_ends import Corrupted, Diverged
-from launch.training.figure_bounds import FigureBounds
+from launch.training.early_ends import Corrupted, Diverged, FigureBounds
 from launch.training.number_watch import Details, Report, corruptions, interval, is_sound
 
 PRETRAIN = ROOT / "launch/pretrain.py"
@@ -184,18 +183,18 @@ def test_the_interval_keeps_checks_under_half_a_percent(sums, exchange, chosen):
     assert interval(1.0, sums, exchange) == chosen
 
 
-def outcome(loss, norm=1.0):
-    return StepOutcome(loss, 1e-3, norm, 1.0, skipped=False)
+def outcome(step, loss, norm=1.0):
+    return StepRecord(step, loss, skipped=False, grad_norm=norm)
 
 
 def test_a_figure_far_above_is_said_once_and_warm_up_never():
     said = []
     bounds = FigureBounds(said.append)
     for step in range(1, 200):
-        bounds.see(step, outcome(3 + 7 * 0.98**step + 0.1 * (step % 5), 4 * 0.97**step + 0.5))
+        bounds.see(outcome(step, 3 + 7 * 0.98**step + 0.1 * (step % 5), 4 * 0.97**step + 0.5))
     assert said == []
     for step in range(200, 210):
-        bounds.see(step, outcome(30.0, 800.0))
+        bounds.see(outcome(step, 30.0, 800.0))
     assert len(said) == 1 and said[0].startswith(
         "WARNING: the loss of step 200 is 30, far above the usual 3."
     )
@@ -204,10 +203,10 @@ def test_a_figure_far_above_is_said_once_and_warm_up_never():
 def test_a_last_loss_far_above_the_first_is_no_end():
     bounds = FigureBounds(print)
     for step in range(20):
-        bounds.see(step, outcome(9.0))
+        bounds.see(outcome(step, 9.0))
     bounds.check_end()
     for step in range(20, 30):
-        bounds.see(step, outcome(1.3e36))
+        bounds.see(outcome(step, 1.3e36))
     with pytest.raises(Diverged, match=r"was 9 at first and is 1\.3e\+36"):
         bounds.check_end()
 

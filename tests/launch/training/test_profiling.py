@@ -75,7 +75,7 @@ def test_a_recorder_leaves_profiled_steps_out_of_speeds(tmp_path):
     used = plan(recipe(run={"profile": "7:9"}))
     with recorder(tmp_path, used) as records:
         for step in range(1, 13):
-            records.step(step, outcome(step), 5.0 if 7 <= step <= 9 else 0.5, 0.0)
+            records.step(outcome(step, step=step, seconds=5.0 if 7 <= step <= 9 else 0.5, data_seconds=0.0))
     found = read_metrics(tmp_path / "metrics.jsonl")
     assert [each.step for each in found.steps if each.profiled] == [7, 8, 9]
     assert steady_seconds(found.steps)[:2] == (0.5, 4)

@@ -9,7 +9,7 @@ import torch
 from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.ranks.stop_request import REASONS
 from launch.ranks.watchdog import LONG, Phase, Watchdog
-from launch.records.facts import SilentRecorder, StepOutcome
+from launch.records.facts import SilentRecorder, StepRecord
 from launch.training import loop, training_batches
 from launch.training import run as runs
 from launch.training.agreement import StepNews, StepReport
@@ -17,7 +17,10 @@ from launch.training.early_ends import STUCK_STEPS, BrokenData, Diverged, SkipCo
 from launch.training.run import Start, TrainingRun
 from recipes import catalog
 
-OUTCOME = StepOutcome(loss=1.0, lr=1e-3, grad_norm=1.0, loss_scale=1.0, skipped=False)
+
+def outcome(step=1, **changes):
+    known = dict(loss=1.0, lr=1e-3, grad_norm=1.0, loss_scale=1.0, skipped=False)
+    return StepRecord(step, **{**known, **changes})
 
 
 class Events(SilentRecorder):
@@ -26,8 +29,8 @@ class Events(SilentRecorder):
     def __init__(self):
         self.seen = []
 
-    def step(self, step, *of):
-        self.seen.append(("step", step))
+    def step(self, record):
+        self.seen.append(("step", record.step))
 
     def validation(self, step, outcome, kind="validation"):
         self.seen.append((kind, step))
@@ -59,7 +62,7 @@ def start(monkeypatch):
     monkeypatch.setattr(runs, "StepExchange", lambda own, group: own)
     monkeypatch.setattr(runs, "held_out_batches", lambda samples, plan, grid: samples)
     monkeypatch.setattr(runs, "validate", lambda engine, samples, grid, forward: samples)
-    monkeypatch.setattr(runs.reading, "load", lambda engine, checkpoint: None)
+    monkeypatch.setattr("launch.checkpoints.reading.load", lambda engine, checkpoint: None)
 
     def made(*overrides, test=None, checkpoint=None):
         events = Events()
@@ -69,7 +72,7 @@ def start(monkeypatch):
         off = ("run.validate_every=0", "run.save_every=0", "run.check_every=0")
         recipe = catalog.load(overrides=[*off, *overrides], steps=6)
         plan = SimpleNamespace(recipe=recipe, precision="fp32")
-        job = SimpleNamespace(plan=plan, after_step=lambda run, outcome: None, checkpoints=None)
+        job = SimpleNamespace(plan=plan, after_step=lambda run, record: None, checkpoints=None)
         summary = {"train_tokens_crc32": "0"}
         corpus = SimpleNamespace(validation="held out", test=test, summary=summary, skipped=())
         batches, grid = SimpleNamespace(state=dict), SimpleNamespace(control_group=None)
@@ -131,22 +134,21 @@ def test_a_resumed_run_starts_at_its_checkpoint_and_does_not_validate_again(star
 
 def test_every_step_is_recorded_and_stuck_ones_end_the_run(start):
     run, events = start()
-    run.record(1, OUTCOME, 1.0, 0.5)
+    run.record(outcome(), 1.0, 0.5, {})
     assert events.of("step") == [("step", 1)]
-    skipped = StepOutcome(loss=1.0, lr=1e-3, grad_norm=None, loss_scale=1.0, skipped=True)
     with pytest.raises(Diverged, match=f"gradients of {STUCK_STEPS} steps in a row were not finite in fp32"):
         for step in range(2, 100):
-            run.record(step, skipped, 1.0, 0.5)
+            run.record(outcome(step, grad_norm=None, skipped=True), 1.0, 0.5, {})
     assert len(events.of("step")) == 1 + STUCK_STEPS, "also the step that ends it is recorded"
 
 
 def test_a_moving_loss_scale_is_not_stuck_and_a_fixed_one_is():
     watch = SkipCounter("fp16")
     for power in range(3 * STUCK_STEPS):
-        watch.see(StepOutcome(1.0, 1e-3, None, 2.0**-power, True))
+        watch.see(outcome(loss_scale=2.0**-power, skipped=True))
     with pytest.raises(Diverged, match="20 steps in a row overflowed .*fp16.loss_scale fixes it"):
         for _ in range(STUCK_STEPS):
-            watch.see(StepOutcome(1.0, 1e-3, None, 2.0**31, True))
+            watch.see(outcome(loss_scale=2.0**31, skipped=True))
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_its_end_waits(start):
@@ -201,7 +203,7 @@ def test_all_ranks_end_after_the_step_in_which_one_cannot_read_the_next(start, m
     run.fetch_next(3)
     said = heard(StepReport(), run.exchange(0))
     with pytest.raises(BrokenData, match="^line 7 is broken"), run:
-        run.record(3, OUTCOME, 1.0, 0.5)
+        run.record(outcome(3), 1.0, 0.5, {})
         run.save_if_due(3, said)
         run.end_if_due(3, said)
     assert events.of("step", "save", "finish") == [("step", 3), ("save", 3), ("finish", None)]
@@ -220,7 +222,7 @@ def test_a_rank_at_the_files_of_a_run_has_long(start):
     run.watchdog.enter(Phase.COMPUTING, 1)
     run.exchange(0)
     assert run.watchdog.status().phase is Phase.COMPUTING
-    run.record(1, OUTCOME, 1.0, 0.5)
+    run.record(outcome(), 1.0, 0.5, {})
     assert [status.phase for status in seen] == 2 * [Phase.RECORDING]
     assert run.watchdog.limit() == LONG * 60
 
@@ -228,7 +230,7 @@ def test_a_rank_at_the_files_of_a_run_has_long(start):
 def test_ranks_tell_of_a_step_while_it_is_computed_and_hear_once_its_figures_are_read(monkeypatch):
     """Reading the figures waits for the GPU: the exchange, which the CPUs make, is on its way by then."""
     seen, nothing = [], contextlib.nullcontext
-    news = SimpleNamespace(rank_seconds=None, stopped=None)
+    news = SimpleNamespace(rank_seconds={}, stopped=None)
 
     def noted(what, found=None):
         return lambda *of: seen.append(what) or found
