@@ -22,7 +22,7 @@ from data.durable_files import write_atomically
 from launch.console import arguments, ends, quiet, terminal
 from launch.console.new_output import new_file
 from launch.console.text_table import table
-from launch.tables.rows import Check, PublishedRow
+from tools.tables.lines import Check, CheckedRow
 
 if TYPE_CHECKING:
     from tools.tables.verification import Report
@@ -77,7 +77,7 @@ def main(typed: Sequence[str] | None = None) -> int:
     return 0 if report.passed else 1
 
 
-def _progress(rows: Sequence[PublishedRow]) -> Iterator[PublishedRow]:
+def _progress(rows: Sequence[CheckedRow]) -> Iterator[CheckedRow]:
     """Show a bar on a terminal while models are built, and nothing in a log."""
     from tqdm import tqdm
 

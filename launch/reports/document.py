@@ -151,7 +151,7 @@ def assemble(tables: Tables, names: Sequence[str], runs: Sequence[Run], *, only_
         strangers += [run for run in own if not (found and found.row(run.name.rpartition("/")[2]))]
     if strangers:
         sections.append(section(_table_of_strangers(strangers), strangers))
-    problems += [problem for each in sections for problem in each.table.problems]
+    problems += [str(problem) for each in sections for problem in each.table.problems]
     problems += [problem for run in runs for problem in run.problems]
     if comparison and len(shown) == 2:
         title = " and ".join(run.label for run in comparison.runs)

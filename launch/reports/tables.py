@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.tables import evidence
-from launch.tables.evidence import RowErratum
+from launch.tables.evidence import Evidence, RowErratum
 from recipes import files
 from recipes.problems import Problem, ProblemsError, RecipeError, counted, did_you_mean
 from recipes.schema import Published, Recipe
@@ -55,7 +55,12 @@ class PublishedRow:
 
 @dataclass(frozen=True)
 class PublishedTable:
-    """A table of `recipes/`. `columns`: the source's headings, or our own for a table without source."""
+    """A table of `recipes/`.
+
+    Attributes:
+        columns: the source's headings, or our own for a table without source.
+        problems: broken recipes, and lines without a cell for each heading.
+    """
 
     name: str
     title: str
@@ -63,7 +68,8 @@ class PublishedTable:
     note: str | None
     columns: tuple[str, ...]
     rows: list[PublishedRow]
-    problems: Sequence[str] = ()
+    problems: Sequence[Problem] = ()
+    evidence: Evidence = Evidence()
 
     def row(self, name: str) -> PublishedRow | None:
         return next((row for row in self.rows if row.name == name), None)
@@ -137,28 +143,31 @@ def load(table: Table) -> PublishedTable:
     """Convert a table with every row; rows with an invalid recipe keep their published cells."""
     known = evidence.read(table)
     rows: list[PublishedRow] = []
-    problems: list[str] = []
+    problems: list[Problem] = []
 
     def cells_of(name: str, published: Any) -> tuple[str, ...]:
         cells, problem = source_cells(published, table.columns)
         if problem:
-            problems.append(f"{table.name}/{name}: {problem}")
+            problems.append(Problem("published.row", problem, where=f"{table.name}/{name}"))
         return cells
 
     for name in table.rows:
-        values, recipe = table.row(name), None
+        values = table.row(name)
+        recipe = None
         try:
             recipe = validate(values, f"{table.name}/{name}", table.document, table.paths(name))
         except RecipeError as error:
-            problems += map(str, error.problems)
+            problems += error.problems
         title = (str(values.get("title", "")),)
         cells = cells_of(name, values.get("published")) if table.columns else title
-        rows.append(PublishedRow(table.name, name, cells, recipe, tuple(known.errata_of(name))))
+        errata = tuple(known.errata_of(name))
+        rows.append(PublishedRow(table.name, name, cells, recipe, errata))
     for name, other in known.others.items():
         cells = cells_of(name, {"row": other.published.row})
         rows.append(PublishedRow(table.name, name, cells, None, no_recipe=other.why))
-    columns, unique = table.columns or ("Recipe",), list(dict.fromkeys(problems))
-    return PublishedTable(table.name, table.title, table.source, table.note, columns, rows, unique)
+    columns = table.columns or ("Recipe",)
+    unique = list(dict.fromkeys(problems))
+    return PublishedTable(table.name, table.title, table.source, table.note, columns, rows, unique, known)
 
 
 def source_cells(published: Any, columns: Sequence[str]) -> tuple[tuple[str, ...], str | None]:

@@ -28,14 +28,12 @@ An erratum holds both numbers: a digit changed on either side makes a disagreeme
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from launch.tables.rows import Line, PublishedRow, difference, published_rows
 from recipes import key_paths
 from recipes.problems import Problem, ProblemsError, did_you_mean
 from recipes.schema import Published, Strict
@@ -163,31 +161,9 @@ class Evidence(Strict):
                 yield RowErratum(one.quantity, said, erratum)
 
 
-@dataclass(frozen=True)
-class PublishedTable:
-    """A published table: its rows and their evidence."""
-
-    table: Table
-    rows: Sequence[PublishedRow]
-    evidence: Evidence
-
-    @property
-    def others(self) -> list[Line]:
-        """Lines about models that are no recipes."""
-        return [
-            Line(self.table, name, other.published, other.pretraining.factors if other.pretraining else None)
-            for name, other in self.evidence.others.items()
-        ]
-
-
-def published_tables(tables: Sequence[Table]) -> list[PublishedTable]:
-    """Read rows and evidence of tables. Raises ProblemsError for wrong evidence, or all broken rows."""
-    evidence = [read(table) for table in tables]
-    rows = published_rows(tables)
-    return [
-        PublishedTable(table, [row for row in rows if row.table is table], known)
-        for table, known in zip(tables, evidence, strict=True)
-    ]
+def difference(quantity: str, printed: str, computed: str) -> str:
+    """Describe a disagreement in one phrase."""
+    return f"{quantity}: printed {printed}, computed {computed}"
 
 
 def read(table: Table) -> Evidence:

@@ -7,11 +7,12 @@ import pytest
 from launch.planning.prediction import workload
 from launch.planning.resolved_plans import published_plan
 from launch.tables import evidence
-from launch.tables.evidence import Evidence, PublishedTable, Quotations
-from launch.tables.printed import Printed, agreement, recompute
+from launch.tables.evidence import Evidence, Quotations
 from recipes import catalog, tables
 from recipes.problems import ProblemsError
 from tools.tables import quantities, transcription
+from tools.tables.lines import CheckedTable, checked_tables
+from tools.tables.printed import Printed, agreement, recompute
 
 
 @pytest.mark.parametrize(
@@ -109,12 +110,12 @@ def test_evidence_is_of_all_rows_or_of_a_pattern(evidence_of):
 @pytest.fixture(scope="module")
 def row():
     (table,) = (table for table in catalog.tables() if table.name == "sber_path_to_13b")
-    (published,) = evidence.published_tables([table])
+    (published,) = checked_tables([table])
     return next(row for row in published.rows if row.name == "09-gpt3-13b-model-parallel")
 
 
 def checks(quantity, row, known=None):
-    return list(quantity(row, PublishedTable(row.table, [row], known or Evidence())))
+    return list(quantity(row, CheckedTable(row.table, [row], [], known or Evidence())))
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from launch.planning.prediction import hardware
 from launch.planning.prediction.published_step import published_seconds, published_workload
 from launch.planning.prediction.workload import Workload
 from launch.planning.resolved_plans import published_plan
-from launch.tables.evidence import Evidence, published_tables
-from launch.tables.rows import PublishedRow
+from launch.tables.evidence import Evidence
 from recipes import catalog
+from tools.tables.lines import CheckedRow, checked_tables
 
 # Errata of a row that make its time, or its running out of memory, worthless as a measurement.
 QUANTITIES = ("time", "memory", "allocated")
@@ -66,12 +66,12 @@ class Case:
 
 def of_published_tables() -> list[Case]:
     """Return the rows of recipes/ with a printed time, rate, cached memory, or out of memory."""
-    tables = published_tables(catalog.tables())
+    tables = checked_tables(catalog.tables())
     cases = (of_row(row, table.evidence) for table in tables for row in table.rows)
     return [case for case in cases if case.seconds or case.cached or case.oom]
 
 
-def of_row(row: PublishedRow, evidence: Evidence) -> Case:
+def of_row(row: CheckedRow, evidence: Evidence) -> Case:
     """Make the case of a row of recipes/, on the system of its source."""
     published, recipe = row.published, row.recipe
     node = recipe.hardware.node if recipe.hardware else None

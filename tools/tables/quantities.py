@@ -9,13 +9,13 @@ from typing import Any
 from ds_configs.jsonfile import ConfigError
 from launch.planning.memory_fit import memory_of_plan
 from launch.planning.resolved_plans import published_plan
-from launch.tables.evidence import OtherRun, Part, PublishedTable
-from launch.tables.printed import Printed, agreement, recompute, size_unit
-from launch.tables.rows import SAMPLES, TFLOPS, TIME, Check, PublishedRow
+from launch.tables.evidence import OtherRun, Part
 from modeling import cost, counting
 from modeling.counting import RankCounts
 from modeling.families import FAMILIES, model_shape
 from recipes.schema import Recipe
+from tools.tables.lines import SAMPLES, TFLOPS, TIME, Check, CheckedRow, CheckedTable
+from tools.tables.printed import Printed, agreement, recompute, size_unit
 
 SCALING = "published.weak_scaling_percent"
 BATCH = "batch.global", ("batch.micro", "batch.accumulation", "parallel.dp")
@@ -36,7 +36,7 @@ NEAR_TWICE = 0.005  # relative: a value this close to twice the computed one is 
 # --- layout
 
 
-def layout(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
+def layout(row: CheckedRow, _: CheckedTable) -> Iterator[Check]:
     """Check tp x pp x dp = GPUs, micro x accumulation x dp = global, and divisible layers and heads."""
     for quantity, (whole, factors) in PRODUCTS.items():
         yield _product(row, quantity, row.printed_value, whole, factors)
@@ -48,7 +48,7 @@ def layout(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
 
 
 def _product(
-    row: PublishedRow, quantity: str, value: Callable[[str], Any], whole: str, factors: Sequence[str]
+    row: CheckedRow, quantity: str, value: Callable[[str], Any], whole: str, factors: Sequence[str]
 ) -> Check:
     values = [value(key) or (1 if key == "batch.accumulation" else None) for key in factors]
     known, printed = [each for each in values if each is not None], value(whole)
@@ -90,11 +90,11 @@ def arithmetic(recipe: Recipe) -> RankCounts:
     return RankCounts(stages, cost.parameters(model, positions), layers)
 
 
-def _can_be_built(row: PublishedRow) -> bool:
+def _can_be_built(row: CheckedRow) -> bool:
     return row.recipe.model.heads % row.tp == 0
 
 
-def sizes(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
+def sizes(row: CheckedRow, source: CheckedTable) -> Iterator[Check]:
     """Check the modules against the formulas at every rank, then printed sizes against the modules."""
     if not _can_be_built(row):
         why = "no module of this layout can be built: tp does not divide the heads"
@@ -123,7 +123,7 @@ def sizes(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
             yield row.compare(f"parameters, {part}", printed, computed, how and f"{how}: {document.source}")
 
 
-def _to_the_unit(row: PublishedRow, quantity: str, printed: int, counted: RankCounts, ranks: int) -> Check:
+def _to_the_unit(row: CheckedRow, quantity: str, printed: int, counted: RankCounts, ranks: int) -> Check:
     """Compare with the parameters of all ranks, or of one; a wrong number may fit another layout."""
     computed = counted.all_ranks // ranks
     if reason := row.unknown_reason("model"):
@@ -139,7 +139,7 @@ def _to_the_unit(row: PublishedRow, quantity: str, printed: int, counted: RankCo
     return row.compare(quantity, printed, f"{computed}{hint}", None)
 
 
-def _label(row: PublishedRow, label: str, counted: RankCounts) -> Check:
+def _label(row: CheckedRow, label: str, counted: RankCounts) -> Check:
     """Compare in 10^9 or 10^6, every parameter once; name other units of these sources that fit."""
     unit, size = size_unit(label), _size(label)
     plain = f"{counted.once / unit:.4g}{label[-1:]}"
@@ -165,7 +165,7 @@ def _size(label: str) -> Printed:
 # --- speeds
 
 
-def missing_time(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
+def missing_time(row: CheckedRow, _: CheckedTable) -> Iterator[Check]:
     """Report a missing time, and check that the time implied by samples/s is plausible."""
     published, rate = row.published, row.published.samples_per_s
     if published.oom:
@@ -178,19 +178,19 @@ def missing_time(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
             yield from _plausible(row, implied)
 
 
-def formula(row: PublishedRow, parameters: float, seconds: float) -> float:
+def formula(row: CheckedRow, parameters: float, seconds: float) -> float:
     """Return TFLOPS per GPU by the documents' formula, with batch and GPUs as printed."""
     length, recomputed = row.recipe.sequence_length, row.recipe.checkpoint_interval > 0
     return cost.published_tflops(parameters, length, row.batch, seconds, row.gpus, checkpointing=recomputed)
 
 
-def operations(row: PublishedRow) -> int:
+def operations(row: CheckedRow) -> int:
     """Count the operations of one iteration, every matrix product included."""
     recipe = row.recipe
     return cost.operations_of(recipe, recipe.batch.global_, recipe.model.embedding_rows(row.tp))
 
 
-def samples(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
+def samples(row: CheckedRow, _: CheckedTable) -> Iterator[Check]:
     """Check samples/s: the batch over the printed time."""
     rate, seconds = row.printed_number(SAMPLES), row.printed_number(TIME)
     if rate and seconds:
@@ -199,7 +199,7 @@ def samples(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
         yield row.compare("samples/s", rate.text, division, how)
 
 
-def tflops(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
+def tflops(row: CheckedRow, _: CheckedTable) -> Iterator[Check]:
     """Check TFLOPS by the row's definition: every product, or the formula with the label's size."""
     printed, seconds, label = row.printed_number(TFLOPS), row.printed_number(TIME), row.published.size_label
     if not (printed and seconds):
@@ -222,7 +222,7 @@ def tflops(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
     yield row.compare("TFLOPS", printed.text, f"{computed:.4g} with {label}{off}", how)
 
 
-def operations_per_second(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
+def operations_per_second(row: CheckedRow, _: CheckedTable) -> Iterator[Check]:
     """Report the printed time as TFLOPS, and check that their share of the peak is plausible."""
     seconds, label, gpus = row.published.time_per_iteration_s, row.published.size_label, row.gpus
     batch = row.recipe.batch.global_
@@ -247,7 +247,7 @@ def operations_per_second(row: PublishedRow, _: PublishedTable) -> Iterator[Chec
     yield from _plausible(row, seconds)
 
 
-def _plausible(row: PublishedRow, seconds: float) -> Iterator[Check]:
+def _plausible(row: CheckedRow, seconds: float) -> Iterator[Check]:
     """Check a time's share of the GPU's peak within wide limits, to catch a wrong digit."""
     peak = _peak(row)
     if peak and row.gpus:
@@ -257,14 +257,14 @@ def _plausible(row: PublishedRow, seconds: float) -> Iterator[Check]:
         yield row.compare("share of peak, exact count", limits, computed, how)
 
 
-def _peak(row: PublishedRow) -> float | None:
+def _peak(row: CheckedRow) -> float | None:
     """Return the peak TFLOPS of the row's GPU in half precision, as printed or known."""
     name = str(row.value("hardware.name"))
     known = (value for gpu, value in PEAKS.items() if gpu in name)
     return row.value("hardware.peak_tflops") or next(known, None)
 
 
-def share_of_peak(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
+def share_of_peak(row: CheckedRow, _: CheckedTable) -> Iterator[Check]:
     """Check the printed share of the peak: printed TFLOPS over the GPU's peak."""
     printed, rate = row.printed_number("published.peak_percent"), row.printed_number(TFLOPS)
     peak = row.value("hardware.peak_tflops")
@@ -276,7 +276,7 @@ def share_of_peak(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
         yield row.compare("share of peak", printed.text, division, how)
 
 
-def speedup(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
+def speedup(row: CheckedRow, source: CheckedTable) -> Iterator[Check]:
     """Check a printed speed-up over another row of the table: the ratio of the GPUs' peaks."""
     printed = row.printed_number("published.speedup")
     others = [other for other in source.rows if other.full_name == row.published.speedup_over]
@@ -288,14 +288,14 @@ def speedup(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
         yield row.not_checkable("speed over another row", "needs that row of the table, and both peaks")
 
 
-def speeds_of_other_runs(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
+def speeds_of_other_runs(row: CheckedRow, source: CheckedTable) -> Iterator[Check]:
     """Check TFLOPS of the row's model in other documents."""
     for document in source.evidence.speeds:
         for run in document.rows.get(row.name, ()):
             yield _other_run(row, run, document.source)
 
 
-def _other_run(row: PublishedRow, run: OtherRun, source: str) -> Check:
+def _other_run(row: CheckedRow, run: OtherRun, source: str) -> Check:
     """Check a run by every product, with layers recomputed."""
     printed, time = Printed.read(run.tflops), f"{run.milliseconds:g}"
     seconds = Printed.read(time, 1e-3)
@@ -313,7 +313,7 @@ def _other_run(row: PublishedRow, run: OtherRun, source: str) -> Check:
 # --- rows of a table to each other
 
 
-def scaling(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
+def scaling(row: CheckedRow, source: CheckedTable) -> Iterator[Check]:
     """Check TFLOPS per GPU relative to the baseline's: the work per GPU is the same."""
     printed, rate = row.printed_number(SCALING), row.printed_number(TFLOPS)
     base = next((each for each in source.rows if each.published.weak_scaling_percent == 100), None)
@@ -328,7 +328,7 @@ def scaling(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
         yield row.compare("weak scaling", printed.text, said, how)
 
 
-def time_over_micro_batches(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
+def time_over_micro_batches(row: CheckedRow, source: CheckedTable) -> Iterator[Check]:
     """Report an iteration slower than that of a row with only a larger micro-batch."""
     own = row.published.time_per_iteration_s
     timed = [(other.published.time_per_iteration_s, other) for other in _with_larger_micro(row, source)]
@@ -339,18 +339,18 @@ def time_over_micro_batches(row: PublishedRow, source: PublishedTable) -> Iterat
         yield row.compare("time", row.text_of(TIME) or own, least, None)
 
 
-def _alike(row: PublishedRow, source: PublishedTable) -> list[PublishedRow]:
+def _alike(row: CheckedRow, source: CheckedTable) -> list[CheckedRow]:
     """Return the other rows, different in at most the micro-batch."""
     same = configuration(row, but_micro=True)
     others = (other for other in source.rows if other is not row)
     return [other for other in others if configuration(other, but_micro=True) == same]
 
 
-def _with_larger_micro(row: PublishedRow, source: PublishedTable) -> list[PublishedRow]:
+def _with_larger_micro(row: CheckedRow, source: CheckedTable) -> list[CheckedRow]:
     return [other for other in _alike(row, source) if other.micro > row.micro]
 
 
-def configuration(row: PublishedRow, but_micro: bool = False) -> tuple[Any, ...]:
+def configuration(row: CheckedRow, but_micro: bool = False) -> tuple[Any, ...]:
     """Return everything that a speed depends on, perhaps without the micro-batch."""
     recipe, batch = row.recipe, row.recipe.batch
     shared = (batch.accumulation,) if but_micro else (batch.micro, batch.accumulation, batch.global_)
@@ -361,7 +361,7 @@ def configuration(row: PublishedRow, but_micro: bool = False) -> tuple[Any, ...]
 # --- memory
 
 
-def memory(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
+def memory(row: CheckedRow, source: CheckedTable) -> Iterator[Check]:
     """Check model states against the GPU's memory and an OOM, and cached memory between the two."""
     capacity = row.value("hardware.gpu_memory_gb")
     quantity = "out of memory" if row.published.oom else "model states"
@@ -381,12 +381,12 @@ def memory(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
         yield from _cached(row, source, row.published.cached_gb, states, capacity)
 
 
-def states_gb(row: PublishedRow) -> float:
+def states_gb(row: CheckedRow) -> float:
     """Predict the model states on the fullest GPU during the update, in GB (10^9). Raises ConfigError."""
     return memory_of_plan(published_plan(row.recipe)).states / 1e9
 
 
-def _out_of_memory(row: PublishedRow, source: PublishedTable, states: float, capacity: float | None) -> Check:
+def _out_of_memory(row: CheckedRow, source: CheckedTable, states: float, capacity: float | None) -> Check:
     """Check an OOM: a larger batch that ran contradicts it, larger model states confirm it."""
     ran = [r for r in _alike(row, source) if not r.published.oom and r.micro >= row.micro]
     if ran:
@@ -399,7 +399,7 @@ def _out_of_memory(row: PublishedRow, source: PublishedTable, states: float, cap
 
 
 def _cached(
-    row: PublishedRow, source: PublishedTable, cached: float, states: float, capacity: float | None
+    row: CheckedRow, source: CheckedTable, cached: float, states: float, capacity: float | None
 ) -> Iterator[Check]:
     """Check cached memory: between model states and the GPU's memory, below a larger batch's."""
     limits = f"{states:.1f} GB of model states" + (f" to {capacity:g} GB" if capacity else "")

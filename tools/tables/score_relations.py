@@ -7,12 +7,11 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
-from launch.tables.evidence import PublishedTable
-from launch.tables.printed import Printed, agreement, recompute
-from launch.tables.rows import Check, Line, PublishedRow, value_of
 from modeling import cost
 from recipes.schema import Downstream
 from tools.tables import transcription
+from tools.tables.lines import Check, CheckedRow, CheckedTable, Line, value_of
+from tools.tables.printed import Printed, agreement, recompute
 
 # Questions of RACE's test set, middle and high schools (Lai et al. 2017, arXiv 1704.04683, table 3).
 RACE_TEST = (1436, 3498)
@@ -27,7 +26,7 @@ PARTS = {
 SCORES = [f"{task}.{part}" for task, parts in PARTS.items() for part in parts]
 
 
-def checks(source: PublishedTable, singles: Mapping[str, Downstream]) -> Iterator[Check]:
+def checks(source: CheckedTable, singles: Mapping[str, Downstream]) -> Iterator[Check]:
     """Check all scores of a table, including lines of other models.
 
     `singles`: scores of the models, one by one, that the table's ensembles are of.
@@ -43,7 +42,7 @@ def checks(source: PublishedTable, singles: Mapping[str, Downstream]) -> Iterato
     yield from _monotonic(own)
 
 
-def _parameters(row: PublishedRow) -> int:
+def _parameters(row: CheckedRow) -> int:
     return cost.parameters(row.recipe.model, row.recipe.positions)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from launch.tables.evidence import PublishedTable, Statement
-from launch.tables.printed import Printed, agreement
-from launch.tables.rows import HEADINGS, SAMPLES, TIME, Cell, Check, Line, PublishedRow, related
+from launch.tables.evidence import Statement
+from tools.tables.lines import HEADINGS, SAMPLES, TIME, Cell, Check, CheckedRow, CheckedTable, Line, related
+from tools.tables.printed import Printed, agreement
 
 # Each stands in a column or in free text.
 NUMBERS = [key for key in HEADINGS if re.fullmatch(r"published\.\w+", key) and key != "published.date"]
@@ -38,7 +38,7 @@ NEVER_CHECKED = {
 SCORES = ("published.downstream.", "published.previous.")
 
 
-def entries(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
+def entries(row: CheckedRow, _: CheckedTable) -> Iterator[Check]:
     """Check cells, published numbers, declarations, and keys in need of a source."""
     for check in (*_cells(row), *_published_numbers(row), *_declarations(row), *_sources(row)):
         yield replace(check, transcribed=True)
@@ -98,7 +98,7 @@ def _close(one: float, other: float) -> bool:
     return abs(one - other) <= 1e-9 * abs(one)
 
 
-def _published_numbers(row: PublishedRow) -> Iterator[Check]:
+def _published_numbers(row: CheckedRow) -> Iterator[Check]:
     """Check that every number under `published`, and an OOM, stands in a cell."""
     if row.published.oom:
         found = "OOM" in (cell.text for cell in row.cells)
@@ -111,7 +111,7 @@ def _published_numbers(row: PublishedRow) -> Iterator[Check]:
             yield row.compare(key, row.published.row or "", value, str(value) in words)
 
 
-def _declarations(row: PublishedRow) -> Iterator[Check]:
+def _declarations(row: CheckedRow) -> Iterator[Check]:
     """Check that `published.printed` names differences, and `inferred` nothing printed."""
     for key, value in row.published.printed.items():
         cell, own, quantity = row.cell_of(key), row.value(key), f"published.printed {key}"
@@ -124,14 +124,14 @@ def _declarations(row: PublishedRow) -> Iterator[Check]:
             yield row.compare(f"inferred {key}", text, "declared as not printed", None)
 
 
-def _sources(row: PublishedRow) -> Iterator[Check]:
+def _sources(row: CheckedRow) -> Iterator[Check]:
     for key in (key for key in NEEDS_SOURCE if not row.text_of(key)):
         said = any(related(key, name) for name in (*row.recipe.inferred, *row.recipe.unknown))
         computed, how = ("inferred or unknown", "declared") if said else ("no source", None)
         yield row.compare(f"source of {key}", "no cell", computed, how)
 
 
-def settings(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
+def settings(row: CheckedRow, source: CheckedTable) -> Iterator[Check]:
     """Check each value in a text or script, and report printed numbers without any other check."""
     said = set()
     for statement in source.evidence.statements(row.name):
@@ -142,7 +142,7 @@ def settings(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
             yield row.not_checkable(f"printed {cell.key}", why, cell.text)
 
 
-def _setting(row: PublishedRow, said: Statement) -> Check:
+def _setting(row: CheckedRow, said: Statement) -> Check:
     """Compare a stated value; a number under `published` may have other digits there."""
     own, text = row.value(said.key), Printed.read(_shown(said.value))
     printed = row.printed_number(said.key) if said.key.startswith("published.") else None
@@ -168,7 +168,7 @@ def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _unchecked(row: PublishedRow, key: str) -> str:
+def _unchecked(row: CheckedRow, key: str) -> str:
     """Return the reason why nothing recomputes a printed number; empty if something does."""
     published = row.published
     if key in NEVER_CHECKED:

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from launch.tables.evidence import Erratum, PublishedTable, published_tables
-from launch.tables.rows import Check, PublishedRow
+from launch.tables.evidence import Erratum
 from recipes import catalog
 from recipes.problems import Problem, ProblemsError, did_you_mean
 from recipes.schema import Downstream
 from recipes.tables import FOLDER, Table
 from tools.tables import quantities, score_relations, transcription
+from tools.tables.lines import Check, CheckedRow, CheckedTable, checked_tables
 
 Lines = tuple[str, ...]
-Progress = Callable[[Sequence[PublishedRow]], Iterator[PublishedRow]]
+Progress = Callable[[Sequence[CheckedRow]], Iterator[CheckedRow]]
 ExplainedErrata = tuple[tuple[Erratum, tuple[Check, ...]], ...]
 # Everything that is checked of a row, in the order of the report.
-QUANTITIES: tuple[Callable[[PublishedRow, PublishedTable], Iterator[Check]], ...] = (
+QUANTITIES: tuple[Callable[[CheckedRow, CheckedTable], Iterator[Check]], ...] = (
     transcription.entries,
     quantities.layout,
     quantities.sizes,
@@ -83,7 +83,7 @@ def verify(only: Sequence[str] = (), *, folder: Path = FOLDER, progress: Progres
         if name not in published
     ]:
         raise ProblemsError(problems)
-    sources = published_tables([table for name, table in published.items() if not only or name in only])
+    sources = checked_tables([table for name, table in published.items() if not only or name in only])
     source_of = {source.table.name: source for source in sources}
     rows = [row for source in sources for row in source.rows]
     checks: list[Check] = []
@@ -98,19 +98,19 @@ def verify(only: Sequence[str] = (), *, folder: Path = FOLDER, progress: Progres
     return Report(tuple(checks), errata, stale, tuple(_repeated(rows)), texts, number)
 
 
-def _singles(published: Mapping[str, Table], source: PublishedTable) -> dict[str, Downstream]:
+def _singles(published: Mapping[str, Table], source: CheckedTable) -> dict[str, Downstream]:
     """Return the scores of the single models behind a table of ensembles; {} for other tables."""
     if (name := source.evidence.single_models) is None:
         return {}
     if name not in published:
         fix = did_you_mean(name, published)
         raise ProblemsError([Problem("evidence.single_models", name, "no such published table", fix)])
-    (of_singles,) = published_tables([published[name]])
+    (of_singles,) = checked_tables([published[name]])
     lines = (*of_singles.rows, *of_singles.others)
     return {line.name: line.published.downstream for line in lines if line.published.downstream}
 
 
-def _repeated(rows: Sequence[PublishedRow]) -> Iterator[str]:
+def _repeated(rows: Sequence[CheckedRow]) -> Iterator[str]:
     """Yield remarks on configurations with several printed times."""
     same = quantities.configuration
     timed = [row for row in rows if row.published.time_per_iteration_s]
@@ -123,7 +123,7 @@ def _repeated(rows: Sequence[PublishedRow]) -> Iterator[str]:
             yield f"{' / '.join(f'{time:g}' for time in times)} s, {apart}: {', '.join(names)}"
 
 
-def _explain(checks: Sequence[Check], sources: Sequence[PublishedTable]) -> tuple[ExplainedErrata, Lines]:
+def _explain(checks: Sequence[Check], sources: Sequence[CheckedTable]) -> tuple[ExplainedErrata, Lines]:
     """Return the errata with their disagreements, and the stale disagreements."""
     wrong = {(check.subject, check.difference): check for check in checks if check.status == "disagrees"}
     explained: dict[str, tuple[Erratum, list[Check]]] = {}

@@ -328,7 +328,7 @@ def test_a_table_of_the_users_own(tables, tmp_path):
 
 def test_cells_that_do_not_fit_are_named(tmp_path):
     (tmp_path / "widgets.yaml").write_text(re.sub(r"(row: [^|]*)[|]", r"\1", TABLE, count=1))
-    problems = Tables(tmp_path).get("widgets").problems
+    problems = [str(each) for each in Tables(tmp_path).get("widgets").problems]
     assert any(each.startswith("widgets/") and "separate the cells by |" in each for each in problems)
     assert source_cells({"row": "a | b | |"}, ["A", "B", "C", "D"])[0] == ("a", "b", "", "")
     cells, problem = source_cells({"row": "a | b | c"}, ["A", "B"])

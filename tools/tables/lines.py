@@ -1,4 +1,4 @@
-"""Rows of published tables: the source's cells, and the recipe's values for them."""
+"""Lines of published tables as they are checked: each cell with its key, and the recipe's values."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from launch.tables.printed import Printed
+from launch.reports.tables import PublishedTable, load
+from launch.tables.evidence import Evidence, difference
 from recipes.key_paths import is_part
-from recipes.problems import Problem, RecipeError
+from recipes.problems import RecipeError
 from recipes.schema import Published, Recipe
 from recipes.tables import Table
-from recipes.validation import validate
+from tools.tables.printed import Printed
 
 Status = Literal["agrees", "disagrees", "not checkable", "computed"]
 
@@ -42,11 +43,6 @@ class Check:
     def difference(self) -> str:
         """The disagreement, without the row."""
         return difference(self.quantity, self.printed, self.computed)
-
-
-def difference(quantity: str, printed: str, computed: str) -> str:
-    """Describe a disagreement in one phrase."""
-    return f"{quantity}: printed {printed}, computed {computed}"
 
 
 TIME = "published.time_per_iteration_s"
@@ -109,11 +105,13 @@ class Line:
     """A line of a published table.
 
     Attributes:
+        texts: of its cells, one a column.
         pretraining: steps, samples per step and tokens per sample; None: no source gives them.
     """
 
     table: Table
     name: str
+    texts: Sequence[str]
     published: Published
     pretraining: tuple[int, int, int] | None
 
@@ -123,11 +121,8 @@ class Line:
 
     @property
     def cells(self) -> list[Cell]:
-        texts = (self.published.row or "").split("|")
-        return [
-            Cell(heading, text.strip(), self._key_of(heading.casefold()))
-            for heading, text in zip(self.table.columns, texts, strict=False)
-        ]
+        headed = zip(self.table.columns, self.texts, strict=False)  # a table without columns has its title
+        return [Cell(heading, text, self._key_of(heading.casefold())) for heading, text in headed]
 
     def _key_of(self, heading: str) -> str | None:
         if heading == THROUGHPUT:
@@ -162,7 +157,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class PublishedRow(Line):
+class CheckedRow(Line):
     """A line with a recipe."""
 
     recipe: Recipe
@@ -217,19 +212,38 @@ def related(key: str, name: str) -> bool:
     return is_part(key, [name]) or is_part(name, [key])
 
 
-def published_rows(tables: Sequence[Table]) -> list[PublishedRow]:
-    """Load every published row of the tables. Raises RecipeError with all rows that are no recipes."""
-    rows, problems = list[PublishedRow](), list[Problem]()
-    for table in tables:
-        for name in table.rows:
-            try:
-                recipe = validate(table.row(name), f"{table.name}/{name}", table.document, table.paths(name))
-            except RecipeError as error:
-                problems += error.problems
-                continue
-            if recipe.published:
-                trained = (recipe.steps, recipe.batch.global_, recipe.sequence_length)
-                rows.append(PublishedRow(table, name, recipe.published, trained, recipe))
-    if problems:
+@dataclass(frozen=True)
+class CheckedTable:
+    """A published table as it is checked.
+
+    Attributes:
+        rows: those with published numbers.
+        others: lines about models that are no recipes.
+    """
+
+    table: Table
+    rows: Sequence[CheckedRow]
+    others: Sequence[Line]
+    evidence: Evidence
+
+
+def checked_tables(tables: Sequence[Table]) -> list[CheckedTable]:
+    """Read rows and evidence of tables. Raises ProblemsError for wrong evidence, or all broken rows."""
+    loaded = [load(table) for table in tables]
+    if problems := [problem for each in loaded for problem in each.problems]:
         raise RecipeError(problems)
-    return rows
+    return [_checked(table, each) for table, each in zip(tables, loaded, strict=True)]
+
+
+def _checked(table: Table, loaded: PublishedTable) -> CheckedTable:
+    rows: list[CheckedRow] = []
+    others: list[Line] = []
+    for row in loaded.rows:
+        if row.recipe and row.published:
+            trained = (row.recipe.steps, row.recipe.batch.global_, row.recipe.sequence_length)
+            rows.append(CheckedRow(table, row.name, row.cells, row.published, trained, row.recipe))
+        elif row.no_recipe:
+            other = loaded.evidence.others[row.name]
+            pretraining = other.pretraining.factors if other.pretraining else None
+            others.append(Line(table, row.name, row.cells, other.published, pretraining))
+    return CheckedTable(table, rows, others, loaded.evidence)
