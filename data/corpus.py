@@ -15,11 +15,15 @@ from data import cache
 from data.cache import Say
 from data.samples.fields import HeldOut, Parts, TrainingSamples
 from data.samples.splits import Family, MakeOnce, family_of, store_parts, stream_parts
+from data.text.held_out_end import END, EndHeldOut, with_held_out_text
 from data.text.records import SkippedRecords, Source
-from data.text.sources import open_source
+from data.text.sources import files_of, open_source
 from data.text.vocabulary import build_vocabulary, vocabulary_digest
 from data.tokens.opened import check_ready_made, opened_store, sequences_of, store_prefix
+from recipes.families import TRAINED
 from recipes.schema import BlendPart, Origin, Recipe
+
+SHORT_TEXT = 16 << 20  # bytes of files; a vocabulary of that much is trained in seconds
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ def build(
             **parts.summary,
             "validation_samples": len(parts.validation),
             **({"test_samples": len(parts.test)} if parts.test else {}),
+            **({"held_out": END} if any(isinstance(each, EndHeldOut) for each in sources) else {}),
         },
         skipped=tuple(each.skipped for each in sources if each and each.skipped and not each.finite),
     )
@@ -85,7 +90,8 @@ def open_origin(recipe: Recipe, origin: Origin, say: Say) -> Source | None:
     """Open the source of an origin; None: it is a store."""
     if origin.source == "store":
         return None
-    return open_source(origin, say, SkippedRecords() if recipe.data.broken_records == "skip" else None)
+    skipped = SkippedRecords() if recipe.data.broken_records == "skip" else None
+    return with_held_out_text(recipe, open_source(origin, say, skipped))
 
 
 def check_sources(recipe: Recipe) -> None:
@@ -96,12 +102,27 @@ def check_sources(recipe: Recipe) -> None:
     data, family = recipe.data, recipe.model.family
     for origin in data.origins:
         check_origin(origin, family)
-    known = data.tokenizer.kind in ("file", "store")  # the others are published, or trained later
-    tokenizer = build_vocabulary(recipe, (), Path(), lambda line: None) if known else None
+    known = data.tokenizer.kind in ("file", "store")  # the others are published, or trained
+    sources = [] if known else _short_texts(recipe)
+    tokenizer = None
+    if known or sources:
+        tokenizer = build_vocabulary(recipe, sources, cache.default_directory(), lambda line: None)
     for origin in data.origins:
         if origin.source == "store":
             size = recipe.model.vocab_size
             check_ready_made(data.tokenizer.kind, sequences_of(family), origin, size, tokenizer)
+
+
+def _short_texts(recipe: Recipe) -> list[Source]:
+    """Open the sources whose text may be too short for the vocabulary that is trained on them; [] else."""
+    data = recipe.data
+    if data.tokenizer.kind not in TRAINED or any(origin.source == "packaged" for origin in data.origins):
+        return []
+    files = [file for origin in data.origins for file in files_of(origin)]
+    if sum(file.stat().st_size for file in files) > SHORT_TEXT:
+        return []
+    sources = (open_origin(recipe, origin, lambda line: None) for origin in data.origins)
+    return [source for source in sources if source]
 
 
 def check_origin(origin: Origin, family: str = "gpt2") -> None:

@@ -6,9 +6,10 @@ documents, so that it holds for streams too.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 Part = Literal["train", "validation", "test"]
 PARTS: tuple[Part, ...] = ("train", "validation", "test")
@@ -21,11 +22,16 @@ def part_of(index: int, validation_every: int, test_every: int | None = None) ->
     Every `validation_every`-th document (2 or more) is for validation. The others are counted anew, and every
     `test_every`-th of them (2 or more; None: no test part) is for the test, beginning with the first.
     """
-    return PARTS[int(parts(np.array([index]), validation_every, test_every)[0])]
+    if index % validation_every == validation_every - 1:
+        return "validation"
+    left_before = index - index // validation_every
+    return "test" if test_every is not None and left_before % test_every == 0 else "train"
 
 
 def parts(indices: np.ndarray, validation_every: int, test_every: int | None = None) -> np.ndarray:
     """Return the positions in `PARTS`, (N,) uint8, of documents `indices` (N,); see `part_of`."""
+    import numpy as np
+
     assert validation_every >= 2 and (test_every is None or test_every >= 2), "the schema refuses 1"
     found = (indices % validation_every == validation_every - 1).astype(np.uint8)
     if test_every is not None:
@@ -40,5 +46,7 @@ def documents_of(
     part: Part, documents: int, validation_every: int, test_every: int | None = None
 ) -> np.ndarray:
     """Return the indices (N,) int64, ascending, of one part's documents among `documents` documents."""
+    import numpy as np
+
     found = parts(np.arange(documents, dtype=np.int64), validation_every, test_every)
     return np.flatnonzero(found == PARTS.index(part))

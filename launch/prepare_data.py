@@ -22,6 +22,7 @@ from pydantic import BaseModel
 from data.packages import package_directory
 from data.prepare import fork_server
 from data.prepare.settings import PreparationFailed, Settings, in_flags, options
+from data.text.given_text import text_settings
 from launch.console import arguments, ends, quiet, terminal
 from launch.ranks import ending
 from recipes.problems import Problem, ProblemsError
@@ -37,8 +38,8 @@ examples:
   python launch/prepare_data.py --source jsonl --name articles \\
       --samples bert --tokenizer bert_uncased --out stores/wiki
       a BERT's store (one sequence per sentence) from a raw dump
-  python launch/prepare_data.py --source jsonl \\
-      --name 'openwebtext/*.jsonl.zst' --tokenizer gpt2 \\
+  python launch/prepare_data.py --text 'openwebtext/*.jsonl.zst' \\
+      --tokenizer gpt2 \\
       --decontaminate lambada.jsonl --out stores/openwebtext
       a GPT's store, without documents that share 13 words in a row with the
       evaluation set
@@ -65,11 +66,12 @@ KINDS = [each for each in get_args(get_type_hints(Origin)["source"]) if each != 
 
 
 def _only_for(sources: str, *flags: str) -> tuple[arguments.Rule, ...]:
-    others = ", ".join(f"--source {kind}" for kind in KINDS if kind not in sources.split())
-    return tuple((flag, others, f"it is of {sources}") for flag in flags)
+    needed = ", ".join([f"--source {kind}" for kind in sources.split()] + ["--text"] * (sources != "hub"))
+    return tuple((flag, f"+{needed}", f"it is of {sources}") for flag in flags)
 
 
 RULES = (
+    ("--text", "--source, --name", "both say what is read"),
     ("--name", "--source packaged", "it is of the other sources"),
     *_only_for("hub", "--config", "--revision", "--split"),
     *_only_for("hub jsonl parquet", "--text_column"),
@@ -88,6 +90,8 @@ def build_parser() -> argparse.ArgumentParser:
     """Make the flags of `Origin` and `Tokenizer` of `recipes.schema` and of `Settings`."""
     parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES, RULES)
     group, kinds = parser.add_argument_group("what is read"), get_type_hints(Origin)
+    path = "a file, a directory or a glob, whose kind is found out, in place of --source and --name"
+    group.add_argument("--text", metavar="PATH", help=path)
     for name, field in Origin.model_fields.items():
         if name == "name":
             group.add_argument("--name", nargs="+", default=[], metavar="PATH", help=_help(Origin, name))
@@ -210,6 +214,11 @@ def settings_of(args: argparse.Namespace) -> Settings:
         ProblemsError: flags that contradict each other, all problems at once.
     """
     problems = []
+    if args.text:
+        column = args.text_column if "text_column" in args.given else None
+        found = text_settings(args.text, column)
+        args.name = [args.text]
+        args.source, args.text_column = found["data.source"], found["data.text_column"]
     if args.source != "packaged" and not args.name:
         fix = "give paths or globs of the files (hub: names of datasets)"
         problems.append(Problem("--name", f"--source {args.source} needs --name", fix=fix))

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from data.text.given_text import text_settings
 from ds_configs.plan import ANY_GPU
 from ds_configs.resolver import resolve
 from launch.console import arguments, ends
@@ -17,6 +18,7 @@ from launch.machine import abilities
 from launch.ranks import joining, processes
 from launch.ranks.meeting import Meeting
 from launch.records.facts import Ending
+from launch.records.plan_text import titled
 from launch.training.start import RUN_RULES, Training, add_run_arguments, job_of, launch, say_on_rank_0
 from recipes import catalog
 from recipes.problems import Problem, ProblemsError
@@ -39,6 +41,12 @@ examples:
       --out $SCRATCH/run --resume
       in a job of Slurm, one process a task; docs/running.md has mpirun, and
       several nodes without Slurm
+  python launch/pretrain.py --recipe bert/sotu --text my_folder/
+      your own text: a file, a directory or a glob of JSON lines, parquet or
+      plain text, compressed or not
+  python launch/pretrain.py --init_from my_gpt2 --text my.jsonl
+      go on from weights of transformers, Megatron or a run: shape, positions
+      and vocabulary are theirs
   python launch/pretrain.py --plan --processes 64 \\
       --recipe openwebtext/gpt2-124m
       the plan of 64 processes, checked on a laptop; nothing is started
@@ -66,18 +74,22 @@ def build_parser() -> argparse.ArgumentParser:
     rules = (
         ("--list", "*", "it lists the recipes and ends"),
         ("--weights_args", "+--init_from", "it is about the weights in --init_from"),
+        ("--new_vocabulary", "+--init_from", "it is about the weights in --init_from"),
+        *arguments.TEXT_RULES,
         *RUN_RULES,
     )
     parser = arguments.command((__doc__ or "").split("\n\n")[0], EXAMPLES, rules)
-    arguments.add_recipe_arguments(parser)
+    arguments.add_recipe_arguments(parser, text=True)
     parser.add_argument("--list", action="store_true", help="list the recipes and exit")
     keep = add_run_arguments(parser)
     given = (
-        "start from the weights in DIR instead of random ones: a run or one of its checkpoints, or a GPT-2 "
-        "or BERT of transformers or Megatron"
+        "start from the weights in DIR instead of random ones, with their shape, positions and tokenizer: a "
+        "run or one of its checkpoints, or a GPT-2 or BERT of transformers or Megatron"
     )
     keep.add_argument("--init_from", metavar="DIR", help=given)
     arguments.add_weights_arguments(keep.add_argument)
+    insist = "train the weights in --init_from with another vocabulary than theirs: the loss starts high"
+    keep.add_argument("--new_vocabulary", action="store_true", help=insist)
     return parser
 
 
@@ -91,16 +103,24 @@ def main() -> None:
 
 def training_of(args: argparse.Namespace) -> Training:
     """Make the training of the flags. Raises ValueError with every problem."""
-    recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
+    laid, weights = dict[str, Any](), None
+    if args.text is not None:
+        laid |= text_settings(args.text, arguments.stated(args.set, "data.text_column"))
+    if args.init_from is not None:
+        from launch.weights.starting_model import StartingModel
+
+        named = args.recipe if "recipe" in args.given else None
+        weights = StartingModel(
+            args.init_from, stated=args.weights_args, recipe=named, insists=args.new_vocabulary
+        )
+        args.recipe = weights.recipe_name
+        laid |= weights.settings(args.set)
+    original = catalog.load(args.recipe)
+    recipe = titled(catalog.load(args.recipe, args.set, args.tiny, args.steps, laid), original)
     if recipe.task is not None:
         fix = f"python launch/finetune.py --task {recipe.task.name} --init DIR"
         raise ProblemsError([Problem("task", "a recipe with a task", "pretraining has none", fix)])
     name = catalog.full_name(args.recipe) + ("-tiny" if args.tiny else "")
-    weights = None
-    if args.init_from is not None:
-        from launch.weights.initial_weights import InitialWeights
-
-        weights = InitialWeights(args.init_from, stated=args.weights_args)
     with contextlib.suppress(ValueError):  # `job_of` tells it, with the problems of this machine
         plan = resolve(recipe, args.ds_config or recipe.ds_config, processes.world_size(), ANY_GPU)
         joining.order_kernels(plan.layout.tp)
@@ -117,8 +137,7 @@ def training_of(args: argparse.Namespace) -> Training:
 
         return Ending(sample=sample(job.plan.recipe, job.checkpoints, corpus.tokenizer))
 
-    original, emulated = catalog.load(args.recipe), machine.emulated_fp16
-    return Training(job, original, args.tiny, emulated, corpus, outcome=outcome)
+    return Training(job, original, args.tiny, machine.emulated_fp16, corpus, outcome=outcome)
 
 
 if __name__ == "__main__":

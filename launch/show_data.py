@@ -34,6 +34,8 @@ examples:
   python launch/show_data.py --hashes 5
       hashes of five steps of the default recipe, as 1, 2 and 4 data-parallel
       ranks read them
+  python launch/show_data.py --text my_folder/ --recipe bert/sotu
+      your own text: a file, a directory or a glob
   python launch/show_data.py --recipe bert/sotu --summary
       tokens per document, lengths of samples and share of padding, histograms
   python launch/show_data.py --recipe bert/sotu --split validation --samples 3
@@ -42,6 +44,7 @@ examples:
 exit codes: 0 shown and equal, 1 hashes differ, 2 refused."""
 
 RULES = (
+    *arguments.TEXT_RULES,
     (
         "--summary",
         "--hashes, --samples, --step, --split",
@@ -56,7 +59,7 @@ RULES = (
 
 def build_parser() -> argparse.ArgumentParser:
     parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES, RULES)
-    arguments.add_recipe_arguments(parser, ends=False)
+    arguments.add_recipe_arguments(parser, ends=False, text=True)
     add = parser.add_argument_group("what to show").add_argument
     splits = ("train", "validation", "test")
     add("--step", type=int, default=0, metavar="N", help="optimizer step, from 0 (default: %(default)s)")
@@ -83,7 +86,12 @@ def main() -> int:
 
     quiet.quiet_libraries()
     try:
-        recipe = catalog.load(args.recipe, args.set, tiny=args.tiny)
+        laid = {}
+        if args.text:
+            from data.text.given_text import text_settings
+
+            laid = text_settings(args.text, arguments.stated(args.set, "data.text_column"))
+        recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, laid=laid)
         check(args, recipe)
         from data.corpus import build
 

@@ -25,6 +25,7 @@ from recipes.validation import validate
 from recipes.yaml_lines import read
 
 DEFAULT_RECIPE = "default/sotu"
+BY_FAMILY = {"gpt2": DEFAULT_RECIPE, "bert": "bert/sotu"}  # for given weights of that family
 
 # These change reports or the sharing of the work, never a number of the training.
 NOT_IN_DIGEST = frozenset({
@@ -57,12 +58,17 @@ def titles() -> dict[str, str]:
 
 
 def load(
-    name: str = DEFAULT_RECIPE, overrides: Sequence[str] = (), tiny: bool = False, steps: int | None = None
+    name: str = DEFAULT_RECIPE,
+    overrides: Sequence[str] = (),
+    tiny: bool = False,
+    steps: int | None = None,
+    laid: Mapping[str, Any] | None = None,
 ) -> Recipe:
-    """Load the recipe `name`; shrink it, override keys and cut it to `steps`, in this order.
+    """Load the recipe `name`; shrink it, lay values over it, override keys, cut it to `steps`, in this order.
 
     `name` is table/row, a row or a table with one row if that is unambiguous, or a YAML file followed by
     /row or :row.
+    `laid` maps dotted keys to values, of given weights or given text.
     `overrides` are texts like "batch.micro=4", the value in YAML; they have the last word over `tiny`.
     `steps` ends the run earlier or later and keeps the recipe's schedule, so that a short run is the
     beginning of the long one; to stretch the schedule as well, override `steps=`.
@@ -73,7 +79,7 @@ def load(
     values, where = table.row(row), f"{table.name}/{row}"
     if tiny:
         values = shrink(validate(values, where, table.document, table.paths(row))).model_dump(by_alias=True)
-    recipe = validate(values, where, table.document, table.paths(row), overrides)
+    recipe = validate(values, where, table.document, table.paths(row), overrides, laid)
     if steps is None:
         return recipe
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:

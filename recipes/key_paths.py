@@ -13,6 +13,24 @@ from recipes.problems import nearest
 from recipes.schema import Recipe
 
 Path = Sequence[str | int]  # of keys, and indices of the parts of a list
+# Key -> words that others use for it.
+_MEANT = {
+    "data.name": "path paths file files folder dir directory dataset corpus data_path train_file",
+    "data.text_column": "column field text_field text_key",
+    "model.layers": "n_layer n_layers num_layers num_hidden_layers depth",
+    "model.hidden": "n_embd d_model hidden_size width",
+    "model.heads": "n_head n_heads num_heads num_attention_heads",
+    "model.positions": "n_positions max_position_embeddings",
+    "sequence_length": "seq_len seq_length block_size context_length max_length",
+    "batch.global": "batch_size train_batch_size global_batch_size",
+    "batch.micro": "micro_batch_size train_micro_batch_size_per_gpu per_device_train_batch_size",
+    "batch.accumulation": "gradient_accumulation_steps grad_accum",
+    "optimizer.lr": "learning_rate rate max_lr",
+    "optimizer.clip": "gradient_clipping clip_grad max_grad_norm grad_clip",
+    "steps": "max_steps train_iters iterations max_iters num_steps",
+    "schedule.warmup_steps": "warmup warmup_iters num_warmup_steps",
+}
+_MEANINGS = {word: key for key, words in _MEANT.items() for word in words.split()}
 
 
 def submodel(annotation: Any) -> type[BaseModel] | None:
@@ -73,6 +91,8 @@ def suggestion(path: Path) -> str:
             return f"{shown(path[:end])} is {rule}: give it as a whole"
     level, last = _model_at(path[:-1]), str(path[-1])
     siblings = list(children(level)) if level else []
+    if last in _MEANINGS:
+        return f"did you mean {_MEANINGS[last]}?"
     if near := nearest(last, siblings):
         return f"did you mean {' or '.join(shown((*path[:-1], word)) for word in near)}?"
     everywhere = list(paths())

@@ -69,8 +69,9 @@ def validate(
     document: Document,
     roots: Sequence[KeyPath],
     settings: Sequence[str] = (),
+    laid: Mapping[str, Any] | None = None,
 ) -> Recipe:
-    """Check `values`, overridden by `settings`, and return them as a Recipe.
+    """Check `values`, with `laid` over them and `settings` over both, and return them as a Recipe.
 
     Args:
         values: the recipe as plain data, keys as in the file.
@@ -78,12 +79,15 @@ def validate(
         document: the recipe's file.
         roots: paths of its sections that may hold a key of the recipe.
         settings: texts of `--set`; their problems are reported together with those of `values`.
+        laid: dotted key -> value.
 
     Raises RecipeError: all problems.
     """
     # A run's recipe.yaml has no rows and fewer rules: those of training alone.
     columns = document.value.get("columns") or () if "rows" in document.value else None
     changed = copy.deepcopy(dict(values))
+    for key, value in (laid or {}).items():
+        _put(changed, key.split("."), value)
     overridden, problems = _override(changed, settings)
     found: list[tuple[Problem, list[ErrorPath]]] = []  # with the keys that it is about
     try:

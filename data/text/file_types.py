@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import codecs
 import gzip
 import io
 import lzma
@@ -82,6 +83,8 @@ _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 # Source by which a type is read.
 _SOURCES = {"a parquet file": "parquet", JSON_LINES: "jsonl"}
 _SOURCES["the index of a token store"] = "store"
+_PLAIN, EMPTY = "plain text", "an empty file"
+_BY_NAME = {".jsonl": JSON_LINES, ".ndjson": JSON_LINES, ".json": JSON_LINES, ".parquet": "a parquet file"}
 _WAYS = {
     ARROW: "make parquet of it: python -c \"import datasets; datasets.Dataset.from_file('FILE.arrow')"
     ".to_parquet('FILE.parquet')\"",
@@ -91,6 +94,7 @@ _WAYS = {
     DUMP: "extract its articles: pip install wikiextractor==3.1.0; "
     "python -m wikiextractor.WikiExtractor --json FILE -o DIR; and give DIR as JSON lines",
     _WEB: "take the text out of it first, as datatrove does, and give JSON lines",
+    EMPTY: "remove it, or name the others by a glob",
     JSON_LIST: "make lines of it: jq -c '.[]' FILE > FILE.jsonl",
     "UTF-32": "make UTF-8 of it: iconv -f UTF-32 -t UTF-8 FILE",
     "UTF-16": "make UTF-8 of it: iconv -f UTF-16 -t UTF-8 FILE",
@@ -109,6 +113,31 @@ def looks_like(path: Path) -> tuple[str, str | None] | None:
         return None
     name = _by_content(head) or _by_suffix(path, head)
     return (name, _SOURCES.get(name)) if name else None
+
+
+def type_of(path: Path) -> tuple[str, str | None]:
+    """Tell a file's type, and the source that reads it; None: no source does. Text shows no type of its own.
+
+    Raises ValueError: the file cannot be opened.
+    """
+    if found := looks_like(path):
+        return found
+    try:
+        with open_decompressed(path) as file:
+            head = file.read(4096)
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return "text that is not UTF-8", None
+    except READ_ERRORS as error:
+        return f"damaged or cut off ({error})", None
+    suffix = _without_compression(path).suffix.lower()
+    if not head:
+        return EMPTY, None
+    if b"\0" in head:
+        return "a file with NUL bytes", None
+    if suffix in _BY_NAME:
+        return f"not {_BY_NAME[suffix]}, as its name says", None
+    return _PLAIN, "text"
 
 
 def way_from(name: str) -> str:
@@ -130,10 +159,14 @@ def _by_content(head: bytes) -> str | None:
 
 
 def _by_suffix(path: Path, head: bytes) -> str | None:
-    name = path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path
+    name = _without_compression(path)
     if name.suffix == ".bin" and b"\0" in head:
         return RAW
     return _SUFFIXES.get(name.suffix.lower()) if head else None
+
+
+def _without_compression(path: Path) -> Path:
+    return path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path
 
 
 @contextmanager

@@ -67,7 +67,8 @@ def files_of(origin: Origin) -> list[Path]:
         raise ProblemsError([Problem("data.name", came, rule, "save it as a file, or leave it out")])
     if not paths:
         fix = f"give the path or a glob of {origin.source} files"
-        raise ProblemsError([Problem("data.name", named, f"no such file (seen from {Path.cwd()})", fix)])
+        rule = "the directory holds no file" if literal.is_dir() else f"no such file (seen from {Path.cwd()})"
+        raise ProblemsError([Problem("data.name", named, rule, fix)])
     return paths
 
 

@@ -7,7 +7,7 @@ import math
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +122,17 @@ def _refuse_another_checkout() -> None:
         raise SystemExit(2)
 
 
-def add_recipe_arguments(parser: argparse.ArgumentParser, *, ends: bool = True) -> None:
-    """Add the flags that choose a recipe and change it; `ends`: also its last step."""
+TEXT = (
+    "train on this text instead of the recipe's: a file, a directory or a glob of JSON lines, parquet or "
+    "plain text, compressed or not"
+)
+TEXT_RULES: tuple[Rule, ...] = (
+    ("--text", "--set data.source, --set data.name, --set data.blend, --set data", "both say what is read"),
+)
+
+
+def add_recipe_arguments(parser: argparse.ArgumentParser, *, ends: bool = True, text: bool = False) -> None:
+    """Add the flags that choose a recipe and change it; `ends`: also its last step; `text`: also its text."""
     add = parser.add_argument_group("what to train").add_argument
     recipe = "a row of recipes/ or of your own YAML file, as file.yaml:row (default: %(default)s)"
     setting = "override one field of the recipe, e.g. --set batch.micro=4 --set optimizer.lr=3e-4; repeatable"
@@ -133,7 +142,15 @@ def add_recipe_arguments(parser: argparse.ArgumentParser, *, ends: bool = True) 
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=setting)
     if ends:
         add("--steps", type=whole(), metavar="N", help=steps)
+    if text:
+        add("--text", metavar="PATH", help=TEXT)
     add("--tiny", action="store_true", help=tiny)
+
+
+def stated(settings: Sequence[str], key: str) -> str | None:
+    """Return the text that --set gives to a key; None where it gives none."""
+    values = (text.partition("=") for text in settings)
+    return next((value.strip() for name, _, value in values if name.strip() == key), None)
 
 
 def add_weights_arguments(add: Callable[..., argparse.Action]) -> None:

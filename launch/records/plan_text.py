@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_configs.plan import Plan
+from launch.console.numbers import short
 from launch.console.terminal import wrapped
 from launch.console.text_table import aligned
 from launch.machine.model_states import model_states
@@ -26,6 +27,7 @@ class Surroundings:
     band_kernel: str | None = None  # of banded layers on this machine; None: all layers are dense
     run_directory: Path | None = None  # None: nothing is started
     data: Mapping[str, Any] | None = None  # the corpus' summary; None: not known yet
+    text: str | None = None  # what is known of the text before it is read
     started: int | None = None  # processes of this launch; None: not to be compared with the plan
     memory: str | None = None  # of a process in words; None: its model states are counted
     more: Iterable[tuple[str, str]] = ()
@@ -69,6 +71,7 @@ def describe_plan(plan: Plan, name: str, surroundings: Surroundings, width: int 
         ("optimizer", f"{OPTIMIZERS[o.name]}, {rule}"),
         ("schedule", f"{describe_schedule(recipe)}; {tokens}"),
         *([("data", describe_data(plan, surroundings.data))] if surroundings.data else []),
+        *([("data", surroundings.text)] if surroundings.text else []),
         ("hardware", surroundings.hardware),
         *([("run directory", surroundings.run_directory)] if surroundings.run_directory else []),
         *surroundings.more,
@@ -114,6 +117,8 @@ def describe_data(plan: Plan, data: Mapping[str, Any]) -> str:
     epoch = data.get("samples_per_epoch")
     seen = f"{samples / epoch:.2f} epochs" if epoch else "streamed"
     held_out = f"{counted(data['validation_samples'], 'validation sample')} of held-out documents"
+    if "held_out" in data:
+        held_out = f"{counted(data['validation_samples'], 'validation sample')}; {data['held_out']}"
     return f"{data['source']}, {tokens}{seen}; {held_out}"
 
 
@@ -139,3 +144,15 @@ def family_of(model: Model) -> str:
         classes = "" if model.task_head == "span" else f" of {model.head_classes}"
         head = f"{model.task_head} head{classes}"
     return f"{title} ({model.layer_norm}-LN, {head})"
+
+
+def titled(recipe: Recipe, original: Recipe) -> Recipe:
+    """Give a recipe the title of its own model and data where these are no more those of `original`."""
+    untold = recipe.title.removesuffix(" (tiny)") == original.title
+    if not untold or (recipe.model == original.model and recipe.data == original.data):
+        return recipe
+    family, parameters = recipe.model.facts.title, cost.parameters(recipe.model, recipe.positions)
+    packaged = "the State of the Union addresses"
+    data = " + ".join((origin.name or packaged).rstrip("/") for origin in recipe.data.origins)
+    title = f"{family} of {short(parameters)} parameters on {data}"
+    return recipe.model_copy(update={"title": title})

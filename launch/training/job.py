@@ -93,7 +93,8 @@ def plan_job(
     data = recipe.data
     if recipe.task is not None:
         return plan
-    if data.tokenizer.kind in ("file", "store") or any(origin.source == "store" for origin in data.origins):
+    own = any(origin.source not in ("packaged", "hub") for origin in data.origins)
+    if own or data.tokenizer.kind in ("file", "store"):
         from data.corpus import check_sources  # with transformers
 
         check_sources(recipe)

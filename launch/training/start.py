@@ -173,7 +173,9 @@ def job_of(
     )  # fmt: skip
     # Now, since a run that still trains there may save newer ones later.
     weights = weights and weights.resolved()
-    directory = path_of(args.out, "--out") if args.out else output.run_directory(name, plan.ds_name)
+    text = getattr(args, "text", None)
+    place = f"{name}-{Path(text).stem}" if text else name
+    directory = path_of(args.out, "--out") if args.out else output.run_directory(place, plan.ds_name)
     if args.out and processes.rank() == 0:
         output.directory("--out", directory)
     if (missing := compile_choice.explain_missing(args.compile, plan, machine)) is not None:
@@ -228,10 +230,13 @@ def system_refusals(place: Path) -> Iterator[None]:
 
 
 def show_plan(job: Job) -> None:
+    from data.text.held_out_end import describe_text
     from launch.records.plan_text import Surroundings, describe_plan
 
     if processes.rank() == 0:
         described, kernel = description.describe(), None
+        recipe = job.plan.recipe
+        text = describe_text(recipe) if recipe.task is None else None
         if job.plan.recipe.model.attention_window is not None:
             from launch.training.build_model import band_kernel
 
@@ -240,7 +245,11 @@ def show_plan(job: Job) -> None:
         if job.plan.layout.world != processes.world_size():
             hardware = assumed_machine(job.plan, hardware)
         surroundings = Surroundings(
-            hardware, band_kernel=kernel, run_directory=job.directory, started=processes.world_size()
+            hardware,
+            band_kernel=kernel,
+            run_directory=job.directory,
+            started=processes.world_size(),
+            text=text,
         )
         print(describe_plan(job.plan, job.name, surroundings, terminal.columns()))
 
@@ -336,9 +345,6 @@ def open_recorder(
     )
     done = chosen.checkpoint.step if chosen.checkpoint else 0
     recorder = Recorder(directory, known, done, training.clock, sys.stdout)
-    given = job.initial_weights
-    if given and (warning := vocabulary.foreign_tokens(Path(given.directory), corpus.tokenizer)):
-        recorder.say(warning)
     for newer in chosen.damaged:
         recorder.say(f"WARNING: {newer}; it is left as it is, and an older checkpoint is taken")
     if chosen.checkpoint:

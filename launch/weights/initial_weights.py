@@ -84,7 +84,7 @@ class GivenModel:
         model = recipe.model.model_copy(update=values)
         return recipe.model_copy(update={"model": model, "sequence_length": model.positions})
 
-    def differences(self, recipe: Recipe, own: ConfigForm | None) -> Iterator[Problem]:
+    def differences(self, recipe: Recipe, own: ConfigForm | None, advice: str) -> Iterator[Problem]:
         """Yield its differences from a recipe, whose form is `own`; the last has the flags that mend all."""
         values = {**dict(flatten(recipe.model_dump())), "model.positions": recipe.positions}
         found = [] if self.form == own else [_other_kind(self.form.model_type, recipe.model, own)]
@@ -108,7 +108,8 @@ class GivenModel:
             sets[SHARED] = self.shared_layers
         asked = " ".join(f"--set {key}={_setting(value)}" for key, value in sets.items())
         yield from found[:-1]
-        yield from (replace(last, fix=f"to train a model of this shape add {asked}") for last in found[-1:])
+        fix = advice.format(flags=asked, keys=", ".join(sets))
+        yield from (replace(last, fix=fix) for last in found[-1:])
 
     def _settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings of a recipe with these values for a model of this form, besides its shape."""
@@ -155,6 +156,11 @@ class InitialWeights:
     key: str = KEY
     stated: Sequence[str] = ()
 
+    @property
+    def advice(self) -> str:
+        """The fix of differences from a recipe."""
+        return "to train a model of this shape add {flags}"
+
     def check(self, recipe: Recipe) -> tuple[Notice, ...]:
         """Check that the weights fit the recipe; return remarks on them.
 
@@ -163,7 +169,8 @@ class InitialWeights:
         """
         saved = self.saved()
         given, config = self._given(saved, recipe.model.vocab_size)
-        problems = [*given.differences(recipe, form_of(recipe.model, saved.forms)), *given.fixed(config)]
+        differing = given.differences(recipe, form_of(recipe.model, saved.forms), self.advice)
+        problems = [*differing, *given.fixed(config)]
         try:
             problems += saved.problems(given.as_recipe(recipe))
         except FileError as error:

@@ -341,7 +341,7 @@ def test_a_broken_record_is_refused_with_its_place_and_keeps_no_store(tmp_path):
     recipe = make_recipe(tmp_path / "corpus.jsonl", 50257, tokenizer={"kind": "gpt2"})
     with pytest.raises(ValueError, match="corpus.jsonl:2: "):
         build(recipe, tmp_path / "cache", quiet)
-    assert not [path for path in (tmp_path / "cache").iterdir() if path.suffix != ".lock"]
+    assert not [path for path in (tmp_path / "cache").glob("*") if path.suffix != ".lock"]
 
 
 def test_missing_files_are_refused_before_a_run(tmp_path):
@@ -351,10 +351,30 @@ def test_missing_files_are_refused_before_a_run(tmp_path):
     check_origin(make_recipe(None).data)
 
 
+@pytest.mark.parametrize("test_every", [None, 3])
+def test_where_no_whole_documents_can_be_held_out_the_end_of_the_text_is(corpus_file, tmp_path, test_every):
+    """No other text is; a vocabulary trained on it has not seen its end, and training sees all else."""
+    recipe = make_recipe(corpus_file, 300, validation_every=DOCUMENTS + 1, test_every=test_every)
+    corpus = build(recipe, tmp_path / "cache", quiet)
+    assert "the end of the text is held out" in corpus.summary["held_out"]
+    learnt, held = corpus.tokenizer.decode(stream_tokens(corpus)), corpus.validation.fields["window"][-1]
+    learnt = learnt.replace(END_OF_DOCUMENT, "")
+    whole = "".join(text_of_document(i) for i in range(DOCUMENTS))
+    assert whole.startswith(learnt) and 0.6 * len(whole) < len(learnt) < len(whole)
+    assert corpus.tokenizer.decode(held).split(END_OF_DOCUMENT)[0] in whole[len(learnt) :]
+    assert bool(corpus.test) == bool(test_every)
+
+
+def test_one_text_without_blanks_is_cut_too(tmp_path):
+    (tmp_path / "one.txt").write_text("abc" * 2000)
+    corpus = build(make_recipe(tmp_path / "one.txt", 257, source="text"), tmp_path / "cache", quiet)
+    assert corpus.summary["held_out_documents"] == 1 and corpus.summary["text_bytes"] == 6000
+
+
 def test_parts_shorter_than_a_sample_are_refused(corpus_file, tmp_path):
-    recipe = make_recipe(corpus_file, validation_every=DOCUMENTS + 1)
-    with pytest.raises(ValueError, match="for validation: 0 documents .*validation_every=41 decides"):
-        build(recipe, tmp_path / "cache", quiet)
+    (tmp_path / "short.txt").write_text("a b c")
+    with pytest.raises(ValueError, match="the training part: 1 document .*validation_every=4 decides"):
+        build(make_recipe(tmp_path / "short.txt", 257, source="text"), tmp_path / "cache", quiet)
     recipe = make_recipe(corpus_file, 120, bert="nsp", validation_every=DOCUMENTS)
     with pytest.raises(ValueError, match="the part held out for validation: .*nsp.* one document alone"):
         build(recipe, tmp_path / "cache", quiet)

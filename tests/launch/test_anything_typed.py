@@ -121,7 +121,7 @@ FILES = {
     "odd.json": b'{"zero_optimization": 3, "fp16": [], "train_batch_size": NaN}',
     "nul.json": b'{"zero_optimization": {"stage": 0, "offload_optimizer": {"nvme_path": "\\u0000"}}}',
     "text.jsonl": b'{"text": "some words"}\n{"text": 3}\n{"tex\n', "some.parquet": b"PAR1 no parquet PAR1",
-    "text.txt": b"some words\n",
+    "text.txt": b"some words\n", "table.csv": b"id,text\n1,a\n", "own.jsonl": b'{"body": "a", "n": 1}\n' * 9,
 }  # fmt: skip
 
 
@@ -167,6 +167,8 @@ def typed(action: argparse.Action) -> st.SearchStrategy[list[str]]:
     elif action.dest == "tokenizer":
         files = ["text.txt", "deep.json", "noise.json", "odd.json", "run.d", "full", "pipe", "/dev/zero", ""]
         values = st.sampled_from(["gpt2", "trained_bpe", "x", *(f"file:{name}" for name in files)])
+    elif action.dest == "init_from":
+        values = st.sampled_from(["gpt2.d", "gpt2.d", "run.d", "full", *FILES, *PATHS, *TEXTS])
     elif action.dest == "model" and not action.option_strings:
         values = st.sampled_from(["gpt2.d", "gpt2.d", "gpt2.d", "run.d", "full", "good.yaml", *PATHS, *TEXTS])
     elif action.dest in ("out", "plot", "json", "csv"):
@@ -301,8 +303,12 @@ APART = {
     "show_data --workers 2": "--workers without --hashes",
     "generate x --prompt a --file b": "--prompt with --file",
     "generate x --prompt a --greedy --seed 4": "--greedy with --seed",
-    "prepare_data --out o --tokenizer gpt2 --revision x": "--revision with --source packaged",
-    "prepare_data --out o --tokenizer gpt2 --documents file": "--documents with --source packaged",
+    "prepare_data --out o --tokenizer gpt2 --revision x": "--revision without --source hub",
+    "prepare_data --out o --tokenizer gpt2 --documents file": "--documents without --source text",
+    "prepare_data --out o --tokenizer gpt2 --text t --name n": "--text with --name",
+    "pretrain --text t --set data.name=n": "--text with --set data.name",
+    "pretrain --new_vocabulary": "--new_vocabulary without --init_from",
+    "show_data --text t --set data.source=text": "--text with --set data.source",
     "prepare_data --out o --tokenizer gpt2 --dedup none --shingle 3": "--shingle with --dedup none",
     "prepare_data --out o --tokenizer gpt2 --ngram 3": "--ngram without --decontaminate",
 }

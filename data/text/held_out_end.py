@@ -1,0 +1,117 @@
+"""The end of a text, held out where whole documents are too few or too short to be."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter, deque
+from collections.abc import Iterator
+from itertools import count
+
+from data.split_rule import part_of
+from data.text.records import Document, SkippedRecords, Source
+from data.text.sources import files_of, open_source
+from recipes.families import TRAINED
+from recipes.problems import counted
+from recipes.schema import Recipe
+
+END = "the end of the text is held out, since whole documents are too few or too short"
+_KINDS = {"packaged": "plain text", "text": "plain text", "jsonl": "JSON lines"}
+CHARACTERS = 6  # of a token, at most where a vocabulary fits its text: English has 4.5 in GPT-2's
+_BLANK = re.compile(r"\s")
+_LONGEST_WORD = 50  # characters, in which a blank is looked for
+
+
+class EndHeldOut:
+    """A source whose last characters are its held-out documents; one shard."""
+
+    shards, finite = 1, True
+
+    def __init__(self, source: Source, characters: int, validation_every: int, test_every: int | None):
+        """Wrap a source; one sample surely needs at most so many `characters`."""
+        self.name, self.skipped = source.name, source.skipped
+        self._source, self._characters = source, characters
+        self._validation_every, self._test_every = validation_every, test_every
+
+    def fingerprint(self) -> str:
+        rule = f"end {self._characters} {self._validation_every} {self._test_every} "
+        return hashlib.sha256((rule + self._source.fingerprint()).encode()).hexdigest()
+
+    def documents(self, start: int = 0) -> Iterator[Document]:
+        """Yield the pieces under numbers that the rule of the split gives to their parts."""
+        texts = [document.text for document in self._source.documents()]
+        parts = ("validation", "test") if self._test_every else ("validation",)
+        total = sum(map(len, texts))
+        waiting = {}
+        for part in parts:
+            every = self._validation_every if part == "validation" else self._test_every or 1
+            most = total // (len(parts) + 2)
+            waiting[part] = deque(cut_end(texts, max(total // every, min(self._characters, most))))
+        waiting["train"] = deque(texts)
+        for index in count():
+            if not any(waiting.values()):
+                return
+            if pieces := waiting[part_of(index, self._validation_every, self._test_every)]:
+                document = Document(index, pieces.popleft())
+                if index >= start:
+                    yield document
+
+    def shard_documents(self, shard: int, start: int = 0) -> Iterator[Document]:
+        assert shard == 0
+        return self.documents(start)
+
+
+def cut_end(texts: list[str], characters: int) -> list[str]:
+    """Take about the last `characters` off the texts, from a blank on, and return them."""
+    end = deque[str]()
+    while characters > 0 and texts:
+        text = texts.pop()
+        at = len(text) - characters
+        if at > 0:
+            blank = _BLANK.search(text, at, at + _LONGEST_WORD)
+            at = blank.end() if blank else at
+            texts.append(text[:at])
+        end.appendleft(text[max(at, 0) :])
+        characters = -at
+    return [*end]
+
+
+def with_held_out_text(recipe: Recipe, source: Source) -> Source:
+    """Return the source, with its end held out where its held-out documents are shorter than a sample.
+
+    Reads documents until enough of them are held out. Raises ProblemsError: one is broken.
+    """
+    data, wanted = recipe.data, CHARACTERS * (recipe.sequence_length + 1)
+    if not source.finite:
+        return source
+    parts = {"validation", "test"} if data.test_every else {"validation"}
+    found = Counter[str]()
+    for document in source.documents():
+        found[part_of(document.index, data.validation_every, data.test_every)] += len(document.text)
+        if found["train"] and all(found[part] >= wanted for part in parts):
+            return source
+    return EndHeldOut(source, wanted, data.validation_every, data.test_every)
+
+
+def describe_text(recipe: Recipe) -> str:
+    """Say what a plan knows of the text: files, bytes, kind, column, split and vocabulary."""
+    data = recipe.data
+    told, ends = [], False
+    for origin in data.origins:
+        if origin.source in ("hub", "store"):
+            told.append(f"{origin.name} ({origin.source})")
+            continue
+        skipped = SkippedRecords() if data.broken_records == "skip" else None
+        source, files = with_held_out_text(recipe, open_source(origin, skipped=skipped)), files_of(origin)
+        size = sum(file.stat().st_size for file in files)
+        column = f", column {origin.text_column}" if origin.source in ("jsonl", "parquet") else ""
+        kind = _KINDS.get(origin.source, origin.source)
+        told.append(f"{source.name}: {counted(len(files), 'file')} of {kind}{column}, {size:,} bytes")
+        ends |= isinstance(source, EndHeldOut)
+    kind, path = data.tokenizer.kind, data.tokenizer.path
+    trained = ", trained on it" if kind in TRAINED else f" ({path})" if path else ""
+    return "; ".join([
+        *told,
+        END if ends else f"every {data.validation_every}th document is held out",
+        f"vocabulary {kind} of {recipe.model.vocab_size:,} tokens{trained}",
+    ])  # fmt: skip

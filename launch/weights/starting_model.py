@@ -1,0 +1,137 @@
+"""The model that a pretraining takes from given weights: shape, positions and tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from data.text.vocabulary import build_vocabulary, vocabulary_size
+from data.text.vocabulary_files import read_tokenizer
+from ds_configs.findings import Notice
+from launch.weights.foreign_weights import KEY, RunWeights
+from launch.weights.initial_weights import TOKENIZERS, GivenModel, InitialWeights
+from recipes import catalog
+from recipes.families import PUBLISHED_VOCABULARIES, TRAINED
+from recipes.problems import Problem
+from recipes.schema import Recipe
+
+INSIST = "--new_vocabulary"
+NAME_IT = "name theirs with --set data.tokenizer.kind=file --set data.tokenizer.path=DIR"
+_FILES = ("tokenizer.json", "vocab.txt", "merges.txt")
+_NOT_TAKEN = {"implementation", "vocab_divisible_by", "task_head", "head_classes"}  # of a run's model
+
+
+@dataclass(frozen=True)
+class StartingModel(InitialWeights):
+    """Weights in a directory, and what a pretraining takes from it besides.
+
+    Attributes:
+        recipe: the one that the user named, whose shape is compared with the weights'; None: theirs is taken.
+        insists: the user wants another vocabulary than theirs.
+    """
+
+    recipe: str | None = None
+    insists: bool = False
+
+    @property
+    def advice(self) -> str:
+        if self.recipe is None:
+            return "the weights decide: leave out {keys}"
+        return f"{super().advice}, or leave --recipe out: the weights decide then"
+
+    @cached_property
+    def tokenizer(self) -> Path | None:
+        """The directory of their tokenizer; None: they have none."""
+        saved, place = self.saved(), Path(self.directory)
+        if isinstance(saved, RunWeights):
+            place = saved.checkpoint.directory.parent.parent / "tokenizer"
+        return place if any((place / name).is_file() for name in _FILES) else None
+
+    @property
+    def recipe_name(self) -> str:
+        """The recipe of everything that the weights do not decide."""
+        return self.recipe or catalog.BY_FAMILY.get(self.model().form.family, catalog.DEFAULT_RECIPE)
+
+    def settings(self, texts: Sequence[str]) -> dict[str, Any]:
+        """Return the keys of a recipe that the weights decide, and their values; `texts`: of --set.
+
+        Raises ProblemsError: the weights do not say their shape, or have a tokenizer of another size.
+        """
+        size = None
+        if self.tokenizer and not self.insists:
+            size = vocabulary_size(read_tokenizer(self.tokenizer))
+        given = self.model(size)
+        values = self._shape(given) if self.recipe is None else {}
+        rows = given.shape["model.vocab_size"]
+        asked = any(text.strip().startswith("data.tokenizer") for text in texts)
+        for kind, known in PUBLISHED_VOCABULARIES.items():
+            if f"data.tokenizer.kind={kind}" in texts and known != rows:
+                came = f"data.tokenizer.kind={kind} has {known:,} tokens, and they have {rows:,} rows"
+                fix = "leave data.tokenizer out: their tokenizer is taken"
+                raise self.error([Problem("data.tokenizer.kind", came, fix=fix)])
+        if self.insists or asked:
+            return values
+        if size is None:
+            if self.recipe is None and rows in TOKENIZERS:
+                values["data.tokenizer"] = {"kind": TOKENIZERS[rows]}
+            return values
+        if self.recipe is not None:
+            if catalog.load(self.recipe).data.tokenizer.kind not in TRAINED:
+                return values
+        elif size != rows:
+            came = f"its tokenizer has {size:,} tokens, and its embedding {rows:,} rows"
+            raise self.error([Problem(KEY, came, "at most 1,023 rows pad", NAME_IT)])
+        values["data.tokenizer"] = {"kind": "file", "path": str(self.tokenizer)}
+        return values
+
+    def _shape(self, given: GivenModel) -> dict[str, Any]:
+        """Return the keys of the whole model."""
+        saved = self.saved()
+        if isinstance(saved, RunWeights):
+            model = saved.recipe.model.model_copy(update={"positions": saved.recipe.positions})
+            length = saved.recipe.sequence_length
+            values = model.model_dump(exclude=_NOT_TAKEN)
+        else:
+            recipe = given.as_recipe(catalog.load(self.recipe_name))
+            model, length = recipe.model, recipe.sequence_length
+            values = dict(given.model_values, layer_norm=model.layer_norm)
+            if not any(name.startswith(saved.sentence_head) for name in saved.stored(model)):
+                values["sentence_head"] = "none"
+        return {"sequence_length": length, **{f"model.{key}": value for key, value in values.items()}}
+
+    def check(self, recipe: Recipe) -> tuple[Notice, ...]:
+        """Check besides that the vocabulary is theirs, and say what is taken from where."""
+        notices = super().check(recipe)
+        if problems := list(self._vocabulary_problems(recipe)):
+            raise self.error(problems)
+        theirs = [] if self.recipe else ["shape", "positions"]
+        settings = recipe.data.tokenizer
+        said = [f"all else is of {self.recipe_name}"]
+        if settings.kind == "file" and settings.path == str(self.tokenizer):
+            theirs.append("tokenizer")
+        else:
+            said.append(f"the vocabulary is {settings.kind}")
+        if self.insists:
+            said.append(f"the loss starts high, since they know another one ({INSIST})")
+        taken = "; ".join([f"theirs are weights{', '.join(['', *theirs])}", *said])
+        return (*notices, Notice("init_from", f"initial weights: {taken}"))
+
+    def _vocabulary_problems(self, recipe: Recipe) -> Iterator[Problem]:
+        kind, key, rule = recipe.data.tokenizer.kind, "data.tokenizer.kind", "weights know their own tokens"
+        if self.insists:
+            return
+        if kind in TRAINED:
+            fix = "leave data.tokenizer out" if self.tokenizer else NAME_IT
+            has = "" if self.tokenizer else "holds no tokenizer, and "
+            came = f"{has}{key}={kind} trains a new vocabulary"
+            yield Problem(key, came, rule, f"{fix}, or insist with {INSIST}")
+        elif self.tokenizer:
+            ours = build_vocabulary(recipe, (), Path(), lambda line: None).get_vocab()
+            theirs = read_tokenizer(self.tokenizer).get_vocab()
+            other = sum(ours.get(token) != number for token, number in theirs.items())
+            if other:
+                came = f"{key}={kind} differs from {self.tokenizer} in {other:,} of {len(theirs):,} tokens"
+                yield Problem(key, came, rule, f"leave data.tokenizer out, or insist with {INSIST}")
