@@ -83,7 +83,8 @@ _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 # Source by which a type is read.
 _SOURCES = {"a parquet file": "parquet", JSON_LINES: "jsonl"}
 _SOURCES["the index of a token store"] = "store"
-_PLAIN, EMPTY = "plain text", "an empty file"
+_PLAIN = "plain text"
+_EMPTY, _NOT_UTF8 = "an empty file", "text that is not UTF-8"
 _BY_NAME = {".jsonl": JSON_LINES, ".ndjson": JSON_LINES, ".json": JSON_LINES, ".parquet": "a parquet file"}
 _WAYS = {
     ARROW: "make parquet of it: python -c \"import datasets; datasets.Dataset.from_file('FILE.arrow')"
@@ -94,8 +95,9 @@ _WAYS = {
     DUMP: "extract its articles: pip install wikiextractor==3.1.0; "
     "python -m wikiextractor.WikiExtractor --json FILE -o DIR; and give DIR as JSON lines",
     _WEB: "take the text out of it first, as datatrove does, and give JSON lines",
-    EMPTY: "remove it, or name the others by a glob",
+    _EMPTY: "remove it, or name the others by a glob",
     JSON_LIST: "make lines of it: jq -c '.[]' FILE > FILE.jsonl",
+    _NOT_UTF8: "make UTF-8 of it, if it is Latin-1: iconv -f LATIN1 -t UTF-8 FILE",
     "UTF-32": "make UTF-8 of it: iconv -f UTF-32 -t UTF-8 FILE",
     "UTF-16": "make UTF-8 of it: iconv -f UTF-16 -t UTF-8 FILE",
 }
@@ -127,12 +129,12 @@ def type_of(path: Path) -> tuple[str, str | None]:
             head = file.read(4096)
         codecs.getincrementaldecoder("utf-8")().decode(head)
     except UnicodeDecodeError:
-        return "text that is not UTF-8", None
+        return _NOT_UTF8, None
     except READ_ERRORS as error:
         return f"damaged or cut off ({error})", None
     suffix = _without_compression(path).suffix.lower()
     if not head:
-        return EMPTY, None
+        return _EMPTY, None
     if b"\0" in head:
         return "a file with NUL bytes", None
     if suffix in _BY_NAME:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import count
@@ -18,7 +17,7 @@ from recipes.schema import Recipe
 END = "the end of the text is held out, since whole documents are too few or too short"
 _KINDS = {"packaged": "plain text", "text": "plain text", "jsonl": "JSON lines"}
 CHARACTERS = 6  # of a token, at most where a vocabulary fits its text: English has 4.5 in GPT-2's
-_BLANK = re.compile(r"\s")
+_BLANKS = (" ", "\n", "\t")
 _LONGEST_WORD = 50  # characters, in which a blank is looked for
 
 
@@ -62,14 +61,15 @@ class EndHeldOut:
 
 
 def cut_end(texts: list[str], characters: int) -> list[str]:
-    """Take about the last `characters` off the texts, from a blank on, and return them."""
+    """Take the last `characters` off the texts, and what a word has before them; return them."""
     end = deque[str]()
     while characters > 0 and texts:
         text = texts.pop()
         at = len(text) - characters
         if at > 0:
-            blank = _BLANK.search(text, at, at + _LONGEST_WORD)
-            at = blank.end() if blank else at
+            before = text[max(0, at - _LONGEST_WORD) : at]
+            word = len(before) - 1 - max(before.rfind(blank) for blank in _BLANKS)
+            at -= word if word < len(before) else 0
             texts.append(text[:at])
         end.appendleft(text[max(at, 0) :])
         characters = -at
