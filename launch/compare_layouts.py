@@ -26,6 +26,7 @@ from launch.experiments.parity.layout_runs import run_cases
 from launch.machine import abilities
 from launch.ranks import ending, launch_environment
 from launch.ranks.processes import device_limit
+from launch.records.plan_text import titled
 from recipes import catalog
 from recipes.problems import Problem, ProblemsError, Setting, counted
 from recipes.schema import Recipe
@@ -97,7 +98,8 @@ def main() -> None:
             draw_curves,  # with matplotlib, which nothing else here needs
         )
 
-        draw_curves(reference, [row.run for row in rows], picture, recipe.title)
+        title = titled(recipe, catalog.load(args.recipe)).title
+        draw_curves(reference, [row.run for row in rows], picture, title)
     raise SystemExit(0 if rows and all(row.agrees for row in rows) else 1)
 
 

@@ -442,6 +442,8 @@ def test_a_run_keeps_its_vocabulary_and_refuses_another(tmp_path):
 
 # --init_from
 
+NEW = "--new_vocabulary"  # these weights have no tokenizer
+
 
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory) -> Path:
@@ -463,7 +465,7 @@ def foreign(tmp_path_factory) -> Path:
 @pytest.mark.long
 def test_a_run_from_given_weights_starts_at_the_loss_that_transformers_computes(foreign, tmp_path):
     directory = pretrain(
-        tmp_path / "run", 2, *FP32, "--set", "parallel.tp=2", "--init_from", str(foreign), stage=1
+        tmp_path / "run", 2, *FP32, "--set", "parallel.tp=2", "--init_from", str(foreign), NEW, stage=1
     )
     recipe = catalog.load_resolved(directory / "recipe.yaml")
     expected = transformers_loss(foreign, recipe)
