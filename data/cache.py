@@ -26,7 +26,8 @@ class UnwritableCache(ValueError):
 
 def default_directory() -> Path:
     """Return `$MEGARECIPES_CACHE`, or `megarecipes` in `$XDG_CACHE_HOME` or ~/.cache."""
-    if chosen := os.environ.get("MEGARECIPES_CACHE"):
+    chosen = os.environ.get("MEGARECIPES_CACHE")
+    if chosen:
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megarecipes"
 

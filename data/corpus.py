@@ -99,7 +99,8 @@ def check_sources(recipe: Recipe) -> None:
 
     Raises ValueError: files or packages are missing, or a store is damaged or of another vocabulary.
     """
-    data, family = recipe.data, recipe.model.family
+    data = recipe.data
+    family = recipe.model.family
     for origin in data.origins:
         check_origin(origin, family)
     known = data.tokenizer.kind in ("file", "store")  # the others are published, or trained
@@ -150,7 +151,8 @@ def _all_parts(
         wanted = largest_remainder(weights, recipe.run.validation_samples).tolist()
     parts = []
     for origin, source, count in zip(origins, sources, wanted, strict=True):
-        if opened := opened_store(recipe, origin, source, family.tokenizer, directory, say):
+        opened = opened_store(recipe, origin, source, family.tokenizer, directory, say)
+        if opened:
             parts.append(store_parts(recipe, family, opened, max(count, 1)))
         else:
             assert source is not None

@@ -47,7 +47,8 @@ class EpochOrders:
     """
 
     def __init__(self, samples: int):
-        self._samples, self._lock = samples, threading.Lock()
+        self._samples = samples
+        self._lock = threading.Lock()
         self._orders: dict[tuple[int, int], np.ndarray] = {}
 
     def locate(self, position: int, seed: int) -> tuple[int, int]:

@@ -58,13 +58,16 @@ def text_lengths(
 
     `watch` wraps the documents of a stream, for a progress bar.
     """
-    family, directory = family_of(recipe, tokenizer), cache.default_directory()
+    family = family_of(recipe, tokenizer)
+    directory = cache.default_directory()
     sentences = recipe.model.facts.masked
     for origin in recipe.data.origins:
         source = open_origin(recipe, origin, say)
-        if opened := opened_store(recipe, origin, source, tokenizer, directory, say):
+        opened = opened_store(recipe, origin, source, tokenizer, directory, say)
+        if opened:
             store = opened.store
-            sizes, borders = np.array(store.sizes), np.array(store.document_index)
+            sizes = np.array(store.sizes)
+            borders = np.array(store.document_index)
             yield TextLengths.of(opened.name, sizes, borders, sentences, whole=True)
             continue
         assert source is not None

@@ -116,7 +116,8 @@ class Prefetcher(Generic[T]):
                 if thread is not threading.current_thread():
                     thread.join(JOIN_TIMEOUT_S)
 
-        self._produce, self._following = produce_until_one_fails, start
+        self._produce = produce_until_one_fails
+        self._following = start
         self._pool = pool = ThreadPoolExecutor(threads, "loader-", begin)
         self._results: deque[Future[T]] = deque()
         for _ in range(threads + 1):
@@ -180,7 +181,10 @@ class StepBatches:
 
         Raises ValueError: the state is of another step, or of data read in another way.
         """
-        self._samples, self._seed, self._layout, self._pinned = samples.fresh(), seed, layout, pinned
+        self._samples = samples.fresh()
+        self._seed = seed
+        self._layout = layout
+        self._pinned = pinned
         self.step = start_step
         self.last: list[MicroBatch] = []
         self.bit_sum = 0
@@ -226,7 +230,8 @@ class StepBatches:
 
     def digest(self, step: int) -> str:
         """Return the SHA-256 of a step's global batch. It reads the whole batch: for checks only."""
-        first, size = self._sizes.samples(step), self._sizes.size(step)
+        first = self._sizes.samples(step)
+        size = self._sizes.size(step)
         fields = self._samples.fresh().take(range(first, first + size), self._seed)
         return batch_digest([micro_batch(fields, np.ones(size))])
 
@@ -241,7 +246,8 @@ def _make_step(
     step: int,
 ) -> Made:  # fmt: skip
     """Make the batches of the step after `step` completed ones, the state after it and their `batch_sum`."""
-    rows, micro = sizes.samples(step) + rank_rows(layout, dp_rank, sizes.size(step)), layout.micro
+    rows = sizes.samples(step) + rank_rows(layout, dp_rank, sizes.size(step))
+    micro = layout.micro
     fields = samples.take(rows.ravel().tolist(), seed)
     weights = np.full(micro, 1.0 / micro)
     batches = [micro_batch(fields.rows(slice(at, at + micro)), weights) for at in range(0, rows.size, micro)]

@@ -17,7 +17,8 @@ def find_package(package: str) -> Path | None:
 
 def package_directory(package: str, needed_for: Words) -> Path:
     """Return the directory of a required package. Raises ProblemsError: it is not installed."""
-    if found := find_package(package):
+    found = find_package(package)
+    if found:
         return found
     came = (needed_for, f" needs the package {package}")
     raise ProblemsError([Problem("", came, fix=f"pip install -r requirements.txt, or {package} alone")])

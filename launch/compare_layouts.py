@@ -128,7 +128,8 @@ def build_parser() -> argparse.ArgumentParser:
 def chosen_cases(args: argparse.Namespace) -> list[LayoutCase]:
     """Return the requested layouts; layouts requested by name also if they have too many processes."""
     names = [c.name for c in CASES]
-    if unknown := [name for name in args.only or [] if name not in names]:
+    unknown = [name for name in args.only or [] if name not in names]
+    if unknown:
         ending.refuse(f"--only {'; '.join(unknown)}: no such layout; there are: {'; '.join(names)}")
     if args.only:
         return [c for c in CASES if c.name in args.only]
@@ -148,7 +149,8 @@ def chosen_recipe(args: argparse.Namespace) -> Recipe:
     """Return the recipe for all layouts. Raises ProblemsError."""
     keys = {setting: setting.partition("=")[0].strip() for setting in args.set}
     decided = tuple(f"{key}." for key in DECIDED)
-    rule, fix = "every layout decides it", "leave it out, and name layouts with --only (--list shows them)"
+    rule = "every layout decides it"
+    fix = "leave it out, and name layouts with --only (--list shows them)"
     given = [(key, f"--set {setting}") for setting, key in keys.items() if f"{key}.".startswith(decided)]
     if given:
         raise ProblemsError(Problem(key, came, rule, fix) for key, came in given)
@@ -156,10 +158,8 @@ def chosen_recipe(args: argparse.Namespace) -> Recipe:
     recipe = catalog.load(args.recipe, [*FORCED, *args.set], tiny=args.tiny, steps=steps)
     if args.compile and recipe.model.implementation == "transformers":
         came = Setting("model.implementation", "transformers"), " with --compile"
-        rule, fix = (
-            "these rows run transformers' modules uncompiled, as their source did",
-            "leave --compile out",
-        )
+        rule = "these rows run transformers' modules uncompiled, as their source did"
+        fix = "leave --compile out"
         raise ProblemsError([Problem("--compile", came, rule, fix)])
     return recipe
 

@@ -100,7 +100,8 @@ def export(
         terminal.say(f"WARNING: {each}; step {checkpoint.step} is exported", sys.stderr)
     place = new_output.new_directory("--out", out)
     place = place.resolve() if place.is_symlink() else place  # an export takes its place whole
-    tokenizer, size = vocabulary.load(run), checkpoint.manifest.bytes
+    tokenizer = vocabulary.load(run)
+    size = checkpoint.manifest.bytes
     with bar(sys.stderr, total=size, unit="B", unit_scale=True, desc="checksums") as shown:
         done = exporting.export(
             checkpoint, recipe, tokenizer, place, dtype, run=run, compare_logits=compare_logits,

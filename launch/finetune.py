@@ -79,7 +79,8 @@ RULES = (
 
 def build_parser() -> argparse.ArgumentParser:
     parser = arguments.command((__doc__ or "").split("\n\n")[0], EXAMPLES, RULES)
-    add, positive = parser.add_argument_group("what to train").add_argument, arguments.number(0, 10**6)
+    add = parser.add_argument_group("what to train").add_argument
+    positive = arguments.number(0, 10**6)
     names = ", ".join(f"{name}: {facts.title.split(',')[0]}" for name, facts in TASKS.items())
     add("--task", required=True, choices=list(TASKS), metavar="TASK", help=names)
     init = "weights of the encoder, a run of this project or a BERT that save_pretrained wrote; heads are new"
@@ -130,10 +131,12 @@ def check_flags(args: argparse.Namespace, several: bool) -> None:
     problems = []
     if several and processes.launched():
         fix = f"start it as python launch/finetune.py, with --ranks {processes.world_size()}"
-        came, rule = "--seeds or --ensemble under a launcher", "each run starts its own processes"
+        came = "--seeds or --ensemble under a launcher"
+        rule = "each run starts its own processes"
         problems.append(Problem("--seeds", came, rule, fix))
     if args.ensemble and args.seeds < MEMBERS:
-        rule, fix = f"the seeds' models answer together, {MEMBERS} at least", "add --seeds 5"
+        rule = f"the seeds' models answer together, {MEMBERS} at least"
+        fix = "add --seeds 5"
         problems.append(Problem("--ensemble", f"--ensemble with --seeds {args.seeds}", rule, fix))
     if problems:
         raise ProblemsError(problems)

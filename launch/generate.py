@@ -70,7 +70,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--tokenizer", metavar="DIR", help=vocabulary)
     arguments.add_weights_arguments(add)
     add = parser.add_argument_group("how").add_argument
-    whole, above, share = arguments.whole(), arguments.number(0), arguments.number(0, 1)
+    whole = arguments.whole()
+    above = arguments.number(0)
+    share = arguments.number(0, 1)
     tokens = "at most N after each prompt (default: %(default)s)"
     add("--tokens", type=whole, default=80, metavar="N", help=tokens)
     add("--samples", type=whole, default=1, metavar="N", help="of each prompt (default: %(default)s)")
@@ -109,14 +111,18 @@ def main() -> None:
 def check_flags(args: argparse.Namespace) -> None:
     """Refuse contradictory or missing flags, and several processes. Raises ProblemsError."""
     problems = []
-    if (ranks := processes.world_size()) > 1:
-        rule, fix = "one process writes all texts", "start it with python, or set WORLD_SIZE to 1"
+    ranks = processes.world_size()
+    if ranks > 1:
+        rule = "one process writes all texts"
+        fix = "start it with python, or set WORLD_SIZE to 1"
         problems.append(Problem("WORLD_SIZE", f"{ranks} processes", rule, fix))
     if not (args.prompt or args.file):
-        rule, fix = "prompts come from one of them", "add --prompt TEXT"
+        rule = "prompts come from one of them"
+        fix = "add --prompt TEXT"
         problems.append(Problem("--prompt", "neither --prompt nor --file", rule, fix))
     if args.greedy and args.samples > 1:
-        came, rule = f"--greedy with --samples {args.samples}", "all of them would be the same"
+        came = f"--greedy with --samples {args.samples}"
+        rule = "all of them would be the same"
         problems.append(Problem("--samples", came, rule, "leave one of the two out"))
     if problems:
         raise ProblemsError(problems)
@@ -134,7 +140,8 @@ def checked_job(args: argparse.Namespace) -> Job:
     model = trained_model.open_model(args.model, args.tokenizer, stated=args.weights_args)
     conversion_of(model.recipe.model)  # transformers has its family
     prompts = writing.encode(given, model)
-    if problems := [*unfit(args, model), *writing.unfit(prompts, model)]:
+    problems = [*unfit(args, model), *writing.unfit(prompts, model)]
+    if problems:
         raise ProblemsError(problems)
     sampling = None
     if not args.greedy:

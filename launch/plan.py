@@ -39,12 +39,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     """Run the subcommand; the exit code."""
-    args, written = build_parser().parse_args(), sys.argv[1:]
+    args = build_parser().parse_args()
+    written = sys.argv[1:]
     if args.question and written[0] != args.question:  # the subcommand's defaults have taken their place
-        came, rule = (
-            " ".join(written[: written.index(args.question) + 1]),
-            "each question has flags of its own",
-        )
+        came = " ".join(written[: written.index(args.question) + 1])
+        rule = "each question has flags of its own"
         fix = f"write them after it: plan.py {args.question} {written[0]} …"
         raise ProblemsError([Problem(written[0], came, rule, fix)])
     return args.run(args)

@@ -89,7 +89,8 @@ class StopSignal(BaseException):
 def build_parser() -> argparse.ArgumentParser:
     """Make the flags of `Origin` and `Tokenizer` of `recipes.schema` and of `Settings`."""
     parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES, RULES)
-    group, kinds = parser.add_argument_group("what is read"), get_type_hints(Origin)
+    group = parser.add_argument_group("what is read")
+    kinds = get_type_hints(Origin)
     path = "a file, a directory or a glob, whose kind is found out, in place of --source and --name"
     group.add_argument("--text", metavar="PATH", help=path)
     for name, field in Origin.model_fields.items():
@@ -150,7 +151,8 @@ def run(args: argparse.Namespace, screen: Screen) -> None:
     except (ValueError, PreparationFailed) as error:
         ending.refuse(error, getattr(error, "exit_code", 2))
     except OSError as error:  # the disk is full, a file went away
-        told, elsewhere = told_by(error), "begin again with --out elsewhere"
+        told = told_by(error)
+        elsewhere = "begin again with --out elsewhere"
         said = str(problem(told, Path(args.out), elsewhere)) if told else str(error)
         ending.refuse(f"{said}: once that is mended, the same command resumes from {args.out}.partial", 1)
     if report is None:
@@ -218,7 +220,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
         column = args.text_column if "text_column" in args.given else None
         found = text_settings(args.text, column)
         args.name = [args.text]
-        args.source, args.text_column = found["data.source"], found["data.text_column"]
+        args.source = found["data.source"]
+        args.text_column = found["data.text_column"]
     if args.source != "packaged" and not args.name:
         fix = "give paths or globs of the files (hub: names of datasets)"
         problems.append(Problem("--name", f"--source {args.source} needs --name", fix=fix))
@@ -228,7 +231,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
         fix = f"give one of {', '.join(kinds)}; file as file:PATH"
         problems.append(Problem("--tokenizer", f"--tokenizer {args.tokenizer}", fix=fix))
     elif path and kind not in ("file", "bert_uncased", "bert_cased", "store"):
-        came, rule = f"--tokenizer {args.tokenizer}", f"{kind} takes no path"
+        came = f"--tokenizer {args.tokenizer}"
+        rule = f"{kind} takes no path"
         problems.append(Problem("--tokenizer", came, rule, f"give {kind}, or file:{path}"))
     if problems:
         raise ProblemsError(problems)
@@ -245,7 +249,8 @@ class Screen:
     LINE_EVERY_S = 30.0
 
     def __init__(self, stream: TextIO):
-        self._stream, self._shown = stream, time.monotonic()
+        self._stream = stream
+        self._shown = time.monotonic()
         self._phase: tuple[str, float | None, str] = ("", None, "")
         self._bar: Any = None
 

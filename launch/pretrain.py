@@ -103,7 +103,8 @@ def main() -> None:
 
 def training_of(args: argparse.Namespace) -> Training:
     """Make the training of the flags. Raises ValueError with every problem."""
-    laid, weights = dict[str, Any](), None
+    laid = dict[str, Any]()
+    weights = None
     if args.text is not None:
         laid |= text_settings(args.text, arguments.stated(args.set, "data.text_column"))
     if args.init_from is not None:

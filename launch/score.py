@@ -139,7 +139,8 @@ def checked(args: Namespace) -> tuple[ScoringJob, Path | None]:
         # What cannot be added to is said before the hours of scoring.
         read_scores(job.model.run)
         if not args.out and (problem := place_problem(job.model.run)):
-            came, rule = f"{job.model.run}: {SCORES} {problem[0]}", "scores are kept with their run"
+            came = f"{job.model.run}: {SCORES} {problem[0]}"
+            rule = "scores are kept with their run"
             fix = "add --out FILE.json, and only that is written"
             raise ProblemsError([Problem("--out", came, rule, fix)])
     return job, out
@@ -151,7 +152,8 @@ def check_settings(args: Namespace) -> None:
     for setting in args.set:
         key = setting.partition("=")[0].strip()
         section = key.partition(".")[0]
-        if flag := BY_FLAGS.get(section):
+        flag = BY_FLAGS.get(section)
+        if flag:
             problems.append(Problem(key, f"--set {setting}", f"{flag} decides it", f"give {flag}"))
         elif section in FOR_TRAINING:
             problems.append(Problem(key, f"--set {setting}", "nothing is trained here", "leave it out"))

@@ -116,7 +116,8 @@ def check(args: argparse.Namespace, recipe: Recipe) -> None:
 
 
 def show_samples(recipe: Recipe, corpus: Corpus, args: argparse.Namespace) -> int:
-    first, size = recipe.batch.schedule.samples(args.step), recipe.batch.schedule.size(args.step)
+    first = recipe.batch.schedule.samples(args.step)
+    size = recipe.batch.schedule.size(args.step)
     if args.split == "train":
         count = min(args.samples, size)
         fields = corpus.train.fresh().take(range(first, first + count), recipe.seed)
@@ -124,7 +125,8 @@ def show_samples(recipe: Recipe, corpus: Corpus, args: argparse.Namespace) -> in
     else:
         held_out = getattr(corpus, args.split)
         count = min(args.samples, len(held_out))
-        fields, where = held_out.take(range(count)), f"{args.split} sample {{}} of {len(held_out)}"
+        fields = held_out.take(range(count))
+        where = f"{args.split} sample {{}} of {len(held_out)}"
     vocabulary = f"vocabulary of {corpus.summary['vocabulary_size']}"
     print(f"{corpus.summary['source']}: {recipe.sequence_length} tokens per sample, {vocabulary}")
     for row in range(count):
@@ -138,7 +140,8 @@ def show_lengths(recipe: Recipe, corpus: Corpus, most: int) -> int:
     from data.lengths import text_lengths
     from launch.console.progress import bar
 
-    whole, length = corpus.summary.get("samples_per_epoch", most), recipe.sequence_length
+    whole = corpus.summary.get("samples_per_epoch", most)
+    length = recipe.sequence_length
 
     def watched(documents: Iterable[Any]) -> Iterable[Any]:
         return bar(sys.stderr, iterable=documents, desc="documents", total=most)
@@ -155,7 +158,8 @@ def show_lengths(recipe: Recipe, corpus: Corpus, most: int) -> int:
     if not recipe.model.facts.masked:
         print(f"samples: each has {length} tokens and no padding, whatever the documents' lengths")
         return 0
-    samples, count = corpus.train.fresh(), min(most, whole)
+    samples = corpus.train.fresh()
+    count = min(most, whole)
     positions = bar(sys.stderr, desc="samples", total=count)
     tokens = []
     for first in range(0, count, recipe.batch.global_):
@@ -224,7 +228,8 @@ def step_hashes(
     """Yield the hash of each step, joined from the batches of all ranks of a layout."""
     from data.loader import StepBatches, batch_digest
 
-    samples, seed = corpus.train, recipe.seed
+    samples = corpus.train
+    seed = recipe.seed
     sizes = recipe.batch.schedule
     ranks = [
         StepBatches(samples, seed, layout, rank, first, workers=workers, sizes=sizes)

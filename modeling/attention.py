@@ -112,8 +112,11 @@ class _Blocks(torch.autograd.Function):
         causal: bool,
         p: float,
     ) -> Tensor:
-        ctx.causal, ctx.p = causal, p
-        outs, largests, totals = [], [], []
+        ctx.causal = causal
+        ctx.p = p
+        outs = []
+        largests = []
+        totals = []
         for start in range(0, q.shape[-2], QUERIES):
             block, seen = _block(start, q.shape[-2], causal)
             scores = _scores(q[..., block, :], k[..., seen, :], mask, start, causal)
@@ -133,13 +136,16 @@ class _Blocks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask, rows, out, largest, total = ctx.saved_tensors
-        S, scale = q.shape[-2], q.shape[-1] ** -0.5
+        S = q.shape[-2]
+        scale = q.shape[-1] ** -0.5
         along = (gradient.float() * out.float()).sum(-1, keepdim=True)
         of_q: list[Tensor] = []
         of_k = of_v = torch.empty(0)
         for start in reversed(range(0, S, QUERIES)):  # the last block, which sees all keys, first
             block, seen = _block(start, S, ctx.causal)
-            queries, keys, incoming = q[..., block, :], k[..., seen, :], gradient[..., block, :]
+            queries = q[..., block, :]
+            keys = k[..., seen, :]
+            incoming = gradient[..., block, :]
             scores = _scores(queries, keys, mask, start, ctx.causal)
             exponentials = torch.exp(scores - largest[..., block, :])
             weights = kept_weights = (exponentials / total[..., block, :]).to(v.dtype)
@@ -150,10 +156,12 @@ class _Blocks(torch.autograd.Function):
                 )
             of_scores = (weights * (of_weights - along[..., block, :]) * scale).to(q.dtype)
             of_q.insert(0, of_scores @ keys)
-            of_keys, of_values = of_scores.mT @ queries, kept_weights.mT @ incoming
+            of_keys = of_scores.mT @ queries
+            of_values = kept_weights.mT @ incoming
             if not of_k.numel():
                 wide = torch.float32 if S > QUERIES else k.dtype  # several are added up
-                of_k, of_v = of_keys.to(wide), of_values.to(wide)
+                of_k = of_keys.to(wide)
+                of_v = of_values.to(wide)
             else:
                 of_k[..., seen, :] += of_keys
                 of_v[..., seen, :] += of_values

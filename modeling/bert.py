@@ -61,7 +61,8 @@ class BertShape(ModelShape):
 
 def shape_of(recipe: Recipe, padded_vocab: int) -> BertShape:
     """Return the shape of the recipe's model, with `padded_vocab` rows of the embedding."""
-    post_norm, sentence_head = recipe.model.layer_norm == "post", recipe.model.sentence_head
+    post_norm = recipe.model.layer_norm == "post"
+    sentence_head = recipe.model.sentence_head
     common = common_shape(recipe, padded_vocab)
     return BertShape(**common, post_norm=post_norm, sentence_head=sentence_head)
 
@@ -170,7 +171,8 @@ def encoder(shape: BertShape, group: Group, init: Init, inputs: int) -> list[Lay
     cut_over: Any = dict(cut_over=shape.positions_group(group))
     embedding = dict(shape=shape, init=init.child("embedding"), **cut_over)
     final_norm = dict(hidden=shape.hidden, init=init.child("final_norm"), eps=BERT_NORM_EPS, **cut_over)
-    embed, attend = partial(_embed, **cut_over, inputs=inputs), partial(_attend, inputs=inputs)
+    embed = partial(_embed, **cut_over, inputs=inputs)
+    attend = partial(_attend, inputs=inputs)
     tied = inputs == 4  # to the output layer, which a task has not
     return [
         word_layer(shape, group, init, cut=shape.sequence_parallel, tied=tied),
@@ -244,7 +246,8 @@ class TaskShape(BertShape):
 
 def task_shape_of(recipe: Recipe, padded_vocab: int) -> TaskShape:
     """Return the shape of the recipe's model, with `padded_vocab` rows of the embedding."""
-    model, encoder = recipe.model, vars(shape_of(recipe, padded_vocab))
+    model = recipe.model
+    encoder = vars(shape_of(recipe, padded_vocab))
     choices = model.head_classes if model.task_head == "choice" else 1
     return TaskShape(**encoder, task_head=model.task_head, outputs=head_outputs(model), choices=choices)
 
@@ -254,7 +257,8 @@ class SampleHead(nn.Module):
 
     def __init__(self, shape: TaskShape, *, init: Init, cut_over: Group = None):
         super().__init__()
-        self.logits, self.cut_over = shape.outputs * shape.choices, cut_over
+        self.logits = shape.outputs * shape.choices
+        self.cut_over = cut_over
         linear = partial(ColumnParallelLinear, shape.hidden, group=None)
         self.pooler = linear(shape.hidden, init=init.child("pooler"))
         self.dropout = HiddenDropout(shape.hidden, shape.hidden_dropout, init=init.child("dropout"))
@@ -291,7 +295,8 @@ class SpanHead(nn.Module):
             counts = lengths.offsets.diff()[:-1].long()
             places = torch.arange(lengths.longest, device=x.device)
             at = lengths.firsts.long()[:, None] + places.minimum(counts[:, None] - 1)
-            logits, lengths = logits[0, at], counts
+            logits = logits[0, at]
+            lengths = counts
         if lengths is None:
             return logits
         real = padding_mask(lengths, logits.shape[1])[:, 0, 0, :, None]

@@ -77,7 +77,8 @@ def _count_stage(stage: Sequence[LayerDefinition], once: dict[str, int]) -> int:
         for p in module.parameters():
             assert p.is_meta, f"{layer}: a parameter has memory: it was not made by Init"
             held += p.numel()
-            name, size = canonical_name(p), prod(full_shape(p))
+            name = canonical_name(p)
+            size = prod(full_shape(p))
             assert once.setdefault(name, size) == size, f"{name} has another size on another rank"
     return held
 
@@ -113,7 +114,8 @@ def count_transformers(model: Model, positions: int) -> RankCounts:
 
 def full_shape(parameter: nn.Parameter) -> list[int]:
     """Return the shape of the full, unpadded tensor of this rank's `parameter`."""
-    shape, shard = list(parameter.shape), shard_of(parameter)
+    shape = list(parameter.shape)
+    shard = shard_of(parameter)
     if shard is not None:
         shape[shard.dim] = shard.entries
     return shape

@@ -42,7 +42,8 @@ def missing_for_kernels() -> tuple[str, ...]:
 
 def failure_of_kernels(device: torch.device) -> str | None:
     """Compile a small kernel and run it on the GPU; return what is missing or went wrong, or None."""
-    if missing := missing_for_kernels():
+    missing = missing_for_kernels()
+    if missing:
         return f"no {', no '.join(missing)}"
     try:
         _compiled(_shifted)(torch.zeros(8, device=device))

@@ -123,7 +123,8 @@ def in_transformers(recipe: Recipe, weights: Mapping[str, Tensor], dtype: torch.
 
 def _see(window: Window, attention: Any, given: tuple[Tensor], named: dict[str, Any]) -> tuple[Any, Any]:
     """Set the mask of a sparse layer, for samples without padding."""
-    new, kept = given[0].shape[1], named["past_key_values"]
+    new = given[0].shape[1]
+    kept = named["past_key_values"]
     before = 0 if kept is None else kept.get_seq_length(attention.layer_idx)
     keys = torch.arange(before + new, device=given[0].device)
     mask = visible(keys[before:, None], keys[None], window, attention.num_heads)
@@ -184,7 +185,8 @@ def _generate(
 ) -> list[Continuation]:
     """Continue prompts by up to `limit` tokens in one batch, padded on the left."""
     longest = max(len(request.prompt) for request in requests)
-    rows, masks = [], []
+    rows = []
+    masks = []
     for request in requests:
         padding = longest - len(request.prompt)
         rows.append([0] * padding + [*request.prompt])

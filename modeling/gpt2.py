@@ -88,7 +88,8 @@ def _finish(norm: nn.Module, stream: Stream) -> Tensor:
 
 def layer_list(shape: GPT2Shape, *, group: Group, init: Init) -> list[LayerDefinition]:
     """Return the layers, tokens (B, S) -> logits (B, S, V/t); the first and the last share a module."""
-    cut, cut_over = shape.sequence_parallel, shape.positions_group(group)
+    cut = shape.sequence_parallel
+    cut_over = shape.positions_group(group)
     position = dict(shape=shape, init=init.child("position"), cut_over=cut_over)
     final_norm = dict(hidden=shape.hidden, init=init.child("final_norm"), cut_over=cut_over)
     return [

@@ -34,7 +34,8 @@ from modeling import fusing
 from modeling.initialization import Init
 
 _STEP = 0x9E3779B97F4A7C15  # of SplitMix64, whose finalizer `mixed` is, with Stafford's constants
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
 
 
 def salts_of(seed: int, step: int, samples: Tensor, positions: int) -> Tensor:

@@ -32,7 +32,8 @@ def shared_draws(draws: Sequence[Draw], group: Group, device: str) -> Iterator[t
 
     All ranks draw one each, then send them in turn, on `device`.
     """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    size = dist.get_world_size(group)
     for start in range(0, len(draws), size):
         block = draws[start : start + size]
         own = [draw() for *_, draw in block[rank : rank + 1]]
@@ -98,7 +99,8 @@ class Init:
     def _parameter(
         self, leaf: str, shape: Size, shard: Shard | None, fill: Callable[[str], Tensor], drawn: bool = False
     ) -> Parameter:
-        name, size = self.child(leaf).name, shard.local_shape(shape) if shard else shape
+        name = self.child(leaf).name
+        size = shard.local_shape(shape) if shard else shape
         lacking = self.given is None or (name.startswith(self.new or ("\0",)) and name not in self.given)
 
         def own_slice() -> Tensor:

@@ -222,7 +222,9 @@ class PipelineLoss:
     """The loss of the last stage; keeps its parts for `take_parts`."""
 
     def __init__(self, function: Loss, group: Group, part_names: Parts):
-        self.function, self.group, self.part_names = function, group, part_names
+        self.function = function
+        self.group = group
+        self.part_names = part_names
         self.parts: list[Tensor] = []  # of the micro-batches since `take_parts`
 
     def __call__(self, stream: Stream, targets: tuple[Tensor, ...]) -> Tensor:
@@ -234,7 +236,8 @@ class PipelineLoss:
 
     def take_parts(self) -> Tensor | None:
         """Return the parts (micro-batches, parts) since the last call; None on the other stages."""
-        taken, self.parts = self.parts, []
+        taken = self.parts
+        self.parts = []
         return torch.stack(taken) if taken else None
 
 
@@ -384,7 +387,8 @@ class Family:
 
     def plain(self, shape: Any, *, group: Group, init: Init) -> Stack:
         """Build the plain form: it takes `fields.inputs`, then `fields.targets`."""
-        layers, parts = self.layer_list(shape, group=group, init=init), self.loss_parts(shape)
+        layers = self.layer_list(shape, group=group, init=init)
+        parts = self.loss_parts(shape)
         inputs = len(self.fields.inputs)
         return Stack(layers, shape, group=group, loss=self.loss, loss_parts=parts, inputs=inputs)
 

@@ -131,7 +131,8 @@ def in_fixed(query: Tensor, key: Tensor, head: Tensor, pattern: Fixed) -> Tensor
 
 def visible(query: Tensor, key: Tensor, window: Window, heads: int) -> Tensor:
     """Return the mask of any pattern: positions (..., S, 1) and (..., 1, L) -> (..., N or 1, S, L)."""
-    query, key = query[..., None, :, :], key[..., None, :, :]
+    query = query[..., None, :, :]
+    key = key[..., None, :, :]
     if isinstance(window, Fixed):
         head = torch.arange(heads, device=key.device).view(-1, 1, 1)
         return in_fixed(query, key, head, window)

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 # causal layer the earlier ones.
 Seen: TypeAlias = "Tensor | Row | None"
 _TWICE = 2 * math.sqrt(2 / math.pi)
-GPT2_NORM_EPS, BERT_NORM_EPS = 1e-5, 1e-12  # of the original implementations
+# of the original implementations
+GPT2_NORM_EPS = 1e-5
+BERT_NORM_EPS = 1e-12
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ class LayerNorm(nn.Module):
 
     def __init__(self, hidden: int, *, init: Init, eps: float = GPT2_NORM_EPS, cut_over: Group = None):
         super().__init__()
-        self.eps, self.cut_over = eps, cut_over
+        self.eps = eps
+        self.cut_over = cut_over
         self.weight = init.ones("weight", (hidden,))
         self.bias = init.zeros("bias", (hidden,))
 
@@ -114,7 +117,8 @@ class Attention(nn.Module):
         if self.window is not None:
             from modeling.sparse_attention import prepared_mask
 
-            heads, size = self.local_heads, self.head_size
+            heads = self.local_heads
+            size = self.head_size
             self.block_mask = prepared_mask(device, dtype, positions, self.window, heads, size)
 
     def forward(self, x: Tensor, lengths: Seen = None) -> Tensor:
@@ -163,7 +167,8 @@ class MLP(nn.Module):
 
     def __init__(self, shape: LayerShape, *, group: Group, init: Init):
         super().__init__()
-        hidden, wide = shape.hidden, 4 * shape.hidden
+        hidden = shape.hidden
+        wide = 4 * shape.hidden
         self.gelu = tanh_gelu if shape.tanh_gelu else F.gelu
         how: dict[str, Any] = dict(group=group, sequence=shape.sequence_parallel)
         self.expand = ColumnParallelLinear(hidden, wide, init=init.child("expand"), **how)

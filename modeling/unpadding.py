@@ -25,7 +25,9 @@ from modeling.attention import attention
 MOST_WEIGHTS = 2**21  # attention weights computed at once: few enough for a cache
 ROW_MULTIPLE = 64  # matrix units want it, and few different sizes keep torch's memory in one piece
 VARLEN_DTYPES = (torch.bfloat16, torch.float16)
-VARLEN_HEAD_SIZE, VARLEN_CAPABILITY = 256, (8, 0)  # at most; at least: what FlashAttention takes
+# at most; at least: what FlashAttention takes
+VARLEN_HEAD_SIZE = 256
+VARLEN_CAPABILITY = (8, 0)
 
 
 class Row(NamedTuple):
@@ -154,7 +156,8 @@ def _backward(gradient: Tensor, qkv: Tensor, offsets: Tensor) -> Tensor:
         upper = _tokens_first(gradient[rows], count).reshape(count * N, -1, D)
         of_weights = upper @ v.transpose(1, 2)
         of_scores = torch.ops.aten._softmax_backward_data(of_weights, weights, -1, q.dtype)
-        of_q, of_k = _scaled_product(of_scores, k, D), _scaled_product(of_scores.transpose(1, 2), q, D)
+        of_q = _scaled_product(of_scores, k, D)
+        of_k = _scaled_product(of_scores.transpose(1, 2), q, D)
         found = of_q, of_k, weights.transpose(1, 2) @ upper
         for part, each in zip(out[rows].unbind(2), found, strict=True):
             _tokens_first(part, count).copy_(each.view(count, N, -1, D))

@@ -76,14 +76,16 @@ def load(
     Raises RecipeError: no such recipe, or all its problems, one line each.
     """
     table, row = find(name)
-    values, where = table.row(row), f"{table.name}/{row}"
+    values = table.row(row)
+    where = f"{table.name}/{row}"
     if tiny:
         values = shrink(validate(values, where, table.document, table.paths(row))).model_dump(by_alias=True)
     recipe = validate(values, where, table.document, table.paths(row), overrides, laid)
     if steps is None:
         return recipe
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        rule, fix = "a run has at least one optimizer step", "give --steps a whole number from 1"
+        rule = "a run has at least one optimizer step"
+        fix = "give --steps a whole number from 1"
         raise RecipeError([Problem("--steps", f"steps={steps!r}", rule, fix)])
     schedule = recipe.schedule.model_copy(update={"decay_steps": recipe.decay_steps})
     return recipe.model_copy(update={"steps": steps, "schedule": schedule})
@@ -135,7 +137,8 @@ def changes(there: Recipe, now: Recipe) -> Changes:
         values = recipe.compared()
         values["schedule"]["decay_steps"] = recipe.decay_steps
         both.append(values)
-    allowed, refused = list[Change](), list[Change]()
+    allowed = list[Change]()
+    refused = list[Change]()
     for change in differences(*both):
         parts = change[0].split(".")
         may = any(".".join(parts[:length]) in MAY_CHANGE for length in range(1, len(parts) + 1))
@@ -152,7 +155,8 @@ def tables(folder: Path = FOLDER) -> list[Table]:
 
 
 def _tables(folder: Path) -> tuple[list[Table], list[Problem]]:
-    found, problems = list[Table](), list[Problem]()
+    found = list[Table]()
+    problems = list[Problem]()
     for path in sorted(folder.glob("*.yaml")):
         try:
             found.append(read_table(path))
@@ -163,7 +167,8 @@ def _tables(folder: Path) -> tuple[list[Table], list[Problem]]:
 
 def find(name: str) -> tuple[Table, str]:
     """Find the table and the row of a recipe's name. Raises RecipeError if there is none."""
-    if outside := _outside(name):
+    outside = _outside(name)
+    if outside:
         path, row = outside
         if not files.is_file(path):
             fix = f"give the path of a table and a row, as in {path}/row"
@@ -172,7 +177,8 @@ def find(name: str) -> tuple[Table, str]:
         key = f"{own.name}/{row}" if row else own.name
         return _row_of([own], name, key, [], lambda key: f"{path}/{key.removeprefix(own.name + '/')}")
     table, _, row = name.partition("/")
-    if (path := FOLDER / f"{table}.yaml") in FOLDER.glob("*.yaml"):  # a full name needs no other table
+    path = FOLDER / f"{table}.yaml"
+    if path in FOLDER.glob("*.yaml"):  # a full name needs no other table
         only = read_table(path)
         if row in only.rows:
             return only, row
@@ -222,7 +228,8 @@ def _suggestion(name: str, every: Mapping[str, tuple[Table, str]], written: Call
     tables = sorted({table.name for table, _ in every.values()}, key=lambda table: (table != default, table))
     if len(tables) == 1:
         return f"there is: {some([written(key) for key in every])}"
-    if near := nearest(name.partition("/")[0], tables):
+    near = nearest(name.partition("/")[0], tables)
+    if near:
         rows_of = f"a row of {' or '.join(near)}"
         return f"did you mean {rows_of}? (launch/recipe.py list --table {near[0]} shows them)"
     if "/" in name:

@@ -73,10 +73,12 @@ _SCHEDULE_KEYS = (
 def _schedule(recipe: Recipe) -> Found:
     schedule = recipe.schedule
     if schedule.min_lr > recipe.optimizer.lr:
-        rule, fix = "the rate decays from lr to min_lr", "set schedule.min_lr to optimizer.lr or less"
+        rule = "the rate decays from lr to min_lr"
+        fix = "set schedule.min_lr to optimizer.lr or less"
         yield "schedule.min_lr", "{schedule.min_lr} is above {optimizer.lr}", rule, fix
     for name, kind, needed in _SCHEDULE_KEYS:
-        key, value = f"schedule.{name}", getattr(schedule, name)
+        key = f"schedule.{name}"
+        value = getattr(schedule, name)
         if schedule.kind != kind and value is not None:
             fix = f"set it to null, or schedule.kind={kind}"
             yield key, f"{{{key}}} with {{schedule.kind}}", f"only {kind} reads it", fix
@@ -85,12 +87,14 @@ def _schedule(recipe: Recipe) -> Found:
     if schedule.kind == "inverse_sqrt" and schedule.decay_steps is not None:
         came = "{schedule.decay_steps} with {schedule.kind}"
         yield "schedule.decay_steps", came, "this decay has no last step", "set it to null"
-    if (end_step := recipe.decay_steps) is None:
+    end_step = recipe.decay_steps
+    if end_step is None:
         return
     if schedule.warmup_steps >= end_step:
         end = "{schedule.decay_steps}" if schedule.decay_steps else "{steps}"
         fix = f"set schedule.warmup_steps to {end_step - 1} or less"
-        came, rule = f"{{schedule.warmup_steps}} is not below {end}", "the warm-up ends before the decay does"
+        came = f"{{schedule.warmup_steps}} is not below {end}"
+        rule = "the warm-up ends before the decay does"
         yield "schedule.warmup_steps", came, rule, fix
     elif (left := end_step - schedule.warmup_steps) < (schedule.wsd_decay_steps or 0):
         came = f"{{schedule.wsd_decay_steps}} is above the {counted(left, 'step')} after the warm-up"
@@ -107,7 +111,9 @@ def _profile(recipe: Recipe) -> Found:
 
 
 def _rampup(recipe: Recipe) -> Found:
-    key, ramp, growth = "batch.rampup", recipe.batch.rampup, recipe.batch.global_
+    key = "batch.rampup"
+    ramp = recipe.batch.rampup
+    growth = recipe.batch.global_
     if ramp and ((growth := growth - ramp.start) < 1 or growth % ramp.increment):
         rule = f"start and one or more increments are batch.global={recipe.batch.global_}"
         more = f"{key}.increment to {math.gcd(growth, ramp.increment)}"
@@ -127,32 +133,40 @@ def _family(recipe: Recipe) -> Found:
         if value in values:
             yield key, f"{{{key}}} with {{model.family}}", why, fix
     if recipe.sequence_length < (shortest := recipe.model.facts.shortest):
-        rule, fix = "a sample is [CLS] A [SEP] B [SEP]", f"set it to {shortest} or more"
+        rule = "a sample is [CLS] A [SEP] B [SEP]"
+        fix = f"set it to {shortest} or more"
         yield "sequence_length", "{sequence_length} with {model.family}", rule, fix
 
 
 def _positions(recipe: Recipe) -> Found:
-    length, rule = recipe.sequence_length, "every token of a sample has a position of its own"
+    length = recipe.sequence_length
+    rule = "every token of a sample has a position of its own"
     if recipe.positions < length:
         fix = f"set sequence_length to {recipe.positions} or less, or model.positions to {length} or more"
         yield "model.positions", "{model.positions} is below {sequence_length}", rule, fix
 
 
 def _heads(recipe: Recipe) -> Found:
-    rule, fix = "every head has hidden/heads dimensions", "set model.heads to a divisor of model.hidden"
+    rule = "every head has hidden/heads dimensions"
+    fix = "set model.heads to a divisor of model.hidden"
     if recipe.model.hidden % recipe.model.heads:
         yield "model.heads", "{model.hidden} is not divisible by {model.heads}", rule, fix
 
 
 def _attention(recipe: Recipe) -> Found:
-    model, key, window = recipe.model, "model.attention", "model.attention_window"
-    size, kinds, length = model.attention_window, model.attention, recipe.sequence_length
+    model = recipe.model
+    key = "model.attention"
+    window = "model.attention_window"
+    size = model.attention_window
+    kinds = model.attention
+    length = recipe.sequence_length
     sparse = " and ".join(kind for kind in ("banded", "fixed") if kind in kinds)
     if sparse and model.facts.masked:
         came = f"{{model.attention!k}} with {sparse} layers and {{model.family}}"
         yield key, came, "sparse patterns look back only", "set model.attention to [dense]"
     if model.shared_layers and len({*kinds}) > 1:
-        rule, fix = "one layer cannot have several kinds", "give one kind, or leave it unshared"
+        rule = "one layer cannot have several kinds"
+        fix = "give one kind, or leave it unshared"
         yield key, "{model.shared_layers} with {model.attention}", rule, fix
     if len(kinds) > model.layers:
         came = f"{{model.attention!k}} has {len(kinds)} kinds for {{model.layers}}"
@@ -171,8 +185,11 @@ def _attention(recipe: Recipe) -> Found:
 
 def _columns(recipe: Recipe) -> Found:
     """Check the global columns of a fixed pattern."""
-    model, key = recipe.model, "model.attention_columns"
-    columns, turns, window = model.attention_columns, model.attention_patterns, model.attention_window
+    model = recipe.model
+    key = "model.attention_columns"
+    columns = model.attention_columns
+    turns = model.attention_patterns
+    window = model.attention_window
     both = "{model.attention_columns} with {model.attention_patterns}"
     if "fixed" not in model.attention:
         if columns is not None or turns > 1:
@@ -204,8 +221,10 @@ def _implementation(recipe: Recipe) -> Found:
 
 
 def _vocabulary(recipe: Recipe) -> Found:
-    key, kind_key = "model.vocab_size", "data.tokenizer.kind"
-    size, kind = recipe.model.vocab_size, recipe.data.tokenizer.kind
+    key = "model.vocab_size"
+    kind_key = "data.tokenizer.kind"
+    size = recipe.model.vocab_size
+    kind = recipe.data.tokenizer.kind
     both = "{model.vocab_size} with {data.tokenizer.kind}"
     if kind in PUBLISHED_VOCABULARIES and size != (published := PUBLISHED_VOCABULARIES[kind]):
         rule = f"the published vocabulary has {published} tokens (tensor parallelism's padding comes on top)"
@@ -222,7 +241,8 @@ def _vocabulary(recipe: Recipe) -> Found:
 
 
 def _tokenizer(recipe: Recipe) -> Found:
-    key, kind = "data.tokenizer.kind", recipe.data.tokenizer.kind
+    key = "data.tokenizer.kind"
+    kind = recipe.data.tokenizer.kind
     stored = any(origin.source == "store" for origin in recipe.data.origins)
     if kind == "file" and not recipe.data.tokenizer.path:
         rule = "a vocab.txt, a tokenizer.json or a directory with one"
@@ -241,11 +261,14 @@ def _origins(recipe: Recipe) -> Found:
     stated = [key for key in ORIGIN_FIELDS if getattr(data, key) != Origin.model_fields[key].default]
     if data.blend and stated:
         came = f"{{data.blend!k}} together with {', '.join(f'data.{key}' for key in stated)}"
-        rule, fix = "the parts of the blend say where documents come from", "move these keys into the parts"
+        rule = "the parts of the blend say where documents come from"
+        fix = "move these keys into the parts"
         yield "data.blend", came, rule, fix
     for i, origin in enumerate(data.origins):
         part = f"data.blend[{i}]" if data.blend else "data"
-        key, source, fix = f"{part}.streaming", f"{{{part}.source}}", f"set {part}.streaming to false"
+        key = f"{part}.streaming"
+        source = f"{{{part}.source}}"
+        fix = f"set {part}.streaming to false"
         if origin.source != "packaged" and not origin.name:
             rule = "the dataset's name on the hub, or the path of the files or of the store"
             yield f"{part}.source", f"{source} needs {{{part}.name!k}}", rule, "set it"
@@ -262,17 +285,22 @@ def _origins(recipe: Recipe) -> Found:
 
 
 def _held_out(recipe: Recipe) -> Found:
-    validation, test = recipe.data.validation_every, recipe.data.test_every
+    validation = recipe.data.validation_every
+    test = recipe.data.test_every
     if validation < 2:
-        came, fix = "{data.validation_every} holds out every document", "set it to 2 or more"
+        came = "{data.validation_every} holds out every document"
+        fix = "set it to 2 or more"
         yield "data.validation_every", came, "", fix
     if test is not None and test < 2:
-        came, fix = "{data.test_every} leaves no document to train on", "set it to 2 or more, or to null"
+        came = "{data.test_every} leaves no document to train on"
+        fix = "set it to 2 or more, or to null"
         yield "data.test_every", came, "", fix
 
 
 def _checkpointing(recipe: Recipe) -> Found:
-    key, chunk, layers = "activation_checkpointing", recipe.activation_checkpointing, recipe.model.layers
+    key = "activation_checkpointing"
+    chunk = recipe.activation_checkpointing
+    layers = recipe.model.layers
     if isinstance(chunk, int) and chunk > layers:
         rule = "it is the number of layers recomputed together"
         fix = f'set it to {layers} or less, to "full" or to "none"'
@@ -288,7 +316,8 @@ def _provenance(recipe: Recipe) -> Found:
         key: getattr(recipe, key) for key in ("inferred", "differs", "unknown")
     }
     own["published.printed"] = recipe.published.printed if recipe.published else ()
-    known, fix = set(paths()), "name the key whose value it explains, e.g. batch.global"
+    known = set(paths())
+    fix = "name the key whose value it explains, e.g. batch.global"
     for section, keys in own.items():
         for key in (key for key in keys if key not in known):
             yield section, f"{section}: {key}", "no such key of a recipe", fix
@@ -296,12 +325,17 @@ def _provenance(recipe: Recipe) -> Found:
 
 def _task(recipe: Recipe) -> Found:
     """Check that the task has its head, and the head a BERT."""
-    model, task, key, head = recipe.model, recipe.task, "model.task_head", recipe.model.task_head
+    model = recipe.model
+    task = recipe.task
+    key = "model.task_head"
+    head = recipe.model.task_head
     if head != "none" and not model.facts.masked:
-        rule, fix = "heads for tasks stand on a BERT", "set model.family to bert"
+        rule = "heads for tasks stand on a BERT"
+        fix = "set model.family to bert"
         yield key, "{model.task_head} with {model.family}", rule, fix
     if head != "none" and model.sentence_head != "none":
-        rule, fix = "it takes the place of the heads of pretraining", "set model.sentence_head to none"
+        rule = "it takes the place of the heads of pretraining"
+        fix = "set model.sentence_head to none"
         yield key, "{model.task_head} with {model.sentence_head}", rule, fix
     if task is None:
         if head != "none":
@@ -328,7 +362,8 @@ _RULES: tuple[Callable[[Recipe], Found], ...] = (
 
 def _ds_config(recipe: Recipe) -> Found:
     """Check that a bare name is a file of ds_configs/; a path may be another machine's: checked on use."""
-    name, known = recipe.ds_config, [path.stem for path in _DS_CONFIGS.glob("*.json")]
+    name = recipe.ds_config
+    known = [path.stem for path in _DS_CONFIGS.glob("*.json")]
     if Path(name).name == name and not files.is_file(Path(name)) and name.removesuffix(".json") not in known:
         yield "ds_config", "{ds_config}", "no such file in ds_configs/", did_you_mean(name, known)
 

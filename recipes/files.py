@@ -72,7 +72,8 @@ def check_names(what: str, names: Iterable[str | Path]) -> None:
         try:
             name.encode()
         except UnicodeEncodeError:
-            came, rule = f"{what} {ascii(name)} is not UTF-8", "records and reports keep names as text"
+            came = f"{what} {ascii(name)} is not UTF-8"
+            rule = "records and reports keep names as text"
             problems.append(Problem(what, came, rule, "rename it"))
     if problems:
         raise ProblemsError(problems)
@@ -185,7 +186,8 @@ def parse_json(text: str, where: str | Path, line: int | None = None) -> Any:
         came = f"key {written} stands twice in one object"
         if line is None and len(at) > 1:
             came += f" (lines {', '.join(map(str, at))})"
-        rule, fix = "JSON readers keep one of them silently", "remove the other"
+        rule = "JSON readers keep one of them silently"
+        fix = "remove the other"
         refuse(where, came, rule, fix, line or (at[-1] if at else None))
     except RecursionError:
         _refuse_depth(where, line)
@@ -202,9 +204,11 @@ def checked(form: TypeAdapter[T], value: Any, where: str | Path, line: int | Non
     except ValidationError as error:
         wrong = error.errors()
     keys = [ascii(".".join(map(str, each["loc"])))[1:-1][:100] for each in wrong]
-    if missing := [key for key, each in zip(keys, wrong, strict=True) if each["type"] == "missing"]:
+    missing = [key for key, each in zip(keys, wrong, strict=True) if each["type"] == "missing"]
+    if missing:
         refuse(where, f"has no {', '.join(missing)}", line=line)
-    said, rule = repr(wrong[0]["input"]), wrong[0]["msg"]
+    said = repr(wrong[0]["input"])
+    rule = wrong[0]["msg"]
     came = f"{keys[0]}={said if len(said) <= 60 else said[:60] + '...'}"
     refuse(where, came, rule[0].lower() + rule[1:], line=line)
 
@@ -246,7 +250,8 @@ def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
     Raises FileError.
     """
     first = read_part(path, 0, 8)
-    size, length = path.stat().st_size, int.from_bytes(first, "little")
+    size = path.stat().st_size
+    length = int.from_bytes(first, "little")
     fix = "copy or download the file again"
     if len(first) < 8 or not 2 <= length <= MOST_HEADER or 8 + length > size:
         rule = "a safetensors file begins with the length of its header, then the header"

@@ -77,7 +77,8 @@ def known_prefix(path: Path) -> tuple[str | int, ...]:
 
 def list_rule(path: Path) -> str:
     """Describe the parts of a key's list; empty if the key holds no list of models."""
-    level, part = _model_at(path[:-1]), _model_at(path)
+    level = _model_at(path[:-1])
+    part = _model_at(path)
     if not level or not part or get_origin(children(level)[str(path[-1])].annotation) is not tuple:
         return ""
     needed = (key for key, field in children(part).items() if field.is_required())
@@ -89,11 +90,13 @@ def suggestion(path: Path) -> str:
     for end in range(1, len(path)):
         if isinstance(path[end], str) and isinstance(path[end - 1], str) and (rule := list_rule(path[:end])):
             return f"{shown(path[:end])} is {rule}: give it as a whole"
-    level, last = _model_at(path[:-1]), str(path[-1])
+    level = _model_at(path[:-1])
+    last = str(path[-1])
     siblings = list(children(level)) if level else []
     if last in _MEANINGS:
         return f"did you mean {_MEANINGS[last]}?"
-    if near := nearest(last, siblings):
+    near = nearest(last, siblings)
+    if near:
         return f"did you mean {' or '.join(shown((*path[:-1], word)) for word in near)}?"
     everywhere = list(paths())
     near = [key for key in everywhere if key.rsplit(".", 1)[-1] == last]
@@ -125,7 +128,8 @@ def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def differences(old: Any, new: Any) -> list[tuple[str, Any, Any]]:
     """List (dotted key, old value, new value) of differing leaves; "absent" if one side lacks the key."""
-    before, after = dict(flatten(old)), dict(flatten(new))
+    before = dict(flatten(old))
+    after = dict(flatten(new))
     pairs = [(key, before.get(key, "absent"), after.get(key, "absent")) for key in {**before, **after}]
     return [pair for pair in pairs if pair[1] != pair[2]]
 

@@ -46,7 +46,8 @@ class Layout:
 
     def identity(self) -> str:
         """Describe the batch in one line: "8 micro x 1 accumulation x 1 dp = 8 global"."""
-        micro, accumulation = f"{self.micro} micro", f"{self.accumulation} accumulation"
+        micro = f"{self.micro} micro"
+        accumulation = f"{self.accumulation} accumulation"
         return f"{micro} x {accumulation} x {self.dp} dp = {self.global_batch} global"
 
 
@@ -70,11 +71,14 @@ class BatchSchedule:
 def batch_schedule(full: int, start: int, increment: int, samples: int) -> BatchSchedule:
     """Return Megatron-LM's ramp: a step grows to `full` samples in equal parts of the first `samples`."""
     parts = max(1, (full - start) // increment)
-    step, read, found = 0, 0, list[tuple[int, int, int]]()
+    step = 0
+    read = 0
+    found = list[tuple[int, int, int]]()
     while (part := read * parts // samples) < parts and (size := start + part * increment) < full:
         found.append((step, read, size))
         count = -(((part + 1) * samples // -parts + read) // size)  # of steps up to the next part
-        step, read = step + count, read + count * size
+        step = step + count
+        read = read + count * size
     return BatchSchedule((*found, (step, read, full)))
 
 

@@ -57,14 +57,18 @@ def problem(error: OSError, place: Path, elsewhere: str) -> Problem:
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return Problem(str(path), came, f"a process may have {most} files open", "raise it: ulimit -n 65536",
                        where=str(path))  # fmt: skip
-    came, fix = f"cannot be opened or written ({said})", elsewhere
+    came = f"cannot be opened or written ({said})"
+    fix = elsewhere
     if error.errno == errno.EFBIG:
         most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-        rule, fix = f"a file may have {most:,} bytes", f"raise it (ulimit -f unlimited), or {elsewhere}"
+        rule = f"a file may have {most:,} bytes"
+        fix = f"raise it (ulimit -f unlimited), or {elsewhere}"
     elif error.errno in _SPACE:
-        rule, fix = _free(path), f"make room there, or {elsewhere}"
+        rule = _free(path)
+        fix = f"make room there, or {elsewhere}"
     elif error.errno in _DEVICE:
-        rule, fix = "the disk or its server does not answer", f"look at dmesg and the mount, or {elsewhere}"
+        rule = "the disk or its server does not answer"
+        fix = f"look at dmesg and the mount, or {elsewhere}"
     else:
         rule = "it has to be written"
     return Problem(str(path), came, rule, fix, where=str(path))

@@ -127,7 +127,8 @@ class Model(Strict):
     @property
     def windows(self) -> tuple[Window, ...]:
         """What each position sees in every layer; None: dense."""
-        size, columns = self.attention_window, self.attention_columns
+        size = self.attention_window
+        columns = self.attention_columns
         fixed = Fixed(size, columns, self.attention_patterns) if size and columns else None
         seen: dict[AttentionKind, Window] = {"dense": None, "banded": size, "fixed": fixed}
         return tuple(seen[self.attention[i % len(self.attention)]] for i in range(self.layers))

@@ -111,16 +111,21 @@ def checked(form: type[Form], value: Any, document: Document, *section: str) -> 
         details = error.errors()
     problems = []
     for detail in details:
-        loc, kind, fix = detail["loc"], detail["type"], ""
-        path, field = (*section, *loc), form.model_fields.get(str(loc[0])) if loc else None
-        key, came = shown(path), f"{shown(path) or 'the file'}={detail['input']!r}"[:100]
+        loc = detail["loc"]
+        kind = detail["type"]
+        fix = ""
+        path = (*section, *loc)
+        field = form.model_fields.get(str(loc[0])) if loc else None
+        key = shown(path)
+        came = f"{shown(path) or 'the file'}={detail['input']!r}"[:100]
         rule = (field and field.description) or detail["msg"][0].lower() + detail["msg"][1:]
         if kind == "missing":
             came = f"{key} is missing"
         elif kind == "model_type":
             rule = "should be a mapping"
         elif kind == "extra_forbidden":
-            came, rule = key, "unknown key"
+            came = key
+            rule = "unknown key"
             fix = did_you_mean(str(loc[0]), form.model_fields) if len(loc) == 1 else ""
         problems.append(Problem(key, came, rule, fix, where=document.at(*map(str, path))))
     raise RecipeError(problems)

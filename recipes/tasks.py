@@ -59,7 +59,8 @@ class TaskFacts:
 def _glue(
     name: str, title: str, texts: str, labels: str, file: str, *, named_labels: bool = False, f1: bool = False
 ) -> TaskFacts:
-    submission, hub = {"dev": f"{file}.tsv", "test": f"{file}.tsv"}, ("nyu-mll/glue", name)
+    submission = {"dev": f"{file}.tsv", "test": f"{file}.tsv"}
+    hub = ("nyu-mll/glue", name)
     words = tuple(texts.split()), tuple(labels.split())
     more: dict[str, Any] = dict(submission=submission, named_labels=named_labels, f1=f1)
     return TaskFacts(title, "classification", hub, *words, **more)

@@ -20,14 +20,16 @@ SEQUENCE = 64  # or as many positions, where the recipe states these apart
 STEPS = 20
 GLOBAL = 8  # where the number of data-parallel ranks is left open: 1, 2, 4 and 8 divide it
 # With banded layers: long enough for the kernel of blocks, as published lengths are.
-BANDED_SEQUENCE, WINDOW = 256, 16
+BANDED_SEQUENCE = 256
+WINDOW = 16
 LEAST_SEQUENCE = 32  # of samples shorter than the positions are; wider than WINDOW
 LEAST_LR = 1e-3  # with less, 20 steps learn nothing visible
 
 
 def tiny(recipe: Recipe) -> Recipe:
     """Shrink a recipe; shrinking twice changes nothing more."""
-    suffix, chunk = " (tiny)", recipe.activation_checkpointing
+    suffix = " (tiny)"
+    chunk = recipe.activation_checkpointing
     positions, length = _lengths(recipe)
     tokenizer = Tokenizer.model_validate({"kind": recipe.model.facts.trained})
     degrees = {key: degree and min(2, degree) for key, degree in recipe.parallel.degrees.items()}
@@ -56,7 +58,8 @@ def _lengths(recipe: Recipe) -> tuple[int | None, int]:
     an even number, for two tensor ranks to share.
     """
     most = SEQUENCE if recipe.model.attention_window is None else BANDED_SEQUENCE
-    length, stated = recipe.sequence_length, recipe.model.positions
+    length = recipe.sequence_length
+    stated = recipe.model.positions
     if stated is None:
         return None, min(most, length)
     if stated <= most:
@@ -66,7 +69,9 @@ def _lengths(recipe: Recipe) -> tuple[int | None, int]:
 
 
 def _model(recipe: Recipe, positions: int | None, length: int) -> Model:
-    model, columns, patterns = recipe.model, recipe.model.attention_columns, recipe.model.attention_patterns
+    model = recipe.model
+    columns = recipe.model.attention_columns
+    patterns = recipe.model.attention_patterns
     window = _window(model.attention_window, recipe.sequence_length, length)
     if window and columns and model.attention_window:
         columns = max(1, columns * window // model.attention_window)
@@ -116,7 +121,8 @@ def _batch(batch: Batch, dp: int | None) -> dict[str, Any]:
 
 def _schedule(recipe: Recipe) -> Schedule:
     """Scale warm-up and decay like the steps; the warm-up ends within a quarter of them."""
-    schedule, steps = recipe.schedule, min(STEPS, recipe.steps)
+    schedule = recipe.schedule
+    steps = min(STEPS, recipe.steps)
     shrunk = steps / recipe.steps
     decay = max(2, round((recipe.decay_steps or recipe.steps) * shrunk))
     warmup = min(max(1, round(schedule.warmup_steps * shrunk)), max(1, steps // 4), decay - 1)

@@ -22,11 +22,13 @@ from recipes.yaml_lines import Document, KeyPath, YamlError, parse
 def _override(values: dict[str, Any], settings: Sequence[str]) -> tuple[set[KeyPath], list[Problem]]:
     """Lay the settings over `values`, later ones over earlier; return their keys and their problems."""
     known = set(paths())
-    problems, keys = list[Problem](), set[KeyPath]()
+    problems = list[Problem]()
+    keys = set[KeyPath]()
     for text in settings:
         key, equals, written = text.partition("=")
         path = tuple(part.strip() for part in key.split("."))
-        dotted, where = ".".join(path), f"--set {text}"
+        dotted = ".".join(path)
+        where = f"--set {text}"
         if not equals or not all(path):
             fix = "write --set key=value, as in --set batch.micro=4"
             problems.append(Problem(dotted, "is not key=value", fix=fix, where=where))
@@ -91,12 +93,14 @@ def validate(
     overridden, problems = _override(changed, settings)
     found: list[tuple[Problem, list[ErrorPath]]] = []  # with the keys that it is about
     try:
-        recipe, whole = Recipe.model_validate(changed), True
+        recipe = Recipe.model_validate(changed)
+        whole = True
     except ValidationError as error:
         details = error.errors()
         found += [(problem, [path]) for path, problem in _field_problems(details).items()]
         wrong = {known_prefix(detail["loc"]) for detail in details if detail["type"] != "extra_forbidden"}
-        recipe, whole = _partial(Recipe, changed, wrong), False
+        recipe = _partial(Recipe, changed, wrong)
+        whole = False
     for problem in consistency.problems(recipe, whole=whole, columns=columns):
         found.append((problem, [tuple(key.partition("[")[0].split(".")) for key in problem.keys]))
     for problem, places in found:
@@ -119,7 +123,8 @@ def _partial(
     """
     built = model.model_construct()
     for name, field in model.model_fields.items():
-        key, inner = field.alias or name, submodel(field.annotation)
+        key = field.alias or name
+        inner = submodel(field.annotation)
         if (*path, key) in wrong:
             built.__dict__.pop(name, None)
         elif inner and isinstance(values.get(key), Mapping):
@@ -140,7 +145,9 @@ def _field_problems(details: Sequence[ErrorDetails]) -> dict[ErrorPath, Problem]
 
 
 def _describe(detail: ErrorDetails) -> tuple[ErrorPath, Problem]:
-    loc, kind, whole = detail["loc"], detail["type"], shown(detail["loc"])
+    loc = detail["loc"]
+    kind = detail["type"]
+    whole = shown(detail["loc"])
     if kind == "extra_forbidden":
         return loc, Problem(whole, whole, "unknown key", suggestion(loc))
     if kind == "missing":

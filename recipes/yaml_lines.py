@@ -133,7 +133,8 @@ def _lines_of(root: yaml.Node, where: str) -> dict[KeyPath, int]:
 
     Refuses what is beyond the bounds, a key twice in one mapping, and a NUL.
     """
-    found, values = dict[KeyPath, int](), 0
+    found = dict[KeyPath, int]()
+    values = 0
     waiting: list[tuple[Any, KeyPath, dict[KeyPath, int], int, int]] = [(root, (), found, 0, 1)]
     while waiting:
         node, path, lines, depth, line = waiting.pop()
@@ -147,7 +148,8 @@ def _lines_of(root: yaml.Node, where: str) -> dict[KeyPath, int]:
             waiting += [(child, path, {}, depth + 1, line) for child in node.value]
         else:
             for key, child in node.value:
-                here, own = (*path, str(key.value)), key.start_mark.line + 1
+                here = (*path, str(key.value))
+                own = key.start_mark.line + 1
                 if here in lines:
                     place = f"{where}:{own}:{key.start_mark.column + 1}"
                     came = f"key {key.value!r} is already in line {lines[here]}"

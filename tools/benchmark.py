@@ -55,7 +55,8 @@ def main() -> None:
     try:
         if args.out is not None:
             new_output.new_file("--out", args.out)
-        machine, load = description.describe(), os.getloadavg()[0]
+        machine = description.describe()
+        load = os.getloadavg()[0]
         print(f"{description.summary(machine)}; load average at the start {load:.1f}", flush=True)
         result = {"command": sys.argv, "hardware": machine, "load_average": load}
         result |= args.measure(args, machine)

@@ -89,7 +89,8 @@ def _progress(rows: Sequence[CheckedRow]) -> Iterator[CheckedRow]:
 
 def _as_csv(report: Report) -> str:
     """Return all checks as CSV (RFC 4180) with a heading."""
-    texts, buffer = {check: erratum.text for check, erratum in report.explanations.items()}, io.StringIO()
+    texts = {check: erratum.text for check, erratum in report.explanations.items()}
+    buffer = io.StringIO()
     writer = csv.DictWriter(buffer, COLUMNS)
     writer.writeheader()
     writer.writerows({**asdict(check), "explanation": texts.get(check, "")} for check in report.checks)
@@ -142,7 +143,9 @@ def _numbers(report: Report, checks: Sequence[Check]) -> dict[str, int]:
 
 
 def _every_check(report: Report) -> str:
-    lines, subject, explained = ["Every check"], "", report.explanations
+    lines = ["Every check"]
+    subject = ""
+    explained = report.explanations
     for check in report.checks:
         if check.subject != subject:
             subject = check.subject

@@ -16,8 +16,11 @@ from data.prepare.duplicates import Duplicates
 from data.tokens.store import StoreWriter
 
 STORE = "store"  # prefix of the store's two files
-ARTICLES, SENTENCES, REJECTED = "articles.jsonl", "sentences.jsonl", "rejected"
-EXACT, NEAR = "exact copy of an earlier document", "near-duplicate of an earlier document"
+ARTICLES = "articles.jsonl"
+SENTENCES = "sentences.jsonl"
+REJECTED = "rejected"
+EXACT = "exact copy of an earlier document"
+NEAR = "near-duplicate of an earlier document"
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ from data.text.encoder import UNSPACED
 from recipes.problems import Problem, ProblemsError
 
 # Characters to read; THEN only where the first answer is not certain, since they take time.
-FIRST, THEN = 200, 1000
+FIRST = 200
+THEN = 1000
 CERTAIN = 0.8
 
 Detect = Callable[[str], tuple[str, float]]

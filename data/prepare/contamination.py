@@ -51,7 +51,8 @@ class Evaluation:
         places = np.searchsorted(self.hashes, hashes[likely])
         places[places == len(self.hashes)] = 0
         hit = self.hashes[places] == hashes[likely]
-        likely, places = likely[hit], places[hit]
+        likely = likely[hit]
+        places = places[hit]
         texts = np.searchsorted(words.offsets, first[likely], side="right") - 1
         for k in np.unique(texts, return_index=True)[1].tolist():
             passage = words.between(int(first[likely[k]]), int(last[likely[k]]))

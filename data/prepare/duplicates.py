@@ -130,7 +130,8 @@ def _drop_in_order(
     # The kept documents of each bucket, as linked lists in three flat arrays: a dict of lists would take 20
     # times the memory.
     newest = array("i", [-1]) * meetings.count
-    kept, older = array("q"), array("i")
+    kept = array("q")
+    older = array("i")
     compared = 0
     for document, row in zip(meetings.documents.tolist(), meetings.buckets, strict=True):
         buckets = row[row >= 0].tolist()
@@ -143,7 +144,8 @@ def _drop_in_order(
         compared += len(met)
         share, earlier = _best(marks, document, sorted(met))
         if share >= threshold:
-            of[document], agreement[document] = earlier, share
+            of[document] = earlier
+            agreement[document] = share
             continue
         for bucket in buckets:
             older.append(newest[bucket])
@@ -154,11 +156,13 @@ def _drop_in_order(
 
 def _best(marks: np.ndarray, document: int, others: list[int]) -> tuple[float, int]:
     """Return the largest agreement with one of `others`, and the first one with it; (-1, -1) without any."""
-    best, where = -1.0, -1
+    best = -1.0
+    where = -1
     for start in range(0, len(others), _COMPARED_AT_ONCE):
         some = others[start : start + _COMPARED_AT_ONCE]
         shares = (marks[some] == marks[document]).mean(axis=1)
         k = int(shares.argmax())
         if shares[k] > best:
-            best, where = float(shares[k]), some[k]
+            best = float(shares[k])
+            where = some[k]
     return best, where

@@ -19,7 +19,9 @@ from data.text.records import BrokenRecord, RawRecord, RecordFormat
 from data.text.sources import files_of, format_of, hub_source
 from recipes.problems import Problem, ProblemsError, Text
 
-FILES_LOOKED_AT, RECORDS_LOOKED_AT = 8, 100  # before any work is done
+# before any work is done
+FILES_LOOKED_AT = 8
+RECORDS_LOOKED_AT = 100
 CHUNK_RECORDS = 4096  # at most; the bytes of a chunk are given by `Settings.chunk_mb`
 # Text per byte of file, for the progress bar only.
 _EXPANSION = {".gz": 3.0, ".bz2": 4.0, ".xz": 4.5, ".zst": 3.3, ".parquet": 1.8}
@@ -69,11 +71,13 @@ class Inputs:
     """
 
     def __init__(self, settings: Settings):
-        self._settings, origins = settings, settings.origins
+        self._settings = settings
+        origins = settings.origins
         self._hub = settings.origin.source == "hub"
         self.format: RecordFormat
         if self._hub:
-            self.format, self.paths = HubFormat(settings), [Path(str(origin.name)) for origin in origins]
+            self.format = HubFormat(settings)
+            self.paths = [Path(str(origin.name)) for origin in origins]
         else:
             self.format = format_of(settings.origin, settings.max_record_mb << 20)
             self.paths = [path for origin in origins for path in files_of(origin)]
@@ -87,9 +91,12 @@ class Inputs:
 
         Raises ProblemsError: none of these files has a text.
         """
-        own, warnings, refused = self._settings.origin.source, list[str](), list[Problem]()
+        own = self._settings.origin.source
+        warnings = list[str]()
+        refused = list[Problem]()
         for path in () if self._hub else self.paths[:FILES_LOOKED_AT]:
-            if problem := self._first_problem(path):
+            problem = self._first_problem(path)
+            if problem:
                 refused.append(Problem("data.name", *problem))
                 continue
             if own == "text" and (found := looks_like(path)):
@@ -102,7 +109,8 @@ class Inputs:
 
     def _first_problem(self, path: Path) -> tuple[str, Text] | None:
         """Return place and reason of a file's first fault; None if its first records have a text."""
-        broken, empty = list[BrokenRecord](), False
+        broken = list[BrokenRecord]()
+        empty = False
         for item in self.format.frame(path):
             text = item if isinstance(item, BrokenRecord) else self.format.parse(item)
             if isinstance(text, BrokenRecord):
@@ -132,7 +140,8 @@ class Inputs:
 
     def records(self, start: Cursor) -> Iterator[tuple[Cursor, RawRecord | BrokenRecord]]:
         """Yield (place after the record, record), up to `--limit` documents."""
-        documents, limit = start.documents, self._settings.limit
+        documents = start.documents
+        limit = self._settings.limit
         for file in range(start.file, len(self.paths)):
             skip = start.position if file == start.file else 0
             for position, item in enumerate(self.format.frame(self.paths[file], skip), skip + 1):
@@ -144,7 +153,8 @@ class Inputs:
     def chunks(self, start: Cursor, number: int) -> Iterator[Chunk]:
         """Yield the chunks from `start` on; the first one has this number."""
         items: list[tuple[int, RawRecord | BrokenRecord]] = []
-        size, at = 0, start
+        size = 0
+        at = start
         most = max(1, int(self._settings.chunk_mb * 1e6))
         in_file = 0  # bytes of records since the file, or `start`, began
         for after, item in self.records(start):
@@ -156,7 +166,9 @@ class Inputs:
             size += held
             if size >= most or len(items) >= CHUNK_RECORDS:
                 yield Chunk(number, items, at, self._progress(at, in_file))
-                number, items, size = number + 1, [], 0
+                number = number + 1
+                items = []
+                size = 0
         if items:
             yield Chunk(number, items, at, float(self.bytes or 0))
 

@@ -108,7 +108,8 @@ def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) 
             with claims.turn("tokenizer", screen.say):
                 vocabulary = tokenizer.obtain(settings, inputs, space.tokenizer, screen.say)
             encoder = Encoder(vocabulary, BATCH_CHARACTERS)
-            size, origin = vocabulary_size(vocabulary), report.manifest_digest(manifest)
+            size = vocabulary_size(vocabulary)
+            origin = report.manifest_digest(manifest)
             plan = Plan(settings, inputs.format, encoder, size, evaluation, bands, space.chunks, origin)
             run = process_chunks(plan, inputs, claims, screen)
             with claims.turn("assembly", screen.say):
@@ -157,7 +158,8 @@ def assemble_result(
 
 def process_chunks(plan: Plan, inputs: Inputs, claims: Claims, screen: Screen) -> Run:
     """Make every missing chunk that no other process makes, and wait for theirs."""
-    run, furthest = Run(), 0.0
+    run = Run()
+    furthest = 0.0
     elsewhere: dict[int, Cursor] = {}  # where chunks of other processes begin
     screen.phase("text", float(inputs.bytes) if inputs.bytes else None, "B")
 
@@ -257,14 +259,17 @@ def finish(
     plan: Plan, inputs: Inputs, run: Run, space: Workspace, screen: Screen
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Deduplicate over all chunks and write the store; return facts about both for the report."""
-    settings, bands = plan.settings, plan.bands
+    settings = plan.settings
+    bands = plan.bands
     documents = next((step.documents_out for step in reversed(run.tally.values())), 0)
     permutations = settings.permutations if bands else 0
     index = assemble.gather(space.chunks, run.chunks, documents, permutations, space.index)
-    duplicates, dedup = None, None
+    duplicates = None
+    dedup = None
     if bands is not None and settings.dedup is not None:
         screen.phase("duplicates", bands.count, "bands")
-        started, tick = time.perf_counter(), partial(next, map(screen.at, count(1)))
+        started = time.perf_counter()
+        tick = partial(next, map(screen.at, count(1)))
         duplicates = find_duplicates(index.digests, index.marks, bands, settings.dedup, tick)
         run.tally.step("deduplicate").seconds = time.perf_counter() - started
         dedup = {
@@ -283,7 +288,8 @@ def finish(
         lines = ["no document passed all steps:", *(f"  {reason}: {n:,}" for reason, n in losses)]
         raise PreparationFailed("\n".join([*lines, "give other input, or relax the steps that dropped it"]))
     screen.phase("store", run.chunks, "chunks")
-    started, tick = time.perf_counter(), partial(next, map(screen.at, count(1)))
+    started = time.perf_counter()
+    tick = partial(next, map(screen.at, count(1)))
     names = [str(path) for path in inputs.paths]
     store = assemble.write(
         space.chunks, index, duplicates, names, plan.vocab_size, space.result, run.tally, tick
@@ -316,7 +322,9 @@ def describe(
     result: Path,
 ) -> dict[str, Any]:
     """Make the report."""
-    settings, tally, evaluation = plan.settings, run.tally, plan.evaluation
+    settings = plan.settings
+    tally = run.tally
+    evaluation = plan.evaluation
     seconds = time.perf_counter() - run.started
     spent = time.process_time() - run.spent + (run.worker_seconds if settings.workers else 0.0)
     begun = f"the first {settings.vocabulary_mb} MB of the input's text"

@@ -76,7 +76,8 @@ def as_text(report: dict[str, Any]) -> str:
 
 
 def _head(report: dict[str, Any]) -> list[str]:
-    run, store = report["run"], report["store"]
+    run = report["run"]
+    store = report["store"]
     wall = f"{run['wall_seconds']:,.1f} s with {counted(run['workers'], 'worker')}, "
     wall += f"{run['mb_per_second']:.2f} MB/s, peak memory {run['peak_mb']:,} MB"
     if run["chunks_found"]:
@@ -111,7 +112,9 @@ def _dropped(report: dict[str, Any]) -> list[str]:
 
 
 def _store(report: dict[str, Any]) -> list[str]:
-    store, tokenizer, dedup = report["store"], report["tokenizer"], report["deduplication"]
+    store = report["store"]
+    tokenizer = report["tokenizer"]
+    dedup = report["deduplication"]
     sizes = ", ".join(f"{store[name]:,} {name}" for name in ("documents", "sequences", "tokens"))
     made = f"{store['samples']}, {sizes} from {store['text_bytes'] / 1e6:,.2f} MB"
     lines = [
@@ -128,7 +131,8 @@ def _store(report: dict[str, Any]) -> list[str]:
             f"{dedup['bands']} bands of {dedup['rows']} rows: pairs at Jaccard {dedup['threshold']} {grams}"
         )
         lines.append(f"duplicates  {bands} {chance}; {dedup['pairs_compared']:,} pairs compared")
-    if found := report["decontamination"]:
+    found = report["decontamination"]
+    if found:
         short = f"{found['texts_too_short']:,} have fewer than {found['ngram']} words and are not looked for"
         lines.append(f"evaluation  {found['texts']:,} texts; {short}")
         lines += [f"            {file['name']} SHA-256 {file['sha256']}" for file in found["files"]]

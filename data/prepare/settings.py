@@ -107,7 +107,8 @@ class Settings:
     workers: int = _run(1, "worker processes (default: cores; 0: none, for a debugger)", least=0, most=1024)
 
     def __post_init__(self) -> None:
-        if problems := self._problems():
+        problems = self._problems()
+        if problems:
             raise ProblemsError(problems)
 
     @property
@@ -128,8 +129,10 @@ class Settings:
 
     def _problems(self) -> list[Problem]:
         found = []
-        kind, size = self.tokenizer.kind, self.vocab_size
-        tokenizer, vocabulary = f"--tokenizer {kind}", f"--vocab_size {size}"
+        kind = self.tokenizer.kind
+        size = self.vocab_size
+        tokenizer = f"--tokenizer {kind}"
+        vocabulary = f"--vocab_size {size}"
         if kind in TRAINED and size is None:
             rule = f"{tokenizer} needs --vocab_size"
             found.append(Problem("--vocab_size", rule, fix="give the number of tokens to train, e.g. 8192"))
@@ -143,10 +146,12 @@ class Settings:
             fix = "to use another store's, give --tokenizer file:STORE/tokenizer"
             found.append(Problem("--tokenizer", tokenizer, "a store is being made", fix))
         if self.samples == "bert" and kind in ("gpt2", "trained_bpe"):
-            came, rule = f"--samples bert with {tokenizer}", "it lacks [CLS], [SEP], [MASK]"
+            came = f"--samples bert with {tokenizer}"
+            rule = "it lacks [CLS], [SEP], [MASK]"
             found.append(Problem("--tokenizer", came, rule, "give bert_uncased or trained_wordpiece"))
         for field in options():
-            value, shown = getattr(self, field.name), field.metadata["option"]
+            value = getattr(self, field.name)
+            shown = field.metadata["option"]
             if isinstance(value, int | float) and not shown.least <= value <= shown.most:
                 flag = f"--{field.name}"
                 fix = f"give a number from {shown.least} to {shown.most}"

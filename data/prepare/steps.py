@@ -133,10 +133,12 @@ def tokenize(
     It drops documents of fewer than `least` tokens, special ones not counted.
     """
     if samples == "bert":
-        tokens, ends = encoder.encode_sentences(documents.sentences), 0
+        tokens = encoder.encode_sentences(documents.sentences)
+        ends = 0
     else:
         texts = (Document(k, text) for k, text in enumerate(documents.texts))
-        tokens, ends = [[ids] for _, ids in encoder(texts)], 1
+        tokens = [[ids] for _, ids in encoder(texts)]
+        ends = 1
 
     def judge(length: int) -> Verdict:
         if length <= 0:

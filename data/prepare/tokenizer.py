@@ -51,7 +51,9 @@ def training_texts(settings: Settings, inputs: Inputs) -> Iterator[str]:
     """
     detect = make_detector() if settings.language is not None else None
     left = settings.vocabulary_mb * 1e6
-    given, others = 0, Counter[str]()  # and the languages of skipped documents
+    # and the languages of skipped documents
+    given = 0
+    others = Counter[str]()
     for _, item in inputs.records(Cursor()):
         text = inputs.format.parse(item) if isinstance(item, RawRecord) else None
         if not isinstance(text, str) or not text:

@@ -67,18 +67,22 @@ class Worker:
         """Run the steps, commit the chunk's file, and return its counts."""
         finished = self._finish(chunk)
         chunk_file.commit(self._plan.directory, chunk.number, self._plan.origin, finished)
-        before, self._spent = self._spent, time.process_time()
+        before = self._spent
+        self._spent = time.process_time()
         return Answer(chunk.number, finished.tally, chunk.progress, peak_memory(), self._spent - before)
 
     def _finish(self, chunk: Chunk) -> chunk_file.FinishedChunk:
-        plan, settings, tally = self._plan, self._plan.settings, Tally()
+        plan = self._plan
+        settings = self._plan.settings
+        tally = Tally()
         documents = steps.Documents()
         rejected: dict[str, list[bytes]] = {}
 
         def run(name: str, change: Callable[..., steps.Documents], *arguments: object) -> None:
             """Run and time a step; count documents before and after it."""
             nonlocal documents
-            step, started = tally.step(name), time.process_time()
+            step = tally.step(name)
+            started = time.process_time()
             step.enter(len(documents), documents.bytes)
             reject = rejected.setdefault("broken" if name == "read" else name, []).append
             documents = change(documents, step, reject, *arguments)
@@ -187,7 +191,9 @@ def run(plan: Plan, chunks: Iterator[Chunk], workers: int, on_done: Callable[[An
             for future in done:
                 on_done(future.result())
             if framing:
-                if more := (following := next(chunks, None)) is not None:
+                following = next(chunks, None)
+                more = following is not None
+                if following is not None:
                     running.add(pool.submit(answer, following))
                 team = team or list(multiprocessing.active_children())
         pool.shutdown()

@@ -33,8 +33,10 @@ class Workspace:
     def __init__(self, out: Path):
         if not out.name or "\0" in out.name:
             raise ValueError(f"--out {str(out)!r}: no name of a directory that can be made: name one")
-        self.out, self.partial = out, out.with_name(out.name + ".partial")
-        self.manifest, self.tokenizer = self.partial / "manifest.json", self.partial / "tokenizer"
+        self.out = out
+        self.partial = out.with_name(out.name + ".partial")
+        self.manifest = self.partial / "manifest.json"
+        self.tokenizer = self.partial / "tokenizer"
         self.chunks, self.index, self.result = (self.partial / name for name in ("chunks", "index", "result"))
 
     @contextmanager
@@ -66,7 +68,8 @@ class Workspace:
         except (OSError, ValueError, KeyError):
             came = f"--out {self.out} exists and was not made by prepare_data"
             raise ValueError(f"{came}: name another directory") from None
-        if not (changed := _changed(before, manifest)):
+        changed = _changed(before, manifest)
+        if not changed:
             return True
         if force:
             stays = "it stays until the new one is complete, and is then replaced (--force)"

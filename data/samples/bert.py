@@ -67,9 +67,13 @@ class BertFields(Fields):
     def describe(self, row: int, tokenizer: PreTrainedTokenizerFast, sentence_head: str) -> str:
         """Show a sample's text with [was->now] in place of every predicted token."""
         sample = {key: values[row] for key, values in self.items()}
-        length, predicted = int(sample["lengths"]), int(sample["predicted"])
-        tokens, types = sample["tokens"][:length], sample["token_types"][:length]
-        in_b, padding, most = int(types.sum()), len(sample["tokens"]) - length, len(sample["positions"])
+        length = int(sample["lengths"])
+        predicted = int(sample["predicted"])
+        tokens = sample["tokens"][:length]
+        types = sample["token_types"][:length]
+        in_b = int(types.sum())
+        padding = len(sample["tokens"]) - length
+        most = len(sample["positions"])
         places = f"{counted(length, 'token')} ({length - in_b} in A, {in_b} in B), {padding} of padding"
         lines = [f"{places}; {predicted} predicted of at most {most}"]
         if sentence_head != "none":
@@ -115,10 +119,12 @@ def segments(
     if head == "nsp" and (changed or not len(borders)):
         # In a chunk of one sentence no sentence follows A: as in BERT, B is always of another document.
         end = _cut(rng, len(tokens), borders) if len(borders) else len(tokens)
-        if (text := other(max(len(tokens) - end, 1))) is not None:
+        text = other(max(len(tokens) - end, 1))
+        if text is not None:
             return tokens[:end], text, 1
     cut = _cut(rng, len(tokens), borders)
-    first, second = tokens[:cut], tokens[cut:]
+    first = tokens[:cut]
+    second = tokens[cut:]
     return (second, first, 1) if head == "sop" and changed and len(second) else (first, second, 0)
 
 
@@ -133,7 +139,8 @@ def truncate(
     rng: Generator, first: np.ndarray, second: np.ndarray | None, room: int
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Drop tokens from the longer segment, from its front or its back at random, until both fit."""
-    a, b = len(first), 0 if second is None else len(second)
+    a = len(first)
+    b = 0 if second is None else len(second)
     excess = a + b - room
     if excess <= 0:
         return first, second
@@ -167,7 +174,8 @@ class BertFamily:
 
         Raises ProblemsError: whole words are to be masked, and the vocabulary does not tell where they begin.
         """
-        vocabulary, masking = BertVocabulary.of(tokenizer), recipe.data.masking
+        vocabulary = BertVocabulary.of(tokenizer)
+        masking = recipe.data.masking
         check_whole_words(vocabulary, masking)
         sizes = (recipe.sequence_length, recipe.predictions)
         return cls(tokenizer, vocabulary, *sizes, recipe.model.sentence_head, masking, recipe.seed)
@@ -211,7 +219,9 @@ class BertFamily:
     def assemble(self, rng: Generator, first: np.ndarray, second: np.ndarray | None, label: int) -> Sample:
         """Shorten segments A and B (None: only A) to fit a sample, add special tokens, and mask."""
         first, second = truncate(rng, first, second, self.room)
-        a, cls, sep = len(first), np.array([self.vocabulary.cls]), np.array([self.vocabulary.sep])
+        a = len(first)
+        cls = np.array([self.vocabulary.cls])
+        sep = np.array([self.vocabulary.sep])
         texts = [cls, first, sep] if second is None else [cls, first, sep, second, sep]
         tokens = np.concatenate(texts, dtype=np.int64)
         special = [0, a + 1] if second is None else [0, a + 1, len(tokens) - 1]
@@ -220,7 +230,9 @@ class BertFamily:
 
     def stack(self, samples: Sequence[Sample]) -> BertFields:
         """Stack samples, padded to S tokens and P predictions."""
-        count, length, most = len(samples), self.sequence_length, self.predictions
+        count = len(samples)
+        length = self.sequence_length
+        most = self.predictions
         fields = BertFields(
             tokens=np.full((count, length), self.vocabulary.pad, dtype=np.int64),
             token_types=np.zeros((count, length), dtype=np.int64),
@@ -249,7 +261,8 @@ class BertSamples(StoredSamples):
 
         Raises ProblemsError: there is no text, or nsp has text of one document alone.
         """
-        self._store, self._family = store, family
+        self._store = store
+        self._family = family
         self._chunks = build_chunks(store, documents, family.lengths)
         filled = len(self._chunks.documents)
         hold_out_more = ("set ", Key("data.validation_every"), " or ", Key("data.test_every"), " lower")
@@ -276,7 +289,8 @@ class BertSamples(StoredSamples):
 
     def _sample(self, seed: int, epoch: int, chunk: int) -> Sample:
         rng = generator(seed, epoch, chunk)
-        start, length = int(self._chunks.starts[chunk]), int(self._chunks.lengths[chunk])
+        start = int(self._chunks.starts[chunk])
+        length = int(self._chunks.lengths[chunk])
         tokens = self._store.tokens_array[start : start + length]
         borders = np.array(self._borders(start, start + length), dtype=np.int64) - start
         other = partial(self._other, rng, chunk)
@@ -284,7 +298,8 @@ class BertSamples(StoredSamples):
 
     def _borders(self, start: int, end: int) -> list[int]:
         """List the places of sentence beginnings strictly between `start` and `end` of the store."""
-        size, pointers = self._store.dtype.itemsize, self._store.pointers
+        size = self._store.dtype.itemsize
+        pointers = self._store.pointers
         # `bisect` looks at a few entries where they lie; numpy would copy the unaligned array first.
         first = bisect.bisect_right(pointers, start * size)
         last = bisect.bisect_left(pointers, end * size, lo=first, hi=min(len(pointers), first + end - start))
@@ -295,10 +310,12 @@ class BertSamples(StoredSamples):
         own_first, own_end = self._chunks.of_same_document(chunk)
         found = int(rng.integers(len(self._chunks) - (own_end - own_first)))
         found += (own_end - own_first) if found >= own_first else 0
-        start, last = int(self._chunks.starts[found]), self._chunks.of_same_document(found)[1] - 1
+        start = int(self._chunks.starts[found])
+        last = self._chunks.of_same_document(found)[1] - 1
         document_end = int(self._chunks.starts[last]) + int(self._chunks.lengths[last])
         # A document ends where a sentence does: the next border is not beyond it.
-        size, pointers = self._store.dtype.itemsize, self._store.pointers
+        size = self._store.dtype.itemsize
+        pointers = self._store.pointers
         border = bisect.bisect_left(pointers, min(start + wanted, document_end) * size)
         end = int(pointers[border]) // size if border < len(pointers) else self._store.tokens
         return self._store.tokens_array[start:end]
@@ -335,7 +352,8 @@ class BertLane(Lane):
     """
 
     def __init__(self, reader: LaneReader, family: BertFamily):
-        self._family, self._lengths = family, family.lengths
+        self._family = family
+        self._lengths = family.lengths
         self._remembered: deque[Tokenized] = deque(maxlen=REMEMBERED)
         self._current: Tokenized | None = None
         self._chunk = 0  # the next one of the current document
@@ -343,9 +361,11 @@ class BertLane(Lane):
 
     def take(self, item: int, seed: int) -> Sample:
         text, chunk = self._next_chunk()
-        start, length = int(text.starts[chunk]), int(text.lengths[chunk])
+        start = int(text.starts[chunk])
+        length = int(text.lengths[chunk])
         inside = text.edges[(text.edges > start) & (text.edges < start + length)] - start
-        rng, tokens = generator(seed, self.reader.lane, item), text.tokens[start : start + length]
+        rng = generator(seed, self.reader.lane, item)
+        tokens = text.tokens[start : start + length]
         other = partial(self._other, rng, text)
         return self._family.assemble(rng, *segments(rng, tokens, inside, self._family.sentence_head, other))
 
@@ -357,7 +377,8 @@ class BertLane(Lane):
             following = self._read()
             if self._current is not None:
                 self._remembered.append(self._current)
-            self._current, self._chunk = following, 0
+            self._current = following
+            self._chunk = 0
         self._chunk += 1
         return self._current, self._chunk - 1
 
@@ -391,8 +412,10 @@ class BertLane(Lane):
         self._resume(state)
         self._remembered.clear()
         self._remembered.extend(self._read() for _ in range(state["remembered"]))
-        self._current, self._chunk = None, 0
+        self._current = None
+        self._chunk = 0
         if state["chunk"] is not None:
-            self._current, self._chunk = self._read(), state["chunk"]
+            self._current = self._read()
+            self._chunk = state["chunk"]
             if self._chunk > (chunks := len(self._current.starts)):
                 refuse_state(self.reader.source, state, f"the document there has {counted(chunks, 'chunk')}")

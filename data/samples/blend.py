@@ -46,7 +46,9 @@ class BlendedSamples:
         Raises ValueError: a weight is too small to give a sample per block.
         """
         assert len(parts) == len(weights) > 0
-        self._parts, self._weights, self._seed = list(parts), list(weights), seed
+        self._parts = list(parts)
+        self._weights = list(weights)
+        self._seed = seed
         self.random_access = all(part.random_access for part in parts)
         self._counts = largest_remainder(weights, BLOCK)
         if (self._counts == 0).any():
@@ -69,7 +71,8 @@ class BlendedSamples:
 
     def places(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Map positions (n,) to numbers of parts (n,) and positions in these parts (n,)."""
-        part_of, local = np.empty_like(positions), np.empty_like(positions)
+        part_of = np.empty_like(positions)
+        local = np.empty_like(positions)
         blocks, within = np.divmod(positions, BLOCK)
         for block in np.unique(blocks).tolist():
             here = blocks == block

@@ -62,7 +62,8 @@ def build_chunks(store: Store, documents: np.ndarray, lengths: Lengths) -> Chunk
     # Blocks of the store's documents, chosen or not: they bound the memory for sentences.
     spans = np.arange(0, documents[-1] + 1 if len(documents) else 0, _BLOCK)
     for block in filter(len, np.split(documents, documents.searchsorted(spans))):
-        first, last = store.document_index[block], store.document_index[block + 1]
+        first = store.document_index[block]
+        last = store.document_index[block + 1]
         edges = store.sequence_starts(np.arange(first[0], last[-1] + 1))
         found.append(_cut(edges, first - first[0], last - first[0], block, lengths))
     found = found or [(np.empty(0, np.int64),) * 3]
@@ -96,8 +97,11 @@ def _cut(
     Returns:
         (D,) chunks of each document; (C,) int64 beginnings of chunks, in tokens; (C,) int32 tokens; in order.
     """
-    places, ends = edges[first], edges[last]  # places: where the next chunk of each document begins
-    longest, sizes = lengths.target, np.diff(edges)
+    # places: where the next chunk of each document begins
+    places = edges[first]
+    ends = edges[last]
+    longest = lengths.target
+    sizes = np.diff(edges)
     if len(sizes) and sizes.max() > longest:  # edges inside long sentences too
         pieces = np.maximum(-(-sizes // longest), 1)
         piece = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # within its sentence
@@ -113,7 +117,8 @@ def _cut(
         counts[going] += 1
         going = going[places[going] < ends[going]]
     before = np.cumsum(counts) - counts
-    starts, sizes = np.empty(counts.sum(), dtype=np.int64), np.empty(counts.sum(), dtype=np.int32)
+    starts = np.empty(counts.sum(), dtype=np.int64)
+    sizes = np.empty(counts.sum(), dtype=np.int32)
     for step, (going, start, size) in enumerate(steps):
         starts[before[going] + step] = start
         sizes[before[going] + step] = size

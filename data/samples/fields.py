@@ -91,7 +91,8 @@ class StoredSamples(TrainingSamples):
     random_access = True
 
     def __init__(self, samples: int):
-        self._count, self._orders = samples, EpochOrders(samples)
+        self._count = samples
+        self._orders = EpochOrders(samples)
 
     def __len__(self) -> int:
         """Samples in an epoch."""

@@ -60,7 +60,8 @@ class Stream:
         Args:
             documents: (D,) int64, ascending; documents without tokens are left out.
         """
-        self._tokens, self._end_token = store.tokens_array, end_token
+        self._tokens = store.tokens_array
+        self._end_token = end_token
         starts = store.sequence_starts(store.document_index[documents])
         ends = store.sequence_starts(store.document_index[documents + 1])
         starts, ends = starts[ends > starts], ends[ends > starts]
@@ -68,9 +69,12 @@ class Stream:
         without_end = _without_end(store, ends, end_token)
         # Neighbours in the store are one piece if nothing is put in between.
         breaks = (starts[1:] != ends[:-1]) | without_end[:-1]
-        first, last = np.ones(len(starts), dtype=bool), np.ones(len(starts), dtype=bool)
+        first = np.ones(len(starts), dtype=bool)
+        last = np.ones(len(starts), dtype=bool)
         first[1:] = last[:-1] = breaks
-        self._starts, ends, self._open = starts[first], ends[last], without_end[last]
+        self._starts = starts[first]
+        ends = ends[last]
+        self._open = without_end[last]
         self._ends = np.cumsum(ends - self._starts + self._open)  # (pieces,) places in the stream
 
     def __len__(self) -> int:
@@ -81,10 +85,13 @@ class Stream:
         """Read the tokens from `start` to `end` of the stream, (end - start,) int64."""
         assert 0 <= start <= end <= len(self), "beyond the stream"
         tokens = np.empty(end - start, dtype=np.int64)
-        piece, filled = int(self._ends.searchsorted(start, side="right")), 0
+        piece = int(self._ends.searchsorted(start, side="right"))
+        filled = 0
         while filled < len(tokens):
-            piece_start, piece_end = int(self._ends[piece - 1]) if piece else 0, int(self._ends[piece])
-            place, put_in = start + filled, int(self._open[piece])
+            piece_start = int(self._ends[piece - 1]) if piece else 0
+            piece_end = int(self._ends[piece])
+            place = start + filled
+            put_in = int(self._open[piece])
             first = int(self._starts[piece]) + place - piece_start
             part = self._tokens[first : first + min(piece_end - put_in - place, len(tokens) - filled)]
             tokens[filled : filled + len(part)] = part
@@ -113,7 +120,8 @@ class GptSamples(StoredSamples):
 
     def __init__(self, stream: Stream, sequence_length: int):
         """Cut a stream into windows. Raises ProblemsError: the stream is shorter than one window."""
-        self.stream, self._length = stream, sequence_length
+        self.stream = stream
+        self._length = sequence_length
         count = window_count(len(stream), sequence_length)
         if not count:
             there = counted(stream.documents, "document")
@@ -156,7 +164,8 @@ class GptLane(Lane):
     def take(self, item: int, seed: int) -> np.ndarray:
         """Return the next window (T + 1,) int64, without use of the seed."""
         self._fill()
-        parts, start = [], self._offset
+        parts = []
+        start = self._offset
         for _, ids in self._pending:
             parts.append(ids[max(start, 0) : max(start + self._length + 1, 0)])
             start -= ids.size
@@ -186,7 +195,8 @@ class GptLane(Lane):
 
     def _fill(self) -> None:
         while self._buffered < self._offset + self._length + 1:
-            if (found := next(self._encoded, None)) is None:
+            found = next(self._encoded, None)
+            if found is None:
                 self._open_next_epoch("have ", *too_short(self._buffered, self._length))
                 continue
             document, ids = found

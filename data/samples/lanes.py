@@ -211,8 +211,13 @@ class StreamedSamples:
             say: prints a line where a lane has to be read again from its beginning.
         """
         assert global_batch % lanes == 0, "lane_count gives a divisor"
-        self._source, self._lanes, self._open_lane, self._stack = source, lanes, open_lane, stack
-        self._global, self._buffer, self._say = global_batch, buffer, say
+        self._source = source
+        self._lanes = lanes
+        self._open_lane = open_lane
+        self._stack = stack
+        self._global = global_batch
+        self._buffer = buffer
+        self._say = say
         self._rows = global_batch // lanes  # of one lane, in a step
         self._forget()
 
@@ -236,7 +241,8 @@ class StreamedSamples:
     def _lane_at(self, number: int, item: int) -> Lane:
         """Return a lane, with `item` as its next one."""
         if number not in self._open:
-            self._open[number], self._next[number] = self._open_lane(number), 0
+            self._open[number] = self._open_lane(number)
+            self._next[number] = 0
             if number in self._saved:
                 self._open[number].restore(self._saved[number])
                 self._next[number] = self._item(self._saved_at, number)
@@ -245,7 +251,8 @@ class StreamedSamples:
                 reading = "reading its files from the start, which is right and slow"
                 self._say(f"{self._source.name}: {missing}; {reading}")
         if self._next[number] > item:
-            self._open[number], self._next[number] = self._open_lane(number), 0
+            self._open[number] = self._open_lane(number)
+            self._next[number] = 0
         lane = self._open[number]
         while self._next[number] < item:
             lane.skip()
@@ -283,7 +290,8 @@ class StreamedSamples:
             fix = "resume with the same files and batch.global"
             raise ValueError(f"{self._source.name}: {came} {rule}; {fix}")
         self._forget()
-        lanes, last = state.get("lanes"), self._lanes - 1
+        lanes = state.get("lanes")
+        last = self._lanes - 1
         if not isinstance(lanes, dict) or not lanes.keys() <= {*map(str, range(last + 1))}:
             refuse_state(self._source, lanes, f"lanes are numbered from 0 to {last}")
         self._saved = {int(number): self._checked(int(number), saved) for number, saved in lanes.items()}
@@ -291,7 +299,8 @@ class StreamedSamples:
 
     def _checked(self, number: int, saved: Any) -> dict[str, Any]:
         """Check the form of a lane's state and return it. Raises FileError."""
-        like, total = self._open_lane(number).state(), self._source.shards
+        like = self._open_lane(number).state()
+        total = self._source.shards
         if not isinstance(saved, dict) or saved.keys() != like.keys():
             refuse_state(self._source, saved, f"a lane's has {', '.join(like)}")
         turns = total if saved["wide"] else len(range(number, total, self._lanes))

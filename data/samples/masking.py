@@ -19,7 +19,9 @@ from data.text.vocabulary import vocabulary_size
 from recipes.problems import Key, Problem, ProblemsError, Setting
 from recipes.schema import Masking
 
-MASKED, RANDOM = 0.8, 0.1  # shares of the chosen tokens; the rest stays
+# shares of the chosen tokens; the rest stays
+MASKED = 0.8
+RANDOM = 0.1
 _CONTINUATION = "##"  # begins a WordPiece that is not the first of its word
 _CONTINUES = re.compile(f"{_CONTINUATION}(?![{''.join(UNSPACED.values())}])").match
 

@@ -61,7 +61,10 @@ def store_parts(recipe: Recipe, family: Family, opened: OpenedStore, wanted: int
 
     Raises ProblemsError: a split is shorter than one sample, or a token lies outside the vocabulary.
     """
-    data, store, name, vocab_size = recipe.data, opened.store, opened.name, recipe.model.vocab_size
+    data = recipe.data
+    store = opened.store
+    name = opened.name
+    vocab_size = recipe.model.vocab_size
     splits: tuple[Part, ...] = ("train", "validation", "test") if data.test_every else ("train", "validation")
     documents = {
         split: documents_of(split, store.documents, data.validation_every, data.test_every)
@@ -177,7 +180,8 @@ def read_head(
 
     Raises ValueError: the stream cannot be read, or ends before it has held out one sample.
     """
-    data, vocabulary = recipe.data, recipe.model.vocab_size
+    data = recipe.data
+    vocabulary = recipe.model.vocab_size
     every = f"every {data.validation_every}th document"
     say(f"{source.name}: streaming; holding out its first {wanted:,} validation samples, {every}")
     held = {
@@ -204,7 +208,8 @@ def read_head(
                 say(f"{source.name}: {found} after {documents:,} documents")
 
     for placed, encoded in family.encoder(origin, _HEAD_BATCH_CHARACTERS)(needed()):
-        if (name := part(placed.index)) != "train":
+        name = part(placed.index)
+        if name != "train":
             held[name].add(placed, encoded)
         elif counted < UNIGRAM_TOKENS:
             ids = family.tokens(encoded)[: UNIGRAM_TOKENS - counted]
@@ -228,7 +233,8 @@ def interleave_files(source: Source) -> Iterator[PlacedDocument]:
         readers = deque((file, source.shard_documents(file)) for file in files)
         while readers:
             file, reader = readers.popleft()
-            if (document := next(reader, None)) is not None:
+            document = next(reader, None)
+            if document is not None:
                 yield PlacedDocument(Place(turn=file, record=document.index), document.text)
                 readers.append((file, reader))
 

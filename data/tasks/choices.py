@@ -75,7 +75,8 @@ def training(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, examples: Seque
         return_token_type_ids=True, return_attention_mask=False, verbose=False,
     )  # fmt: skip
     rows = [Encoded(*pair) for pair in zip(made["input_ids"], made["token_type_ids"], strict=True)]
-    labels, choices = [each.label or 0 for each in examples], len(examples[0].choices)
+    labels = [each.label or 0 for each in examples]
+    choices = len(examples[0].choices)
     return Features(rows, {"labels": labels}, recipe.sequence_length, tokenizer.pad_token_id, choices)
 
 
@@ -90,10 +91,12 @@ def predicted(
 
 def score(facts: TaskFacts, split: str, examples: Sequence[Example], logits: np.ndarray) -> SplitScores:
     """Compute accuracy, F1 if the task has it, and RACE's accuracy by school; write the submission."""
-    guesses, metrics = logits.argmax(-1), dict[str, float]()
+    guesses = logits.argmax(-1)
+    metrics = dict[str, float]()
     known = [row for row, each in enumerate(examples) if each.label is not None]
     if known:
-        labels, guessed = np.array([examples[row].label for row in known]), guesses[known]
+        labels = np.array([examples[row].label for row in known])
+        guessed = guesses[known]
         metrics["accuracy"] = accuracy(guessed, labels)
         if facts.f1:
             metrics["f1"] = f1(guessed, labels)
@@ -118,6 +121,8 @@ def accuracy(guesses: np.ndarray, labels: np.ndarray) -> float:
 
 def f1(guesses: np.ndarray, labels: np.ndarray) -> float:
     """Return F1 of label 1, 2 tp / (2 tp + fp + fn); 0 where neither guesses nor labels have a 1."""
-    true, found = labels == 1, guesses == 1
-    both, sizes = int((true & found).sum()), int(true.sum()) + int(found.sum())
+    true = labels == 1
+    found = guesses == 1
+    both = int((true & found).sum())
+    sizes = int(true.sum()) + int(found.sum())
     return 2 * both / sizes if sizes else 0.0

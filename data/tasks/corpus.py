@@ -60,7 +60,8 @@ def build(recipe: Recipe, say: Say = print) -> TaskCorpus:
     Raises ProblemsError: a split cannot be had, lacks the task's fields or a sound example; or the vocabulary
     is not the model's.
     """
-    task, tokenizer = _task(recipe), build_vocabulary(recipe, (), Path(), say)
+    task = _task(recipe)
+    tokenizer = build_vocabulary(recipe, (), Path(), say)
     facts = TASKS[task.name]
     of_train, *others = [_examples(task, split) for split in ("train", *split_names(task))]
     for each in (of_train, *others):
@@ -97,12 +98,15 @@ def build(recipe: Recipe, say: Say = print) -> TaskCorpus:
 
 def splits_to_predict(recipe: Recipe, say: Say) -> tuple[PredictedSplit, ...]:
     """Read the splits of a finished run again, to score its saved logits."""
-    task, tokenizer = _task(recipe), build_vocabulary(recipe, (), Path(), say)
+    task = _task(recipe)
+    tokenizer = build_vocabulary(recipe, (), Path(), say)
     return tuple(_predicted(recipe, tokenizer, _examples(task, split)) for split in split_names(task))
 
 
 def _predicted(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, examples: Examples[Any]) -> PredictedSplit:
-    split, sound, broken = examples.split, examples.sound, examples.broken
+    split = examples.split
+    sound = examples.sound
+    broken = examples.broken
     features, score = KINDS[TASKS[_task(recipe).name].head].predicted(recipe, tokenizer, split, sound)
     scored = len(sound) - len(broken) if is_test(split) else len(sound)
     return PredictedSplit(split, features, score, scored, len(broken))
@@ -110,7 +114,8 @@ def _predicted(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, examples: Exa
 
 def check(recipe: Recipe) -> None:
     """Check that the files and the vocabulary of a recipe's task exist. Raises ProblemsError."""
-    task, problems = _task(recipe), list[Problem]()
+    task = _task(recipe)
+    problems = list[Problem]()
     for split in ("train", *SPLITS):
         path = getattr(task, split)
         if path is None:
@@ -124,7 +129,8 @@ def check(recipe: Recipe) -> None:
             problems.append(Problem(f"--{split}", f"--{split} with --task {task.name}", rule, "leave it out"))
     if (task.train is None) != (task.dev is None):
         there, lacking = ("train", "dev") if task.train else ("dev", "train")
-        came, rule = f"--{there} without --{lacking}", "files take the place of the hub's data set together"
+        came = f"--{there} without --{lacking}"
+        rule = "files take the place of the hub's data set together"
         problems.append(Problem(f"--{lacking}", came, rule, f"add --{lacking} FILE"))
     if problems:
         raise ProblemsError(problems)
@@ -133,7 +139,8 @@ def check(recipe: Recipe) -> None:
 
 def split_names(task: Task) -> list[str]:
     """List the splits to predict: with local files those with a file, with the hub all."""
-    local, facts = task.train is not None, TASKS[task.name]
+    local = task.train is not None
+    facts = TASKS[task.name]
     return [split for split in SPLITS if getattr(task, split) or (not local and split in facts.splits)]
 
 

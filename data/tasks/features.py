@@ -32,7 +32,8 @@ class TaskFields(Fields):
         return {**flat, "lengths": self["lengths"].reshape(-1), **self.targets, "weights": weights}
 
     def describe(self, row: int, tokenizer: PreTrainedTokenizerFast, sentence_head: str) -> str:
-        tokens, lengths = np.atleast_2d(self["tokens"][row]), np.atleast_1d(self["lengths"][row])
+        tokens = np.atleast_2d(self["tokens"][row])
+        lengths = np.atleast_1d(self["lengths"][row])
         targets = ", ".join(f"{name} {values[row]}" for name, values in self.targets.items())
         texts = (str(tokenizer.decode(ids[:length])) for ids, length in zip(tokens, lengths, strict=True))
         return "\n".join([targets, *texts])
@@ -57,11 +58,14 @@ class Features:
         pad: int,
         choices: int = 1,
     ):
-        self.sequence_length, self.choices, self._pad = length, choices, pad
+        self.sequence_length = length
+        self.choices = choices
+        self._pad = pad
         self._lengths = np.array([len(row.tokens) for row in rows], np.int64)
         self._starts = np.concatenate([[0], np.cumsum(self._lengths)]).astype(np.int64)
         total = int(self._starts[-1])
-        self._tokens, self._types = np.empty(total, np.int32), np.empty(total, np.int8)
+        self._tokens = np.empty(total, np.int32)
+        self._types = np.empty(total, np.int8)
         for row, start in zip(rows, self._starts, strict=False):
             self._tokens[start : start + len(row.tokens)] = row.tokens
             self._types[start : start + len(row.tokens)] = row.token_types
@@ -92,7 +96,8 @@ class Features:
         tokens = np.full((len(rows), self.sequence_length), self._pad, np.int64)
         types = np.zeros((len(rows), self.sequence_length), np.int64)
         for at, row in enumerate(rows):
-            start, length = self._starts[row], self._lengths[row]
+            start = self._starts[row]
+            length = self._lengths[row]
             tokens[at, :length] = self._tokens[start : start + length]
             types[at, :length] = self._types[start : start + length]
         shape = (len(chosen), self.choices) if self.choices > 1 else (len(chosen),)

@@ -56,7 +56,8 @@ class Examples(Generic[E_co]):
         """Describe the broken examples to a user; "" where there are none."""
         if not self.broken:
             return ""
-        named, more = "; ".join(self.broken[:SHOWN]), len(self.broken) - SHOWN
+        named = "; ".join(self.broken[:SHOWN])
+        more = len(self.broken) - SHOWN
         others = f"; and {more} more" if more > 0 else ""
         fate = "predicted from what is readable" if is_test(self.split) else "left out"
         return f"{self.split}: {counted(len(self.broken), 'broken example')} {fate}: {named}{others}"
@@ -79,7 +80,8 @@ def read_split(facts: TaskFacts, split: str, path: str | None) -> list[LocatedRe
         rule = f"{said}no record can be read, the first: {found[0].place}: {found[0].why}"
         _refuse(key, where, rule, f"give {KINDS}, in UTF-8 and not compressed")
     needed = (*facts.fields, *(() if is_test(split) else (facts.label,)))
-    if lacking := [name for name in needed if all(name not in each.value for each in found)]:
+    lacking = [name for name in needed if all(name not in each.value for each in found)]
+    if lacking:
         has = ", ".join(next((each.value for each in found if each.value), {})) or "none"
         rule = f"its records have the fields {has}, and lack {', '.join(lacking)} of {', '.join(needed)}"
         _refuse(key, where, rule, f"give files in the schema of {facts.hub[0]}")
@@ -105,7 +107,8 @@ def _refuse(key: str, where: str, rule: str, fix: str) -> NoReturn:
 def _local(path: Path) -> Iterator[LocatedRecord]:
     kind = path.suffix.lower()
     if not files.is_file(path) and path.is_dir():
-        if articles := sorted(path.rglob("*.txt")):
+        articles = sorted(path.rglob("*.txt"))
+        if articles:
             for file in articles:
                 yield from _race_file(file)
         else:
@@ -268,7 +271,9 @@ def parse_examples(
 
     Raises ProblemsError: all of them are broken.
     """
-    sound, broken, labelled = list[E_co](), list[str](), not is_test(split)
+    sound = list[E_co]()
+    broken = list[str]()
+    labelled = not is_test(split)
     for number, record in enumerate(records):
         try:
             if record.why:

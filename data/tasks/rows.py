@@ -32,7 +32,8 @@ def read_rows(place: Path | HubSource, column: str = "text", limit: int | None =
     `column`: of JSON lines, parquet and the hub; `limit`: rows to read. Raises ProblemsError: it cannot be
     read, or no row can be used.
     """
-    texts, broken = list[str](), list[BrokenRecord]()
+    texts = list[str]()
+    broken = list[BrokenRecord]()
     for record in _from_hub(place, column) if isinstance(place, HubSource) else _from_file(place, column):
         if isinstance(record, BrokenRecord):
             broken.append(record)
@@ -77,7 +78,8 @@ def _format(path: Path, column: str) -> RecordFormat | None:
     if not kind and (seen := looks_like(path)):
         kind = seen[1]
         if kind not in ("jsonl", "parquet"):
-            came, fix = f"{FLAG} {path} is {seen[0]}", "give JSON lines, parquet or text"
+            came = f"{FLAG} {path} is {seen[0]}"
+            fix = "give JSON lines, parquet or text"
             raise ProblemsError([Problem(FLAG, came, fix=fix)])
     if kind == "jsonl":
         return JsonlFormat(column, MAX_RECORD_BYTES)
@@ -86,7 +88,8 @@ def _format(path: Path, column: str) -> RecordFormat | None:
 
 def _from_file(path: Path, column: str) -> Iterator[str | BrokenRecord]:
     """Yield the rows of a file; of plain text its lines, without line breaks."""
-    if (form := _format(path, column)) is None:
+    form = _format(path, column)
+    if form is None:
         for line in _lines(path):
             yield line if isinstance(line, BrokenRecord) else line.rstrip("\r\n")
     else:

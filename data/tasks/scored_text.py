@@ -196,10 +196,14 @@ def wikitext103(
     cannot be read.
     """
     if isinstance(place, Path) and is_plain_text(place):
-        text, source, broken = read_whole(place), str(place), tuple[str, ...]()
+        text = read_whole(place)
+        source = str(place)
+        broken = tuple[str, ...]()
     else:
         rows = read_rows(place, column)
-        text, source, broken = "".join(row or BLANK for row in rows.texts), rows.source, rows.broken
+        text = "".join(row or BLANK for row in rows.texts)
+        source = rows.source
+        broken = rows.broken
     (tokens,) = encode_texts(tokenizer, [detokenize(text.strip())])
     windows = tuple(overlapping_windows(tokens, length, stride))[:limit]
     words = original_tokens(text)
@@ -222,7 +226,8 @@ def lambada(
     text before that blank. Raises ProblemsError: the file cannot be read, or is of the other variant.
     """
     rows = read_rows(place or LAMBADA[variant], column, limit)
-    broken, passages = list(rows.broken), list[tuple[str, str]]()
+    broken = list(rows.broken)
+    passages = list[tuple[str, str]]()
     for number, text in enumerate(rows.texts, 1):
         before, _, word = text.strip().rpartition(" ")
         if before.strip() and word:
@@ -232,7 +237,8 @@ def lambada(
     _check_variant(variant, [whole for _, whole in passages], rows.source)
     befores = encode_texts(tokenizer, [before for before, _ in passages])
     wholes = encode_texts(tokenizer, [whole for _, whole in passages])
-    windows, cut = list[Window](), 0
+    windows = list[Window]()
+    cut = 0
     for number, (left, tokens) in enumerate(zip(befores, wholes, strict=True), 1):
         counted = len(tokens) - len(left)
         if not left.size or not 1 <= counted <= length:
@@ -267,10 +273,12 @@ def documents(
     `limit`: documents. Raises ProblemsError.
     """
     if is_plain_text(place):
-        texts, broken = [read_whole(place)], tuple[str, ...]()
+        texts = [read_whole(place)]
+        broken = tuple[str, ...]()
     else:
         rows = read_rows(place, column, limit)
-        texts, broken = [text for text in rows.texts if text.strip()], rows.broken
+        texts = [text for text in rows.texts if text.strip()]
+        broken = rows.broken
     end = np.array([end_of_document(tokenizer)], dtype=np.uint32)
     found = encode_texts(tokenizer, texts)
     windows = tuple(

@@ -88,12 +88,15 @@ def _answers(value: Any, context: str) -> tuple[tuple[str, int], ...] | None:
 
 def windows_of(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, questions: Sequence[Question]) -> Windows:
     """Cut the contexts of questions into windows, with labels."""
-    task, length = recipe.task, recipe.sequence_length
+    task = recipe.task
+    length = recipe.sequence_length
     assert task is not None
-    rows, windows = list[Encoded](), list[Window]()
+    rows = list[Encoded]()
+    windows = list[Window]()
     targets: dict[str, list[int]] = {"starts": [], "ends": []}
     every: list[_Offsets] = []
-    cls, sep = tokenizer.cls_token_id, tokenizer.sep_token_id
+    cls = tokenizer.cls_token_id
+    sep = tokenizer.sep_token_id
     for first in range(0, len(questions), CHUNK):
         chunk = questions[first : first + CHUNK]
         how: dict[str, Any] = dict(add_special_tokens=False, return_token_type_ids=False, verbose=False)
@@ -102,7 +105,9 @@ def windows_of(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, questions: Se
         found = zip(chunk, asked, texts["input_ids"], texts["offset_mapping"], strict=True)
         for of, (question, query, tokens, offsets) in enumerate(found, first):
             query = query[: task.max_query]
-            room, place, span = length - len(query) - 3, len(query) + 2, _token_span(question, offsets)
+            room = length - len(query) - 3
+            place = len(query) + 2
+            span = _token_span(question, offsets)
             every.append(offsets)
             for start in range(0, max(1, len(tokens) - room + task.doc_stride), task.doc_stride):
                 stop = min(start + room, len(tokens))
@@ -134,7 +139,8 @@ def predicted(
     recipe: Recipe, tokenizer: PreTrainedTokenizerFast, split: str, questions: Sequence[Question]
 ) -> tuple[Features, Callable[[np.ndarray, SplitScores | None], SplitScores]]:
     """Return samples to predict, and a function to score their logits (windows, S, 2)."""
-    made, task = windows_of(recipe, tokenizer, questions), recipe.task
+    made = windows_of(recipe, tokenizer, questions)
+    task = recipe.task
     assert task is not None
 
     def score(logits: np.ndarray, dev: SplitScores | None) -> SplitScores:
@@ -254,7 +260,8 @@ def _f1(said: Sequence[str], right: Sequence[str], with_none: bool) -> float:
     common = (Counter(said) & Counter(right)).total()
     if not common:
         return 0.0
-    precision, recall = common / len(said), common / len(right)
+    precision = common / len(said)
+    recall = common / len(right)
     return 2 * precision * recall / (precision + recall)
 
 
@@ -276,7 +283,8 @@ def best_threshold(answered: Sequence[AnswerScore], odds: Sequence[float]) -> fl
 
     answered: scores of the best spans; odds: of no answer, for each.
     """
-    best, threshold = float(sum(not each.answerable for each in answered)), min(odds) - 1.0
+    best = float(sum(not each.answerable for each in answered))
+    threshold = min(odds) - 1.0
     value = best
     order = sorted(range(len(odds)), key=lambda i: odds[i])
     for place, i in enumerate(order):
@@ -284,5 +292,6 @@ def best_threshold(answered: Sequence[AnswerScore], odds: Sequence[float]) -> fl
         value += answered[i].f1 if answered[i].answerable else float(answered[i].empty) - 1.0
         last_of_equals = place + 1 == len(order) or odds[order[place + 1]] > odds[i]
         if last_of_equals and value > best:
-            best, threshold = value, odds[i]
+            best = value
+            threshold = odds[i]
     return threshold

@@ -71,7 +71,8 @@ def group_items(items: Iterable[T], size: Callable[[T], int], least: int) -> Ite
         held += size(item)
         if held >= least:
             yield group
-            group, held = [], 0
+            group = []
+            held = 0
     if group:
         yield group
 
@@ -140,7 +141,8 @@ class Encoder:
     def _tokens(self, texts: list[str], end: list[int]) -> Iterator[np.ndarray]:
         """Return (tokens,) uint32 of each text, followed by `end`, as views of one array."""
         use_all_cores()
-        flat, bounds = array(_UINT32), [0]
+        flat = array(_UINT32)
+        bounds = [0]
         for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False):
             flat.fromlist(encoding.ids)  # half the time of np.array
             flat.extend(end)
@@ -158,7 +160,9 @@ class SentenceEncoder:
         how: Literal["split", "lines"],
         least: int = BATCH_CHARACTERS,
     ):
-        self._encoder, self._how, self._least = Encoder(tokenizer), how, least
+        self._encoder = Encoder(tokenizer)
+        self._how = how
+        self._least = least
 
     def __call__(self, documents: Iterable[D]) -> Iterator[tuple[D, list[np.ndarray]]]:
         for batch in group_items(documents, lambda document: len(document.text), self._least):

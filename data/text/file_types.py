@@ -21,11 +21,15 @@ BUFFER = 1 << 20
 _BZIP2_BLOCKS = (b"1AY&SY", b"\x17rE8P\x90")  # the first block, or the end of an empty file
 _LONG_WINDOWS: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 31}  # as `zstd --long=31` writes
 
-JSON_LINES, JSON_LIST = "JSON lines", "one JSON list and not an object per line"
+JSON_LINES = "JSON lines"
+JSON_LIST = "one JSON list and not an object per line"
 RAW = "a file of raw numbers, as nanoGPT's train.bin"
-ARROW, _CSV, _HTML = "an Arrow file, as datasets saves it", "a table (CSV, TSV)", "an HTML page"
+ARROW = "an Arrow file, as datasets saves it"
+_CSV = "a table (CSV, TSV)"
+_HTML = "an HTML page"
 DUMP = "a Wikipedia dump"
-_WEB, _ZIP = "a web archive (WARC, WET)", "a zip archive (.docx, .epub, .npz and .pt are such)"
+_WEB = "a web archive (WARC, WET)"
+_ZIP = "a zip archive (.docx, .epub, .npz and .pt are such)"
 _MARKS: tuple[tuple[bytes, str], ...] = (
     (b"PAR1", "a parquet file"),
     (b"PARE", "an encrypted parquet file"),
@@ -84,7 +88,8 @@ _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _SOURCES = {"a parquet file": "parquet", JSON_LINES: "jsonl"}
 _SOURCES["the index of a token store"] = "store"
 _PLAIN = "plain text"
-_EMPTY, _NOT_UTF8 = "an empty file", "text that is not UTF-8"
+_EMPTY = "an empty file"
+_NOT_UTF8 = "text that is not UTF-8"
 _BY_NAME = {".jsonl": JSON_LINES, ".ndjson": JSON_LINES, ".json": JSON_LINES, ".parquet": "a parquet file"}
 _WAYS = {
     ARROW: "make parquet of it: python -c \"import datasets; datasets.Dataset.from_file('FILE.arrow')"
@@ -122,7 +127,8 @@ def type_of(path: Path) -> tuple[str, str | None]:
 
     Raises ValueError: the file cannot be opened.
     """
-    if found := looks_like(path):
+    found = looks_like(path)
+    if found:
         return found
     try:
         with open_decompressed(path) as file:

@@ -24,13 +24,17 @@ _LONGEST_WORD = 50  # characters, in which a blank is looked for
 class EndHeldOut:
     """A source whose last characters are its held-out documents; one shard."""
 
-    shards, finite = 1, True
+    shards = 1
+    finite = True
 
     def __init__(self, source: Source, characters: int, validation_every: int, test_every: int | None):
         """Wrap a source; one sample surely needs at most so many `characters`."""
-        self.name, self.skipped = source.name, source.skipped
-        self._source, self._characters = source, characters
-        self._validation_every, self._test_every = validation_every, test_every
+        self.name = source.name
+        self.skipped = source.skipped
+        self._source = source
+        self._characters = characters
+        self._validation_every = validation_every
+        self._test_every = test_every
 
     def fingerprint(self) -> str:
         rule = f"end {self._characters} {self._validation_every} {self._test_every} "
@@ -50,7 +54,8 @@ class EndHeldOut:
         for index in count():
             if not any(waiting.values()):
                 return
-            if pieces := waiting[part_of(index, self._validation_every, self._test_every)]:
+            pieces = waiting[part_of(index, self._validation_every, self._test_every)]
+            if pieces:
                 document = Document(index, pieces.popleft())
                 if index >= start:
                     yield document
@@ -81,7 +86,8 @@ def with_held_out_text(recipe: Recipe, source: Source) -> Source:
 
     Reads documents until enough of them are held out. Raises ProblemsError: one is broken.
     """
-    data, wanted = recipe.data, CHARACTERS * (recipe.sequence_length + 1)
+    data = recipe.data
+    wanted = CHARACTERS * (recipe.sequence_length + 1)
     if not source.finite:
         return source
     parts = {"validation", "test"} if data.test_every else {"validation"}
@@ -96,19 +102,22 @@ def with_held_out_text(recipe: Recipe, source: Source) -> Source:
 def describe_text(recipe: Recipe) -> str:
     """Say what a plan knows of the text: files, bytes, kind, column, split and vocabulary."""
     data = recipe.data
-    told, ends = [], False
+    told = []
+    ends = False
     for origin in data.origins:
         if origin.source in ("hub", "store"):
             told.append(f"{origin.name} ({origin.source})")
             continue
         skipped = SkippedRecords() if data.broken_records == "skip" else None
-        source, files = with_held_out_text(recipe, open_source(origin, skipped=skipped)), files_of(origin)
+        source = with_held_out_text(recipe, open_source(origin, skipped=skipped))
+        files = files_of(origin)
         size = sum(file.stat().st_size for file in files)
         column = f", column {origin.text_column}" if origin.source in ("jsonl", "parquet") else ""
         kind = _KINDS.get(origin.source, origin.source)
         told.append(f"{source.name}: {counted(len(files), 'file')} of {kind}{column}, {size:,} bytes")
         ends |= isinstance(source, EndHeldOut)
-    kind, path = data.tokenizer.kind, data.tokenizer.path
+    kind = data.tokenizer.kind
+    path = data.tokenizer.path
     trained = ", trained on it" if kind in TRAINED else f" ({path})" if path else ""
     return "; ".join([
         *told,

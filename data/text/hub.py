@@ -31,7 +31,9 @@ from data.text.records import (
 from recipes.problems import Key, Problem, ProblemsError, Setting, Words
 
 ATTEMPTS = 10  # failures in a row after which a reader gives up; each record read resets the count
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # each pause is twice the one before
+# each pause is twice the one before
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 60.0
 _NETWORK_MODULES = {"aiohttp", "httpcore", "httpx", "httpx2", "requests", "urllib3"}
 # Two kinds of timeouts until Python 3.11.
 _NETWORK_ERRORS = (ConnectionError, TimeoutError, asyncio.TimeoutError, HTTPException)
@@ -94,7 +96,8 @@ class HubSource:
 
         def open_shard() -> Any:
             stream = self._open()
-            if (now := stream.num_shards) != count:
+            now = stream.num_shards
+            if now != count:
                 named = Setting("data.name", self.name)
                 rule = f"the dataset had {count} shards and has {now} now: it was changed while it was read"
                 raise ProblemsError([Problem("data.name", named, rule, "start the run again")])
@@ -176,7 +179,8 @@ class HubSource:
 
 def is_temporary(error: BaseException) -> bool:
     """Tell whether trying again may help: connection errors, timeouts, HTTP 408, 429 and 5xx; not 404."""
-    if (status := _status(error)) is not None:
+    status = _status(error)
+    if status is not None:
         return status in (408, 429) or status >= 500
     return any(
         isinstance(cause, _NETWORK_ERRORS)

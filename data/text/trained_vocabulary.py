@@ -36,7 +36,8 @@ BERT_SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to
 # Characters; merges hardly change beyond, and training keeps every distinct word.
 TRAINING_TEXT_LIMIT = 256 << 20
 # Different characters in a WordPiece vocabulary; BERT's own has about 1000.
-FEWEST_CHARACTERS, MOST_CHARACTERS = 48, 1000
+FEWEST_CHARACTERS = 48
+MOST_CHARACTERS = 1000
 _FILE_MAGIC = "megarecipes-vocabulary-2"
 
 
@@ -48,7 +49,8 @@ def trained_tokenizer(
     Every source gives the same share of `TRAINING_TEXT_LIMIT`. Raises ValueError: the text is too short to
     yield that many tokens.
     """
-    size, data = recipe.model.vocab_size, recipe.data
+    size = recipe.model.vocab_size
+    data = recipe.data
     finite = bool(sources) and all(source.finite for source in sources)
     assert finite, "the schema refuses to train a vocabulary on a stream"
     bert = data.tokenizer.kind == "trained_wordpiece"
@@ -88,7 +90,8 @@ def wrap_tokenizer(kind: str, backend: Tokenizer) -> PreTrainedTokenizerFast:
 
 def _texts(recipe: Recipe, sources: Sequence[Source]) -> Iterator[str]:
     """Yield the training documents of source after source, each up to its share of the limit."""
-    data, limit = recipe.data, TRAINING_TEXT_LIMIT // len(sources)
+    data = recipe.data
+    limit = TRAINING_TEXT_LIMIT // len(sources)
     for source in sources:
         parts = ((part_of(d.index, data.validation_every, data.test_every), d) for d in source.documents())
         yield from _limit_text((document.text for part, document in parts if part == "train"), limit)
@@ -147,7 +150,8 @@ def train_wordpiece(texts: Iterable[str], size: int) -> Tokenizer:
     trainer = trainers.WordPieceTrainer(vocab_size=size, show_progress=False, **begin)
     use_all_cores()
     raw = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    raw.normalizer, raw.pre_tokenizer = template.normalizer, template.pre_tokenizer
+    raw.normalizer = template.normalizer
+    raw.pre_tokenizer = template.pre_tokenizer
     raw.train_from_iterator(held, trainer)
     vocabulary = raw.get_vocab(with_added_tokens=False)
     _check_size(len(vocabulary), size)

@@ -39,7 +39,8 @@ def build_vocabulary(
     Raises ValueError: the vocabulary is unavailable, has not `model.vocab_size` tokens, or lacks what the
     family needs.
     """
-    settings, origins = recipe.data.tokenizer, recipe.data.origins
+    settings = recipe.data.tokenizer
+    origins = recipe.data.origins
     if settings.kind == "store":
         named = [origin.name for origin in origins if origin.source == "store" and origin.name]
         tokenizer = store_tokenizer(named)
@@ -47,14 +48,16 @@ def build_vocabulary(
         tokenizer = ready_made(settings)
     else:
         tokenizer = trained_tokenizer(recipe, sources, directory, say)
-    size, stated = vocabulary_size(tokenizer), recipe.model.vocab_size
+    size = vocabulary_size(tokenizer)
+    stated = recipe.model.vocab_size
     what = f"the {settings.kind} vocabulary{f' of {settings.path}' if settings.path else ''}"
     if size != stated:
         came = (Setting("model.vocab_size", stated), f", but {what} has {size} tokens")
         right = ("set ", Setting("model.vocab_size", size))
         raise ProblemsError([Problem("model.vocab_size", came, fix=right)])
     if recipe.model.family == "bert":
-        if missing := missing_roles(tokenizer):
+        missing = missing_roles(tokenizer)
+        if missing:
             rule = f"it needs tokens for {', '.join(missing)}, which {what} does not have"
             kinds = " to bert_uncased, bert_cased or trained_wordpiece, or name the tokens in a "
             fix = ("set ", Key("data.tokenizer.kind"), f"{kinds}tokenizer_config.json next to the file")
@@ -135,12 +138,14 @@ def bert_tokenizer(kind: str, path: str | None = None) -> PreTrainedTokenizerFas
     hub_name, size, lowercase, hello = _BERT[kind]
     package = find_package(_UNCASED_PACKAGE) if kind == "bert_uncased" else None
     if path is not None:
-        where, vocabulary = path, read_tokenizer(path).get_vocab()
+        where = path
+        vocabulary = read_tokenizer(path).get_vocab()
     elif package:
         where = str(package / "model" / "vocab.txt")
         vocabulary = models.WordPiece.read_file(where)
     else:
-        where, vocabulary = hub_name, _from_hub(kind, hub_name)
+        where = hub_name
+        vocabulary = _from_hub(kind, hub_name)
     tokenizer = wordpiece_tokenizer(vocabulary, lowercase=lowercase)
     if len(tokenizer) != size or tokenizer.encode("Hello world") != hello:
         came = f"{where} holds {len(tokenizer)} tokens"

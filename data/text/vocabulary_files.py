@@ -28,7 +28,9 @@ MOST_VOCABULARY = 256 * files.MIB  # of a vocabulary file; the largest published
 BERT_ROLES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 _USUAL = dict(zip(BERT_ROLES, BERT_SPECIAL_TOKENS, strict=True))
 _USUAL |= dict(bos_token=END_OF_DOCUMENT, eos_token=END_OF_DOCUMENT)
-_CONFIG, _SPECIAL, _ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+_CONFIG = "tokenizer_config.json"
+_SPECIAL = "special_tokens_map.json"
+_ADDED = "added_tokens.json"
 # Classes of transformers without rules of their own, or with GPT-2's or BERT's.
 _OF_GPT2 = ("GPT2Tokenizer", "RobertaTokenizer", "BartTokenizer")
 _OF_BERT = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MobileBertTokenizer")
@@ -44,7 +46,8 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
     are known by their usual spelling. Raises ProblemsError: nothing is there, it is no tokenizer, or its
     files contradict each other.
     """
-    named, path = Setting("data.tokenizer.path", path), files.path_of(path, "data.tokenizer.path")
+    named = Setting("data.tokenizer.path", path)
+    path = files.path_of(path, "data.tokenizer.path")
     again = "give a vocab.txt, a tokenizer.json, or a directory that transformers saved"
 
     def refused(rule: str, fix: str = "") -> ProblemsError:
@@ -84,7 +87,8 @@ def _read(path: Path) -> PreTrainedTokenizerFast:
     _add_tokens(backend, stated, [*filter(None, roles.values()), *extra], folder)
     known = backend.get_vocab()
     roles = {role: token for role, token in _USUAL.items() if token in known} | roles
-    cls, sep = roles.get("cls_token"), roles.get("sep_token")
+    cls = roles.get("cls_token")
+    sep = roles.get("sep_token")
     if backend.post_processor is None and cls and sep:
         backend.post_processor = bert_template((cls, known[cls]), (sep, known[sep]))
     # Lengths of its last use; kept, they would silently cut documents.
@@ -117,7 +121,8 @@ def _of_json(file: Path) -> Tokenizer:
         rule = 'a tokenizer.json has a "model" with a "vocab"'
         fix = "give their directory" if file.name == "vocab.json" else ""
         files.refuse(file, f'its "model" is {files.named_kind(model)}', rule, fix)
-    if dropout := model.get("dropout"):
+    dropout = model.get("dropout")
+    if dropout:
         rule = "merges left out at random give a text other tokens each time"
         files.refuse(file, f"its model has dropout {dropout}", rule, 'set "dropout" to null')
     return Tokenizer.from_file(str(file))
@@ -126,7 +131,8 @@ def _of_json(file: Path) -> Tokenizer:
 def _of_words(file: Path, stated: dict[str, Any]) -> Tokenizer:
     files.read_text(file, MOST_VOCABULARY)
     vocabulary = models.WordPiece.read_file(str(file))
-    if missing := [token for token in BERT_SPECIAL_TOKENS if token not in vocabulary]:
+    missing = [token for token in BERT_SPECIAL_TOKENS if token not in vocabulary]
+    if missing:
         rule = "a vocab.txt is a WordPiece vocabulary, one token a line"
         files.refuse(file, f"no line reads {', '.join(missing)}", rule)
     _check_class(file, stated)
@@ -178,7 +184,8 @@ def _stated(folder: Path) -> dict[str, Any]:
                 each = value.values() if isinstance(value, dict) else value or []
                 value = [token["content"] if isinstance(token, dict) else token for token in each]
             if key in _USUAL and found.get(key, value) not in (value, None) and value is not None:
-                came, rule = f"{key} is {value!r}, and {found[key]!r} in {_SPECIAL}", "a role has one token"
+                came = f"{key} is {value!r}, and {found[key]!r} in {_SPECIAL}"
+                rule = "a role has one token"
                 files.refuse(place, came, rule, "remove the wrong one")
             if value is not None or key in _USUAL:
                 found[key] = value if value is not None else found.get(key)
@@ -196,13 +203,15 @@ def _add_tokens(backend: Tokenizer, stated: dict[str, Any], special: list[str], 
     numbered += [(number, AddedToken(token)) for token, number in stated.get(_ADDED, {}).items()]
     for number, token in sorted(numbered, key=lambda each: each[0]):
         _add(backend, token)
-        if (found := backend.token_to_id(token.content)) != number:
+        found = backend.token_to_id(token.content)
+        if found != number:
             came = f"numbers the added token {token.content!r} {number}"
             rule = f"the vocabulary makes it token {found}: numbers go on without gaps"
             files.refuse(folder, came, rule, f"correct {_ADDED} or added_tokens_decoder in {_CONFIG}")
     for name in special:
         if backend.token_to_id(name) is None:
-            rule, fix = "the vocabulary has no such token", f"name one that it has, or number it in {_ADDED}"
+            rule = "the vocabulary has no such token"
+            fix = f"name one that it has, or number it in {_ADDED}"
             files.refuse(folder, f"names {name!r} as a special token", rule, fix)
         _add(backend, AddedToken(name, special=True, normalized=False))
 
@@ -231,5 +240,6 @@ def _check_rules(backend: Tokenizer, stated: dict[str, Any], folder: Path) -> No
     }
     for key, ours in rules.items():
         if bool(stated.get(key, ours)) != ours:
-            came, rule = f"{key} is {json.dumps(stated[key])}", "the tokenizer's own rules differ, and decide"
+            came = f"{key} is {json.dumps(stated[key])}"
+            rule = "the tokenizer's own rules differ, and decide"
             files.refuse(folder / _CONFIG, came, rule, "remove the key, or change them")

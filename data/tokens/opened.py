@@ -36,7 +36,9 @@ READ_BY_ALL = 1 << 26  # bytes; every process reads a .bin up to this size itsel
 REPORT = "report.json"
 MOST_REPORT = 1 << 30  # bytes; it names every input file
 LOOKED_AT = 1 << 22  # bytes of tokens to check when a run is planned
-JUDGED, FEW = 1000, 100  # documents whose ends are compared; so few may all end in a full stop
+# documents whose ends are compared; so few may all end in a full stop
+JUDGED = 1000
+FEW = 100
 Sequences = Literal["documents", "sentences"]  # content of one sequence of a store
 
 
@@ -139,7 +141,8 @@ def cached_store(
         content, _, digest = facts_path.read_bytes().rstrip(b"\n").rpartition(b"\n")
         if hashlib.sha256(content).hexdigest().encode() != digest:
             raise Damaged(f"{facts_path} does not match its checksum")
-        facts, store = json.loads(content), open_store(prefix)
+        facts = json.loads(content)
+        store = open_store(prefix)
         if (store.documents, store.tokens) != (facts["documents"], facts["tokens"]):
             found = f"{store.documents} documents and {store.tokens} tokens"
             raise Damaged(f"{prefix} has {found}, not those of {facts_path.name}")
@@ -157,7 +160,8 @@ def _tokenize(
     encoded: Iterable[tuple[Document, Any]], writer: StoreWriter, what: str, say: Say
 ) -> dict[str, int]:
     """Write the documents to a store; `say` the progress every few seconds and at the end."""
-    text_bytes, started = 0, time.monotonic()
+    text_bytes = 0
+    started = time.monotonic()
     said = started
 
     def progress(since: str) -> None:
@@ -217,7 +221,8 @@ def ready_made_store(
     checksum = checksum_of(store, directory, say)
     recorded = facts["crc32"] if isinstance(facts.get("crc32"), dict) else {}
     now = {half: f"{crc:08x}" for half, crc in checksum._asdict().items()}
-    if changed := [half for half, crc in now.items() if recorded.get(half, crc) != crc]:
+    changed = [half for half, crc in now.items() if recorded.get(half, crc) != crc]
+    if changed:
         came = [f"{prefix}.{x} has CRC-32 {now[x]}, and {REPORT} recorded {recorded[x]}" for x in changed]
         rule = "it has changed since prepare_data wrote it"
         fix = "copy the whole directory again, or prepare the store again"

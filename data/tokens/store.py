@@ -62,8 +62,10 @@ def read_header(path: Path) -> Header:
         ValueError: it is sound, but its tokens are no integers.
     """
     with open(path, "rb") as file:
-        raw, size = file.read(HEADER.size), os.fstat(file.fileno()).st_size
-    if (head := raw[: len(MAGIC)]) != MAGIC:
+        raw = file.read(HEADER.size)
+        size = os.fstat(file.fileno()).st_size
+    head = raw[: len(MAGIC)]
+    if head != MAGIC:
         raise Damaged(f"{path} begins with {head!r} and not with {MAGIC!r}: it is no index of a token store")
     if size < HEADER.size:
         raise Damaged(f"{path} has {size} bytes, less than its header of {HEADER.size}")
@@ -207,11 +209,13 @@ def open_store(prefix: Path) -> Store:
         raise Damaged(f"{missing[0]} is missing: a token store is a .bin and an .idx of one name")
     path = idx_path(prefix)
     (dtype, sequences, ends), raw = read_header(path), _mapped(path)
-    sizes, pointers = raw[HEADER.size : ends[0]].view("<i4"), raw[ends[0] : ends[1]].view("<i8")
+    sizes = raw[HEADER.size : ends[0]].view("<i4")
+    pointers = raw[ends[0] : ends[1]].view("<i8")
     documents = raw[ends[1] : ends[2]].view("<i8")
     tokens = _check_sequences(path, sizes, pointers, dtype.itemsize)
     _check_documents(path, documents, sequences)
-    found, promised = os.stat(bin_path(prefix)).st_size, tokens * dtype.itemsize
+    found = os.stat(bin_path(prefix)).st_size
+    promised = tokens * dtype.itemsize
     if found != promised:
         why = f"{path.name} promises {promised} ({tokens} tokens of {dtype.itemsize})"
         rule = "one of the two is truncated or belongs to another store"
@@ -235,7 +239,9 @@ class StoreWriter:
         self.dtype = token_dtype(vocab_size)
         self.tokens = self.sequences = self.documents = 0
         self.checksum: Checksum | None = None  # of the two files, once finished
-        self._prefix, self._vocab_size, self._bin_crc = prefix, vocab_size, 0
+        self._prefix = prefix
+        self._vocab_size = vocab_size
+        self._bin_crc = 0
         self._files = ExitStack()
         # Files take their names in reverse order: .idx, which a reader looks at first, comes last.
         self._idx = self._files.enter_context(replacing(idx_path(prefix)))
@@ -309,7 +315,8 @@ class StoreWriter:
 
 
 def _file_crc(path: Path, say: Say = lambda line: None) -> int:
-    found, said = 0, time.monotonic()
+    found = 0
+    said = time.monotonic()
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         while part := file.read(_READ):

@@ -34,7 +34,8 @@ def check(layout: Layout | None, machine: Machine, findings: Findings) -> None:
         folder = Path(stated(f"{name}.output_path") or "", stated(f"{name}.job_name") or "DeepSpeedJobName")
         if stated(f"{name}.enabled"):
             _check_writable(f"{name}.output_path", folder, findings)
-    if (written := stated("flops_profiler.output_file")) and stated("flops_profiler.enabled"):
+    written = stated("flops_profiler.output_file")
+    if written and stated("flops_profiler.enabled"):
         _check_writable("flops_profiler.output_file", Path(written), findings, file=True)
     if stated("autotuning.enabled"):
         rule = "DeepSpeed ends such a process after autotuning.end_profile_step, without a result"

@@ -19,10 +19,13 @@ _OF_ADAM = ("torch_adam", "adam_w_mode", "fused", "foreach", "fp32_optimizer_sta
 
 def check(recipe: Recipe, stage: int | None, findings: Findings) -> None:
     """Refuse another optimizer and other numbers than the recipe's, and LAMB on sharded parameters."""
-    name, key = recipe.optimizer.name, "optimizer.type"
-    setting, written = Setting("optimizer.name", name), _WRITTEN[name]
+    name = recipe.optimizer.name
+    key = "optimizer.type"
+    setting = Setting("optimizer.name", name)
+    written = _WRITTEN[name]
     for number, own in _numbers(recipe).items():
-        if (value := findings.stated(number)) is not None and not _equal(value, own.value):
+        value = findings.stated(number)
+        if value is not None and not _equal(value, own.value):
             findings.disagreement(number, own)
     if name == "lamb" and stage != 0:
         came: Text = (setting, f" with zero_optimization.stage={stage}")
@@ -63,7 +66,8 @@ def fills(recipe: Recipe, offload: Offload, machine: Machine, findings: Findings
 
 def _adamw(offload: Offload, machine: Machine, findings: Findings) -> dict[str, Any]:
     """Return the choice between torch's AdamW and DeepSpeed's; refuse keys of the other one."""
-    key, offloads = f"{_PARAMS}.torch_adam", offload not in _ON_GPU
+    key = f"{_PARAMS}.torch_adam"
+    offloads = offload not in _ON_GPU
     asked = _asks_for_deepspeeds(findings, offload)
     written = findings.stated(key)
     torch_adam = asked is None if written is None else written is True
@@ -99,7 +103,8 @@ def _adamw(offload: Offload, machine: Machine, findings: Findings) -> dict[str, 
     if torch_adam and offloads:
         key = "zero_force_ds_cpu_optimizer"
         if findings.stated(key):
-            rule, fix = "demands DeepSpeed's compiled CPU Adam", "remove the key, or torch_adam"
+            rule = "demands DeepSpeed's compiled CPU Adam"
+            fix = "remove the key, or torch_adam"
             findings.refuse(key, rule, fix, beside=" with torch's AdamW")
         values[key] = False
     return values

@@ -33,7 +33,8 @@ class _Degree(NamedTuple):
 def layout(recipe: Recipe, world: int | None, stage: int | None, findings: Findings) -> Layout | None:
     """Lay out `world` processes (None: the number that the degrees need); None with problems reported."""
     before = len(findings.problems)
-    tp, pp = _degree("tensor", recipe, findings), _degree("pipeline", recipe, findings)
+    tp = _degree("tensor", recipe, findings)
+    pp = _degree("pipeline", recipe, findings)
     agreed = _check_batch(recipe, findings)
     if tp is None or pp is None:
         return None
@@ -44,7 +45,9 @@ def layout(recipe: Recipe, world: int | None, stage: int | None, findings: Findi
     dp = _data_parallel(recipe, tp, pp, world, agreed, findings)
     if dp is None or not agreed:
         return None
-    stated, unit, total = _stated_shares(recipe, findings), recipe.batch.unit, recipe.batch.global_
+    stated = _stated_shares(recipe, findings)
+    unit = recipe.batch.unit
+    total = recipe.batch.global_
     least = stated == (None, None) and unit % dp == 0  # a ramp's smallest step decides the micro-batch
     shares = share_batch(*stated, unit if least else total, dp, pp.value)
     if isinstance(shares, Problem):
@@ -68,8 +71,10 @@ def _degree(name: str, recipe: Recipe, findings: Findings) -> _Degree | None:
     """
     key = f"parallel.{_RECIPE_KEY[name]}"
     own: int | None = getattr(recipe.parallel, _RECIPE_KEY[name])
-    written_key, default_key = f"parallel.{name}", f"parallel.default_{name}"
-    value, default = findings.stated(written_key), findings.stated(default_key)
+    written_key = f"parallel.{name}"
+    default_key = f"parallel.default_{name}"
+    value = findings.stated(written_key)
+    default = findings.stated(default_key)
     if value is None:
         if own is None and default is not None:
             return _Degree(key, default, f" (default_{name} of {findings.where})")
@@ -86,7 +91,9 @@ def _degree(name: str, recipe: Recipe, findings: Findings) -> _Degree | None:
 
 
 def _check_model(recipe: Recipe, tp: _Degree, pp: _Degree, stage: int | None, findings: Findings) -> None:
-    heads, layers, problems = recipe.model.heads, recipe.model.layers, findings.problems
+    heads = recipe.model.heads
+    layers = recipe.model.layers
+    problems = findings.problems
     for degree in (tp, pp):
         if recipe.model.implementation == "transformers" and degree.value > 1:
             came: Text = *degree.words, " with ", Setting("model.implementation", "transformers")
@@ -117,11 +124,14 @@ def _check_model(recipe: Recipe, tp: _Degree, pp: _Degree, stage: int | None, fi
 def _check_sequence(recipe: Recipe, tp: _Degree, findings: Findings) -> None:
     if not recipe.parallel.sequence:
         return
-    key, length = "parallel.sequence", recipe.sequence_length
-    off, on = "--set parallel.sequence=false", Setting("parallel.sequence", "true")
+    key = "parallel.sequence"
+    length = recipe.sequence_length
+    off = "--set parallel.sequence=false"
+    on = Setting("parallel.sequence", "true")
     if tp.value == 1:
         came: Text = on, " with ", *tp.words
-        rule, fix = "it shares positions out over tensor-parallel ranks", f"--set parallel.tp=2, or {off}"
+        rule = "it shares positions out over tensor-parallel ranks"
+        fix = f"--set parallel.tp=2, or {off}"
         findings.problems.append(Problem(key, came, rule, fix))
     if length % tp.value:
         came = on, ": ", Setting("sequence_length", length), " is not divisible by ", *tp.words
@@ -147,11 +157,14 @@ def _data_parallel(
     recipe: Recipe, tp: _Degree, pp: _Degree, world: int, agreed: bool, findings: Findings
 ) -> int | None:
     """Return dp, or None with the problem reported. `agreed`: JSON and recipe have the same batch."""
-    dp, shared = recipe.parallel.dp, tp.value * pp.value
-    started, degrees = f"{counted(world, 'process')} started", (*tp.words, " x ", *pp.words)
+    dp = recipe.parallel.dp
+    shared = tp.value * pp.value
+    started = f"{counted(world, 'process')} started"
+    degrees = (*tp.words, " x ", *pp.words)
     came: Text
     if dp is not None and shared * dp != world:
-        fix, fitting = f"start {shared * dp} (deepspeed --num_gpus {shared * dp} …)", world // shared
+        fix = f"start {shared * dp} (deepspeed --num_gpus {shared * dp} …)"
+        fitting = world // shared
         batch = _batch_for(recipe, findings, fitting, pp.value) if agreed and world % shared == 0 else None
         if batch is not None:
             taking = f"--set parallel.dp=null{batch} to take what is started"
@@ -194,7 +207,8 @@ def _batch_for(recipe: Recipe, findings: Findings, dp: int, pp: int) -> str | No
 
 def _check_batch(recipe: Recipe, findings: Findings) -> bool:
     """Check that the JSON and the recipe agree on the batch."""
-    before, batch = len(findings.problems), recipe.batch
+    before = len(findings.problems)
+    batch = recipe.batch
     own = (batch.micro, batch.accumulation, batch.global_)
     for (key, recipe_key), stated in zip(_BATCH_KEYS.items(), own, strict=True):
         if stated is not None and findings.stated(key) not in (None, stated):

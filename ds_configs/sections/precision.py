@@ -21,7 +21,8 @@ def precision(recipe: Recipe, stage: int | None, machine: Machine, findings: Fin
     switches: _Switches = {half: findings.lookup(f"{half}.enabled") or False for half in _HALVES}
     demanded = [half for half in _HALVES if switches[half] is True]
     if len(demanded) == 2:
-        came, rule = "fp16.enabled and bf16.enabled are both true", "a run has one precision"
+        came = "fp16.enabled and bf16.enabled are both true"
+        rule = "a run has one precision"
         findings.refuse("fp16.enabled", rule, "set one to false", came)
         return None
     chosen: Precision | None
@@ -56,7 +57,8 @@ def _of_machine(switches: _Switches, machine: Machine) -> Precision:
 def _demanded(half: Precision, recipe: Recipe, machine: Machine, findings: Findings) -> Precision | None:
     if not _has(machine, half):
         other = "bf16" if half == "fp16" and machine.bf16 else "fp32"
-        key, lacks = f"{half}.enabled", f"the {machine.device.name} accelerator of this machine has no {half}"
+        key = f"{half}.enabled"
+        lacks = f"the {machine.device.name} accelerator of this machine has no {half}"
         fix = f'--ds_config {other}, or set {key} to "auto" (falls to {other})'
         findings.refuse(key, f"{lacks}, and what is demanded is not changed silently", fix)
         return None
@@ -96,7 +98,8 @@ def _check_types(chosen: Precision, stage: int | None, findings: Findings) -> No
     if findings.stated(key) not in (None, chosen):
         rule = "fp16 and bf16 decide the precision of the parameters"
         findings.refuse(key, rule, "remove the key", beside=f" in a run of {chosen}")
-    key, first = "fp16.min_loss_scale", "fp16.initial_scale_power"
+    key = "fp16.min_loss_scale"
+    first = "fp16.initial_scale_power"
     power = 16 if findings.stated(first) is None else findings.stated(first)
     if not findings.stated("fp16.loss_scale") and (findings.stated(key) or 1) > 2**power:
         rule = f"the search starts at 2^{power} = {2**power:,}, which is below"
@@ -129,6 +132,7 @@ def _check_masters(chosen: Precision, stage: int | None, findings: Findings) -> 
         else:
             kept = "weights and Adam's moments" if states else "weights"
             findings.notice("optimizer", f"steps {kept} in {half}, as {findings.where} says, not in fp32")
-    key, needed = "bf16.bf16_optimizer_states", "bf16.bf16_master_weights_and_grads"
+    key = "bf16.bf16_optimizer_states"
+    needed = "bf16.bf16_master_weights_and_grads"
     if stated(key) and not stated(needed):
         findings.refuse(key, f"needs {needed}", "set that to true, or remove the key")

@@ -43,7 +43,8 @@ def check(recipe: Recipe, layout: Layout | None, machine: Machine, findings: Fin
         findings.refuse(f"{_SECTION}.cpu_checkpointing", rule, partition)
     if section["contiguous_memory_optimization"]:
         key = f"{_SECTION}.contiguous_memory_optimization"
-        chunks, number = -(-recipe.model.layers // chunk) if chunk else 0, section["number_checkpoints"]
+        chunks = -(-recipe.model.layers // chunk) if chunk else 0
+        number = section["number_checkpoints"]
         if not section["partition_activations"]:
             findings.refuse(key, "DeepSpeed has it for partitioned activations only", partition)
         if number is None or number < chunks:
@@ -58,5 +59,6 @@ def check(recipe: Recipe, layout: Layout | None, machine: Machine, findings: Fin
         came = f"{key}={shown(section[by_torch[0]])} with ", Setting("model.implementation", "transformers")
         findings.refuse(key, rule, f"remove the section, {others}", came)
     key = "pipeline.activation_checkpoint_interval"
-    if (value := findings.stated(key)) not in (None, chunk) or isinstance(value, bool):
+    value = findings.stated(key)
+    if value not in (None, chunk) or isinstance(value, bool):
         findings.refuse(key, "what is recomputed is the recipe's activation_checkpointing", "remove the key")

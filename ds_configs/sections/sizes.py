@@ -28,7 +28,8 @@ def sizes(recipe: Recipe, layout: Layout, machine: Machine, stage: int | None) -
     keeps parameters below 10 hidden whole, as Hugging Face's integration does. It gathers the next layer,
     12 hidden^2 / tp, during the computation of one, and has room for three.
     """
-    hidden, tp = recipe.model.hidden, layout.tp
+    hidden = recipe.model.hidden
+    tp = layout.tp
     layer = 12 * hidden * hidden // tp
     embedding = recipe.model.embedding_rows(tp) // tp * hidden
     own = _parameters(recipe, layout, layer, embedding)

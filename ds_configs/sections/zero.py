@@ -14,7 +14,9 @@ from recipes.problems import Problem, either
 
 NVME_VARIABLE = "MEGARECIPES_NVME"
 _ZERO = "zero_optimization"
-_STAGE, _OPTIMIZER, _PARAM = f"{_ZERO}.stage", f"{_ZERO}.offload_optimizer", f"{_ZERO}.offload_param"
+_STAGE = f"{_ZERO}.stage"
+_OPTIMIZER = f"{_ZERO}.offload_optimizer"
+_PARAM = f"{_ZERO}.offload_param"
 _QUANTISED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 _OF_GPUS = {
     **{f"{_ZERO}.{name}": "ZeRO++ quantisation has no CPU kernel" for name in _QUANTISED},
@@ -66,7 +68,8 @@ def nvme_paths(environ: Mapping[str, str], findings: Findings) -> dict[str, str]
             rule = "NVMe offload needs a directory on a fast disk"
             findings.refuse(key, rule, fix, beside=f" and {NVME_VARIABLE} is not set")
         elif reason := _unusable(Path(path)):
-            rule, fix = "NVMe offload writes its files there", "name a directory on a fast disk"
+            rule = "NVMe offload writes its files there"
+            fix = "name a directory on a fast disk"
             findings.problems.append(Problem(key, f"{origin}={path}: {reason}", rule, fix))
         else:
             found[key] = path
@@ -77,7 +80,8 @@ def check_rest(stage: int | None, layout: Layout | None, findings: Findings) -> 
     """Refuse keys of another stage, and groups of ranks that do not divide the data-parallel ranks."""
     beside = f" with {_STAGE}={stage}"
     for key in () if stage in (3, None) else (f"{_ZERO}.{name}" for name in _OF_STAGE_3):
-        if (value := findings.stated(key)) is True or (value or 1) > 1:
+        value = findings.stated(key)
+        if value is True or (value or 1) > 1:
             findings.refuse(
                 key, "is of stage 3", "remove the key, or take stage 3 (--ds_config zero3)", beside=beside
             )
@@ -114,7 +118,8 @@ def _check_stage(optimizer: str, parameters: str, stage: int, findings: Findings
         refuse("offload_param", "only stage 3 shards parameters", fix)
     ratio = findings.stated(f"{_OPTIMIZER}.ratio")
     if ratio is not None and ratio < 1 and stage != 3:
-        rule, fix = "partial offload works in stage 3 only", "use stage 3, or remove ratio"
+        rule = "partial offload works in stage 3 only"
+        fix = "use stage 3, or remove ratio"
         refuse(f"offload_optimizer.ratio={ratio}", rule, fix)
     key = f"{_ZERO}.stage3_prefetch_bucket_size"
     if parameters == "nvme" and findings.lookup(key) != 0:

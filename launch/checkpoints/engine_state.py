@@ -124,7 +124,8 @@ class EngineState:
         for partition in self.partitions:
             if partition.swapped:
                 continue
-            master, fragments = partition.master(), partition.fragments
+            master = partition.master()
+            fragments = partition.fragments
             for kind, numbers in {WEIGHT: master, **self.adam.state.get(master, {})}.items():
                 if isinstance(numbers, torch.Tensor) and numbers.shape == master.shape:
                     yield Buffer(kind, (numbers,), fragments, copied)
@@ -159,7 +160,8 @@ class EngineState:
                 continue
             if self._shared:
                 skipped, count = share(fragment.elements, self.grid.at.dp, self.grid.dp)
-                first, offset = fragment.first + skipped, fragment.offset + skipped
+                first = fragment.first + skipped
+                offset = fragment.offset + skipped
                 fragment = Fragment(fragment.parameter, first, offset, count)
             if fragment.elements:
                 yield fragment
@@ -207,7 +209,8 @@ class EngineState:
 
     def new_moments(self, partition: Partition, steps: int, names: Iterable[str]) -> None:
         """Give the open partition the state of an optimizer after `steps` updates, with empty moments."""
-        master, adam = partition.master(), self.adam
+        master = partition.master()
+        adam = self.adam
         dtype = master.dtype
         step: int | torch.Tensor = steps
         if isinstance(adam, DeepSpeedCPUAdam):
@@ -238,7 +241,8 @@ class EngineState:
 
     def scaler(self) -> ScalerState | None:
         """Return the state of a dynamic fp16 loss scaler; None without one."""
-        scaler, names = self._dynamic_scaler(), [each.name for each in fields(ScalerState)]
+        scaler = self._dynamic_scaler()
+        names = [each.name for each in fields(ScalerState)]
         return scaler and ScalerState(**{name: getattr(scaler, name) for name in names})
 
     def set_scaler(self, state: ScalerState | None) -> None:

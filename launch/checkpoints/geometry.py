@@ -64,14 +64,18 @@ def rectangles(shape: Sequence[int], cut: Cut | None, first: int, count: int) ->
     top, left, height, width = _slice(shape, cut)
     assert min(first, count) >= 0 and first + count <= height * width, f"{first}+{count} of {height}x{width}"
     found = []
-    at, end = first, first + count
+    at = first
+    end = first + count
     while at < end:
         row, column = divmod(at, width)
         if column or end - at < width:
-            lines, taken = 1, min(width - column, end - at)
+            lines = 1
+            taken = min(width - column, end - at)
         else:
-            lines, taken = (end - at) // width, width
-        bottom, right = min(top + row + lines, rows), min(left + column + taken, columns)
+            lines = (end - at) // width
+            taken = width
+        bottom = min(top + row + lines, rows)
+        right = min(left + column + taken, columns)
         whole = Rectangle(top + row, bottom, left + column, right, at - first, width)
         if whole.top < bottom and whole.left < right:
             found.append(whole)
@@ -93,8 +97,10 @@ def copies(source: Iterable[Rectangle], target: Sequence[Rectangle]) -> Iterator
     """Yield the copies from one piece into another of the same tensor."""
     for have in source:
         for want in target:
-            top, bottom = max(have.top, want.top), min(have.bottom, want.bottom)
-            left, right = max(have.left, want.left), min(have.right, want.right)
+            top = max(have.top, want.top)
+            bottom = min(have.bottom, want.bottom)
+            left = max(have.left, want.left)
+            right = min(have.right, want.right)
             if top < bottom and left < right:
                 places = ((r.at + (top - r.top) * r.stride + left - r.left, r.stride) for r in (have, want))
                 (there, there_stride), (here, here_stride) = places

@@ -54,7 +54,8 @@ def faults(directory: Path, seen: Seen = lambda number: None) -> Iterator[Fault]
             said = (problem.came, problem.rule)
             yield Fault(manifest.NAME, ": ".join(str(part) for part in said if part))
         return
-    if fault := recipe_fault(directory, held):
+    fault = recipe_fault(directory, held)
+    if fault:
         yield fault
     yield from _model_faults(directory, held)
     for name in held.files:
@@ -79,7 +80,8 @@ def recipe_around(directory: Path) -> Path | None:
 
 def recipe_fault(directory: Path, held: Manifest) -> Fault | None:
     """Return the fault of a manifest whose recipe is not that of the run around it; None without."""
-    if (around := recipe_around(directory)) is None:
+    around = recipe_around(directory)
+    if around is None:
         return None
     try:
         came = other_recipe(held, catalog.load_resolved(around), f" ({around})")
@@ -100,9 +102,11 @@ def _model_faults(directory: Path, held: Manifest) -> Iterator[Fault]:
     recipe = Recipe.model_validate(held.recipe)
     stored = StoredTensors(directory, held)
     expected = {n: tuple(p.shape) for n, p in meta_parameters(with_few_layers(recipe, len(stored))).items()}
-    if missing := tuple(name for name in expected if name not in stored):
+    missing = tuple(name for name in expected if name not in stored)
+    if missing:
         yield Fault(manifest.NAME, "lacks tensors of the recipe's model", missing)
-    if more := tuple(name for name in stored if name not in expected):
+    more = tuple(name for name in stored if name not in expected)
+    if more:
         yield Fault(manifest.NAME, "has tensors that the recipe's model has not", more)
     both = ((name, stored.shape(name), shape) for name, shape in expected.items() if name in stored)
     for name, has, shape in both:
@@ -112,12 +116,14 @@ def _model_faults(directory: Path, held: Manifest) -> Iterator[Fault]:
 
 def size_fault(directory: Path, held: Manifest, name: str) -> Fault | None:
     """Return the fault of a file that cannot be, or not in the size of the manifest `held`; None without."""
-    path, told = directory / name, held.files[name].bytes
+    path = directory / name
+    told = held.files[name].bytes
     try:
         size = path.stat().st_size
         came = f"has {size} bytes instead of {told}" if path.is_file() else "is no file"
     except OSError as error:
-        size, came = -1, f"cannot be read ({error.strerror})"
+        size = -1
+        came = f"cannot be read ({error.strerror})"
     sound = size == told and path.is_file()
     return None if sound else Fault(name, came, tuple(held.held_by(name)))
 
@@ -126,13 +132,17 @@ def file_faults(
     directory: Path, held: Manifest, name: str, seen: Seen = lambda number: None
 ) -> Iterator[Fault]:
     """Yield the faults of a file of the manifest `held`, also of its numbers. Reads it once."""
-    if fault := size_fault(directory, held, name):
+    fault = size_fault(directory, held, name)
+    if fault:
         yield fault
         return
-    path, told, counts = directory / name, held.files[name], held.held_by(name)
+    path = directory / name
+    told = held.files[name]
+    counts = held.held_by(name)
     names = tuple(counts)
     try:
-        problem, header = "", dict[str, files.StoredTensor]()
+        problem = ""
+        header = dict[str, files.StoredTensor]()
         try:
             header = files.read_safetensors_header(path)
         except files.FileError as error:
@@ -148,9 +158,11 @@ def file_faults(
         yield Fault(path.name, problem, names)
         return
     expected = {f"{kind}/{name}": count for kind in held.kinds for name, count in counts.items()}
-    if missing := tuple(key for key in expected if key not in header):
+    missing = tuple(key for key in expected if key not in header)
+    if missing:
         yield Fault(path.name, f"lacks {some(missing, SHOWN)}, which the manifest says it holds")
-    if more := tuple(key for key in header if key not in expected):
+    more = tuple(key for key in header if key not in expected)
+    if more:
         yield Fault(path.name, f"holds {some(more, SHOWN)}, of which the manifest says nothing")
     for key, tensor in header.items():
         right = (expected.get(key),)
@@ -170,14 +182,16 @@ def _read_through(
     tensors = sorted(header.items(), key=lambda item: item[1].start)
     begin = size - sum(tensor.end - tensor.start for _, tensor in tensors)
     spans = [("", None, begin)] + [(key, DTYPES.get(t.dtype), t.end - t.start) for key, t in tensors]
-    checksum, odd = 0, dict[str, None]()
+    checksum = 0
+    odd = dict[str, None]()
     bucket = memoryview(bytearray(min(BUCKET, size)))
     for key, dtype, left in spans:
         while left:
             count = file.readinto(part := bucket[: min(left, BUCKET)])  # type: ignore[attr-defined]
             if count < len(part):
                 raise OSError(0, "it became shorter meanwhile")
-            checksum, left = zlib.crc32(part, checksum), left - count
+            checksum = zlib.crc32(part, checksum)
+            left = left - count
             if dtype is not None and not _possible(torch.frombuffer(part, dtype=dtype), key):
                 odd[key] = None
             seen(count)

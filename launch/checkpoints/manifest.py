@@ -230,10 +230,12 @@ class Manifest:
             if value != right:
                 rule = f"after {at.step} steps, of them {at.skipped} skipped, it is {right}"
                 yield f"{fact} is {str(value)[:60]}", rule
-        forms, model = {tensor.form for tensor in self.tensors.values()}, recipe.model.implementation
+        forms = {tensor.form for tensor in self.tensors.values()}
+        model = recipe.model.implementation
         if model not in forms and "transformers" in forms:
             yield "holds tensors in transformers' form", f"its model is {model}'s"
-        if gaps := list(self.gaps()):
+        gaps = list(self.gaps())
+        if gaps:
             yield f"the pieces of {gaps[0]} leave gaps or overlap", "they hold each of its elements once"
 
     def gaps(self) -> Iterator[str]:

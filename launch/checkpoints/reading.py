@@ -33,7 +33,8 @@ def choose(root: Path, grid: ProcessGrid, recipe: Recipe, corpus: str) -> Choice
         while candidate := from_rank_0(next(every, None), grid.control_group, form):
             if isinstance(candidate, Checkpoint):
                 other = inspection.other_recipe(candidate.manifest, recipe)
-                if why := other or _problem(candidate, grid):
+                why = other or _problem(candidate, grid)
+                if why:
                     candidate = Damaged(candidate.directory, why)
             yield candidate
 
@@ -82,7 +83,8 @@ def load(state: EngineState, checkpoint: Checkpoint) -> None:
     for partition in state.partitions:
         state.open(partition)
         master = partition.master()
-        buffers, moments = {WEIGHT: master.data}, checkpoint.manifest.kinds[1:]
+        buffers = {WEIGHT: master.data}
+        moments = checkpoint.manifest.kinds[1:]
         if moments:
             state.new_moments(partition, progress.adam_steps, moments)
             buffers |= {name: state.adam.state[master][name] for name in moments}
@@ -95,6 +97,7 @@ def load(state: EngineState, checkpoint: Checkpoint) -> None:
     state.finish()
     state.set_scaler(progress.loss_scaler)
     engine = state.engine
-    engine.global_steps, engine.skipped_steps = progress.step, progress.skipped
+    engine.global_steps = progress.step
+    engine.skipped_steps = progress.skipped
     engine.global_samples = checkpoint.manifest.data["position"]
     engine.lr_scheduler.load_state_dict({"completed": progress.schedule})

@@ -25,7 +25,8 @@ from launch.checkpoints.manifest import Manifest, step_of
 from recipes import files
 from recipes.problems import Problem, some
 
-WRITING, PRUNED = ".writing", ".pruned"
+WRITING = ".writing"
+PRUNED = ".pruned"
 GIVEN = "give a run directory, its checkpoints/, or one step-NNNNNN of them"
 
 
@@ -149,7 +150,8 @@ def newest_whole(path: Path, step: int | None = None) -> tuple[Checkpoint, tuple
         if whole is not None and hold(whole.directory):
             return whole, damaged
     if whole is not None:
-        came, rule = "was removed while it was opened, twice", "the run keeps run.keep_checkpoints of them"
+        came = "was removed while it was opened, twice"
+        rule = "the run keeps run.keep_checkpoints of them"
         files.refuse(whole.directory, came, rule, "start the command again")
     fix = "restore it, or give another step"
     raise files.FileError(

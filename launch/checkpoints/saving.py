@@ -97,7 +97,11 @@ class Saver:
     def __init__(
         self, state: EngineState, plan: Plan, grid: ProcessGrid, root: Path, listener: SilentRecorder
     ):
-        self.state, self.plan, self.grid, self.root, self.listener = state, plan, grid, root, listener
+        self.state = state
+        self.plan = plan
+        self.grid = grid
+        self.root = root
+        self.listener = listener
         self.problem: str | None = None  # of the last completed save
         self._pending: _Pending | None = None
         self._remover = ThreadPoolExecutor(1)  # of old checkpoints, on rank 0
@@ -115,7 +119,8 @@ class Saver:
         self.finish()
         started = time.perf_counter()
         directory = run_checkpoints.directory_of(self.root, progress.step).with_suffix(WRITING)
-        if problem := self._on_rank_0(lambda: run_checkpoints.begin(directory)):
+        problem = self._on_rank_0(lambda: run_checkpoints.begin(directory))
+        if problem:
             took = time.perf_counter() - started
             self._report(SaveOutcome(progress.step, 0, took, took, False, problem))
             return
@@ -151,8 +156,11 @@ class Saver:
         """Wait for the save in progress, and complete it."""
         if self._pending is None:
             return
-        pending, self._pending = self._pending, None
-        error, rank = pending.written.exception(), self.grid.rank  # waits
+        pending = self._pending
+        self._pending = None
+        # waits
+        error = pending.written.exception()
+        rank = self.grid.rank
         files = {} if error else {file_name(rank): pending.written.result()}
         problems = (f"rank {rank}: {_reason(error, pending.directory)}",) if error else ()
         own = Part(rank, files, pending.tensors, pending.data, problems)
@@ -168,7 +176,8 @@ class Saver:
         """Remove the save in progress, whose numbers are wrong."""
         if self._pending is None:
             return
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         pending.written.exception()  # waits
         dist.barrier(group=self.grid.control_group)
         self._on_rank_0(lambda: shutil.rmtree(pending.directory, ignore_errors=True))
@@ -201,7 +210,8 @@ class Saver:
 
     def _fits(self, sizes: list[int]) -> bool:
         """Check that this machine's memory holds copies of its ranks' entries; if not, say so once."""
-        needed, free = sum(sizes) * local_world_size(), memory.available()
+        needed = sum(sizes) * local_world_size()
+        free = memory.available()
         if needed <= free - SPARE * memory.host_memory():
             return True
         if not self._warned:
@@ -253,7 +263,8 @@ class Staging:
 
     def copy(self, entry: Entry) -> Entry:
         """Copy the numbers of an entry to host memory now."""
-        numbers, accelerator = entry.read().detach(), get_accelerator()
+        numbers = entry.read().detach()
+        accelerator = get_accelerator()
         held = torch.empty_like(numbers, device="cpu")
         if numbers.device.type == "cpu":
             held.copy_(numbers)

@@ -46,8 +46,10 @@ def _one(each: Checkpoint | Damaged) -> str:
     width = terminal.columns()
     if isinstance(each, Damaged):
         return terminal.wrapped(str(each), width)
-    held, types = each.manifest, _dtypes(each)
-    progress, plan = held.progress, held.plan
+    held = each.manifest
+    types = _dtypes(each)
+    progress = held.progress
+    plan = held.plan
     skipped = f", {counted(progress.skipped, 'step')} skipped by the loss scaler" if progress.skipped else ""
     versions = (f"{name} {version}" for name, version in held.versions.items() if version)
     facts = [
@@ -93,7 +95,8 @@ def _size(size: int) -> str:
 
 def _saved_under(held: Manifest) -> str:
     """Name layout, ZeRO stage, offload and precision."""
-    plan, layout = held.plan, held.plan.get("layout")
+    plan = held.plan
+    layout = held.plan.get("layout")
     layout = layout if isinstance(layout, dict) else {}
     degrees = " x ".join(f"{kind} {layout[kind]}" for kind in ("tp", "pp", "dp") if kind in layout)
     stage = f"ZeRO-{plan['zero_stage']}" if "zero_stage" in plan else ""

@@ -36,7 +36,8 @@ class Placement(NamedTuple):
     @classmethod
     def of(cls, parameter: torch.nn.Parameter) -> Placement:
         """Return the place of a parameter with a label by `modeling.initialization.label`."""
-        name, shard = canonical_name(parameter), shard_of(parameter)
+        name = canonical_name(parameter)
+        shard = shard_of(parameter)
         # ZeRO-3 leaves an empty tensor behind.
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         if shard is None:
@@ -57,7 +58,8 @@ class StoredTensors(Mapping[str, torch.Tensor]):
 
     def __init__(self, directory: Path, held: Manifest | None = None, kind: str = WEIGHT):
         """Open the checkpoint; `held`: its manifest, if it was read. Raises FileError."""
-        self.directory, self.kind = directory, kind
+        self.directory = directory
+        self.kind = kind
         self.manifest = held or manifest.read(directory)
         self._readers: dict[str, Reader] = {}
         self._open: dict[str, Reader] = {}  # of them, that which was used last at the end
@@ -101,7 +103,8 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         stored = self.manifest.tensors.get(place.name)
         if stored is None:
             files.refuse(self.directory, f"holds no {place.name}", "the model has it")
-        full, shape = None, stored.shape
+        full = None
+        shape = stored.shape
         if stored.form != place.form:
             full = self.canonical(place.name, kind)
             if place.form == "transformers":

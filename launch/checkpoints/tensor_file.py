@@ -44,7 +44,8 @@ def write(path: Path, entries: Iterable[Entry], metadata: dict[str, str] | None 
     header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     end = 0
     for entry in entries:
-        start, end = end, end + entry.bytes
+        start = end
+        end = end + entry.bytes
         told = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape)}
         header[entry.name] = {**told, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
@@ -70,7 +71,8 @@ class Reader:
     """
 
     def __init__(self, path: Path):
-        self.path, self.tensors = path, files.read_safetensors_header(path)
+        self.path = path
+        self.tensors = files.read_safetensors_header(path)
         self._open()
 
     def _open(self) -> None:
@@ -103,7 +105,8 @@ class Reader:
             self._open()
         try:
             while left and (got := os.preadv(self._file.fileno(), [left], at)):
-                left, at = left[got:], at + got
+                left = left[got:]
+                at = at + got
         except OSError as error:
             files.refuse(self.path, f"{name} cannot be read", str(error.strerror))
         if left or at > stored.end:

@@ -52,7 +52,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, *args: Any, **more: Any) -> Any:
         found, rest = super().parse_known_args(*args, **more)
-        if problems := list(self._problems(found)):
+        problems = list(self._problems(found))
+        if problems:
             raise ProblemsError(problems)
         return found, rest
 
@@ -64,9 +65,11 @@ class Parser(argparse.ArgumentParser):
         typed = [f"--set {text.partition('=')[0].strip()}" for text in getattr(found, "set", ())]
         for word in sorted({word for word in typed if typed.count(word) > 1}):
             yield Problem(word, f"{word} twice", "a key has one value", "leave one of them out")
-        values, flags = set[str](), set[str]()
+        values = set[str]()
+        flags = set[str]()
         for action in (each for each in self._actions if each.option_strings and each.dest != "local_rank"):
-            value, flag = getattr(found, action.dest, action.default), action.option_strings[0]
+            value = getattr(found, action.dest, action.default)
+            flag = action.option_strings[0]
             values.add(f"{flag} {'none' if value is None else value}")
             if action.dest in getattr(found, "given", ()) or value != action.default:
                 typed.append(flag)
@@ -111,7 +114,8 @@ def subcommand(
 
 def _refuse_another_checkout() -> None:
     """End with code 2 if the started file is not in the checkout that this Python has installed."""
-    started, installed = Path(sys.argv[0]).resolve().parent, Path(__file__).resolve().parents[1]
+    started = Path(sys.argv[0]).resolve().parent
+    installed = Path(__file__).resolve().parents[1]
     if started.name == "launch" and started != installed:
         print(
             f"\n{sys.argv[0]} is of the checkout {started.parent}, and this Python has {installed.parent} "

@@ -43,7 +43,8 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         code = _say("\ninterrupted\n", INTERRUPTED)
     except OSError as error:
         said: object = f"{error.filename or type(error).__name__}: {error.strerror or error}"
-        if told := told_by(error):
+        told = told_by(error)
+        if told:
             said = problem(told, Path.cwd(), "name another place")
         code = 0 if isinstance(error, BrokenPipeError) else _say(f"\n{said}\n", 1)
         if error.filename in OUTPUTS:

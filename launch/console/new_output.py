@@ -49,7 +49,8 @@ def own_files(flag: str, folder: Path, beginnings: Mapping[str, str]) -> list[st
 
     Raises ProblemsError with every other file.
     """
-    there, problems = [name for name in beginnings if os.path.lexists(folder / name)], list[Problem]()
+    there = [name for name in beginnings if os.path.lexists(folder / name)]
+    problems = list[Problem]()
     for name in there:
         try:
             new_file(flag, folder / name, own=beginnings[name].encode())

@@ -16,7 +16,8 @@ def working_directory() -> str:
     try:
         return os.getcwd()
     except FileNotFoundError:
-        came, rule = "the working directory was removed", "paths are seen from there"
+        came = "the working directory was removed"
+        rule = "paths are seen from there"
         raise ProblemsError([Problem("cd", came, rule, "cd to one that is there")]) from None
 
 

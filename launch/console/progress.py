@@ -36,7 +36,9 @@ class Bar(Silent):
         how = {"file": stream, "dynamic_ncols": True, "position": 1}
         how["bar_format"] = "{desc} {bar} {elapsed} done, {remaining} left"
         self._bar = tqdm(total=samples(total_steps), initial=samples(start_step), unit="sample", **how)
-        self._stream, self._total_steps, self._samples = stream, total_steps, samples
+        self._stream = stream
+        self._total_steps = total_steps
+        self._samples = samples
         self._bar.set_description_str(f"step {start_step}/{total_steps}")
 
     def step(self, step: int, fields: Mapping[str, str]) -> None:
@@ -59,7 +61,9 @@ class Lines(Silent):
     """A screen of whole lines without carriage returns, for a log file."""
 
     def __init__(self, stream: TextIO, start_step: int, total_steps: int, samples: Samples = int) -> None:
-        self._stream, self._start_step, self._total_steps = stream, start_step, total_steps
+        self._stream = stream
+        self._start_step = start_step
+        self._total_steps = total_steps
         self._samples = samples
         self._every = max(1, (total_steps - start_step) // LINES_PER_RUN)
         self._shown = time.monotonic()

@@ -19,7 +19,9 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from launch.deepspeed_fixes.norms import squared_norm
 from modeling.parallel.process_grid import ProcessGrid
 
-LEAST, MOST = 0.01, 10.0  # bounds of the trust ratio, as in DeepSpeed's FusedLamb
+# bounds of the trust ratio, as in DeepSpeed's FusedLamb
+LEAST = 0.01
+MOST = 10.0
 
 
 class Lamb(torch.optim.AdamW):
@@ -59,7 +61,9 @@ class Lamb(torch.optim.AdamW):
             state.update(zip(("exp_avg", "exp_avg_sq"), zeros, strict=True), step=torch.tensor(0.0))
         assert parameter.grad is not None
         state["step"] += 1
-        step, first, second = int(state["step"]), state["exp_avg"], state["exp_avg_sq"]
+        step = int(state["step"])
+        first = state["exp_avg"]
+        second = state["exp_avg_sq"]
         first.lerp_(parameter.grad, 1 - beta1)
         second.mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
         root = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])

@@ -61,8 +61,10 @@ def fragments_of(group: Sequence[torch.nn.Parameter]) -> list[Fragment]:
     """List what lies of a group's parameters in this rank's flat partition under ZeRO 1 and 2."""
     found = []
     for parameter in group:
-        if (mapping := parameter._hp_mapping) is not None:  # type: ignore[attr-defined]
-            here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
+        mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+        if mapping is not None:
+            here = mapping.hp_fragment_address
+            there = mapping.lp_fragment_address
             found.append(Fragment(parameter, there.start, here.start, here.numel))
     return found
 
@@ -77,7 +79,8 @@ def shorten_step(engine: DeepSpeedEngine) -> str | None:
             "zero_optimization.parameter_alignment": optimizer.parameter_alignment,
             "data_types.grad_accum_dtype": not optimizer.cpu_offload and optimizer.use_grad_accum_attribute,
         }
-        if setting := next((setting for setting, stands in obstacles.items() if stands), None):
+        setting = next((setting for setting, stands in obstacles.items() if stands), None)
+        if setting:
             return setting
         if optimizer.cpu_offload:
             optimizer.__class__ = OffloadedStep
@@ -204,7 +207,9 @@ class FlatStep(_Partitions, OrderedEnd, DeepSpeedZeroOptimizer):
         for group in range(len(self._places)):
             self._complete(group)
         gradients = [self._gradient(group) for group in range(len(self._places))]
-        scale, scaled_norm = self.loss_scale, self._norm().item()  # waits for the device
+        # waits for the device
+        scale = self.loss_scale
+        scaled_norm = self._norm().item()
         self.overflow = not math.isfinite(scaled_norm) and (
             self.dtype != torch.bfloat16 or self.check_grad_overflow
         )
@@ -287,9 +292,11 @@ class SummedStep(_Partitions, BF16_Optimizer):
         """Begin or continue the sum of a parameter's gradients (DeepSpeed calls this after a micro-batch)."""
         if lp.grad is None:
             return
-        sums, begun = self.fp32_groups_gradients[group_idx], self.fp32_groups_has_gradients[group_idx]
+        sums = self.fp32_groups_gradients[group_idx]
+        begun = self.fp32_groups_has_gradients[group_idx]
         (sums[param_idx].add_ if begun[param_idx] else sums[param_idx].copy_)(lp.grad.view(-1))
-        lp._hp_grad, begun[param_idx] = sums[param_idx], True  # type: ignore[attr-defined]
+        lp._hp_grad = sums[param_idx]  # type: ignore[attr-defined]
+        begun[param_idx] = True
 
     def get_grads_for_reduction(self) -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:
         """Return the flat sums; zeros where no gradient came (DeepSpeed calls this before it reduces)."""
@@ -354,7 +361,8 @@ class OffloadedStep(OrderedEnd, DeepSpeedZeroOptimizer):
 
     def set_norm_for_param_grad_in_gpu(self, param: torch.nn.Parameter) -> None:
         """Keep a gradient's norm on the device (DeepSpeed calls this)."""
-        number, gradient = self.get_param_id(param), self.get_param_gradient_attribute(param)
+        number = self.get_param_id(param)
+        gradient = self.get_param_gradient_attribute(param)
         _, first, _, elements = self.grad_position[number]
         self.norm_for_param_grads[number] = sum_of_squares(
             [gradient.view(-1)[first : first + elements]]
@@ -366,7 +374,8 @@ class OffloadedStep(OrderedEnd, DeepSpeedZeroOptimizer):
         """Return the norm of a group's gradients over all ranks (DeepSpeed calls this)."""
         kinds: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for p in params:
-            if (norm := self.norm_for_param_grads.get(self.get_param_id(p))) is not None:
+            norm = self.norm_for_param_grads.get(self.get_param_id(p))
+            if norm is not None:
                 kinds[not counts_here(p, self.model_parallel_rank)].append(norm)
         device = get_accelerator().current_device_name()
         total = torch.zeros((), dtype=get_norm_dtype(), device=device)

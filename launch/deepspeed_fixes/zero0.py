@@ -62,7 +62,8 @@ def initialize(
     engine._configure_python_gc()
     if torch_ddp and mpu.get_data_parallel_world_size() > 1:
         torch._dynamo.config.optimize_ddp = False  # it would cut compiled layers
-        group, module = mpu.get_data_parallel_group(), engine.module
+        group = mpu.get_data_parallel_group()
+        module = engine.module
         # Weights are alike by their names. Not as a submodule, whose parameters would count twice.
         engine.__dict__["ddp"] = DistributedDataParallel(
             module, process_group=group, init_sync=False, broadcast_buffers=False
@@ -81,7 +82,8 @@ class DataParallelEngine(DeepSpeedEngine):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if self.ddp is None or not self.training:
             return super().forward(*inputs, **named)
-        module, each = self.module, getattr(self.optimizer, "sums_in_fp32", False)
+        module = self.module
+        each = getattr(self.optimizer, "sums_in_fp32", False)
         averages = each or self.is_gradient_accumulation_boundary()
         self.__dict__["module"] = self.ddp
         try:
@@ -99,10 +101,12 @@ class DataParallelEngine(DeepSpeedEngine):
         self, optimizer: Optimizer, low_precision_dtype: torch.dtype
     ) -> MasterWeights:
         """Make the optimizer of both half precisions (DeepSpeed calls this)."""
-        dynamic, rules = self.dynamic_loss_scale(), self.dynamic_loss_scale_args()
+        dynamic = self.dynamic_loss_scale()
+        rules = self.dynamic_loss_scale_args()
         scaler = CreateLossScaler(low_precision_dtype, self.loss_scale(), dynamic, rules)
         skips = low_precision_dtype == torch.float16 or self._config.bfloat16_config.check_grad_overflow
-        clip, sums = self.gradient_clipping(), super().get_data_types()[1] == torch.float32
+        clip = self.gradient_clipping()
+        sums = super().get_data_types()[1] == torch.float32
         return MasterWeights(
             optimizer, self.mpu, clip=clip, scaler=scaler, skips_overflow=skips, sums_in_fp32=sums
         )
@@ -168,8 +172,11 @@ class MasterWeights(DeepSpeedOptimizer):
     ):  # fmt: skip
         """Take over a new `optimizer`; `clip`: largest norm, 0: none; `scaler`: DeepSpeed's loss scaler."""
         self.sums_in_fp32 = sums_in_fp32
-        self.optimizer, self.mpu, self.clip = optimizer, mpu, clip
-        self.scaler, self.skips_overflow = scaler, skips_overflow
+        self.optimizer = optimizer
+        self.mpu = mpu
+        self.clip = clip
+        self.scaler = scaler
+        self.skips_overflow = skips_overflow
         self.overflow = False
         self._global_grad_norm = 0.0
         self.pairs: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
@@ -253,7 +260,8 @@ class MasterWeights(DeepSpeedOptimizer):
 
     def destroy(self) -> None:
         """Release the weights (DeepSpeed calls this)."""
-        self.pairs, self.lists = [], []
+        self.pairs = []
+        self.lists = []
 
 
 def _lists(

@@ -53,7 +53,8 @@ def logits_of(run: TrainingRun, features: Features) -> np.ndarray | None:
         run.watchdog.enter(Phase.VALIDATING)
         with capture_logits(run.engine) as kept:
             run.validate(batches)
-        steps, at = len(batches), run.grid.at
+        steps = len(batches)
+        at = run.grid.at
         speaks = at.tp == 0 and at.pp == run.grid.pp - 1
         own = _join(kept, steps, features.sequence_length) if speaks else None
         ranks = gathered((at.dp, own), run.grid.control_group, tuple[int, Array | None])
@@ -91,14 +92,16 @@ def capture_logits(engine: DeepSpeedEngine) -> Iterator[list[torch.Tensor]]:
         setattr(holder, name, computed)
 
 
-FOLDER, LOGITS = "predictions", "logits.npy"
+FOLDER = "predictions"
+LOGITS = "logits.npy"
 
 
 def keep(
     folder: Path, splits: Sequence[PredictedSplit], logits: Mapping[str, np.ndarray]
 ) -> tuple[TaskScore, ...]:
     """Score the logits of splits; write logits and submissions below `folder`."""
-    scores, dev = list[TaskScore](), None
+    scores = list[TaskScore]()
+    dev = None
     for split in splits:
         scored: SplitScores = split.score(logits[split.name], dev)
         dev = dev or scored

@@ -26,7 +26,8 @@ from launch.records.result import read_result
 from recipes import files
 from recipes.problems import Problem, ProblemsError
 
-ARGUMENTS, SUMMARY = "runs.json", "summary.json"
+ARGUMENTS = "runs.json"
+SUMMARY = "summary.json"
 MEMBERS = 2  # least number of seeds in an ensemble
 
 
@@ -65,17 +66,21 @@ def read(out: Path) -> Summary | None:
 def keep_arguments(out: Path, arguments: Sequence[str]) -> None:
     """Write the common arguments of the runs; refuse to go on with other ones. Raises ProblemsError."""
     out.mkdir(parents=True, exist_ok=True)
-    path, given = out / ARGUMENTS, {"arguments": list(arguments)}
+    path = out / ARGUMENTS
+    given = {"arguments": list(arguments)}
     if path.exists() and files.read_json_object(path) != given:
-        came, rule = f"{out} holds runs of other arguments", "runs that are compared have the same ones"
+        came = f"{out} holds runs of other arguments"
+        rule = "runs that are compared have the same ones"
         raise ProblemsError([Problem("--out", came, rule, "name another directory with --out")])
     write_atomically(path, json.dumps(given, indent=1) + "\n")
 
 
 def run_seed(out: Path, seed: int, command: Sequence[str]) -> SeedOutcome:
     """Run or resume the fine-tuning of a seed, unless it is finished."""
-    directory, log = out / f"seed{seed}", out / f"seed{seed}.log"
-    if not (scores := finished(directory)):
+    directory = out / f"seed{seed}"
+    log = out / f"seed{seed}.log"
+    scores = finished(directory)
+    if not scores:
         own = ["--seed", str(seed), "--out", str(directory), "--resume"]
         with log.open("ab") as said:
             ended = subprocess.run(

@@ -59,7 +59,8 @@ def encoder_in(given: InitialWeights) -> tuple[dict[str, Any], Path]:
     from launch.weights.foreign_weights import MegatronWeights, RunWeights
     from launch.weights.initial_weights import shown
 
-    saved, vocabulary = given.saved(), Path(given.directory)
+    saved = given.saved()
+    vocabulary = Path(given.directory)
     if isinstance(saved, MegatronWeights):
         rule = "weights of Megatron say nothing of their vocabulary"
         fix = "pretrain from it with --init_from, and fine-tune that run"
@@ -81,12 +82,15 @@ def pretrained_in(weights: str) -> Pretrained | None:
     saved = saved_in(weights)
     if not isinstance(saved, RunWeights):
         return None
-    checkpoint, launches = saved.checkpoint, []
+    checkpoint = saved.checkpoint
+    launches = []
     with contextlib.suppress(ValueError, OSError):
         launches = RunDirectory(checkpoint.directory.parent.parent).launches()
     if not launches:
         return None
-    tiny, name, place = launches[-1].tiny, launches[-1].recipe, str(checkpoint.directory.resolve())
+    tiny = launches[-1].tiny
+    name = launches[-1].recipe
+    place = str(checkpoint.directory.resolve())
     name = name.removesuffix("-tiny") if tiny else name
     changed = changed_from_row(name, saved.recipe)
     return Pretrained(place, name, tiny, checkpoint.step, saved.recipe.steps, changed)

@@ -198,7 +198,8 @@ def published_scores() -> tuple[PublishedScore, ...]:
     found: list[PublishedScore] = []
     for name in (name for name in catalog.titles() if name.startswith(f"{TABLE}/")):
         recipe = catalog.load(name)
-        if (published := recipe.published) is not None:
+        published = recipe.published
+        if published is not None:
             model = f"{recipe.model.facts.title} {published.size_label} ({published.framework})"
             found += _of(model, published.downstream, published.source)
             found += _of("best before it", published.previous, published.source)

@@ -125,7 +125,8 @@ def score(
     layout = plan.layout
     passes = layout.accumulation if grid.pp > 1 else 1
     own: dict[int, WindowScore] = {}
-    of_rank, before = layout.micro * passes, 0
+    of_rank = layout.micro * passes
+    before = 0
     for number, step in enumerate(steps_of(windows, of_rank * grid.dp, plan), 1):
         watchdog.enter(Phase.DATA, number)
         indices = step.windows[grid.at.dp * of_rank : (grid.at.dp + 1) * of_rank]
@@ -157,7 +158,8 @@ def score(
     watchdog.enter(Phase.SAVING)  # a rank that has already left must not count as hanging
     dist.barrier(grid.control_group)
     found = [everyone[i] for i in range(len(windows))]
-    if odd := sum(not math.isfinite(each.nll) for each in found):
+    odd = sum(not math.isfinite(each.nll) for each in found)
+    if odd:
         fix = "" if plan.precision == "fp32" else "; --precision fp32 has more room"
         came = f"{odd} of {len(found)} windows have a loss that is no number in {plan.precision}"
         raise ending.Failed(f"{came}{fix}")
@@ -184,7 +186,8 @@ def _micro_batch(windows: Sequence[Window], step: Step) -> MicroBatch:
     labels = torch.zeros_like(tokens)
     for row, window in enumerate(windows):
         taken = torch.from_numpy(window.tokens.astype("int64"))
-        tokens[row, : window.length], labels[row, : window.length] = taken[:-1], taken[1:]
+        tokens[row, : window.length] = taken[:-1]
+        labels[row, : window.length] = taken[1:]
     labels = labels[:, -step.scored :]
     return {"tokens": tokens, "labels": labels, "weights": torch.ones(labels.shape)}
 
@@ -216,7 +219,8 @@ def _window_score(window: Window, scores: Tensor, step: Step) -> WindowScore:
 def figures(data: TaskData, scores: Sequence[WindowScore]) -> dict[str, float]:
     """Return the task's figures by name, its main figure first."""
     nll = math.fsum(score.nll for score in scores)
-    right, tokens = sum(score.right for score in scores), data.tokens
+    right = sum(score.right for score in scores)
+    tokens = data.tokens
     per_token = {
         "loss_per_token": nll / tokens,
         "perplexity_per_token": _exponential(nll / tokens),
@@ -249,11 +253,14 @@ def _exponential(nats: float) -> float:
 
 def run(job: ScoringJob, out: Path | None, meeting: Meeting) -> None:
     """Read the data, build the model, score it, and write the scores. Collective."""
-    layout, first, from_scratch = job.plan.layout, processes.rank() == 0, job.wishes.from_scratch
+    layout = job.plan.layout
+    first = processes.rank() == 0
+    from_scratch = job.wishes.from_scratch
     grid = ProcessGrid(layout.tp, layout.pp, layout.dp, processes.TIMEOUT)
     say = partial(terminal.say, stream=sys.stderr) if first else _silence
     data = meeting.settle(lambda: read_task(job, say))
-    if (forms := len(set(gathered(data.checksum, grid.control_group)))) > 1:
+    forms = len(set(gathered(data.checksum, grid.control_group)))
+    if forms > 1:
         came = f"ranks read {forms} different forms of {data.source}"
         rule = "all of them score the same windows"
         raise ProblemsError([Problem("--data", came, rule, "make the machines' files and libraries equal")])
@@ -281,7 +288,9 @@ def run(job: ScoringJob, out: Path | None, meeting: Meeting) -> None:
 
 
 def _score_of(job: ScoringJob, data: TaskData, found: dict[str, float], seconds: float) -> Score:
-    plan, layout, wishes = job.plan, job.plan.layout, job.wishes
+    plan = job.plan
+    layout = job.plan.layout
+    wishes = job.wishes
     degrees = f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}, ZeRO-{plan.zero_stage}"
     offload = f", offload {plan.offload}" if plan.offload != "none" else ""
     names = ("task", "variant", "source", "examples", "tokens", "words", "broken", "cut")

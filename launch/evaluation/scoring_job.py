@@ -82,7 +82,8 @@ def checked_job(wishes: Wishes, world: int, machine: Machine) -> ScoringJob:
     InitialWeights(str(model.weights), stated=wishes.weights_args).check(recipe)
     window = wishes.window or recipe.sequence_length
     stride = wishes.stride or (min(STRIDE, window) if wishes.task == "wikitext103" else window)
-    if problems := [*_unfit(wishes, recipe, window, stride)]:
+    problems = [*_unfit(wishes, recipe, window, stride)]
+    if problems:
         raise ProblemsError(problems)
     return ScoringJob(wishes, model, _plan_scoring(recipe, wishes.ds_config, world, machine), window, stride)
 
@@ -90,7 +91,8 @@ def checked_job(wishes: Wishes, world: int, machine: Machine) -> ScoringJob:
 def _open_model(wishes: Wishes) -> TrainedModel:
     def check(recipe: Recipe) -> None:
         if recipe.model.facts.masked:
-            came, rule = f"is a {recipe.model.family.upper()}", "these tasks are about the next token"
+            came = f"is a {recipe.model.family.upper()}"
+            rule = "these tasks are about the next token"
             raise ProblemsError([Problem(trained_model.KEY, came, rule, "give a GPT-2", where=wishes.model)])
 
     return trained_model.open_model(wishes.model, wishes.tokenizer, check, wishes.weights_args)
@@ -122,13 +124,16 @@ def _scoring_recipe(model: TrainedModel, wishes: Wishes, world: int) -> Recipe:
 
 def _unfit(wishes: Wishes, recipe: Recipe, window: int, stride: int) -> Iterator[Problem]:
     """Yield every option unfit for the model."""
-    task, own_text = wishes.task, wishes.task == "perplexity" and wishes.data is None
+    task = wishes.task
+    own_text = wishes.task == "perplexity" and wishes.data is None
     if window > recipe.positions:
-        rule, fix = f"the model has {recipe.positions:,} positions", f"give {recipe.positions} or less"
+        rule = f"the model has {recipe.positions:,} positions"
+        fix = f"give {recipe.positions} or less"
         yield Problem("--window", f"--window {window}", rule, fix)
     if stride > window:
         rule = "tokens between two windows would be left out"
-        came, fix = f"--stride {stride} with a window of {window}", f"give {window} or less"
+        came = f"--stride {stride} with a window of {window}"
+        fix = f"give {window} or less"
         yield Problem("--stride", came, rule, fix)
     if wishes.stride and (task == "lambada" or own_text):
         rule = "passages and held-out samples are read once"
@@ -160,7 +165,8 @@ def _plan_scoring(recipe: Recipe, ds_config: str, world: int, machine: Machine) 
     plan = resolve(recipe, ds_config, world, machine)
     tp = plan.layout.tp
     if plan.recipe.parallel.sequence and plan.recipe.positions % tp:
-        came, rule = f"{plan.recipe.positions} positions, tp={tp}", "tensor ranks share positions out evenly"
+        came = f"{plan.recipe.positions} positions, tp={tp}"
+        rule = "tensor ranks share positions out evenly"
         fix = "leave it out: scores are the same"
         raise ProblemsError([Problem("parallel.sequence", came, rule, fix)])
     deepspeed_judgement.check(plan, ds_config)
@@ -178,9 +184,13 @@ def _plan_scoring(recipe: Recipe, ds_config: str, world: int, machine: Machine) 
 
 def read_task(job: ScoringJob, say: Callable[[str], None]) -> TaskData:
     """Read the task's data as windows. Raises ValueError if it is unreadable or nothing is left to score."""
-    wishes, tokenizer, window, stride = job.wishes, job.model.tokenizer, job.window, job.stride
+    wishes = job.wishes
+    tokenizer = job.model.tokenizer
+    window = job.window
+    stride = job.stride
     place = Path(local_file(wishes.data)) if wishes.data is not None else None
-    column, limit = wishes.column or "text", wishes.limit
+    column = wishes.column or "text"
+    limit = wishes.limit
     if wishes.task == "wikitext103":
         data = wikitext103(tokenizer, window, stride, place or WIKITEXT103, column, limit)
     elif wishes.task == "lambada":
@@ -192,6 +202,7 @@ def read_task(job: ScoringJob, say: Callable[[str], None]) -> TaskData:
         data = held_out(built.validation, str(built.summary["source"]), limit)
     if not data.windows:
         first = f", the first: {data.broken[0]}" if data.broken else ""
-        came, rule = f"{data.source}: nothing is left to score", f"{len(data.broken)} broken examples{first}"
+        came = f"{data.source}: nothing is left to score"
+        rule = f"{len(data.broken)} broken examples{first}"
         raise ProblemsError([Problem(FLAG, came, rule, "give another file")])
     return data

@@ -77,13 +77,17 @@ def open_model(
 
 
 def _open(given: InitialWeights, tokenizer: str | None, check: Callable[[Recipe], None]) -> TrainedModel:
-    run, step = None, None
-    saved, weights = given.saved(), Path(given.directory)
+    run = None
+    step = None
+    saved = given.saved()
+    weights = Path(given.directory)
     near = tokenizer or (weights if _holds_vocabulary(weights) else None)
     tokens = vocabulary_size(read_tokenizer(near)) if near else None
     recipe = given.model(tokens).as_recipe(catalog.load())
     if isinstance(saved, RunWeights):
-        recipe, weights, step = saved.recipe, saved.checkpoint.directory, saved.checkpoint.step
+        recipe = saved.recipe
+        weights = saved.checkpoint.directory
+        step = saved.checkpoint.step
         run = weights.parent.parent if weights.parent.name == "checkpoints" else None
     check(recipe)
     # The sentence head is unused; the weights may lack it.
@@ -92,7 +96,8 @@ def _open(given: InitialWeights, tokenizer: str | None, check: Callable[[Recipe]
     found, place = _tokenizer(weights, run, recipe, tokenizer)
     if not isinstance(saved, RunWeights):  # others' embeddings may have rows of padding
         recipe = given.model(vocabulary_size(found)).as_recipe(recipe)
-    if problems := list(_unfit(found, recipe)):
+    problems = list(_unfit(found, recipe))
+    if problems:
         raise ProblemsError(problems)
     return TrainedModel(weights, run, step, recipe, found, place, tuple(saved.remarks(recipe)))
 
@@ -103,7 +108,8 @@ def _tokenizer(
     """Return the vocabulary and its directory."""
     if asked is not None:
         tokenizer = read_tokenizer(asked)
-        if said := vocabulary.foreign_tokens(weights, tokenizer):
+        said = vocabulary.foreign_tokens(weights, tokenizer)
+        if said:
             rule = "the weights know the tokens of their own vocabulary alone"
             raise ProblemsError([Problem(TOKENIZER, said, rule, f"leave {TOKENIZER} out")])
         return tokenizer, Path(asked)
@@ -123,7 +129,8 @@ def _holds_vocabulary(directory: Path) -> bool:
 
 
 def _unfit(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> Iterator[Problem]:
-    tokens, size = vocabulary_size(tokenizer), recipe.model.vocab_size
+    tokens = vocabulary_size(tokenizer)
+    size = recipe.model.vocab_size
     if tokens != size:
         came = f"the vocabulary in {tokenizer.name_or_path or 'that directory'} has {tokens:,} tokens"
         fix = f"name the directory of the model's own with {TOKENIZER} DIR"

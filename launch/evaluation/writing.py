@@ -56,7 +56,9 @@ def read(file: str) -> list[Prompt]:
 
     Raises FileError with the problems of the file and of all lines.
     """
-    path, found, problems = files.path_of(file, "--file"), list[Prompt](), list[Problem]()
+    path = files.path_of(file, "--file")
+    found = list[Prompt]()
+    problems = list[Problem]()
     for number, content in files.lines_of(path, files.MOST_TEXT):
         try:
             line = files.decode(content, path, number).rstrip("\r\n")
@@ -96,16 +98,20 @@ def unfit(prompts: Sequence[Prompt], model: TrainedModel) -> list[Problem]:
 
 
 def _unfit(prompt: Prompt, model: TrainedModel) -> Iterator[Problem]:
-    positions, family, tokens = model.recipe.positions, model.recipe.model.family, prompt.tokens
+    positions = model.recipe.positions
+    family = model.recipe.model.family
+    tokens = prompt.tokens
     if not prompt.text.strip() or not tokens:
         fix = f"give some text, such as {FAMILIES[family].prompt!r}"
         yield Problem("--prompt", "is empty", "there is nothing to go on with", fix, where=prompt.where)
     elif len(tokens) > positions:
-        came, rule = f"has {len(tokens):,} tokens", f"the model has {positions:,} positions (model.positions)"
+        came = f"has {len(tokens):,} tokens"
+        rule = f"the model has {positions:,} positions (model.positions)"
         yield Problem("--prompt", came, rule, "shorten it", where=prompt.where)
     elif not model.continues and model.tokenizer.mask_token_id not in tokens:
         mask = model.tokenizer.mask_token
-        rule, fix = "a BERT fills in masks, and writes nothing else", f"write {mask} for a missing token"
+        rule = "a BERT fills in masks, and writes nothing else"
+        fix = f"write {mask} for a missing token"
         yield Problem("--prompt", f"has no {mask}", rule, fix, where=prompt.where)
 
 
@@ -219,7 +225,8 @@ def run(job: Job) -> None:
     model.to(get_accelerator().current_device_name())
     total = len(job.prompts) * (job.samples if job.model.continues else 1)
     stream = Stream(job.model.tokenizer) if total == 1 and not job.out else None
-    began, done = time.perf_counter(), list[WrittenText]()
+    began = time.perf_counter()
+    done = list[WrittenText]()
     with job.out.open("x", encoding="utf-8") if job.out else nullcontext() as file:
         # Texts in a terminal show the progress themselves.
         hidden = stream or (job.out is None and sys.stdout.isatty())

@@ -48,7 +48,9 @@ def detect_machine(emulated_fp16: bool = False, *, on_paper: bool = False) -> Ma
         return _with_system(HOST, known[0], True, True, slow_bf16=not known[1])
     from deepspeed.accelerator import get_accelerator
 
-    device, bf16, cuda_compiler = processes.device(), get_accelerator().is_bf16_supported(), True
+    device = processes.device()
+    bf16 = get_accelerator().is_bf16_supported()
+    cuda_compiler = True
     if device.name == "cuda":
         import torch
         from torch.utils.cpp_extension import CUDA_HOME
@@ -104,11 +106,13 @@ def gpus(with_free: bool = False) -> list[Gpu]:
 
     `with_free`: with free memory, which needs a context on each GPU, and time.
     """
-    if not (count := processes.device_limit()):
+    count = processes.device_limit()
+    if not count:
         return []
     import torch
 
-    module, found = processes.device_module(), []
+    module = processes.device_module()
+    found = []
     for number in range(count):
         facts = module.get_device_properties(number)
         capability = (facts.major, facts.minor) if torch.version.cuda and hasattr(facts, "major") else None

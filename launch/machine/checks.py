@@ -83,5 +83,6 @@ def refused(problems: Iterable[Problem]) -> list[Check]:
 
 def refuse(checks: Sequence[Check]) -> None:
     """Check that no check failed. Raises ProblemsError with all that did."""
-    if broken := [check for check in checks if check.verdict == "failed"]:
+    broken = [check for check in checks if check.verdict == "failed"]
+    if broken:
         raise ProblemsError(Problem(check.key, check.found, "", check.fix) for check in broken)

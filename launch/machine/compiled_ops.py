@@ -39,7 +39,9 @@ from launch.ranks import ending, processes
 Say = Callable[[str], None]
 
 BUILT = "built"  # file in an op's directory after a complete compilation
-LAST_LINES, LINE_WIDTH = 15, 300  # of the compiler's output in an explanation
+# of the compiler's output in an explanation
+LAST_LINES = 15
+LINE_WIDTH = 300
 
 TORCH_ADAM = """set "torch_adam": true in optimizer.params of the DeepSpeed JSON: torch's AdamW, same rule"""
 NVME_OPS = ("PinMemoryBuilder", "AsyncIOBuilder")
@@ -142,7 +144,8 @@ def build(op: str, say: Say = print) -> None:
 
 def _load_built(builder: Any, directory: Path) -> bool:
     """Load a completely compiled op, without its builder's 2 s check of sources; False: there is none."""
-    name, loaded = builder.name, builder._loaded_ops
+    name = builder.name
+    loaded = builder._loaded_ops
     if name not in loaded and (directory / BUILT).exists():
         with contextlib.suppress(ImportError, OSError):  # damaged: it is compiled again
             loaded[name] = _import_module_from_library(name, str(directory), True)

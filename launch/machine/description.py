@@ -27,7 +27,9 @@ def describe(repository: Path = REPOSITORY) -> dict[str, Any]:
     Only cores that this process may use are counted (containers and taskset allow fewer than the machine
     has), and accelerators that it sees on this node.
     """
-    found, cuda, nccl = gpus(), None, None
+    found = gpus()
+    cuda = None
+    nccl = None
     if found:
         import torch
 

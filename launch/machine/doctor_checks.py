@@ -52,7 +52,8 @@ def no_gpu() -> Check:
 
 def compiler() -> Check:
     """Check for the C++ compiler of DeepSpeed's ops, ninja and headers."""
-    if missing := abilities.missing_for_compiling():
+    missing = abilities.missing_for_compiling()
+    if missing:
         slower = "torch's optimizer takes the place of DeepSpeed's compiled one, slower"
         fix = "apt-get install g++ ninja-build python3-dev (Debian, Ubuntu)"
         return warning(f"no {', '.join(missing)}: {slower}", fix)
@@ -67,7 +68,8 @@ def fused_kernels() -> Check:
 
     if not gpus():
         return unchecked("no GPU")
-    if failure := fusing.failure_of_kernels(torch.device(processes.device().name)):
+    failure = fusing.failure_of_kernels(torch.device(processes.device().name))
+    if failure:
         slower = "nothing is compiled for the GPU, torch's own kernels run, slower"
         return warning(f"{failure}: {slower}", "apt-get install gcc python3-dev (Debian, Ubuntu)")
     return ok("a kernel was compiled and has run")
@@ -138,7 +140,8 @@ def other_machines(hosts: Mapping[str, int]) -> Check:
         return failed(f"{said}: each takes {local[0]} for itself", "write its name in the network")
     with ThreadPoolExecutor(32) as pool:
         found = dict(zip(hosts, pool.map(resolved, hosts), strict=True))
-    if unknown := [host for host, address in found.items() if not address]:
+    unknown = [host for host, address in found.items() if not address]
+    if unknown:
         return failed(f"{some(unknown)} cannot be resolved from here", "mend the hostfile, DNS or /etc/hosts")
     if len(hosts) > 1 and not shutil.which("pdsh"):
         others = "start each machine's own with deepspeed --no_ssh --node_rank N, or srun"

@@ -115,7 +115,8 @@ def _control_groups(root: Path) -> Iterator[tuple[float, float]]:
         for folder in (group, *group.parents):
             # Invisible from inside a container; "max": no limit.
             with contextlib.suppress(OSError, ValueError):
-                limit, used = float((folder / most).read_text()), 0.0
+                limit = float((folder / most).read_text())
+                used = 0.0
                 with contextlib.suppress(OSError, ValueError):
                     facts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
                     cached = sum(float(facts.get(key, 0)) for key in ("active_file", "inactive_file"))

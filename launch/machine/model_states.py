@@ -12,7 +12,8 @@ PLACES: dict[str, cost.Place] = {"none": "gpu", "cpu": "host", "nvme": "nvme"}  
 
 def model_states(plan: Plan) -> cost.StateBytes:
     """Count the bytes on the fullest pipeline stage, by their place in an optimizer step."""
-    recipe, layout = plan.recipe, plan.layout
+    recipe = plan.recipe
+    layout = plan.layout
     zero = plan.ds.get("zero_optimization") or {}
     optimizer, weights = (PLACES[section.get("device") or "none"] for section in offloads(plan))
     stages = cost.stages_of(recipe, plan.padded_vocab, layout.pp)
@@ -55,7 +56,8 @@ def state_widths(plan: Plan) -> cost.Widths:
     """
     if plan.precision == "fp32":
         return cost.FP32
-    ds, half = plan.ds, plan.precision
+    ds = plan.ds
+    half = plan.precision
     accumulated = (ds.get("data_types") or {}).get("grad_accum_dtype") or half
     gradient = 4 if accumulated == "fp32" else 2
     if not ds.get(half, {}).get(f"{half}_master_weights_and_grads"):

@@ -36,7 +36,8 @@ MOST_NEIGHBOURS = 96  # of another rank, which has connections to few: in rings 
 # 9,637,888 bytes (https://github.com/NVIDIA/nccl/issues/342, /525); containers are advised to have 1 GB
 # (--shm-size=1g, https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html).
 SHARED = Path("/dev/shm")
-LEAST_SHARED, ADVISED_SHARED = 64 * 2**20, 10**9
+LEAST_SHARED = 64 * 2**20
+ADVISED_SHARED = 10**9
 VOLTA_WHEELS = "https://download.pytorch.org/whl/cu126"  # of torch, the newest with Volta and older
 
 
@@ -64,7 +65,8 @@ def packages(recipe: Recipe) -> Check:
         wanted = [Requirement(line) for line in metadata.requires("megarecipes") or ()]
     except metadata.PackageNotFoundError:
         return unchecked("megarecipes is not installed: pip install -e . states what it needs")
-    missing, other = [], []
+    missing = []
+    other = []
     for each in wanted:
         if each.marker is not None and not each.marker.evaluate({"extra": ""}):
             continue
@@ -74,7 +76,8 @@ def packages(recipe: Recipe) -> Check:
         elif not each.specifier.contains(version, prereleases=True):
             other.append(f"{each.name} {version}, tested: {each.specifier}")
     fix = "pip install -r requirements.txt"
-    if needed := [name for name in missing if name not in NEEDED or NEEDED[name](recipe)]:
+    needed = [name for name in missing if name not in NEEDED or NEEDED[name](recipe)]
+    if needed:
         return failed(f"not installed: {some(needed)}", fix)
     if other:
         return warning(some(other), fix)
@@ -87,7 +90,8 @@ def kernels() -> Check:
     found = gpus()
     if not found:
         return unchecked("no GPU")
-    if not (built := built_for()):
+    built = built_for()
+    if not built:
         return unchecked("torch does not say what it is built for")
     without = {gpu.capability: gpu for gpu in found if gpu.capability and not runs_on(gpu.capability, built)}
     if not without:
@@ -113,7 +117,8 @@ def runs_on(capability: tuple[int, int], built: list[str]) -> bool:
     a letter only on its own architecture (CUDA C++ Programming Guide, "Compute Capability").
     """
     for each in built:
-        if not (parts := re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", each)):
+        parts = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", each)
+        if not parts:
             continue
         of = int(parts[2]), int(parts[3])
         if of == capability:
@@ -127,7 +132,8 @@ def runs_on(capability: tuple[int, int], built: list[str]) -> bool:
 def variables() -> Check:
     """Check MEGARECIPES_* for misspelt names and meaningless values."""
     given = {name: value for name, value in os.environ.items() if name.startswith("MEGARECIPES_")}
-    came, fixes = [], []
+    came = []
+    fixes = []
     for name in sorted(given.keys() - VARIABLES):
         came.append(f"{name} is read nowhere")
         fixes.append(f"did you mean {nearest(name, VARIABLES, cutoff=0)[0]}?")
@@ -164,7 +170,8 @@ def space(directory: Path, checkpoint: float, kept: int | None) -> Check:
     room = f"{amount(free)} free"
     if kept == 0 or not checkpoint:
         return ok(f"{room}; the recipe saves no checkpoint")
-    came, fit = f"{room}, and a checkpoint takes {amount(checkpoint)}", int(free // checkpoint)
+    came = f"{room}, and a checkpoint takes {amount(checkpoint)}"
+    fit = int(free // checkpoint)
     if not fit:
         return failed(came, "make room, or name another disk with --out")
     fewer = "keep fewer (--set run.keep_checkpoints=), make room, or take another disk (--out)"

@@ -57,7 +57,9 @@ def verdict(recipe: Recipe, memory: Memory) -> tuple[bool, str]:
     most = max(memory.gpus if fewer else processes(recipe), shared)
     if memory.gpus and shared > memory.gpus:
         return False, f"tp x pp = {shared} processes, {counted(memory.gpus, 'GPU')} here"
-    refused, snug, too_large = "", "", []
+    refused = ""
+    snug = ""
+    too_large = []
     for dp in sorted((dp for dp in divisors(recipe.batch.unit) if dp * shared <= most), reverse=True):
         try:
             plan = published_plan(_with_dp(recipe, dp))
@@ -103,7 +105,8 @@ def _needed(plan: Plan, memory: Memory, *, kept: bool = True) -> tuple[float, ..
 
     kept: with what torch's allocator keeps.
     """
-    rank, world = memory_of_plan(plan, gpus=memory.gpus > 0), plan.layout.world
+    rank = memory_of_plan(plan, gpus=memory.gpus > 0)
+    world = plan.layout.world
     gpu = rank.total if kept else rank.least
     return (gpu, rank.host * world) if memory.gpus else ((gpu + rank.host) * world,)
 
@@ -111,7 +114,8 @@ def _needed(plan: Plan, memory: Memory, *, kept: bool = True) -> tuple[float, ..
 def _least(plans: Sequence[Plan], memory: Memory) -> str:
     """Describe the smallest memory per process among the plans."""
     plan = min(plans, key=lambda plan: _needed(plan, memory))
-    rank, world = memory_of_plan(plan, gpus=memory.gpus > 0), plan.layout.world
+    rank = memory_of_plan(plan, gpus=memory.gpus > 0)
+    world = plan.layout.world
     sizes = [(rank.total + rank.host, "")]
     if memory.gpus:
         sizes = [(rank.total, " on the GPU"), (rank.host, " in host memory")]

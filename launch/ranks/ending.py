@@ -129,7 +129,8 @@ def _tell(error: BaseException, note_failure: Callable[[str], None]) -> None:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)
-    if told := told_by(error):
+    told = told_by(error)
+    if told:
         said = problem(told, Path.cwd(), "use another disk, with the run directory moved there")
         text = f"{said} (the traceback is in error-rank-{rank()}.txt of the run directory, if it took it)\n"
     print(f"\nrank {rank()} of {world_size()} failed:\n{text}", file=sys.stderr, flush=True)

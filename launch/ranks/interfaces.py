@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 
 from recipes.problems import Problem, ProblemsError, some
 
-GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+GLOO = "GLOO_SOCKET_IFNAME"
+NCCL = "NCCL_SOCKET_IFNAME"
 SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
@@ -67,9 +68,11 @@ def nccl_interfaces(nccl: str, interfaces: Sequence[str]) -> list[str]:
 def check_named(environ: Mapping[str, str]) -> None:
     """Check that the variables of gloo and NCCL name interfaces of this machine. Raises ProblemsError."""
     there = [name for _, name in socket.if_nameindex()]
-    gloo, nccl = environ.get(GLOO, ""), environ.get(NCCL, "")
+    gloo = environ.get(GLOO, "")
+    nccl = environ.get(NCCL, "")
     problems = []
-    if missing := [name for name in gloo.split(",") if gloo and name not in there]:
+    missing = [name for name in gloo.split(",") if gloo and name not in there]
+    if missing:
         problems.append(_no_interface(GLOO, gloo, some(missing), there))
     if nccl and not nccl_interfaces(nccl, there):
         problems.append(_no_interface(NCCL, nccl, "that it means", there))

@@ -19,7 +19,9 @@ Environ = Mapping[str, str]
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500  # torchrun's and deepspeed's
 # Below those from 32768 on, which Linux gives to outgoing connections.
-FIRST_PORT, PORTS, PORTS_PER_JOB = 15_000, 16_000, 8
+FIRST_PORT = 15_000
+PORTS = 16_000
+PORTS_PER_JOB = 8
 STEPS = 0xFFFF_0000  # Slurm numbers steps below; from there on are the batch script and other shells
 
 # Beginnings of what every rank needs alike. Not every launcher carries it to other machines (deepspeed 0.19.8
@@ -231,7 +233,8 @@ def _mpi(environ: Environ, by: str, names: Sequence[str]) -> Start:
 
 def _check_launcher(environ: Environ, start: Start) -> None:
     """Refuse torchrun's variables if their launch does not cover all processes of `start`."""
-    rank, world = environ["RANK"], environ["WORLD_SIZE"]
+    rank = environ["RANK"]
+    world = environ["WORLD_SIZE"]
     launches = next((environ[name] for name in LAUNCHES if name in environ), world)
     unset = f"unset {', '.join(PLACES)}"
     if launches.isdigit() and int(launches) < start.size:
@@ -249,7 +252,8 @@ def _check_launcher(environ: Environ, start: Start) -> None:
 def _whole(environ: Environ, by: str, names: Sequence[str]) -> list[int]:
     """Read the whole numbers that `by` sets, all of them. Raises ProblemsError."""
     given = {name: environ.get(name, "") for name in names}
-    if wrong := [name for name, text in given.items() if not re.fullmatch("[0-9]{1,9}", text)]:
+    wrong = [name for name, text in given.items() if not re.fullmatch("[0-9]{1,9}", text)]
+    if wrong:
         came = ", ".join(f"{name}={given[name]!r}" if given[name] else f"no {name}" for name in wrong)
         rule = f"{by} sets {', '.join(names)} to whole numbers"
         fix = f"pass on all that {by} sets, into containers too, or unset what is left of it"

@@ -432,7 +432,8 @@ def _let_others_in(store: Any, places: list[Path]) -> dict[int, Connection]:
     finally:
         for path in kept:
             path.unlink(missing_ok=True)
-    if missing := [str(other) for other in range(1, world_size()) if other not in connections]:
+    missing = [str(other) for other in range(1, world_size()) if other not in connections]
+    if missing:
         raise _met_nobody(f"ranks {some(missing)} of {world_size()} have not come, or do not see {kept[-1]}")
     return connections
 
@@ -443,7 +444,8 @@ def _reach_rank_0(store: Any, places: list[Path]) -> Connection:
     told = b""
     since = time.monotonic()
     while time.monotonic() < until:
-        if (now_told := store.get(_door_name())) != told:
+        now_told = store.get(_door_name())
+        if now_told != told:
             told = now_told
             since = time.monotonic()
         try:

@@ -309,7 +309,8 @@ def check_device() -> int:
 
     A rank to which Slurm or a wrapper shows one device alone has that one, whatever its local rank.
     """
-    limit, local = device_limit(), local_rank()
+    limit = device_limit()
+    local = local_rank()
     if limit is None or local < limit:
         return local
     visible = _accelerator().visible_devices_envs()
@@ -327,7 +328,8 @@ def take_device() -> int:
     They take LOCAL_RANK for the index: where it is another, `local_rank` remembers what the launcher said.
     Raises ProblemsError as `check_device`.
     """
-    index, local = check_device(), local_rank()
+    index = check_device()
+    local = local_rank()
     if index != local:
         os.environ[OWN_LOCAL_RANK] = str(local)
         os.environ["LOCAL_RANK"] = str(index)

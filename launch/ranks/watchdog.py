@@ -118,17 +118,22 @@ class Watchdog:
         if self._phase is Phase.COMPUTED and self._step > 1:  # the first step of a launch compiles
             self._usual.append(now - self._began)
         if step is not None:
-            self._step, self._passes = step, 0
-        self._phase, self._since = phase, now
+            self._step = step
+            self._passes = 0
+        self._phase = phase
+        self._since = now
 
     @contextlib.contextmanager
     def aside(self, phase: Phase) -> Iterator[None]:
         """Be in another phase during the block, then go on with the one before."""
-        before, self._phase, self._since = self._phase, phase, time.monotonic()
+        before = self._phase
+        self._phase = phase
+        self._since = time.monotonic()
         try:
             yield
         finally:
-            self._phase, self._since = before, time.monotonic()
+            self._phase = before
+            self._since = time.monotonic()
 
     def advance(self) -> None:
         """Count a forward pass."""

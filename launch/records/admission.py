@@ -46,7 +46,8 @@ def admit(
     plan = run.plan
     directory = RunDirectory(Path(path or output.run_directory(run.name, plan.ds_name)))
     output.directory("--out", directory.path).mkdir(parents=True, exist_ok=True)
-    if odd := directory.of_another_kind:
+    odd = directory.of_another_kind
+    if odd:
         raise ValueError(
             f"{', '.join(map(str, odd))}: a run keeps a {'directory' if odd[0].is_file() else 'file'} under "
             "that name; move it away, or name another directory with --out"
@@ -178,13 +179,15 @@ def _notices_of_changes(saved: Plan, plan: Plan, of_recipe: Sequence[catalog.Cha
     facts = [change for change in differences(there, now) if is_part(change[0], CHANGEABLE_FACTS)]
     facts += [change for change in of_recipe if not is_part(change[0], (*SHOWN_BY_PLAN, *REMARKS))]
     notices = [f"resumed with {key}: {old} -> {new}" for key, old, new in facts]
-    if config := differences(there["ds"], now["ds"]):
+    config = differences(there["ds"], now["ds"])
+    if config:
         listed = "; ".join(f"{key}: {old} -> {new}" for key, old, new in config)
         notices.append(f"resumed with another DeepSpeed configuration: {listed}")
     if plan.precision == "fp16" != saved.precision:
         notices.append("fp16's loss scaler starts afresh, with its initial scale")
     # In attention and in transformers' modules dropout draws other masks under another layout.
-    own, other = plan.recipe.model.implementation, saved.recipe.model.implementation
+    own = plan.recipe.model.implementation
+    other = saved.recipe.model.implementation
     dropout = plan.recipe.dropout
     follows_layout = dropout.attention or (dropout.hidden and not own == other == OURS)
     if follows_layout and (own != other or saved.layout != plan.layout):

@@ -82,7 +82,10 @@ def deviations(run: RunFacts, steps: int) -> list[Deviation]:
 
 
 def _differences(run: RunFacts, steps: int) -> Iterator[Deviation]:
-    plan, recipe, original, tiny = run.plan, run.plan.recipe, run.original, run.tiny
+    plan = run.plan
+    recipe = run.plan.recipe
+    original = run.original
+    tiny = run.tiny
     reference = original or recipe
     for notice in plan.notices:
         yield Deviation("notice", notice.key, is_=notice.text)
@@ -131,10 +134,12 @@ def _fields(recipe: Recipe) -> dict[str, Any]:
 
 def _changed_layout(reference: Recipe, plan: Plan, tiny: bool) -> Iterator[Deviation]:
     """Yield degrees and batch shares other than the reference states or implies."""
-    sequence, cut = plan.recipe.parallel.sequence, reference.parallel.sequence
+    sequence = plan.recipe.parallel.sequence
+    cut = reference.parallel.sequence
     if sequence != cut:
         yield Deviation("recipe", "parallel.sequence", cut, sequence)
-    own, asked = _stated_layout(reference), _stated_layout(shrink(reference) if tiny else reference)
+    own = _stated_layout(reference)
+    asked = _stated_layout(shrink(reference) if tiny else reference)
     for key, value in asked.items():
         used = getattr(plan.layout, key.partition(".")[2])
         if value is not None and used != value:
@@ -142,7 +147,8 @@ def _changed_layout(reference: Recipe, plan: Plan, tiny: bool) -> Iterator[Devia
 
 
 def _stated_layout(reference: Recipe) -> dict[str, int | None]:
-    parallel, batch = reference.parallel, reference.batch
+    parallel = reference.parallel
+    batch = reference.batch
     # The ds_config or the launcher chooses a degree that the recipe does not state.
     degrees = {key: degree for key, degree in parallel.degrees.items() if degree is not None}
     stated: dict[str, int | None] = {f"parallel.{key}": degree for key, degree in degrees.items()}
@@ -180,7 +186,8 @@ def not_comparable(
         return Incomparable("tiny")
     if row is None or plan is None:
         return Incomparable("unreadable")
-    there, here = sharding(_config(row.ds_config)), sharding(plan.ds)
+    there = sharding(_config(row.ds_config))
+    here = sharding(plan.ds)
     sharded = (here, there) if there and here and there != here else None
     keys = [*changed_work(row, plan.recipe), *changed_degrees(row, plan.layout)]
     if keys or sharded:
@@ -200,7 +207,8 @@ def changed_degrees(row: Recipe, layout: Layout) -> list[str]:
 
     If the row does not state tp or pp, its ds_config decides; if it does not state dp, any dp is right.
     """
-    config, own = _config(row.ds_config), row.parallel.degrees
+    config = _config(row.ds_config)
+    own = row.parallel.degrees
     for key, name in DEGREES.items():
         written = (lookup(config, f"parallel.{part}{name}") for part in ("", "default_"))
         own[key] = own[key] or next((degree for degree in written if isinstance(degree, int)), 1)

@@ -55,7 +55,8 @@ class Launch:
 
     @classmethod
     def now(cls, run: RunFacts, command: Sequence[str]) -> Launch:
-        facts, started = plan_facts(run.plan), time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        facts = plan_facts(run.plan)
+        started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         how = (run.name, run.tiny, run.emulated_fp16)
         return cls(started, tuple(command), os.getcwd(), *how, facts, run.machine)
 
@@ -76,7 +77,8 @@ class _Place:
     """The path of a file, or of a folder, in the directory of a run."""
 
     def __init__(self, name: str, folder: bool = False) -> None:
-        self.name, self.folder = name, folder
+        self.name = name
+        self.folder = folder
 
     def __get__(self, run: RunDirectory, owner: type[RunDirectory]) -> Path:
         return run.path / self.name

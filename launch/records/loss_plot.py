@@ -58,7 +58,8 @@ def moving_average(values: Sequence[float]) -> list[float]:
 
     The number of neighbours falls to 0 towards both ends.
     """
-    reach, last = _reach(len(values)), len(values) - 1
+    reach = _reach(len(values))
+    last = len(values) - 1
     around = (min(reach, index, last - index) for index in range(len(values)))
     return [mean(values[index - n : index + n + 1]) for index, n in enumerate(around)]
 

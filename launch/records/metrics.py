@@ -81,7 +81,8 @@ class SpeedSettings:
 
     @classmethod
     def of(cls, run: RunFacts) -> SpeedSettings:
-        plan, recipe = run.plan, run.plan.recipe
+        plan = run.plan
+        recipe = run.plan.recipe
         facts = (plan.layout, plan.zero_stage, plan.offload, plan.precision)
         own = (recipe.activation_checkpointing, recipe.model.implementation)
         return cls(plan.ds_name, *facts, *own, run.hardware, recipe.parallel.sequence)
@@ -180,7 +181,8 @@ class Stretch:
     steps: tuple[StepRecord, ...]
 
     def __str__(self) -> str:
-        first, last = self.steps[0].step, self.steps[-1].step
+        first = self.steps[0].step
+        last = self.steps[-1].step
         return f"steps {first} to {last}" if last > first else f"step {last}"
 
 

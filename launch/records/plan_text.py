@@ -35,8 +35,11 @@ class Surroundings:
 
 def describe_plan(plan: Plan, name: str, surroundings: Surroundings, width: int | None = None) -> str:
     """Describe the plan in a block of aligned lines of `width` columns."""
-    recipe, layout = plan.recipe, plan.layout
-    model, o, length = recipe.model, recipe.optimizer, recipe.sequence_length
+    recipe = plan.recipe
+    layout = plan.layout
+    model = recipe.model
+    o = recipe.optimizer
+    length = recipe.sequence_length
     parameters = cost.parameters(model, recipe.positions)
     apart = f" of {recipe.positions} positions" if recipe.positions > length else ""
     asked = "" if surroundings.started in (None, layout.world) else ", planned; not started here"
@@ -55,7 +58,8 @@ def describe_plan(plan: Plan, name: str, surroundings: Surroundings, width: int 
     )
     read = recipe.batch.schedule.samples(recipe.steps) * model.sequences * length
     tokens = f"{counted(recipe.steps, 'step')} = {read:,} tokens"
-    ramp, grown = recipe.batch.rampup, recipe.batch.schedule.stretches[-1][0] + 1
+    ramp = recipe.batch.rampup
+    grown = recipe.batch.schedule.stretches[-1][0] + 1
     growth = f" from step {grown:,} on, {ramp.start} at first, by {ramp.increment} more" if ramp else ""
     lines = [
         ("recipe", f"{name}: {recipe.title}"),
@@ -92,7 +96,8 @@ def describe_precision(plan: Plan) -> str:
 
 def describe_schedule(recipe: Recipe) -> str:
     """Name the kind of the learning rate's schedule, its warm-up and its decay."""
-    s, end = recipe.schedule, recipe.decay_steps
+    s = recipe.schedule
+    end = recipe.decay_steps
     last = counted(s.wsd_decay_steps or 0, "step")
     shape = f", {s.wsd_decay_style or 'exponential'} over the last {last}" if s.kind == "wsd" else ""
     power = f", power {s.power:g}" if s.power else ""
@@ -151,7 +156,8 @@ def titled(recipe: Recipe, original: Recipe) -> Recipe:
     untold = recipe.title.removesuffix(" (tiny)") == original.title
     if not untold or (recipe.model == original.model and recipe.data == original.data):
         return recipe
-    family, parameters = recipe.model.facts.title, cost.parameters(recipe.model, recipe.positions)
+    family = recipe.model.facts.title
+    parameters = cost.parameters(recipe.model, recipe.positions)
     packaged = "the State of the Union addresses"
     data = " + ".join((origin.name or packaged).rstrip("/") for origin in recipe.data.origins)
     title = f"{family} of {short(parameters)} parameters on {data}"

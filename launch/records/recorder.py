@@ -69,10 +69,14 @@ class Recorder(SilentRecorder):
         `start_step`: steps of the checkpoint to resume; 0: a first start. `clock`: times the start. `stream`:
         shows plan, steps and result; None: nothing is shown.
         """
-        self.directory, self._run, self._start_step = directory, run, start_step
-        self._clock, self._stream = clock, stream
+        self.directory = directory
+        self._run = run
+        self._start_step = start_step
+        self._clock = clock
+        self._stream = stream
         self._sizes = run.plan.recipe.batch.schedule
-        self._memory_kind, self._step = peak_memory().kind, start_step
+        self._memory_kind = peak_memory().kind
+        self._step = start_step
         self._show_plan()
         problems: list[str] = []
         self._missing = metrics.truncate(directory.metrics_jsonl, start_step, problems)
@@ -85,9 +89,11 @@ class Recorder(SilentRecorder):
         self._unwritten = b""  # lines that the disk did not take
         self._lost: dict[str, str] = {}  # what is not whole -> the reason and the fix
         threading.excepthook = _ignore_event_writer
-        folder, purged = str(directory.tensorboard), start_step + 1 if start_step else 0
+        folder = str(directory.tensorboard)
+        purged = start_step + 1 if start_step else 0
         self._events = SummaryWriter(folder, purge_step=purged, flush_secs=10)
-        steps, samples = run.plan.recipe.steps, self._sizes.samples
+        steps = run.plan.recipe.steps
+        samples = self._sizes.samples
         self._screen = screen(stream, start_step, steps, samples) if stream else Silent()
         self._write(metrics.LaunchRecord(start_step, metrics.SpeedSettings.of(run), time.time()))
         for notice in directory.notices:
@@ -157,7 +163,8 @@ class Recorder(SilentRecorder):
 
     @_guarded
     def validation(self, step: int, outcome: facts.Validation, kind: str = "validation") -> None:
-        parts, loss = finite_parts(outcome.parts), finite(outcome.loss)
+        parts = finite_parts(outcome.parts)
+        loss = finite(outcome.loss)
         record = ValidationRecord(step, loss, parts, time.time(), "test" if kind == "test" else "validation")
         self._write(record)
         self._event(kind, record, ("loss", *parts))
@@ -223,7 +230,8 @@ class Recorder(SilentRecorder):
 
     def _follow(self) -> None:
         """Follow a run directory that was renamed, and say where its checkpoints go."""
-        place, before = os.readlink(self._link), self.directory
+        place = os.readlink(self._link)
+        before = self.directory
         if place == self._place and os.path.exists(place):
             return
         self._place = place
@@ -240,7 +248,8 @@ class Recorder(SilentRecorder):
     def _show_plan(self) -> None:
         if self._stream is None:
             return
-        run, hardware = self._run, description.summary(self._run.machine)
+        run = self._run
+        hardware = description.summary(self._run.machine)
         surroundings = Surroundings(hardware, run.band_kernel, self.directory.path, run.data)
         text = describe_plan(run.plan, run.name, surroundings, terminal.columns(self._stream))
         token = run.plan.recipe.model.predicted
@@ -323,7 +332,8 @@ class Recorder(SilentRecorder):
 
 def _failure(what: object, error: Exception) -> str:
     """Word what failed, with the fix."""
-    if told := told_by(error):
+    told = told_by(error)
+    if told:
         return str(problem(told, Path(str(what)), ELSEWHERE))
     return f"{what}: {type(error).__name__}: {error}; {AGAIN}"
 
@@ -336,7 +346,9 @@ def _lacking(path: Path, missing: list[int]) -> str:
 
 def shown_fields(record: StepRecord, *, scale: bool) -> dict[str, str]:
     """Return the numbers of a step for the screen, in their order; `scale`: with the loss scale."""
-    loss, masked, norm = record.loss, record.parts.get("mlm_loss"), record.grad_norm
+    loss = record.loss
+    masked = record.parts.get("mlm_loss")
+    norm = record.grad_norm
     shown = {
         "skipped": "SKIPPED (overflow)" if record.skipped else "",
         "loss": f"loss {'not finite' if loss is None else f'{loss:.4f}'}",

@@ -163,7 +163,8 @@ def rates(plan: Plan, seconds: float, samples: int | None = None) -> dict[str, A
 
     `samples`: those of the step; None: the batch's.
     """
-    recipe, samples = plan.recipe, samples or plan.layout.global_batch
+    recipe = plan.recipe
+    samples = samples or plan.layout.global_batch
     published, exact = cost.tflops(recipe, plan.padded_vocab, samples, seconds, plan.layout.world)
     tokens = samples * recipe.model.sequences * recipe.sequence_length
     return dict(
@@ -173,7 +174,9 @@ def rates(plan: Plan, seconds: float, samples: int | None = None) -> dict[str, A
 
 def make_result(run: RunFacts, records: Records, ending: Ending) -> Result:
     """Make the result of a run from its records and end. The reason of a failure is its first deviation."""
-    plan, recipe, steps = run.plan, run.plan.recipe, records.steps
+    plan = run.plan
+    recipe = run.plan.recipe
+    steps = records.steps
     last = steps[-1].step if steps else 0
     *others, measured_over = metrics.stretches(records) or [metrics.Stretch(None, ())]
     # A finished run may be resumed with other settings, without a further step.
@@ -267,7 +270,8 @@ def steady_seconds(steps: Sequence[StepRecord]) -> tuple[float, int, int] | None
     """
     for left_out in (WARMUP_STEPS, 1, 0):
         late = (record for record in steps if record.launch_step > left_out)
-        if steady := [record.seconds for record in late if not record.profiled]:
+        steady = [record.seconds for record in late if not record.profiled]
+        if steady:
             return statistics.median(steady), len(steady), left_out
     return None
 
@@ -276,7 +280,8 @@ def _speed(plan: Plan, steps: Sequence[StepRecord], elsewhere: bool) -> Speed:
     """Return the rates of steps like the last; `elsewhere`: they had other settings, use their own rates."""
     sizes = [plan.recipe.batch.schedule.size(record.step - 1) for record in steps]
     steps = [record for record, size in zip(steps, sizes, strict=True) if size == sizes[-1]]
-    if (steady := steady_seconds(steps)) is None:
+    steady = steady_seconds(steps)
+    if steady is None:
         return Speed()
     found = rates(plan, steady[0], sizes[-1])
     if elsewhere:

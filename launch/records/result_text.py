@@ -24,7 +24,10 @@ def result_text(result: Result, width: int | None = None) -> str:
 
 
 def _lines(result: Result) -> list[tuple[str, str]]:
-    layout, losses, speed, memory = result.layout, result.losses, result.speed, result.memory
+    layout = result.layout
+    losses = result.losses
+    speed = result.speed
+    memory = result.memory
     tensor = f"tp {layout.tp}{' (and sequence)' * result.sequence_parallel}" if layout else ""
     degrees = f"{tensor} x pp {layout.pp} x dp {layout.dp}" if layout else "layout not recorded"
     how = (
@@ -33,9 +36,12 @@ def _lines(result: Result) -> list[tuple[str, str]]:
     )
     skipped = f" ({result.skipped_steps:,} skipped)" if result.skipped_steps else ""
     training = f"{_last(losses.training.steps)}, nats per {result.loss_per}"
-    waited, peak = speed.data_wait_share, memory.peak_bytes
-    samples, tokens = _number(speed.samples_per_s, " samples/s"), _number(speed.tokens_per_s, " tokens/s")
-    formula, exact = _number(speed.tflops), _number(speed.exact_tflops)
+    waited = speed.data_wait_share
+    peak = memory.peak_bytes
+    samples = _number(speed.samples_per_s, " samples/s")
+    tokens = _number(speed.tokens_per_s, " tokens/s")
+    formula = _number(speed.tflops)
+    exact = _number(speed.exact_tflops)
     lines = [
         ("recipe", f"{result.recipe}: {result.title}"),
         ("status", result.status + (f": {result.reason}" if result.reason else "")),
@@ -90,7 +96,8 @@ def _comparison(result: Result, width: int | None) -> list[str]:
 
 
 def _validation(result: Result) -> str:
-    if (validation := result.losses.validation) is None:
+    validation = result.losses.validation
+    if validation is None:
         return NOT_MEASURED
     entropies = vars(result.entropies).items()
     references = [f"{kind} {entropy:.4f}" for kind, entropy in entropies if entropy is not None]

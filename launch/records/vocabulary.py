@@ -38,7 +38,8 @@ def keep(run: Path, tokenizer: PreTrainedTokenizerFast) -> None:
         save_tokenizer(tokenizer, temporary)
     except Exception as error:  # tokenizers has no type of its own for refusals of the system
         shutil.rmtree(temporary, ignore_errors=True)
-        if not (number := re.search(r"\(os error (\d+)\)", str(error))):
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if not number:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(temporary)) from error
     os.replace(temporary, run / FOLDER)

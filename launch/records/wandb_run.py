@@ -33,7 +33,8 @@ def check(directory: Path) -> None:
     wanted = wandb.setup().settings
     if wanted.mode in ("offline", "disabled", "dryrun"):
         return
-    server, came = wanted.base_url, ""
+    server = wanted.base_url
+    came = ""
     named = wanted.api_key or os.environ.get("WANDB_IDENTITY_TOKEN_FILE")
     if not named and not requests.utils.get_netrc_auth(server):
         came = "there is no key for it (WANDB_API_KEY, or what wandb login writes)"

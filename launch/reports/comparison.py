@@ -133,7 +133,9 @@ def cautions(a: Run, b: Run) -> Iterator[str]:
     """Yield further causes of a difference between two comparable losses."""
     if a.recipe is None or b.recipe is None:
         return
-    pair, one, two = f"{a.label} and {b.label}", a.recipe, b.recipe
+    pair = f"{a.label} and {b.label}"
+    one = a.recipe
+    two = b.recipe
     text = "after the same step they have read different amounts of text"
     easier = "a token with more before it is easier to predict"
     samples = (one.run.validation_samples, two.run.validation_samples)
@@ -159,7 +161,8 @@ def curve_findings(a: Run, b: Run) -> Iterator[str]:
     tolerance = max(ROUNDING.get(precision, ROUNDING["fp32"]) for precision in precisions)
     rounding = f"rounding ({tolerance:.1e} of the loss)"
     for name, what in (("training", "step"), ("validation", "validation")):
-        first, second = dict(getattr(a, name)), dict(getattr(b, name))
+        first = dict(getattr(a, name))
+        second = dict(getattr(b, name))
         apart = differences(getattr(a, name), getattr(b, name))
         beginning = f"{name} loss of {a.label} and {b.label}, {counted(len(apart), f'common {what}')}"
         if not apart:
@@ -174,7 +177,9 @@ def curve_findings(a: Run, b: Run) -> Iterator[str]:
 
 
 def _facts(run: Run) -> dict[str, Any]:
-    plan, result, machine = run.plan, run.result, {**run.machine}
+    plan = run.plan
+    result = run.result
+    machine = {**run.machine}
     recipe = plan.recipe.model_dump(mode="json", by_alias=True, exclude=OMITTED) if plan else {}
     versions, git = (machine.pop(key, None) or {} for key in ("versions", "git"))
     return {

@@ -52,7 +52,9 @@ def write(document: Document) -> str:
 
 
 def _cells(entry: Entry) -> dict[str, Any]:
-    row, run, published = entry.row, entry.run, entry.row.published
+    row = entry.row
+    run = entry.run
+    published = entry.row.published
     printed = scores(published.downstream) if published else ()
     cells = {
         "recipe": row.full_name,
@@ -83,7 +85,8 @@ def _cells(entry: Entry) -> dict[str, Any]:
 
 
 def _finetuned(line: FinetunedLine) -> dict[str, Any]:
-    row, found = line.row, line.finetuned
+    row = line.row
+    found = line.finetuned
     values: dict[str, Any] = {
         "recipe": row.full_name,
         "published_row": " | ".join(row.cells),
@@ -107,6 +110,7 @@ def _finetuned(line: FinetunedLine) -> dict[str, Any]:
 def _predicted(entry: Entry, lines: Mapping[tuple[str, str], PredictionLine]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for prefix, label in (("published_", OF_ROW), ("", entry.run and entry.run.full_label)):
-        if line := lines.get((entry.row.full_name, label or "")):
+        line = lines.get((entry.row.full_name, label or ""))
+        if line:
             found |= {f"{prefix}{key}": getattr(line, key) for key in PREDICTED}
     return found

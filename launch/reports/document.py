@@ -118,7 +118,8 @@ def assemble(tables: Tables, names: Sequence[str], runs: Sequence[Run], *, only_
         names = [*names, *sorted(of_runs)]
     names = list(dict.fromkeys(names))
     shown = [run for run in runs if run.table in names]
-    if left_out := sum(run not in shown and run.pretrained_table not in names for run in runs):
+    left_out = sum(run not in shown and run.pretrained_table not in names for run in runs)
+    if left_out:
         notes.append(f"{counted(left_out, 'run')} of other tables left out (--table)")
     if len(shown) > MOST_COMPARED:
         many = f"{len(shown)} runs are too many to compare side by side"
@@ -139,9 +140,11 @@ def assemble(tables: Tables, names: Sequence[str], runs: Sequence[Run], *, only_
             list(scores.finetuned_lines(table.rows, tuned, tables.recipe)),
         )
 
-    sections, strangers = [], []
+    sections = []
+    strangers = []
     for name in names:
-        found, own = None, [run for run in shown if run.table == name]
+        found = None
+        own = [run for run in shown if run.table == name]
         try:
             found = tables.get(name)
         except ProblemsError as error:

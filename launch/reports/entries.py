@@ -102,7 +102,8 @@ class Entry:
     @property
     def scale(self) -> Scale | None:
         """Return the size of the run's model: the row's, tiny, or another one by --set."""
-        row, run = self.row.recipe, self.run
+        row = self.row.recipe
+        run = self.run
         if run is None:
             return None
         if run.tiny:
@@ -126,7 +127,8 @@ class Entry:
     def outcome(self) -> str:
         """Return the ratios as text, or why there are none; empty where nothing was published."""
         said = [f"{RATIO_NAMES[key]} {numbers.ratio(value)}" for key, value in self.ratios.items()]
-        published, run = self.row.published, self.run
+        published = self.row.published
+        run = self.run
         validation = run.result.losses.validation if run else None
         # No ratio: the held-out text differs, and the vocabulary may differ.
         if published and published.validation_loss is not None and validation:
@@ -139,7 +141,8 @@ class Entry:
     def deviations(self) -> list[Deviation]:
         """Return the deviations that the run stated, and changes of the table since."""
         stated = list(self.run.result.deviations) if self.run else []
-        row, run = self.row.recipe, self.run and self.run.recipe
+        row = self.row.recipe
+        run = self.run and self.run.recipe
         if row and run and row.published != run.published:
             stated.append(Deviation("republished"))
         return stated
@@ -167,10 +170,12 @@ def entries_of(table: PublishedTable, runs: Sequence[Run]) -> list[Entry]:
 
 def entry_of(row: PublishedRow, run: Run) -> Entry:
     """Compare the run with the published numbers of its row."""
-    entry, published = Entry(row, run), row.published
+    entry = Entry(row, run)
+    published = row.published
     if published is None:
         return entry
-    if why := not_comparable(row.recipe, run.plan, tiny=run.tiny, emulated_fp16=run.result.emulated_fp16):
+    why = not_comparable(row.recipe, run.plan, tiny=run.tiny, emulated_fp16=run.result.emulated_fp16)
+    if why:
         return replace(entry, incomparable=why)
     if run.status == OOM:
         return replace(entry, memory="OOM, as published" if published.oom else "OOM, published as running")
@@ -213,9 +218,11 @@ def remarks_of(row: PublishedRow) -> list[Remark]:
     found = [Remark("erratum", str(known)) for known in row.errata]
     if row.no_recipe:
         found.append(Remark("no recipe", row.no_recipe))
-    if (recipe := row.recipe) is None:
+    recipe = row.recipe
+    if recipe is None:
         return found
-    if (published := recipe.published) and published.tflops and published.tflops_by == "exact":
+    published = recipe.published
+    if published and published.tflops and published.tflops_by == "exact":
         found.append(Remark("TFLOPS counted", EXACT))
     if recipe.note:
         found.append(Remark("note", " ".join(recipe.note.split())))

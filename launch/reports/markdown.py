@@ -33,7 +33,8 @@ def write(document: Document) -> str:
 
 
 def _section(section: Section) -> list[str]:
-    published, runs = section.table, section.runs
+    published = section.table
+    runs = section.runs
     ours = ["recipe", *["run"] * bool(runs), "status", *(column.heading for column in section.columns)]
     ours += ["measured / published", "hardware"] * bool(runs)
     source = f"Source: {text(published.source)}. Table `{published.name}`, " if published.source else ""
@@ -53,7 +54,8 @@ def _section(section: Section) -> list[str]:
     if runs:
         found.append("**Deviations of the runs**")
     for entry in section.entries:
-        if run := entry.run:
+        run = entry.run
+        if run:
             found += [f"{text(run.full_label)}, {text(run.name)}:", bullets(entry.deviations or ["none"])]
     if section.common:
         found += ["**Of all rows**", "\n".join(f"- {_remark_text(each)}" for each in section.common)]
@@ -64,7 +66,8 @@ def _section(section: Section) -> list[str]:
 
 
 def _cells(section: Section, entry: Entry, footnotes: Mapping[str, str]) -> list[str]:
-    row, run = entry.row, entry.run
+    row = entry.row
+    run = entry.run
     marks = [DAGGER] if row.full_name in section.errata_ids else []
     marks += [footnotes[row.full_name]] if row.full_name in footnotes else []
     status = SCALES.get(entry.scale, "") + text(entry.status)

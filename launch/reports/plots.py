@@ -25,7 +25,8 @@ from launch.reports.entries import COLUMNS, Entry
 from launch.reports.runs import OOM, Points, Run, differences
 from recipes.problems import counted
 
-INK, FAINT = "#1c2024", "#c3c9cf"
+INK = "#1c2024"
+FAINT = "#c3c9cf"
 PALETTE = ("#3b82c4", "#d9822b", "#3a9d5d", "#cf4f4f", "#8f6fd1", "#9a7560", "#d06fa6", "#7f8790")
 LOG_FROM = 30  # largest / smallest value; above this the axis is logarithmic
 RUNS_PER_PLOT = len(PALETTE)
@@ -103,7 +104,8 @@ def losses(runs: Sequence[Run], title: str = "Loss") -> list[Plot]:
 def of_comparison(runs: Sequence[Run]) -> list[Plot]:
     """Plot losses, their differences from the first run's step by step, and the wall time of every step."""
     first, *others = runs
-    apart, seconds = [], [Curve(index, run, run.seconds) for index, run in enumerate(runs)]
+    apart = []
+    seconds = [Curve(index, run, run.seconds) for index, run in enumerate(runs)]
     for index, run in enumerate(others, start=1):
         points = [(step, by) for step, by in differences(first.training, run.training) if by]
         apart.append(Curve(index, run, points))
@@ -111,7 +113,8 @@ def of_comparison(runs: Sequence[Run]) -> list[Plot]:
         f"Absolute difference of the loss of every step from that of {first.label}; steps without any "
         "difference are not drawn."
     )
-    names, time = (f"Training loss next to {first.label}", "absolute difference (nats)"), "Time per step"
+    names = (f"Training loss next to {first.label}", "absolute difference (nats)")
+    time = "Time per step"
     return [
         *losses(runs, "Losses"),
         *_steps(apart, names, "Difference of the training losses", difference, log=True),
@@ -159,7 +162,8 @@ def _steps(
 def _throughput(entries: Sequence[Entry], key: str) -> Plot:
     rows = {entry.row.full_name: entry.row for entry in entries}
     at = {name: y for y, name in enumerate(rows)}
-    name_of_axis, published = _axis(entries, key), _published(entries, key)
+    name_of_axis = _axis(entries, key)
+    published = _published(entries, key)
     figure = Figure(figsize=(8, 1.5 + 0.3 * len(rows)), layout="constrained")
     axes = new_axes(figure, "", name_of_axis, "")
     wrong = [name for name in published if rows[name].is_wrong(key)]
@@ -188,7 +192,8 @@ def _throughput(entries: Sequence[Entry], key: str) -> Plot:
     parts = [f"{name_of_axis}{', logarithmic axis' if wide else ''}: bars as published, points as measured."]
     if key == "tflops" and _counted_as(entries) == "exact_tflops":
         parts.append(f"{EXACT[0].upper()}{EXACT[1:]}.")
-    if left_out := sum(entry.incomparable is not None for entry in entries):
+    left_out = sum(entry.incomparable is not None for entry in entries)
+    if left_out:
         whose = "whose numbers are not those of the row (see the table)."
         parts.append(f"{counted(left_out, 'run')} left out, {whose}")
     elif not points:
@@ -206,7 +211,8 @@ def _losses(runs: Sequence[Run], unit: str, title: str) -> Plot:
         curves.append(Curve(index, run, smooth))
     legend = _draw(axes, curves, MOST_POINTS)
     for index, run in enumerate(runs):
-        if points := thin(run.validation):
+        points = thin(run.validation)
+        if points:
             axes.plot(*zip(*points, strict=True), color=PALETTE[index], marker=MARKS[index], **VALIDATION)
             if not run.training:
                 legend.append((Line2D([], [], color=PALETTE[index]), run.full_label))
@@ -226,7 +232,8 @@ def _draw(axes: Axes, curves: Sequence[Curve], most: int) -> Legend:
     axes.xaxis.set_major_locator(step_ticks())
     legend: Legend = []
     for index, run, points in curves:
-        if points := thin(points, most):
+        points = thin(points, most)
+        if points:
             style = {"color": PALETTE[index % len(PALETTE)], "linestyle": DASHES[index % len(DASHES)]}
             marker = "." if len(points) == 1 else ""  # a curve of one point would be invisible as a line
             (line,) = axes.plot(*zip(*points, strict=True), linewidth=1.6, marker=marker, **style)
@@ -327,7 +334,8 @@ def draw_references(axes: Axes, entropies: Mapping[tuple[str, float], Sequence[s
     """
     values = [float(y) for line in axes.get_lines() for y in np.asarray(line.get_ydata())]
     bottom, top = (min(values), max(values)) if values else (0.0, float("inf"))
-    reach, labels = NEAR * max(top - bottom, LEAST_RANGE), []
+    reach = NEAR * max(top - bottom, LEAST_RANGE)
+    labels = []
     for (kind, value), names in entropies.items():
         whose = f"\n{names[0]}" if len(names) < runs and len(names) == 1 else ""
         labels.append((value, f"{kind} {value:.3f}{whose}"))

@@ -109,7 +109,8 @@ def frame(lines: Sequence[PredictionLine]) -> Frame | None:
     kinds = ("name", "text", *["number"] * (len(HEADINGS) - 2))
     title = "Predicted beside published and measured"
     explained = f"{EXPLAINED}time {error('time')}; memory {error('memory')}."
-    if doubted := [f"{line.name} ({line.label}, {line.mfu:.0%})" for line in lines if line.is_implausible]:
+    doubted = [f"{line.name} ({line.label}, {line.mfu:.0%})" for line in lines if line.is_implausible]
+    if doubted:
         explained += f" No sound row has {MOST_SHARE:g} % of a GPU's peak; doubt {', '.join(doubted)}."
     return Frame(HEADINGS, kinds, [line.cells for line in lines], title, explained)
 
@@ -137,7 +138,8 @@ def _of_row(name: str, recipe: Recipe, published: Published) -> PredictionLine:
     )
     if not (theirs and theirs.time and theirs.speed):
         return line
-    room, memory = theirs.node.gpu.memory_bytes, published.cached_gb
+    room = theirs.node.gpu.memory_bytes
+    memory = published.cached_gb
     reached = speed(theirs.work, theirs.node, seconds) if seconds else None
     return replace(
         line,
@@ -167,7 +169,9 @@ def _as_their_system(recipe: Recipe) -> Forecast | None:
 
 
 def _of_run(name: str, run: Run) -> PredictionLine:
-    result, seconds, plan = run.result, run.result.speed.seconds_per_step, run.plan
+    result = run.result
+    seconds = run.result.speed.seconds_per_step
+    plan = run.plan
     machine = ", ".join(str(run.machine.get(key)) for key in ("accelerator", "cpu", "cores"))
     line = PredictionLine(
         name,
@@ -181,11 +185,14 @@ def _of_run(name: str, run: Run) -> PredictionLine:
     )
     if plan is None or any(each.kind == "measured" for each in result.deviations):
         return line  # speed and memory are from steps under an earlier plan
-    room, used = _available(plan, run.machine), result.memory.cached_bytes or result.memory.peak_bytes
+    room = _available(plan, run.machine)
+    used = result.memory.cached_bytes or result.memory.peak_bytes
     line = replace(line, left=1 - used / room if used and room else None)
-    if (found := run_forecast(plan, run.machine)) is None:
+    found = run_forecast(plan, run.machine)
+    if found is None:
         return line
-    needed, predicted = found.fullest_rank.total, found.time.total if found.time else None
+    needed = found.fullest_rank.total
+    predicted = found.time.total if found.time else None
     mfu = found.speed.mfu if found.speed else None
     return replace(
         line,
@@ -204,7 +211,8 @@ def run_forecast(plan: Plan, machine: Mapping[str, Any]) -> Forecast | None:
     `machine`: `description.describe()`.
     """
     try:
-        name, count = str(machine["accelerator"]), machine["accelerators"]
+        name = str(machine["accelerator"])
+        count = machine["accelerators"]
         node = hardware.catalogue_node(name, count) if count else None
         return forecast(workload.of_plan(plan), node) if node else None
     except (ValueError, KeyError):  # the file does not describe it
@@ -213,7 +221,8 @@ def run_forecast(plan: Plan, machine: Mapping[str, Any]) -> Forecast | None:
 
 def _available(plan: Plan, machine: Mapping[str, Any]) -> float | None:
     """Return the bytes of a GPU, or a process's share of the host memory."""
-    if (each := machine.get("accelerator_memory_gb")) is not None:
+    each = machine.get("accelerator_memory_gb")
+    if each is not None:
         return float(each) * 1e9
     whole = machine.get("memory_gb")
     return None if whole is None else float(whole) * 1e9 / plan.layout.world

@@ -30,7 +30,9 @@ T = TypeVar("T")
 RUN_FILES = ("recipe.yaml", "result.json", "metrics.jsonl")
 WHAT_A_RUN_HOLDS = "a run directory holds recipe.yaml, metrics.jsonl and, once it has ended, result.json"
 REMEDY = "restore it, or leave this run out"
-UNFINISHED, UNREADABLE, OOM = "unfinished", "unreadable", "OOM"
+UNFINISHED = "unfinished"
+UNREADABLE = "unreadable"
+OOM = "OOM"
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,8 @@ def _read(read: Callable[[], T], problems: list[str]) -> T | None:
 
 def differences(first: Points, second: Points) -> Points:
     """Return (step, absolute difference) at the common steps of two curves."""
-    one, other = dict(first), dict(second)
+    one = dict(first)
+    other = dict(second)
     return [(step, abs(one[step] - other[step])) for step in sorted(one.keys() & other.keys())]
 
 
@@ -219,7 +222,8 @@ def is_run(path: Path) -> bool:
 
 
 def _runs_of(argument: str) -> Iterator[Path]:
-    path, seen = Path(argument).expanduser(), set[Path]()
+    path = Path(argument).expanduser()
+    seen = set[Path]()
     matches = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(argument) else []
     for match in [path] if path.exists() else map(Path, matches):
         if match.is_dir():

@@ -20,7 +20,8 @@ from recipes import catalog
 from recipes.schema import Published, Recipe, Task, TaskName
 from recipes.tasks import TASKS
 
-NOT_RUN, NOT_SCORED = "not run", "not scored"
+NOT_RUN = "not run"
+NOT_SCORED = "not scored"
 HEADINGS = ("task", "figure", "model", "score", "parameters", "how")
 FINETUNED_HEADINGS = (
     *("recipe", "task", "figure", "published", "measured", "measured / published", "fine-tuning"),
@@ -198,7 +199,8 @@ def _summary(folder: Path, problems: list[str]) -> Summary | None:
 
 def _of_summary(run: Run, summary: Summary) -> Iterator[FinetunedModel]:
     """Yield the median and the ensemble of a summary; `run` is one of its runs."""
-    label, path = run.path.parent.name, run.path.parent / SUMMARY
+    label = run.path.parent.name
+    path = run.path.parent / SUMMARY
     sound = len(summary.sound)
     yield FinetunedModel(run, label, path, summary.median, "median", sound)
     if summary.ensemble:
@@ -292,5 +294,6 @@ def _finetuned_rows(finetuned: Iterable[FinetunedModel]) -> Iterator[tuple[str, 
         for split, metrics in each.scores.items():
             for metric in (name for name in SHARES if name in metrics):
                 figure = f"{metric.replace('_', ' ')}, {split.replace('_', ' ')}"
-                value, parameters = percent(metrics[metric]), number(each.run.result.parameters)
+                value = percent(metrics[metric])
+                parameters = number(each.run.result.parameters)
                 yield each.task.name, figure, each.how, value, parameters, how

@@ -75,7 +75,8 @@ def check(directory: Path) -> list[str]:
         ProblemsError: the directory cannot be made or written, is a run, or holds other files of our names.
     """
     if is_run(output.directory("--out", directory)):
-        came, rule = "is a run directory", "it holds nothing but the run's own files"
+        came = "is a run directory"
+        rule = "it holds nothing but the run's own files"
         raise output.refusal("--out", directory, came, rule, "name another directory")
     return new_output.own_files("--out", directory, {name: own for name, (_, own) in FORMS.items()})
 

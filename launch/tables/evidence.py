@@ -169,7 +169,8 @@ def difference(quantity: str, printed: str, computed: str) -> str:
 def read(table: Table) -> Evidence:
     """Read a table's evidence. Raises ProblemsError: unknown keys, rows, patterns; repetitions."""
     evidence = checked(Evidence, table.evidence, table.document, "evidence")
-    if problems := list(_problems(table, evidence)):
+    problems = list(_problems(table, evidence))
+    if problems:
         raise ProblemsError(problems)
     return evidence
 

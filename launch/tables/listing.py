@@ -104,7 +104,8 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     tables = [*args.tables, *args.table]
-    rows, folded = select(catalog_rows(tables), args), list[ListedRecipe]()
+    rows = select(catalog_rows(tables), args)
+    folded = list[ListedRecipe]()
     filters = (args.family, args.gpus, args.hardware, args.published, args.oom, args.fits)
     if not (tables or args.all or any(filters)):
         folded = [row for row in rows if row.table.published]
@@ -139,7 +140,8 @@ def catalog_rows(tables: Sequence[str] = ()) -> list[ListedRecipe]:
     """
     known = {table.name: table for table in catalog.tables()}
     chosen: dict[str, Table] = {}
-    rows, problems = list[ListedRecipe](), list[Problem]()
+    rows = list[ListedRecipe]()
+    problems = list[Problem]()
     for name in dict.fromkeys(tables) or known:
         if name in known:
             chosen[name] = known[name]
@@ -188,7 +190,8 @@ def as_text(rows: Sequence[ListedRecipe], memory: Memory | None = None, width: i
     if not rows:
         return "no recipe is left by these filters" + (f" (this machine: {memory})" if memory else "")
     filled = [key for key in rows[0].cells if any(row.cells[key] for row in rows)]
-    headings, shown = filled, [[row.cells[key] for key in filled] for row in rows]
+    headings = filled
+    shown = [[row.cells[key] for key in filled] for row in rows]
     heading, *aligned = (f"  {line.rstrip()}" for line in text_table.table([headings, *shown]).splitlines())
     fits = width is None or max(map(len, (heading, *aligned))) <= width
     blocks = []
@@ -238,7 +241,8 @@ def short_count(number: int) -> str:
 
 def _range(text: str) -> tuple[int, float]:
     rule = "give a number of processes or a range, e.g. 16, 1-8 or 64-"
-    if match := re.fullmatch(r"(\d+)(-(\d*))?", text):
+    match = re.fullmatch(r"(\d+)(-(\d*))?", text)
+    if match:
         first = int(match[1])
         last = first if not match[2] else float(match[3] or "inf")
         if last >= max(first, 1):

@@ -15,7 +15,8 @@ NAMES = {
 def scores(downstream: Downstream | None) -> Iterator[tuple[str, str]]:
     """Yield task and numbers of printed scores, as in ("RACE", "89.5 (91.8/88.6)")."""
     for task, name in NAMES.items():
-        if found := getattr(downstream, task, None):
+        found = getattr(downstream, task, None)
+        if found:
             first, *rest = (f"{value:g}" for value in found.model_dump().values() if value is not None)
             if task == "race" and rest:
                 yield name, f"{first} ({'/'.join(rest)})"

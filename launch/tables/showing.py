@@ -100,11 +100,13 @@ class ShownRecipe:
     def describe(self, plan: Plan | ConfigError, width: int | None = None) -> str:
         """Describe the recipe in sections, in lines of `width` columns."""
         recipe, (table, row) = self.recipe, catalog.find(self.name)
-        name, launch = f"{table.name}/{row}", list[str]()
+        name = f"{table.name}/{row}"
+        launch = list[str]()
         if isinstance(plan, ConfigError):
             resolved = [f"  cannot be run as it is: {line}" for line in plan.problems]
         else:
-            hardware, memory = str(recipe.hardware or "any"), memory_fit.describe(plan)
+            hardware = str(recipe.hardware or "any")
+            memory = memory_fit.describe(plan)
             around = Surroundings(hardware, memory=memory, more=self._derived(plan))
             resolved = [describe_plan(plan, name, around, width)]
             launch = [terminal.command(f"  {line}", width, hang=4) for line in self.launch_lines()]
@@ -153,7 +155,8 @@ class ShownRecipe:
     def launch_lines(self) -> list[str]:
         """Return command lines for the row's hardware and for any machine."""
         script = f"{SCRIPT} {quoted(launch_lines.arguments(self.name, self.recipe.ds_config, self.settings))}"
-        lines, shrunk = list[str](), self.recipe
+        lines = list[str]()
+        shrunk = self.recipe
         if not self.tiny:
             where, launcher = _launcher(self.recipe)
             lines = [f"# on {where}", f"{launcher} {script}"]
@@ -169,7 +172,8 @@ class ShownRecipe:
 
 def _padded_size(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield the parameters by Megatron-LM's count, if it differs."""
-    recipe, tp = plan.recipe, plan.layout.tp
+    recipe = plan.recipe
+    tp = plan.layout.tp
     per_rank = cost.parameters_per_rank(recipe.model, recipe.positions, plan.padded_vocab, tp)
     count = tp * per_rank
     if count == cost.parameters(recipe.model, recipe.positions):
@@ -185,10 +189,13 @@ def _padded_size(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _tflops(plan: Plan) -> str:
     """Describe the published time in both kinds of TFLOPS, and name the document's kind."""
-    recipe, layout = plan.recipe, plan.layout
-    published, hardware = recipe.published, recipe.hardware
+    recipe = plan.recipe
+    layout = plan.layout
+    published = recipe.published
+    hardware = recipe.hardware
     assert published and published.time_per_iteration_s
-    seconds, gpus = published.time_per_iteration_s, (hardware and hardware.gpus) or layout.world
+    seconds = published.time_per_iteration_s
+    gpus = (hardware and hardware.gpus) or layout.world
     by_formula, exact = cost.tflops(recipe, plan.padded_vocab, layout.global_batch, seconds, gpus)
     peak = hardware.peak_tflops if hardware else None
     share = f" ({100 * exact / peak:.1f} % of {peak:g})" if peak else ""
@@ -224,7 +231,8 @@ def _value(recipe: Recipe, key: str) -> Any:
 
 def _launcher(recipe: Recipe) -> tuple[str, str]:
     """Return a description of the recipe's machines, and the launcher for them."""
-    world, per_node = processes(recipe), recipe.hardware.gpus_per_node if recipe.hardware else None
+    world = processes(recipe)
+    per_node = recipe.hardware.gpus_per_node if recipe.hardware else None
     if recipe.parallel.dp is None:
         return "any number of GPUs of one machine that divides the batch", "deepspeed"
     if per_node and world > per_node:

@@ -30,8 +30,11 @@ def band_kernel(plan: Plan) -> str | None:
         return None
     from modeling.sparse_attention import choose, computes_fewer_scores
 
-    device, dtype, dropout = processes.device(), DTYPES[plan.precision], recipe.dropout.attention
-    length, head_size = recipe.sequence_length, recipe.model.hidden // recipe.model.heads
+    device = processes.device()
+    dtype = DTYPES[plan.precision]
+    dropout = recipe.dropout.attention
+    length = recipe.sequence_length
+    head_size = recipe.model.hidden // recipe.model.heads
     compiler = device.own_memory and has_gpu_compiler()
     said = []
     for window in (each for each in dict.fromkeys(recipe.model.windows) if each is not None):
@@ -52,7 +55,8 @@ def build_module(
     `given`: full tensors by canonical name, instead of random ones; `drawn` False: no initial weights, since
     a checkpoint will be read into the model. Collective: data-parallel ranks share the draws.
     """
-    recipe, family = plan.recipe, family_of(plan.recipe.model)
+    recipe = plan.recipe
+    family = family_of(plan.recipe.model)
     shape = model_shape(recipe, plan.padded_vocab)
     group = grid.tensor_group
     new = NEW_HEADS if recipe.model.task_head != "none" else ()

@@ -79,7 +79,8 @@ def explain_missing(wish: Wish, plan: Plan, machine: Machine) -> str | None:
 
 def eager_seconds(plan: Plan, machine: Machine) -> float:
     """Estimate the seconds that the run computes without torch.compile."""
-    recipe, layout = plan.recipe, plan.layout
+    recipe = plan.recipe
+    layout = plan.layout
     samples = recipe.batch.schedule.samples(recipe.steps)
     operations = cost.operations_of(recipe, samples, plan.padded_vocab)
     if machine.device.own_memory:

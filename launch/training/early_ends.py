@@ -33,7 +33,8 @@ class EarlyEnd(Exception):
     `status`: of the result; `code`: exit code of the processes.
     """
 
-    status, code = "interrupted", 1
+    status = "interrupted"
+    code = 1
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
@@ -43,7 +44,8 @@ class EarlyEnd(Exception):
 class Diverged(EarlyEnd):
     """An end because further steps would be noise: the loss is not finite, or the scale is stuck."""
 
-    status, code = "diverged", 3
+    status = "diverged"
+    code = 3
 
     def __str__(self) -> str:
         return f"{self.why}. {DIVERGED_ADVICE}"
@@ -55,10 +57,13 @@ class Corrupted(EarlyEnd):
     `sound`: the last step after which a check found nothing; `step`: that of the finding.
     """
 
-    status, code = "corrupted", 5
+    status = "corrupted"
+    code = 5
 
     def __init__(self, found: tuple[Corruption, ...], sound: int, step: int) -> None:
-        self.found, self.sound, self.step = found, sound, step
+        self.found = found
+        self.sound = sound
+        self.step = step
         named = "; ".join(map(described, found))
         super().__init__(f"numbers changed by themselves in steps {sound} to {step}: {named}")
 

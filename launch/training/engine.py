@@ -78,7 +78,8 @@ def build_engine(
 
         postpone_growth(engine)
     keep_while_reduced(engine.optimizer)
-    if setting := shorten_step(engine):
+    setting = shorten_step(engine)
+    if setting:
         say(f"{setting}: DeepSpeed's own step, with its copies of the gradients")
     return engine
 
@@ -186,7 +187,8 @@ class HostCopy:
 
     def __init__(self, values: torch.Tensor) -> None:
         """Begin to copy `values` (N)."""
-        self._values, self._copied = values, None
+        self._values = values
+        self._copied = None
         if processes.device().own_memory:
             self._values = values.to("cpu", non_blocking=True)  # into pinned memory
             self._copied = get_accelerator().Event()

@@ -23,8 +23,12 @@ def train(start: Start, after: Callable[[TrainingRun], None] = lambda run: None)
     `after` is called after the last step, also if an earlier launch made it, but not with transformers'
     Trainer. Raises Diverged where the loss is lost.
     """
-    job, recorder, grid, resumed = start.job, start.recorder, start.grid, start.checkpoint is not None
-    plan, recipe = job.plan, job.plan.recipe
+    job = start.job
+    recorder = start.recorder
+    grid = start.grid
+    resumed = start.checkpoint is not None
+    plan = job.plan
+    recipe = job.plan.recipe
     if recipe.model.implementation == "transformers":
         # Imports Trainer and accelerate, which no other run needs.
         from launch.training import transformers_trainer
@@ -58,7 +62,8 @@ def train(start: Start, after: Callable[[TrainingRun], None] = lambda run: None)
             run.record(outcome, seconds, waited, news.rank_seconds)
             run.save_if_due(step, news)
             run.validate_if_due(step)
-            if early := run.end_if_due(step, news):
+            early = run.end_if_due(step, news)
+            if early:
                 return early
         after(run)
     return None

@@ -75,7 +75,8 @@ def _row_arguments(
             values[name] = batch[name]
     rows = [name for name, size in fields.sizes.items() if size in ("BS", "BP")]
     moved = {name: value.to(device, non_blocking=True) for name, value in values.items()}
-    row, named = row.to(device, non_blocking=True), {}
+    row = row.to(device, non_blocking=True)
+    named = {}
     if salts is not None:
         named = {"salts": salts.flatten(0, 1)[indices.to(salts.device, non_blocking=True)][None]}
     if "torch._dynamo" in sys.modules:  # if a model is compiled: one graph for rows of every length

@@ -22,7 +22,9 @@ class StepProfiler:
     """The profiler of this rank over `steps`, which writes its trace into `folder`."""
 
     def __init__(self, engine: Any, steps: range, grid: ProcessGrid, folder: Path) -> None:
-        self._engine, self._steps, self._group = engine, steps, grid.control_group
+        self._engine = engine
+        self._steps = steps
+        self._group = grid.control_group
         self._folder = folder
         self._profile: Any = profile(activities=supported_activities())
         # torch.cuda.memory and its like keep a history of allocations.

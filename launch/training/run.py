@@ -90,8 +90,12 @@ class TrainingRun:
         """
         self.job, self.recorder, self.corpus = job, recorder, corpus = start.job, start.recorder, start.corpus
         self.grid = grid = start.grid
-        self.recipe, self.engine, self.batches, self.forward = job.plan.recipe, engine, batches, forward
-        self.stop, self.watchdog = stop, watchdog
+        self.recipe = job.plan.recipe
+        self.engine = engine
+        self.batches = batches
+        self.forward = forward
+        self.stop = stop
+        self.watchdog = watchdog
         if engine.monitor.enabled:  # DeepSpeed's engine calls it too
             keeping = recorder.keeping(MONITOR)
             engine.monitor.write_events = keeping(engine.monitor.write_events)
@@ -119,7 +123,8 @@ class TrainingRun:
         if self.recipe.run.profile:
             from launch.training.profiling import StepProfiler  # with torch's profiler
 
-            steps, folder = self.recipe.run.profiled, job.directory / "profile"
+            steps = self.recipe.run.profiled
+            folder = job.directory / "profile"
             self._profiler = StepProfiler(engine, steps, grid, folder)
             self._profiler.begin(self.done + 1)
 
@@ -160,7 +165,8 @@ class TrainingRun:
             stop = REASONS.index(self.stop.look())
         every = self.recipe.run.save_every_minutes
         overdue = every is not None and time.monotonic() - self._saved_at >= 60 * every
-        seconds, unreadable = waited + self.clock.take(), self._unreadable is not None
+        seconds = waited + self.clock.take()
+        unreadable = self._unreadable is not None
         own = StepReport(stop, seconds, unreadable, self.saver.written, overdue)
         return StepExchange(own, self.grid.control_group)
 
@@ -193,7 +199,8 @@ class TrainingRun:
     def _monitor(self, group: str, outcome: StepRecord | Validation, **more: float | None) -> None:
         """Give finite values to DeepSpeed's monitor, which has the rate alone by itself."""
         if (monitor := self.engine.monitor).enabled:
-            values, at = {"loss": outcome.loss, **outcome.parts, **more}, self.engine.global_samples
+            values = {"loss": outcome.loss, **outcome.parts, **more}
+            at = self.engine.global_samples
             known = ((f"{group}/{name}", finite(value), at) for name, value in values.items())
             monitor.write_events([event for event in known if event[1] is not None])
 
@@ -218,7 +225,8 @@ class TrainingRun:
         Training goes on while files are written; at its end it waits for the disk, before anything that may
         fail.
         """
-        last, run = step == self.recipe.steps, self.recipe.run
+        last = step == self.recipe.steps
+        run = self.recipe.run
         self.watchdog.enter(Phase.SAVING)
         if news.written:
             self.saver.complete()
@@ -248,7 +256,8 @@ class TrainingRun:
         return None
 
     def _save(self, step: int) -> None:
-        engine, state = self.engine, self.state
+        engine = self.engine
+        state = self.state
         schedule = engine.lr_scheduler.state_dict()["completed"]
         progress = Progress(step, state.adam_steps, schedule, engine.skipped_steps, state.scaler())
         self.saver.save(progress, self.batches.state(), checksum(self.corpus))
@@ -258,13 +267,15 @@ class TrainingRun:
             except Corrupted:
                 self.saver.discard()
                 raise
-        self.saved, self._saved_at = step, time.monotonic()
+        self.saved = step
+        self._saved_at = time.monotonic()
 
     def _report_skipped_records(self) -> None:
         """Name the broken stream records that were skipped on any rank since the last call."""
         own = [each for skipped in self.corpus.skipped for each in skipped.found()]
         found = sorted({each for rank in processes.gathered(own, self.grid.control_group) for each in rank})
-        if new := [each for each in found if each not in self._reported]:
+        new = [each for each in found if each not in self._reported]
+        if new:
             self._reported.update(new)
             self.recorder.say(f"data.broken_records=skip: {SkippedRecords.describe(new)}")
 
@@ -279,7 +290,8 @@ class ForwardClock:
     """
 
     def __init__(self, engine: DeepSpeedEngine, on_pass: Callable[[], None] = lambda: None) -> None:
-        self._engine, self._on_pass = engine, on_pass
+        self._engine = engine
+        self._on_pass = on_pass
         self._on_stream = processes.device().own_memory
         self._marks: list[Any] = []  # begin, end, begin, end, ...
         # The pipeline's engine calls its module. Hooks of a plain module would be compiled with it.

@@ -21,9 +21,13 @@ def learning_rate(recipe: Recipe, step: int) -> float:
       y = 2 * 0.5^x - 1 (exponential) or 1 - sqrt(x) (minus_sqrt);
     - inverse_sqrt (Vaswani et al. 2017, arXiv 1706.03762): lr sqrt(warmup_steps / step), at least min_lr.
     """
-    chosen, end_step = recipe.schedule, recipe.decay_steps
+    chosen = recipe.schedule
+    end_step = recipe.decay_steps
     count = recipe.batch.schedule.samples if chosen.counts == "samples" else int
-    peak, low, step, warmup = recipe.optimizer.lr, chosen.min_lr, count(step), count(chosen.warmup_steps)
+    peak = recipe.optimizer.lr
+    low = chosen.min_lr
+    step = count(step)
+    warmup = count(chosen.warmup_steps)
     if warmup and step <= warmup:
         return peak * step / warmup
     if chosen.kind == "inverse_sqrt":
@@ -35,7 +39,8 @@ def learning_rate(recipe: Recipe, step: int) -> float:
     shape: str = chosen.kind
     length = max(1, end - warmup)
     if shape == "wsd":
-        shape, begin = chosen.wsd_decay_style or "exponential", end_step - (chosen.wsd_decay_steps or 1)
+        shape = chosen.wsd_decay_style or "exponential"
+        begin = end_step - (chosen.wsd_decay_steps or 1)
         length = end - count(begin)
     left = {
         "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2,
@@ -51,7 +56,9 @@ class Schedule:
     """Set the learning rate of every parameter group; DeepSpeed does not step it in skipped steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, recipe: Recipe):
-        self.optimizer, self.recipe, self.completed = optimizer, recipe, 0
+        self.optimizer = optimizer
+        self.recipe = recipe
+        self.completed = 0
         self._apply()
 
     def _apply(self) -> None:

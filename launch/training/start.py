@@ -64,7 +64,8 @@ class Training:
     @cached_property
     def facts(self) -> RunFacts:
         """The facts of the run, as far as they are known before its data."""
-        job, machine = self.job, description.describe()
+        job = self.job
+        machine = description.describe()
         return RunFacts(job.plan, job.name, machine, self.original, self.tiny, self.emulated_fp16)
 
 
@@ -153,7 +154,9 @@ def admit_run(training: Training, meeting: Meeting) -> RunDirectory | None:
 
 def check_processes(args: argparse.Namespace) -> None:
     """Refuse --processes where a launcher decides. Raises ProblemsError."""
-    came, key, world = f"--processes {args.processes}", "--processes", processes.world_size()
+    came = f"--processes {args.processes}"
+    key = "--processes"
+    world = processes.world_size()
     if args.processes and processes.launched() and args.processes != world:
         came = f"{came} with {world} that a launcher started"
         raise ProblemsError([Problem(key, came, "a launcher decides it", "leave --processes out")])
@@ -178,7 +181,8 @@ def job_of(
     directory = path_of(args.out, "--out") if args.out else output.run_directory(place, plan.ds_name)
     if args.out and processes.rank() == 0:
         output.directory("--out", directory)
-    if (missing := compile_choice.explain_missing(args.compile, plan, machine)) is not None:
+    missing = compile_choice.explain_missing(args.compile, plan, machine)
+    if missing is not None:
         say_on_rank_0(missing)
     compiled = compile_choice.compiles(args.compile, plan, machine)
     return Job(plan, name, directory, args.resume, compiled, initial_weights=weights)
@@ -199,7 +203,8 @@ def open_run_directory(training: Training) -> RunDirectory | None:
 
         wandb_run.check(job.directory)
     whole, damaged = first_whole(found(job.checkpoints))
-    newest, lost = whole.step if whole else None, [(each.directory, each.why) for each in damaged]
+    newest = whole.step if whole else None
+    lost = [(each.directory, each.why) for each in damaged]
     how = (job.directory, training.facts, sys.argv)
     with system_refusals(job.directory):
         directory = admit(*how, resume=job.resume, newest=newest, damaged=lost)
@@ -224,7 +229,8 @@ def system_refusals(place: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if told := told_by(error):
+        told = told_by(error)
+        if told:
             raise ProblemsError([problem(told, place, "name another directory with --out")]) from None
         raise
 
@@ -234,7 +240,8 @@ def show_plan(job: Job) -> None:
     from launch.records.plan_text import Surroundings, describe_plan
 
     if processes.rank() == 0:
-        described, kernel = description.describe(), None
+        described = description.describe()
+        kernel = None
         recipe = job.plan.recipe
         text = describe_text(recipe) if recipe.task is None else None
         if job.plan.recipe.model.attention_window is not None:
@@ -268,14 +275,16 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
 
     start_up.resume_collections()
     training.clock.mark("imports")
-    job, layout = training.job, training.job.plan.layout
+    job = training.job
+    layout = training.job.plan.layout
     grid = ProcessGrid(layout.tp, layout.pp, layout.dp, processes.TIMEOUT)
     # One process of a machine prepares a large corpus; the others may wait for hours.
     make = system_refusals(Path.cwd())(training.corpus)
     corpus = meeting.settle(lambda: make(meeting), PREPARATION)
     try:
         given = job.initial_weights
-        if failure := agreement.kernel_failure(grid.control_group):
+        failure = agreement.kernel_failure(grid.control_group)
+        if failure:
             say_on_rank_0(f"warning: nothing is compiled for the GPU, torch's own kernels run: {failure}")
             fusing.give_up()
             job = replace(job, compiled=False)

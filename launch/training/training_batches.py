@@ -25,7 +25,8 @@ def training_batches(
     plan: Plan, corpus: Corpus, grid: ProcessGrid, checkpoint: Checkpoint | None
 ) -> StepBatches:
     """Make this rank's training micro-batches, one step's per `next`, after the checkpoint. Collective."""
-    recipe, pinned = plan.recipe, processes.device().own_memory
+    recipe = plan.recipe
+    pinned = processes.device().own_memory
     how: dict[str, Any] = dict(samples=corpus.train, seed=recipe.seed, layout=plan.layout, dp_rank=grid.at.dp)
     how |= dict(workers=recipe.run.loader_workers, pinned=pinned, sizes=recipe.batch.schedule)
     if checkpoint:
@@ -49,7 +50,8 @@ class StreamBatches(StepBatches):
 
         `form`: a micro-batch in the form of all; the others: as in `StepBatches`.
         """
-        self._all_ranks, self._like = grid.control_group, form
+        self._all_ranks = grid.control_group
+        self._like = form
         self._copy, self._reader = _copy_group(grid)
         self._reads = grid.rank == self._reader
         super().__init__(workers=workers if self._reads else 0, **how)
@@ -60,7 +62,8 @@ class StreamBatches(StepBatches):
     def fetch(self) -> str | None:
         """Read the next step, and begin to send it to this copy's ranks; return why that fails."""
         count = len(rank_rows(self._layout, 0, self._sizes.size(self.step)))
-        problem, self._fetched = None, ([self._like] * count, None, 0)
+        problem = None
+        self._fetched = ([self._like] * count, None, 0)
         try:
             if self._reads:
                 self._fetched = self._take()

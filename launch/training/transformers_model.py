@@ -74,7 +74,8 @@ def _fill(model: GPT2LMHeadModel, recipe: Recipe, init: Init) -> None:
     for layer in {layer.name: layer for layer in layers(init=init)}.values():
         for canonical in layer.kind(**layer.arguments).parameters():
             ours, (theirs,), form = places.pop(canonical_name(canonical))
-            parameter, heads = model.get_parameter(theirs), recipe.model.heads
+            parameter = model.get_parameter(theirs)
+            heads = recipe.model.heads
             label(parameter, ours, TransformersForm(form, heads))
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=not init.meta):
                 if not init.meta:

@@ -54,7 +54,10 @@ from recipes.schema import Recipe
 
 def train(start: Start) -> EarlyStop | None:
     """Train by Trainer's loop; the counterpart of `launch.training.loop.train`."""
-    job, recorder, grid, plan = start.job, start.recorder, start.grid, start.job.plan
+    job = start.job
+    recorder = start.recorder
+    grid = start.grid
+    plan = start.job.plan
     if start.done >= plan.recipe.steps:  # Trainer takes at least one step
         return None
     with contextlib.ExitStack() as stack:
@@ -62,7 +65,8 @@ def train(start: Start) -> EarlyStop | None:
         compiled_ops.prepare(plan.ds, grid.control_group, recorder.say)
         stack.enter_context(_isolate_accelerate())
         arguments = training_arguments(plan, str(job.directory))
-        drawn, given = start.checkpoint is None, job.initial_weights
+        drawn = start.checkpoint is None
+        given = job.initial_weights
         model = transformers_model.build(plan.recipe, given, drawn=drawn)
         if plan.zero_stage == 0:
             plain = functools.partial(_plain_data_parallel, grid)
@@ -86,7 +90,9 @@ def train(start: Start) -> EarlyStop | None:
 
 def training_arguments(plan: Plan, directory: str) -> TrainingArguments:
     """Return Trainer's settings. Trainer refuses values other than those of the DeepSpeed JSON."""
-    recipe, layout, optimizer = plan.recipe, plan.layout, plan.recipe.optimizer
+    recipe = plan.recipe
+    layout = plan.layout
+    optimizer = plan.recipe.optimizer
     threads = torch.get_num_threads()
     silent: dict[str, Any] = dict.fromkeys(("logging_strategy", "save_strategy", "eval_strategy"), "no")
     silent |= dict.fromkeys(("log_level", "log_level_replica"), "error")
@@ -121,7 +127,8 @@ class FollowRun(TrainerCallback):
     run: TrainingRun
 
     def __init__(self, begin: Callable[[DeepSpeedEngine], TrainingRun], trainer: RecipeTrainer) -> None:
-        self.begin, self.trainer = begin, trainer
+        self.begin = begin
+        self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         engine = self.trainer.model_wrapped
@@ -137,7 +144,8 @@ class FollowRun(TrainerCallback):
         seed_step(self.run.recipe.seed, state.global_step, self.run.grid.at)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        run, step = self.run, state.global_step
+        run = self.run
+        step = state.global_step
         loss = steps.data_parallel_mean(torch.stack(self.trainer.losses).mean(0), run.grid)
         figures = steps.HostCopy(loss.float().view(1))
         waited = self.trainer.waited + run.fetch_next(step)
@@ -162,7 +170,9 @@ class RecipeTrainer(Trainer):
 
     def __init__(self, recipe: Recipe, batches: StepBatches, watchdog: Watchdog, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.recipe, self.batches, self.watchdog = recipe, batches, watchdog
+        self.recipe = recipe
+        self.batches = batches
+        self.watchdog = watchdog
         self.losses: list[torch.Tensor] = []  # of the micro-batches of the current step
         self.started = self.waited = 0.0  # wall time when the step began; seconds it waited for its batch
         self.stopped: EarlyStop | None = None  # how the run was stopped early

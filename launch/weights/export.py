@@ -35,7 +35,9 @@ from recipes.schema import Recipe
 
 TOLERANCE = 1e-4  # largest difference of a logit, relative to the largest logit where that is above 1
 RESTORE = "restore it from a copy of the run, or name another with --step"
-SAMPLES, POSITIONS = 2, 128  # random tokens to compare on; the second sample is padded where samples may be
+# random tokens to compare on; the second sample is padded where samples may be
+SAMPLES = 2
+POSITIONS = 128
 SHARD = 5 * 10**9  # bytes of a file, as transformers had it up to version 4
 # Bytes per parameter for comparing logits: one model at a time in float32, and transformers' loading.
 COMPARING = 8
@@ -98,11 +100,13 @@ def export(
         ExportMismatch: `transformers` computes other logits than our model from the same weights, or the
             files hold other numbers.
     """
-    if (tokens := vocabulary_size(tokenizer)) > recipe.model.vocab_size:
+    tokens = vocabulary_size(tokenizer)
+    if tokens > recipe.model.vocab_size:
         came = f"its tokenizer has {tokens} tokens, and model.vocab_size={recipe.model.vocab_size}"
         fix = "restore tokenizer/ and recipe.yaml from a copy of the run"
         refuse(run, came, "the model knows no more", fix)
-    if problems := inspection.faults_of_kinds(checkpoint.directory, (WEIGHT,), RESTORE, seen):
+    problems = inspection.faults_of_kinds(checkpoint.directory, (WEIGHT,), RESTORE, seen)
+    if problems:
         raise FileError(problems)
     master = StoredTensors(checkpoint.directory, checkpoint.manifest)
     kind = getattr(torch, dtype)
@@ -120,7 +124,8 @@ def export(
         facts = dict(run=str(run), step=checkpoint.step, dtype=dtype)
         facts |= dict(recipe_digest=catalog.digest(recipe), title=recipe.title)
         (temporary / "export.json").write_text(json.dumps(facts, indent=2) + "\n")
-        difference, rounding = None, 0.0
+        difference = None
+        rounding = 0.0
         needed = COMPARING * sum(p.numel() for p in meta_parameters(recipe).values())
         free = int(memory.available())
         if compare_logits or needed <= free:
@@ -148,7 +153,8 @@ class RandomBatch(NamedTuple):
     @staticmethod
     def of(recipe: Recipe) -> RandomBatch:
         """Draw a batch by the recipe's seed."""
-        generator, inputs = torch.Generator().manual_seed(recipe.seed), family_of(recipe.model).fields.inputs
+        generator = torch.Generator().manual_seed(recipe.seed)
+        inputs = family_of(recipe.model).fields.inputs
         samples = recipe.model.head_classes if recipe.model.task_head == "choice" else SAMPLES
         shape = (samples, min(POSITIONS, recipe.positions))
         return RandomBatch(
@@ -196,7 +202,8 @@ def write_model(
     }
     left = model.load_state_dict(state, strict=False, assign=True)
     assert set(left.missing_keys) <= conversion.tied.keys() and not left.unexpected_keys, left
-    config.architectures, config.dtype = [kind.__name__], dtype
+    config.architectures = [kind.__name__]
+    config.dtype = dtype
     config.save_pretrained(directory)
     if model.can_generate():
         model.generation_config.save_pretrained(directory)
@@ -217,7 +224,9 @@ class _Converted:
     """Converter of canonical tensors to those of `transformers`, one at a time."""
 
     def __init__(self, weights: Tensors, conversion: Conversion, recipe: Recipe, dtype: torch.dtype):
-        self._weights, self._dtype, self._heads = weights, dtype, recipe.model.heads
+        self._weights = weights
+        self._dtype = dtype
+        self._heads = recipe.model.heads
         entries = conversion.name_map(recipe.model)
         self._places = {name: (entry, i) for entry in entries for i, name in enumerate(entry.theirs)}
         self._made: dict[str, list[Tensor]] = {}  # of the newest canonical tensor, which may be several

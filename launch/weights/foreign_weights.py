@@ -35,7 +35,8 @@ READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SHOWN = 3  # tensors of each problem
 RESTORE = "restore it, or give another step-NNNNNN"
 # Beginnings of the canonical names of a BERT's heads.
-MASKED_HEAD, SENTENCE_HEAD = ("head.transform.", "head.norm."), ("head.pooler.", "head.sentence.")
+MASKED_HEAD = ("head.transform.", "head.norm.")
+SENTENCE_HEAD = ("head.pooler.", "head.sentence.")
 
 
 class Words(NamedTuple):
@@ -97,7 +98,8 @@ class Saved:
         Reads the headers of the tensors; one process of a machine also reads tied tensors.
         """
         model = recipe.model
-        found, words = self.stored(model), self.words(model)
+        found = self.stored(model)
+        words = self.words(model)
         expected = self.expected(with_few_layers(recipe, len(found)))
         if model.task_head != "none":  # its head is drawn
             expected = {n: (ours, s) for n, (ours, s) in expected.items() if not ours.startswith(NEW_HEADS)}
@@ -106,19 +108,22 @@ class Saved:
             found = {
                 name: tensor for name, tensor in found.items() if not name.startswith(self.sentence_head)
             }
-        if missing := {name: ours for name, (ours, _) in expected.items() if name not in found}:
+        missing = {name: ours for name, (ours, _) in expected.items() if name not in found}
+        if missing:
             rule, fix = _why_missing([*missing.values()])
             rule = rule or f"{words.model} has {'it' if len(missing) == 1 else 'them'}"
             yield Problem(KEY, f"lacks {some([*missing], SHOWN)}", rule, fix or words.fix)
-        if unexpected := [name for name in found if name not in expected]:
+        unexpected = [name for name in found if name not in expected]
+        if unexpected:
             came = f"holds {some(unexpected, SHOWN)}"
             yield Problem(KEY, came, f"{words.model} has no such tensor", words.fix)
         both = {name: (found[name], shape) for name, (_, shape) in expected.items() if name in found}
-        if odd := [
+        odd = [
             f"{name} ({str(tensor.dtype).removeprefix('torch.')})"
             for name, (tensor, _) in both.items()
             if tensor.dtype not in READABLE or getattr(tensor, "layout", torch.strided) is not torch.strided
-        ]:
+        ]
+        if odd:
             rule = "weights are float32, bfloat16, float16 or float64"
             fix = "give them as they were before they were packed"
             yield Problem(KEY, f"holds {some(odd, SHOWN)}", rule, fix)
@@ -127,7 +132,8 @@ class Saved:
             for name, (tensor, shape) in both.items()
             if tensor.shape != shape
         ]:
-            came, rule = f"holds {some(differing, SHOWN)}", f"that is its shape by {words.source}"
+            came = f"holds {some(differing, SHOWN)}"
+            rule = f"that is its shape by {words.source}"
             yield Problem(KEY, came, rule, words.fix)
         for copy, original in self.untied(model) if processes.local_rank() == 0 else ():
             rule = f"our {model.family} has one tensor for both, and would lose the other"
@@ -136,7 +142,8 @@ class Saved:
     def remarks(self, recipe: Recipe) -> Iterator[str]:
         """Yield remarks for the user on fitting weights."""
         model = recipe.model
-        if sparse := [str(i) for i, window in enumerate(model.windows) if window is not None]:
+        sparse = [str(i) for i, window in enumerate(model.windows) if window is not None]
+        if sparse:
             layers = f"they were trained in dense layers, and layers {', '.join(sparse)} are sparse here"
             yield f"{layers} ({model.sparse_keys}), so the loss starts above that of the dense model"
         if self.rows > model.vocab_size:
@@ -145,8 +152,10 @@ class Saved:
 
     def damage(self, weights: LazyWeights) -> list[Problem]:
         """Read all numbers and return their problems."""
-        odd, rule = weights.not_finite(), "a model with NaN or infinity never leaves it"
-        came, where = f"holds numbers that are not finite, in {some(odd)}", str(self.directory)
+        odd = weights.not_finite()
+        rule = "a model with NaN or infinity never leaves it"
+        came = f"holds numbers that are not finite, in {some(odd)}"
+        where = str(self.directory)
         return [Problem(where, came, rule, "give other weights", where)] if odd else []
 
 
@@ -175,7 +184,8 @@ def read(directory: str | Path, recipe: Recipe) -> LazyWeights:
     """
     saved = saved_in(directory)
     weights = saved.weights(recipe)
-    if problems := saved.damage(weights) if processes.local_rank() == 0 else []:
+    problems = saved.damage(weights) if processes.local_rank() == 0 else []
+    if problems:
         raise FileError(problems)
     return weights
 
@@ -210,7 +220,8 @@ class TransformersWeights(Saved):
 
     def expected(self, recipe: Recipe) -> Mapping[str, tuple[str, torch.Size]]:
         whole = with_vocabulary(recipe, max(self.rows, recipe.model.vocab_size))
-        meta, heads = meta_parameters(whole), recipe.model.heads
+        meta = meta_parameters(whole)
+        heads = recipe.model.heads
         return {
             name: (ours, part.shape)
             for ours, theirs, form in conversion_of(recipe.model).name_map(recipe.model)
@@ -224,8 +235,10 @@ class TransformersWeights(Saved):
 
     def problems(self, recipe: Recipe) -> Iterator[Problem]:
         yield from super().problems(recipe)
-        if twice := conversion_of(recipe.model).select(self._state_dict).twice:
-            came, fix = f"holds {some(twice, SHOWN)} under two names", self.words(recipe.model).fix
+        twice = conversion_of(recipe.model).select(self._state_dict).twice
+        if twice:
+            came = f"holds {some(twice, SHOWN)} under two names"
+            fix = self.words(recipe.model).fix
             yield Problem(KEY, came, "one of them would be lost", fix)
 
     def untied(self, model: Model) -> list[tuple[str, str]]:
@@ -251,7 +264,8 @@ class MegatronWeights(Saved):
 
     def problems(self, recipe: Recipe) -> Iterator[Problem]:
         yield from super().problems(recipe)
-        slices, heads = self.checkpoint.slices, recipe.model.heads
+        slices = self.checkpoint.slices
+        heads = recipe.model.heads
         if heads % slices:
             came = f"is in {counted(slices, 'tensor slice')}, and has {heads} heads"
             yield Problem(KEY, came, "each slice holds whole heads", "give their true number")
@@ -321,8 +335,10 @@ class RunWeights(Saved):
     @cached_property
     def recipe(self) -> Recipe:
         """The run's recipe. Raises FileError if the run around the checkpoint has another."""
-        directory, held = self.checkpoint.directory, self.checkpoint.manifest
-        if fault := inspection.recipe_fault(directory, held):
+        directory = self.checkpoint.directory
+        held = self.checkpoint.manifest
+        fault = inspection.recipe_fault(directory, held)
+        if fault:
             refuse(directory, str(fault), "a run keeps its recipe, and one of the two was changed", RESTORE)
         return Recipe.model_validate(held.recipe)
 
@@ -349,16 +365,20 @@ class RunWeights(Saved):
             yield "no run lies around that checkpoint: whether its recipe was changed cannot be known"
         for damaged in self._found[1]:
             yield f"WARNING: {damaged}; an older checkpoint is taken"
-        length, positions = self.recipe.sequence_length, self.recipe.positions
+        length = self.recipe.sequence_length
+        positions = self.recipe.positions
         if length < positions:
             yield f"that run trained the first {length:,} of its {positions:,} positions (sequence_length)"
-        was, now = self.recipe.model, recipe.model
+        was = self.recipe.model
+        now = recipe.model
         if was.windows != now.windows:
-            there, here = was.sparse_keys, now.sparse_keys
+            there = was.sparse_keys
+            here = now.sparse_keys
             yield f"they were trained with {there}, and here it is {here}: the loss starts higher"
 
     def weights(self, recipe: Recipe) -> LazyWeights:
-        stored, meta = self._tensors, meta_parameters(recipe)
+        stored = self._tensors
+        meta = meta_parameters(recipe)
 
         def usable(name: str) -> bool:  # a head of other classes is another task's
             return name in meta and (

@@ -39,7 +39,8 @@ class GivenModel:
     @classmethod
     def of(cls, config: Mapping[str, Any], forms: Sequence[ConfigForm]) -> GivenModel:
         """Read it from a description in one of the forms. Raises FileError if it describes no model."""
-        kind, known = config.get("model_type"), {form.model_type: form for form in forms}
+        kind = config.get("model_type")
+        known = {form.model_type: form for form in forms}
         form = known.get(kind) if isinstance(kind, str) else None
         if form is None:
             came = "config.json names no model_type" if kind is None else f"is a model of type {shown(kind)}"
@@ -53,7 +54,8 @@ class GivenModel:
         for key in odd:
             theirs, default = form.shape[key]
             if config.get(theirs, default or UNREAD) == UNREAD:
-                came, fix = f"does not say {theirs}", f"state it with {ARGUMENTS} {theirs}=N"
+                came = f"does not say {theirs}"
+                fix = f"state it with {ARGUMENTS} {theirs}=N"
                 problems.append(Problem(KEY, came, "nothing else decides it", fix))
             else:
                 problems.append(Problem(KEY, f"{form.says} {said[key]}", rule, SAVED))
@@ -113,7 +115,8 @@ class GivenModel:
 
     def _settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings of a recipe with these values for a model of this form, besides its shape."""
-        form, vocabulary = self.form, self.shape["model.vocab_size"]
+        form = self.form
+        vocabulary = self.shape["model.vocab_size"]
         wanted: dict[str, Any] = {"model.layer_norm": form.layer_norm} if form.layer_norm else {}
         if form.family != values["model.family"]:
             facts = FAMILIES[form.family]
@@ -129,7 +132,8 @@ class GivenModel:
         (width, standard), wide = self.form.width, 4 * self.shape["model.hidden"]
         allowed_by_key[width] = ((wide,) if standard else (wide, None), standard)
         for key, (allowed, default) in allowed_by_key.items():
-            if (value := config.get(key, default)) not in allowed:
+            value = config.get(key, default)
+            if value not in allowed:
                 rule = f"our {self.form.family} has {shown(allowed[0])}, and no switch"
                 other = "give other weights"
                 fix = f"state it with {ARGUMENTS} {key}=VALUE" if value == UNREAD else other
@@ -233,7 +237,8 @@ class InitialWeights:
                 fix = did_you_mean(key, known)
                 raise FileError([Problem(ARGUMENTS, "is no KEY=VALUE of the weights", fix=fix, where=where)])
             value = parse(written, where).value
-            if (theirs := config.get(key, UNREAD)) not in (UNREAD, value):
+            theirs = config.get(key, UNREAD)
+            if theirs not in (UNREAD, value):
                 came = f"the weights say {key}={shown(theirs)}"
                 raise FileError([Problem(ARGUMENTS, came, fix="leave it out", where=where)])
             config[key] = value

@@ -45,7 +45,8 @@ class StartingModel(InitialWeights):
     @cached_property
     def tokenizer(self) -> Path | None:
         """The directory of their tokenizer; None: they have none."""
-        saved, place = self.saved(), Path(self.directory)
+        saved = self.saved()
+        place = Path(self.directory)
         if isinstance(saved, RunWeights):
             place = saved.checkpoint.directory.parent.parent / "tokenizer"
         return place if any((place / name).is_file() for name in _FILES) else None
@@ -96,7 +97,8 @@ class StartingModel(InitialWeights):
             values = model.model_dump(exclude=_NOT_TAKEN)
         else:
             recipe = given.as_recipe(catalog.load(self.recipe_name))
-            model, length = recipe.model, recipe.sequence_length
+            model = recipe.model
+            length = recipe.sequence_length
             values = dict(given.model_values, layer_norm=model.layer_norm)
             if not any(name.startswith(saved.sentence_head) for name in saved.stored(model)):
                 values["sentence_head"] = "none"
@@ -105,7 +107,8 @@ class StartingModel(InitialWeights):
     def check(self, recipe: Recipe) -> tuple[Notice, ...]:
         """Check besides that the vocabulary is theirs, and say what is taken from where."""
         notices = super().check(recipe)
-        if problems := list(self._vocabulary_problems(recipe)):
+        problems = list(self._vocabulary_problems(recipe))
+        if problems:
             raise self.error(problems)
         theirs = [] if self.recipe else ["shape", "positions"]
         settings = recipe.data.tokenizer
@@ -120,7 +123,9 @@ class StartingModel(InitialWeights):
         return (*notices, Notice("init_from", f"initial weights: {taken}"))
 
     def _vocabulary_problems(self, recipe: Recipe) -> Iterator[Problem]:
-        kind, key, rule = recipe.data.tokenizer.kind, "data.tokenizer.kind", "weights know their own tokens"
+        kind = recipe.data.tokenizer.kind
+        key = "data.tokenizer.kind"
+        rule = "weights know their own tokens"
         if self.insists:
             return
         if kind in TRAINED:

@@ -35,7 +35,8 @@ def exact_flops_per_step(
     tokens. Embedding look-ups, LayerNorm, GeLU, softmax, dropout and the optimizer are left out, as in that
     paper.
     """
-    hidden, length = model.hidden, sequence_length
+    hidden = model.hidden
+    length = sequence_length
     vocab = model.vocab_size if padded_vocab is None else padded_vocab
     scores = sum(pairs(length, window) for window in model.windows)
     layers_forward = model.layers * 24 * length * hidden**2 + 4 * scores * hidden
@@ -94,7 +95,8 @@ def published_tflops(
 
 def tflops(recipe: Recipe, padded_vocab: int, samples: int, seconds: float, gpus: int) -> tuple[float, float]:
     """Return TFLOPS per GPU of a step: by the published formula with the model's own size, by exact count."""
-    length, again = recipe.sequence_length, recipe.checkpoint_interval > 0
+    length = recipe.sequence_length
+    again = recipe.checkpoint_interval > 0
     size = parameters(recipe.model.unshared, length)  # each use of a layer multiplies
     read = samples * recipe.model.sequences
     by_formula = published_tflops(size, length, read, seconds, gpus, checkpointing=again)

@@ -30,7 +30,8 @@ class Widths(NamedTuple):
         return self.master + 2 * self.moment
 
 
-MIXED, FP32 = Widths(), Widths(weight=4, gradient=4)
+MIXED = Widths()
+FP32 = Widths(weight=4, gradient=4)
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,8 @@ def reduce_from_tensor_parallel(x: Tensor, group: Group) -> Tensor:
 class _GatherPositions(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, summed: bool) -> Tensor:
-        ctx.group, ctx.summed = group, summed
+        ctx.group = group
+        ctx.summed = summed
         return in_sample_order(wait_for(begin_gather(x, group)), group)
 
     @staticmethod

@@ -79,7 +79,8 @@ def _gradient(
     rows = largest[:, None], logarithm[:, None], gradient[:, None]
     of_rows = _probabilities(z, *rows)
     local, foreign = own_rows(targets, first, z.shape[-1])
-    at, own = local[:, None], gradient.masked_fill(foreign, 0.0)[:, None]
+    at = local[:, None]
+    own = gradient.masked_fill(foreign, 0.0)[:, None]
     if not torch.compiler.is_compiling():
         return of_rows.scatter_add_(-1, at, -own)
     # In fused loops; a scattered sum would be a tensor in fp32.

@@ -46,7 +46,9 @@ class _Column(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, sequence: bool
     ) -> Tensor:
         ctx.save_for_backward(x, weight)  # not the gathered x, which is t times as large
-        ctx.group, ctx.sequence, ctx.biased = group, sequence, bias is not None
+        ctx.group = group
+        ctx.sequence = sequence
+        ctx.biased = bias is not None
         return F.linear(wait_for(begin_gather(x, group)) if sequence else x, weight, bias)
 
     @staticmethod
@@ -70,7 +72,9 @@ class _Row(torch.autograd.Function):
         in_samples: bool,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight)  # in attention's order: attention keeps the same tensor
-        ctx.group, ctx.sequence, ctx.in_samples = group, sequence, in_samples
+        ctx.group = group
+        ctx.sequence = sequence
+        ctx.in_samples = in_samples
         x = in_rank_order(x, group) if in_samples else x
         begin = begin_scattered_sum if sequence else begin_sum
         return wait_for(begin(F.linear(x, weight), group)).add_(bias)
@@ -81,7 +85,8 @@ class _Row(torch.autograd.Function):
         whole = wait_for(begin_gather(gradient, ctx.group)) if ctx.sequence else gradient
         of_x = whole @ weight
         if ctx.in_samples:
-            x, of_x = in_rank_order(x, ctx.group), in_sample_order(of_x, ctx.group)
+            x = in_rank_order(x, ctx.group)
+            of_x = in_sample_order(of_x, ctx.group)
         # `whole` has the gradient of all positions, so the bias's needs no sum over the ranks.
         return of_x, _of_weight(whole, x), whole.flatten(0, -2).sum(0), None, None, None
 
@@ -110,7 +115,8 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, *, group: Group, init: Init, sequence: bool = False):
         super().__init__()
-        self.group, self.sequence = group, sequence
+        self.group = group
+        self.sequence = sequence
         shard = Shard.over(group, 0)
         self.weight = init.normal("weight", (outputs, inputs), init.std, shard=shard)  # (outputs/t, inputs)
         self.bias = init.zeros("bias", (outputs,), shard=shard)  # (outputs/t,)
@@ -132,7 +138,9 @@ class RowParallelLinear(nn.Module):
         in_samples: bool = False,
     ):  # fmt: skip
         super().__init__()
-        self.group, self.sequence, self.in_samples = group, sequence, in_samples
+        self.group = group
+        self.sequence = sequence
+        self.in_samples = in_samples
         shard = Shard.over(group, 1)  # cut by columns
         self.weight = init.normal("weight", (outputs, inputs), init.residual_std, shard=shard)
         self.bias = init.zeros("bias", (outputs,))

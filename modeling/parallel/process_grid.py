@@ -23,7 +23,8 @@ class _Groups:
     """
 
     def __init__(self, timeout: timedelta | None):
-        self.timeout, self.rank = timeout, dist.get_rank()
+        self.timeout = timeout
+        self.rank = dist.get_rank()
         self.world: Any = dist.group.WORLD
         self.made: dict[tuple[int, ...], Any] = {tuple(range(dist.get_world_size())): self.world}
 
@@ -58,7 +59,10 @@ class ProcessGrid:
         """Make the groups. `timeout` of their collectives; None: torch's, 10 minutes for NCCL. Collective."""
         world = dist.get_world_size()
         assert tp * pp * dp == world, f"tp={tp} x pp={pp} x dp={dp} is not the world size {world}"
-        self.tp, self.pp, self.dp, self.timeout = tp, pp, dp, timeout
+        self.tp = tp
+        self.pp = pp
+        self.dp = dp
+        self.timeout = timeout
         self.rank = dist.get_rank()
         self.at = coordinates(self.rank, tp, dp)
         self._groups = _Groups(timeout)
@@ -85,7 +89,8 @@ class ProcessGrid:
             self._groups.own([[ranks[0], ranks[-1]] for ranks in pipelines])
         if self.tp == 1:
             self._groups.made.setdefault((self.rank,), None)  # of DeepSpeed's tensor axis, never used
-        make, deepspeed.comm.new_group = deepspeed.comm.new_group, self._groups.lent
+        make = deepspeed.comm.new_group
+        deepspeed.comm.new_group = self._groups.lent
         try:
             yield
         finally:

@@ -27,7 +27,9 @@ from tools.benchmarks.gpu_steps import Command, Step
 MOST_BYTES = 2**28  # in a results file
 LIMIT_S = 300  # of a command
 TOO_LONG = 124  # exit code of what took longer, as timeout(1) has it
-MOST_SAID, MOST_OF_TRAINING = 8000, 1500  # characters of output; a training's ends with its result
+# characters of output; a training's ends with its result
+MOST_SAID = 8000
+MOST_OF_TRAINING = 1500
 
 EXAMPLES = """\
 examples:
@@ -66,7 +68,8 @@ def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]
         return {}
     chosen = chosen_steps(args.only)
     if args.on == "cuda" and not machine["accelerators"]:
-        came, fix = "benchmark.py gpu without a GPU", "--on cpu walks through the steps on tiny shapes"
+        came = "benchmark.py gpu without a GPU"
+        fix = "--on cpu walks through the steps on tiny shapes"
         raise ProblemsError([Problem("--on", came, "its steps measure one", fix)])
     folder = output.directory("--folder", args.folder).absolute()
     kept = read_results(folder, args.on, machine)
@@ -108,7 +111,8 @@ def commands_left(
     steps: Sequence[Step], results: dict[str, Any], tiny: bool
 ) -> list[tuple[Step, int, Command]]:
     """List the commands without a result, with their numbers from 1; if all have one, those that failed."""
-    new, failed = [], []
+    new = []
+    failed = []
     for step in steps:
         done = results.get(step.name, {"commands": []})["commands"]
         for number, given in enumerate(step.commands, 1):
@@ -201,12 +205,14 @@ def read_results(folder: Path, device: str, machine: dict[str, Any]) -> dict[str
         return new
     kept: dict[str, Any] = files.read_json_object(path, MOST_BYTES)
     was, is_ = ((each.get("on"), each.get("accelerator")) for each in (kept, new))
-    came, rule = f"{path} is of {was}, and this is {is_}", "one file is of one machine"
+    came = f"{path} is of {was}, and this is {is_}"
+    rule = "one file is of one machine"
     if was == is_:
         steps = kept.get("steps")
         if isinstance(steps, dict) and all("commands" in step for step in steps.values()):
             return kept
-        came, rule = f"{path} has other fields than this command writes", "its steps are gone on with"
+        came = f"{path} has other fields than this command writes"
+        rule = "its steps are gone on with"
     raise ProblemsError([Problem("--folder", came, rule, "name another --folder")])
 
 

@@ -11,7 +11,8 @@ import yaml
 
 LIST = Path(__file__).resolve().parents[1] / "gpu.yaml"
 Command = tuple[str, ...]  # a file of this repository and its flags
-TRAIN, MEASURE = "launch/pretrain.py", "tools/benchmark.py"
+TRAIN = "launch/pretrain.py"
+MEASURE = "tools/benchmark.py"
 PACE = ("--blocks=3", "--steps=5", "--warm_up=5")
 WALK = ("--blocks=1", "--steps=1", "--warm_up=1")
 

@@ -30,7 +30,8 @@ what it predicts for the same. fp16 and bf16 are as large as each other."""
 RULES = ()
 RECIPES = ("openwebtext/gpt2-124m", "wikipedia/bert-336m")
 NODES = ("v100-32x8", "a100-80x8", "h100-80x8")
-DROPOUTS, PARTS = (0.0, 0.1), ("hidden", "attention")
+DROPOUTS = (0.0, 0.1)
+PARTS = ("hidden", "attention")
 COLUMNS = ("recipe", "dropout", "system", "form", "kernels", "bytes", "operations", "waits", *NODES)
 
 

@@ -87,7 +87,8 @@ class _Counter(TorchDispatchMode):
         self.counts = Counts()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, packet = kwargs or {}, func._overloadpacket
+        kwargs = kwargs or {}
+        packet = func._overloadpacket
         if packet is aten._local_scalar_dense:
             self.counts.waits.append(str(func))
             return 1
@@ -118,8 +119,11 @@ def _size(x: Any) -> int:
 
 def passes(recipe: Recipe) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """Yield each system's name and its forward pass over one micro-batch without padding, on meta."""
-    model, family, dtype = recipe.model, family_of(recipe.model), DTYPES[recipe.precision]
-    samples, length = recipe.batch.micro or 1, recipe.sequence_length
+    model = recipe.model
+    family = family_of(recipe.model)
+    dtype = DTYPES[recipe.precision]
+    samples = recipe.batch.micro or 1
+    length = recipe.sequence_length
     batch = random_batch(family.fields, samples, length, recipe.predictions or 0, model.vocab_size)
     if "lengths" in batch:
         batch["lengths"] = torch.full((samples,), length)
@@ -142,7 +146,8 @@ def passes(recipe: Recipe) -> Iterator[tuple[str, Callable[[], Tensor]]]:
 
 def count_eager(one_pass: Callable[[], Tensor]) -> Counts:
     """Count the kernels of `one_pass`, which returns a loss on the meta device, and of its backward pass."""
-    counter, known = _Counter(), dict[Any, list[Kernel]]()
+    counter = _Counter()
+    known = dict[Any, list[Kernel]]()
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
@@ -208,7 +213,8 @@ def _scheduled(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Iterator[K
 def _operations_of(node: Any) -> int:
     """Return the operations of a product or of attention that inductor leaves to a library."""
     for made_of in node.node.origins if node.node else ():
-        if formula := flop_registry.get(getattr(made_of.target, "overloadpacket", None)):
+        formula = flop_registry.get(getattr(made_of.target, "overloadpacket", None))
+        if formula:
             given = torch.fx.map_arg((made_of.args, made_of.kwargs), lambda one: one.meta["val"])
             return formula(*given[0], **given[1], out_val=made_of.meta["val"])
     return 0

@@ -50,7 +50,8 @@ def work_of(recipe: Recipe, batch: MicroBatch) -> Work:
     if "lengths" not in batch:
         samples, length = batch["tokens"].shape
         return Work(samples * length, count(recipe.model, length, samples))
-    lengths, predicted = batch["lengths"].tolist(), (batch["weights"] > 0).sum(1).tolist()
+    lengths = batch["lengths"].tolist()
+    predicted = (batch["weights"] > 0).sum(1).tolist()
     each = (count(recipe.model, s, 1, predictions=p) for s, p in zip(lengths, predicted, strict=True))
     return Work(sum(lengths), sum(each))
 
@@ -92,7 +93,8 @@ class MeasuredSystem:
         self.loss: float | None = math.nan
         self.said: list[str] = []
         self.recipe = spec.load()
-        machine, compiled = abilities.detect_machine(), spec.compiled
+        machine = abilities.detect_machine()
+        compiled = spec.compiled
         self.plan = plan_job(self.recipe, spec.ds_config, machine, compiled=compiled, initial_weights=None)
         layout = self.plan.layout
         self.grid = ProcessGrid(layout.tp, layout.pp, layout.dp)

@@ -82,7 +82,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         ("--steps", 6, "of a turn"),
         ("--warm_up", 4, "steps before the first turn"),
     ):
-        count, said = arguments.whole(most=10**6), f"{what} (default: %(default)s)"
+        count = arguments.whole(most=10**6)
+        said = f"{what} (default: %(default)s)"
         add(flag, type=count, default=default, metavar="N", help=said)
     apart = "one system after the other, not in turns: for models of which memory holds one"
     add("--apart", action="store_true", help=apart)
@@ -149,7 +150,8 @@ def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]
 
 def model_line(specs: Sequence[Specification]) -> str:
     """Describe the model and its batch in one line. Raises ValueError if a configuration refuses it."""
-    machine, plans = abilities.detect_machine(), []
+    machine = abilities.detect_machine()
+    plans = []
     for spec in specs:
         recipe = spec.load()
         if recipe.model.implementation == "transformers":
@@ -157,7 +159,8 @@ def model_line(specs: Sequence[Specification]) -> str:
             fix = "--set model.implementation=megarecipes"
             raise ProblemsError([Problem("--recipe", f"--recipe {spec.recipe}", rule, fix)])
         plans.append(resolve(recipe, spec.ds_config, spec.processes, machine))
-    model, layout = recipe.model, plans[0].layout
+    model = recipe.model
+    layout = plans[0].layout
     return (
         f"{specs[0].recipe}: {model.family}, {model.layers} layers, hidden {model.hidden}, "
         f"{model.heads} heads, vocabulary {model.vocab_size}, sequence {recipe.sequence_length}, "

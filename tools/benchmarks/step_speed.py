@@ -85,7 +85,8 @@ def median_rates(measured: Sequence[Measurement]) -> tuple[float, float] | None:
 def speed_rows(measured: Sequence[Measurement]) -> list[SpeedRow]:
     """Return a row per measured model, from median step times; the first is the reference."""
     models = {each: statistics.median(each.seconds) for each in measured if each.seconds}
-    rates, rows = median_rates(measured), list[SpeedRow]()
+    rates = median_rates(measured)
+    rows = list[SpeedRow]()
     for each, seconds in models.items():
         rate = statistics.mean(each.operations) / seconds
         rows.append(
@@ -116,7 +117,9 @@ def measure(
             name = each.spec.name
             workers[name] = worker = Worker(each.spec, Path(folder) / f"{len(workers)}.txt")
             stack.callback(worker.end)
-            each.start_s, each.said, began = worker.start_seconds, worker.said, time.perf_counter()
+            each.start_s = worker.start_seconds
+            each.said = worker.said
+            began = time.perf_counter()
             if each.spec.system == RATE:
                 worker.ask("rates", 1)
             else:
@@ -125,7 +128,9 @@ def measure(
             say(f"{name}: ready")
 
         def turn(each: Measurement) -> None:
-            worker, began, others = workers[each.spec.name], time.perf_counter(), _seconds_of_others()
+            worker = workers[each.spec.name]
+            began = time.perf_counter()
+            others = _seconds_of_others()
             if each.spec.system == RATE:
                 each.rates.append(worker.ask("rates", pace.steps))
             else:

@@ -40,7 +40,8 @@ def disturbance(measured: Sequence[Measurement]) -> str:
     shares = [share for each in measured for share in each.others]
     if not shares:
         return ""
-    median, most = statistics.median(shares), max(shares)
+    median = statistics.median(shares)
+    most = max(shares)
     return f"other programs had {median:.0%} of the cores in the median turn, {most:.0%} in the worst"
 
 

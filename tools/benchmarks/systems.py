@@ -68,7 +68,8 @@ def clock_engine(engine: Any, clock: Clock) -> None:
         setattr(engine, name, clock(phase)(getattr(engine, name)))
     for phase, names in WITHIN.items():
         for name in names:
-            if method := getattr(engine.optimizer, name, None):
+            method = getattr(engine.optimizer, name, None)
+            if method:
                 setattr(engine.optimizer, name, clock(phase)(method))
     engine.basic_optimizer.step = clock("update")(engine.basic_optimizer.step)
 
@@ -78,7 +79,8 @@ class Transformers(MeasuredSystem):
 
     def __init__(self, spec: Specification) -> None:
         super().__init__(spec)
-        plan, recipe = self.plan, self.recipe
+        plan = self.plan
+        recipe = self.recipe
         compiled_ops.prepare(plan.ds, self.grid.control_group, lambda text: None)
         partitioned = plan.zero_stage == 3
         with deepspeed.zero.Init(config_dict_or_path=plan.ds, enabled=partitioned):
@@ -167,7 +169,8 @@ class Bare(PlainLoop):
 
     def __init__(self, spec: Specification) -> None:
         super().__init__(spec)
-        recipe, chosen = self.recipe, self.recipe.optimizer
+        recipe = self.recipe
+        chosen = self.recipe.optimizer
         init = Init(recipe.seed, recipe.init_std, recipe.model.layers)
         shape = model_shape(recipe, self.plan.padded_vocab)
         self.model = family_of(recipe.model).plain(shape, group=None, init=init).to(self.device)
@@ -230,7 +233,8 @@ class Nano(PlainLoop):
         super().__init__(spec)
         if self.recipe.model.family != "gpt2":
             raise ValueError("there is no plain loop for BERT here")
-        on_cpu, chosen = self.device.type == "cpu", self.recipe.optimizer
+        on_cpu = self.device.type == "cpu"
+        chosen = self.recipe.optimizer
         self.model = NanoGpt(self.recipe).to(self.device, self.dtype if on_cpu else torch.float32)
         groups = parameter_groups(self.model, chosen.weight_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=chosen.lr, betas=chosen.betas, fused=True)
@@ -258,7 +262,9 @@ class MatrixRate(MeasuredSystem):
 
     def __init__(self, spec: Specification) -> None:
         super().__init__(spec)
-        recipe, model, micro = self.recipe, self.recipe.model, self.plan.layout.micro
+        recipe = self.recipe
+        model = self.recipe.model
+        micro = self.plan.layout.micro
         self.size = 256 if spec.tiny else SQUARE[self.device.type != "cpu"]
         length = recipe.sequence_length
         layers = layer_products(model, micro * length)

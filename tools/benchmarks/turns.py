@@ -37,7 +37,8 @@ class Worker:
     """
 
     def __init__(self, spec: Specification, log: Path) -> None:
-        self._log, context = log, multiprocessing.get_context("spawn")
+        self._log = log
+        context = multiprocessing.get_context("spawn")
         places = rank_environments(spec.processes)
         if spec.system in AS_STARTED:
             places = [{**place, "MALLOC_": "as the C library has it"} for place in places]

@@ -73,7 +73,8 @@ def of_published_tables() -> list[Case]:
 
 def of_row(row: CheckedRow, evidence: Evidence) -> Case:
     """Make the case of a row of recipes/, on the system of its source."""
-    published, recipe = row.published, row.recipe
+    published = row.published
+    recipe = row.recipe
     node = recipe.hardware.node if recipe.hardware else None
     excluded = {
         quantity: erratum.difference
@@ -81,7 +82,8 @@ def of_row(row: CheckedRow, evidence: Evidence) -> Case:
         for erratum in evidence.errata_of(row.name)
         if erratum.quantity in errors
     }
-    work, why = None, None
+    work = None
+    why = None
     if published.software is None:
         why = f"{published.framework or 'its software'} is none that the planner knows"
     elif guessed := row.unknown_reason("model"):

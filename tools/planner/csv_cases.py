@@ -142,7 +142,8 @@ class Row(BaseModel, frozen=True, allow_inf_nan=False):
         gpus = work.layout.world
         if self.gpus not in (None, gpus):
             raise NotPredictable(f"{self.gpus} GPUs are not tp x pp x dp = {gpus}")
-        seconds, oom = self.seconds(work), self.status == "oom"
+        seconds = self.seconds(work)
+        oom = self.status == "oom"
         return Case(
             self.document,
             table,
@@ -178,7 +179,8 @@ class Row(BaseModel, frozen=True, allow_inf_nan=False):
 
     def workload(self, node: Node) -> Workload:
         """Make the workload; of what the row leaves open, the fastest choice that fits."""
-        base, constants = self.base(node), initial_constants()
+        base = self.base(node)
+        constants = initial_constants()
         if base.precision not in node.gpu.tflops:
             raise NotPredictable(f"{node.gpu.title} has no {base.precision}")
 
@@ -195,13 +197,17 @@ class Row(BaseModel, frozen=True, allow_inf_nan=False):
 
     def base(self, node: Node) -> Workload:
         """Make the workload of one micro-batch with one sample."""
-        model, system, tp, pp = self.model(), SYSTEMS[self.system()], self.tp, self.pp
+        model = self.model()
+        system = SYSTEMS[self.system()]
+        tp = self.tp
+        pp = self.pp
         if model.heads % tp or model.layers < pp:
             sizes = f"{model.heads} heads and {model.layers} layers"
             raise NotPredictable(f"{sizes} cannot be cut by tp={tp}, pp={pp}")
         if self.attention:
             system = replace(system, keeps_scores=self.attention == "plain")
-        dp, away = self.dp or max(1, (self.gpus or 1) // (tp * pp)), self.offload.split("+")
+        dp = self.dp or max(1, (self.gpus or 1) // (tp * pp))
+        away = self.offload.split("+")
         return Workload(
             model=model,
             dropout=Dropout(hidden=0.1, attention=0.1),
@@ -226,7 +232,8 @@ class Row(BaseModel, frozen=True, allow_inf_nan=False):
         """Make the shape of the model."""
         if not (self.layers and self.hidden):
             raise NotPredictable(f"{'hidden' if self.layers else 'layers'} is not stated")
-        facts, task = FAMILIES[self.family], dict[str, Any]()
+        facts = FAMILIES[self.family]
+        task = dict[str, Any]()
         if self.task:
             if not facts.masked:
                 raise NotPredictable(f"a {self.family} has no task {self.task}")
@@ -242,7 +249,9 @@ class Row(BaseModel, frozen=True, allow_inf_nan=False):
 
     def layouts(self, base: Layout) -> list[Layout]:
         """Return the layout with the stated micro-batch, or one for each divisor of a replica's share."""
-        micro, accumulation, total = self.micro_batch, self.gradient_accumulation, self.global_batch
+        micro = self.micro_batch
+        accumulation = self.gradient_accumulation
+        total = self.global_batch
         if not micro and not total:
             raise NotPredictable("neither micro_batch nor global_batch is stated")
         total = total or (micro or 1) * (accumulation or 1) * base.dp
@@ -310,9 +319,11 @@ def read(path: Path) -> list[Case]:
 
 def _problems_of_columns(path: Path, columns: Collection[str]) -> Iterator[Problem]:
     known = f"the columns are {', '.join(COLUMNS)}"
-    if unknown := sorted({*columns} - COLUMNS.keys()):
+    unknown = sorted({*columns} - COLUMNS.keys())
+    if unknown:
         fix = "rename or remove it; tools/fit_planner.py --columns says what each is"
         came = f"{path}: unknown column {', '.join(map(repr, unknown))}"
         yield Problem("--table", came, known, fix)
-    if missing := sorted({"layers", "hidden", "hardware"} - {*columns}):
+    missing = sorted({"layers", "hidden", "hardware"} - {*columns})
+    if missing:
         yield Problem("--table", f"{path}: no column {', '.join(missing)}", known, "add it")

@@ -37,7 +37,10 @@ RANGES = {
 # (18B-log-n4 to 193B-log-n64 of other_documents.csv: 0.18 to 0.23). Depth: two steps of 32 of a kernel's
 # loop; `matrix` and `traffic` make up for other values.
 ASSUMED = {"fragmentation": 0.22, "depth": 64.0}
-FIRST_STEP, LAST_STEP, LEAST_GAIN = 1.5, 1.01, 1e-6  # factors by which the search varies a constant
+# factors by which the search varies a constant
+FIRST_STEP = 1.5
+LAST_STEP = 1.01
+LEAST_GAIN = 1e-6
 ROUND = 0.05  # of ln(predicted / published): smaller errors all count as about this
 Numbers = TypeVar("Numbers", Constants, Error)
 HEADING = """\
@@ -118,7 +121,8 @@ def refit(cases: Sequence[Case]) -> None:
     errors = {}
     for quantity in ("time", "memory"):
         own = [ratio for name in documents for ratio in ratios(quantity, documents[name], fits[name])]
-        if error := error_of(own):
+        error = error_of(own)
+        if error:
             errors[quantity] = _rounded(error)
     found = Fit(
         constants=fits[""],
@@ -160,19 +164,25 @@ def fit(documents: Mapping[str, Sequence[Case]]) -> Constants:
         clamped = {name: min(RANGES[name][2], max(RANGES[name][1], value)) for name, value in values.items()}
         return found.model_copy(update=clamped)
 
-    best, factor = distance(found), FIRST_STEP
+    best = distance(found)
+    factor = FIRST_STEP
     while factor > LAST_STEP:
-        before, base = best, found
+        before = best
+        base = found
         for name in RANGES:
             for step in (factor, 1 / factor):
                 trial = changed({name: getattr(found, name) * step})
-                if (now := distance(trial)) < best - LEAST_GAIN:
-                    found, best = trial, now
+                now = distance(trial)
+                if now < best - LEAST_GAIN:
+                    found = trial
+                    best = now
                     break
         if best < before:  # once more in the direction that all these steps took together
             trial = changed({name: getattr(found, name) ** 2 / getattr(base, name) for name in RANGES})
-            if (now := distance(trial)) < best:
-                found, best = trial, now
+            now = distance(trial)
+            if now < best:
+                found = trial
+                best = now
         else:
             factor = math.sqrt(factor)
     return found

@@ -118,7 +118,8 @@ def describe(found: Validation, *, verbose: bool = False, width: int | None = No
     sections = [wrapped(ABOUT, width), table(lines, HEADINGS, width=width)]
     if errors["allocated"]:
         sections.append(f"allocated memory, of rows that print it too: {errors['allocated']}")
-    if small := _errors([ratio for ratio in found.ratios["time"] if waits(ratio.case)]):
+    small = _errors([ratio for ratio in found.ratios["time"] if waits(ratio.case)])
+    if small:
         told = fitted().waiting
         seen = f"these too few: such predictions bear {told.median:.0%}, the median of {told.rows} other rows"
         where = f"of rows in which the GPU waits for the host ({WAITING:.0%} or more)"
@@ -127,7 +128,8 @@ def describe(found: Validation, *, verbose: bool = False, width: int | None = No
     excluded = [wrapped(f"  {case.table}/{case.name}: {why}", width, hang=4) for case, why in found.excluded]
     if excluded:
         sections.append("\n".join(["shown, and not compared:", *excluded]))
-    if systems := _systems(found.cases):
+    systems = _systems(found.cases)
+    if systems:
         sections.append(wrapped(systems, width))
     if found.unfitted:
         sections.append(wrapped(f"no constant was fitted on: {', '.join(found.unfitted)}", width))
@@ -159,7 +161,8 @@ def _cells(found: Validation) -> list[str]:
 
 
 def _errors(found: Sequence[Ratio]) -> str:
-    if not (error := error_of(found)):
+    error = error_of(found)
+    if not error:
         return ""
     spread = f"{error.median:.1%}, {error.percentile_90:.0%}, {error.worst:.0%}"
     return f"{spread} ({error.rows}) x {error.bias:.2f}"
@@ -184,7 +187,8 @@ def _verdicts(found: Sequence[MemoryVerdict]) -> tuple[str, str]:
 def _rows(found: Sequence[Ratio], unit: float, width: int | None) -> str:
     lines = []
     for ratio in found:
-        ours, theirs = ratio.predicted / unit, ratio.published / unit
+        ours = ratio.predicted / unit
+        theirs = ratio.published / unit
         numbers = f"{ours:.4g}", f"{theirs:.4g}", f"{ours / theirs:.2f}"
         lines.append([ratio.case.document, ratio.case.name, ratio.case.step[0].software.name, *numbers])
     headings = ["document", "row", "as run by", "predicted", "published", "ratio"]

@@ -230,7 +230,8 @@ class CheckedTable:
 def checked_tables(tables: Sequence[Table]) -> list[CheckedTable]:
     """Read rows and evidence of tables. Raises ProblemsError for wrong evidence, or all broken rows."""
     loaded = [load(table) for table in tables]
-    if problems := [problem for each in loaded for problem in each.problems]:
+    problems = [problem for each in loaded for problem in each.problems]
+    if problems:
         raise RecipeError(problems)
     return [_checked(table, each) for table, each in zip(tables, loaded, strict=True)]
 

@@ -49,7 +49,8 @@ def agreement(
 
     `spread`: (least, largest) of `computed` over what its printed inputs (`because`) were unrounded.
     """
-    slack, unit = _SLACK * max(abs(computed), abs(printed.value), 1e-300), 2 * printed.half
+    slack = _SLACK * max(abs(computed), abs(printed.value), 1e-300)
+    unit = 2 * printed.half
     if abs(computed - printed.value) <= slack:
         return "exact"
     if abs(computed - printed.value) <= printed.half + slack:

@@ -29,7 +29,9 @@ PARTS: dict[Part, Callable[[RankCounts], int]] = {
     "last stage": lambda counts: counts.held[-1][0],
 }
 PEAKS = {"V100": 125.0}  # TFLOPS in half precision where a document states none: as Jean Zay's has it
-LEAST, MOST = 1.0, 70.0  # % of the peak: the slowest row has 3 (64 stages, 4 micro-batches), the quickest 52
+# % of the peak: the slowest row has 3 (64 stages, 4 micro-batches), the quickest 52
+LEAST = 1.0
+MOST = 70.0
 NEAR_TWICE = 0.005  # relative: a value this close to twice the computed one is called twice
 
 
@@ -51,7 +53,8 @@ def _product(
     row: CheckedRow, quantity: str, value: Callable[[str], Any], whole: str, factors: Sequence[str]
 ) -> Check:
     values = [value(key) or (1 if key == "batch.accumulation" else None) for key in factors]
-    known, printed = [each for each in values if each is not None], value(whole)
+    known = [each for each in values if each is not None]
+    printed = value(whole)
     computed = f"{' x '.join(map(str, known))} = {math.prod(known)}"
     if printed is None:
         return row.not_checkable(quantity, "the row has no such number", computed=computed)
@@ -100,7 +103,9 @@ def sizes(row: CheckedRow, source: CheckedTable) -> Iterator[Check]:
         why = "no module of this layout can be built: tp does not divide the heads"
         yield row.not_checkable("parameters", why)
         return
-    counted, published, expected = counts(row.recipe), row.published, arithmetic(row.recipe)
+    counted = counts(row.recipe)
+    published = row.published
+    expected = arithmetic(row.recipe)
     # Rank by rank; a disagreement is this project's mistake, never a source's.
     pairs = enumerate(zip(counted.held, expected.held, strict=True))
     wrong = [f"stage {stage}: {got} for {want}" for stage, (got, want) in pairs if got != want]
@@ -118,7 +123,8 @@ def sizes(row: CheckedRow, source: CheckedTable) -> Iterator[Check]:
         yield row.not_checkable("parameters", "the row prints no model size", computed=counted.all_ranks)
     for document in source.evidence.sizes:
         for part, printed in document.rows.get(row.name, {}).items():
-            computed, size = PARTS[part](counted), _size(str(printed))
+            computed = PARTS[part](counted)
+            size = _size(str(printed))
             how = agreement(size, computed)
             yield row.compare(f"parameters, {part}", printed, computed, how and f"{how}: {document.source}")
 
@@ -126,11 +132,13 @@ def sizes(row: CheckedRow, source: CheckedTable) -> Iterator[Check]:
 def _to_the_unit(row: CheckedRow, quantity: str, printed: int, counted: RankCounts, ranks: int) -> Check:
     """Compare with the parameters of all ranks, or of one; a wrong number may fit another layout."""
     computed = counted.all_ranks // ranks
-    if reason := row.unknown_reason("model"):
+    reason = row.unknown_reason("model")
+    if reason:
         return row.not_checkable(quantity, reason, printed, computed)
     if printed == computed:
         return row.compare(quantity, printed, computed, how=True)
-    hint, share = "", f" / {ranks}" if ranks > 1 else ""
+    hint = ""
+    share = f" / {ranks}" if ranks > 1 else ""
     for tp in reversed(DEGREES):
         padded = row.recipe.model.embedding_rows(tp)
         held = cost.parameters_per_rank(row.recipe.model, row.recipe.positions, padded, tp)
@@ -141,9 +149,11 @@ def _to_the_unit(row: CheckedRow, quantity: str, printed: int, counted: RankCoun
 
 def _label(row: CheckedRow, label: str, counted: RankCounts) -> Check:
     """Compare in 10^9 or 10^6, every parameter once; name other units of these sources that fit."""
-    unit, size = size_unit(label), _size(label)
+    unit = size_unit(label)
+    size = _size(label)
     plain = f"{counted.once / unit:.4g}{label[-1:]}"
-    if reason := row.unknown_reason("model"):
+    reason = row.unknown_reason("model")
+    if reason:
         return row.not_checkable("size label", f"the model stands in: {reason}", label, plain)
     how = agreement(size, counted.once)
     if how in ("exact", "rounded"):
@@ -167,11 +177,13 @@ def _size(label: str) -> Printed:
 
 def missing_time(row: CheckedRow, _: CheckedTable) -> Iterator[Check]:
     """Report a missing time, and check that the time implied by samples/s is plausible."""
-    published, rate = row.published, row.published.samples_per_s
+    published = row.published
+    rate = row.published.samples_per_s
     if published.oom:
         yield row.not_checkable("time", "out of memory: no time, no samples/s, no TFLOPS", "OOM")
     elif published.time_per_iteration_s is None:
-        why, implied = "no time of an iteration is printed", row.recipe.batch.global_ / rate if rate else None
+        why = "no time of an iteration is printed"
+        implied = row.recipe.batch.global_ / rate if rate else None
         computed = f"{implied:.3f} s would give it" if implied else ""
         yield row.not_checkable("time", why, rate or published.tflops or "", computed)
         if implied:
@@ -180,7 +192,8 @@ def missing_time(row: CheckedRow, _: CheckedTable) -> Iterator[Check]:
 
 def formula(row: CheckedRow, parameters: float, seconds: float) -> float:
     """Return TFLOPS per GPU by the documents' formula, with batch and GPUs as printed."""
-    length, recomputed = row.recipe.sequence_length, row.recipe.checkpoint_interval > 0
+    length = row.recipe.sequence_length
+    recomputed = row.recipe.checkpoint_interval > 0
     return cost.published_tflops(parameters, length, row.batch, seconds, row.gpus, checkpointing=recomputed)
 
 
@@ -192,7 +205,8 @@ def operations(row: CheckedRow) -> int:
 
 def samples(row: CheckedRow, _: CheckedTable) -> Iterator[Check]:
     """Check samples/s: the batch over the printed time."""
-    rate, seconds = row.printed_number(SAMPLES), row.printed_number(TIME)
+    rate = row.printed_number(SAMPLES)
+    seconds = row.printed_number(TIME)
     if rate and seconds:
         computed, how = recompute(rate, "the printed time", lambda s: row.batch / s, seconds)
         division = f"{row.batch} / {seconds.value:g} s = {computed:.3f}"
@@ -201,11 +215,14 @@ def samples(row: CheckedRow, _: CheckedTable) -> Iterator[Check]:
 
 def tflops(row: CheckedRow, _: CheckedTable) -> Iterator[Check]:
     """Check TFLOPS by the row's definition: every product, or the formula with the label's size."""
-    printed, seconds, label = row.printed_number(TFLOPS), row.printed_number(TIME), row.published.size_label
+    printed = row.printed_number(TFLOPS)
+    seconds = row.printed_number(TIME)
+    label = row.published.size_label
     if not (printed and seconds):
         return
     if row.published.tflops_by == "exact":
-        work, gpus = operations(row), row.gpus
+        work = operations(row)
+        gpus = row.gpus
         exact, how = recompute(
             printed, "the printed time", lambda s: cost.exact_tflops(work, s, gpus), seconds
         )
@@ -224,7 +241,9 @@ def tflops(row: CheckedRow, _: CheckedTable) -> Iterator[Check]:
 
 def operations_per_second(row: CheckedRow, _: CheckedTable) -> Iterator[Check]:
     """Report the printed time as TFLOPS, and check that their share of the peak is plausible."""
-    seconds, label, gpus = row.published.time_per_iteration_s, row.published.size_label, row.gpus
+    seconds = row.published.time_per_iteration_s
+    label = row.published.size_label
+    gpus = row.gpus
     batch = row.recipe.batch.global_
     if gpus is None or seconds is None:
         return
@@ -240,7 +259,8 @@ def operations_per_second(row: CheckedRow, _: CheckedTable) -> Iterator[Check]:
             yield information("formula, batch of the run", share * by_label, f"global batch {batch}")
     if row.unknown_reason("model") or not _can_be_built(row):
         return
-    once, work = counts(row.recipe).once, operations(row)
+    once = counts(row.recipe).once
+    work = operations(row)
     yield information("formula, all parameters", share * formula(row, once, seconds), f"{once} parameters")
     exact = cost.exact_tflops(work, seconds, gpus)
     yield information("exact count", exact, f"{work:.4g} operations per iteration on {gpus} GPUs")
@@ -252,7 +272,8 @@ def _plausible(row: CheckedRow, seconds: float) -> Iterator[Check]:
     peak = _peak(row)
     if peak and row.gpus:
         share = 100 * cost.exact_tflops(operations(row), seconds, row.gpus) / peak
-        limits, computed = f"{LEAST:g} to {MOST:g} %", f"{share:.1f} % of {peak:g} TFLOPS"
+        limits = f"{LEAST:g} to {MOST:g} %"
+        computed = f"{share:.1f} % of {peak:g} TFLOPS"
         how = "plausible" if LEAST <= share <= MOST else None
         yield row.compare("share of peak, exact count", limits, computed, how)
 
@@ -266,7 +287,8 @@ def _peak(row: CheckedRow) -> float | None:
 
 def share_of_peak(row: CheckedRow, _: CheckedTable) -> Iterator[Check]:
     """Check the printed share of the peak: printed TFLOPS over the GPU's peak."""
-    printed, rate = row.printed_number("published.peak_percent"), row.printed_number(TFLOPS)
+    printed = row.printed_number("published.peak_percent")
+    rate = row.printed_number(TFLOPS)
     peak = row.value("hardware.peak_tflops")
     if printed and (rate is None or peak is None):
         yield row.not_checkable("share of peak", "needs TFLOPS and a peak", printed.text)
@@ -297,10 +319,12 @@ def speeds_of_other_runs(row: CheckedRow, source: CheckedTable) -> Iterator[Chec
 
 def _other_run(row: CheckedRow, run: OtherRun, source: str) -> Check:
     """Check a run by every product, with layers recomputed."""
-    printed, time = Printed.read(run.tflops), f"{run.milliseconds:g}"
+    printed = Printed.read(run.tflops)
+    time = f"{run.milliseconds:g}"
     seconds = Printed.read(time, 1e-3)
     assert printed and seconds, f"{row.full_name}: {run} of its evidence"
-    model, length = row.recipe.model, row.recipe.sequence_length
+    model = row.recipe.model
+    length = row.recipe.sequence_length
     padded = model.embedding_rows(row.tp)
     work = cost.exact_flops_per_step(model, length, run.batch, padded_vocab=padded, checkpointing=True)
     exact, how = recompute(
@@ -315,7 +339,8 @@ def _other_run(row: CheckedRow, run: OtherRun, source: str) -> Check:
 
 def scaling(row: CheckedRow, source: CheckedTable) -> Iterator[Check]:
     """Check TFLOPS per GPU relative to the baseline's: the work per GPU is the same."""
-    printed, rate = row.printed_number(SCALING), row.printed_number(TFLOPS)
+    printed = row.printed_number(SCALING)
+    rate = row.printed_number(TFLOPS)
     base = next((each for each in source.rows if each.published.weak_scaling_percent == 100), None)
     of_base = base and base.printed_number(TFLOPS)
     if printed and not (rate and of_base):
@@ -352,7 +377,8 @@ def _with_larger_micro(row: CheckedRow, source: CheckedTable) -> list[CheckedRow
 
 def configuration(row: CheckedRow, but_micro: bool = False) -> tuple[Any, ...]:
     """Return everything that a speed depends on, perhaps without the micro-batch."""
-    recipe, batch = row.recipe, row.recipe.batch
+    recipe = row.recipe
+    batch = row.recipe.batch
     shared = (batch.accumulation,) if but_micro else (batch.micro, batch.accumulation, batch.global_)
     work = recipe.model, recipe.sequence_length, recipe.parallel, shared, recipe.activation_checkpointing
     return (*work, recipe.ds_config, row.value("hardware.name"), row.gpus, row.published.framework)

@@ -51,7 +51,8 @@ def _trained_tokens(line: Line, own: Sequence[Line]) -> Iterator[Check]:
     ratio = line.published.trained_tokens
     if ratio is None:
         return
-    printed, smallest = Printed.read(f"{ratio:g}"), own[0].pretraining if own else None
+    printed = Printed.read(f"{ratio:g}")
+    smallest = own[0].pretraining if own else None
     assert printed
     if line.pretraining is None or smallest is None:
         why = "no source gives the length of its pretraining"
@@ -82,7 +83,8 @@ def _race(line: Line) -> Iterator[Check]:
 def _squad(line: Line) -> Iterator[Check]:
     """Check that exact matches are no more than F1: such an answer has all its words."""
     for name, task in (("SQuAD 1.1", "squad1"), ("SQuAD 2.0", "squad2")):
-        if scores := line.value(f"published.downstream.{task}"):
+        scores = line.value(f"published.downstream.{task}")
+        if scores:
             how = "no more than F1" if scores.em <= scores.f1 else None
             yield line.compare(f"{name}, exact matches", scores.em, f"at most F1, {scores.f1}", how)
 
@@ -90,7 +92,8 @@ def _squad(line: Line) -> Iterator[Check]:
 def _ensemble(line: Line, singles: Mapping[str, Downstream]) -> Iterator[Check]:
     """Check that models together do no worse than one of them."""
     for name in SCORES if line.published.ensemble else ():
-        joined, alone = _score(line, name), value_of(singles.get(line.name), name)
+        joined = _score(line, name)
+        alone = value_of(singles.get(line.name), name)
         if joined is not None and alone is not None:
             how = "no less than one model" if joined >= alone else None
             yield line.compare(f"ensemble, {name}", joined, f"at least {alone}, of one model", how)
@@ -100,7 +103,8 @@ def _monotonic(lines: Sequence[Line]) -> Iterator[Check]:
     """Check that scores improve with size "in all cases", as the A100 blog says."""
     for smaller, larger in pairwise(lines):
         for name in SCORES:
-            before, after = _score(smaller, name), _score(larger, name)
+            before = _score(smaller, name)
+            after = _score(larger, name)
             if before is not None and after is not None:
                 how = "better with size" if after > before else None
                 yield larger.compare(f"size, {name}", after, f"above {before}, of {smaller.name}", how)

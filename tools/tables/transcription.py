@@ -52,7 +52,8 @@ def other_model(line: Line) -> Iterator[Check]:
 
 
 def _cells(line: Line) -> Iterator[Check]:
-    count, columns = len((line.published.row or "").split("|")), len(line.table.columns)
+    count = len((line.published.row or "").split("|"))
+    columns = len(line.table.columns)
     yield line.compare("cells", columns, count, count == columns)
     for cell in line.cells:
         if cell.key:
@@ -63,7 +64,8 @@ def _cells(line: Line) -> Iterator[Check]:
 
 
 def _cell(line: Line, cell: Cell, key: str, quantity: str) -> Check:
-    own, oom = line.value(key), line.published.oom
+    own = line.value(key)
+    oom = line.published.oom
     if cell.text == "OOM":
         return line.compare(quantity, cell.text, f"published.oom={oom}", oom)
     if not cell.text:
@@ -114,13 +116,16 @@ def _published_numbers(row: CheckedRow) -> Iterator[Check]:
 def _declarations(row: CheckedRow) -> Iterator[Check]:
     """Check that `published.printed` names differences, and `inferred` nothing printed."""
     for key, value in row.published.printed.items():
-        cell, own, quantity = row.cell_of(key), row.value(key), f"published.printed {key}"
+        cell = row.cell_of(key)
+        own = row.value(key)
+        quantity = f"published.printed {key}"
         how = None if value == own else "declared: it differs"
         yield row.compare(quantity, value, f"{key}={own}", how)
         if cell and not prints(cell, value):
             yield row.compare(f"{quantity} cell", cell.text, value, None)
     for key in row.recipe.inferred:
-        if text := row.text_of(key):
+        text = row.text_of(key)
+        if text:
             yield row.compare(f"inferred {key}", text, "declared as not printed", None)
 
 
@@ -144,7 +149,8 @@ def settings(row: CheckedRow, source: CheckedTable) -> Iterator[Check]:
 
 def _setting(row: CheckedRow, said: Statement) -> Check:
     """Compare a stated value; a number under `published` may have other digits there."""
-    own, text = row.value(said.key), Printed.read(_shown(said.value))
+    own = row.value(said.key)
+    text = Printed.read(_shown(said.value))
     printed = row.printed_number(said.key) if said.key.startswith("published.") else None
     agrees = _same(said.value, own)
     if printed and text and not agrees:
@@ -177,7 +183,8 @@ def _unchecked(row: CheckedRow, key: str) -> str:
         return "a score of a trained model: its parts and its place among other scores are checked"
     if published.oom:
         return "it ran out of memory: no rate follows from the batch" if key == "batch.micro" else ""
-    rate, bounded = published.samples_per_s, "only its share of the GPU's peak is bounded"
+    rate = published.samples_per_s
+    bounded = "only its share of the GPU's peak is bounded"
     if key == TIME and rate is None and published.tflops is None:
         return f"neither a rate nor TFLOPS are printed next to it: {bounded}"
     if rate is not None and published.time_per_iteration_s is None:

@@ -77,11 +77,12 @@ def verify(only: Sequence[str] = (), *, folder: Path = FOLDER, progress: Progres
     Raises ProblemsError: an unknown name in `only`, a file that cannot be read; all broken recipes at once.
     """
     published = {table.name: table for table in catalog.tables(folder) if table.published}
-    if problems := [
+    problems = [
         Problem("--table", f"--table {name}", "no such published table", did_you_mean(name, published))
         for name in only
         if name not in published
-    ]:
+    ]
+    if problems:
         raise ProblemsError(problems)
     sources = checked_tables([table for name, table in published.items() if not only or name in only])
     source_of = {source.table.name: source for source in sources}
@@ -100,7 +101,8 @@ def verify(only: Sequence[str] = (), *, folder: Path = FOLDER, progress: Progres
 
 def _singles(published: Mapping[str, Table], source: CheckedTable) -> dict[str, Downstream]:
     """Return the scores of the single models behind a table of ensembles; {} for other tables."""
-    if (name := source.evidence.single_models) is None:
+    name = source.evidence.single_models
+    if name is None:
         return {}
     if name not in published:
         fix = did_you_mean(name, published)
@@ -131,7 +133,8 @@ def _explain(checks: Sequence[Check], sources: Sequence[CheckedTable]) -> tuple[
     for source in sources:
         for row in source.rows:
             for known in source.evidence.errata_of(row.name):
-                if check := wrong.get((row.full_name, known.difference)):
+                check = wrong.get((row.full_name, known.difference))
+                if check:
                     explained.setdefault(known.erratum.text, (known.erratum, []))[1].append(check)
                 else:
                     stale.append(f"{row.full_name} {known.difference}")

@@ -136,7 +136,8 @@ def table(
     """Return the comparison as aligned text of `width` columns, followed by failures and layouts not run."""
     if reference.failure:
         return f"{reference.name}: {reference.failure}"
-    first, last = reference.losses[0], reference.losses[-1]
+    first = reference.losses[0]
+    last = reference.losses[-1]
     cells = [(row.run.name, row.run.case.processes, *_numbers(row)) for row in rows]
     cells += [(name, *"------", "not run") for name in left_out]
     said = [

@@ -44,7 +44,8 @@ def save_first_gradients(run: TrainingRun, record: StepRecord) -> None:
     whole = merged(own, Part.followed_by, grid.control_group, Part)
     if grid.rank == 0:
         recipe = run.recipe.model_dump(mode="json", by_alias=True)
-        progress, held = Progress(step=1, adam_steps=1, schedule=1), (whole.files, whole.tensors, (KIND,))
+        progress = Progress(step=1, adam_steps=1, schedule=1)
+        held = (whole.files, whole.tensors, (KIND,))
         manifest.write(Manifest(progress, {}, "", recipe, {}, {}, *held), directory)
     gathered(None, grid.control_group)
 

@@ -22,8 +22,10 @@ def temporary_groups() -> Iterator[None]:
     from deepspeed.utils import groups
     from torch.distributed import barrier, destroy_process_group, distributed_c10d
 
-    before, kept = {*distributed_c10d._world.pg_map}, dict(vars(groups))
-    name, block = distributed_c10d._hash_ranks_to_str, next(_numbers)
+    before = {*distributed_c10d._world.pg_map}
+    kept = dict(vars(groups))
+    name = distributed_c10d._hash_ranks_to_str
+    block = next(_numbers)
     distributed_c10d._hash_ranks_to_str = lambda ranks: name([*ranks, block])
     try:
         yield

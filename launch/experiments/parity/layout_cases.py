@@ -107,7 +107,8 @@ CASES = (
 
 def case_plan(recipe: Recipe, case: LayoutCase, machine: Machine) -> Plan:
     """Resolve the recipe under the case's layout, with the same global batch. Raises ConfigError."""
-    batch, recomputed = recipe.batch, case.checkpointing
+    batch = recipe.batch
+    recomputed = case.checkpointing
     shares = {"micro": None, "accumulation": case.accumulation}
     if case.accumulation is None:
         shares = {"micro": batch.micro, "accumulation": None if batch.micro else batch.accumulation}

@@ -50,7 +50,8 @@ def run_cases(
         waiting = [case for case in cases if case.processes == processes]
         while waiting:
             number = next(launches)
-            jobs, log = out / f"jobs-{number}.json", out / f"log-{number}.txt"
+            jobs = out / f"jobs-{number}.json"
+            log = out / f"log-{number}.txt"
             jobs.write_text(json.dumps([vars(case) for case in waiting]))
             names = "; ".join(case.name for case in waiting)
             terminal.say(f"{counted(processes, 'process')}: {names}")

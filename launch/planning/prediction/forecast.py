@@ -21,7 +21,8 @@ LARGE_BUBBLE = 0.10
 LEAST_GAIN = 0.01  # of a step's time, from which a larger micro-batch is advised
 MOST_MICRO = 8191
 # % of the peak rate, every product counted: what no published row of this repository leaves (it has 3 to 52).
-LEAST_SHARE, MOST_SHARE = 1.0, 75.0
+LEAST_SHARE = 1.0
+MOST_SHARE = 75.0
 HOURS = 3600.0  # seconds
 
 
@@ -199,7 +200,9 @@ class Forecast:
         if self.time is None:
             return None
         layout = self.work.layout
-        gpus, seconds, tokens = layout.world, 0.0, 0
+        gpus = layout.world
+        seconds = 0.0
+        tokens = 0
         ends = [before for before, _, _ in sizes.stretches[1:]]
         for (before, _, size), end in zip(sizes.stretches, (*ends, steps), strict=True):
             count = max(0, min(end, steps) - before)
@@ -207,7 +210,8 @@ class Forecast:
             work = replace(self.work, layout=shares)
             seconds += count * step_time(work, self.node, self.constants).total if count else 0.0
             tokens += count * work.tokens_per_step
-        other, watts = self.node.other_watts, self.node.gpu.watts * gpus
+        other = self.node.other_watts
+        watts = self.node.gpu.watts * gpus
         energy = None if other is None else (watts + other * self.nodes) * seconds / 3.6e6
         price = self.node.gpu.price
         if usd_per_gpu_hour is not None:
@@ -238,9 +242,11 @@ def speed(work: Workload, node: Node, seconds: float) -> Speed:
 
 def largest_number(fits: Callable[[int], bool], most: int) -> int:
     """Return the largest fitting number from 1 to `most` by bisection; 0: none fits."""
-    low, high = 0, 1
+    low = 0
+    high = 1
     while high <= most and fits(high):
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
     high = min(high, most + 1)
     while high - low > 1:
         middle = (low + high) // 2
@@ -250,7 +256,9 @@ def largest_number(fits: Callable[[int], bool], most: int) -> int:
 
 def _better_micro(found: Forecast) -> dict[str, float | int]:
     """Return the fastest larger micro-batch that fits and makes the same global batch; {}: none."""
-    work, layout, seconds = found.work, found.work.layout, {}
+    work = found.work
+    layout = found.work.layout
+    seconds = {}
     if found.verdict != "fits" or found.time is None:
         return {}
     share = layout.micro * layout.accumulation
@@ -264,8 +272,11 @@ def _better_micro(found: Forecast) -> dict[str, float | int]:
 
 
 def _remarks(found: Forecast) -> Iterator[Remark]:
-    work, node, layout = found.work, found.node, found.work.layout
-    host, room = found.host / 1e9, node.host.memory_gb
+    work = found.work
+    node = found.node
+    layout = found.work.layout
+    host = found.host / 1e9
+    room = node.host.memory_gb
     if not node.holds_groups(layout.tp, 1, layout.world):
         yield Remark("tensor across nodes", dict(tp=layout.tp, gpus=node.gpus))
     if found.nodes > 1 and node.network is None:
@@ -278,14 +289,16 @@ def _remarks(found: Forecast) -> Iterator[Remark]:
             )
     if found.verdict == "snug":
         yield Remark("snug", dict(missing=-found.margin / 1e9))
-    if better := _better_micro(found):
+    better = _better_micro(found)
+    if better:
         yield Remark("larger batch", better)
     if found.verdict == "fits" and work.recomputed and found.largest.kept >= layout.micro:
         yield Remark("recomputation", dict(micro=layout.micro))
     if work.precision not in node.gpu.tflops:
         has = ", ".join(name for name in node.gpu.tflops if name != "fp32")
         yield Remark("no precision", dict(precision=work.precision, gpu=node.gpu.title, has=has or "fp32"))
-    if over := layout.world % node.gpus if layout.world > node.gpus else 0:
+    over = layout.world % node.gpus if layout.world > node.gpus else 0
+    if over:
         yield Remark("partly filled node", dict(ranks=over, gpus=node.gpus))
     if host > room:
         yield Remark("host memory", dict(needed=host, there=room))

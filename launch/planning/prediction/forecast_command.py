@@ -44,7 +44,9 @@ def run(args: argparse.Namespace) -> int:
     plan = plan_on_nodes(recipe, args.ds_config or recipe.ds_config, node, args.nodes)
     found = forecast(workload.of_plan(plan), node, unit=recipe.batch.unit)
     name = catalog.full_name(args.recipe) + ("-tiny" if args.tiny else "")
-    sizes, tokens, steps = recipe.batch.schedule, found.work.tokens_per_step, recipe.steps
+    sizes = recipe.batch.schedule
+    tokens = found.work.tokens_per_step
+    steps = recipe.steps
     if args.tokens:
         samples = math.ceil(args.tokens * recipe.batch.global_ / tokens)
         steps = bisect_left(range(samples), samples, key=sizes.samples)

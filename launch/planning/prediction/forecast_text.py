@@ -63,7 +63,8 @@ DURATIONS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
 def page(found: Forecast, name: str, bill: Bill | None, width: int | None = None) -> Page:
     """Describe the forecast: layout, memory, verdict, time, cost of the run, remarks."""
     shown = Page(width)
-    memory, largest = found.node.gpu.memory_bytes, found.largest
+    memory = found.node.gpu.memory_bytes
+    largest = found.largest
     rank = found.fullest_rank
     both = f"allocated {_gb(rank.allocated)}, reserved {_gb(rank.reserved)} of {memory / 1e9:.1f} GB"
     share = f"{both}; {rank.total / memory:.0%} with CUDA's context"
@@ -117,7 +118,9 @@ def add_published(shown: Page, plan: Plan, pairs: Sequence[tuple[str, float | st
 
 def _placed(found: Forecast) -> list[tuple[str, str]]:
     """Describe hardware, layout, and place of the model states."""
-    work, node, layout = found.work, found.node, found.work.layout
+    work = found.work
+    node = found.node
+    layout = found.work.layout
     gpus = f"{counted(layout.world, 'GPU')} on {counted(found.nodes, 'node')}"
     places = {"optimizer": work.optimizer_at, "weights": work.weights_at, "activations": work.checkpoints_at}
     away = ", ".join(f"{what} on {place}" for what, place in places.items() if place != "gpu")

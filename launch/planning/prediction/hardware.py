@@ -118,7 +118,8 @@ def node_for(recipe: Recipe, name: str | None = None) -> Node:
     """Return the node named by the user, or the recipe's. Raises ProblemsError: neither is there."""
     name = name or (recipe.hardware.node if recipe.hardware else None)
     if name is None:
-        came, rule = "no --hardware, and the recipe names none", "a plan is for a kind of node"
+        came = "no --hardware, and the recipe names none"
+        rule = "a plan is for a kind of node"
         fix = f"--hardware {', '.join(names()[:6])}, … or FILE.yaml:NODE of your own"
         raise ProblemsError([Problem("--hardware", came, rule, fix)])
     return find(name)
@@ -188,7 +189,8 @@ def _node(name: str, nodes: dict[str, Any], gpus: dict[str, Any], where: str) ->
         raise ProblemsError([Problem("--hardware", f"--hardware {name[:100]}", f"no such node {where}", fix)])
     gpu = str(nodes[name].get("gpu"))
     if gpu not in gpus:
-        came, rule = f"{name}.gpu={gpu}", f"no such GPU {where}"
+        came = f"{name}.gpu={gpu}"
+        rule = f"no such GPU {where}"
         raise ProblemsError([Problem("--hardware", came, rule, did_you_mean(gpu, gpus))])
     return _checked(Node, {**nodes[name], "name": name, "gpu": {**gpus[gpu], "name": gpu}}, name)
 

@@ -25,13 +25,15 @@ def published_workload(plan: Plan) -> Workload | None:
 
 def side_by_side(plan: Plan, node: hardware.Node) -> list[tuple[str, float | str, float | str]]:
     """Return (quantity, predicted, published) for the row's own system and node; [] for another node."""
-    recipe, step = plan.recipe, published_workload(plan)
+    recipe = plan.recipe
+    step = published_workload(plan)
     published = recipe.published
     own = recipe.hardware.node if recipe.hardware else None
     if published is None or step is None or node.name != own:
         return []
     theirs = forecast(step, node)
-    seconds, faster = theirs.time and theirs.time.total, published.speedup and _speedup(published, theirs)
+    seconds = theirs.time and theirs.time.total
+    faster = published.speedup and _speedup(published, theirs)
     cached = theirs.fullest_rank.cached(node.gpu.memory_bytes) / hardware.GIB
     tflops = theirs.speed and (
         theirs.speed.tflops if published.tflops_by == "formula" else theirs.speed.exact_tflops
@@ -49,7 +51,8 @@ def side_by_side(plan: Plan, node: hardware.Node) -> list[tuple[str, float | str
 def _speedup(published: Published, faster: Forecast) -> float | None:
     """Predict the time of the row that it was compared with, over the row's own."""
     other = catalog.load(published.speedup_over or "")
-    slower, named = published_workload(published_plan(other)), other.hardware and other.hardware.node
+    slower = published_workload(published_plan(other))
+    named = other.hardware and other.hardware.node
     time = forecast(slower, hardware.find(named)).time if slower and named else None
     return time.total / faster.time.total if time and faster.time else None
 
@@ -63,7 +66,8 @@ def printed_seconds(recipe: Recipe, published: Published) -> float | None:
 
 def published_seconds(recipe: Recipe, published: Published, work: Workload | None) -> float | None:
     """Return the seconds of an iteration as printed, or else from printed TFLOPS."""
-    seconds, tflops = printed_seconds(recipe, published), published.tflops
+    seconds = printed_seconds(recipe, published)
+    tflops = published.tflops
     gpus = published.printed.get("hardware.gpus", recipe.hardware.gpus if recipe.hardware else None)
     if seconds is None and tflops and work and isinstance(gpus, int):
         return seconds_of(work, tflops, gpus, published.tflops_by)

@@ -135,7 +135,9 @@ def of_stage(work: Workload, stage: int, gpu: Gpu, constants: Constants) -> Rank
 
 def _states(work: Workload, stage: int) -> tuple[cost.PlacedStates, float]:
     """Return the model states during the update, and the bytes of gradients in the backward pass."""
-    parameters, software, dp = work.parameters_of(stage), work.software, work.layout.dp
+    parameters = work.parameters_of(stage)
+    software = work.software
+    dp = work.layout.dp
     share = parameters / (dp if work.zero_stage >= 2 else 1)
     if software.states:
         widths = cost.FP32 if work.precision == "fp32" else software.states
@@ -163,7 +165,8 @@ def _states(work: Workload, stage: int) -> tuple[cost.PlacedStates, float]:
 
 def _buffers(work: Workload, stage: int) -> float:
     """Return the bytes of ZeRO's buckets and gathered parameters."""
-    parameters, buffers = work.parameters_of(stage), work.buffers
+    parameters = work.parameters_of(stage)
+    buffers = work.buffers
     if work.zero_stage == 1 and sums_whole_gradients(work):
         # DeepSpeed's BF16_Optimizer: copies of what is averaged at once, in fp32 and in bf16. Ours has none.
         copied = work.layout.dp > 1 and work.software is not OURS
@@ -171,7 +174,9 @@ def _buffers(work: Workload, stage: int) -> float:
     gathered = 0.0
     if work.zero_stage == 3:
         # Two layers: the computed one, and the next, gathered ahead.
-        rows, padded, tp = work.positions, work.padded_vocab, work.layout.tp
+        rows = work.positions
+        padded = work.padded_vocab
+        tp = work.layout.tp
         one = cost.parameters_per_rank(work.model, rows, padded, tp, layers=1, first=False, last=False)
         gathered = min(parameters, buffers.live) if buffers.live else 2 * one
     return work.width * (buffers.reduce + gathered)
@@ -184,7 +189,9 @@ def sums_whole_gradients(work: Workload) -> bool:
 
 def _activations(work: Workload, stage: int) -> tuple[cost.StateBytes, float, float]:
     """Return the bytes kept over a stage, at work in one layer, and of logits."""
-    layer, layers, flights = work.activations, work.layers_of(stage), work.in_flight(stage)
+    layer = work.activations
+    layers = work.layers_of(stage)
+    flights = work.in_flight(stage)
     chunk = work.recomputed
     if chunk:
         kept = layer.stream * -(-layers // chunk) * flights

@@ -18,11 +18,14 @@ from recipes.attention_patterns import Window
 
 WAITING = 0.1  # of a step's time, from which on the host counts as what limits it
 TILE = 128  # rows and columns that one multiprocessor computes at a time
-LATENCY, FAR_LATENCY = 2.5e-6, 10e-6  # seconds of a hop of a collective, inside a node and between nodes
+# seconds of a hop of a collective, inside a node and between nodes
+LATENCY = 2.5e-6
+FAR_LATENCY = 10e-6
 TENSORS = 12  # parameter tensors of a layer
 # Kernels that the host starts, `benchmark.py kernels`: of embedding, heads and loss in both passes; for a
 # collective besides its own, which waits for an event and records one (ProcessGroupNCCL.cpp).
-END_KERNELS, COLLECTIVE_KERNELS = 20, 3
+END_KERNELS = 20
+COLLECTIVE_KERNELS = 3
 # Of a step besides its passes, when the GPU has little to do: a step of ours starts 260, of which 4 layers
 # and the ends take 156 (docs/benchmarks.md, on the second device).
 STEP_KERNELS = 100
@@ -80,7 +83,8 @@ def step_time(work: Workload, node: Node, constants: Constants) -> StepTime:
     """Predict a step of `work` on as many such nodes as it needs."""
     layout = work.layout
     machine = NodeRates(node, constants, layout.world)
-    passes, m = StageTimes(work, machine), layout.accumulation
+    passes = StageTimes(work, machine)
+    m = layout.accumulation
     slowest = max({0, layout.pp - 1}, key=lambda stage: passes.of_stage(stage).total)
     own = passes.of_stage(slowest)
     typical = passes.of_stage(min(1, layout.pp - 1) if layout.pp > 2 else 0)
@@ -103,8 +107,11 @@ class StageTimes:
     """Seconds of a micro-batch on the stages of a pipeline."""
 
     def __init__(self, work: Workload, machine: NodeRates):
-        self.work, self.machine = work, machine
-        layout, model, software = work.layout, work.model, work.software
+        self.work = work
+        self.machine = machine
+        layout = work.layout
+        model = work.model
+        software = work.software
         self.again = 1.0 if work.recomputed else 0.0
         self.collectives = 4 + 2 * self.again  # of tensor parallelism, in a layer
         layer = products.layer_products(model, work.tokens, layout.tp)
@@ -123,7 +130,8 @@ class StageTimes:
 
         The host starts kernels while the GPU works: what it needs beyond that the GPU waits.
         """
-        work, layers = self.work, self.work.layers_of(stage)
+        work = self.work
+        layers = self.work.layers_of(stage)
         last = stage == work.layout.pp - 1
         weights = (3 + self.again) * self.weights
         scores = (1 + self.again + work.selective * (not self.again) + self.scores_backward) * self.scores
@@ -160,7 +168,8 @@ class StageTimes:
 
     def _between(self) -> float:
         """Predict a layer's forward pass besides products: bytes over the memory's bandwidth."""
-        work, gpu = self.work, self.machine.node.gpu
+        work = self.work
+        gpu = self.machine.node.gpu
         cut = work.layout.tp if work.sequence_parallel else 1
         size = work.width * work.tokens * work.model.hidden
         passes = work.software.passes
@@ -181,7 +190,8 @@ class StageTimes:
 
     def _boundary(self) -> float:
         """Predict handing on activations and gradients, for each of v chunks."""
-        work, layout = self.work, self.work.layout
+        work = self.work
+        layout = self.work.layout
         if layout.pp == 1:
             return 0.0
         size: float = work.width * work.tokens * work.model.hidden
@@ -196,8 +206,12 @@ def _data_seconds(work: Workload, machine: NodeRates, computed: float) -> tuple[
     Reductions run under the backward pass where a system overlaps them. Stage 3's gathering counts in full:
     where a share of it that is hidden was fitted too, that came out at 0.01, the least that was allowed.
     """
-    layout, stage = work.layout, work.zero_stage
-    parameters, dp, tp, m = work.parameters_of(0), layout.dp, layout.tp, layout.accumulation
+    layout = work.layout
+    stage = work.zero_stage
+    parameters = work.parameters_of(0)
+    dp = layout.dp
+    tp = layout.tp
+    m = layout.accumulation
     size = work.width * parameters  # of the weights, and of their gradients
     backward = computed / (2 * m)  # of the last micro-batch
     if stage == 3:  # gathered forward and backward, and gradients scattered, for every micro-batch
@@ -217,9 +231,11 @@ def _data_seconds(work: Workload, machine: NodeRates, computed: float) -> tuple[
 
 def _offload_seconds(work: Workload, machine: NodeRates) -> float:
     """Predict the seconds of PCIe and NVMe transfers; DeepSpeed hides few of them."""
-    layout, node = work.layout, machine.node
+    layout = work.layout
+    node = machine.node
     pcie = node.pcie_gb_s * 1e9
-    parameters, m = work.parameters_of(0), layout.accumulation
+    parameters = work.parameters_of(0)
+    m = layout.accumulation
     share = parameters / layout.dp
     seconds = 0.0
     if work.optimizer_at != "gpu":
@@ -240,7 +256,8 @@ def _offload_seconds(work: Workload, machine: NodeRates) -> float:
 
 def _update_seconds(work: Workload, machine: NodeRates) -> float:
     """Predict the seconds of Adam over a rank's share, at the rate of the GPU's or host's memory."""
-    layout, node = work.layout, machine.node
+    layout = work.layout
+    node = machine.node
     parameters = max(work.parameters_of(stage) for stage in {0, layout.pp - 1})
     sharing = layout.dp if work.zero_stage else 1
     share = parameters / sharing
@@ -276,7 +293,8 @@ class NodeRates:
         The share of the rate falls with the last wave of tiles that does not fill the GPU, and with short
         sums.
         """
-        gpu, width = self.node.gpu, 4 if precision == "fp32" else 2
+        gpu = self.node.gpu
+        width = 4 if precision == "fp32" else 2
         rate = gpu.tflops[precision] * 1e12 * gpu.matrix_share * self.constants.matrix
         tiles = math.ceil(product.m / TILE) * math.ceil(product.n / TILE) * product.times
         waves = tiles / gpu.multiprocessors

@@ -131,7 +131,8 @@ class Workload:
         1F1B: as many as there are stages from this one on (Narayanan et al. 2021, section 2.2.1); with
         interleaving the first stage holds (1 + (p - 1) / (p v)) p (Korthikanti et al. 2022, section 4.2.3).
         """
-        pp, chunks = self.layout.pp, self.interleave
+        pp = self.layout.pp
+        chunks = self.interleave
         most = pp - stage + (0 if chunks == 1 else (pp - 1) / chunks)
         return min(self.layout.accumulation, most)
 
@@ -155,7 +156,8 @@ class Workload:
     def published_tflops(self, seconds: float, gpus: int) -> float:
         """Return TFLOPS per GPU of a step of `seconds` by the published tables' formula."""
         size = cost.parameters(self.model.unshared, self.positions)
-        read, again = self.layout.global_batch * self.model.sequences, self.recomputed > 0
+        read = self.layout.global_batch * self.model.sequences
+        again = self.recomputed > 0
         return cost.published_tflops(size, self.sequence_length, read, seconds, gpus, checkpointing=again)
 
     def exact_tflops(self, seconds: float, gpus: int, *, recomputation: bool = True) -> float:
@@ -179,8 +181,10 @@ class Workload:
 
 def of_plan(plan: Plan) -> Workload:
     """Make the workload of a resolved plan."""
-    recipe, ds = plan.recipe, plan.ds
-    zero, checkpointing = ds.get("zero_optimization") or {}, ds.get("activation_checkpointing") or {}
+    recipe = plan.recipe
+    ds = plan.ds
+    zero = ds.get("zero_optimization") or {}
+    checkpointing = ds.get("activation_checkpointing") or {}
     if plan.layout.pp > 1:  # DeepSpeed 0.19.8, engine.py: a pipeline switches it off
         zero = {**zero, "overlap_comm": False}
     optimizer, weights = (PLACES[section.get("device") or "none"] for section in offloads(plan))

@@ -82,8 +82,11 @@ class Exclusions:
 
 def degrees(question: Question, exclusions: Exclusions) -> list[Degrees]:
     """Return every tp x pp x dp of all processes with divisible heads, layers and batch."""
-    recipe, found = question.recipe, []
-    model, batch, pinned = recipe.model, recipe.batch.unit, recipe.parallel
+    recipe = question.recipe
+    found = []
+    model = recipe.model
+    batch = recipe.batch.unit
+    pinned = recipe.parallel
     for tp in divisors(question.ranks) if pinned.tp is None else [pinned.tp]:
         if model.heads % tp:
             exclusions.indivisible["tensor", tp] = f"{model.heads} heads are not divisible by it"
@@ -164,7 +167,8 @@ def variants(work: Workload) -> Iterator[Workload]:
     Sequence parallelism and selective recomputation came together (Korthikanti et al. 2022); a kernel that
     keeps no scores gains nothing by the latter.
     """
-    software, layout = work.software, work.layout
+    software = work.software
+    layout = work.layout
     both = software.has_sequence_parallelism
     cuts = both and layout.tp > 1 and work.sequence_length % layout.tp == 0
     again = both and software.keeps_scores and not work.recomputed
@@ -181,7 +185,8 @@ def _choices(demanded: bool, possible: bool) -> list[bool]:
 
 def chunk_counts(work: Workload) -> list[int]:
     """Return the possible chunks per stage: equal ones, for micro-batches in whole rounds."""
-    layout, layers = work.layout, work.model.layers
+    layout = work.layout
+    layers = work.model.layers
     plain = layout.pp == 1 or layers % layout.pp or layout.accumulation % layout.pp
     if plain or not work.software.has_interleaving:
         return [1]

@@ -39,7 +39,8 @@ def largest(question: Question) -> list[Largest]:
 
 def over_layouts(question: Question, way: Way, layouts: list[Degrees]) -> Largest:
     """Find the widest model of a way under any layout, then the deepest of that width."""
-    best, runs = None, False
+    best = None
+    runs = False
     problems: dict[str, Problem] = {}
     for wider in (True, False):
         for at in layouts if wider or best else ():
@@ -59,7 +60,8 @@ def larger(
     hidden, depth = (best.work.model.hidden, best.work.model.layers) if best else (0, 0)
 
     def fitting(more: int) -> Candidate | None:
-        width, of_a_stage = hidden, depth // at.pp + more
+        width = hidden
+        of_a_stage = depth // at.pp + more
         if wider:
             width = STEP * at.tp * (hidden // (STEP * at.tp) + more)
             of_a_stage = math.ceil(shapes.usual_layers(width) / at.pp)

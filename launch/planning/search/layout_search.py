@@ -67,7 +67,8 @@ class Candidate:
     @property
     def values(self) -> list[Value]:
         """The layout's value of each dimension."""
-        work, layout = self.work, self.work.layout
+        work = self.work
+        layout = self.work.layout
         found: list[Value] = [
             ("tensor", layout.tp),
             ("pipeline", layout.pp),
@@ -167,7 +168,9 @@ def _no_layout(question: Question, exclusions: Exclusions) -> Problem:
 
 def of_way(question: Question, at: Degrees, way: Way, again: str | int) -> list[Candidate]:
     """Predict every micro-batch, up to the first one that is too large. Raises ConfigError."""
-    found, total, full = list[Candidate](), question.recipe.batch.global_, set[tuple[object, ...]]()
+    found = list[Candidate]()
+    total = question.recipe.batch.global_
+    full = set[tuple[object, ...]]()
     step = cache(partial(candidates.step, question, way, at, again))
     for micro in candidates.micro_batches(question, at):
         layout = Layout(*at, micro, total // (micro * at.dp), total)
@@ -201,17 +204,20 @@ def groups(candidates_: Sequence[Candidate]) -> list[int]:
     Of two layouts the larger error counts, as of one whose GPUs wait for the host.
     """
     first: Candidate | None = None
-    number, found = -1, dict[int, int]()
+    number = -1
+    found = dict[int, int]()
     for place in sorted(range(len(candidates_)), key=lambda place: candidates_[place].seconds):
         candidate = candidates_[place]
         if first is None or candidate.seconds > (1 + max(first.error, candidate.error)) * first.seconds:
-            first, number = candidate, number + 1
+            first = candidate
+            number = number + 1
         found[place] = number
     return [found[place] for place in range(len(candidates_))]
 
 
 def _complexity(candidate: Candidate) -> tuple[bool, bool, int, float]:
-    work, layout = candidate.work, candidate.work.layout
+    work = candidate.work
+    layout = candidate.work.layout
     offloaded = (work.optimizer_at, work.weights_at) != ("gpu", "gpu")
     return candidate.forecast.verdict != "fits", offloaded, layout.tp * layout.pp, candidate.seconds
 

@@ -90,7 +90,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = arguments.subcommand(commands, "search", line, ABOUT, EXAMPLES, RULES)
     arguments.add_recipe_arguments(parser)
     add = parser.add_argument_group("which model, on what").add_argument
-    own, sizes = ", ".join(shapes.RECIPES.values()), ", ".join(shapes.NAMES)
+    own = ", ".join(shapes.RECIPES.values())
+    sizes = ", ".join(shapes.NAMES)
     model = f"a model of that size in place of the recipe's (default recipe: {own}): GPT-3's {sizes}, or one "
     model += "of the published tables, e.g. 8.3b or 61b"
     add("--model", metavar="SIZE", help=model)
@@ -137,7 +138,8 @@ def run(args: argparse.Namespace) -> int:
 
 def question_of(args: argparse.Namespace) -> tuple[RecipeFlags, Question]:
     """Make the question from the flags. Raises ProblemsError."""
-    size, name = args.model and shapes.size(args.model), args.recipe
+    size = args.model and shapes.size(args.model)
+    name = args.recipe
     if (size or args.largest) and name == catalog.DEFAULT_RECIPE:
         name = shapes.RECIPES[size.family if size else "gpt2"]
     own = catalog.load(name)
@@ -174,7 +176,8 @@ class RecipeFlags(NamedTuple):
 
 def launched(page: Page, flags: RecipeFlags, question: Question, layout: Candidate, out: Path | None) -> None:
     """Add the launch of a layout to the page, and write its JSON into `out`. Raises ConfigError."""
-    settings, file = settings_of(flags, layout.work), layout.way.file
+    settings = settings_of(flags, layout.work)
+    file = layout.way.file
     document = ways.config(layout.way, question.base, layout.work.layout)
     plan = ways.resolved(document, flags.load(settings), question.ranks, question.node.machine)
     if out:
@@ -206,7 +209,8 @@ def settings_of(flags: RecipeFlags, work: Workload) -> list[str]:
         "parallel.sequence": work.sequence_parallel,
         RECOMPUTATION: "selective" if work.selective else recomputation,
     }
-    own, sets = flags.load([]), {key: text for key, text in flags.overrides.items() if key not in decided}
+    own = flags.load([])
+    sets = {key: text for key, text in flags.overrides.items() if key not in decided}
     for key, value in decided.items():
         stated = attrgetter(key)(own)
         if stated != value and not (stated is None and key in DERIVED_KEYS):

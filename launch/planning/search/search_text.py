@@ -56,7 +56,9 @@ ORDER = {name: place for place, name in enumerate(get_args(Dimension))}
 
 def page(answer: Answer, name: str, most: int, width: int | None = None) -> Page:
     """Describe the question, the best layouts, and the reasons against the others."""
-    question, recipe, node = answer.question, answer.question.recipe, answer.question.node
+    question = answer.question
+    recipe = answer.question.recipe
+    node = answer.question.node
     size = cost.parameters(recipe.model, recipe.positions)
     shape = f"{recipe.model.layers} layers of {recipe.model.hidden}, {recipe.model.heads} heads"
     samples = f"{recipe.batch.global_:,} samples of {recipe.sequence_length:,} tokens per step"
@@ -69,7 +71,8 @@ def page(answer: Answer, name: str, most: int, width: int | None = None) -> Page
         ("hardware", f"{gpus}: {node.title} ({node.name}), {node.gpu.memory_bytes / 1e9:.1f} GB each"),
         ("searched", f"{number}, as {question.software.name} runs them"),
     )
-    if best := answer.best_per_layout(most):
+    best = answer.best_per_layout(most)
+    if best:
         _add_layouts(shown, answer, best)
         _add_split(shown, best)
     else:
@@ -81,7 +84,8 @@ def page(answer: Answer, name: str, most: int, width: int | None = None) -> Page
 
 def largest_page(question: Question, found: Sequence[Largest], width: int | None = None) -> Page:
     """Describe the largest models in a table, with the printed sizes below it."""
-    node, recipe = question.node, question.recipe
+    node = question.node
+    recipe = question.recipe
     gpus = f"{counted(question.ranks, 'GPU')} on {counted(question.nodes, 'node')}"
     samples = f"{recipe.batch.global_:,} samples of {recipe.sequence_length:,} tokens per step"
     micro = counted(recipe.batch.micro or 1, "sample")
@@ -101,11 +105,13 @@ def largest_page(question: Question, found: Sequence[Largest], width: int | None
         else:
             rows.append([way.name, *(_largest(best) if best else ["none fits"])])
     shown.table(rows, LARGEST, "llll", below=[f"{LARGEST_LEGEND}{error('memory')}."])
-    if printed := _printed_sizes(question):
+    printed = _printed_sizes(question)
+    if printed:
         shown.text(f"printed of {gpus} of this kind: {'; '.join(printed)}")
     alone = node.gpu.memory_bytes / 16e9
     rule = f"the documents' rule, memory over 16 bytes a parameter: {alone:.2f} B for one GPU"
-    if bound := PRINTED_BOUNDS.get(node.gpu.name):
+    bound = PRINTED_BOUNDS.get(node.gpu.name)
+    if bound:
         rule += f"; they print {bound / 1e9:g} B for this GPU as the practical upper bound"
     shown.text(rule)
     shown.text(*refused, hang=2)
@@ -114,9 +120,11 @@ def largest_page(question: Question, found: Sequence[Largest], width: int | None
 
 def _largest(best: Candidate) -> list[str]:
     """Return the size, the layout, and what fills the memory."""
-    model, layout = best.work.model, best.work.layout
+    model = best.work.model
+    layout = best.work.layout
     size = cost.parameters(model, best.work.positions)
-    rank, node = best.forecast.fullest_rank, best.forecast.node
+    rank = best.forecast.fullest_rank
+    node = best.forecast.node
     host = best.forecast.host / (node.host.memory_gb * 1e9)
     name, most = max(rank.on_gpu.items(), key=lambda part: part[1])
     fills = f"GPU: {CATEGORIES.get(name, name)} {most / rank.total:.0%}"
@@ -135,7 +143,8 @@ def _printed_sizes(question: Question) -> list[str]:
     for table in LARGEST_TABLES:
         for row in read_table(FOLDER / f"{table}.yaml").rows:
             recipe = catalog.load(f"{table}/{row}")
-            own, published = recipe.hardware, recipe.published
+            own = recipe.hardware
+            published = recipe.published
             if own and published and (own.node, own.gpus) == (question.node.name, question.ranks):
                 shape = f"{recipe.model.layers}x{recipe.model.hidden}"
                 sizes.append(f"{published.size_label}, {shape} ({published.framework or recipe.ds_config})")
@@ -144,9 +153,11 @@ def _printed_sizes(question: Question) -> list[str]:
 
 def _add_layouts(shown: Page, answer: Answer, best: list[Candidate]) -> None:
     memory = answer.question.node.gpu.memory_bytes
-    rows, groups = [], layout_search.groups(best)
+    rows = []
+    groups = layout_search.groups(best)
     for number, candidate in enumerate(best, 1):
-        layout, needed = candidate.work.layout, candidate.forecast.fullest_rank.total
+        layout = candidate.work.layout
+        needed = candidate.forecast.fullest_rank.total
         cells = [
             ascii_uppercase[min(groups[number - 1], 25)],
             f"{layout.tp}x{layout.pp}x{layout.dp}",
@@ -183,7 +194,8 @@ def _add_split(shown: Page, best: list[Candidate]) -> None:
 
 def _states(candidate: Candidate) -> str:
     """Name the place of model states, recomputation, and further features of a layout."""
-    work, again = candidate.work, recomputation(candidate.work)
+    work = candidate.work
+    again = recomputation(candidate.work)
     words = [candidate.way.name if work.software.states is None else "its own"]
     words += [] if again == "nothing" else [f"{again} recomputed"]
     words += ["sequence parallel"] * work.sequence_parallel

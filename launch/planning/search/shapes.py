@@ -59,12 +59,14 @@ NAMES = {**SIZES, "345m": SIZES["350m"]}  # GPT-2's label of the same shape
 
 def size(name: str) -> Size:
     """Return the size, of GPT-3 or else as a published table prints it. Raises ProblemsError."""
-    label, came = name.lower(), f"--model {name[:100]}"
+    label = name.lower()
+    came = f"--model {name[:100]}"
     if label in NAMES:
         return NAMES[label]
     rows = rows_by_size()
     if label not in rows:
-        rule, fix = "no size of GPT-3 or of the published tables", did_you_mean(label, {**NAMES, **rows})
+        rule = "no size of GPT-3 or of the published tables"
+        fix = did_you_mean(label, {**NAMES, **rows})
         raise ProblemsError([Problem("--model", came, rule, fix)])
     if len(rows[label]) > 1:
         told = ", ".join(
@@ -74,7 +76,9 @@ def size(name: str) -> Size:
         raise ProblemsError([Problem("--model", came, rule, "name one as --recipe, without --model")])
     (row,) = rows[label].values()
     recipe = catalog.load(row)
-    model, batch, rate = recipe.model, recipe.batch.global_, recipe.optimizer.lr
+    model = recipe.model
+    batch = recipe.batch.global_
+    rate = recipe.optimizer.lr
     return Size(model.layers, model.hidden, model.heads, batch, rate, recipe.sequence_length, model.family)
 
 

@@ -92,7 +92,8 @@ def name_map(model: Model) -> Iterator[Entry]:
     yield from (Entry(ours, (theirs,)) for ours, theirs in PARAMETERS.items())
     modules = [Entry(ours, (theirs,)) for ours, theirs in placement.top.items()]
     for i in range(model.layers):
-        here, there = f"layers.{0 if model.shared_layers else i}.", f"bert.encoder.layer.{i}."
+        here = f"layers.{0 if model.shared_layers else i}."
+        there = f"bert.encoder.layer.{i}."
         modules.append(Entry(f"{here}attention.qkv", tuple(there + name for name in QKV_NAMES), QKV))
         one_to_one = {**PER_LAYER, **placement.per_layer}.items()
         modules += [Entry(here + ours, (there + theirs,)) for ours, theirs in one_to_one]

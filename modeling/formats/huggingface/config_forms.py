@@ -88,7 +88,8 @@ _MEGATRON_FIXED: Fixed = {
     "num_experts": (None, 1, [1]),
 }
 _MEGATRON_KEYS = "num_layers hidden_size num_attention_heads vocab_size max_position_embeddings"
-_MEGATRON_SHAPE, _WIDTH = _shape(_MEGATRON_KEYS, 0, 0, 0, 0, 0), ("ffn_hidden_size", None)
+_MEGATRON_SHAPE = _shape(_MEGATRON_KEYS, 0, 0, 0, 0, 0)
+_WIDTH = ("ffn_hidden_size", None)
 _ARGUMENTS = "its arguments say"
 _GPT_FIXED: Fixed = {**_MEGATRON_FIXED, "gelu": ("tanh",), "layernorm_epsilon": (1e-5,)}
 # Megatron's BERT always has another GELU and epsilon than ours: it is accepted, with a message.

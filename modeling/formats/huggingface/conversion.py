@@ -100,7 +100,8 @@ class Conversion:
     def select(self, theirs: Tensors) -> Selection:
         """Select the tensors of a state dict, which may hold either name of a tied tensor, or both."""
         named = [(name, tensor) for stored, tensor in theirs.items() if (name := self.rename(stored))]
-        found, times = dict(named), Counter(name for name, _ in named)
+        found = dict(named)
+        times = Counter(name for name, _ in named)
         stored_copies = {names: found.pop(names[0]) for names in self.tied.items() if names[0] in found}
         copies = {names: copy for names, copy in stored_copies.items() if names[1] in found}
         found |= {names[1]: copy for names, copy in stored_copies.items() if names not in copies}

@@ -28,14 +28,17 @@ CONVERT = (
 
 def read_state_dict(directory: str | Path) -> dict[str, Tensor]:
     """Read every tensor of the directory by its stored name. Raises FileError with all broken files."""
-    directory, found = Path(directory), dict[str, Tensor]()
+    directory = Path(directory)
+    found = dict[str, Tensor]()
     problems: list[Problem] = []
     for file, names in _files(directory).items():
         try:
             tensors = _read(directory / file)
-            if absent := sorted(names - tensors.keys()):
+            absent = sorted(names - tensors.keys())
+            if absent:
                 refuse(directory / file, f"lacks {some(absent)}", "the index says otherwise", AGAIN)
-            if twice := sorted(tensors.keys() & found.keys()):
+            twice = sorted(tensors.keys() & found.keys())
+            if twice:
                 refuse(directory / file, f"holds {some(twice)}, as another shard does", "", AGAIN)
             found |= tensors
         except FileError as error:
@@ -71,7 +74,8 @@ def _shards(index: Path) -> dict[str, set[str]]:
             came = f"says that {tensor[:100]} is in {json.dumps(file)[:100]}"
             refuse(index, came, "that is the name of a file next to it", AGAIN)
         shards.setdefault(file, set()).add(tensor)
-    if absent := sorted(file for file in shards if not os.path.lexists(index.parent / file)):
+    absent = sorted(file for file in shards if not os.path.lexists(index.parent / file))
+    if absent:
         refuse(index, f"names {some(absent)}, which the directory lacks", "every shard is needed", AGAIN)
     return shards
 

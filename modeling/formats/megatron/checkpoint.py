@@ -146,7 +146,8 @@ class Checkpoint:
         own |= {key: value for key, value in stated.items() if key not in own or value != UNREAD}
         own["model_type"] = "megatron-lm-bert" if self.is_bert else "megatron-lm-gpt"
         own["vocab_size"] = stated.get("orig_vocab_size") or next(iter(padded), rows)
-        if gelus := [stated[key] for key in ("openai_gelu", "bias_gelu_fusion") if key in stated]:
+        gelus = [stated[key] for key in ("openai_gelu", "bias_gelu_fusion") if key in stated]
+        if gelus:
             known = "tanh" if self.tanh_gelu else "exact"
             own["gelu"] = UNREAD if UNREAD in gelus else known
         return own
@@ -190,10 +191,12 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     if problems:
         raise FileError(problems)
     stated = contents[files.stated]
-    arguments, version = _arguments(stated.get("args")), stated.get("checkpoint_version", 0)
+    arguments = _arguments(stated.get("args"))
+    version = stated.get("checkpoint_version", 0)
     if type(version) not in (int, float) or not 0 <= version <= 3:
         refuse(files.stated, f"has checkpoint_version {str(version)[:60]}", "versions 0 to 3 are known", "")
-    tensors, copies = dict[str, Slices](), dict[tuple[str, str], Slices]()
+    tensors = dict[str, Slices]()
+    copies = dict[tuple[str, str], Slices]()
     offset = 0
     for called, slices in _stages(files, contents):
         offset += _take(called, slices, offset, tensors, copies, problems)
@@ -215,7 +218,8 @@ def _load(file: Path) -> dict[str, Any]:
         refuse(file, "cannot be read", rule, fix)
     try:
         named = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-        if other := sorted(name for name in named if not _may_stand_in(name)):
+        other = sorted(name for name in named if not _may_stand_in(name))
+        if other:
             rule = "a checkpoint of Megatron names none of it, and loading it might run a program"
             advice = "do not load it; get it from its source again"
             refuse(file, f"names {some(other, 4)[:200]}", rule, advice)
@@ -302,7 +306,8 @@ def _take(
     layers = 0
     for stored in slices[0]:
         name = common_name(stored)
-        if layer := LAYER.fullmatch(name):
+        layer = LAYER.fullmatch(name)
+        if layer:
             layers = max(layers, int(layer[2]) + 1)
             name = f"{layer[1]}{offset + int(layer[2])}{layer[3]}"
         if stored in uneven:
@@ -335,8 +340,9 @@ def _missing(
             came = f"holds files of {count} {kind}-parallel ranks, and its arguments tell of {stated}"
             yield Problem(str(files.where), came, "each has a part of the weights", WHOLE, str(files.where))
     present = {int(m[1]) for s in files.stages if (m := LAYER_FILE.fullmatch(s[0].name)) and s[0] in layers}
-    if gaps := [
+    gaps = [
         f"layer_{n:02d}" for n in range(min(present, default=0), max(present, default=0)) if n not in present
-    ]:
+    ]
+    if gaps:
         came = f"lacks the files of {some(gaps, 4)}"
         yield Problem(str(files.where), came, "every layer is needed", WHOLE, str(files.where))

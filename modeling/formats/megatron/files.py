@@ -51,7 +51,8 @@ class Files(NamedTuple):
 
 def is_checkpoint(directory: Path) -> bool:
     """Check whether the directory has the file names of a Megatron checkpoint."""
-    names, patterns = _names(directory), (SAVED, RANK, PLAIN, LAYER, PARTITIONED, DISTRIBUTED)
+    names = _names(directory)
+    patterns = (SAVED, RANK, PLAIN, LAYER, PARTITIONED, DISTRIBUTED)
     if "config.json" in names:  # transformers' Trainer leaves a global_stepN next to one
         return False
     return TRACKER in names or any(next(_matches(pattern, names), None) for pattern in patterns)
@@ -61,7 +62,8 @@ def find(directory: Path) -> Files:
     """Find the files of the iteration in `directory`, or of the newest below it. Raises FileError."""
     where = _iteration(directory)
     names = _names(where)
-    if layers := [(int(m[1]), int(m[2]), where / m[0]) for m in _matches(LAYER, names)]:
+    layers = [(int(m[1]), int(m[2]), where / m[0]) for m in _matches(LAYER, names)]
+    if layers:
         stated = where / "mp_rank_00_model_states.pt"
         if not is_file(stated):
             fix = "copy it next to the layers"
@@ -71,7 +73,8 @@ def find(directory: Path) -> Files:
     if not found:
         for m in _matches(RANK, names):
             held = _names(where / m[0])
-            if name := next((name for name in WEIGHTS if name in held), None):
+            name = next((name for name in WEIGHTS if name in held), None)
+            if name:
                 found.append((int(m[2] or 0), int(m[1]), where / m[0] / name))
             elif OPTIMIZER not in held:
                 came = f"holds {some(held, 4) or 'nothing'}, and neither {WEIGHTS[0]} nor {WEIGHTS[1]}"
@@ -110,7 +113,8 @@ def _iteration(directory: Path) -> Path:
     else:
         rule = f"{TRACKER}, which says what is newest, is missing"
         refuse(directory, f"holds {some(saved)}", rule, f"give one of them, {directory}/{saved[-1]}")
-    if not (chosen := [name for name in asked if name in names]):
+    chosen = [name for name in asked if name in names]
+    if not chosen:
         came = f"says {asked[0][:60]!r}, and next to it is {some(saved) if saved else 'no iteration'}"
         refuse(tracker, came, "it names the newest iteration", "give the directory of one iteration")
     return directory / chosen[0]
@@ -120,17 +124,19 @@ def _stages(where: Path, found: Sequence[tuple[int, int, Path]]) -> Sequence[Seq
     """Sort (stage or layer, slice, file) by stage; refuse a missing slice or stage."""
     by_stage: dict[int, dict[int, Path]] = {}
     for stage, index, file in found:
-        if (other := by_stage.setdefault(stage, {}).setdefault(index, file)) != file:
+        other = by_stage.setdefault(stage, {}).setdefault(index, file)
+        if other != file:
             came = f"holds {other.relative_to(where)} and {file.relative_to(where)}"
             refuse(where, came, "a rank has one file", "leave out the one of another save")
     count = 1 + max(index for _, index, _ in found)
     by_layer = LAYER.fullmatch(found[0][2].name) is not None
-    if missing := [
+    missing = [
         f"slice {index} of {count} of {'layer_' if by_layer else 'pipeline stage '}{stage:02d}"
         for stage, slices in sorted(by_stage.items())
         for index in range(count)
         if index not in slices
-    ]:
+    ]
+    if missing:
         refuse(where, f"lacks {some(missing, 4)}", "every slice is needed", WHOLE)
     if not by_layer and (absent := set(range(max(by_stage))) - by_stage.keys()):
         refuse(where, f"lacks pipeline stage {min(absent)}", f"it holds stage {max(by_stage)}", WHOLE)

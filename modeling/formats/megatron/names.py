@@ -110,7 +110,8 @@ def is_qkv(name: str) -> bool:
 
 def is_whole(name: str, shape: Sequence[int]) -> bool:
     """Check that a layer's QKV matrix has its three parts; True for any other tensor."""
-    rows, columns = shape[:1], shape[1:]
+    rows = shape[:1]
+    columns = shape[1:]
     return not name.endswith(".query_key_value.weight") or [*rows] == [3 * size for size in columns]
 
 
