@@ -25,14 +25,21 @@ LEFT_PEER = re.compile("Connection (closed|reset) by peer|Broken pipe")
 LOST_PEER = re.compile(f"{LEFT_PEER.pattern}|Timed out waiting|NCCL|gloo")
 AFTER_STOP_REQUEST = "after_stop_request"  # attribute of an exception after a request to stop
 
+LATER = 2.0  # seconds that a rank without a message waits before it ends
+
 
 class Failed(Exception):
     """A failure on this rank that needs one sentence and no traceback. Exit code 1."""
 
 
 def refuse(problem: object, code: int = 2) -> NoReturn:
-    """Print the problem once per machine, since machines may differ, and end this rank with `code`."""
+    """Print the problem once per machine, since machines may differ, and end this rank with `code`.
+
+    Ranks that print nothing end later: a launcher ends all of them with the first.
+    """
     explain(problem)
+    if local_rank() != 0:
+        time.sleep(LATER)
     raise SystemExit(code)
 
 

@@ -26,7 +26,7 @@ from recipes.layout import Layout
         (
             "metrics.jsonl",
             '{"kind": "step", "step": 1, "loss": 1.0}\n',
-            "metrics.jsonl:1: has no skipped, seconds",
+            "metrics.jsonl:1: a step without skipped, seconds",
         ),
         ("result.json", "{", "result.json:1:2: not JSON"),
         ("result.json", "[1]", "result.json: holds a list"),
