@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from string import Template
 from typing import Any, NamedTuple
 
 import yaml
@@ -28,10 +29,11 @@ class Step(NamedTuple):
 
 def read(path: Path = LIST) -> tuple[Step, ...]:
     """Read the steps from the list of commands."""
-    entries: list[dict[str, Any]] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     steps = []
-    for entry in entries:
-        commands = [tuple(shlex.split(line)) for line in entry["commands"]]
+    for entry in content["steps"]:
+        lines = [Template(line).substitute(content["words"]) for line in entry["commands"]]
+        commands = [tuple(shlex.split(line)) for line in lines]
         steps.append(Step(entry["name"], entry["title"], commands, entry.get("goal", "")))
     return tuple(steps)
 
