@@ -118,11 +118,12 @@ class Claims:
                 count = file.read()
         except FileNotFoundError:
             return False
-        before, since = self._counts.get(name, (b"none", 0.0))
-        if count != before:
-            self._counts[name] = (count, time.monotonic())
+        now = time.monotonic()
+        known = self._counts.get(name)
+        if known is None or known[0] != count:
+            self._counts[name] = (count, now)
             return True
-        return time.monotonic() - since < LOST_AFTER
+        return now - known[1] < LOST_AFTER
 
 
 def _is_locked(file: BinaryIO) -> bool:

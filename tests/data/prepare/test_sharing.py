@@ -49,3 +49,20 @@ def test_one_at_a_time_has_a_turn(tmp_path):
         with second.turn("assembly", said.append):
             assert not first.take("assembly")
     assert said == []
+
+
+def test_of_two_that_see_the_same_loss_one_takes_its_claim(tmp_path, monkeypatch):
+    """The other one takes it between the look of the first and its link."""
+    with Claims(tmp_path / "claims") as first, Claims(tmp_path / "claims") as second:
+        with Claims(tmp_path / "claims") as lost:
+            assert lost.take("7")
+        lives = Claims._lives
+
+        def meanwhile(claims, name):
+            found = lives(claims, name)
+            if claims is first and not found:
+                assert second.take("7")
+            return found
+
+        monkeypatch.setattr(Claims, "_lives", meanwhile)
+        assert not first.take("7") and second.take("7")
