@@ -119,8 +119,10 @@ def _short_texts(recipe: Recipe) -> list[Source]:
     data = recipe.data
     if data.tokenizer.kind not in TRAINED or any(origin.source == "packaged" for origin in data.origins):
         return []
-    files = [file for origin in data.origins for file in files_of(origin)]
-    if sum(file.stat().st_size for file in files) > SHORT_TEXT:
+    size = 0
+    for origin in data.origins:
+        size += sum(file.stat().st_size for file in files_of(origin))
+    if size > SHORT_TEXT:
         return []
     sources = (open_origin(recipe, origin, lambda line: None) for origin in data.origins)
     return [source for source in sources if source]

@@ -25,9 +25,8 @@ from modeling.attention import attention
 MOST_WEIGHTS = 2**21  # attention weights computed at once: few enough for a cache
 ROW_MULTIPLE = 64  # matrix units want it, and few different sizes keep torch's memory in one piece
 VARLEN_DTYPES = (torch.bfloat16, torch.float16)
-# at most; at least: what FlashAttention takes
-VARLEN_HEAD_SIZE = 256
-VARLEN_CAPABILITY = (8, 0)
+VARLEN_HEAD_SIZE = 256  # the largest that FlashAttention takes
+VARLEN_CAPABILITY = (8, 0)  # the least of a GPU for it
 
 
 class Row(NamedTuple):

@@ -100,7 +100,9 @@ def _strings(path: Path) -> Iterator[str]:
     for raw in lines.framed(path, 0):
         text = raw if isinstance(raw, BrokenRecord) else lines.parse(raw)
         if not isinstance(text, str):
-            why = f"it is {kind}: {way_from(kind)}" if kind else text.reason if text else "the file is empty"
+            why = text.reason if text else "the file is empty"
+            if kind:
+                why = f"it is {kind}: {way_from(kind)}"
             raise ValueError(f"--decontaminate {path}: {why}")
         yield from (_json_strings(path, text) if is_json else text.splitlines())
 

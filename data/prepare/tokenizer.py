@@ -51,9 +51,8 @@ def training_texts(settings: Settings, inputs: Inputs) -> Iterator[str]:
     """
     detect = make_detector() if settings.language is not None else None
     left = settings.vocabulary_mb * 1e6
-    # and the languages of skipped documents
     given = 0
-    others = Counter[str]()
+    others = Counter[str]()  # languages of skipped documents
     for _, item in inputs.records(Cursor()):
         text = inputs.format.parse(item) if isinstance(item, RawRecord) else None
         if not isinstance(text, str) or not text:

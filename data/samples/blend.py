@@ -19,9 +19,11 @@ from data.keyed_random import shuffled
 from data.samples.fields import Fields, HeldOut, Parts, TrainingSamples
 from recipes.problems import Key, Problem, ProblemsError
 
-_SPLITS = [f"{split}_{what}" for split in ("train", "held_out", "test") for what in ("documents", "tokens")]
-_READ = ["documents", "text_bytes", "documents_read_for_validation", "unigram_tokens", "samples_per_epoch"]
-_ADDED_UP = frozenset(_SPLITS + _READ)
+_ADDED_UP = frozenset({
+    *("documents", "train_documents", "held_out_documents", "test_documents"),
+    *("train_tokens", "held_out_tokens", "test_tokens", "unigram_tokens"),
+    *("text_bytes", "documents_read_for_validation", "samples_per_epoch"),
+})  # fmt: skip
 BLOCK = 1000  # positions; a part has at least one of them
 
 
@@ -139,11 +141,15 @@ def _blended_counts(counts: Sequence[np.ndarray], weights: Sequence[float]) -> n
 
 def _blended_summary(summaries: Sequence[dict[str, Any]], weights: Sequence[float]) -> dict[str, Any]:
     """Join the summaries of the parts: sums of their common entries, all checksums, and the parts."""
-    shared = [key for key in summaries[0] if key in _ADDED_UP and all(key in part for part in summaries)]
+    sums = {}
+    for key in summaries[0]:
+        values = [part[key] for part in summaries if key in part]
+        if key in _ADDED_UP and len(values) == len(summaries):
+            sums[key] = sum(values)
     parts = [{"weight": weight, **part} for part, weight in zip(summaries, weights, strict=True)]
     return {
         "source": " + ".join(f"{part['source']} ({part['weight']:g})" for part in parts),
-        **{key: sum(part[key] for part in summaries) for key in shared},
+        **sums,
         "train_tokens_crc32": ",".join(str(part["train_tokens_crc32"]) for part in parts),
         "parts": parts,
     }

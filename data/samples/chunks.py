@@ -97,8 +97,7 @@ def _cut(
     Returns:
         (D,) chunks of each document; (C,) int64 beginnings of chunks, in tokens; (C,) int32 tokens; in order.
     """
-    # places: where the next chunk of each document begins
-    places = edges[first]
+    places = edges[first]  # where the next chunk of each document begins
     ends = edges[last]
     longest = lengths.target
     sizes = np.diff(edges)

@@ -80,7 +80,8 @@ def read_split(facts: TaskFacts, split: str, path: str | None) -> list[LocatedRe
         rule = f"{said}no record can be read, the first: {found[0].place}: {found[0].why}"
         _refuse(key, where, rule, f"give {KINDS}, in UTF-8 and not compressed")
     needed = (*facts.fields, *(() if is_test(split) else (facts.label,)))
-    lacking = [name for name in needed if all(name not in each.value for each in found)]
+    held = set[str]().union(*(each.value for each in found))
+    lacking = [name for name in needed if name not in held]
     if lacking:
         has = ", ".join(next((each.value for each in found if each.value), {})) or "none"
         rule = f"its records have the fields {has}, and lack {', '.join(lacking)} of {', '.join(needed)}"

@@ -198,8 +198,11 @@ def score_spans(
     texts = [span.text for span in spans]
 
     def scores(texts: Sequence[str]) -> list[AnswerScore]:
-        answers = {row: [text for text, _ in questions[row].answers or ()] for row in known}
-        return [score_answer(texts[row], right, with_none) for row, right in answers.items()]
+        found = []
+        for row in known:
+            right = [text for text, _ in questions[row].answers or ()]
+            found.append(score_answer(texts[row], right, with_none))
+        return found
 
     if with_none:
         odds = [span.no_answer for span in spans]

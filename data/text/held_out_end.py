@@ -118,9 +118,10 @@ def describe_text(recipe: Recipe) -> str:
         ends |= isinstance(source, EndHeldOut)
     kind = data.tokenizer.kind
     path = data.tokenizer.path
-    trained = ", trained on it" if kind in TRAINED else f" ({path})" if path else ""
-    return "; ".join([
-        *told,
-        END if ends else f"every {data.validation_every}th document is held out",
-        f"vocabulary {kind} of {recipe.model.vocab_size:,} tokens{trained}",
-    ])  # fmt: skip
+    vocabulary = f"vocabulary {kind} of {recipe.model.vocab_size:,} tokens"
+    if kind in TRAINED:
+        vocabulary += ", trained on it"
+    elif path:
+        vocabulary += f" ({path})"
+    split = END if ends else f"every {data.validation_every}th document is held out"
+    return "; ".join([*told, split, vocabulary])

@@ -36,9 +36,8 @@ READ_BY_ALL = 1 << 26  # bytes; every process reads a .bin up to this size itsel
 REPORT = "report.json"
 MOST_REPORT = 1 << 30  # bytes; it names every input file
 LOOKED_AT = 1 << 22  # bytes of tokens to check when a run is planned
-# documents whose ends are compared; so few may all end in a full stop
-JUDGED = 1000
-FEW = 100
+JUDGED = 1000  # documents whose ends are compared
+FEW = 100  # documents, which may all end in a full stop
 Sequences = Literal["documents", "sentences"]  # content of one sequence of a store
 
 

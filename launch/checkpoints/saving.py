@@ -124,7 +124,8 @@ class Saver:
             took = time.perf_counter() - started
             self._report(SaveOutcome(progress.step, 0, took, took, False, problem))
             return
-        entries, tensors = contents(self.state, kinds_after(progress.adam_steps), self.grid.rank)
+        kinds = kinds_after(progress.adam_steps)
+        entries, tensors = contents(self.state, kinds, self.grid.rank)
         background = self._fits([entry.bytes for entry in entries])
         file = directory / file_name(self.grid.rank)
         written: Future[StoredFile] = Future()
@@ -158,8 +159,7 @@ class Saver:
             return
         pending = self._pending
         self._pending = None
-        # waits
-        error = pending.written.exception()
+        error = pending.written.exception()  # waits
         rank = self.grid.rank
         files = {} if error else {file_name(rank): pending.written.result()}
         problems = (f"rank {rank}: {_reason(error, pending.directory)}",) if error else ()

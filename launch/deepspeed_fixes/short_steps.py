@@ -207,9 +207,8 @@ class FlatStep(_Partitions, OrderedEnd, DeepSpeedZeroOptimizer):
         for group in range(len(self._places)):
             self._complete(group)
         gradients = [self._gradient(group) for group in range(len(self._places))]
-        # waits for the device
         scale = self.loss_scale
-        scaled_norm = self._norm().item()
+        scaled_norm = self._norm().item()  # waits for the device
         self.overflow = not math.isfinite(scaled_norm) and (
             self.dtype != torch.bfloat16 or self.check_grad_overflow
         )

@@ -102,10 +102,11 @@ def summarize(out: Path, outcomes: Sequence[SeedOutcome], *, average: bool) -> S
     """Write and return the summary; with `average` also score the ensemble of at least two seeds."""
     sound = [each for each in outcomes if each.scores]
     median: dict[str, dict[str, float]] = {}
-    for scores in zip(*(each.scores for each in sound), strict=True):
+    by_split = zip(*(each.scores for each in sound), strict=True)
+    for scores in by_split:
+        medians = median.setdefault(scores[0].split, {})
         for metric in scores[0].metrics:
-            values = [score.metrics[metric] for score in scores]
-            median.setdefault(scores[0].split, {})[metric] = statistics.median(values)
+            medians[metric] = statistics.median(score.metrics[metric] for score in scores)
     joined = ensemble(out, sound) if average and len(sound) >= MEMBERS else ()
     summary = Summary(tuple(outcomes), median, joined)
     write_atomically(out / SUMMARY, json.dumps(asdict(summary), indent=1) + "\n")

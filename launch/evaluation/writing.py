@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -191,7 +192,7 @@ def _continued(
 ) -> Iterator[WrittenText]:
     tokenizer = job.model.tokenizer
     how = Decoding(job.tokens, tokenizer.eos_token_id, never, job.sampling, job.seed, job.cached)
-    order = [(number, sample) for number in range(len(job.prompts)) for sample in range(job.samples)]
+    order = list(itertools.product(range(len(job.prompts)), range(job.samples)))
     for first in range(0, len(order), job.batch):
         places = order[first : first + job.batch]
         requests = [Request(job.prompts[number].tokens, sample) for number, sample in places]

@@ -39,9 +39,8 @@ from launch.ranks import ending, processes
 Say = Callable[[str], None]
 
 BUILT = "built"  # file in an op's directory after a complete compilation
-# of the compiler's output in an explanation
-LAST_LINES = 15
-LINE_WIDTH = 300
+LAST_LINES = 15  # of the compiler's output in an explanation
+LINE_WIDTH = 300  # characters of each
 
 TORCH_ADAM = """set "torch_adam": true in optimizer.params of the DeepSpeed JSON: torch's AdamW, same rule"""
 NVME_OPS = ("PinMemoryBuilder", "AsyncIOBuilder")
@@ -113,14 +112,6 @@ def environment_key() -> str:
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:8]
     python = "".join(platform.python_version_tuple()[:2])
     return f"py{python}-torch{torch.__version__}-deepspeed{deepspeed.__version__}-{digest}"
-
-
-def is_built(op: str) -> bool:
-    """Check whether `op` is compiled, by an earlier run or at DeepSpeed's installation."""
-    builder = get_accelerator().create_op_builder(op)
-    if builder is None or _installed(builder.name):
-        return True
-    return Path(_get_build_directory(builder.name, False), BUILT).exists()
 
 
 def build(op: str, say: Say = print) -> None:

@@ -35,8 +35,7 @@ from recipes.schema import Recipe
 
 TOLERANCE = 1e-4  # largest difference of a logit, relative to the largest logit where that is above 1
 RESTORE = "restore it from a copy of the run, or name another with --step"
-# random tokens to compare on; the second sample is padded where samples may be
-SAMPLES = 2
+SAMPLES = 2  # of random tokens to compare on; the second is padded where samples may be
 POSITIONS = 128
 SHARD = 5 * 10**9  # bytes of a file, as transformers had it up to version 4
 # Bytes per parameter for comparing logits: one model at a time in float32, and transformers' loading.

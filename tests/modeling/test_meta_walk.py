@@ -20,7 +20,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from launch.experiments.random_batch import random_batch
 from launch.training.engine import move_buffers
 from launch.training.micro_batches import for_pipeline, for_plain, padded_arguments
 from modeling import bert, gpt2, unpadding
@@ -34,6 +33,7 @@ from modeling.parallel.random_state import seed_step
 from modeling.unpadding import Row
 from recipes.attention_patterns import Fixed
 from recipes.rank_order import Coordinates
+from tools.benchmarks.random_batch import random_batch
 
 B, S, P, V, CHOICES = 4, 256, 8, 90, 2
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}

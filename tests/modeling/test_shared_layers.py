@@ -10,7 +10,6 @@ import torch
 from launching import WORKERS, run_ranks
 from torch import Tensor
 
-from launch.experiments.random_batch import random_batch
 from modeling import bert, cost, gpt2, transformer
 from modeling.bert import BertShape
 from modeling.cost import parameters
@@ -21,6 +20,7 @@ from modeling.initialization import Init
 from modeling.layer_list import Stack
 from recipes import catalog
 from recipes.schema import Model
+from tools.benchmarks.random_batch import random_batch
 from tools.tables.quantities import arithmetic, counts
 
 LAYERS = 3

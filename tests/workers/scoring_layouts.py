@@ -20,7 +20,8 @@ from launch.ranks import ending, processes
 quiet.quiet_libraries()
 MACHINE = abilities.detect_machine()
 
-from launch.evaluation.scoring import build_scoring_engine, figures, score, steps_of  # noqa: E402  (after the accelerator is chosen)
+# After the accelerator is chosen.
+from launch.evaluation.scoring import build_scoring_engine, figures, score, steps_of  # noqa: E402
 from launch.evaluation.scoring_job import Wishes, checked_job, read_task  # noqa: E402
 from launch.experiments.parity.groups import temporary_groups  # noqa: E402
 from launch.ranks.watchdog import Watchdog  # noqa: E402

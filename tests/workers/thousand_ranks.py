@@ -43,7 +43,6 @@ from launch.checkpoints.engine_state import EngineState  # noqa: E402
 from launch.checkpoints.geometry import share  # noqa: E402
 from launch.checkpoints.manifest import Manifest, Progress, Series, StoredFile, StoredTensor, file_name  # noqa: E402
 from launch.checkpoints.saving import Part, contents  # noqa: E402
-from launch.experiments.random_batch import random_batch  # noqa: E402
 from launch.training.engine import build_engine, release_at_end, train_step  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.micro_batches import salts_of_step  # noqa: E402
@@ -51,6 +50,7 @@ from modeling.families import family_of, meta_parameters  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 from modeling.parallel.random_state import seed_step  # noqa: E402
 from recipes import catalog  # noqa: E402
+from tools.benchmarks.random_batch import random_batch  # noqa: E402
 
 CPU = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=False)
 STAGES = ("zero0", "zero1", "zero2", "zero3")

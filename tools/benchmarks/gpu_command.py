@@ -27,9 +27,8 @@ from tools.benchmarks.gpu_steps import Command, Step
 MOST_BYTES = 2**28  # in a results file
 LIMIT_S = 300  # of a command
 TOO_LONG = 124  # exit code of what took longer, as timeout(1) has it
-# characters of output; a training's ends with its result
-MOST_SAID = 8000
-MOST_OF_TRAINING = 1500
+MOST_SAID = 8000  # characters of output
+MOST_OF_TRAINING = 1500  # of a training, which ends with its result
 
 EXAMPLES = """\
 examples:

@@ -35,7 +35,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from launch.experiments.random_batch import random_batch
 from launch.training.micro_batches import for_plain
 from modeling import fusing
 from modeling.families import family_of, model_shape
@@ -44,6 +43,7 @@ from modeling.initialization import DTYPES, Init
 from recipes.layout import padded_vocab
 from recipes.schema import Recipe
 from tools.benchmarks.nano_gpt import NanoGpt
+from tools.benchmarks.random_batch import random_batch
 from tools.benchmarks.systems import loss_of, transformers_inputs, transformers_model
 
 aten = torch.ops.aten

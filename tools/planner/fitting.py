@@ -37,8 +37,7 @@ RANGES = {
 # (18B-log-n4 to 193B-log-n64 of other_documents.csv: 0.18 to 0.23). Depth: two steps of 32 of a kernel's
 # loop; `matrix` and `traffic` make up for other values.
 ASSUMED = {"fragmentation": 0.22, "depth": 64.0}
-# factors by which the search varies a constant
-FIRST_STEP = 1.5
+FIRST_STEP = 1.5  # factors by which the search varies a constant
 LAST_STEP = 1.01
 LEAST_GAIN = 1e-6
 ROUND = 0.05  # of ln(predicted / published): smaller errors all count as about this

@@ -29,9 +29,8 @@ PARTS: dict[Part, Callable[[RankCounts], int]] = {
     "last stage": lambda counts: counts.held[-1][0],
 }
 PEAKS = {"V100": 125.0}  # TFLOPS in half precision where a document states none: as Jean Zay's has it
-# % of the peak: the slowest row has 3 (64 stages, 4 micro-batches), the quickest 52
-LEAST = 1.0
-MOST = 70.0
+LEAST = 1.0  # % of the peak: the slowest row has 3 (64 stages, 4 micro-batches)
+MOST = 70.0  # the quickest one has 52
 NEAR_TWICE = 0.005  # relative: a value this close to twice the computed one is called twice
 
 

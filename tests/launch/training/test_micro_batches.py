@@ -10,10 +10,10 @@ import torch
 from data.loader import rank_rows
 from ds_configs.plan import HOST, Machine
 from ds_configs.resolver import resolve
-from launch.experiments.random_batch import random_batch
 from launch.training import micro_batches
 from recipes import catalog
 from recipes.families import FAMILIES, TASK_FIELDS
+from tools.benchmarks.random_batch import random_batch
 
 SIZES = dict(samples=3, length=24, predictions=4, vocabulary=90)
 MACHINE = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=False)
