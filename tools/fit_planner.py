@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 from launch.console import arguments, ends, terminal
 from launch.console.text_table import aligned
 from recipes.files import path_of
+from recipes.problems import Problem, ProblemsError
 from tools.planner import csv_cases, fitting, validation
 
 ABOUT = """\
@@ -58,6 +59,9 @@ def main() -> int:
         print(aligned(csv_cases.COLUMNS.items(), width=width))
         return 0
     own = path_of(args.table, "--table") if args.table else None
+    if own and not own.exists():
+        fix = "give a CSV file, whose columns --columns lists"
+        raise ProblemsError([Problem("--table", f"--table {own}", "no such file", fix)])
     cases = csv_cases.read(own) if own else csv_cases.published_cases()
     if args.refit:
         fitting.refit(csv_cases.published_cases())

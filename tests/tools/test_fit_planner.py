@@ -312,6 +312,11 @@ def test_a_table_without_shapes_is_refused(tmp_path):
         csv_cases.read(table(tmp_path, "1", header="layers"))
 
 
+def test_a_table_that_is_not_there_is_refused_with_its_flag():
+    refused = run([*COMMAND, "--table", "nosuch.csv"])
+    assert refused.returncode == 2 and "--table nosuch.csv: no such file; give a CSV" in refused.stdout
+
+
 def test_the_columns_are_listed_and_nothing_else():
     done = run([*COMMAND, "--columns"])
     listed = [line.split()[0] for line in done.stdout.splitlines() if line and not line.startswith(" ")]
