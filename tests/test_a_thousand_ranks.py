@@ -8,7 +8,6 @@ import math
 import queue
 import sys
 import threading
-from collections import defaultdict
 
 import pytest
 import torch.distributed as dist
@@ -81,7 +80,9 @@ def test_a_manifest_has_a_line_for_a_tensor_and_not_for_each_of_its_pieces(tp, t
 
 @pytest.mark.parametrize("world", [1, 2, 7, 8])
 def test_values_of_all_ranks_are_merged_in_their_order_and_few_come_to_each(world, monkeypatch):
-    sent, me, heard = defaultdict(queue.Queue), threading.local(), [0] * world
+    # Every queue stands before the threads start: two of them could make one of a defaultdict twice.
+    sent = {(source, target): queue.Queue() for source in range(world) for target in range(world)}
+    me, heard = threading.local(), [0] * world
 
     def send(tensor, group, group_dst):
         sent[me.rank, group_dst].put(tensor)
