@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from data import cache
 from data.cache import Say
 from data.samples.fields import HeldOut, Parts, TrainingSamples
-from data.samples.splits import Family, MakeOnce, family_of, store_parts, stream_parts
+from data.samples.splits import Family, family_of, store_parts
 from data.text.held_out_end import END, EndHeldOut, with_held_out_text
 from data.text.records import SkippedRecords, Source
 from data.text.sources import files_of, open_source
@@ -22,6 +22,9 @@ from data.text.vocabulary import build_vocabulary, vocabulary_digest
 from data.tokens.opened import check_ready_made, opened_store, sequences_of, store_prefix
 from recipes.families import TRAINED
 from recipes.schema import BlendPart, Origin, Recipe
+
+if TYPE_CHECKING:
+    from data.samples.streamed_splits import MakeOnce
 
 SHORT_TEXT = 16 << 20  # bytes of files; a vocabulary of that much is trained in seconds
 
@@ -157,6 +160,8 @@ def _all_parts(
         if opened:
             parts.append(store_parts(recipe, family, opened, max(count, 1)))
         else:
+            from data.samples.streamed_splits import stream_parts
+
             assert source is not None
             parts.append(stream_parts(recipe, family, origin, source, max(count, 1), say, once))
     if len(parts) == 1:

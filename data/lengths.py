@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from data import cache
 from data.cache import Say
 from data.corpus import open_origin
-from data.samples.splits import family_of, interleave_files
+from data.samples.splits import family_of
+from data.samples.streamed_splits import interleave_files
 from data.text.encoder import BATCH_CHARACTERS
 from data.tokens.opened import opened_store
 from recipes.schema import Recipe

@@ -9,7 +9,6 @@ import argparse
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from data.text.given_text import text_settings
 from ds_configs.plan import ANY_GPU
 from ds_configs.resolver import resolve
 from launch.console import arguments, ends
@@ -106,6 +105,8 @@ def training_of(args: argparse.Namespace) -> Training:
     laid = dict[str, Any]()
     weights = None
     if args.text is not None:
+        from data.text.given_text import text_settings
+
         laid |= text_settings(args.text, arguments.stated(args.set, "data.text_column"))
     if args.init_from is not None:
         from launch.weights.starting_model import StartingModel

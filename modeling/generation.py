@@ -22,7 +22,6 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.initialization import no_init_weights
 
 from modeling.formats.families import conversion_of
-from modeling.sparse_attention import visible
 from recipes.attention_patterns import Window
 from recipes.schema import Recipe
 
@@ -123,6 +122,8 @@ def in_transformers(recipe: Recipe, weights: Mapping[str, Tensor], dtype: torch.
 
 def _see(window: Window, attention: Any, given: tuple[Tensor], named: dict[str, Any]) -> tuple[Any, Any]:
     """Set the mask of a sparse layer, for samples without padding."""
+    from modeling.sparse_attention import visible
+
     new = given[0].shape[1]
     kept = named["past_key_values"]
     before = 0 if kept is None else kept.get_seq_length(attention.layer_idx)

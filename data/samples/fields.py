@@ -12,6 +12,7 @@ from pydantic import PlainSerializer, PlainValidator
 from transformers import PreTrainedTokenizerFast
 
 from data.keyed_random import EpochOrders
+from recipes.problems import Setting, Words, counted
 
 HELD_OUT_SEED = 0  # not the recipe's: runs that differ in it are measured on the same held-out samples
 F = TypeVar("F", bound="Fields")
@@ -146,3 +147,9 @@ def spread(available: int, wanted: int) -> np.ndarray:
     """Return min(available, wanted) indices, evenly spread over range(available), ascending."""
     count = min(available, wanted)
     return np.arange(count, dtype=np.int64) * available // max(count, 1)
+
+
+def too_short(tokens: int, sequence_length: int) -> tuple[Words, ...]:
+    """Say why so many tokens give no sample."""
+    length = Setting("sequence_length", sequence_length)
+    return f"{counted(tokens, 'token')}, and one sample of ", length, f" needs {sequence_length + 1}"

@@ -1,4 +1,4 @@
-"""GPT samples: windows of a fixed length over the concatenated documents of one split, or of a stream's lane.
+"""GPT samples: windows of a fixed length over the concatenated documents of one split.
 
 Sample i is tokens [i * T, i * T + T + 1) of the split's stream: the first T are the inputs, the last T the
 labels. So every token but the first of the stream is a label exactly once. Every document of the stream ends
@@ -8,20 +8,21 @@ written without Megatron's --append-eod).
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from data.samples.fields import Fields, HeldOut, StoredSamples, spread, window_count
-from data.samples.lanes import Encode, Lane, LaneReader, Place, refuse_state
+from data.samples.fields import Fields, HeldOut, StoredSamples, spread, too_short, window_count
 from data.text.encoder import Encoder, end_of_document
 from data.tokens.store import Store
-from recipes.problems import Key, Problem, ProblemsError, Setting, Words, counted
+from recipes.problems import Key, Problem, ProblemsError, Words, counted
 from recipes.schema import Origin, Recipe
+
+if TYPE_CHECKING:
+    from data.samples.lanes import Encode, Lane, LaneReader, Place
 
 _LOOKED_AT = 256  # documents to look at first for how the store ends documents
 
@@ -145,73 +146,6 @@ class GptSamples(StoredSamples):
         return GptFields(window=windows)
 
 
-def too_short(tokens: int, sequence_length: int) -> tuple[Words, ...]:
-    """Say why so many tokens give no sample."""
-    length = Setting("sequence_length", sequence_length)
-    return f"{counted(tokens, 'token')}, and one sample of ", length, f" needs {sequence_length + 1}"
-
-
-class GptLane(Lane):
-    """Windows of T + 1 tokens over the lane's documents; each begins with the last label of the one before.
-
-    A rest shorter than a window is left out at the end of an epoch, as at the end of a store.
-    """
-
-    def __init__(self, reader: LaneReader, sequence_length: int):
-        self._length = sequence_length
-        super().__init__(reader)
-
-    def take(self, item: int, seed: int) -> np.ndarray:
-        """Return the next window (T + 1,) int64, without use of the seed."""
-        self._fill()
-        parts = []
-        start = self._offset
-        for _, ids in self._pending:
-            parts.append(ids[max(start, 0) : max(start + self._length + 1, 0)])
-            start -= ids.size
-        self._use()
-        return np.concatenate(parts).astype(np.int64)
-
-    def skip(self) -> None:
-        self._fill()
-        self._use()
-
-    def state(self) -> dict[str, Any]:
-        place = self._pending[0][0] if self._pending else self._place
-        return {**place.state(), "token_offset": self._offset}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        size = len(self._resume(state))
-        if state["token_offset"] >= max(size, 1):
-            refuse_state(self.reader.source, state, f"the document there has {counted(size, 'token')}")
-        self._offset = state["token_offset"]
-        self._fruitful = self._offset > 0
-
-    def _open(self, place: Place) -> None:
-        super()._open(place)
-        self._offset = 0  # tokens used of the first pending document
-        self._pending: deque[tuple[Place, np.ndarray]] = deque()  # documents not wholly used
-        self._buffered = 0  # tokens in `_pending`, those before the offset included
-
-    def _fill(self) -> None:
-        while self._buffered < self._offset + self._length + 1:
-            found = next(self._encoded, None)
-            if found is None:
-                self._open_next_epoch("have ", *too_short(self._buffered, self._length))
-                continue
-            document, ids = found
-            self._pending.append((document.place, ids))
-            self._buffered += ids.size
-
-    def _use(self) -> None:
-        self._fruitful = True
-        self._offset += self._length
-        while self._pending and self._offset >= self._pending[0][1].size:
-            used = self._pending.popleft()[1].size
-            self._offset -= used
-            self._buffered -= used
-
-
 @dataclass(frozen=True)
 class GptFamily:
     """GPT's samples of documents; every family has these methods."""
@@ -240,6 +174,8 @@ class GptFamily:
         return Encoder(self.tokenizer, batch_characters)
 
     def lane(self, reader: LaneReader) -> Lane:
+        from data.samples.gpt_lane import GptLane
+
         return GptLane(reader, self.sequence_length)
 
     def stack(self, samples: Sequence[np.ndarray]) -> GptFields:

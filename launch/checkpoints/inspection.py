@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 
 from launch.checkpoints import manifest
-from launch.checkpoints.manifest import MOMENTS, Manifest
+from launch.checkpoints.manifest import MOMENTS, Fault, Manifest, size_fault
 from launch.checkpoints.stored import StoredTensors
 from launch.checkpoints.tensor_file import BUCKET, DTYPES
 from modeling.families import meta_parameters, with_few_layers
@@ -19,30 +18,7 @@ from recipes import catalog, files
 from recipes.problems import Problem, ProblemsError, some
 from recipes.schema import Recipe
 
-SHOWN = 3  # tensors named in each problem
 Seen = Callable[[int], None]  # called with the number of bytes of each part read
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A fault of one file of a checkpoint.
-
-    Attributes:
-        file: name of the file.
-        came: the fault in words.
-        tensors: names of the affected tensors.
-        numbers: the file is undamaged, but holds numbers that are not finite.
-    """
-
-    file: str
-    came: str
-    tensors: tuple[str, ...] = ()
-    numbers: bool = False
-
-    def __str__(self) -> str:
-        joined = "in" if self.numbers else "it holds"
-        held = some(self.tensors, SHOWN)
-        return f"{self.file} {self.came}" + (f"; {joined} {held}" if held else "")
 
 
 def faults(directory: Path, seen: Seen = lambda number: None) -> Iterator[Fault]:
@@ -114,20 +90,6 @@ def _model_faults(directory: Path, held: Manifest) -> Iterator[Fault]:
             yield Fault(manifest.NAME, f"has shape {list(has)} where the recipe has {list(shape)}", (name,))
 
 
-def size_fault(directory: Path, held: Manifest, name: str) -> Fault | None:
-    """Return the fault of a file that cannot be, or not in the size of the manifest `held`; None without."""
-    path = directory / name
-    told = held.files[name].bytes
-    try:
-        size = path.stat().st_size
-        came = f"has {size} bytes instead of {told}" if path.is_file() else "is no file"
-    except OSError as error:
-        size = -1
-        came = f"cannot be read ({error.strerror})"
-    sound = size == told and path.is_file()
-    return None if sound else Fault(name, came, tuple(held.held_by(name)))
-
-
 def file_faults(
     directory: Path, held: Manifest, name: str, seen: Seen = lambda number: None
 ) -> Iterator[Fault]:
@@ -160,10 +122,10 @@ def file_faults(
     expected = {f"{kind}/{name}": count for kind in held.kinds for name, count in counts.items()}
     missing = tuple(key for key in expected if key not in header)
     if missing:
-        yield Fault(path.name, f"lacks {some(missing, SHOWN)}, which the manifest says it holds")
+        yield Fault(path.name, f"lacks {some(missing, manifest.SHOWN)}, which the manifest says it holds")
     more = tuple(key for key in header if key not in expected)
     if more:
-        yield Fault(path.name, f"holds {some(more, SHOWN)}, of which the manifest says nothing")
+        yield Fault(path.name, f"holds {some(more, manifest.SHOWN)}, of which the manifest says nothing")
     for key, tensor in header.items():
         right = (expected.get(key),)
         if key in expected and (tensor.shape != right or tensor.dtype not in DTYPES):

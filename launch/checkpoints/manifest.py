@@ -24,6 +24,7 @@ from pydantic import Field, TypeAdapter
 from data.durable_files import write_atomically
 from launch.checkpoints.geometry import Cut, Rectangle, Whole, overlap, rectangles, run_around
 from recipes import files
+from recipes.problems import some
 from recipes.schema import Recipe
 
 NAME = "manifest.json"
@@ -31,6 +32,7 @@ Kind = Literal["weight", "exp_avg", "exp_avg_sq"]
 WEIGHT: Kind = "weight"
 MOMENTS: tuple[Kind, Kind] = ("exp_avg", "exp_avg_sq")  # torch's names of Adam's moments
 MOST_BYTES = 4 * 2**30  # of a manifest
+SHOWN = 3  # tensors named in each fault
 DIRECTORY = re.compile(r"step-(\d+)")
 
 Counting = Annotated[int, Field(ge=1, lt=2**63)]
@@ -301,3 +303,39 @@ def digest(values: dict[str, Any]) -> str:
     """Return the SHA-256 of a manifest's values, which is the manifest's last value."""
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of one file of a checkpoint.
+
+    Attributes:
+        file: name of the file.
+        came: the fault in words.
+        tensors: names of the affected tensors.
+        numbers: the file is undamaged, but holds numbers that are not finite.
+    """
+
+    file: str
+    came: str
+    tensors: tuple[str, ...] = ()
+    numbers: bool = False
+
+    def __str__(self) -> str:
+        joined = "in" if self.numbers else "it holds"
+        held = some(self.tensors, SHOWN)
+        return f"{self.file} {self.came}" + (f"; {joined} {held}" if held else "")
+
+
+def size_fault(directory: Path, held: Manifest, name: str) -> Fault | None:
+    """Return the fault of a file that cannot be, or not in the size of the manifest `held`; None without."""
+    path = directory / name
+    told = held.files[name].bytes
+    try:
+        size = path.stat().st_size
+        came = f"has {size} bytes instead of {told}" if path.is_file() else "is no file"
+    except OSError as error:
+        size = -1
+        came = f"cannot be read ({error.strerror})"
+    sound = size == told and path.is_file()
+    return None if sound else Fault(name, came, tuple(held.held_by(name)))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data import durable_files
-from launch.checkpoints import inspection, manifest
+from launch.checkpoints import manifest
 from launch.checkpoints.manifest import Manifest, step_of
 from recipes import files
 from recipes.problems import Problem, some
@@ -76,7 +76,7 @@ def read(directory: Path, sizes: bool = True) -> Checkpoint | Damaged:
         found = Checkpoint(directory, manifest.read(directory))
     except files.FileError as error:
         return Damaged(directory, "; ".join(str(problem) for problem in error.problems))
-    faults = (inspection.size_fault(directory, found.manifest, name) for name in found.manifest.files)
+    faults = (manifest.size_fault(directory, found.manifest, name) for name in found.manifest.files)
     fault = next(filter(None, faults), None) if sizes else None
     return found if fault is None else Damaged(directory, str(fault))
 

@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 from launch.checkpoints import inspection, run_checkpoints
-from launch.checkpoints.inspection import Fault
-from launch.checkpoints.manifest import Manifest
+from launch.checkpoints.manifest import Fault, Manifest
 from launch.checkpoints.run_checkpoints import Checkpoint, Damaged
 from launch.checkpoints.tensor_file import DTYPES
 from launch.console import terminal

@@ -36,6 +36,9 @@ SEND_S = 60.0  # for a message; the system buffers those of a rank that is busy
 MOST_STRANGERS = 512  # at once; of more the oldest goes
 
 
+Kind = Literal["value", "ask", "status", "hangs", "death", "bye"]
+
+
 @dataclass(frozen=True)
 class Message:
     """A message between rank 0 and another rank.
@@ -46,7 +49,7 @@ class Message:
         key: names the exchange.
     """
 
-    kind: Literal["value", "ask", "status", "hangs", "death", "bye"]
+    kind: Kind
     key: str = ""
     value: Any = None
 

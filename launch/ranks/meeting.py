@@ -9,7 +9,6 @@ prepared: srun, unlike torchrun and deepspeed, does not end them, and NCCL tells
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
 import selectors
@@ -17,26 +16,25 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import StringConstraints, TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from data import cache
 from launch.console import terminal
-from launch.ranks import connection, ending, interfaces
-from launch.ranks.connection import Connection, Message
-from launch.ranks.launch_environment import LOOPBACK
-from launch.ranks.processes import TIMEOUT, agent_has_store, one_machine, port_is_taken, rank, world_size
-from recipes.problems import Problem, ProblemsError, some
+from launch.ranks import ending
+from launch.ranks.processes import TIMEOUT, rank, world_size
+from recipes.problems import Problem, ProblemsError
+
+if TYPE_CHECKING:
+    from launch.ranks.connection import Connection, Kind, Message
 
 T = TypeVar("T")
 SAY_AFTER_S = 20.0  # that others are awaited
-LOOK_FOR_S = 30.0  # network file systems may show a new file late
-EVERY_S = 0.1
 MAKING = timedelta(days=2)  # the longest work of rank 0 in `once`
 SETTLE_S = 5.0  # before a death is told: this rank may notice it, or a launcher end it, meanwhile
 LEAVE_S = 5.0  # rank 0, which may serve the store, waits so long for others to hear why all end
@@ -54,16 +52,7 @@ class Place:
         return f"rank {self.rank} on {self.host} (pid {self.pid})"
 
 
-@dataclass(frozen=True)
-class Door:
-    """The way to rank 0, as it stands in torch's store, where anyone may write: a port, and a file's name."""
-
-    port: int
-    secret: Annotated[str, StringConstraints(pattern="^meeting-[0-9a-f]{16}$")]
-
-
 PLACE = TypeAdapter(Place)
-DOOR = TypeAdapter(Door)
 
 
 class Meeting:
@@ -198,10 +187,14 @@ class Meeting:
 
     def _tell(self, name: str, value: Any) -> None:
         """Send the value to rank 0; rank 0 sends it to all others."""
-        self._send(list(self._connections), Message("value", name, value))
+        self._send(list(self._connections), "value", name, value)
 
-    def _send(self, others: Iterable[int], message: Message) -> None:
-        text = message.encoded()
+    def _send(self, others: Collection[int], kind: Kind, key: str = "", value: Any = None) -> None:
+        if not others:  # one process
+            return
+        from launch.ranks.connection import Message
+
+        text = Message(kind, key, value).encoded()
         for other in others:
             with contextlib.suppress(OSError):  # it has ended, which its connection tells
                 self._connections[other].send(text)
@@ -233,7 +226,7 @@ class Meeting:
         with self._changed:
             for other in asked:
                 self._heard.pop(("status", other), None)
-        self._send(asked, Message("ask"))
+        self._send(asked, "ask")
 
         def answered() -> list[int]:
             return [other for other in asked if ("status", other) in self._heard]
@@ -242,16 +235,16 @@ class Meeting:
         with self._changed:
             return {other: self._heard.pop(("status", other)) for other in answered()}
 
-    def tell_hanging(self, ranks: Iterable[int]) -> None:
+    def tell_hanging(self, ranks: Collection[int]) -> None:
         """Let the ranks keep their stacks and end."""
-        self._send(ranks, Message("hangs"))
+        self._send(ranks, "hangs")
 
     # --- the end
 
     def end(self) -> None:
         """Let ranks end by themselves from now on: they are done, or all of them refuse."""
         self._over = True
-        self._send(list(self._connections), Message("bye"))
+        self._send(list(self._connections), "bye")
 
     def _listen(self) -> None:
         """Hear all connections, in a thread, until the process ends."""
@@ -272,7 +265,7 @@ class Meeting:
 
     def _receive(self, other: int, message: Message) -> None:
         if message.kind == "ask":
-            self._send([other], Message("status", value=self.status()))
+            self._send([other], "status", value=self.status())
         elif message.kind == "hangs":
             self.end_hanging()
         elif message.kind == "death":
@@ -301,13 +294,17 @@ class Meeting:
                 f"\n{who} has ended: what it or its machine said last tells why; all ranks end\n", sys.stderr
             )
             sys.stderr.flush()
-        self._send(list(self._connections), Message("death"))
+        self._send(list(self._connections), "death")
         os._exit(1)
 
     # --- the beginning
 
     def _join(self) -> None:
         """Meet the other ranks. Raises ProblemsError."""
+        from torch.distributed import PrefixStore
+
+        from launch.ranks import door
+
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         waiting = f"waiting at {where} for all {world_size()} ranks, up to {TIMEOUT.seconds // 60} minutes"
         notice = threading.Timer(SAY_AFTER_S, terminal.say, (waiting, sys.stderr))
@@ -317,15 +314,7 @@ class Meeting:
         own = Place(rank(), socket.gethostname(), os.getpid())
         self.places[own.rank] = own
         try:
-            store = _open_store()
-            if rank() == 0:
-                self._connections = _let_others_in(store, self._secrets)
-            else:
-                self._connections = {0: _reach_rank_0(store, self._secrets)}
-        except RuntimeError as error:  # torch's
-            if "EADDRINUSE" in str(error):
-                raise port_is_taken(os.environ["MASTER_PORT"]) from None
-            raise _met_nobody(str(error).splitlines()[0]) from None
+            store, self._connections = door.connections_of(self._secrets)
         finally:
             notice.cancel()
         threading.Thread(target=self._listen, daemon=True).start()
@@ -334,7 +323,7 @@ class Meeting:
             self.places[place.rank] = place
         first, attempt = self.from_rank_0((PLACE.dump_python(own), secrets.token_hex(8)))
         self.places[0] = PLACE.validate_python(first)
-        self.store = _of_this_attempt(store, attempt)
+        self.store = PrefixStore(attempt, store)
 
 
 def sentences(told: list[tuple[str, str | None]]) -> str:
@@ -357,127 +346,3 @@ def sentences(told: list[tuple[str, str | None]]) -> str:
 
 def _refusal_of_rank_0(exchange: int) -> str:
     return f"exchange {exchange}, refusal of rank 0"
-
-
-def _address() -> str:
-    """Return the address at which ranks reach rank 0: the loopback's if all are on one machine."""
-    return LOOPBACK if one_machine() else os.environ["MASTER_ADDR"]
-
-
-def listen(port: int = 0) -> socket.socket:
-    """Listen at the address where the other ranks reach rank 0, and at no other if this machine has that one.
-
-    Raises OSError: the port is taken.
-    """
-    address = _address()
-    # Debian's /etc/hosts gives a machine's own name a loopback address, which others do not reach.
-    reached = address == LOOPBACK or not interfaces.is_loopback(address)
-    if reached:
-        family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        try:
-            return socket.create_server(place[:2], family=family, backlog=world_size())
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:  # that of a service in front of this machine
-                raise
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(("", port), family=family, backlog=world_size(), dualstack_ipv6=both)
-
-
-def _open_store() -> Any:
-    """Open torch's store at the launcher's address: torchrun's own, or one that rank 0 serves.
-
-    It asks nobody who he is. So no rank takes more from it than where to knock.
-    """
-    from torch.distributed import TCPStore
-
-    port = int(os.environ["MASTER_PORT"])
-    how: dict[str, Any] = {"timeout": TIMEOUT, "wait_for_workers": False}
-    if agent_has_store():
-        return TCPStore(os.environ["MASTER_ADDR"], port, world_size(), **how)
-    if rank() == 0:
-        try:
-            how["master_listen_fd"] = listen(port).detach()
-        except OSError as error:
-            raise port_is_taken(str(port), error.strerror) from None
-    return TCPStore(_address(), port, world_size(), is_master=rank() == 0, **how)
-
-
-def _door_name() -> str:
-    """Name the entry of the store, at which torchrun starts ranks anew after a death (--max_restarts)."""
-    return f"door {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-
-
-def _blind_name() -> str:
-    return f"{_door_name()}: a rank does not see the secret"
-
-
-def _let_others_in(store: Any, places: list[Path]) -> dict[int, Connection]:
-    """Let the others in on rank 0. Raises ProblemsError: no place keeps a secret, or ranks do not come."""
-    name = f"meeting-{secrets.token_hex(8)}"
-    token = secrets.token_bytes(connection.TOKEN_BYTES)
-    kept = connection.keep_secret(places, name, token)
-    if not kept:
-        raise _no_secret("keeps a file of mode 600 for rank 0", places)
-    until = time.monotonic() + TIMEOUT.total_seconds()
-
-    def over() -> bool:
-        return time.monotonic() > until or store.check([_blind_name()])
-
-    try:
-        server = listen()
-        door = Door(server.getsockname()[1], name)
-        store.set(_door_name(), DOOR.dump_json(door))
-        connections = connection.admit(server, token, world_size(), over)
-    finally:
-        for path in kept:
-            path.unlink(missing_ok=True)
-    missing = [str(other) for other in range(1, world_size()) if other not in connections]
-    if missing:
-        raise _met_nobody(f"ranks {some(missing)} of {world_size()} have not come, or do not see {kept[-1]}")
-    return connections
-
-
-def _reach_rank_0(store: Any, places: list[Path]) -> Connection:
-    """Connect to rank 0, once the store says how. Raises ProblemsError."""
-    until = time.monotonic() + TIMEOUT.total_seconds()
-    told = b""
-    since = time.monotonic()
-    while time.monotonic() < until:
-        now_told = store.get(_door_name())
-        if now_told != told:
-            told = now_told
-            since = time.monotonic()
-        try:
-            door = DOOR.validate_json(told)
-            token = connection.find_secret(places, door.secret)
-        except ValidationError:  # another process wrote it
-            token = None
-        if token is not None:
-            with contextlib.suppress(OSError):
-                return connection.connect(_address(), door.port, rank(), token)
-        elif time.monotonic() - since > LOOK_FOR_S:
-            store.set(_blind_name(), "")  # rank 0 waits no longer
-            raise _no_secret(f"shows rank {rank()} on {socket.gethostname()} the file of rank 0", places)
-        time.sleep(EVERY_S)
-    raise _met_nobody("rank 0 lets it in nowhere")
-
-
-def _no_secret(what: str, places: list[Path]) -> ProblemsError:
-    came = f"none of {', '.join(map(str, places))} {what}"
-    rule = "ranks prove to each other that they are of one launch by a secret in a file of mode 600"
-    fix = "set MEGARECIPES_CACHE or --out to a directory that all machines share, with owners of files"
-    return ProblemsError([Problem("MEGARECIPES_CACHE", came, rule, fix)])
-
-
-def _met_nobody(rule: str) -> ProblemsError:
-    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    came = f"rank {rank()} on {socket.gethostname()} met not all other ranks at {where}"
-    fix = "check that every machine was started, and reaches that address"
-    return ProblemsError([Problem("MASTER_ADDR", came, rule, fix)])
-
-
-def _of_this_attempt(store: Any, attempt: str) -> Any:
-    from torch.distributed import PrefixStore
-
-    return PrefixStore(attempt, store)

@@ -19,9 +19,10 @@ import pytest
 from data.corpus import build
 from data.keyed_random import generator
 from data.loader import StepBatches, batch_digest, merge_states, micro_batch
-from data.samples import splits
+from data.samples import streamed_splits
 from data.samples.bert import BertFamily
-from data.samples.gpt import GptFamily, GptLane
+from data.samples.gpt import GptFamily
+from data.samples.gpt_lane import GptLane
 from data.samples.lanes import REMEMBERED, LaneReader, StreamedSamples, lane_count
 from data.samples.masking import BertVocabulary
 from data.split_rule import part_of
@@ -617,7 +618,7 @@ def test_build_of_a_stream_holds_out_the_first_documents_and_shuffles_the_others
 
 
 def test_only_the_first_training_tokens_of_a_stream_are_counted(files, tmp_path, monkeypatch):
-    monkeypatch.setattr(splits, "UNIGRAM_TOKENS", 50)
+    monkeypatch.setattr(streamed_splits, "UNIGRAM_TOKENS", 50)
     assert build_from(hub(files), make_recipe(), tmp_path).summary["unigram_tokens"] == 50
 
 

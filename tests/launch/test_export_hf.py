@@ -31,8 +31,8 @@ from launch.checkpoints.stored import load_weights
 from launch.records import vocabulary
 from launch.records.metrics import read_metrics
 from launch.weights.export import ExportMismatch
-from modeling.formats import families
 from modeling.formats.families import conversion_of
+from modeling.formats.huggingface import bert, gpt2
 from modeling.formats.huggingface.conversion import Form
 from modeling.formats.huggingface.weight_files import read_state_dict
 from recipes import catalog
@@ -281,13 +281,14 @@ def break_conversion(monkeypatch):
     """Change the form of the parameters that have a string in their canonical name."""
 
     def break_it(family: str, part: str, change) -> None:
-        right = families.CONVERSIONS[family]
+        module = {"gpt2": gpt2, "bert": bert}[family]
+        right = module.CONVERSION
 
         def name_map(model):
             for entry in right.name_map(model):
                 yield entry._replace(form=change(entry.form)) if part in entry.ours else entry
 
-        monkeypatch.setitem(families.CONVERSIONS, family, replace(right, name_map=name_map))
+        monkeypatch.setattr(module, "CONVERSION", replace(right, name_map=name_map))
 
     return break_it
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from data import corpus
 from data.loader import batch_digest
-from data.samples import splits
+from data.samples import streamed_splits
 from data.samples.lanes import StreamedSamples
 from ds_configs.plan import HOST, Machine
 from ds_configs.resolver import resolve
@@ -56,7 +56,7 @@ def batches_of(case: dict, settings: list[str], meeting: Meeting) -> dict:
 if __name__ == "__main__":
     out, cases, *given = sys.argv[1:]
     with ending.clean_exit():
-        splits.read_head = counted(splits.read_head, "heads")
+        streamed_splits.read_head = counted(streamed_splits.read_head, "heads")
         StreamedSamples.take = counted(StreamedSamples.take, "samples")
         met = Meeting()
         met.settle(lambda: None)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.console import quiet
-from launch.ranks import meeting, processes
+from launch.ranks import door, processes
 
 quiet.quiet_libraries()
 
@@ -224,13 +224,13 @@ def meeting_of(world: int, folder: Path) -> tuple[int, float]:
         kept = []
         for rank in range(1, world):
             os.environ["RANK"] = str(rank)
-            store = meeting._open_store()
-            kept.append((store, meeting._reach_rank_0(store, [folder])))
+            store = door._open_store()
+            kept.append((store, door._reach_rank_0(store, [folder])))
         os.write(write, json.dumps((open_files() - before) / len(kept)).encode())
         time.sleep(600)
     before = open_files()
-    store = meeting._open_store()
-    connections = meeting._let_others_in(store, [folder])
+    store = door._open_store()
+    connections = door._let_others_in(store, [folder])
     other = json.loads(os.read(read, 100))
     met = open_files() - before
     os.kill(child, signal.SIGKILL)
