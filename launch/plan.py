@@ -20,12 +20,16 @@ examples:
       memory and time of a published row on the hardware that it names
   python launch/plan.py search --model 13b --hardware v100-32x8 --nodes 8
       the fastest layout of a GPT of 13 billion parameters on 64 V100
+  python launch/plan.py --fits openwebtext/gpt2-124m
+      the nodes that carry a recipe, and with which JSON
+  python launch/plan.py --fits openwebtext/gpt2-124m --hardware 4xv100-32
+      whether four V100 do
   python launch/plan.py search --largest --hardware 2080ti
       the largest model that one GPU of 11 GB trains, by configuration
   python launch/plan.py --recipe openwebtext/gpt2-124m --hardware mine.yaml:box
       on a node that the catalogue lacks: docs/planning.md has such a file
 
-exit codes: 0 shown; 2 refused."""
+exit codes: 0 shown; 1 no node carries it (--fits); 2 refused."""
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -13,6 +13,7 @@ from typing import Any
 from launch.console import arguments, quiet, terminal, text_table
 from launch.machine.memory import Memory, this_machine
 from launch.planning.memory_fit import verdict
+from launch.planning.prediction import hardware
 from launch.planning.prediction.forecast_text import error
 from launch.planning.resolved_plans import processes
 from launch.tables import evidence
@@ -24,6 +25,7 @@ from recipes.problems import Problem, ProblemsError, RecipeError, counted, did_y
 from recipes.schema import Published, Recipe
 from recipes.tables import Table, read_table
 
+HERE = "this machine"
 FILTERS = "--table, --family, --gpus, --hardware, --published, --oom, --fits"
 RULES = (("--all", FILTERS, "what they leave is never folded"),)
 DEFAULT_TABLE = catalog.DEFAULT_RECIPE.partition("/")[0]
@@ -96,9 +98,11 @@ def add_parser(commands: Any) -> None:
     add("--hardware", metavar="TEXT", help=hardware)
     add("--published", action="store_true", help="only rows of published tables")
     add("--oom", action="store_true", help="only rows that ran out of memory")
-    states = "only rows that fit this machine by the planner's memory, activations included"
-    fits = f"{states}, as published or with fewer data-parallel ranks"
-    add("--fits", action="store_true", help=fits)
+    states = (
+        "only rows that fit this machine, or a NODE of plan.py such as 4xv100-32, by the planner's memory"
+    )
+    fits = f"{states}, activations included, as published or with fewer data-parallel ranks"
+    add("--fits", nargs="?", const=HERE, metavar="NODE", help=fits)
     parser.set_defaults(run=run)
 
 
@@ -113,13 +117,21 @@ def run(args: argparse.Namespace) -> int:
     # First what runs at once, without a download, and of that the default.
     rows.sort(key=lambda row: (row.recipe.data.source != "packaged", row.source != DEFAULT_TABLE))
     quiet.quiet_libraries()
-    memory = this_machine() if args.fits else None
+    memory = None if args.fits is None else memory_of(args.fits)
     if memory:
         rows = [replace(row, fits=how) for row in rows for ok, how in [verdict(row.recipe, memory)] if ok]
-    print(as_text(rows, memory, terminal.columns()))
+    print(as_text(rows, memory, terminal.columns(), args.fits))
     if folded:
         print(f"\n{fold(folded, terminal.columns())}")
     return 0
+
+
+def memory_of(node: str) -> Memory:
+    """Return the memory of a node, or of this machine. Raises ProblemsError: no such node."""
+    if node == HERE:
+        return this_machine()
+    found = hardware.find(node, "--fits")
+    return Memory(found.gpus, found.gpu.memory_bytes, found.host.memory_gb * 1e9)
 
 
 def fold(rows: Sequence[ListedRecipe], width: int | None = None) -> str:
@@ -185,10 +197,15 @@ def _letters(name: object) -> str:
     return re.sub(r"[^a-z0-9]+", "", str(name).lower())
 
 
-def as_text(rows: Sequence[ListedRecipe], memory: Memory | None = None, width: int | None = None) -> str:
-    """Describe the rows in a block per table, with a legend. `memory`: of --fits."""
+def as_text(
+    rows: Sequence[ListedRecipe],
+    memory: Memory | None = None,
+    width: int | None = None,
+    node: str | None = HERE,
+) -> str:
+    """Describe the rows in a block per table, with a legend. `memory`: of the node of --fits."""
     if not rows:
-        return "no recipe is left by these filters" + (f" (this machine: {memory})" if memory else "")
+        return "no recipe is left by these filters" + (f" ({node}: {memory})" if memory else "")
     filled = [key for key in rows[0].cells if any(row.cells[key] for row in rows)]
     headings = filled
     shown = [[row.cells[key] for key in filled] for row in rows]
@@ -210,7 +227,7 @@ def as_text(rows: Sequence[ListedRecipe], memory: Memory | None = None, width: i
     notes = [f"{counted(len(rows), 'recipe')}; recipe.py show TABLE/ROW tells all of one"]
     notes.append("size: parameters, each once; tp x pp x dp: tensor, pipeline and data-parallel ranks")
     if memory:
-        notes.append(f"this machine: {memory}; memory as launch/plan.py predicts it, {error('memory')}")
+        notes.append(f"{node}: {memory}; memory as launch/plan.py predicts it, {error('memory')}")
     if any(row.has_stand_ins for row in rows):
         notes.append("?: values that no source gives stand in for some of the row; show says which")
     if any(row.gpus and row.processes and row.gpus != row.processes for row in rows):

@@ -288,6 +288,8 @@ APART = {
     "finetune --task rte --init x --train a --set task.train=b": "--train with --set task.train",
     "doctor --ds_config zero1 --set ds_config=zero2": "--ds_config with --set ds_config",
     "plan --tokens 9 --steps 3": "--tokens with --steps",
+    "plan --fits default/sotu --recipe bert/sotu": "--fits with --recipe",
+    "plan --fits default/sotu --json": "--fits with --json",
     "plan search --global-batch 8 --set batch.global=4": "--global-batch with --set batch.global",
     "plan search --out new --software megatron": "--out with --software",
     "plan search --largest --model 13b": "--largest with --model",

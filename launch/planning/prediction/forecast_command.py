@@ -8,13 +8,21 @@ import math
 from bisect import bisect_left
 
 from launch.console import arguments, terminal
-from launch.planning.prediction import forecast_text, hardware, workload
+from launch.planning.prediction import carrying_nodes, forecast_text, hardware, workload
 from launch.planning.prediction.forecast import forecast
 from launch.planning.prediction.published_step import side_by_side
 from launch.planning.resolved_plans import plan_on_nodes
 from recipes import catalog
 
-RULES = (("--tokens", "--steps, --set steps", "both say how long the training is"),)
+RULES = (
+    ("--tokens", "--steps, --set steps", "both say how long the training is"),
+    ("--fits", "--recipe", "both name the recipe"),
+    (
+        "--fits",
+        "--json, --tokens, --usd_per_gpu_hour",
+        "it compares nodes; ask for one of them with --recipe",
+    ),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,8 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("on what, and for how long").add_argument
     config = "DeepSpeed JSON, or the name of one of ds_configs/ (default: the recipe's)"
     add("--ds_config", metavar="FILE", help=config)
-    node = f"{', '.join(hardware.names())}, or FILE.yaml:NODE of your own"
-    add("--hardware", metavar="NODE", help=f"{node} (default: the recipe's)")
+    fits = "which nodes carry this recipe, with the JSON that it takes there; all nodes of the catalogue, or "
+    add("--fits", metavar="TABLE/ROW", help=f"{fits}that of --hardware")
+    add("--hardware", metavar="NODE", help=f"{hardware.ways_to_name()} (default: the recipe's)")
     nodes = "nodes (default: as many as the layout takes)"
     add("--nodes", type=arguments.whole(1, 10**5), metavar="N", help=nodes)
     tokens = "what training on N tokens takes, instead of the recipe's steps"
@@ -39,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the forecast and return exit code 0, whatever the verdict. Raises ProblemsError."""
+    if args.fits:
+        return _show_nodes(args)
     recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
     node = hardware.node_for(recipe, args.hardware)
     plan = plan_on_nodes(recipe, args.ds_config or recipe.ds_config, node, args.nodes)
@@ -60,3 +71,13 @@ def run(args: argparse.Namespace) -> int:
     page.notes(plan.notices)
     print(page)
     return 0
+
+
+def _show_nodes(args: argparse.Namespace) -> int:
+    """Print the nodes that carry a recipe and return exit code 0; 1: none does. Raises ProblemsError."""
+    recipe = catalog.load(args.fits, args.set, tiny=args.tiny, steps=args.steps)
+    names = [args.hardware] if args.hardware else hardware.names()
+    nodes = [hardware.find(name) for name in names]
+    found = carrying_nodes.carriers(recipe, args.ds_config, nodes, args.nodes)
+    print(carrying_nodes.page(recipe, catalog.full_name(args.fits), found, terminal.columns()))
+    return 0 if any(each.fits for each in found) else 1

@@ -186,11 +186,16 @@ def _add_time(shown: Page, found: Forecast, time: StepTime, rates: Speed) -> Non
     )
 
 
+def duration(seconds: float) -> str:
+    """Write a duration in the largest unit that it fills."""
+    for unit, size in DURATIONS.items():
+        if seconds >= size:
+            return f"{seconds / size:,.3g} {unit}"
+    return f"{seconds:,.3g} seconds"
+
+
 def _bill(found: Forecast, bill: Bill) -> str:
-    unit, size = next(
-        ((unit, size) for unit, size in DURATIONS.items() if bill.seconds >= size), ("seconds", 1)
-    )
-    cost = f"{bill.seconds / size:,.3g} {unit}, {_rounded(bill.gpu_hours)} GPU-hours"
+    cost = f"{duration(bill.seconds)}, {_rounded(bill.gpu_hours)} GPU-hours"
     if bill.kwh is not None:
         cost += f", about {_rounded(bill.kwh)} kWh at the boards' power limit"
     price = "no price; --usd_per_gpu_hour"

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, ValidationError
 
 from ds_configs.plan import GPU, Machine
+from launch.planning.prediction import typed_hardware
 from recipes import files, yaml_lines
 from recipes.problems import Problem, ProblemsError, did_you_mean
 from recipes.schema import Recipe, Strict
@@ -50,6 +51,8 @@ class Gpu(Strict):
     matrix_share: float = Field(default=0.8, gt=0, le=1)
     """largest share of that peak that somebody measured on large matrices"""
     multiprocessors: PositiveInt
+    pcie: Literal[3, 4, 5] = 4
+    """generation of its PCIe, for a machine that is made up"""
     watts: PositiveFloat
     price: Price | None = None
     """null: nobody's list is known"""
@@ -120,26 +123,30 @@ def node_for(recipe: Recipe, name: str | None = None) -> Node:
     if name is None:
         came = "no --hardware, and the recipe names none"
         rule = "a plan is for a kind of node"
-        fix = f"--hardware {', '.join(names()[:6])}, … or FILE.yaml:NODE of your own"
+        fix = f"--hardware {', '.join(names()[:6])}, …, 4xv100-32, 2x3090, or FILE.yaml:NODE of your own"
         raise ProblemsError([Problem("--hardware", came, rule, fix)])
     return find(name)
 
 
-def find(name: str) -> Node:
-    """Return the node `name` of the catalogue, or NODE of a user's file given as FILE.yaml:NODE.
+def find(name: str, flag: str = "--hardware") -> Node:
+    """Return the node `name` of the catalogue, GPUs as people name them, or NODE of a FILE.yaml:NODE.
+
+    `flag`: where the name was given.
 
     Raises ProblemsError: no such node, with near matches; a file that is no catalogue.
     """
     known = catalogue()
     written, colon, node = name.rpartition(":")
     if not colon and name.endswith(YAML):
-        own = _read(files.path_of(name, "--hardware"), name)
-        fix = f"--hardware {name}:{next(iter(own.nodes), 'NODE')}"
-        raise ProblemsError([Problem("--hardware", f"--hardware {name[:100]}", "no node is named", fix)])
+        own = _read(files.path_of(name, flag), name)
+        fix = f"{flag} {name}:{next(iter(own.nodes), 'NODE')}"
+        raise ProblemsError([Problem(flag, f"{flag} {name[:100]}", "no node is named", fix)])
     if written.endswith(YAML):
-        own = _read(files.path_of(written, "--hardware"), written)
+        own = _read(files.path_of(written, flag), written)
         return _node(node, own.nodes, {**known.gpus, **own.gpus}, f"of {written}")
-    return _node(name, known.nodes, known.gpus, f"of the catalogue ({SHOWN})")
+    if name in known.nodes:
+        return _node(name, known.nodes, known.gpus, f"of the catalogue ({SHOWN})")
+    return _of_gpus(*typed_hardware.read(name, known.gpus, known.nodes, flag))
 
 
 def gpu_named(name: str) -> str | None:
@@ -159,17 +166,87 @@ def names() -> list[str]:
     return list(catalogue().nodes)
 
 
+def ways_to_name() -> str:
+    """List what a --hardware may be."""
+    return f"{', '.join(names())}; GPUs as 4xv100-32, 2x3090 or h100; or FILE.yaml:NODE of your own"
+
+
+class MadeUp(Strict):
+    """What is assumed of a machine that no catalogue has; figures of the host are for each GPU."""
+
+    pcie_gb_s: dict[int, PositiveFloat]
+    """by generation"""
+    memory_gb: PositiveFloat
+    memory_gb_s: PositiveFloat
+    cores: PositiveInt
+    other_watts: PositiveFloat
+
+
 class Catalogue(Strict):
     """A catalogue's file, as plain numbers."""
 
     sources: dict[str, str] = {}
     gpus: dict[str, dict[str, Any]] = {}
     nodes: dict[str, dict[str, Any]] = {}
+    made_up: MadeUp | None = None
 
 
 @functools.cache
 def catalogue() -> Catalogue:
     return _read(Path(__file__).with_name("hardware.yaml"), SHOWN)
+
+
+def _of_gpus(count: int, key: str) -> Node:
+    """Return a node of `count` such GPUs: of the catalogue, of a part of a node there, or made up."""
+    nodes = [find(name) for name, form in catalogue().nodes.items() if form["gpu"] == key]
+    for node in nodes:
+        if node.gpus == count:
+            return node
+    name = f"{count}x{key}"
+    larger = next((node for node in nodes if node.gpus > count), None)
+    return _part_of(larger, count, name) if larger else _made_up(count, key, name)
+
+
+def _part_of(node: Node, count: int, name: str) -> Node:
+    """Return a share of a node's GPUs with their link and as much of the host; its network is unknown."""
+    share = count / node.gpus
+    host = node.host
+    cores = max(1, int(host.cores * share))
+    part = Host(memory_gb=host.memory_gb * share, memory_gb_s=host.memory_gb_s * share, cores=cores)
+    changed = {
+        "name": name,
+        "title": f"{count} of the {node.gpus} GPUs of {node.title}",
+        "gpus": count,
+        "network": None,
+        "host": part,
+        "nvme_gb_s": node.nvme_gb_s and node.nvme_gb_s * share,
+        "other_watts": node.other_watts and node.other_watts * share,
+    }
+    return node.model_copy(update=changed)
+
+
+def _made_up(count: int, key: str, name: str) -> Node:
+    """Return a machine with `count` such GPUs on PCIe, as the catalogue assumes it."""
+    known = catalogue()
+    gpu = _checked(Gpu, {**known.gpus[key], "name": key}, key)
+    assumed = known.made_up
+    assert assumed
+    rate = assumed.pcie_gb_s[gpu.pcie]
+    host = {
+        "memory_gb": assumed.memory_gb * count,
+        "memory_gb_s": assumed.memory_gb_s * count,
+        "cores": assumed.cores * count,
+    }
+    return Node(
+        name=name,
+        title=f"a made-up machine with {count} {gpu.title} on PCIe",
+        gpu=gpu,
+        gpus=count,
+        link=Link(kind=f"PCIe {gpu.pcie}.0", gb_s=rate),
+        pcie_gb_s=rate,
+        host=Host.model_validate(host),
+        other_watts=assumed.other_watts * count,
+    )
 
 
 def _read(path: Path, shown: str) -> Catalogue:

@@ -104,8 +104,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--global-batch", type=arguments.whole(1, 10**7), metavar="N", help=batch)
     base = "DeepSpeed JSON whose stage and offload are replaced (default: those of ds_configs/)"
     add("--ds_config", metavar="FILE", help=base)
-    node = f"{', '.join(hardware.names())}, or FILE.yaml:NODE (default: the recipe's)"
-    add("--hardware", metavar="NODE", help=node)
+    add("--hardware", metavar="NODE", help=f"{hardware.ways_to_name()} (default: the recipe's)")
     add("--nodes", type=arguments.whole(1, 10**5), default=1, metavar="N", help="of them (default: 1)")
     systems = f"another system, for study: {', '.join(candidates.STUDIED)}"
     add("--software", choices=candidates.STUDIED, metavar="NAME", help=systems)

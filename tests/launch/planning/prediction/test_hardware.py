@@ -19,7 +19,7 @@ def figures(value, path=()):
     elif isinstance(value, dict):
         for key, below in value.items():
             yield from figures(below, (*path, key))
-    elif isinstance(value, (int, float)) and path[-1] != "gpus":
+    elif isinstance(value, (int, float)) and path[-1] not in ("gpus", "pcie"):
         yield path, None
 
 
@@ -30,7 +30,7 @@ def test_every_node_can_be_read():
 
 
 def test_every_figure_names_a_source_that_the_file_has():
-    found = [*figures(DOCUMENT["gpus"]), *figures(DOCUMENT["nodes"])]
+    found = [figure for part in ("gpus", "nodes", "made_up") for figure in figures(DOCUMENT[part])]
     assert len(found) > 150
     for path, source in found:
         assert source in DOCUMENT["sources"], path
@@ -86,7 +86,7 @@ def test_what_is_wrong_with_a_users_file_is_said(tmp_path, change, says):
 
 
 def test_an_unknown_node_is_answered_with_near_ones():
-    with pytest.raises(ProblemsError, match="no such node of the catalogue .*did you mean v100-32x8"):
+    with pytest.raises(ProblemsError, match="no such node or GPU; did you mean v100-32x8"):
         hardware.find("v100-32-8")
 
 
@@ -104,3 +104,62 @@ def test_a_file_without_a_node_is_told_the_form(tmp_path):
     path.write_text(OWN)
     with pytest.raises(ProblemsError, match="no node is named.*mine.yaml:box"):
         hardware.find(str(path))
+
+
+@pytest.mark.parametrize(
+    ("typed", "node", "gpus", "link"),
+    [
+        ("4xv100-32", "v100-32x4", 4, "NVLink"),
+        ("v100-32x4", "v100-32x4", 4, "NVLink"),
+        ("16xV100-32GB", "dgx2", 16, "NVSwitch"),
+        ("8xa100-80", "a100-80x8", 8, "NVSwitch"),
+        ("2080ti", "2080ti", 1, "PCIe 3.0"),
+        ("h100", "1xh100-80", 1, "NVSwitch"),
+        ("2xh200", "2xh200", 2, "NVSwitch"),
+        ("b200", "1xb200", 1, "NVSwitch"),
+        ("8xmi300x", "mi300x8", 8, "Infinity Fabric"),
+        ("rtx-4090", "1xrtx-4090", 1, "PCIe 4.0"),
+        ("NVIDIA GeForce RTX 4090", "1xrtx-4090", 1, "PCIe 4.0"),
+        ("2x3090", "2xrtx-3090", 2, "PCIe 4.0"),
+        ("rtx3090x2", "2xrtx-3090", 2, "PCIe 4.0"),
+        ("l40s", "1xl40s", 1, "PCIe 4.0"),
+        ("4xa100-sxm4-40gb", "a100-40x4", 4, "NVLink"),
+        ("v100-pcie", "1xv100-32-pcie", 1, "PCIe 3.0"),
+    ],
+)
+def test_hardware_by_the_names_that_people_type(typed, node, gpus, link):
+    found = hardware.find(typed)
+    assert (found.name, found.gpus, found.link.kind) == (node, gpus, link)
+
+
+def test_every_gpu_is_reached_by_its_name_in_machines_of_one_to_eight():
+    for key in DOCUMENT["gpus"]:
+        for count in range(1, 9):
+            node = hardware.find(f"{count}x{key}")
+            assert (node.gpu.name, node.gpus) == (key, count)
+            assert node.host.cores >= 1
+
+
+def test_a_part_of_a_node_has_its_share_of_the_host_and_no_network():
+    whole = hardware.find("h100-80x8")
+    part = hardware.find("2xh100")
+    assert part.host.memory_gb == whole.host.memory_gb / 4
+    assert (part.link, part.pcie_gb_s, part.network) == (whole.link, whole.pcie_gb_s, None)
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("v100", r"may be v100-16, v100-32 or v100-32-pcie; --hardware 4xv100-16, or a node: dgx2, hpe1270"),
+        ("4xa100", r"may be a100-40 or a100-80; --hardware 4xa100-40"),
+        ("16xh100", "1 to 8 GPUs; --hardware 8xh100-80 --nodes 2"),
+        ("0x3090", "1 to 8 GPUs; --hardware 8xrtx-3090 --nodes 1"),
+        ("4xh1000", "no such node or GPU; did you mean h100-80"),
+        ("x", "no such node or GPU"),
+        ("8x", "no such node or GPU"),
+        ("rtx", "no such node or GPU"),
+    ],
+)
+def test_a_name_that_is_no_gpu_or_several_is_refused_with_what_it_could_be(typed, says):
+    with pytest.raises(ProblemsError, match=says):
+        hardware.find(typed)
