@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -48,6 +49,17 @@ def explain(problem: object) -> None:
     if local_rank() == 0:
         where = "" if rank() == 0 else f"on {socket.gethostname()}:\n"
         terminal.say(f"\n{where}{problem}\n", sys.stderr)
+        leave_to_torchrun(str(problem))
+
+
+def leave_to_torchrun(said: str) -> None:
+    """Let torchrun end its own traceback with the first line of what was said here."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file and said.strip():
+        line = said.strip().splitlines()[0]
+        found = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError):
+            Path(file).write_text(json.dumps({"message": found}))
 
 
 def keep_error(directory: Path, text: str) -> None:

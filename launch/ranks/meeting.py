@@ -165,6 +165,7 @@ class Meeting:
         text = sentences(told)
         if text:
             terminal.say(f"\n{text}\n", sys.stderr)
+            ending.leave_to_torchrun(text)
         self._tell(name, bool(text))
         if text:
             self._wait(lambda: len(self._left) == world_size() - 1, LEAVE_S)

@@ -110,3 +110,22 @@ def test_the_stop_file_asks_once(tmp_path):
 def test_a_directory_in_its_place_asks_as_well(tmp_path):
     (tmp_path / "STOP").mkdir()
     assert stop_request.StopRequest(tmp_path / "STOP").look() == "STOP file"
+
+
+def test_torchrun_ends_its_own_traceback_with_the_first_line_of_a_refusal(tmp_path, monkeypatch, capsys):
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    ending.explain("batch.micro=3 is refused: no\nsecond line")
+    assert "second line" in capsys.readouterr().err
+    failure = ProcessFailure(local_rank=0, pid=7, exitcode=2, error_file=str(file))
+    last = str(ChildFailedError("pretrain.py", {0: failure})).splitlines()[-2:]
+    assert last[0].strip() == "traceback : batch.micro=3 is refused: no", last
+
+
+def test_without_torchrun_nothing_is_left(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    ending.explain("no")
+    assert not list(tmp_path.iterdir())
