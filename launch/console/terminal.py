@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import textwrap
+import unicodedata
 from typing import Any, TextIO
 
 GLUE = "\N{NO-BREAK SPACE}"  # keeps a flag and its value together
@@ -62,6 +63,15 @@ def wrapped(text: str, width: int | None, hang: int = 2) -> str:
         indent = len(line) - len(line.lstrip()) + hang
         lines += _wrap(line, width, indent) if len(line) > width else [line]
     return "\n".join(lines)
+
+
+def visible(text: str) -> str:
+    """Write characters that a screen would obey as escapes, such as \\x1b; line ends stay."""
+    shown = []
+    for character in text:
+        hidden = character != "\n" and unicodedata.category(character) in ("Cc", "Cf", "Cs")
+        shown.append(character.encode("unicode_escape").decode() if hidden else character)
+    return "".join(shown)
 
 
 def command(line: str, width: int | None, hang: int = 2) -> str:

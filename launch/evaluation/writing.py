@@ -262,7 +262,7 @@ class Stream(BaseStreamer):
     def show(self, text: str) -> None:
         """Print the new part of the text. If the tokenizer changed earlier words, print nothing yet."""
         if text.startswith(self.shown):
-            print(text[len(self.shown) :], end="", flush=True)
+            print(terminal.visible(text[len(self.shown) :]), end="", flush=True)
             self.shown = text
 
 
@@ -273,10 +273,11 @@ def show(written: WrittenText, file: IO[str] | None, stream: Stream | None) -> N
         file.flush()
     elif stream is not None:
         stream.show(written.text)
-        print("" if stream.shown == written.text else f"\n{written.text}", flush=True)
+        rest = "" if stream.shown == written.text else f"\n{terminal.visible(written.text)}"
+        print(rest, flush=True)
     else:
         how = "" if written.ended is None else f", sample {written.sample + 1}, ended by {written.ended}"
-        print(f"--- prompt {written.number + 1}{how}\n{written.text}", flush=True)
+        print(f"--- prompt {written.number + 1}{how}\n{terminal.visible(written.text)}", flush=True)
 
 
 def summary(done: Sequence[WrittenText], seconds: float, job: Job) -> str:

@@ -219,7 +219,7 @@ class Recorder(SilentRecorder):
         width = terminal.columns(self._stream)
         text = [f"\n{result_text(result, width)}"] if result else []
         if ending.sample:
-            sample = textwrap.indent(ending.sample, "  ")
+            sample = textwrap.indent(terminal.visible(ending.sample), "  ")
             text += ["\nsample", terminal.wrapped(sample, width, hang=0)]
         text.append(f"\n{self.directory.path}: result.json, loss.png, metrics.jsonl{self._checkpoints()}")
         if stopped:

@@ -171,3 +171,8 @@ def test_who_prints_goes_on_when_nobody_reads(sink):
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PROGRAM": PROGRAM}
     done = subprocess.run(["bash", "-c", line], env=env, stdout=-1, stderr=subprocess.DEVNULL, timeout=60)
     assert done.returncode == 7
+
+
+def test_control_characters_are_shown_and_not_obeyed():
+    text = "one\ntwo\x1b[31m \x07 \u202e \ttab \N{NO-BREAK SPACE}\u00e4\ufffd"
+    assert terminal.visible(text) == "one\ntwo\\x1b[31m \\x07 \\u202e \\ttab \N{NO-BREAK SPACE}\u00e4\ufffd"
