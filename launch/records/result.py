@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import TypeAdapter
 
 from data.durable_files import write_atomically
 from ds_configs.plan import Plan
-from launch.console.numbers import gigabytes
+from launch.console.numbers import gigabytes, number
 from launch.records import metrics
 from launch.records.deviations import Deviation, Incomparable, deviations, not_comparable
 from launch.records.facts import Ending, Entropies, Finite, Parts, Peaks, RunFacts, StepRecord, TaskScore
@@ -38,6 +38,7 @@ TFLOPS_BY: dict[str, tuple[str, Literal["tflops", "exact_tflops"]]] = {
 NOT_RECORDED = "what was not recorded"
 # Steps of a launch left out of its throughput: allocation, compilation and caches make them slower.
 WARMUP_STEPS = 5
+LEAST_OF_QUARTILES = 8  # steps
 LAST_STEPS = 10  # the final training loss is a mean over this many steps: one batch alone is noise
 
 
@@ -75,6 +76,7 @@ class Speed:
     seconds_per_step: Finite | None = None  # the median of `steps` steps
     steps: int = 0
     left_out: int = 0  # first steps of each launch
+    quartiles_s: tuple[Finite, Finite] | None = None  # half of the steps lie between them; None: too few
     data_wait_share: Finite | None = None  # of the time of steps, 0 to 1
     samples_per_s: Finite | None = None
     tokens_per_s: Finite | None = None
@@ -84,8 +86,19 @@ class Speed:
     @property
     def measured_over(self) -> str:
         """The steps behind the median, in words."""
+        half = ""
+        if self.quartiles_s:
+            low, high = map(number, self.quartiles_s)
+            half = f", half of them {low} to {high} s"
         left_out = f", the first {self.left_out} of each launch left out" if self.left_out else ""
-        return f"median of {counted(self.steps, 'step')}{left_out}"
+        return f"median of {counted(self.steps, 'step')}{half}{left_out}"
+
+    def overlaps(self, other: Speed) -> bool:
+        """Check whether the middle halves of both runs' steps overlap, so that neither is the faster one."""
+        if self.quartiles_s is None or other.quartiles_s is None:
+            return False
+        lows, highs = zip(self.quartiles_s, other.quartiles_s, strict=True)
+        return max(lows) <= min(highs)
 
 
 @dataclass(frozen=True)
@@ -263,16 +276,28 @@ def _last(records: Sequence[metrics.ValidationRecord]) -> HeldOutLoss | None:
     return HeldOutLoss(records[-1].loss, records[-1].parts, records[-1].step) if records else None
 
 
-def steady_seconds(steps: Sequence[StepRecord]) -> tuple[float, int, int] | None:
-    """Return the median seconds per step, their number, and the left-out steps of each launch; or None.
+class SteadySeconds(NamedTuple):
+    """Median and quartiles of the seconds per step, of how many steps, without how many of each launch."""
+
+    median: float
+    steps: int
+    left_out: int
+    quartiles: tuple[float, float] | None
+
+
+def steady_seconds(steps: Sequence[StepRecord]) -> SteadySeconds | None:
+    """Return the seconds of the steps after each launch's first; None without a step.
 
     Profiled steps do not count. A run that is too short for WARMUP_STEPS leaves out its first step only.
     """
     for left_out in (WARMUP_STEPS, 1, 0):
         late = (record for record in steps if record.launch_step > left_out)
         steady = [record.seconds for record in late if not record.profiled]
+        if len(steady) >= LEAST_OF_QUARTILES:
+            low, _, high = statistics.quantiles(steady, method="inclusive")
+            return SteadySeconds(statistics.median(steady), len(steady), left_out, (low, high))
         if steady:
-            return statistics.median(steady), len(steady), left_out
+            return SteadySeconds(statistics.median(steady), len(steady), left_out, None)
     return None
 
 

@@ -38,11 +38,23 @@ def test_steady_time_leaves_out_the_start_of_every_launch():
 
     slow = (9.0,) * 5
     steady = steady_seconds([*launch(*slow, 1.0, 2.0, 3.0), *launch(*slow, 2.0)])
-    assert steady == (2.0, 4, 5)
+    assert steady == (2.0, 4, 5, None)
     assert Speed(*steady).measured_over == "median of 4 steps, the first 5 of each launch left out"
-    assert steady_seconds(launch(9.0, 1.0)) == (1.0, 1, 1)
+    assert steady_seconds(launch(9.0, 1.0)) == (1.0, 1, 1, None)
     assert Speed(*steady_seconds(launch(9.0))).measured_over == "median of 1 step"
     assert steady_seconds([]) is None
+    many = steady_seconds(launch(*slow, *(float(n) for n in range(1, 10))))
+    assert many == (5.0, 9, 5, (3.0, 7.0))
+    said = "median of 9 steps, half of them 3 to 7 s, the first 5 of each launch left out"
+    assert Speed(*many).measured_over == said
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "overlap"),
+    [((1, 2), (2, 3), True), ((1, 2), (2.1, 3), False), ((2.1, 3), (1, 2), False), (None, (1, 2), False)],
+)
+def test_neither_of_two_speeds_is_the_faster_where_half_of_their_steps_overlap(one, other, overlap):
+    assert Speed(1.5, 9, 5, one).overlaps(Speed(1.5, 9, 5, other)) is overlap
 
 
 def test_the_result_of_a_faithful_run(tmp_path):
