@@ -38,6 +38,7 @@ TRAINING_TEXT_LIMIT = 256 << 20
 # Different characters in a WordPiece vocabulary; BERT's own has about 1000.
 FEWEST_CHARACTERS = 48
 MOST_CHARACTERS = 1000
+MOST_TRIES = 8  # trainings to find the size that a text gives
 _FILE_MAGIC = "megarecipes-vocabulary-2"
 
 
@@ -130,14 +131,51 @@ def train_wordpiece(texts: Iterable[str], size: int) -> Tokenizer:
 
     The texts are held in memory while training (at most `TRAINING_TEXT_LIMIT` characters). [PAD] [UNK] [CLS]
     [SEP] [MASK] are tokens 0 to 4, then come the most frequent characters, at most an eighth of the
-    vocabulary. Raises ValueError: the text is too short to yield that many tokens, or the vocabulary too
+    vocabulary. Where that yields too few tokens, characters that are words by themselves, as Chinese ones,
+    do not count. Raises ValueError: the text is too short to yield that many tokens, or the vocabulary too
     small for its characters.
     """
     held = list(_limit_text(texts, TRAINING_TEXT_LIMIT))
-    specials = {token: i for i, token in enumerate(BERT_SPECIAL_TOKENS)}
-    template = wordpiece_backend(specials, lowercase=True)
-    letters = _characters(held, template, min(max(FEWEST_CHARACTERS, size // 8), MOST_CHARACTERS))
-    continuing = [f"##{c}" for c in letters if len(template.pre_tokenizer.pre_tokenize_str(f"a{c}")) == 1]
+    template = wordpiece_backend({token: i for i, token in enumerate(BERT_SPECIAL_TOKENS)}, lowercase=True)
+    counts = _characters(held, template)
+    use_all_cores()
+    vocabulary = _wordpiece(held, template, counts, size)
+    if len(vocabulary) != size:
+        found = len(vocabulary)
+        for _ in range(MOST_TRIES):  # a smaller vocabulary has fewer characters, and yields fewer tokens
+            smaller = len(_wordpiece(held, template, counts, found))
+            if smaller == found:
+                break
+            found = smaller
+        _check_size(found, size)
+    return wordpiece_backend(vocabulary, lowercase=True)
+
+
+def _wordpiece(held: Sequence[str], template: Tokenizer, counts: Counter[str], size: int) -> dict[str, int]:
+    """Train a WordPiece of at most `size` tokens. Raises ProblemsError: it cannot hold its characters."""
+    most = min(max(FEWEST_CHARACTERS, size // 8), MOST_CHARACTERS)
+    by_frequency = sorted(counts, key=lambda c: (-counts[c], c))
+    vocabulary = _with_letters(held, template, by_frequency[:most], size)
+    if len(vocabulary) < size and len(by_frequency) > most:
+        words = [c for c in by_frequency if not _continues(template, c)]
+        parts = [c for c in by_frequency if _continues(template, c)][:most]
+        room = size - len(BERT_SPECIAL_TOKENS) - 2 * len(parts)
+        vocabulary = _with_letters(held, template, [*parts, *words[: max(room, 0)]], size)
+    return vocabulary
+
+
+def _continues(template: Tokenizer, character: str) -> bool:
+    """Check whether a character may continue a word."""
+    text = template.normalizer.normalize_str(f"a{character}")
+    return len(template.pre_tokenizer.pre_tokenize_str(text)) == 1
+
+
+def _with_letters(
+    held: Sequence[str], template: Tokenizer, letters: Sequence[str], size: int
+) -> dict[str, int]:
+    """Train a WordPiece of at most `size` tokens that begins with these letters, by code point."""
+    letters = sorted(letters)
+    continuing = [f"##{c}" for c in letters if _continues(template, c)]
     first = [*BERT_SPECIAL_TOKENS, *letters, *continuing]
     if len(first) > size:
         rule = f"a WordPiece vocabulary of this text begins with {len(first)} special tokens and characters"
@@ -148,24 +186,22 @@ def train_wordpiece(texts: Iterable[str], size: int) -> Tokenizer:
     # they keep the places given here.
     begin: dict[str, Any] = dict(special_tokens=first, initial_alphabet=letters, limit_alphabet=len(letters))
     trainer = trainers.WordPieceTrainer(vocab_size=size, show_progress=False, **begin)
-    use_all_cores()
     raw = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     raw.normalizer = template.normalizer
     raw.pre_tokenizer = template.pre_tokenizer
     raw.train_from_iterator(held, trainer)
-    vocabulary = raw.get_vocab(with_added_tokens=False)
-    _check_size(len(vocabulary), size)
-    return wordpiece_backend(vocabulary, lowercase=True)
+    found: dict[str, int] = raw.get_vocab(with_added_tokens=False)
+    return found
 
 
-def _characters(texts: Sequence[str], template: Tokenizer, most: int) -> list[str]:
-    """Return the `most` most frequent characters of the normalised texts, by code point."""
+def _characters(texts: Sequence[str], template: Tokenizer) -> Counter[str]:
+    """Count the characters of the normalised texts, without blanks."""
     counts: Counter[str] = Counter()
     for character, times in Counter(chain.from_iterable(texts)).items():
         for kept in template.normalizer.normalize_str(character):
-            counts[kept] += times
-    letters = (c for c in counts if not c.isspace())
-    return sorted(sorted(letters, key=lambda c: (-counts[c], c))[:most])
+            if not kept.isspace():
+                counts[kept] += times
+    return counts
 
 
 def wordpiece_tokenizer(vocabulary: dict[str, int], *, lowercase: bool) -> PreTrainedTokenizerFast:

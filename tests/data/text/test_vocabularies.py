@@ -437,3 +437,16 @@ class Planted(PreTrainedTokenizerFast): pass
     assert not ran.exists()
     AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     assert ran.exists(), "the planted program is one that would run"
+
+
+def test_the_size_that_a_text_of_single_characters_yields_can_be_trained():
+    """Chinese characters are words by themselves: they take all of a vocabulary, and no ##-form each."""
+    characters = [chr(0x4E00 + number) for number in range(700)]
+    texts = ["".join(characters[start : start + 300]) for start in range(0, 400, 7)]
+    with pytest.raises(ProblemsError) as refused:
+        train_wordpiece(texts, 4096)
+    size = len(BERT_SPECIAL_TOKENS) + len(set("".join(texts)))
+    assert f"set model.vocab_size={size} or less" in str(refused.value)
+    vocabulary = train_wordpiece(texts, size).get_vocab()
+    assert len(vocabulary) == size
+    assert not any(token.startswith("##") for token in vocabulary)
