@@ -66,7 +66,9 @@ def make_detector() -> Detect:
 
     def ask(text: str) -> tuple[str, float]:
         line = " ".join(text.split())  # the model reads one line
-        labels, scores = model.predict(line.lower() if line.isupper() else line, k=1)
+        if line.isupper():
+            line = line.lower()
+        labels, scores = model.predict(line, k=1)
         if not labels:
             return "unknown", 0.0
         return labels[0].removeprefix("__label__"), min(1.0, float(scores[0]))

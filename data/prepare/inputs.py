@@ -159,8 +159,11 @@ class Inputs:
         in_file = 0  # bytes of records since the file, or `start`, began
         for after, item in self.records(start):
             # Bytes of the record in memory.
-            held = len(item.payload if isinstance(item, RawRecord) else item.excerpt)
-            in_file = held + (in_file if after.file == at.file else 0)
+            content = item.payload if isinstance(item, RawRecord) else item.excerpt
+            held = len(content)
+            if after.file != at.file:
+                in_file = 0
+            in_file += held
             at = after
             items.append((after.file, item))
             size += held
