@@ -157,7 +157,7 @@ class StepBatches:
         bit_sum: its `batch_sum` when it was made.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a run states each in a line of its own
         self,
         samples: TrainingSamples,
         seed: int,

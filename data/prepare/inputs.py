@@ -1,6 +1,6 @@
 """The input files, and their records cut into chunks.
 
-The ends of chunks depend on the input and on the chunk size alone. Each chunk records its end in the input. A
+The ends of chunks depend only on the input and on the chunk size. Each chunk records its end in the input. A
 continued run does not open the files before that place. In the file of that place it reads the records before
 it again (of Parquet, those of the row group) and skips them.
 """

@@ -119,7 +119,7 @@ def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) 
             size = vocabulary_size(vocabulary)
             origin = report.manifest_digest(manifest)
             plan = Plan(settings, inputs.format, encoder, size, evaluation, bands, space.chunks, origin)
-            run = process_chunks(plan, inputs, claims, screen)
+            run = ChunkWork(plan, inputs, claims, screen).process()
             begun = Preparation(plan, inputs, space, manifest, warnings)
             with claims.turn("assembly", screen.say):
                 if space.partial.exists():
@@ -168,12 +168,7 @@ def assemble_result(
     return whole
 
 
-def process_chunks(plan: Plan, inputs: Inputs, claims: Claims, screen: Screen) -> Run:
-    """Make every missing chunk that no other process makes, and wait for theirs."""
-    return _ChunkWork(plan, inputs, claims, screen).process()
-
-
-class _ChunkWork:
+class ChunkWork:
     """Work on the chunks: which are finished, which other processes make, and how far this one is."""
 
     def __init__(self, plan: Plan, inputs: Inputs, claims: Claims, screen: Screen):
@@ -186,6 +181,7 @@ class _ChunkWork:
         self._elsewhere: dict[int, Cursor] = {}  # where chunks of other processes begin
 
     def process(self) -> Run:
+        """Make every missing chunk that no other process makes, and wait for theirs."""
         size = float(self._inputs.bytes) if self._inputs.bytes else None
         self._screen.phase("text", size, "B")
         self._make(self._unclaimed())

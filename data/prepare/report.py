@@ -28,7 +28,7 @@ def file_digest(path: Path) -> str:
 
 
 def describe_inputs(files: Sequence[InputFile], threads: int) -> list[dict[str, Any]]:
-    """Return name, size and SHA-256 of each file; the name alone of streams."""
+    """Return name, size and SHA-256 of each file; of streams only the name."""
 
     def describe(file: InputFile) -> dict[str, Any]:
         if file.size is None:

@@ -1,7 +1,7 @@
 """The steps of a preparation on single documents, and the documents of a chunk.
 
 A step takes documents, its counts and a function `reject` for a line on each dropped document. It returns the
-remaining documents. Each can be called, and timed, alone; `work` runs them one after the other.
+remaining documents. Each can be called and timed by itself; `work` runs them one after the other.
 """
 
 from __future__ import annotations

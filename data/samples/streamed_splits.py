@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -18,7 +18,7 @@ from data.samples.lanes import Lane, LaneReader, Place, PlacedDocument, Streamed
 from data.samples.splits import Family
 from data.split_rule import Part, part_of
 from data.text.records import Source
-from recipes.problems import Key, Problem, ProblemsError, Setting, Words
+from recipes.problems import Key, Problem, ProblemsError, Setting
 from recipes.schema import Origin, Recipe
 
 UNIGRAM_TOKENS = 200_000
@@ -120,19 +120,20 @@ def read_head(
             ids = family.tokens(encoded)[: UNIGRAM_TOKENS - counted]
             counts += np.bincount(ids, minlength=vocabulary)
             counted += ids.size
-    for held_out, split in held.items():
-        if not min(split.found, wanted):
-            _refuse_short(recipe, source, held_out, family.too_short(split.measured))
+    _check_found(recipe, source, held)
     return Head({name: split.finish(source) for name, split in held.items()}, counts, documents)
 
 
-def _refuse_short(recipe: Recipe, source: Source, held_out: Part, why: Iterable[Words]) -> NoReturn:
-    """Refuse a stream that ended before a split had a sample; `why`: how short its documents are."""
-    key = f"data.{held_out}_every"
-    every_nth = Setting(key, getattr(recipe.data, f"{held_out}_every"))
-    came = (f"{source.name}: with ", every_nth, " the held-out documents ", *why)
-    fix = ("set ", Key(key), " or ", Key("sequence_length"), " lower")
-    raise ProblemsError([Problem(key, came, fix=fix)])
+def _check_found(recipe: Recipe, source: Source, held: Mapping[Part, _HeldOutDocuments]) -> None:
+    """Check that no held-out split wants for a sample at the end of the stream. Raises ProblemsError."""
+    for name, split in held.items():
+        if not min(split.found, split.wanted):
+            key = f"data.{name}_every"
+            every_nth = Setting(key, getattr(recipe.data, f"{name}_every"))
+            why = split.family.too_short(split.measured)
+            came = (f"{source.name}: with ", every_nth, " the held-out documents ", *why)
+            fix = ("set ", Key(key), " or ", Key("sequence_length"), " lower")
+            raise ProblemsError([Problem(key, came, fix=fix)])
 
 
 def interleave_files(source: Source) -> Iterator[PlacedDocument]:
