@@ -10,12 +10,12 @@ _ORDERS = 2  # orders of epochs: a step can straddle two
 
 
 def shuffled(values: np.ndarray | int, seed: int, number: int) -> np.ndarray:
-    """Shuffle the values, or the int64 numbers below `values`; (seed, number) alone decides the order."""
+    """Shuffle the values, or the int64 numbers below `values`. Only (seed, number) decides the order."""
     return np.random.Generator(np.random.PCG64([seed, number])).permutation(values)
 
 
 def generator(seed: int, first: int, second: int) -> np.random.Generator:
-    """Return a counter-based generator, a function of the three numbers alone.
+    """Return a counter-based generator, a function of only the three numbers.
 
     `first` and `second`, below 2**64, fill the upper half of the counter; the lower half counts the draws.
     """

@@ -73,10 +73,11 @@ def text_lengths(
             continue
         assert source is not None
         documents = watch(islice(interleave_files(source), most))
-        found = [
-            [len(part) for part in encoded] if sentences else [len(encoded)]
-            for _, encoded in family.encoder(origin, BATCH_CHARACTERS)(documents)
-        ]
-        borders = np.cumsum([0, *map(len, found)])
-        sizes = np.array([size for document in found for size in document], dtype=np.int64)
-        yield TextLengths.of(source.name, sizes, borders, sentences, whole=len(found) < most)
+        lengths = list[int]()
+        ends = [0]
+        for _, encoded in family.encoder(origin, BATCH_CHARACTERS)(documents):
+            lengths += map(len, encoded) if sentences else [len(encoded)]
+            ends.append(len(lengths))
+        sizes = np.array(lengths, dtype=np.int64)
+        read = len(ends) - 1  # documents
+        yield TextLengths.of(source.name, sizes, np.array(ends), sentences, whole=read < most)

@@ -157,7 +157,7 @@ class StepBatches:
         bit_sum: its `batch_sum` when it was made.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a run states each in a line of its own
         self,
         samples: TrainingSamples,
         seed: int,
@@ -258,7 +258,10 @@ def _make_step(
 
 def pin_batches(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Copy batches to pinned memory."""
-    return [{key: tensor.pin_memory() for key, tensor in batch.items()} for batch in batches]
+    pinned = []
+    for batch in batches:
+        pinned.append({key: tensor.pin_memory() for key, tensor in batch.items()})
+    return pinned
 
 
 def _current_device() -> Callable[[], None]:
@@ -302,4 +305,8 @@ def validation_batches(
         weights = np.where(part < len(samples), real_weight, 0.0)
         return micro_batch(samples.take(np.minimum(part, len(samples) - 1)), weights)
 
-    return [[batch(part) for part in step * layout.global_batch + rows] for step in range(steps)]
+    found = []
+    for step in range(steps):
+        of_step = step * layout.global_batch + rows
+        found.append([batch(part) for part in of_step])
+    return found

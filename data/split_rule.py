@@ -1,4 +1,4 @@
-"""The split into training, validation and test documents, by the document's index alone.
+"""The split into training, validation and test documents, by only the document's index.
 
 Whole documents are held out, so that training sees no held-out text. The rule does not need the number of
 documents, so that it holds for streams too.

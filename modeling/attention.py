@@ -102,7 +102,7 @@ class _Blocks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913 - autograd takes every tensor as an argument of its own
         ctx: Any,
         q: Tensor,
         k: Tensor,
@@ -151,9 +151,9 @@ class _Blocks(torch.autograd.Function):
             weights = kept_weights = (exponentials / total[..., block, :]).to(v.dtype)
             of_weights = (incoming @ v[..., seen, :].mT).float()
             if rows is not None:
-                kept_weights, of_weights = (
-                    _dropped(each, rows[..., block, :], ctx.p) for each in (weights, of_weights)
-                )
+                of_block = rows[..., block, :]
+                kept_weights = _dropped(weights, of_block, ctx.p)
+                of_weights = _dropped(of_weights, of_block, ctx.p)
             of_scores = (weights * (of_weights - along[..., block, :]) * scale).to(q.dtype)
             of_q.insert(0, of_scores @ keys)
             of_keys = of_scores.mT @ queries
@@ -176,7 +176,8 @@ def _dropped(weights: Tensor, rows: Tensor, p: float) -> Tensor:
 def _block(start: int, positions: int, causal: bool) -> tuple[slice, slice]:
     """Return the slices of the block's queries, from `start` on, and of the keys visible to it."""
     end = min(start + QUERIES, positions)
-    return slice(start, end), slice(0, end if causal else positions)
+    last_key = end if causal else positions
+    return slice(start, end), slice(0, last_key)
 
 
 def _scores(queries: Tensor, keys: Tensor, mask: Tensor | None, start: int, causal: bool) -> Tensor:
@@ -186,8 +187,7 @@ def _scores(queries: Tensor, keys: Tensor, mask: Tensor | None, start: int, caus
         scores = scores.masked_fill(~mask, -torch.inf)
     if causal:
         # In 32 bits: compiled for a CPU, the comparison of 64 takes as long as the softmax.
-        positions, last = (
-            torch.arange(each.shape[-2], dtype=torch.int32, device=keys.device) for each in (keys, queries)
-        )
+        positions = torch.arange(keys.shape[-2], dtype=torch.int32, device=keys.device)
+        last = torch.arange(queries.shape[-2], dtype=torch.int32, device=keys.device)
         scores = scores.masked_fill(positions > start + last[:, None], -torch.inf)
     return scores

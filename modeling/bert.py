@@ -96,13 +96,15 @@ class Embedding(nn.Module):
         else:
             of_places = F.embedding(places, position)
         x = x + of_places + F.embedding(token_types, token_type)
-        return self.dropout(x if self.norm is None else self.norm(x), salts)
+        if self.norm is not None:
+            x = self.norm(x)
+        return self.dropout(x, salts)
 
 
 class Head(nn.Module):
     """Transform before the tied decoder, and the sentence head; duplicated on every tensor rank.
 
-    Masked tokens: dense, GELU, LayerNorm, at the predicted positions alone. Sentences: pooler (dense and tanh
+    Masked tokens: dense, GELU, LayerNorm, only at the predicted positions. Sentences: pooler (dense and tanh
     of [CLS]), then two logits. `cut_over`: the group that shares the positions, or None.
     """
 
@@ -128,8 +130,8 @@ class Head(nn.Module):
         decoded = self.norm(F.gelu(self.transform(chosen)))
         if self.pooler is None or self.sentence is None:
             return decoded, None
-        pooled = self.pooler(x[:, 0] if firsts is None else F.embedding(firsts, x[0]))
-        return decoded, self.sentence(torch.tanh(pooled))
+        of_sample = x[:, 0] if firsts is None else F.embedding(firsts, x[0])
+        return decoded, self.sentence(torch.tanh(self.pooler(of_sample)))
 
 
 class DecoderBias(nn.Module):
@@ -163,7 +165,8 @@ def _attend(layer: nn.Module, stream: tuple, inputs: int) -> tuple:
 
 def _head(head: nn.Module, stream: tuple) -> tuple:
     x, lengths, positions, *_ = stream
-    return head(x, positions, lengths.firsts if isinstance(lengths, Row) else None)
+    firsts = lengths.firsts if isinstance(lengths, Row) else None
+    return head(x, positions, firsts)
 
 
 def encoder(shape: BertShape, group: Group, init: Init, inputs: int) -> list[LayerDefinition]:
@@ -330,17 +333,19 @@ def span_loss(
 
     logits (B, S, 2); starts, ends and weights (B,).
     """
-    losses = sum(
-        F.cross_entropy(logits[..., end].float(), labels, reduction="none")
-        for end, labels in enumerate((starts, ends))
-    )
+    of_starts = F.cross_entropy(logits[..., 0].float(), starts, reduction="none")
+    of_ends = F.cross_entropy(logits[..., 1].float(), ends, reduction="none")
+    losses = of_starts + of_ends
     best = logits.argmax(1)
     right = (((best[:, 0] == starts) & (best[:, 1] == ends)) * weights).sum()
     return (losses * weights).sum() / 2, right.detach().view(1)
 
 
 TASK_LOSSES: Mapping[str, Loss] = {"classification": class_loss, "span": span_loss, "choice": class_loss}
-TASK_FAMILIES: Mapping[str, Family] = {
-    head: Family(head, task_shape_of, task_layer_list, loss, lambda shape: ("accuracy",))
-    for head, loss in TASK_LOSSES.items()
-}
+
+
+def _task_family(head: str) -> Family:
+    return Family(head, task_shape_of, task_layer_list, TASK_LOSSES[head], lambda shape: ("accuracy",))
+
+
+TASK_FAMILIES: Mapping[str, Family] = {head: _task_family(head) for head in TASK_LOSSES}

@@ -105,7 +105,7 @@ def tensor_rank(rank: int, size: int) -> Iterator[Group]:
 
 @cache
 def count_transformers(model: Model, positions: int) -> RankCounts:
-    """Count the GPT-2 of `transformers` on one rank (ZeRO alone shards it), built on the meta device."""
+    """Count the GPT-2 of `transformers` on one rank (only ZeRO shards it), built on the meta device."""
     with torch.device("meta"):
         built = gpt2.CONVERSION.model_class(model)(gpt2.config(model, positions=positions))
     parameters = sum(p.numel() for p in built.parameters())

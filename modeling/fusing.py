@@ -69,4 +69,5 @@ def fuses(x: Tensor) -> bool:
 
 def fused(function: Callable[..., Any], x: Tensor, *arguments: Any) -> Any:
     """Return function(x, *arguments), without gradients, and computed by one kernel if `fuses(x)`."""
-    return (_compiled(function) if fuses(x) else function)(x, *arguments)
+    chosen = _compiled(function) if fuses(x) else function
+    return chosen(x, *arguments)

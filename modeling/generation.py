@@ -209,12 +209,13 @@ def _generate(
         logits_processor=processors,
         streamer=streamer,
     )
+    cut_by: EndReason = "length" if limit == how.length else "positions"
     found = []
     for text in texts[:, longest:].tolist():
         if how.end in text:
             found.append(Continuation(tuple(text[: text.index(how.end)]), "end"))
         else:
-            found.append(Continuation(tuple(text), "length" if limit == how.length else "positions"))
+            found.append(Continuation(tuple(text), cut_by))
     return found
 
 
@@ -228,7 +229,7 @@ def uniform_numbers(seed: int, prompt: Sequence[int], sample: int) -> np.random.
 
 
 class Draw:
-    """A processor of logits that draws a token for every sample, and leaves it alone.
+    """A processor of logits: it draws a token for every sample and leaves no other.
 
     Each is the first token whose cumulative probability passes its sample's number. No generator of the
     device takes part, so that a CPU and a GPU draw alike.

@@ -29,7 +29,7 @@ from recipes.schema import Recipe
 
 @dataclass(frozen=True)
 class GPT2Shape(ModelShape):
-    """Shape of a GPT-2; its layers differ in their attention alone."""
+    """Shape of a GPT-2; its layers differ only in their attention."""
 
     windows: tuple[Window, ...] = ()  # of sparse attention, by layer; None: dense; (): all layers are dense
 
@@ -67,7 +67,7 @@ class PositionEmbedding(nn.Module):
 
 
 def _add_positions(layer: nn.Module, stream: Stream, cut_over: Group) -> Stream:
-    """Add positions to the stream and cut its salts, which every rank has whole."""
+    """Add positions to the stream; cut its salts, of which every rank has all."""
     if not isinstance(stream, Tensor):
         x, salts = stream
         stream = x, own_positions(salts, cut_over)
@@ -83,7 +83,8 @@ def _drop(layer: nn.Module, stream: Stream) -> Stream:
 
 
 def _finish(norm: nn.Module, stream: Stream) -> Tensor:
-    return norm(stream if isinstance(stream, Tensor) else stream[0])
+    x = stream if isinstance(stream, Tensor) else stream[0]
+    return norm(x)
 
 
 def layer_list(shape: GPT2Shape, *, group: Group, init: Init) -> list[LayerDefinition]:

@@ -1,7 +1,7 @@
 """Dropout on the residual stream, the same under every layout.
 
-An element's fate is a function of (seed, step, sample's number in the global batch, position, name of the
-dropout, feature) alone: not of the rank, the stage, the micro-batch, the padding, or earlier draws. So a
+An element's fate depends only on (seed, step, sample's number in the global batch, position, name of the
+dropout, feature): not on the rank, the stage, the micro-batch, the padding, or earlier draws. So a
 recomputation or a resumed run restores nothing.
 
 Every element's word is made of two factors; a mask costs one multiplication, one addition and one comparison:

@@ -63,7 +63,8 @@ class Init:
     )  # their slices, by other ranks too
 
     def child(self, name: str) -> Init:
-        return replace(self, name=f"{self.name}.{name}" if self.name else name)
+        whole = f"{self.name}.{name}" if self.name else name
+        return replace(self, name=whole)
 
     @property
     def residual_std(self) -> float:
@@ -117,7 +118,8 @@ class Init:
             sent, local = next(self.shared) if self.shared and drawn and lacking else (name, own_slice())
             assert sent == name, f"{name} is built where {sent} was recorded"
         parameter = Parameter(local)
-        label(parameter, name, None if shard is None else replace(shard, entries=shape[shard.dim]))
+        own = None if shard is None else replace(shard, entries=shape[shard.dim])
+        label(parameter, name, own)
         if shard is not None and shard.size > 1:
             # DeepSpeed counts parameters without this mark once per tensor group in the gradient norm.
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]

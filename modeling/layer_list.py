@@ -197,12 +197,14 @@ class Stack(nn.Module):
         """Return a micro-batch's loss, or (the loss, its parts); without targets the last layer's output.
 
         tensors: inputs, then targets, in the order of the family's `fields`; missing inputs at the end are
-        None. salts (B, S, 2): of hidden dropout in training. On one rank the output has the logits of tokens
-        alone; in a tensor group it is this rank's block, -inf at padding of the vocabulary.
+        None. salts (B, S, 2): of hidden dropout in training. On one rank the output has only the logits of
+        tokens; in a tensor group it is this rank's block, -inf at padding of the vocabulary.
         """
         given = [*tensors[: self.inputs], *[None] * (self.inputs - len(tensors))]
-        given += [] if salts is None else [salts]
-        outcome = self.run(tuple(given) if len(given) > 1 else given[0])
+        if salts is not None:
+            given.append(salts)
+        stream = tuple(given) if len(given) > 1 else given[0]
+        outcome = self.run(stream)
         outputs = outcome if isinstance(outcome, tuple) else (outcome,)
         if len(tensors) > self.inputs:
             return self.loss(*outputs, *tensors[self.inputs :], self.group)
@@ -241,8 +243,17 @@ class PipelineLoss:
         return torch.stack(taken) if taken else None
 
 
+def _layer_spec(definition: LayerDefinition) -> LayerSpec:
+    """Return the layer as DeepSpeed takes it."""
+    kind = definition.kind
+    if not definition.tied:
+        return LayerSpec(kind, **definition.arguments)
+    key = definition.name.replace(".", " ")
+    return TiedLayerSpec(key, kind, tied_weight_attr=definition.parameters(), **definition.arguments)
+
+
 class Pipeline(PipelineModule):
-    """DeepSpeed's stage, with recomputed chunks of transformer layers alone.
+    """DeepSpeed's stage, with recomputed chunks of only transformer layers.
 
     DeepSpeed itself cuts chunks from the stage's first layer on and recomputes none with an embedding.
     """
@@ -261,12 +272,7 @@ class Pipeline(PipelineModule):
         """
         self._bounds = stage_bounds(definitions, stages)
         shared = any(d.tied and d.kind is TransformerLayer for d in definitions)
-        layers = [
-            TiedLayerSpec(d.name.replace(".", " "), d.kind, tied_weight_attr=d.parameters(), **d.arguments)
-            if d.tied
-            else LayerSpec(d.kind, **d.arguments)
-            for d in definitions
-        ]
+        layers = [_layer_spec(definition) for definition in definitions]
         with grid.lend_groups():
             super().__init__(
                 layers,
@@ -325,7 +331,7 @@ def run_layers(layers: Layers, stream: Stream, interval: int, checkpoint: Callab
             stream = _apply_all(chunk, stream)
         elif isinstance(stream, Tensor):
             stream = checkpoint(partial(_apply_all, chunk), stream)
-        else:  # a transformer layer changes x alone; the others are no output of the recomputation
+        else:  # a transformer layer changes only x; the others are no output of the recomputation
             x, *others = stream
             stream = (
                 checkpoint(partial(_apply_all_to_x, chunk, others), x, *filter(_is_tensor, others)),

@@ -193,10 +193,9 @@ class TransformerLayer(nn.Module):
         self.attention = Attention(shape, group=group, init=init.child("attention"))
         self.mlp_norm = norm(init=init.child("mlp_norm"))
         self.mlp = MLP(shape, group=group, init=init.child("mlp"))
-        self.attention_dropout, self.mlp_dropout = (
-            HiddenDropout(shape.hidden, shape.hidden_dropout, init=init.child(name))
-            for name in ("attention_dropout", "mlp_dropout")
-        )
+        dropout = partial(HiddenDropout, shape.hidden, shape.hidden_dropout)
+        self.attention_dropout = dropout(init=init.child("attention_dropout"))
+        self.mlp_dropout = dropout(init=init.child("mlp_dropout"))
 
     def forward(self, x: Tensor, lengths: Seen = None, salts: Tensor | None = None, use: int = 0) -> Tensor:
         """x (B, S, H), lengths (B,) without padding, or None -> (B, S, H); (1, T, H) with a Row.

@@ -1,7 +1,8 @@
 """Samples without their padding, one after the other in a single row.
 
 B samples of up to S positions with T tokens in all become a row of about T. Embeddings, LayerNorms,
-projections, MLPs and dropout treat every token alone; attention keeps to the samples (`unpadded_attention`).
+projections, MLPs and dropout treat every token by itself. Attention keeps to the samples
+(`unpadded_attention`).
 Copies of the first token fill T up to a multiple of ROW_MULTIPLE. They form an unused sample, which changes
 no loss and no gradient.
 

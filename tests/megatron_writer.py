@@ -120,17 +120,31 @@ def vocabulary(tensor: Tensor, form: Form) -> Sequence[Tensor]:
 def written(recipe: Recipe, weights: dict[str, Tensor], form: Form) -> Iterator[tuple[str, Any]]:
     """(path, what torch.save writes there) of every file."""
     torch.manual_seed(5)
-    model, bert = recipe.model, recipe.model.family == "bert"
-    position = weights["embedding.position" if bert else "position.weight"]
-    words = vocabulary(weights["word.weight"], form)
-    per = model.layers // (form.pp * form.chunks)
+    writer = _Writer(recipe, weights, form)
+    client = _client_state(recipe, writer, form)
+    if form.deepspeed == "pipeline":
+        yield from writer.layer_files()
+        for rank in range(form.tp * form.pp):
+            yield f"global_step7/mp_rank_{rank:02d}_model_states.pt", {"module": None, **client}
+    elif form.deepspeed:
+        for rank in range(form.tp):
+            content = {"module": writer.part(rank, 0, 0), **client}
+            yield f"global_step7/mp_rank_{rank:02d}_model_states.pt", content
+    else:
+        yield from writer.rank_files(client)
+
+
+def _client_state(recipe: Recipe, writer: _Writer, form: Form) -> dict[str, Any]:
+    """What stands next to the weights: version, arguments, random states."""
+    model = recipe.model
     client = dict(checkpoint_version=form.version, iteration=7, **form.extra)
     if form.version == 0:
         del client["checkpoint_version"]  # as version 1.0 of Megatron-LM
     if form.arguments is not None:
         told = dict(
             num_layers=model.layers, hidden_size=model.hidden, num_attention_heads=model.heads,
-            max_position_embeddings=position.shape[0], padded_vocab_size=sum(w.shape[0] for w in words),
+            max_position_embeddings=writer.position.shape[0],
+            padded_vocab_size=sum(words.shape[0] for words in writer.words),
             ffn_hidden_size=4 * model.hidden, bias_gelu_fusion=True, layernorm_epsilon=1e-5,
             make_vocab_size_divisible_by=form.divisible, params_dtype=torch.float16,
         )  # fmt: skip
@@ -143,73 +157,96 @@ def written(recipe: Recipe, weights: dict[str, Tensor], form: Form) -> Iterator[
         random_rng_state=random.getstate(), np_rng_state=np.random.get_state(),
         optimizer={"exp_avg": torch.zeros(64)},
     )  # fmt: skip
+    return client
 
-    def embedding(rank: int) -> dict[str, Any]:
+
+class _Writer:
+    """The parts of one model in a form."""
+
+    def __init__(self, recipe: Recipe, weights: dict[str, Tensor], form: Form) -> None:
+        self.model = recipe.model
+        self.bert = recipe.model.family == "bert"
+        self.weights = weights
+        self.form = form
+        self.position = weights["embedding.position" if self.bert else "position.weight"]
+        self.words = vocabulary(weights["word.weight"], form)
+
+    def embedding(self, rank: int) -> dict[str, Any]:
         out = {
-            "word_embeddings": {"weight": words[rank].clone()},
-            "position_embeddings": {"weight": position.clone()},
+            "word_embeddings": {"weight": self.words[rank].clone()},
+            "position_embeddings": {"weight": self.position.clone()},
         }
-        if bert:
-            out["tokentype_embeddings"] = {"weight": weights["embedding.token_type"]}
+        if self.bert:
+            out["tokentype_embeddings"] = {"weight": self.weights["embedding.token_type"]}
         return out
 
-    def final_norm() -> dict[str, Tensor]:
-        return {leaf: weights[f"final_norm.{leaf}"].clone() for leaf in ("weight", "bias")}
+    def final_norm(self) -> dict[str, Tensor]:
+        return {leaf: self.weights[f"final_norm.{leaf}"].clone() for leaf in ("weight", "bias")}
 
-    def part(rank: int, stage: int, chunk: int) -> dict[str, Any]:
+    def part(self, rank: int, stage: int, chunk: int) -> dict[str, Any]:
         """state_dict_for_save_checkpoint of one rank."""
-        start = (chunk * form.pp + stage) * per
-        layers = {
-            f"layers.{i}.{n}": t
-            for i in range(per)
-            for n, t in layer(weights, start + i, rank, model.heads, form).items()
-        }
+        form = self.form
         is_first = stage == 0 and chunk == 0
         is_last = stage == form.pp - 1 and chunk == form.chunks - 1
-        core = form.names in ("core", "fused")
+        layers = self._layers(rank, chunk * form.pp + stage)
         if is_last:
             norm = "final_norm" if form.names == "norm" else "final_layernorm"
-            layers |= {f"{norm}.{leaf}": t for leaf, t in final_norm().items()}
-        head = head_of(weights, rank, form) if bert and is_last else {}
-        if core:
-            out = {f"{'encoder' if bert else 'decoder'}.{n}": t for n, t in layers.items()}
-            if is_first:
-                out |= {f"embedding.{m}.weight": t["weight"] for m, t in embedding(rank).items()}
-            if is_last and not is_first:
-                out["output_layer.weight"] = words[rank].clone()
-            return out | head
+            layers |= {f"{norm}.{leaf}": t for leaf, t in self.final_norm().items()}
+        head = head_of(self.weights, rank, form) if self.bert and is_last else {}
+        if form.names in ("core", "fused"):
+            return self._core_part(rank, layers, is_first, is_last) | head
         language: dict[str, Any] = {"transformer" if form.names == "v1" else "encoder": layers}
         if is_first:
-            language["embedding"] = embedding(rank)
+            language["embedding"] = self.embedding(rank)
         if "pooler" in head:
             language["pooler"] = head.pop("pooler")
         out = {"language_model": language, **head}
         if is_last and not is_first:
-            out["word_embeddings_for_head"] = {"weight": words[rank].clone()}
+            out["word_embeddings_for_head"] = {"weight": self.words[rank].clone()}
         return out
 
-    if form.deepspeed == "pipeline":
-        folder = "global_step7"
-        for rank in range(form.tp):
-            flat = {f"{m}.weight": t["weight"] for m, t in embedding(rank).items()}
-            after = 3 + model.layers
-            yield f"{folder}/layer_01-model_{rank:02d}-model_states.pt", flat
-            for i in range(model.layers):
-                path = f"{folder}/layer_{3 + i:02d}-model_{rank:02d}-model_states.pt"
-                yield path, layer(weights, i, rank, model.heads, form)
-            yield f"{folder}/layer_{after + 1:02d}-model_{rank:02d}-model_states.pt", final_norm()
-            yield f"{folder}/layer_{after + 2:02d}-model_{rank:02d}-model_states.pt", dict(flat)
-        for rank in range(form.tp * form.pp):
-            yield f"{folder}/mp_rank_{rank:02d}_model_states.pt", {"module": None, **client}
-    elif form.deepspeed:
-        for rank in range(form.tp):
-            content = {"module": part(rank, 0, 0), **client}
-            yield f"global_step7/mp_rank_{rank:02d}_model_states.pt", content
-    else:
+    def _layers(self, rank: int, number: int) -> dict[str, Tensor]:
+        """The layers of a stage's chunk, the `number`th of the model."""
+        per = self.model.layers // (self.form.pp * self.form.chunks)
+        layers = {}
+        for i in range(per):
+            for name, tensor in layer(
+                self.weights, number * per + i, rank, self.model.heads, self.form
+            ).items():
+                layers[f"layers.{i}.{name}"] = tensor
+        return layers
+
+    def _core_part(
+        self, rank: int, layers: dict[str, Tensor], is_first: bool, is_last: bool
+    ) -> dict[str, Any]:
+        """A rank's tensors by the names of Megatron core."""
+        out: dict[str, Any] = {f"{'encoder' if self.bert else 'decoder'}.{n}": t for n, t in layers.items()}
+        if is_first:
+            out |= {f"embedding.{m}.weight": t["weight"] for m, t in self.embedding(rank).items()}
+        if is_last and not is_first:
+            out["output_layer.weight"] = self.words[rank].clone()
+        return out
+
+    def layer_files(self) -> Iterator[tuple[str, Any]]:
+        """A file for each layer, as DeepSpeed's pipeline writes them."""
+        after = 3 + self.model.layers
+        for rank in range(self.form.tp):
+            at = f"model_{rank:02d}-model_states.pt"
+            flat = {f"{m}.weight": t["weight"] for m, t in self.embedding(rank).items()}
+            yield f"global_step7/layer_01-{at}", flat
+            for i in range(self.model.layers):
+                own = layer(self.weights, i, rank, self.model.heads, self.form)
+                yield f"global_step7/layer_{3 + i:02d}-{at}", own
+            yield f"global_step7/layer_{after + 1:02d}-{at}", self.final_norm()
+            yield f"global_step7/layer_{after + 2:02d}-{at}", dict(flat)
+
+    def rank_files(self, client: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        """A file for each rank, as Megatron-LM writes them."""
+        form = self.form
         for stage in range(form.pp):
             for rank in range(form.tp):
                 place = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if form.pp > 1 else "")
-                chunks = [part(rank, stage, chunk) for chunk in range(form.chunks)]
+                chunks = [self.part(rank, stage, chunk) for chunk in range(form.chunks)]
                 state = {"model": chunks[0]}
                 if form.chunks > 1:
                     state = {f"model{i}": chunk for i, chunk in enumerate(chunks)}

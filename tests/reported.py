@@ -106,7 +106,7 @@ def lines(records: list[metrics.Record]) -> str:
     return "".join(map(metrics.to_line, records))
 
 
-def make_run(
+def make_run(  # noqa: PLR0913 - tests name what they change
     folder: Path,
     tables: Path,
     row: str,

@@ -31,7 +31,7 @@ def model_tensors(recipe, seed=1):
     return {name: 0.02 * torch.randn(p.shape, generator=random) for name, p in shapes.items()}
 
 
-def write_checkpoint(
+def write_checkpoint(  # noqa: PLR0913 - tests name what they change
     root, step, tensors, recipe=None, corpus="0" * 8, kinds=(WEIGHT,), ranks=1, data=None, form="canonical"
 ):
     """Write a whole checkpoint below `root`, each tensor cut over `ranks` files; its directory.

@@ -117,11 +117,16 @@ def _summary(report: Report, width: int | None) -> str:
     by_table: dict[str, list[Check]] = {name: [] for name in report.rows}
     for check in report.checks:
         by_table[check.table].append(check)
-    lines = [[name, count, *_numbers(report, by_table[name]).values()] for name, count in report.rows.items()]
+    lines = []
+    for name, count in report.rows.items():
+        lines.append([name, *_shown(count, *_numbers(report, by_table[name]).values())])
     numbers = _numbers(report, report.checks)
-    lines.append(["all", sum(report.rows.values()), *numbers.values()])
-    shown = [["." if cell == 0 else str(cell) for cell in line] for line in lines]
-    return table(shown, ["table", "rows", *numbers], "lr" + "r" * len(numbers), width)
+    lines.append(["all", *_shown(sum(report.rows.values()), *numbers.values())])
+    return table(lines, ["table", "rows", *numbers], "lr" + "r" * len(numbers), width)
+
+
+def _shown(*counts: int) -> list[str]:
+    return ["." if count == 0 else str(count) for count in counts]
 
 
 def _numbers(report: Report, checks: Sequence[Check]) -> dict[str, int]:
@@ -181,7 +186,8 @@ def _not_checkable(report: Report) -> str:
             reasons[check.quantity, check.how].append(check)
     lines = []
     for (quantity, reason), checks in reasons.items():
-        subjects, tables = ({getattr(each, key): 0 for each in checks} for key in ("subject", "table"))
+        subjects = dict.fromkeys(check.subject for check in checks)
+        tables = dict.fromkeys(check.table for check in checks)
         where = ", ".join(subjects) if len(subjects) <= 3 else f"{len(subjects)} rows of {', '.join(tables)}"
         lines.append(_line(f"{quantity}: {reason} ({where})", "  "))
     return _section("Not checkable: and why", "\n".join(lines))

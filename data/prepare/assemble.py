@@ -27,6 +27,8 @@ NEAR = "near-duplicate of an earlier document"
 class Index:
     """Facts about all n documents of all chunks, in order; arrays are mapped files."""
 
+    chunks: Path  # the directory with their files
+    names: list[str]  # of the input files
     starts: list[int]  # per chunk, its first document; and n
     files: np.ndarray  # (n,) int32
     numbers: np.ndarray  # (n,) int64
@@ -38,8 +40,15 @@ class Index:
         return sum(array.nbytes for array in (self.files, self.numbers, self.digests, self.marks))
 
 
-def gather(chunks: Path, count: int, documents: int, permutations: int, directory: Path) -> Index:
-    """Copy the columns for deduplication from the chunks into mapped files of `directory`."""
+def gather(
+    chunks: Path, names: list[str], count: int, documents: int, permutations: int, directory: Path
+) -> Index:
+    """Copy the columns for deduplication from the chunks into mapped files of `directory`.
+
+    Args:
+        names: the input files.
+        count: number of chunks.
+    """
     directory.mkdir(exist_ok=True)
     columns = {"files": "i4", "numbers": "i8", "digests": "u8", "marks": "u4"}
     arrays = {}
@@ -54,14 +63,12 @@ def gather(chunks: Path, count: int, documents: int, permutations: int, director
         for name, array in arrays.items():
             array[starts[-2] : starts[-1]] = found[name]
     assert starts[-1] == documents, (starts[-1], documents)
-    return Index(starts, **arrays)
+    return Index(chunks, names, starts, **arrays)
 
 
 def write(
-    chunks: Path,
     index: Index,
     duplicates: Duplicates | None,
-    names: list[str],
     vocab_size: int,
     unknown: int | None,
     out: Path,
@@ -71,7 +78,6 @@ def write(
     """Write everything but the report into `out`, and count the last two steps.
 
     Args:
-        names: the input files.
         unknown: number of the token that stands for what a vocabulary lacks.
         step: called after each chunk.
 
@@ -87,7 +93,7 @@ def write(
     lacking = 0
     with StoreWriter(out / STORE, vocab_size) as writer:
         for number, (start, end) in enumerate(pairwise(index.starts)):
-            chunk = chunk_file.read(chunks, number)
+            chunk = chunk_file.read(index.chunks, number)
             keep = np.ones(len(chunk), dtype=bool) if duplicates is None else duplicates.of[start:end] < 0
             left = len(chunk.sizes[keep]), int(chunk.sizes[keep].sum())
             sequences = np.repeat(keep, chunk.sequences)
@@ -108,8 +114,8 @@ def write(
                 for k in np.flatnonzero(~keep).tolist():
                     reason = EXACT if duplicates.exact[start + k] else NEAR
                     deduplicated.drop(reason, int(chunk.sizes[k]))
-                    original = _place(index, int(duplicates.of[start + k]), names)
-                    facts = _place(index, start + k, names) | {"reason": reason, "of": original}
+                    original = _place(index, int(duplicates.of[start + k]))
+                    facts = _place(index, start + k) | {"reason": reason, "of": original}
                     agreement = round(float(duplicates.agreement[start + k]), 4)
                     dropped.append(json_line(**facts, agreement=agreement))
                 if dropped:
@@ -123,5 +129,5 @@ def write(
     return {**counts, "unknown_tokens": lacking, "text_bytes": tally.step("write").bytes_out, "crc32": crc32}
 
 
-def _place(index: Index, document: int, names: list[str]) -> dict[str, object]:
-    return {"file": names[index.files[document]], "number": int(index.numbers[document])}
+def _place(index: Index, document: int) -> dict[str, object]:
+    return {"file": index.names[index.files[document]], "number": int(index.numbers[document])}

@@ -66,7 +66,9 @@ def make_detector() -> Detect:
 
     def ask(text: str) -> tuple[str, float]:
         line = " ".join(text.split())  # the model reads one line
-        labels, scores = model.predict(line.lower() if line.isupper() else line, k=1)
+        if line.isupper():
+            line = line.lower()
+        labels, scores = model.predict(line, k=1)
         if not labels:
             return "unknown", 0.0
         return labels[0].removeprefix("__label__"), min(1.0, float(scores[0]))
@@ -104,8 +106,8 @@ def repair(text: str) -> str:
     if not left:
         return text
     only_outside_ascii = not left.translate(None, _OUTSIDE_ASCII)
-    markup = text.find("<")  # ftfy leaves entities alone from the first line with a '<' on
-    *lines, last = text.split("\n")  # a line feed alone ends a line, as for ftfy
+    markup = text.find("<")  # ftfy changes no entity from the first line with a '<' on
+    *lines, last = text.split("\n")  # only a line feed ends a line, as for ftfy
     lines = [*(line + "\n" for line in lines), last]
     end = 0
     for k, line in enumerate(lines):

@@ -74,7 +74,8 @@ def read_evaluation(paths: Sequence[str], n: int, repaired: bool = True) -> Eval
     for number, path in enumerate(paths):
         before = len(hashes)
         for some in group_items(_strings(Path(path)), lambda text: 1, _TEXTS_AT_ONCE):
-            words = words_of([repair(text) for text in some] if repaired else some)
+            read = [repair(text) for text in some] if repaired else some
+            words = words_of(read)
             found, first, _ = passages(words, n)
             texts += len(some)
             too_short += len(some) - len(np.unique(np.searchsorted(words.offsets, first, side="right")))
@@ -113,7 +114,8 @@ def _json_strings(path: Path, text: str) -> Iterator[str]:
     except (ValueError, RecursionError):
         for number, line in enumerate(text.split("\n"), 1):
             try:
-                yield from _leaves(json.loads(line) if line.strip() else None)
+                if line.strip():
+                    yield from _leaves(json.loads(line))
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"--decontaminate {path}:{number}: not JSON ({error})") from error
 

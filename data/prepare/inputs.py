@@ -1,6 +1,6 @@
 """The input files, and their records cut into chunks.
 
-The ends of chunks depend on the input and on the chunk size alone. Each chunk records its end in the input. A
+The ends of chunks depend only on the input and on the chunk size. Each chunk records its end in the input. A
 continued run does not open the files before that place. In the file of that place it reads the records before
 it again (of Parquet, those of the row group) and skips them.
 """
@@ -159,8 +159,11 @@ class Inputs:
         in_file = 0  # bytes of records since the file, or `start`, began
         for after, item in self.records(start):
             # Bytes of the record in memory.
-            held = len(item.payload if isinstance(item, RawRecord) else item.excerpt)
-            in_file = held + (in_file if after.file == at.file else 0)
+            content = item.payload if isinstance(item, RawRecord) else item.excerpt
+            held = len(content)
+            if after.file != at.file:
+                in_file = 0
+            in_file += held
             at = after
             items.append((after.file, item))
             size += held

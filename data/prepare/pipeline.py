@@ -66,6 +66,17 @@ class Run:
     spent: float = field(default_factory=time.process_time)  # by this process when it started
 
 
+@dataclass(frozen=True)
+class Preparation:
+    """What is decided before the first chunk is made."""
+
+    plan: Plan
+    inputs: Inputs
+    space: Workspace
+    manifest: dict[str, Any]
+    warnings: Sequence[str]
+
+
 def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) -> dict[str, Any] | None:
     """Prepare `out`; return the report, or None where the same command had completed it.
 
@@ -108,10 +119,11 @@ def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) 
             size = vocabulary_size(vocabulary)
             origin = report.manifest_digest(manifest)
             plan = Plan(settings, inputs.format, encoder, size, evaluation, bands, space.chunks, origin)
-            run = process_chunks(plan, inputs, claims, screen)
+            run = ChunkWork(plan, inputs, claims, screen).process()
+            begun = Preparation(plan, inputs, space, manifest, warnings)
             with claims.turn("assembly", screen.say):
                 if space.partial.exists():
-                    return assemble_result(plan, inputs, run, space, manifest, vocabulary, warnings, screen)
+                    return assemble_result(begun, run, vocabulary, screen)
         except FileNotFoundError:
             if space.partial.exists():
                 raise
@@ -121,26 +133,22 @@ def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) 
 
 
 def assemble_result(
-    plan: Plan,
-    inputs: Inputs,
-    run: Run,
-    space: Workspace,
-    manifest: dict[str, Any],
-    vocabulary: PreTrainedTokenizerFast,
-    warnings: Sequence[str],
-    screen: Screen,
+    begun: Preparation, run: Run, vocabulary: PreTrainedTokenizerFast, screen: Screen
 ) -> dict[str, Any]:
     """Make the result of all chunks, and publish it; return its report."""
+    plan = begun.plan
+    space = begun.space
+    warnings = begun.warnings
     unknown = vocabulary.unk_token_id
     if unknown == vocabulary.eos_token_id:
         unknown = None  # GPT-2 knows every byte, and names its end token
     try:
         run.tally = tally_of_all(plan, run.chunks)
         check_broken(run.tally, plan.settings.max_broken, space.chunks, run.chunks)
-        if inputs.look() != inputs.files:
+        if begun.inputs.look() != begun.inputs.files:
             raise ValueError("input files changed while they were read: begin again with --force")
         result = space.new_result()
-        store, dedup = finish(plan, inputs, run, space, unknown, screen)
+        store, dedup = finish(begun, run, unknown, screen)
     except chunk_file.DamagedChunk as damage:
         damage.path.unlink(missing_ok=True)
         again = "it is removed, and the same command makes it again and resumes the other work"
@@ -152,7 +160,7 @@ def assemble_result(
         warnings = [*warnings, f"{found}, {why}: give a vocabulary of the text's language"]
     save_tokenizer(vocabulary, result / space.tokenizer.name)
     digest = vocabulary_digest(vocabulary)
-    whole = describe(plan, inputs, run, warnings, store, dedup, manifest, digest, result)
+    whole = describe(begun, run, warnings, store, dedup, digest)
     as_json = json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
     for name, text in ((REPORT, as_json), ("report.txt", report.as_text(whole))):
         (result / name).write_text(text, encoding="utf-8", errors="replace")
@@ -160,76 +168,96 @@ def assemble_result(
     return whole
 
 
-def process_chunks(plan: Plan, inputs: Inputs, claims: Claims, screen: Screen) -> Run:
-    """Make every missing chunk that no other process makes, and wait for theirs."""
-    run = Run()
-    furthest = 0.0
-    elsewhere: dict[int, Cursor] = {}  # where chunks of other processes begin
-    screen.phase("text", float(inputs.bytes) if inputs.bytes else None, "B")
+class ChunkWork:
+    """Work on the chunks: which are finished, which other processes make, and how far this one is."""
 
-    def end_of(number: int) -> Cursor | None:
+    def __init__(self, plan: Plan, inputs: Inputs, claims: Claims, screen: Screen):
+        self._plan = plan
+        self._inputs = inputs
+        self._claims = claims
+        self._screen = screen
+        self._run = Run()
+        self._furthest = 0.0
+        self._elsewhere: dict[int, Cursor] = {}  # where chunks of other processes begin
+
+    def process(self) -> Run:
+        """Make every missing chunk that no other process makes, and wait for theirs."""
+        size = float(self._inputs.bytes) if self._inputs.bytes else None
+        self._screen.phase("text", size, "B")
+        self._make(self._unclaimed())
+        if self._elsewhere:
+            self._screen.say(f"waiting for {len(self._elsewhere)} chunks of other processes")
+        while self._elsewhere:
+            self._wait()
+        return self._run
+
+    def _make(self, chunks: Iterator[Chunk]) -> None:
+        pool.run(self._plan, chunks, self._plan.settings.workers, self._done)
+
+    def _end_of(self, number: int) -> Cursor | None:
         """Return the end of a finished chunk; None where it is missing or damaged."""
+        plan = self._plan
         if not chunk_file.path_of(plan.directory, number).is_file():
             return None
         try:
             return chunk_file.read_head(plan.directory, number, plan.origin).end
         except chunk_file.DamagedChunk as damage:
-            screen.say(f"{damage}; it is made again")
+            self._screen.say(f"{damage}; it is made again")
             damage.path.unlink(missing_ok=True)
             return None
 
-    def past_finished(start: Cursor) -> Cursor:
+    def _past_finished(self, start: Cursor) -> Cursor:
         """Count the finished chunks from here on; return the end of the last of them."""
-        while (end := end_of(run.chunks)) is not None:
+        while (end := self._end_of(self._run.chunks)) is not None:
             start = end
-            run.chunks += 1
+            self._run.chunks += 1
         return start
 
-    def unclaimed() -> Iterator[Chunk]:
+    def _unclaimed(self) -> Iterator[Chunk]:
         """Yield what is neither finished nor claimed; files between finished chunks are not opened."""
-        start = past_finished(Cursor())
-        chunks = inputs.chunks(start, run.chunks)
+        run = self._run
+        start = self._past_finished(Cursor())
+        chunks = self._inputs.chunks(start, run.chunks)
         while (chunk := next(chunks, None)) is not None:
             if chunk.number < run.chunks:
                 continue
-            start = past_finished(start)
+            start = self._past_finished(start)
             if start.file > chunk.end.file:
-                chunks = inputs.chunks(start, run.chunks)
+                chunks = self._inputs.chunks(start, run.chunks)
             elif chunk.number == run.chunks:
-                if claims.take(str(chunk.number)):
+                if self._claims.take(str(chunk.number)):
                     yield chunk
                 else:
-                    elsewhere[chunk.number] = start
+                    self._elsewhere[chunk.number] = start
                 start = chunk.end
                 run.chunks += 1
 
-    def done(answer: Answer) -> None:
-        nonlocal furthest
+    def _done(self, answer: Answer) -> None:
+        """Count a chunk that this process has made."""
+        plan = self._plan
+        run = self._run
         run.made += 1
         run.tally.add(answer.tally)
         run.new_bytes += answer.tally.step("read").bytes_in
         run.worker_peak = max(run.worker_peak, answer.peak_bytes)
         run.worker_seconds += answer.seconds
-        furthest = max(furthest, answer.progress)
+        self._furthest = max(self._furthest, answer.progress)
         if run.tally.records >= EARLY_RECORDS:
             check_broken(run.tally, plan.settings.max_broken, plan.directory, run.chunks)
         speed = run.new_bytes / 1e6 / (time.perf_counter() - run.started)
-        screen.at(furthest, f"{speed:.2f} MB/s of text")
+        self._screen.at(self._furthest, f"{speed:.2f} MB/s of text")
 
-    pool.run(plan, unclaimed(), plan.settings.workers, done)
-    if elsewhere:
-        screen.say(f"waiting for {len(elsewhere)} chunks of other processes")
-    while elsewhere:
+    def _wait(self) -> None:
+        """Wait a moment for the chunks of other processes; make those of a process that has ended."""
+        elsewhere = self._elsewhere
         for number in list(elsewhere):
-            if end_of(number) is not None:
+            if self._end_of(number) is not None:
                 del elsewhere[number]
-        lost = [number for number in elsewhere if claims.take(str(number))]
+        lost = [number for number in elsewhere if self._claims.take(str(number))]
         if lost:
-            again = (next(inputs.chunks(elsewhere.pop(number), number)) for number in lost)
-            pool.run(plan, again, plan.settings.workers, done)
+            self._make(next(self._inputs.chunks(elsewhere.pop(number), number)) for number in lost)
         elif elsewhere:
             time.sleep(sharing.PAUSE)
-    return run
 
 
 def tally_of_all(plan: Plan, chunks: int) -> Tally:
@@ -260,14 +288,17 @@ def check_broken(tally: Tally, most: float, chunks: Path, count: int) -> None:
 
 
 def finish(
-    plan: Plan, inputs: Inputs, run: Run, space: Workspace, unknown: int | None, screen: Screen
+    begun: Preparation, run: Run, unknown: int | None, screen: Screen
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Deduplicate over all chunks and write the store; return facts about both for the report."""
+    plan = begun.plan
+    space = begun.space
     settings = plan.settings
     bands = plan.bands
     documents = next((step.documents_out for step in reversed(run.tally.values())), 0)
     permutations = settings.permutations if bands else 0
-    index = assemble.gather(space.chunks, run.chunks, documents, permutations, space.index)
+    names = [str(path) for path in begun.inputs.paths]
+    index = assemble.gather(space.chunks, names, run.chunks, documents, permutations, space.index)
     duplicates = None
     dedup = None
     if bands is not None and settings.dedup is not None:
@@ -294,33 +325,29 @@ def finish(
     screen.phase("store", run.chunks, "chunks")
     started = time.perf_counter()
     tick = partial(next, map(screen.at, count(1)))
-    names = [str(path) for path in inputs.paths]
-    store = assemble.write(
-        space.chunks, index, duplicates, names, plan.vocab_size, unknown, space.result, run.tally, tick
-    )
+    store = assemble.write(index, duplicates, plan.vocab_size, unknown, space.result, run.tally, tick)
     run.tally.step("write").seconds = time.perf_counter() - started
     return store, dedup
 
 
 def describe(
-    plan: Plan,
-    inputs: Inputs,
+    begun: Preparation,
     run: Run,
     warnings: Sequence[str],
     store: dict[str, Any],
     dedup: dict[str, Any] | None,
-    manifest: dict[str, Any],
     digest: str,
-    result: Path,
 ) -> dict[str, Any]:
-    """Make the report."""
+    """Make the report; `digest`: of the vocabulary."""
+    plan = begun.plan
+    manifest = begun.manifest
     settings = plan.settings
     tally = run.tally
     evaluation = plan.evaluation
     seconds = time.perf_counter() - run.started
     spent = time.process_time() - run.spent + (run.worker_seconds if settings.workers else 0.0)
-    begun = f"the first {settings.vocabulary_mb} MB of the input's text"
-    trained_on = f"{begun}, before any document was dropped for its length"
+    head = f"the first {settings.vocabulary_mb} MB of the input's text"
+    trained_on = f"{head}, before any document was dropped for its length"
     dropped = tally.step("read").dropped
     lost = sum(dropped.get(BROKEN + kind, [0])[0] for kind in ("damaged file", "empty file"))
     if lost:  # without a share: the number of records in the lost end of a file is unknown
@@ -336,6 +363,10 @@ def describe(
         "texts_too_short": evaluation.too_short,
         "ngrams": len(evaluation.hashes),
     }
+    speeds = {}
+    for name, step in tally.items():
+        if step.seconds and step.bytes_in:
+            speeds[name] = round(step.bytes_in / 1e6 / step.seconds, 2)
     return {
         "manifest": manifest,
         "store": {**made, **store},
@@ -345,12 +376,8 @@ def describe(
         "warnings": list(warnings),
         "deduplication": dedup,
         "decontamination": decontamination,
-        "mb_per_second_and_core": {  # of incoming text
-            name: round(step.bytes_in / 1e6 / step.seconds, 2)
-            for name, step in tally.items()
-            if step.seconds and step.bytes_in
-        },
-        "outputs": report.describe_outputs(result),
+        "mb_per_second_and_core": speeds,  # of incoming text
+        "outputs": report.describe_outputs(begun.space.result),
         "run": {
             "workers": settings.workers,
             "chunks": run.chunks,

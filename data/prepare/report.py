@@ -28,7 +28,7 @@ def file_digest(path: Path) -> str:
 
 
 def describe_inputs(files: Sequence[InputFile], threads: int) -> list[dict[str, Any]]:
-    """Return name, size and SHA-256 of each file; the name alone of streams."""
+    """Return name, size and SHA-256 of each file; of streams only the name."""
 
     def describe(file: InputFile) -> dict[str, Any]:
         if file.size is None:
@@ -47,25 +47,30 @@ def manifest_digest(manifest: Mapping[str, Any]) -> str:
 
 def describe_outputs(directory: Path) -> dict[str, dict[str, Any]]:
     """Return size and SHA-256 of every file in `directory`, by its relative path."""
-    paths = sorted(path for path in directory.rglob("*") if path.is_file())
-    return {
-        str(path.relative_to(directory)): {"bytes": path.stat().st_size, "sha256": file_digest(path)}
-        for path in paths
-    }
+    found = {}
+    for path in sorted(directory.rglob("*")):
+        if path.is_file():
+            name = str(path.relative_to(directory))
+            found[name] = {"bytes": path.stat().st_size, "sha256": file_digest(path)}
+    return found
 
 
 def broken_summary(tally: Tally) -> dict[str, Any]:
     """Count broken records by reason, with their shares of all records and of all bytes."""
     step = tally.step("read")
-    reasons = {reason: counts for reason, counts in sorted(step.dropped.items()) if reason.startswith(BROKEN)}
+    total = step.documents_in
+    reasons = {}
+    broken_bytes = 0
+    for reason, (records, size) in sorted(step.dropped.items()):
+        if reason.startswith(BROKEN):
+            facts = {"records": records, "bytes": size, "share": _share(records, total)}
+            reasons[reason.removeprefix(BROKEN)] = facts
+            broken_bytes += size
     return {
         "records": tally.broken,
-        "share": _share(tally.broken, step.documents_in),
-        "share_of_bytes": _share(sum(size for _, size in reasons.values()), step.bytes_in),
-        "reasons": {
-            reason.removeprefix(BROKEN): {"records": n, "bytes": size, "share": _share(n, step.documents_in)}
-            for reason, (n, size) in reasons.items()
-        },
+        "share": _share(tally.broken, total),
+        "share_of_bytes": _share(broken_bytes, step.bytes_in),
+        "reasons": reasons,
     }
 
 
@@ -102,11 +107,11 @@ def _steps(report: dict[str, Any]) -> list[str]:
 
 def _dropped(report: dict[str, Any]) -> list[str]:
     records = report["steps"]["read"]["documents_in"]
-    rows = [
-        (reason, f"{count:,}", f"{size / 1e6:,.2f}", f"{_share(count, records):.4%}")
-        for step in report["steps"].values()
-        for reason, (count, size) in sorted(step["dropped"].items())
-    ]
+    rows = []
+    for step in report["steps"].values():
+        for reason, (count, size) in sorted(step["dropped"].items()):
+            share = f"{_share(count, records):.4%}"
+            rows.append((reason, f"{count:,}", f"{size / 1e6:,.2f}", share))
     header = ("dropped because", "documents", "MB", "share of records")
     return _table([header, *rows]) if rows else ["nothing was dropped"]
 
@@ -140,13 +145,14 @@ def _store(report: dict[str, Any]) -> list[str]:
 
 
 def _files(report: dict[str, Any]) -> list[str]:
-    inputs = [
-        (f["name"], f"{f.get('bytes', 0):,}", f.get("sha256", f["identified_by"]))
-        for f in report["manifest"]["inputs"]
-    ]
-    outputs = [(name, f"{f['bytes']:,}", f["sha256"]) for name, f in report["outputs"].items()]
-    files = [*_table([("input", "bytes", "SHA-256, or else"), *inputs]), ""]
-    files += [*_table([("output", "bytes", "SHA-256"), *outputs]), "", "arguments"]
+    inputs = [("input", "bytes", "SHA-256, or else")]
+    for file in report["manifest"]["inputs"]:
+        identity = file.get("sha256", file["identified_by"])
+        inputs.append((file["name"], f"{file.get('bytes', 0):,}", identity))
+    outputs = [("output", "bytes", "SHA-256")]
+    for name, file in report["outputs"].items():
+        outputs.append((name, f"{file['bytes']:,}", file["sha256"]))
+    files = [*_table(inputs), "", *_table(outputs), "", "arguments"]
     arguments = [f"  {key}: {value}" for key, value in report["manifest"]["arguments"].items()]
     versions = ", ".join(f"{k} {v}" for k, v in report["manifest"]["versions"].items())
     return [*files, *arguments, "", f"versions  {versions}"]

@@ -1,8 +1,8 @@
 """Claims of the processes that share one preparation, on this machine or others, through a directory.
 
 Each process keeps a file there whose number it counts up. A claim is a symbolic link to the file of its
-process, which the file system makes for one process alone. A process is lost when the kernel has dropped the
-lock of its file, on this machine, or when its number rests; what it claimed may then be claimed again. Where
+process, which the file system makes for only one process. A process is lost when the kernel has dropped the
+lock of its file, on this machine, or when its number rests. What it claimed may then be claimed again. Where
 a slow process is taken for lost, work is done twice: chunks are equal to the byte and renamed when whole.
 """
 

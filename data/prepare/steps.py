@@ -1,7 +1,7 @@
 """The steps of a preparation on single documents, and the documents of a chunk.
 
 A step takes documents, its counts and a function `reject` for a line on each dropped document. It returns the
-remaining documents. Each can be called, and timed, alone; `work` runs them one after the other.
+remaining documents. Each can be called and timed by itself; `work` runs them one after the other.
 """
 
 from __future__ import annotations
@@ -103,10 +103,11 @@ def parse(
 
 
 def repair_texts(documents: Documents, step: Step, reject: Reject) -> Documents:
-    texts = [repair(text) for text in documents.texts]
-    step.changed += sum(
-        new is not old and new != old for new, old in zip(texts, documents.texts, strict=True)
-    )
+    texts = []
+    for text in documents.texts:
+        repaired = repair(text)
+        step.changed += repaired is not text and repaired != text
+        texts.append(repaired)
     return replace(documents, texts=texts, sizes=[utf8_size(text) for text in texts])
 
 

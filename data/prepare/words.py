@@ -4,7 +4,7 @@ A word is a run of letters and digits; punctuation and white space end it. Of a 
 between words (Chinese, Japanese, Thai, Lao, Khmer, Burmese, ...) every character is a word. Every character
 outside ASCII counts as a letter but for the blocks Latin-1 punctuation, General Punctuation and CJK
 punctuation. Texts are compared lower-cased, without entities and in NFKC: composed or not, full width or not.
-The numbers are functions of the text alone, on every machine (unlike Python's `hash`).
+The numbers depend only on the text, on every machine (unlike Python's `hash`).
 
 The share of equal entries of two MinHash signatures (Broder 1997) estimates the Jaccard similarity of their
 sets, the word n-grams ("shingles") of the repaired text. The estimate from p permutations has the standard

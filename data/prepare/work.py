@@ -9,7 +9,7 @@ import pickle
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -84,7 +84,8 @@ class Worker:
             step = tally.step(name)
             started = time.process_time()
             step.enter(len(documents), documents.bytes)
-            reject = rejected.setdefault("broken" if name == "read" else name, []).append
+            kind = "broken" if name == "read" else name
+            reject = rejected.setdefault(kind, []).append
             documents = change(documents, step, reject, *arguments)
             step.leave(len(documents), documents.bytes)
             step.seconds += time.process_time() - started
@@ -104,7 +105,14 @@ class Worker:
             run("signatures", steps.sign, settings.shingle, permutations, settings.seed)
         flat = [sequence for sequences in documents.tokens for sequence in sequences]
         dtype = token_dtype(plan.vocab_size)
-        lined = ("".join(f"{sentence}\n" for sentence in sentences) for sentences in documents.sentences)
+        tokens = np.concatenate(flat).astype(dtype) if flat else np.zeros(0, dtype=dtype)
+        articles = b""
+        if settings.write_articles:
+            articles = steps.article_lines(documents, documents.texts)
+        by_sentence = b""
+        if settings.write_sentences:
+            lined = map(_one_a_line, documents.sentences)
+            by_sentence = steps.article_lines(documents, lined)
         return chunk_file.FinishedChunk(
             end=chunk.end,
             tally=tally,
@@ -116,10 +124,14 @@ class Worker:
             marks=np.array(documents.marks, dtype=np.uint32).reshape(len(documents), permutations),
             sequences=np.array([len(sequences) for sequences in documents.tokens], dtype=np.int32),
             lengths=np.array([len(sequence) for sequence in flat], dtype=np.int32),
-            tokens=np.concatenate(flat).astype(dtype) if flat else np.zeros(0, dtype=dtype),
-            articles=steps.article_lines(documents, documents.texts) if settings.write_articles else b"",
-            sentences=steps.article_lines(documents, lined) if settings.write_sentences else b"",
+            tokens=tokens,
+            articles=articles,
+            sentences=by_sentence,
         )
+
+
+def _one_a_line(sentences: Sequence[str]) -> str:
+    return "".join(f"{sentence}\n" for sentence in sentences)
 
 
 _worker: Worker  # of a worker process
@@ -187,7 +199,8 @@ def run(plan: Plan, chunks: Iterator[Chunk], workers: int, on_done: Callable[[An
         more = True
         while more or running:
             framing = more and len(running) < 2 * workers
-            done, running = wait(running, 0 if framing else None, FIRST_COMPLETED)
+            timeout = 0 if framing else None
+            done, running = wait(running, timeout, FIRST_COMPLETED)
             for future in done:
                 on_done(future.result())
             if framing:

@@ -7,7 +7,7 @@ Then, for half of the samples,
     nsp: B is replaced by text of another document, label 1 (Devlin et al. 2018)
     sop: A and B are swapped, label 1 (ALBERT, arXiv 1909.11942, section 3.1)
 
-A sample is a function of (seed, epoch, chunk) alone.
+A sample is a function of only (seed, epoch, chunk).
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ class BertSamples(StoredSamples):
         Args:
             documents: (D,) int64, ascending.
 
-        Raises ProblemsError: there is no text, or nsp has text of one document alone.
+        Raises ProblemsError: there is no text, or nsp has text of only one document.
         """
         self._store = store
         self._family = family

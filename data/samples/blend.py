@@ -62,13 +62,14 @@ class BlendedSamples:
 
     def take(self, positions: Sequence[int], seed: int) -> Fields:
         part_of, local = self.places(np.asarray(positions, dtype=np.int64))
-        mine = [np.flatnonzero(part_of == number) for number in range(len(self._parts))]
-        # A seed of its own, so that parts of one size are not in one order.
-        rows = [
-            part.take(local[own].tolist(), seed + (number << 32))
-            for number, (part, own) in enumerate(zip(self._parts, mine, strict=True))
-            if own.size
-        ]
+        mine = []
+        rows = []
+        for number, part in enumerate(self._parts):
+            own = np.flatnonzero(part_of == number)
+            if own.size:
+                own_seed = seed + (number << 32)  # so that parts of one size are not in one order
+                rows.append(part.take(local[own].tolist(), own_seed))
+                mine.append(own)
         return type(rows[0]).concatenate(rows).rows(np.argsort(np.concatenate(mine)))
 
     def places(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -123,10 +124,11 @@ def blended_held_out(parts: Sequence[HeldOut]) -> HeldOut:
 def blended(parts: Sequence[Parts], weights: Sequence[float], seed: int) -> Parts:
     """Blend the splits of several sources by weight."""
     tests = [part.test for part in parts if part.test]
+    test = blended_held_out(tests) if tests else None
     return Parts(
         BlendedSamples([part.train for part in parts], weights, seed),
         blended_held_out([part.validation for part in parts]),
-        blended_held_out(tests) if tests else None,
+        test,
         _blended_counts([part.train_counts for part in parts], weights),
         _blended_summary([part.summary for part in parts], weights),
     )

@@ -60,7 +60,8 @@ def build_chunks(store: Store, documents: np.ndarray, lengths: Lengths) -> Chunk
     """Cut `documents` (D,) int64, ascending, into chunks; a document without tokens has none."""
     found = []
     # Blocks of the store's documents, chosen or not: they bound the memory for sentences.
-    spans = np.arange(0, documents[-1] + 1 if len(documents) else 0, _BLOCK)
+    end = documents[-1] + 1 if len(documents) else 0
+    spans = np.arange(0, end, _BLOCK)
     for block in filter(len, np.split(documents, documents.searchsorted(spans))):
         first = store.document_index[block]
         last = store.document_index[block + 1]

@@ -65,7 +65,10 @@ class Fields(dict[str, np.ndarray]):
     @classmethod
     def concatenate(cls: type[F], parts: Sequence[F]) -> F:
         """Join the samples of all parts, one part after another."""
-        return cls({key: np.concatenate([part[key] for part in parts]) for key in parts[0]})
+        joined = {}
+        for key in parts[0]:
+            joined[key] = np.concatenate([part[key] for part in parts])
+        return cls(joined)
 
 
 class TrainingSamples(Protocol):

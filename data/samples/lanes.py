@@ -8,10 +8,10 @@ right record.
 With G samples in a full batch, sample s * G + j is item s * (G / L) + j % (G / L) of lane j // (G / L), under
 every layout. A rank opens only the lanes of its rows, which change in smaller steps.
 
-A lane may shuffle: document k of an epoch comes in the order of k + d, where d, below the size of the lane's
-buffer, is drawn from (seed, lane, epoch, k) alone. It waits in the buffer while an unread document could come
-before it. To have it first again, a resumed run reads from the oldest document that waits with it, and
-leaves out as many as have come before.
+A lane may shuffle: document k of an epoch comes in the order of k + d, where d is below the size of the
+lane's buffer and drawn only from (seed, lane, epoch, k). The document waits in the buffer while an unread one
+could come before it. To have it first again, a resumed run reads from the oldest document that waits with
+it, and leaves out as many as have come before.
 """
 
 from __future__ import annotations

@@ -49,10 +49,9 @@ def store_parts(recipe: Recipe, family: Family, opened: OpenedStore, wanted: int
     name = opened.name
     vocab_size = recipe.model.vocab_size
     splits: tuple[Part, ...] = ("train", "validation", "test") if data.test_every else ("train", "validation")
-    documents = {
-        split: documents_of(split, store.documents, data.validation_every, data.test_every)
-        for split in splits
-    }
+    documents = {}
+    for split in splits:
+        documents[split] = documents_of(split, store.documents, data.validation_every, data.test_every)
     train_stream = Stream(store, documents["train"], end_of_document(family.tokenizer))
     counts = token_counts(train_stream.read, len(train_stream), vocab_size, name)
     counts[family.never_predicted()] = 0
@@ -89,10 +88,11 @@ def _naming(recipe: Recipe, source: str, split: Part) -> Iterator[None]:
         key = "test_every" if split == "test" else "validation_every"
         part = "training part" if split == "train" else f"part held out for {split}"
         rule = (" (", Setting(f"data.{key}", getattr(recipe.data, key)), " decides how much is held out)")
-        raise ProblemsError(
-            replace(p, came=(f"{source}: the {part}: ", *pieces(p.came)), fix=(*pieces(p.fix), *rule))
-            for p in error.problems
-        ) from error
+        problems = []
+        for problem in error.problems:
+            came = (f"{source}: the {part}: ", *pieces(problem.came))
+            problems.append(replace(problem, came=came, fix=(*pieces(problem.fix), *rule)))
+        raise ProblemsError(problems) from error
 
 
 def token_counts(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,10 +88,10 @@ def read_head(
     vocabulary = recipe.model.vocab_size
     every = f"every {data.validation_every}th document"
     say(f"{source.name}: streaming; holding out its first {wanted:,} validation samples, {every}")
-    held = {
-        name: _HeldOutDocuments(family.for_held_out(), _FIRST_HELD_OUT + number, wanted)
-        for number, name in enumerate(("validation", "test") if data.test_every else ("validation",))
-    }
+    splits: tuple[Part, ...] = ("validation", "test") if data.test_every else ("validation",)
+    held = {}
+    for lane, name in enumerate(splits, _FIRST_HELD_OUT):
+        held[name] = _HeldOutDocuments(family.for_held_out(), lane, wanted)
     counts = np.zeros(vocabulary, dtype=np.int64)
     counted = documents = 0
     last = time.monotonic()
@@ -101,10 +101,11 @@ def read_head(
         for placed in interleave_files(source):
             documents += 1
             name = part(placed.index)
-            # Documents no longer needed are not tokenized.
-            if counted < UNIGRAM_TOKENS if name == "train" else not held[name].full:
-                yield placed
-            elif counted >= UNIGRAM_TOKENS and all(split.full for split in held.values()):
+            trained_enough = counted >= UNIGRAM_TOKENS
+            enough = trained_enough if name == "train" else held[name].full
+            if not enough:
+                yield placed  # other documents are not tokenized
+            elif trained_enough and all(split.full for split in held.values()):
                 return
             if time.monotonic() - last >= SAY_EVERY_S:
                 last = time.monotonic()
@@ -119,15 +120,20 @@ def read_head(
             ids = family.tokens(encoded)[: UNIGRAM_TOKENS - counted]
             counts += np.bincount(ids, minlength=vocabulary)
             counted += ids.size
-    for held_out, split in held.items():
-        if not min(split.found, wanted):
-            key = f"data.{held_out}_every"
-            every_nth = Setting(key, getattr(data, f"{held_out}_every"))
-            why = family.too_short(split.measured)
+    _check_found(recipe, source, held)
+    return Head({name: split.finish(source) for name, split in held.items()}, counts, documents)
+
+
+def _check_found(recipe: Recipe, source: Source, held: Mapping[Part, _HeldOutDocuments]) -> None:
+    """Check that no held-out split wants for a sample at the end of the stream. Raises ProblemsError."""
+    for name, split in held.items():
+        if not min(split.found, split.wanted):
+            key = f"data.{name}_every"
+            every_nth = Setting(key, getattr(recipe.data, f"{name}_every"))
+            why = split.family.too_short(split.measured)
             came = (f"{source.name}: with ", every_nth, " the held-out documents ", *why)
             fix = ("set ", Key(key), " or ", Key("sequence_length"), " lower")
             raise ProblemsError([Problem(key, came, fix=fix)])
-    return Head({name: split.finish(source) for name, split in held.items()}, counts, documents)
 
 
 def interleave_files(source: Source) -> Iterator[PlacedDocument]:

@@ -46,9 +46,11 @@ def parse(facts: TaskFacts, record: dict[str, Any], number: int, labelled: bool)
     if facts.head == "choice":
         return _question(facts, record, number, labelled)
     texts = tuple(text_of(record, name, labelled) for name in facts.texts)
-    index = record.get("idx", number)
+    index = record.get("idx")
+    if not isinstance(index, int):
+        index = number
     label = label_of(record, facts.label, facts.labels, labelled)
-    return Example(index if isinstance(index, int) else number, (texts,), label)
+    return Example(index, (texts,), label)
 
 
 def _question(facts: TaskFacts, record: dict[str, Any], number: int, labelled: bool) -> Example:
@@ -69,7 +71,8 @@ def with_option(question: str, option: str) -> str:
 
 def training(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example]) -> Features:
     """Encode a sample of every choice. The longer of two texts is cut; a hidden label is 0."""
-    columns = (list(column) for column in zip(*(t for each in examples for t in each.choices), strict=True))
+    texts = [choice for each in examples for choice in each.choices]
+    columns = (list(column) for column in zip(*texts, strict=True))
     made = tokenizer(
         *columns, truncation="longest_first", max_length=recipe.sequence_length,
         return_token_type_ids=True, return_attention_mask=False, verbose=False,

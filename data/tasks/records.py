@@ -70,7 +70,8 @@ def read_split(facts: TaskFacts, split: str, path: str | None) -> list[LocatedRe
     """
     key = f"--{split}"
     file = files.path_of(path, key) if path else None
-    found = list(_local(file) if file else _hub(facts, split))
+    records = _local(file) if file else _hub(facts, split)
+    found = list(records)
     where = path or f"{facts.hub[0]} {facts.splits[split]}"
     if not found:
         _refuse(key, where, "holds no records", f"give {KINDS}")
@@ -108,26 +109,33 @@ def _refuse(key: str, where: str, rule: str, fix: str) -> NoReturn:
 def _local(path: Path) -> Iterator[LocatedRecord]:
     kind = path.suffix.lower()
     if not files.is_file(path) and path.is_dir():
-        articles = sorted(path.rglob("*.txt"))
-        if articles:
-            for file in articles:
-                yield from _race_file(file)
-        else:
-            yield from _rows(path, _saved(path))
+        yield from _directory(path)
     elif kind == ".txt":
         yield from _race_file(path)
     elif kind == ".tsv":
         yield from _tsv(path)
     elif kind in (".jsonl", ".ndjson"):
-        for number, line in files.lines_of(path, MOST_LINE):
-            if line.strip():
-                yield _located(f"{path}:{number}", line)
+        yield from _json_lines(path)
     elif kind == ".json":
         yield from _json(path)
     elif kind == ".parquet":
         yield from _rows(path, _parquet(path))
     else:
         files.refuse(path, "is of no kind that is read here", fix=f"give {KINDS}")
+
+
+def _directory(path: Path) -> Iterator[LocatedRecord]:
+    articles = sorted(path.rglob("*.txt"))
+    for file in articles:
+        yield from _race_file(file)
+    if not articles:
+        yield from _rows(path, _saved(path))
+
+
+def _json_lines(path: Path) -> Iterator[LocatedRecord]:
+    for number, line in files.lines_of(path, MOST_LINE):
+        if line.strip():
+            yield _located(f"{path}:{number}", line)
 
 
 def _rows(where: object, rows: Iterable[Any]) -> Iterator[LocatedRecord]:
@@ -173,12 +181,14 @@ def _article(place: str, article: dict[str, Any]) -> Iterator[LocatedRecord]:
         for paragraph in article["paragraphs"]:
             for question in paragraph["qas"]:
                 answers = question.get("answers", [])
+                texts = [answer["text"] for answer in answers]
+                starts = [answer["answer_start"] for answer in answers]
                 value = {
                     "id": question["id"],
                     "question": question["question"],
                     "title": article.get("title", ""),
                     "context": paragraph["context"],
-                    "answers": {n: [each[n] for each in answers] for n in ("text", "answer_start")},
+                    "answers": {"text": texts, "answer_start": starts},
                 }
                 yield LocatedRecord(f"{place}, question {value['id']}", value)
     except (KeyError, TypeError) as error:

@@ -281,14 +281,13 @@ def documents(
         broken = rows.broken
     end = np.array([end_of_document(tokenizer)], dtype=np.uint32)
     found = encode_texts(tokenizer, texts)
-    windows = tuple(
-        window
-        for tokens in found
-        for window in full_context_windows(np.concatenate([end, tokens]), length, stride)
-    )
+    windows = list[Window]()
+    for tokens in found:
+        windows += full_context_windows(np.concatenate([end, tokens]), length, stride)
     words = sum(len(_WORD.findall(text)) for text in texts)
     size = sum(len(text.encode()) for text in texts)
-    return TaskData("perplexity", "documents", str(place), windows, words, len(texts), broken, bytes=size)
+    cut = tuple(windows)
+    return TaskData("perplexity", "documents", str(place), cut, words, len(texts), broken, bytes=size)
 
 
 def held_out(samples: HeldOut, source: str, limit: int | None = None) -> TaskData:

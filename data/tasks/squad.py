@@ -72,7 +72,9 @@ def _answers(value: Any, context: str) -> tuple[tuple[str, int], ...] | None:
     if value is None:
         return None
     if isinstance(value, list):  # as SQuAD's own JSON has them
-        value = {name: [each.get(name) for each in value] for name in ("text", "answer_start")}
+        texts = [answer.get("text") for answer in value]
+        starts = [answer.get("answer_start") for answer in value]
+        value = {"text": texts, "answer_start": starts}
     try:
         pairs = tuple(zip(value["text"], value["answer_start"], strict=True))
         sound = all(isinstance(text, str) and type(start) is int for text, start in pairs[:1])
@@ -114,9 +116,13 @@ def windows_of(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, questions: Se
                 ids = [cls, *query, sep, *tokens[start:stop], sep]
                 rows.append(Encoded(ids, [0] * place + [1] * (len(ids) - place)))
                 windows.append(Window(of, start, stop, place))
-                inside = span is not None and start <= span[0] and span[1] < stop
-                for name, token in zip(targets, span or (0, 0), strict=True):
-                    targets[name].append(token - start + place if inside else 0)
+                first_token = last_token = 0  # [CLS]: the answer is not in the window
+                if span is not None and start <= span[0] and span[1] < stop:
+                    shift = place - start
+                    first_token = span[0] + shift
+                    last_token = span[1] + shift
+                targets["starts"].append(first_token)
+                targets["ends"].append(last_token)
     features = Features(rows, targets, length, tokenizer.pad_token_id)
     return Windows(features, tuple(windows), tuple(every))
 
@@ -182,7 +188,8 @@ def best_spans(made: Windows, questions: Sequence[Question], logits: np.ndarray,
         questions, made.offsets, best, nothing, strict=True
     ):
         text = question.context[offsets[start][0] : offsets[end][1]] if end >= 0 else ""
-        spans.append(Span(text, float(none - score) if np.isfinite(score) else 0.0))
+        lead = float(none - score) if np.isfinite(score) else 0.0  # of no answer
+        spans.append(Span(text, lead))
     return spans
 
 
@@ -270,7 +277,8 @@ def _f1(said: Sequence[str], right: Sequence[str], with_none: bool) -> float:
 
 def means(every: Sequence[AnswerScore]) -> dict[str, float]:
     """Average the scores over all questions, and if there are both kinds, over each kind."""
-    answerable, others = ([e for e in every if e.answerable is kind] for kind in (True, False))
+    answerable = [each for each in every if each.answerable]
+    others = [each for each in every if not each.answerable]
     parts = {"": every}
     if answerable and others:
         parts |= {"has_answer_": answerable, "no_answer_": others}

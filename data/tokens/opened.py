@@ -171,7 +171,8 @@ def _tokenize(
         for document, tokens in encoded:
             for _ in range(writer.documents, document.index):
                 writer.add_document([])  # the source passes over its empty documents
-            writer.add_document(tokens if isinstance(tokens, list) else [tokens])
+            sequences = tokens if isinstance(tokens, list) else [tokens]
+            writer.add_document(sequences)
             text_bytes += len(document.text.encode())
             if time.monotonic() - said >= SAY_EVERY_S:
                 said = time.monotonic()

@@ -130,7 +130,8 @@ def _blocks(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 def token_dtype(vocab_size: int) -> np.dtype:
     """Return the type of stored tokens, by Megatron-LM's rule, so that its tools choose the same."""
-    return np.dtype("<u2" if vocab_size < SIXTEEN_BIT_VOCABULARY else "<i4")
+    name = "<u2" if vocab_size < SIXTEEN_BIT_VOCABULARY else "<i4"
+    return np.dtype(name)
 
 
 def bin_path(prefix: Path) -> Path:
@@ -254,11 +255,9 @@ class StoreWriter:
 
     def add_document(self, sequences: Sequence[np.ndarray]) -> None:
         """Append one document, possibly empty, without its empty sequences."""
-        self.add_documents(
-            np.concatenate(sequences) if len(sequences) else np.empty(0, np.int64),
-            np.array([len(sequence) for sequence in sequences], dtype=np.int64),
-            np.array([len(sequences)]),
-        )
+        tokens = np.concatenate(sequences) if len(sequences) else np.empty(0, np.int64)
+        lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
+        self.add_documents(tokens, lengths, np.array([len(sequences)]))
 
     def add_documents(self, tokens: np.ndarray, sizes: np.ndarray, counts: np.ndarray) -> None:
         """Append many documents at once.

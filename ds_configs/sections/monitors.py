@@ -24,7 +24,7 @@ UNTRIED = (
 )
 
 
-def check(layout: Layout | None, machine: Machine, findings: Findings) -> None:
+def check(layout: Layout | None, machine: Machine, findings: Findings) -> None:  # noqa: C901
     """Refuse monitors that cannot write; notice the limits of the logger, and unchecked keys."""
     stated = findings.stated
     for name, package in PACKAGES.items():

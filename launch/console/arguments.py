@@ -76,7 +76,8 @@ class Parser(argparse.ArgumentParser):
                 flags.add(flag)
         for flag, others, reason in (rule for rule in (*RULES, *self.rules) if rule[0] in flags):
             listed = others.lstrip("+").split(", ")
-            both = sorted(flags - {flag} if others == "*" else {*typed, *values} & {*listed})
+            found_others = flags - {flag} if others == "*" else {*typed, *values} & {*listed}
+            both = sorted(found_others)
             if others.startswith("+") != bool(both):
                 came = f"{flag} with {', '.join(both)}" if both else f"{flag} without {either(listed)}"
                 fix = "leave one out" if both else f"leave it out, or add {listed[0]}"

@@ -21,15 +21,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     The code is 2 for a refusal (ProblemsError), 1 for a failing disk or device, and 0 if the reader of the
     output, such as head, ends early.
     """
-    streams = dict(zip(OUTPUTS, (sys.stdout, sys.stderr), strict=True))
-    for name, stream in streams.items():
-        if stream is None:
-            rule = "files that the command opens would take its place"
-            raise SystemExit(_say(f"\n{name} is closed: {rule}; redirect it to a file, or to /dev/null\n", 2))
-    for name, stream in streams.items():
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr] # for bytes that are no text
-        for method in ("write", "flush"):
-            setattr(stream, method, _naming_errors(name, getattr(stream, method)))
+    streams = _prepared_outputs()
     code: object
     try:
         try:
@@ -42,14 +34,32 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     except KeyboardInterrupt:
         code = _say("\ninterrupted\n", INTERRUPTED)
     except OSError as error:
-        said: object = f"{error.filename or type(error).__name__}: {error.strerror or error}"
-        told = told_by(error)
-        if told:
-            said = problem(told, Path.cwd(), "name another place")
-        code = 0 if isinstance(error, BrokenPipeError) else _say(f"\n{said}\n", 1)
+        code = 0 if isinstance(error, BrokenPipeError) else _say(f"\n{_refused(error)}\n", 1)
         if error.filename in OUTPUTS:
             _drop(streams[error.filename])
     raise SystemExit(code)
+
+
+def _prepared_outputs() -> dict[str, TextIO]:
+    """Return the streams by name, ready for any text and naming their errors; end if one is closed."""
+    streams = dict(zip(OUTPUTS, (sys.stdout, sys.stderr), strict=True))
+    for name, stream in streams.items():
+        if stream is None:
+            rule = "files that the command opens would take its place"
+            raise SystemExit(_say(f"\n{name} is closed: {rule}; redirect it to a file, or to /dev/null\n", 2))
+    for name, stream in streams.items():
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr] # for bytes that are no text
+        for method in ("write", "flush"):
+            setattr(stream, method, _naming_errors(name, getattr(stream, method)))
+    return streams
+
+
+def _refused(error: OSError) -> object:
+    """Return what to say about a failing disk or device."""
+    told = told_by(error)
+    if told:
+        return problem(told, Path.cwd(), "name another place")
+    return f"{error.filename or type(error).__name__}: {error.strerror or error}"
 
 
 def _naming_errors(name: str, write: Callable[..., Any]) -> Callable[..., Any]:

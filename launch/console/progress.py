@@ -101,7 +101,8 @@ def screen(stream: TextIO, start_step: int, total_steps: int, samples: Samples =
 
     `samples`: of the first so many steps, which tell the time that is left; by default steps are equal.
     """
-    return (Bar if _redraws(stream) else Lines)(stream, start_step, total_steps, samples)
+    kind = Bar if _redraws(stream) else Lines
+    return kind(stream, start_step, total_steps, samples)
 
 
 def _redraws(stream: TextIO) -> bool:

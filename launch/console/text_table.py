@@ -35,7 +35,7 @@ def table(
     A table wider than `width` wraps its headings and its last column. If that is not enough, each row becomes
     a paragraph, with its first cell on the first line.
     """
-    cells = [[str(cell) for cell in row] for row in rows]
+    cells = [list(map(str, row)) for row in rows]
     whole = _tabulated(cells, headings, align)
     if width is None or max(map(len, whole.splitlines()), default=0) <= width:
         return whole
@@ -48,7 +48,8 @@ def table(
     if last >= min(widths[-1], LEAST_WRAPPED):
         widths[-1] = min(last, widths[-1])
         headings = [_fill(heading, size - PADDING) for heading, size in zip(headings, widths, strict=False)]
-        cells = [[*row[:-1], _fill(row[-1], widths[-1])] for row in cells]
+        for row in cells:
+            row[-1] = _fill(row[-1], widths[-1])
         return _tabulated(cells, headings, align)
     named = [heading.strip() for heading in headings] or [""] * len(columns)
     return "\n".join(wrapped(_paragraph(row, named), width) for row in cells)

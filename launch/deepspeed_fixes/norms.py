@@ -54,7 +54,9 @@ def divisor_of(scaled_norm: float, scale: float, largest: float) -> float:
 
     `largest`: norm to which they are clipped; 0: they are not.
     """
-    return scale * max(1.0, (scaled_norm / scale + 1e-6) / largest if largest else 1.0)
+    if not largest:
+        return scale
+    return scale * max(1.0, (scaled_norm / scale + 1e-6) / largest)
 
 
 def divide(optimizer: torch.optim.Optimizer, gradients: Sequence[torch.Tensor], divisor: float) -> None:

@@ -52,11 +52,10 @@ def unchecked(why: str) -> Check:
 
 def run(functions: Mapping[str, Function]) -> list[Check]:
     """Return the findings of all functions in their order; an exception becomes a failed finding."""
-    return [
-        dataclasses.replace(check, key=key)
-        for key, function in functions.items()
-        for check in _findings(function)
-    ]
+    found = list[Check]()
+    for key, function in functions.items():
+        found += (dataclasses.replace(check, key=key) for check in _findings(function))
+    return found
 
 
 def _findings(function: Function) -> Iterable[Check]:

@@ -72,7 +72,9 @@ def prepare(ds: dict[str, Any], group: dist.ProcessGroup, say: Say = print) -> N
     if not ops:
         return
     use_own_directory()
-    own_turn = 0 if processes.rank() == 0 else 1 if processes.local_rank() == 0 else 2
+    own_turn = 0
+    if processes.rank() > 0:
+        own_turn = 1 if processes.local_rank() == 0 else 2
     for turn in range(3):
         failure = None
         if turn == own_turn:

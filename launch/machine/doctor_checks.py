@@ -79,7 +79,8 @@ def cuda_compiler() -> Check:
     """Check that nvcc has the major version of torch's CUDA: torch loads the ops that it compiles."""
     wanted = torch_cuda()
     if wanted is None or not gpus():
-        return unchecked("no GPU" if wanted else f"torch {installed('torch')} has no CUDA")
+        why = "no GPU" if wanted else f"torch {installed('torch')} has no CUDA"
+        return unchecked(why)
     found = nvcc_version()
     if found is None:
         return warning("no nvcc: no NVMe offload", f"install the CUDA toolkit {wanted} and set CUDA_HOME")

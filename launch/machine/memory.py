@@ -56,7 +56,7 @@ def return_unused_pinned() -> None:
     """Give unused pinned memory back to the system."""
     import torch
 
-    if processes.device().own_memory and hasattr(torch._C, "_host_emptyCache"):  # CUDA's alone
+    if processes.device().own_memory and hasattr(torch._C, "_host_emptyCache"):  # only CUDA's
         torch._C._host_emptyCache()
 
 

@@ -15,30 +15,33 @@ def model_states(plan: Plan) -> cost.StateBytes:
     recipe = plan.recipe
     layout = plan.layout
     zero = plan.ds.get("zero_optimization") or {}
-    optimizer, weights = (PLACES[section.get("device") or "none"] for section in offloads(plan))
-    stages = cost.stages_of(recipe, plan.padded_vocab, layout.pp)
-    parameters = max(
-        cost.parameters_per_rank(
+    last = layout.pp - 1
+    fullest = 0
+    for stage, layers in enumerate(cost.stages_of(recipe, plan.padded_vocab, layout.pp)):
+        parameters = cost.parameters_per_rank(
             recipe.model,
             recipe.positions,
             plan.padded_vocab,
             layout.tp,
             layers=layers,
             first=stage == 0,
-            last=stage == layout.pp - 1,
+            last=stage == last,
         )
-        for stage, layers in enumerate(stages)
-    )
+        fullest = max(fullest, parameters)
     return cost.placed_state_bytes(
-        parameters,
+        fullest,
         plan.zero_stage,
         layout.dp,
         widths=state_widths(plan),
-        optimizer=optimizer,
-        weights=weights,
+        places=places_of(plan),
         accumulates=layout.accumulation > 1,
         sub_group=zero.get("sub_group_size", 1e9),
     ).total
+
+
+def places_of(plan: Plan) -> cost.Places:
+    """Return where the resolved JSON has the optimizer states and the weights."""
+    return cost.Places(*(PLACES[section.get("device") or "none"] for section in offloads(plan)))
 
 
 def offloads(plan: Plan) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -64,4 +67,5 @@ def state_widths(plan: Plan) -> cost.Widths:
         return cost.Widths(gradient=gradient)
     params = (ds.get("optimizer") or {}).get("params") or {}
     halved = ds.get(half, {}).get("bf16_optimizer_states") or params.get("fp32_optimizer_states") is False
-    return cost.Widths(gradient=gradient, master=2, moment=2 if halved else 4)
+    moment = 2 if halved else 4
+    return cost.Widths(gradient=gradient, master=2, moment=moment)

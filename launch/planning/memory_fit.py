@@ -25,7 +25,8 @@ def memory_of_plan(plan: Plan, *, gpus: bool = True) -> rank_memory.RankMemory:
     Without `gpus` all of it is the host's, and counts as far as a process has written to it.
     """
     own = plan.recipe.hardware
-    gpu = hardware.find(own.node if own and own.node else USUAL).gpu
+    name = own.node if own and own.node else USUAL
+    gpu = hardware.find(name).gpu
     fullest = rank_memory.fullest_rank if gpus else rank_memory.fullest_process
     return fullest(workload.of_plan(plan), gpu, fitted_constants())
 
@@ -54,7 +55,8 @@ def verdict(recipe: Recipe, memory: Memory) -> tuple[bool, str]:
     """Return whether the row can run on such a machine, and how or why not."""
     shared = math.prod(recipe.parallel.model_parallel)
     fewer = recipe.parallel.dp is None or 0 < memory.gpus < processes(recipe)
-    most = max(memory.gpus if fewer else processes(recipe), shared)
+    started = memory.gpus if fewer else processes(recipe)
+    most = max(started, shared)
     if memory.gpus and shared > memory.gpus:
         return False, f"tp x pp = {shared} processes, {counted(memory.gpus, 'GPU')} here"
     refused = ""

@@ -44,12 +44,10 @@ class Page:
 
     def commands(self, *lines: str, above: Iterable[str] = (), below: Iterable[str] = ()) -> None:
         """Add shell commands and comments (#), with lines of text above and below."""
-        shown = (
-            terminal.wrapped(INDENT + line, self.width)
-            if line.startswith("#")
-            else terminal.command(INDENT + line, self.width)
-            for line in lines
-        )
+        shown = []
+        for line in lines:
+            laid_out = terminal.wrapped if line.startswith("#") else terminal.command
+            shown.append(laid_out(INDENT + line, self.width))
         self._add([*self._wrapped(above), *shown, *self._wrapped(below)])
 
     def _wrapped(self, lines: Iterable[str], hang: int = 0) -> list[str]:

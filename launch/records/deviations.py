@@ -81,7 +81,7 @@ def deviations(run: RunFacts, steps: int) -> list[Deviation]:
     return [each for number, each in enumerate(every) if each not in every[:number]]
 
 
-def _differences(run: RunFacts, steps: int) -> Iterator[Deviation]:
+def _differences(run: RunFacts, steps: int) -> Iterator[Deviation]:  # noqa: C901
     plan = run.plan
     recipe = run.plan.recipe
     original = run.original

@@ -87,17 +87,21 @@ def result_rows(runs: Sequence[Run], why_not: Sequence[str | None]) -> Iterator[
     statuses = [run.status + (" (tiny)" if run.tiny else "") for run in runs]
     yield "status", *statuses, *("" if status == statuses[0] else "differs" for status in statuses[1:])
     parts = [(run.result.losses.validation and run.result.losses.validation.parts) or {} for run in runs]
-    rows = [(column, [column.of(run.result) for run in runs]) for column in QUANTITIES]
+    rows = []
+    for column in QUANTITIES:
+        rows.append((column, [column.of(run.result) for run in runs]))
     for name in dict.fromkeys(name for each in parts for name in each):
         values = [each.get(name) for each in parts]
         rows.append((Column(name, f"of validation: {name}", lambda r: None, "loss"), values))
     for column, values in rows:
         if any(value is not None for value in values):
             show = numbers.loss if column.change == "loss" else numbers.number
-            changes = (
-                "not comparable" if column.change == "loss" and why else _change(values[0], value, column)
-                for value, why in zip(values[1:], why_not, strict=True)
-            )
+            changes = []
+            for value, why in zip(values[1:], why_not, strict=True):
+                if column.change == "loss" and why:
+                    changes.append("not comparable")
+                else:
+                    changes.append(_change(values[0], value, column))
             yield column.heading, *map(show, values), *changes
 
 
@@ -110,11 +114,10 @@ def incomparable(a: Run, b: Run) -> str | None:
     both_gpt = a.recipe.model.family == b.recipe.model.family == "gpt2"
     same = (*SAME_TEXT_BUT, *([OF_BERT] if both_gpt else []))
     both = (recipe.compared() for recipe in (a.recipe, b.recipe))
-    changed = [
-        f"{key}: {_text(one)} / {_text(other)}"
-        for key, one, other in key_paths.differences(*both)
-        if key_paths.is_part(key, SAME_TEXT) and not key.startswith(same)
-    ]
+    changed = []
+    for key, one, other in key_paths.differences(*both):
+        if key_paths.is_part(key, SAME_TEXT) and not key.startswith(same):
+            changed.append(f"{key}: {_text(one)} / {_text(other)}")
     if changed:
         return f"{beginning}, other data, vocabulary or objective ({', '.join(changed)})"
     if a.recipe.run.validation_samples != b.recipe.run.validation_samples:

@@ -87,13 +87,16 @@ def _cells(entry: Entry) -> dict[str, Any]:
 def _finetuned(line: FinetunedLine) -> dict[str, Any]:
     row = line.row
     found = line.finetuned
+    status = "measured"
+    if line.measured is None:
+        status = NOT_SCORED if found else NOT_RUN
     values: dict[str, Any] = {
         "recipe": row.full_name,
         "published_row": " | ".join(row.cells),
         "task": line.figure.task,
         "figure": line.figure.key,
         "published_score": line.published,
-        "status": "measured" if line.measured is not None else NOT_SCORED if found else NOT_RUN,
+        "status": status,
     }
     if found:
         values |= {

@@ -156,21 +156,25 @@ def assemble(tables: Tables, names: Sequence[str], runs: Sequence[Run], *, only_
         sections.append(section(_table_of_strangers(strangers), strangers))
     problems += [str(problem) for each in sections for problem in each.table.problems]
     problems += [problem for run in runs for problem in run.problems]
-    if comparison and len(shown) == 2:
-        title = " and ".join(run.label for run in comparison.runs)
-    else:
-        title = "Published and measured" + (f": {sections[0].table.title}" if len(sections) == 1 else "")
+    drawn = plots.of_comparison(comparison.runs) if comparison else []
     in_rows = [line.finetuned for each in sections for line in each.finetuned]
     return Document(
-        title,
+        _title(sections, comparison),
         time.strftime("%Y-%m-%d %H:%M %Z"),
         sections,
         comparison,
-        plots.of_comparison(comparison.runs) if comparison else [],
+        drawn,
         list(dict.fromkeys(problems)),
         notes,
         scores.frame(shown, [each for each in tuned if each not in in_rows]),
     )
+
+
+def _title(sections: Sequence[Section], comparison: Comparison | None) -> str:
+    if comparison and len(comparison.runs) == 2:
+        return " and ".join(run.label for run in comparison.runs)
+    of_table = f": {sections[0].table.title}" if len(sections) == 1 else ""
+    return f"Published and measured{of_table}"
 
 
 def _table_of_strangers(runs: Sequence[Run]) -> PublishedTable:

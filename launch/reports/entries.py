@@ -67,19 +67,17 @@ QUANTITIES = (
     Column("parameters", "parameters", lambda r: r.parameters),
 )
 COLUMNS = {column.key: column for column in QUANTITIES}
-# Shown beside published rows, and in the CSV.
-MEASURED = tuple(
-    COLUMNS[key]
-    for key in (
-        *("steps", "time_per_iteration_s", "samples_per_s", "tflops", "exact_tflops", "cached_gb"),
-        *("parameters", "validation_loss"),
-    )
+# Shown next to published rows, and in the CSV.
+_MEASURED_KEYS = (
+    *("steps", "time_per_iteration_s", "samples_per_s", "tflops", "exact_tflops", "cached_gb"),
+    *("parameters", "validation_loss"),
 )
+MEASURED = tuple(COLUMNS[key] for key in _MEASURED_KEYS)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A row, alone or with one run of it.
+    """A row without a run, or with one.
 
     Attributes:
         compared: the run's numbers next to the published ones; empty where nothing was published.
@@ -152,11 +150,13 @@ def measured_columns(table: PublishedTable, runs: Sequence[Run]) -> list[Column]
     """Return the columns of MEASURED with a value in any run; mark the TFLOPS counted as published."""
     published = [row.published for row in table.rows if row.published]
     counted = {TFLOPS_BY[each.tflops_by][1] for each in published if each.tflops}
-    return [
-        column._replace(heading=f"{column.heading} (as published)") if column.key in counted else column
-        for column in MEASURED
-        if any(column.of(run.result) is not None for run in runs)
-    ]
+    found = []
+    for column in MEASURED:
+        if column.key in counted:
+            column = column._replace(heading=f"{column.heading} (as published)")
+        if any(column.of(run.result) is not None for run in runs):
+            found.append(column)
+    return found
 
 
 def entries_of(table: PublishedTable, runs: Sequence[Run]) -> list[Entry]:
@@ -178,7 +178,8 @@ def entry_of(row: PublishedRow, run: Run) -> Entry:
     if why:
         return replace(entry, incomparable=why)
     if run.status == OOM:
-        return replace(entry, memory="OOM, as published" if published.oom else "OOM, published as running")
+        agreement = "OOM, as published" if published.oom else "OOM, published as running"
+        return replace(entry, memory=agreement)
     if published.oom:
         return replace(entry, memory=f"published as OOM; this run: {run.status}")
     return replace(entry, compared=compare_with(published, run.result, comparable=True))
@@ -238,7 +239,13 @@ def split_remarks(rows: Sequence[PublishedRow]) -> tuple[Remarks, list[tuple[Pub
     every = [(row, remarks_of(row)) for row in rows]
     recipes = [own for row, own in every if not row.no_recipe]
     shared = recipes[0] if len(recipes) > 1 else []
-    # Each row's mark leads to its own errata.
-    common = [each for each in shared if each.kind != "erratum" and all(each in own for own in recipes)]
-    besides = ((row, Remarks(each for each in own if each not in common)) for row, own in every)
-    return Remarks(common), [(row, own) for row, own in besides if own]
+    common = []
+    for remark in shared:  # each row's mark leads to its own errata
+        if remark.kind != "erratum" and all(remark in own for own in recipes):
+            common.append(remark)
+    others = []
+    for row, remarks in every:
+        own = Remarks(each for each in remarks if each not in common)
+        if own:
+            others.append((row, own))
+    return Remarks(common), others

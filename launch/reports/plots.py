@@ -138,7 +138,8 @@ def of_runs(runs: Sequence[Run]) -> list[Plot]:
                 axes.annotate(run.status, (0.01, y), fontsize=8, color=INK, **where)
             else:
                 axes.barh(y, value, height=0.62, **BARS)
-        axes.set_yticks(range(len(runs)), labels if number == 1 else [""] * len(runs))
+        shown = labels if number == 1 else [""] * len(runs)
+        axes.set_yticks(range(len(runs)), shown)
         axes.set_ylim(len(runs) - 0.4, -0.6)
         axes.grid(visible=False, axis="y")
     caption = "A run without a bar says how it ended, or has no such number."
@@ -304,7 +305,10 @@ def new_axes(figure: Figure, title: str, x: str, y: str, place: tuple[int, int, 
 
 def log_axis(axes: Axes, which: str) -> None:
     """Make the x or y axis logarithmic, with plain numbers: 0.001, 1e-05."""
-    (axes.set_xscale if which == "x" else axes.set_yscale)("log")
+    if which == "x":
+        axes.set_xscale("log")
+    else:
+        axes.set_yscale("log")
     axis = axes.xaxis if which == "x" else axes.yaxis
     axis.set_major_locator(LogTicks())
     axis.set_minor_locator(NullLocator())
@@ -340,7 +344,8 @@ def draw_references(axes: Axes, entropies: Mapping[tuple[str, float], Sequence[s
         whose = f"\n{names[0]}" if len(names) < runs and len(names) == 1 else ""
         labels.append((value, f"{kind} {value:.3f}{whose}"))
         if bottom - reach <= value <= top + reach:
-            axes.axhline(value, color=FAINT, linestyle=":" if kind == "unigram" else "--", linewidth=1.2)
+            style = ":" if kind == "unigram" else "--"
+            axes.axhline(value, color=FAINT, linestyle=style, linewidth=1.2)
     write_in_margin(axes, labels, INK, 8)
 
 

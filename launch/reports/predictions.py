@@ -83,13 +83,15 @@ class PredictionLine:
         predicted = "not predicted"
         seconds = self.speed.seconds_per_step
         ratio = self.predicted_s / seconds if self.predicted_s and seconds else None
+        time = unknown if seconds is None else numbers.number(seconds)
+        no_mfu = "" if self.oom else unknown
         return (
             self.name,
             self.label,
-            "OOM" if self.oom else unknown if seconds is None else numbers.number(seconds),
+            "OOM" if self.oom else time,
             predicted if self.predicted_s is None else numbers.number(self.predicted_s),
             "" if ratio is None else f"{ratio:.2f}",
-            _share(self.mfu, "" if self.oom else unknown),
+            _share(self.mfu, no_mfu),
             _share(self.predicted_mfu, predicted),
             "OOM" if self.oom else _share(self.left, unknown),
             "OOM" if self.predicted_oom else _share(self.predicted_left, predicted),
@@ -127,28 +129,33 @@ def lines_of(entries: Sequence[Entry]) -> list[PredictionLine]:
 
 def _of_row(name: str, recipe: Recipe, published: Published) -> PredictionLine:
     theirs = _as_their_system(recipe)
-    seconds = published_seconds(recipe, published, theirs.work if theirs else None)
+    work = theirs.work if theirs else None
+    seconds = published_seconds(recipe, published, work)
+    samples_per_s = recipe.batch.global_ / seconds if seconds else None
+    gpus = recipe.hardware.gpus if recipe.hardware else None
     line = PredictionLine(
         name,
         PUBLISHED,
-        gpus=recipe.hardware.gpus if recipe.hardware else None,
+        gpus=gpus,
         parameters=cost.parameters(recipe.model, recipe.positions),
-        speed=Speed(seconds, samples_per_s=recipe.batch.global_ / seconds if seconds else None),
+        speed=Speed(seconds, samples_per_s=samples_per_s),
         oom=published.oom,
     )
     if not (theirs and theirs.time and theirs.speed):
         return line
+    if seconds:
+        reached = speed(theirs.work, theirs.node, seconds)
+        as_exact = replace(line.speed, exact_tflops=reached.exact_tflops)
+        line = replace(line, mfu=reached.mfu, speed=as_exact)
     room = theirs.node.gpu.memory_bytes
     memory = published.cached_gb
-    reached = speed(theirs.work, theirs.node, seconds) if seconds else None
+    left = 1 - memory * hardware.GIB / room if memory else None
     return replace(
         line,
         gpus=theirs.work.layout.world,
         predicted_s=theirs.time.total,
-        mfu=reached.mfu if reached else None,
         predicted_mfu=theirs.speed.mfu,
-        speed=replace(line.speed, exact_tflops=reached.exact_tflops if reached else None),
-        left=1 - memory * hardware.GIB / room if memory else None,
+        left=left,
         predicted_left=1 - theirs.fullest_rank.cached(room) / room,
         predicted_oom=theirs.verdict == "out of memory",
     )
@@ -173,12 +180,14 @@ def _of_run(name: str, run: Run) -> PredictionLine:
     seconds = run.result.speed.seconds_per_step
     plan = run.plan
     machine = ", ".join(str(run.machine.get(key)) for key in ("accelerator", "cpu", "cores"))
+    where = "" if run.tiny else f"run on {machine}"
+    # Processes that share cores are no GPUs.
+    gpus = result.layout.world if result.layout and run.machine.get("accelerators") else None
     line = PredictionLine(
         name,
         run.full_label,
-        where="" if run.tiny else f"run on {machine}",
-        # Processes that share cores are no GPUs.
-        gpus=result.layout.world if result.layout and run.machine.get("accelerators") else None,
+        where=where,
+        gpus=gpus,
         parameters=result.parameters,
         speed=result.speed,
         oom=result.status == "OOM",
@@ -187,20 +196,25 @@ def _of_run(name: str, run: Run) -> PredictionLine:
         return line  # speed and memory are from steps under an earlier plan
     room = _available(plan, run.machine)
     used = result.memory.cached_bytes or result.memory.peak_bytes
-    line = replace(line, left=1 - used / room if used and room else None)
+    if used and room:
+        line = replace(line, left=1 - used / room)
     found = run_forecast(plan, run.machine)
     if found is None:
         return line
     needed = found.fullest_rank.total
     predicted = found.time.total if found.time else None
-    mfu = found.speed.mfu if found.speed else None
+    predicted_mfu = found.speed.mfu if found.speed else None
+    mfu = None
+    if predicted_mfu and predicted and seconds:
+        # Same operations as in the predicted step, but the measured time.
+        mfu = predicted_mfu * predicted / seconds
+    predicted_left = 1 - needed / room if room else None
     return replace(
         line,
         predicted_s=predicted,
-        # Same operations as in the predicted step, but the measured time.
-        mfu=mfu * predicted / seconds if mfu and predicted and seconds else None,
-        predicted_mfu=mfu,
-        predicted_left=1 - needed / room if room else None,
+        mfu=mfu,
+        predicted_mfu=predicted_mfu,
+        predicted_left=predicted_left,
         predicted_oom=bool(room and needed > room),
     )
 

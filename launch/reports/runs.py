@@ -134,8 +134,12 @@ def read_run(path: Path, label: str, original_of: Callable[[str], Recipe | None]
     oom = out_of_memory.reason(path)
     if written is None or _continued(records, written):
         # A resumed run keeps its old result.json until it ends again. It may resume from an earlier step.
-        status = OOM if oom else UNFINISHED if written or not at.result_json.exists() else UNREADABLE
-        result = Result(name, OOM if oom else UNREADABLE, tiny=tiny, reason=oom)
+        readable = written is not None or not at.result_json.exists()
+        status = UNFINISHED if readable else UNREADABLE
+        without_plan = UNREADABLE
+        if oom:
+            status = without_plan = OOM
+        result = Result(name, without_plan, tiny=tiny, reason=oom)
         if plan and launch:
             known = RunFacts(plan, name, launch.machine, original_of(name), tiny, launch.emulated_fp16)
             result = _unfinished_result(known, records, Ending(status, oom), problems) or result
@@ -144,8 +148,8 @@ def read_run(path: Path, label: str, original_of: Callable[[str], Recipe | None]
         if oom and result.status not in ("ok", OOM):  # from a later launch that wrote no result
             stated = (Deviation("status", OOM, is_=oom), *result.deviations)
             result = replace(result, status=OOM, reason=oom, deviations=stated)
-    curves = (curve(each, records.part) for each in (records.steps, records.validations))
-    training, validation = ([(float(step), value) for step, value in each] for each in curves)
+    training = [(float(step), loss) for step, loss in curve(records.steps, records.part)]
+    validation = [(float(step), loss) for step, loss in curve(records.validations, records.part)]
     seconds = [(float(step.step), step.seconds) for step in records.steps if step.seconds > 0]
     points = (training, validation, seconds)
     scores = _read(lambda: read_scores(path), problems) or ()
@@ -266,6 +270,8 @@ def labels(paths: Sequence[Path]) -> list[str]:
     found = []
     for own in parts:
         others = [other for other in parts if other != own]
-        lengths = (n for n in range(1, len(own)) if all(other[-n:] != own[-n:] for other in others))
-        found.append("/".join(own[-next(lengths, len(own)) :]).replace("//", "/"))
+        length = 1
+        while length < len(own) and any(other[-length:] == own[-length:] for other in others):
+            length += 1
+        found.append("/".join(own[-length:]).replace("//", "/"))
     return found

@@ -28,8 +28,9 @@ An erratum holds both numbers: a digit changed on either side makes a disagreeme
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
@@ -176,17 +177,10 @@ def read(table: Table) -> Evidence:
 
 
 def _problems(table: Table, evidence: Evidence) -> Iterator[Problem]:
-    def wrong(part: str, came: str, rule: str, fix: str) -> Problem:
-        return Problem(f"evidence.{part}", came, rule, fix, where=table.document.at("evidence", part))
-
+    wrong = partial(_wrong, table)
     known = sorted(key_paths.paths())
     for part in evidence.settings:
-        for pattern in part.rows:
-            if not any(fnmatchcase(row, pattern) for row in table.rows):
-                yield wrong("settings", pattern, "names no row of the table", "correct the pattern")
-        for quotation, values in (item for says in (part.says, *part.rows.values()) for item in says.items()):
-            for key in (key for key in values if key not in known):
-                yield wrong("settings", f"{quotation!r}: {key}", "no recipe has it", did_you_mean(key, known))
+        yield from _problems_of_settings(table, part, known)
     named = [("sizes", row) for sizes in evidence.sizes for row in sizes.rows]
     named += [("speeds", row) for speeds in evidence.speeds for row in speeds.rows]
     named += [("errata", row) for each in evidence.errata for one in each.disagreements for row in one.rows]
@@ -196,7 +190,29 @@ def _problems(table: Table, evidence: Evidence) -> Iterator[Problem]:
     for row in evidence.others.keys() & table.rows.keys():
         yield wrong("others", row, "is a recipe of the table", "leave it out")
     for row in table.rows:
-        said = [("settings", statement.key) for statement in evidence.statements(row)]
-        said += [("errata", erratum.difference) for erratum in evidence.errata_of(row)]
-        for name, what in dict.fromkeys(each for each in said if said.count(each) > 1):
-            yield wrong(name, f"{row}: {what}", "is said twice", "once is enough")
+        yield from _said_twice(table, evidence, row)
+
+
+def _problems_of_settings(table: Table, settings: Quotations, known: Sequence[str]) -> Iterator[Problem]:
+    """Yield patterns that name no row, and quotations of keys that are not `known`, those of recipes."""
+    for pattern in settings.rows:
+        if not any(fnmatchcase(row, pattern) for row in table.rows):
+            yield _wrong(table, "settings", pattern, "names no row of the table", "correct the pattern")
+    for says in (settings.says, *settings.rows.values()):
+        for quotation, values in says.items():
+            for key in values:
+                if key not in known:
+                    came = f"{quotation!r}: {key}"
+                    yield _wrong(table, "settings", came, "no recipe has it", did_you_mean(key, known))
+
+
+def _said_twice(table: Table, evidence: Evidence, row: str) -> Iterator[Problem]:
+    """Yield what settings or errata say twice of a row."""
+    said = [("settings", statement.key) for statement in evidence.statements(row)]
+    said += [("errata", erratum.difference) for erratum in evidence.errata_of(row)]
+    for name, what in dict.fromkeys(each for each in said if said.count(each) > 1):
+        yield _wrong(table, name, f"{row}: {what}", "is said twice", "once is enough")
+
+
+def _wrong(table: Table, part: str, came: str, rule: str, fix: str) -> Problem:
+    return Problem(f"evidence.{part}", came, rule, fix, where=table.document.at("evidence", part))

@@ -197,6 +197,22 @@ def _letters(name: object) -> str:
     return re.sub(r"[^a-z0-9]+", "", str(name).lower())
 
 
+def _filled(rows: Sequence[ListedRecipe]) -> list[str]:
+    """Return the columns with a cell that is not empty."""
+    filled = []
+    for key in rows[0].cells:
+        if any(row.cells[key] for row in rows):
+            filled.append(key)
+    return filled
+
+
+def _cells(rows: Sequence[ListedRecipe], columns: Sequence[str]) -> list[list[str]]:
+    cells = []
+    for row in rows:
+        cells.append([row.cells[key] for key in columns])
+    return cells
+
+
 def as_text(
     rows: Sequence[ListedRecipe],
     memory: Memory | None = None,
@@ -206,21 +222,19 @@ def as_text(
     """Describe the rows in a block per table, with a legend. `memory`: of the node of --fits."""
     if not rows:
         return "no recipe is left by these filters" + (f" ({node}: {memory})" if memory else "")
-    filled = [key for key in rows[0].cells if any(row.cells[key] for row in rows)]
-    headings = filled
-    shown = [[row.cells[key] for key in filled] for row in rows]
-    heading, *aligned = (f"  {line.rstrip()}" for line in text_table.table([headings, *shown]).splitlines())
+    headings = _filled(rows)
+    whole = text_table.table([headings, *_cells(rows, headings)])
+    heading, *aligned = (f"  {line.rstrip()}" for line in whole.splitlines())
     fits = width is None or max(map(len, (heading, *aligned))) <= width
     blocks = []
     for name in dict.fromkeys(row.source for row in rows):
-        own = [number for number, row in enumerate(rows) if row.source == name]
-        block = [heading, *(aligned[number] for number in own)]
+        own = [row for row in rows if row.source == name]
+        block = [heading, *(line for row, line in zip(rows, aligned, strict=True) if row.source == name)]
         if not fits:
-            named = [key for key in headings if any(rows[number].cells[key] for number in own)]
-            cells = [[rows[number].cells[key] for key in named] for number in own]
-            narrow = text_table.table(cells, named, width=width and width - 2)
+            named = _filled(own)
+            narrow = text_table.table(_cells(own, named), named, width=width and width - 2)
             block = [textwrap.indent(narrow, "  ")]
-        table = rows[own[0]].table
+        table = own[0].table
         others = evidence.read(table).others.values()
         left = [f"  no recipe: {each.published.row}: {each.why}" for each in others]
         blocks.append([f"{name}: {table.title}", *block, *left])

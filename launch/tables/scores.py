@@ -27,10 +27,11 @@ def scores(downstream: Downstream | None) -> Iterator[tuple[str, str]]:
 def score_lines(published: Published) -> list[tuple[str, str]]:
     """Return lines about the scores: each task, the best before it, and the ensemble."""
     before = dict(scores(published.previous))
-    lines = [
-        (name, f"{value}, {before[name]} before" if name in before else value)
-        for name, value in scores(published.downstream)
-    ]
+    lines = []
+    for name, value in scores(published.downstream):
+        if name in before:
+            value += f", {before[name]} before"
+        lines.append((name, value))
     if published.ensemble:
         count = "several" if published.ensemble == "unstated" else f"{published.ensemble}"
         lines.append(("answers of", f"{count} fine-tuned models together"))

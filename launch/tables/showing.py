@@ -92,10 +92,11 @@ class ShownRecipe:
 
     def resolved(self) -> Plan:
         """Resolve the plan on the row's hardware, whose GPUs decide an open dp. Raises ConfigError."""
-        gpus = self.recipe.hardware.gpus if self.recipe.hardware else None
-        return published_plan(
-            self.recipe, gpus if self.recipe.parallel.dp is None and not self.tiny else None
-        )
+        hardware = self.recipe.hardware
+        gpus = None
+        if hardware and self.recipe.parallel.dp is None and not self.tiny:
+            gpus = hardware.gpus
+        return published_plan(self.recipe, gpus)
 
     def describe(self, plan: Plan | ConfigError, width: int | None = None) -> str:
         """Describe the recipe in sections, in lines of `width` columns."""
@@ -110,9 +111,8 @@ class ShownRecipe:
             around = Surroundings(hardware, memory=memory, more=self._derived(plan))
             resolved = [describe_plan(plan, name, around, width)]
             launch = [terminal.command(f"  {line}", width, hang=4) for line in self.launch_lines()]
-        changed = [
-            key for key in {**recipe.inferred, **recipe.differs, **recipe.unknown} if not self._is_own(key)
-        ]
+        explained = {**recipe.inferred, **recipe.differs, **recipe.unknown}
+        changed = [key for key in explained if not self._is_own(key)]
         sections = {
             name: _indented(recipe.title, f"{table.title}.", table.note),
             "resolved": resolved,
@@ -179,7 +179,9 @@ def _padded_size(plan: Plan) -> Iterator[tuple[str, str]]:
     if count == cost.parameters(recipe.model, recipe.positions):
         return
     printed = recipe.published.parameters if recipe.published else None
-    remark = "" if printed is None else ", as printed" if printed == count else f"; {printed:,} is printed"
+    remark = ""
+    if printed is not None:
+        remark = ", as printed" if printed == count else f"; {printed:,} is printed"
     if tp > 1:
         in_all = f"{count:,} in all, with duplicates and padding{remark}"
         yield "tensor ranks", f"{per_rank:,} parameters each, {in_all}"

@@ -78,7 +78,7 @@ def recipe_of(run: Path) -> Recipe:
     return recipe
 
 
-def export(
+def export(  # noqa: PLR0913
     checkpoint: Checkpoint,
     recipe: Recipe,
     tokenizer: Tokenizer,

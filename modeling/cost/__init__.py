@@ -1,4 +1,4 @@
-"""Arithmetic of a GPT-2 or BERT: parameters, operations and bytes, from the recipe's shape alone.
+"""Arithmetic of a GPT-2 or BERT: parameters, operations and bytes, from only the recipe's shape.
 
 Symbols, as in the literature: L layers, h hidden, S tokens per sample, P predicted tokens per sample of a
 BERT, B samples per optimizer step, V vocabulary (padded where said), t tensor-parallel degree, N_d
@@ -25,6 +25,7 @@ from modeling.cost.state_bytes import (
     MIXED,
     Place,
     PlacedStates,
+    Places,
     StateBytes,
     Widths,
     placed_state_bytes,

@@ -80,7 +80,8 @@ class LayerActivations:
         """
         mlp = self.width * self.tokens * self.model.hidden * (8 / self.tp + 2 / self._cut)
         dropped = self.dropout_bytes * self.tokens * self.model.hidden if self.dropout.hidden else 0.0
-        return max(mlp, dropped, 2 * self.scores if self.keeps_scores else 0.0)
+        scores = 2 * self.scores if self.keeps_scores else 0.0
+        return max(mlp, dropped, scores)
 
     @property
     def _cut(self) -> int:

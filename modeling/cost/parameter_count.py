@@ -98,12 +98,16 @@ def parameters_per_rank(
     assert vocab % tp == 0 and hidden % tp == 0, (
         f"vocabulary {vocab} and hidden {hidden} must be divisible by tp={tp}"
     )
-    depth = model.different_layers(model.layers if layers is None else layers)
+    if layers is None:
+        layers = model.layers
+    depth = model.different_layers(layers)
     total = depth * ((12 * hidden**2 + 7 * hidden) // tp + 6 * hidden)
     if first or last:
         total += vocab // tp * hidden
     if first:
         total += positions * hidden + first_stage(model)
     if last:
-        total += (2 * hidden if model.layer_norm == "pre" else 0) + last_stage(model, vocab // tp)
+        total += last_stage(model, vocab // tp)
+        if model.layer_norm == "pre":
+            total += 2 * hidden
     return total

@@ -30,6 +30,14 @@ class Widths(NamedTuple):
         return self.master + 2 * self.moment
 
 
+class Places(NamedTuple):
+    """Places of the optimizer states with the step, and of stage 3's weights."""
+
+    optimizer: Place = "gpu"
+    weights: Place = "gpu"
+
+
+ON_GPU = Places()
 MIXED = Widths()
 FP32 = Widths(weight=4, gradient=4)
 
@@ -55,8 +63,7 @@ def placed_state_bytes(
     dp: int,
     *,
     widths: Widths = MIXED,
-    optimizer: Place = "gpu",
-    weights: Place = "gpu",
+    places: Places = ON_GPU,
     accumulates: bool = False,
     sub_group: float = 1e9,
 ) -> PlacedStates:
@@ -78,19 +85,18 @@ def placed_state_bytes(
     These are the bytes of mixed precision; `widths` may have others.
 
     Args:
-        optimizer, weights: place of the optimizer states with the step, and of stage 3's weights: gpu, host
-            or nvme.
         accumulates: more than one micro-batch per step.
         sub_group: zero_optimization.sub_group_size, elements.
     """
+    optimizer, weights = places
     assert optimizer == "gpu" or zero_stage >= 1, "only sharded optimizer states are offloaded"
     assert weights == "gpu" or zero_stage == 3, "only sharded weights are offloaded"
     weight, gradient, states = sharded_bytes(parameters, zero_stage, dp, widths)
     share = parameters / dp if zero_stage else parameters
     if optimizer != "gpu":
-        copies = widths.weight * share * (2 if accumulates and zero_stage < 3 else 1)
-        taken = _at("gpu", gradient if zero_stage == 1 else 0.0)
-        gradients = StateBytes(taken.gpu, copies, 0.0)
+        copies = 2 if accumulates and zero_stage < 3 else 1
+        stays = gradient if zero_stage == 1 else 0.0
+        gradients = StateBytes(stays, widths.weight * share * copies, 0.0)
         stepped = _at(optimizer, states + widths.master * share)
     elif zero_stage == 3:
         gradients = _at("gpu", gradient + widths.master * min(share, sub_group))

@@ -39,7 +39,7 @@ def group_size(group: Group) -> int:
 
 
 class _Column(torch.autograd.Function):
-    """f, then the product; `sequence`: x has this rank's positions alone."""
+    """f, then the product; `sequence`: x has only this rank's positions."""
 
     @staticmethod
     def forward(
@@ -49,7 +49,8 @@ class _Column(torch.autograd.Function):
         ctx.group = group
         ctx.sequence = sequence
         ctx.biased = bias is not None
-        return F.linear(wait_for(begin_gather(x, group)) if sequence else x, weight, bias)
+        whole = wait_for(begin_gather(x, group)) if sequence else x
+        return F.linear(whole, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
@@ -57,14 +58,15 @@ class _Column(torch.autograd.Function):
         again = begin_gather(x, ctx.group) if ctx.sequence else None  # while the first product is computed
         of_whole = gradient @ weight
         whole = x if again is None else wait_for(again)
-        of_x = (begin_scattered_sum if ctx.sequence else begin_sum)(of_whole, ctx.group)
+        begin = begin_scattered_sum if ctx.sequence else begin_sum
+        of_x = begin(of_whole, ctx.group)
         of_weight = _of_weight(gradient, whole)  # while the ranks add up
         of_bias = gradient.flatten(0, -2).sum(0) if ctx.biased else None
         return wait_for(of_x), of_weight, of_bias, None, None
 
 
 class _Row(torch.autograd.Function):
-    """The product, then g; `sequence`: the result has this rank's positions alone."""
+    """The product, then g; `sequence`: the result has only this rank's positions."""
 
     @staticmethod
     def forward(
@@ -170,7 +172,7 @@ class VocabParallelEmbedding(nn.Module):
         self.unused: list[int] = []  # and those among them that are no tokens, if `leave_out` names any
 
     def forward(self, x: Tensor, project: bool = False, cut: bool = False) -> Tensor:
-        """`cut`: the residual stream holds this rank's positions alone, (B, S/t, H)."""
+        """`cut`: the residual stream holds only this rank's positions, (B, S/t, H)."""
         return self._logits(x, cut) if project else self._embed(x, cut)
 
     def _embed(self, tokens: Tensor, cut: bool) -> Tensor:  # (B, S) -> (B, S, H)
@@ -180,12 +182,14 @@ class VocabParallelEmbedding(nn.Module):
             tokens = in_rank_order(tokens, self.group)
         local, foreign = own_rows(tokens, self.first, self.rows)
         embedded = F.embedding(local, self.weight).masked_fill(foreign.unsqueeze(-1), 0.0)
-        return (scatter_sum if cut else reduce_from_tensor_parallel)(embedded, self.group)
+        add_up = scatter_sum if cut else reduce_from_tensor_parallel
+        return add_up(embedded, self.group)
 
     def _logits(self, x: Tensor, cut: bool) -> Tensor:  # (B, S, H) -> (B, S, V/t), -inf at padding
         # All rows take part: matrix units want whole tiles of columns, and 50257 has none.
         whole = gather_positions(x, self.group, summed=True) if cut else x  # samples in one piece
-        logits = column_parallel(whole, self.weight, None, None if cut else self.group)
+        group = None if cut else self.group
+        logits = column_parallel(whole, self.weight, None, group)
         if self.valid < self.rows:
             logits.detach()[..., self.valid :].fill_(-torch.inf)  # the gradient there is 0 anyway
         if self.unused:

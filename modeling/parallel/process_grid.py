@@ -19,7 +19,7 @@ class _Groups:
     """This rank's process groups by their ranks, each made once; the world's group exists already.
 
     Every group is a communicator, which takes memory, and on a large cluster seconds. So a rank makes its own
-    groups alone, one of an axis whatever the world's size, and all ranks those of the axes in the same order.
+    groups only, one of an axis whatever the world's size. All ranks make those of the axes in the same order.
     """
 
     def __init__(self, timeout: timedelta | None):
@@ -69,7 +69,7 @@ class ProcessGrid:
         own = self._groups.own
         self.tensor_group: Group = own(tensor_groups(tp, pp, dp)) if tp > 1 else None
         self.pipeline_group: Group = own(pipeline_groups(tp, pp, dp)) if pp > 1 else None
-        # Made for this rank alone, too: DeepSpeed takes the world in place of None.
+        # Made for a single rank, too: DeepSpeed takes the world in place of None.
         self.data_group: Group = own(data_groups(tp, pp, dp))
         # Small messages between hosts' CPUs (stop requests, barriers), on no accelerator's stream.
         self.control_group = dist.new_group(backend="gloo", timeout=timeout)

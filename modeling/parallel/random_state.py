@@ -1,4 +1,4 @@
-"""Random state of attention dropout, as a function of (seed, step, rank's place) alone.
+"""Random state of attention dropout, a function of only (seed, step, rank's place).
 
 The attention kernel draws from a stream of the device, so its dropout follows the layout; dropout of the
 residual stream does not (`modeling/hidden_dropout.py`). There are two streams, as in Megatron-LM (arXiv

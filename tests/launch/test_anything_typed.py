@@ -67,7 +67,7 @@ WORK = {
     "report": ["launch.reports.document:assemble"],
     "export_hf": ["launch.checkpoints.run_checkpoints:newest_whole"],
     "checkpoint": ["launch.checkpoints.inspection:faults", "launch.checkpoints.showing:_dtypes"],
-    "prepare_data": ["data.prepare.pipeline:process_chunks"],
+    "prepare_data": ["data.prepare.pipeline:ChunkWork"],
     "show_data": ["data.corpus:build"],
     "generate": ["launch.evaluation.writing:run"],
 }

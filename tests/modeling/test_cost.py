@@ -298,9 +298,9 @@ def test_model_states_in_fp32():
     assert sum(cost.sharded_bytes(1, 3, dp=8, widths=cost.FP32)) == 20 / 8
 
 
-def placed(*sizes, **how):
+def placed(*sizes, optimizer="gpu", weights="gpu", **how):
     """Bytes of all kinds of model states, on GPU, host and NVMe."""
-    return cost.placed_state_bytes(*sizes, **how).total
+    return cost.placed_state_bytes(*sizes, places=cost.Places(optimizer, weights), **how).total
 
 
 def test_half_precision_states_of_the_optimizer_are_half_as_wide():

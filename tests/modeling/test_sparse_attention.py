@@ -122,12 +122,12 @@ CASES = [  # device, dtype, dropout, positions, window, head size, compiler -> k
 ]
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype", "dropout", "positions", "window", "head_size", "compiler", "kernel"), CASES
-)
-def test_choice(device, dtype, dropout, positions, window, head_size, compiler, kernel):
-    found = band.choose(device, dtype, dropout, positions, window, head_size, compiler=compiler)
+@pytest.mark.parametrize("case", CASES)
+def test_choice(case):
+    *facts, compiler, kernel = case
+    found = band.choose(*facts, compiler=compiler)
     assert found.kernel == kernel and found.why
+    dropout = facts[2]
     assert ("dropped with probability 0.1" in found.why) == bool(dropout)
 
 

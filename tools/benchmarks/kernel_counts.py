@@ -145,7 +145,7 @@ def passes(recipe: Recipe) -> Iterator[tuple[str, Callable[[], Tensor]]]:
 
 
 def count_eager(one_pass: Callable[[], Tensor]) -> Counts:
-    """Count the kernels of `one_pass`, which returns a loss on the meta device, and of its backward pass."""
+    """Count the kernels of `one_pass` and of its backward pass; it returns a loss on the meta device."""
     counter = _Counter()
     known = dict[Any, list[Kernel]]()
 
@@ -247,7 +247,9 @@ def _as_on_a_gpu() -> Iterator[None]:
 
     # Of these two torch.compile traces no gradient on the meta device.
     def where_tensors(condition: Tensor, x: Tensor, other: Any) -> Tensor:
-        return where(condition, x, other if isinstance(other, Tensor) else x.new_full((), other))
+        if not isinstance(other, Tensor):
+            other = x.new_full((), other)
+        return where(condition, x, other)
 
     def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean", **_: Any) -> Tensor:
         scores = aten._log_softmax(logits, -1, False)

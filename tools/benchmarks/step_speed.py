@@ -89,6 +89,12 @@ def speed_rows(measured: Sequence[Measurement]) -> list[SpeedRow]:
     rows = list[SpeedRow]()
     for each, seconds in models.items():
         rate = statistics.mean(each.operations) / seconds
+        share = None
+        product_share = None
+        if rates:
+            share = rate / rates[0]
+            product_share = rate / rates[1]
+        reference = rows[0].seconds if rows else seconds
         rows.append(
             SpeedRow(
                 each.spec.name,
@@ -96,10 +102,10 @@ def speed_rows(measured: Sequence[Measurement]) -> list[SpeedRow]:
                 fastest=min(each.seconds),
                 tokens_per_s=statistics.mean(each.tokens) / seconds,
                 tflops=rate / 1e12,
-                share=rate / rates[0] if rates else None,
-                product_share=rate / rates[1] if rates else None,
+                share=share,
+                product_share=product_share,
                 peak_bytes=each.peak_bytes,
-                times=seconds / (rows[0].seconds if rows else seconds),
+                times=seconds / reference,
             )
         )
     return rows
@@ -110,51 +116,74 @@ def measure(
 ) -> list[Measurement]:
     """Measure every system in turns, block by block; record the failure of one and go on with the others."""
     found = [Measurement(spec) for spec in specs]
-    workers: dict[str, Worker] = {}
+    groups = [[each] for each in found] if pace.apart else [found]
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder, contextlib.ExitStack() as stack:
-
-        def start(each: Measurement) -> None:
-            name = each.spec.name
-            workers[name] = worker = Worker(each.spec, Path(folder) / f"{len(workers)}.txt")
-            stack.callback(worker.end)
-            each.start_s = worker.start_seconds
-            each.said = worker.said
-            began = time.perf_counter()
-            if each.spec.system == RATE:
-                worker.ask("rates", 1)
-            else:
-                worker.ask("run", pace.warm_up)
-            each.warm_up_s = time.perf_counter() - began
-            say(f"{name}: ready")
-
-        def turn(each: Measurement) -> None:
-            worker = workers[each.spec.name]
-            began = time.perf_counter()
-            others = _seconds_of_others()
-            if each.spec.system == RATE:
-                each.rates.append(worker.ask("rates", pace.steps))
-            else:
-                for seconds, tokens, operations in worker.ask("run", pace.steps):
-                    each.seconds.append(seconds)
-                    each.tokens.append(tokens)
-                    each.operations.append(operations)
-            cores = (time.perf_counter() - began) * (psutil.cpu_count() or 1)
-            each.others.append(max(0.0, _seconds_of_others() - others) / cores)
-
-        def last(each: Measurement) -> None:
-            if each.spec.system != RATE:
-                finish(workers[each.spec.name], each, pace.steps, profile)
-            workers[each.spec.name].end()
-
-        for together in [[each] for each in found] if pace.apart else [found]:
-            for work in (start, *[turn] * pace.blocks, last):
-                for each in (one for one in together if one.failed is None):
-                    try:
-                        work(each)
-                    except WorkerFailed as error:
-                        each.failed = str(error)
-                        say(f"{each.spec.name}: not measured: {error}")
+        turns = _Turns(pace, say, profile, Path(folder), stack)
+        for together in groups:
+            for work in (turns.start, *[turns.take] * pace.blocks, turns.end):
+                for each in together:
+                    if each.failed is None:
+                        turns.attempt(work, each)
     return found
+
+
+class _Turns:
+    """The turns of the measured systems, with a worker for each."""
+
+    def __init__(
+        self, pace: Pace, say: Say, profile: Path | None, folder: Path, stack: contextlib.ExitStack
+    ) -> None:
+        self._pace = pace
+        self._say = say
+        self._profile = profile
+        self._folder = folder
+        self._stack = stack
+        self._workers: dict[str, Worker] = {}
+
+    def attempt(self, work: Callable[[Measurement], None], each: Measurement) -> None:
+        """Do the work; record and say its failure."""
+        try:
+            work(each)
+        except WorkerFailed as error:
+            each.failed = str(error)
+            self._say(f"{each.spec.name}: not measured: {error}")
+
+    def start(self, each: Measurement) -> None:
+        """Start the worker of a system and warm it up."""
+        name = each.spec.name
+        self._workers[name] = worker = Worker(each.spec, self._folder / f"{len(self._workers)}.txt")
+        self._stack.callback(worker.end)
+        each.start_s = worker.start_seconds
+        each.said = worker.said
+        began = time.perf_counter()
+        if each.spec.system == RATE:
+            worker.ask("rates", 1)
+        else:
+            worker.ask("run", self._pace.warm_up)
+        each.warm_up_s = time.perf_counter() - began
+        self._say(f"{name}: ready")
+
+    def take(self, each: Measurement) -> None:
+        """Measure a block of steps, and how busy other programs were meanwhile."""
+        worker = self._workers[each.spec.name]
+        began = time.perf_counter()
+        others = _seconds_of_others()
+        if each.spec.system == RATE:
+            each.rates.append(worker.ask("rates", self._pace.steps))
+        else:
+            for seconds, tokens, operations in worker.ask("run", self._pace.steps):
+                each.seconds.append(seconds)
+                each.tokens.append(tokens)
+                each.operations.append(operations)
+        cores = (time.perf_counter() - began) * (psutil.cpu_count() or 1)
+        each.others.append(max(0.0, _seconds_of_others() - others) / cores)
+
+    def end(self, each: Measurement) -> None:
+        """Measure what disturbs the timing, and end the worker."""
+        worker = self._workers[each.spec.name]
+        if each.spec.system != RATE:
+            finish(worker, each, self._pace.steps, self._profile)
+        worker.end()
 
 
 def _seconds_of_others() -> float:

@@ -18,21 +18,23 @@ WITHIN = ("copies", "norm", "update", "rounding", "communication")
 def speeds(rows: Sequence[SpeedRow]) -> str:
     """Return a table with a row per system."""
     headings = ("", "s/step", "fastest", "tokens/s", "TFLOP/s", "of square", "of products", "peak GB", "time")
-    cells = [
-        (
-            row.name,
-            f"{row.seconds:.4f}",
-            f"{row.fastest:.4f}",
-            f"{row.tokens_per_s:,.0f}",
-            f"{row.tflops:.3f}",
-            percent(row.share),
-            percent(row.product_share),
-            "-" if row.peak_bytes is None else f"{row.peak_bytes / 1e9:.2f}",
-            f"{row.times:.2f}x",
-        )
-        for row in rows
-    ]
+    cells = [_cells(row) for row in rows]
     return f"{table(cells, headings, 'lrrrrrrrr')}\n(s/step: the median; time: over that of {rows[0].name})"
+
+
+def _cells(row: SpeedRow) -> tuple[str, ...]:
+    peak = "-" if row.peak_bytes is None else f"{row.peak_bytes / 1e9:.2f}"
+    return (
+        row.name,
+        f"{row.seconds:.4f}",
+        f"{row.fastest:.4f}",
+        f"{row.tokens_per_s:,.0f}",
+        f"{row.tflops:.3f}",
+        percent(row.share),
+        percent(row.product_share),
+        peak,
+        f"{row.times:.2f}x",
+    )
 
 
 def disturbance(measured: Sequence[Measurement]) -> str:
@@ -61,10 +63,14 @@ def rates(measured: Sequence[Measurement]) -> str:
 def parts(measured: Sequence[Measurement]) -> str:
     """Return a table of milliseconds per phase on rank 0, and of what the phases contain."""
     cells = []
-    for first, name in ((each.phases[0], each.spec.name) for each in measured if each.phases):
-        parts, within = ([first.get(part, 0.0) for part in of] for of in (PARTS, WITHIN))
+    for each in measured:
+        if not each.phases:
+            continue
+        first = each.phases[0]
+        parts = [first.get(part, 0.0) for part in PARTS]
+        within = [first.get(part, 0.0) for part in WITHIN]
         values = [*parts, first["step"] - sum(parts), first["step"], *within]
-        cells.append((name, *(f"{1e3 * value:.1f}" for value in values)))
+        cells.append((each.spec.name, *(f"{1e3 * value:.1f}" for value in values)))
     headings = ("ms of a step", *PARTS, "rest", "whole", *(f"({part})" for part in WITHIN))
     return table(cells, headings, "l" + "r" * (len(headings) - 1))
 

@@ -176,7 +176,7 @@ class Bare(PlainLoop):
         self.model = family_of(recipe.model).plain(shape, group=None, init=init).to(self.device)
         groups = parameter_groups(self.model, chosen.weight_decay)
         self.parameters = [list(group["params"]) for group in groups]
-        self.masters = [torch.cat([p.detach().float().flatten() for p in of]) for of in self.parameters]
+        self.masters = [_master_of(own) for own in self.parameters]
         self.model.to(self.dtype).train()
         for group, master in zip(groups, self.masters, strict=True):
             master.grad = torch.empty_like(master)
@@ -216,6 +216,11 @@ class Bare(PlainLoop):
         self.model.zero_grad(set_to_none=True)
 
 
+def _master_of(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+    """Return the fp32 copies of parameters in one flat tensor."""
+    return torch.cat([parameter.detach().float().flatten() for parameter in parameters])
+
+
 def loss_of(outcome: Any) -> torch.Tensor:
     """Return the loss, of a model that may return parts of it, too."""
     return outcome[0] if isinstance(outcome, tuple) else outcome
@@ -235,7 +240,8 @@ class Nano(PlainLoop):
             raise ValueError("there is no plain loop for BERT here")
         on_cpu = self.device.type == "cpu"
         chosen = self.recipe.optimizer
-        self.model = NanoGpt(self.recipe).to(self.device, self.dtype if on_cpu else torch.float32)
+        stored = self.dtype if on_cpu else torch.float32
+        self.model = NanoGpt(self.recipe).to(self.device, stored)
         groups = parameter_groups(self.model, chosen.weight_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=chosen.lr, betas=chosen.betas, fused=True)
         mixed = not on_cpu and self.dtype != torch.float32

@@ -76,12 +76,11 @@ def of_row(row: CheckedRow, evidence: Evidence) -> Case:
     published = row.published
     recipe = row.recipe
     node = recipe.hardware.node if recipe.hardware else None
-    excluded = {
-        quantity: erratum.difference
-        for quantity, errors in CONTRADICTIONS.items()
-        for erratum in evidence.errata_of(row.name)
-        if erratum.quantity in errors
-    }
+    excluded = {}
+    for quantity, errors in CONTRADICTIONS.items():
+        for erratum in evidence.errata_of(row.name):
+            if erratum.quantity in errors:
+                excluded[quantity] = erratum.difference
     work = None
     why = None
     if published.software is None:
@@ -96,6 +95,7 @@ def of_row(row: CheckedRow, evidence: Evidence) -> Case:
     if why:
         excluded |= {"time": why, "memory": why}
     ran = published.cached_gb or published.time_per_iteration_s
+    oom = published.oom if published.oom or ran else None
     return Case(
         document=(row.table.source or row.table.title).split(",")[0].split(" (")[0].strip('"'),
         table=row.table.name,
@@ -104,7 +104,7 @@ def of_row(row: CheckedRow, evidence: Evidence) -> Case:
         work=work,
         seconds=published_seconds(recipe, published, work),
         cached=published.cached_gb and published.cached_gb * hardware.GIB,
-        oom=published.oom if published.oom or ran else None,
+        oom=oom,
         excluded=excluded,
     )
 

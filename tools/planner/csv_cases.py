@@ -21,7 +21,7 @@ from launch.planning.prediction.published_step import TflopsRule, seconds_of
 from launch.planning.prediction.software import SYSTEMS
 from launch.planning.prediction.step_time import step_time
 from launch.planning.prediction.workload import Workload, buffers_of
-from modeling.cost import FP32, MIXED
+from modeling.cost import FP32, MIXED, Place
 from recipes import files
 from recipes.families import FAMILIES, PUBLISHED_VOCABULARIES
 from recipes.layout import Layout, divisors, padded_vocab, share_batch
@@ -144,18 +144,26 @@ class Row(BaseModel, frozen=True, allow_inf_nan=False):
             raise NotPredictable(f"{self.gpus} GPUs are not tp x pp x dp = {gpus}")
         seconds = self.seconds(work)
         oom = self.status == "oom"
+        ended: bool | None = oom
+        if oom:
+            seconds = None
+        elif not (seconds or self.cached_gb):
+            ended = None  # the row does not say whether it ran
+        excluded = {}
+        if self.status == "doubtful":
+            excluded = dict.fromkeys(QUANTITIES, self.note)
         return Case(
             self.document,
             table,
             self.row,
             node,
             work,
-            seconds=None if oom else seconds,
+            seconds=seconds,
             cached=self.cached_gb and self.cached_gb * GIB,
             allocated=self.allocated_gb and self.allocated_gb * GIB,
             by_device=self.memory_by == "device",
-            oom=oom if oom or seconds or self.cached_gb else None,
-            excluded=dict.fromkeys(QUANTITIES, self.note) if self.status == "doubtful" else {},
+            oom=ended,
+            excluded=excluded,
             assumed=not self.software,
         )
 
@@ -188,11 +196,10 @@ class Row(BaseModel, frozen=True, allow_inf_nan=False):
             need = rank_memory.fullest_rank(work, node.gpu, constants).least
             return need > node.gpu.memory_bytes, step_time(work, node, constants).total
 
-        options = [
-            replace(base, layout=layout, recomputed=recomputed, selective=selective)
-            for layout in self.layouts(base.layout)
-            for recomputed, selective in self.recomputations()
-        ]
+        options = []
+        for layout in self.layouts(base.layout):
+            for recomputed, selective in self.recomputations():
+                options.append(replace(base, layout=layout, recomputed=recomputed, selective=selective))
         return options[0] if len(options) == 1 else min(options, key=rank)
 
     def base(self, node: Node) -> Workload:
@@ -208,6 +215,11 @@ class Row(BaseModel, frozen=True, allow_inf_nan=False):
             system = replace(system, keeps_scores=self.attention == "plain")
         dp = self.dp or max(1, (self.gpus or 1) // (tp * pp))
         away = self.offload.split("+")
+        optimizer_at: Place = "host" if self.zero_stage and "optimizer" in away else "gpu"
+        weights_at: Place = "host" if self.zero_stage == 3 and "parameters" in away else "gpu"
+        checkpoints_at: Place = "host" if "activations" in away else "gpu"
+        widths = FP32 if self.precision == "fp32" else MIXED
+        buffered_stage = 0 if system.states else self.zero_stage
         return Workload(
             model=model,
             dropout=Dropout(hidden=0.1, attention=0.1),
@@ -219,11 +231,11 @@ class Row(BaseModel, frozen=True, allow_inf_nan=False):
             recomputed=0,
             zero_stage=self.zero_stage,
             software=system,
-            widths=FP32 if self.precision == "fp32" else MIXED,
-            optimizer_at="host" if self.zero_stage and "optimizer" in away else "gpu",
-            weights_at="host" if self.zero_stage == 3 and "parameters" in away else "gpu",
-            checkpoints_at="host" if "activations" in away else "gpu",
-            buffers=buffers_of(0 if system.states else self.zero_stage, {}),
+            widths=widths,
+            optimizer_at=optimizer_at,
+            weights_at=weights_at,
+            checkpoints_at=checkpoints_at,
+            buffers=buffers_of(buffered_stage, {}),
             sequence_parallel=self.sequence_parallel,
             interleave=self.interleave,
         )
@@ -260,10 +272,13 @@ class Row(BaseModel, frozen=True, allow_inf_nan=False):
             raise NotPredictable(str(replace(share, fix="")))
         per_rank = share[0] * share[1]
         sizes = [size for size in divisors(per_rank) if size <= MOST_MICRO]
-        return [
-            replace(base, micro=size, accumulation=per_rank // size, global_batch=total)
-            for size in ([share[0]] if micro or accumulation else sizes)
-        ]
+        if micro or accumulation:
+            sizes = [share[0]]
+        found = []
+        for size in sizes:
+            accumulated = per_rank // size
+            found.append(replace(base, micro=size, accumulation=accumulated, global_batch=total))
+        return found
 
     def recomputations(self) -> list[tuple[int, bool]]:
         """Return (layers per chunk, scores only) as stated, or all choices of the planner."""

@@ -81,11 +81,12 @@ def error_of(found: Sequence[Ratio]) -> Error | None:
 
 def ratios(quantity: str, cases: Iterable[Case], trial: Constants) -> list[Ratio]:
     """Predict one of `cases.QUANTITIES` of every row with a published number: seconds or bytes."""
-    return [
-        Ratio(case, predicted(quantity, case, trial), printed)
-        for case in cases
-        if (printed := case.printed(quantity))
-    ]
+    found = []
+    for case in cases:
+        printed = case.printed(quantity)
+        if printed:
+            found.append(Ratio(case, predicted(quantity, case, trial), printed))
+    return found
 
 
 def predicted(quantity: str, case: Case, trial: Constants) -> float:
@@ -108,19 +109,16 @@ def refit(cases: Sequence[Case]) -> None:
     """Fit the constants, on all documents and without each, and write them."""
     documents = by_document(cases)
     terminal.say(f"fitting {len(RANGES)} constants {len(documents) + 1} times …")
-    others = {
-        name: {key: cases for key, cases in documents.items() if key != name} for name in ("", *documents)
-    }
+    others = {name: _without(name, documents) for name in ("", *documents)}
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         fits = dict(zip(others, map(_rounded, pool.map(fit, others.values())), strict=True))
-    rows = {
-        name: [sum(case.printed(quantity) is not None for case in own) for quantity in ("time", "memory")]
-        for name, own in documents.items()
-    }
+    rows = {}
+    for name, own in documents.items():
+        rows[name] = [_printed(quantity, own) for quantity in ("time", "memory")]
     errors = {}
     for quantity in ("time", "memory"):
-        own = [ratio for name in documents for ratio in ratios(quantity, documents[name], fits[name])]
-        error = error_of(own)
+        unseen = [ratio for name in documents for ratio in ratios(quantity, documents[name], fits[name])]
+        error = error_of(unseen)
         if error:
             errors[quantity] = _rounded(error)
     found = Fit(
@@ -135,6 +133,15 @@ def refit(cases: Sequence[Case]) -> None:
     constants.fitted.cache_clear()
     constants.fitted_constants.cache_clear()
     print(f"wrote {constants.FILE}\n")
+
+
+def _without(name: str, documents: Mapping[str, Sequence[Case]]) -> dict[str, Sequence[Case]]:
+    return {key: cases for key, cases in documents.items() if key != name}
+
+
+def _printed(quantity: str, cases: Iterable[Case]) -> int:
+    """Count the rows with a published number."""
+    return sum(case.printed(quantity) is not None for case in cases)
 
 
 def _rounded(numbers: Numbers) -> Numbers:

@@ -57,17 +57,20 @@ class Validation:
         def own(case: Case) -> bool:
             return case.document == document and table in ("", case.table)
 
-        return Validation(
-            [case for case in self.cases if own(case)],
-            {name: [each for each in found if own(each.case)] for name, found in self.ratios.items()},
-            [each for each in self.verdicts if own(each.case)],
-        )
+        cases = [case for case in self.cases if own(case)]
+        ratios = {}
+        for quantity, found in self.ratios.items():
+            ratios[quantity] = [each for each in found if own(each.case)]
+        verdicts = [each for each in self.verdicts if own(each.case)]
+        return Validation(cases, ratios, verdicts)
 
     @property
     def tables(self) -> dict[str, list[str]]:
         """The tables of each document, in the order of the rows."""
-        places = dict.fromkeys((case.document, case.table) for case in self.cases)
-        return {name: [table for document, table in places if document == name] for name, _ in places}
+        found: dict[str, list[str]] = {}
+        for document, name in dict.fromkeys((case.document, case.table) for case in self.cases):
+            found.setdefault(document, []).append(name)
+        return found
 
     @property
     def excluded(self) -> list[tuple[Case, str]]:
@@ -82,17 +85,15 @@ class Validation:
 
 def validate(cases: Sequence[Case]) -> Validation:
     """Predict the rows of every document with the constants fitted without it."""
-
-    found = {
-        name: [ratio for case in cases for ratio in ratios(name, [case], unseeing(case))]
-        for name in QUANTITIES
-    }
-    verdicts = [
-        MemoryVerdict(case, fullest_rank(work, node.gpu, unseeing(case)).least / node.gpu.memory_bytes)
-        for case in cases
-        if case.oom is not None and case.compares("memory")
-        for work, node in [case.step]
-    ]
+    found = {}
+    for name in QUANTITIES:
+        found[name] = [ratio for case in cases for ratio in ratios(name, [case], unseeing(case))]
+    verdicts = []
+    for case in cases:
+        if case.oom is not None and case.compares("memory"):
+            work, node = case.step
+            needed = fullest_rank(work, node.gpu, unseeing(case)).least
+            verdicts.append(MemoryVerdict(case, needed / node.gpu.memory_bytes))
     return Validation(cases, found, verdicts)
 
 
@@ -172,14 +173,15 @@ def _verdicts(found: Sequence[MemoryVerdict]) -> tuple[str, str]:
     """Count the verdicts in a table, and list the wrong ones."""
     count = Counter((each.case.oom, each.predicted_oom) for each in found)
     rows = [
-        (name, count[oom, True], count[oom, False]) for name, oom in (("printed OOM", True), ("ran", False))
+        ("printed OOM", count[True, True], count[True, False]),
+        ("ran", count[False, True], count[False, False]),
     ]
-    wrong = [
-        f"  {each.case.document}, {each.case.name}: printed {'OOM' if each.case.oom else 'ran'}, "
-        f"predicted {each.share:.0%} of the memory"
-        for each in found
-        if not each.right
-    ]
+    wrong = []
+    for each in found:
+        if not each.right:
+            printed = "OOM" if each.case.oom else "ran"
+            row = f"  {each.case.document}, {each.case.name}: printed {printed}"
+            wrong.append(f"{row}, predicted {each.share:.0%} of the memory")
     listed = "\n".join(["verdicts that are wrong:", *wrong]) if wrong else "no verdict is wrong"
     return table(rows, ("memory verdicts", "predicted OOM", "predicted to fit"), "lrr"), listed
 

@@ -97,7 +97,8 @@ class Cell(NamedTuple):
     @property
     def number(self) -> Printed | None:
         """The cell's number in the unit of the key."""
-        return Printed.read(self.text, 1e-3 if self.heading.endswith("(ms)") else 1.0)
+        unit = 1e-3 if self.heading.endswith("(ms)") else 1.0
+        return Printed.read(self.text, unit)
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,8 @@ class Line:
     def compare(self, quantity: str, printed: object, computed: object, how: str | bool | None) -> Check:
         """Make a check. `how`: the kind of agreement, or True for an exact one; else they disagree."""
         how = "exact" if how is True else how or ""
-        return self.check("agrees" if how else "disagrees", quantity, printed, computed, how)
+        status: Status = "agrees" if how else "disagrees"
+        return self.check(status, quantity, printed, computed, how)
 
     def not_checkable(self, quantity: str, why: str, printed: object = "", computed: object = "") -> Check:
         """Make a check without a comparison. `why`: the reason."""
@@ -203,7 +205,8 @@ class CheckedRow(Line):
 def value_of(model: Any, key: str) -> Any:
     """Return the value of a dotted key; None if it is not stated."""
     for part in key.split("."):
-        model = getattr(model, "global_" if part == "global" else part, None)
+        attribute = "global_" if part == "global" else part
+        model = getattr(model, attribute, None)
     return model
 
 

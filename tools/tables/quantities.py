@@ -234,7 +234,9 @@ def tflops(row: CheckedRow, _: CheckedTable) -> Iterator[Check]:
     computed, how = recompute(printed, "the printed time", lambda s: formula(row, size, s), seconds)
     ratio = printed.value / computed
     twice = abs(ratio / 2 - 1) < NEAR_TWICE
-    off = "" if how else " (printed is twice that)" if twice else f" (printed is {100 * (ratio - 1):+.1f} %)"
+    off = ""
+    if not how:
+        off = " (printed is twice that)" if twice else f" (printed is {100 * (ratio - 1):+.1f} %)"
     yield row.compare("TFLOPS", printed.text, f"{computed:.4g} with {label}{off}", how)
 
 
@@ -401,7 +403,8 @@ def memory(row: CheckedRow, source: CheckedTable) -> Iterator[Check]:
     elif capacity is None:
         yield row.not_checkable(quantity, "no memory of its GPUs is known", computed=f"{states:.1f} GB")
     else:
-        yield row.compare(quantity, ran, f"{states:.1f} GB", "they fit" if states <= capacity else None)
+        how = "they fit" if states <= capacity else None
+        yield row.compare(quantity, ran, f"{states:.1f} GB", how)
     if row.published.cached_gb is not None:
         yield from _cached(row, source, row.published.cached_gb, states, capacity)
 
@@ -426,7 +429,7 @@ def _out_of_memory(row: CheckedRow, source: CheckedTable, states: float, capacit
 def _cached(
     row: CheckedRow, source: CheckedTable, cached: float, states: float, capacity: float | None
 ) -> Iterator[Check]:
-    """Check cached memory: between model states and the GPU's memory, below a larger batch's."""
+    """Check that cached memory lies between model states and the GPU's memory, and below a larger batch's."""
     limits = f"{states:.1f} GB of model states" + (f" to {capacity:g} GB" if capacity else "")
     how = "between them: bounds, no value" if states <= cached <= (capacity or cached) else None
     yield row.compare("cached", row.text_of("published.cached_gb") or cached, limits, how)

@@ -70,7 +70,8 @@ def _cell(line: Line, cell: Cell, key: str, quantity: str) -> Check:
         return line.compare(quantity, cell.text, f"published.oom={oom}", oom)
     if not cell.text:
         blank = own is None or not key.startswith("published.")
-        return line.compare(quantity, "blank", "blank" if blank else f"{key}={own}", blank)
+        found = "blank" if blank else f"{key}={own}"
+        return line.compare(quantity, "blank", found, blank)
     how: bool | str = prints(cell, own)
     if not how and prints(cell, line.published.printed.get(key)):
         how = f"declared: the run has {own}"
@@ -104,7 +105,8 @@ def _published_numbers(row: CheckedRow) -> Iterator[Check]:
     """Check that every number under `published`, and an OOM, stands in a cell."""
     if row.published.oom:
         found = "OOM" in (cell.text for cell in row.cells)
-        yield row.compare("published.oom", "OOM" if found else "no OOM", "published.oom=True", found)
+        printed = "OOM" if found else "no OOM"
+        yield row.compare("published.oom", printed, "published.oom=True", found)
     free = (cell.text for cell in row.cells if not cell.key)
     words = {word for text in free for word in re.split(r"[\s,;()]+", text)}
     for key in NUMBERS:

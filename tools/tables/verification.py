@@ -77,11 +77,11 @@ def verify(only: Sequence[str] = (), *, folder: Path = FOLDER, progress: Progres
     Raises ProblemsError: an unknown name in `only`, a file that cannot be read; all broken recipes at once.
     """
     published = {table.name: table for table in catalog.tables(folder) if table.published}
-    problems = [
-        Problem("--table", f"--table {name}", "no such published table", did_you_mean(name, published))
-        for name in only
-        if name not in published
-    ]
+    problems = []
+    for name in only:
+        if name not in published:
+            fix = did_you_mean(name, published)
+            problems.append(Problem("--table", f"--table {name}", "no such published table", fix))
     if problems:
         raise ProblemsError(problems)
     sources = checked_tables([table for name, table in published.items() if not only or name in only])

@@ -136,7 +136,7 @@ class Forecast:
 
     @property
     def margin(self) -> float:
-        """Bytes left on the fullest GPU beside all that torch would reserve; negative: missing."""
+        """Bytes left on the fullest GPU by all that torch would reserve; negative: missing."""
         return self.node.gpu.memory_bytes - self.fullest_rank.total
 
     @property
@@ -241,7 +241,7 @@ def speed(work: Workload, node: Node, seconds: float) -> Speed:
 
 
 def largest_number(fits: Callable[[int], bool], most: int) -> int:
-    """Return the largest fitting number from 1 to `most` by bisection; 0: none fits."""
+    """Return by bisection the largest number from 1 to `most` that fits; 0: none fits."""
     low = 0
     high = 1
     while high <= most and fits(high):
@@ -272,11 +272,14 @@ def _better_micro(found: Forecast) -> dict[str, float | int]:
 
 
 def _remarks(found: Forecast) -> Iterator[Remark]:
+    for part in (_of_layout, _of_machine, _of_speed):
+        yield from part(found)
+
+
+def _of_layout(found: Forecast) -> Iterator[Remark]:
     work = found.work
     node = found.node
-    layout = found.work.layout
-    host = found.host / 1e9
-    room = node.host.memory_gb
+    layout = work.layout
     if not node.holds_groups(layout.tp, 1, layout.world):
         yield Remark("tensor across nodes", dict(tp=layout.tp, gpus=node.gpus))
     if found.nodes > 1 and node.network is None:
@@ -294,21 +297,32 @@ def _remarks(found: Forecast) -> Iterator[Remark]:
         yield Remark("larger batch", better)
     if found.verdict == "fits" and work.recomputed and found.largest.kept >= layout.micro:
         yield Remark("recomputation", dict(micro=layout.micro))
+
+
+def _of_machine(found: Forecast) -> Iterator[Remark]:
+    work = found.work
+    node = found.node
+    world = work.layout.world
+    host = found.host / 1e9
+    room = node.host.memory_gb
     if work.precision not in node.gpu.tflops:
         has = ", ".join(name for name in node.gpu.tflops if name != "fp32")
         yield Remark("no precision", dict(precision=work.precision, gpu=node.gpu.title, has=has or "fp32"))
-    over = layout.world % node.gpus if layout.world > node.gpus else 0
+    over = world % node.gpus if world > node.gpus else 0
     if over:
         yield Remark("partly filled node", dict(ranks=over, gpus=node.gpus))
     if host > room:
         yield Remark("host memory", dict(needed=host, there=room))
-    copy = found.host + found.ranks_here * work.widths.saved * work.parameters_of(0) / layout.dp
+    copy = found.host + found.ranks_here * work.widths.saved * work.parameters_of(0) / work.layout.dp
     if host <= room < copy / 1e9:
         yield Remark("saving waits", dict(needed=copy / 1e9, there=room))
     if found.nvme and node.nvme_gb_s is None:
         yield Remark("nvme unknown", dict(node=node.name))
+
+
+def _of_speed(found: Forecast) -> Iterator[Remark]:
     if found.time and found.speed:
-        share = 100 * found.speed.exact_tflops / node.gpu.tflops[work.precision]
+        share = 100 * found.speed.exact_tflops / found.node.gpu.tflops[found.work.precision]
         small = found.time.elementwise + found.time.host
         if small > found.time.total / 2:
             yield Remark("kernel starts", dict(share=small / found.time.total))

@@ -146,8 +146,11 @@ def _add_memory(shown: Page, found: Forecast) -> None:
     if len(columns) > MOST_COLUMNS:
         columns = [*columns[: MOST_COLUMNS - 1], columns[-1]]
     ranks = [found.stages[stages[0]] for stages in columns]
-    sizes = {name: [rank.on_gpu[key] for rank in ranks] for key, name in CATEGORIES.items()}
-    sizes = {name: row for name, row in sizes.items() if any(row)}
+    sizes = {}
+    for key, name in CATEGORIES.items():
+        row = [rank.on_gpu[key] for rank in ranks]
+        if any(row):
+            sizes[name] = row
     sizes["allocated by torch"] = [rank.allocated for rank in ranks]
     sizes["kept by its allocator"] = [rank.fragmentation for rank in ranks]
     sizes["reserved by torch"] = [rank.reserved for rank in ranks]
@@ -172,12 +175,12 @@ def _stages(stages: list[int], count: int) -> str:
 
 
 def _add_time(shown: Page, found: Forecast, time: StepTime, rates: Speed) -> None:
-    rows = [
-        [CAUSES[cause], f"{seconds:.4g}", f"{seconds / time.total:.1%}"]
-        for cause, seconds in time.split.items()
-        if seconds
-    ]
-    shown.table([*rows, ["sum", f"{time.total:.4g}", ""]], ["seconds per step", "", ""], "lrr")
+    rows = []
+    for cause, seconds in time.split.items():
+        if seconds:
+            rows.append([CAUSES[cause], f"{seconds:.4g}", f"{seconds / time.total:.1%}"])
+    rows.append(["sum", f"{time.total:.4g}", ""])
+    shown.table(rows, ["seconds per step", "", ""], "lrr")
     tflops = f"{rates.tflops:.4g} by the published formula, {rates.exact_tflops:.4g} by exact count"
     shown.facts(
         ("throughput", f"{rates.samples:,.4g} samples/s, {rates.tokens:,.0f} tokens/s"),
@@ -213,15 +216,16 @@ def _rounded(number: float) -> str:
 
 def as_json(found: Forecast, bill: Bill | None) -> dict[str, Any]:
     """Return every number, in bytes and seconds."""
+    stages = []
+    for rank in found.stages:
+        sums = {"allocated": rank.allocated, "reserved": rank.reserved, "total": rank.total}
+        stages.append({**asdict(rank), **sums})
     return {
         "hardware": found.node.name,
         "nodes": found.nodes,
         "layout": asdict(found.work.layout),
         "software": found.work.software.name,
-        "stages": [
-            {**asdict(rank), "allocated": rank.allocated, "reserved": rank.reserved, "total": rank.total}
-            for rank in found.stages
-        ],
+        "stages": stages,
         "memory_bytes": found.node.gpu.memory_bytes,
         "host_bytes_per_node": found.host,
         "nvme_bytes_per_node": found.nvme,

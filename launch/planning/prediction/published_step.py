@@ -68,7 +68,8 @@ def published_seconds(recipe: Recipe, published: Published, work: Workload | Non
     """Return the seconds of an iteration as printed, or else from printed TFLOPS."""
     seconds = printed_seconds(recipe, published)
     tflops = published.tflops
-    gpus = published.printed.get("hardware.gpus", recipe.hardware.gpus if recipe.hardware else None)
+    stated = recipe.hardware.gpus if recipe.hardware else None
+    gpus = published.printed.get("hardware.gpus", stated)
     if seconds is None and tflops and work and isinstance(gpus, int):
         return seconds_of(work, tflops, gpus, published.tflops_by)
     return seconds

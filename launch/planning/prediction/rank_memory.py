@@ -89,10 +89,9 @@ def of_stages(work: Workload, gpu: Gpu, constants: Constants) -> list[RankMemory
 
 def of_ends(work: Workload, gpu: Gpu, constants: Constants) -> list[RankMemory]:
     """Predict a rank of the first stages and of the last one; those between are like the second."""
-    return [
-        of_stage(work, stage, gpu, constants)
-        for stage in sorted({0, 1, work.layout.pp - 1} & {*range(work.layout.pp)})
-    ]
+    pp = work.layout.pp
+    stages = sorted({0, 1, pp - 1} & {*range(pp)})
+    return [of_stage(work, stage, gpu, constants) for stage in stages]
 
 
 def fullest_rank(work: Workload, gpu: Gpu, constants: Constants) -> RankMemory:
@@ -150,8 +149,7 @@ def _states(work: Workload, stage: int) -> tuple[cost.PlacedStates, float]:
         work.zero_stage,
         dp,
         widths=work.widths,
-        optimizer=work.optimizer_at,
-        weights=work.weights_at,
+        places=cost.Places(work.optimizer_at, work.weights_at),
         accumulates=work.layout.accumulation > 1,
         sub_group=work.sub_group,
     )

@@ -87,7 +87,8 @@ def step_time(work: Workload, node: Node, constants: Constants) -> StepTime:
     m = layout.accumulation
     slowest = max({0, layout.pp - 1}, key=lambda stage: passes.of_stage(stage).total)
     own = passes.of_stage(slowest)
-    typical = passes.of_stage(min(1, layout.pp - 1) if layout.pp > 2 else 0)
+    middle = 1 if layout.pp > 2 else 0
+    typical = passes.of_stage(middle)
     bubble = (layout.pp - 1) / work.interleave * typical.total
     data, hidden = _data_seconds(work, machine, m * (own.matrix + own.elementwise + own.host))
     return StepTime(
@@ -216,9 +217,11 @@ def _data_seconds(work: Workload, machine: NodeRates, computed: float) -> tuple[
     backward = computed / (2 * m)  # of the last micro-batch
     if stage == 3:  # gathered forward and backward, and gradients scattered, for every micro-batch
         used = work.width * replace(work, model=work.model.unshared).parameters_of(0)
-        gathered, scattered = (machine.collective_seconds(each, dp, tp, passes=1) for each in (used, size))
+        gathered = machine.collective_seconds(used, dp, tp, passes=1)
+        scattered = machine.collective_seconds(size, dp, tp, passes=1)
         return m * (2 * gathered + scattered), 0.0
-    reduced = machine.collective_seconds(size, dp, tp, passes=1 if stage else 2)
+    reduce_passes = 1 if stage else 2
+    reduced = machine.collective_seconds(size, dp, tp, passes=reduce_passes)
     times = m if stage == 2 else 1
     gathered = machine.collective_seconds(size, dp, tp, passes=1) if stage else 0.0
     hidden = 0.0
@@ -240,7 +243,7 @@ def _offload_seconds(work: Workload, machine: NodeRates) -> float:
     seconds = 0.0
     if work.optimizer_at != "gpu":
         # Gradients out, weights back. ZeRO-2 adds up on the GPU: it fetches what it has for each micro-batch.
-        times = m if work.zero_stage == 3 else 2 * m - 1 if work.zero_stage == 2 else 1
+        times = {2: 2 * m - 1, 3: m}.get(work.zero_stage, 1)
         seconds += work.width * share * (times + 1) / pcie
     if work.weights_at != "gpu":
         seconds += 2 * m * work.width * share / pcie

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_configs.plan import Plan, Precision
-from launch.machine.model_states import PLACES, offloads, state_widths
+from launch.machine.model_states import places_of, state_widths
 from launch.planning.prediction.software import OURS, SYSTEMS, Software
 from modeling import cost
 from modeling.cost.activation_bytes import LayerActivations
@@ -143,7 +143,7 @@ class Workload:
 
     @property
     def logits(self) -> float:
-        """Logits of a micro-batch on one tensor rank: b S V / t, of a BERT those of its positions.
+        """Logits of a micro-batch on one tensor rank: b S V / t; a BERT has those of its predictions.
 
         Those of a task are a few on every rank, of a sequence, or of spans at every position.
         """
@@ -187,25 +187,28 @@ def of_plan(plan: Plan) -> Workload:
     checkpointing = ds.get("activation_checkpointing") or {}
     if plan.layout.pp > 1:  # DeepSpeed 0.19.8, engine.py: a pipeline switches it off
         zero = {**zero, "overlap_comm": False}
-    optimizer, weights = (PLACES[section.get("device") or "none"] for section in offloads(plan))
-    away = checkpointing.get("cpu_checkpointing") and recipe.checkpoint_interval
-    cut = checkpointing.get("partition_activations") and recipe.model.implementation == "megarecipes"
+    optimizer, weights = places_of(plan)
     ours = recipe.model.implementation == "megarecipes"
+    software = OURS if ours else SYSTEMS["transformers"]
+    cut = ours and checkpointing.get("partition_activations")
+    away = checkpointing.get("cpu_checkpointing") and recipe.checkpoint_interval
+    checkpoints_at: cost.Place = "host" if away else "gpu"
+    predictions = recipe.predictions if recipe.model.facts.masked else None
     return Workload(
         model=recipe.model,
         dropout=recipe.dropout,
         sequence_length=recipe.sequence_length,
-        predictions=recipe.predictions if recipe.model.facts.masked else None,
+        predictions=predictions,
         padded_vocab=plan.padded_vocab,
         layout=plan.layout,
         precision=plan.precision,
         recomputed=recipe.checkpoint_interval,
         zero_stage=plan.zero_stage,
-        software=OURS if ours else SYSTEMS["transformers"],
+        software=software,
         widths=state_widths(plan),
         optimizer_at=optimizer,
         weights_at=weights,
-        checkpoints_at="host" if away else "gpu",
+        checkpoints_at=checkpoints_at,
         cuts_checkpoints=bool(cut),
         sub_group=zero.get("sub_group_size", 1e9),
         buffers=buffers_of(plan.zero_stage, zero),
@@ -231,4 +234,7 @@ def buffers_of(stage: int, zero: dict[str, Any]) -> Buffers:
     reduce = zero.get("reduce_bucket_size", 5e8)
     if stage == 3:
         return Buffers(reduce, zero.get("stage3_max_live_parameters", 1e9))
-    return Buffers(reduce * (2 if zero.get("overlap_comm") else 1) if stage else 0.0)
+    if stage == 0:
+        return Buffers(0.0)
+    buckets = 2 if zero.get("overlap_comm") else 1
+    return Buffers(reduce * buckets)

@@ -180,7 +180,9 @@ def variants(work: Workload) -> Iterator[Workload]:
 
 def _choices(demanded: bool, possible: bool) -> list[bool]:
     """Return the values of an option: the recipe's demand, or both if there is a choice."""
-    return [True] if demanded else [False, True] if possible else [False]
+    if demanded:
+        return [True]
+    return [False, True] if possible else [False]
 
 
 def chunk_counts(work: Workload) -> list[int]:

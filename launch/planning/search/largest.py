@@ -49,7 +49,8 @@ def over_layouts(question: Question, way: Way, layouts: list[Degrees]) -> Larges
                 runs = True
             except ConfigError as refused:
                 problems |= {str(problem.rule): problem for problem in refused.problems}
-    return Largest(way, best, () if runs else tuple(problems.values()))
+    why_not = () if runs else tuple(problems.values())
+    return Largest(way, best, why_not)
 
 
 def larger(

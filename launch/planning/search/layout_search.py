@@ -233,20 +233,17 @@ def _alternatives(
             firsts.setdefault(value, candidate)
     won = ranking[0].values if ranking else []
     found = [Alternative(*value, best) for value, best in firsts.items() if value not in won]
-    found += [
-        Alternative(*value, rule=f"not divisible: {rule}")
-        for value, rule in exclusions.indivisible.items()
-        if value not in firsts
-    ]
+    for value, rule in exclusions.indivisible.items():
+        if value not in firsts:
+            found.append(Alternative(*value, rule=f"not divisible: {rule}"))
     refused: dict[tuple[Way, str], str] = {}  # a rule for pipelines covers those with tensor ranks
     for (way, (tensor, pipeline)), problems in exclusions.refused.items():
         parts = " and ".join(["tensor"] * tensor + ["pipeline"] * pipeline)
         rule = "; ".join(dict.fromkeys(str(problem.rule or problem.came) for problem in problems))
-        refused.setdefault((way, rule), f"{way.name} with {parts}" if parts else way.name)
-    found += [
-        Alternative("model states", value, rule=f"cannot be run: {rule}")
-        for (_, rule), value in refused.items()
-    ]
+        called = f"{way.name} with {parts}" if parts else way.name
+        refused.setdefault((way, rule), called)
+    for (_, rule), called in refused.items():
+        found.append(Alternative("model states", called, rule=f"cannot be run: {rule}"))
     return found
 
 

@@ -62,10 +62,8 @@ examples:
 
 exit codes: 0 shown and written, 1 nothing fits, 2 refused."""
 # What a search decides, as overrides that leave a recipe's own undecided.
-OPEN = tuple(
-    f"{key}=null"
-    for key in ("parallel.tp", "parallel.pp", "parallel.dp", "batch.micro", "batch.accumulation")
-)
+_UNDECIDED = ("parallel.tp", "parallel.pp", "parallel.dp", "batch.micro", "batch.accumulation")
+OPEN = tuple(f"{key}=null" for key in _UNDECIDED)
 
 RECOMPUTATION = "activation_checkpointing"
 DERIVED_KEYS = {"parallel.dp", "batch.accumulation"}  # from the rest, where the recipe leaves them open

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from string import ascii_uppercase
 from typing import get_args
 
@@ -176,18 +176,22 @@ def _add_layouts(shown: Page, answer: Answer, best: list[Candidate]) -> None:
     shown.table(rows, HEADINGS, "rlllrrrrl", below=below)
 
 
+def _share(candidate: Candidate, causes: Iterable[str]) -> float:
+    """Return the share of a step's time that has these causes."""
+    return sum(candidate.split[cause] for cause in causes) / candidate.seconds
+
+
 def _add_split(shown: Page, best: list[Candidate]) -> None:
     """Add a table of MFU and shares of the time."""
     columns = {}
     for heading, causes in SPLIT.items():
-        shares = [sum(each.split[cause] for cause in causes) / each.seconds for each in best]
+        shares = [_share(each, causes) for each in best]
         if any(share >= LEAST_SHARE for share in shares):
             columns[heading] = shares
     mfu = [each.forecast.speed.mfu for each in best if each.forecast.speed]
-    rows = [
-        [number, *(f"{share:.1%}" for share in shares)]
-        for number, shares in enumerate(zip(mfu, *columns.values(), strict=True), 1)
-    ]
+    rows: list[list[object]] = []
+    for number, row in enumerate(zip(mfu, *columns.values(), strict=True), 1):
+        rows.append([number, *(f"{share:.1%}" for share in row)])
     headings = ["#", "MFU", *columns]
     shown.table(rows, headings, "r" * len(headings))
 
@@ -210,10 +214,11 @@ def _why_not(answer: Answer) -> list[str]:
     for each in sorted(answer.alternatives, key=_place):
         if each.dimension != "data" or each.rule:  # tensor and pipeline imply it
             choices.setdefault((each.dimension, _reason(each, answer)), []).append(str(each.value))
-    return [
-        f"{LABELS.get(dimension, f'{dimension} ')}{', '.join(values)}: {reason}"
-        for (dimension, reason), values in choices.items()
-    ]
+    lines = []
+    for (dimension, reason), values in choices.items():
+        label = LABELS.get(dimension, f"{dimension} ")
+        lines.append(f"{label}{', '.join(values)}: {reason}")
+    return lines
 
 
 def _place(each: Alternative) -> tuple[int, int, str]:

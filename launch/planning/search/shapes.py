@@ -69,10 +69,8 @@ def size(name: str) -> Size:
         fix = did_you_mean(label, {**NAMES, **rows})
         raise ProblemsError([Problem("--model", came, rule, fix)])
     if len(rows[label]) > 1:
-        told = ", ".join(
-            f"{row} ({layers} x {hidden})" for (_, layers, hidden, _), row in rows[label].items()
-        )
-        rule = f"tables print it for several models: {told}"
+        models = [f"{row} ({layers} x {hidden})" for (_, layers, hidden, _), row in rows[label].items()]
+        rule = f"tables print it for several models: {', '.join(models)}"
         raise ProblemsError([Problem("--model", came, rule, "name one as --recipe, without --model")])
     (row,) = rows[label].values()
     recipe = catalog.load(row)

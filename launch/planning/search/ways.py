@@ -53,7 +53,9 @@ def config(way: Way, base: dict[str, Any] | None = None, layout: Layout | None =
     With a layout its numbers stand in the JSON, so that the JSON is refused with any other.
     """
     own = jsonfile.read(jsonfile.find(way.file))
-    document: dict[str, Any] = copy.deepcopy(own if base is None else base)
+    if base is None:
+        base = own
+    document: dict[str, Any] = copy.deepcopy(base)
     given = (document.get("zero_optimization") or {}).items()
     kept = {key: value for key, value in given if key not in DECIDED_KEYS}
     zero = {**own["zero_optimization"], **kept, "stage": way.stage}

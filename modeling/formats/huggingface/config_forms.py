@@ -102,14 +102,14 @@ MEGATRON_FORMS = (
 def run_forms() -> tuple[ConfigForm, ...]:
     """Return the forms of runs of this project, with our keys, of every family registered by now."""
     shape = _shape(" ".join(SHAPE), 0, 0, 0, 0, 0)
-    return tuple(
-        ConfigForm(
-            f"megarecipes-{name}" + (f"-{placement}-LN" if placement else ""), name, shape, ("", None), {},
-            placement, "its recipe says",
-        )
-        for name, family in FAMILIES.items()
-        for placement in family.placements or (None,)
-    )  # fmt: skip
+    forms = []
+    for name, family in FAMILIES.items():
+        for placement in family.placements or (None,):
+            called = f"megarecipes-{name}"
+            if placement:
+                called += f"-{placement}-LN"
+            forms.append(ConfigForm(called, name, shape, ("", None), {}, placement, "its recipe says"))
+    return tuple(forms)
 
 
 def form_of(model: Model, forms: Sequence[ConfigForm]) -> ConfigForm | None:

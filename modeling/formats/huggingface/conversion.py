@@ -91,11 +91,12 @@ class Conversion:
     def to_transformers(self, ours: Tensors, model: Model) -> dict[str, Tensor]:
         """Turn canonical weights into the state dict of `model_class`, without tied copies."""
         check_convertible(model)
-        return {
-            name: part.contiguous()
-            for mine, theirs, form in self.name_map(model)
-            for name, part in zip(theirs, form.to_theirs(ours[mine], model.heads), strict=True)
-        }
+        converted = {}
+        for mine, theirs, form in self.name_map(model):
+            parts = form.to_theirs(ours[mine], model.heads)
+            for name, part in zip(theirs, parts, strict=True):
+                converted[name] = part.contiguous()
+        return converted
 
     def select(self, theirs: Tensors) -> Selection:
         """Select the tensors of a state dict, which may hold either name of a tied tensor, or both."""

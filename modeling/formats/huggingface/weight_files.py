@@ -55,10 +55,10 @@ def _files(directory: Path) -> dict[str, set[str]]:
             return {name: set()}
         if os.path.lexists(index := directory / f"{name}.index.json"):
             return _shards(index)
-    others = sorted(
-        path.name for pattern in ("*.safetensors", "*.bin", "*.h5") for path in directory.glob(pattern)
-    )
-    beside = f", but {some(others)}" if others else ""
+    others = list[str]()
+    for pattern in ("*.safetensors", "*.bin", "*.h5"):
+        others += (path.name for path in directory.glob(pattern))
+    beside = f", but {some(sorted(others))}" if others else ""
     rule = f"transformers takes {' or '.join(NAMES)}, or shards with their index ({NAMES[0]}.index.json)"
     refuse(directory, f"holds no weights{beside}", rule, "give a directory that save_pretrained wrote")
 

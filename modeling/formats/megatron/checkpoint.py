@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -121,7 +121,8 @@ class Checkpoint:
     def most_padding(self) -> int:
         """Largest number of padding rows to accept in the vocabulary."""
         multiple = self.arguments.get("make_vocab_size_divisible_by")
-        return max(SMALLEST_PADDING, multiple * self.slices if type(multiple) is int else 0)
+        stated = multiple * self.slices if type(multiple) is int else 0
+        return max(SMALLEST_PADDING, stated)
 
     def size(self, name: str, dim: int) -> int | None:
         """Return one size of a tensor, or None without such a tensor or dimension."""
@@ -154,18 +155,16 @@ class Checkpoint:
 
     def untied(self) -> list[tuple[str, str]]:
         """Return (copy, tensor) for each copy that differs from its tensor. Reads their numbers."""
-        return [
-            (copy, name)
-            for (copy, name), slices in self.copies.items()
-            if not all(map(same_numbers, slices.parts, self.tensors[name].parts))
-        ]
+        found = []
+        for (copy, name), slices in self.copies.items():
+            if not all(map(same_numbers, slices.parts, self.tensors[name].parts)):
+                found.append((copy, name))
+        return found
 
     def weights(self, model: Model) -> LazyWeights:
         """Return the canonical weights of `model` from these tensors."""
-        return LazyWeights({
-            ours: partial(self._canonical, theirs, model)
-            for ours, theirs in name_map(model).items()
-        })  # fmt: skip
+        names = name_map(model).items()
+        return LazyWeights({ours: partial(self._canonical, theirs, model) for ours, theirs in names})
 
     def _canonical(self, name: str, model: Model) -> Tensor:
         slices = self.tensors[name]
@@ -200,9 +199,7 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     offset = 0
     for called, slices in _stages(files, contents):
         offset += _take(called, slices, offset, tensors, copies, problems)
-    layers = {
-        file for file, content in contents.items() if any(".query_key_value." in str(k) for k in content)
-    }
+    layers = {file for file, content in contents.items() if _has_attention(content)}
     problems += _missing(files, arguments, layers, tensors)
     if problems:
         raise FileError(problems)
@@ -237,6 +234,10 @@ def _load(file: Path) -> dict[str, Any]:
     return content
 
 
+def _has_attention(names: Iterable[object]) -> bool:
+    return any(".query_key_value." in str(name) for name in names)
+
+
 def _may_stand_in(name: str) -> bool:
     """Check that a name is of no module of Python's library that can run a program."""
     module = name.partition(".")[0]
@@ -258,14 +259,22 @@ def _stages(
         for stage in files.stages:
             slices = [_flat(contents[file]) for file in stage]
             prefix = _layer_prefix(slices[0], stage[0])
-            yield stage[0].name, [{f"{prefix}{name}": t for name, t in slice_.items()} for slice_ in slices]
+            yield stage[0].name, [_prefixed(prefix, tensors) for tensors in slices]
         return
-    chunked = [[_chunks(contents[file]) for file in stage] for stage in files.stages]
-    most = max(len(chunks) for stage in chunked for chunks in stage)
+    chunks = {file: _chunks(content) for file, content in contents.items()}
+    most = max(len(chunks[file]) for stage in files.stages for file in stage)
     for number in range(most):  # chunk 0 of all stages comes before chunk 1 of the first
-        for stage, chunks in zip(files.stages, chunked, strict=True):
+        for stage in files.stages:
             name = str(stage[0].relative_to(files.where))
-            yield name, [_flat(each[number] if number < len(each) else {}) for each in chunks]
+            slices = []
+            for file in stage:
+                chunk = chunks[file][number] if number < len(chunks[file]) else {}
+                slices.append(_flat(chunk))
+            yield name, slices
+
+
+def _prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
 
 
 def _chunks(content: Mapping[str, Any]) -> list[Any]:
@@ -279,7 +288,7 @@ def _layer_prefix(tensors: Mapping[str, Tensor], file: Path) -> str:
         return "embedding."
     if tensors.keys() == {"weight", "bias"}:
         return "encoder.final_layernorm."
-    return "encoder.layers.0." if any(".query_key_value." in name for name in tensors) else f"{file.stem}."
+    return "encoder.layers.0." if _has_attention(tensors) else f"{file.stem}."
 
 
 def _flat(state: Any) -> dict[str, Tensor]:
@@ -299,7 +308,9 @@ def _take(
 ) -> int:
     """Add a stage to `tensors` and `copies`, its layers counted from `offset`; return their number."""
     uneven = sorted(set().union(*slices) - set(slices[0]).intersection(*slices))
-    uneven += [n for n in slices[0] if n not in uneven and len({s[n].shape for s in slices}) > 1]
+    for name in slices[0]:
+        if name not in uneven and len({slice_[name].shape for slice_ in slices}) > 1:
+            uneven.append(name)
     if uneven:
         came = f"{called}: its tensor-parallel slices differ in {some(uneven, 3)}"
         problems.append(Problem(called, came, "each holds an equal part of the same tensors", WHOLE))
@@ -339,10 +350,13 @@ def _missing(
         if type(stated) is int and stated != count:
             came = f"holds files of {count} {kind}-parallel ranks, and its arguments tell of {stated}"
             yield Problem(str(files.where), came, "each has a part of the weights", WHOLE, str(files.where))
-    present = {int(m[1]) for s in files.stages if (m := LAYER_FILE.fullmatch(s[0].name)) and s[0] in layers}
-    gaps = [
-        f"layer_{n:02d}" for n in range(min(present, default=0), max(present, default=0)) if n not in present
-    ]
+    present = set[int]()
+    for file, *_ in files.stages:
+        match = LAYER_FILE.fullmatch(file.name)
+        if match and file in layers:
+            present.add(int(match[1]))
+    between = range(min(present, default=0), max(present, default=0))
+    gaps = [f"layer_{number:02d}" for number in between if number not in present]
     if gaps:
         came = f"lacks the files of {some(gaps, 4)}"
         yield Problem(str(files.where), came, "every layer is needed", WHOLE, str(files.where))

@@ -78,7 +78,8 @@ def find(directory: Path) -> Files:
                 found.append((int(m[2] or 0), int(m[1]), where / m[0] / name))
             elif OPTIMIZER not in held:
                 came = f"holds {some(held, 4) or 'nothing'}, and neither {WEIGHTS[0]} nor {WEIGHTS[1]}"
-                refuse(where / m[0], came, "", ANOTHER if held else WHOLE)
+                fix = ANOTHER if held else WHOLE
+                refuse(where / m[0], came, "", fix)
     if not found:
         _refuse_form(where, names)
     stages = _stages(where, found)
@@ -130,17 +131,18 @@ def _stages(where: Path, found: Sequence[tuple[int, int, Path]]) -> Sequence[Seq
             refuse(where, came, "a rank has one file", "leave out the one of another save")
     count = 1 + max(index for _, index, _ in found)
     by_layer = LAYER.fullmatch(found[0][2].name) is not None
-    missing = [
-        f"slice {index} of {count} of {'layer_' if by_layer else 'pipeline stage '}{stage:02d}"
-        for stage, slices in sorted(by_stage.items())
-        for index in range(count)
-        if index not in slices
-    ]
+    kind = "layer_" if by_layer else "pipeline stage "
+    missing = list[str]()
+    stages = []
+    for stage, slices in sorted(by_stage.items()):
+        lacking = set(range(count)) - slices.keys()
+        missing += (f"slice {index} of {count} of {kind}{stage:02d}" for index in sorted(lacking))
+        stages.append([slice_ for _, slice_ in sorted(slices.items())])
     if missing:
         refuse(where, f"lacks {some(missing, 4)}", "every slice is needed", WHOLE)
     if not by_layer and (absent := set(range(max(by_stage))) - by_stage.keys()):
         refuse(where, f"lacks pipeline stage {min(absent)}", f"it holds stage {max(by_stage)}", WHOLE)
-    return [[slices[index] for index in range(count)] for _, slices in sorted(by_stage.items())]
+    return stages
 
 
 def _refuse_form(where: Path, names: Sequence[str]) -> None:

@@ -21,33 +21,31 @@ LAST = "encoder.final_layernorm.weight"  # of the last pipeline stage
 LAYER = re.compile(r"(encoder\.layers\.)(\d+)(\..+)")
 
 # Patterns of each version's names -> one name, applied in this order.
-_RENAMES = tuple(
-    (re.compile(pattern), name)
-    for pattern, name in (
-        (r"^(module\.)+", ""),
-        (r"^language_model\.", ""),
-        (r"^(transformer|decoder)\.", "encoder."),  # 1.0 to 2.2; Megatron core
-        (r"^word_embeddings_for_head\.", "embedding.word_embeddings."),  # the last stage's copy
-        (r"^output_layer\.weight$", WORD),  # Megatron core's name of the copy
-        (r"^output_layer\.bias$", "lm_head.bias"),
-        (r"\.local_embeddings\.", "."),  # under sequence parallelism
-        (r"^lm_head\.(norm|layer_norm)\.", "lm_head.layernorm."),
-        (r"^encoder\.final_norm\.", "encoder.final_layernorm."),
-        (r"\.attention\.", ".self_attention."),
-        (r"\.input_norm\.", ".input_layernorm."),
-        (r"\.(post_attention_norm|pre_mlp_layernorm)\.", ".post_attention_layernorm."),
-        # Transformer Engine fuses norms and matrices, with and without Megatron core.
-        (r"\.self_attention\.(linear|layernorm)_qkv\.layer_norm_", ".input_layernorm."),
-        (r"\.layernorm_mlp\.layer_norm_", ".post_attention_layernorm."),
-        (r"\.layernorm_mlp\.fc1_", ".mlp.dense_h_to_4h."),
-        (r"\.layernorm_mlp\.fc2_", ".mlp.dense_4h_to_h."),
-        (r"\.mlp\.linear_fc1\.layer_norm_", ".post_attention_layernorm."),
-        (r"\.(linear|layernorm)_qkv\.", ".query_key_value."),
-        (r"\.self_attention\.(linear_)?proj\.", ".self_attention.dense."),
-        (r"\.linear_fc1\.", ".dense_h_to_4h."),
-        (r"\.linear_fc2\.", ".dense_4h_to_h."),
-    )
+_PATTERNS = (
+    (r"^(module\.)+", ""),
+    (r"^language_model\.", ""),
+    (r"^(transformer|decoder)\.", "encoder."),  # 1.0 to 2.2; Megatron core
+    (r"^word_embeddings_for_head\.", "embedding.word_embeddings."),  # the last stage's copy
+    (r"^output_layer\.weight$", WORD),  # Megatron core's name of the copy
+    (r"^output_layer\.bias$", "lm_head.bias"),
+    (r"\.local_embeddings\.", "."),  # under sequence parallelism
+    (r"^lm_head\.(norm|layer_norm)\.", "lm_head.layernorm."),
+    (r"^encoder\.final_norm\.", "encoder.final_layernorm."),
+    (r"\.attention\.", ".self_attention."),
+    (r"\.input_norm\.", ".input_layernorm."),
+    (r"\.(post_attention_norm|pre_mlp_layernorm)\.", ".post_attention_layernorm."),
+    # Transformer Engine fuses norms and matrices, with and without Megatron core.
+    (r"\.self_attention\.(linear|layernorm)_qkv\.layer_norm_", ".input_layernorm."),
+    (r"\.layernorm_mlp\.layer_norm_", ".post_attention_layernorm."),
+    (r"\.layernorm_mlp\.fc1_", ".mlp.dense_h_to_4h."),
+    (r"\.layernorm_mlp\.fc2_", ".mlp.dense_4h_to_h."),
+    (r"\.mlp\.linear_fc1\.layer_norm_", ".post_attention_layernorm."),
+    (r"\.(linear|layernorm)_qkv\.", ".query_key_value."),
+    (r"\.self_attention\.(linear_)?proj\.", ".self_attention.dense."),
+    (r"\.linear_fc1\.", ".dense_h_to_4h."),
+    (r"\.linear_fc2\.", ".dense_4h_to_h."),
 )
+_RENAMES = tuple((re.compile(pattern), name) for pattern, name in _PATTERNS)
 
 # Dimension of the cut over tensor ranks, by the end of a name; every rank has all of the other tensors.
 _CUT = {

@@ -23,8 +23,8 @@ def states(made):
     work = workload.of_plan(made)
     return cost.placed_state_bytes(
         work.parameters_of(0), work.zero_stage, work.layout.dp, widths=work.widths,
-        optimizer=work.optimizer_at, weights=work.weights_at, accumulates=work.layout.accumulation > 1,
-        sub_group=work.sub_group,
+        places=cost.Places(work.optimizer_at, work.weights_at),
+        accumulates=work.layout.accumulation > 1, sub_group=work.sub_group,
     ).total  # fmt: skip
 
 
