@@ -29,6 +29,8 @@ examples:
   python launch/report.py runs/zero1 runs/zero3
       two runs: curves over each other, what differs in how they were made and
       in what came out (up to 6 runs)
+  python launch/report.py runs/batch8 runs/batch64 --over tokens
+      the losses over the tokens that they took
   python launch/report.py 'runs/dgx2*' --table dgx2_gpt2_model_parallel
       only this table, with those of the runs that belong to it
   python launch/report.py --table jeanzay_megatron_performance
@@ -74,6 +76,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("runs", nargs="*", metavar="RUN", help=runs)
     add("--table", action="append", default=[], metavar="NAME", help=table)
     add("--all", action="store_true", help="every published table, also where nothing of it was run")
+    over = "what losses are drawn over (default: %(default)s); hours are those of the steps"
+    add("--over", choices=("steps", "tokens", "hours"), default="steps", help=over)
     add("--out", metavar="DIR", help="where to write (default: reports/<table or runs>)")
     return parser
 
@@ -110,7 +114,9 @@ def report(args: argparse.Namespace, folder: Path) -> int:
     former = writing.check(directory)
     runs = [read_run(path, label, tables.recipe) for path, label in zip(paths, run_labels, strict=True)]
     names += tables.published() if args.all else []
-    made = document.assemble(tables, names, runs, only_named=bool(args.table) and not args.all)
+    made = document.assemble(
+        tables, names, runs, only_named=bool(args.table) and not args.all, over=args.over
+    )
     files = writing.write(made, directory)
     _print_summary(made, directory, files, former)
     return 1 if made.problems else 0

@@ -93,12 +93,12 @@ class Speed:
         left_out = f", the first {self.left_out} of each launch left out" if self.left_out else ""
         return f"median of {counted(self.steps, 'step')}{half}{left_out}"
 
-    def overlaps(self, other: Speed) -> bool:
-        """Check whether the middle halves of both runs' steps overlap, so that neither is the faster one."""
-        if self.quartiles_s is None or other.quartiles_s is None:
-            return False
-        lows, highs = zip(self.quartiles_s, other.quartiles_s, strict=True)
-        return max(lows) <= min(highs)
+    def spread_of(self, rate: float | None) -> tuple[float, float] | None:
+        """Return between which values of a rate half of the steps lie; None: too few steps."""
+        if rate is None or self.quartiles_s is None or not self.seconds_per_step:
+            return None
+        quick, slow = self.quartiles_s
+        return rate * self.seconds_per_step / slow, rate * self.seconds_per_step / quick
 
 
 @dataclass(frozen=True)

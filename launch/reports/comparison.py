@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import Any
 
 from launch.console import numbers
-from launch.reports.entries import QUANTITIES, Column
+from launch.reports.entries import QUANTITIES, SPEEDS, TIME, Column, spread
 from launch.reports.frames import Frame
 from launch.reports.runs import Run, differences
 from recipes import key_paths
@@ -83,7 +83,10 @@ def configuration(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
 
 
 def result_rows(runs: Sequence[Run], why_not: Sequence[str | None]) -> Iterator[tuple[str, ...]]:
-    """Yield every quantity that any run has; incomparable losses get no difference."""
+    """Yield every quantity that any run has.
+
+    Incomparable losses get no difference, and speeds no ratio where half of the steps of both overlap.
+    """
     statuses = [run.status + (" (tiny)" if run.tiny else "") for run in runs]
     yield "status", *statuses, *("" if status == statuses[0] else "differs" for status in statuses[1:])
     parts = [(run.result.losses.validation and run.result.losses.validation.parts) or {} for run in runs]
@@ -97,12 +100,30 @@ def result_rows(runs: Sequence[Run], why_not: Sequence[str | None]) -> Iterator[
         if any(value is not None for value in values):
             show = numbers.loss if column.change == "loss" else numbers.number
             changes = []
-            for value, why in zip(values[1:], why_not, strict=True):
+            for run, value, why in zip(runs[1:], values[1:], why_not, strict=True):
                 if column.change == "loss" and why:
                     changes.append("not comparable")
+                elif column.key in SPEEDS and _overlap(_spread(runs[0], column), _spread(run, column)):
+                    changes.append("within the spread")
                 else:
                     changes.append(_change(values[0], value, column))
             yield column.heading, *map(show, values), *changes
+        if column.key == TIME and any(run.result.speed.quartiles_s for run in runs):
+            spreads = [spread(run.result) for run in runs]
+            yield "half of the steps (s)", *spreads, *[""] * len(why_not)
+
+
+def _spread(run: Run, column: Column) -> tuple[float, float] | None:
+    speed = run.result.speed
+    return speed.quartiles_s if column.key == TIME else speed.spread_of(column.of(run.result))
+
+
+def _overlap(one: tuple[float, float] | None, other: tuple[float, float] | None) -> bool:
+    """Check whether two spreads overlap, so that neither run is the faster one."""
+    if one is None or other is None:
+        return False
+    lows, highs = zip(one, other, strict=True)
+    return max(lows) <= min(highs)
 
 
 def incomparable(a: Run, b: Run) -> str | None:

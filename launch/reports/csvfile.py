@@ -21,12 +21,14 @@ PUBLISHED = (
     *("size_label", "parameters", "time_per_iteration_s", "samples_per_s", "tflops", "cached_gb"),
     *("weak_scaling_percent", "peak_percent", "tflops_by", "validation_loss", "oom"),
 )
+SPREAD = ("time_quartile_1_s", "time_quartile_3_s")  # half of the steps lie between them
 COLUMNS = (
     *("table", "recipe", "published_columns", "published_row"),
     *(f"published_{key}" for key in PUBLISHED),
     "published_scores",
     *("errata", "run", "started", "status", "tiny"),
     *(column.key for column in MEASURED),
+    *SPREAD,
     *("parameters_summed_over_tp_ranks", "train_loss"),
     *(f"ratio_{key}" for key in RATIO_NAMES),
     *("no_ratio", "hardware", "precision", "ds_config", "deviations"),
@@ -73,6 +75,7 @@ def _cells(entry: Entry) -> dict[str, Any]:
         "started": run.launch.started if run.launch else None,
         "tiny": run.tiny,
         **{column.key: column.of(result) for column in MEASURED},
+        **dict(zip(SPREAD, result.speed.quartiles_s or (None, None), strict=True)),
         "train_loss": result.losses.training.loss,
         "parameters_summed_over_tp_ranks": result.parameters_summed_over_tp_ranks,
         **{f"ratio_{key}": value for key, value in entry.ratios.items()},

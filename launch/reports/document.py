@@ -15,7 +15,7 @@ from launch.reports.entries import Column, Entry, Remarks, Scale, entries_of, me
 from launch.reports.frames import Frame
 from launch.reports.plots import Plot
 from launch.reports.predictions import PredictionLine
-from launch.reports.runs import Run
+from launch.reports.runs import Over, Run
 from launch.reports.scores import FinetunedLine
 from launch.reports.tables import PublishedRow, PublishedTable, Tables
 from recipes.problems import ProblemsError, counted
@@ -103,7 +103,9 @@ class Document:
     scores: Frame | None
 
 
-def assemble(tables: Tables, names: Sequence[str], runs: Sequence[Run], *, only_named: bool) -> Document:
+def assemble(
+    tables: Tables, names: Sequence[str], runs: Sequence[Run], *, only_named: bool, over: Over = "steps"
+) -> Document:
     """Assemble the report of `runs` and of the tables `names`.
 
     With `only_named`, runs of other tables are left out. Otherwise their tables are reported too; runs whose
@@ -135,7 +137,7 @@ def assemble(tables: Tables, names: Sequence[str], runs: Sequence[Run], *, only_
             measured_columns(table, ran),
             *split_remarks(table.rows),
             # A comparison draws the losses, too.
-            plots.throughput(entries) + plots.of_runs(ran) + ([] if comparison else plots.losses(ran)),
+            plots.throughput(entries) + plots.of_runs(ran) + ([] if comparison else plots.losses(ran, over)),
             predictions.lines_of(entries),
             list(scores.finetuned_lines(table.rows, tuned, tables.recipe)),
         )
@@ -156,7 +158,7 @@ def assemble(tables: Tables, names: Sequence[str], runs: Sequence[Run], *, only_
         sections.append(section(_table_of_strangers(strangers), strangers))
     problems += [str(problem) for each in sections for problem in each.table.problems]
     problems += [problem for run in runs for problem in run.problems]
-    drawn = plots.of_comparison(comparison.runs) if comparison else []
+    drawn = plots.of_comparison(comparison.runs, over) if comparison else []
     in_rows = [line.finetuned for each in sections for line in each.finetuned]
     return Document(
         _title(sections, comparison),

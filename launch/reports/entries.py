@@ -41,8 +41,18 @@ class Column(NamedTuple):
     change: Literal["difference", "ratio", "loss"] = "ratio"
 
     def text(self, run: Run) -> str:
+        """Write the value of a run, with the spread of its steps behind a time."""
         value = self.of(run.result)
+        if self.key == TIME and run.result.speed.quartiles_s:
+            return f"{numbers.number(value)} ({spread(run.result)})"
         return numbers.loss(value) if self.change == "loss" else numbers.number(value)
+
+
+def spread(result: Result) -> str:
+    """Write between which seconds half of the steps lie; "" for too few steps."""
+    if result.speed.quartiles_s is None:
+        return ""
+    return " to ".join(map(numbers.number, result.speed.quartiles_s))
 
 
 def validation_loss(result: Result) -> float | None:
@@ -67,6 +77,8 @@ QUANTITIES = (
     Column("parameters", "parameters", lambda r: r.parameters),
 )
 COLUMNS = {column.key: column for column in QUANTITIES}
+TIME = "time_per_iteration_s"
+SPEEDS = (TIME, "samples_per_s", "tokens_per_s", "tflops", "exact_tflops")
 # Shown next to published rows, and in the CSV.
 _MEASURED_KEYS = (
     *("steps", "time_per_iteration_s", "samples_per_s", "tflops", "exact_tflops", "cached_gb"),

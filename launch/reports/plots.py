@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any, NamedTuple
@@ -16,13 +16,14 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.text import Text
-from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import EngFormatter, FuncFormatter, Locator, LogLocator, MaxNLocator, NullLocator
 
 from launch.records.loss_plot import mean, moving_average, step_ticks, write_in_margin
 from launch.records.result import TFLOPS_BY
 from launch.records.result_text import EXACT
+from launch.reports.comparison import incomparable
 from launch.reports.entries import COLUMNS, Entry
-from launch.reports.runs import OOM, Points, Run, differences
+from launch.reports.runs import OOM, Over, Points, Run, differences
 from recipes.problems import counted
 
 INK = "#1c2024"
@@ -56,6 +57,11 @@ THROUGHPUT = {
     "samples_per_s": "samples per second, all GPUs",
     "time_per_iteration_s": "seconds per iteration",
 }
+OVER: dict[Over, str] = {
+    "steps": "optimizer step",
+    "tokens": "tokens read",
+    "hours": "hours of optimizer steps, without validation and saving",
+}
 Legend = list[tuple[Any, str]]  # (handle, label)
 
 
@@ -87,36 +93,52 @@ def throughput(entries: Sequence[Entry]) -> list[Plot]:
     return [_throughput(entries, key) for key in found if key != "time_per_iteration_s" or len(found) == 1]
 
 
-def losses(runs: Sequence[Run], title: str = "Loss") -> list[Plot]:
-    """Plot training losses (moving average) and validations, per unit and `RUNS_PER_PLOT` runs."""
+def losses(runs: Sequence[Run], over: Over = "steps", title: str = "Loss") -> list[Plot]:
+    """Plot training losses (moving average) and validations over steps, tokens or hours.
+
+    Runs whose losses are not comparable have plots of their own; a plot has `RUNS_PER_PLOT` runs.
+    """
     found = []
-    every = [run for run in runs if run.training or run.validation]
-    for per in dict.fromkeys(run.loss_per for run in every):
-        drawn = [run for run in every if run.loss_per == per]
+    for drawn in _comparable(run for run in runs if run.training or run.validation):
         for start in range(0, len(drawn), RUNS_PER_PLOT):
             some = drawn[start : start + RUNS_PER_PLOT]
             which = f", runs {start + 1} to {start + len(some)} of {len(drawn)}"
             whole = title + which if len(drawn) > len(some) else title
-            found.append(_losses(some, f"loss (nats per {per})", whole))
+            found.append(_losses(some, over, whole))
     return found
 
 
-def of_comparison(runs: Sequence[Run]) -> list[Plot]:
+def _comparable(runs: Iterable[Run]) -> list[list[Run]]:
+    """Group runs by whether their losses can be compared: the same unit, text and vocabulary."""
+    groups: list[list[Run]] = []
+    for run in runs:
+        for group in groups:
+            if group[0].loss_per == run.loss_per and not incomparable(group[0], run):
+                group.append(run)
+                break
+        else:
+            groups.append([run])
+    return groups
+
+
+def of_comparison(runs: Sequence[Run], over: Over = "steps") -> list[Plot]:
     """Plot losses, their differences from the first run's step by step, and the wall time of every step."""
     first, *others = runs
     apart = []
     seconds = [Curve(index, run, run.seconds) for index, run in enumerate(runs)]
     for index, run in enumerate(others, start=1):
+        if incomparable(first, run):
+            continue
         points = [(step, by) for step, by in differences(first.training, run.training) if by]
         apart.append(Curve(index, run, points))
     difference = (
         f"Absolute difference of the loss of every step from that of {first.label}; steps without any "
-        "difference are not drawn."
+        "difference are not drawn, nor runs whose losses are not comparable."
     )
     names = (f"Training loss next to {first.label}", "absolute difference (nats)")
     time = "Time per step"
     return [
-        *losses(runs, "Losses"),
+        *losses(runs, over, "Losses"),
         *_steps(apart, names, "Difference of the training losses", difference, log=True),
         *_steps(seconds, (time, "seconds"), time, "Wall time of every step."),
     ]
@@ -138,12 +160,24 @@ def of_runs(runs: Sequence[Run]) -> list[Plot]:
                 axes.annotate(run.status, (0.01, y), fontsize=8, color=INK, **where)
             else:
                 axes.barh(y, value, height=0.62, **BARS)
+                if key == "samples_per_s":
+                    _draw_spread(axes, y, value, run)
         shown = labels if number == 1 else [""] * len(runs)
         axes.set_yticks(range(len(runs)), shown)
         axes.set_ylim(len(runs) - 0.4, -0.6)
         axes.grid(visible=False, axis="y")
-    caption = "A run without a bar says how it ended, or has no such number."
+    caption = (
+        "A run without a bar says how it ended, or has no such number. Half of a run's steps lie within its "
+        "line: runs whose lines overlap are not told apart by speed."
+    )
     return [_render(figure, [], "Speed and memory of the runs", caption)]
+
+
+def _draw_spread(axes: Axes, y: float, value: float, run: Run) -> None:
+    """Draw between which speeds half of the steps lie."""
+    ends = run.result.speed.spread_of(value)
+    if ends:
+        axes.plot(ends, [y, y], color=INK, linewidth=1.2, marker="|", markersize=6)
 
 
 def _steps(
@@ -202,17 +236,18 @@ def _throughput(entries: Sequence[Entry], key: str) -> Plot:
     return _render(figure, legend, f"Published and measured: {name_of_axis}", " ".join(parts))
 
 
-def _losses(runs: Sequence[Run], unit: str, title: str) -> Plot:
+def _losses(runs: Sequence[Run], over: Over, title: str) -> Plot:
+    unit = f"loss (nats per {runs[0].loss_per})"
     figure = Figure(figsize=(8, 4.6 + 0.2 * ((len(runs) + 1) // 2)), layout="constrained")
-    axes = new_axes(figure, title, "optimizer step", unit)
+    axes = new_axes(figure, title, OVER[over], unit)
     curves = []
     for index, run in enumerate(runs):
         averages = moving_average([loss for _, loss in run.training])
         smooth = [(step, average) for (step, _), average in zip(run.training, averages, strict=True)]
-        curves.append(Curve(index, run, smooth))
-    legend = _draw(axes, curves, MOST_POINTS)
+        curves.append(Curve(index, run, run.along(smooth, over)))
+    legend = _draw(axes, curves, MOST_POINTS, over)
     for index, run in enumerate(runs):
-        points = thin(run.validation)
+        points = thin(run.along(run.validation, over))
         if points:
             axes.plot(*zip(*points, strict=True), color=PALETTE[index], marker=MARKS[index], **VALIDATION)
             if not run.training:
@@ -228,9 +263,12 @@ def _losses(runs: Sequence[Run], unit: str, title: str) -> Plot:
     return _render(figure, legend, f"{title}, {unit}", caption + THINNED.format(MOST_POINTS))
 
 
-def _draw(axes: Axes, curves: Sequence[Curve], most: int) -> Legend:
-    """Draw a line for each run with points over optimizer steps; return the legend."""
-    axes.xaxis.set_major_locator(step_ticks())
+def _draw(axes: Axes, curves: Sequence[Curve], most: int, over: Over = "steps") -> Legend:
+    """Draw a line for each run with points; return the legend."""
+    if over == "steps":
+        axes.xaxis.set_major_locator(step_ticks())
+    elif over == "tokens":
+        axes.xaxis.set_major_formatter(EngFormatter())
     legend: Legend = []
     for index, run, points in curves:
         points = thin(points, most)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import glob
+import itertools
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from ds_configs.plan import Plan
 from launch.evaluation import pretrained
@@ -24,6 +26,7 @@ from recipes.problems import Problem, ProblemsError, did_you_mean, some
 from recipes.schema import Recipe
 
 Points = list[tuple[float, float]]
+Over = Literal["steps", "tokens", "hours"]  # what a curve is drawn over
 T = TypeVar("T")
 
 # A directory with any of these files is a run, complete or not.
@@ -88,6 +91,29 @@ class Run:
     @property
     def recipe(self) -> Recipe | None:
         return self.plan.recipe if self.plan else None
+
+    def along(self, points: Points, over: Over) -> Points:
+        """Place points of steps over the tokens read, or the hours of the steps, up to them.
+
+        Returns no point over tokens where the recipe is unreadable, nor over hours before the first step.
+        """
+        if over == "steps":
+            return points
+        if over == "hours":
+            ends = [step for step, _ in self.seconds]
+            sums = list(itertools.accumulate(seconds for _, seconds in self.seconds))
+            placed = []
+            for step, value in points:
+                done = bisect_right(ends, step)
+                if done:
+                    placed.append((sums[done - 1] / 3600, value))
+            return placed
+        recipe = self.recipe
+        if recipe is None:
+            return []
+        of_sample = recipe.model.sequences * recipe.sequence_length
+        sizes = recipe.batch.schedule
+        return [(float(sizes.samples(int(step)) * of_sample), value) for step, value in points]
 
     @property
     def machine(self) -> Mapping[str, Any]:

@@ -49,12 +49,11 @@ def test_steady_time_leaves_out_the_start_of_every_launch():
     assert Speed(*many).measured_over == said
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "overlap"),
-    [((1, 2), (2, 3), True), ((1, 2), (2.1, 3), False), ((2.1, 3), (1, 2), False), (None, (1, 2), False)],
-)
-def test_neither_of_two_speeds_is_the_faster_where_half_of_their_steps_overlap(one, other, overlap):
-    assert Speed(1.5, 9, 5, one).overlaps(Speed(1.5, 9, 5, other)) is overlap
+def test_a_rate_has_the_spread_of_its_steps():
+    speed = Speed(2.0, 9, 5, (1.0, 4.0))
+    assert speed.spread_of(8.0) == (4.0, 16.0)
+    assert speed.spread_of(None) is None
+    assert Speed(2.0, 3).spread_of(8.0) is None
 
 
 def test_the_result_of_a_faithful_run(tmp_path):
