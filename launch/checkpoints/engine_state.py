@@ -119,7 +119,6 @@ class EngineState:
 
     def _buffers(self) -> Iterator[Buffer]:
         """Yield buffers of one tensor each."""
-        zero = self.zero
         copied = "dp" if self._shared else ""
         for partition in self.partitions:
             if partition.swapped:
@@ -130,6 +129,11 @@ class EngineState:
                 if isinstance(numbers, torch.Tensor) and numbers.shape == master.shape:
                     yield Buffer(kind, (numbers,), fragments, copied)
                     yield from self._held_twice(kind, numbers, fragments)
+        yield from self._rounded()
+
+    def _rounded(self) -> Iterator[Buffer]:
+        """Yield the low-precision weights."""
+        zero = self.zero
         if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
             for partition, flat in zip(self.partitions, zero.fp16_partitioned_groups_flat, strict=True):
                 if flat is not None:  # None: on NVMe
@@ -218,7 +222,8 @@ class EngineState:
         elif isinstance(adam, torch.optim.AdamW):
             group = adam.param_groups[0]
             on_device = group.get("capturable") or group.get("fused")
-            step = torch.tensor(float(steps), device=master.device if on_device else "cpu")
+            device = master.device if on_device else torch.device("cpu")
+            step = torch.tensor(float(steps), device=device)
         elif not isinstance(adam, FusedAdam):
             raise ValueError(f"a checkpoint cannot be read into an optimizer of type {type(adam).__name__}")
         moments: dict[str, Any] = {name: torch.zeros_like(master.data, dtype=dtype) for name in names}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -43,13 +43,17 @@ def faults_of_kinds(
 ) -> list[Problem]:
     """Return the faults that make tensors of these kinds unusable. Reads the whole checkpoint."""
     found = faults(directory, seen)
-    # Numbers of other kinds may be not finite.
-    used = (f for f in found if not f.numbers or any(name.split("/", 1)[0] in kinds for name in f.tensors))
-    return [Problem(each.file, str(each), fix=fix, where=str(directory)) for each in used]
+    problems = []
+    for fault in found:
+        kinds_of_fault = {name.split("/", 1)[0] for name in fault.tensors}
+        if fault.numbers and kinds_of_fault.isdisjoint(kinds):
+            continue  # numbers of other kinds may be not finite
+        problems.append(Problem(fault.file, str(fault), fix=fix, where=str(directory)))
+    return problems
 
 
 def recipe_around(directory: Path) -> Path | None:
-    """Return the recipe.yaml of the run that a checkpoint lies in; None: it lies alone."""
+    """Return the recipe.yaml of the run that a checkpoint lies in; None: it lies in no run."""
     root = directory.resolve().parent
     return next((each for each in root.parent.glob("recipe.yaml") if root.name == "checkpoints"), None)
 
@@ -119,22 +123,28 @@ def file_faults(
     if problem:
         yield Fault(path.name, problem, names)
         return
-    expected = {f"{kind}/{name}": count for kind in held.kinds for name, count in counts.items()}
+    expected = {f"{kind}/{tensor}": count for kind in held.kinds for tensor, count in counts.items()}
+    yield from _header_faults(path.name, header, expected)
+    if odd:
+        said = "holds numbers that are not finite, or negative squares"
+        yield Fault(path.name, said, tuple(odd), numbers=True)
+
+
+def _header_faults(
+    name: str, header: Mapping[str, files.StoredTensor], expected: Mapping[str, int]
+) -> Iterator[Fault]:
+    """Yield what a file's header says otherwise than the manifest; `expected`: elements of each tensor."""
     missing = tuple(key for key in expected if key not in header)
     if missing:
-        yield Fault(path.name, f"lacks {some(missing, manifest.SHOWN)}, which the manifest says it holds")
+        yield Fault(name, f"lacks {some(missing, manifest.SHOWN)}, which the manifest says it holds")
     more = tuple(key for key in header if key not in expected)
     if more:
-        yield Fault(path.name, f"holds {some(more, manifest.SHOWN)}, of which the manifest says nothing")
+        yield Fault(name, f"holds {some(more, manifest.SHOWN)}, of which the manifest says nothing")
     for key, tensor in header.items():
         right = (expected.get(key),)
         if key in expected and (tensor.shape != right or tensor.dtype not in DTYPES):
             has = f"{list(tensor.shape)} of {tensor.dtype}"
-            yield Fault(path.name, f"holds {key} as {has} instead of {list(right)} of a float type")
-    if odd:
-        yield Fault(
-            path.name, "holds numbers that are not finite, or negative squares", tuple(odd), numbers=True
-        )
+            yield Fault(name, f"holds {key} as {has} instead of {list(right)} of a float type")
 
 
 def _read_through(

@@ -209,8 +209,12 @@ class Manifest:
     def held_by(self, file: str) -> dict[str, int]:
         """Map each tensor with a piece in `file` to its number of elements there."""
         rank = rank_of(file)
-        counts = {n: sum(each.held_by(rank) for each in t.series) for n, t in self.tensors.items()}
-        return {name: count for name, count in counts.items() if count}
+        counts = {}
+        for name, tensor in self.tensors.items():
+            count = sum(each.held_by(rank) for each in tensor.series)
+            if count:
+                counts[name] = count
+        return counts
 
     def contradictions(self, recipe: Recipe, named: int | None) -> Iterator[tuple[str, str]]:
         """Yield facts that contradict others or the recipe, with the rule.
@@ -328,7 +332,7 @@ class Fault:
 
 
 def size_fault(directory: Path, held: Manifest, name: str) -> Fault | None:
-    """Return the fault of a file that cannot be, or not in the size of the manifest `held`; None without."""
+    """Return the fault of a file: unreadable, or of another size than the manifest `held` says; or None."""
     path = directory / name
     told = held.files[name].bytes
     try:

@@ -111,7 +111,8 @@ def below(path: Path, step: int | None = None) -> list[Checkpoint | Damaged]:
     except OSError as error:  # a name too long, no permission
         files.refuse(str(path)[:200], f"cannot be read ({error.strerror})", fix=GIVEN)
     if not there:
-        files.refuse(path, "is no directory" if path.exists() else "does not exist", fix=GIVEN)
+        came = "is no directory" if path.exists() else "does not exist"
+        files.refuse(path, came, fix=GIVEN)
     if path.name.endswith((WRITING, PRUNED)) and not _is_run(path):
         files.refuse(path, "is half written or half removed", "killed runs leave such", GIVEN)
     if _is_named(path) or files.is_file(path / manifest.NAME):

@@ -62,10 +62,11 @@ def _one(each: Checkpoint | Damaged) -> str:
         ("holds", f"{', '.join(held.kinds)} of {counted(len(held.tensors), 'tensor')}"),
         ("state", BY_SIZE.replace(":", "")),
     ]
-    rows = [
-        (name, " x ".join(map(str, t.shape)), sum(map(len, t.series)), _type(types[name], t.form))
-        for name, t in held.tensors.items()
-    ]
+    rows = []
+    for name, tensor in held.tensors.items():
+        shape = " x ".join(map(str, tensor.shape))
+        pieces = sum(map(len, tensor.series))
+        rows.append((name, shape, pieces, _type(types[name], tensor.form)))
     shown = table(rows, ("tensor", "shape", "pieces", "type"), "llrl", width)
     return f"{aligned(facts, width=width)}\n\n{shown}"
 

@@ -43,7 +43,8 @@ class Placement(NamedTuple):
         if shard is None:
             return cls(name, "canonical", shape, None)
         if not isinstance(shard, Shard):
-            return cls(name, "canonical" if shard.is_canonical else "transformers", shape, None)
+            form: Form = "canonical" if shard.is_canonical else "transformers"
+            return cls(name, form, shape, None)
         length = shape[shard.dim]
         full = (*shape[: shard.dim], shard.entries, *shape[shard.dim + 1 :])
         return cls(name, "canonical", full, Cut(shard.dim, shard.rank * length, length))

@@ -36,21 +36,20 @@ class Lamb(torch.optim.AdamW):
         super().__init__(parameters, foreach=False, fused=False, **numbers)
         self.grid = grid
         # By position: the master weights, which replace the parameters later, know no shards.
-        self.shared = [
-            [is_model_parallel_parameter(parameter) for parameter in group["params"]]
-            for group in self.param_groups
-        ]
+        self.shared = []
+        for group in self.param_groups:
+            self.shared.append([is_model_parallel_parameter(each) for each in group["params"]])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient. Collective over the tensor-parallel ranks."""
         assert closure is None, "DeepSpeed computes the loss before"
-        updates = [
-            (parameter, self._direction(parameter, group), group["lr"], shared)
-            for group, marks in zip(self.param_groups, self.shared, strict=True)
-            for parameter, shared in zip(group["params"], marks, strict=True)
-            if parameter.grad is not None
-        ]
+        updates = []
+        for group, marks in zip(self.param_groups, self.shared, strict=True):
+            for parameter, shared in zip(group["params"], marks, strict=True):
+                if parameter.grad is not None:
+                    direction = self._direction(parameter, group)
+                    updates.append((parameter, direction, group["lr"], shared))
         for (parameter, direction, lr, _), ratio in zip(updates, self._trust_ratios(updates), strict=True):
             parameter.addcmul_(direction, (lr * ratio).to(parameter.dtype), value=-1)
 
@@ -73,10 +72,11 @@ class Lamb(torch.optim.AdamW):
         """Return |weights| / |direction| of every parameter; 1 if either is 0. Collective."""
         # Duplicated parameters are equal on all tensor-parallel ranks and count once.
         first = self.grid.get_model_parallel_rank() == 0
-        squares = torch.stack([
-            torch.stack([squared_norm(parameter), squared_norm(direction)]) * (shared or first)
-            for parameter, direction, _, shared in updates
-        ])  # fmt: skip
+        pairs = []
+        for parameter, direction, _, shared in updates:
+            pair = torch.stack([squared_norm(parameter), squared_norm(direction)])
+            pairs.append(pair * (shared or first))
+        squares = torch.stack(pairs)
         if self.grid.get_model_parallel_world_size() > 1:
             dist.all_reduce(squares, group=self.grid.get_model_parallel_group())
         weights, directions = squares.sqrt().unbind(dim=1)

@@ -44,6 +44,8 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 
 from launch.deepspeed_fixes.norms import counts_here, divide, divisor_of, sum_of_squares
 
+Runs = list[tuple[int, int]]  # start and end of neighbouring elements in a partition
+
 
 class Fragment(NamedTuple):
     """Elements of a partition from `offset` on, which are `parameter`'s elements from `first` on.
@@ -105,29 +107,36 @@ class _Partitions:
     ) -> None:
         """Find the place of each gradient, once the optimizer is built."""
         self._alone = dist.get_world_size(dp_group) == 1
-        self._places = [{each.parameter: each for each in fragments_of(group)} for group in groups]
-        # Runs of neighbouring places, those that count in the norm and the others.
-        self._runs = [
-            [_find_runs(places.values(), tensor_rank, counts) for places in self._places]
-            for counts in (True, False)
-        ]
+        self._places = []
+        # Runs of neighbouring places of each group, those that count in the norm and the others.
+        self._counted: list[Runs] = []
+        self._others: list[Runs] = []
+        for group in groups:
+            places = {each.parameter: each for each in fragments_of(group)}
+            self._places.append(places)
+            self._counted.append(_find_runs(places.values(), tensor_rank, counts=True))
+            self._others.append(_find_runs(places.values(), tensor_rank, counts=False))
 
     def norm_over_ranks(
         self, gradients: Sequence[torch.Tensor], *groups: dist.ProcessGroup | None
     ) -> torch.Tensor:
         """Return the L2 norm of the whole model's gradient, which lies on the ranks of some groups."""
-        counted, others = (
-            [gradients[number][a:b] for number, runs in enumerate(all_runs) for a, b in runs]
-            for all_runs in self._runs
-        )
-        total = sum_of_squares(counted, others)
+        total = sum_of_squares(_parts(gradients, self._counted), _parts(gradients, self._others))
         for group in groups:
             if group is not None and dist.get_world_size(group) > 1:
                 dist.all_reduce(total, group=group)
         return total.sqrt().float()
 
 
-def _find_runs(places: Iterable[Fragment], tensor_rank: int, counts: bool) -> list[tuple[int, int]]:
+def _parts(gradients: Sequence[torch.Tensor], runs: Sequence[Runs]) -> list[torch.Tensor]:
+    """Cut the runs of each group out of its flat gradient."""
+    parts = []
+    for number, of_group in enumerate(runs):
+        parts += [gradients[number][start:end] for start, end in of_group]
+    return parts
+
+
+def _find_runs(places: Iterable[Fragment], tensor_rank: int, counts: bool) -> Runs:
     """Return start and end of neighbouring places whose elements count in the norm, or do not."""
     runs: list[tuple[int, int]] = []
     for parameter, _, offset, elements in places:
@@ -293,8 +302,12 @@ class SummedStep(_Partitions, BF16_Optimizer):
             return
         sums = self.fp32_groups_gradients[group_idx]
         begun = self.fp32_groups_has_gradients[group_idx]
-        (sums[param_idx].add_ if begun[param_idx] else sums[param_idx].copy_)(lp.grad.view(-1))
-        lp._hp_grad = sums[param_idx]  # type: ignore[attr-defined]
+        total = sums[param_idx]
+        if begun[param_idx]:
+            total.add_(lp.grad.view(-1))
+        else:
+            total.copy_(lp.grad.view(-1))
+        lp._hp_grad = total  # type: ignore[attr-defined]
         begun[param_idx] = True
 
     def get_grads_for_reduction(self) -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:

@@ -112,7 +112,9 @@ class DataParallelEngine(DeepSpeedEngine):
         )
 
     def backward(self, loss: torch.Tensor, **how: Any) -> Any:
-        return super().backward(loss * self.optimizer.cur_scale if self.fp16_enabled() else loss, **how)
+        if self.fp16_enabled():
+            loss = loss * self.optimizer.cur_scale
+        return super().backward(loss, **how)
 
     def allreduce_gradients(self, *how: Any, **more: Any) -> None:
         """Add up gradients after each backward pass; average after a step's last (DeepSpeed calls this)."""

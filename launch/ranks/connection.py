@@ -1,9 +1,9 @@
 """Connections between rank 0 and the other ranks, on which every message proves the launch's secret.
 
-The secret is a token that rank 0 draws for this launch. It lies for a moment in a file that rank 0's account
-alone can read, in a directory that all ranks see. Nobody else can make a rank believe a byte: of a stranger
+The secret is a token that rank 0 draws for this launch. It lies for a moment in a file that only rank 0's
+account can read, in a directory that all ranks see. Nobody else can make a rank believe a byte: of a stranger
 rank 0 reads `HELLO` and one proof at most, for `PATIENCE_S`, and then closes. Messages can be read on the
-network, and nobody but the two ranks can write, change, repeat or leave out one of them.
+network. Nobody but the two ranks can write, change, repeat or leave out one of them.
 """
 
 from __future__ import annotations
@@ -67,8 +67,10 @@ class Connection:
         connected.settimeout(SEND_S)
         self.socket = connected
         self._key = key
-        self._sent = _Counted(b"from rank 0" if of_rank_0 else b"to rank 0")
-        self._heard = _Counted(b"to rank 0" if of_rank_0 else b"from rank 0")
+        from_rank_0 = _Counted(b"from rank 0")
+        to_rank_0 = _Counted(b"to rank 0")
+        self._sent = from_rank_0 if of_rank_0 else to_rank_0
+        self._heard = to_rank_0 if of_rank_0 else from_rank_0
         self._unread = bytearray()
         self._sending = threading.Lock()
 
@@ -159,48 +161,73 @@ def admit(server: socket.socket, token: bytes, world: int, over: Callable[[], bo
 
     `over` says when waiting ends; fewer ranks are returned then.
     """
-    admitted: dict[int, Connection] = {}
-    strangers: dict[socket.socket, _Stranger] = {}  # the oldest first
     with server, selectors.DefaultSelector() as selector:
+        admission = _Admission(server, selector, token, world)
+        while len(admission.admitted) < world - 1 and not over():
+            admission.hear()
+        admission.turn_all_away()
+    return admission.admitted
+
+
+class _Admission:
+    """The ranks that rank 0 has let in, and those that have not proved the secret yet."""
+
+    def __init__(
+        self, server: socket.socket, selector: selectors.BaseSelector, token: bytes, world: int
+    ) -> None:
         server.setblocking(False)
         selector.register(server, selectors.EVENT_READ)
+        self.admitted: dict[int, Connection] = {}
+        self._strangers: dict[socket.socket, _Stranger] = {}  # the oldest first
+        self._server = server
+        self._selector = selector
+        self._token = token
+        self._world = world
 
-        def turn_away(stranger: _Stranger) -> None:
-            del strangers[stranger.socket]
-            selector.unregister(stranger.socket)
-            stranger.socket.close()
+    def hear(self) -> None:
+        """Hear who calls and what strangers say, for a moment; turn away who takes too long."""
+        for event, _ in self._selector.select(timeout=0.2):
+            if event.fileobj is self._server:
+                for connected in _accepted(self._server):
+                    self._strangers[connected] = _Stranger(connected, self._token)
+                    self._selector.register(connected, selectors.EVENT_READ)
+                continue
+            stranger = self._strangers.get(event.fileobj)  # type: ignore[call-overload]
+            if stranger is not None:
+                self._listen(stranger)
+        now = time.monotonic()
+        most = MOST_STRANGERS + self._world
+        for stranger in list(self._strangers.values()):
+            if stranger.until < now or len(self._strangers) > most:
+                self._turn_away(stranger)
 
-        while len(admitted) < world - 1 and not over():
-            for event, _ in selector.select(timeout=0.2):
-                if event.fileobj is server:
-                    for connected in _accepted(server):
-                        strangers[connected] = _Stranger(connected, token)
-                        selector.register(connected, selectors.EVENT_READ)
-                    continue
-                stranger = strangers.get(event.fileobj)  # type: ignore[call-overload]
-                if stranger is None:
-                    continue
-                try:
-                    proved = stranger.take()
-                except BlockingIOError:
-                    continue
-                except OSError:
-                    turn_away(stranger)
-                    continue
-                if proved is None:
-                    continue
-                rank, connection = proved
-                del strangers[stranger.socket]
-                selector.unregister(stranger.socket)
-                if 0 < rank < world and rank not in admitted:
-                    admitted[rank] = connection
-            now = time.monotonic()
-            for stranger in list(strangers.values()):
-                if stranger.until < now or len(strangers) > MOST_STRANGERS + world:
-                    turn_away(stranger)
-        for stranger in list(strangers.values()):
-            turn_away(stranger)
-    return admitted
+    def turn_all_away(self) -> None:
+        for stranger in list(self._strangers.values()):
+            self._turn_away(stranger)
+
+    def _listen(self, stranger: _Stranger) -> None:
+        """Read what a stranger sends; admit its rank once it has proved the secret."""
+        try:
+            proved = stranger.take()
+        except BlockingIOError:
+            return
+        except OSError:
+            self._turn_away(stranger)
+            return
+        if proved is None:
+            return
+        rank, connection = proved
+        self._forget(stranger)
+        if 0 < rank < self._world and rank not in self.admitted:
+            self.admitted[rank] = connection
+
+    def _turn_away(self, stranger: _Stranger) -> None:
+        self._forget(stranger)
+        stranger.socket.close()
+
+    def _forget(self, stranger: _Stranger) -> None:
+        del self._strangers[stranger.socket]
+        self._selector.unregister(stranger.socket)
 
 
 def _accepted(server: socket.socket) -> Iterator[socket.socket]:

@@ -31,7 +31,7 @@ def follow_nccl() -> None:
 
 
 def stay_on_loopback() -> None:
-    """Let the groups of one machine listen for that machine alone, unless the user names an interface."""
+    """Let the groups of one machine listen only for that machine, unless the user names an interface."""
     if "lo" in interfaces_with_address():
         os.environ.setdefault(GLOO, "lo")
         os.environ.setdefault(NCCL, "lo")
@@ -40,7 +40,7 @@ def stay_on_loopback() -> None:
 def gloo_interface(nccl: str, interfaces: Sequence[str]) -> str | None:
     """Choose the one of `interfaces` named by NCCL_SOCKET_IFNAME=`nccl`; None if it leaves that open.
 
-    gloo knows exact names alone. Of those left over by "^" one is taken if it is the only one that is not the
+    gloo knows only exact names. Of those left over by "^" one is taken if it is the only one that is not the
     loopback.
     """
     chosen = nccl_interfaces(nccl, interfaces)
@@ -56,7 +56,7 @@ def nccl_interfaces(nccl: str, interfaces: Sequence[str]) -> list[str]:
     It is a list of prefixes, of exact names after "=", and of what is left out after "^" (NCCL 2.29,
     documentation of environment variables).
     """
-    sign = nccl[:2] if nccl[:2] in ("^=", "=^") else nccl[:1] if nccl[:1] in ("^", "=") else ""
+    sign = next((each for each in ("^=", "=^", "^", "=") if nccl.startswith(each)), "")
     listed = [name for name in nccl[len(sign) :].split(",") if name]
 
     def meant(interface: str) -> bool:

@@ -34,13 +34,14 @@ NOT_CARRIED = ("TOKEN", "MEGARECIPES_LOCAL_RANK", "NCCL_HOSTID")
 
 # Rank, size, rank on the machine, size on the machine.
 _KINDS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-OPEN_MPI, MVAPICH = (tuple(f"{prefix}_COMM_WORLD_{kind}" for kind in _KINDS) for prefix in ("OMPI", "MV2"))
+OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{kind}" for kind in _KINDS)
+MVAPICH = tuple(f"MV2_COMM_WORLD_{kind}" for kind in _KINDS)
 PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # of hydra: MPICH and Intel MPI
 CRAY = ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
 OF_A_LAUNCH = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")  # the same on all ranks of an mpirun
 PLACES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # what torchrun and deepspeed set, both
 LAUNCHES = ("GROUP_WORLD_SIZE", "CROSS_SIZE")  # over how many of its own a torchrun or deepspeed launches
-# How an MPI is told where rank 0 is.
+# How an MPI learns where rank 0 is.
 ADDRESSED = {
     "Open MPI": "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500",
     "mpiexec": "mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT 29500",
@@ -80,7 +81,7 @@ class Start:
 
 
 def missing_variables(environ: Environ, at_terminal: bool = False) -> dict[str, str]:
-    """Return the variables that this process lacks to find its place; {} if it is alone or has them.
+    """Return the variables that this process lacks to find its place; {} for a single process, or with all.
 
     `at_terminal`: a person types at its standard input. In a shell that `srun --pty` opened, a command is not
     one of srun's tasks, of which the others would be awaited for half an hour.
@@ -119,7 +120,7 @@ def missing_variables(environ: Environ, at_terminal: bool = False) -> dict[str, 
 
 
 def started(environ: Environ) -> Start | None:
-    """Find out how this process was started among others; None if it was started alone.
+    """Find out how this process was started among others; None for a single process.
 
     An MPI's own variables count before Slurm's: mpirun starts one task of Slurm on each machine, and its
     ranks inherit from that. Raises ProblemsError.
@@ -131,7 +132,8 @@ def started(environ: Environ) -> Start | None:
     place = (environ.get("PMI_RANK"), environ.get("PMI_SIZE"))
     # Set by `srun --mpi=pmi2` as well, which says the same.
     if place != (None, None) and not (slurm and place == (str(slurm.rank), str(slurm.size))):
-        return _mpi(environ, "mpiexec", CRAY if "PMI_LOCAL_RANK" in environ else PMI)
+        names = CRAY if "PMI_LOCAL_RANK" in environ else PMI
+        return _mpi(environ, "mpiexec", names)
     if slurm is None and "PMIX_RANK" in environ:
         rule = "it does not say how many ranks there are"
         fix = "start with mpirun, srun, torchrun or deepspeed, or unset PMIX_RANK"
@@ -141,11 +143,11 @@ def started(environ: Environ) -> Start | None:
 
 def carried(environ: Environ) -> dict[str, str]:
     """Select the variables that ranks on other machines take from rank 0, unless they have their own."""
-    return {
-        name: value
-        for name, value in environ.items()
-        if name.startswith(CARRIED) and not any(word in name for word in NOT_CARRIED)
-    }
+    found = {}
+    for name, value in environ.items():
+        if name.startswith(CARRIED) and not any(word in name for word in NOT_CARRIED):
+            found[name] = value
+    return found
 
 
 def flight_recorder(environ: Environ, directory: Path) -> dict[str, str]:
@@ -155,7 +157,7 @@ def flight_recorder(environ: Environ, directory: Path) -> dict[str, str]:
 
 
 def sees_own_device(environ: Environ, visible: Iterable[str]) -> bool:
-    """Check that the only visible device belongs to this process alone, not to all of its machine.
+    """Check that the only visible device belongs only to this process, not to all of its machine.
 
     `visible`: the variables that say which devices are visible. What torchrun and deepspeed start sees alike.
     """
@@ -178,8 +180,9 @@ def forgotten_srun(environ: Environ) -> str | None:
 
 def first_host(written: str) -> str:
     """Return the first of a Slurm list of hosts: of "node[003-006,010],gpu-b[1-2]" node003."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", written)
-    return re.sub(r"\[([0-9]*)[^\]]*\]", r"\1", first[0] if first else written)
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", written)
+    first = match[0] if match else written
+    return re.sub(r"\[([0-9]*)[^\]]*\]", r"\1", first)
 
 
 def tasks_per_node(written: str) -> list[int]:
@@ -197,14 +200,9 @@ def _slurm(environ: Environ) -> Start | None:
             raise _refused("SLURM_STEP_ID", came, "this is not the only task, and srun sets both", _PASS_ON)
         return None
     # The others are the job's, and not the step's, under `srun --preserve-env`.
-    tasks, counts, nodes = (
-        next((name for name in names if name in environ), names[0])
-        for names in (
-            ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
-            ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
-            ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
-        )
-    )
+    tasks = _set_one(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    counts = _set_one(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    nodes = _set_one(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
     names = (tasks, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
     size, rank, local_rank, node = _whole(environ, "srun", names)
     each = tasks_per_node(environ.get(counts, str(size)))
@@ -219,6 +217,11 @@ def _slurm(environ: Environ) -> Start | None:
     return Start("srun", named, rank, size, local_rank, each[node], address, _port(launch))
 
 
+def _set_one(environ: Environ, of_step: str, of_job: str) -> str:
+    """Return the name of the variable to read: the job's only where the step's is not set."""
+    return of_job if of_step not in environ and of_job in environ else of_step
+
+
 def _mpi(environ: Environ, by: str, names: Sequence[str]) -> Start:
     rank, size, local_rank, local_size = _whole(environ, by, names)
     named = f"{names[0]}={rank}, {names[1]}={size}"
@@ -226,7 +229,8 @@ def _mpi(environ: Environ, by: str, names: Sequence[str]) -> Start:
         came = f"{named}, {names[2]}={local_rank}, {names[3]}={local_size}"
         raise _refused(names[0], came, "they contradict each other", f"start with {by} alone")
     of_a_launch = next((environ[name] for name in OF_A_LAUNCH if name in environ), None)
-    port = _port(zlib.crc32(of_a_launch.encode()) if of_a_launch else None)
+    number = zlib.crc32(of_a_launch.encode()) if of_a_launch else None
+    port = _port(number)
     address = LOOPBACK if local_size == size else None
     return Start(by, named, rank, size, local_rank, local_size, address, port)
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 SAY_AFTER_S = 20.0  # that others are awaited
 MAKING = timedelta(days=2)  # the longest work of rank 0 in `once`
-SETTLE_S = 5.0  # before a death is told: this rank may notice it, or a launcher end it, meanwhile
+SETTLE_S = 5.0  # before a death is reported: meanwhile this rank may notice it, or a launcher end this rank
 LEAVE_S = 5.0  # rank 0, which may serve the store, waits so long for others to hear why all end
 
 
@@ -108,7 +108,7 @@ class Meeting:
         return value
 
     def once(self, make: Callable[[], T], form: TypeAdapter[T]) -> T:
-        """Return what `make` returns on rank 0, which alone runs it; within a check of `settle`. Collective.
+        """Run `make` only on rank 0; return its result on all. Within a check of `settle`. Collective.
 
         `form`: of the value, which travels as JSON. Raises ValueError on all ranks where `make` does, or
         rank 0 before it.
@@ -330,7 +330,7 @@ class Meeting:
 def sentences(told: list[tuple[str, str | None]]) -> str:
     """Write every different refusal once, with hosts and ranks unless all ranks refuse alike.
 
-    `told`: host and refusal of each rank. A refusal of rank 0 alone needs no place.
+    `told`: host and refusal of each rank. A refusal of only rank 0 needs no place.
     """
     refusals: dict[str, list[int]] = {}
     for number, (_, text) in enumerate(told):
@@ -341,7 +341,9 @@ def sentences(told: list[tuple[str, str | None]]) -> str:
         hosts = ", ".join(dict.fromkeys(told[number][0] for number in ranks))
         numbers = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
         everywhere = len(ranks) == len(told) or (len(refusals) == 1 and ranks == [0])
-        said.append(text if everywhere else f"on {hosts} ({numbers}):\n{text}")
+        if not everywhere:
+            text = f"on {hosts} ({numbers}):\n{text}"
+        said.append(text)
     return "\n".join(said)
 
 

@@ -16,7 +16,7 @@ from launch.console import terminal
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LOOK_EVERY_S = 1.0
-LAUNCHERS = {"TORCHELASTIC_RUN_ID", "CROSS_RANK"}  # what torchrun and deepspeed alone set
+LAUNCHERS = {"TORCHELASTIC_RUN_ID", "CROSS_RANK"}  # what only torchrun and deepspeed set
 
 
 def end_with_launcher() -> None:

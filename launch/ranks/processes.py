@@ -41,7 +41,7 @@ VARIABLES = {
 DEVICE_FILES = ("nvidiactl", "kfd", "dxg", "dri", "accel", "davinci*")  # as in the Makefile
 TIMEOUT = datetime.timedelta(minutes=30)  # that ranks wait for each other: at the start, in a collective
 UNSET = "start with deepspeed, torchrun, srun, mpirun or python; unset what a shell or a job script has set"
-# As a launcher said it, once LOCAL_RANK is the number of the device that this rank alone sees; DeepSpeed and
+# As a launcher said it, once LOCAL_RANK is the number of the only device that this rank sees; DeepSpeed and
 # accelerate take LOCAL_RANK for that.
 OWN_LOCAL_RANK = "MEGARECIPES_LOCAL_RANK"
 
@@ -143,7 +143,7 @@ def agent_has_store() -> bool:
 
 
 def launched() -> bool:
-    """Check whether a launcher started this process; a plain `python` is alone."""
+    """Check whether a launcher started this process; a plain `python` has no launcher."""
     return "WORLD_SIZE" in os.environ
 
 
@@ -307,7 +307,7 @@ def device_limit() -> int | None:
 def check_device() -> int:
     """Return the index of this rank's device. Raises ProblemsError if it has none; CPUs are shared.
 
-    A rank to which Slurm or a wrapper shows one device alone has that one, whatever its local rank.
+    A rank to which Slurm or a wrapper shows only one device has that one, whatever its local rank.
     """
     limit = device_limit()
     local = local_rank()
@@ -355,11 +355,11 @@ def check_shared_devices(identities: Sequence[Sequence[str] | None]) -> None:
             ranks.setdefault((host, gpu), []).append(number)
     rule = "each rank needs one of its own"
     fix = "give every task its own (srun --gpus-per-task=1), or all of them to all (--gres, no binding)"
-    shared = [
-        Problem("LOCAL_RANK", f"ranks {', '.join(map(str, some))} on {host} have one GPU, {gpu}", rule, fix)
-        for (host, gpu), some in ranks.items()
-        if len(some) > 1
-    ]
+    shared = []
+    for (host, gpu), some in ranks.items():
+        if len(some) > 1:
+            came = f"ranks {', '.join(map(str, some))} on {host} have one GPU, {gpu}"
+            shared.append(Problem("LOCAL_RANK", came, rule, fix))
     if shared:
         raise ProblemsError(shared)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from data import cache
 from launch.ranks import orphans
 
-# A command of deepspeed or torchrun: a program or a module of Python's, and no shell that was told to run it.
+# A command of deepspeed or torchrun: a program or a module of Python's, and no shell that runs it.
 LAUNCHER = re.compile(
     r"(\S*python\S* (-\S+ )*)?(\S*/)?(deepspeed(\.launcher\.\w+)?|torchrun|torch\.distributed\.run)( |$)"
 )
