@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -39,15 +39,6 @@ class Task:
     name: str
     loaded: Mapping[str, Any]
     text: TaskText | None
-
-
-@dataclass(frozen=True)
-class TaskResult:
-    """The result of one task. `figures`: name -> value, the main figure first; `examples`: documents."""
-
-    name: str
-    figures: Mapping[str, float]
-    examples: int
 
 
 class Adapter(TemplateLM):
@@ -118,10 +109,12 @@ def _loaded(name: str, manager: TaskManager) -> Task:
     return Task(name, loaded, text)
 
 
-def measure(task: Task, likelihoods: Likelihoods, limit: int | None) -> list[TaskResult]:
-    """Score a task. Collective.
+def measure(
+    task: Task, likelihoods: Likelihoods, limit: int | None
+) -> Iterator[tuple[str, dict[str, float], int]]:
+    """Score a task; yield its name, figures and number of documents. Collective.
 
-    A group that has figures of its own has one result, another one a result of each of its tasks.
+    A group that has figures of its own is one result, another one a result of each of its tasks.
     """
     os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval would fork ranks for its standard errors
     found: Any = evaluate(
@@ -132,7 +125,8 @@ def measure(task: Task, likelihoods: Likelihoods, limit: int | None) -> list[Tas
     names = [task.name] if figures.get(task.name) else list(task.loaded["tasks"])
     sizes = {name: each["effective"] for name, each in found["n-samples"].items()}
     whole = sum(sizes.values())
-    return [TaskResult(name, figures[name], sizes.get(name, whole)) for name in names]
+    for name in names:
+        yield name, figures[name], sizes.get(name, whole)
 
 
 def _figures(values: Mapping[str, Any]) -> dict[str, float]:

@@ -72,16 +72,21 @@ def _scores(logits: Tensor, labels: Tensor, weights: Tensor, group: Group) -> Te
     return torch.stack([losses, likeliest.to(losses.dtype)])
 
 
+@dataclass
 class Scorer:
-    """A model that scores windows of tokens and continues prompts. Its methods are collective."""
+    """A model that scores windows of tokens and continues prompts. Its methods are collective.
 
-    def __init__(self, model: Stack, plan: Plan, grid: ProcessGrid, watchdog: Watchdog, title: str = ""):
-        """Take the model of `load_model`. `title`: of the progress bar; `watchdog`: told of each step."""
-        self.model = model
-        self.plan = plan
-        self.grid = grid
-        self.watchdog = watchdog
-        self.title = title
+    Attributes:
+        model: of `load_model`.
+        watchdog: is told of each step.
+        title: of the progress bar.
+    """
+
+    model: Stack
+    plan: Plan
+    grid: ProcessGrid
+    watchdog: Watchdog
+    title: str = ""
 
     @torch.no_grad()
     def score(self, windows: Sequence[Window]) -> list[WindowScore]:

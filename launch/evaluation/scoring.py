@@ -6,8 +6,8 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -24,9 +24,9 @@ from data.text.vocabulary import unused_numbers
 from launch.console import terminal
 from launch.console.output import place_problem
 from launch.evaluation.likelihoods import Likelihoods
-from launch.evaluation.protocols import exponential
+from launch.evaluation.protocols import TASKS, TaskText, exponential
 from launch.evaluation.scorer import Scorer, WindowScore, load_model
-from launch.evaluation.scores import Score, describe, keep, to_json
+from launch.evaluation.scores import WORDS, Score, describe, keep, to_json
 from launch.evaluation.scoring_plan import PERPLEXITY, ScoringJob
 from launch.machine import description
 from launch.ranks import processes
@@ -46,22 +46,12 @@ _WORD = re.compile(rf"[{_ALONE}]|[^\s{_ALONE}]+")
 
 @dataclass(frozen=True, eq=False)
 class OwnText:
-    """The windows of "perplexity", and facts on its text.
+    """What "perplexity" reads. `examples`: documents or samples; `bytes`: of the text; None: not counted."""
 
-    Attributes:
-        variant: "documents" or "held out".
-        words, bytes: of the text; None: not counted.
-        examples: documents or samples.
-        broken: records that were left out, each with its reason.
-    """
-
-    variant: str
-    source: str
+    facts: TaskText
     windows: tuple[Window, ...]
     examples: int
-    words: int | None = None
     bytes: int | None = None
-    broken: tuple[str, ...] = ()
 
 
 def own_text(job: ScoringJob, say: Callable[[str], None]) -> OwnText:
@@ -73,11 +63,11 @@ def own_text(job: ScoringJob, say: Callable[[str], None]) -> OwnText:
         built = corpus.build(job.plan.recipe, say=say)
         chosen = built.validation.take(range(len(built.validation))[: wishes.limit])
         windows = tuple(Window(tokens, len(tokens) - 1) for tokens in chosen["window"])
-        found = OwnText("held out", str(built.summary["source"]), windows, len(windows))
+        found = OwnText(TaskText("held out", str(built.summary["source"]), None, ()), windows, len(windows))
     if not found.windows:
-        first = f", the first: {found.broken[0]}" if found.broken else ""
-        rule = f"{len(found.broken)} broken records{first}"
-        raise ProblemsError([Problem("--text", f"{found.source}: nothing is left to score", rule)])
+        came = f"{found.facts.source}: nothing is left to score"
+        rule = SkippedRecords.describe(found.facts.broken)
+        raise ProblemsError([Problem("--text", came, rule, "give another text")])
     return found
 
 
@@ -91,40 +81,34 @@ def _documents(job: ScoringJob, source: str) -> OwnText:
     (origin,) = job.plan.recipe.data.origins
     documents = islice(FileSource(origin, skipped=skipped).documents(), job.wishes.limit)
     texts = [document.text for document in documents if document.text.strip()]
-    encoder = Encoder(job.model.tokenizer)
-    end = np.array([end_of_document(job.model.tokenizer)], dtype=np.uint32)
+    end = [end_of_document(job.model.tokenizer)]
     windows = list[Window]()
-    for tokens in encode_texts(encoder, texts):
+    for tokens in encode_texts(Encoder(job.model.tokenizer), texts):
         whole = np.concatenate([end, tokens])
         windows += full_context_windows(whole, job.window, job.stride(PERPLEXITY))
     words = sum(len(_WORD.findall(text)) for text in texts)
     size = sum(len(text.encode()) for text in texts)
-    broken = tuple(skipped.found())
-    return OwnText("documents", source, tuple(windows), len(texts), words, size, broken)
+    facts = TaskText("documents", source, words, tuple(skipped.found()))
+    return OwnText(facts, tuple(windows), len(texts), size)
 
 
-def per_token(windows: Sequence[Window], scores: Sequence[WindowScore]) -> dict[str, float]:
-    """Return the figures per token that counts."""
+def figures_of(
+    windows: Sequence[Window], scores: Sequence[WindowScore], words: int | None, size: int | None = None
+) -> dict[str, float]:
+    """Return the figures of a text of so many words and bytes, and those per token that counts."""
     nll = math.fsum(score.nll for score in scores)
     tokens = sum(window.counted for window in windows)
+    found = {}
+    if words:
+        found |= {"perplexity_per_word": exponential(nll / words), "tokens_per_word": tokens / words}
+    if size:
+        found["bits_per_byte"] = nll / size / math.log(2)
     return {
+        **found,
         "loss_per_token": nll / tokens,
         "perplexity_per_token": exponential(nll / tokens),
         "accuracy_per_token": sum(score.right for score in scores) / tokens,
     }
-
-
-def figures_of_text(text: OwnText, scores: Sequence[WindowScore]) -> dict[str, float]:
-    """Return the figures of "perplexity" by name, the main figure first."""
-    nll = math.fsum(score.nll for score in scores)
-    every = per_token(text.windows, scores)
-    found = {"perplexity": every["perplexity_per_token"]}
-    if text.words:
-        found["perplexity_per_word"] = exponential(nll / text.words)
-        found["tokens_per_word"] = sum(window.counted for window in text.windows) / text.words
-    if text.bytes:
-        found["bits_per_byte"] = nll / text.bytes / math.log(2)
-    return {**found, **every}
 
 
 def run(job: ScoringJob, out: Path | None, meeting: Meeting) -> None:
@@ -172,56 +156,42 @@ def _scores(job: ScoringJob, task: OwnText | Task, scorer: Scorer) -> Iterator[S
     if isinstance(task, OwnText):
         scorer.title = PERPLEXITY
         scores = scorer.score(task.windows)
-        seconds = time.perf_counter() - began
-        yield replace(
-            _score_of(job, PERPLEXITY, figures_of_text(task, scores), task.windows, seconds),
-            variant=task.variant,
-            source=task.source,
-            examples=task.examples,
-            words=task.words,
-            broken=task.broken,
-            stride=job.stride(PERPLEXITY),
-        )
+        figures = figures_of(task.windows, scores, task.facts.words, task.bytes)
+        figures = {"perplexity": figures["perplexity_per_token"], **figures}
+        facts = dict(**vars(task.facts), examples=task.examples, stride=job.stride(PERPLEXITY), cut=0)
+        yield _score(job, PERPLEXITY, figures, task.windows, began, facts)
         return
     from launch.evaluation import harness
 
     scorer.title = task.name
     stride = job.stride(task.name) if task.name == "wikitext103" else None
     rolling = partial(overlapping_windows, length=job.window, stride=stride) if stride else None
-    likelihoods = Likelihoods(scorer, job.model.tokenizer, job.window, rolling)
-    results = harness.measure(task, likelihoods, job.wishes.limit)
-    seconds = time.perf_counter() - began
-    for result in results:
-        figures = result.figures
-        if task.text is not None:
-            figures = _own_figures(task.text.words, figures, likelihoods)
-        score = _score_of(job, result.name, figures, likelihoods.windows, seconds)
-        score = replace(
-            score, source=harness.SOURCE, examples=result.examples, stride=stride, cut=likelihoods.cut
-        )
-        if task.text is not None:
-            score = replace(score, **vars(task.text))
-        yield score
+    seen = Likelihoods(scorer, job.model.tokenizer, job.window, rolling)
+    for name, found, examples in harness.measure(task, seen, job.wishes.limit):
+        known = task.text or TaskText("", harness.SOURCE, None, ())
+        facts = dict(**vars(known), examples=examples, stride=stride, cut=seen.cut)
+        figures = _own_figures(found, seen, known.words) if task.text else found
+        yield _score(job, name, figures, seen.windows, began, facts)
 
 
-def _own_figures(words: int | None, found: Mapping[str, float], scored: Likelihoods) -> dict[str, float]:
-    """Return the figures of one of our tasks by name, the main figure first."""
-    scores = scored.scores
-    every = per_token(scored.windows, scores)
-    if words is None:
-        last = sum(score.last_right for score in scores) / len(scores)
-        names = ("accuracy", "perplexity_of_last_word")
-        return {**{name: found[name] for name in names}, "accuracy_of_last_token": last, **every}
-    perplexity = found["perplexity_per_word"]
-    tokens = sum(window.counted for window in scored.windows)
-    first = {"perplexity": perplexity, "perplexity_per_word": perplexity, "tokens_per_word": tokens / words}
-    return {**first, **every}
+def _own_figures(found: dict[str, float], seen: Likelihoods, words: int | None) -> dict[str, float]:
+    """Add to lm-eval's figures of one of our tasks those of its tokens; put the main figure first."""
+    every = figures_of(seen.windows, seen.scores, words) | found
+    if words:
+        return {"perplexity": every["perplexity_per_word"], **every}
+    last = sum(score.last_right for score in seen.scores) / len(seen.scores)
+    first = {name: found[name] for name in ("accuracy", "perplexity_of_last_word")}
+    return {**first, "accuracy_of_last_token": last, **every}
 
 
-def _score_of(
-    job: ScoringJob, task: str, figures: Mapping[str, float], windows: Sequence[Window], seconds: float
+def _score(
+    job: ScoringJob,
+    task: str,
+    figures: dict[str, float],
+    windows: Sequence[Window],
+    began: float,
+    facts: dict[str, Any],
 ) -> Score:
-    """Return a score without the facts of its task's data."""
     plan = job.plan
     wishes = job.wishes
     return Score(
@@ -229,24 +199,18 @@ def _score_of(
         parameters=cost.parameters(plan.recipe.model, plan.recipe.positions),
         step=None if wishes.from_scratch else job.model.step,
         task=task,
-        variant="",
-        source="",
-        figures=figures,
-        examples=0,
+        figures={name: value for name, value in figures.items() if task not in TASKS or name in WORDS},
         windows=len(windows),
         tokens=sum(window.counted for window in windows),
-        words=None,
         limited=wishes.limit is not None,
-        broken=(),
-        cut=0,
         window=job.window,
-        stride=None,
         batch=plan.layout.micro,
         precision=plan.precision,
         layout=f"tp {plan.layout.tp} x dp {plan.layout.dp}",
         hardware=description.summary(description.describe()),
-        seconds=seconds,
+        seconds=time.perf_counter() - began,
         from_scratch=wishes.from_scratch,
+        **facts,
     )
 
 

@@ -25,7 +25,7 @@ MACHINE = abilities.detect_machine()
 from data.tasks.windows import overlapping_windows  # noqa: E402
 from launch.evaluation.likelihoods import Likelihoods  # noqa: E402
 from launch.evaluation.scorer import Scorer, load_model, steps_of  # noqa: E402
-from launch.evaluation.scoring import figures_of_text, own_text  # noqa: E402
+from launch.evaluation.scoring import figures_of, own_text  # noqa: E402
 from launch.evaluation.scoring_plan import Wishes, checked_job  # noqa: E402
 from launch.experiments.parity.groups import temporary_groups  # noqa: E402
 from launch.ranks.watchdog import Watchdog  # noqa: E402
@@ -49,7 +49,7 @@ def score_case(run: str, texts: str, long: str, case: dict) -> dict:
         text = own_text(each, print)
         scores = scorer.score(text.windows)
         found[name] = dict(
-            figures=figures_of_text(text, scores),
+            figures=figures_of(text.windows, scores, text.facts.words, text.bytes),
             nll=[s.nll for s in scores],
             right=[s.right for s in scores],
             cut=[step.scored < step.length for step in steps_of(text.windows, 1, plan)],

@@ -267,10 +267,10 @@ def test_documents_are_predicted_from_their_first_token_on(made, tmp_path):
         rows = "".join(json.dumps({"content": text, "n": 1}) + "\n" for text in texts)
         (folder / f"{number}.jsonl").write_text(rows + "{broken\n")
     found, tokenizer = text_of(made, folder, window=8)
-    assert found.examples == 3 and found.words == sum(len(text.split()) for text in PASSAGES[:3])
+    assert found.examples == 3 and found.facts.words == sum(len(text.split()) for text in PASSAGES[:3])
     counted = sum(window.counted for window in found.windows)
     assert counted == sum(len(tokenizer.encode(text)) for text in PASSAGES[:3])
-    assert found.windows[0].tokens[0] == tokenizer.eos_token_id and len(found.broken) == 2
+    assert found.windows[0].tokens[0] == tokenizer.eos_token_id and len(found.facts.broken) == 2
     assert text_of(made, folder, limit=1)[0].examples == 1
     whole = tmp_path / "book.txt"
     whole.write_text("\n\n".join(PASSAGES))
@@ -281,7 +281,7 @@ def test_documents_are_predicted_from_their_first_token_on(made, tmp_path):
 
 def test_a_character_of_a_script_without_blanks_is_a_word(made, tmp_path):
     (tmp_path / "a.txt").write_text("今天 use GPT-2，ไทย\n한국어 text")
-    assert text_of(made, tmp_path / "a.txt")[0].words == 2 + 1 + 1 + 3 + 2
+    assert text_of(made, tmp_path / "a.txt")[0].facts.words == 2 + 1 + 1 + 3 + 2
 
 
 def refusal(model, *tasks, **more):
