@@ -98,7 +98,7 @@ def figures_of(
     """Return the figures of a text of so many words and bytes, and those per token that counts."""
     nll = math.fsum(score.nll for score in scores)
     tokens = sum(window.counted for window in windows)
-    found = {}
+    found = dict[str, float]()
     if words:
         found |= {"perplexity_per_word": exponential(nll / words), "tokens_per_word": tokens / words}
     if size:
