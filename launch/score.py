@@ -1,11 +1,12 @@
-"""Score a trained model: WikiText-103, LAMBADA, or the perplexity of any text, under any layout.
+"""Score a trained model: the perplexity of a text, WikiText-103, LAMBADA, and every task of lm-eval.
 
-python launch/score.py runs/default-sotu-zero3_offload --task perplexity
+python launch/score.py runs/default-sotu-zero3_offload
 """
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,54 +18,61 @@ from launch.ranks import joining, processes
 from recipes.problems import Problem, ProblemsError
 
 if TYPE_CHECKING:
-    from launch.evaluation.scoring_job import ScoringJob
+    from launch.evaluation.scoring_plan import ScoringJob
 
 # Sections of a recipe decided by other flags, and sections without effect on scores.
-BY_FLAGS = {"precision": "--precision", "batch": "--batch", "ds_config": "--ds_config"}
-FOR_TRAINING = ("dropout", "activation_checkpointing", "optimizer", "schedule", "steps", "init_std")
-
-LESS_MEMORY = (
-    "lower --batch, take --precision bf16, or share the model out (--set parallel.tp=2 on two GPUs, "
-    "--ds_config zero3)"
+BY_FLAGS = {"precision": "--precision", "batch": "--batch"}
+FOR_TRAINING = (
+    *("dropout", "activation_checkpointing", "optimizer", "schedule", "steps", "init_std", "ds_config"),
 )
+
+LESS_MEMORY = "lower --batch, take --precision bf16, or share the model out (--set parallel.tp=2 on two GPUs)"
 
 EXAMPLES = """\
 examples:
-  python launch/score.py runs/default-sotu-zero3_offload --task perplexity
+  python launch/score.py runs/default-sotu-zero3_offload
       the held-out text of the run's own recipe: the loss that its last
       validation had
-  python launch/score.py RUN --task perplexity --set data.source=jsonl \\
+  python launch/score.py RUN --set data.source=jsonl \\
       --set data.name=other.jsonl
       the held-out part of another text; every field of the recipe's data can
       be set
-  python launch/score.py RUN --task perplexity --data book.txt --stride 128
-      a whole file, a document a row (.jsonl, .parquet) or one document (.txt)
-  python launch/score.py gpt2 --task wikitext103
+  python launch/score.py RUN --text book.txt --stride 128
+      all of a text: a file, a directory or a glob of JSON lines, parquet or
+      plain text
+  python launch/score.py RUN --tasks lambada_openai,hellaswag,arc_easy
+      tasks of lm-evaluation-harness, from the hub
+  python launch/score.py RUN --tasks mine --include_path my_tasks
+      a task file of your own, on local files
+  python launch/score.py gpt2 --tasks wikitext103
       a directory that transformers saved; 1024 positions, a window every 32
       tokens, as Megatron-LM's paper
-  python launch/score.py RUN --task wikitext103 --data wiki.test.raw \\
+  python launch/score.py RUN --tasks wikitext103 --data wiki.test.raw \\
       --stride 512
       without the hub, from a local file
-  python launch/score.py RUN --task lambada --variant openai \\
+  python launch/score.py RUN --tasks lambada --variant openai \\
       --data lambada.jsonl
       the last word of each passage, of OpenAI's text or of the original one
-  python launch/score.py RUN --task lambada --from_scratch
+  python launch/score.py RUN --tasks lambada --from_scratch
       the control: the run's shape and vocabulary with the weights that it
       began with
-  torchrun --nproc_per_node 8 launch/score.py RUN --task wikitext103 \\
+  torchrun --nproc_per_node 8 launch/score.py RUN --tasks wikitext103 \\
       --set parallel.tp=8 --precision bf16
-      a model too large for one GPU; deepspeed and srun start it as well, and
-      --ds_config pipeline or zero3 share it out otherwise
+      a model too large for one GPU, whatever layout trained it; deepspeed and
+      srun start it as well
 
-WikiText-103: the test set is turned back into text; each window counts its
-last --stride tokens alone; the perplexity is exp(sum of losses / original
+Every task but perplexity needs lm-evaluation-harness: pip install -e
+.[evaluate]. Of its names wikitext103 and lambada are task files of this
+project, by the protocols of the published scores.
+wikitext103: the test set is turned back into text; each window counts its
+last --stride tokens only; the perplexity is exp(sum of losses / original
 word-level tokens); the ratio of the two counts is shown.
-LAMBADA: a passage is right where every token of its last word is the
+lambada: a passage is right where every token of its last word is the
 likeliest, given the ones before; --variant original is the authors' file in
 lower case, openai what Radford et al. and Megatron-LM score.
-Sums are exact (math.fsum of float64) and padding does not depend on the
-batch: layout and batch change figures by the rounding of products alone, 1e-6
-of a perplexity in fp32, which is the default for that.
+Losses are added exactly (math.fsum of float64) and padding does not depend on
+the batch: layout and batch change figures by the rounding of products only,
+1e-6 of a perplexity in fp32, which is the default for that.
 A row that cannot be read, or a passage of one word, is left out, counted and
 said.
 Of a run the figures are also kept in RUN/scores.json, which launch/report.py
@@ -81,24 +89,30 @@ def build_parser() -> ArgumentParser:
     model = "a run, its checkpoints/step-NNNNNN, or a GPT-2 of transformers or Megatron"
     parser.add_argument("model", metavar="MODEL", help=model)
     what = parser.add_argument_group("on what")
-    tasks = ("wikitext103", "lambada", "perplexity")
-    what.add_argument("--task", choices=tasks, required=True, help="what to score it on")
-    variant = "of LAMBADA: the authors' text, or OpenAI's (default: original)"
+    tasks = "perplexity, wikitext103, lambada, or tasks of lm-eval, with commas (default: perplexity)"
+    what.add_argument("--tasks", type=names(), default=("perplexity",), metavar="NAMES", help=tasks)
+    text = (
+        "text for perplexity instead of the recipe's held-out one: a file, a directory or a glob of JSON "
+        "lines, parquet or plain text"
+    )
+    what.add_argument("--text", metavar="PATH", help=text)
+    variant = "of lambada: the authors' text, or OpenAI's (default: original)"
     what.add_argument("--variant", choices=("original", "openai"), help=variant)
-    data = "a local file instead of the hub's, or of a recipe's held-out text: .jsonl, .parquet or text"
+    data = "a local file for wikitext103 or lambada instead of the hub's: .jsonl, .parquet or text"
     what.add_argument("--data", metavar="FILE", help=data)
-    what.add_argument("--column", metavar="NAME", help="field with the text (default: text)")
+    column = "field with the text (default: text; of --text the one that is surely the text)"
+    what.add_argument("--column", metavar="NAME", help=column)
+    include = "directory with task files of your own, in lm-eval's form"
+    what.add_argument("--include_path", metavar="DIR", help=include)
     window = "tokens that are read at once (default: those of a sample in its training, else its positions)"
     what.add_argument("--window", type=arguments.whole(most=10**7), metavar="N", help=window)
     stride = "tokens from one window to the next (default: wikitext103 32, else the window)"
     what.add_argument("--stride", type=arguments.whole(most=10**7), metavar="N", help=stride)
-    limit = "score only the first N documents or passages, of wikitext103 the first N windows"
+    limit = "score only the first N documents or passages, of wikitext103 the first N lines"
     what.add_argument("--limit", type=arguments.whole(), metavar="N", help=limit)
     scratch = "take only shape and vocabulary of MODEL, and draw all weights by its seed: the control"
     what.add_argument("--from_scratch", action="store_true", help=scratch)
     how = parser.add_argument_group("how to run it")
-    config = "DeepSpeed JSON, as a path or the bare name of one in ds_configs/ (default: %(default)s)"
-    how.add_argument("--ds_config", metavar="FILE", default="zero0", help=config)
     setting = "a field of the recipe, e.g. --set parallel.tp=2 --set data.name=FILE; repeatable"
     how.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=setting)
     batch = "windows of a forward pass, of each data-parallel rank (default: %(default)s)"
@@ -109,8 +123,21 @@ def build_parser() -> ArgumentParser:
     how.add_argument("--tokenizer", metavar="DIR", help=tokenizer)
     arguments.add_weights_arguments(how.add_argument)
     keep = parser.add_argument_group("where it is kept")
-    keep.add_argument("--out", metavar="FILE", help="also write the result to this .json")
+    out = "also write the result to this .json; several results as a list"
+    keep.add_argument("--out", metavar="FILE", help=out)
     return parser
+
+
+def names() -> Callable[[str], tuple[str, ...]]:
+    """Make a reader of names between commas, each once."""
+
+    def read(text: str) -> tuple[str, ...]:
+        found = [name.strip() for name in text.split(",")]
+        if not all(found):
+            raise ArgumentTypeError(f"{text[:40]!r}: give names with commas between them")
+        return tuple(dict.fromkeys(found))
+
+    return read
 
 
 def main() -> None:
@@ -129,7 +156,7 @@ def main() -> None:
 def checked(args: Namespace) -> tuple[ScoringJob, Path | None]:
     """Make the job from the flags, and check rank 0's file for the result. Raises ValueError."""
     from launch.evaluation.scores import SCORES, read_scores
-    from launch.evaluation.scoring_job import Wishes, checked_job
+    from launch.evaluation.scoring_plan import Wishes, checked_job
 
     check_settings(args)
     flags = {name: value for name, value in vars(args).items() if name in Wishes.__dataclass_fields__}
@@ -153,15 +180,19 @@ def check_settings(args: Namespace) -> None:
         key = setting.partition("=")[0].strip()
         section = key.partition(".")[0]
         flag = BY_FLAGS.get(section)
+        came = f"--set {setting}"
         if flag:
-            problems.append(Problem(key, f"--set {setting}", f"{flag} decides it", f"give {flag}"))
+            problems.append(Problem(key, came, f"{flag} decides it", f"give {flag}"))
         elif section in FOR_TRAINING:
-            problems.append(Problem(key, f"--set {setting}", "nothing is trained here", "leave it out"))
-        elif section == "data" and (args.data or args.task != "perplexity"):
-            rule = f"{'--data' if args.data else f'--task {args.task}'} decides what is read"
-            problems.append(Problem(key, f"--set {setting}", rule, "leave one of the two out"))
+            problems.append(Problem(key, came, "nothing is trained here", "leave it out"))
+        elif section == "parallel" and key != "parallel.tp":
+            rule = "every checkpoint is scored on one process or on tensor-parallel ranks"
+            problems.append(Problem(key, came, rule, "set parallel.tp, or leave it out"))
+        elif section == "data" and (args.text is not None or "perplexity" not in args.tasks):
+            decides = "--tasks" if args.text is None else "--text"
+            problems.append(Problem(key, came, f"{decides} decides what is read", "leave one of the two out"))
         elif section == "model" and key != "model.vocab_divisible_by":
-            problems.append(Problem(key, f"--set {setting}", "the weights decide it", "leave it out"))
+            problems.append(Problem(key, came, "the weights decide it", "leave it out"))
     if problems:
         raise ProblemsError(problems)
 

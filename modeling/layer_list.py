@@ -285,7 +285,6 @@ class Pipeline(PipelineModule):
         self.loss_parts = loss.part_names
         self.salted = any(isinstance(m, HiddenDropout) and m.probability > 0 for m in self.modules())
         self._applies = [d.apply for d in definitions[self._local_start : self._local_stop]]
-        self.last_positions: int | None = None  # as in Stack
 
     def _partition_layers(self, method: str = "") -> None:
         """Take this rank's layers; DeepSpeed's own cuts ignore the output layer's time."""
@@ -296,8 +295,6 @@ class Pipeline(PipelineModule):
     def forward(self, stream: Stream) -> Stream:
         interval = self.activation_checkpoint_interval if self.training else 0
         layers: Layers = list(zip(self._applies, self.forward_funcs, strict=True))
-        if self._local_stop == self.parts[-1]:
-            layers = cut_last_positions(layers, self.last_positions)
         return run_layers(layers, stream, interval, self.activation_checkpoint_func)
 
 

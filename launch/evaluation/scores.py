@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -11,11 +11,9 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from data.durable_files import write_atomically
-from data.tasks.scored_text import TaskName
 from launch.console.numbers import number
 from launch.console.text_table import aligned, table
 from recipes import catalog, files
-from recipes.problems import some
 from recipes.schema import Downstream
 
 SCORES = "scores.json"  # in the directory of a run
@@ -47,12 +45,13 @@ class Score:
         model: the directory as the user typed it.
         step: of the run; None: the model belongs to no run.
         figures: name -> value, the task's main figure first.
-        examples, windows, tokens: documents or passages; token windows; scored targets.
+        examples, windows, tokens: documents or passages; token windows; scored targets. Windows and tokens
+            of a task within a group are those of the group.
         words: of the original text; None: not counted.
         limited: only a part was read (--limit).
         cut: examples longer than the window; only their end is read.
-        window, stride: tokens; a cloze test has no stride.
-        layout: degrees of parallelism, and what DeepSpeed shards.
+        window, stride: tokens; None: a task of questions has no stride.
+        layout: degrees of parallelism.
         seconds: from the first window to the last.
         from_scratch: the weights were drawn, not trained.
     """
@@ -102,11 +101,14 @@ class Score:
 _KEPT = TypeAdapter(dict[str, tuple[Score, ...]])
 
 
-def to_json(score: Score) -> str:
-    """Return the score and the published scores of its task as JSON."""
-    beside = [asdict(each) for each in published_next_to(score.task)]
-    told = {**asdict(score), "published": beside, "published_on_other_data": score.on_other_data}
-    return json.dumps(told, indent=2, ensure_ascii=False) + "\n"
+def to_json(scores: Sequence[Score]) -> str:
+    """Return scores with the published ones of their tasks as JSON; of several scores a list."""
+    found = []
+    for score in scores:
+        published = [asdict(each) for each in published_next_to(score.task)]
+        other = score.on_other_data
+        found.append({**asdict(score), "published": published, "published_on_other_data": other})
+    return json.dumps(found if len(found) > 1 else found[0], indent=2, ensure_ascii=False) + "\n"
 
 
 def read_scores(run: Path) -> tuple[Score, ...]:
@@ -116,8 +118,8 @@ def read_scores(run: Path) -> tuple[Score, ...]:
         return ()
     found = files.checked(_KEPT, {"scores": None} | files.read_json_object(path), path)["scores"]
     for score in found:
-        if not score.figures or not score.figures.keys() <= WORDS.keys():
-            files.refuse(path, f"has figures {some(list(score.figures))}", f"there are {some(list(WORDS))}")
+        if not score.figures:
+            files.refuse(path, f"has no figures of {score.task}", "a score has one or more")
     return found
 
 
@@ -127,6 +129,11 @@ def keep(run: Path, score: Score) -> Path:
     held = {"scores": [asdict(each) for each in (*others, score)]}
     write_atomically(run / SCORES, json.dumps(held, indent=2, ensure_ascii=False) + "\n")
     return run / SCORES
+
+
+def figure_name(name: str) -> str:
+    """Return the name of a figure for people; of lm-eval's metrics their own."""
+    return WORDS.get(name, name)
 
 
 def figure_text(name: str, value: float) -> str:
@@ -155,13 +162,13 @@ def _lines(score: Score) -> Iterator[tuple[str, str]]:
     part = " (a part of it: --limit)" if score.limited else ""
     yield "task", f"{score.name} of {score.source}{part}"
     for name, value in score.figures.items():
-        yield WORDS[name], figure_text(name, value)
+        yield figure_name(name), figure_text(name, value)
     read = f"{score.windows:,} windows of {score.window:,}"
     stride = f", stride {score.stride:,}" if score.stride else ""
     words = "" if score.words is None else f", {score.words:,} original tokens"
     yield "read", f"{score.examples:,} examples, {read}{stride}; {score.tokens:,} tokens count{words}"
     if score.cut:
-        yield "cut", f"{score.cut:,} passages are longer than the window: their last tokens are read"
+        yield "cut", f"{score.cut:,} texts are longer than the window: their last tokens are read"
     if score.broken:
         first = "; ".join(score.broken[:SHOWN_BROKEN])
         yield "left out", f"{len(score.broken):,} broken examples: {first}"
@@ -180,7 +187,7 @@ class PublishedScore:
     """
 
     model: str
-    task: TaskName
+    task: str
     figure: str
     value: float
     printed: str

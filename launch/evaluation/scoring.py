@@ -1,317 +1,224 @@
-"""Score windows of tokens with a model under any layout.
-
-The model is built as for training, with another loss: the negative log-likelihood of every target, and
-whether the target is the likeliest token. A vocabulary split over tensor-parallel ranks stays split. Logits
-start at the first target that counts. The padding of a window depends only on its own length and targets,
-and every batch is full. Layout and batch therefore change figures only by rounding.
-"""
+"""Score a model on tasks, print the scores, and keep them with the run."""
 
 from __future__ import annotations
 
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import deepspeed
-import torch
-import torch.distributed as dist
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch import Tensor
+import numpy as np
 
-from data.loader import MicroBatch
-from data.tasks.scored_text import TaskData, Window
+from data import corpus
+from data.tasks.windows import Window, encode_texts, full_context_windows, overlapping_windows
+from data.text.encoder import UNSPACED, Encoder, end_of_document
+from data.text.records import SkippedRecords
+from data.text.sources import FileSource
 from data.text.vocabulary import unused_numbers
-from ds_configs.plan import Plan
 from launch.console import terminal
 from launch.console.output import place_problem
-from launch.console.progress import bar
-from launch.evaluation.scores import Score, describe, keep, to_json
-from launch.evaluation.scoring_job import ScoringJob, read_task
-from launch.machine import compiled_ops, description, memory
-from launch.ranks import ending, processes
+from launch.evaluation.likelihoods import Likelihoods
+from launch.evaluation.protocols import TASKS, TaskText, exponential
+from launch.evaluation.scorer import Scorer, WindowScore, load_model
+from launch.evaluation.scores import WORDS, Score, describe, keep, to_json
+from launch.evaluation.scoring_plan import PERPLEXITY, ScoringJob
+from launch.machine import description
+from launch.ranks import processes
 from launch.ranks.meeting import Meeting
-from launch.ranks.processes import gathered
-from launch.ranks.watchdog import Phase, Watchdog
-from launch.training import micro_batches
-from launch.training.build_model import build_module
-from launch.training.engine import move_buffers
-from launch.weights.foreign_weights import read
+from launch.ranks.watchdog import Watchdog
 from modeling import cost
-from modeling.initialization import DTYPES
-from modeling.layer_list import Pipeline, PipelineLoss
-from modeling.parallel.cross_entropy import token_scores
 from modeling.parallel.layers import leave_out
-from modeling.parallel.process_grid import Group, ProcessGrid
-from modeling.unpadding import round_up
+from modeling.parallel.process_grid import ProcessGrid
 from recipes.problems import Problem, ProblemsError
 
-LENGTH_MULTIPLE = 32  # padding of windows and of their logits
-MEETING = 16  # steps between barriers of data-parallel ranks, which reveal a hanging rank
-LARGEST_EXPONENT = 700.0  # of e, in float64
+if TYPE_CHECKING:
+    from launch.evaluation.harness import Task
+
+_ALONE = "".join(UNSPACED.values())
+_WORD = re.compile(rf"[{_ALONE}]|[^\s{_ALONE}]+")
 
 
-@dataclass(frozen=True)
-class WindowScore:
-    """Score of a window: summed loss in nats, number of correct targets, and whether the last is correct."""
+@dataclass(frozen=True, eq=False)
+class OwnText:
+    """What "perplexity" reads. `examples`: documents or samples; `bytes`: of the text; None: not counted."""
 
-    nll: float
-    right: int
-    last_right: bool
-
-
-class Step(NamedTuple):
-    """Windows scored together by all ranks."""
-
-    windows: Sequence[int]  # indices, rank after rank, filled up with the last window
-    length: int  # of the padded windows
-    scored: int  # number of last positions with logits
+    facts: TaskText
+    windows: tuple[Window, ...]
+    examples: int
+    bytes: int | None = None
 
 
-def build_scoring_engine(
-    plan: Plan, grid: ProcessGrid, weights: str | None, say: compiled_ops.Say
-) -> DeepSpeedEngine:
-    """Build an engine without optimizer from a directory of weights; None draws them. Collective."""
-    if plan.offload != "none":
-        memory.pin_no_more_than_asked()
-    compiled_ops.prepare(plan.ds, grid.control_group, say)
-    deepspeed.checkpointing.configure(grid, deepspeed_config=plan.ds)
-    module = build_module(plan, grid, None if weights is None else read(weights, plan.recipe))
-    if isinstance(module, Pipeline):
-        module.loss_fn = PipelineLoss(_sum_and_scores, grid.tensor_group, ())
+def own_text(job: ScoringJob, say: Callable[[str], None]) -> OwnText:
+    """Read the text of --text, or the recipe's held-out samples. Raises ValueError if it is unreadable."""
+    wishes = job.wishes
+    if wishes.text is not None:
+        found = _documents(job, wishes.text)
     else:
-        module.loss = _scores
-    mpu = None if isinstance(module, Pipeline) else grid
-    engine = deepspeed.initialize(model=module, mpu=mpu, config=plan.ds)[0]
-    move_buffers(module, engine.device)
-    if plan.zero_stage < 3:
-        engine.module.to(DTYPES[plan.precision])
-    engine.eval()
-    return engine
-
-
-def _scores(logits: Tensor, labels: Tensor, weights: Tensor, group: Group) -> Tensor:
-    """Return (2, B, scored): losses in nats, and 1 where the label is the likeliest token."""
-    losses, likeliest = token_scores(logits, labels, group)
-    return torch.stack([losses, likeliest.to(losses.dtype)])
-
-
-def _sum_and_scores(logits: Tensor, labels: Tensor, weights: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """Return the summed loss, which the pipeline engine requires, and the scores."""
-    scores = _scores(logits, labels, weights, group)
-    return scores[0].sum(), scores
-
-
-@torch.no_grad()
-def score(
-    engine: DeepSpeedEngine,
-    plan: Plan,
-    grid: ProcessGrid,
-    windows: Sequence[Window],
-    watchdog: Watchdog,
-    seen: Callable[[int], object] = lambda number: None,
-) -> list[WindowScore]:
-    """Score every window; return all scores on every rank. Collective.
-
-    `watchdog` is told the phase of each step; `seen` receives the number of windows of each step. Raises
-    Failed if losses are not finite.
-    """
-    layout = plan.layout
-    passes = layout.accumulation if grid.pp > 1 else 1
-    own: dict[int, WindowScore] = {}
-    of_rank = layout.micro * passes
-    before = 0
-    for number, step in enumerate(steps_of(windows, of_rank * grid.dp, plan), 1):
-        watchdog.enter(Phase.DATA, number)
-        indices = step.windows[grid.at.dp * of_rank : (grid.at.dp + 1) * of_rank]
-        batches = [
-            _micro_batch([windows[i] for i in indices[at : at + layout.micro]], step)
-            for at in range(0, of_rank, layout.micro)
-        ]
-        watchdog.enter(Phase.COMPUTING)
-        engine.module.last_positions = step.scored
-        if isinstance(engine, PipelineEngine):
-            if step.length != before:
-                engine.reset_activation_shape()
-            scores = _pipeline_scores(engine, batches)
-        else:
-            scores = _plain_scores(engine, batches)
-        watchdog.enter(Phase.COMPUTED)
-        if number % MEETING == 0:
-            dist.barrier(grid.control_group)
-        before = step.length
-        if scores is not None and grid.at.tp == 0:
-            own |= {
-                i: _window_score(windows[i], row, step)
-                for i, row in zip(indices, scores.unbind(1), strict=True)
-            }
-        seen(len(set(step.windows)))
-    everyone: dict[int, WindowScore] = {}
-    for each in gathered(own, grid.control_group, dict[int, WindowScore]):
-        everyone |= each
-    watchdog.enter(Phase.SAVING)  # a rank that has already left must not count as hanging
-    dist.barrier(grid.control_group)
-    found = [everyone[i] for i in range(len(windows))]
-    odd = sum(not math.isfinite(each.nll) for each in found)
-    if odd:
-        fix = "" if plan.precision == "fp32" else "; --precision fp32 has more room"
-        came = f"{odd} of {len(found)} windows have a loss that is no number in {plan.precision}"
-        raise ending.Failed(f"{came}{fix}")
+        built = corpus.build(job.plan.recipe, say=say)
+        chosen = built.validation.take(range(len(built.validation))[: wishes.limit])
+        windows = tuple(Window(tokens, len(tokens) - 1) for tokens in chosen["window"])
+        found = OwnText(TaskText("held out", str(built.summary["source"]), None, ()), windows, len(windows))
+    if not found.windows:
+        came = f"{found.facts.source}: nothing is left to score"
+        rule = SkippedRecords.describe(found.facts.broken)
+        raise ProblemsError([Problem("--text", came, rule, "give another text")])
     return found
 
 
-def steps_of(windows: Sequence[Window], together: int, plan: Plan) -> Iterator[Step]:
-    """Group windows of the same padded length and logits, the longest first, `together` at a time."""
-    multiple = math.lcm(LENGTH_MULTIPLE, plan.layout.tp)
-    cut_over_ranks = plan.recipe.parallel.sequence and plan.layout.tp > 1
-    alike: dict[tuple[int, int], list[int]] = {}
-    for index, window in enumerate(windows):
-        length = min(plan.recipe.positions, round_up(window.length, multiple))
-        needed = length if cut_over_ranks else length - (window.length - window.counted)
-        alike.setdefault((length, min(length, round_up(needed, LENGTH_MULTIPLE))), []).append(index)
-    for (length, scored), indices in sorted(alike.items(), reverse=True):
-        for at in range(0, len(indices), together):
-            part = indices[at : at + together]
-            yield Step([*part, *[part[-1]] * (together - len(part))], length, scored)
+def _documents(job: ScoringJob, source: str) -> OwnText:
+    """Cut every document into windows; an end-of-document token stands before its first token.
+
+    Whitespace separates words; a character of a script without blanks is one. With stride = length the
+    windows equal those of `loglikelihood_rolling` of lm-evaluation-harness.
+    """
+    skipped = SkippedRecords()
+    (origin,) = job.plan.recipe.data.origins
+    documents = islice(FileSource(origin, skipped=skipped).documents(), job.wishes.limit)
+    texts = [document.text for document in documents if document.text.strip()]
+    end = [end_of_document(job.model.tokenizer)]
+    windows = list[Window]()
+    for tokens in encode_texts(Encoder(job.model.tokenizer), texts):
+        whole = np.concatenate([end, tokens])
+        windows += full_context_windows(whole, job.window, job.stride(PERPLEXITY))
+    words = sum(len(_WORD.findall(text)) for text in texts)
+    size = sum(len(text.encode()) for text in texts)
+    facts = TaskText("documents", source, words, tuple(skipped.found()))
+    return OwnText(facts, tuple(windows), len(texts), size)
 
 
-def _micro_batch(windows: Sequence[Window], step: Step) -> MicroBatch:
-    tokens = torch.zeros((len(windows), step.length), dtype=torch.int64)
-    labels = torch.zeros_like(tokens)
-    for row, window in enumerate(windows):
-        taken = torch.from_numpy(window.tokens.astype("int64"))
-        tokens[row, : window.length] = taken[:-1]
-        labels[row, : window.length] = taken[1:]
-    labels = labels[:, -step.scored :]
-    return {"tokens": tokens, "labels": labels, "weights": torch.ones(labels.shape)}
-
-
-def _plain_scores(engine: DeepSpeedEngine, batches: Sequence[MicroBatch]) -> Tensor:
-    """Return the scores (2, windows, scored) on the host."""
-    found = []
-    for batch in batches:
-        given, named = micro_batches.for_plain(batch, engine.device)
-        found.append(engine(*given, **named))
-    return torch.cat(found, 1).cpu()
-
-
-def _pipeline_scores(engine: PipelineEngine, batches: Sequence[MicroBatch]) -> Tensor | None:
-    """Return the scores (2, windows, scored) on the last stage, None on the others."""
-    pairs = (micro_batches.for_pipeline(batch, None, engine.device) for batch in batches)
-    engine.eval_batch(pairs, num_micro_batches=len(batches), bcast_loss=False)
-    taken = engine.module.loss_fn.take_parts()
-    return None if taken is None else torch.cat(list(taken), 1).cpu()
-
-
-def _window_score(window: Window, scores: Tensor, step: Step) -> WindowScore:
-    """Sum the scores (2, scored) of a window over the targets that count."""
-    last = window.length - (step.length - step.scored)
-    losses, right = scores[:, last - window.counted : last].double().tolist()
-    return WindowScore(math.fsum(losses), int(sum(right)), bool(right[-1]))
-
-
-def figures(data: TaskData, scores: Sequence[WindowScore]) -> dict[str, float]:
-    """Return the task's figures by name, its main figure first."""
+def figures_of(
+    windows: Sequence[Window], scores: Sequence[WindowScore], words: int | None, size: int | None = None
+) -> dict[str, float]:
+    """Return the figures of a text of so many words and bytes, and those per token that counts."""
     nll = math.fsum(score.nll for score in scores)
-    right = sum(score.right for score in scores)
-    tokens = data.tokens
-    per_token = {
+    tokens = sum(window.counted for window in windows)
+    found = dict[str, float]()
+    if words:
+        found |= {"perplexity_per_word": exponential(nll / words), "tokens_per_word": tokens / words}
+    if size:
+        found["bits_per_byte"] = nll / size / math.log(2)
+    return {
+        **found,
         "loss_per_token": nll / tokens,
-        "perplexity_per_token": _exponential(nll / tokens),
-        "accuracy_per_token": right / tokens,
+        "perplexity_per_token": exponential(nll / tokens),
+        "accuracy_per_token": sum(score.right for score in scores) / tokens,
     }
-    if data.task == "lambada":
-        whole = sum(s.right == w.counted for s, w in zip(scores, data.windows, strict=True))
-        return {
-            "accuracy": whole / len(scores),
-            "perplexity_of_last_word": _exponential(nll / len(scores)),
-            "accuracy_of_last_token": sum(score.last_right for score in scores) / len(scores),
-            **per_token,
-        }
-    of_text = {}
-    if data.words is not None:
-        of_text = {
-            "perplexity_per_word": _exponential(nll / data.words),
-            "tokens_per_word": tokens / data.words,
-        }
-    if data.bytes is not None:
-        of_text["bits_per_byte"] = nll / data.bytes / math.log(2)
-    first = "per_word" if data.task == "wikitext103" else "per_token"
-    every = {**of_text, **per_token}
-    return {"perplexity": every[f"perplexity_{first}"], **every}
-
-
-def _exponential(nats: float) -> float:
-    return math.exp(min(nats, LARGEST_EXPONENT))
 
 
 def run(job: ScoringJob, out: Path | None, meeting: Meeting) -> None:
-    """Read the data, build the model, score it, and write the scores. Collective."""
-    layout = job.plan.layout
-    first = processes.rank() == 0
-    from_scratch = job.wishes.from_scratch
-    grid = ProcessGrid(layout.tp, layout.pp, layout.dp, processes.TIMEOUT)
-    say = partial(terminal.say, stream=sys.stderr) if first else _silence
-    data = meeting.settle(lambda: read_task(job, say))
-    forms = len(set(gathered(data.checksum, grid.control_group)))
-    if forms > 1:
-        came = f"ranks read {forms} different forms of {data.source}"
-        rule = "all of them score the same windows"
-        raise ProblemsError([Problem("--data", came, rule, "make the machines' files and libraries equal")])
-    for line in () if from_scratch else job.model.said():
-        say(line)
-    engine = build_scoring_engine(job.plan, grid, None if from_scratch else str(job.model.weights), say)
-    leave_out(engine.module, unused_numbers(job.model.tokenizer))
-    began = time.perf_counter()
-    watchdog = Watchdog(None, job.plan.recipe.run.hang_after, meeting)
-    shown: Any = nullcontext()
-    if first:
-        shown = bar(sys.stderr, total=len(data.windows), unit="window", desc=data.task)
-    with watchdog.running(), shown:
-        seen = shown.update if first else _silence
-        found = score(engine, job.plan, grid, data.windows, watchdog, seen)
-    seconds = time.perf_counter() - began
-    if first:
-        made = _score_of(job, data, figures(data, found), seconds)
-        print(describe(made, terminal.columns()))
-        place = None if from_scratch else job.model.run
-        if place is not None and not (out and place_problem(place)):  # else it is another user's
-            say(f"kept in {keep(place, made)}")
-        if out:
-            out.write_text(to_json(made))
-
-
-def _score_of(job: ScoringJob, data: TaskData, found: dict[str, float], seconds: float) -> Score:
-    plan = job.plan
+    """Read the data, load the model, score it on every task, and write the scores. Collective."""
     layout = job.plan.layout
     wishes = job.wishes
-    degrees = f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}, ZeRO-{plan.zero_stage}"
-    offload = f", offload {plan.offload}" if plan.offload != "none" else ""
-    names = ("task", "variant", "source", "examples", "tokens", "words", "broken", "cut")
-    of_data: dict[str, Any] = {name: getattr(data, name) for name in names}
+    first = processes.rank() == 0
+    grid = ProcessGrid(layout.tp, layout.pp, layout.dp, processes.TIMEOUT)
+    say = partial(terminal.say, stream=sys.stderr) if first else _silence
+    tasks = meeting.settle(lambda: _read(job, say))
+    for line in () if wishes.from_scratch else job.model.said():
+        say(line)
+    model = load_model(job.plan, grid, None if wishes.from_scratch else str(job.model.weights))
+    leave_out(model, unused_numbers(job.model.tokenizer))
+    watchdog = Watchdog(None, job.plan.recipe.run.hang_after, meeting)
+    scorer = Scorer(model, job.plan, grid, watchdog)
+    made: list[Score] = []
+    with watchdog.running():
+        for task in tasks:
+            for score in _scores(job, task, scorer):
+                made.append(score)
+                if first:
+                    _show_and_keep(score, job, out, say)
+    if first and out:
+        out.write_text(to_json(made))
+
+
+def _read(job: ScoringJob, say: Callable[[str], None]) -> list[OwnText | Task]:
+    """Read the data of all tasks. Raises ValueError."""
+    wishes = job.wishes
+    of_harness = dict[str, Any]()
+    if wishes.of_harness:
+        from launch.evaluation import harness
+
+        given = dict(file=wishes.data, variant=wishes.variant, column=wishes.column, limit=wishes.limit)
+        stated = {name: value for name, value in given.items() if value is not None}
+        loaded = harness.load(wishes.of_harness, stated, wishes.include_path)
+        of_harness = {task.name: task for task in loaded}
+    return [of_harness[name] if name in of_harness else own_text(job, say) for name in wishes.tasks]
+
+
+def _scores(job: ScoringJob, task: OwnText | Task, scorer: Scorer) -> Iterator[Score]:
+    """Score the model on one task; yield a score, or one of each task of a group. Collective."""
+    began = time.perf_counter()
+    if isinstance(task, OwnText):
+        scorer.title = PERPLEXITY
+        scores = scorer.score(task.windows)
+        figures = figures_of(task.windows, scores, task.facts.words, task.bytes)
+        figures = {"perplexity": figures["perplexity_per_token"], **figures}
+        facts = dict(**vars(task.facts), examples=task.examples, stride=job.stride(PERPLEXITY), cut=0)
+        yield _score(job, PERPLEXITY, figures, task.windows, began, facts)
+        return
+    from launch.evaluation import harness
+
+    scorer.title = task.name
+    stride = job.stride(task.name) if task.name == "wikitext103" else None
+    rolling = partial(overlapping_windows, length=job.window, stride=stride) if stride else None
+    seen = Likelihoods(scorer, job.model.tokenizer, job.window, rolling)
+    for name, found, examples in harness.measure(task, seen, job.wishes.limit):
+        known = task.text or TaskText("", harness.SOURCE, None, ())
+        facts = dict(**vars(known), examples=examples, stride=stride, cut=seen.cut)
+        figures = _own_figures(found, seen, known.words) if task.text else found
+        yield _score(job, name, figures, seen.windows, began, facts)
+
+
+def _own_figures(found: dict[str, float], seen: Likelihoods, words: int | None) -> dict[str, float]:
+    """Add to lm-eval's figures of one of our tasks those of its tokens; put the main figure first."""
+    every = figures_of(seen.windows, seen.scores, words) | found
+    if words:
+        return {"perplexity": every["perplexity_per_word"], **every}
+    last = sum(score.last_right for score in seen.scores) / len(seen.scores)
+    first = {name: found[name] for name in ("accuracy", "perplexity_of_last_word")}
+    return {**first, "accuracy_of_last_token": last, **every}
+
+
+def _score(
+    job: ScoringJob,
+    task: str,
+    figures: dict[str, float],
+    windows: Sequence[Window],
+    began: float,
+    facts: dict[str, Any],
+) -> Score:
+    plan = job.plan
+    wishes = job.wishes
     return Score(
         model=wishes.model,
         parameters=cost.parameters(plan.recipe.model, plan.recipe.positions),
         step=None if wishes.from_scratch else job.model.step,
-        figures=found,
-        windows=len(data.windows),
+        task=task,
+        figures={name: value for name, value in figures.items() if task not in TASKS or name in WORDS},
+        windows=len(windows),
+        tokens=sum(window.counted for window in windows),
         limited=wishes.limit is not None,
         window=job.window,
-        stride=None if data.task == "lambada" else job.stride,
-        hardware=description.summary(description.describe()),
-        seconds=seconds,
-        from_scratch=wishes.from_scratch,
-        batch=layout.micro,
+        batch=plan.layout.micro,
         precision=plan.precision,
-        layout=degrees + offload,
-        **of_data,
+        layout=f"tp {plan.layout.tp} x dp {plan.layout.dp}",
+        hardware=description.summary(description.describe()),
+        seconds=time.perf_counter() - began,
+        from_scratch=wishes.from_scratch,
+        **facts,
     )
+
+
+def _show_and_keep(score: Score, job: ScoringJob, out: Path | None, say: Callable[[str], None]) -> None:
+    print(describe(score, terminal.columns()))
+    place = None if job.wishes.from_scratch else job.model.run
+    if place is not None and not (out and place_problem(place)):  # else it is another user's
+        say(f"kept in {keep(place, score)}")
 
 
 def _silence(_: object) -> None:

@@ -95,19 +95,14 @@ class Run:
     def along(self, points: Points, over: Over) -> Points:
         """Place points of steps over the tokens read, or the hours of the steps, up to them.
 
-        Returns no point over tokens where the recipe is unreadable, nor over hours before the first step.
+        Returns no point over tokens where the recipe is unreadable.
         """
         if over == "steps":
             return points
         if over == "hours":
             ends = [step for step, _ in self.seconds]
-            sums = list(itertools.accumulate(seconds for _, seconds in self.seconds))
-            placed = []
-            for step, value in points:
-                done = bisect_right(ends, step)
-                if done:
-                    placed.append((sums[done - 1] / 3600, value))
-            return placed
+            sums = list(itertools.accumulate((seconds for _, seconds in self.seconds), initial=0.0))
+            return [(sums[bisect_right(ends, step)] / 3600, value) for step, value in points]
         recipe = self.recipe
         if recipe is None:
             return []

@@ -11,7 +11,7 @@ from launch.console.numbers import number, ratio
 from launch.evaluation import finetuning_seeds
 from launch.evaluation.finetuning_seeds import SUMMARY, Summary
 from launch.evaluation.pretrained import Pretrained
-from launch.evaluation.scores import OTHER_DATA, WORDS, Score, figure_text, published_next_to
+from launch.evaluation.scores import OTHER_DATA, WORDS, Score, figure_name, figure_text, published_next_to
 from launch.records.facts import TaskScore
 from launch.reports.frames import Frame
 from launch.reports.runs import Run
@@ -284,7 +284,7 @@ def _of_run(run: Run, score: Score) -> tuple[str, ...]:
         *([f"{len(score.broken)} broken examples left out"] if score.broken else []),
     ]
     values = figure_text(figure, value), number(score.parameters), ", ".join(how)
-    return score.name, WORDS[figure], f"{run.label}{step}", *values
+    return score.name, figure_name(figure), f"{run.label}{step}", *values
 
 
 def _finetuned_rows(finetuned: Iterable[FinetunedModel]) -> Iterator[tuple[str, ...]]:

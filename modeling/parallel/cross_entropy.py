@@ -130,15 +130,20 @@ def weighted_loss(logits: Tensor, targets: Tensor, weights: Tensor, group: Group
 def token_scores(logits: Tensor, targets: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     """Return the cross-entropy (B, S) of targets (B, S), and True for each that is the likeliest token.
 
-    Among equal logits the first token counts as the likeliest, as in `argmax`. Without gradients.
+    Without gradients.
     """
+    likeliest = likeliest_tokens(logits, group) == targets
+    return token_losses(logits, targets, group), likeliest
+
+
+def likeliest_tokens(logits: Tensor, group: Group) -> Tensor:
+    """Return the likeliest tokens (B, S) by logits (B, S, V/t); among equal ones the first, as `argmax`."""
     first = logits.argmax(-1, keepdim=True)
     if group is None:
-        return token_losses(logits, targets, group), first.squeeze(-1) == targets
+        return first.squeeze(-1)
     own = logits.gather(-1, first).squeeze(-1).float()
     columns = logits.shape[-1]
     token = first.squeeze(-1) + dist.get_rank(group) * columns
     foreign = own < _reduce_columns(own, "max", group)
     beyond = columns * dist.get_world_size(group)
-    likeliest = _reduce_columns(token.masked_fill(foreign, beyond), "min", group)
-    return token_losses(logits, targets, group), likeliest == targets
+    return _reduce_columns(token.masked_fill(foreign, beyond), "min", group)

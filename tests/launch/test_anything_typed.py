@@ -167,6 +167,12 @@ def typed(action: argparse.Action) -> st.SearchStrategy[list[str]]:
     elif action.dest == "tokenizer":
         files = ["text.txt", "deep.json", "noise.json", "odd.json", "run.d", "full", "pipe", "/dev/zero", ""]
         values = st.sampled_from(["gpt2", "trained_bpe", "x", *(f"file:{name}" for name in files)])
+    elif action.dest == "tasks":
+        values = st.sampled_from(
+            ["perplexity", "perplexity", "lambada,perplexity", "wikitext103", ",", *TEXTS]
+        )
+    elif action.dest == "include_path":
+        values = st.sampled_from(["full", "run.d", *FILES, *PATHS, *TEXTS])
     elif action.dest == "init_from":
         values = st.sampled_from(["gpt2.d", "gpt2.d", "run.d", "full", *FILES, *PATHS, *TEXTS])
     elif action.dest == "model" and not action.option_strings:
@@ -297,7 +303,7 @@ APART = {
     "plan search --largest --set model.hidden=64": "--largest with --set model.hidden",
     "compare_layouts --list --tiny": "--list with --tiny",
     "recipe list --all --fits": "--all with --fits",
-    "score x --task perplexity --tokenizer d --set data.tokenizer.kind=gpt2": "--tokenizer with --set data.",
+    "score x --tokenizer d --set data.tokenizer.kind=gpt2": "--tokenizer with --set data.",
     "show_data --hashes 1 --samples 3": "--hashes with --samples",
     "show_data --summary --split test": "--summary with --split",
     "show_data --summary 9 --hashes 1": "--summary with --hashes",

@@ -92,18 +92,7 @@ def test_a_rank_that_hangs_in_scoring_is_named(tmp_path):
     """By a rank that has scored its own windows and waits; there is no directory for the stacks."""
     model, texts = make_run(tmp_path / "run"), write_passages(tmp_path / "texts.jsonl")
     before = {*(tmp_path / "run").iterdir()}
-    flags = (
-        "--task",
-        "perplexity",
-        "--data",
-        texts,
-        "--window",
-        8,
-        "--batch",
-        1,
-        "--set",
-        "run.hang_after=3",
-    )
+    flags = ("--text", texts, "--window", 8, "--batch", 1, "--set", "run.hang_after=3")
     done = run_ranks(2, WORKERS / "hanging_rank.py", "score", model, *flags, timeout=120, kill_after=0.5)
     assert done.returncode == HANGING, done.stdout[-3000:]
     assert "the run hangs and is ended" in done.stdout and "rank 1 on " in done.stdout

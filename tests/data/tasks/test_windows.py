@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.tasks.scored_text import full_context_windows, overlapping_windows
+from data.tasks.windows import full_context_windows, overlapping_windows
 
 
 @given(st.integers(0, 60), st.integers(1, 12), st.data())

@@ -65,8 +65,8 @@ def test_only_tokens_are_drawn(padded, sampling):
 
 def test_only_tokens_are_counted(padded, tmp_path):
     data, out = write_passages(tmp_path / "texts.jsonl"), tmp_path / "score.json"
-    command = [sys.executable, str(ROOT / "launch" / "score.py"), str(padded), "--task", "perplexity"]
-    done = run([*command, "--data", str(data), "--out", str(out)], timeout=120)
+    command = [sys.executable, str(ROOT / "launch" / "score.py"), str(padded)]
+    done = run([*command, "--text", str(data), "--out", str(out)], timeout=120)
     assert done.returncode == 0, done.stdout
     model, tokenizer = GPT2LMHeadModel.from_pretrained(padded).eval(), open_model(str(padded)).tokenizer
     known, losses = torch.tensor(sorted(tokenizer.get_vocab().values())), []
