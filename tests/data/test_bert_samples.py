@@ -139,14 +139,6 @@ def test_chunks_are_those_of_the_greedy_loop(store, monkeypatch, target, block):
     assert chunks.of_same_document(len(chunks) - 1) == tuple(chunks.first[-2:])
 
 
-def test_no_text_is_lost_in_chunks(store):
-    chunks = build_chunks(store, np.arange(EVERY_DOCUMENT), Lengths(20, 0.1, 1))
-    assert np.array_equal(np.sort(chunks.starts), chunks.starts)
-    assert np.array_equal(chunks.starts + chunks.lengths, np.append(chunks.starts[1:], TOTAL))
-    assert chunks.lengths.min() >= 1
-    assert chunks.lengths.max() < 2 * 20
-
-
 @pytest.mark.parametrize(
     "documents", [np.arange(399, 400), np.arange(3, 400, 100), np.arange(100, 180), np.arange(0)]
 )

@@ -641,3 +641,13 @@ def blend_data(files):
 def test_a_stream_that_holds_out_too_little_is_refused(files, tmp_path):
     with pytest.raises(ValueError, match="every=1000 the held-out documents have 0 tokens, .* needs 17"):
         build_from(hub(files), make_recipe(validation_every=1000), tmp_path)
+
+
+def test_an_unreachable_hub_says_what_was_tried_and_how_to_go_on(tmp_path):
+    def no_network():
+        raise ConnectionError("Couldn't reach 'no/such' on the Hub")
+
+    source = HubSource("no/such", "20231101.en", open_stream=no_network, say=quiet)
+    said = r"(?s)load_dataset\('no/such', '20231101.en', .*Couldn't reach.*data.source=packaged"
+    with pytest.raises(ValueError, match=said):
+        build_from(source, make_recipe(), tmp_path)

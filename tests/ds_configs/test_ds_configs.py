@@ -355,35 +355,36 @@ def test_a_json_that_leaves_everything_out_is_filled_too(tmp_path):
 
 SLOW = dataclasses.replace(CPU, slow_bf16=True)
 EMULATED = dataclasses.replace(CPU, emulated_fp16=True)
+MACHINES = {"GPU": GPU, "V100": V100, "CPU": CPU, "SLOW": SLOW, "OLD": OLD, "EMULATED": EMULATED}
 # Machine, JSON, the recipe's precision, that of the run, and what a notice says of it.
 PRECISIONS = (
-    (GPU, "zero1", "auto", "bf16", ""),
-    (V100, "zero1", "auto", "fp16", ""),
-    (CPU, "zero1", "auto", "bf16", ""),
-    (SLOW, "zero1", "auto", "fp32", ""),
-    (OLD, "zero1", "auto", "fp32", ""),
-    (GPU, "fp32", "auto", "fp32", ""),
-    (CPU, "fp32", "auto", "fp32", ""),
-    (GPU, "fp16_dynamic", "auto", "fp16", ""),
-    *((GPU, "zero0", wanted, wanted, "") for wanted in ("fp32", "bf16", "fp16")),
-    *((GPU, "zero1", wanted, wanted, "") for wanted in ("fp32", "bf16", "fp16")),
-    (CPU, "zero1", "fp16", "bf16", "bf16 INSTEAD OF fp16"),
-    (OLD, "zero1", "fp16", "fp32", "fp32 INSTEAD OF fp16"),
-    (OLD, "zero1", "bf16", "fp32", "fp32 INSTEAD OF bf16"),
-    (V100, "zero1", "bf16", "fp16", "fp16 INSTEAD OF bf16"),
-    (SLOW, "zero1", "bf16", "bf16", "IS SLOW here"),
-    (SLOW, "zero1", "bf16", "bf16", "--set precision=fp32"),
-    (SLOW, "zero1", "fp16", "fp32", "fp32 INSTEAD OF fp16"),  # no slower half instead
-    (EMULATED, "fp16_dynamic", "fp16", "fp16", "EMULATED"),
-    (GPU, "fp16_static", "bf16", "fp16",
+    ("GPU", "zero1", "auto", "bf16", ""),
+    ("V100", "zero1", "auto", "fp16", ""),
+    ("CPU", "zero1", "auto", "bf16", ""),
+    ("SLOW", "zero1", "auto", "fp32", ""),
+    ("OLD", "zero1", "auto", "fp32", ""),
+    ("GPU", "fp32", "auto", "fp32", ""),
+    ("CPU", "fp32", "auto", "fp32", ""),
+    ("GPU", "fp16_dynamic", "auto", "fp16", ""),
+    *(("GPU", "zero0", wanted, wanted, "") for wanted in ("fp32", "bf16", "fp16")),
+    *(("GPU", "zero1", wanted, wanted, "") for wanted in ("fp32", "bf16", "fp16")),
+    ("CPU", "zero1", "fp16", "bf16", "bf16 INSTEAD OF fp16"),
+    ("OLD", "zero1", "fp16", "fp32", "fp32 INSTEAD OF fp16"),
+    ("OLD", "zero1", "bf16", "fp32", "fp32 INSTEAD OF bf16"),
+    ("V100", "zero1", "bf16", "fp16", "fp16 INSTEAD OF bf16"),
+    ("SLOW", "zero1", "bf16", "bf16", "IS SLOW here"),
+    ("SLOW", "zero1", "bf16", "bf16", "--set precision=fp32"),
+    ("SLOW", "zero1", "fp16", "fp32", "fp32 INSTEAD OF fp16"),  # no slower half instead
+    ("EMULATED", "fp16_dynamic", "fp16", "fp16", "EMULATED"),
+    ("GPU", "fp16_static", "bf16", "fp16",
      "precision: fp16, as ds_configs/fp16_static.json says; the recipe asks for bf16"),
-    (CPU, "fp32", "bf16", "fp32", "the recipe asks for bf16"),
+    ("CPU", "fp32", "bf16", "fp32", "the recipe asks for bf16"),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(("machine", "config", "wanted", "chosen", "said"), PRECISIONS)
 def test_the_precision_is_asked_for_demanded_or_what_the_machine_has(machine, config, wanted, chosen, said):
-    made = plan(config, f"precision={wanted}", machine=machine)
+    made = plan(config, f"precision={wanted}", machine=MACHINES[machine])
     assert made.precision == chosen
     enabled = [half for half in ("fp16", "bf16") if lookup(made.ds, f"{half}.enabled")]
     assert enabled == ([] if chosen == "fp32" else [chosen])

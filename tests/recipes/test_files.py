@@ -36,7 +36,7 @@ YAML = {
     "? [a]\n: b": "not YAML",
     "a: !!python/object:os.system x": "not YAML",
     "a: 1\nrows: {a: [1, 2}": "y:2:16: not YAML: expected ',' or ']', but got '}': 'rows: {a: [1, 2}'",
-    "a: 1\nb: 2\n\na: 3": "y:4:1: key 'a' is already in line 1: a key stands once in its mapping; remove one",
+    "b: 2\na: 1\n\na: 3": "y:4:1: key 'a' is already in line 2: a key stands once in its mapping; remove one",
     "a: {b: {c: 1, c: 2}}": "y:1:15: key 'c' is already in line 1",
     "a: [{b: 1, b: 2}]": "y:1:12: key 'b' is already in line 1",
 }
