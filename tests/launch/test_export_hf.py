@@ -344,6 +344,10 @@ BROKEN_RUNS = {
         lambda run: (run / "tokenizer/tokenizer.json").write_text("{}"),
         "tokenizer: cannot be read",
     ),
+    "a deep tokenizer": (
+        lambda run: (run / "tokenizer/tokenizer.json").write_text("[" * 10**5),
+        "nested too deeply",
+    ),
     "a tokenizer of lists": (
         lambda run: (run / "tokenizer/tokenizer_config.json").write_text("[]"),
         "tokenizer: cannot be read",
