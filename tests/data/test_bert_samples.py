@@ -9,15 +9,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from texted import small_recipe, word_pieces
 
 from data.samples.bert import BertFamily, BertSamples, generator, segments, truncate
 from data.samples.chunks import Lengths, build_chunks, chunks_of_document
 from data.samples.masking import BertVocabulary, check_whole_words, choose, mask
 from data.split_rule import documents_of
 from data.tokens.store import Store, StoreWriter, open_store
-from recipes.schema import Masking, Recipe
+from recipes.schema import Masking
 
 CLS, SEP, MASK, PAD, TEXT = 1, 2, 3, 0, 10  # tokens from TEXT on are text: TEXT + place in the store
 EVERY_DOCUMENT = 400
@@ -138,14 +137,6 @@ def test_chunks_are_those_of_the_greedy_loop(store, monkeypatch, target, block):
     assert [*zip(starts, tokens, strict=True)] == expected[3], "a stream cuts as a store does"
     assert chunks.of_same_document(0) == tuple(chunks.first[:2])
     assert chunks.of_same_document(len(chunks) - 1) == tuple(chunks.first[-2:])
-
-
-def test_no_text_is_lost_in_chunks(store):
-    chunks = build_chunks(store, np.arange(EVERY_DOCUMENT), Lengths(20, 0.1, 1))
-    assert np.array_equal(np.sort(chunks.starts), chunks.starts)
-    assert np.array_equal(chunks.starts + chunks.lengths, np.append(chunks.starts[1:], TOTAL))
-    assert chunks.lengths.min() >= 1
-    assert chunks.lengths.max() < 2 * 20
 
 
 @pytest.mark.parametrize(
@@ -310,13 +301,16 @@ def test_a_sample_always_has_a_prediction(vocabulary):
         assert len(positions) == 1 and 0 < positions[0] < 7
 
 
-SPECIAL = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
+SPECIAL_PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def vocabulary_of(pieces: list[str]) -> BertVocabulary:
+    names = [*SPECIAL_PIECES, *pieces]
+    return BertVocabulary.of(word_pieces({name: number for number, name in enumerate(names)}))
 
 
 def test_the_vocabulary_of_a_tokenizer():
-    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "##b", "c", "##"]
-    backend = Tokenizer(models.WordPiece({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
-    found = BertVocabulary.of(PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL))
+    found = vocabulary_of(["a", "##b", "c", "##"])
     assert (found.pad, found.cls, found.sep, found.mask) == (0, 2, 3, 4)
     assert found.continuation.tolist() == [False] * 6 + [True, False, True]
     assert found.ordinary.tolist() == [5, 6, 7, 8]
@@ -325,42 +319,23 @@ def test_the_vocabulary_of_a_tokenizer():
     check_whole_words(no_words, Masking(whole_words=False))
     with pytest.raises(ValueError, match="data.masking.whole_words=true"):
         check_whole_words(no_words, Masking())
+    gaps = {name: number for number, name in enumerate(SPECIAL_PIECES)} | {"a": 9, "##b": 12}
+    found = BertVocabulary.of(word_pieces(gaps))
+    assert np.flatnonzero(found.continuation).tolist() == [12] and len(found.continuation) == 13
+    assert found.ordinary.tolist() == [9, 12]
 
 
 def test_every_token_of_a_script_without_blanks_is_a_word():
     """Where WordPiece makes one word of a clause, which no budget would hold."""
     pieces = [
-        "a",
-        "##b",
-        "ส",
-        "##วั",
-        "##ส",
-        "こ",
-        "##れは",
-        "中",
-        "##文",
-        "ខ",
-        "##ែ",
-        "မ",
-        "##ြ",
-        "한",
-        "##국",
+        *("a", "##b", "ส", "##วั", "##ส", "こ", "##れは", "中"),
+        *("##文", "ខ", "##ែ", "မ", "##ြ", "한", "##국"),
     ]
-    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *pieces]
-    backend = Tokenizer(models.WordPiece({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
-    found = BertVocabulary.of(PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL))
-    assert [names[i] for i in np.flatnonzero(found.continuation)] == ["##b", "##국"]
+    found = vocabulary_of(pieces)
+    assert [pieces[i - 5] for i in np.flatnonzero(found.continuation)] == ["##b", "##국"]
     clause = np.array([found.cls, *[7, *[8, 9] * 30], found.sep])
     positions, _ = mask(np.random.default_rng(0), clause, [0, len(clause) - 1], found, Masking(), 20)
     assert len(positions) == round(0.15 * len(clause))
-
-
-def test_a_vocabulary_whose_ids_leave_gaps():
-    names = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4, "a": 9, "##b": 12}
-    backend = Tokenizer(models.WordPiece(names, unk_token="[UNK]"))
-    found = BertVocabulary.of(PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL))
-    assert np.flatnonzero(found.continuation).tolist() == [12] and len(found.continuation) == 13
-    assert found.ordinary.tolist() == [9, 12]
 
 
 # --- segments and samples
@@ -379,7 +354,7 @@ def test_fields_have_the_promised_shapes(store, family, head, length):
     fields = samples.take(range(100), 1)
     most = chosen.predictions
     shapes = [(100, length)] * 2 + [(100,)] + [(100, most)] * 2 + [(100,)] * 2
-    assert {key: values.shape for key, values in fields.items()} == dict(zip(FIELDS, shapes, strict=True))
+    assert [fields[key].shape for key in FIELDS] == shapes and len(fields) == len(FIELDS)
     assert all(values.dtype == np.int64 for values in fields.values())
     for row in rows_of(fields):
         size, real = row["lengths"], row["predicted"]
@@ -577,13 +552,10 @@ def test_generators_differ_in_each_number_and_carry_no_state():
 
 
 def test_the_family_of_a_recipe_and_padding_of_a_stack(vocabulary):
-    shape = dict(family="bert", layers=1, hidden=8, heads=1, vocab_size=30522, sentence_head="nsp")
+    shape = {"family": "bert", "vocab_size": 30522, "sentence_head": "nsp"}
     data = {"tokenizer": {"kind": "bert_uncased"}, "masking": {"probability": 0.2}}
-    rest = dict(title="test", sequence_length=64, steps=3, batch={"global": 4}, optimizer={"lr": 1e-3})
-    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "##b"]
-    backend = Tokenizer(models.WordPiece({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL)
-    found = BertFamily.of(Recipe.model_validate({"model": shape, "data": data, **rest}), tokenizer)
+    names = {name: number for number, name in enumerate([*SPECIAL_PIECES, "a", "##b"])}
+    found = BertFamily.of(small_recipe(shape, data, sequence_length=64), word_pieces(names))
     assert (found.sequence_length, found.predictions, found.sentence_head) == (64, 13, "nsp")
     assert (found.seed, found.room) == (1234, 61)
     assert replace(found, sentence_head="none").room == 62

@@ -38,6 +38,7 @@ T, GLOBAL, P = 7, 8, 3
 SHARES = [(micro, dp) for dp in (1, 2, 4) for micro in (1, 2, 4, 8) if micro * dp <= GLOBAL]
 LAYOUTS = [Layout(micro, GLOBAL // (micro * dp), dp, GLOBAL) for micro, dp in SHARES]
 FAMILIES = ("gpt", "bert")
+WHOLE = Layout(GLOBAL, 1, 1, GLOBAL)
 
 
 class Counted:
@@ -88,9 +89,9 @@ def all_ranks(layout, step, samples=None, seed=5):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_batch_of_a_step_is_the_same_for_every_layout(layout, family):
-    whole = Layout(GLOBAL, 1, 1, GLOBAL)
     for step in (0, 3):
-        (expected,), found = all_ranks(whole, step, Counted(family)), all_ranks(layout, step, Counted(family))
+        (expected,) = all_ranks(WHOLE, step, Counted(family))
+        found = all_ranks(layout, step, Counted(family))
         assert expected["tokens"][:, 0].tolist() == [(step * GLOBAL + j) * 100 + 5 for j in range(GLOBAL)]
         for key in expected.keys() - {"weights", "sentence_weights"}:
             assert torch.equal(expected[key], torch.cat([micro[key] for micro in found])), key
@@ -203,7 +204,7 @@ def test_an_error_reaches_the_consumer_at_its_step_as_it_is(workers):
         if positions[0] == 3 * GLOBAL:
             raise error
 
-    batches = StepBatches(Counted(delay=fail), 1, Layout(8, 1, 1, 8), 0, workers=workers)
+    batches = StepBatches(Counted(delay=fail), 1, WHOLE, 0, workers=workers)
     assert len(list(islice(batches, 3))) == 3
     for _ in range(2):
         with pytest.raises(ValueError) as raised:
@@ -218,13 +219,13 @@ def test_closing_and_dropping_end_the_threads():
         return [thread for thread in threading.enumerate() if thread.name.startswith("loader-")]
 
     assert not loader_threads()
-    batches = StepBatches(Counted(), 1, Layout(8, 1, 1, 8), 0, workers=3)
+    batches = StepBatches(Counted(), 1, WHOLE, 0, workers=3)
     next(batches)
     assert 1 <= len(loader_threads()) <= 3, "as many as there is work for"
     batches.close()
     batches.close()
     assert not loader_threads()
-    batches = StepBatches(Counted(), 1, Layout(8, 1, 1, 8), 0, workers=2)
+    batches = StepBatches(Counted(), 1, WHOLE, 0, workers=2)
     dropped = weakref.ref(batches)
     del batches
     gc.collect()
@@ -241,8 +242,8 @@ def test_the_interpreter_ends_with_a_running_loader():
 
 
 def test_resuming_continues_with_the_same_batches_under_another_layout():
-    whole, half = Layout(8, 1, 1, 8), Layout(2, 2, 2, 8)
-    running = StepBatches(Counted(), 3, whole, 0)
+    half = Layout(2, 2, 2, 8)
+    running = StepBatches(Counted(), 3, WHOLE, 0)
     list(islice(running, 4))
     ranks = [StepBatches(Counted(), 3, half, rank, 4, running.state(), workers=rank) for rank in (0, 1)]
     for _ in range(3):
@@ -253,9 +254,21 @@ def test_resuming_continues_with_the_same_batches_under_another_layout():
     ranks[1].close()
 
 
-def test_a_state_of_another_step_or_batch_is_refused():
-    with pytest.raises(ValueError, match=r"position 8 .* step 2 .* batch.global"):
-        StepBatches(Counted(), 3, Layout(8, 1, 1, 8), 0, start_step=2, start_state={"position": 8})
+REFUSED = {
+    r"position 8 .* step 2 .* batch.global": lambda: StepBatches(
+        Counted(), 3, WHOLE, 0, start_step=2, start_state={"position": 8}
+    ),
+    "rank 2 is not in 0..1": lambda: StepBatches(Counted(), 1, Layout(2, 2, 2, 8), 2),
+    "part 2 has weight 0.0001 .* less than one sample in 1000": lambda: BlendedSamples(
+        [Counted(), Counted()], [1, 0.0001], seed=4
+    ),
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_cannot_be_read_is_refused(said):
+    with pytest.raises(ValueError, match=said):
+        REFUSED[said]()
 
 
 def test_states_of_ranks_are_united_and_disagreement_is_noticed():
@@ -288,11 +301,6 @@ def test_digest_sees_every_field():
         changed[key][3 if changed[key].ndim == 1 else (3, 0)] -= 1
         digests.add(batch_digest([micro_batch(changed, np.ones(4))]))
     assert len(digests) == 1 + len(fields)
-
-
-def test_a_rank_that_the_layout_lacks_is_refused():
-    with pytest.raises(ValueError, match="rank 2 is not in 0..1"):
-        StepBatches(Counted(), 1, Layout(2, 2, 2, 8), 2)
 
 
 def test_largest_remainder_keeps_the_total_and_the_shares():
@@ -343,11 +351,6 @@ def test_the_state_of_a_blend_is_how_far_each_part_is():
             blend.restore({"position": 5, "parts": parts})
 
 
-def test_a_weight_without_a_sample_is_refused():
-    with pytest.raises(ValueError, match="part 2 has weight 0.0001 .* less than one sample in 1000"):
-        BlendedSamples([Counted(), Counted()], [1, 0.0001], seed=4)
-
-
 def test_held_out_parts_of_a_blend_stand_one_after_another():
     blended = blended_held_out([held_out(3), held_out(2)])
     assert len(blended) == 5 and np.array_equal(blended.fields["window"][3], held_out(2).fields["window"][0])
@@ -361,23 +364,16 @@ def test_epochs_are_different_permutations():
 
 def test_positions_are_looked_up_in_the_order_of_their_epoch():
     orders = EpochOrders(7)
-    for epoch in (
-        0,
-        1,
-        0,
-        2,
-        1,
-    ):  # a step can straddle two epochs; the third order takes the first one's place
+    # A step can straddle two epochs; the third order takes the first one's place.
+    for epoch in (0, 1, 0, 2, 1):
         found = [orders.locate(7 * epoch + within, seed=3) for within in range(7)]
         assert found == [(epoch, sample) for sample in shuffled(7, 3, epoch).tolist()]
         assert len(orders._orders) <= 2
 
 
-@pytest.mark.parametrize(
-    ("tokens", "count"), [(0, 0), (1, 0), (T, 0), (T + 1, 1), (2 * T, 1), (2 * T + 1, 2)]
-)
-def test_a_window_needs_one_token_more_than_its_length(tokens, count):
-    assert window_count(tokens, T) == count
+def test_a_window_needs_one_token_more_than_its_length():
+    counts = [window_count(tokens, T) for tokens in (0, 1, T, T + 1, 2 * T, 2 * T + 1)]
+    assert counts == [0, 0, 0, 1, 1, 2]
 
 
 def test_spread_is_even_and_never_asks_for_what_is_not_there():

@@ -2,75 +2,32 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import functools
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from resolved import changed, only, plan, problems, shipped, written
 
 from ds_configs import known_keys
 from ds_configs.findings import Findings
-from ds_configs.jsonfile import FOLDER, ConfigError
-from ds_configs.plan import ANY_GPU, HOST, Machine, Plan
+from ds_configs.jsonfile import ConfigError
+from ds_configs.plan import ANY_GPU, HOST
 from ds_configs.resolver import resolve
 from recipes import catalog
-from recipes.schema import Recipe
 
-GPU = ANY_GPU
-CPU = dataclasses.replace(GPU, device=HOST, lacks=frozenset({"wandb"}))
-STAGES = {stage: json.loads((FOLDER / f"zero{stage}.json").read_text()) for stage in range(4)}
-STAGES["offload"] = json.loads((FOLDER / "zero3_offload.json").read_text())
-
-
-@functools.cache
-def recipe(sets: tuple[str, ...]) -> Recipe:
-    return catalog.load("default", sets)
-
-
-def changed(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """A copy with a dotted key set."""
-    config = copy.deepcopy(config)
-    *sections, last = key.split(".")
-    section = config
-    for name in sections:
-        section[name] = section.get(name) if isinstance(section.get(name), dict) else {}
-        section = section[name]
-    section[last] = value
-    return config
+CPU = dataclasses.replace(ANY_GPU, device=HOST, lacks=frozenset({"wandb"}))
+JSONS = {**{stage: f"zero{stage}" for stage in range(4)}, "offload": "zero3_offload"}
 
 
 @pytest.fixture
-def made(tmp_path: Path):
-    """The plan of the default recipe with a JSON of `STAGES` in which dotted keys are changed."""
+def made(tmp_path):
+    """The plan of the default recipe with a JSON of `JSONS` in which dotted keys are changed."""
 
-    def make(
-        base: Any,
-        *sets: str,
-        world: int = 1,
-        machine: Machine = CPU,
-        changes: dict | None = None,
-        **more: Any,
-    ) -> Plan:
-        config = STAGES[base]
-        for key, value in {**(changes or {}), **more}.items():
-            config = changed(config, key.replace("__", "."), value)
-        path = tmp_path / "mine.json"
-        path.write_text(json.dumps(config))
-        return resolve(recipe(sets), path, world, machine)
+    def make(base: Any, changes: dict[str, Any], *sets: str, world: int = 1):
+        return plan(written(tmp_path, JSONS[base], changes), *sets, world=world, machine=CPU)
 
     return make
-
-
-def only(made, base: Any, *sets: str, **changes: Any) -> str:
-    """The one problem, without the file's name."""
-    with pytest.raises(ConfigError) as error:
-        made(base, *sets, **changes)
-    assert len(error.value.problems) == 1, error.value
-    return str(error.value).split("mine.json: ")[1]
 
 
 # --- refusals
@@ -79,7 +36,7 @@ LONG = "x" * 300
 ZERO, OFFLOAD = "zero_optimization", "zero_optimization.offload_optimizer"
 HALF = "bf16.bf16_master_weights_and_grads"
 CHECKPOINTS = "activation_checkpointing"
-# JSON of `STAGES`, what is changed in it (the last key is the one that is refused), settings of the recipe.
+# JSON of `JSONS`, what is changed in it (the last key is the one that is refused), settings of the recipe.
 REFUSED: tuple[tuple[Any, ...], ...] = (
     # keys that DeepSpeed does not read, no longer reads, or must not read here
     (1, {"zero_optimisation": {"stage": 3}}),
@@ -92,6 +49,8 @@ REFUSED: tuple[tuple[Any, ...], ...] = (
     (1, {"eigenvalue": {}}),
     (1, {"compression_training": {}}),
     (1, {"tensor_parallel": {"autotp_size": 2}}),
+    (1, {"compile": {}}),
+    (1, {"compile": {"deepcompile": True}}),
     (1, {"bfloat16": {"enabled": True}}),
     (1, {"zero_optimization.stag": 1}),
     (1, {"zero_optimization.cpu_offload": True}),
@@ -140,6 +99,9 @@ REFUSED: tuple[tuple[Any, ...], ...] = (
     (1, {"comms_logger.prof_ops": ["all_reduce", 1]}),
     (1, {"flops_profiler.profile_step": -1}),
     (1, {"timers.throughput.enabled": "on"}),
+    (1, {"gradient_clipping": True}, "optimizer.clip=1.0"),
+    (1, {"optimizer.params.weight_decay": False}, "optimizer.weight_decay=0.0"),
+    (1, {"optimizer.params.betas": [False, 0.95]}, "optimizer.betas=[0.0,0.95]"),
     (1, {"wandb.project": 3}),
     # what others rule out
     (1, {f"{OFFLOAD}.device": "cpu", f"{ZERO}.stage": 0}, "precision=fp32"),
@@ -181,6 +143,8 @@ REFUSED: tuple[tuple[Any, ...], ...] = (
     (1, {"flops_profiler.enabled": True, "flops_profiler.output_file": "/"}),
     (1, {"flops_profiler.enabled": True, "flops_profiler.output_file": LONG}),
     (1, {"pipeline.activation_checkpoint_interval": 1}),
+    (1, {"wall_clock_breakdown": True}, "parallel.pp=2"),
+    (1, {"flops_profiler.enabled": True}, "parallel.pp=2"),
     (1, {f"{CHECKPOINTS}.cpu_checkpointing": True}, "activation_checkpointing=full"),
     (
         1,
@@ -198,55 +162,80 @@ REFUSED: tuple[tuple[Any, ...], ...] = (
 )
 
 
-def test_what_cannot_run_is_refused_by_its_key_with_a_rule_and_a_fix(made):
-    wrong = []
-    for base, changes, *sets in REFUSED:
-        try:
-            wrong.append((changes, made(base, *sets, changes=changes).ds))
-        except ConfigError as error:
-            (*_, key) = changes
-            if [each.key for each in error.problems] != [key] or not all(
-                p.rule and p.fix for p in error.problems
-            ):
-                wrong.append((changes, str(error)))
-    assert not wrong
+def named(changes: dict[str, Any]) -> str:
+    (*_, (key, value)) = changes.items()
+    return f"{key}={value}"[:60]
 
 
-SENTENCES = {
-    "zero_optimisation": ({}, "unknown key, which DeepSpeed would ignore; did you mean zero_optimization?"),
-    "fp16.los_scale": (0, "unknown key; did you mean loss_scale or min_loss_scale or loss_scale_window?"),
-    "amp": ({}, "was removed from DeepSpeed or is deprecated; use fp16 or bf16"),
-    "bfloat16": ({}, "is the old name of bf16; rename the section"),
-    "steps_per_print": (0, "must be a whole number from 1, or null; write one, or remove the key"),
-    "zero_optimization.allgather_bucket_size": (
-        3,
-        "must be an even number from 2 to 100,000,000,000; write one, or remove the key",
-    ),
-    "pipeline.stages": (
-        2,
-        "DeepSpeed reads it nowhere; parallel.pipeline is the number of stages; remove the key",
-    ),
-}
+@pytest.mark.parametrize(("base", "changes", "sets"), [(row[0], row[1], row[2:]) for row in REFUSED],
+                         ids=[named(row[1]) for row in REFUSED])  # fmt: skip
+def test_what_cannot_run_is_refused_by_its_key_with_a_rule_and_a_fix(base, changes, sets, tmp_path):
+    world = 2 if "parallel.pp=2" in sets else 1
+    (problem,) = problems(written(tmp_path, JSONS[base], changes), *sets, world=world, machine=CPU)
+    assert problem.key == [*changes][-1] and problem.rule and problem.fix
 
 
-def test_refusals_are_sentences(made):
-    for key, (value, sentence) in SENTENCES.items():
-        came = key if value == {} or "los_scale" in key else f"{key}={value}"
-        assert only(made, 1, changes={key: value}) == f"{came}: {sentence}"
+SENTENCES = (
+    ({"zero_optimisation": {}},
+     "zero_optimisation: unknown key, which DeepSpeed would ignore; did you mean zero_optimization?"),
+    ({"fp16.los_scale": 0},
+     "fp16.los_scale: unknown key; did you mean loss_scale or min_loss_scale or loss_scale_window?"),
+    ({"amp": {}}, "amp: was removed from DeepSpeed or is deprecated; use fp16 or bf16"),
+    ({"bfloat16": {}}, "bfloat16: is the old name of bf16; rename the section"),
+    ({"steps_per_print": 0},
+     "steps_per_print=0: must be a whole number from 1, or null; write one, or remove the key"),
+    ({"zero_optimization.allgather_bucket_size": 3},
+     "zero_optimization.allgather_bucket_size=3: must be an even number from 2 to 100,000,000,000; write "
+     "one, or remove the key"),
+    ({"pipeline.stages": 2},
+     "pipeline.stages=2: DeepSpeed reads it nowhere; parallel.pipeline is the number of stages; remove "
+     "the key"),
+)  # fmt: skip
 
 
-def test_numbers_without_a_value_are_refused(made):
-    for value in (float("nan"), float("inf"), 10**400, 1e308 * 10):
-        with pytest.raises(ConfigError, match="fp16.loss_scale|NaN|Infinity|an integer of"):
-            made(1, fp16__loss_scale=value)
+@pytest.mark.parametrize(("changes", "sentence"), SENTENCES, ids=[named(changes) for changes, _ in SENTENCES])
+def test_refusals_are_sentences(changes, sentence, tmp_path):
+    assert only(path := written(tmp_path, "zero1", changes), machine=CPU) == f"{path}: {sentence}"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400], ids=["NaN", "infinity", "10^400"])
+def test_numbers_without_a_value_are_refused(value, made):
+    with pytest.raises(ConfigError, match="fp16.loss_scale|NaN|Infinity|an integer of"):
+        made(1, {"fp16.loss_scale": value})
+
+
+HALF_STATES = {HALF: True, "bf16.bf16_optimizer_states": True}
+SUMS = {"prescale_gradients": True, "gradient_predivide_factor": 2}
+# JSON of `JSONS`, what is changed in it, settings of the recipe.
+TAKEN: tuple[tuple[Any, ...], ...] = (
+    (1, {"gradient_clipping": 1}, "optimizer.clip=1.0"),
+    (1, {"optimizer.params.weight_decay": 0}, "optimizer.weight_decay=0.0"),
+    (1, {"optimizer.params.betas": [0, 0.95]}, "optimizer.betas=[0.0,0.95]"),
+    (1, {"wall_clock_breakdown": True}),
+    (1, {"flops_profiler.enabled": True}),
+    (2, {"zero_optimization.reduce_scatter": False, **SUMS}),
+    (0, SUMS),
+    (1, {"fp16.min_loss_scale": 2**17, "fp16.loss_scale": 128}),  # none is searched for
+    ("offload", {HALF: True}),
+    ("offload", {**HALF_STATES, "optimizer.params.fp32_optimizer_states": False}),
+    (3, {"zero_optimization.zero_hpz_partition_size": 2}, "parallel.dp=2"),
+)
+
+
+@pytest.mark.parametrize("row", TAKEN, ids=[named(row[1]) for row in TAKEN])
+def test_what_goes_together_is_taken(row, made):
+    base, changes, *sets = row
+    found = made(base, changes, *sets, world=2 if "parallel.dp=2" in sets else 1)
+    assert found.zero_stage == (3 if base == "offload" else base)
 
 
 def test_null_is_an_absent_key_and_5e8_a_whole_number(made):
-    nulls = {"gradient_clipping": None, "bf16__immediate_grad_update": None, "aio": None}
-    assert made(1, **nulls).ds == made(1).ds
-    size = made(1, zero_optimization__reduce_bucket_size=5e8).ds["zero_optimization"]["reduce_bucket_size"]
+    nulls = {"gradient_clipping": None, "bf16.immediate_grad_update": None, "aio": None}
+    assert made(1, nulls).ds == made(1, {}).ds
+    bucket = {"zero_optimization.reduce_bucket_size": 5e8}
+    size = made(1, bucket).ds["zero_optimization"]["reduce_bucket_size"]
     assert size == 500_000_000 and isinstance(size, int)
-    assert made(1, steps_per_print=None).ds["steps_per_print"] is None, "DeepSpeed prints nothing then"
+    assert made(1, {"steps_per_print": None}).ds["steps_per_print"] is None, "DeepSpeed prints nothing then"
 
 
 WRONG = (True, 0, -1, 0.5, 1e30, "auto", "1e9", "", [], [1], {}, {"a": 1}, None)
@@ -264,14 +253,14 @@ def test_every_key_with_every_kind_of_value_is_refused_or_taken_by_deepspeed(mad
 
     refused, taken, left_to_deepspeed = 0, 0, []
     for key, value in trials():
-        findings = Findings("", changed(STAGES[1], key, value))
+        findings = Findings("", changed(shipped("zero1"), {key: value}))
         known_keys.check(findings)
         refused += bool(findings.problems)
         if findings.problems:
             assert all(each.rule and each.fix for each in findings.problems), findings.problems
             continue
         try:
-            plan = made(1, **{key: value})
+            plan = made(1, {key: value})
         except ConfigError as error:
             assert all(each.rule and each.fix for each in error.problems), error
             continue
@@ -285,56 +274,27 @@ def test_every_key_with_every_kind_of_value_is_refused_or_taken_by_deepspeed(mad
     assert set(left_to_deepspeed) == {"comet"}, "nothing here reads that section"
 
 
-def test_a_pipeline_has_no_timers(made):
-    for key in ("wall_clock_breakdown", "flops_profiler.enabled"):
-        found = only(made, 1, "parallel.pp=2", world=2, **{key: True})
-        assert f"{key}=true with parallel.pp=2: DeepSpeed 0.19 starts a timer" in found
-        assert made(1, **{key: True}).layout.pp == 1
-
-
-def test_what_goes_together_is_taken(made):
-    scatter = {"zero_optimization__reduce_scatter": False}
-    assert made(2, prescale_gradients=True, gradient_predivide_factor=2, **scatter).zero_stage == 2
-    assert made(0, prescale_gradients=True, gradient_predivide_factor=2).zero_stage == 0
-    assert made(1, fp16__min_loss_scale=2**17, fp16__loss_scale=128).zero_stage == 1, "none is searched for"
-    states = {"bf16__bf16_master_weights_and_grads": True, "bf16__bf16_optimizer_states": True}
-    (notice,) = made(1, **states).notices
-    assert notice.text.startswith("optimizer: steps weights and Adam's moments in bf16, as ")
-    assert made("offload", bf16__bf16_master_weights_and_grads=True).zero_stage == 3
-    both = {**states, "optimizer__params__fp32_optimizer_states": False}
-    assert made("offload", **both).zero_stage == 3
-    assert made(3, zero_optimization__zero_hpz_partition_size=2, world=2).layout.dp == 2
-
-
 # --- what is said
 
 
-def test_what_no_test_has_run_is_named(made):
-    def said(**changes: Any) -> list[str]:
-        return [notice.text for notice in made(3, **changes).notices if notice.key == "unchecked"]
+# JSON of `JSONS`, what is changed, settings; the key of the notice, and how it begins ("": there is none).
+NOTICES = (
+    (1, HALF_STATES, (), "optimizer", "optimizer: steps weights and Adam's moments in bf16, as "),
+    (3, {"aio.use_gds": False, "autotuning": {"enabled": False}}, (), "unchecked", ""),
+    (3, {"zero_optimization.leaf_module.names": ["x"]}, (), "unchecked",
+     "unchecked: zero_optimization.leaf_module: passed on to"),
+    (1, {"comms_logger": {"enabled": True}}, (), "comms_logger", ""),
+    (1, {"comms_logger": {"enabled": True}}, ("parallel.tp=2",), "comms_logger",
+     "comms_logger: sees DeepSpeed's own collectives; those of tensor parallelism go through torch and are "
+     "missing in it"),
+)  # fmt: skip
 
-    assert said(aio__use_gds=False, autotuning={"enabled": False}) == []
-    (text,) = said(zero_optimization__leaf_module__names=["x"])
-    assert text.startswith("unchecked: zero_optimization.leaf_module: passed on to")
 
-
-@pytest.mark.parametrize("section", [{}, {"deepcompile": True}, {"offload_activation": True}])
-def test_a_section_that_nothing_reads_is_refused(made, section):
-    assert "compile: is read by DeepSpeed's engine.compile() alone" in only(made, 1, compile=section)
-
-
-@pytest.mark.parametrize(
-    ("key", "setting", "value"),
-    [
-        ("gradient_clipping", "optimizer.clip=1.0", True),
-        ("optimizer.params.weight_decay", "optimizer.weight_decay=0.0", False),
-        ("optimizer.params.betas", "optimizer.betas=[0.0,0.95]", [False, 0.95]),
-    ],
-)
-def test_true_is_no_1_and_1_is_one(made, key, setting, value):
-    assert only(made, 1, setting, **{key: value}).startswith(f"{key}=")
-    numbers = [*map(int, value[:1]), *value[1:]] if isinstance(value, list) else int(value)
-    assert made(1, setting, **{key: numbers}).zero_stage == 1
+@pytest.mark.parametrize(("base", "changes", "sets", "key", "said"), NOTICES)
+def test_what_differs_or_was_never_run_is_said(base, changes, sets, key, said, made):
+    found = made(base, changes, *sets, world=2 if sets else 1).notices
+    texts = [notice.text for notice in found if notice.key == key]
+    assert len(texts) == bool(said) and all(text.startswith(said) for text in texts)
 
 
 def test_checkpointing_without_recomputation_says_that_it_does_nothing():
@@ -345,13 +305,3 @@ def test_checkpointing_without_recomputation_says_that_it_does_nothing():
     assert "partition_activations and cpu_checkpointing of ds_configs/" in said()[0]
     assert "do nothing: the recipe recomputes no layer" in said()[0]
     assert said("activation_checkpointing=full") == []
-
-
-def test_the_comms_logger_says_what_it_does_not_see(made):
-    logger = {"comms_logger": {"enabled": True}}
-    assert not made(1, **logger).notices
-    (notice,) = made(1, "parallel.tp=2", world=2, **logger).notices
-    assert notice.text == (
-        "comms_logger: sees DeepSpeed's own collectives; those of tensor parallelism go through torch and "
-        "are missing in it"
-    )

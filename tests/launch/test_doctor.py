@@ -1,6 +1,5 @@
 """The doctor as it is typed: a good set-up, bad ones, several ranks; and its part in pretrain.py."""
 
-import dataclasses
 import json
 import sys
 
@@ -179,14 +178,6 @@ def test_the_memory_is_that_of_this_machines_processes():
     for room, verdict in ((1.2 * host, "ok"), (1.01 * host, "warning"), (0.99 * host, "failed")):
         assert fits(offloaded, Memory(8, 32e9, room)).verdict == verdict
         assert fits(offloaded, Memory(0, 0, room)).verdict == "failed", "all of it"
-
-
-def test_no_libaio_for_nvme(diagnose, monkeypatch, tmp_path):
-    machine = dataclasses.replace(abilities.detect_machine(), libaio=False)
-    monkeypatch.setattr(abilities, "detect_machine", lambda: machine)
-    monkeypatch.setenv("MEGARECIPES_NVME", str(tmp_path))
-    code, found = diagnose("--ds_config", "zero_infinity")
-    assert code == 1 and "libaio is missing" in failed(found)["configuration"]
 
 
 def test_what_of_the_json_nothing_checks_is_named(diagnose, tmp_path):

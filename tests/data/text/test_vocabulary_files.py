@@ -64,16 +64,15 @@ def pieces(splitter: Any) -> Tokenizer:
 
 BERT = normalizers.BertNormalizer
 SPLIT = pre_tokenizers
+LOWER = normalizers.Lowercase()
+WORDS_AND_MARKS = SPLIT.Sequence([SPLIT.WhitespaceSplit(), SPLIT.Punctuation()])
+PLAIN = normalizers.Sequence([normalizers.NFKD(), normalizers.StripAccents()])
 FILES = {
     "digits": bytes_bpe(SPLIT.Digits(individual_digits=True)),
     "a regular expression": bytes_bpe(SPLIT.Split("o", "isolated")),
     "blanks": bytes_bpe(SPLIT.Whitespace()),
-    "nfc, lower-cased": bytes_bpe(
-        normalizer=normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
-    ),
-    "nfkd without accents": bytes_bpe(
-        normalizer=normalizers.Sequence([normalizers.NFKD(), normalizers.StripAccents()])
-    ),
+    "nfc, lower-cased": bytes_bpe(normalizer=normalizers.Sequence([normalizers.NFC(), LOWER])),
+    "nfkd without accents": bytes_bpe(normalizer=PLAIN),
     "prefix space": bytes_bpe(prefix=True),
     "gpt-2's": bytes_bpe(),
     "cased": words(BERT(lowercase=False), SPLIT.BertPreTokenizer()),
@@ -81,20 +80,11 @@ FILES = {
     "chinese in one piece": words(BERT(handle_chinese_chars=False), SPLIT.BertPreTokenizer()),
     "control characters kept": words(BERT(clean_text=False), SPLIT.WhitespaceSplit()),
     "words of nfd": words(normalizers.NFD(), SPLIT.Whitespace()),
-    "punctuation": words(
-        normalizers.Lowercase(), SPLIT.Sequence([SPLIT.WhitespaceSplit(), SPLIT.Punctuation()])
-    ),
+    "punctuation": words(LOWER, WORDS_AND_MARKS),
     "unigram": pieces(SPLIT.Metaspace()),
     "unigram, first": pieces(SPLIT.Metaspace(prepend_scheme="first")),
 }
-CLASSES = (
-    "GPT2Tokenizer",
-    "BertTokenizer",
-    "LlamaTokenizerFast",
-    "PreTrainedTokenizerFast",
-    "Qwen2Tokenizer",
-    None,
-)
+CLASSES = ("GPT2Tokenizer", "BertTokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast", None)
 
 
 def write(folder: Path, backend: Tokenizer, **config: Any) -> Path:
@@ -229,22 +219,29 @@ def test_what_contradicts_the_file_is_refused(backend, config, special, said, tm
         read_tokenizer(folder)
 
 
-def test_vocabularies_without_rules_are_refused_where_others_than_gpt2s_and_berts_apply(tmp_path):
-    pair = tmp_path / "pair"
-    pair.mkdir()
-    bytes_bpe().model.save(str(pair))
-    (pair / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
-    with pytest.raises(ProblemsError, match="tokenizer_class is Qwen2Tokenizer: .*convert it"):
-        read_tokenizer(pair)
-    (pair / "tokenizer_config.json").unlink()
-    (pair / "vocab.json").write_text('{"a": 0, "b</w>": 1}')
-    (pair / "merges.txt").write_text("#version: 0.2\n")
-    with pytest.raises(ProblemsError, match="vocab.json: is of another kind: .*convert it"):
-        read_tokenizer(pair)
-    (tmp_path / "vocab.txt").write_text("\n".join(BERT_SPECIAL_TOKENS))
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertJapaneseTokenizer"}')
-    with pytest.raises(ProblemsError, match="tokenizer_class is BertJapaneseTokenizer"):
+# Files of a folder, and what is said of them where the rules of others than GPT-2 and BERT apply.
+WITHOUT_RULES = (
+    ({"tokenizer_config.json": '{"tokenizer_class": "Qwen2Tokenizer"}'},
+     "tokenizer_class is Qwen2Tokenizer: .*convert it"),
+    ({"vocab.json": '{"a": 0, "b</w>": 1}', "merges.txt": "#version: 0.2\n"},
+     "vocab.json: is of another kind: .*convert it"),
+    ({"vocab.txt": "\n".join(BERT_SPECIAL_TOKENS),
+      "tokenizer_config.json": '{"tokenizer_class": "BertJapaneseTokenizer"}'},
+     "tokenizer_class is BertJapaneseTokenizer"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "said"), WITHOUT_RULES, ids=["a class", "words", "Japanese"])
+def test_vocabularies_without_rules_are_refused(files, said, tmp_path):
+    if "vocab.txt" not in files:
+        bytes_bpe().model.save(str(tmp_path))
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ProblemsError, match=said):
         read_tokenizer(tmp_path)
+
+
+def test_merges_left_out_at_random_are_refused(tmp_path):
     random_merges = bytes_bpe()
     random_merges.model.dropout = 0.1
     with pytest.raises(ProblemsError, match="dropout 0.1: merges left out at random"):

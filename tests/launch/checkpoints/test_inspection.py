@@ -156,6 +156,10 @@ DAMAGE = {
         lambda d: change_tensors(d, lambda t: t.pop("final_norm.weight")),
         "lacks tensors of the recipe's model; it holds final_norm.weight",
     ),
+    "a tensor more": (
+        lambda d: change_tensors(d, lambda t: t.update(x=t["final_norm.weight"])),
+        "has tensors that the recipe's model has not; it holds x",
+    ),
     "a gap": (
         lambda d: change_tensors(d, set_piece(1, count=HALF - 1)),
         "the pieces of word.weight leave gaps or overlap",
@@ -288,6 +292,11 @@ def test_verify_reads_each_file_once_and_in_small_parts(directory):
     seen = []
     assert not [*inspection.faults(directory, seen.append)]
     assert sum(seen) == held.bytes and max(seen) <= tensor_file.BUCKET
+    flip(directory / FILE)
+    of_files = {name: [*inspection.file_faults(directory, held, name)] for name in held.files}
+    assert [name for name, found in of_files.items() if found] == [FILE], (
+        "and of a file that is sound, nothing"
+    )
 
 
 def test_overlapping_pieces_of_a_tensor_are_seen_in_any_cut():

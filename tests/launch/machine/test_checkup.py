@@ -208,6 +208,8 @@ def test_a_misspelt_variable_is_noticed(monkeypatch):
     monkeypatch.delenv("MEGARECIPES_CAHCE")
     monkeypatch.setenv("MEGARECIPES_VERBOSE", "true")
     assert "MEGARECIPES_VERBOSE=true does nothing" in start_checks.variables().found
+    monkeypatch.setenv("MEGARECIPES_VERBOSE", "1")
+    assert start_checks.variables().found == "MEGARECIPES_VERBOSE=1"
 
 
 def test_a_small_disk(monkeypatch, tmp_path):

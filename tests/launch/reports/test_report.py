@@ -29,29 +29,13 @@ def made(tmp_path_factory, tables):
     make_run(runs / "full", tables, "widgets/fast", cached=3 * 10**9)
     make_run(runs / "older_full", tables, "widgets/fast", started="2026-06-01T10:00:00+0000")
     make_run(runs / "small", tables, "widgets/fast", tiny=True)
-    make_run(
-        runs / "going",
-        tables,
-        "widgets/slow",
-        finished=False,
-        records=[step(n, seconds=3.0) for n in range(1, 13)],
-    )
+    every_3_s = [step(n, seconds=3.0) for n in range(1, 13)]
+    make_run(runs / "going", tables, "widgets/slow", finished=False, records=every_3_s)
     make_run(runs / "oom", tables, "widgets/oom", status="OOM", records=[])
-    make_run(
-        runs / "diverged",
-        tables,
-        "widgets/slow",
-        status="diverged",
-        started="2026-05-01T10:00:00+0000",
-        records=[step(1), step(2)],
-    )
-    make_run(
-        runs / "wider",
-        tables,
-        "widgets/slow",
-        overrides={"batch": {"micro": 2, "global": 16}},
-        started="2026-04-01T10:00:00+0000",
-    )
+    diverged = {"status": "diverged", "records": [step(1), step(2)]}
+    make_run(runs / "diverged", tables, "widgets/slow", started="2026-05-01T10:00:00+0000", **diverged)
+    wider = {"batch": {"micro": 2, "global": 16}}
+    make_run(runs / "wider", tables, "widgets/slow", overrides=wider, started="2026-04-01T10:00:00+0000")
     code = report.main([str(runs), "--all", "--out", str(out)], tables)
     texts = {name: (out / f"report.{name}").read_text(encoding="utf-8") for name in ("md", "csv", "html")}
     page = Page()
@@ -84,58 +68,63 @@ def test_cells_stand_as_the_source_prints_them(made):
     assert "| 64 | 48B | 2.0s | 4000 | 05-26 | fast" in made.md
 
 
-def test_every_row_is_there_run_or_not(made):
-    assert [r["status"] for r in lines_of(made, "quiet/only")] == ["not run"]
-    assert [r["status"] for r in lines_of(made, "widgets/oom")] == ["OOM"]
-    assert [r["status"] for r in lines_of(made, "widgets/slow")] == ["unfinished", "diverged", "measured"]
-    assert "not run" in made.md and "not run" in "".join(made.page.text)
+# Recipe, run ("": none was made), column of the CSV, and what stands there or within it.
+CELLS = (
+    ("quiet/only", "", "status", "not run"),
+    ("widgets/oom", "oom", "status", "OOM"),
+    ("widgets/oom", "oom", "no_ratio", "OOM, as published"),
+    ("widgets/slow", "going", "status", "unfinished"),
+    ("widgets/slow", "going", "steps", "12"),
+    ("widgets/slow", "going", "time_per_iteration_s", 3.0),
+    ("widgets/slow", "going", "samples_per_s", 8 / 3),
+    ("widgets/slow", "going", "deviations", "no result.json"),
+    ("widgets/slow", "going", "deviations", "steps: 12 of the recipe's 40"),
+    ("widgets/slow", "diverged", "status", "diverged"),
+    ("widgets/slow", "wider", "status", "measured"),
+    ("widgets/slow", "wider", "no_ratio", "not compared: other batch.global"),
+    ("widgets/slow", "wider", "ratio_tflops", None),
+    ("widgets/fast", "full", "time_per_iteration_s", 0.5),
+    ("widgets/fast", "full", "ratio_time_per_iteration_s", 0.25),
+    ("widgets/fast", "full", "samples_per_s", 16),
+    ("widgets/fast", "full", "cached_gb", 3),
+    ("widgets/fast", "full", "published_tflops", 4000),
+    ("widgets/fast", "full", "published_samples_per_s", None),
+    ("widgets/fast", "full", "deviations",
+     "hardware: run on CPU: Abacus 9, 2 cores, the recipe's is 1 GPU (Abacus)"),
+    ("widgets/fast", "small", "tiny", "True"),
+    ("widgets/fast", "small", "no_ratio", "tiny"),
+)  # fmt: skip
 
 
-def test_runs_of_a_row_come_newest_first(made):
+@pytest.mark.parametrize(("recipe", "run", "column", "value"), CELLS)
+def test_a_cell_of_the_csv(made, recipe, run, column, value):
+    (line,) = [record for record in lines_of(made, recipe) if Path(record["run"]).name == run]
+    if value is None:
+        assert line[column] == ""
+    elif isinstance(value, str):
+        assert value in line[column]
+    else:
+        assert float(line[column]) == pytest.approx(value)
+
+
+def test_rows_stand_in_order_and_their_runs_newest_first(made):
+    order = [Path(record["run"]).name for record in lines_of(made, "widgets/slow")]
+    assert order == ["going", "diverged", "wider"]
     names = [Path(record["run"]).name for record in lines_of(made, "widgets/fast")]
     assert names.index("full") < names.index("older_full")
-
-
-def test_measured_numbers_and_ratios(made):
-    full = next(r for r in lines_of(made, "widgets/fast") if r["run"].endswith("/full"))
-    assert float(full["time_per_iteration_s"]) == 0.5 and float(full["ratio_time_per_iteration_s"]) == 0.25
-    assert float(full["samples_per_s"]) == 16 and float(full["cached_gb"]) == 3
+    full = lines_of(made, "widgets/fast")[names.index("full")]
     assert float(full["ratio_tflops"]) == pytest.approx(float(full["tflops"]) / 4000)
-    assert full["published_tflops"] == "4000.0" and full["published_samples_per_s"] == ""
-    assert "hardware: run on CPU: Abacus 9, 2 cores, the recipe's is 1 GPU (Abacus)" in full["deviations"]
+    assert "not run" in made.md and "not run" in "".join(made.page.text)
 
 
 def test_a_tiny_run_never_looks_like_the_row(made):
     small = next(r for r in lines_of(made, "widgets/fast") if r["run"].endswith("/small"))
-    assert small["tiny"] == "True" and small["recipe"] == "widgets/fast"
-    assert (
-        not any(value for key, value in small.items() if key.startswith("ratio_"))
-        and "tiny" in small["no_ratio"]
-    )
+    assert not any(value for key, value in small.items() if key.startswith("ratio_"))
     rows = (row for table in made.page.tables for row in table)
     line = next(row for row in rows if any(cell.startswith("small") for cell in row))
     assert "measured TINY" in line and "x" not in line[-2].replace("tiny, another model", "")
     assert "**TINY** measured" in made.md
     assert any(text.startswith("tiny: the recipe was shrunk") for text in made.page.text)
-
-
-def test_a_run_of_another_batch_is_not_compared(made):
-    wider = next(r for r in lines_of(made, "widgets/slow") if r["run"].endswith("/wider"))
-    assert wider["no_ratio"] == "not compared: other batch.global" and not wider["ratio_tflops"]
-
-
-def test_out_of_memory_is_compared_as_such(made):
-    assert lines_of(made, "widgets/oom")[0]["no_ratio"] == "OOM, as published"
-
-
-def test_an_unfinished_run_is_taken_from_its_metrics(made):
-    going = lines_of(made, "widgets/slow")[0]
-    assert (
-        going["steps"] == "12"
-        and float(going["time_per_iteration_s"]) == 3.0
-        and float(going["samples_per_s"]) == pytest.approx(8 / 3)
-    )
-    assert "no result.json" in going["deviations"] and "steps: 12 of the recipe's 40" in going["deviations"]
 
 
 def test_what_the_table_does_not_print_is_said(made):

@@ -88,13 +88,9 @@ def test_a_run_says_what_no_source_gives():
     assert "24B" in catalog.load("jeanzay_megatron_deepspeed_zero_tp_sweep/24b-tp1-mb16").unknown["model"]
 
 
-def test_unexplained_keys_are_refused_with_the_file():
-    for broken, expected in (
-        ("inferred={batch.globl: a typo}", "inferred: batch.globl: no such key"),
-        ("unknown={optimizer: twice}", "unknown: optimizer: is in inferred as well"),
-    ):
-        with pytest.raises(RecipeError, match=expected):
-            catalog.load(NAMES[0], [broken])
+def test_a_key_has_one_explanation():
+    with pytest.raises(RecipeError, match="unknown: optimizer: is in inferred as well"):
+        catalog.load(NAMES[0], ["unknown={optimizer: twice}"])
 
 
 # --- recipe.py list and show

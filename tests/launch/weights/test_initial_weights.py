@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -74,14 +73,9 @@ def state(change: Callable[[dict], object]) -> Callable[[Path], None]:
     return damage
 
 
-def content(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    """A change of the bytes of the weights."""
-
-    def damage(directory: Path) -> None:
-        file = directory / "model.safetensors"
-        file.write_bytes(change(file.read_bytes()))
-
-    return damage
+def cut_off(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
 
 
 def config(**values: object) -> Callable[[Path], None]:
@@ -123,10 +117,7 @@ def pickled(save: object, **how: bool) -> Callable[[Path], None]:
 
 
 DAMAGED = {
-    "cut off": (content(lambda b: b[:-1000]), r"model.safetensors: has \d+ bytes, and its header tells of"),
-    "header cut off": (content(lambda b: b[:100]), "no safetensors file, or a damaged one"),
-    "a header of text": (content(lambda b: struct.pack("<Q", 80) + b"{" * 80 + b), "not JSON"),
-    "a page of the web": (content(lambda b: b"<!DOCTYPE html>" * 9), "no safetensors file"),
+    "cut off": (cut_off, r"model.safetensors: has \d+ bytes, and its header tells of"),
     "a tensor missing": (state(lambda t: t.pop(W)), f"lacks {W}: a GPT2LMHeadModel of this config.json"),
     "a tensor too many": (state(lambda t: t.update(x=torch.ones(2))), "holds transformer.x: .* has no such"),
     "two names": (
@@ -162,7 +153,6 @@ DAMAGED = {
     "no weights": (lambda d: (d / "model.safetensors").rename(d / "old.safetensors"), "but old.safetensors"),
     "no config": (lambda d: (d / "config.json").unlink(), "config.json: no such file; give a directory"),
     "a config of a list": (lambda d: (d / "config.json").write_text("[]"), "config.json: holds a list"),
-    "a deep config": (lambda d: (d / "config.json").write_text("[" * 10**5), "nested too deeply"),
     "a size as text": (config(n_layer="4"), 'n_layer="4": it is a whole number from 1'),
     "no size": (config(n_embd=None), "n_embd=null: it is a whole number from 1"),
     "a size without end": (config(n_embd=10**30), "n_embd=1000000000000000000000000000000: it is a whole"),
