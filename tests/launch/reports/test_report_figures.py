@@ -12,6 +12,8 @@ from matplotlib.figure import Figure
 from reported import Page, make_run, plots, read_of, step
 
 from launch import report
+from launch.reports.comparison import result_rows
+from launch.reports.entries import COLUMNS
 from launch.reports.plots import MOST_POINTS, PALETTE, draw_references, losses, new_axes, of_comparison, thin
 
 
@@ -114,3 +116,51 @@ def test_a_comparison_on_the_page(tables, tmp_path, capsys):
     assert any("absolute difference (nats)" in labels for labels in drawn)
     assert any("Time per step" in labels for labels in drawn)
     assert "first differ by more than rounding (3.9e-03 of the loss)" in capsys.readouterr().out
+
+
+def test_losses_that_cannot_be_compared_are_not_in_one_figure(tables, tmp_path):
+    """Nor is their difference drawn; their time per step is."""
+    run = read_of(make_run(tmp_path / "a", tables, "widgets/fast"), tables, "mine")
+    same = read_of(make_run(tmp_path / "b", tables, "widgets/fast"), tables, "same")
+    elsewhere = run.recipe.model_copy(update={"data": run.recipe.data.model_copy(update={"name": "x"})})
+    other = replace(run, label="other", plan=replace(run.plan, recipe=elsewhere))
+    mixed = [run, other, same]
+    held = [[name for name in ("mine", "other", "same") if f">{name}<" in f.svg] for f in losses(mixed)]
+    assert held == [["mine", "same"], ["other"]]
+    *_, times = of_comparison(mixed)
+    assert all(f">{name}<" in times.svg for name in ("mine", "other", "same"))
+    drawn = of_comparison([run, other])
+    assert [plot.label for plot in drawn] == [
+        *[plot.label for plot in losses(mixed[:2], title="Losses")],
+        "Time per step",
+    ]
+
+
+def test_curves_over_tokens_and_hours(tables, tmp_path):
+    """A sample has 64 tokens, a batch 8 samples; a step takes half a second."""
+    run = read_of(make_run(tmp_path / "r", tables, "widgets/fast"), tables)
+    points = [(0.0, 6.0), (2.0, 5.0), (40.0, 4.0)]
+    assert run.along(points, "steps") == points
+    assert run.along(points, "tokens") == [(0.0, 6.0), (1024.0, 5.0), (20480.0, 4.0)]
+    assert run.along(points, "hours") == [(0.0, 6.0), (1 / 3600, 5.0), (20 / 3600, 4.0)]
+    for over, named in (("tokens", "tokens read"), ("hours", "hours of optimizer steps")):
+        (figure,) = losses([run], over)
+        assert named in figure.svg and "optimizer step<" not in figure.svg
+    unread = replace(run, plan=None)
+    assert unread.along(points, "tokens") == []
+
+
+def test_speeds_whose_spreads_overlap_are_not_ranked(tables, tmp_path):
+    def run(name, seconds):
+        records = [step(number, seconds=seconds[number % len(seconds)]) for number in range(1, 41)]
+        return read_of(make_run(tmp_path / name, tables, "widgets/fast", records=records), tables, name)
+
+    noisy = run("noisy", [0.4, 0.5, 0.6, 0.7])
+    near = run("near", [0.45, 0.55, 0.65, 0.75])
+    quick = run("quick", [0.1, 0.12])
+    rows = {row[0]: row[1:] for row in result_rows([noisy, near, quick], [None, None])}
+    for heading in ("time per iteration (s)", "samples/s", "TFLOPS per GPU, formula"):
+        assert rows[heading][3] == "within the spread", heading
+        assert rows[heading][4].endswith("x"), heading
+    assert rows["half of the steps (s)"][2] == "0.1 to 0.12"
+    assert COLUMNS["time_per_iteration_s"].text(quick) == "0.1 (0.1 to 0.12)"
