@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from launch.records.metrics import Records, curve
+from launch.records.metrics import BranchRecord, Records, curve
 
+MOST_CHANGES = 4  # in the label of a branch
+LONGEST_LABEL = 60
 MOST_NEIGHBOURS = 100  # steps on either side of a step in the moving average
 LINE = 1.4  # distance of lines of text in the margin, in font sizes
 
@@ -38,6 +41,8 @@ def plot_loss(
         axes.plot(steps, moving_average(losses), linewidth=1.8, color="tab:blue", label=label)
     if validation:
         axes.plot(*zip(*validation, strict=True), "o-", markersize=4, color="tab:orange", label="validation")
+    for branch in records.branches:
+        axes.axvline(branch.step, color="tab:green", linewidth=1.2, label=branch_label(branch))
     for value, style in zip(reference_lines.values(), itertools.cycle(("--", ":", "-.")), strict=False):
         axes.axhline(value, linestyle=style, color="gray", linewidth=1)
     write_in_margin(
@@ -51,6 +56,16 @@ def plot_loss(
     if train or validation:
         axes.legend(loc="upper right")
     figure.savefig(out_png, dpi=120)
+
+
+def branch_label(record: BranchRecord) -> str:
+    """Return the label of the line where a branch begins: whose it is, and what it changes."""
+    branch = record.branch
+    changes = [str(change) for change in branch.changed[:MOST_CHANGES]]
+    more = len(branch.changed) - MOST_CHANGES
+    changes += [f"and {more} more"] if more > 0 else []
+    first = f"branch of {Path(branch.run).name} from step {branch.step:,} on"
+    return "\n".join(textwrap.shorten(line, LONGEST_LABEL) for line in (first, *changes))
 
 
 def moving_average(values: Sequence[float]) -> list[float]:

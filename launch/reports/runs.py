@@ -146,7 +146,7 @@ def read_run(path: Path, label: str, original_of: Callable[[str], Recipe | None]
             result = replace(result, status=OOM, reason=oom, deviations=stated)
     curves = (curve(each, records.part) for each in (records.steps, records.validations))
     training, validation = ([(float(step), value) for step, value in each] for each in curves)
-    seconds = [(float(step.step), step.seconds) for step in records.steps if step.seconds > 0]
+    seconds = [(float(step.step), step.seconds) for step in records.own_steps if step.seconds > 0]
     points = (training, validation, seconds)
     scores = _read(lambda: read_scores(path), problems) or ()
     before = _read(lambda: pretrained.read(path), problems)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_configs.findings import lookup
+from ds_configs.jsonfile import find
 from ds_configs.plan import Machine
 from launch.console import arguments, output, quiet, terminal
 from launch.machine import checks, description, start_checks
@@ -66,7 +67,11 @@ class Training:
         """The facts of the run, as far as they are known before its data."""
         job = self.job
         machine = description.describe()
-        return RunFacts(job.plan, job.name, machine, self.original, self.tiny, self.emulated_fp16)
+        weights = job.initial_weights and job.initial_weights.record()
+        return RunFacts(
+            job.plan, job.name, machine, self.original, self.tiny, self.emulated_fp16,
+            ds_config=job.ds_config, initial_weights=weights, recipe_of=job.recipe_of,
+        )  # fmt: skip
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -185,7 +190,8 @@ def job_of(
     if missing is not None:
         say_on_rank_0(missing)
     compiled = compile_choice.compiles(args.compile, plan, machine)
-    return Job(plan, name, directory, args.resume, compiled, initial_weights=weights)
+    given = find(args.ds_config or recipe.ds_config)
+    return Job(plan, name, directory, args.resume, compiled, initial_weights=weights, ds_config=given)
 
 
 def open_run_directory(training: Training) -> RunDirectory | None:
@@ -255,6 +261,7 @@ def show_plan(job: Job) -> None:
             hardware,
             band_kernel=kernel,
             run_directory=job.directory,
+            recipe_of=job.recipe_of,
             started=processes.world_size(),
             text=text,
         )
@@ -297,6 +304,12 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
 
             with system_refusals(Path.cwd()):
                 chosen = reading.choose(job.checkpoints, grid, job.plan.recipe, checksum(corpus))
+        branch = job.plan.recipe.branch
+        if branch is not None and chosen.checkpoint is None:
+            from launch.checkpoints import branching
+
+            with system_refusals(Path(branch.run)):
+                chosen = branching.choose(job.plan.recipe, grid, checksum(corpus))
     except ValueError as e:
         ending.refuse(e)
     training.clock.mark("data")
@@ -353,9 +366,16 @@ def open_recorder(
         training.facts, data=corpus.summary, entropies=entropies, band_kernel=band_kernel(job.plan)
     )
     done = chosen.checkpoint.step if chosen.checkpoint else 0
+    began = "resumed from"
+    branch = job.plan.recipe.branch
+    if branch and chosen.checkpoint and chosen.checkpoint.directory.parent != job.checkpoints:
+        from launch.records import metrics
+
+        began = "branched off from"
+        metrics.begin_branch(directory.metrics_jsonl, branch)
     recorder = Recorder(directory, known, done, training.clock, sys.stdout)
     for newer in chosen.damaged:
         recorder.say(f"WARNING: {newer}; it is left as it is, and an older checkpoint is taken")
     if chosen.checkpoint:
-        recorder.say(f"resumed from {chosen.checkpoint.directory}")
+        recorder.say(f"{began} {chosen.checkpoint.directory}")
     return recorder

@@ -35,7 +35,7 @@ def test_the_batch_grows_as_megatrons(ramp):
 
 
 def test_a_batch_without_a_ramp_is_always_full():
-    sizes = catalog.load().batch.schedule
+    sizes = catalog.load().sizes
     assert [sizes.size(step) for step in (0, 1, 10**9)] == [8] * 3 and sizes.samples(7) == 56
 
 
@@ -85,7 +85,7 @@ def test_a_tiny_ramp_is_a_ramp():
     for row in (recipe, ramped(4, 4, more=["batch.micro=4", "parallel.dp=1"])):
         shrunk = tiny(row)
         assert catalog.dump(tiny(shrunk)) == catalog.dump(shrunk), "shrinking twice changes nothing more"
-        sizes = [shrunk.batch.schedule.size(step) for step in range(7)]
+        sizes = [shrunk.sizes.size(step) for step in range(7)]
         assert sizes == [shrunk.batch.global_ // 2] * 5 + [shrunk.batch.global_] * 2
         resolve(shrunk, "zero1", None, MACHINE, {})
 
