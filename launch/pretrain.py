@@ -21,7 +21,6 @@ from launch.ranks import joining, processes
 from launch.ranks.meeting import Meeting
 from launch.records.facts import Ending
 from launch.records.plan_text import titled
-from launch.records.recorded_run import RecordedRun
 from launch.training.start import RUN_RULES, Training, add_run_arguments, job_of, launch, say_on_rank_0
 from recipes import catalog
 from recipes.files import path_of
@@ -30,6 +29,7 @@ from recipes.tables import RecordedTable
 
 if TYPE_CHECKING:
     from data.corpus import Corpus
+    from launch.records.recorded_run import RecordedRun
     from launch.weights.starting_model import StartingModel
 
 EXAMPLES = """\
@@ -63,14 +63,14 @@ examples:
       --resume
       continue from the newest complete checkpoint; a first start if there is
       none
-  torchrun --nproc_per_node 2 launch/pretrain.py --resume --out runs/try1 \
+  torchrun --nproc_per_node 2 launch/pretrain.py --resume --out runs/try1 \\
       --set parallel.tp=2 --ds_config zero3
       continue a run with its own recipe, --set's and JSON, here under another
       layout; --resume --out RUN is enough where nothing changes
   python launch/pretrain.py --recipe runs/try1 --out runs/try2
       a new run of the recipe and JSON of another run
-  python launch/pretrain.py --branch runs/stable@1000 --out runs/cooled-1000 \
-      --set schedule.kind=wsd --set schedule.wsd_decay_steps=200 \
+  python launch/pretrain.py --branch runs/stable@1000 --out runs/cooled-1000 \\
+      --set schedule.kind=wsd --set schedule.wsd_decay_steps=200 \\
       --set steps=1200
       go on from a checkpoint of another run with another schedule, learning
       rate, batch or text, or longer samples; here a cool-down of 200 steps
@@ -172,8 +172,9 @@ def training_of(args: argparse.Namespace) -> Training:
         joining.order_kernels(plan.layout.tp)
     machine = abilities.detect_machine(args.emulate_fp16, on_paper=args.plan)
     job = job_of(args, recipe, name, machine, weights)
-    if source and source.path != job.directory:
-        job = replace(job, recipe_of=source.path)
+    if source:
+        tiny = tiny or source.tiny
+        job = replace(job, recipe_of=None if source.path == job.directory else source.path)
 
     def corpus(meeting: Meeting) -> Corpus:
         from data.corpus import build
@@ -185,18 +186,18 @@ def training_of(args: argparse.Namespace) -> Training:
 
         return Ending(sample=sample(job.plan.recipe, job.checkpoints, corpus.tokenizer))
 
-    return Training(
-        job, original, tiny or bool(source and source.tiny), machine.emulated_fp16, corpus, outcome=outcome
-    )
+    return Training(job, original, tiny, machine.emulated_fp16, corpus, outcome=outcome)
 
 
 def resumed_run(args: argparse.Namespace) -> RecordedRun | None:
-    """Return the run that --resume --out continues with its own recipe; None: there is none, or --recipe says.
+    """Return the run that --resume --out continues with its own recipe; None: none, or --recipe says it.
 
     Raises ProblemsError: --branch names another checkpoint than the run went on from.
     """
     if not (args.resume and args.out) or "recipe" in args.given or not catalog.recorded(args.out):
         return None
+    from launch.records.recorded_run import RecordedRun
+
     run = RecordedRun.read(path_of(args.out, "--out"), "--out")
     if args.branch is not None:
         from launch.checkpoints import branching
@@ -217,6 +218,8 @@ def run_of_recipe(name: str) -> RecordedRun | None:
     place = catalog.recorded(name)
     if place is None or not isinstance(table, RecordedTable):
         return None
+    from launch.records.recorded_run import RecordedRun
+
     run = RecordedRun.read(place, "--recipe")
     if run.recipe.branch is not None:
         began = run.recipe.branch

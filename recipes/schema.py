@@ -609,7 +609,7 @@ class Recipe(Strict):
     def compared(self) -> dict[str, Any]:
         """Return every field as plain data for comparisons.
 
-        model.positions is null if it equals sequence_length, stated or not; branch is absent where it is null.
+        model.positions is null if it equals sequence_length, stated or not. A run that is no branch has none.
         """
         values = self.model_dump(mode="json", by_alias=True)
         if self.branch is None:

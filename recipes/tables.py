@@ -81,7 +81,7 @@ class RecordedTable(Table):
             came = f"holds {type(document.value).__name__}, not a recipe"
             where = str(path)
             raise RecipeError([Problem(where, came, "", "was it written by this project?", where=where)])
-        rows = {directory.name: document.value}
+        rows: dict[str, dict[str, Any] | None] = {directory.name: document.value}
         return cls(title=str(directory), rows=rows, name=str(directory.parent), document=document)
 
     def paths(self, row: str) -> tuple[KeyPath, ...]:

@@ -92,7 +92,7 @@ def validate(
     columns = document.value.get("columns") or () if "rows" in document.value else None
     changed = copy.deepcopy(dict(values))
     for key, value in (laid or {}).items():
-        _put(changed, key.split("."), value)
+        _put(changed, key.split("."), copy.deepcopy(value))
     overridden, problems = _override(changed, settings)
     found: list[tuple[Problem, list[ErrorPath]]] = []  # with the keys that it is about
     try:

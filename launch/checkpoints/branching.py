@@ -65,13 +65,11 @@ class BranchPoint:
         there = with_tokenizer(there, kept)
         laid = {**laid, "data.tokenizer": kept.model_dump()}
         problems = list[Problem]()
-        try:
-            now = catalog.load(self.run.path, settings, steps=steps, laid=laid)
-        except RecipeError as error:
-            problems += error.problems
-            for text in settings:
-                problems += self._refused_setting(there, text, laid)
-            raise ProblemsError(problems) from None
+        now, wrong = self._laid_over(settings, laid, steps)
+        if now is None:
+            problems += wrong
+            sound = [text for text in settings if self._laid_over([text], laid)[0]]
+            now = self._laid_over(sound, laid, steps)[0] or there
         if not any("tokenizer" in text for text in settings):  # where data is set as a whole
             now = with_tokenizer(now, kept)
         changes = catalog.branch_changes(there, now)
@@ -80,7 +78,9 @@ class BranchPoint:
         reordered = [key for key, _, _ in changes.allowed if is_part(key, catalog.ORDER)]
         if set(reordered) - {"data.broken_records"}:
             data_from = read
-        problems += self._refused(changes.refused)
+        for key, was, is_now in changes.refused:
+            came = f"{key}={is_now}, and the run has {was}"
+            problems.append(Problem(key, came, KEPT, "leave it out", f"{FLAG} {self.run.path}"))
         problems += self._misfits(there, now, anew=data_from == read)
         if problems:
             raise ProblemsError(problems)
@@ -94,20 +94,14 @@ class BranchPoint:
         )
         return now.model_copy(update={"branch": branch})
 
-    def _refused_setting(self, there: Recipe, text: str, laid: Mapping[str, Any]) -> list[Problem]:
-        """Return the refusals of one setting alone, where all together make no recipe."""
+    def _laid_over(
+        self, settings: Sequence[str], laid: Mapping[str, Any], steps: int | None = None
+    ) -> tuple[Recipe | None, tuple[Problem, ...]]:
+        """Return the run's recipe with changes, or None and all that is wrong with them."""
         try:
-            now = catalog.load(self.run.path, [text], laid=laid)
-        except RecipeError:
-            return []
-        return self._refused(catalog.branch_changes(there, now).refused)
-
-    def _refused(self, changes: Sequence[catalog.Change]) -> list[Problem]:
-        fix = f"leave it out, or start another run from the weights: --init_from {self.run.path}"
-        where = f"{FLAG} {self.run.path}"
-        return [
-            Problem(key, f"{key}={now}, and the run has {was}", KEPT, fix, where) for key, was, now in changes
-        ]
+            return catalog.load(self.run.path, settings, steps=steps, laid=laid), ()
+        except RecipeError as error:
+            return None, error.problems
 
     def _misfits(self, there: Recipe, now: Recipe, anew: bool) -> Iterator[Problem]:
         where = f"{FLAG} {self.run.path}@{self.step}"

@@ -67,7 +67,7 @@ class Training:
         """The facts of the run, as far as they are known before its data."""
         job = self.job
         machine = description.describe()
-        weights = job.initial_weights and job.initial_weights.record()
+        weights = job.initial_weights.record() if job.initial_weights else None
         return RunFacts(
             job.plan, job.name, machine, self.original, self.tiny, self.emulated_fp16,
             ds_config=job.ds_config, initial_weights=weights, recipe_of=job.recipe_of,
