@@ -1,6 +1,6 @@
 """Trains runs under one layout each, and branches of them; writes their losses.
 
-branching.py OUT CASES.json     cases: name, ds_config, settings; branches: list of (name, ds_config, settings)
+branching.py OUT CASES.json     cases: name, ds_config, settings, branches: (name, ds_config, settings) each
 
 Every run saves after steps 3 and 6, every branch goes on from its step 3. Leaves OUT/NAME/losses.json.
 """
