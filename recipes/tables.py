@@ -81,8 +81,8 @@ class RecordedTable(Table):
             came = f"holds {type(document.value).__name__}, not a recipe"
             where = str(path)
             raise RecipeError([Problem(where, came, "", "was it written by this project?", where=where)])
-        rows: dict[str, dict[str, Any] | None] = {directory.name: document.value}
-        return cls(title=str(directory), rows=rows, name=str(directory.parent), document=document)
+        names = {"title": str(directory), "name": str(directory.parent)}
+        return cls.model_construct(**names, rows={directory.name: document.value}, document=document)
 
     def paths(self, row: str) -> tuple[KeyPath, ...]:
         return ((),)

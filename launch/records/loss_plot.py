@@ -13,10 +13,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from launch.records.metrics import BranchRecord, Records, curve
+from launch.records.metrics import Records, curve
+from recipes.schema import Branch
 
-MOST_CHANGES = 4  # in the label of a branch
-LONGEST_LABEL = 60
+LABEL_WIDTH = 48  # characters along the line of a branch
+LABEL_LINES = 3
 MOST_NEIGHBOURS = 100  # steps on either side of a step in the moving average
 LINE = 1.4  # distance of lines of text in the margin, in font sizes
 
@@ -41,8 +42,8 @@ def plot_loss(
         axes.plot(steps, moving_average(losses), linewidth=1.8, color="tab:blue", label=label)
     if validation:
         axes.plot(*zip(*validation, strict=True), "o-", markersize=4, color="tab:orange", label="validation")
-    for branch in records.branches:
-        axes.axvline(branch.step, color="tab:green", linewidth=1.2, label=branch_label(branch))
+    for left in records.branches:
+        mark_branch(axes, left.branch)
     for value, style in zip(reference_lines.values(), itertools.cycle(("--", ":", "-.")), strict=False):
         axes.axhline(value, linestyle=style, color="gray", linewidth=1)
     write_in_margin(
@@ -58,14 +59,20 @@ def plot_loss(
     figure.savefig(out_png, dpi=120)
 
 
-def branch_label(record: BranchRecord) -> str:
-    """Return the label of the line where a branch begins: whose it is, and what it changes."""
-    branch = record.branch
-    changes = [str(change) for change in branch.changed[:MOST_CHANGES]]
-    more = len(branch.changed) - MOST_CHANGES
-    changes += [f"and {more} more"] if more > 0 else []
-    first = f"branch of {Path(branch.run).name} from step {branch.step:,} on"
-    return "\n".join(textwrap.shorten(line, LONGEST_LABEL) for line in (first, *changes))
+def mark_branch(axes: Axes, branch: Branch) -> None:
+    """Draw a line where a branch begins, and write along it whose it is and what it changes."""
+    axes.axvline(branch.step, color="tab:green", linewidth=1.2)
+    changes = "; ".join(map(str, branch.changed))
+    text = f"branch of {Path(branch.run).name} from step {branch.step:,} on: {changes or 'nothing changed'}"
+    label = textwrap.fill(text, LABEL_WIDTH, max_lines=LABEL_LINES, placeholder=" …")
+    place = {
+        "transform": axes.get_xaxis_transform(),
+        "rotation": 90,
+        "ha": "right",
+        "va": "bottom",
+        "ma": "left",
+    }
+    axes.text(branch.step, 0.01, f"{label} ", fontsize=7, color="tab:green", **place)
 
 
 def moving_average(values: Sequence[float]) -> list[float]:

@@ -58,8 +58,10 @@ def describe_plan(plan: Plan, name: str, surroundings: Surroundings, width: int 
     rule = (
         f"lr {o.lr:g}, betas {o.betas[0]:g} {o.betas[1]:g}, weight decay {o.weight_decay:g}, clip {o.clip:g}"
     )
-    read = recipe.sizes.samples(recipe.steps) * model.sequences * length
-    tokens = f"{counted(recipe.steps, 'step')} = {read:,} tokens"
+    first = recipe.branch.step if recipe.branch else 0
+    samples = recipe.sizes.samples(recipe.steps) - recipe.sizes.samples(first)
+    read = samples * model.sequences * length
+    tokens = f"{counted(recipe.steps - first, 'step')} = {read:,} tokens"
     ramp = recipe.batch.rampup
     grown = recipe.sizes.stretches[-1][0] + 1
     growth = f" from step {grown:,} on, {ramp.start} at first, by {ramp.increment} more" if ramp else ""
@@ -134,7 +136,7 @@ def describe_states(plan: Plan) -> str:
 def describe_data(plan: Plan, data: Mapping[str, Any]) -> str:
     """Name the source of the text, and the share of it that the run reads."""
     tokens = f"{data['train_tokens']:,} training tokens, " if "train_tokens" in data else ""
-    samples = plan.recipe.sizes.samples(plan.recipe.steps)
+    samples = plan.recipe.sizes_in_data.samples(plan.recipe.steps)
     epoch = data.get("samples_per_epoch")
     seen = f"{samples / epoch:.2f} epochs" if epoch else "streamed"
     held_out = f"{counted(data['validation_samples'], 'validation sample')} of held-out documents"

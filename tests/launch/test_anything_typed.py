@@ -26,7 +26,7 @@ from stored import write_checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from data.text.trained_vocabulary import train_bpe, wrap_tokenizer
-from ds_configs.jsonfile import ConfigError, available
+from ds_configs.jsonfile import ConfigError, available, find
 from ds_configs.plan import HOST, Machine
 from ds_configs.resolver import resolve
 from launch.checkpoints import manifest, run_checkpoints, showing
@@ -137,6 +137,7 @@ def folder(tmp_path_factory) -> Iterator[Path]:
     for name in ("recipe.yaml", "metrics.jsonl", "result.json", "config.json", "model.safetensors"):
         (folder / "run.d" / name).write_text("{")
     save_gpt2(folder / "gpt2.d")
+    save_run(folder / "own.d")
     (folder / "loop").symlink_to("loop")
     os.mkfifo(folder / "pipe")
     before = os.getcwd()
@@ -169,11 +170,16 @@ def typed(action: argparse.Action) -> st.SearchStrategy[list[str]]:
         values = st.sampled_from(["gpt2", "trained_bpe", "x", *(f"file:{name}" for name in files)])
     elif action.dest == "init_from":
         values = st.sampled_from(["gpt2.d", "gpt2.d", "run.d", "full", *FILES, *PATHS, *TEXTS])
+    elif action.dest == "branch":
+        named = ["own.d", "own.d@3", "own.d@3", "own.d@2", "own.d@", "@3", "run.d@3", "full", "gpt2.d@0"]
+        values = st.sampled_from([*named, *FILES, *PATHS, *TEXTS])
+    elif action.dest == "recipe":
+        values = st.sampled_from([*own, "own.d", "own.d"])
     elif action.dest == "model" and not action.option_strings:
         values = st.sampled_from(["gpt2.d", "gpt2.d", "gpt2.d", "run.d", "full", "good.yaml", *PATHS, *TEXTS])
     elif action.dest in ("out", "plot", "json", "csv"):
         values = st.sampled_from(
-            [*FILES, "full", "run.d", "pipe", *PATHS, "new.png", "new.json", "new.jsonl"]
+            [*FILES, "full", "run.d", "own.d", "pipe", *PATHS, "new.png", "new.json", "new.jsonl"]
         )
     flag = action.option_strings[:1]
     if action.nargs == 0:
@@ -414,22 +420,29 @@ def test_a_damaged_table_is_read_or_refused(tmp_path_factory, at, cut, put):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """A run of three steps that nothing has trained."""
     path = tmp_path_factory.mktemp("run")
+    save_run(path)
+    return path
+
+
+def save_run(path: Path) -> None:
+    """A run of three steps that nothing has trained."""
     from launch.records.admission import admit
     from launch.records.facts import Ending
 
-    admit(path, facts(plan(), tiny=True), ["x"]).close()
+    known = facts(plan(), tiny=True, original=plan().recipe, ds_config=find("zero1"))
+    admit(path, known, ["x"]).close()
     with recorder(path, plan()) as records:
         for step in (1, 2, 3):
             records.step(outcome(5.0 - step / 10, step=step, seconds=0.5, data_seconds=0.1))
         records.finish(Ending())
     write_checkpoint(path / "checkpoints", 3, {"word.weight": torch.ones(4, 2)}, plan().recipe)
-    return path
 
 
 RUN_FILES = [
     "plan.json",
+    "original.yaml",
+    "ds_config_given/zero1.json",
     "environment.json",
     "result.json",
     "metrics.jsonl",
