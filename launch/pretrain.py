@@ -215,12 +215,11 @@ def resumed_run(args: argparse.Namespace) -> RecordedRun | None:
 def run_of_recipe(name: str) -> RecordedRun | None:
     """Return the run that --recipe names; None: it names a row. Raises ProblemsError: the run is a branch."""
     table, _ = catalog.find(name)
-    place = catalog.recorded(name)
-    if place is None or not isinstance(table, RecordedTable):
+    if not isinstance(table, RecordedTable):
         return None
     from launch.records.recorded_run import RecordedRun
 
-    run = RecordedRun.read(place, "--recipe")
+    run = RecordedRun.read(Path(table.document.where).parent, "--recipe")
     if run.recipe.branch is not None:
         began = run.recipe.branch
         came = f"{name} is a branch of {began}"

@@ -529,11 +529,7 @@ class Change(Strict):
     now: Any
 
     def __str__(self) -> str:
-        return f"{self.key} {shown_value(self.was)} -> {shown_value(self.now)}"
-
-
-def shown_value(value: Any) -> str:
-    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+        return f"{self.key}: {self.was} -> {self.now}"
 
 
 class Branch(Strict):

@@ -17,7 +17,7 @@ from modeling.parallel.process_grid import ProcessGrid
 from recipes import catalog, files
 from recipes.families import TRAINED
 from recipes.key_paths import is_part
-from recipes.problems import Problem, ProblemsError, RecipeError, some
+from recipes.problems import Problem, ProblemsError, RecipeError
 from recipes.schema import Branch, Change, Recipe, Tokenizer
 
 FLAG = "--branch"
@@ -36,20 +36,13 @@ class BranchPoint:
         """Find the checkpoint of RUN or RUN@STEP; without a step, the newest. Raises ProblemsError."""
         path, step = split(given)
         run = RecordedRun.read(path, FLAG)
-        every = run_checkpoints.below(path)
-        steps = [each.step for each in every]
-        if step is not None and step not in steps:
-            holds = f"only of {some([str(each) for each in reversed(steps)])}"
-            nearest = min(steps, key=lambda each: abs(each - step))
-            came = f"holds no checkpoint of step {step}"
-            files.refuse(f"{FLAG} {given}", came, holds, f"give {FLAG} {path}@{nearest}")
-        found = every[0 if step is None else steps.index(step)]
-        why = found.why if isinstance(found, Damaged) else inspection.other_recipe(found.manifest, run.recipe)
-        if why:
-            whole = [str(each.step) for each in every if isinstance(each, Checkpoint) and each is not found]
-            fix = f"give {FLAG} {path}@STEP, with a STEP of {some(whole)}" if whole else "restore it"
-            files.refuse(found.directory, "cannot be gone on from", why, fix)
-        run_checkpoints.hold(found.directory)
+        found, damaged = run_checkpoints.newest_whole(path, step)
+        if damaged:
+            fix = f"{FLAG} {path}@{found.step} goes on from the one before"
+            files.refuse(damaged[0].directory, "is damaged", damaged[0].why, fix)
+        other = inspection.other_recipe(found.manifest, run.recipe)
+        if other:
+            files.refuse(found.directory, other, fix="restore it")
         return cls(run, found.step)
 
     def recipe(self, settings: Sequence[str], laid: Mapping[str, Any], steps: int | None) -> Recipe:
