@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter
+
 from data.text.given_text import text_settings
 from ds_configs.plan import ANY_GPU
 from ds_configs.resolver import resolve
@@ -23,7 +25,7 @@ from launch.records.facts import Ending
 from launch.records.plan_text import titled
 from launch.training.start import RUN_RULES, Training, add_run_arguments, job_of, launch, say_on_rank_0
 from recipes import catalog
-from recipes.files import path_of
+from recipes.files import checked, path_of
 from recipes.problems import Problem, ProblemsError
 from recipes.tables import RecordedTable
 
@@ -238,9 +240,8 @@ def weights_of(run: RecordedRun) -> StartingModel | None:
         return None
     from launch.weights.starting_model import StartingModel
 
-    return StartingModel(
-        said["directory"], stated=tuple(said["stated"]), recipe=run.path, insists=said["insists"]
-    )
+    found: StartingModel = checked(TypeAdapter(StartingModel), {**said, "recipe": run.path}, run.path)
+    return found
 
 
 if __name__ == "__main__":

@@ -105,3 +105,15 @@ def test_another_ramp_is_another_training():
     one, other = ramped(), ramped(samples=41)
     assert len({catalog.digest(each) for each in (one, other, catalog.load())}) == 3
     assert [change[0] for change in catalog.changes(one, other).refused] == ["batch.rampup.samples"]
+
+
+def test_another_batch_goes_on_after_the_samples_that_are_read():
+    before = batch_schedule(8, 2, 2, 30)
+    step = 7  # in mid-ramp
+    same = batch_schedule(8, 2, 2, 30, before.until(step), step)
+    assert [same.samples(n) for n in range(30)] == [before.samples(n) for n in range(30)]
+    other = batch_schedule(16, 16, 1, 1, before.until(step), step)
+    assert other.samples(step) == before.samples(step) and other.size(step) == 16
+    assert [other.size(n) for n in range(step)] == [before.size(n) for n in range(step)]
+    moved = other.counted_from(before.samples(step))
+    assert (moved.samples(step), moved.size(step), moved.samples(step + 2)) == (0, 16, 32)
