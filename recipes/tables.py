@@ -81,8 +81,10 @@ class RecordedTable(Table):
             came = f"holds {type(document.value).__name__}, not a recipe"
             where = str(path)
             raise RecipeError([Problem(where, came, "", "was it written by this project?", where=where)])
-        names = {"title": str(directory), "name": str(directory.parent)}
-        return cls.model_construct(**names, rows={directory.name: document.value}, document=document)
+        title = str(directory)
+        name = str(directory.parent)
+        rows = {directory.name: document.value}
+        return cls.model_construct(title=title, name=name, rows=rows, document=document)
 
     def paths(self, row: str) -> tuple[KeyPath, ...]:
         return ((),)

@@ -65,14 +65,9 @@ def mark_branch(axes: Axes, branch: Branch) -> None:
     changes = "; ".join(map(str, branch.changed))
     text = f"branch of {Path(branch.run).name} from step {branch.step:,} on: {changes or 'nothing changed'}"
     label = textwrap.fill(text, LABEL_WIDTH, max_lines=LABEL_LINES, placeholder=" …")
-    place = {
-        "transform": axes.get_xaxis_transform(),
-        "rotation": 90,
-        "ha": "right",
-        "va": "bottom",
-        "ma": "left",
-    }
-    axes.text(branch.step, 0.01, f"{label} ", fontsize=7, color="tab:green", **place)
+    across = axes.get_xaxis_transform()
+    how: dict[str, Any] = dict(rotation=90, ha="right", va="bottom", ma="left", fontsize=7)
+    axes.text(branch.step, 0.01, f"{label} ", transform=across, color="tab:green", **how)
 
 
 def moving_average(values: Sequence[float]) -> list[float]:

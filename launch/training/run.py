@@ -69,8 +69,9 @@ class Start:
 
     @property
     def first(self) -> bool:
-        """Whether the run has made no step of its own, as a branch that begins from another run's."""
-        return self.checkpoint is None or self.checkpoint.directory.parent != self.job.checkpoints
+        """Whether the run has made no step of its own; a branch begins at one of another run's."""
+        branch = self.job.plan.recipe.branch
+        return self.done == (branch.step if branch else 0)
 
 
 class TrainingRun:

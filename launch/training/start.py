@@ -368,7 +368,7 @@ def open_recorder(
     done = chosen.checkpoint.step if chosen.checkpoint else 0
     began = "resumed from"
     branch = job.plan.recipe.branch
-    if branch and chosen.checkpoint and chosen.checkpoint.directory.parent != job.checkpoints:
+    if branch is not None and done == branch.step:
         from launch.records import metrics
 
         began = "branched off from"
