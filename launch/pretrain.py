@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter
 
 from ds_configs.plan import ANY_GPU
 from ds_configs.resolver import resolve
@@ -20,10 +24,14 @@ from launch.records.facts import Ending
 from launch.records.plan_text import titled
 from launch.training.start import RUN_RULES, Training, add_run_arguments, job_of, launch, say_on_rank_0
 from recipes import catalog
+from recipes.files import checked, path_of
 from recipes.problems import Problem, ProblemsError
+from recipes.tables import RecordedTable
 
 if TYPE_CHECKING:
     from data.corpus import Corpus
+    from launch.records.recorded_run import RecordedRun
+    from launch.weights.starting_model import StartingModel
 
 EXAMPLES = """\
 examples:
@@ -56,6 +64,17 @@ examples:
       --resume
       continue from the newest complete checkpoint; a first start if there is
       none
+  torchrun --nproc_per_node 2 launch/pretrain.py --resume --out runs/try1 \\
+      --set parallel.tp=2 --ds_config zero3
+      continue a run with its own recipe, --set's and JSON, here under another
+      layout; --resume --out RUN is enough where nothing changes
+  python launch/pretrain.py --recipe runs/try1 --out runs/try2
+      a new run of the recipe and JSON of another run
+  python launch/pretrain.py --branch runs/stable@1000 --out runs/cooled-1000 \\
+      --set schedule.kind=wsd --set schedule.wsd_decay_steps=200 \\
+      --set steps=1200
+      go on from a checkpoint of another run with another schedule, learning
+      rate, batch or text, or longer samples; here a cool-down of 200 steps
 
 to stop: Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU, SIGHUP (not under nohup)
 or `touch <run directory>/STOP` finish the step, save and exit 0. (The
@@ -74,6 +93,8 @@ def build_parser() -> argparse.ArgumentParser:
         ("--list", "*", "it lists the recipes and ends"),
         ("--weights_args", "+--init_from", "it is about the weights in --init_from"),
         ("--new_vocabulary", "+--init_from", "it is about the weights in --init_from"),
+        ("--branch", "+--out", "a branch is a run of its own"),
+        ("--branch", "--recipe, --init_from, --tiny", "a branch has the recipe and the weights of its run"),
         *arguments.TEXT_RULES,
         *RUN_RULES,
     )
@@ -89,6 +110,11 @@ def build_parser() -> argparse.ArgumentParser:
     arguments.add_weights_arguments(keep.add_argument)
     insist = "train the weights in --init_from with another vocabulary than theirs: the loss starts high"
     keep.add_argument("--new_vocabulary", action="store_true", help=insist)
+    branch = (
+        "go on from the newest checkpoint of RUN, or from that of a STEP, as another run in --out: with "
+        "weights, moments, step and place in the data, under RUN's recipe and what is changed of it"
+    )
+    keep.add_argument("--branch", metavar="RUN[@STEP]", help=branch)
     return parser
 
 
@@ -100,10 +126,25 @@ def main() -> None:
     launch(args, lambda: training_of(args))
 
 
-def training_of(args: argparse.Namespace) -> Training:
+def training_of(args: argparse.Namespace) -> Training:  # noqa: C901
     """Make the training of the flags. Raises ValueError with every problem."""
     laid = dict[str, Any]()
     weights = None
+    point = None
+    source = resumed_run(args)
+    if args.branch is not None and source is None:
+        from launch.checkpoints.branching import BranchPoint
+
+        point = BranchPoint.of(args.branch)
+        source = point.run
+    elif source is None and "recipe" in getattr(args, "given", ()):
+        source = run_of_recipe(args.recipe)
+    recipe_name: str | Path = source.path if source else args.recipe
+    tiny = args.tiny
+    if source:
+        tiny = tiny and not source.tiny
+        if arguments.stated(args.set, "ds_config") is None:
+            args.ds_config = args.ds_config or source.ds_config
     if args.text is not None:
         from data.text.given_text import text_settings
 
@@ -111,23 +152,32 @@ def training_of(args: argparse.Namespace) -> Training:
     if args.init_from is not None:
         from launch.weights.starting_model import StartingModel
 
-        named = args.recipe if "recipe" in args.given else None
+        named = recipe_name if source or "recipe" in args.given else None
         weights = StartingModel(
             args.init_from, stated=args.weights_args, recipe=named, insists=args.new_vocabulary
         )
-        args.recipe = weights.recipe_name
+        recipe_name = weights.recipe_name
         laid |= weights.settings(args.set)
-    original = catalog.load(args.recipe)
-    recipe = titled(catalog.load(args.recipe, args.set, args.tiny, args.steps, laid), original)
+    elif source and args.resume and not point:
+        weights = weights_of(source)
+    original = source.original if source else catalog.load(recipe_name)
+    if point:
+        recipe = point.recipe(args.set, laid, args.steps)
+    else:
+        recipe = titled(catalog.load(recipe_name, args.set, tiny, args.steps, laid), original)
     if recipe.task is not None:
         fix = f"python launch/finetune.py --task {recipe.task.name} --init DIR"
         raise ProblemsError([Problem("task", "a recipe with a task", "pretraining has none", fix)])
-    name = catalog.full_name(args.recipe) + ("-tiny" if args.tiny else "")
+    name = source.name if source else catalog.full_name(recipe_name)
+    name += "-tiny" if tiny else ""
     with contextlib.suppress(ValueError):  # `job_of` tells it, with the problems of this machine
         plan = resolve(recipe, args.ds_config or recipe.ds_config, processes.world_size(), ANY_GPU)
         joining.order_kernels(plan.layout.tp)
     machine = abilities.detect_machine(args.emulate_fp16, on_paper=args.plan)
     job = job_of(args, recipe, name, machine, weights)
+    if source:
+        tiny = tiny or source.tiny
+        job = replace(job, recipe_of=None if source.path == job.directory else source.path)
 
     def corpus(meeting: Meeting) -> Corpus:
         from data.corpus import build
@@ -139,7 +189,60 @@ def training_of(args: argparse.Namespace) -> Training:
 
         return Ending(sample=sample(job.plan.recipe, job.checkpoints, corpus.tokenizer))
 
-    return Training(job, original, args.tiny, machine.emulated_fp16, corpus, outcome=outcome)
+    return Training(job, original, tiny, machine.emulated_fp16, corpus, outcome=outcome)
+
+
+def resumed_run(args: argparse.Namespace) -> RecordedRun | None:
+    """Return the run that --resume --out continues with its own recipe; None: none, or --recipe says it.
+
+    Raises ProblemsError: --branch names another checkpoint than the run went on from.
+    """
+    if not (args.resume and args.out) or "recipe" in args.given or not catalog.recorded(args.out):
+        return None
+    from launch.records.recorded_run import RecordedRun
+
+    run = RecordedRun.read(path_of(args.out, "--out"), "--out")
+    if args.branch is not None:
+        from launch.checkpoints import branching
+
+        path, step = branching.split(args.branch)
+        began = run.recipe.branch
+        if began is None or began.run != str(path) or step not in (None, began.step):
+            came = f"--branch {args.branch} with --resume, and {run.path} is "
+            came += f"a branch of {began}" if began else "no branch"
+            fix = "leave --branch out to resume it, or name another directory with --out"
+            raise ProblemsError([Problem("--branch", came, "a run began once", fix)])
+    return run
+
+
+def run_of_recipe(name: str) -> RecordedRun | None:
+    """Return the run that --recipe names; None: it names a row. Raises ProblemsError: the run is a branch."""
+    table, _ = catalog.find(name)
+    if not isinstance(table, RecordedTable):
+        return None
+    from launch.records.recorded_run import RecordedRun
+
+    run = RecordedRun.read(Path(table.document.where).parent, "--recipe")
+    if run.recipe.branch is not None:
+        began = run.recipe.branch
+        came = f"{name} is a branch of {began}"
+        rule = "a new run begins at step 0"
+        fix = f"begin another one with --branch {began.run}@{began.step}, or take --recipe {began.run}"
+        raise ProblemsError([Problem("--recipe", came, rule, fix, where=f"--recipe {name}")])
+    return run
+
+
+def weights_of(run: RecordedRun) -> StartingModel | None:
+    """Return the initial weights of a run that has no checkpoint yet; None: it needs none."""
+    from launch.checkpoints.run_checkpoints import newest
+
+    said = run.initial_weights
+    if said is None or newest(run.path / "checkpoints"):
+        return None
+    from launch.weights.starting_model import StartingModel
+
+    found: StartingModel = checked(TypeAdapter(StartingModel), {**said, "recipe": run.path}, run.path)
+    return found
 
 
 if __name__ == "__main__":

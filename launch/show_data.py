@@ -116,8 +116,8 @@ def check(args: argparse.Namespace, recipe: Recipe) -> None:
 
 
 def show_samples(recipe: Recipe, corpus: Corpus, args: argparse.Namespace) -> int:
-    first = recipe.batch.schedule.samples(args.step)
-    size = recipe.batch.schedule.size(args.step)
+    first = recipe.sizes_in_data.samples(args.step)
+    size = recipe.sizes_in_data.size(args.step)
     if args.split == "train":
         count = min(args.samples, size)
         fields = corpus.train.fresh().take(range(first, first + count), recipe.seed)
@@ -230,7 +230,7 @@ def step_hashes(
 
     samples = corpus.train
     seed = recipe.seed
-    sizes = recipe.batch.schedule
+    sizes = recipe.sizes_in_data
     ranks = [
         StepBatches(samples, seed, layout, rank, first, workers=workers, sizes=sizes)
         for rank in range(layout.dp)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,13 +17,12 @@ from typing import Any, NamedTuple
 import yaml
 
 from recipes import files
-from recipes.key_paths import differences
+from recipes.key_paths import differences, is_part
 from recipes.problems import Problem, ProblemsError, RecipeError, nearest, some
 from recipes.schema import Recipe
-from recipes.tables import FOLDER, Table, read_table
+from recipes.tables import FOLDER, RECORDED, RecordedTable, Table, read_table
 from recipes.tiny import tiny as shrink
 from recipes.validation import validate
-from recipes.yaml_lines import read
 
 DEFAULT_RECIPE = "default/sotu"
 BY_FAMILY = {"gpt2": DEFAULT_RECIPE, "bert": "bert/sotu"}  # for given weights of that family
@@ -38,13 +38,22 @@ MAY_CHANGE = frozenset({
     *NOT_IN_DIGEST, "activation_checkpointing", "batch.accumulation", "batch.micro", "data.broken_records",
     "model.implementation", "model.vocab_divisible_by", "precision", "steps",
 })  # fmt: skip
+# Keys or sections that may change besides where a run branches off. What the weights and moments are made for
+# stays.
+BRANCH_MAY_CHANGE = frozenset({
+    *MAY_CHANGE, "batch", "data", "dropout", "model.positions", "optimizer", "schedule", "seed",
+    "sequence_length",
+})  # fmt: skip
+BRANCH_KEEPS = ("data.tokenizer", "optimizer.name")  # of those sections
+# A branch with other values of these reads its data from their beginning.
+ORDER = ("data", "seed", "sequence_length")
 
 
 Change = tuple[str, Any, Any]  # dotted key, there, now
 
 
 class Changes(NamedTuple):
-    """Differences between a run's recipe and the recipe to resume it with."""
+    """Differences between a run's recipe and the recipe to resume it with, or to branch off with."""
 
     allowed: list[Change]
     refused: list[Change]
@@ -58,7 +67,7 @@ def titles() -> dict[str, str]:
 
 
 def load(
-    name: str = DEFAULT_RECIPE,
+    name: str | Path = DEFAULT_RECIPE,
     overrides: Sequence[str] = (),
     tiny: bool = False,
     steps: int | None = None,
@@ -66,8 +75,8 @@ def load(
 ) -> Recipe:
     """Load the recipe `name`; shrink it, lay values over it, override keys, cut it to `steps`, in this order.
 
-    `name` is table/row, a row or a table with one row if that is unambiguous, or a YAML file followed by
-    /row or :row.
+    `name` is table/row, a row or a table with one row if that is unambiguous, a YAML file followed by /row or
+    :row, or a run directory; a Path is a run directory.
     `laid` maps dotted keys to values, of given weights or given text.
     `overrides` are texts like "batch.micro=4", the value in YAML; they have the last word over `tiny`.
     `steps` ends the run earlier or later and keeps the recipe's schedule, so that a short run is the
@@ -91,7 +100,7 @@ def load(
     return recipe.model_copy(update={"steps": steps, "schedule": schedule})
 
 
-def full_name(name: str) -> str:
+def full_name(name: str | Path) -> str:
     """Complete a recipe's name to table/row, as `load` reads it. Raises RecipeError if there is none."""
     table, row = find(name)
     return f"{table.name}/{row}"
@@ -105,12 +114,8 @@ def dump(recipe: Recipe) -> str:
 
 def load_resolved(path: str | Path) -> Recipe:
     """Read a run's recipe.yaml, written by `dump`; RecipeError: missing, malformed or no recipe."""
-    where = str(path)
-    document = read(Path(path), where)
-    if not isinstance(document.value, dict):
-        came = f"holds {type(document.value).__name__}, not a recipe"
-        raise RecipeError([Problem(where, came, "", "was it written by this project?", where=where)])
-    return validate(document.value, where, document, ((),))
+    table = RecordedTable.of(Path(path))
+    return validate(table.document.value, str(path), table.document, ((),))
 
 
 def digest(recipe: Recipe) -> str:
@@ -140,9 +145,19 @@ def changes(there: Recipe, now: Recipe) -> Changes:
     allowed = list[Change]()
     refused = list[Change]()
     for change in differences(*both):
-        parts = change[0].split(".")
-        may = any(".".join(parts[:length]) in MAY_CHANGE for length in range(1, len(parts) + 1))
-        (allowed if may else refused).append(change)
+        (allowed if is_part(change[0], MAY_CHANGE) else refused).append(change)
+    return Changes(allowed, refused)
+
+
+def branch_changes(there: Recipe, now: Recipe) -> Changes:
+    """Compare the recipe of a run with that of a branch, but for values that decide no number."""
+    allowed = list[Change]()
+    refused = list[Change]()
+    for change in differences(there.compared(), now.compared()):
+        key = change[0]
+        may = is_part(key, BRANCH_MAY_CHANGE) and not is_part(key, BRANCH_KEEPS)
+        if not is_part(key, {*NOT_IN_DIGEST, "branch"}):
+            (allowed if may else refused).append(change)
     return Changes(allowed, refused)
 
 
@@ -165,8 +180,16 @@ def _tables(folder: Path) -> tuple[list[Table], list[Problem]]:
     return found, problems
 
 
-def find(name: str) -> tuple[Table, str]:
-    """Find the table and the row of a recipe's name. Raises RecipeError if there is none."""
+def recorded(name: str) -> Path | None:
+    """Return the run directory of this name; None: it holds no recipe."""
+    directory = os.path.expanduser(name)
+    return Path(directory) if os.path.isfile(os.path.join(directory, RECORDED)) else None
+
+
+def find(name: str | Path) -> tuple[Table, str]:
+    """Find the table and the row of a recipe's name, or of a run. Raises RecipeError if there is none."""
+    if isinstance(name, Path):
+        return RecordedTable.of(name / RECORDED), name.name
     outside = _outside(name)
     if outside:
         path, row = outside
@@ -183,7 +206,13 @@ def find(name: str) -> tuple[Table, str]:
         if row in only.rows:
             return only, row
     found, problems = _tables(FOLDER)
-    return _row_of(found, name, name, problems)
+    try:
+        return _row_of(found, name, name, problems)
+    except RecipeError:
+        run = recorded(name)
+        if run is None:
+            raise
+    return find(run)
 
 
 def _unfound(asked: str, came: str, fix: str, others: Sequence[Problem] = ()) -> RecipeError:

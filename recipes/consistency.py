@@ -39,7 +39,7 @@ def problems(recipe: Recipe, *, whole: bool = True, columns: Sequence[str] | Non
     """
     rules = [rule(recipe) for rule in _RULES]
     if columns is not None:
-        rules += [_ds_config(recipe), _batch(recipe), _cells(recipe, columns)]
+        rules += [_ds_config(recipe), _batch(recipe), _cells(recipe, columns), _branch(recipe)]
     found: list[Problem] = []
     for rule in rules:
         with contextlib.suppress(*(() if whole else (AttributeError, KeyError, TypeError))):
@@ -366,6 +366,12 @@ def _ds_config(recipe: Recipe) -> Found:
     known = [path.stem for path in _DS_CONFIGS.glob("*.json")]
     if Path(name).name == name and not files.is_file(Path(name)) and name.removesuffix(".json") not in known:
         yield "ds_config", "{ds_config}", "no such file in ds_configs/", did_you_mean(name, known)
+
+
+def _branch(recipe: Recipe) -> Found:
+    if recipe.branch is not None:
+        fix = "leave it out: --branch RUN[@STEP] goes on from a run's checkpoint"
+        yield "branch", "{branch!k}", "is written by the run that it is of", fix
 
 
 def _batch(recipe: Recipe) -> Found:

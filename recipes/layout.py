@@ -6,7 +6,7 @@ import functools
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 
 from recipes.problems import Problem, Setting, Words, either
@@ -51,11 +51,14 @@ class Layout:
         return f"{micro} x {accumulation} x {self.dp} dp = {self.global_batch} global"
 
 
+Stretch = tuple[int, int, int]  # of equal steps: steps and samples before it, and samples of each step
+
+
 @dataclass(frozen=True)
 class BatchSchedule:
     """Samples of each optimizer step, in stretches of equal steps, of which the last is endless."""
 
-    stretches: tuple[tuple[int, int, int], ...]  # steps and samples before it, and samples of each step
+    stretches: tuple[Stretch, ...]
 
     def samples(self, step: int) -> int:
         """Return the samples that the first `step` steps read of the training order."""
@@ -66,14 +69,26 @@ class BatchSchedule:
         """Return the samples of the step after `step` completed ones."""
         return self.samples(step + 1) - self.samples(step)
 
+    def until(self, step: int) -> tuple[Stretch, ...]:
+        """Return the stretches that begin before `step`."""
+        return tuple(stretch for stretch in self.stretches if stretch[0] < step)
+
+    def counted_from(self, sample: int) -> BatchSchedule:
+        """Return the schedule with its samples counted from `sample` on."""
+        return replace(self, stretches=tuple((step, read - sample, n) for step, read, n in self.stretches))
+
 
 @functools.lru_cache
-def batch_schedule(full: int, start: int, increment: int, samples: int) -> BatchSchedule:
-    """Return Megatron-LM's ramp: a step grows to `full` samples in equal parts of the first `samples`."""
+def batch_schedule(
+    full: int, start: int, increment: int, samples: int, before: tuple[Stretch, ...] = (), step: int = 0
+) -> BatchSchedule:
+    """Return Megatron-LM's ramp: a step grows to `full` samples in equal parts of the first `samples`.
+
+    `before`: stretches of the first `step` steps, after which the ramp decides.
+    """
     parts = max(1, (full - start) // increment)
-    step = 0
-    read = 0
-    found = list[tuple[int, int, int]]()
+    read = BatchSchedule(before).samples(step) if before else 0
+    found = list(before)
     while (part := read * parts // samples) < parts and (size := start + part * increment) < full:
         found.append((step, read, size))
         count = -(((part + 1) * samples // -parts + read) // size)  # of steps up to the next part

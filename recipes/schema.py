@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 
 from recipes.attention_patterns import AttentionKind, Fixed, Window
 from recipes.families import FAMILIES, FamilyFacts
-from recipes.layout import BatchSchedule, batch_schedule, padded_vocab
+from recipes.layout import BatchSchedule, Stretch, batch_schedule, padded_vocab
 from recipes.problems import either
 
 TaskHead = Literal["none", "classification", "span", "choice"]
@@ -202,11 +202,10 @@ class Batch(Strict):
     rampup: RampUp | None = None
     """smaller first steps of equal micro-batches: global and accumulation are those after it; null: none"""
 
-    @property
-    def schedule(self) -> BatchSchedule:
-        """Samples of each step."""
+    def schedule(self, before: tuple[Stretch, ...] = (), step: int = 0) -> BatchSchedule:
+        """Return the samples of each step; `before`: stretches of the first `step` ones, of another batch."""
         ramp = self.rampup or RampUp(start=self.global_, increment=1, samples=1)
-        return batch_schedule(self.global_, ramp.start, ramp.increment, ramp.samples)
+        return batch_schedule(self.global_, ramp.start, ramp.increment, ramp.samples, before, step)
 
     @property
     def unit(self) -> int:
@@ -522,6 +521,33 @@ class Published(Strict):
     """keys of the recipe whose printed value the run cannot have had -> that value; the note says why"""
 
 
+class Change(Strict):
+    """A key of the recipe with its values before and after a change."""
+
+    key: str
+    was: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.was} -> {self.now}"
+
+
+class Branch(Strict):
+    """The checkpoint of another run that a run goes on from, under a changed recipe."""
+
+    run: str = Field(description="directory of the other run")
+    step: Count = Field(description="optimizer steps of it")
+    changed: Annotated[tuple[Change, ...], Field(strict=False)] = ()
+    """what decides numbers and differs from there on"""
+    stretches: Annotated[tuple[Annotated[Stretch, Field(strict=False)], ...], Field(strict=False)]
+    """its batches up to there: steps and samples before each stretch of equal steps, samples of each step"""
+    data_from: CountOrZero = 0
+    """samples that were read before the present order of the data began"""
+
+    def __str__(self) -> str:
+        return f"{self.run} from step {self.step:,} on"
+
+
 class Recipe(Strict):
     title: str = Field(description="one line for lists")
     model: Model
@@ -557,6 +583,19 @@ class Recipe(Strict):
     unknown: dict[str, str] = {}
     """keys that no source gives -> why the value here stands in for them; a run states them as deviations"""
     note: str | None = None
+    branch: Branch | None = None
+    """where a run goes on from another one's checkpoint: written by --branch alone"""
+
+    @property
+    def sizes(self) -> BatchSchedule:
+        """Samples of each step of the run, and of the steps before the branch that it is."""
+        branch = self.branch
+        return self.batch.schedule(branch.stretches, branch.step) if branch else self.batch.schedule()
+
+    @property
+    def sizes_in_data(self) -> BatchSchedule:
+        """The same, with samples counted from the beginning of the present order of the data."""
+        return self.sizes.counted_from(self.branch.data_from) if self.branch else self.sizes
 
     @property
     def positions(self) -> int:
@@ -566,9 +605,11 @@ class Recipe(Strict):
     def compared(self) -> dict[str, Any]:
         """Return every field as plain data for comparisons.
 
-        model.positions is null if it equals sequence_length, stated or not.
+        model.positions is null if it equals sequence_length, stated or not. A run that is no branch has none.
         """
         values = self.model_dump(mode="json", by_alias=True)
+        if self.branch is None:
+            del values["branch"]
         if self.positions == self.sequence_length:
             values["model"]["positions"] = None
         return values

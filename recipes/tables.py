@@ -23,6 +23,7 @@ from recipes.yaml_lines import Document, KeyPath, read
 Form = TypeVar("Form", bound=BaseModel)
 
 FOLDER = Path(__file__).resolve().parent
+RECORDED = "recipe.yaml"  # of a run directory
 
 
 class Frame(Strict):
@@ -66,6 +67,27 @@ class Table(Frame):
     def paths(self, row: str) -> tuple[KeyPath, ...]:
         """List the sections of the file that may hold a key of the row, nearest first."""
         return (("rows", row), ("defaults",))
+
+
+class RecordedTable(Table):
+    """The recipe.yaml of a run, which has no rows, as a table with one."""
+
+    @classmethod
+    def of(cls, path: Path) -> RecordedTable:
+        """Read a run's recipe.yaml. Raises RecipeError."""
+        directory = path.parent
+        document = read(path, str(path))
+        if not isinstance(document.value, dict):
+            came = f"holds {type(document.value).__name__}, not a recipe"
+            where = str(path)
+            raise RecipeError([Problem(where, came, "", "was it written by this project?", where=where)])
+        title = str(directory)
+        name = str(directory.parent)
+        rows = {directory.name: document.value}
+        return cls.model_construct(title=title, name=name, rows=rows, document=document)
+
+    def paths(self, row: str) -> tuple[KeyPath, ...]:
+        return ((),)
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

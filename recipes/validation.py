@@ -32,6 +32,9 @@ def _override(values: dict[str, Any], settings: Sequence[str]) -> tuple[set[KeyP
         if not equals or not all(path):
             fix = "write --set key=value, as in --set batch.micro=4"
             problems.append(Problem(dotted, "is not key=value", fix=fix, where=where))
+        elif path[0] == "branch":
+            fix = "--branch RUN[@STEP] goes on from a run's checkpoint"
+            problems.append(Problem(dotted, dotted, "is written by the run that it is of", fix, where=where))
         elif dotted not in known:
             problems.append(Problem(dotted, dotted, "unknown key", suggestion(path), where=where))
         else:
@@ -89,7 +92,7 @@ def validate(
     columns = document.value.get("columns") or () if "rows" in document.value else None
     changed = copy.deepcopy(dict(values))
     for key, value in (laid or {}).items():
-        _put(changed, key.split("."), value)
+        _put(changed, key.split("."), copy.deepcopy(value))
     overridden, problems = _override(changed, settings)
     found: list[tuple[Problem, list[ErrorPath]]] = []  # with the keys that it is about
     try:

@@ -230,7 +230,7 @@ class Manifest:
         if named is not None:
             position = self.data.get("position")
             expected["the step in its directory's name"] = (named, at.step)
-            expected["data.position"] = (position, recipe.batch.schedule.samples(at.step))
+            expected["data.position"] = (position, recipe.sizes_in_data.samples(at.step))
             expected["kinds"] = (self.kinds, kinds_after(updates))
         for fact, (value, right) in expected.items():
             if value != right:

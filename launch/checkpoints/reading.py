@@ -33,7 +33,7 @@ def choose(root: Path, grid: ProcessGrid, recipe: Recipe, corpus: str) -> Choice
         while candidate := from_rank_0(next(every, None), grid.control_group, form):
             if isinstance(candidate, Checkpoint):
                 other = inspection.other_recipe(candidate.manifest, recipe)
-                why = other or _problem(candidate, grid)
+                why = other or problem_of(candidate, grid)
                 if why:
                     candidate = Damaged(candidate.directory, why)
             yield candidate
@@ -54,7 +54,7 @@ def choose(root: Path, grid: ProcessGrid, recipe: Recipe, corpus: str) -> Choice
     return chosen
 
 
-def _problem(candidate: Checkpoint, grid: ProcessGrid) -> str | None:
+def problem_of(candidate: Checkpoint, grid: ProcessGrid) -> str | None:
     """Read a checkpoint's files; return the damage, also of their numbers, or None. Collective."""
     held = candidate.manifest
     mine = sorted(held.files)[grid.rank :: dist.get_world_size()]
@@ -99,5 +99,6 @@ def load(state: EngineState, checkpoint: Checkpoint) -> None:
     engine = state.engine
     engine.global_steps = progress.step
     engine.skipped_steps = progress.skipped
-    engine.global_samples = checkpoint.manifest.data["position"]
+    recipe = Recipe.model_validate(checkpoint.manifest.recipe)
+    engine.global_samples = recipe.sizes.samples(progress.step)
     engine.lr_scheduler.load_state_dict({"completed": progress.schedule})

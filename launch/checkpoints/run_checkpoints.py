@@ -125,7 +125,7 @@ def below(path: Path, step: int | None = None) -> list[Checkpoint | Damaged]:
     chosen = [each for each in every if step in (None, each.step)]
     if not chosen:
         steps = some([str(each.step) for each in reversed(every)])
-        files.refuse(f"--step {step}", f"{path} holds no checkpoint of that step", f"only of {steps}")
+        files.refuse(path, f"holds no checkpoint of step {step}", f"only of {steps}")
     return chosen
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import product
@@ -98,7 +99,8 @@ class StoredTensors(Mapping[str, torch.Tensor]):
     def fill(self, target: torch.Tensor, place: Placement, first: int, kind: str) -> None:
         """Fill flat `target` with the elements of the slice `place` from `first` on; padding becomes zero.
 
-        Reads only these elements if the tensor is stored in the form of `place`, else the whole tensor.
+        Reads only these elements if the tensor is stored in the form of `place`, else the whole tensor. Rows
+        of positions that are not stored are left as they are.
         Raises FileError for a missing tensor or another shape.
         """
         stored = self.manifest.tensors.get(place.name)
@@ -112,6 +114,12 @@ class StoredTensors(Mapping[str, torch.Tensor]):
                 form, heads = self._forms[place.name]
                 (full,) = form.to_theirs(full, heads)
             shape = tuple(full.shape)
+        if _has_grown(place, shape):
+            known = math.prod(shape) - first
+            if known <= 0:
+                return
+            target = target[:known]
+            place = place._replace(shape=shape)
         if shape != place.shape:
             came = f"{place.name} has shape {list(shape)}"
             files.refuse(self.directory, came, f"the model's has {list(place.shape)}")
@@ -159,6 +167,12 @@ class StoredTensors(Mapping[str, torch.Tensor]):
 
         model = Recipe.model_validate(self.manifest.recipe).model
         return {e.ours: (e.form, model.heads) for e in gpt2.name_map(model)}
+
+
+def _has_grown(place: Placement, stored: tuple[int, ...]) -> bool:
+    """Check for a table of positions with more rows than are stored."""
+    same_width = place.cut is None and place.shape[1:] == stored[1:]
+    return same_width and "position" in place.name and place.shape[0] > stored[0]
 
 
 def load_weights(directory: Path, kind: str = WEIGHT) -> dict[str, torch.Tensor]:

@@ -69,6 +69,7 @@ def admit(
             raise ValueError(f"{error}: restore it, or name another directory with --out") from None
         raise
     directory.checkpoints.mkdir(exist_ok=True)
+    directory.write_origin(run)
     directory.write_description(plan, [*former, Launch.now(run, command)])
     return dataclasses.replace(directory, resumed=resumed, notices=notices, lock=lock)
 
@@ -103,7 +104,8 @@ def _admit_locked(
         )
     if newest is None:
         _refuse_lost(directory, saved.recipe, damaged, records)
-        return False, _rename_metrics(directory, records)
+        branch = plan.recipe.branch
+        return False, _rename_metrics(directory, records, branch.step if branch else 0)
     done = max(newest, steps[-1].step if steps else 0)
     if plan.recipe.steps < done:
         raise ValueError(
@@ -146,9 +148,12 @@ def _refuse_lost(
         )
 
 
-def _rename_metrics(directory: RunDirectory, records: Records) -> tuple[str, ...]:
-    """Rename the metrics of a run that was killed before its first save; return notices."""
-    again = "starts again at step 0"
+def _rename_metrics(directory: RunDirectory, records: Records, first: int) -> tuple[str, ...]:
+    """Rename the metrics of a run that was killed before its first save; return notices.
+
+    `first`: steps before its own.
+    """
+    again = f"starts again at step {first}"
     if not (records.steps or records.broken):
         return (f"no save in {directory.path} was ever complete: it {again}",)
     aside = unused_name(directory.metrics_jsonl)

@@ -23,7 +23,7 @@ from recipes.tiny import tiny as shrink
 # Fields whose change is no deviation: they change no number, or are stated in another way.
 NO_DEVIATION = (
     *("title", "note", "published", "hardware", "inferred", "differs", "unknown", "run", "ds_config"),
-    *("parallel", "batch.micro", "batch.accumulation"),
+    *("parallel", "batch.micro", "batch.accumulation", "branch"),
 )
 # Fields that --tiny makes smaller: the deviation "tiny" covers them. Its other changes are stated.
 SHRUNK = ("model", "sequence_length", "batch", "steps", "schedule", "activation_checkpointing", "data")
@@ -51,6 +51,7 @@ SENTENCES = {
     "ds_config": "ds_config: run with {is_}, the recipe's is {was}",
     "differs": "{key}: not as in the source; {is_}",
     "unknown": "{key}: not published; {is_}",
+    "branch": "branch: of {is_}",
     "hardware": "hardware: run on {is_}, the recipe's is {was}",
     "emulated": "precision: fp16 is emulated on a CPU, so its speed means nothing",
     "steps": "steps: {is_} of the recipe's {was}",
@@ -89,6 +90,8 @@ def _differences(run: RunFacts, steps: int) -> Iterator[Deviation]:  # noqa: C90
     reference = original or recipe
     for notice in plan.notices:
         yield Deviation("notice", notice.key, is_=notice.text)
+    if recipe.branch is not None:
+        yield Deviation("branch", "branch", is_=str(recipe.branch))
     if tiny:
         yield Deviation("tiny")
     if original is not None:

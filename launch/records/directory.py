@@ -4,7 +4,9 @@ Another run never overwrites anything in it.
 
     plan.json          the resolved plan: recipe, layout, DeepSpeed configuration (ds_configs/plan.py)
     recipe.yaml        the resolved recipe, loadable again
+    original.yaml      the recipe before --tiny, --set and --steps
     ds_config.json     the resolved DeepSpeed configuration, as DeepSpeed got it
+    ds_config_given/   the DeepSpeed JSON under its own name, as it was given
     tokenizer/         the vocabulary, in transformers' form (launch/records/vocabulary.py)
     environment.json   one entry per launch: command line, commit, versions, hardware, layout, notices
     metrics.jsonl      one line per optimizer step, validation and note (launch/records/metrics.py)
@@ -52,13 +54,15 @@ class Launch:
     emulated_fp16: bool
     plan: Mapping[str, Any]  # its facts, without recipe and DeepSpeed configuration
     machine: Mapping[str, Any]  # `description.describe()`
+    initial_weights: Mapping[str, Any] | None = None  # of --init_from
 
     @classmethod
     def now(cls, run: RunFacts, command: Sequence[str]) -> Launch:
         facts = plan_facts(run.plan)
         started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         how = (run.name, run.tiny, run.emulated_fp16)
-        return cls(started, tuple(command), os.getcwd(), *how, facts, run.machine)
+        where = os.getcwd()
+        return cls(started, tuple(command), where, *how, facts, run.machine, run.initial_weights)
 
     @classmethod
     def read(cls, entry: Mapping[str, Any], where: Path) -> Launch:
@@ -95,7 +99,9 @@ class RunDirectory:
 
     plan_json = _Place("plan.json")
     recipe_yaml = _Place("recipe.yaml")
+    original_yaml = _Place("original.yaml")
     ds_config_json = _Place("ds_config.json")
+    ds_config_given = _Place("ds_config_given", folder=True)
     environment_json = _Place("environment.json")
     metrics_jsonl = _Place("metrics.jsonl")
     tensorboard = _Place("tensorboard", folder=True)
@@ -121,6 +127,20 @@ class RunDirectory:
         write_atomically(self.ds_config_json, _json(plan.ds))
         write_atomically(self.plan_json, _json(plan_to_json(plan)))
         write_atomically(self.environment_json, _json({"launches": [launch.entry() for launch in launches]}))
+
+    def write_origin(self, run: RunFacts) -> None:
+        """Write the recipe as its table has it, and the DeepSpeed JSON as it was given."""
+        if run.original is not None:
+            write_atomically(self.original_yaml, catalog.dump(run.original))
+        if run.ds_config is None:
+            return
+        given = self.ds_config_given / f"{run.plan.ds_name}.json"
+        text = files.read_text(run.ds_config)
+        self.ds_config_given.mkdir(exist_ok=True)
+        write_atomically(given, text)
+        for earlier in self.ds_config_given.glob("*.json"):
+            if earlier != given:
+                earlier.unlink()
 
     def launches(self) -> list[Launch]:
         """Read all launches, the oldest first; [] without environment.json. Raises FileError."""

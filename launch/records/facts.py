@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -136,6 +137,9 @@ class RunFacts:
     data: Mapping[str, Any] = field(default_factory=dict)
     entropies: Entropies = Entropies()
     band_kernel: str | None = None  # the kernel of banded layers; None: all layers are dense
+    ds_config: Path | None = None  # the DeepSpeed JSON as it was given
+    initial_weights: Mapping[str, Any] | None = None  # their directory, and what was said of them
+    recipe_of: Path | None = None  # the run whose recipe was taken
 
     @property
     def hardware(self) -> str:

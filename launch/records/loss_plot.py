@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from launch.records.metrics import Records, curve
+from recipes.schema import Branch
 
+LABEL_WIDTH = 48  # characters along the line of a branch
+LABEL_LINES = 3
 MOST_NEIGHBOURS = 100  # steps on either side of a step in the moving average
 LINE = 1.4  # distance of lines of text in the margin, in font sizes
 
@@ -38,6 +42,8 @@ def plot_loss(
         axes.plot(steps, moving_average(losses), linewidth=1.8, color="tab:blue", label=label)
     if validation:
         axes.plot(*zip(*validation, strict=True), "o-", markersize=4, color="tab:orange", label="validation")
+    for left in records.branches:
+        mark_branch(axes, left.branch)
     for value, style in zip(reference_lines.values(), itertools.cycle(("--", ":", "-.")), strict=False):
         axes.axhline(value, linestyle=style, color="gray", linewidth=1)
     write_in_margin(
@@ -51,6 +57,17 @@ def plot_loss(
     if train or validation:
         axes.legend(loc="upper right")
     figure.savefig(out_png, dpi=120)
+
+
+def mark_branch(axes: Axes, branch: Branch) -> None:
+    """Draw a line where a branch begins, and write along it whose it is and what it changes."""
+    axes.axvline(branch.step, color="tab:green", linewidth=1.2)
+    changes = "; ".join(map(str, branch.changed))
+    text = f"branch of {Path(branch.run).name} from step {branch.step:,} on: {changes or 'nothing changed'}"
+    label = textwrap.fill(text, LABEL_WIDTH, max_lines=LABEL_LINES, placeholder=" …")
+    across = axes.get_xaxis_transform()
+    how: dict[str, Any] = dict(rotation=90, ha="right", va="bottom", ma="left", fontsize=7)
+    axes.text(branch.step, 0.01, f"{label} ", transform=across, color="tab:green", **how)
 
 
 def moving_average(values: Sequence[float]) -> list[float]:

@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from data.durable_files import write_atomically
 from launch.records.facts import Finite, Parts, RunFacts, SaveOutcome, StepRecord, finite
 from recipes import files
 from recipes.layout import Layout
+from recipes.schema import Branch
 
 PART_NAMES = dict(
     mlm_loss="masked tokens",
@@ -136,9 +138,21 @@ class StartRecord:
         return f"{self.seconds:.1f} s from launch to first step: {shown}{apart}"
 
 
-Record = LaunchRecord | StartRecord | StepRecord | ValidationRecord | SaveRecord | Note
+@dataclass(frozen=True, slots=True)
+class BranchRecord:
+    """The place where a run left another one, after `step` steps; the records before are the other's."""
+
+    step: int
+    branch: Branch
+    time: float = 0.0
+    kind: Literal["branch"] = "branch"
+
+
+Record = BranchRecord | LaunchRecord | StartRecord | StepRecord | ValidationRecord | SaveRecord | Note
+OF_PARENT = ("branch", "launch", "step", "validation")  # kinds of records that a branch takes along
 # Kind of a record -> its form, and its field in `Records`.
 _KINDS: dict[str, tuple[TypeAdapter[Any], str]] = {
+    "branch": (TypeAdapter(BranchRecord), "branches"),
     "launch": (TypeAdapter(LaunchRecord), "launches"),
     "start": (TypeAdapter(StartRecord), "starts"),
     "step": (TypeAdapter(StepRecord), "steps"),
@@ -161,6 +175,13 @@ class Records:
     broken: bool = False
     launches: tuple[LaunchRecord, ...] = ()
     starts: tuple[StartRecord, ...] = ()
+    branches: tuple[BranchRecord, ...] = ()
+
+    @property
+    def own_steps(self) -> tuple[StepRecord, ...]:
+        """The steps of this run alone, without those before it branched off."""
+        first = self.branches[-1].step if self.branches else 0
+        return tuple(step for step in self.steps if step.step > first)
 
     def __len__(self) -> int:
         kinds = self.steps, self.validations, self.tests, self.saves, self.notes
@@ -187,12 +208,12 @@ class Stretch:
 
 
 def stretches(records: Records) -> list[Stretch]:
-    """Group the steps by their settings, in their order; launches without a step do not count."""
+    """Group the run's own steps by their settings, in order; launches without a step do not count."""
 
     def how(record: StepRecord) -> SpeedSettings | None:
         return next((each.how for each in reversed(records.launches) if each.step < record.step), None)
 
-    return [Stretch(made, tuple(steps)) for made, steps in itertools.groupby(records.steps, how)]
+    return [Stretch(made, tuple(steps)) for made, steps in itertools.groupby(records.own_steps, how)]
 
 
 def curve(records: Sequence[StepRecord | ValidationRecord], part: str = "loss") -> list[tuple[int, float]]:
@@ -208,6 +229,8 @@ def finite_parts(parts: Mapping[str, float]) -> Parts:
 def to_line(record: Record) -> str:
     """Return the record as a line of JSON; the parts of a loss are keys of their own."""
     values = dataclasses.asdict(record)
+    if isinstance(record, BranchRecord):
+        values["branch"] = record.branch.model_dump(mode="json")
     first = {key: values.pop(key) for key in ("kind", "step", "loss") if key in values}
     return json.dumps({**first, **values.pop("parts", {}), **values}, allow_nan=False) + "\n"
 
@@ -266,6 +289,14 @@ def truncate(path: Path, step: int, problems: list[str]) -> list[int]:
     if path.exists():
         write_atomically(path, b"".join(line for line, _ in found).decode())
     return missing((record for _, record in found if isinstance(record, StepRecord)), step)
+
+
+def begin_branch(path: Path, branch: Branch) -> None:
+    """Write the records of the other run up to the branch, and where it is. Raises OSError."""
+    theirs = Path(branch.run) / path.name
+    found = [(line, record) for line, record in _parsed(theirs, []) if record.kind in OF_PARENT]
+    lines = [line.decode() for line, record in found if record.step <= branch.step]
+    write_atomically(path, "".join([*lines, to_line(BranchRecord(branch.step, branch, time.time()))]))
 
 
 def missing(steps: Iterable[StepRecord], last: int) -> list[int]:

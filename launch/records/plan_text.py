@@ -13,8 +13,9 @@ from launch.console.terminal import wrapped
 from launch.console.text_table import aligned
 from launch.machine.model_states import model_states
 from modeling import cost
+from recipes.layout import BatchSchedule
 from recipes.problems import counted
-from recipes.schema import Model, Recipe
+from recipes.schema import Branch, Model, Recipe
 
 OPTIMIZERS = {"adamw": "AdamW", "lamb": "LAMB"}
 
@@ -28,6 +29,7 @@ class Surroundings:
     run_directory: Path | None = None  # None: nothing is started
     data: Mapping[str, Any] | None = None  # the corpus' summary; None: not known yet
     text: str | None = None  # what is known of the text before it is read
+    recipe_of: Path | None = None  # the run whose recipe was taken
     started: int | None = None  # processes of this launch; None: not to be compared with the plan
     memory: str | None = None  # of a process in words; None: its model states are counted
     more: Iterable[tuple[str, str]] = ()
@@ -56,13 +58,17 @@ def describe_plan(plan: Plan, name: str, surroundings: Surroundings, width: int 
     rule = (
         f"lr {o.lr:g}, betas {o.betas[0]:g} {o.betas[1]:g}, weight decay {o.weight_decay:g}, clip {o.clip:g}"
     )
-    read = recipe.batch.schedule.samples(recipe.steps) * model.sequences * length
-    tokens = f"{counted(recipe.steps, 'step')} = {read:,} tokens"
+    first = recipe.branch.step if recipe.branch else 0
+    samples = recipe.sizes.samples(recipe.steps) - recipe.sizes.samples(first)
+    read = samples * model.sequences * length
+    tokens = f"{counted(recipe.steps - first, 'step')} = {read:,} tokens"
     ramp = recipe.batch.rampup
-    grown = recipe.batch.schedule.stretches[-1][0] + 1
+    grown = recipe.sizes.stretches[-1][0] + 1
     growth = f" from step {grown:,} on, {ramp.start} at first, by {ramp.increment} more" if ramp else ""
     lines = [
         ("recipe", f"{name}: {recipe.title}"),
+        *([("  taken from", surroundings.recipe_of)] if surroundings.recipe_of else []),
+        *describe_branch(recipe.branch),
         ("model", shape),
         *describe_attention(model, surroundings.band_kernel),
         ("parameters", f"{parameters:,}"),
@@ -82,6 +88,18 @@ def describe_plan(plan: Plan, name: str, surroundings: Surroundings, width: int 
     ]
     notices = (wrapped(f"\n  ! {notice}", width) for notice in plan.notices)
     return "\n".join([aligned(lines, indent=2, width=width), *notices])
+
+
+def describe_branch(branch: Branch | None) -> list[tuple[str, str]]:
+    """Name the run that a branch goes on from, what is changed and where its data go on; [] without."""
+    if branch is None:
+        return []
+    changed = "; ".join(map(str, branch.changed)) or "nothing is changed"
+    read = BatchSchedule(branch.stretches).samples(branch.step)
+    data = f"the data go on after {read - branch.data_from:,} samples"
+    if branch.data_from == read:
+        data = f"the data are read from their beginning, after {read:,} samples of the other run"
+    return [("branch of", str(branch)), ("  changed", changed), ("  data", data)]
 
 
 def describe_precision(plan: Plan) -> str:
@@ -118,7 +136,7 @@ def describe_states(plan: Plan) -> str:
 def describe_data(plan: Plan, data: Mapping[str, Any]) -> str:
     """Name the source of the text, and the share of it that the run reads."""
     tokens = f"{data['train_tokens']:,} training tokens, " if "train_tokens" in data else ""
-    samples = plan.recipe.batch.schedule.samples(plan.recipe.steps)
+    samples = plan.recipe.sizes_in_data.samples(plan.recipe.steps)
     epoch = data.get("samples_per_epoch")
     seen = f"{samples / epoch:.2f} epochs" if epoch else "streamed"
     held_out = f"{counted(data['validation_samples'], 'validation sample')} of held-out documents"

@@ -74,7 +74,7 @@ class Recorder(SilentRecorder):
         self._start_step = start_step
         self._clock = clock
         self._stream = stream
-        self._sizes = run.plan.recipe.batch.schedule
+        self._sizes = run.plan.recipe.sizes
         self._memory_kind = peak_memory().kind
         self._step = start_step
         self._show_plan()
@@ -250,7 +250,9 @@ class Recorder(SilentRecorder):
             return
         run = self._run
         hardware = description.summary(self._run.machine)
-        surroundings = Surroundings(hardware, run.band_kernel, self.directory.path, run.data)
+        surroundings = Surroundings(
+            hardware, run.band_kernel, self.directory.path, run.data, recipe_of=run.recipe_of
+        )
         text = describe_plan(run.plan, run.name, surroundings, terminal.columns(self._stream))
         token = run.plan.recipe.model.predicted
         beat = ", ".join(f"{kind} {nats:.4f}" for kind, nats in vars(run.entropies).items())

@@ -27,7 +27,7 @@ from modeling import cost
 from recipes import files
 from recipes.layout import Layout
 from recipes.problems import counted
-from recipes.schema import Published
+from recipes.schema import Branch, Published
 
 OURS = "megarecipes"  # as model.implementation names it
 # TFLOPS definition of a source -> (unit, field of the measured number by the same definition).
@@ -160,6 +160,7 @@ class Result:
     start: metrics.StartRecord | None = None  # of the last launch with a step
     task_scores: tuple[TaskScore, ...] = ()
     loss_per: str = "token"
+    branch: Branch | None = None  # the run that it goes on from; None: it began by itself
     version: Literal[2] = 2
 
     @property
@@ -217,7 +218,7 @@ def make_result(run: RunFacts, records: Records, ending: Ending) -> Result:
         parameters_summed_over_tp_ranks=tp * per_rank,
         steps=last,
         skipped_steps=sum(record.skipped for record in steps),
-        losses=Losses(_training_loss(steps), _last(records.validations), _last(records.tests)),
+        losses=Losses(_training_loss(records.own_steps), _last(records.validations), _last(records.tests)),
         entropies=run.entropies,
         speed=_speed(plan, measured_over.steps, elsewhere),
         memory=MemoryUse(peak or None, steps[-1].memory_kind if steps else None, peaks.cached_bytes),
@@ -229,6 +230,7 @@ def make_result(run: RunFacts, records: Records, ending: Ending) -> Result:
         start=records.starts[-1] if records.starts else None,
         task_scores=ending.task_scores,
         loss_per=recipe.model.predicted,
+        branch=recipe.branch,
         **{**vars(how), "implementation": how.implementation + version},
     )
     comparable = not other and not elsewhere
@@ -303,7 +305,7 @@ def steady_seconds(steps: Sequence[StepRecord]) -> SteadySeconds | None:
 
 def _speed(plan: Plan, steps: Sequence[StepRecord], elsewhere: bool) -> Speed:
     """Return the rates of steps like the last; `elsewhere`: they had other settings, use their own rates."""
-    sizes = [plan.recipe.batch.schedule.size(record.step - 1) for record in steps]
+    sizes = [plan.recipe.sizes.size(record.step - 1) for record in steps]
     steps = [record for record, size in zip(steps, sizes, strict=True) if size == sizes[-1]]
     steady = steady_seconds(steps)
     if steady is None:

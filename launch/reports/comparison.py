@@ -19,7 +19,8 @@ ABSENT = "absent"
 
 # Parts of a recipe that are shown elsewhere or change nothing.
 OMITTED = {
-    *("title", "published", "inferred", "differs", "unknown", "note", "hardware", "parallel", "ds_config")
+    *("title", "published", "inferred", "differs", "unknown", "note", "hardware", "parallel", "ds_config"),
+    "branch",
 }
 # Keys that decide the text and the tokens of the loss.
 SAME_TEXT = ("data", "model.vocab_size", "model.family", "model.sentence_head")
@@ -208,6 +209,7 @@ def _facts(run: Run) -> dict[str, Any]:
     versions, git = (machine.pop(key, None) or {} for key in ("versions", "git"))
     return {
         "recipe": run.name + (" (tiny)" if run.tiny else ""),
+        "branch of": str(plan.recipe.branch) if plan and plan.recipe.branch else ABSENT,
         "ds_config": plan.ds_name if plan else result.ds_config,
         "implementation": result.implementation or ABSENT,
         "layout": vars(plan.layout) if plan else {},

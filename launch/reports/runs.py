@@ -48,6 +48,7 @@ class Run:
         plan, launch: of the newest launch; None if unreadable.
         training, validation: (step, nats) with finite losses; for BERT pretraining the masked-token loss.
         seconds: (step, wall time in seconds).
+        hours: (step, hours of all steps up to it, also of those before a branch).
         scores: from scores.json, written by launch/score.py.
         pretrained: the pretraining run of a fine-tuning run's weights; None without one.
     """
@@ -61,6 +62,7 @@ class Run:
     training: Points
     validation: Points
     seconds: Points
+    hours: Points
     problems: tuple[str, ...]
     scores: tuple[Score, ...] = ()
     pretrained: Pretrained | None = None
@@ -100,14 +102,14 @@ class Run:
         if over == "steps":
             return points
         if over == "hours":
-            ends = [step for step, _ in self.seconds]
-            sums = list(itertools.accumulate((seconds for _, seconds in self.seconds), initial=0.0))
-            return [(sums[bisect_right(ends, step)] / 3600, value) for step, value in points]
+            ends = [0.0, *(step for step, _ in self.hours)]
+            hours = [0.0, *(passed for _, passed in self.hours)]
+            return [(hours[bisect_right(ends, step) - 1], value) for step, value in points]
         recipe = self.recipe
         if recipe is None:
             return []
         of_sample = recipe.model.sequences * recipe.sequence_length
-        sizes = recipe.batch.schedule
+        sizes = recipe.sizes
         return [(float(sizes.samples(int(step)) * of_sample), value) for step, value in points]
 
     @property
@@ -171,8 +173,10 @@ def read_run(path: Path, label: str, original_of: Callable[[str], Recipe | None]
             result = replace(result, status=OOM, reason=oom, deviations=stated)
     training = [(float(step), loss) for step, loss in curve(records.steps, records.part)]
     validation = [(float(step), loss) for step, loss in curve(records.validations, records.part)]
-    seconds = [(float(step.step), step.seconds) for step in records.steps if step.seconds > 0]
-    points = (training, validation, seconds)
+    seconds = [(float(step.step), step.seconds) for step in records.own_steps if step.seconds > 0]
+    passed = itertools.accumulate(step.seconds for step in records.steps)
+    hours = [(float(step.step), at / 3600) for step, at in zip(records.steps, passed, strict=True)]
+    points = (training, validation, seconds, hours)
     scores = _read(lambda: read_scores(path), problems) or ()
     before = _read(lambda: pretrained.read(path), problems)
     return Run(path, label, name, result, plan, launch, *points, tuple(problems), scores, before)

@@ -81,7 +81,7 @@ def eager_seconds(plan: Plan, machine: Machine) -> float:
     """Estimate the seconds that the run computes without torch.compile."""
     recipe = plan.recipe
     layout = plan.layout
-    samples = recipe.batch.schedule.samples(recipe.steps)
+    samples = recipe.sizes.samples(recipe.steps)
     operations = cost.operations_of(recipe, samples, plan.padded_vocab)
     if machine.device.own_memory:
         return operations / (GPU[plan.precision] * layout.world)

@@ -32,6 +32,9 @@ class InitialWeights(Protocol):
     def resolved(self) -> InitialWeights:
         """Fix the choice, so that a run that still trains there cannot change it by a later save."""
 
+    def record(self) -> Mapping[str, Any]:
+        """Return what makes the same choice again, as plain data."""
+
     def read(self, recipe: Recipe) -> Mapping[str, Tensor]:
         """Return full tensors by canonical name; each is read on access."""
 
@@ -47,6 +50,8 @@ class Job:
     compiled: bool = False  # torch.compile the model
     after_step: Callable[[Any, Any], None] = lambda run, outcome: None  # of (TrainingRun, StepRecord)
     initial_weights: InitialWeights | None = None  # None: random ones
+    ds_config: Path | None = None  # the DeepSpeed JSON as it was given
+    recipe_of: Path | None = None  # the run whose recipe was taken; None: a row's, or the resumed run's
     cache: Path | None = None  # of vocabularies and tokens; None: `data.cache.default_directory()`
 
     @property

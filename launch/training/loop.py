@@ -26,7 +26,7 @@ def train(start: Start, after: Callable[[TrainingRun], None] = lambda run: None)
     job = start.job
     recorder = start.recorder
     grid = start.grid
-    resumed = start.checkpoint is not None
+    resumed = not start.first  # a branch may have more positions than are stored
     plan = job.plan
     recipe = job.plan.recipe
     if recipe.model.implementation == "transformers":

@@ -55,7 +55,7 @@ def normalise_steps(
 def salts_of_step(plan: Plan, dp_rank: int, step: int, device: Device) -> Sequence[Tensor | None]:
     """Return salts (B, S, 2) of hidden dropout, or None, for each micro-batch of the step after `step`."""
     recipe = plan.recipe
-    rows = rank_rows(plan.layout, dp_rank, recipe.batch.schedule.size(step))
+    rows = rank_rows(plan.layout, dp_rank, recipe.sizes.size(step))
     if not recipe.dropout.hidden:
         return [None] * len(rows)
     # Made on the device, for a copy would wait for it: a rank's rows follow each other.

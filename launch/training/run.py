@@ -67,6 +67,12 @@ class Start:
         """The number of optimizer steps before the run starts."""
         return self.checkpoint.step if self.checkpoint else 0
 
+    @property
+    def first(self) -> bool:
+        """Whether the run has made no step of its own; a branch begins at one of another run's."""
+        branch = self.job.plan.recipe.branch
+        return self.done == (branch.step if branch else 0)
+
 
 class TrainingRun:
     """One run on this rank, under either loop. Its methods are collective.
@@ -112,8 +118,8 @@ class TrainingRun:
             from launch.checkpoints import reading
 
             reading.load(self.state, start.checkpoint)
-        else:
-            recorder.validation(0, self.validate(self.held_out))
+        if start.first:
+            recorder.validation(self.done, self.validate(self.held_out))
         recorder.mark("weights")
         self.bounds = FigureBounds(recorder.say)
         self.watch: NumberWatch | None = None

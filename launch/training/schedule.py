@@ -23,7 +23,7 @@ def learning_rate(recipe: Recipe, step: int) -> float:
     """
     chosen = recipe.schedule
     end_step = recipe.decay_steps
-    count = recipe.batch.schedule.samples if chosen.counts == "samples" else int
+    count = recipe.sizes.samples if chosen.counts == "samples" else int
     peak = recipe.optimizer.lr
     low = chosen.min_lr
     step = count(step)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_configs.findings import lookup
+from ds_configs.jsonfile import find
 from ds_configs.plan import Machine
 from launch.console import arguments, output, quiet, terminal
 from launch.machine import checks, description, start_checks
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from launch.checkpoints.run_checkpoints import Choice
     from launch.records.directory import RunDirectory
     from launch.training.run import TrainingRun
+    from modeling.parallel.process_grid import ProcessGrid
 
 RUN_RULES = (
     ("--plan", "--resume, --deterministic", "a plan reads no run, and computes nothing"),
@@ -66,7 +68,11 @@ class Training:
         """The facts of the run, as far as they are known before its data."""
         job = self.job
         machine = description.describe()
-        return RunFacts(job.plan, job.name, machine, self.original, self.tiny, self.emulated_fp16)
+        weights = job.initial_weights.record() if job.initial_weights else None
+        return RunFacts(
+            job.plan, job.name, machine, self.original, self.tiny, self.emulated_fp16,
+            ds_config=job.ds_config, initial_weights=weights, recipe_of=job.recipe_of,
+        )  # fmt: skip
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -185,7 +191,8 @@ def job_of(
     if missing is not None:
         say_on_rank_0(missing)
     compiled = compile_choice.compiles(args.compile, plan, machine)
-    return Job(plan, name, directory, args.resume, compiled, initial_weights=weights)
+    given = find(args.ds_config or recipe.ds_config)
+    return Job(plan, name, directory, args.resume, compiled, initial_weights=weights, ds_config=given)
 
 
 def open_run_directory(training: Training) -> RunDirectory | None:
@@ -255,6 +262,7 @@ def show_plan(job: Job) -> None:
             hardware,
             band_kernel=kernel,
             run_directory=job.directory,
+            recipe_of=job.recipe_of,
             started=processes.world_size(),
             text=text,
         )
@@ -265,11 +273,10 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
     """Prepare data, show the plan, train and write results. `directory` is None except on rank 0."""
     import torch
 
-    from launch.checkpoints import run_checkpoints
     from launch.training import agreement
     from launch.training.early_ends import Diverged, EarlyEnd
     from launch.training.loop import train
-    from launch.training.run import Start, checksum
+    from launch.training.run import Start
     from modeling import fusing
     from modeling.parallel.process_grid import ProcessGrid
 
@@ -290,13 +297,7 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
             job = replace(job, compiled=False)
         start_weights = given.directory if given else None
         agreement.check(job.plan, corpus, grid.control_group, start_weights, job.compiled)
-        # Chosen once, before the records are cut back to it.
-        chosen = run_checkpoints.Choice(None)
-        if job.resume:
-            from launch.checkpoints import reading
-
-            with system_refusals(Path.cwd()):
-                chosen = reading.choose(job.checkpoints, grid, job.plan.recipe, checksum(corpus))
+        chosen = choose_checkpoint(job, grid, corpus)  # once, before the records are cut back to it
     except ValueError as e:
         ending.refuse(e)
     training.clock.mark("data")
@@ -331,6 +332,26 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
             raise SystemExit(NOT_RECORDED)
 
 
+def choose_checkpoint(job: Job, grid: ProcessGrid, corpus: Corpus) -> Choice:
+    """Choose the checkpoint that a resume or a branch goes on from, if any. Collective. Raises ValueError."""
+    from launch.checkpoints.run_checkpoints import Choice
+    from launch.training.run import checksum
+
+    recipe = job.plan.recipe
+    chosen = Choice(None)
+    if job.resume:
+        from launch.checkpoints import reading
+
+        with system_refusals(Path.cwd()):
+            chosen = reading.choose(job.checkpoints, grid, recipe, checksum(corpus))
+    if recipe.branch is not None and chosen.checkpoint is None:
+        from launch.checkpoints import branching
+
+        with system_refusals(Path(recipe.branch.run)):
+            chosen = branching.choose(recipe, grid, checksum(corpus))
+    return chosen
+
+
 def say_on_rank_0(text: str) -> None:
     if processes.rank() == 0:
         terminal.say(text)
@@ -353,9 +374,16 @@ def open_recorder(
         training.facts, data=corpus.summary, entropies=entropies, band_kernel=band_kernel(job.plan)
     )
     done = chosen.checkpoint.step if chosen.checkpoint else 0
+    began = "resumed from"
+    branch = job.plan.recipe.branch
+    if branch is not None and done == branch.step:
+        from launch.records import metrics
+
+        began = "branched off from"
+        metrics.begin_branch(directory.metrics_jsonl, branch)
     recorder = Recorder(directory, known, done, training.clock, sys.stdout)
     for newer in chosen.damaged:
         recorder.say(f"WARNING: {newer}; it is left as it is, and an older checkpoint is taken")
     if chosen.checkpoint:
-        recorder.say(f"resumed from {chosen.checkpoint.directory}")
+        recorder.say(f"{began} {chosen.checkpoint.directory}")
     return recorder

@@ -28,9 +28,11 @@ def training_batches(
     recipe = plan.recipe
     pinned = processes.device().own_memory
     how: dict[str, Any] = dict(samples=corpus.train, seed=recipe.seed, layout=plan.layout, dp_rank=grid.at.dp)
-    how |= dict(workers=recipe.run.loader_workers, pinned=pinned, sizes=recipe.batch.schedule)
+    how |= dict(workers=recipe.run.loader_workers, pinned=pinned, sizes=recipe.sizes_in_data)
     if checkpoint:
-        how |= dict(start_step=checkpoint.step, start_state=checkpoint.manifest.data)
+        how |= dict(start_step=checkpoint.step)
+        if recipe.sizes_in_data.samples(checkpoint.step):  # a branch with other data is at their beginning
+            how |= dict(start_state=checkpoint.manifest.data)
     if corpus.train.random_access:  # mapped tokens, in which nothing can be broken
         return StepBatches(**how)
     micro = plan.layout.micro

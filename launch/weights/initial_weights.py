@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -197,6 +198,10 @@ class InitialWeights:
         if not isinstance(saved, RunWeights):
             return self
         return replace(self, directory=str(saved.checkpoint.directory))
+
+    def record(self) -> dict[str, Any]:
+        """Return the values that a run keeps to make the same choice again, as plain data."""
+        return {"directory": os.path.abspath(self.directory), "stated": list(self.stated)}
 
     def read(self, recipe: Recipe) -> LazyWeights:
         """Return canonical weights, read on demand. Raises ValueError as `foreign_weights.read`."""

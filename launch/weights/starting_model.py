@@ -33,8 +33,11 @@ class StartingModel(InitialWeights):
         insists: the user wants another vocabulary than theirs.
     """
 
-    recipe: str | None = None
+    recipe: str | Path | None = None
     insists: bool = False
+
+    def record(self) -> dict[str, Any]:
+        return {**super().record(), "insists": self.insists}
 
     @property
     def advice(self) -> str:
@@ -52,7 +55,7 @@ class StartingModel(InitialWeights):
         return place if any((place / name).is_file() for name in _FILES) else None
 
     @property
-    def recipe_name(self) -> str:
+    def recipe_name(self) -> str | Path:
         """The recipe of everything that the weights do not decide."""
         return self.recipe or catalog.BY_FAMILY.get(self.model().form.family, catalog.DEFAULT_RECIPE)
 

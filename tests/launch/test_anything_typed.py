@@ -26,7 +26,7 @@ from stored import write_checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from data.text.trained_vocabulary import train_bpe, wrap_tokenizer
-from ds_configs.jsonfile import ConfigError, available
+from ds_configs.jsonfile import ConfigError, available, find
 from ds_configs.plan import HOST, Machine
 from ds_configs.resolver import resolve
 from launch.checkpoints import manifest, run_checkpoints, showing
@@ -137,6 +137,7 @@ def folder(tmp_path_factory) -> Iterator[Path]:
     for name in ("recipe.yaml", "metrics.jsonl", "result.json", "config.json", "model.safetensors"):
         (folder / "run.d" / name).write_text("{")
     save_gpt2(folder / "gpt2.d")
+    save_run(folder / "own.d")
     (folder / "loop").symlink_to("loop")
     os.mkfifo(folder / "pipe")
     before = os.getcwd()
@@ -155,32 +156,33 @@ def save_gpt2(directory: Path) -> None:
     GPT2LMHeadModel(GPT2Config(**shape)).save_pretrained(directory)
 
 
+ANY = [*FILES, "full", "run.d", "pipe", *PATHS, *NUMBERS, *TEXTS, *NAMES]
+WRITTEN = [*FILES, "full", "run.d", "own.d", "pipe", *PATHS, "new.png", "new.json", "new.jsonl"]
+TOKENIZERS = ["text.txt", "deep.json", "noise.json", "odd.json", "run.d", "full", "pipe", "/dev/zero", ""]
+BRANCHES = ["own.d", "own.d@3", "own.d@3", "own.d@2", "own.d@", "@3", "run.d@3", "full", "gpt2.d@0"]
+# By the name of a flag's value; some of each are fit.
+VALUES_OF = {
+    "tokenizer": ["gpt2", "trained_bpe", "x", *(f"file:{name}" for name in TOKENIZERS)],
+    "tasks": ["perplexity", "perplexity", "lambada,perplexity", "wikitext103", ",", *TEXTS],
+    "include_path": ["full", "run.d", *FILES, *PATHS, *TEXTS],
+    "init_from": ["gpt2.d", "gpt2.d", "run.d", "full", *FILES, *PATHS, *TEXTS],
+    "branch": [*BRANCHES, *FILES, *PATHS, *TEXTS],
+    "recipe": [*ANY, "own.d", "own.d"],
+    "model": ["gpt2.d", "gpt2.d", "gpt2.d", "run.d", "full", "good.yaml", *PATHS, *TEXTS],
+    **dict.fromkeys(("out", "plot", "json", "csv"), WRITTEN),
+}
+
+
 def typed(action: argparse.Action) -> st.SearchStrategy[list[str]]:
     """The flag with values of which some are fit for it."""
-    own = [*FILES, "full", "run.d", "pipe", *PATHS, *NUMBERS, *TEXTS, *NAMES]
-    values = st.sampled_from(own)
+    values = st.sampled_from(VALUES_OF.get(action.dest, [*ANY]))
     if action.choices:
         values = st.sampled_from([*map(str, action.choices), "x"])
     elif action.dest == "set":
         keys = st.sampled_from([*key_paths.paths()])
         values = st.sampled_from(SETS) | st.builds("{}={}".format, keys, values)
-    elif action.dest == "tokenizer":
-        files = ["text.txt", "deep.json", "noise.json", "odd.json", "run.d", "full", "pipe", "/dev/zero", ""]
-        values = st.sampled_from(["gpt2", "trained_bpe", "x", *(f"file:{name}" for name in files)])
-    elif action.dest == "tasks":
-        values = st.sampled_from(
-            ["perplexity", "perplexity", "lambada,perplexity", "wikitext103", ",", *TEXTS]
-        )
-    elif action.dest == "include_path":
-        values = st.sampled_from(["full", "run.d", *FILES, *PATHS, *TEXTS])
-    elif action.dest == "init_from":
-        values = st.sampled_from(["gpt2.d", "gpt2.d", "run.d", "full", *FILES, *PATHS, *TEXTS])
-    elif action.dest == "model" and not action.option_strings:
-        values = st.sampled_from(["gpt2.d", "gpt2.d", "gpt2.d", "run.d", "full", "good.yaml", *PATHS, *TEXTS])
-    elif action.dest in ("out", "plot", "json", "csv"):
-        values = st.sampled_from(
-            [*FILES, "full", "run.d", "pipe", *PATHS, "new.png", "new.json", "new.jsonl"]
-        )
+    elif action.dest == "model" and action.option_strings:
+        values = st.sampled_from(ANY)
     flag = action.option_strings[:1]
     if action.nargs == 0:
         return st.just(flag)
@@ -422,22 +424,29 @@ def test_a_damaged_table_is_read_or_refused(tmp_path_factory, at, cut, put):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """A run of three steps that nothing has trained."""
     path = tmp_path_factory.mktemp("run")
+    save_run(path)
+    return path
+
+
+def save_run(path: Path) -> None:
+    """A run of three steps that nothing has trained."""
     from launch.records.admission import admit
     from launch.records.facts import Ending
 
-    admit(path, facts(plan(), tiny=True), ["x"]).close()
+    known = facts(plan(), tiny=True, original=plan().recipe, ds_config=find("zero1"))
+    admit(path, known, ["x"]).close()
     with recorder(path, plan()) as records:
         for step in (1, 2, 3):
             records.step(outcome(5.0 - step / 10, step=step, seconds=0.5, data_seconds=0.1))
         records.finish(Ending())
     write_checkpoint(path / "checkpoints", 3, {"word.weight": torch.ones(4, 2)}, plan().recipe)
-    return path
 
 
 RUN_FILES = [
     "plan.json",
+    "original.yaml",
+    "ds_config_given/zero1.json",
     "environment.json",
     "result.json",
     "metrics.jsonl",

@@ -318,7 +318,7 @@ def test_refusals_say_what_is_there(trained, tmp_path):
         export_hf.export(tmp_path / "nowhere", tmp_path / "out")
     with pytest.raises(ValueError, match="is no run of this project"):
         export_hf.export(tmp_path, tmp_path / "out")
-    with pytest.raises(ValueError, match=f"--step 3: .* only of {STEPS}"):
+    with pytest.raises(ValueError, match=f"no checkpoint of step 3: only of {STEPS}"):
         export_hf.export(directory, tmp_path / "out", step=3)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").touch()

@@ -35,7 +35,7 @@ def test_the_batch_grows_as_megatrons(ramp):
 
 
 def test_a_batch_without_a_ramp_is_always_full():
-    sizes = catalog.load().batch.schedule
+    sizes = catalog.load().sizes
     assert [sizes.size(step) for step in (0, 1, 10**9)] == [8] * 3 and sizes.samples(7) == 56
 
 
@@ -85,7 +85,7 @@ def test_a_tiny_ramp_is_a_ramp():
     for row in (recipe, ramped(4, 4, more=["batch.micro=4", "parallel.dp=1"])):
         shrunk = tiny(row)
         assert catalog.dump(tiny(shrunk)) == catalog.dump(shrunk), "shrinking twice changes nothing more"
-        sizes = [shrunk.batch.schedule.size(step) for step in range(7)]
+        sizes = [shrunk.sizes.size(step) for step in range(7)]
         assert sizes == [shrunk.batch.global_ // 2] * 5 + [shrunk.batch.global_] * 2
         resolve(shrunk, "zero1", None, MACHINE, {})
 
@@ -105,3 +105,15 @@ def test_another_ramp_is_another_training():
     one, other = ramped(), ramped(samples=41)
     assert len({catalog.digest(each) for each in (one, other, catalog.load())}) == 3
     assert [change[0] for change in catalog.changes(one, other).refused] == ["batch.rampup.samples"]
+
+
+def test_another_batch_goes_on_after_the_samples_that_are_read():
+    before = batch_schedule(8, 2, 2, 30)
+    step = 7  # in mid-ramp
+    same = batch_schedule(8, 2, 2, 30, before.until(step), step)
+    assert [same.samples(n) for n in range(30)] == [before.samples(n) for n in range(30)]
+    other = batch_schedule(16, 16, 1, 1, before.until(step), step)
+    assert other.samples(step) == before.samples(step) and other.size(step) == 16
+    assert [other.size(n) for n in range(step)] == [before.size(n) for n in range(step)]
+    moved = other.counted_from(before.samples(step))
+    assert (moved.samples(step), moved.size(step), moved.samples(step + 2)) == (0, 16, 32)

@@ -103,7 +103,7 @@ def _row(recipe: Recipe, carrier: Carrier) -> tuple[str, ...]:
     snug = " (snug)" if found.verdict == "snug" else ""
     placed = (node.name, str(world), f"{node.gpu.memory_bytes / 1e9:.0f}", carrier.ds_config)
     needed = f"{found.fullest_rank.total / 1e9:.1f}{snug}"
-    bill = found.bill(recipe.steps, recipe.batch.schedule)
+    bill = found.bill(recipe.steps, recipe.sizes)
     if found.time is None or bill is None:
         return (*placed, needed, "", "", f"{node.gpu.title} has no {found.work.precision}")
     tokens = f"{carrier.tokens_per_second:,.0f}"

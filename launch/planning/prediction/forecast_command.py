@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     plan = plan_on_nodes(recipe, args.ds_config or recipe.ds_config, node, args.nodes)
     found = forecast(workload.of_plan(plan), node, unit=recipe.batch.unit)
     name = catalog.full_name(args.recipe) + ("-tiny" if args.tiny else "")
-    sizes = recipe.batch.schedule
+    sizes = recipe.sizes
     tokens = found.work.tokens_per_step
     steps = recipe.steps
     if args.tokens:

@@ -343,7 +343,7 @@ def test_without_a_checkpoint_every_reader_says_which_key_keeps_one(tmp_path):
 
 def test_a_checkpoint_of_other_tokens_is_no_damage_and_refuses_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(reading, "from_rank_0", lambda own, group, form: own)
-    monkeypatch.setattr(reading, "_problem", lambda candidate, grid: None)
+    monkeypatch.setattr(reading, "problem_of", lambda candidate, grid: None)
     write_checkpoint(tmp_path, 7, TENSORS)
     (tmp_path / "step-000008").mkdir()
     held = manifest.read(tmp_path / "step-000007")

@@ -357,7 +357,7 @@ def test_what_is_no_run_is_refused(name, directory, tmp_path, monkeypatch, capsy
         code, out, err = run(monkeypatch, capsys, name, tmp_path / given)
         assert code == 2 and not out and said in " ".join(err.split()), err
     code, _, err = run(monkeypatch, capsys, name, tmp_path, "--step", "5")
-    assert code == 2 and "holds no checkpoint of that step: only of 4" in " ".join(err.split())
+    assert code == 2 and "holds no checkpoint of step 5: only of 4" in " ".join(err.split())
 
 
 def test_reading_a_file_that_was_cut_meanwhile_is_refused(directory):

@@ -6,8 +6,9 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from launch.records.loss_plot import average_label, moving_average, step_ticks, write_in_margin
+from launch.records.loss_plot import average_label, mark_branch, moving_average, step_ticks, write_in_margin
 from launch.reports.plots import log_axis
+from recipes.schema import Branch, Change
 
 
 @pytest.fixture
@@ -53,3 +54,13 @@ def test_references_are_named_beside_the_axes_and_not_one_over_another(axes):
     assert all(box.x0 >= axes.get_window_extent().x1 for box in boxes)
     assert all(low.y1 <= high.y0 for low, high in zip(boxes, boxes[1:], strict=False))
     assert {text.get_text() for text in axes.texts} >= {"above ↑", "below ↓", "a"}
+
+
+def test_a_branch_is_a_line_with_its_run_and_what_it_changes(axes):
+    changed = [Change(key=f"optimizer.key_{n}", was=None, now=n) for n in range(20)]
+    axes.plot([0, 2000], [1, 2])
+    mark_branch(axes, Branch(run="/runs/stable", step=1000, changed=changed, stretches=[(0, 0, 8)]))
+    assert list(axes.lines[-1].get_xdata()) == [1000, 1000]
+    lines = axes.texts[-1].get_text().splitlines()
+    assert lines[0].startswith("branch of stable from step 1,000 on:") and "key_0: None -> 0;" in lines[1]
+    assert len(lines) == 3 and lines[-1].rstrip().endswith("…")

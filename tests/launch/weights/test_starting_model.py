@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from stored import model_tensors, write_checkpoint
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -17,6 +19,7 @@ from transformers import (
 
 from data.text.trained_vocabulary import train_bpe, train_wordpiece, wrap_tokenizer
 from launch import pretrain
+from launch.records.admission import admit
 from launch.training.start import Training
 from recipes import catalog
 from recipes.problems import ProblemsError
@@ -114,3 +117,16 @@ def test_another_vocabulary_is_refused_unless_the_user_insists(folder):
     assert "the loss starts high" in str(insisted.notices[-1])
     given = ("--set", "data.tokenizer.kind=file", "--set", f"data.tokenizer.path={folder / 'gpt2'}")
     assert planned(folder, "bare", *given).job.initial_weights, "the user names theirs"
+
+
+def test_a_run_without_a_checkpoint_is_resumed_from_the_weights_that_it_was_given(folder, tmp_path):
+    training = planned(folder, "gpt2", "--out", str(tmp_path))
+    admit(tmp_path, training.facts, ["pretrain.py"]).close()
+    words = ["--resume", "--out", str(tmp_path)]
+    resumed = pretrain.training_of(pretrain.build_parser().parse_args(words)).job
+    assert resumed.plan.recipe == training.job.plan.recipe and resumed.plan.ds_name == "zero0"
+    assert resumed.initial_weights == replace(training.job.initial_weights, recipe=tmp_path, stated=[])
+    recipe = resumed.plan.recipe
+    write_checkpoint(tmp_path / "checkpoints", 3, model_tensors(recipe), recipe)
+    kept = pretrain.training_of(pretrain.build_parser().parse_args(words)).job
+    assert kept.initial_weights is None, "a checkpoint has its own"

@@ -120,7 +120,7 @@ def test_the_bill_of_a_ramp_up_is_the_sum_of_steps_of_each_size():
     ramp, total = "batch.rampup={start: 512, increment: 512, samples: 20480}", "batch.global=1536"
     row = "megatron_paper_table1/8.3b-mp-dp"
     found = predicted(row, "dgx2", total, "batch.accumulation=3", ramp)
-    sizes = catalog.load(row, [total, "batch.accumulation=null", ramp]).batch.schedule
+    sizes = catalog.load(row, [total, "batch.accumulation=null", ramp]).sizes
     each = {}
     for times in (1, 2, 3):
         shares = [f"batch.global={512 * times}", f"batch.accumulation={times}"]

@@ -1,0 +1,159 @@
+"""Branches: runs that go on from another run's checkpoint under a changed recipe."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.checkpoints import inspection, reading, run_checkpoints
+from launch.checkpoints.run_checkpoints import Checkpoint, Choice, Damaged
+from launch.ranks.processes import from_rank_0
+from launch.records.recorded_run import RecordedRun
+from modeling.parallel.process_grid import ProcessGrid
+from recipes import catalog, files
+from recipes.families import TRAINED
+from recipes.key_paths import is_part
+from recipes.problems import Problem, ProblemsError, RecipeError
+from recipes.schema import Branch, Change, Recipe, Tokenizer
+
+FLAG = "--branch"
+KEPT = "a branch keeps the model, its vocabulary and the kind of its optimizer"
+
+
+@dataclass(frozen=True)
+class BranchPoint:
+    """A checkpoint of a run, from which a branch goes on."""
+
+    run: RecordedRun
+    step: int
+
+    @classmethod
+    def of(cls, given: str) -> BranchPoint:
+        """Find the checkpoint of RUN or RUN@STEP; without a step, the newest. Raises ProblemsError."""
+        path, step = split(given)
+        run = RecordedRun.read(path, FLAG)
+        found, damaged = run_checkpoints.newest_whole(path, step)
+        if damaged:
+            fix = f"{FLAG} {path}@{found.step} goes on from the one before"
+            files.refuse(damaged[0].directory, "is damaged", damaged[0].why, fix)
+        other = inspection.other_recipe(found.manifest, run.recipe)
+        if other:
+            files.refuse(found.directory, other, fix="restore it")
+        return cls(run, found.step)
+
+    def recipe(self, settings: Sequence[str], laid: Mapping[str, Any], steps: int | None) -> Recipe:
+        """Return the recipe of a branch: the run's, with `laid`, then `settings` over it, and its `branch`.
+
+        Raises ProblemsError with every problem.
+        """
+        there = self.run.recipe
+        kept = there.data.tokenizer
+        keys = [*laid, *(text.partition("=")[0].strip() for text in settings)]
+        if kept.kind in TRAINED and any(is_part(key, ("data",)) for key in keys):
+            kept = Tokenizer(kind="file", path=str(self.run.path / "tokenizer"))  # other text trains another
+        there = with_tokenizer(there, kept)
+        laid = {**laid, "data.tokenizer": kept.model_dump()}
+        problems = list[Problem]()
+        now, wrong = self._laid_over(settings, laid, steps)
+        if now is None:
+            problems += wrong
+            sound = [text for text in settings if self._laid_over([text], laid)[0]]
+            now = self._laid_over(sound, laid, steps)[0] or there
+        if not any("tokenizer" in text for text in settings):  # where data is set as a whole
+            now = with_tokenizer(now, kept)
+        changes = catalog.branch_changes(there, now)
+        read = there.sizes.samples(self.step)
+        data_from = there.branch.data_from if there.branch else 0
+        reordered = [key for key, _, _ in changes.allowed if is_part(key, catalog.ORDER)]
+        if set(reordered) - {"data.broken_records"}:
+            data_from = read
+        for key, was, is_now in changes.refused:
+            came = f"{key}={is_now}, and the run has {was}"
+            problems.append(Problem(key, came, KEPT, "leave it out", f"{FLAG} {self.run.path}"))
+        problems += self._misfits(there, now, anew=data_from == read)
+        if problems:
+            raise ProblemsError(problems)
+        changed = tuple(Change(key=key, was=was, now=is_now) for key, was, is_now in changes.allowed)
+        branch = Branch(
+            run=str(self.run.path),
+            step=self.step,
+            changed=changed,
+            stretches=there.sizes.until(self.step),
+            data_from=data_from,
+        )
+        return now.model_copy(update={"branch": branch})
+
+    def _laid_over(
+        self, settings: Sequence[str], laid: Mapping[str, Any], steps: int | None = None
+    ) -> tuple[Recipe | None, tuple[Problem, ...]]:
+        """Return the run's recipe with changes, or None and all that is wrong with them."""
+        try:
+            return catalog.load(self.run.path, settings, steps=steps, laid=laid), ()
+        except RecipeError as error:
+            return None, error.problems
+
+    def _misfits(self, there: Recipe, now: Recipe, anew: bool) -> Iterator[Problem]:
+        where = f"{FLAG} {self.run.path}@{self.step}"
+        if now.steps <= self.step:
+            fix = f"give --set steps={self.step + 1} or more"
+            yield Problem("steps", f"steps={now.steps}", f"the branch begins after {self.step}", fix, where)
+        if now.positions < there.positions:
+            left = f"{now.positions} of {there.positions} positions"
+            came = f"sequence_length={now.sequence_length} leaves {left}"
+            fix = f"add --set model.positions={there.positions}"
+            yield Problem("model.positions", came, "a branch keeps them, or has more", fix, where)
+        if now.positions > there.positions and now.model.implementation == "transformers":
+            came = f"{now.positions} positions, and the run has {there.positions}"
+            fix = "add --set model.implementation=megarecipes"
+            yield Problem("model.positions", came, "transformers' own table keeps its size", fix, where)
+        streamed = any(origin.streamed for origin in now.data.origins)
+        if streamed and not anew and now.batch.global_ != there.batch.global_:
+            came = f"batch.global={now.batch.global_}, and the run has {there.batch.global_}"
+            fix = f"leave it out, or read the stream from its beginning with --set seed={there.seed + 1}"
+            yield Problem("batch.global", came, "a stream is shared out by it", fix, where)
+
+
+def split(given: str) -> tuple[Path, int | None]:
+    """Return the absolute directory and the step of RUN or RUN@STEP; None: no step is given."""
+    named = re.fullmatch(r"(.+)@([0-9]{1,9})", given, re.DOTALL)
+    if named is None or os.path.isdir(given):
+        return absolute(given), None
+    return absolute(named[1]), int(named[2])
+
+
+def absolute(path: str) -> Path:
+    return Path(os.path.abspath(files.path_of(path, FLAG)))
+
+
+def with_tokenizer(recipe: Recipe, tokenizer: Tokenizer) -> Recipe:
+    data = recipe.data.model_copy(update={"tokenizer": tokenizer})
+    return recipe.model_copy(update={"data": data})
+
+
+def choose(recipe: Recipe, grid: ProcessGrid, corpus: str) -> Choice:
+    """Choose the checkpoint that a branch goes on from, if its files are sound. Collective.
+
+    `corpus`: checksum of the training tokens. Raises ValueError on every rank: it is damaged, or was trained
+    on other tokens than those that are to go on.
+    """
+    branch = recipe.branch
+    assert branch is not None
+    directory = run_checkpoints.directory_of(Path(branch.run) / "checkpoints", branch.step)
+    own = run_checkpoints.read(directory) if grid.rank == 0 else None
+    found = from_rank_0(own, grid.control_group, Checkpoint | Damaged | None)
+    assert found is not None
+    why = found.why if isinstance(found, Damaged) else reading.problem_of(found, grid)
+    if why or isinstance(found, Damaged):
+        raise ValueError(f"{FLAG}: {directory}, which the branch goes on from, is damaged: {why}; restore it")
+    trained_on = found.manifest.corpus
+    goes_on = recipe.sizes_in_data.samples(branch.step)
+    if goes_on and trained_on != corpus:
+        raise ValueError(
+            f"{FLAG}: {directory} was trained on tokens with CRC-32 {trained_on}, and the recipe's data now "
+            f"have {corpus}: restore its files, or read other text with --text or --set data.name"
+        )
+    return Choice(found)

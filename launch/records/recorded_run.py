@@ -1,0 +1,62 @@
+"""The recipe, the DeepSpeed JSON and the initial weights of a run, as its directory records them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_configs.jsonfile import FOLDER
+from launch.records.directory import RunDirectory
+from recipes import catalog, files
+from recipes.schema import Recipe
+
+GIVE = "give the directory of a run, which holds its recipe.yaml"
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """What another start takes from a run.
+
+    Attributes:
+        path: its directory.
+        recipe: with every value.
+        original: the same before --tiny, --set and --steps.
+        name: of the recipe, table/row.
+        ds_config: its DeepSpeed JSON, as --ds_config takes it.
+        initial_weights: as `RunFacts` has them.
+    """
+
+    path: Path
+    recipe: Recipe
+    original: Recipe
+    name: str
+    tiny: bool
+    ds_config: str
+    initial_weights: Mapping[str, Any] | None
+
+    @classmethod
+    def read(cls, path: Path, flag: str) -> RecordedRun:
+        """Read a run directory, which `flag` names. Raises ProblemsError."""
+        at = RunDirectory(path)
+        if not files.is_file(at.recipe_yaml):
+            files.refuse(f"{flag} {path}", "holds no run", fix=GIVE)
+        recipe = catalog.load_resolved(at.recipe_yaml)
+        has_original = at.original_yaml.is_file()
+        original = catalog.load_resolved(at.original_yaml) if has_original else recipe
+        launches = at.launches()
+        launch = launches[-1] if launches else None
+        given = next(at.ds_config_given.glob("*.json"), at.ds_config_json)
+        ours = FOLDER / given.name
+        same = ours.is_file() and ours.read_bytes() == given.read_bytes()
+        weights = next((each.initial_weights for each in launches if each.initial_weights), None)
+        return cls(
+            path,
+            recipe,
+            original,
+            name=launch.recipe if launch else path.name,
+            tiny=launch is not None and launch.tiny,
+            ds_config=ours.stem if same else str(given),
+            initial_weights=weights,
+        )
