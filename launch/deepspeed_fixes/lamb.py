@@ -1,4 +1,6 @@
-"""LAMB (You et al. 2019, arXiv 1904.00962) in torch; DeepSpeed 0.19.8 has only a CUDA kernel.
+"""LAMB (You et al. 2019, arXiv 1904.00962) in torch, and Adam without bias correction, its direction.
+
+DeepSpeed 0.19.8 has only a CUDA kernel for LAMB, and compiles the Adam that can do without.
 
 DeepSpeed's `FusedLamb` has no kernel for a CPU, and takes the norm of a tensor-parallel rank's part of a
 weight for the norm of the weight. ZeRO refuses it, since its flat shards know no parameters. `Lamb` runs on
@@ -9,6 +11,7 @@ ZeRO-0. Upstream: no issue found. Worth another look when
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,22 +22,66 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from launch.deepspeed_fixes.norms import squared_norm
 from modeling.parallel.process_grid import ProcessGrid
 
-# bounds of the trust ratio, as in DeepSpeed's FusedLamb
-LEAST = 0.01
-MOST = 10.0
 
+class Adam(torch.optim.AdamW):
+    """AdamW with or without bias correction; DeepSpeed's, which can do without, are compiled.
 
-class Lamb(torch.optim.AdamW):
-    """AdamW's direction, scaled by the rate and each parameter's trust ratio |weights| / |direction|.
-
-    Algorithm 2 of the paper with bias correction, and decay inside the direction. States are AdamW's: step
-    and two moments of each parameter, in fp32.
+    States are torch's: step and two moments of each parameter, in fp32.
     """
 
-    def __init__(self, parameters: Iterable[dict[str, Any]], grid: ProcessGrid, **numbers: Any) -> None:
-        """Take this rank's groups of `parameters`; `numbers`: lr, betas, eps, weight_decay."""
+    def __init__(
+        self, parameters: Iterable[dict[str, Any]], *, bias_correction: bool = True, **numbers: Any
+    ) -> None:
+        """Take groups of `parameters`; `numbers`: lr, betas, eps, weight_decay."""
         super().__init__(parameters, foreach=False, fused=False, **numbers)
+        self.bias_correction = bias_correction
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        assert closure is None, "DeepSpeed computes the loss before"
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(self._direction(parameter, group), alpha=-group["lr"])
+
+    def _direction(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """Bring the moments up to date; return the step for a rate of 1, decay included."""
+        state, (beta1, beta2) = self.state[parameter], group["betas"]
+        if not state:
+            zeros = (torch.zeros_like(parameter) for _ in range(2))
+            state.update(zip(("exp_avg", "exp_avg_sq"), zeros, strict=True), step=torch.tensor(0.0))
+        assert parameter.grad is not None
+        state["step"] += 1
+        # 1 - beta^step of an endless number of steps is 1.
+        step = int(state["step"]) if self.bias_correction else math.inf
+        first = state["exp_avg"]
+        second = state["exp_avg_sq"]
+        first.lerp_(parameter.grad, 1 - beta1)
+        second.mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
+        root = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        return (first / (1 - beta1**step)).div_(root).add_(parameter, alpha=group["weight_decay"])
+
+
+class Lamb(Adam):
+    """AdamW's direction, scaled by the rate and each parameter's trust ratio |weights| / |direction|.
+
+    Algorithm 2 of the paper, with decay inside the direction; `min_coeff` and `max_coeff` bound the ratio.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[dict[str, Any]],
+        grid: ProcessGrid,
+        *,
+        min_coeff: float = 0.01,
+        max_coeff: float = 10.0,
+        **numbers: Any,
+    ) -> None:
+        """Take this rank's groups of `parameters`; `numbers`: those of `Adam`."""
+        super().__init__(parameters, **numbers)
         self.grid = grid
+        self.bounds = (min_coeff, max_coeff)
         # By position: the master weights, which replace the parameters later, know no shards.
         self.shared = [
             [is_model_parallel_parameter(parameter) for parameter in group["params"]]
@@ -54,21 +101,6 @@ class Lamb(torch.optim.AdamW):
         for (parameter, direction, lr, _), ratio in zip(updates, self._trust_ratios(updates), strict=True):
             parameter.addcmul_(direction, (lr * ratio).to(parameter.dtype), value=-1)
 
-    def _direction(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        state, (beta1, beta2) = self.state[parameter], group["betas"]
-        if not state:
-            zeros = (torch.zeros_like(parameter) for _ in range(2))
-            state.update(zip(("exp_avg", "exp_avg_sq"), zeros, strict=True), step=torch.tensor(0.0))
-        assert parameter.grad is not None
-        state["step"] += 1
-        step = int(state["step"])
-        first = state["exp_avg"]
-        second = state["exp_avg_sq"]
-        first.lerp_(parameter.grad, 1 - beta1)
-        second.mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
-        root = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
-        return (first / (1 - beta1**step)).div_(root).add_(parameter, alpha=group["weight_decay"])
-
     def _trust_ratios(self, updates: list[tuple[torch.Tensor, torch.Tensor, float, bool]]) -> torch.Tensor:
         """Return |weights| / |direction| of every parameter; 1 if either is 0. Collective."""
         # Duplicated parameters are equal on all tensor-parallel ranks and count once.
@@ -80,5 +112,5 @@ class Lamb(torch.optim.AdamW):
         if self.grid.get_model_parallel_world_size() > 1:
             dist.all_reduce(squares, group=self.grid.get_model_parallel_group())
         weights, directions = squares.sqrt().unbind(dim=1)
-        ratios = (weights / directions).clamp(LEAST, MOST)
+        ratios = (weights / directions).clamp(*self.bounds)
         return torch.where((weights > 0) & (directions > 0), ratios, torch.ones_like(ratios))
