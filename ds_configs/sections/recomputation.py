@@ -28,7 +28,8 @@ def check(recipe: Recipe, layout: Layout | None, machine: Machine, findings: Fin
     section = {key: findings.stated(f"{_SECTION}.{key}") for key in KEYS[_SECTION]}
     if findings.lookup(PARTITION) == "auto":
         section["partition_activations"] = layout is not None and partitions(recipe, layout, machine)
-    asked = [key for key in ("partition_activations", "cpu_checkpointing") if section[key]]
+    effective = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
+    asked = [key for key in effective if section[key]]
     if asked and not chunk and recipe.model.implementation == "megarecipes":
         does = f"{' and '.join(asked)} of {findings.where} do{'es' if len(asked) == 1 else ''} nothing"
         findings.notice(_SECTION, f"{does}: the recipe recomputes no layer (--set {_SECTION}=full: all)")
@@ -41,15 +42,18 @@ def check(recipe: Recipe, layout: Layout | None, machine: Machine, findings: Fin
     if on_host and chunk and not section["partition_activations"]:
         rule = "on a CPU DeepSpeed 0.19 empties whole activations before it has copied them"
         findings.refuse(f"{_SECTION}.cpu_checkpointing", rule, partition)
-    if section["contiguous_memory_optimization"]:
+    if section["contiguous_memory_optimization"] and not chunk:
+        # DeepSpeed would ask for the number of chunks all the same.
+        findings.lookup(_SECTION).pop("contiguous_memory_optimization")
+    elif section["contiguous_memory_optimization"]:
         key = f"{_SECTION}.contiguous_memory_optimization"
-        chunks = -(-recipe.model.layers // chunk) if chunk else 0
+        chunks = -(-recipe.model.layers // chunk)
         number = section["number_checkpoints"]
         if not section["partition_activations"]:
             findings.refuse(key, "DeepSpeed has it for partitioned activations only", partition)
         if number is None or number < chunks:
             rule = f"DeepSpeed makes room for so many, and the recipe has {chunks}"
-            fix = f"set number_checkpoints to {max(chunks, 1)}"
+            fix = f"set number_checkpoints to {chunks}"
             findings.refuse(key, rule, fix, beside=f" with number_checkpoints={number or 'null'}")
     by_torch = [key for key, value in section.items() if value]
     if by_torch and recipe.model.implementation == "transformers":

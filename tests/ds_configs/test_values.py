@@ -94,7 +94,8 @@ REFUSED: tuple[tuple[Any, ...], ...] = (
     (1, {"tensor_parallel": {"autotp_size": 2}}),
     (1, {"bfloat16": {"enabled": True}}),
     (1, {"zero_optimization.stag": 1}),
-    (1, {"zero_optimization.cpu_offload": True}),
+    (1, {"zero_optimization.cpu_offload": "yes"}),
+    (1, {"optimizer.params.max_grad_norm": 1.0}),
     (1, {"fp16.los_scale": 0}),
     (1, {"bf16.enable": True}),
     (1, {"optimizer.params.momentum": 0.9}),
@@ -155,7 +156,6 @@ REFUSED: tuple[tuple[Any, ...], ...] = (
     (0, {HALF: True}),
     (1, {"fp16.fp16_master_weights_and_grads": True}),
     (1, {"optimizer.params.fp32_optimizer_states": False}),
-    (1, {"optimizer.params.bias_correction": True}),
     ("offload", {"optimizer.params.torch_adam": False, "optimizer.params.foreach": True}),
     (1, {"optimizer.params.foreach": True, "optimizer.params.fused": True}),
     ("offload", {HALF: True, "bf16.bf16_optimizer_states": True}),
@@ -187,7 +187,11 @@ REFUSED: tuple[tuple[Any, ...], ...] = (
         {f"{CHECKPOINTS}.partition_activations": True, f"{CHECKPOINTS}.contiguous_memory_optimization": True},
         "activation_checkpointing=full",
     ),
-    (1, {f"{CHECKPOINTS}.number_checkpoints": 9, f"{CHECKPOINTS}.contiguous_memory_optimization": True}),
+    (
+        1,
+        {f"{CHECKPOINTS}.number_checkpoints": 9, f"{CHECKPOINTS}.contiguous_memory_optimization": True},
+        "activation_checkpointing=full",
+    ),
     # what the recipe says otherwise
     (1, {"optimizer.type": "OneBitAdam"}),
     (1, {"optimizer.params.adam_w_mode": False}),
@@ -216,7 +220,7 @@ SENTENCES = {
     "zero_optimisation": ({}, "unknown key, which DeepSpeed would ignore; did you mean zero_optimization?"),
     "fp16.los_scale": (0, "unknown key; did you mean loss_scale or min_loss_scale or loss_scale_window?"),
     "amp": ({}, "was removed from DeepSpeed or is deprecated; use fp16 or bf16"),
-    "bfloat16": ({}, "is the old name of bf16; rename the section"),
+    "bfloat16": ({}, "is another name of bf16, which stands there, too; remove one of them"),
     "steps_per_print": (0, "must be a whole number from 1, or null; write one, or remove the key"),
     "zero_optimization.allgather_bucket_size": (
         3,
@@ -231,7 +235,7 @@ SENTENCES = {
 
 def test_refusals_are_sentences(made):
     for key, (value, sentence) in SENTENCES.items():
-        came = key if value == {} or "los_scale" in key else f"{key}={value}"
+        came = key if key in ("zero_optimisation", "amp") or "los_scale" in key else f"{key}={value}"
         assert only(made, 1, changes={key: value}) == f"{came}: {sentence}"
 
 
