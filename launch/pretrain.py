@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.text.given_text import text_settings
+from ds_configs.findings import Disagreement
+from ds_configs.following import Stated, notices
+from ds_configs.jsonfile import ConfigError
 from ds_configs.plan import ANY_GPU
-from ds_configs.resolver import resolve
+from ds_configs.resolver import followed, resolve
 from launch.console import arguments, ends
 from launch.console.text_table import aligned
 from launch.machine import abilities
@@ -47,6 +52,9 @@ examples:
   python launch/pretrain.py --init_from my_gpt2 --text my.jsonl
       go on from weights of transformers, Megatron or a run: shape, positions
       and vocabulary are theirs
+  python launch/pretrain.py --follow my_deepspeed.json
+      batch, optimizer, clipping, schedule and precision as that JSON states
+      them, each in a line of the plan
   python launch/pretrain.py --plan --processes 64 \\
       --recipe openwebtext/gpt2-124m
       the plan of 64 processes, checked on a laptop; nothing is started
@@ -75,12 +83,18 @@ def build_parser() -> argparse.ArgumentParser:
         ("--list", "*", "it lists the recipes and ends"),
         ("--weights_args", "+--init_from", "it is about the weights in --init_from"),
         ("--new_vocabulary", "+--init_from", "it is about the weights in --init_from"),
+        ("--follow", "--ds_config, --set ds_config", "both name the DeepSpeed JSON"),
         *arguments.TEXT_RULES,
         *RUN_RULES,
     )
     parser = arguments.command((__doc__ or "").split("\n\n")[0], EXAMPLES, rules)
     arguments.add_recipe_arguments(parser, text=True)
     parser.add_argument("--list", action="store_true", help="list the recipes and exit")
+    follow = (
+        "DeepSpeed JSON as --ds_config, whose batch, optimizer, clipping, schedule and precision the recipe "
+        "takes, with DeepSpeed's defaults beside an optimizer"
+    )
+    parser.add_argument("--follow", metavar="FILE", help=follow)
     keep = add_run_arguments(parser)
     given = (
         "start from the weights in DIR instead of random ones, with their shape, positions and tokenizer: a "
@@ -116,6 +130,15 @@ def training_of(args: argparse.Namespace) -> Training:
         )
         args.recipe = weights.recipe_name
         laid |= weights.settings(args.set)
+    taken = list[Stated]()
+    if args.follow is not None:
+        args.ds_config = args.follow
+        degrees = [text for text in args.set if text.strip().startswith("parallel")]
+        unfollowed = catalog.load(args.recipe, degrees, args.tiny, args.steps)
+        anywhere = args.plan and not processes.launched()
+        world = args.processes if anywhere else processes.world_size()
+        taken = followed(unfollowed, args.follow, world)
+        laid |= {each.key: each.value for each in taken}
     original = catalog.load(args.recipe)
     recipe = titled(catalog.load(args.recipe, args.set, args.tiny, args.steps, laid), original)
     if recipe.task is not None:
@@ -126,7 +149,18 @@ def training_of(args: argparse.Namespace) -> Training:
         plan = resolve(recipe, args.ds_config or recipe.ds_config, processes.world_size(), ANY_GPU)
         joining.order_kernels(plan.layout.tp)
     machine = abilities.detect_machine(args.emulate_fp16, on_paper=args.plan)
-    job = job_of(args, recipe, name, machine, weights)
+    try:
+        job = job_of(args, recipe, name, machine, weights)
+    except ConfigError as refused:
+        disagrees = any(isinstance(problem, Disagreement) for problem in refused.problems)
+        if args.follow is not None or not disagrees:
+            raise
+        came = f"--follow {args.ds_config} instead of --ds_config"
+        hint = Problem("--follow", came, "the recipe takes what the JSON states")
+        raise ConfigError([*refused.problems, hint]) from None
+    if taken:
+        said = notices(taken, unfollowed, recipe, Path(args.follow).name)
+        job = replace(job, plan=replace(job.plan, notices=(*said, *job.plan.notices)))
 
     def corpus(meeting: Meeting) -> Corpus:
         from data.corpus import build
