@@ -110,3 +110,15 @@ def test_the_stop_file_asks_once(tmp_path):
 def test_a_directory_in_its_place_asks_as_well(tmp_path):
     (tmp_path / "STOP").mkdir()
     assert stop_request.StopRequest(tmp_path / "STOP").look() == "STOP file"
+
+
+def test_a_rank_that_nothing_ends_says_its_refusal_itself(monkeypatch, capsys):
+    """Its launcher ends it, once another rank has said it and ended, unless that one is slow to begin."""
+    waited = []
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(time, "sleep", waited.append)
+    with pytest.raises(SystemExit) as ended:
+        ending.refuse("MASTER_PORT='0': a launcher sets a whole number")
+    assert ended.value.code == 2 and sum(waited) > 2
+    assert "MASTER_PORT='0'" in capsys.readouterr().err
