@@ -155,9 +155,9 @@ def _batch(config: Mapping[str, Any], recipe: Recipe, world: int | None) -> Iter
     elif total is not None:
         yield Stated("batch.global", total, "train_batch_size")
         accumulation = accumulation or (1 if micro is None and not left_open else None)
-    yield Stated("batch.micro", micro, "train_micro_batch_size_per_gpu")
-    yield Stated("batch.accumulation", accumulation, "gradient_accumulation_steps")
-    yield Stated("batch.rampup", None, "train_batch_size")
+    values = {"batch.micro": micro, "batch.accumulation": accumulation, "batch.rampup": None}
+    for key, source in zip(values, BATCH, strict=True):
+        yield Stated(key, values[key], source, by_default=lookup(config, source) is None)
 
 
 def _data_parallel(config: Mapping[str, Any], recipe: Recipe, world: int | None) -> int | None:
@@ -177,7 +177,7 @@ def notices(taken: Sequence[Stated], before: Recipe, now: Recipe, where: str) ->
     for each in taken:
         was = lookup(old, each.key)
         if was != lookup(new, each.key) == each.value:
-            says = f"has no {each.source}, and DeepSpeed does so then" if each.by_default else each.source
-            yield Notice(
-                "follow", f"follow: {each.key}={plain(each.value)}, was {plain(was)} ({where}: {says})"
-            )
+            source = f"{where}: {each.source}"
+            if each.by_default:
+                source = f"{where} has no {each.source}: DeepSpeed's default"
+            yield Notice("follow", f"follow: {each.key}={plain(each.value)}, was {plain(was)} ({source})")
