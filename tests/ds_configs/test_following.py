@@ -212,6 +212,7 @@ def test_what_an_optimizer_leaves_out_is_deepspeeds_default_and_may_be_set(path)
     assert planned(file, "schedule.kind=cosine", "optimizer.weight_decay=0.1").layout.dp == 1
     with pytest.raises(ConfigError, match="disagrees with the recipe's optimizer.lr=0.0001"):
         planned(file, "optimizer.lr=1e-4")
+    assert follow(path(adam(lr=3e-5, torch_adam=True))).optimizer.weight_decay == 0.01, "torch's default"
     nothing = follow(path({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}))
     assert nothing.optimizer == catalog.load().optimizer and nothing.schedule == catalog.load().schedule
 
