@@ -43,11 +43,17 @@ class Adam(torch.optim.AdamW):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    parameter.add_(self._direction(parameter, group), alpha=-group["lr"])
+                    first, root = self._moments(parameter, group)
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                    parameter.addcdiv_(first, root, value=-group["lr"])
 
-    def _direction(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """Bring the moments up to date; return the step for a rate of 1, decay included."""
-        state, (beta1, beta2) = self.state[parameter], group["betas"]
+    def _moments(self, parameter: torch.Tensor, group: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Bring the moments up to date; return the first, and the root of the second with eps."""
+        state = self.state[parameter]
+        beta1, beta2 = group["betas"]
+        if not self.bias_correction:
+            # As DeepSpeed's kernels hold them: 1 - 0.999 is off by 1e-5, which a correction would cancel.
+            beta1, beta2 = torch.tensor(group["betas"], dtype=torch.float32).tolist()
         if not state:
             zeros = (torch.zeros_like(parameter) for _ in range(2))
             state.update(zip(("exp_avg", "exp_avg_sq"), zeros, strict=True), step=torch.tensor(0.0))
@@ -57,10 +63,10 @@ class Adam(torch.optim.AdamW):
         step = int(state["step"]) if self.bias_correction else math.inf
         first = state["exp_avg"]
         second = state["exp_avg_sq"]
-        first.lerp_(parameter.grad, 1 - beta1)
+        first.mul_(beta1).add_(parameter.grad, alpha=1 - beta1)
         second.mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
         root = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
-        return (first / (1 - beta1**step)).div_(root).add_(parameter, alpha=group["weight_decay"])
+        return first / (1 - beta1**step), root
 
 
 class Lamb(Adam):
@@ -100,6 +106,10 @@ class Lamb(Adam):
         ]
         for (parameter, direction, lr, _), ratio in zip(updates, self._trust_ratios(updates), strict=True):
             parameter.addcmul_(direction, (lr * ratio).to(parameter.dtype), value=-1)
+
+    def _direction(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        first, root = self._moments(parameter, group)
+        return first.div_(root).add_(parameter, alpha=group["weight_decay"])
 
     def _trust_ratios(self, updates: list[tuple[torch.Tensor, torch.Tensor, float, bool]]) -> torch.Tensor:
         """Return |weights| / |direction| of every parameter; 1 if either is 0. Collective."""
