@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from recipes.problems import Problem, Setting, Text
+from recipes.problems import Problem, Setting, Text, Words
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,38 @@ class Findings:
     def notice(self, key: str, text: str) -> None:
         self.notices.append(Notice(key, f"{key}: {text}"))
 
-    def disagreement(self, key: str, stated: Setting) -> None:
-        """Add a problem for different values in the JSON and the recipe; it names both places."""
-        written = Setting(stated.key, str(self.lookup(key)).replace(" ", ""))
-        came = f"{key}={self.lookup(key)} disagrees with the recipe's ", stated
-        self.refuse(
-            key, "one of them decides", (f'set {key} to "auto" in the JSON, or --set ', written), came
-        )
+    def disagreement(
+        self, key: str, stated: Setting, settings: Sequence[Setting] | None = None, open_keys: str = ""
+    ) -> None:
+        """Add a problem for different values in the JSON and the recipe; it names both places.
+
+        `settings`: those by which the recipe takes the JSON's value, by default the value alone; `open_keys`:
+        the keys whose "auto" leaves the value to the recipe, by default `key`.
+        """
+        if settings is None:
+            settings = [Setting(stated.key, self.lookup(key))]
+        came = f"{key}={shown(self.lookup(key))} disagrees with the recipe's ", stated
+        fix: list[Words] = [f'set {open_keys or key} to "auto" in the JSON', *to_set(settings)]
+        problem = Disagreement(key, came, "one of them decides", tuple(fix), where=self.where)
+        self.problems.append(problem)
+
+
+class Disagreement(Problem):
+    """Different values in the JSON and the recipe."""
+
+
+def to_set(settings: Iterable[Setting]) -> Iterator[Words]:
+    """Yield the words ", or --set a=1 --set b=2", nothing without settings."""
+    before = ", or --set "
+    for setting in settings:
+        yield before
+        yield Setting(setting.key, plain(setting.value))
+        before = " --set "
+
+
+def plain(value: Any) -> str:
+    """Write a value as --set takes it, without blanks."""
+    return json.dumps(value).replace(" ", "").strip('"')
 
 
 def lookup(config: Mapping[str, Any], dotted: str) -> Any:

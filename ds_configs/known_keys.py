@@ -6,20 +6,23 @@ values only in the middle of a start; here both are refused.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import yaml
 
 from ds_configs.findings import Findings, lookup, shown
 from ds_configs.jsonfile import FOLDER
-from recipes.problems import did_you_mean
+from recipes.problems import did_you_mean, nearest
 
 _MOST = 2**63 - 1  # DeepSpeed puts numbers of elements into 64-bit integers
 _NUMBER = re.compile(r"(a|a whole|an even) number (from|above) (\S+?)(?: to (\S+))?")
 _SECTION = "a section, {...}"
+_COMMENT = re.compile(r"[_#$]|//|comments?$", re.IGNORECASE)  # the beginning of a key that comments
 _Fits = Callable[[Any], bool]
 
 
@@ -47,9 +50,15 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and "\0" not in value
 
 
+def _are_betas(value: Any) -> bool:
+    numbers = isinstance(value, list) and all(type(each) in (int, float) for each in value)
+    return numbers and len(value) == 2 and all(0 <= each < 1 for each in value)
+
+
 _FITS: dict[str, _Fits] = {
     "anything": lambda value: True,
     _SECTION: lambda value: isinstance(value, dict),
+    "two numbers from 0 to below 1, [beta1, beta2]": _are_betas,
     "true or false": lambda value: isinstance(value, bool),
     "text": _is_text,
     "a list of texts": lambda value: isinstance(value, list) and all(map(_is_text, value)),
@@ -87,8 +96,8 @@ def _only(one: Any, why: str) -> Kind:
     return Kind(why, lambda value: type(value) is type(one) and value == one, "remove the key")
 
 
-def _read() -> tuple[dict[str, dict[str, Kind]], dict[str, tuple[str, str]]]:
-    """Read the kinds by section and key, and the rule and the fix of refused keys."""
+def _read() -> tuple[dict[str, dict[str, Kind]], dict[str, tuple[str, str]], dict[str, list[Any]]]:
+    """Read the kinds by section and key, the rule and the fix of refused keys, and other names."""
     table = yaml.safe_load((FOLDER / "keys.yaml").read_text(encoding="utf-8"))
     keys = {
         section: {key: _kind(words) for words, names in kinds.items() for key in names.split()}
@@ -99,16 +108,18 @@ def _read() -> tuple[dict[str, dict[str, Kind]], dict[str, tuple[str, str]]]:
         keys[section][key] = _only(one, why)
     removed = "was removed from DeepSpeed or is deprecated"
     refused = {key: (removed, fix) for key, fix in table["removed"].items()}
-    return keys, refused | {key: (rule, fix) for key, (rule, fix) in table["refused"].items()}
+    refused |= {key: (rule, fix) for key, (rule, fix) in table["refused"].items()}
+    return keys, refused, table["renamed"]
 
 
-KEYS, REFUSED = _read()
+KEYS, REFUSED, RENAMED = _read()
 
 
 def check(findings: Findings) -> None:
     """Refuse unknown, removed and forbidden keys, and unfit values; replace the JSON by a cleaned copy.
 
-    The copy lacks refused keys and null ones (DeepSpeed fails on some), and has integers for 5e8 and such.
+    The copy lacks refused keys, null ones (DeepSpeed fails on some), comments and the contents of what is
+    off; it has today's names, and integers for 5e8 and such.
     """
     findings.config = _usable("", findings.config, findings)
 
@@ -126,10 +137,15 @@ def _join(section: str, key: str) -> str:
 def _usable(name: str, section: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
     known = KEYS[name]
     usable: dict[str, Any] = {}
-    for key, value in section.items():
+    for key, value in _renamed(name, section, findings):
         dotted = _join(name, key)
         if key not in known:
+            if _COMMENT.match(key) or (dotted in REFUSED and _is_off(value)):
+                continue
             unknown = "unknown key" if name else "unknown key, which DeepSpeed would ignore"
+            if dotted not in REFUSED and not (name or nearest(key, known)):
+                findings.notice(dotted, "DeepSpeed reads no such key, and it does nothing here")
+                continue
             rule, fix = REFUSED.get(dotted) or (unknown, did_you_mean(key, known))
             findings.refuse(dotted, rule, fix, came=dotted)
             continue
@@ -137,10 +153,49 @@ def _usable(name: str, section: Mapping[str, Any], findings: Findings) -> dict[s
         if value is None and not kind.null:
             continue
         left_open = value is None or (value == "auto" and not kind.section)
-        if not left_open and not kind.fits(value):
-            findings.refuse(dotted, kind.rule, kind.fix, came=f"{dotted}={shown(value)}")
+        if kind.section and isinstance(value, dict) and value.get("enabled") is False:
+            usable[key] = {"enabled": False}
+        elif not left_open and not kind.fits(value):
+            fix = _unquoted(value, kind) or kind.fix
+            findings.refuse(dotted, kind.rule, fix, came=f"{dotted}={shown(value)}")
         elif isinstance(value, dict) and dotted in KEYS:
             usable[key] = _usable(dotted, value, findings)
         else:
             usable[key] = int(value) if kind.whole and isinstance(value, float) else value
     return usable
+
+
+def _renamed(name: str, section: Mapping[str, Any], findings: Findings) -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a section by the names that they have here, and their values."""
+    for key, value in section.items():
+        dotted = _join(name, key)
+        today, *meant = RENAMED.get(dotted, [key])
+        if today == key:
+            yield key, value
+        elif _is_off(value):
+            continue
+        elif today in section:
+            findings.refuse(
+                dotted, f"is another name of {today}, which stands there, too", "remove one of them"
+            )
+        elif meant and value is not True:
+            findings.refuse(dotted, "must be true or false", f"write {today}", f"{dotted}={shown(value)}")
+        else:
+            findings.notice(dotted, f"another name of {today}, and read as that")
+            yield today, meant[0] if meant else value
+
+
+def _is_off(value: Any) -> bool:
+    """Check if a value switches its key off: false, null, or a section with nothing on."""
+    if isinstance(value, dict):
+        return value.get("enabled") is False or (value != {} and all(map(_is_off, value.values())))
+    return value is None or value is False
+
+
+def _unquoted(value: Any, kind: Kind) -> str:
+    """Return the fix of a text that fits without its quotation marks, or ""."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            if kind.fits(json.loads(value.lower())):
+                return f"write {value.lower()} without quotation marks"
+    return ""

@@ -15,8 +15,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ds_configs import known_keys
+from ds_configs import following, known_keys
 from ds_configs.findings import Findings, lookup
+from ds_configs.following import Stated
 from ds_configs.jsonfile import FOLDER, ConfigError, find, read
 from ds_configs.plan import Machine, Plan
 from ds_configs.sections import monitors, optimizer, parallel, recomputation, zero
@@ -71,7 +72,8 @@ def resolve(
     }
     open_values = sizes(recipe, shared, machine, stage) | sums(findings.config, chosen, shared)
     ds = _filled(findings.config, values, open_values)
-    ds.pop("parallel", None)
+    for section in ("parallel", "scheduler"):
+        ds.pop(section, None)
     for half in ("fp16", "bf16"):
         ds.setdefault(half, {})["enabled"] = chosen == half
     for key in _autos(ds):
@@ -82,6 +84,17 @@ def resolve(
     assert layout is not None and chosen is not None and stage is not None
     vocab = recipe.model.embedding_rows(layout.tp)
     return Plan(recipe, layout, ds, stage, offload, chosen, vocab, tuple(findings.notices), path.stem)
+
+
+def followed(recipe: Recipe, ds_path: str | Path, world: int | None) -> list[Stated]:
+    """Return the values that `recipe` takes from a JSON of one's own; `world`: as `following.follow` has it.
+
+    What is wrong with the JSON is left to `resolve`. Raises ConfigError where it cannot be read.
+    """
+    path = find(ds_path)
+    findings = Findings(str(path), read(path))
+    known_keys.check(findings)
+    return following.follow(findings.config, recipe, world)
 
 
 def _filled(config: Mapping[str, Any], values: Mapping[str, Any], autos: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
+from ds_configs.findings import Disagreement
+from ds_configs.jsonfile import ConfigError
 from ds_configs.plan import ANY_GPU
 from ds_configs.resolver import resolve
 from launch.console import arguments, ends
@@ -30,8 +33,13 @@ from recipes.tables import RecordedTable
 
 if TYPE_CHECKING:
     from data.corpus import Corpus
+    from ds_configs.following import Stated
+    from ds_configs.plan import Machine, Plan
+    from launch.checkpoints.branching import BranchPoint
     from launch.records.recorded_run import RecordedRun
+    from launch.training.job import InitialWeights, Job
     from launch.weights.starting_model import StartingModel
+    from recipes.schema import Recipe
 
 EXAMPLES = """\
 examples:
@@ -54,6 +62,9 @@ examples:
   python launch/pretrain.py --init_from my_gpt2 --text my.jsonl
       go on from weights of transformers, Megatron or a run: shape, positions
       and vocabulary are theirs
+  python launch/pretrain.py --follow my_deepspeed.json
+      batch, optimizer, clipping, schedule and precision as that JSON states
+      them, each in a line of the plan
   python launch/pretrain.py --plan --processes 64 \\
       --recipe openwebtext/gpt2-124m
       the plan of 64 processes, checked on a laptop; nothing is started
@@ -95,12 +106,18 @@ def build_parser() -> argparse.ArgumentParser:
         ("--new_vocabulary", "+--init_from", "it is about the weights in --init_from"),
         ("--branch", "+--out", "a branch is a run of its own"),
         ("--branch", "--recipe, --init_from, --tiny", "a branch has the recipe and the weights of its run"),
+        ("--follow", "--ds_config, --set ds_config", "both name the DeepSpeed JSON"),
         *arguments.TEXT_RULES,
         *RUN_RULES,
     )
     parser = arguments.command((__doc__ or "").split("\n\n")[0], EXAMPLES, rules)
     arguments.add_recipe_arguments(parser, text=True)
     parser.add_argument("--list", action="store_true", help="list the recipes and exit")
+    follow = (
+        "DeepSpeed JSON as --ds_config, whose batch, optimizer, clipping, schedule and precision the recipe "
+        "takes, with DeepSpeed's defaults beside an optimizer"
+    )
+    parser.add_argument("--follow", metavar="FILE", help=follow)
     keep = add_run_arguments(parser)
     given = (
         "start from the weights in DIR instead of random ones, with their shape, positions and tokenizer: a "
@@ -126,40 +143,21 @@ def main() -> None:
     launch(args, lambda: training_of(args))
 
 
-def training_of(args: argparse.Namespace) -> Training:  # noqa: C901
+def training_of(args: argparse.Namespace) -> Training:
     """Make the training of the flags. Raises ValueError with every problem."""
-    laid = dict[str, Any]()
-    weights = None
-    point = None
-    source = resumed_run(args)
-    if args.branch is not None and source is None:
-        from launch.checkpoints.branching import BranchPoint
-
-        point = BranchPoint.of(args.branch)
-        source = point.run
-    elif source is None and "recipe" in getattr(args, "given", ()):
-        source = run_of_recipe(args.recipe)
+    source, point = source_of(args)
     recipe_name: str | Path = source.path if source else args.recipe
-    tiny = args.tiny
-    if source:
-        tiny = tiny and not source.tiny
-        if arguments.stated(args.set, "ds_config") is None:
-            args.ds_config = args.ds_config or source.ds_config
-    if args.text is not None:
-        from data.text.given_text import text_settings
-
-        laid |= text_settings(args.text, arguments.stated(args.set, "data.text_column"))
+    tiny = args.tiny and not (source and source.tiny)
+    if source and not args.follow and arguments.stated(args.set, "ds_config") is None:
+        args.ds_config = args.ds_config or source.ds_config
+    laid = text_of(args)
+    weights = weights_of(source) if source and args.resume and not point else None
     if args.init_from is not None:
-        from launch.weights.starting_model import StartingModel
-
-        named = recipe_name if source or "recipe" in args.given else None
-        weights = StartingModel(
-            args.init_from, stated=args.weights_args, recipe=named, insists=args.new_vocabulary
-        )
+        weights = given_weights(args, recipe_name if source or "recipe" in args.given else None)
         recipe_name = weights.recipe_name
         laid |= weights.settings(args.set)
-    elif source and args.resume and not point:
-        weights = weights_of(source)
+    follows = Followed.of(args, recipe_name, tiny) if args.follow else None
+    laid |= follows.settings if follows else {}
     original = source.original if source else catalog.load(recipe_name)
     if point:
         recipe = point.recipe(args.set, laid, args.steps)
@@ -174,7 +172,9 @@ def training_of(args: argparse.Namespace) -> Training:  # noqa: C901
         plan = resolve(recipe, args.ds_config or recipe.ds_config, processes.world_size(), ANY_GPU)
         joining.order_kernels(plan.layout.tp)
     machine = abilities.detect_machine(args.emulate_fp16, on_paper=args.plan)
-    job = job_of(args, recipe, name, machine, weights)
+    job = job_with_hint(args, recipe, name, machine, weights)
+    if follows:
+        job = replace(job, plan=follows.noted(job.plan))
     if source:
         tiny = tiny or source.tiny
         job = replace(job, recipe_of=None if source.path == job.directory else source.path)
@@ -190,6 +190,84 @@ def training_of(args: argparse.Namespace) -> Training:  # noqa: C901
         return Ending(sample=sample(job.plan.recipe, job.checkpoints, corpus.tokenizer))
 
     return Training(job, original, tiny, machine.emulated_fp16, corpus, outcome=outcome)
+
+
+def source_of(args: argparse.Namespace) -> tuple[RecordedRun | None, BranchPoint | None]:
+    """Return the run whose recipe is taken, and the checkpoint of it that a branch begins from."""
+    source = resumed_run(args)
+    if source:
+        return source, None
+    if args.branch is not None:
+        from launch.checkpoints.branching import BranchPoint
+
+        point = BranchPoint.of(args.branch)
+        return point.run, point
+    named = "recipe" in getattr(args, "given", ())
+    return (run_of_recipe(args.recipe) if named else None), None
+
+
+def text_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of a given text; {} without one."""
+    if args.text is None:
+        return {}
+    from data.text.given_text import text_settings
+
+    return {**text_settings(args.text, arguments.stated(args.set, "data.text_column"))}
+
+
+def given_weights(args: argparse.Namespace, recipe_name: str | Path | None) -> StartingModel:
+    """Read the model of --init_from. `recipe_name`: of a recipe that somebody named."""
+    from launch.weights.starting_model import StartingModel
+
+    how = {"stated": args.weights_args, "recipe": recipe_name, "insists": args.new_vocabulary}
+    return StartingModel(args.init_from, **how)
+
+
+@dataclass(frozen=True)
+class Followed:
+    """What a recipe takes from the DeepSpeed JSON of --follow. `unfollowed`: the recipe before."""
+
+    file: str
+    stated: Sequence[Stated]
+    unfollowed: Recipe
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, recipe_name: str | Path, tiny: bool) -> Followed:
+        """Read the JSON, which becomes that of the run. Raises ConfigError."""
+        from ds_configs.resolver import followed
+
+        args.ds_config = args.follow
+        degrees = [text for text in args.set if text.strip().startswith("parallel")]
+        unfollowed = catalog.load(recipe_name, degrees, tiny, args.steps)
+        anywhere = args.plan and not processes.launched()
+        world = args.processes if anywhere else processes.world_size()
+        return cls(args.follow, followed(unfollowed, args.follow, world), unfollowed)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {each.key: each.value for each in self.stated}
+
+    def noted(self, plan: Plan) -> Plan:
+        """Return the plan with a notice for each value that was taken."""
+        from ds_configs.following import notices
+
+        said = notices(self.stated, self.unfollowed, plan.recipe, Path(self.file).name)
+        return replace(plan, notices=(*said, *plan.notices))
+
+
+def job_with_hint(
+    args: argparse.Namespace, recipe: Recipe, name: str, machine: Machine, weights: InitialWeights | None
+) -> Job:
+    """Plan the job. Where the JSON says otherwise than the recipe, the refusal names --follow."""
+    try:
+        return job_of(args, recipe, name, machine, weights)
+    except ConfigError as refused:
+        disagrees = any(isinstance(problem, Disagreement) for problem in refused.problems)
+        if args.follow is not None or not disagrees:
+            raise
+        came = f"--follow {args.ds_config} instead of --ds_config"
+        hint = Problem("--follow", came, "the recipe takes what the JSON states")
+        raise ConfigError([*refused.problems, hint]) from None
 
 
 def resumed_run(args: argparse.Namespace) -> RecordedRun | None:

@@ -18,8 +18,8 @@ from recipes import files
 from recipes.families import PUBLISHED_VOCABULARIES, SMALLEST_BPE, TRAINED
 from recipes.key_paths import paths
 from recipes.layout import share_batch
-from recipes.problems import Key, Problem, Setting, Words, counted, did_you_mean
-from recipes.schema import Origin, Recipe
+from recipes.problems import Key, Problem, Setting, Words, counted, did_you_mean, either
+from recipes.schema import DEEPSPEED_SCHEDULES, Origin, Recipe
 
 MOST_PROFILED = 100  # steps: a trace grows by megabytes a step
 ORIGIN_FIELDS = tuple(sorted(Origin.model_fields))
@@ -62,11 +62,13 @@ def _words(recipe: Recipe, text: str) -> Iterator[Words]:
             yield Key(key) if form else Setting(key, list(value) if isinstance(value, tuple) else value)
 
 
-# Keys of the schedule that one kind alone reads: (key, kind, what it says if it must be there).
+# Keys of the schedule that some kinds alone read: (key, kinds, what it says if it must be there).
 _SCHEDULE_KEYS = (
-    ("power", "polynomial", "1 is the linear decay, 2 a quadratic one"),
-    ("wsd_decay_steps", "wsd", "its decay takes the last steps"),
-    ("wsd_decay_style", "wsd", ""),
+    ("power", ("polynomial",), "1 is the linear decay, 2 a quadratic one"),
+    ("wsd_decay_steps", ("wsd",), "its decay takes the last steps"),
+    ("wsd_decay_style", ("wsd",), ""),
+    ("warmup_type", DEEPSPEED_SCHEDULES, ""),
+    ("warmup_min_lr", ("WarmupCosineLR",), ""),
 )
 
 
@@ -76,19 +78,22 @@ def _schedule(recipe: Recipe) -> Found:
         rule = "the rate decays from lr to min_lr"
         fix = "set schedule.min_lr to optimizer.lr or less"
         yield "schedule.min_lr", "{schedule.min_lr} is above {optimizer.lr}", rule, fix
-    for name, kind, needed in _SCHEDULE_KEYS:
+    for name, kinds, needed in _SCHEDULE_KEYS:
         key = f"schedule.{name}"
         value = getattr(schedule, name)
-        if schedule.kind != kind and value is not None:
-            fix = f"set it to null, or schedule.kind={kind}"
-            yield key, f"{{{key}}} with {{schedule.kind}}", f"only {kind} reads it", fix
-        if schedule.kind == kind and value is None and needed:
+        if schedule.kind not in kinds and value is not None:
+            fix = f"set it to null, or schedule.kind={kinds[0]}"
+            yield key, f"{{{key}}} with {{schedule.kind}}", f"only {either(kinds)} reads it", fix
+        if schedule.kind in kinds and value is None and needed:
             yield key, f"{{schedule.kind}} without {{{key}!k}}", needed, "set it"
+    if schedule.kind in DEEPSPEED_SCHEDULES and schedule.counts == "samples":
+        came = "{schedule.counts} with {schedule.kind}"
+        yield "schedule.counts", came, "DeepSpeed counts steps", "set it to steps"
     if schedule.kind == "inverse_sqrt" and schedule.decay_steps is not None:
         came = "{schedule.decay_steps} with {schedule.kind}"
         yield "schedule.decay_steps", came, "this decay has no last step", "set it to null"
     end_step = recipe.decay_steps
-    if end_step is None:
+    if end_step is None or schedule.kind in DEEPSPEED_SCHEDULES:  # whose warm-up goes first
         return
     if schedule.warmup_steps >= end_step:
         end = "{schedule.decay_steps}" if schedule.decay_steps else "{steps}"
@@ -99,6 +104,18 @@ def _schedule(recipe: Recipe) -> Found:
     elif (left := end_step - schedule.warmup_steps) < (schedule.wsd_decay_steps or 0):
         came = f"{{schedule.wsd_decay_steps}} is above the {counted(left, 'step')} after the warm-up"
         yield "schedule.wsd_decay_steps", came, "it is the last part of them", f"set it to {left} or less"
+
+
+def _optimizer(recipe: Recipe) -> Found:
+    optimizer = recipe.optimizer
+    for name in ("min_coeff", "max_coeff"):
+        key = f"optimizer.{name}"
+        if optimizer.name != "lamb" and getattr(optimizer, name) is not None:
+            yield key, f"{{{key}}} with {{optimizer.name}}", "only lamb reads it", "set it to null"
+    least, most = optimizer.trust_ratios
+    if least > most:
+        came = f"{{optimizer.min_coeff!k}} {least:g} is above {{optimizer.max_coeff!k}} {most:g}"
+        yield "optimizer.min_coeff", came, "a trust ratio lies between them", "set it to the other or less"
 
 
 def _profile(recipe: Recipe) -> Found:
@@ -355,8 +372,8 @@ def _task(recipe: Recipe) -> Found:
 
 
 _RULES: tuple[Callable[[Recipe], Found], ...] = (
-    _schedule, _rampup, _family, _positions, _heads, _attention, _columns, _implementation, _vocabulary,
-    _tokenizer, _origins, _held_out, _checkpointing, _provenance, _task, _profile,
+    _schedule, _optimizer, _rampup, _family, _positions, _heads, _attention, _columns, _implementation,
+    _vocabulary, _tokenizer, _origins, _held_out, _checkpointing, _provenance, _task, _profile,
 )  # fmt: skip
 
 

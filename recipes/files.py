@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -297,12 +298,31 @@ def _refuse_malformed(
     shown = lines[error.lineno - 1].strip() if error.lineno <= len(lines) else ""
     shown = shown if len(shown) <= 100 else f"{shown[:100]}..."
     reason = error.msg[0].lower() + error.msg[1:]
-    hint = ""
-    if shown.startswith(("//", "#", "/*")):
-        hint = "JSON has no comments"
-    elif "property name" in reason or "expecting value" in reason:
+    hint = _foreign_word(text, error.pos)
+    if not hint and ("property name" in reason or "expecting value" in reason):
         hint = "is there a comma too many?"
     refuse(f"{where}:{line or error.lineno}:{error.colno}", "not JSON", f"{reason}: {shown!r}", hint)
+
+
+def _foreign_word(text: str, place: int) -> str:
+    """Tell what stands at a place where JSON has no such thing; "" if that is unknown."""
+    rest = text[place:].lstrip()
+    if rest.startswith(("//", "#", "/*")):
+        return "JSON has no comments"
+    if rest.startswith("'"):
+        return 'JSON writes texts in "double quotation marks"'
+    if not text.lstrip().startswith(("{", "[")) and re.match(r"(---|[\w.\-]+:(\s|$))", text.lstrip()):
+        return 'is it YAML? JSON writes {"key": value}'
+    python = re.match("True|False|None", rest)
+    if python:
+        own = {"True": "true", "False": "false", "None": "null"}[python[0]]
+        return f"{python[0]} is Python's word: JSON writes {own}"
+    word = re.match(r"[$<{%@]*[A-Za-z_][\w.\-]*[>%@]*", rest)
+    if not word:
+        return ""
+    if re.match(r"\s*:", rest[word.end() :]):
+        return f'JSON writes keys in "double quotation marks": "{word[0]}"'
+    return f"{word[0]} is a placeholder that a script has to fill: write its value"
 
 
 class _DuplicateKeyError(Exception):

@@ -23,6 +23,7 @@ from recipes.problems import either
 
 TaskHead = Literal["none", "classification", "span", "choice"]
 TaskName = Literal["sst2", "rte", "mrpc", "mnli", "qqp", "squad1", "squad2", "race"]
+DEEPSPEED_SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 MOST_LOADER_WORKERS = 256  # threads
 
 
@@ -235,22 +236,42 @@ class Optimizer(Strict):
     """decay of the two moments, each in [0, 1)"""
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.01
+    bias_correction: bool = True
+    """divide Adam's two moments, which begin at 0, by 1 - beta^step"""
+    min_coeff: PositiveFloat | None = None
+    """lamb: smallest trust ratio, |weights| / |direction|; null: 0.01"""
+    max_coeff: PositiveFloat | None = None
+    """lamb: largest trust ratio; null: 10"""
     clip: NonNegativeFloat = 1.0
     """largest L2 norm of the gradient over all parameters; 0: no clipping"""
 
+    @property
+    def trust_ratios(self) -> tuple[float, float]:
+        """Smallest and largest trust ratio of LAMB."""
+        least = 0.01 if self.min_coeff is None else self.min_coeff
+        return least, 10.0 if self.max_coeff is None else self.max_coeff
+
 
 class Schedule(Strict):
-    """Megatron-LM's schedules: linear warm-up from 0, then decay to min_lr, then constant."""
+    """Megatron-LM's schedules, linear warm-up from 0, decay to min_lr, then constant; and DeepSpeed's."""
 
-    kind: Literal["cosine", "linear", "polynomial", "wsd", "inverse_sqrt", "constant"] = "cosine"
+    kind: Literal[
+        "cosine", "linear", "polynomial", "wsd", "inverse_sqrt", "constant",
+        "WarmupLR", "WarmupDecayLR", "WarmupCosineLR",
+    ] = "cosine"  # fmt: skip
     """polynomial: linear decay to a power; wsd: warm-up, stable, decay; inverse_sqrt: Vaswani et al. 2017,
-    which has no last step"""
+    which has no last step; Warmup…LR: DeepSpeed's, as a JSON's scheduler section names them, a step later"""
     counts: Literal["steps", "samples"] = "steps"
     """what it advances by between its steps: one each, or the samples of each, fewer during batch.rampup"""
     warmup_steps: CountOrZero = Field(default=0, description="optimizer steps of linear warm-up")
     decay_steps: Count | None = None
     """step at which min_lr is reached; null: the recipe's steps"""
     min_lr: NonNegativeFloat = 0.0
+    """rate at which the decay ends, and at which DeepSpeed's WarmupLR and WarmupDecayLR begin, too"""
+    warmup_type: Literal["log", "linear"] | None = None
+    """DeepSpeed's kinds: shape of the warm-up; null: log"""
+    warmup_min_lr: NonNegativeFloat | None = None
+    """WarmupCosineLR: rate of the second step, at which the warm-up begins; the first has 0; null: 0"""
     power: PositiveFloat | None = Field(default=None, description="polynomial: exponent of what is left")
     wsd_decay_steps: Count | None = Field(default=None, description="wsd: last steps, in which it decays")
     wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] | None = None
@@ -617,7 +638,7 @@ class Recipe(Strict):
     @property
     def decay_steps(self) -> int | None:
         """Step at which the learning rate reaches min_lr; None: its schedule has no such step."""
-        endless = self.schedule.kind in ("constant", "inverse_sqrt")
+        endless = self.schedule.kind in ("constant", "inverse_sqrt", "WarmupLR")
         return None if endless else self.schedule.decay_steps or self.steps
 
     @property

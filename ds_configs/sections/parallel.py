@@ -5,17 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from ds_configs.findings import Findings
+from ds_configs.findings import Disagreement, Findings
+from ds_configs.following import BATCH
 from recipes.layout import Layout, divisors, share_batch
 from recipes.problems import Problem, Setting, Text, Words, counted, either
 from recipes.schema import Recipe
 
 _RECIPE_KEY = {"tensor": "tp", "pipeline": "pp"}
-_BATCH_KEYS = {  # of the JSON -> of the recipe
-    "train_micro_batch_size_per_gpu": "batch.micro",
-    "gradient_accumulation_steps": "batch.accumulation",
-    "train_batch_size": "batch.global",
-}
 
 
 class _Degree(NamedTuple):
@@ -35,9 +31,11 @@ def layout(recipe: Recipe, world: int | None, stage: int | None, findings: Findi
     before = len(findings.problems)
     tp = _degree("tensor", recipe, findings)
     pp = _degree("pipeline", recipe, findings)
-    agreed = _check_batch(recipe, findings)
     if tp is None or pp is None:
+        _check_batch(recipe, 1, 1, findings)
         return None
+    least_dp = max(1, world // (tp.value * pp.value)) if world else recipe.parallel.dp or 1
+    agreed = _check_batch(recipe, least_dp, pp.value, findings)
     _check_model(recipe, tp, pp, stage, findings)
     _check_sequence(recipe, tp, findings)
     if world is None:
@@ -51,7 +49,7 @@ def layout(recipe: Recipe, world: int | None, stage: int | None, findings: Findi
     least = stated == (None, None) and unit % dp == 0  # a ramp's smallest step decides the micro-batch
     shares = share_batch(*stated, unit if least else total, dp, pp.value)
     if isinstance(shares, Problem):
-        findings.problems.append(shares)
+        findings.problems.append(_within_json(shares, total, dp, recipe, findings))
     elif unit % (taken := shares[0] * dp):
         came = Setting("batch.micro", shares[0]), f" x dp={dp} with steps of multiples of {unit} samples"
         rule = "every step takes whole micro-batches on every data-parallel rank"
@@ -188,7 +186,7 @@ def _batch_for(recipe: Recipe, findings: Findings, dp: int, pp: int) -> str | No
     None if a value of the JSON prevents it.
     """
     micro, accumulation = _stated_shares(recipe, findings)
-    free = {key for written, key in _BATCH_KEYS.items() if findings.stated(written) is None}
+    free = {key for written, key in BATCH.items() if findings.stated(written) is None}
     for opened in ((), ("batch.accumulation",), ("batch.micro",), ("batch.micro", "batch.accumulation")):
         kept_micro = None if "batch.micro" in opened else micro
         kept_accumulation = None if "batch.accumulation" in opened else accumulation
@@ -205,18 +203,52 @@ def _batch_for(recipe: Recipe, findings: Findings, dp: int, pp: int) -> str | No
     return f"{opened_shares} --set batch.global={number}"
 
 
-def _check_batch(recipe: Recipe, findings: Findings) -> bool:
-    """Check that the JSON and the recipe agree on the batch."""
-    before = len(findings.problems)
+def _check_batch(recipe: Recipe, dp: int, pp: int, findings: Findings) -> bool:
+    """Check that the JSON and the recipe agree on the batch; a fix is offered if it makes one."""
     batch = recipe.batch
     own = (batch.micro, batch.accumulation, batch.global_)
-    for (key, recipe_key), stated in zip(_BATCH_KEYS.items(), own, strict=True):
-        if stated is not None and findings.stated(key) not in (None, stated):
-            findings.disagreement(key, Setting(recipe_key, stated))
-    return len(findings.problems) == before
+    stated = list(map(findings.stated, BATCH))
+    differing = list[tuple[str, Setting]]()
+    for (key, recipe_key), theirs, ours in zip(BATCH.items(), stated, own, strict=True):
+        if ours is not None and theirs not in (None, ours):
+            differing.append((key, Setting(recipe_key, ours)))
+    micro, accumulation, total = (theirs or ours for theirs, ours in zip(stated, own, strict=True))
+    assert total is not None
+    fits = not isinstance(share_batch(micro, accumulation, total, dp, pp), Problem) and not batch.rampup
+    for key, setting in differing:
+        settings = [Setting(setting.key, findings.stated(key))] if fits else []
+        findings.disagreement(key, setting, settings, _stated_keys(findings))
+    return not differing
+
+
+def _stated_keys(findings: Findings) -> str:
+    """Name the keys of the batch that the JSON states."""
+    *first, last = [key for key in BATCH if findings.stated(key) is not None]
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _within_json(problem: Problem, total: int, dp: int, recipe: Recipe, findings: Findings) -> Problem:
+    """Return the problem of shares with a fix of the JSON, if the JSON states one of them."""
+    micro, accumulation, stated_total = map(findings.stated, BATCH)
+    if micro is accumulation is stated_total is None:
+        return problem
+    fixes = []
+    per_rank, over = divmod(total, dp)
+    if not over:
+        for key, other in zip(BATCH, (accumulation, micro), strict=False):
+            if other and findings.stated(key) and per_rank % other == 0:
+                fixes.append(f"set {key} to {per_rank // other} in the JSON")
+    taken = (micro or recipe.batch.micro or 0) * (accumulation or recipe.batch.accumulation or 0)
+    if taken and total % taken == 0 and recipe.parallel.dp is None:
+        ranks = total // taken
+        fixes.append(f"start {ranks} data-parallel ranks")
+    if not over:
+        fixes.append(f'set {_stated_keys(findings)} to "auto"')
+    fix = ", or ".join(fixes) or problem.fix
+    return Disagreement(problem.key, problem.came, problem.rule, fix)
 
 
 def _stated_shares(recipe: Recipe, findings: Findings) -> tuple[int | None, int | None]:
     """Return (micro, accumulation) of recipe or JSON, None if neither states one."""
-    micro, accumulation, _ = map(findings.stated, _BATCH_KEYS)
+    micro, accumulation, _ = map(findings.stated, BATCH)
     return recipe.batch.micro or micro, recipe.batch.accumulation or accumulation

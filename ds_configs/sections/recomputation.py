@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from ds_configs.findings import Findings, shown
 from ds_configs.known_keys import KEYS
 from ds_configs.plan import Machine
@@ -11,6 +14,7 @@ from recipes.schema import Recipe
 
 _SECTION = "activation_checkpointing"
 PARTITION = f"{_SECTION}.partition_activations"
+_TO_PARTITION = 'set partition_activations to "auto", or remove the key'
 
 
 def partitions(recipe: Recipe, layout: Layout, machine: Machine) -> bool:
@@ -28,7 +32,8 @@ def check(recipe: Recipe, layout: Layout | None, machine: Machine, findings: Fin
     section = {key: findings.stated(f"{_SECTION}.{key}") for key in KEYS[_SECTION]}
     if findings.lookup(PARTITION) == "auto":
         section["partition_activations"] = layout is not None and partitions(recipe, layout, machine)
-    asked = [key for key in ("partition_activations", "cpu_checkpointing") if section[key]]
+    effective = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
+    asked = [key for key in effective if section[key]]
     if asked and not chunk and recipe.model.implementation == "megarecipes":
         does = f"{' and '.join(asked)} of {findings.where} do{'es' if len(asked) == 1 else ''} nothing"
         findings.notice(_SECTION, f"{does}: the recipe recomputes no layer (--set {_SECTION}=full: all)")
@@ -36,21 +41,12 @@ def check(recipe: Recipe, layout: Layout | None, machine: Machine, findings: Fin
         came = f"{PARTITION}=true with ", Setting("parallel.sequence", "true")
         rule = "a tensor rank has its own positions already, of which DeepSpeed would keep a part"
         findings.refuse(PARTITION, rule, "set it to false, or --set parallel.sequence=false", came)
-    partition = 'set partition_activations to "auto", or remove the key'
     on_host = section["cpu_checkpointing"] and not machine.device.asynchronous
     if on_host and chunk and not section["partition_activations"]:
         rule = "on a CPU DeepSpeed 0.19 empties whole activations before it has copied them"
-        findings.refuse(f"{_SECTION}.cpu_checkpointing", rule, partition)
+        findings.refuse(f"{_SECTION}.cpu_checkpointing", rule, _TO_PARTITION)
     if section["contiguous_memory_optimization"]:
-        key = f"{_SECTION}.contiguous_memory_optimization"
-        chunks = -(-recipe.model.layers // chunk) if chunk else 0
-        number = section["number_checkpoints"]
-        if not section["partition_activations"]:
-            findings.refuse(key, "DeepSpeed has it for partitioned activations only", partition)
-        if number is None or number < chunks:
-            rule = f"DeepSpeed makes room for so many, and the recipe has {chunks}"
-            fix = f"set number_checkpoints to {max(chunks, 1)}"
-            findings.refuse(key, rule, fix, beside=f" with number_checkpoints={number or 'null'}")
+        _check_contiguous(recipe, section, findings)
     by_torch = [key for key, value in section.items() if value]
     if by_torch and recipe.model.implementation == "transformers":
         key = f"{_SECTION}.{by_torch[0]}"
@@ -62,3 +58,20 @@ def check(recipe: Recipe, layout: Layout | None, machine: Machine, findings: Fin
     value = findings.stated(key)
     if value not in (None, chunk) or isinstance(value, bool):
         findings.refuse(key, "what is recomputed is the recipe's activation_checkpointing", "remove the key")
+
+
+def _check_contiguous(recipe: Recipe, section: Mapping[str, Any], findings: Findings) -> None:
+    """Check contiguous memory for what is recomputed; take it out where nothing is."""
+    chunk = recipe.checkpoint_interval
+    if not chunk:  # DeepSpeed would ask for the number of chunks all the same
+        findings.lookup(_SECTION).pop("contiguous_memory_optimization")
+        return
+    key = f"{_SECTION}.contiguous_memory_optimization"
+    chunks = -(-recipe.model.layers // chunk)
+    number = section["number_checkpoints"]
+    if not section["partition_activations"]:
+        findings.refuse(key, "DeepSpeed has it for partitioned activations only", _TO_PARTITION)
+    if number is None or number < chunks:
+        rule = f"DeepSpeed makes room for so many, and the recipe has {chunks}"
+        fix = f"set number_checkpoints to {chunks}"
+        findings.refuse(key, rule, fix, beside=f" with number_checkpoints={number or 'null'}")

@@ -46,6 +46,7 @@ def sizes(recipe: Recipe, layout: Layout, machine: Machine, stage: int | None) -
         # A CPU computes nothing while it copies a bucket.
         "zero_optimization.overlap_comm": machine.device.asynchronous,
         PARTITION: partitions(recipe, layout, machine),
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,  # DeepSpeed saves nothing
         "zero_optimization.offload_param.buffer_size": largest,  # any one parameter
         # DeepSpeed divides a loss by the accumulation before it scales it.
         "fp16.initial_scale_power": min(32, _FIRST_SCALE + math.ceil(math.log2(layout.accumulation))),

@@ -9,12 +9,12 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from launch.console import output
 from recipes import catalog
 from recipes.files import check_names
-from recipes.problems import Problem, ProblemsError, either
+from recipes.problems import Problem, ProblemsError, either, nearest
 
 HELP_WIDTH = 78  # columns of a description, as argparse fills 80
 HELP = argparse.RawDescriptionHelpFormatter  # descriptions and examples keep their lines
@@ -37,6 +37,12 @@ class _Given(argparse.Action):
         setattr(names, self.dest, values)
 
 
+# Flags of other scripts that run DeepSpeed -> what to do here.
+_OTHERS = {
+    "--deepspeed": "leave it out: DeepSpeed always trains here",
+    "--deepspeed_config": "did you mean --ds_config? (--follow takes its numbers into the recipe)",
+}
+
 # A flag; what it excludes ("*": all) or, after "+", needs one of: flags, "--flag value", "--set key"; why.
 Rule = tuple[str, str, str]
 RULES: tuple[Rule, ...] = (("--ds_config", "--set ds_config", "the flag decides it"),)
@@ -56,6 +62,15 @@ class Parser(argparse.ArgumentParser):
         if problems:
             raise ProblemsError(problems)
         return found, rest
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse the command line; name flags that are spelt alike."""
+        for word in re.findall(r"--[\w-]+", message.partition("unrecognized arguments: ")[2]):
+            flag = word.replace("-", "_").replace("__", "--", 1)
+            near = nearest(flag, self._option_string_actions, 1)
+            hint = _OTHERS.get(flag) or (f"did you mean {near[0]}?" if near else "")
+            message += f"\n{word}: {hint}" if hint else ""
+        super().error(message)
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Print help, usage or an error; unlike argparse raise OSError where the output takes nothing."""
@@ -95,7 +110,7 @@ def command(description: str, examples: str, rules: tuple[Rule, ...] = ()) -> ar
     about = textwrap.fill(description, HELP_WIDTH)
     parser = Parser(rules, description=about, epilog=examples)
     # The deepspeed launcher passes --local_rank=N; the environment says the same.
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser
 
 

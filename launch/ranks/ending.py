@@ -26,7 +26,7 @@ LEFT_PEER = re.compile("Connection (closed|reset) by peer|Broken pipe")
 LOST_PEER = re.compile(f"{LEFT_PEER.pattern}|Timed out waiting|NCCL|gloo")
 AFTER_STOP_REQUEST = "after_stop_request"  # attribute of an exception after a request to stop
 
-LATER = 2.0  # seconds that a rank without a message waits before it ends
+LATER = 5.0  # seconds that a launcher has, after another rank of the machine has refused, to end this one
 
 
 class Failed(Exception):
@@ -36,17 +36,21 @@ class Failed(Exception):
 def refuse(problem: object, code: int = 2) -> NoReturn:
     """Print the problem once per machine, since machines may differ, and end this rank with `code`.
 
-    Ranks that print nothing end later: a launcher ends all of them with the first.
+    A launcher ends all ranks with the first that ends: others than the machine's first one wait for that, and
+    print the problem if it has not come.
     """
-    explain(problem)
     if local_rank() != 0:
         time.sleep(LATER)
+    explain(problem, everywhere=True)
     raise SystemExit(code)
 
 
-def explain(problem: object) -> None:
-    """Print the problem on the first rank of every machine, with the machine's name unless it is rank 0."""
-    if local_rank() == 0:
+def explain(problem: object, *, everywhere: bool = False) -> None:
+    """Print the problem on the first rank of every machine, with the machine's name unless it is rank 0.
+
+    `everywhere`: on this rank, whichever it is.
+    """
+    if everywhere or local_rank() == 0:
         where = "" if rank() == 0 else f"on {socket.gethostname()}:\n"
         terminal.say(f"\n{where}{problem}\n", sys.stderr)
         leave_to_torchrun(str(problem))

@@ -98,7 +98,9 @@ def missing_variables(environ: Environ, at_terminal: bool = False) -> dict[str, 
             return {}
         raise
     if start is None:
-        return {}
+        alone = environ.get("RANK") == "0" and environ.get("WORLD_SIZE") == "1"
+        # torch's env:// needs four variables, and this is not one of them.
+        return {"LOCAL_RANK": "0"} if alone and "LOCAL_RANK" not in environ else {}
     if placed:
         _check_launcher(environ, start)
         return {}

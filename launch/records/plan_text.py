@@ -15,7 +15,7 @@ from launch.machine.model_states import model_states
 from modeling import cost
 from recipes.layout import BatchSchedule
 from recipes.problems import counted
-from recipes.schema import Branch, Model, Recipe
+from recipes.schema import DEEPSPEED_SCHEDULES, Branch, Model, Recipe
 
 OPTIMIZERS = {"adamw": "AdamW", "lamb": "LAMB"}
 
@@ -57,6 +57,7 @@ def describe_plan(plan: Plan, name: str, surroundings: Surroundings, width: int 
     )
     rule = (
         f"lr {o.lr:g}, betas {o.betas[0]:g} {o.betas[1]:g}, weight decay {o.weight_decay:g}, clip {o.clip:g}"
+        f"{', no bias correction' * (not o.bias_correction)}"
     )
     first = recipe.branch.step if recipe.branch else 0
     samples = recipe.sizes.samples(recipe.steps) - recipe.sizes.samples(first)
@@ -122,6 +123,9 @@ def describe_schedule(recipe: Recipe) -> str:
     least = f", at least {s.min_lr:g}" if s.kind == "inverse_sqrt" else ""
     to = f", to {s.min_lr:g} at step {end}" if end else least
     kind = f"{s.kind} by samples" if s.counts == "samples" else s.kind
+    if s.kind in DEEPSPEED_SCHEDULES:
+        first = s.warmup_min_lr if s.kind == "WarmupCosineLR" else s.min_lr
+        kind = f"DeepSpeed's {kind}, {s.warmup_type or 'log'} from {first or 0:g}"
     return f"{kind}, {counted(s.warmup_steps, 'warm-up step')}{shape}{power}{to}"
 
 

@@ -86,12 +86,14 @@ def build_engine(
 
 def initialize(plan: Plan, module: torch.nn.Module, grid: ProcessGrid) -> DeepSpeedEngine:
     """Make DeepSpeed's engine of a module, ours or another, with our groups of parameters and schedule."""
+    own = own_optimizer(plan.ds, grid)
     how: dict[str, Any] = {
         "model": module,
         "model_parameters": parameter_groups(module, plan.recipe.optimizer.weight_decay),
         "mpu": None if isinstance(module, PipelineModule) else grid,
-        "config": plan.ds,
-        "optimizer": own_optimizer(plan.ds, grid),
+        # Asked for by ZeRO where it does not know the optimizer's class.
+        "config": {**plan.ds, "zero_allow_untested_optimizer": True} if own else plan.ds,
+        "optimizer": own,
         "lr_scheduler": lambda optimizer: Schedule(optimizer, plan.recipe),
     }
     if plan.zero_stage == 0:
@@ -102,13 +104,22 @@ def initialize(plan: Plan, module: torch.nn.Module, grid: ProcessGrid) -> DeepSp
 
 
 def own_optimizer(ds: dict[str, Any], grid: ProcessGrid) -> Callable[..., torch.optim.Optimizer] | None:
-    """Return what makes our LAMB of groups of parameters; None: DeepSpeed makes AdamW."""
-    optimizer = ds["optimizer"]
-    if optimizer["type"].lower() != "lamb":
-        return None
-    from launch.deepspeed_fixes.lamb import Lamb
+    """Return what makes our LAMB, or Adam without bias correction, of groups of parameters.
 
-    return functools.partial(Lamb, grid=grid, **optimizer["params"])
+    None: DeepSpeed makes AdamW.
+    """
+    optimizer = ds["optimizer"]
+    params = dict(optimizer["params"])
+    torch_adam = params.pop("torch_adam", False)
+    if optimizer["type"].lower() == "lamb":
+        from launch.deepspeed_fixes.lamb import Lamb
+
+        return functools.partial(Lamb, grid=grid, **params)
+    if not torch_adam or params.get("bias_correction", True):
+        return None
+    from launch.deepspeed_fixes.lamb import Adam
+
+    return functools.partial(Adam, **params)
 
 
 def move_buffers(module: torch.nn.Module, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Megatron-LM's learning-rate schedules, in the form that DeepSpeed steps and saves."""
+"""Megatron-LM's and DeepSpeed's learning-rate schedules, in the form that DeepSpeed steps and saves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from recipes.schema import Recipe
+from recipes.schema import DEEPSPEED_SCHEDULES, Recipe
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
@@ -22,6 +22,8 @@ def learning_rate(recipe: Recipe, step: int) -> float:
     - inverse_sqrt (Vaswani et al. 2017, arXiv 1706.03762): lr sqrt(warmup_steps / step), at least min_lr.
     """
     chosen = recipe.schedule
+    if chosen.kind in DEEPSPEED_SCHEDULES:
+        return _deepspeed_rate(recipe, step - 1)
     end_step = recipe.decay_steps
     count = recipe.sizes.samples if chosen.counts == "samples" else int
     peak = recipe.optimizer.lr
@@ -50,6 +52,33 @@ def learning_rate(recipe: Recipe, step: int) -> float:
         "minus_sqrt": lambda x: 1 - math.sqrt(x),
     }[shape]
     return low + (peak - low) * left(max(0, length - (end - step)) / length)
+
+
+def _deepspeed_rate(recipe: Recipe, iteration: int) -> float:
+    """Return the learning rate by DeepSpeed's schedules (0.19.8, runtime/lr_schedules.py).
+
+    Its engine steps them after the optimizer: the first step has iteration -1. The warm-up to lr takes
+    `warmup_steps`, at least 2, by the logarithm of the iteration or linearly; then WarmupLR stays,
+    WarmupDecayLR goes back linearly to min_lr at `decay_steps`, WarmupCosineLR goes to it by a cosine.
+    """
+    chosen = recipe.schedule
+    cosine = chosen.kind == "WarmupCosineLR"
+    peak = recipe.optimizer.lr
+    first = (chosen.warmup_min_lr or 0.0) if cosine else chosen.min_lr
+    warmup = max(2, chosen.warmup_steps)
+    if iteration < 0:
+        return 0.0 if cosine else first
+    if iteration < warmup:
+        linear = chosen.warmup_type == "linear"
+        share = iteration / warmup if linear else math.log(iteration + 1) / math.log(warmup)
+        return first + (peak - first) * share
+    if recipe.decay_steps is None:
+        return peak
+    length = max(1, recipe.decay_steps - warmup)
+    if cosine:
+        over = min(1.0, (iteration - warmup + 1) / length)
+        return chosen.min_lr + (peak - chosen.min_lr) * (1 + math.cos(math.pi * over)) / 2
+    return first + (peak - first) * max(0.0, (recipe.decay_steps - iteration) / length)
 
 
 class Schedule:

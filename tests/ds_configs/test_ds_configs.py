@@ -188,6 +188,7 @@ def test_the_known_top_level_keys_are_those_that_deepspeed_reads(deepspeed_confi
 
     deepspeed_config.DeepSpeedConfig(Recorder({"train_batch_size": 1}))
     ours = {*known_keys.KEYS[""]} | {key for key in known_keys.REFUSED if "." not in key}
+    ours |= {"bfloat16"}  # an older name
     not_read = {"parallel", "sequence_parallel_size"}  # ours; only once a process group runs
     assert Recorder.seen == ours - not_read
     removed = {key for key in REMOVED if "." not in key}
@@ -230,7 +231,11 @@ def test_the_known_section_keys_are_deepspeeds(deepspeed_config):
     }
     deprecated = {name for name, extra in fields.items() if extra.get("deprecated")}
     removed = deprecated | set(deepspeed_config._REMOVED_ZERO_CONFIG_KEYS)
-    assert {key for key in REMOVED if "." in key} == {f"zero_optimization.{key}" for key in removed}
+    renamed = {key.removeprefix("zero_optimization.") for key in known_keys.RENAMED}
+    assert {key for key in REMOVED if "." in key} == {f"zero_optimization.{key}" for key in removed - renamed}
+    by_field = {name: field.alias for name, field in DeepSpeedZeroConfig.model_fields.items() if field.alias}
+    own = {key: value[0] for key, value in known_keys.RENAMED.items() if key.startswith("zero_optimization.")}
+    assert by_field.items() <= {key.partition(".")[2]: value for key, value in own.items()}.items()
     assert set(known_keys.KEYS["activation_checkpointing"]) == set(ACT_CHKPT_DEFAULT)
     assert set(known_keys.KEYS["aio"]) == set(AIO_DEFAULT_DICT)
 
@@ -739,7 +744,7 @@ def test_where_nothing_is_recomputed_chunks_of_a_cut_sequence_do_no_harm():
 
 def test_all_problems_come_at_once(mine):
     changes = {
-        "scheduler": {},
+        "scheduler": {"type": "OneCycle"},
         "zero_optimisation": {},
         "gradient_clipping": 3,
         "fp16": {"enabled": True},
@@ -747,7 +752,7 @@ def test_all_problems_come_at_once(mine):
     }
     found = problems(mine(changes), "parallel.tp=4", "parallel.pp=7", "batch.micro=3", world=28)
     degrees = ["parallel.tp", "parallel.pp", "parallel.pp", "batch.micro"]
-    expected = ["scheduler", "zero_optimisation", "fp16.enabled", *degrees, "gradient_clipping"]
+    expected = ["zero_optimisation", "fp16.enabled", *degrees, "scheduler.type", "gradient_clipping"]
     assert [problem.key for problem in found] == expected
 
 

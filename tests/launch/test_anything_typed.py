@@ -120,6 +120,7 @@ FILES = {
     "deep.json": b"[" * 99999, "list.json": b"[1]", "empty.json": b"", "noise.json": bytes(range(256)),
     "odd.json": b'{"zero_optimization": 3, "fp16": [], "train_batch_size": NaN}',
     "nul.json": b'{"zero_optimization": {"stage": 0, "offload_optimizer": {"nvme_path": "\\u0000"}}}',
+    "mine.json": b'{"optimizer": {"type": "Adam", "params": {"lr": 3e-5}}, "train_batch_size": 4}',
     "text.jsonl": b'{"text": "some words"}\n{"text": 3}\n{"tex\n', "some.parquet": b"PAR1 no parquet PAR1",
     "text.txt": b"some words\n", "table.csv": b"id,text\n1,a\n", "own.jsonl": b'{"body": "a", "n": 1}\n' * 9,
 }  # fmt: skip
@@ -166,6 +167,7 @@ VALUES_OF = {
     "tasks": ["perplexity", "perplexity", "lambada,perplexity", "wikitext103", ",", *TEXTS],
     "include_path": ["full", "run.d", *FILES, *PATHS, *TEXTS],
     "init_from": ["gpt2.d", "gpt2.d", "run.d", "full", *FILES, *PATHS, *TEXTS],
+    "follow": ["mine.json", "mine.json", "zero2", "nul.json", "odd.json", *PATHS, *TEXTS],
     "branch": [*BRANCHES, *FILES, *PATHS, *TEXTS],
     "recipe": [*ANY, "own.d", "own.d"],
     "model": ["gpt2.d", "gpt2.d", "gpt2.d", "run.d", "full", "good.yaml", *PATHS, *TEXTS],
@@ -279,7 +281,8 @@ def test_an_empty_value_and_a_second_one_are_refused(name, capsys):
                 with pytest.raises(SystemExit) as ended:
                     parser.parse_args(line)
                 said = capsys.readouterr().err
-                assert ended.value.code == 2 and f"argument {flag}: " in said, f"{line}: {said}"
+                named = "/".join(action.option_strings)
+                assert ended.value.code == 2 and f"argument {named}: " in said, f"{line}: {said}"
 
 
 # Command lines of which one flag would be ignored -> what is said of it.
@@ -318,6 +321,8 @@ APART = {
     "prepare_data --out o --tokenizer gpt2 --text t --name n": "--text with --name",
     "pretrain --text t --set data.name=n": "--text with --set data.name",
     "pretrain --new_vocabulary": "--new_vocabulary without --init_from",
+    "pretrain --follow zero1 --ds_config zero2": "--follow with --ds_config",
+    "pretrain --follow zero1 --set ds_config=zero2": "--follow with --set ds_config",
     "show_data --text t --set data.source=text": "--text with --set data.source",
     "prepare_data --out o --tokenizer gpt2 --dedup none --shingle 3": "--shingle with --dedup none",
     "prepare_data --out o --tokenizer gpt2 --ngram 3": "--ngram without --decontaminate",
@@ -331,6 +336,23 @@ def test_a_flag_that_would_be_ignored_is_refused(line):
     with pytest.raises(ProblemsError) as refused:
         parser.parse_args(words)
     assert APART[line] in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--ds-config zero1", "--ds-config: did you mean --ds_config?"),
+        ("--deepspeed", "--deepspeed: leave it out"),
+        ("--deepspeed_config x.json", "--deepspeed_config: did you mean --ds_config?"),
+        ("--init-from x --plam", "--plam: did you mean --plan?"),
+    ],
+)
+def test_flags_of_other_scripts_are_known_for_what_they_are(line, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module("launch.pretrain").build_parser().parse_args(line.split())
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+    parsed = importlib.import_module("launch.pretrain").build_parser().parse_args(["--local-rank=3"])
+    assert parsed.local_rank == 3, "as torch.distributed.launch passes it"
 
 
 @pytest.mark.parametrize("name", WORK)

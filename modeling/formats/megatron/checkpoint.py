@@ -191,6 +191,13 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
         raise FileError(problems)
     stated = contents[files.stated]
     arguments = _arguments(stated.get("args"))
+    if "ds_version" in stated and not arguments:
+        rule = "it holds the tensors of a program's own modules, and does not say of which model"
+        fix = (
+            "load its `module` into the model of transformers that it is of, and give the directory that "
+            "save_pretrained writes"
+        )
+        refuse(files.where, "is a plain checkpoint of DeepSpeed, not of Megatron-DeepSpeed", rule, fix)
     version = stated.get("checkpoint_version", 0)
     if type(version) not in (int, float) or not 0 <= version <= 3:
         refuse(files.stated, f"has checkpoint_version {str(version)[:60]}", "versions 0 to 3 are known", "")

@@ -148,7 +148,7 @@ def _stages(where: Path, found: Sequence[tuple[int, int, Path]]) -> Sequence[Seq
 def _refuse_form(where: Path, names: Sequence[str]) -> None:
     if next(_matches(PARTITIONED, names), None):
         rule = "ZeRO-3 partitions weights over the ranks, and such files are not read here"
-        refuse(where, "was saved under ZeRO-3", rule, "save it under ZeRO stage 2 or less")
+        refuse(where, "was saved by DeepSpeed under ZeRO-3", rule, "save it under ZeRO stage 2 or less")
     if next(_matches(DISTRIBUTED, names), None):
         rule = f"only {WEIGHTS[0]} of each rank is read here"
         fix = "save it again by Megatron-LM with --ckpt-format torch"

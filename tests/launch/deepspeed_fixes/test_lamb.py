@@ -9,7 +9,7 @@ import pytest
 import torch
 from launching import ROOT, run_ranks
 
-from launch.deepspeed_fixes.lamb import Lamb
+from launch.deepspeed_fixes.lamb import Adam, Lamb
 
 
 class OneRank:
@@ -19,16 +19,17 @@ class OneRank:
     get_model_parallel_world_size = staticmethod(lambda: 1)
 
 
-def by_the_paper(weight, gradients, lr, betas, eps, decay):
+def by_the_paper(weight, gradients, lr, betas, eps, decay, bounds=(0.01, 10), corrects=True):  # noqa: PLR0913 - as in the paper
     """Algorithm 2 of You et al. 2019, in float64, the ratio bounded as by DeepSpeed's FusedLamb."""
     weight, first, second = weight.double(), 0.0, 0.0
     for step, gradient in enumerate(gradients, 1):
         first = betas[0] * first + (1 - betas[0]) * gradient.double()
         second = betas[1] * second + (1 - betas[1]) * gradient.double() ** 2
-        ratio = (first / (1 - betas[0] ** step)) / ((second / (1 - betas[1] ** step)).sqrt() + eps)
+        left = [beta**step if corrects else 0 for beta in betas]
+        ratio = (first / (1 - left[0])) / ((second / (1 - left[1])).sqrt() + eps)
         direction = ratio + decay * weight
         norms = weight.norm(), direction.norm()
-        trust = (norms[0] / norms[1]).clamp(0.01, 10) if min(norms) > 0 else torch.tensor(1.0)
+        trust = (norms[0] / norms[1]).clamp(*bounds) if min(norms) > 0 else torch.tensor(1.0)
         weight = weight - lr * trust * direction
     return weight
 
@@ -46,6 +47,26 @@ def test_a_step_is_the_papers(scale, decay):
         weight.grad = gradient
         optimizer.step()
     assert (weight.detach() - wanted).abs().max() < 1e-6 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("bounds", [(1.0, 1.0), (0.02, 0.3)])
+def test_bounds_and_bias_correction_are_as_asked(bounds):
+    """A ratio bounded by 1 and 1 leaves Adam's own step."""
+    torch.manual_seed(1)
+    weight = torch.nn.Parameter(torch.randn(30, 40))
+    start = weight.detach().clone()
+    numbers = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1, "bias_correction": False}
+    if bounds == (1.0, 1.0):
+        optimizer = Adam([{"params": [weight]}], **numbers)
+    else:
+        optimizer = Lamb([{"params": [weight]}], OneRank(), min_coeff=0.02, max_coeff=0.3, **numbers)
+    gradients = [torch.randn(30, 40) for _ in range(4)]
+    for gradient in gradients:
+        weight.grad = gradient
+        optimizer.step()
+    wanted = by_the_paper(start, gradients, 0.01, (0.9, 0.99), 1e-6, 0.1, bounds, corrects=False)
+    assert (weight.detach() - wanted).abs().max() < 1e-6 * wanted.abs().max()
+    assert {"step", "exp_avg", "exp_avg_sq"} == set(optimizer.state[weight]), "the states of torch's AdamW"
 
 
 @pytest.mark.long

@@ -129,3 +129,15 @@ def test_without_torchrun_nothing_is_left(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     ending.explain("no")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_that_nothing_ends_says_its_refusal_itself(monkeypatch, capsys):
+    """Its launcher ends it, once another rank has said it and ended, unless that one is slow to begin."""
+    waited = []
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(time, "sleep", waited.append)
+    with pytest.raises(SystemExit) as ended:
+        ending.refuse("MASTER_PORT='0': a launcher sets a whole number")
+    assert ended.value.code == 2 and sum(waited) > 2
+    assert "MASTER_PORT='0'" in capsys.readouterr().err

@@ -48,6 +48,13 @@ TORCHRUN = {
 }
 
 
+def test_one_process_needs_torchs_four_variables_alone():
+    four = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29611"}
+    assert missing_variables(four) == {"LOCAL_RANK": "0"}
+    assert missing_variables({**four, "LOCAL_RANK": "0"}) == {}
+    assert missing_variables({**four, "WORLD_SIZE": "2"}) == {}, "which of a machine's it is, nobody says"
+
+
 def test_lists_of_slurm_are_read():
     assert first_host("node[003-006,010],gpu-b[1-2]") == "node003"
     assert first_host("login") == first_host("login,a[1-2]") == "login"

@@ -1,11 +1,14 @@
 """Schedules at the points that define them, beside transformers', and the object that DeepSpeed steps."""
 
+import json
 import math
 
 import pytest
 import torch
+from deepspeed.runtime import lr_schedules
 from transformers import optimization
 
+from ds_configs.resolver import followed
 from launch.training.schedule import Schedule, learning_rate
 from recipes import catalog
 
@@ -152,3 +155,36 @@ def test_schedule_sets_every_group_and_goes_on_where_it_was(kind):
     assert [group["lr"] for group in optimizer.param_groups] == [learning_rate(chosen, 30)] * 2
     resumed.step()
     assert resumed.get_last_lr() == [learning_rate(chosen, 31)] * 2
+
+
+SHAPES = [
+    {"warmup_type": "log"},
+    {"warmup_type": "linear"},
+    {"warmup_num_steps": 1},
+    {"warmup_num_steps": 50},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+def test_deepspeed_has_the_same(kind, shape, tmp_path):
+    """Its own scheduler, as its engine steps it, and the recipe that follows the JSON."""
+    own = {
+        "WarmupLR": {"warmup_min_lr": LOW, "warmup_max_lr": 2 * PEAK},
+        "WarmupDecayLR": {"warmup_min_lr": LOW, "total_num_steps": 30},
+        "WarmupCosineLR": {"warmup_min_ratio": 0.1, "cos_min_ratio": 0.02, "total_num_steps": 30},
+    }
+    params = {"warmup_num_steps": 10, **own[kind], **shape}
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
+    scheduler = getattr(lr_schedules, kind)(optimizer, **params)
+    path = tmp_path / "mine.json"
+    optimizer_section = {"type": "AdamW", "params": {"lr": PEAK}}
+    path.write_text(
+        json.dumps({"optimizer": optimizer_section, "scheduler": {"type": kind, "params": params}})
+    )
+    taken = followed(catalog.load(), path, 1)
+    chosen = catalog.load(laid={each.key: each.value for each in taken})
+    for step in range(60):
+        rate = optimizer.param_groups[0]["lr"]
+        assert learning_rate(chosen, step) == pytest.approx(rate, rel=1e-12, abs=1e-18), step
+        scheduler.step()

@@ -175,7 +175,7 @@ def test_numbers_that_are_not_finite_are_refused_where_they_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("file", "said"),
     [
-        ("global_step7/zero_pp_rank_0_mp_rank_00_model_states.pt", "saved under ZeRO-3"),
+        ("global_step7/zero_pp_rank_0_mp_rank_00_model_states.pt", "saved by DeepSpeed under ZeRO-3"),
         ("iter_0000007/common.pt", "is a distributed checkpoint .*--ckpt-format torch"),
         ("iter_0000007/README", "holds no weights of Megatron"),
     ],
@@ -185,3 +185,13 @@ def test_forms_that_are_not_read_are_named(file, said, tmp_path):
     (tmp_path / file).touch()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     assert re.search(said, refusal(tmp_path, tiny()))
+
+
+def test_a_plain_checkpoint_of_deepspeed_is_named(tmp_path):
+    """With the tensors of any program's modules, and without Megatron's arguments."""
+    (tmp_path / "global_step7").mkdir()
+    (tmp_path / "latest").write_text("global_step7")
+    content = {"module": {"0.weight": torch.ones(2, 2)}, "ds_version": "0.19.8", "global_steps": 7}
+    torch.save(content, tmp_path / "global_step7" / "mp_rank_00_model_states.pt")
+    said = refusal(tmp_path, tiny())
+    assert "is a plain checkpoint of DeepSpeed" in said and "save_pretrained" in said and "=0" not in said
