@@ -137,7 +137,9 @@ def follow(config: Mapping[str, Any], recipe: Recipe, world: int | None) -> list
     if on:
         found.append(Stated("precision", on[0], f"{on[0]}.enabled"))
     elif "auto" not in switches.values():
-        found.append(Stated("precision", "fp32", "fp16", by_default=True))
+        off = [half for half, value in switches.items() if value is False]
+        source = f"{off[0]}.enabled" if off else "fp16"
+        found.append(Stated("precision", "fp32", source, by_default=not off))
     return [*found, *_batch(config, recipe, world)]
 
 
