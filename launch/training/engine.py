@@ -261,6 +261,28 @@ def validate(
     return Validation(loss, _name_parts(engine, parts))
 
 
+def sample_loss(
+    engine: DeepSpeedEngine,
+    sample: MicroBatch,
+    micro: int,
+    grid: ProcessGrid,
+    forward: Forward,
+    *,
+    compiled: bool,
+) -> float:
+    """Return the loss of a micro-batch of one row in evaluation mode, the same on each rank. Collective.
+
+    `micro`: rows of a micro-batch in training; `compiled`: the model is, and not for this shape.
+    """
+    rows = micro if isinstance(engine, PipelineEngine) else 1  # stages exchange one shape
+    batch = {}
+    for name, values in sample.items():
+        repeated = values.repeat(rows, *[1] * (values.ndim - 1))
+        batch[name] = repeated / rows if values.is_floating_point() else repeated
+    with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext():
+        return validate(engine, [[batch]], grid, forward).loss
+
+
 def _unused_salts(engine: PipelineEngine, batch: MicroBatch) -> torch.Tensor | None:
     """Return stand-ins for salts in a validation: pipeline stages agree on shapes only once."""
     size = (*batch["tokens"].shape, 2)

@@ -19,6 +19,8 @@ from recipes.schema import Recipe
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from launch.checkpoints.run_checkpoints import Checkpoint
+
 
 class InitialWeights(Protocol):
     """Weights in a directory for the start of a run, instead of random ones (`launch.weights`)."""
@@ -31,6 +33,9 @@ class InitialWeights(Protocol):
 
     def resolved(self) -> InitialWeights:
         """Fix the choice, so that a run that still trains there cannot change it by a later save."""
+
+    def checkpoint(self) -> Checkpoint | None:
+        """Return the checkpoint of one of our runs that they are; None: they are other weights."""
 
     def read(self, recipe: Recipe) -> Mapping[str, Tensor]:
         """Return full tensors by canonical name; each is read on access."""
