@@ -116,11 +116,13 @@ def check(
     kinds = held.kinds[:1] if weights else held.kinds
     dtype = DTYPES[sample.precision] if weights else torch.float32
     group = state.grid.control_group
-    found = list(_differences(state, held, kinds, dtype))
+    # In the order of the module, which data- and tensor-parallel ranks share.
+    parameters = {canonical_name(each): each for each in state.engine.module.parameters()}
+    found = list(_differences(state, parameters, held, kinds, dtype))
     counts = [] if weights else list(_other_counts(state, held.progress))
     stored = StoredTensors(checkpoint.directory, held)
     found = [replace(each, pieces=tuple(_differing(state, stored, each, dtype))) for each in found]
-    own = Report(tuple(_names(state)), tuple(found), tuple(counts))
+    own = Report(tuple(parameters), tuple(found), tuple(counts))
     told = from_rank_0(merged(own, Report.joined, group, Report), group, Report)
     came = [each.said() for each in told.differences[:SHOWN]]
     more = [f"{each.kind} of {each.name}" for each in told.differences[SHOWN:]]
@@ -138,37 +140,28 @@ def check(
         raise FileError([*problems[:-1], replace(problems[-1], rule=rule, fix=FIX)])
 
 
-def _names(state: EngineState) -> list[str]:
-    """List this rank's tensors in the order of its module, the same for data- and tensor-parallel ranks."""
-    return list(dict.fromkeys(map(canonical_name, state.engine.module.parameters())))
-
-
 def _differences(
-    state: EngineState, held: Manifest, kinds: tuple[Kind, ...], dtype: torch.dtype
+    state: EngineState,
+    parameters: dict[str, torch.nn.Parameter],
+    held: Manifest,
+    kinds: tuple[Kind, ...],
+    dtype: torch.dtype,
 ) -> Iterator[Difference]:
-    """Yield the tensors on this rank whose copy has other sums than the checkpoint.
+    """Yield this rank's parameters whose copy has other sums than the checkpoint.
 
     `dtype`: to which the numbers were rounded when they were read. Collective.
     """
-    names = _names(state)
-    rows = {key: number for number, key in enumerate((kind, name) for kind in kinds for name in names)}
-    # Sums, squares, and the rounding and the least step of the type that holds the numbers.
-    table = torch.zeros(len(rows), 3, dtype=torch.float64, device=state.engine.device)
-    types = dict.fromkeys(rows, dtype)
-    sizes = dict.fromkeys(rows, 0)
-    cut = torch.zeros(len(rows), 1, dtype=torch.bool, device=table.device)
+    rows = {key: number for number, key in enumerate((kind, name) for kind in kinds for name in parameters)}
+    table = torch.zeros(len(rows), 3, dtype=torch.float64, device=state.engine.device)  # with squares
+    types = {kind: coarsest(dtype, *(state.dtype(each, kind) for each in state.partitions)) for kind in kinds}
     for partition in state.partitions:
         for fragment in partition.fragments:
             parameter = fragment.parameter
             for kind in kinds:
-                key = kind, canonical_name(parameter)
-                row = rows[key]
-                cut[row] = is_cut(parameter)
-                sizes[key] = math.prod(Placement.of(parameter).shape)
                 numbers = _numbers(state, partition, fragment, kind)
                 if numbers is None:
                     continue
-                types[key] = max(types[key], numbers.dtype, key=lambda each: torch.finfo(each).eps)
+                row = rows[kind, canonical_name(parameter)]
                 table[row, :2] += sums_of(numbers, parameter, fragment.first).to(table.device)
                 table[row, 2] += torch.linalg.vector_norm(numbers, dtype=torch.float64).square()
     state.close()
@@ -178,19 +171,25 @@ def _differences(
     if grid.tp > 1:
         joined = table.clone()
         dist.all_reduce(joined, group=grid.tensor_group)
-        table = torch.where(cut, joined, table)
+        cut = [is_cut(parameters[name]) for _, name in rows]
+        table[cut] = joined[cut]
     for key, row in zip(rows, table.tolist(), strict=True):
         kind, name = key
         stored = held.tensors.get(name)
-        elements = sizes[key]
-        if stored is None or kind not in stored.sums or elements not in (0, math.prod(stored.shape)):
+        elements = math.prod(Placement.of(parameters[name]).shape)
+        if stored is None or kind not in stored.sums or elements != math.prod(stored.shape):
             continue  # of another model's size, which `--init_from` cuts or fills up
         plain, weighted, squares = row
         saved = stored.sums[kind]
-        most = _tolerances(squares, elements, types[key])
+        most = _tolerances(squares, elements, types[kind])
         errors = abs(plain - saved[0]), abs(weighted - saved[1])
         if not (errors[0] <= most[0] and errors[1] <= most[1]):
             yield Difference(kind, name, saved, (plain, weighted), (dist.get_rank(),))
+
+
+def coarsest(*types: torch.dtype) -> torch.dtype:
+    """Return the type with the fewest digits."""
+    return max(types, key=lambda each: torch.finfo(each).eps)
 
 
 def _numbers(state: EngineState, partition: Partition, fragment: Fragment, kind: str) -> Tensor | None:

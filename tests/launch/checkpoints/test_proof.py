@@ -72,7 +72,17 @@ def found(tmp_path_factory):
     made = [{**each, "steps": 2, "source": None, "faults": []} for each in (first, fp16)]
     alone = jobs_of(out, FIRST, source)
     alone[0]["source"] = str(run_checkpoints.directory_of(out / "fp16 source" / "checkpoints", 2))
-    for ranks, jobs in ((1, made + alone), (2, jobs_of(out, SECOND, source))):
+    # Saved by two ranks: they add up in another order than those that read.
+    cut = {
+        "name": "cut",
+        "out": str(out / "cut"),
+        "case": CASES["tp2"],
+        "steps": 2,
+        "source": None,
+        "faults": [],
+    }
+    source = run_checkpoints.directory_of(out / "cut" / "checkpoints", 2)
+    for ranks, jobs in ((1, made + alone), (2, [cut, *jobs_of(out, SECOND, source)])):
         file = out / f"{ranks}.json"
         file.write_text(json.dumps(jobs))
         done = run_ranks(ranks, WORKERS / "proofs.py", file, timeout=400)
