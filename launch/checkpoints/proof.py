@@ -8,8 +8,9 @@ tensor is compared: those of tensor-parallel ranks, of tied stages, of every dat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.checkpoints.stored import Placement, StoredTensors
 from launch.checkpoints.sums import sums_of
 from launch.deepspeed_fixes.short_steps import Fragment
-from launch.ranks.processes import from_rank_0, merged
+from launch.ranks.processes import gathered
 from modeling.initialization import DTYPES, canonical_name, shard_of
 from recipes.files import FileError
 from recipes.key_paths import flatten
@@ -34,57 +35,28 @@ LOSS = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 3e-2}
 EXACT = 2.0**-45  # of float64 sums: 256 times its rounding
 DEVIATIONS = 6.0  # of a sum of rounding errors with random factors
 SHOWN = 4  # tensors and pieces
+RULE = "the engine has to hold what was saved"
 FIX = "resume under the layout that saved it, or from an older checkpoint: move this one away"
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A tensor of an engine whose sums are not the checkpoint's.
+class Difference(NamedTuple):
+    """A tensor of which a rank's engine has other sums than the checkpoint, or a part of a tensor that has.
 
-    Attributes:
-        ranks: those that hold it, whole or a part of it.
-        pieces: of them, those that differ from the checkpoint's files, in words; []: none does.
+    `pieces`: of this rank, those that differ from the checkpoint's files, in words.
     """
 
     kind: Kind
     name: str
     saved: Sums
     found: Sums
-    ranks: tuple[int, ...]
-    pieces: tuple[str, ...] = ()
-
-    def joined(self, other: Difference) -> Difference:
-        """Join the same tensor on other ranks."""
-        pieces = tuple(dict.fromkeys((*self.pieces, *other.pieces)))
-        return replace(self, ranks=(*self.ranks, *other.ranks), pieces=pieces)
-
-    def said(self) -> str:
-        """Say what differs, and where."""
-        saved = ", ".join(f"{value:.9g}" for value in self.saved)
-        found = ", ".join(f"{value:.9g}" for value in self.found)
-        ranks = some([str(rank) for rank in self.ranks], SHOWN)
-        pieces = some(self.pieces, SHOWN) or "each piece is as the files are read"
-        return (
-            f"{self.kind} of {self.name} has sums {found}, and {saved} were saved (on rank {ranks}: {pieces})"
-        )
+    pieces: list[str]
 
 
-@dataclass(frozen=True)
-class Report:
-    """What ranks found: the names of their tensors, differing ones, and other problems in words."""
+class Report(NamedTuple):
+    """The differences of one rank, and its engine's other counts in words."""
 
-    names: tuple[str, ...]
-    differences: tuple[Difference, ...] = ()
-    counts: tuple[str, ...] = ()
-
-    def joined(self, other: Report) -> Report:
-        """Join the report of later ranks."""
-        names = tuple(dict.fromkeys((*self.names, *other.names)))
-        found = {(each.kind, each.name): each for each in self.differences}
-        for each in other.differences:
-            key = each.kind, each.name
-            found[key] = found[key].joined(each) if key in found else each
-        return Report(names, tuple(found.values()), (*self.counts, *other.counts))
+    differences: list[Difference]
+    counts: list[str]
 
 
 @dataclass(frozen=True)
@@ -115,42 +87,50 @@ def check(
         return
     kinds = held.kinds[:1] if weights else held.kinds
     dtype = DTYPES[sample.precision] if weights else torch.float32
-    group = state.grid.control_group
-    # In the order of the module, which data- and tensor-parallel ranks share.
-    parameters = {canonical_name(each): each for each in state.engine.module.parameters()}
-    found = list(_differences(state, parameters, held, kinds, dtype))
-    counts = [] if weights else list(_other_counts(state, held.progress))
     stored = StoredTensors(checkpoint.directory, held)
-    found = [replace(each, pieces=tuple(_differing(state, stored, each, dtype))) for each in found]
-    own = Report(tuple(parameters), tuple(found), tuple(counts))
-    told = from_rank_0(merged(own, Report.joined, group, Report), group, Report)
-    came = [each.said() for each in told.differences[:SHOWN]]
-    more = [f"{each.kind} of {each.name}" for each in told.differences[SHOWN:]]
-    if more:
-        came.append(f"so have {counted(len(more), 'more tensor')}: {some(more, SHOWN)}")
-    came += told.counts
-    missing = [] if weights else [name for name in held.tensors if name not in told.names]
-    if missing:
-        came.append(f"no rank holds {some(missing, SHOWN)}")
-    came += _other_loss(held, sample)
+    found = [
+        each._replace(pieces=list(_differing_pieces(state, stored, each, dtype)))
+        for each in _differences(state, held, kinds, dtype)
+    ]
+    own = Report(found, [] if weights else list(_other_counts(state, held.progress)))
+    reports = gathered(own, state.grid.control_group, Report)
+    came = [*_said(reports), *_other_loss(held, sample)]
     if came:
         where = str(checkpoint.directory)
-        rule = "the engine has to hold what was saved"
         problems = [Problem(where, each, where=where) for each in came]
-        raise FileError([*problems[:-1], replace(problems[-1], rule=rule, fix=FIX)])
+        raise FileError([*problems[:-1], replace(problems[-1], rule=RULE, fix=FIX)])
+
+
+def _said(reports: Sequence[Report]) -> Iterator[str]:
+    """Say what all ranks, in rank order, found."""
+    by_tensor: dict[tuple[str, str], dict[int, Difference]] = {}
+    for rank, report in enumerate(reports):
+        for each in report.differences:
+            by_tensor.setdefault((each.kind, each.name), {})[rank] = each
+    tensors = [f"{kind} of {name}" for kind, name in by_tensor]
+    for tensor, by_rank in zip(tensors[:SHOWN], by_tensor.values(), strict=False):
+        first = next(iter(by_rank.values()))
+        pieces = [f"rank {rank}: {piece}" for rank, each in by_rank.items() for piece in each.pieces]
+        which = (
+            some(pieces, SHOWN) or f"rank {some([*map(str, by_rank)], SHOWN)}: each piece is as in the files"
+        )
+        sums = (", ".join(f"{value:.9g}" for value in pair) for pair in (first.found, first.saved))
+        yield f"{tensor} has sums {next(sums)}, and {next(sums)} were saved ({which})"
+    if tensors[SHOWN:]:
+        yield f"so have {counted(len(tensors) - SHOWN, 'more tensor')}: {some(tensors[SHOWN:], SHOWN)}"
+    for rank, report in enumerate(reports):
+        yield from (f"rank {rank}: {each}" for each in report.counts)
 
 
 def _differences(
-    state: EngineState,
-    parameters: dict[str, torch.nn.Parameter],
-    held: Manifest,
-    kinds: tuple[Kind, ...],
-    dtype: torch.dtype,
+    state: EngineState, held: Manifest, kinds: Sequence[Kind], dtype: torch.dtype
 ) -> Iterator[Difference]:
-    """Yield this rank's parameters whose copy has other sums than the checkpoint.
+    """Yield this rank's tensors whose copy has other sums than the checkpoint.
 
     `dtype`: to which the numbers were rounded when they were read. Collective.
     """
+    # In the order of the module, which data- and tensor-parallel ranks share.
+    parameters = {canonical_name(each): each for each in state.engine.module.parameters()}
     rows = {key: number for number, key in enumerate((kind, name) for kind in kinds for name in parameters)}
     table = torch.zeros(len(rows), 3, dtype=torch.float64, device=state.engine.device)  # with squares
     types = {kind: coarsest(dtype, *(state.dtype(each, kind) for each in state.partitions)) for kind in kinds}
@@ -184,7 +164,7 @@ def _differences(
         most = _tolerances(squares, elements, types[kind])
         errors = abs(plain - saved[0]), abs(weighted - saved[1])
         if not (errors[0] <= most[0] and errors[1] <= most[1]):
-            yield Difference(kind, name, saved, (plain, weighted), (dist.get_rank(),))
+            yield Difference(kind, name, saved, (plain, weighted), [])
 
 
 def coarsest(*types: torch.dtype) -> torch.dtype:
@@ -223,15 +203,14 @@ def _other_counts(state: EngineState, saved: Progress) -> Iterator[str]:
     if not scaled:
         found = replace(found, loss_scaler=None)
         saved = replace(saved, loss_scaler=None)
-    rank = dist.get_rank()
     here = dict(flatten(asdict(found)))
     for name, value in flatten(asdict(saved)):
         if here[name] != value:
-            yield f"rank {rank}: {name} is {here[name]}, and {value} was saved"
+            yield f"{name} is {here[name]}, and {value} was saved"
     odd = state.adam_step_counts - {saved.adam_steps}
     if odd and saved.adam_steps and found.adam_steps == saved.adam_steps:
         updates = some([str(count) for count in sorted(odd)])
-        yield f"rank {rank}: Adam corrects its bias for {updates} updates, and {saved.adam_steps} were made"
+        yield f"Adam corrects its bias for {updates} updates, and {saved.adam_steps} were made"
 
 
 def _other_loss(held: Manifest, sample: Sample) -> Iterator[str]:
@@ -252,7 +231,7 @@ def _other_loss(held: Manifest, sample: Sample) -> Iterator[str]:
         yield f"the loss of its sample is {loss:.7g}, and {known.loss:.7g} was saved (within {most:g})"
 
 
-def _differing(
+def _differing_pieces(
     state: EngineState, stored: StoredTensors, difference: Difference, dtype: torch.dtype
 ) -> Iterator[str]:
     """Yield this rank's pieces of a tensor that differ from the files, in words.
@@ -262,17 +241,16 @@ def _differing(
     kind = difference.kind
     full = stored.canonical(difference.name, kind)
     for partition in state.partitions:
-        for parameter, first, _, elements in partition.fragments:
+        for fragment in partition.fragments:
+            parameter, first, _, elements = fragment
             if canonical_name(parameter) != difference.name:
                 continue
             place = Placement.of(parameter)
             shard = shard_of(parameter)
             theirs = full if place.form == "canonical" else shard.form.to_theirs(full, shard.heads)[0]
             part = place.slice_of(theirs).reshape(-1)[first : first + elements].to(dtype)
-            fragment = next(each for each in partition.fragments if each.parameter is parameter)
             numbers = _numbers(state, partition, fragment, kind)
             count = elements if numbers is None else int((numbers.cpu() != part.to(numbers.dtype)).sum())
             if count:
-                rank = dist.get_rank()
-                yield f"rank {rank}, {count:,} of elements {first} to {first + elements - 1} of its slice"
+                yield f"{count:,} of elements {first} to {first + elements - 1} of its slice"
     state.close()
