@@ -30,13 +30,13 @@ from recipes.key_paths import flatten
 from recipes.problems import Problem, counted, some
 from recipes.schema import Recipe
 
-# Nats per token between layouts; of fp32 as in `compare_layouts.py`. Of two precisions the larger one.
+# Between layouts, in nats per token; of fp32 as in `compare_layouts.py`. Of two precisions the larger one.
 LOSS = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 3e-2}
 EXACT = 2.0**-45  # of float64 sums: 256 times its rounding
 DEVIATIONS = 6.0  # of a sum of rounding errors with random factors
 SHOWN = 4  # tensors and pieces
 RULE = "the engine has to hold what was saved"
-FIX = "resume under the layout that saved it, or from an older checkpoint: move this one away"
+FIX = "take the layout that saved it, or an older checkpoint (--resume does once this one is moved away)"
 
 
 class Difference(NamedTuple):

@@ -106,6 +106,22 @@ def stale(name, ranks, tied=False):
     return after("finish", work)
 
 
+def round_weights(state):
+    """Round master weights to bf16, as initial weights are."""
+    for partition in state.partitions:
+        partition.master().data.copy_(partition.master().bfloat16())
+
+
+@contextlib.contextmanager
+def rounded_and_transposed():
+    with changed(QKV, transposed), after("finish", round_weights):
+        yield
+
+
+def transposed(full):
+    return full.t().contiguous()
+
+
 def odd_step(state):
     """Have Adam correct the bias of one tensor for fewer updates."""
     state.adam.state[state.partitions[0].master()]["step"] -= 1
@@ -140,7 +156,10 @@ PLACES = {
 }  # fmt: skip
 FAULTS = {
     "sound": contextlib.nullcontext,
-    "transposed QKV": lambda: changed(QKV, lambda full: full.t().contiguous()),
+    "without sums": contextlib.nullcontext,
+    "initial weights": lambda: after("finish", round_weights),
+    "transposed initial weights": rounded_and_transposed,
+    "transposed QKV": lambda: changed(QKV, transposed),
     "QKV in another order": lambda: changed(QKV, lambda full: full.view(4, 3, -1, 64).transpose(0, 1)),
     "positions shifted": lambda: changed(POSITION, lambda full: full.roll(1, 0)),
     "two rows swapped": lambda: changed(FC, lambda full: full[[1, 0, *range(2, len(full))]], ["exp_avg"]),
@@ -160,14 +179,18 @@ FAULTS = {
 
 
 def prove(run, checkpoint, fault):
-    """Return the refusal of a reading with a fault; None: there was none."""
+    """Return the refusal of a reading with a fault, or the line of one without sums; None: neither."""
     with FAULTS[fault]():
         reading.load(run.state, checkpoint)
+    if fault == "without sums":
+        held = checkpoint.manifest
+        tensors = {name: replace(tensor, sums={}) for name, tensor in held.tensors.items()}
+        checkpoint = replace(checkpoint, manifest=replace(held, known_loss=None, tensors=tensors))
     try:
-        run._prove(checkpoint, weights=False)
+        run._prove(checkpoint, weights="initial weights" in fault)
     except FileError as error:
         return str(error)
-    return None
+    return run.recorder.said[-1] if fault == "without sums" else None
 
 
 def work(job):

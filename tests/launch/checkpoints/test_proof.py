@@ -4,14 +4,24 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from launching import WORKERS, run_ranks
 
 from launch.checkpoints import run_checkpoints
+from launch.checkpoints.geometry import share
+from launch.checkpoints.sums import sums_of
+from modeling.initialization import Shard, label
 
 FIRST = {  # layout: faults
     "fp16": ["loss scale", "step of Adam"],
-    "bf16": ["rounded weights", "moments swapped"],
-    "one": ["transposed QKV", "QKV in another order", "positions shifted", "two rows swapped"],
+    "bf16": ["rounded weights", "moments swapped", "initial weights", "transposed initial weights"],
+    "one": [
+        "transposed QKV",
+        "QKV in another order",
+        "positions shifted",
+        "two rows swapped",
+        "without sums",
+    ],
     "one zero3": ["moment of another tensor", "layer norm of another layer"],
 }
 SECOND = {
@@ -31,6 +41,8 @@ CASES = {
     "dp2 zero0": {"ds_config": "zero0", "dp": 2},
 }
 REFUSED = {  # fault: what its refusal names
+    "without sums": "holds no sums and no loss: what was read of it is not proven",
+    "transposed initial weights": "weight of layers.1.attention.qkv.weight",
     "transposed QKV": "weight of layers.1.attention.qkv.weight",
     "QKV in another order": "weight of layers.1.attention.qkv.weight",
     "positions shifted": "weight of position.weight",
@@ -93,6 +105,35 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize("layout", FIRST | SECOND)
 def test_faults_are_refused_and_sound_readings_are_not(found, layout):
     refusals = found[layout]
-    assert refusals.pop("sound") is None
+    assert refusals.pop("sound") is None and refusals.pop("initial weights", None) is None
     for fault, refusal in refusals.items():
         assert refusal and REFUSED[fault] in refusal, f"{fault}: {refusal}"
+
+
+@pytest.mark.parametrize(("dim", "ranks", "parts"), [(0, 1, 3), (0, 2, 5), (1, 3, 4), (0, 4, 1)])
+def test_sums_are_those_of_any_pieces(dim, ranks, parts):
+    full = torch.randn(13, 6, generator=torch.Generator().manual_seed(1))
+    found = torch.zeros(2, dtype=torch.float64)
+    for rank in range(ranks):
+        shard = Shard(dim, rank, ranks, 16 if dim == 0 else None, full.shape[dim])  # rows are padded
+        numbers = shard.of(full).view(-1)
+        parameter = labelled(shard.of(full), shard)
+        for part in range(parts):
+            first, count = share(len(numbers), part, parts)
+            found += sums_of(numbers[first : first + count], parameter, first)
+    assert torch.allclose(found, sums_of(full.view(-1), labelled(full, None), 0), rtol=1e-13)
+
+
+def labelled(numbers, shard):
+    parameter = torch.nn.Parameter(numbers)
+    label(parameter, "word.weight", shard)
+    return parameter
+
+
+def test_sums_of_a_transposed_or_permuted_tensor_are_others():
+    full = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    first, second = sums_of(full.view(-1), labelled(full, None), 0).tolist()
+    for other in (full.t(), full.flip(0), full.roll(1, 1), full.view(2, 4, 8).transpose(0, 1)):
+        numbers = other.reshape(-1)
+        found = sums_of(numbers, labelled(full, None), 0).tolist()
+        assert found[0] == pytest.approx(first, abs=1e-12) and abs(found[1] - second) > 0.01
