@@ -143,7 +143,7 @@ def _differences(
                     continue
                 row = rows[kind, canonical_name(parameter)]
                 table[row, :2] += sums_of(numbers, parameter, fragment.first).to(table.device)
-                table[row, 2] += torch.linalg.vector_norm(numbers, dtype=torch.float64).square()
+                table[row, 2] += torch.linalg.vector_norm(numbers, dtype=torch.float32).double().square()
     state.close()
     grid = state.grid
     if not state.shared and grid.dp > 1:

@@ -289,7 +289,7 @@ def contents(
 
 def with_sums(tensors: Tensors, sums: Sums) -> Tensors:
     """Return the tensors with the sums of their pieces."""
-    by_name: dict[str, dict[str, Any]] = {name: {} for name in tensors}
+    by_name: dict[str, dict[Any, Any]] = {name: {} for name in tensors}
     for key, pair in sums.items():
         kind, _, name = key.partition("/")
         by_name[name][kind] = tuple(pair.tolist())

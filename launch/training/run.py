@@ -14,13 +14,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from data.corpus import Corpus
-from data.loader import MicroBatch, StepBatches, micro_batch, validation_batches
+from data.loader import MicroBatch, StepBatches, validation_batches
 from data.samples.fields import HeldOut
 from data.text.records import SkippedRecords
 from ds_configs.plan import Plan
@@ -43,7 +42,7 @@ from launch.training.early_ends import (
     NotSavedError,
     SkipCounter,
 )
-from launch.training.engine import Forward, end_monitors, forward, sample_loss, validate
+from launch.training.engine import Forward, end_monitors, forward, sample_loss, short_sample, validate
 from launch.training.job import Job
 from launch.training.number_watch import NumberWatch
 from launch.training.training_batches import end_together
@@ -104,7 +103,7 @@ class TrainingRun:
         self.held_out = held_out_batches(corpus.validation, job.plan, grid)
         self.skipped = SkipCounter(job.plan.precision)
         self.start_step = self.done = self.saved = start.done
-        self._sample = micro_batch(corpus.validation.take([0]), np.ones(1))
+        self._sample = short_sample(corpus.validation, self.recipe)
         self._saved_at = time.monotonic()  # when the last save began
         self._unreadable: str | None = None  # why this rank cannot read the next step
         self._reported: set[str] = set()  # broken records that were already named
