@@ -26,7 +26,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from launch.checkpoints.geometry import share
-from launch.checkpoints.manifest import WEIGHT, ScalerState
+from launch.checkpoints.manifest import WEIGHT, Progress, ScalerState
 from launch.deepspeed_fixes.short_steps import Fragment, fragments_of
 from modeling.initialization import shard_of
 from modeling.parallel.process_grid import ProcessGrid
@@ -83,12 +83,12 @@ class EngineState:
         self.engine = engine
         self.grid = grid
         self.zero = engine.optimizer
-        # If every data-parallel rank has the whole state, each writes a share.
-        self._shared = not isinstance(
+        # Every data-parallel rank has the whole state, and each writes a share.
+        self.shared = not isinstance(
             self.zero, (DeepSpeedZeroOptimizer, BF16_Optimizer, DeepSpeedZeroOptimizer_Stage3)
         )
         self._master_weights: MasterWeights | None = None  # of stage 0 in fp16 and bf16
-        if self._shared:
+        if self.shared:
             from launch.deepspeed_fixes.zero0 import MasterWeights
 
             if isinstance(self.zero, MasterWeights):
@@ -104,8 +104,18 @@ class EngineState:
     @property
     def adam_steps(self) -> int:
         """Number of Adam's updates; 0: there are no moments yet."""
-        steps = (int(state["step"]) for state in self.adam.state.values() if "step" in state)
-        return max(steps, default=0)
+        return max(self.adam_step_counts, default=0)
+
+    @property
+    def adam_step_counts(self) -> set[int]:
+        """The numbers of updates by which Adam corrects its bias, of all its states."""
+        return {int(state["step"]) for state in self.adam.state.values() if "step" in state}
+
+    def progress(self) -> Progress:
+        """Return the progress that the engine has counted."""
+        engine = self.engine
+        schedule = engine.lr_scheduler.state_dict()["completed"]
+        return Progress(engine.global_steps, self.adam_steps, schedule, engine.skipped_steps, self.scaler())
 
     def buffers(self) -> list[Buffer]:
         """List low-precision weights, master weights and moments, without those on NVMe."""
@@ -119,7 +129,7 @@ class EngineState:
 
     def _buffers(self) -> Iterator[Buffer]:
         """Yield buffers of one tensor each."""
-        copied = "dp" if self._shared else ""
+        copied = "dp" if self.shared else ""
         for partition in self.partitions:
             if partition.swapped:
                 continue
@@ -153,7 +163,7 @@ class EngineState:
     ) -> Iterator[Buffer]:
         """Yield what all tensor-parallel ranks hold of a partition."""
         for parameter, _, offset, elements in fragments:
-            if self.grid.tp > 1 and elements and not _is_cut(parameter):
+            if self.grid.tp > 1 and elements and not is_cut(parameter):
                 part = numbers.detach().view(-1)[offset : offset + elements]
                 yield _whole_buffer(kind, parameter, part, "tp")
 
@@ -162,7 +172,7 @@ class EngineState:
         for fragment in partition.fragments:
             if not self._writes(fragment.parameter):
                 continue
-            if self._shared:
+            if self.shared:
                 skipped, count = share(fragment.elements, self.grid.at.dp, self.grid.dp)
                 first = fragment.first + skipped
                 offset = fragment.offset + skipped
@@ -180,7 +190,7 @@ class EngineState:
     def read(self, partition: Partition, fragment: Fragment, kind: str) -> torch.Tensor:
         """Read a fragment's flat elements of master weights or a moment; valid until the next `read`.
 
-        The partition stays open for its next fragment, until `close`.
+        The partition stays open for its next fragment, until `close`. Raises KeyError for an absent moment.
         """
         self.open(partition)
         master = partition.master()
@@ -266,7 +276,7 @@ class EngineState:
         """Check that this rank writes the parameter, not another tensor-parallel rank or pipeline stage."""
         if getattr(parameter, "ds_pipe_replicated", False):  # a tied copy on a later stage
             return False
-        return self.grid.at.tp == 0 or _is_cut(parameter)
+        return self.grid.at.tp == 0 or is_cut(parameter)
 
     def _partitions(self) -> Iterator[Partition]:
         zero = self.zero
@@ -310,7 +320,7 @@ def _flat_group(parameters: list[torch.nn.Parameter], master: torch.Tensor) -> P
     return Partition(tuple(fragments_of(parameters)), lambda: master, master.dtype)
 
 
-def _is_cut(parameter: torch.nn.Parameter) -> bool:
+def is_cut(parameter: torch.nn.Parameter) -> bool:
     """Check whether tensor-parallel ranks hold different slices of a parameter."""
     shard = shard_of(parameter)
     return shard is not None and shard.size > 1

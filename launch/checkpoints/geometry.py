@@ -60,7 +60,7 @@ def rectangles(shape: Sequence[int], cut: Cut | None, first: int, count: int) ->
     `shape`: of the full tensor; `cut` None: the slice is the full tensor. A cut of another dimension than the
     first needs a matrix.
     """
-    rows, columns = _matrix(shape)
+    rows, columns = matrix(shape)
     top, left, height, width = _slice(shape, cut)
     assert min(first, count) >= 0 and first + count <= height * width, f"{first}+{count} of {height}x{width}"
     found = []
@@ -125,13 +125,14 @@ def share(count: int, part: int, parts: int) -> tuple[int, int]:
     return first, min(count - first, each)
 
 
-def _matrix(shape: Sequence[int]) -> tuple[int, int]:
+def matrix(shape: Sequence[int]) -> tuple[int, int]:
+    """Return rows and columns of a tensor seen as a matrix: its first dimension by the rest."""
     return (shape[0] if shape else 1), math.prod(shape[1:])
 
 
 def _slice(shape: Sequence[int], cut: Cut | None) -> tuple[int, int, int, int]:
     """Return first row and column, height and width of a slice in the tensor's matrix."""
-    rows, columns = _matrix(shape)
+    rows, columns = matrix(shape)
     if cut is None:
         return 0, 0, rows, columns
     assert cut.dim == 0 or (cut.dim == 1 and len(shape) == 2), f"{cut} of a tensor of {list(shape)}"

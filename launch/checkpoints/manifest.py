@@ -37,6 +37,7 @@ DIRECTORY = re.compile(r"step-(\d+)")
 
 Counting = Annotated[int, Field(ge=1, lt=2**63)]
 Form = Literal["canonical", "transformers"]
+Sums = tuple[float, float]
 FileName = Annotated[str, Field(pattern=r"^rank-([0-9]{5}|[1-9][0-9]{5,8})\.safetensors$")]
 
 
@@ -119,12 +120,15 @@ def joined(series: Iterable[Series]) -> tuple[Series, ...]:
 class StoredTensor:
     """The full, unpadded shape of a tensor, and its pieces.
 
-    `form` "transformers": shape and pieces are of GPT2LMHeadModel's tensor.
+    Attributes:
+        form: "transformers": shape and pieces are of GPT2LMHeadModel's tensor.
+        sums: by kind, those of the full canonical tensor (`sums.sums_of`); {} in older checkpoints.
     """
 
     shape: tuple[Whole, ...]
     series: tuple[Series, ...]
     form: Form = "canonical"
+    sums: dict[Kind, Sums] = field(default_factory=dict)
 
     @property
     def pieces(self) -> Iterator[Series]:
@@ -170,6 +174,21 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class KnownLoss:
+    """The loss of one sample of held-out text in evaluation mode.
+
+    Attributes:
+        loss: nats per predicted token.
+        precision: of the engine that computed it.
+        batch: the micro-batch, as nested lists by name.
+    """
+
+    loss: float
+    precision: str
+    batch: dict[str, list[Any]]
+
+
+@dataclass(frozen=True)
 class Manifest:
     """The facts of a checkpoint: training's state, its origin and its files.
 
@@ -182,6 +201,7 @@ class Manifest:
         files: files by name.
         tensors: tensors by canonical name.
         kinds: weight and moments that are stored of every tensor.
+        known_loss: None in older checkpoints.
         format: version of the manifest's format.
     """
 
@@ -194,6 +214,7 @@ class Manifest:
     files: dict[FileName, StoredFile]
     tensors: dict[str, StoredTensor]
     kinds: tuple[Kind, ...] = (WEIGHT, *MOMENTS)
+    known_loss: KnownLoss | None = None
     format: Literal[2] = 2
     saved: str = field(default="", compare=False)  # local time
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from ds_configs.plan import Plan, plan_facts
 from launch.checkpoints import run_checkpoints, tensor_file
 from launch.checkpoints.engine_state import EngineState
 from launch.checkpoints.manifest import (
+    KnownLoss,
     Manifest,
     Progress,
     Series,
@@ -44,7 +46,9 @@ from launch.checkpoints.manifest import (
 )
 from launch.checkpoints.run_checkpoints import WRITING
 from launch.checkpoints.stored import Placement
+from launch.checkpoints.sums import sums_of
 from launch.checkpoints.tensor_file import Entry
+from launch.deepspeed_fixes.short_steps import Fragment
 from launch.machine import description, memory
 from launch.ranks.processes import from_rank_0, local_world_size, merged
 from launch.records.facts import SaveOutcome, SilentRecorder
@@ -53,6 +57,7 @@ from modeling.parallel.process_grid import ProcessGrid
 STAGING_BYTES = 256 << 20  # of pinned memory
 SPARE = 0.1  # share of a machine's memory that a copy of the state must leave free
 Tensors = dict[str, StoredTensor]
+Sums = dict[str, torch.Tensor]  # by key, (2,) on the device of the tensor
 
 
 @dataclass(frozen=True)
@@ -69,8 +74,12 @@ class Part:
         """Join the part of the ranks that follow these."""
         tensors = dict(self.tensors)
         for name, tensor in other.tensors.items():
-            before = tensors[name].series if name in tensors else ()
-            tensors[name] = replace(tensor, series=joined((*before, *tensor.series)))
+            before = tensors.get(name, replace(tensor, series=(), sums={}))
+            sums = dict(before.sums)
+            for kind, (plain, weighted) in tensor.sums.items():
+                earlier = sums.get(kind, (0.0, 0.0))
+                sums[kind] = (earlier[0] + plain, earlier[1] + weighted)
+            tensors[name] = replace(tensor, series=joined((*before.series, *tensor.series)), sums=sums)
         problems = (*self.problems, *other.problems)[:3]
         data = merge_states([self.data, other.data])
         return Part(self.rank, self.files | other.files, tensors, data, problems)
@@ -78,13 +87,15 @@ class Part:
 
 @dataclass
 class _Pending:
-    """A save in progress. `written`: this rank's file."""
+    """A save in progress. `written`: this rank's file; `sums`: of its tensors by key, once it is written."""
 
     directory: Path
     progress: Progress
     data: dict[str, Any]
     corpus: str
     tensors: Tensors
+    known_loss: KnownLoss | None
+    sums: Sums
     written: Future[StoredFile]
     started: float
     blocked: float
@@ -111,10 +122,17 @@ class Saver:
         if grid.rank == 0:
             run_checkpoints.remove_remains(root)
 
-    def save(self, progress: Progress, data: dict[str, Any], corpus: str) -> None:
+    def save(
+        self,
+        progress: Progress,
+        data: dict[str, Any],
+        corpus: str,
+        known_loss: Callable[[], KnownLoss | None] = lambda: None,
+    ) -> None:
         """Begin a save after the end of the one before.
 
-        `data`: this rank's position in the data; `corpus`: checksum of the training tokens.
+        `data`: this rank's position in the data; `corpus`: checksum of the training tokens; `known_loss`
+        computes it.
         """
         self.finish()
         started = time.perf_counter()
@@ -125,7 +143,9 @@ class Saver:
             self._report(SaveOutcome(progress.step, 0, took, took, False, problem))
             return
         kinds = kinds_after(progress.adam_steps)
-        entries, tensors = contents(self.state, kinds, self.grid.rank)
+        known = known_loss()
+        sums = Sums()
+        entries, tensors = contents(self.state, kinds, self.grid.rank, sums)
         background = self._fits([entry.bytes for entry in entries])
         file = directory / file_name(self.grid.rank)
         written: Future[StoredFile] = Future()
@@ -138,7 +158,7 @@ class Saver:
         self.state.close()
         blocked = time.perf_counter() - started
         self._pending = _Pending(
-            directory, progress, data, corpus, tensors, written, started, blocked, background
+            directory, progress, data, corpus, tensors, known, sums, written, started, blocked, background
         )
 
     @property
@@ -163,7 +183,7 @@ class Saver:
         rank = self.grid.rank
         files = {} if error else {file_name(rank): pending.written.result()}
         problems = (f"rank {rank}: {_reason(error, pending.directory)}",) if error else ()
-        own = Part(rank, files, pending.tensors, pending.data, problems)
+        own = Part(rank, files, with_sums(pending.tensors, pending.sums), pending.data, problems)
         whole = merged(own, partial(_join_visible, pending.directory), self.grid.control_group, Part)
         problem = self._on_rank_0(lambda: self._complete(pending, whole))
         written = sum(file.bytes for file in whole.files.values())
@@ -203,8 +223,9 @@ class Saver:
             plan_facts(self.plan),
             description.versions(),
             whole.files,
-            whole.tensors,
+            {name: finite(tensor) for name, tensor in whole.tensors.items()},
             kinds_after(pending.progress.adam_steps),
+            pending.known_loss,
             saved=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         )
 
@@ -238,8 +259,18 @@ class Saver:
         self.listener.save(saved)
 
 
-def contents(state: EngineState, kinds: Sequence[str], rank: int) -> tuple[list[Entry], Tensors]:
-    """Return the entries of `rank`'s file, in the order of its partitions, and the tensors' pieces in it."""
+def contents(
+    state: EngineState, kinds: Sequence[str], rank: int, sums: Sums | None = None
+) -> tuple[list[Entry], Tensors]:
+    """Return the entries of `rank`'s file, in the order of its partitions, and the tensors' pieces in it.
+
+    `sums` gets the sums of each entry when it is copied or written.
+    """
+
+    def add_up(key: str, fragment: Fragment, numbers: torch.Tensor) -> None:
+        if sums is not None:
+            sums[key] = sums_of(numbers, fragment.parameter, fragment.first)
+
     entries: list[Entry] = []
     tensors: Tensors = {}
     for partition in state.partitions:
@@ -251,8 +282,23 @@ def contents(state: EngineState, kinds: Sequence[str], rank: int) -> tuple[list[
             for kind in kinds:
                 read = partial(state.read, partition, fragment, kind)
                 dtype = state.dtype(partition, kind)
-                entries.append(Entry(f"{kind}/{place.name}", dtype, (fragment.elements,), read))
+                key = f"{kind}/{place.name}"
+                entries.append(Entry(key, dtype, (fragment.elements,), read, partial(add_up, key, fragment)))
     return entries, tensors
+
+
+def with_sums(tensors: Tensors, sums: Sums) -> Tensors:
+    """Return the tensors with the sums of their pieces."""
+    by_name: dict[str, dict[Any, Any]] = {name: {} for name in tensors}
+    for key, pair in sums.items():
+        kind, _, name = key.partition("/")
+        by_name[name][kind] = tuple(pair.tolist())
+    return {name: replace(tensor, sums=by_name[name]) for name, tensor in tensors.items()}
+
+
+def finite(tensor: StoredTensor) -> StoredTensor:
+    """Leave out sums that are not finite, which JSON cannot hold."""
+    return replace(tensor, sums={kind: pair for kind, pair in tensor.sums.items() if isfinite(sum(pair))})
 
 
 class Staging:
@@ -268,7 +314,8 @@ class Staging:
         held = torch.empty_like(numbers, device="cpu")
         if numbers.device.type == "cpu":
             held.copy_(numbers)
-            return Entry(entry.name, entry.dtype, entry.shape, lambda: held)
+            return replace(entry, read=lambda: held)
+        entry.seen(numbers)
         if not len(self._pinned):
             self._pinned = accelerator.pin_memory(torch.empty(STAGING_BYTES, dtype=torch.uint8))
         parts = (each.view(-1).view(torch.uint8).split(STAGING_BYTES) for each in (numbers, held))

@@ -26,12 +26,13 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a new file; `read` gives its numbers at the time of writing."""
+    """A tensor of a new file; `read` gives its numbers at the time of writing, and `seen` is given them."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[], torch.Tensor]
+    seen: Callable[[torch.Tensor], None] = lambda numbers: None
 
     @property
     def bytes(self) -> int:
@@ -119,6 +120,7 @@ def _write_tensor(write: Callable[[memoryview], object], entry: Entry, checksum:
     tensor = entry.read().detach()
     found = tensor.dtype, tuple(tensor.shape)
     assert found == (entry.dtype, entry.shape), f"{entry.name}: {found}"
+    entry.seen(tensor)
     for bucket in tensor.contiguous().view(-1).split(BUCKET // entry.dtype.itemsize):
         part = memoryview(bucket.cpu().view(torch.uint8).numpy())
         checksum = zlib.crc32(part, checksum)

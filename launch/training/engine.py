@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import deepspeed
+import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -23,7 +24,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
 from torch.nn import functional as F
 
-from data.loader import MicroBatch
+from data.loader import MicroBatch, micro_batch
+from data.samples.fields import HeldOut
 from ds_configs.plan import Plan
 from launch.deepspeed_fixes.freed_gradients import keep_while_reduced
 from launch.deepspeed_fixes.muon_compilation import leave_out_compilation
@@ -37,7 +39,10 @@ from launch.training.early_ends import Diverged
 from launch.training.job import Job
 from launch.training.schedule import Schedule
 from modeling.parallel.process_grid import ProcessGrid
+from recipes.families import fields_of
+from recipes.schema import Recipe
 
+SAMPLE_POSITIONS = 64
 Forward = Callable[..., tuple[torch.Tensor, ...]]  # (engine, micro-batch) -> (loss) or (loss, parts of it)
 
 
@@ -270,6 +275,50 @@ def validate(
     engine.train()
     loss, *parts = torch.stack(totals).mean(0).tolist()
     return Validation(loss, _name_parts(engine, parts))
+
+
+def short_sample(held_out: HeldOut, recipe: Recipe) -> MicroBatch:
+    """Return the first held-out sample as a micro-batch of one row.
+
+    Of a dense causal model's only the first SAMPLE_POSITIONS count: what follows them changes nothing there.
+    """
+    sample = micro_batch(held_out.take([0]), np.ones(1))
+    fields = fields_of(sample)
+    if not (fields.uneven or fields.padded or recipe.model.attention_window):
+        weights = sample["weights"]
+        weights[:, SAMPLE_POSITIONS:] = 0
+        weights /= weights.sum()
+    return sample
+
+
+def sample_loss(
+    engine: DeepSpeedEngine,
+    sample: MicroBatch,
+    micro: int,
+    grid: ProcessGrid,
+    forward: Forward,
+    *,
+    compiled: bool,
+) -> float:
+    """Return the loss of a micro-batch of one row in evaluation mode, the same on each rank. Collective.
+
+    `micro`: rows of a micro-batch in training; `compiled`: the model is, and not for this shape.
+    """
+    rows = 1
+    fields = fields_of(sample)
+    if isinstance(engine, PipelineEngine):  # stages exchange one shape
+        rows = micro
+    elif not (fields.uneven or fields.padded):
+        counted = int(sample["weights"].nonzero()[-1, 1]) + 1
+        position_ranks = getattr(engine.module, "position_ranks", 1)
+        counted += -counted % position_ranks
+        sample = {name: values[:, :counted] for name, values in sample.items()}
+    batch = {}
+    for name, values in sample.items():
+        repeated = values.repeat(rows, *[1] * (values.ndim - 1))
+        batch[name] = repeated / rows if values.is_floating_point() else repeated
+    with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext():
+        return validate(engine, [[batch]], grid, forward).loss
 
 
 def _unused_salts(engine: PipelineEngine, batch: MicroBatch) -> torch.Tensor | None:

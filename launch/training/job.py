@@ -19,6 +19,8 @@ from recipes.schema import Recipe
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from launch.checkpoints.run_checkpoints import Checkpoint
+
 
 class InitialWeights(Protocol):
     """Weights in a directory for the start of a run, instead of random ones (`launch.weights`)."""
@@ -34,6 +36,9 @@ class InitialWeights(Protocol):
 
     def record(self) -> Mapping[str, Any]:
         """Return what makes the same choice again, as plain data."""
+
+    def checkpoint(self) -> Checkpoint | None:
+        """Return the checkpoint of one of our runs that they are; None: they are other weights."""
 
     def read(self, recipe: Recipe) -> Mapping[str, Tensor]:
         """Return full tensors by canonical name; each is read on access."""

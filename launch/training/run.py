@@ -24,7 +24,7 @@ from data.samples.fields import HeldOut
 from data.text.records import SkippedRecords
 from ds_configs.plan import Plan
 from launch.checkpoints.engine_state import EngineState
-from launch.checkpoints.manifest import Progress
+from launch.checkpoints.manifest import KnownLoss
 from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.checkpoints.saving import Saver
 from launch.ranks import ending, processes
@@ -42,7 +42,7 @@ from launch.training.early_ends import (
     NotSavedError,
     SkipCounter,
 )
-from launch.training.engine import Forward, end_monitors, forward, validate
+from launch.training.engine import Forward, end_monitors, forward, sample_loss, short_sample, validate
 from launch.training.job import Job
 from launch.training.number_watch import NumberWatch
 from launch.training.training_batches import end_together
@@ -109,6 +109,7 @@ class TrainingRun:
         self.held_out = held_out_batches(corpus.validation, job.plan, grid)
         self.skipped = SkipCounter(job.plan.precision)
         self.start_step = self.done = self.saved = start.done
+        self._sample = short_sample(corpus.validation, self.recipe)
         self._saved_at = time.monotonic()  # when the last save began
         self._unreadable: str | None = None  # why this rank cannot read the next step
         self._reported: set[str] = set()  # broken records that were already named
@@ -118,6 +119,11 @@ class TrainingRun:
             from launch.checkpoints import reading
 
             reading.load(self.state, start.checkpoint)
+            self._prove(start.checkpoint, weights=False)
+        elif job.initial_weights:
+            given = job.initial_weights.checkpoint()
+            if given:
+                self._prove(given, weights=True)
         if start.first:
             recorder.validation(self.done, self.validate(self.held_out))
         recorder.mark("weights")
@@ -262,11 +268,8 @@ class TrainingRun:
         return None
 
     def _save(self, step: int) -> None:
-        engine = self.engine
-        state = self.state
-        schedule = engine.lr_scheduler.state_dict()["completed"]
-        progress = Progress(step, state.adam_steps, schedule, engine.skipped_steps, state.scaler())
-        self.saver.save(progress, self.batches.state(), checksum(self.corpus))
+        progress = replace(self.state.progress(), step=step)
+        self.saver.save(progress, self.batches.state(), checksum(self.corpus), self._known_loss)
         if self.watch:
             try:
                 self.watch.check(step, again=True)  # after the copy, which is sound if the state still is
@@ -275,6 +278,23 @@ class TrainingRun:
                 raise
         self.saved = step
         self._saved_at = time.monotonic()
+
+    def _known_loss(self) -> KnownLoss | None:
+        loss = finite(self._sample_loss(self._sample))
+        batch = {name: values.tolist() for name, values in self._sample.items()}
+        return None if loss is None else KnownLoss(loss, self.job.plan.precision, batch)
+
+    def _sample_loss(self, sample: MicroBatch) -> float:
+        job = self.job
+        micro = job.plan.layout.micro
+        return sample_loss(self.engine, sample, micro, self.grid, self.forward, compiled=job.compiled)
+
+    def _prove(self, checkpoint: Checkpoint, *, weights: bool) -> None:
+        """Prove that the engine holds what was read of a checkpoint. Raises FileError on all ranks."""
+        from launch.checkpoints import proof
+
+        sample = proof.Sample(self.recipe, self.job.plan.precision, self._sample, self._sample_loss)
+        proof.check(self.state, checkpoint, sample, self.recorder.say, weights=weights)
 
     def _report_skipped_records(self) -> None:
         """Name the broken stream records that were skipped on any rank since the last call."""

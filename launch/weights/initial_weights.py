@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_configs.findings import Notice
+from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.weights.foreign_weights import KEY, RunWeights, Saved, read, saved_in
 from modeling.formats.huggingface.config_forms import ConfigForm, form_of
 from modeling.formats.megatron.checkpoint import UNREAD
@@ -202,6 +203,11 @@ class InitialWeights:
     def record(self) -> dict[str, Any]:
         """Return the values that a run keeps to make the same choice again, as plain data."""
         return {"directory": os.path.abspath(self.directory), "stated": list(self.stated)}
+
+    def checkpoint(self) -> Checkpoint | None:
+        """Return the checkpoint of one of our runs; None: other weights."""
+        saved = saved_in(self.directory)
+        return saved.checkpoint if isinstance(saved, RunWeights) else None
 
     def read(self, recipe: Recipe) -> LazyWeights:
         """Return canonical weights, read on demand. Raises ValueError as `foreign_weights.read`."""

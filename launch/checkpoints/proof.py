@@ -1,0 +1,256 @@
+"""The proof that an engine holds the state of a checkpoint, before its first step, in any layout.
+
+What is compared is read back from the engine: the sums of each tensor of weights and moments (`sums`), what
+the engine has counted, and the loss of the sample that the checkpoint knows the loss of. Each copy of a
+tensor is compared: those of tensor-parallel ranks, of tied stages, of every data-parallel rank under stage 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from data.loader import MicroBatch
+from launch.checkpoints.engine_state import EngineState, Partition, is_cut
+from launch.checkpoints.manifest import Kind, Manifest, Progress, Sums
+from launch.checkpoints.run_checkpoints import Checkpoint
+from launch.checkpoints.stored import Placement, StoredTensors
+from launch.checkpoints.sums import sums_of
+from launch.deepspeed_fixes.short_steps import Fragment
+from launch.ranks.processes import gathered
+from modeling.initialization import DTYPES, canonical_name, shard_of
+from recipes.files import FileError
+from recipes.key_paths import flatten
+from recipes.problems import Problem, counted, some
+from recipes.schema import Recipe
+
+# Between layouts, in nats per token; of fp32 as in `compare_layouts.py`. Of two precisions the larger one.
+LOSS = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 3e-2}
+EXACT = 2.0**-45  # of float64 sums: 256 times its rounding
+DEVIATIONS = 6.0  # of a sum of rounding errors with random factors
+SHOWN = 4  # tensors and pieces
+RULE = "the engine has to hold what was saved"
+FIX = "take the layout that saved it, or an older checkpoint (--resume does once this one is moved away)"
+
+
+class Difference(NamedTuple):
+    """A tensor of which a rank's engine has other sums than the checkpoint, or a part of a tensor that has.
+
+    `pieces`: of this rank, those that differ from the checkpoint's files, in words.
+    """
+
+    kind: Kind
+    name: str
+    saved: Sums
+    found: Sums
+    pieces: list[str]
+
+
+class Report(NamedTuple):
+    """The differences of one rank, and its engine's other counts in words."""
+
+    differences: list[Difference]
+    counts: list[str]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sample of held-out text, and how this run computes its loss.
+
+    `batch`: the sample as a micro-batch of one row; `loss`: of such a micro-batch, in nats. Collective.
+    """
+
+    recipe: Recipe
+    precision: str
+    batch: MicroBatch
+    loss: Callable[[MicroBatch], float]
+
+
+@torch.no_grad()
+def check(
+    state: EngineState, checkpoint: Checkpoint, sample: Sample, say: Callable[[str], None], *, weights: bool
+) -> None:
+    """Compare the engine with a checkpoint that was read into it. Collective.
+
+    `weights`: its weights alone were taken, and rounded to the run's precision (`--init_from`). Raises
+    FileError on all ranks with each tensor, its ranks and pieces that differ.
+    """
+    held = checkpoint.manifest
+    if held.known_loss is None and not any(tensor.sums for tensor in held.tensors.values()):
+        say(f"{checkpoint.directory} holds no sums and no loss: what was read of it is not proven")
+        return
+    kinds = held.kinds[:1] if weights else held.kinds
+    dtype = DTYPES[sample.precision] if weights else torch.float32
+    stored = StoredTensors(checkpoint.directory, held)
+    found = [
+        each._replace(pieces=list(_differing_pieces(state, stored, each, dtype)))
+        for each in _differences(state, held, kinds, dtype)
+    ]
+    own = Report(found, [] if weights else list(_other_counts(state, held.progress)))
+    reports = gathered(own, state.grid.control_group, Report)
+    came = [*_said(reports), *_other_loss(held, sample)]
+    if came:
+        where = str(checkpoint.directory)
+        problems = [Problem(where, each, where=where) for each in came]
+        raise FileError([*problems[:-1], replace(problems[-1], rule=RULE, fix=FIX)])
+
+
+def _said(reports: Sequence[Report]) -> Iterator[str]:
+    """Say what all ranks, in rank order, found."""
+    by_tensor: dict[tuple[str, str], dict[int, Difference]] = {}
+    for rank, report in enumerate(reports):
+        for each in report.differences:
+            by_tensor.setdefault((each.kind, each.name), {})[rank] = each
+    tensors = [f"{kind} of {name}" for kind, name in by_tensor]
+    for tensor, by_rank in zip(tensors[:SHOWN], by_tensor.values(), strict=False):
+        first = next(iter(by_rank.values()))
+        pieces = [f"rank {rank}: {piece}" for rank, each in by_rank.items() for piece in each.pieces]
+        which = (
+            some(pieces, SHOWN) or f"rank {some([*map(str, by_rank)], SHOWN)}: each piece is as in the files"
+        )
+        sums = (", ".join(f"{value:.9g}" for value in pair) for pair in (first.found, first.saved))
+        yield f"{tensor} has sums {next(sums)}, and {next(sums)} were saved ({which})"
+    if tensors[SHOWN:]:
+        yield f"so have {counted(len(tensors) - SHOWN, 'more tensor')}: {some(tensors[SHOWN:], SHOWN)}"
+    for rank, report in enumerate(reports):
+        yield from (f"rank {rank}: {each}" for each in report.counts)
+
+
+def _differences(
+    state: EngineState, held: Manifest, kinds: Sequence[Kind], dtype: torch.dtype
+) -> Iterator[Difference]:
+    """Yield this rank's tensors whose copy has other sums than the checkpoint.
+
+    `dtype`: to which the numbers were rounded when they were read. Collective.
+    """
+    # In the order of the module, which data- and tensor-parallel ranks share.
+    parameters = {canonical_name(each): each for each in state.engine.module.parameters()}
+    rows = {key: number for number, key in enumerate((kind, name) for kind in kinds for name in parameters)}
+    table = torch.zeros(len(rows), 3, dtype=torch.float64, device=state.engine.device)  # with squares
+    types = {kind: coarsest(dtype, *(state.dtype(each, kind) for each in state.partitions)) for kind in kinds}
+    for partition in state.partitions:
+        for fragment in partition.fragments:
+            parameter = fragment.parameter
+            for kind in kinds:
+                numbers = _numbers(state, partition, fragment, kind)
+                if numbers is None:
+                    continue
+                row = rows[kind, canonical_name(parameter)]
+                table[row, :2] += sums_of(numbers, parameter, fragment.first).to(table.device)
+                table[row, 2] += torch.linalg.vector_norm(numbers, dtype=torch.float32).double().square()
+    state.close()
+    grid = state.grid
+    if not state.shared and grid.dp > 1:
+        dist.all_reduce(table, group=grid.data_group)
+    if grid.tp > 1:
+        joined = table.clone()
+        dist.all_reduce(joined, group=grid.tensor_group)
+        cut = [is_cut(parameters[name]) for _, name in rows]
+        table[cut] = joined[cut]
+    for key, row in zip(rows, table.tolist(), strict=True):
+        kind, name = key
+        stored = held.tensors.get(name)
+        elements = math.prod(Placement.of(parameters[name]).shape)
+        if stored is None or kind not in stored.sums or elements != math.prod(stored.shape):
+            continue  # of another model's size, which `--init_from` cuts or fills up
+        plain, weighted, squares = row
+        saved = stored.sums[kind]
+        most = _tolerances(squares, elements, types[kind])
+        errors = abs(plain - saved[0]), abs(weighted - saved[1])
+        if not (errors[0] <= most[0] and errors[1] <= most[1]):
+            yield Difference(kind, name, saved, (plain, weighted), [])
+
+
+def coarsest(*types: torch.dtype) -> torch.dtype:
+    """Return the type with the fewest digits."""
+    return max(types, key=lambda each: torch.finfo(each).eps)
+
+
+def _numbers(state: EngineState, partition: Partition, fragment: Fragment, kind: str) -> Tensor | None:
+    """Read numbers of the engine; None: it has no moments."""
+    try:
+        return state.read(partition, fragment, kind)
+    except KeyError:
+        return None
+
+
+def _tolerances(squares: float, elements: int, dtype: torch.dtype) -> tuple[float, float]:
+    """Return the largest differences of both sums of numbers that are rounded to `dtype`.
+
+    The same numbers differ by float64's rounding in the order of the additions. Errors of rounding to fewer
+    bits may all have one sign; times random factors, they add up as their squares.
+    """
+    norm = squares**0.5
+    root = elements**0.5
+    exact = EXACT * root * norm
+    if dtype == torch.float32:
+        return exact, exact
+    about = torch.finfo(dtype)
+    error = about.eps / 2 * norm + about.smallest_normal * about.eps / 2 * root
+    return exact + root * error, exact + DEVIATIONS * error
+
+
+def _other_counts(state: EngineState, saved: Progress) -> Iterator[str]:
+    """Yield, in words, what this rank's engine counts otherwise than the checkpoint."""
+    found = state.progress()
+    scaled = found.loss_scaler is not None and saved.loss_scaler is not None  # else the JSON begins afresh
+    if not scaled:
+        found = replace(found, loss_scaler=None)
+        saved = replace(saved, loss_scaler=None)
+    here = dict(flatten(asdict(found)))
+    for name, value in flatten(asdict(saved)):
+        if here[name] != value:
+            yield f"{name} is {here[name]}, and {value} was saved"
+    odd = state.adam_step_counts - {saved.adam_steps}
+    if odd and saved.adam_steps and found.adam_steps == saved.adam_steps:
+        updates = some([str(count) for count in sorted(odd)])
+        yield f"Adam corrects its bias for {updates} updates, and {saved.adam_steps} were made"
+
+
+def _other_loss(held: Manifest, sample: Sample) -> Iterator[str]:
+    """Yield a loss that is not the known one, in words. Collective."""
+    known = held.known_loss
+    saved, here = (
+        each.model.model_dump(exclude={"implementation"})
+        for each in (Recipe.model_validate(held.recipe), sample.recipe)
+    )
+    if known is None or saved != here or known.batch.keys() != sample.batch.keys():
+        return
+    batch = {name: torch.tensor(known.batch[name], dtype=like.dtype) for name, like in sample.batch.items()}
+    if any(batch[name].shape != like.shape for name, like in sample.batch.items()):
+        return
+    loss = sample.loss(batch)
+    most = max(LOSS[known.precision], LOSS[sample.precision])
+    if not abs(loss - known.loss) <= most:
+        yield f"the loss of its sample is {loss:.7g}, and {known.loss:.7g} was saved (within {most:g})"
+
+
+def _differing_pieces(
+    state: EngineState, stored: StoredTensors, difference: Difference, dtype: torch.dtype
+) -> Iterator[str]:
+    """Yield this rank's pieces of a tensor that differ from the files, in words.
+
+    `dtype`: to which the numbers were rounded when they were read.
+    """
+    kind = difference.kind
+    full = stored.canonical(difference.name, kind)
+    for partition in state.partitions:
+        for fragment in partition.fragments:
+            parameter, first, _, elements = fragment
+            if canonical_name(parameter) != difference.name:
+                continue
+            place = Placement.of(parameter)
+            shard = shard_of(parameter)
+            theirs = full if place.form == "canonical" else shard.form.to_theirs(full, shard.heads)[0]
+            part = place.slice_of(theirs).reshape(-1)[first : first + elements].to(dtype)
+            numbers = _numbers(state, partition, fragment, kind)
+            count = elements if numbers is None else int((numbers.cpu() != part.to(numbers.dtype)).sum())
+            if count:
+                yield f"{count:,} of elements {first} to {first + elements - 1} of its slice"
+    state.close()
