@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
-from data.durable_files import Damaged, locked
+from data.durable_files import DamagedFile, locked
 from recipes.refused_by_system import problem, told_by
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ def fetch(paths: Sequence[Path], read: Callable[[], T], write: Callable[[], None
 
     Raises UnwritableCache: the files must be made and their directory cannot be written to.
     """
-    with suppress(OSError, Damaged):
+    with suppress(OSError, DamagedFile):
         return read()
     directory = paths[0].parent
     elsewhere = "set MEGARECIPES_CACHE to a directory you can write to"
@@ -61,7 +61,7 @@ def fetch(paths: Sequence[Path], read: Callable[[], T], write: Callable[[], None
                 return read()  # made while we waited
             except OSError:
                 pass
-            except Damaged as damage:
+            except DamagedFile as damage:
                 say(f"{what}: {damage}; making it again")
             if held:
                 for leftover in chain.from_iterable(directory.glob(f"{path.name}.*.tmp") for path in paths):

@@ -22,7 +22,7 @@ from typing import BinaryIO, ClassVar
 _NOT_OF_DIRECTORIES = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES, errno.EPERM}
 
 
-class Damaged(Exception):
+class DamagedFile(Exception):
     """A truncated or changed file; the message says what is wrong with it."""
 
 

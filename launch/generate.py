@@ -15,7 +15,7 @@ from recipes.problems import Problem, ProblemsError
 
 if TYPE_CHECKING:
     from launch.evaluation.trained_model import TrainedModel
-    from launch.evaluation.writing import Job
+    from launch.evaluation.writing import WritingJob
 
 DTYPES = ("float32", "bfloat16", "float16")
 TOP_K = 40
@@ -128,7 +128,7 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ProblemsError(problems)
 
 
-def checked_job(args: argparse.Namespace) -> Job:
+def checked_job(args: argparse.Namespace) -> WritingJob:
     """Make the job from the flags; of the weights only headers are read. Raises ValueError."""
     from launch.evaluation import trained_model, writing
     from modeling.formats.families import conversion_of
@@ -149,7 +149,7 @@ def checked_job(args: argparse.Namespace) -> Job:
         top_k = usual if args.top_k is None else args.top_k or None
         sampling = Sampling(args.temperature, top_k, args.top_p or 1.0)
     plain = {name: getattr(args, name) for name in ("tokens", "samples", "seed", "batch", "dtype")}
-    return writing.Job(model, prompts, sampling=sampling, cached=not args.no_cache, out=out, **plain)
+    return writing.WritingJob(model, prompts, sampling=sampling, cached=not args.no_cache, out=out, **plain)
 
 
 def unfit(args: argparse.Namespace, model: TrainedModel) -> Iterator[Problem]:

@@ -19,7 +19,7 @@ from recipes.problems import Problem, ProblemsError
 from recipes.tables import FOLDER
 
 if TYPE_CHECKING:
-    from launch.reports.document import Document
+    from launch.reports.document import ReportDocument
 
 EXAMPLES = """\
 examples:
@@ -122,7 +122,9 @@ def report(args: argparse.Namespace, folder: Path) -> int:
     return 1 if made.problems else 0
 
 
-def _print_summary(made: Document, directory: Path, files: Sequence[Path], former: Sequence[str]) -> None:
+def _print_summary(
+    made: ReportDocument, directory: Path, files: Sequence[Path], former: Sequence[str]
+) -> None:
     for section in made.sections:
         say(f"{section.table.name}: {section.summary}")
     if made.comparison:

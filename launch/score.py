@@ -156,11 +156,13 @@ def main() -> None:
 def checked(args: Namespace) -> tuple[ScoringJob, Path | None]:
     """Make the job from the flags, and check rank 0's file for the result. Raises ValueError."""
     from launch.evaluation.scores import SCORES, read_scores
-    from launch.evaluation.scoring_plan import Wishes, checked_job
+    from launch.evaluation.scoring_plan import ScoringWishes, checked_job
 
     check_settings(args)
-    flags = {name: value for name, value in vars(args).items() if name in Wishes.__dataclass_fields__}
-    job = checked_job(Wishes(**flags, settings=args.set), processes.world_size(), abilities.detect_machine())
+    flags = {name: value for name, value in vars(args).items() if name in ScoringWishes.__dataclass_fields__}
+    job = checked_job(
+        ScoringWishes(**flags, settings=args.set), processes.world_size(), abilities.detect_machine()
+    )
     out = new_output.new_file("--out", args.out, (".json",)) if args.out and processes.rank() == 0 else None
     if job.model.run is not None and not args.from_scratch:
         # What cannot be added to is said before the hours of scoring.

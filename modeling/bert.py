@@ -41,7 +41,7 @@ from modeling.parallel.cross_entropy import weighted_loss
 from modeling.parallel.layers import ColumnParallelLinear, group_size
 from modeling.parallel.process_grid import Group
 from modeling.transformer import BERT_NORM_EPS, LayerNorm, LayerShape
-from modeling.unpadding import Row, padding_mask
+from modeling.unpadding import PackedRow, padding_mask
 from recipes.schema import Recipe
 
 LOSS_PARTS = ("mlm_loss", "sentence_loss", "sentence_accuracy")
@@ -154,7 +154,7 @@ def _embed(embedding: nn.Module, stream: tuple, cut_over: Group, inputs: int) ->
     """Add positions and token types to the stream; `cut_over`: the group that shares its positions."""
     x, token_types, lengths = stream[:3]
     token_types, *salts = (own_positions(each, cut_over) for each in (token_types, *stream[inputs:]))
-    placed = {"places": own_positions(lengths.places, cut_over)} if isinstance(lengths, Row) else {}
+    placed = {"places": own_positions(lengths.places, cut_over)} if isinstance(lengths, PackedRow) else {}
     return embedding(x, token_types, *salts, **placed), lengths, *stream[3:inputs], *salts
 
 
@@ -165,7 +165,7 @@ def _attend(layer: nn.Module, stream: tuple, inputs: int) -> tuple:
 
 def _head(head: nn.Module, stream: tuple) -> tuple:
     x, lengths, positions, *_ = stream
-    firsts = lengths.firsts if isinstance(lengths, Row) else None
+    firsts = lengths.firsts if isinstance(lengths, PackedRow) else None
     return head(x, positions, firsts)
 
 
@@ -267,7 +267,7 @@ class SampleHead(nn.Module):
         self.dropout = HiddenDropout(shape.hidden, shape.hidden_dropout, init=init.child("dropout"))
         self.classifier = linear(shape.outputs, init=init.child("classifier"))
 
-    def forward(self, x: Tensor, lengths: Tensor | Row | None, salts: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, lengths: Tensor | PackedRow | None, salts: Tensor | None = None) -> Tensor:
         """x (B, S, H) or a row -> (N, C)."""
         # Every rank computes the same from here on.
         x = _first(gather_positions(x, self.cut_over, summed=False), lengths)
@@ -278,9 +278,9 @@ class SampleHead(nn.Module):
         return logits
 
 
-def _first(x: Tensor, lengths: Tensor | Row | None) -> Tensor:
+def _first(x: Tensor, lengths: Tensor | PackedRow | None) -> Tensor:
     """Return the [CLS] entries (B, 1, ...) of (B, S, ...) or of a row (1, T, ...)."""
-    return x[0, lengths.firsts.long()][:, None] if isinstance(lengths, Row) else x[:, :1]
+    return x[0, lengths.firsts.long()][:, None] if isinstance(lengths, PackedRow) else x[:, :1]
 
 
 class SpanHead(nn.Module):
@@ -291,10 +291,10 @@ class SpanHead(nn.Module):
         self.cut_over = cut_over
         self.span = ColumnParallelLinear(shape.hidden, shape.outputs, group=None, init=init.child("span"))
 
-    def forward(self, x: Tensor, lengths: Tensor | Row | None, salts: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, lengths: Tensor | PackedRow | None, salts: Tensor | None = None) -> Tensor:
         """x (B, S, H) or a row -> (B, S, 2) in float32, -inf at padding; a row's S is its longest length."""
         logits = self.span(gather_positions(x, self.cut_over, summed=False)).float()
-        if isinstance(lengths, Row):
+        if isinstance(lengths, PackedRow):
             counts = lengths.offsets.diff()[:-1].long()
             places = torch.arange(lengths.longest, device=x.device)
             at = lengths.firsts.long()[:, None] + places.minimum(counts[:, None] - 1)

@@ -31,7 +31,7 @@ FLEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLEX_HEAD_SIZES = (16, 256)  # smallest and largest
 
 
-class Choice(NamedTuple):
+class KernelChoice(NamedTuple):
     kernel: Kernel
     why: str
 
@@ -45,7 +45,7 @@ def choose(
     head_size: int,
     *,
     compiler: bool = False,
-) -> Choice:
+) -> KernelChoice:
     """Return the kernel for the pattern, and the reason.
 
     Args:
@@ -55,11 +55,11 @@ def choose(
     """
     width = window.window if isinstance(window, Fixed) else window
     if width >= positions:
-        return Choice("causal", "the window covers the sequence")
+        return KernelChoice("causal", "the window covers the sequence")
     obstacle = _obstacle_to_flex(device, dtype, dropout, positions, head_size, compiler)
     if obstacle is not None:
-        return Choice("dense mask", obstacle)
-    return Choice("flex_attention", "compiled for the pattern")
+        return KernelChoice("dense mask", obstacle)
+    return KernelChoice("flex_attention", "compiled for the pattern")
 
 
 def computes_fewer_scores(kernel: Kernel, positions: int, window: int | Fixed) -> bool:

@@ -25,11 +25,11 @@ from modeling.parallel.random_state import tensor_parallel_random
 from recipes.attention_patterns import Fixed, Window
 
 if TYPE_CHECKING:
-    from modeling.unpadding import Row
+    from modeling.unpadding import PackedRow
 
 # Which tokens attend to which: lengths (B,), a Row of samples, or None: all tokens of a sample, or in a
 # causal layer the earlier ones.
-Seen: TypeAlias = "Tensor | Row | None"
+Seen: TypeAlias = "Tensor | PackedRow | None"
 _TWICE = 2 * math.sqrt(2 / math.pi)
 # of the original implementations
 GPT2_NORM_EPS = 1e-5

@@ -30,7 +30,7 @@ VARLEN_HEAD_SIZE = 256  # the largest that FlashAttention takes
 VARLEN_CAPABILITY = (8, 0)  # the least of a GPU for it
 
 
-class Row(NamedTuple):
+class PackedRow(NamedTuple):
     """Places of the samples in the row."""
 
     places: Tensor  # (1, T) int64 of each token in its sample; 0 in the filling
@@ -42,13 +42,13 @@ class Row(NamedTuple):
         """Index (B,) of each sample's first token, [CLS]."""
         return self.offsets[:-2]
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Row:
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedRow:
         """Move the row's tensors, as `Tensor.to` does."""
         places, offsets = (each.to(device, non_blocking=non_blocking) for each in (self.places, self.offsets))
-        return Row(places, offsets, self.longest)
+        return PackedRow(places, offsets, self.longest)
 
 
-def row_of(lengths: Tensor, positions: int, multiple: int = ROW_MULTIPLE) -> tuple[Tensor, Row]:
+def row_of(lengths: Tensor, positions: int, multiple: int = ROW_MULTIPLE) -> tuple[Tensor, PackedRow]:
     """Return (indices (T,) of the row's tokens among the B x S padded ones, the row); lengths (B,) from 1 on.
 
     T is a multiple of `multiple`.
@@ -57,7 +57,7 @@ def row_of(lengths: Tensor, positions: int, multiple: int = ROW_MULTIPLE) -> tup
     indices = fill_up(real, multiple)
     offsets = F.pad(lengths.cumsum(0), (1, 1))
     offsets[-1] = indices.numel()
-    return indices, Row((indices % positions)[None], offsets.int(), int(lengths.max()))
+    return indices, PackedRow((indices % positions)[None], offsets.int(), int(lengths.max()))
 
 
 def fill_up(x: Tensor, multiple: int) -> Tensor:
@@ -69,19 +69,19 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def attention_within_samples(qkv: Tensor, lengths: Tensor | Row | None, dropout: float) -> Tensor:
+def attention_within_samples(qkv: Tensor, lengths: Tensor | PackedRow | None, dropout: float) -> Tensor:
     """Attend from every token to all of its sample, (B, S, N, 3, D) -> (B, S, N, D).
 
     lengths: (B,), or None where nothing is padded; a Row's B is 1, and S the tokens of the row.
     """
-    if isinstance(lengths, Row):
+    if isinstance(lengths, PackedRow):
         return unpadded_attention(qkv[0], lengths, dropout)[None]
     q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)  # each (B, N, S, D)
     mask = None if lengths is None else padding_mask(lengths, q.shape[2])
     return attention(q, k, v, causal=False, mask=mask, dropout_p=dropout).transpose(1, 2)
 
 
-def unpadded_attention(qkv: Tensor, row: Row, dropout: float = 0.0) -> Tensor:
+def unpadded_attention(qkv: Tensor, row: PackedRow, dropout: float = 0.0) -> Tensor:
     """Attend from every token to all of its sample: qkv (T, N, 3, D) -> (T, N, D).
 
     On GPUs without FlashAttention, in fp32 there, and with dropout on a CPU no kernel takes samples of
@@ -109,7 +109,7 @@ def _has_flash(device: torch.device) -> bool:
     return nvidia and torch.cuda.get_device_capability(device) >= VARLEN_CAPABILITY
 
 
-def _padded_attention(qkv: Tensor, row: Row, dropout: float) -> Tensor:
+def _padded_attention(qkv: Tensor, row: PackedRow, dropout: float) -> Tensor:
     """Attend by a kernel for padded samples, with a mask."""
     T, N, _, D = qkv.shape
     samples = row.offsets.numel() - 1  # with the filling, whose tokens are equal: all at its first place

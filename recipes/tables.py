@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, ValidationError
 from recipes.key_paths import shown
 from recipes.problems import Problem, RecipeError, did_you_mean
 from recipes.schema import Strict
-from recipes.yaml_lines import Document, KeyPath, read
+from recipes.yaml_lines import KeyPath, YamlDocument, read
 
 Form = TypeVar("Form", bound=BaseModel)
 
@@ -26,7 +26,7 @@ FOLDER = Path(__file__).resolve().parent
 RECORDED = "recipe.yaml"  # of a run directory
 
 
-class Frame(Strict):
+class TableFrame(Strict):
     """The keys of a table's file; those of its rows are not checked yet."""
 
     title: str = Field(min_length=1, description="a table has one line for recipe.py list")
@@ -41,11 +41,11 @@ class Frame(Strict):
     evidence: dict[str, Any] = {}
 
 
-class Table(Frame):
+class Table(TableFrame):
     """One parsed table. `below`: the table that it is like."""
 
     name: str
-    document: Document
+    document: YamlDocument
     below: Table | None = None
 
     @property
@@ -102,12 +102,12 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 def read_table(path: Path) -> Table:
     """Read a table and check its frame, not yet its rows; RecipeError for malformed YAML or another frame."""
     document = read(path, f"{path.parent.name}/{path.name}" if path.parent == FOLDER else str(path))
-    frame = checked(Frame, document.value, document)
+    frame = checked(TableFrame, document.value, document)
     below = _other_table(path, frame.like, document) if frame.like else None
     return Table(**dict(frame), name=path.stem, document=document, below=below)
 
 
-def _other_table(path: Path, name: str, document: Document) -> Table:
+def _other_table(path: Path, name: str, document: YamlDocument) -> Table:
     """Read the table that `like` names, from the same folder. Raises RecipeError."""
     others = {other.stem: other for other in path.parent.glob("*.yaml") if other != path}
 
@@ -122,7 +122,7 @@ def _other_table(path: Path, name: str, document: Document) -> Table:
     return read_table(others[name])
 
 
-def checked(form: type[Form], value: Any, document: Document, *section: str) -> Form:
+def checked(form: type[Form], value: Any, document: YamlDocument, *section: str) -> Form:
     """Check a section of a table's file against its form. Raises RecipeError: every fault, with its line.
 
     The rule of a fault is the description of the field that it is in, else in pydantic's words.

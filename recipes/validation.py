@@ -16,7 +16,7 @@ from recipes import consistency
 from recipes.key_paths import known_prefix, list_rule, paths, shown, submodel, suggestion
 from recipes.problems import Problem, RecipeError, Setting
 from recipes.schema import Origin, Recipe
-from recipes.yaml_lines import Document, KeyPath, YamlError, parse
+from recipes.yaml_lines import KeyPath, YamlDocument, YamlError, parse
 
 
 def _override(values: dict[str, Any], settings: Sequence[str]) -> tuple[set[KeyPath], list[Problem]]:
@@ -71,7 +71,7 @@ ErrorPath = tuple[str | int, ...]  # keys, and indices of the parts of a list
 def validate(
     values: Mapping[str, Any],
     name: str,
-    document: Document,
+    document: YamlDocument,
     roots: Sequence[KeyPath],
     settings: Sequence[str] = (),
     laid: Mapping[str, Any] | None = None,
@@ -167,7 +167,7 @@ def _outside_lists(path: ErrorPath) -> KeyPath:
     return tuple(str(part) for part in itertools.takewhile(lambda part: isinstance(part, str), path))
 
 
-def _place(keys: Sequence[KeyPath], document: Document, roots: Sequence[KeyPath]) -> str:
+def _place(keys: Sequence[KeyPath], document: YamlDocument, roots: Sequence[KeyPath]) -> str:
     """Return the line of the first of the keys, as recipes/default.yaml:14; empty if none is in the file."""
     lines = (document.lines.get((*root, *key)) for root in roots for key in keys if key)
     line = next(filter(None, lines), None)

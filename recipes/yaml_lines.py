@@ -47,7 +47,7 @@ for _loader in (_Loader, _FastLoader):
 
 
 @dataclass(frozen=True)
-class Document:
+class YamlDocument:
     """A parsed file: its value, and the line (from 1) of each key by its path."""
 
     where: str
@@ -62,7 +62,7 @@ class Document:
         return self.where
 
 
-def parse(text: str, where: str) -> Document:
+def parse(text: str, where: str) -> YamlDocument:
     """Parse `text`, called `where` in a YamlError.
 
     Refuses malformed YAML, a key twice in one mapping, and a document that is too deep or too large.
@@ -86,7 +86,7 @@ def parse(text: str, where: str) -> Document:
 _parse_once = functools.lru_cache(maxsize=128)(parse)  # for readers, who leave the shared value as it is
 
 
-def read(path: Path, where: str) -> Document:
+def read(path: Path, where: str) -> YamlDocument:
     """Parse the file; raises YamlError as `parse` does, and for a file that cannot be read."""
     try:
         return _parse_once(files.read_text(path), where)
@@ -94,12 +94,12 @@ def read(path: Path, where: str) -> Document:
         raise RecipeError(error.problems) from None
 
 
-def _parse(text: str, where: str, kind: Any) -> Document:
+def _parse(text: str, where: str, kind: Any) -> YamlDocument:
     _check_text(text, where, kind)
     loader = kind(text)
     node = loader.get_single_node()
     if node is None:
-        return Document(where, None)
+        return YamlDocument(where, None)
     lines = _lines_of(node, where)
     try:
         value = loader.construct_document(node)
@@ -108,7 +108,7 @@ def _parse(text: str, where: str, kind: Any) -> Document:
         raise RecipeError(error.problems) from None
     except (ValueError, OverflowError) as error:  # a date or a number that is none, by its form
         raise YamlError(where, "not YAML", str(error)) from None
-    return Document(where, value, lines)
+    return YamlDocument(where, value, lines)
 
 
 def _check_text(text: str, where: str, kind: Any) -> None:

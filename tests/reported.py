@@ -172,7 +172,7 @@ def write_tables(folder: Path) -> Path:
     return folder
 
 
-def read_of(run: Path, tables: Path, label: str = "r") -> reading.Run:
+def read_of(run: Path, tables: Path, label: str = "r") -> reading.ReportedRun:
     return reading.read_run(run, label, Tables(tables).recipe)
 
 

@@ -9,15 +9,15 @@ from launch.checkpoints.geometry import share
 from launch.checkpoints.manifest import (
     MOMENTS,
     WEIGHT,
+    ListedTensor,
     Manifest,
     Progress,
     Series,
     StoredFile,
-    StoredTensor,
     file_name,
     joined,
 )
-from launch.checkpoints.tensor_file import Entry
+from launch.checkpoints.tensor_file import TensorEntry
 from modeling.families import meta_parameters
 from modeling.formats.families import conversion_of
 from modeling.formats.huggingface.conversion import SAME
@@ -54,10 +54,12 @@ def write_checkpoint(  # noqa: PLR0913 - tests name what they change
                 pieces[name].append(Series(rank, None, first, count, count))
             part = tensor.reshape(-1)[first : first + count]
             of_kind = {kind: part.abs() if kind == MOMENTS[1] else part for kind in kinds}
-            entries += [Entry(f"{k}/{name}", p.dtype, (count,), lambda p=p: p) for k, p in of_kind.items()]
+            entries += [
+                TensorEntry(f"{k}/{name}", p.dtype, (count,), lambda p=p: p) for k, p in of_kind.items()
+            ]
         files[file] = tensor_file.write(directory / file, entries)
     held = {
-        name: StoredTensor(tuple(t.shape), joined(pieces[name]), forms[name]) for name, t in tensors.items()
+        name: ListedTensor(tuple(t.shape), joined(pieces[name]), forms[name]) for name, t in tensors.items()
     }
     recipe = recipe or catalog.load("default/sotu", tiny=True)
     recipe = recipe.model_copy(update={"steps": max(step, recipe.steps)})

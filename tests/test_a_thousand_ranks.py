@@ -15,7 +15,7 @@ from launching import WORKERS, run
 
 from launch.checkpoints import manifest
 from launch.checkpoints.geometry import Cut, share
-from launch.checkpoints.manifest import Manifest, Progress, Series, StoredFile, StoredTensor, file_name
+from launch.checkpoints.manifest import ListedTensor, Manifest, Progress, Series, StoredFile, file_name
 from launch.checkpoints.saving import Part
 from launch.ranks import processes
 from recipes import catalog
@@ -51,7 +51,7 @@ def parts(world, tp=1):
             cut = Cut(0, rank % tp * shape[0] // tp, shape[0] // tp) if tp > 1 else None
             first, count = share(math.prod(shape) // tp, rank // tp, world // tp)
             if count:
-                tensors[name] = StoredTensor(shape, (Series(rank, cut, first, count, count),))
+                tensors[name] = ListedTensor(shape, (Series(rank, cut, first, count, count),))
         yield Part(rank, {file_name(rank): StoredFile(1, "0" * 8)}, tensors, {})
 
 

@@ -22,10 +22,10 @@ from data.durable_files import write_atomically
 from launch.console import arguments, ends, quiet, terminal
 from launch.console.new_output import new_file
 from launch.console.text_table import table
-from tools.tables.lines import Check, CheckedRow
+from tools.tables.lines import CheckedRow, LineCheck
 
 if TYPE_CHECKING:
-    from tools.tables.verification import Report
+    from tools.tables.verification import VerificationReport
 
 ABOUT = """\
 Recompute every number of the published tables that can be recomputed:
@@ -46,7 +46,7 @@ examples:
 A file that an earlier run wrote is replaced, any other is not.
 exit codes: 0 every disagreement is explained and no explanation is stale, 1
 otherwise, 2 refused."""
-COLUMNS = (*(field.name for field in fields(Check)), "explanation")
+COLUMNS = (*(field.name for field in fields(LineCheck)), "explanation")
 MARKS = {"agrees": "ok", "not checkable": "open", "computed": ""}
 
 
@@ -87,7 +87,7 @@ def _progress(rows: Sequence[CheckedRow]) -> Iterator[CheckedRow]:
         yield row
 
 
-def _as_csv(report: Report) -> str:
+def _as_csv(report: VerificationReport) -> str:
     """Return all checks as CSV (RFC 4180) with a heading."""
     texts = {check: erratum.text for check, erratum in report.explanations.items()}
     buffer = io.StringIO()
@@ -97,7 +97,7 @@ def _as_csv(report: Report) -> str:
     return buffer.getvalue()
 
 
-def describe(report: Report, *, verbose: bool = False, width: int | None = None) -> str:
+def describe(report: VerificationReport, *, verbose: bool = False, width: int | None = None) -> str:
     """Describe the report in blocks, in lines of `width` columns."""
     blocks = [
         _summary(report, width),
@@ -112,9 +112,9 @@ def describe(report: Report, *, verbose: bool = False, width: int | None = None)
     return terminal.wrapped("\n\n".join(block for block in blocks if block), width)
 
 
-def _summary(report: Report, width: int | None) -> str:
+def _summary(report: VerificationReport, width: int | None) -> str:
     """Tabulate the numbers of checks by table."""
-    by_table: dict[str, list[Check]] = {name: [] for name in report.rows}
+    by_table: dict[str, list[LineCheck]] = {name: [] for name in report.rows}
     for check in report.checks:
         by_table[check.table].append(check)
     lines = []
@@ -129,7 +129,7 @@ def _shown(*counts: int) -> list[str]:
     return ["." if count == 0 else str(count) for count in counts]
 
 
-def _numbers(report: Report, checks: Sequence[Check]) -> dict[str, int]:
+def _numbers(report: VerificationReport, checks: Sequence[LineCheck]) -> dict[str, int]:
     """Count the checks by kind; of cells and settings, those that agree."""
     number = Counter(check.status for check in checks)
     agree = [check for check in checks if check.status == "agrees"]
@@ -147,7 +147,7 @@ def _numbers(report: Report, checks: Sequence[Check]) -> dict[str, int]:
     }
 
 
-def _every_check(report: Report) -> str:
+def _every_check(report: VerificationReport) -> str:
     lines = ["Every check"]
     subject = ""
     explained = report.explanations
@@ -163,7 +163,7 @@ def _every_check(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _errata(report: Report) -> str:
+def _errata(report: VerificationReport) -> str:
     """List the errata, each with its disagreements, and their rows by table."""
     blocks = []
     for number, (erratum, checks) in enumerate(report.errata, 1):
@@ -178,9 +178,9 @@ def _errata(report: Report) -> str:
     return _section("Errata: disagreements with the sources, each explained", "\n\n".join(blocks))
 
 
-def _not_checkable(report: Report) -> str:
+def _not_checkable(report: VerificationReport) -> str:
     """List what cannot be checked by quantity and reason, with its rows or tables."""
-    reasons: dict[tuple[str, str], list[Check]] = defaultdict(list)
+    reasons: dict[tuple[str, str], list[LineCheck]] = defaultdict(list)
     for check in report.checks:
         if check.status == "not checkable":
             reasons[check.quantity, check.how].append(check)
@@ -197,7 +197,7 @@ def _remarks(heading: str, remarks: Sequence[str]) -> str:
     return _section(heading, "\n".join(_line(remark, "  ") for remark in remarks))
 
 
-def _unexplained(report: Report) -> str:
+def _unexplained(report: VerificationReport) -> str:
     wrong = [f"  {check.subject} {check.difference}" for check in report.unexplained]
     stale = [f"  {line}" for line in report.stale]
     mend = "Correct the recipe or this project's arithmetic, or explain it in the table's evidence: errata."
@@ -208,7 +208,7 @@ def _unexplained(report: Report) -> str:
     return "\n\n".join("\n".join(block) for block in blocks)
 
 
-def _verdict(report: Report) -> str:
+def _verdict(report: VerificationReport) -> str:
     number = _numbers(report, report.checks)
     errata = number["errata"]
     found = "1 disagreement is an erratum" if errata == 1 else f"{errata} disagreements are errata"

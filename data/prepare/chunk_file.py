@@ -13,7 +13,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from data import durable_files
-from data.durable_files import Damaged
+from data.durable_files import DamagedFile
 from data.prepare.inputs import Cursor
 
 _EACH_DOCUMENT = "read repair language sentences tokenize decontaminate signatures"
@@ -24,7 +24,7 @@ _REJECTED = "rejected:"
 
 
 @dataclass
-class Step:
+class ChunkStep:
     """Counts of a step: bytes of UTF-8 text (read: of records), seconds of processor time."""
 
     documents_in: int = 0
@@ -48,7 +48,7 @@ class Step:
         counts[0] += documents
         counts[1] += size
 
-    def add(self, other: Step) -> None:
+    def add(self, other: ChunkStep) -> None:
         self.enter(other.documents_in, other.bytes_in)
         self.leave(other.documents_out, other.bytes_out)
         self.changed += other.changed
@@ -57,11 +57,11 @@ class Step:
             self.drop(reason, size, documents)
 
 
-class Tally(dict[str, Step]):
+class Tally(dict[str, ChunkStep]):
     """Steps by name, in the order of STEPS, without those not run."""
 
-    def step(self, name: str) -> Step:
-        return self.setdefault(name, Step())
+    def step(self, name: str) -> ChunkStep:
+        return self.setdefault(name, ChunkStep())
 
     def add(self, other: Tally) -> None:
         for name, step in other.items():
@@ -81,7 +81,7 @@ class Tally(dict[str, Step]):
         return self.step("read").documents_in
 
 
-class DamagedChunk(Damaged):
+class DamagedChunk(DamagedFile):
     """A damaged file of a chunk."""
 
     def __init__(self, path: Path, said: str) -> None:
@@ -116,7 +116,7 @@ def path_of(directory: Path, number: int) -> Path:
 
 
 @dataclass(frozen=True)
-class Head:
+class ChunkHead:
     """The head of a chunk's file: its place, and the digest of the manifest it was made by."""
 
     number: int
@@ -156,7 +156,7 @@ def read_arrays(directory: Path, number: int, names: Sequence[str] = ()) -> dict
         raise DamagedChunk(path, f"{path} is damaged ({error})") from error
 
 
-def read_head(directory: Path, number: int, origin: str) -> Head:
+def read_head(directory: Path, number: int, origin: str) -> ChunkHead:
     """Read the head of a chunk; raises as `read_arrays`, also for one of another preparation."""
     head = _head(read_arrays(directory, number, ["head"])["head"])
     if head.origin != origin:
@@ -175,10 +175,10 @@ def read(directory: Path, number: int) -> FinishedChunk:
     return FinishedChunk(head.end, head.tally, rejected, **fields)
 
 
-def _head(array: np.ndarray) -> Head:
+def _head(array: np.ndarray) -> ChunkHead:
     head = json.loads(array.tobytes())
-    tally = Tally({name: Step(**step) for name, step in head["tally"].items()})
-    return Head(head["number"], head["origin"], Cursor(**head["end"]), tally)
+    tally = Tally({name: ChunkStep(**step) for name, step in head["tally"].items()})
+    return ChunkHead(head["number"], head["origin"], Cursor(**head["end"]), tally)
 
 
 def json_line(**fields: object) -> bytes:

@@ -26,7 +26,7 @@ from data.prepare.inputs import Chunk, Cursor, Inputs
 from data.prepare.settings import FORMAT_VERSION, PreparationFailed, Settings
 from data.prepare.sharing import Claims
 from data.prepare.words import choose_bands
-from data.prepare.work import Answer, Plan, peak_memory
+from data.prepare.work import Answer, WorkPlan, peak_memory
 from data.prepare.workspace import REPORT, Workspace
 from data.text.encoder import Encoder
 from data.text.vocabulary import vocabulary_digest, vocabulary_size
@@ -53,7 +53,7 @@ class Screen(Protocol):
 
 
 @dataclass
-class Run:
+class PreparationRun:
     """Counts of a running preparation."""
 
     tally: Tally = field(default_factory=Tally)  # of this process's chunks, and at the end of all
@@ -70,7 +70,7 @@ class Run:
 class Preparation:
     """What is decided before the first chunk is made."""
 
-    plan: Plan
+    plan: WorkPlan
     inputs: Inputs
     space: Workspace
     manifest: dict[str, Any]
@@ -118,7 +118,7 @@ def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) 
             encoder = Encoder(vocabulary, BATCH_CHARACTERS)
             size = vocabulary_size(vocabulary)
             origin = report.manifest_digest(manifest)
-            plan = Plan(settings, inputs.format, encoder, size, evaluation, bands, space.chunks, origin)
+            plan = WorkPlan(settings, inputs.format, encoder, size, evaluation, bands, space.chunks, origin)
             run = ChunkWork(plan, inputs, claims, screen).process()
             begun = Preparation(plan, inputs, space, manifest, warnings)
             with claims.turn("assembly", screen.say):
@@ -133,7 +133,7 @@ def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) 
 
 
 def assemble_result(
-    begun: Preparation, run: Run, vocabulary: PreTrainedTokenizerFast, screen: Screen
+    begun: Preparation, run: PreparationRun, vocabulary: PreTrainedTokenizerFast, screen: Screen
 ) -> dict[str, Any]:
     """Make the result of all chunks, and publish it; return its report."""
     plan = begun.plan
@@ -171,16 +171,16 @@ def assemble_result(
 class ChunkWork:
     """Work on the chunks: which are finished, which other processes make, and how far this one is."""
 
-    def __init__(self, plan: Plan, inputs: Inputs, claims: Claims, screen: Screen):
+    def __init__(self, plan: WorkPlan, inputs: Inputs, claims: Claims, screen: Screen):
         self._plan = plan
         self._inputs = inputs
         self._claims = claims
         self._screen = screen
-        self._run = Run()
+        self._run = PreparationRun()
         self._furthest = 0.0
         self._elsewhere: dict[int, Cursor] = {}  # where chunks of other processes begin
 
-    def process(self) -> Run:
+    def process(self) -> PreparationRun:
         """Make every missing chunk that no other process makes, and wait for theirs."""
         size = float(self._inputs.bytes) if self._inputs.bytes else None
         self._screen.phase("text", size, "B")
@@ -260,7 +260,7 @@ class ChunkWork:
             time.sleep(sharing.PAUSE)
 
 
-def tally_of_all(plan: Plan, chunks: int) -> Tally:
+def tally_of_all(plan: WorkPlan, chunks: int) -> Tally:
     """Add up the counts of all chunks. Raises DamagedChunk."""
     tally = Tally()
     for number in range(chunks):
@@ -288,7 +288,7 @@ def check_broken(tally: Tally, most: float, chunks: Path, count: int) -> None:
 
 
 def finish(
-    begun: Preparation, run: Run, unknown: int | None, screen: Screen
+    begun: Preparation, run: PreparationRun, unknown: int | None, screen: Screen
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Deduplicate over all chunks and write the store; return facts about both for the report."""
     plan = begun.plan
@@ -332,7 +332,7 @@ def finish(
 
 def describe(
     begun: Preparation,
-    run: Run,
+    run: PreparationRun,
     warnings: Sequence[str],
     store: dict[str, Any],
     dedup: dict[str, Any] | None,

@@ -15,7 +15,7 @@ from itertools import compress
 
 import numpy as np
 
-from data.prepare.chunk_file import BROKEN, Step, json_line
+from data.prepare.chunk_file import BROKEN, ChunkStep, json_line
 from data.prepare.cleaning import Detect, repair
 from data.prepare.contamination import Evaluation
 from data.prepare.settings import in_flags
@@ -53,7 +53,7 @@ class Documents:
     def bytes(self) -> int:
         return sum(self.sizes)
 
-    def sift(self, verdicts: Iterable[Verdict], step: Step, reject: Reject) -> Documents:
+    def sift(self, verdicts: Iterable[Verdict], step: ChunkStep, reject: Reject) -> Documents:
         """Keep the documents without a verdict; count the others, and `reject` them as lines of JSON."""
         keep = []
         columns = (self.names, self.numbers, self.sizes, self.texts)
@@ -78,7 +78,7 @@ class Documents:
 
 def parse(
     documents: Documents,
-    step: Step,
+    step: ChunkStep,
     reject: Reject,
     items: list[tuple[int, RawRecord | BrokenRecord]],
     form: RecordFormat,
@@ -102,7 +102,7 @@ def parse(
     return documents
 
 
-def repair_texts(documents: Documents, step: Step, reject: Reject) -> Documents:
+def repair_texts(documents: Documents, step: ChunkStep, reject: Reject) -> Documents:
     texts = []
     for text in documents.texts:
         repaired = repair(text)
@@ -112,7 +112,7 @@ def repair_texts(documents: Documents, step: Step, reject: Reject) -> Documents:
 
 
 def keep_language(
-    documents: Documents, step: Step, reject: Reject, detect: Detect, wanted: str, least: float
+    documents: Documents, step: ChunkStep, reject: Reject, detect: Detect, wanted: str, least: float
 ) -> Documents:
     def judge(language: str, score: float) -> Verdict:
         if language != wanted:
@@ -122,12 +122,12 @@ def keep_language(
     return documents.sift((judge(*detect(text)) for text in documents.texts), step, reject)
 
 
-def split_sentences(documents: Documents, step: Step, reject: Reject, how: Ends) -> Documents:
+def split_sentences(documents: Documents, step: ChunkStep, reject: Reject, how: Ends) -> Documents:
     return replace(documents, sentences=[sentences_of(text, how) for text in documents.texts])
 
 
 def tokenize(
-    documents: Documents, step: Step, reject: Reject, encoder: Encoder, samples: str, least: int
+    documents: Documents, step: ChunkStep, reject: Reject, encoder: Encoder, samples: str, least: int
 ) -> Documents:
     """Tokenize each document as one sequence with an end-of-document token; for a BERT as its sentences.
 
@@ -150,14 +150,14 @@ def tokenize(
     return replace(documents, tokens=tokens).sift(verdicts, step, reject)
 
 
-def decontaminate(documents: Documents, step: Step, reject: Reject, evaluation: Evaluation) -> Documents:
+def decontaminate(documents: Documents, step: ChunkStep, reject: Reject, evaluation: Evaluation) -> Documents:
     reason = f"shares {evaluation.n} words in a row with"
     matches = (match for words in documents.words for match in evaluation.matches(words))
     return documents.sift((match and (f"{reason} {match[0]}", match[1]) for match in matches), step, reject)
 
 
 def sign(
-    documents: Documents, step: Step, reject: Reject, shingle: int, permutations: int, seed: int
+    documents: Documents, step: ChunkStep, reject: Reject, shingle: int, permutations: int, seed: int
 ) -> Documents:
     blocks = (signatures(words, shingle, permutations, seed) for words in documents.words)
     return replace(documents, marks=[row for block in blocks for row in block])

@@ -31,7 +31,7 @@ from data.tokens.store import token_dtype
 
 
 @dataclass(frozen=True)
-class Plan:
+class WorkPlan:
     """Everything a worker gets once, besides its chunks."""
 
     settings: Settings
@@ -58,7 +58,7 @@ class Answer:
 class Worker:
     """Worker to take chunks through the steps of a plan."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: WorkPlan):
         self._plan = plan
         self._detect = make_detector() if plan.settings.language is not None else None
         self._spent = time.process_time()
@@ -172,7 +172,7 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def run(plan: Plan, chunks: Iterator[Chunk], workers: int, on_done: Callable[[Answer], None]) -> None:
+def run(plan: WorkPlan, chunks: Iterator[Chunk], workers: int, on_done: Callable[[Answer], None]) -> None:
     """Have every chunk processed and committed; at most one chunk per worker is framed ahead.
 
     Args:

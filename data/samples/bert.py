@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast
 from data.keyed_random import generator
 from data.samples.chunks import Lengths, build_chunks, chunks_of_document
 from data.samples.fields import HELD_OUT_SEED, Fields, HeldOut, StoredSamples, spread
-from data.samples.lanes import REMEMBERED, Encode, Lane, LaneReader, Place, refuse_state
+from data.samples.lanes import REMEMBERED, Encode, Lane, LanePlace, LaneReader, refuse_state
 from data.samples.masking import BertVocabulary, check_whole_words, mask
 from data.text.encoder import SentenceEncoder
 from data.tokens.store import Store
@@ -204,7 +204,7 @@ class BertFamily:
     def for_held_out(self) -> BertFamily:
         return replace(self, seed=HELD_OUT_SEED)
 
-    def measure(self, number: int, place: Place, encoded: list[np.ndarray]) -> int:
+    def measure(self, number: int, place: LanePlace, encoded: list[np.ndarray]) -> int:
         return len(text_of(number, place, encoded, self.lengths).starts) if encoded else 0
 
     def samples(self, measured: int) -> int:
@@ -325,14 +325,14 @@ class BertSamples(StoredSamples):
 class Tokenized:
     """A document as one run of tokens."""
 
-    place: Place
+    place: LanePlace
     tokens: np.ndarray  # (L,)
     edges: np.ndarray  # (S + 1,) where sentences begin, and L
     starts: np.ndarray  # (C,) where chunks begin
     lengths: np.ndarray  # (C,)
 
 
-def text_of(number: int, place: Place, sentences: list[np.ndarray], lengths: Lengths) -> Tokenized:
+def text_of(number: int, place: LanePlace, sentences: list[np.ndarray], lengths: Lengths) -> Tokenized:
     """Join the sentences of a document and cut it into chunks.
 
     Args:

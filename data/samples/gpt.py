@@ -22,7 +22,7 @@ from recipes.problems import Key, Problem, ProblemsError, Words, counted
 from recipes.schema import Origin, Recipe
 
 if TYPE_CHECKING:
-    from data.samples.lanes import Encode, Lane, LaneReader, Place
+    from data.samples.lanes import Encode, Lane, LanePlace, LaneReader
 
 _LOOKED_AT = 256  # documents to look at first for how the store ends documents
 
@@ -48,7 +48,7 @@ class GptFields(Fields):
         return f"{facts}\n{tokenizer.decode(window[:-1])}"
 
 
-class Stream:
+class TokenStream:
     """The documents of a split as one run of tokens, read from the mapped store.
 
     It takes 17 bytes per piece. A piece is a run of neighbouring documents, or one document where
@@ -119,7 +119,7 @@ def _without_end(store: Store, ends: np.ndarray, end_token: int) -> np.ndarray:
 class GptSamples(StoredSamples):
     """Windows over a stream, in another order every epoch; safe for several threads."""
 
-    def __init__(self, stream: Stream, sequence_length: int):
+    def __init__(self, stream: TokenStream, sequence_length: int):
         """Cut a stream into windows. Raises ProblemsError: the stream is shorter than one window."""
         self.stream = stream
         self._length = sequence_length
@@ -163,7 +163,9 @@ class GptFamily:
 
         Raises ProblemsError: they hold too little for one sample.
         """
-        return GptSamples(Stream(store, documents, end_of_document(self.tokenizer)), self.sequence_length)
+        return GptSamples(
+            TokenStream(store, documents, end_of_document(self.tokenizer)), self.sequence_length
+        )
 
     def never_predicted(self) -> list[int]:
         """List the tokens of stored documents that are never labels."""
@@ -186,7 +188,7 @@ class GptFamily:
         """Return the family without the recipe's seed."""
         return self
 
-    def measure(self, number: int, place: Place, encoded: np.ndarray) -> int:
+    def measure(self, number: int, place: LanePlace, encoded: np.ndarray) -> int:
         """Measure a document of lane `number`; `samples` takes the sum over documents."""
         return encoded.size
 

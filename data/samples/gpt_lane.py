@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from data.samples.fields import too_short
-from data.samples.lanes import Lane, LaneReader, Place, refuse_state
+from data.samples.lanes import Lane, LanePlace, LaneReader, refuse_state
 from recipes.problems import counted
 
 
@@ -48,10 +48,10 @@ class GptLane(Lane):
         self._offset = state["token_offset"]
         self._fruitful = self._offset > 0
 
-    def _open(self, place: Place) -> None:
+    def _open(self, place: LanePlace) -> None:
         super()._open(place)
         self._offset = 0  # tokens used of the first pending document
-        self._pending: deque[tuple[Place, np.ndarray]] = deque()  # documents not wholly used
+        self._pending: deque[tuple[LanePlace, np.ndarray]] = deque()  # documents not wholly used
         self._buffered = 0  # tokens in `_pending`, those before the offset included
 
     def _fill(self) -> None:

@@ -43,7 +43,7 @@ def lane_count(global_batch: int, shards: int) -> int:
     return next(count for count in range(most, 0, -1) if global_batch % count == 0)
 
 
-class Place(NamedTuple):
+class LanePlace(NamedTuple):
     """The place of a document in a lane; where a lane shuffles, `start` is the place to read from for it."""
 
     epoch: int = 0
@@ -52,7 +52,7 @@ class Place(NamedTuple):
     wide: bool = False  # all files are read, the lane's own first: these hold less than one sample
     before: int | None = None  # documents of the epoch before this place, where a lane shuffles
     taken: int | None = None  # documents from here on that have come already
-    start: Place | None = None
+    start: LanePlace | None = None
 
     def state(self) -> dict[str, Any]:
         """Return the place to read from, as JSON values."""
@@ -64,7 +64,7 @@ class Place(NamedTuple):
 class PlacedDocument:
     """A document and its place, for an encoder."""
 
-    place: Place
+    place: LanePlace
     text: str
 
     @property
@@ -88,17 +88,17 @@ class LaneReader:
     buffer: int = 0  # documents to shuffle among; 0: they come in the order of their files
 
     @property
-    def beginning(self) -> Place:
-        return Place(before=0, taken=0) if self.buffer else Place()
+    def beginning(self) -> LanePlace:
+        return LanePlace(before=0, taken=0) if self.buffer else LanePlace()
 
-    def epoch_from(self, place: Place) -> Iterator[tuple[PlacedDocument, Any]]:
+    def epoch_from(self, place: LanePlace) -> Iterator[tuple[PlacedDocument, Any]]:
         """Yield (document, its encoded text) from `place` to the end of its epoch."""
         documents = self._documents(place)
         if self.buffer:
             documents = itertools.islice(self._shuffled(documents, place), place.taken, None)
         return self.encode(documents)
 
-    def _shuffled(self, documents: Iterator[PlacedDocument], place: Place) -> Iterator[PlacedDocument]:
+    def _shuffled(self, documents: Iterator[PlacedDocument], place: LanePlace) -> Iterator[PlacedDocument]:
         """Yield the documents from `place` on in their shuffled order, those that have come as well."""
         waiting = OrderedDict[int, PlacedDocument]()  # by number in the epoch
         order = list[tuple[int, int]]()  # heap of (number + draw, number) of those that wait
@@ -121,7 +121,7 @@ class LaneReader:
             yield from up_to(number + 1)
         yield from up_to(math.inf)
 
-    def _documents(self, place: Place) -> Iterator[PlacedDocument]:
+    def _documents(self, place: LanePlace) -> Iterator[PlacedDocument]:
         total = self.source.shards
         every = [(self.lane + i) % total for i in range(total)]
         files = every if place.wide else range(self.lane, total, self.lanes)
@@ -129,7 +129,7 @@ class LaneReader:
             start = place.record if turn == place.turn else 0
             for document in self.source.shard_documents(files[turn], start):
                 if self.is_training(document.index):
-                    found = Place(place.epoch, turn, document.index, place.wide)
+                    found = LanePlace(place.epoch, turn, document.index, place.wide)
                     yield PlacedDocument(found, document.text)
 
 
@@ -156,7 +156,7 @@ class Lane(ABC):
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a `state`. Raises FileError: it names a place that is none."""
 
-    def _open(self, place: Place) -> None:
+    def _open(self, place: LanePlace) -> None:
         self._place = place
         # The epoch is read from its beginning, maybe with a document that is not for training.
         self._whole = place.turn == place.record == 0 and not place.taken
@@ -165,7 +165,7 @@ class Lane(ABC):
 
     def _resume(self, state: dict[str, Any]) -> Any:
         """Open the place of a state; return its encoded document. Raises FileError if there is none."""
-        self._open(place := Place(**{key: state[key] for key in Place._fields if key in state}))
+        self._open(place := LanePlace(**{key: state[key] for key in LanePlace._fields if key in state}))
         first = list(itertools.islice(self._encoded, 1))
         if not self._whole and [document.place.start or document.place for document, _ in first] != [place]:
             refuse_state(self.reader.source, state, "no training document stands there")
@@ -178,7 +178,7 @@ class Lane(ABC):
         if barren and self._place.wide:
             came = (f"{self.reader.source.name}: the training documents ", *too_little)
             raise ProblemsError([Problem("data.name", came, fix="give more text")])
-        self._open(Place(self._place.epoch + 1, wide=self._place.wide or barren))
+        self._open(LanePlace(self._place.epoch + 1, wide=self._place.wide or barren))
 
 
 def refuse_state(source: Source, state: Any, rule: str) -> NoReturn:

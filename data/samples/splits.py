@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from data.samples.fields import Parts, spread
-from data.samples.gpt import GptFamily, Stream
+from data.samples.gpt import GptFamily, TokenStream
 from data.split_rule import Part, documents_of
 from data.text.encoder import end_of_document
 from data.tokens.opened import OpenedStore, outside_vocabulary
@@ -52,7 +52,7 @@ def store_parts(recipe: Recipe, family: Family, opened: OpenedStore, wanted: int
     documents = {}
     for split in splits:
         documents[split] = documents_of(split, store.documents, data.validation_every, data.test_every)
-    train_stream = Stream(store, documents["train"], end_of_document(family.tokenizer))
+    train_stream = TokenStream(store, documents["train"], end_of_document(family.tokenizer))
     counts = token_counts(train_stream.read, len(train_stream), vocab_size, name)
     counts[family.never_predicted()] = 0
     with _naming(recipe, name, "train"):

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from data.cache import SAY_EVERY_S, Say
 from data.samples.fields import HELD_OUT_SEED, Array, Fields, HeldOut, Parts
-from data.samples.lanes import Lane, LaneReader, Place, PlacedDocument, StreamedSamples, lane_count
+from data.samples.lanes import Lane, LanePlace, LaneReader, PlacedDocument, StreamedSamples, lane_count
 from data.samples.splits import Family
 from data.split_rule import Part, part_of
 from data.text.records import Source
@@ -30,7 +30,7 @@ _LEAST_BATCH = 1 << 15  # of one lane
 _HEAD_BATCH_CHARACTERS = 1 << 16  # small, to read little too much: 1 document of 20 is held out
 Split = Callable[[int], Part]  # the part of a document, by its index within its file
 # Returns the result of `make`: of several ranks one makes it, and the others receive it as JSON of its form.
-MakeOnce = Callable[[Callable[[], "Head"], TypeAdapter["Head"]], "Head"]
+MakeOnce = Callable[[Callable[[], "StreamHead"], TypeAdapter["StreamHead"]], "StreamHead"]
 
 
 @dataclass
@@ -66,7 +66,7 @@ class _HeldOutDocuments:
 
 
 @dataclass(frozen=True)
-class Head:
+class StreamHead:
     """Held-out samples and counts of the first documents of a stream, the same on every rank."""
 
     held_out: dict[str, dict[str, Array]]  # fields of the samples, by split
@@ -74,12 +74,12 @@ class Head:
     documents: int  # number of documents read
 
 
-HEAD = TypeAdapter(Head)
+HEAD = TypeAdapter(StreamHead)
 
 
 def read_head(
     recipe: Recipe, family: Family, origin: Origin, source: Source, wanted: int, part: Split, say: Say
-) -> Head:
+) -> StreamHead:
     """Read until every held-out split has `wanted` samples and enough training tokens are counted.
 
     Raises ValueError: the stream cannot be read, or ends before it has held out one sample.
@@ -121,7 +121,7 @@ def read_head(
             counts += np.bincount(ids, minlength=vocabulary)
             counted += ids.size
     _check_found(recipe, source, held)
-    return Head({name: split.finish(source) for name, split in held.items()}, counts, documents)
+    return StreamHead({name: split.finish(source) for name, split in held.items()}, counts, documents)
 
 
 def _check_found(recipe: Recipe, source: Source, held: Mapping[Part, _HeldOutDocuments]) -> None:
@@ -145,7 +145,7 @@ def interleave_files(source: Source) -> Iterator[PlacedDocument]:
             file, reader = readers.popleft()
             document = next(reader, None)
             if document is not None:
-                yield PlacedDocument(Place(turn=file, record=document.index), document.text)
+                yield PlacedDocument(LanePlace(turn=file, record=document.index), document.text)
                 readers.append((file, reader))
 
 

@@ -29,7 +29,7 @@ _Offsets = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Question:
+class SquadQuestion:
     """A question about a text. `answers`: (text, index of its first character); None: they are hidden."""
 
     id: str
@@ -39,7 +39,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Window:
+class SquadWindow:
     """Tokens `start` to `stop` of the context of question `of`, at `place` in the sample."""
 
     of: int
@@ -53,11 +53,11 @@ class Windows:
     """All windows of some questions. `offsets`: for each question, the characters of its context's tokens."""
 
     features: Features
-    windows: tuple[Window, ...]
+    windows: tuple[SquadWindow, ...]
     offsets: tuple[_Offsets, ...]
 
 
-def parse(facts: TaskFacts, record: dict[str, Any], number: int, labelled: bool) -> Question:
+def parse(facts: TaskFacts, record: dict[str, Any], number: int, labelled: bool) -> SquadQuestion:
     """Make a question of a record in the hub's schema. Raises WrongRecord."""
     question, context = (text_of(record, name, labelled) for name in facts.texts)
     answers = _answers(record.get(facts.label), context)
@@ -65,7 +65,7 @@ def parse(facts: TaskFacts, record: dict[str, Any], number: int, labelled: bool)
         raise WrongRecord("answers are missing")
     if labelled and not answers and facts.hub[0].endswith("/squad"):
         raise WrongRecord("it has no answer, which only SQuAD 2.0 knows")
-    return Question(str(record.get("id", number)), question, context, answers)
+    return SquadQuestion(str(record.get("id", number)), question, context, answers)
 
 
 def _answers(value: Any, context: str) -> tuple[tuple[str, int], ...] | None:
@@ -88,13 +88,15 @@ def _answers(value: Any, context: str) -> tuple[tuple[str, int], ...] | None:
     return pairs
 
 
-def windows_of(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, questions: Sequence[Question]) -> Windows:
+def windows_of(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, questions: Sequence[SquadQuestion]
+) -> Windows:
     """Cut the contexts of questions into windows, with labels."""
     task = recipe.task
     length = recipe.sequence_length
     assert task is not None
     rows = list[Encoded]()
-    windows = list[Window]()
+    windows = list[SquadWindow]()
     targets: dict[str, list[int]] = {"starts": [], "ends": []}
     every: list[_Offsets] = []
     cls = tokenizer.cls_token_id
@@ -115,7 +117,7 @@ def windows_of(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, questions: Se
                 stop = min(start + room, len(tokens))
                 ids = [cls, *query, sep, *tokens[start:stop], sep]
                 rows.append(Encoded(ids, [0] * place + [1] * (len(ids) - place)))
-                windows.append(Window(of, start, stop, place))
+                windows.append(SquadWindow(of, start, stop, place))
                 first_token = last_token = 0  # [CLS]: the answer is not in the window
                 if span is not None and start <= span[0] and span[1] < stop:
                     shift = place - start
@@ -127,7 +129,7 @@ def windows_of(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, questions: Se
     return Windows(features, tuple(windows), tuple(every))
 
 
-def _token_span(question: Question, offsets: _Offsets) -> tuple[int, int] | None:
+def _token_span(question: SquadQuestion, offsets: _Offsets) -> tuple[int, int] | None:
     """Return the first and last token of the first answer; None without an answer."""
     if not question.answers:
         return None
@@ -137,12 +139,14 @@ def _token_span(question: Question, offsets: _Offsets) -> tuple[int, int] | None
     return (touched[0], touched[-1]) if touched else None
 
 
-def training(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, questions: Sequence[Question]) -> Features:
+def training(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, questions: Sequence[SquadQuestion]
+) -> Features:
     return windows_of(recipe, tokenizer, questions).features
 
 
 def predicted(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, split: str, questions: Sequence[Question]
+    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, split: str, questions: Sequence[SquadQuestion]
 ) -> tuple[Features, Callable[[np.ndarray, SplitScores | None], SplitScores]]:
     """Return samples to predict, and a function to score their logits (windows, S, 2)."""
     made = windows_of(recipe, tokenizer, questions)
@@ -164,7 +168,9 @@ class Span:
     no_answer: float
 
 
-def best_spans(made: Windows, questions: Sequence[Question], logits: np.ndarray, longest: int) -> list[Span]:
+def best_spans(
+    made: Windows, questions: Sequence[SquadQuestion], logits: np.ndarray, longest: int
+) -> list[Span]:
     """Choose for each question the span with the largest sum of its two logits, over all windows.
 
     The sum for no answer is [CLS]'s, the smallest of the windows, since one window with an answer is enough.
@@ -194,7 +200,7 @@ def best_spans(made: Windows, questions: Sequence[Question], logits: np.ndarray,
 
 
 def score_spans(
-    spans: Sequence[Span], questions: Sequence[Question], *, with_none: bool, dev: SplitScores | None
+    spans: Sequence[Span], questions: Sequence[SquadQuestion], *, with_none: bool, dev: SplitScores | None
 ) -> SplitScores:
     """Compute exact match and F1, and write SQuAD's prediction file.
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data import cache, durable_files
 from data.cache import Say
-from data.durable_files import Damaged
+from data.durable_files import DamagedFile
 from data.split_rule import part_of
 from data.text.encoder import use_all_cores
 from data.text.records import Source
@@ -75,7 +75,7 @@ def trained_tokenizer(
     def read() -> Tokenizer:
         head, _, content = path.read_bytes().partition(b"\n")
         if head.decode("ascii", "replace") != f"{_FILE_MAGIC} {hashlib.sha256(content).hexdigest()}":
-            raise Damaged(f"{path} does not match its checksum")
+            raise DamagedFile(f"{path} does not match its checksum")
         return Tokenizer.from_str(content.decode())
 
     return wrap_tokenizer(data.tokenizer.kind, cache.fetch([path], read, write, what, say))

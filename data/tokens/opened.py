@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data import cache, durable_files
 from data.cache import SAY_EVERY_S, Say
-from data.durable_files import Damaged, write_atomically
+from data.durable_files import DamagedFile, write_atomically
 from data.text.encoder import Encoder, SentenceEncoder, end_of_document
 from data.text.file_types import RAW, looks_like, way_from
 from data.text.records import Document, SkippedRecords, Source
@@ -87,7 +87,7 @@ def checksum_of(store: Store, directory: Path, say: Say) -> Checksum:
         try:
             return Checksum(**json.loads(kept.read_text()))
         except (TypeError, ValueError) as error:
-            raise Damaged(f"{kept} holds no checksums") from error
+            raise DamagedFile(f"{kept} holds no checksums") from error
 
     def write() -> None:
         write_atomically(kept, json.dumps(store.checksum(say)._asdict()))
@@ -139,15 +139,15 @@ def cached_store(
     def read() -> OpenedStore:
         content, _, digest = facts_path.read_bytes().rstrip(b"\n").rpartition(b"\n")
         if hashlib.sha256(content).hexdigest().encode() != digest:
-            raise Damaged(f"{facts_path} does not match its checksum")
+            raise DamagedFile(f"{facts_path} does not match its checksum")
         facts = json.loads(content)
         store = open_store(prefix)
         if (store.documents, store.tokens) != (facts["documents"], facts["tokens"]):
             found = f"{store.documents} documents and {store.tokens} tokens"
-            raise Damaged(f"{prefix} has {found}, not those of {facts_path.name}")
+            raise DamagedFile(f"{prefix} has {found}, not those of {facts_path.name}")
         stated = Checksum(facts["idx_crc32"], facts["bin_crc32"])
         if checksum_of(store, directory, say) != stated:
-            raise Damaged(f"{prefix} does not match its checksum")
+            raise DamagedFile(f"{prefix} does not match its checksum")
         if facts.get("left_out"):
             say(f"{what}: {facts['left_out']}")
         return OpenedStore(source.name, store, facts["text_bytes"], f"{stated.bin:08x}")
@@ -204,7 +204,7 @@ def ready_made_store(
     prefix = store_prefix(origin, sequences)
     try:
         store = open_store(prefix)
-    except (OSError, Damaged) as error:
+    except (OSError, DamagedFile) as error:
         raise _refused(origin, str(error), "prepare or copy the store again") from error
     facts = _reported(prefix.parent / REPORT)
     stated = {key: facts[key] for key in ("documents", "tokens") if key in facts}
@@ -250,7 +250,7 @@ def check_ready_made(
     try:
         dtype = read_header(idx_path(prefix)).dtype
         tokens = np.fromfile(bin_path(prefix), dtype, LOOKED_AT // dtype.itemsize)
-    except (OSError, Damaged) as error:
+    except (OSError, DamagedFile) as error:
         raise _refused(origin, str(error), "prepare or copy the store again") from error
     facts = _reported(prefix.parent / REPORT)
     made_with = facts.get("vocab_size", vocab_size)

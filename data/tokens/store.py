@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data.cache import SAY_EVERY_S, Say
-from data.durable_files import Damaged, replacing
+from data.durable_files import DamagedFile, replacing
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
@@ -66,22 +66,26 @@ def read_header(path: Path) -> Header:
         size = os.fstat(file.fileno()).st_size
     head = raw[: len(MAGIC)]
     if head != MAGIC:
-        raise Damaged(f"{path} begins with {head!r} and not with {MAGIC!r}: it is no index of a token store")
+        raise DamagedFile(
+            f"{path} begins with {head!r} and not with {MAGIC!r}: it is no index of a token store"
+        )
     if size < HEADER.size:
-        raise Damaged(f"{path} has {size} bytes, less than its header of {HEADER.size}")
+        raise DamagedFile(f"{path} has {size} bytes, less than its header of {HEADER.size}")
     _, version, code, sequences, entries = HEADER.unpack(raw)
     if version != VERSION:
-        raise Damaged(f"{path} is of version {version}, and only version {VERSION} is known")
+        raise DamagedFile(f"{path} is of version {version}, and only version {VERSION} is known")
     if code in FLOATS:
         rule = f"its entries are floating-point numbers (type {code}), not tokens"
         raise ValueError(f"{path}: {rule}: write the store with integers")
     if code not in DTYPES:
-        raise Damaged(f"{path}: type {code} of tokens is unknown; known are {', '.join(map(str, DTYPES))}")
+        raise DamagedFile(
+            f"{path}: type {code} of tokens is unknown; known are {', '.join(map(str, DTYPES))}"
+        )
     ends = HEADER.size + np.cumsum([4 * sequences, 8 * sequences, 8 * entries, sequences], dtype=object)
     if size not in ends[2:]:
         what = f"{sequences} sequences and {entries} document entries"
         promised = f"its header promises {ends[2]} (or {ends[3]} with modes): {what}"
-        raise Damaged(f"{path} has {size} bytes where {promised}")
+        raise DamagedFile(f"{path} has {size} bytes where {promised}")
     return Header(np.dtype(DTYPES[code]), sequences, ends)
 
 
@@ -95,14 +99,14 @@ def _check_sequences(path: Path, sizes: np.ndarray, pointers: np.ndarray, itemsi
     tokens = 0
     for start, part in _blocks(sizes):
         if (wrong := np.flatnonzero(part < 0)).size:
-            raise Damaged(f"{path}: sequence {start + wrong[0]} has {part[wrong[0]]} tokens")
+            raise DamagedFile(f"{path}: sequence {start + wrong[0]} has {part[wrong[0]]} tokens")
         ends = tokens + np.cumsum(part, dtype=np.int64)
         expected = (ends - part) * itemsize
         found = pointers[start : start + len(part)]
         if (wrong := np.flatnonzero(found != expected)).size:
             first = wrong[0]
             rule = f"and the sizes of those before it say {expected[first]}"
-            raise Damaged(f"{path}: sequence {start + first} begins at byte {found[first]}, {rule}")
+            raise DamagedFile(f"{path}: sequence {start + first} begins at byte {found[first]}, {rule}")
         tokens = int(ends[-1])
     return tokens
 
@@ -111,14 +115,14 @@ def _check_documents(path: Path, documents: np.ndarray, sequences: int) -> None:
     if len(documents) == 0 or documents[0] != 0 or documents[-1] != sequences:
         ends = f"from {documents[0]} to {documents[-1]}" if len(documents) else "empty"
         rule = f"it must lead from 0 to the number of sequences, {sequences}"
-        raise Damaged(f"{path}: the document index is {ends}: {rule}")
+        raise DamagedFile(f"{path}: the document index is {ends}: {rule}")
     last = 0
     for start, part in _blocks(documents):
         before = np.concatenate([[last], part[:-1]])
         if (wrong := np.flatnonzero(part < before)).size:
             first = wrong[0]
             found = f"{part[first]}, below the {before[first]} before it"
-            raise Damaged(f"{path}: entry {start + first} of the document index is {found}")
+            raise DamagedFile(f"{path}: entry {start + first} of the document index is {found}")
         last = int(part[-1])
 
 
@@ -207,7 +211,7 @@ def open_store(prefix: Path) -> Store:
     if len(missing) == 2:
         raise FileNotFoundError(f"{prefix}: there is no {missing[0].name} and no {missing[1].name}")
     if missing:
-        raise Damaged(f"{missing[0]} is missing: a token store is a .bin and an .idx of one name")
+        raise DamagedFile(f"{missing[0]} is missing: a token store is a .bin and an .idx of one name")
     path = idx_path(prefix)
     (dtype, sequences, ends), raw = read_header(path), _mapped(path)
     sizes = raw[HEADER.size : ends[0]].view("<i4")
@@ -220,7 +224,7 @@ def open_store(prefix: Path) -> Store:
     if found != promised:
         why = f"{path.name} promises {promised} ({tokens} tokens of {dtype.itemsize})"
         rule = "one of the two is truncated or belongs to another store"
-        raise Damaged(f"{bin_path(prefix)} has {found} bytes where {why}: {rule}")
+        raise DamagedFile(f"{bin_path(prefix)} has {found} bytes where {why}: {rule}")
     return Store(prefix, dtype, _mapped(bin_path(prefix)).view(dtype), sizes, pointers, documents)
 
 

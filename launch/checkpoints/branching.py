@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.checkpoints import inspection, reading, run_checkpoints
-from launch.checkpoints.run_checkpoints import Checkpoint, Choice, Damaged
+from launch.checkpoints.run_checkpoints import Checkpoint, CheckpointChoice, DamagedCheckpoint
 from launch.ranks.processes import from_rank_0
 from launch.records.recorded_run import RecordedRun
 from modeling.parallel.process_grid import ProcessGrid
@@ -134,7 +134,7 @@ def with_tokenizer(recipe: Recipe, tokenizer: Tokenizer) -> Recipe:
     return recipe.model_copy(update={"data": data})
 
 
-def choose(recipe: Recipe, grid: ProcessGrid, corpus: str) -> Choice:
+def choose(recipe: Recipe, grid: ProcessGrid, corpus: str) -> CheckpointChoice:
     """Choose the checkpoint that a branch goes on from, if its files are sound. Collective.
 
     `corpus`: checksum of the training tokens. Raises ValueError on every rank: it is damaged, or was trained
@@ -144,10 +144,10 @@ def choose(recipe: Recipe, grid: ProcessGrid, corpus: str) -> Choice:
     assert branch is not None
     directory = run_checkpoints.directory_of(Path(branch.run) / "checkpoints", branch.step)
     own = run_checkpoints.read(directory) if grid.rank == 0 else None
-    found = from_rank_0(own, grid.control_group, Checkpoint | Damaged | None)
+    found = from_rank_0(own, grid.control_group, Checkpoint | DamagedCheckpoint | None)
     assert found is not None
-    why = found.why if isinstance(found, Damaged) else reading.problem_of(found, grid)
-    if why or isinstance(found, Damaged):
+    why = found.why if isinstance(found, DamagedCheckpoint) else reading.problem_of(found, grid)
+    if why or isinstance(found, DamagedCheckpoint):
         raise ValueError(f"{FLAG}: {directory}, which the branch goes on from, is damaged: {why}; restore it")
     trained_on = found.manifest.corpus
     goes_on = recipe.sizes_in_data.samples(branch.step)
@@ -156,4 +156,4 @@ def choose(recipe: Recipe, grid: ProcessGrid, corpus: str) -> Choice:
             f"{FLAG}: {directory} was trained on tokens with CRC-32 {trained_on}, and the recipe's data now "
             f"have {corpus}: restore its files, or read other text with --text or --set data.name"
         )
-    return Choice(found)
+    return CheckpointChoice(found)

@@ -117,7 +117,7 @@ def joined(series: Iterable[Series]) -> tuple[Series, ...]:
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class ListedTensor:
     """The full, unpadded shape of a tensor, and its pieces.
 
     Attributes:
@@ -212,7 +212,7 @@ class Manifest:
     plan: dict[str, Any]
     versions: dict[str, str | None]
     files: dict[FileName, StoredFile]
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, ListedTensor]
     kinds: tuple[Kind, ...] = (WEIGHT, *MOMENTS)
     known_loss: KnownLoss | None = None
     format: Literal[2] = 2

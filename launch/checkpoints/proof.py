@@ -20,7 +20,7 @@ from data.loader import MicroBatch
 from launch.checkpoints.engine_state import EngineState, Partition, is_cut
 from launch.checkpoints.manifest import Kind, Manifest, Progress, Sums
 from launch.checkpoints.run_checkpoints import Checkpoint
-from launch.checkpoints.stored import Placement, StoredTensors
+from launch.checkpoints.stored import StoredTensors, TensorPlacement
 from launch.checkpoints.sums import sums_of
 from launch.deepspeed_fixes.short_steps import Fragment
 from launch.ranks.processes import gathered
@@ -39,7 +39,7 @@ RULE = "the engine has to hold what was saved"
 FIX = "take the layout that saved it, or an older checkpoint (--resume does once this one is moved away)"
 
 
-class Difference(NamedTuple):
+class ProofDifference(NamedTuple):
     """A tensor of which a rank's engine has other sums than the checkpoint, or a part of a tensor that has.
 
     `pieces`: of this rank, those that differ from the checkpoint's files, in words.
@@ -52,15 +52,15 @@ class Difference(NamedTuple):
     pieces: list[str]
 
 
-class Report(NamedTuple):
+class ProofReport(NamedTuple):
     """The differences of one rank, and its engine's other counts in words."""
 
-    differences: list[Difference]
+    differences: list[ProofDifference]
     counts: list[str]
 
 
 @dataclass(frozen=True)
-class Sample:
+class ProofSample:
     """A sample of held-out text, and how this run computes its loss.
 
     `batch`: the sample as a micro-batch of one row; `loss`: of such a micro-batch, in nats. Collective.
@@ -74,7 +74,12 @@ class Sample:
 
 @torch.no_grad()
 def check(
-    state: EngineState, checkpoint: Checkpoint, sample: Sample, say: Callable[[str], None], *, weights: bool
+    state: EngineState,
+    checkpoint: Checkpoint,
+    sample: ProofSample,
+    say: Callable[[str], None],
+    *,
+    weights: bool,
 ) -> None:
     """Compare the engine with a checkpoint that was read into it. Collective.
 
@@ -92,8 +97,8 @@ def check(
         each._replace(pieces=list(_differing_pieces(state, stored, each, dtype)))
         for each in _differences(state, held, kinds, dtype)
     ]
-    own = Report(found, [] if weights else list(_other_counts(state, held.progress)))
-    reports = gathered(own, state.grid.control_group, Report)
+    own = ProofReport(found, [] if weights else list(_other_counts(state, held.progress)))
+    reports = gathered(own, state.grid.control_group, ProofReport)
     came = [*_said(reports), *_other_loss(held, sample)]
     if came:
         where = str(checkpoint.directory)
@@ -101,9 +106,9 @@ def check(
         raise FileError([*problems[:-1], replace(problems[-1], rule=RULE, fix=FIX)])
 
 
-def _said(reports: Sequence[Report]) -> Iterator[str]:
+def _said(reports: Sequence[ProofReport]) -> Iterator[str]:
     """Say what all ranks, in rank order, found."""
-    by_tensor: dict[tuple[str, str], dict[int, Difference]] = {}
+    by_tensor: dict[tuple[str, str], dict[int, ProofDifference]] = {}
     for rank, report in enumerate(reports):
         for each in report.differences:
             by_tensor.setdefault((each.kind, each.name), {})[rank] = each
@@ -124,7 +129,7 @@ def _said(reports: Sequence[Report]) -> Iterator[str]:
 
 def _differences(
     state: EngineState, held: Manifest, kinds: Sequence[Kind], dtype: torch.dtype
-) -> Iterator[Difference]:
+) -> Iterator[ProofDifference]:
     """Yield this rank's tensors whose copy has other sums than the checkpoint.
 
     `dtype`: to which the numbers were rounded when they were read. Collective.
@@ -156,7 +161,7 @@ def _differences(
     for key, row in zip(rows, table.tolist(), strict=True):
         kind, name = key
         stored = held.tensors.get(name)
-        elements = math.prod(Placement.of(parameters[name]).shape)
+        elements = math.prod(TensorPlacement.of(parameters[name]).shape)
         if stored is None or kind not in stored.sums or elements != math.prod(stored.shape):
             continue  # of another model's size, which `--init_from` cuts or fills up
         plain, weighted, squares = row
@@ -164,7 +169,7 @@ def _differences(
         most = _tolerances(squares, elements, types[kind])
         errors = abs(plain - saved[0]), abs(weighted - saved[1])
         if not (errors[0] <= most[0] and errors[1] <= most[1]):
-            yield Difference(kind, name, saved, (plain, weighted), [])
+            yield ProofDifference(kind, name, saved, (plain, weighted), [])
 
 
 def coarsest(*types: torch.dtype) -> torch.dtype:
@@ -213,7 +218,7 @@ def _other_counts(state: EngineState, saved: Progress) -> Iterator[str]:
         yield f"Adam corrects its bias for {updates} updates, and {saved.adam_steps} were made"
 
 
-def _other_loss(held: Manifest, sample: Sample) -> Iterator[str]:
+def _other_loss(held: Manifest, sample: ProofSample) -> Iterator[str]:
     """Yield a loss that is not the known one, in words. Collective."""
     known = held.known_loss
     saved, here = (
@@ -232,7 +237,7 @@ def _other_loss(held: Manifest, sample: Sample) -> Iterator[str]:
 
 
 def _differing_pieces(
-    state: EngineState, stored: StoredTensors, difference: Difference, dtype: torch.dtype
+    state: EngineState, stored: StoredTensors, difference: ProofDifference, dtype: torch.dtype
 ) -> Iterator[str]:
     """Yield this rank's pieces of a tensor that differ from the files, in words.
 
@@ -245,7 +250,7 @@ def _differing_pieces(
             parameter, first, _, elements = fragment
             if canonical_name(parameter) != difference.name:
                 continue
-            place = Placement.of(parameter)
+            place = TensorPlacement.of(parameter)
             shard = shard_of(parameter)
             theirs = full if place.form == "canonical" else shard.form.to_theirs(full, shard.heads)[0]
             part = place.slice_of(theirs).reshape(-1)[first : first + elements].to(dtype)

@@ -11,15 +11,15 @@ import torch.distributed as dist
 from launch.checkpoints import inspection, manifest, run_checkpoints
 from launch.checkpoints.engine_state import EngineState
 from launch.checkpoints.manifest import WEIGHT
-from launch.checkpoints.run_checkpoints import Checkpoint, Choice, Damaged
-from launch.checkpoints.stored import Placement, StoredTensors
+from launch.checkpoints.run_checkpoints import Checkpoint, CheckpointChoice, DamagedCheckpoint
+from launch.checkpoints.stored import StoredTensors, TensorPlacement
 from launch.ranks.processes import from_rank_0, merged
 from modeling.parallel.process_grid import ProcessGrid
 from recipes import files
 from recipes.schema import Recipe
 
 
-def choose(root: Path, grid: ProcessGrid, recipe: Recipe, corpus: str) -> Choice:
+def choose(root: Path, grid: ProcessGrid, recipe: Recipe, corpus: str) -> CheckpointChoice:
     """Choose the newest checkpoint of `recipe` whose files are sound (`inspection.file_faults`). Collective.
 
     Rank 0 reads the names and one manifest after the other, until a checkpoint is whole; each rank reads a
@@ -27,15 +27,15 @@ def choose(root: Path, grid: ProcessGrid, recipe: Recipe, corpus: str) -> Choice
     checkpoints are damaged, if a machine does not see one, or if it was trained on other tokens.
     """
     every = run_checkpoints.found(root, sizes=False) if grid.rank == 0 else iter(())
-    form = Checkpoint | Damaged | None
+    form = Checkpoint | DamagedCheckpoint | None
 
-    def inspected() -> Iterator[Checkpoint | Damaged]:
+    def inspected() -> Iterator[Checkpoint | DamagedCheckpoint]:
         while candidate := from_rank_0(next(every, None), grid.control_group, form):
             if isinstance(candidate, Checkpoint):
                 other = inspection.other_recipe(candidate.manifest, recipe)
                 why = other or problem_of(candidate, grid)
                 if why:
-                    candidate = Damaged(candidate.directory, why)
+                    candidate = DamagedCheckpoint(candidate.directory, why)
             yield candidate
 
     chosen = run_checkpoints.first_whole(inspected())
@@ -89,7 +89,7 @@ def load(state: EngineState, checkpoint: Checkpoint) -> None:
             state.new_moments(partition, progress.adam_steps, moments)
             buffers |= {name: state.adam.state[master][name] for name in moments}
         for fragment in partition.fragments:
-            place = Placement.of(fragment.parameter)
+            place = TensorPlacement.of(fragment.parameter)
             for kind, buffer in buffers.items():
                 target = buffer.view(-1)[fragment.offset : fragment.offset + fragment.elements]
                 stored.fill(target, place, fragment.first, kind)

@@ -44,7 +44,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Damaged:
+class DamagedCheckpoint:
     """A damaged checkpoint under a whole one's name. `why`: the damage."""
 
     directory: Path
@@ -59,26 +59,26 @@ class Damaged:
         return f"{self.directory} is damaged: {self.why}"
 
 
-class Choice(NamedTuple):
+class CheckpointChoice(NamedTuple):
     """The newest whole checkpoint, if there is one. `damaged`: newer ones, the newest first."""
 
     checkpoint: Checkpoint | None
-    damaged: tuple[Damaged, ...] = ()
+    damaged: tuple[DamagedCheckpoint, ...] = ()
 
 
 def directory_of(root: Path, step: int) -> Path:
     return root / f"step-{step:06d}"
 
 
-def read(directory: Path, sizes: bool = True) -> Checkpoint | Damaged:
+def read(directory: Path, sizes: bool = True) -> Checkpoint | DamagedCheckpoint:
     """Read the manifest of the checkpoint in a directory; `sizes`: check the sizes of its files."""
     try:
         found = Checkpoint(directory, manifest.read(directory))
     except files.FileError as error:
-        return Damaged(directory, "; ".join(str(problem) for problem in error.problems))
+        return DamagedCheckpoint(directory, "; ".join(str(problem) for problem in error.problems))
     faults = (manifest.size_fault(directory, found.manifest, name) for name in found.manifest.files)
     fault = next(filter(None, faults), None) if sizes else None
-    return found if fault is None else Damaged(directory, str(fault))
+    return found if fault is None else DamagedCheckpoint(directory, str(fault))
 
 
 def named(root: Path) -> list[Path]:
@@ -96,12 +96,12 @@ def _is_run(path: Path) -> bool:
     return os.path.exists(path / "recipe.yaml")
 
 
-def found(root: Path, sizes: bool = True) -> Iterator[Checkpoint | Damaged]:
+def found(root: Path, sizes: bool = True) -> Iterator[Checkpoint | DamagedCheckpoint]:
     """Yield every checkpoint below `root`, the newest first, each `read` only when it is asked for."""
     return (read(directory, sizes) for directory in named(root))
 
 
-def below(path: Path, step: int | None = None) -> list[Checkpoint | Damaged]:
+def below(path: Path, step: int | None = None) -> list[Checkpoint | DamagedCheckpoint]:
     """Find the checkpoints of a run directory or its checkpoints/, the newest first, or the one in `path`.
 
     `step`: only the one after so many steps. Raises FileError if there is none.
@@ -141,7 +141,7 @@ def holds_ours(path: Path) -> bool:
         return False
 
 
-def newest_whole(path: Path, step: int | None = None) -> tuple[Checkpoint, tuple[Damaged, ...]]:
+def newest_whole(path: Path, step: int | None = None) -> tuple[Checkpoint, tuple[DamagedCheckpoint, ...]]:
     """Return the newest undamaged checkpoint of `below`, held (`hold`), and newer damaged ones.
 
     Raises FileError if there is none.
@@ -173,14 +173,14 @@ def hold(directory: Path) -> bool:
     return held.exists()
 
 
-def first_whole(every: Iterable[Checkpoint | Damaged]) -> Choice:
+def first_whole(every: Iterable[Checkpoint | DamagedCheckpoint]) -> CheckpointChoice:
     """Choose the first undamaged checkpoint; look at none after it."""
-    damaged: list[Damaged] = []
+    damaged: list[DamagedCheckpoint] = []
     for each in every:
         if isinstance(each, Checkpoint):
-            return Choice(each, tuple(damaged))
+            return CheckpointChoice(each, tuple(damaged))
         damaged.append(each)
-    return Choice(None, tuple(damaged))
+    return CheckpointChoice(None, tuple(damaged))
 
 
 def newest(root: Path) -> Checkpoint | None:

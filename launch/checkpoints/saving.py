@@ -35,19 +35,19 @@ from launch.checkpoints import run_checkpoints, tensor_file
 from launch.checkpoints.engine_state import EngineState
 from launch.checkpoints.manifest import (
     KnownLoss,
+    ListedTensor,
     Manifest,
     Progress,
     Series,
     StoredFile,
-    StoredTensor,
     file_name,
     joined,
     kinds_after,
 )
 from launch.checkpoints.run_checkpoints import WRITING
-from launch.checkpoints.stored import Placement
+from launch.checkpoints.stored import TensorPlacement
 from launch.checkpoints.sums import sums_of
-from launch.checkpoints.tensor_file import Entry
+from launch.checkpoints.tensor_file import TensorEntry
 from launch.deepspeed_fixes.short_steps import Fragment
 from launch.machine import description, memory
 from launch.ranks.processes import from_rank_0, local_world_size, merged
@@ -56,7 +56,7 @@ from modeling.parallel.process_grid import ProcessGrid
 
 STAGING_BYTES = 256 << 20  # of pinned memory
 SPARE = 0.1  # share of a machine's memory that a copy of the state must leave free
-Tensors = dict[str, StoredTensor]
+Tensors = dict[str, ListedTensor]
 Sums = dict[str, torch.Tensor]  # by key, (2,) on the device of the tensor
 
 
@@ -261,7 +261,7 @@ class Saver:
 
 def contents(
     state: EngineState, kinds: Sequence[str], rank: int, sums: Sums | None = None
-) -> tuple[list[Entry], Tensors]:
+) -> tuple[list[TensorEntry], Tensors]:
     """Return the entries of `rank`'s file, in the order of its partitions, and the tensors' pieces in it.
 
     `sums` gets the sums of each entry when it is copied or written.
@@ -271,19 +271,21 @@ def contents(
         if sums is not None:
             sums[key] = sums_of(numbers, fragment.parameter, fragment.first)
 
-    entries: list[Entry] = []
+    entries: list[TensorEntry] = []
     tensors: Tensors = {}
     for partition in state.partitions:
         for fragment in state.owned(partition):
-            place = Placement.of(fragment.parameter)
+            place = TensorPlacement.of(fragment.parameter)
             assert place.name not in tensors, f"two pieces of {place.name} on one rank"
             piece = Series(rank, place.cut, fragment.first, fragment.elements, fragment.elements)
-            tensors[place.name] = StoredTensor(place.shape, (piece,), place.form)
+            tensors[place.name] = ListedTensor(place.shape, (piece,), place.form)
             for kind in kinds:
                 read = partial(state.read, partition, fragment, kind)
                 dtype = state.dtype(partition, kind)
                 key = f"{kind}/{place.name}"
-                entries.append(Entry(key, dtype, (fragment.elements,), read, partial(add_up, key, fragment)))
+                entries.append(
+                    TensorEntry(key, dtype, (fragment.elements,), read, partial(add_up, key, fragment))
+                )
     return entries, tensors
 
 
@@ -296,7 +298,7 @@ def with_sums(tensors: Tensors, sums: Sums) -> Tensors:
     return {name: replace(tensor, sums=by_name[name]) for name, tensor in tensors.items()}
 
 
-def finite(tensor: StoredTensor) -> StoredTensor:
+def finite(tensor: ListedTensor) -> ListedTensor:
     """Leave out sums that are not finite, which JSON cannot hold."""
     return replace(tensor, sums={kind: pair for kind, pair in tensor.sums.items() if isfinite(sum(pair))})
 
@@ -307,7 +309,7 @@ class Staging:
     def __init__(self) -> None:
         self._pinned = torch.empty(0, dtype=torch.uint8)
 
-    def copy(self, entry: Entry) -> Entry:
+    def copy(self, entry: TensorEntry) -> TensorEntry:
         """Copy the numbers of an entry to host memory now."""
         numbers = entry.read().detach()
         accelerator = get_accelerator()
@@ -323,10 +325,10 @@ class Staging:
             arrived = self._pinned[: len(part)].copy_(part, non_blocking=True)
             accelerator.current_stream().synchronize()
             place.copy_(arrived)
-        return Entry(entry.name, entry.dtype, entry.shape, lambda: held)
+        return TensorEntry(entry.name, entry.dtype, entry.shape, lambda: held)
 
 
-def _write(path: Path, entries: list[Entry], room: int, written: Future[StoredFile]) -> None:
+def _write(path: Path, entries: list[TensorEntry], room: int, written: Future[StoredFile]) -> None:
     """Write this rank's file if the disk has `room` bytes for all ranks' files.
 
     A full disk would make other writers fail too.

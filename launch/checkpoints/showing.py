@@ -7,7 +7,7 @@ from pathlib import Path
 
 from launch.checkpoints import inspection, run_checkpoints
 from launch.checkpoints.manifest import Fault, Manifest
-from launch.checkpoints.run_checkpoints import Checkpoint, Damaged
+from launch.checkpoints.run_checkpoints import Checkpoint, DamagedCheckpoint
 from launch.checkpoints.tensor_file import DTYPES
 from launch.console import terminal
 from launch.console.numbers import NOTHING
@@ -34,16 +34,16 @@ def show(path: Path, step: int | None) -> int:
     return 0
 
 
-def _row(each: Checkpoint | Damaged) -> tuple[str, ...]:
-    if isinstance(each, Damaged):
+def _row(each: Checkpoint | DamagedCheckpoint) -> tuple[str, ...]:
+    if isinstance(each, DamagedCheckpoint):
         return f"{each.step}", NOTHING, NOTHING, NOTHING, f"damaged: {each.why}"
     held = each.manifest
     return f"{each.step}", held.saved[:16].replace("T", " "), _size(held.bytes), _saved_under(held), "whole"
 
 
-def _one(each: Checkpoint | Damaged) -> str:
+def _one(each: Checkpoint | DamagedCheckpoint) -> str:
     width = terminal.columns()
-    if isinstance(each, Damaged):
+    if isinstance(each, DamagedCheckpoint):
         return terminal.wrapped(str(each), width)
     held = each.manifest
     types = _dtypes(each)

@@ -13,7 +13,7 @@ import torch
 
 from launch.checkpoints import manifest
 from launch.checkpoints.geometry import Copy, Cut, copies, rectangles
-from launch.checkpoints.manifest import WEIGHT, Form, Manifest, StoredTensor
+from launch.checkpoints.manifest import WEIGHT, Form, ListedTensor, Manifest
 from launch.checkpoints.tensor_file import Reader
 from modeling.initialization import Shard, canonical_name, padded_slice, shard_of
 from recipes import files
@@ -26,7 +26,7 @@ MOST_READ = 2**22  # elements in one read
 MOST_OPEN = 64  # files at once: a checkpoint has one for each rank that wrote it
 
 
-class Placement(NamedTuple):
+class TensorPlacement(NamedTuple):
     """A slice of a full tensor; `shape`: of the full tensor, unpadded; `cut` None: all of it."""
 
     name: str
@@ -35,7 +35,7 @@ class Placement(NamedTuple):
     cut: Cut | None
 
     @classmethod
-    def of(cls, parameter: torch.nn.Parameter) -> Placement:
+    def of(cls, parameter: torch.nn.Parameter) -> TensorPlacement:
         """Return the place of a parameter with a label by `modeling.initialization.label`."""
         name = canonical_name(parameter)
         shard = shard_of(parameter)
@@ -90,13 +90,15 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         """Read the full canonical tensor in float32. Raises KeyError for an unknown name."""
         stored = self.manifest.tensors[name]
         full = torch.empty(stored.shape, dtype=torch.float32)
-        self._copy(full.view(-1), name, kind, stored, Placement(name, stored.form, stored.shape, None), 0)
+        self._copy(
+            full.view(-1), name, kind, stored, TensorPlacement(name, stored.form, stored.shape, None), 0
+        )
         if stored.form == "canonical":
             return full
         form, heads = self._forms[name]
         return form.to_ours([full], heads).contiguous()
 
-    def fill(self, target: torch.Tensor, place: Placement, first: int, kind: str) -> None:
+    def fill(self, target: torch.Tensor, place: TensorPlacement, first: int, kind: str) -> None:
         """Fill flat `target` with the elements of the slice `place` from `first` on; padding becomes zero.
 
         Reads only these elements if the tensor is stored in the form of `place`, else the whole tensor. Rows
@@ -129,7 +131,13 @@ class StoredTensors(Mapping[str, torch.Tensor]):
             target.copy_(place.slice_of(full).reshape(-1)[first : first + target.numel()])
 
     def _copy(
-        self, target: torch.Tensor, name: str, kind: str, stored: StoredTensor, place: Placement, first: int
+        self,
+        target: torch.Tensor,
+        name: str,
+        kind: str,
+        stored: ListedTensor,
+        place: TensorPlacement,
+        first: int,
     ) -> None:
         wanted = rectangles(stored.shape, place.cut, first, target.numel())
         if sum(each.elements for each in wanted) < target.numel():
@@ -169,7 +177,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         return {e.ours: (e.form, model.heads) for e in gpt2.name_map(model)}
 
 
-def _has_grown(place: Placement, stored: tuple[int, ...]) -> bool:
+def _has_grown(place: TensorPlacement, stored: tuple[int, ...]) -> bool:
     """Check for a table of positions with more rows than are stored."""
     same_width = place.cut is None and place.shape[1:] == stored[1:]
     return same_width and "position" in place.name and place.shape[0] > stored[0]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from data.bit_sums import ODD
 from launch.checkpoints.geometry import matrix, rectangles
-from launch.checkpoints.stored import Placement
+from launch.checkpoints.stored import TensorPlacement
 from modeling.initialization import shard_of
 
 ON_HOST = 2**17  # elements of a block, which stay in a core's cache
@@ -28,7 +28,7 @@ def sums_of(numbers: Tensor, parameter: torch.nn.Parameter, first: int) -> Tenso
 
     They are elements [first, first + len(numbers)) of this rank's slice of `parameter`; padding adds nothing.
     """
-    place = Placement.of(parameter)
+    place = TensorPlacement.of(parameter)
     if place.form != "canonical":
         return _of_other_form(numbers, place, shard_of(parameter), first)
     height, width = matrix(place.shape)
@@ -53,7 +53,7 @@ def sums_of(numbers: Tensor, parameter: torch.nn.Parameter, first: int) -> Tenso
     return total
 
 
-def _of_other_form(numbers: Tensor, place: Placement, shard: Any, first: int) -> Tensor:
+def _of_other_form(numbers: Tensor, place: TensorPlacement, shard: Any, first: int) -> Tensor:
     """Return the sums of elements of a `transformers` tensor, with the factors in its order."""
     shape = shard.form.to_ours([torch.empty(place.shape, device="meta")], shard.heads).shape
     height, width = matrix(shape)

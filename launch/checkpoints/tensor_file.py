@@ -25,7 +25,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor of a new file; `read` gives its numbers at the time of writing, and `seen` is given them."""
 
     name: str
@@ -39,7 +39,7 @@ class Entry:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def write(path: Path, entries: Iterable[Entry], metadata: dict[str, str] | None = None) -> StoredFile:
+def write(path: Path, entries: Iterable[TensorEntry], metadata: dict[str, str] | None = None) -> StoredFile:
     """Write a new file and wait until it is on the disk; read `entries` one after the other."""
     entries = list(entries)
     header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
@@ -115,7 +115,7 @@ class Reader:
         return found
 
 
-def _write_tensor(write: Callable[[memoryview], object], entry: Entry, checksum: int) -> int:
+def _write_tensor(write: Callable[[memoryview], object], entry: TensorEntry, checksum: int) -> int:
     """Write the numbers of one tensor, a bucket at a time; return the updated checksum."""
     tensor = entry.read().detach()
     found = tensor.dtype, tuple(tensor.shape)

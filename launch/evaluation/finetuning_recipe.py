@@ -16,7 +16,7 @@ from ds_configs.plan import Machine
 from recipes.schema import Recipe, TaskName
 from recipes.tasks import TASKS
 from recipes.validation import validate
-from recipes.yaml_lines import Document
+from recipes.yaml_lines import YamlDocument
 
 WARMUP = 0.06  # share of the steps
 OPTIMIZER: dict[str, Any] = {"betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.1, "clip": 1.0}
@@ -77,7 +77,7 @@ def recipe_of(
 
 
 def _validated(values: Mapping[str, Any], wishes: Wishes) -> Recipe:
-    return validate(values, f"finetune/{wishes.task}", Document("", {}), ((),), wishes.settings)
+    return validate(values, f"finetune/{wishes.task}", YamlDocument("", {}), ((),), wishes.settings)
 
 
 def cut_to(recipe: Recipe, steps: int | None) -> Recipe:

@@ -33,7 +33,7 @@ BOOTSTRAPS = 100  # for standard errors without a formula
 
 
 @dataclass(frozen=True)
-class Task:
+class HarnessTask:
     """One requested name with the tasks behind it, loaded. `text`: facts on the data of our own tasks."""
 
     name: str
@@ -69,7 +69,7 @@ class Adapter(TemplateLM):
         return self.likelihoods.written([request.args for request in requests])
 
 
-def load(names: Sequence[str], own: Mapping[str, Any], include_path: str | None) -> list[Task]:
+def load(names: Sequence[str], own: Mapping[str, Any], include_path: str | None) -> list[HarnessTask]:
     """Load tasks by their names, with their data. `own`: what our own tasks read (`protocols`).
 
     Raises ProblemsError: a name is unknown, or data cannot be read.
@@ -96,7 +96,7 @@ def _manager(is_own: bool, own: frozenset[tuple[str, Any]], include_path: str | 
     return TaskManager(include_path=include_path)
 
 
-def _loaded(name: str, manager: TaskManager) -> Task:
+def _loaded(name: str, manager: TaskManager) -> HarnessTask:
     try:
         loaded = manager.load([name])
     except ProblemsError:
@@ -106,11 +106,11 @@ def _loaded(name: str, manager: TaskManager) -> Task:
         rule = f"its data cannot be read: {type(error).__name__}: {first}"
         raise ProblemsError([Problem("--tasks", name, rule, WITHOUT_NETWORK)]) from error
     text = next(iter(loaded["tasks"].values())).dataset[FACTS] if name in TASKS else None
-    return Task(name, loaded, text)
+    return HarnessTask(name, loaded, text)
 
 
 def measure(
-    task: Task, likelihoods: Likelihoods, limit: int | None
+    task: HarnessTask, likelihoods: Likelihoods, limit: int | None
 ) -> Iterator[tuple[str, dict[str, float], int]]:
     """Score a task; yield its name, figures and number of documents. Collective.
 

@@ -47,7 +47,7 @@ class WindowScore:
     last_right: bool
 
 
-class Step(NamedTuple):
+class ScoringStep(NamedTuple):
     """Windows scored together by all ranks."""
 
     windows: Sequence[int]  # indices, rank after rank, filled up with the last window
@@ -190,7 +190,7 @@ class Scorer:
         return chosen.flatten().tolist()
 
 
-def steps_of(windows: Sequence[Window], together: int, plan: Plan) -> Iterator[Step]:
+def steps_of(windows: Sequence[Window], together: int, plan: Plan) -> Iterator[ScoringStep]:
     """Group windows of the same padded length and logits, the longest first, `together` at a time."""
     multiple = math.lcm(LENGTH_MULTIPLE, plan.layout.tp)
     alike: dict[tuple[int, int], list[int]] = {}
@@ -201,10 +201,10 @@ def steps_of(windows: Sequence[Window], together: int, plan: Plan) -> Iterator[S
     for (length, scored), indices in sorted(alike.items(), reverse=True):
         for at in range(0, len(indices), together):
             part = indices[at : at + together]
-            yield Step([*part, *[part[-1]] * (together - len(part))], length, scored)
+            yield ScoringStep([*part, *[part[-1]] * (together - len(part))], length, scored)
 
 
-def _tensors(windows: Sequence[Window], step: Step) -> tuple[Tensor, Tensor, Tensor]:
+def _tensors(windows: Sequence[Window], step: ScoringStep) -> tuple[Tensor, Tensor, Tensor]:
     """Return tokens (B, length), and labels and weights (B, scored)."""
     tokens = torch.zeros((len(windows), step.length), dtype=torch.int64)
     labels = torch.zeros_like(tokens)
@@ -216,7 +216,7 @@ def _tensors(windows: Sequence[Window], step: Step) -> tuple[Tensor, Tensor, Ten
     return tokens, labels, torch.ones(labels.shape)
 
 
-def _window_score(window: Window, scores: Tensor, step: Step) -> WindowScore:
+def _window_score(window: Window, scores: Tensor, step: ScoringStep) -> WindowScore:
     """Sum the scores (2, scored) of a window over the targets that count."""
     last = window.length - (step.length - step.scored)
     losses, right = scores[:, last - window.counted : last].double().tolist()

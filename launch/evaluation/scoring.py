@@ -38,7 +38,7 @@ from modeling.parallel.process_grid import ProcessGrid
 from recipes.problems import Problem, ProblemsError
 
 if TYPE_CHECKING:
-    from launch.evaluation.harness import Task
+    from launch.evaluation.harness import HarnessTask
 
 _ALONE = "".join(UNSPACED.values())
 _WORD = re.compile(rf"[{_ALONE}]|[^\s{_ALONE}]+")
@@ -136,7 +136,7 @@ def run(job: ScoringJob, out: Path | None, meeting: Meeting) -> None:
         out.write_text(to_json(made))
 
 
-def _read(job: ScoringJob, say: Callable[[str], None]) -> list[OwnText | Task]:
+def _read(job: ScoringJob, say: Callable[[str], None]) -> list[OwnText | HarnessTask]:
     """Read the data of all tasks. Raises ValueError."""
     wishes = job.wishes
     of_harness = dict[str, Any]()
@@ -150,7 +150,7 @@ def _read(job: ScoringJob, say: Callable[[str], None]) -> list[OwnText | Task]:
     return [of_harness[name] if name in of_harness else own_text(job, say) for name in wishes.tasks]
 
 
-def _scores(job: ScoringJob, task: OwnText | Task, scorer: Scorer) -> Iterator[Score]:
+def _scores(job: ScoringJob, task: OwnText | HarnessTask, scorer: Scorer) -> Iterator[Score]:
     """Score the model on one task; yield a score, or one of each task of a group. Collective."""
     began = time.perf_counter()
     if isinstance(task, OwnText):

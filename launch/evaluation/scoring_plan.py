@@ -19,7 +19,7 @@ from recipes.families import TRAINED
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Batch, Dropout, Parallel, Recipe, Tokenizer
 from recipes.validation import validate
-from recipes.yaml_lines import Document
+from recipes.yaml_lines import YamlDocument
 
 STRIDE = 32  # tokens; of WikiText-103 (arXiv 1909.08053, appendix E.1)
 PERPLEXITY = "perplexity"  # the task that needs no lm-eval
@@ -27,7 +27,7 @@ INSTALL = "pip install -e .[evaluate]"
 
 
 @dataclass(frozen=True)
-class Wishes:
+class ScoringWishes:
     """What to score on what, from the flags; None: the task's default.
 
     Attributes:
@@ -74,7 +74,7 @@ class Wishes:
 class ScoringJob:
     """A checked scoring job. `plan`: of the loaded model; `window`: tokens read at once."""
 
-    wishes: Wishes
+    wishes: ScoringWishes
     model: TrainedModel
     plan: Plan
     window: int
@@ -85,7 +85,7 @@ class ScoringJob:
         return self.wishes.stride or usual
 
 
-def checked_job(wishes: Wishes, world: int, machine: Machine) -> ScoringJob:
+def checked_job(wishes: ScoringWishes, world: int, machine: Machine) -> ScoringJob:
     """Open the model by its headers, check the tasks against it, and plan. Raises ValueError."""
     model = _open_model(wishes)
     recipe = _scoring_recipe(model, wishes, world)
@@ -99,7 +99,7 @@ def checked_job(wishes: Wishes, world: int, machine: Machine) -> ScoringJob:
     return ScoringJob(wishes, model, resolve(recipe, "zero0", world, machine), window)
 
 
-def _open_model(wishes: Wishes) -> TrainedModel:
+def _open_model(wishes: ScoringWishes) -> TrainedModel:
     def check(recipe: Recipe) -> None:
         if recipe.model.facts.masked:
             came = f"is a {recipe.model.family.upper()}"
@@ -109,7 +109,7 @@ def _open_model(wishes: Wishes) -> TrainedModel:
     return trained_model.open_model(wishes.model, wishes.tokenizer, check, wishes.weights_args)
 
 
-def _scoring_recipe(model: TrainedModel, wishes: Wishes, world: int) -> Recipe:
+def _scoring_recipe(model: TrainedModel, wishes: ScoringWishes, world: int) -> Recipe:
     """Return the model's recipe for scoring, without training settings and with the requested batch."""
     base = model.recipe
     # Positions come from the weights, not from sequence_length.
@@ -130,10 +130,10 @@ def _scoring_recipe(model: TrainedModel, wishes: Wishes, world: int) -> Recipe:
         plain = plain.model_copy(update={"data": plain.data.model_copy(update={"tokenizer": own})})
     values = plain.model_dump(by_alias=True)
     laid = {} if wishes.text is None else text_settings(wishes.text, wishes.column)
-    return validate(values, base.title, Document("--set", {}), ((),), wishes.settings, laid)
+    return validate(values, base.title, YamlDocument("--set", {}), ((),), wishes.settings, laid)
 
 
-def _unfit_tasks(wishes: Wishes) -> Iterator[Problem]:
+def _unfit_tasks(wishes: ScoringWishes) -> Iterator[Problem]:
     """Yield every option unfit for the tasks."""
     if wishes.of_harness and not has_harness():
         came = ", ".join(wishes.of_harness)
@@ -160,7 +160,7 @@ def _unfit_tasks(wishes: Wishes) -> Iterator[Problem]:
     yield from _unfit_column(wishes, own)
 
 
-def _unfit_folder(wishes: Wishes, folder: str) -> Iterator[Problem]:
+def _unfit_folder(wishes: ScoringWishes, folder: str) -> Iterator[Problem]:
     if not Path(folder).is_dir():
         rule = f"no such directory (seen from {Path.cwd()})"
         yield Problem("--include_path", f"--include_path {folder}", rule, "give one with task files")
@@ -169,7 +169,7 @@ def _unfit_folder(wishes: Wishes, folder: str) -> Iterator[Problem]:
         yield Problem("--include_path", came, "none of them is of its files", "name a task of it")
 
 
-def _unfit_column(wishes: Wishes, own: Sequence[str]) -> Iterator[Problem]:
+def _unfit_column(wishes: ScoringWishes, own: Sequence[str]) -> Iterator[Problem]:
     """Yield what is wrong with a column. `own`: the tasks with local texts."""
     try:
         place = local_file(wishes.data) if wishes.data is not None else None
@@ -181,7 +181,7 @@ def _unfit_column(wishes: Wishes, own: Sequence[str]) -> Iterator[Problem]:
         yield from error.problems
 
 
-def _unfit_windows(wishes: Wishes, recipe: Recipe, window: int) -> Iterator[Problem]:
+def _unfit_windows(wishes: ScoringWishes, recipe: Recipe, window: int) -> Iterator[Problem]:
     """Yield every option unfit for the model."""
     if window > recipe.positions:
         rule = f"the model has {recipe.positions:,} positions"

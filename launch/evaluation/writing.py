@@ -124,7 +124,7 @@ def _first(problems: list[Problem], where: str) -> list[Problem]:
 
 
 @dataclass(frozen=True)
-class Job:
+class WritingJob:
     """A checked generation job.
 
     Attributes:
@@ -171,7 +171,7 @@ class WrittenText:
         return own if self.ended is None else {**own, "sample": self.sample, "ended": self.ended}
 
 
-def write(model: Any, job: Job, streamer: BaseStreamer | None = None) -> Iterator[WrittenText]:
+def write(model: Any, job: WritingJob, streamer: BaseStreamer | None = None) -> Iterator[WrittenText]:
     """Generate all samples of all prompts in order; `streamer` hears the tokens of a lone one.
 
     Raises Failed where the logits of the next text are not finite.
@@ -188,7 +188,7 @@ def write(model: Any, job: Job, streamer: BaseStreamer | None = None) -> Iterato
 
 
 def _continued(
-    model: Any, job: Job, never: Sequence[int], streamer: BaseStreamer | None
+    model: Any, job: WritingJob, never: Sequence[int], streamer: BaseStreamer | None
 ) -> Iterator[WrittenText]:
     tokenizer = job.model.tokenizer
     how = Decoding(job.tokens, tokenizer.eos_token_id, never, job.sampling, job.seed, job.cached)
@@ -204,7 +204,7 @@ def _continued(
             yield WrittenText(number, sample, prompt.text, text, new, len(more.tokens), more.ended)
 
 
-def _filled(model: Any, job: Job, never: Sequence[int]) -> Iterator[WrittenText]:
+def _filled(model: Any, job: WritingJob, never: Sequence[int]) -> Iterator[WrittenText]:
     tokenizer = job.model.tokenizer
     mask = tokenizer.mask_token_id
     for number, prompt in enumerate(job.prompts):
@@ -215,7 +215,7 @@ def _filled(model: Any, job: Job, never: Sequence[int]) -> Iterator[WrittenText]
         yield WrittenText(number, 0, prompt.text, text, words, len(new), None)
 
 
-def run(job: Job) -> None:
+def run(job: WritingJob) -> None:
     """Load the model and write the texts."""
     from deepspeed.accelerator import get_accelerator
 
@@ -225,7 +225,7 @@ def run(job: Job) -> None:
     model = in_transformers(job.model.recipe, weights, getattr(torch, job.dtype))
     model.to(get_accelerator().current_device_name())
     total = len(job.prompts) * (job.samples if job.model.continues else 1)
-    stream = Stream(job.model.tokenizer) if total == 1 and not job.out else None
+    stream = ScreenStream(job.model.tokenizer) if total == 1 and not job.out else None
     began = time.perf_counter()
     done = list[WrittenText]()
     with job.out.open("x", encoding="utf-8") if job.out else nullcontext() as file:
@@ -240,7 +240,7 @@ def run(job: Job) -> None:
     terminal.say(summary(done, time.perf_counter() - began, job), sys.stderr)
 
 
-class Stream(BaseStreamer):
+class ScreenStream(BaseStreamer):
     """A growing text in the terminal, in whole characters. `transformers` puts in its tokens."""
 
     def __init__(self, tokenizer: Any):
@@ -266,7 +266,7 @@ class Stream(BaseStreamer):
             self.shown = text
 
 
-def show(written: WrittenText, file: IO[str] | None, stream: Stream | None) -> None:
+def show(written: WrittenText, file: IO[str] | None, stream: ScreenStream | None) -> None:
     """Write one text: to the file, to the end of its stream, or under a heading with its prompt number."""
     if file is not None:
         file.write(json.dumps(written.record(), ensure_ascii=False) + "\n")
@@ -280,7 +280,7 @@ def show(written: WrittenText, file: IO[str] | None, stream: Stream | None) -> N
         print(f"--- prompt {written.number + 1}{how}\n{terminal.visible(written.text)}", flush=True)
 
 
-def summary(done: Sequence[WrittenText], seconds: float, job: Job) -> str:
+def summary(done: Sequence[WrittenText], seconds: float, job: WritingJob) -> str:
     """Return a line with the numbers of texts and tokens, the speed, and the reasons of text ends."""
     tokens = sum(written.tokens for written in done)
     said = f"{len(done):,} texts, {tokens:,} tokens in {seconds:.2f} s: {tokens / seconds:,.0f} tokens/s"

@@ -94,7 +94,7 @@ def halves_of_cores(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[bool, bool] 
 
 
 @dataclass(frozen=True)
-class Gpu:
+class VisibleGpu:
     """A visible GPU: name, total and free bytes (0: not read), compute capability (None: not NVIDIA's)."""
 
     name: str
@@ -103,7 +103,7 @@ class Gpu:
     free: float
 
 
-def gpus(with_free: bool = False) -> list[Gpu]:
+def gpus(with_free: bool = False) -> list[VisibleGpu]:
     """List the GPUs that this process sees; none where it trains on a CPU.
 
     `with_free`: with free memory, which needs a context on each GPU, and time.
@@ -119,7 +119,7 @@ def gpus(with_free: bool = False) -> list[Gpu]:
         facts = module.get_device_properties(number)
         capability = (facts.major, facts.minor) if torch.version.cuda and hasattr(facts, "major") else None
         free = module.mem_get_info(number)[0] if with_free else 0
-        found.append(Gpu(facts.name, capability, float(facts.total_memory), float(free)))
+        found.append(VisibleGpu(facts.name, capability, float(facts.total_memory), float(free)))
     return found
 
 

@@ -61,7 +61,7 @@ FLIGHT_RECORDER = {
 
 
 @dataclass(frozen=True)
-class Start:
+class LaunchStart:
     """The start of this process among others.
 
     Attributes:
@@ -121,7 +121,7 @@ def missing_variables(environ: Environ, at_terminal: bool = False) -> dict[str, 
     return {name: str(value) for name, value in wanted.items() if name not in environ}
 
 
-def started(environ: Environ) -> Start | None:
+def started(environ: Environ) -> LaunchStart | None:
     """Find out how this process was started among others; None for a single process.
 
     An MPI's own variables count before Slurm's: mpirun starts one task of Slurm on each machine, and its
@@ -193,7 +193,7 @@ def tasks_per_node(written: str) -> list[int]:
     return [int(count) for count, times in found for _ in range(int(times or 1))]
 
 
-def _slurm(environ: Environ) -> Start | None:
+def _slurm(environ: Environ) -> LaunchStart | None:
     """Return this task of a step by srun; None in a batch script or a shell of salloc."""
     step = environ.get("SLURM_STEP_ID", "")
     if not step.isdigit() or int(step) >= STEPS:
@@ -216,7 +216,7 @@ def _slurm(environ: Environ) -> Start | None:
     job = environ.get("SLURM_JOB_ID", "")
     launch = int(job) * PORTS_PER_JOB + int(step) % PORTS_PER_JOB if job.isdigit() else None
     address = LOOPBACK if len(each) == 1 else several
-    return Start("srun", named, rank, size, local_rank, each[node], address, _port(launch))
+    return LaunchStart("srun", named, rank, size, local_rank, each[node], address, _port(launch))
 
 
 def _set_one(environ: Environ, of_step: str, of_job: str) -> str:
@@ -224,7 +224,7 @@ def _set_one(environ: Environ, of_step: str, of_job: str) -> str:
     return of_job if of_step not in environ and of_job in environ else of_step
 
 
-def _mpi(environ: Environ, by: str, names: Sequence[str]) -> Start:
+def _mpi(environ: Environ, by: str, names: Sequence[str]) -> LaunchStart:
     rank, size, local_rank, local_size = _whole(environ, by, names)
     named = f"{names[0]}={rank}, {names[1]}={size}"
     if rank >= size or local_rank >= local_size or local_size > size:
@@ -234,10 +234,10 @@ def _mpi(environ: Environ, by: str, names: Sequence[str]) -> Start:
     number = zlib.crc32(of_a_launch.encode()) if of_a_launch else None
     port = _port(number)
     address = LOOPBACK if local_size == size else None
-    return Start(by, named, rank, size, local_rank, local_size, address, port)
+    return LaunchStart(by, named, rank, size, local_rank, local_size, address, port)
 
 
-def _check_launcher(environ: Environ, start: Start) -> None:
+def _check_launcher(environ: Environ, start: LaunchStart) -> None:
     """Refuse torchrun's variables if their launch does not cover all processes of `start`."""
     rank = environ["RANK"]
     world = environ["WORLD_SIZE"]

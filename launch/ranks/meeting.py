@@ -41,7 +41,7 @@ LEAVE_S = 5.0  # rank 0, which may serve the store, waits so long for others to 
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """The place of a rank."""
 
     rank: int
@@ -52,7 +52,7 @@ class Place:
         return f"rank {self.rank} on {self.host} (pid {self.pid})"
 
 
-PLACE = TypeAdapter(Place)
+PLACE = TypeAdapter(RankPlace)
 
 
 class Meeting:
@@ -66,7 +66,7 @@ class Meeting:
     def __init__(self, place: Path | None = None) -> None:
         """Do nothing yet. `place`: a directory of the run that all ranks see, if any exists already."""
         self.store: Any = None
-        self.places: dict[int, Place] = {}
+        self.places: dict[int, RankPlace] = {}
         # What the watchdog answers, and what it does at the end of a run that hangs.
         self.status: Callable[[], Any] = lambda: None
         self.end_hanging: Callable[[], None] = lambda: os._exit(1)
@@ -312,7 +312,7 @@ class Meeting:
         notice.daemon = True
         if rank() == 0:
             notice.start()
-        own = Place(rank(), socket.gethostname(), os.getpid())
+        own = RankPlace(rank(), socket.gethostname(), os.getpid())
         self.places[own.rank] = own
         try:
             store, self._connections = door.connections_of(self._secrets)

@@ -9,8 +9,8 @@ from typing import Any
 
 from launch.console import numbers
 from launch.reports.entries import QUANTITIES, SPEEDS, TIME, Column, spread
-from launch.reports.frames import Frame
-from launch.reports.runs import Run, differences
+from launch.reports.frames import ReportTable
+from launch.reports.runs import ReportedRun, differences
 from recipes import key_paths
 from recipes.problems import counted
 
@@ -44,14 +44,14 @@ class Comparison:
         findings: differences of the loss curves.
     """
 
-    runs: list[Run]
-    results: Frame
-    configuration: Frame
+    runs: list[ReportedRun]
+    results: ReportTable
+    configuration: ReportTable
     remarks: list[str]
     findings: list[str]
 
 
-def compare(runs: Sequence[Run]) -> Comparison:
+def compare(runs: Sequence[ReportedRun]) -> Comparison:
     """Compare the first readable run with each of the others."""
     first = next((run for run in runs if run.readable), runs[0])
     others = [run for run in runs if run is not first]
@@ -68,13 +68,13 @@ def compare(runs: Sequence[Run]) -> Comparison:
     changed = tuple(f"{label}, next to {labels[0]}" for label in labels[1:])
     kinds = ("name", *["text"] * len(runs), *["change"] * len(others))
     outcomes = list(result_rows(runs, why_not))
-    results = Frame(("", *labels, *changed), kinds, outcomes, "Results", style="results")
+    results = ReportTable(("", *labels, *changed), kinds, outcomes, "Results", style="results")
     made = "What differs in how they were made"
-    keys = Frame(("", *labels), kinds, list(configuration(runs)), made, style="differences")
+    keys = ReportTable(("", *labels), kinds, list(configuration(runs)), made, style="differences")
     return Comparison(runs, results, keys, list(dict.fromkeys(remarks)), findings)
 
 
-def configuration(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
+def configuration(runs: Sequence[ReportedRun]) -> Iterator[tuple[str, ...]]:
     """Yield the dotted keys that differ between runs: recipe, layout, DeepSpeed JSON, machine, commit."""
     facts = [dict(key_paths.flatten(_facts(run))) for run in runs]
     for key in dict.fromkeys(key for each in facts for key in each):
@@ -83,7 +83,7 @@ def configuration(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
             yield key, *map(_text, values)
 
 
-def result_rows(runs: Sequence[Run], why_not: Sequence[str | None]) -> Iterator[tuple[str, ...]]:
+def result_rows(runs: Sequence[ReportedRun], why_not: Sequence[str | None]) -> Iterator[tuple[str, ...]]:
     """Yield every quantity that any run has.
 
     Incomparable losses get no difference, and speeds no ratio where half of the steps of both overlap.
@@ -114,7 +114,7 @@ def result_rows(runs: Sequence[Run], why_not: Sequence[str | None]) -> Iterator[
             yield "half of the steps (s)", *spreads, *[""] * len(why_not)
 
 
-def _spread(run: Run, column: Column) -> tuple[float, float] | None:
+def _spread(run: ReportedRun, column: Column) -> tuple[float, float] | None:
     speed = run.result.speed
     return speed.quartiles_s if column.key == TIME else speed.spread_of(column.of(run.result))
 
@@ -127,7 +127,7 @@ def _overlap(one: tuple[float, float] | None, other: tuple[float, float] | None)
     return max(lows) <= min(highs)
 
 
-def incomparable(a: Run, b: Run) -> str | None:
+def incomparable(a: ReportedRun, b: ReportedRun) -> str | None:
     """Return why the losses of two runs are not comparable; None if they are."""
     beginning = f"the losses of {a.label} and {b.label} are not comparable"
     if a.recipe is None or b.recipe is None:
@@ -154,7 +154,7 @@ def incomparable(a: Run, b: Run) -> str | None:
     return None
 
 
-def cautions(a: Run, b: Run) -> Iterator[str]:
+def cautions(a: ReportedRun, b: ReportedRun) -> Iterator[str]:
     """Yield further causes of a difference between two comparable losses."""
     if a.recipe is None or b.recipe is None:
         return
@@ -180,7 +180,7 @@ def cautions(a: Run, b: Run) -> Iterator[str]:
         yield f"{pair} count different kinds of memory ({kinds[0]} / {kinds[1]})"
 
 
-def curve_findings(a: Run, b: Run) -> Iterator[str]:
+def curve_findings(a: ReportedRun, b: ReportedRun) -> Iterator[str]:
     """Yield the step at which two loss curves part, and the largest difference."""
     precisions = (run.result.precision or (run.recipe.precision if run.recipe else "fp32") for run in (a, b))
     tolerance = max(ROUNDING.get(precision, ROUNDING["fp32"]) for precision in precisions)
@@ -201,7 +201,7 @@ def curve_findings(a: Run, b: Run) -> Iterator[str]:
         yield f"{beginning}: {parted if by else f'equal to {rounding}'}; {largest}"
 
 
-def _facts(run: Run) -> dict[str, Any]:
+def _facts(run: ReportedRun) -> dict[str, Any]:
     plan = run.plan
     result = run.result
     machine = {**run.machine}

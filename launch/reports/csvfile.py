@@ -10,8 +10,8 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
-from launch.reports.document import Document
-from launch.reports.entries import MEASURED, RATIO_NAMES, Entry
+from launch.reports.document import ReportDocument
+from launch.reports.entries import MEASURED, RATIO_NAMES, RowEntry
 from launch.reports.predictions import PREDICTED, PredictionLine
 from launch.reports.predictions import PUBLISHED as OF_ROW
 from launch.reports.scores import NOT_RUN, NOT_SCORED, FinetunedLine
@@ -38,7 +38,7 @@ COLUMNS = (
 )
 
 
-def write(document: Document) -> str:
+def write(document: ReportDocument) -> str:
     """Return the CSV (RFC 4180): headings, unrounded numbers, empty if not measured, lists joined by ";"."""
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, COLUMNS, lineterminator="\r\n")
@@ -53,7 +53,7 @@ def write(document: Document) -> str:
     return buffer.getvalue()
 
 
-def _cells(entry: Entry) -> dict[str, Any]:
+def _cells(entry: RowEntry) -> dict[str, Any]:
     row = entry.row
     run = entry.run
     published = entry.row.published
@@ -113,7 +113,7 @@ def _finetuned(line: FinetunedLine) -> dict[str, Any]:
     return values
 
 
-def _predicted(entry: Entry, lines: Mapping[tuple[str, str], PredictionLine]) -> dict[str, Any]:
+def _predicted(entry: RowEntry, lines: Mapping[tuple[str, str], PredictionLine]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for prefix, label in (("published_", OF_ROW), ("", entry.run and entry.run.full_label)):
         line = lines.get((entry.row.full_name, label or ""))

@@ -11,11 +11,19 @@ from itertools import groupby
 
 from launch.reports import plots, predictions, scores
 from launch.reports.comparison import MOST_COMPARED, Comparison, compare
-from launch.reports.entries import Column, Entry, Remarks, Scale, entries_of, measured_columns, split_remarks
-from launch.reports.frames import Frame
+from launch.reports.entries import (
+    Column,
+    Remarks,
+    RowEntry,
+    Scale,
+    entries_of,
+    measured_columns,
+    split_remarks,
+)
+from launch.reports.frames import ReportTable
 from launch.reports.plots import Plot
 from launch.reports.predictions import PredictionLine
-from launch.reports.runs import Over, Run
+from launch.reports.runs import Over, ReportedRun
 from launch.reports.scores import FinetunedLine
 from launch.reports.tables import PublishedRow, PublishedTable, Tables
 from recipes.problems import ProblemsError, counted
@@ -42,7 +50,7 @@ class Section:
     """
 
     table: PublishedTable
-    entries: list[Entry]
+    entries: list[RowEntry]
     columns: list[Column]
     common: Remarks
     remarks: list[tuple[PublishedRow, Remarks]]
@@ -51,7 +59,7 @@ class Section:
     finetuned: list[FinetunedLine]
 
     @property
-    def frames(self) -> list[Frame]:
+    def frames(self) -> list[ReportTable]:
         """Return the tables below the main one: predictions and fine-tuning scores."""
         found = (predictions.frame(self.predicted), scores.finetuned_frame(self.finetuned))
         return [*filter(None, found)]
@@ -68,11 +76,11 @@ class Section:
         return {row.full_name: f"errata-{self.anchor}-{n}" for n, (row, own) in numbered if own.errata}
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[ReportedRun]:
         return [entry.run for entry in self.entries if entry.run]
 
     @property
-    def groups(self) -> list[tuple[PublishedRow, list[Entry]]]:
+    def groups(self) -> list[tuple[PublishedRow, list[RowEntry]]]:
         """Group the entries by row."""
         return [(row, list(entries)) for row, entries in groupby(self.entries, key=lambda entry: entry.row)]
 
@@ -85,7 +93,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Document:
+class ReportDocument:
     """A whole report.
 
     Attributes:
@@ -100,12 +108,17 @@ class Document:
     comparison_plots: list[Plot]
     problems: list[str]
     notes: list[str]
-    scores: Frame | None
+    scores: ReportTable | None
 
 
 def assemble(
-    tables: Tables, names: Sequence[str], runs: Sequence[Run], *, only_named: bool, over: Over = "steps"
-) -> Document:
+    tables: Tables,
+    names: Sequence[str],
+    runs: Sequence[ReportedRun],
+    *,
+    only_named: bool,
+    over: Over = "steps",
+) -> ReportDocument:
     """Assemble the report of `runs` and of the tables `names`.
 
     With `only_named`, runs of other tables are left out. Otherwise their tables are reported too; runs whose
@@ -128,7 +141,7 @@ def assemble(
         notes.append(f"{many}: name 2 to {MOST_COMPARED} of them")
     comparison = compare(shown) if 2 <= len(shown) <= MOST_COMPARED else None
 
-    def section(table: PublishedTable, runs: Sequence[Run]) -> Section:
+    def section(table: PublishedTable, runs: Sequence[ReportedRun]) -> Section:
         entries = entries_of(table, runs)
         ran = [entry.run for entry in entries if entry.run]
         return Section(
@@ -160,7 +173,7 @@ def assemble(
     problems += [problem for run in runs for problem in run.problems]
     drawn = plots.of_comparison(comparison.runs, over) if comparison else []
     in_rows = [line.finetuned for each in sections for line in each.finetuned]
-    return Document(
+    return ReportDocument(
         _title(sections, comparison),
         time.strftime("%Y-%m-%d %H:%M %Z"),
         sections,
@@ -179,7 +192,7 @@ def _title(sections: Sequence[Section], comparison: Comparison | None) -> str:
     return f"Published and measured{of_table}"
 
 
-def _table_of_strangers(runs: Sequence[Run]) -> PublishedTable:
+def _table_of_strangers(runs: Sequence[ReportedRun]) -> PublishedTable:
     """Make a table of the runs of users' own recipe files and of rows no longer in their table."""
     rows = []
     for name, run in {run.name: run for run in runs}.items():

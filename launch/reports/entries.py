@@ -10,7 +10,7 @@ from launch.console import numbers
 from launch.records.deviations import Deviation, Incomparable, changed_work, not_comparable
 from launch.records.result import TFLOPS_BY, ComparedQuantity, Result, compare_with
 from launch.records.result_text import EXACT
-from launch.reports.runs import OOM, Run
+from launch.reports.runs import OOM, ReportedRun
 from launch.reports.tables import PublishedRow, PublishedTable
 
 Scale = Literal["full", "tiny", "other", "unknown"]  # size of a run compared with its row
@@ -40,7 +40,7 @@ class Column(NamedTuple):
     of: Callable[[Result], Any]
     change: Literal["difference", "ratio", "loss"] = "ratio"
 
-    def text(self, run: Run) -> str:
+    def text(self, run: ReportedRun) -> str:
         """Write the value of a run, with the spread of its steps behind a time."""
         value = self.of(run.result)
         if self.key == TIME and run.result.speed.quartiles_s:
@@ -88,7 +88,7 @@ MEASURED = tuple(COLUMNS[key] for key in _MEASURED_KEYS)
 
 
 @dataclass(frozen=True)
-class Entry:
+class RowEntry:
     """A row without a run, or with one.
 
     Attributes:
@@ -98,7 +98,7 @@ class Entry:
     """
 
     row: PublishedRow
-    run: Run | None = None
+    run: ReportedRun | None = None
     compared: tuple[ComparedQuantity, ...] = ()
     incomparable: Incomparable | None = None
     memory: str | None = None
@@ -158,7 +158,7 @@ class Entry:
         return stated
 
 
-def measured_columns(table: PublishedTable, runs: Sequence[Run]) -> list[Column]:
+def measured_columns(table: PublishedTable, runs: Sequence[ReportedRun]) -> list[Column]:
     """Return the columns of MEASURED with a value in any run; mark the TFLOPS counted as published."""
     published = [row.published for row in table.rows if row.published]
     counted = {TFLOPS_BY[each.tflops_by][1] for each in published if each.tflops}
@@ -171,18 +171,18 @@ def measured_columns(table: PublishedTable, runs: Sequence[Run]) -> list[Column]
     return found
 
 
-def entries_of(table: PublishedTable, runs: Sequence[Run]) -> list[Entry]:
+def entries_of(table: PublishedTable, runs: Sequence[ReportedRun]) -> list[RowEntry]:
     """Return the entries of every row in table order, runs newest first."""
     found = []
     newest_first = sorted(runs, key=lambda run: run.started.timestamp() if run.started else 0.0, reverse=True)
     for row in table.rows:
-        found += [entry_of(row, run) for run in newest_first if run.name == row.full_name] or [Entry(row)]
+        found += [entry_of(row, run) for run in newest_first if run.name == row.full_name] or [RowEntry(row)]
     return found
 
 
-def entry_of(row: PublishedRow, run: Run) -> Entry:
+def entry_of(row: PublishedRow, run: ReportedRun) -> RowEntry:
     """Compare the run with the published numbers of its row."""
-    entry = Entry(row, run)
+    entry = RowEntry(row, run)
     published = row.published
     if published is None:
         return entry
@@ -197,7 +197,7 @@ def entry_of(row: PublishedRow, run: Run) -> Entry:
     return replace(entry, compared=compare_with(published, run.result, comparable=True))
 
 
-class Remark(NamedTuple):
+class EntryRemark(NamedTuple):
     """A sentence about a row. `kind`: "erratum", "note", ...; `key`: the recipe's key, if there is one."""
 
     kind: str
@@ -210,7 +210,7 @@ class Remark(NamedTuple):
         return f"{self.kind}: {self.key}" if self.key else self.kind
 
 
-class Remarks(tuple[Remark, ...]):
+class Remarks(tuple[EntryRemark, ...]):
     """The remarks of one row, or the common remarks of a table."""
 
     @property
@@ -226,23 +226,23 @@ class Remarks(tuple[Remark, ...]):
         return "; ".join(f"{kind}: {', '.join(own)}" if any(own) else kind for kind, own in keys.items())
 
 
-def remarks_of(row: PublishedRow) -> list[Remark]:
+def remarks_of(row: PublishedRow) -> list[EntryRemark]:
     """Return errata, note, impossible printed values, unknown values, and origins of inferred values."""
-    found = [Remark("erratum", str(known)) for known in row.errata]
+    found = [EntryRemark("erratum", str(known)) for known in row.errata]
     if row.no_recipe:
-        found.append(Remark("no recipe", row.no_recipe))
+        found.append(EntryRemark("no recipe", row.no_recipe))
     recipe = row.recipe
     if recipe is None:
         return found
     published = recipe.published
     if published and published.tflops and published.tflops_by == "exact":
-        found.append(Remark("TFLOPS counted", EXACT))
+        found.append(EntryRemark("TFLOPS counted", EXACT))
     if recipe.note:
-        found.append(Remark("note", " ".join(recipe.note.split())))
+        found.append(EntryRemark("note", " ".join(recipe.note.split())))
     printed = published.printed if published else {}
-    found += [Remark(f"{key} printed as", str(value)) for key, value in printed.items()]
+    found += [EntryRemark(f"{key} printed as", str(value)) for key, value in printed.items()]
     for kind in ("differs", "unknown", "inferred"):
-        found += [Remark(kind, text, key) for key, text in getattr(recipe, kind).items()]
+        found += [EntryRemark(kind, text, key) for key, text in getattr(recipe, kind).items()]
     return found
 
 

@@ -9,7 +9,7 @@ from html import escape
 
 
 @dataclass(frozen=True)
-class Frame:
+class ReportTable:
     """A table of text with headings.
 
     Attributes:
@@ -39,7 +39,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def blocks(frame: Frame) -> list[str]:
+def blocks(frame: ReportTable) -> list[str]:
     """Return title, note and table as Markdown."""
     title = f"**{frame.title}**" if frame.title else ""
     rows = [[*map(text, row)] for row in frame.rows]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from launch.reports.comparison import Comparison
-from launch.reports.document import Document, Section
-from launch.reports.entries import Entry, Remark, Scale
+from launch.reports.document import ReportDocument, Section
+from launch.reports.entries import EntryRemark, RowEntry, Scale
 from launch.reports.frames import blocks, bullets, table, text
 
 MARKER = "<!-- written by megarecipes: launch/report.py -->"
@@ -15,7 +15,7 @@ DAGGER = "†"  # marks a row with errata
 SCALES: dict[Scale | None, str] = {"tiny": "**TINY** ", "other": "**OTHER MODEL** "}
 
 
-def write(document: Document) -> str:
+def write(document: ReportDocument) -> str:
     found = [
         MARKER,
         f"# {text(document.title)}",
@@ -65,7 +65,7 @@ def _section(section: Section) -> list[str]:
     return found
 
 
-def _cells(section: Section, entry: Entry, footnotes: Mapping[str, str]) -> list[str]:
+def _cells(section: Section, entry: RowEntry, footnotes: Mapping[str, str]) -> list[str]:
     row = entry.row
     run = entry.run
     marks = [DAGGER] if row.full_name in section.errata_ids else []
@@ -81,7 +81,7 @@ def _cells(section: Section, entry: Entry, footnotes: Mapping[str, str]) -> list
     return [*cells, status]
 
 
-def _remark_text(remark: Remark) -> str:
+def _remark_text(remark: EntryRemark) -> str:
     return f"*{text(remark.what)}*: {text(remark.text)}"
 
 

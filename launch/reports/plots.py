@@ -22,8 +22,8 @@ from launch.records.loss_plot import mean, moving_average, step_ticks, write_in_
 from launch.records.result import TFLOPS_BY
 from launch.records.result_text import EXACT
 from launch.reports.comparison import incomparable
-from launch.reports.entries import COLUMNS, Entry
-from launch.reports.runs import OOM, Over, Points, Run, differences
+from launch.reports.entries import COLUMNS, RowEntry
+from launch.reports.runs import OOM, Over, Points, ReportedRun, differences
 from recipes.problems import counted
 
 INK = "#1c2024"
@@ -69,7 +69,7 @@ class Curve(NamedTuple):
     """A run's values over the optimizer steps. `number`: of the run, for its color and dashes."""
 
     number: int
-    run: Run
+    run: ReportedRun
     points: Points
 
 
@@ -87,13 +87,13 @@ class Plot:
         return f"data:image/svg+xml;base64,{base64.b64encode(self.svg.encode()).decode()}"
 
 
-def throughput(entries: Sequence[Entry]) -> list[Plot]:
+def throughput(entries: Sequence[RowEntry]) -> list[Plot]:
     """Plot published numbers as bars and measured ones as points, one plot per quantity."""
     found = [key for key in THROUGHPUT if _published(entries, key)]
     return [_throughput(entries, key) for key in found if key != "time_per_iteration_s" or len(found) == 1]
 
 
-def losses(runs: Sequence[Run], over: Over = "steps", title: str = "Loss") -> list[Plot]:
+def losses(runs: Sequence[ReportedRun], over: Over = "steps", title: str = "Loss") -> list[Plot]:
     """Plot training losses (moving average) and validations over steps, tokens or hours.
 
     Runs whose losses are not comparable have plots of their own; a plot has `RUNS_PER_PLOT` runs.
@@ -108,9 +108,9 @@ def losses(runs: Sequence[Run], over: Over = "steps", title: str = "Loss") -> li
     return found
 
 
-def _comparable(runs: Iterable[Run]) -> list[list[Run]]:
+def _comparable(runs: Iterable[ReportedRun]) -> list[list[ReportedRun]]:
     """Group runs by whether their losses can be compared: the same unit, text and vocabulary."""
-    groups: list[list[Run]] = []
+    groups: list[list[ReportedRun]] = []
     for run in runs:
         for group in groups:
             if group[0].loss_per == run.loss_per and not incomparable(group[0], run):
@@ -121,7 +121,7 @@ def _comparable(runs: Iterable[Run]) -> list[list[Run]]:
     return groups
 
 
-def of_comparison(runs: Sequence[Run], over: Over = "steps") -> list[Plot]:
+def of_comparison(runs: Sequence[ReportedRun], over: Over = "steps") -> list[Plot]:
     """Plot losses, their differences from the first run's step by step, and the wall time of every step."""
     first, *others = runs
     apart = []
@@ -144,7 +144,7 @@ def of_comparison(runs: Sequence[Run], over: Over = "steps") -> list[Plot]:
     ]
 
 
-def of_runs(runs: Sequence[Run]) -> list[Plot]:
+def of_runs(runs: Sequence[ReportedRun]) -> list[Plot]:
     """Plot samples per second and peak memory of each run; no plot of fewer than two runs."""
     if len(runs) < 2:
         return []
@@ -173,7 +173,7 @@ def of_runs(runs: Sequence[Run]) -> list[Plot]:
     return [_render(figure, [], "Speed and memory of the runs", caption)]
 
 
-def _draw_spread(axes: Axes, y: float, value: float, run: Run) -> None:
+def _draw_spread(axes: Axes, y: float, value: float, run: ReportedRun) -> None:
     """Draw between which speeds half of the steps lie."""
     ends = run.result.speed.spread_of(value)
     if ends:
@@ -194,7 +194,7 @@ def _steps(
     return [_render(figure, legend, label, caption + THINNED.format(NOISY_POINTS))]
 
 
-def _throughput(entries: Sequence[Entry], key: str) -> Plot:
+def _throughput(entries: Sequence[RowEntry], key: str) -> Plot:
     rows = {entry.row.full_name: entry.row for entry in entries}
     at = {name: y for y, name in enumerate(rows)}
     name_of_axis = _axis(entries, key)
@@ -236,7 +236,7 @@ def _throughput(entries: Sequence[Entry], key: str) -> Plot:
     return _render(figure, legend, f"Published and measured: {name_of_axis}", " ".join(parts))
 
 
-def _losses(runs: Sequence[Run], over: Over, title: str) -> Plot:
+def _losses(runs: Sequence[ReportedRun], over: Over, title: str) -> Plot:
     unit = f"loss (nats per {runs[0].loss_per})"
     figure = Figure(figsize=(8, 4.6 + 0.2 * ((len(runs) + 1) // 2)), layout="constrained")
     axes = new_axes(figure, title, OVER[over], unit)
@@ -289,33 +289,33 @@ def thin(points: Points, most: int = MOST_POINTS) -> Points:
     return [(mean(steps), mean(values)) for steps, values in buckets]
 
 
-def _published(entries: Sequence[Entry], key: str) -> dict[str, float]:
+def _published(entries: Sequence[RowEntry], key: str) -> dict[str, float]:
     """Map each row with a published number to that number."""
     numbers = {entry.row.full_name: getattr(entry.row.published, key, None) for entry in entries}
     return {name: number for name, number in numbers.items() if number is not None}
 
 
-def _counted_as(entries: Sequence[Entry]) -> str | None:
+def _counted_as(entries: Sequence[RowEntry]) -> str | None:
     """Return our count of TFLOPS that matches the published ones; None where sources used both."""
     published = [entry.row.published for entry in entries if entry.row.published]
     found = {each.tflops_by for each in published if each.tflops is not None} or {"formula"}
     return TFLOPS_BY[found.pop()][1] if len(found) == 1 else None
 
 
-def _axis(entries: Sequence[Entry], key: str) -> str:
+def _axis(entries: Sequence[RowEntry], key: str) -> str:
     """Return the axis label; for TFLOPS it names the source's count."""
     counted = _counted_as(entries) if key == "tflops" else None
     return COLUMNS[counted].heading if counted else THROUGHPUT[key]
 
 
-def _measured(entry: Entry, key: str) -> float | None:
+def _measured(entry: RowEntry, key: str) -> float | None:
     """Return the measured value; None if missing or incomparable with the row."""
     counted = _counted_as([entry]) if key == "tflops" else key
     value = COLUMNS[counted or key].of(entry.run.result) if entry.run and not entry.no_ratio else None
     return value if value and value > 0 else None
 
 
-def _entropies(runs: Sequence[Run]) -> dict[tuple[str, float], list[str]]:
+def _entropies(runs: Sequence[ReportedRun]) -> dict[tuple[str, float], list[str]]:
     found: dict[tuple[str, float], list[str]] = {}
     for run in runs:
         for kind, value in vars(run.result.entropies).items():

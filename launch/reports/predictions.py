@@ -15,9 +15,9 @@ from launch.planning.prediction.forecast_text import error
 from launch.planning.prediction.published_step import published_seconds, published_workload
 from launch.planning.resolved_plans import plan_on_nodes
 from launch.records.result import Speed
-from launch.reports.entries import Entry
-from launch.reports.frames import Frame
-from launch.reports.runs import Run
+from launch.reports.entries import RowEntry
+from launch.reports.frames import ReportTable
+from launch.reports.runs import ReportedRun
 from modeling import cost
 from recipes.schema import Published, Recipe
 
@@ -104,7 +104,7 @@ def _share(value: float | None, unknown: str) -> str:
     return unknown if value is None else f"{value:.1%}"
 
 
-def frame(lines: Sequence[PredictionLine]) -> Frame | None:
+def frame(lines: Sequence[PredictionLine]) -> ReportTable | None:
     """Return the table of the lines; None without any prediction or derived number."""
     if not any(line.has_numbers for line in lines):
         return None
@@ -114,10 +114,10 @@ def frame(lines: Sequence[PredictionLine]) -> Frame | None:
     doubted = [f"{line.name} ({line.label}, {line.mfu:.0%})" for line in lines if line.is_implausible]
     if doubted:
         explained += f" No sound row has {MOST_SHARE:g} % of a GPU's peak; doubt {', '.join(doubted)}."
-    return Frame(HEADINGS, kinds, [line.cells for line in lines], title, explained)
+    return ReportTable(HEADINGS, kinds, [line.cells for line in lines], title, explained)
 
 
-def lines_of(entries: Sequence[Entry]) -> list[PredictionLine]:
+def lines_of(entries: Sequence[RowEntry]) -> list[PredictionLine]:
     """Return a line for each published row, followed by its runs; tiny runs are not compared."""
     found: list[PredictionLine] = []
     for row, each in groupby(entries, key=lambda entry: entry.row):
@@ -175,7 +175,7 @@ def _as_their_system(recipe: Recipe) -> Forecast | None:
         return None
 
 
-def _of_run(name: str, run: Run) -> PredictionLine:
+def _of_run(name: str, run: ReportedRun) -> PredictionLine:
     result = run.result
     seconds = run.result.speed.seconds_per_step
     plan = run.plan

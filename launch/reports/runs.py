@@ -39,7 +39,7 @@ OOM = "OOM"
 
 
 @dataclass(frozen=True)
-class Run:
+class ReportedRun:
     """The contents of a run directory.
 
     Attributes:
@@ -133,7 +133,7 @@ class Run:
             return None
 
 
-def read_run(path: Path, label: str, original_of: Callable[[str], Recipe | None]) -> Run:
+def read_run(path: Path, label: str, original_of: Callable[[str], Recipe | None]) -> ReportedRun:
     """Read all readable files of a run; add the others to its `problems`.
 
     `original_of` returns the current recipe of a name; it serves runs that wrote no deviations.
@@ -179,7 +179,7 @@ def read_run(path: Path, label: str, original_of: Callable[[str], Recipe | None]
     points = (training, validation, seconds, hours)
     scores = _read(lambda: read_scores(path), problems) or ()
     before = _read(lambda: pretrained.read(path), problems)
-    return Run(path, label, name, result, plan, launch, *points, tuple(problems), scores, before)
+    return ReportedRun(path, label, name, result, plan, launch, *points, tuple(problems), scores, before)
 
 
 def _continued(records: Records, result: Result) -> bool:

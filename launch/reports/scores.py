@@ -13,8 +13,8 @@ from launch.evaluation.finetuning_seeds import SUMMARY, Summary
 from launch.evaluation.pretrained import Pretrained
 from launch.evaluation.scores import OTHER_DATA, WORDS, Score, figure_name, figure_text, published_next_to
 from launch.records.facts import TaskScore
-from launch.reports.frames import Frame
-from launch.reports.runs import Run
+from launch.reports.frames import ReportTable
+from launch.reports.runs import ReportedRun
 from launch.reports.tables import PublishedRow
 from recipes import catalog
 from recipes.schema import Published, Recipe, Task, TaskName
@@ -74,7 +74,7 @@ class FinetunedModel:
         scores: split -> metric -> share of 1.
     """
 
-    run: Run
+    run: ReportedRun
     label: str
     path: Path
     scores: Mapping[str, Mapping[str, float]]
@@ -158,13 +158,13 @@ class FinetunedLine:
         )
 
 
-def finetuned_frame(lines: Sequence[FinetunedLine]) -> Frame | None:
+def finetuned_frame(lines: Sequence[FinetunedLine]) -> ReportTable | None:
     kinds = ("name", "text", "text", "number", "number", "words", "words")
     cells = [line.cells for line in lines]
-    return Frame(FINETUNED_HEADINGS, kinds, cells, "Fine-tuned", EXPLAINED) if lines else None
+    return ReportTable(FINETUNED_HEADINGS, kinds, cells, "Fine-tuned", EXPLAINED) if lines else None
 
 
-def finetuned_models(runs: Sequence[Run], problems: list[str]) -> list[FinetunedModel]:
+def finetuned_models(runs: Sequence[ReportedRun], problems: list[str]) -> list[FinetunedModel]:
     """Return the fine-tuned models among the runs; for runs with a summary only median and ensemble.
 
     Unreadable summaries are added to `problems`.
@@ -196,7 +196,7 @@ def _summary(folder: Path, problems: list[str]) -> Summary | None:
         return None
 
 
-def _of_summary(run: Run, summary: Summary) -> Iterator[FinetunedModel]:
+def _of_summary(run: ReportedRun, summary: Summary) -> Iterator[FinetunedModel]:
     """Yield the median and the ensemble of a summary; `run` is one of its runs."""
     label = run.path.parent.name
     path = run.path.parent / SUMMARY
@@ -253,16 +253,16 @@ def percent(share: float) -> str:
     return f"{PERCENT * share:.1f} %"
 
 
-def frame(runs: Sequence[Run], finetuned: Iterable[FinetunedModel]) -> Frame | None:
+def frame(runs: Sequence[ReportedRun], finetuned: Iterable[FinetunedModel]) -> ReportTable | None:
     """Return the table of all scores, each by its task's main figure. `finetuned`: models without a row."""
     rows = [*_score_rows(runs), *_finetuned_rows(finetuned)]
     kinds = ("text", "text", "name", "number", "number", "words")
-    return Frame(HEADINGS, kinds, rows) if rows else None
+    return ReportTable(HEADINGS, kinds, rows) if rows else None
 
 
-def _score_rows(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
+def _score_rows(runs: Sequence[ReportedRun]) -> Iterator[tuple[str, ...]]:
     """Yield the runs of each task, followed by the published scores."""
-    by_task: dict[tuple[str, str], list[tuple[Run, Score]]] = {}
+    by_task: dict[tuple[str, str], list[tuple[ReportedRun, Score]]] = {}
     for run in runs:
         for score in run.scores:
             by_task.setdefault((score.task, score.variant), []).append((run, score))
@@ -274,7 +274,7 @@ def _score_rows(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
             yield name, WORDS[each.figure], f"published: {each.model}", each.printed, "", each.source
 
 
-def _of_run(run: Run, score: Score) -> tuple[str, ...]:
+def _of_run(run: ReportedRun, score: Score) -> tuple[str, ...]:
     figure, value = next(iter(score.figures.items()))
     step = "" if score.step is None else f", step {score.step:,}"
     how = [

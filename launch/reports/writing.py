@@ -15,7 +15,7 @@ from launch.console import new_output, output
 from launch.console.numbers import number
 from launch.reports import csvfile, markdown
 from launch.reports.comparison import MOST_COMPARED
-from launch.reports.document import Document
+from launch.reports.document import ReportDocument
 from launch.reports.runs import is_run
 
 FOLDER = Path(__file__).resolve().parent
@@ -29,7 +29,7 @@ PAGE_BEGINNING = """\
 STATUS_CLASSES = {"measured": "good", **dict.fromkeys(("not run", "unfinished", "saving"), "idle")}
 
 
-def page(document: Document) -> str:
+def page(document: ReportDocument) -> str:
     """Render one self-contained HTML page: plots inside, no scripts."""
     # All text is escaped except the beginning and the style sheet, which are our own.
     options: dict[str, Any] = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
@@ -48,7 +48,7 @@ def unbroken(text: str) -> str:
 
 
 # File name -> (its writer, the beginning of the file, which identifies a former report).
-FORMS: dict[str, tuple[Callable[[Document], str], str]] = {
+FORMS: dict[str, tuple[Callable[[ReportDocument], str], str]] = {
     "report.md": (markdown.write, markdown.MARKER),
     "report.csv": (csvfile.write, ",".join(csvfile.COLUMNS[:4])),
     "report.html": (page, PAGE_BEGINNING),
@@ -81,7 +81,7 @@ def check(directory: Path) -> list[str]:
     return new_output.own_files("--out", directory, {name: own for name, (_, own) in FORMS.items()})
 
 
-def write(document: Document, directory: Path) -> list[Path]:
+def write(document: ReportDocument, directory: Path) -> list[Path]:
     """Write the three files and return their paths."""
     # All texts, before any file is replaced.
     texts = {directory / name: form(document) for name, (form, _) in FORMS.items()}

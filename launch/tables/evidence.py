@@ -104,7 +104,7 @@ class OtherModel(Strict):
     pretraining: Pretraining | None = None
 
 
-class Disagreement(Strict):
+class CellDisagreement(Strict):
     """A difference from the source, with its rows."""
 
     quantity: str
@@ -118,7 +118,7 @@ class Erratum(Strict):
 
     explanation: str
     later: str | None = None
-    disagreements: list[Disagreement] = Field(min_length=1)
+    disagreements: list[CellDisagreement] = Field(min_length=1)
 
     @property
     def text(self) -> str:

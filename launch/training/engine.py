@@ -37,7 +37,7 @@ from launch.training import micro_batches
 from launch.training.build_model import build_module
 from launch.training.early_ends import Diverged
 from launch.training.job import Job
-from launch.training.schedule import Schedule
+from launch.training.schedule import LearningRateSchedule
 from modeling.parallel.process_grid import ProcessGrid
 from recipes.families import fields_of
 from recipes.schema import Recipe
@@ -99,7 +99,7 @@ def initialize(plan: Plan, module: torch.nn.Module, grid: ProcessGrid) -> DeepSp
         # Asked for by ZeRO where it does not know the optimizer's class.
         "config": {**plan.ds, "zero_allow_untested_optimizer": True} if own else plan.ds,
         "optimizer": own,
-        "lr_scheduler": lambda optimizer: Schedule(optimizer, plan.recipe),
+        "lr_scheduler": lambda optimizer: LearningRateSchedule(optimizer, plan.recipe),
     }
     if plan.zero_stage == 0:
         from launch.deepspeed_fixes import zero0

@@ -40,7 +40,7 @@ AXES = ("dp", "tp")
 Named = tuple[str, str, str]  # axis of copies ("": no copies), kind and tensor
 
 
-class Report(NamedTuple):
+class NumberReport(NamedTuple):
     """The report of one rank at a check, in numbers that travel as one row of a tensor."""
 
     changed: int  # blocks that changed between steps, and batches
@@ -184,13 +184,13 @@ class NumberWatch:
             if now is not None:
                 watched.changed |= now ^ watched.kept
 
-    def _exchange(self) -> list[Report]:
+    def _exchange(self) -> list[NumberReport]:
         """Return the reports of all ranks. Waits for the device."""
         changed = sum(watched.changed.count_nonzero() for watched in self._watched)
-        own = Report(int(changed) + bool(self._batch), self._hash("dp"), self._hash("tp"))
+        own = NumberReport(int(changed) + bool(self._batch), self._hash("dp"), self._hash("tp"))
         table = torch.empty(dist.get_world_size(), len(own), dtype=torch.int64)
         all_gather(table.view(-1), torch.tensor(own), group=self._grid.control_group)
-        return [Report(*row) for row in table.tolist()]
+        return [NumberReport(*row) for row in table.tolist()]
 
     def _copies(self, axis: str) -> Iterator[Watched]:
         """Yield what is compared along an axis."""
@@ -256,7 +256,7 @@ def seconds_of(work: Callable[[], object]) -> float:
     return max(times)
 
 
-def is_sound(table: Sequence[Report], grid: ProcessGrid) -> bool:
+def is_sound(table: Sequence[NumberReport], grid: ProcessGrid) -> bool:
     """Check the reports of all ranks, in rank order."""
     if any(report.changed for report in table):
         return False

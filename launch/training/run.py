@@ -293,7 +293,7 @@ class TrainingRun:
         """Prove that the engine holds what was read of a checkpoint. Raises FileError on all ranks."""
         from launch.checkpoints import proof
 
-        sample = proof.Sample(self.recipe, self.job.plan.precision, self._sample, self._sample_loss)
+        sample = proof.ProofSample(self.recipe, self.job.plan.precision, self._sample, self._sample_loss)
         proof.check(self.state, checkpoint, sample, self.recorder.say, weights=weights)
 
     def _report_skipped_records(self) -> None:

@@ -81,7 +81,7 @@ def _deepspeed_rate(recipe: Recipe, iteration: int) -> float:
     return first + (peak - first) * max(0.0, (recipe.decay_steps - iteration) / length)
 
 
-class Schedule:
+class LearningRateSchedule:
     """Set the learning rate of every parameter group; DeepSpeed does not step it in skipped steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, recipe: Recipe):

@@ -32,7 +32,7 @@ from recipes.schema import Recipe
 
 if TYPE_CHECKING:
     from data.corpus import Corpus
-    from launch.checkpoints.run_checkpoints import Choice
+    from launch.checkpoints.run_checkpoints import CheckpointChoice
     from launch.records.directory import RunDirectory
     from launch.training.run import TrainingRun
     from modeling.parallel.process_grid import ProcessGrid
@@ -332,13 +332,13 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
             raise SystemExit(NOT_RECORDED)
 
 
-def choose_checkpoint(job: Job, grid: ProcessGrid, corpus: Corpus) -> Choice:
+def choose_checkpoint(job: Job, grid: ProcessGrid, corpus: Corpus) -> CheckpointChoice:
     """Choose the checkpoint that a resume or a branch goes on from, if any. Collective. Raises ValueError."""
-    from launch.checkpoints.run_checkpoints import Choice
+    from launch.checkpoints.run_checkpoints import CheckpointChoice
     from launch.training.run import checksum
 
     recipe = job.plan.recipe
-    chosen = Choice(None)
+    chosen = CheckpointChoice(None)
     if job.resume:
         from launch.checkpoints import reading
 
@@ -358,7 +358,7 @@ def say_on_rank_0(text: str) -> None:
 
 
 def open_recorder(
-    training: Training, directory: RunDirectory | None, corpus: Corpus, chosen: Choice
+    training: Training, directory: RunDirectory | None, corpus: Corpus, chosen: CheckpointChoice
 ) -> SilentRecorder:
     """Open rank 0's recorder, cut back to the chosen checkpoint; other ranks get a silent one."""
     from launch.records import vocabulary

@@ -44,7 +44,7 @@ from launch.training import micro_batches, transformers_model
 from launch.training.early_ends import EarlyEnd, EarlyStop
 from launch.training.engine import parameter_groups
 from launch.training.run import Start, TrainingRun, next_batch, run_watchdog
-from launch.training.schedule import Schedule
+from launch.training.schedule import LearningRateSchedule
 from launch.training.training_batches import training_batches
 from modeling.parallel.cross_entropy import weighted_loss
 from modeling.parallel.process_grid import ProcessGrid
@@ -201,7 +201,7 @@ class RecipeTrainer(Trainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.lr_scheduler is None:
-            self.lr_scheduler = Schedule(optimizer, self.recipe)
+            self.lr_scheduler = LearningRateSchedule(optimizer, self.recipe)
         return self.lr_scheduler
 
     def training_step(self, model: DeepSpeedEngine, *inputs: Any, **how: Any) -> torch.Tensor:

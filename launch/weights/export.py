@@ -22,7 +22,7 @@ from launch.checkpoints import inspection, tensor_file
 from launch.checkpoints.manifest import WEIGHT
 from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.checkpoints.stored import StoredTensors
-from launch.checkpoints.tensor_file import Entry, Reader
+from launch.checkpoints.tensor_file import Reader, TensorEntry
 from launch.machine import memory
 from modeling.families import family_of, meta_parameters, whole_model
 from modeling.formats.families import conversion_of
@@ -209,7 +209,7 @@ def write_model(
     split = split_torch_state_dict_into_shards(state, max_shard_size=SHARD)
     read = _Converted(weights, conversion, recipe, dtype).read
     for file, names in split.filename_to_tensors.items():
-        entries = [Entry(name, dtype, tuple(state[name].shape), partial(read, name)) for name in names]
+        entries = [TensorEntry(name, dtype, tuple(state[name].shape), partial(read, name)) for name in names]
         tensor_file.write(directory / file, entries, {"format": "pt"})
     if split.is_sharded:
         metadata = {"total_parameters": sum(tensor.numel() for tensor in state.values()), **split.metadata}

@@ -11,7 +11,7 @@ import torch
 
 from launch.checkpoints import inspection, run_checkpoints
 from launch.checkpoints.manifest import WEIGHT
-from launch.checkpoints.run_checkpoints import Damaged
+from launch.checkpoints.run_checkpoints import DamagedCheckpoint
 from launch.checkpoints.stored import StoredTensors
 from launch.ranks import processes
 from modeling.families import meta_parameters, with_few_layers, with_vocabulary
@@ -20,7 +20,7 @@ from modeling.formats.huggingface import bert
 from modeling.formats.huggingface.config_forms import FORMS, MEGATRON_FORMS, ConfigForm, form_of, run_forms
 from modeling.formats.huggingface.weight_files import read_state_dict
 from modeling.formats.megatron import files, names
-from modeling.formats.megatron.checkpoint import SMALLEST_PADDING, Checkpoint, Slices, open_checkpoint
+from modeling.formats.megatron.checkpoint import SMALLEST_PADDING, MegatronCheckpoint, Slices, open_checkpoint
 from modeling.initialization import NEW_HEADS
 from modeling.lazy_weights import LazyWeights
 from modeling.transformer import BERT_NORM_EPS
@@ -39,7 +39,7 @@ MASKED_HEAD = ("head.transform.", "head.norm.")
 SENTENCE_HEAD = ("head.pooler.", "head.sentence.")
 
 
-class Words(NamedTuple):
+class MessageWords(NamedTuple):
     """Words of messages: the model, the source of its shapes, and the fix."""
 
     model: str
@@ -76,7 +76,7 @@ class Saved:
         """Map each stored name of the recipe's model to its canonical name, and the shape stored there."""
         raise NotImplementedError
 
-    def words(self, model: Model) -> Words:
+    def words(self, model: Model) -> MessageWords:
         raise NotImplementedError
 
     def untied(self, model: Model) -> Iterable[tuple[str, str]]:
@@ -228,10 +228,10 @@ class TransformersWeights(Saved):
             for name, part in zip(theirs, form.to_theirs(meta[ours], heads), strict=True)
         }
 
-    def words(self, model: Model) -> Words:
+    def words(self, model: Model) -> MessageWords:
         kind = conversion_of(model).class_name(model)
         fix = f"give a directory in which save_pretrained wrote a whole {kind}"
-        return Words(f"a {kind} of this config.json", "config.json", fix)
+        return MessageWords(f"a {kind} of this config.json", "config.json", fix)
 
     def problems(self, recipe: Recipe) -> Iterator[Problem]:
         yield from super().problems(recipe)
@@ -255,7 +255,7 @@ class MegatronWeights(Saved):
     sentence_head = tuple(f"{name}." for name in names.SENTENCE_HEAD.values())
 
     @cached_property
-    def checkpoint(self) -> Checkpoint:
+    def checkpoint(self) -> MegatronCheckpoint:
         return open_checkpoint(self.directory)
 
     def config(self, vocabulary: int | None) -> Mapping[str, Any]:
@@ -285,9 +285,9 @@ class MegatronWeights(Saved):
     def rows(self) -> int:
         return self.checkpoint.size(names.WORD, 0) or 0
 
-    def words(self, model: Model) -> Words:
+    def words(self, model: Model) -> MessageWords:
         fix = "give a whole checkpoint of Megatron's GPT or BERT"
-        return Words(f"a Megatron {model.family} of these arguments", "its arguments", fix)
+        return MessageWords(f"a Megatron {model.family} of these arguments", "its arguments", fix)
 
     def untied(self, model: Model) -> list[tuple[str, str]]:
         return self.checkpoint.untied()
@@ -321,7 +321,7 @@ class RunWeights(Saved):
         return run_forms()
 
     @cached_property
-    def _found(self) -> tuple[run_checkpoints.Checkpoint, tuple[Damaged, ...]]:
+    def _found(self) -> tuple[run_checkpoints.Checkpoint, tuple[DamagedCheckpoint, ...]]:
         return run_checkpoints.newest_whole(self.directory)
 
     @property
@@ -356,8 +356,8 @@ class RunWeights(Saved):
     def expected(self, recipe: Recipe) -> Mapping[str, tuple[str, torch.Size]]:
         return {name: (name, each.shape) for name, each in meta_parameters(recipe).items()}
 
-    def words(self, model: Model) -> Words:
-        return Words(f"the {model.family} of its recipe", "its recipe", "give a whole checkpoint")
+    def words(self, model: Model) -> MessageWords:
+        return MessageWords(f"the {model.family} of its recipe", "its recipe", "give a whole checkpoint")
 
     def remarks(self, recipe: Recipe) -> Iterator[str]:
         yield f"of that run step {self.checkpoint.step}, {self.checkpoint.directory}"

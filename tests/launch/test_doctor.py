@@ -9,7 +9,7 @@ from launching import run, run_ranks
 from ds_configs.plan import GPU, Machine
 from launch import doctor
 from launch.machine import abilities, checks, doctor_checks, start_checks
-from launch.machine.abilities import Gpu
+from launch.machine.abilities import VisibleGpu
 from launch.machine.checks import Check
 from launch.machine.memory import Memory
 from launch.planning import memory_fit
@@ -40,7 +40,7 @@ def diagnose(monkeypatch, capsys, tmp_path):
 def gpu_machine(monkeypatch):
     """Have the doctor see a machine of so many GPUs, whose torch is built for sm_70 and up."""
 
-    def put(gpu: Gpu, count: int = 8, bf16: bool = True) -> None:
+    def put(gpu: VisibleGpu, count: int = 8, bf16: bool = True) -> None:
         found = [gpu] * count
         machine = Machine(GPU, fp16=True, bf16=bf16, compiler=True, libaio=True)
         monkeypatch.setattr(abilities, "detect_machine", lambda: machine)
@@ -55,7 +55,7 @@ def gpu_machine(monkeypatch):
     return put
 
 
-V100 = Gpu("Tesla V100-SXM2-32GB", (7, 0), 32e9, 32e9)
+V100 = VisibleGpu("Tesla V100-SXM2-32GB", (7, 0), 32e9, 32e9)
 
 
 def failed(found: list[Check]) -> dict[str, str]:

@@ -163,13 +163,13 @@ def test_a_bert_fills_its_masks_as_transformers(folder, written):
 def test_a_lone_text_is_streamed(folder, monkeypatch, capsys):
     """In pieces that are whole characters, the same text in the end."""
     pieces = []
-    kept = writing.Stream.show
+    kept = writing.ScreenStream.show
 
     def noted(stream, text):
         pieces.append(text)
         kept(stream, text)
 
-    monkeypatch.setattr(writing.Stream, "show", noted)
+    monkeypatch.setattr(writing.ScreenStream, "show", noted)
     assert not typed(monkeypatch, folder / "gpt", "--prompt", "The", "--tokens", 30)
     said = capsys.readouterr()
     assert said.out == f"{visible(pieces[-1])}\n" and len(pieces) == 32 and len({*pieces}) > 10
@@ -184,7 +184,7 @@ def test_a_stream_whose_last_words_change_is_written_again(capsys):
 
         eos_token_id = 9
 
-    stream = writing.Stream(Cleaned())
+    stream = writing.ScreenStream(Cleaned())
     for token in (0, 0, 0, 9):
         stream.put(torch.tensor([token]))
     assert capsys.readouterr().out == "a ." and stream.shown == "a ."

@@ -30,7 +30,7 @@ from modeling.hidden_dropout import HiddenDropout, salts_of
 from modeling.initialization import Init
 from modeling.layer_list import Family, Stack
 from modeling.parallel.random_state import seed_step
-from modeling.unpadding import Row
+from modeling.unpadding import PackedRow
 from recipes.attention_patterns import Fixed
 from recipes.rank_order import Coordinates
 from tools.benchmarks.random_batch import random_batch
@@ -175,6 +175,6 @@ def test_the_walk_finds_a_number_read_on_the_host(monkeypatch):
 
 def test_a_row_reaches_the_model_as_one(monkeypatch):
     """The cases above are what their names say."""
-    assert isinstance(CASES["BERT, a row"].arguments()[0][2], Row)
+    assert isinstance(CASES["BERT, a row"].arguments()[0][2], PackedRow)
     assert CASES["BERT, nothing padded"].arguments()[0][2] is None
     assert CASES["BERT, lengths of a pipeline"].arguments()[0][2].shape == (B,)

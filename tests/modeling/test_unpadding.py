@@ -21,7 +21,7 @@ from modeling.bert import FAMILY, BertShape
 from modeling.hidden_dropout import salts_of
 from modeling.initialization import Init
 from modeling.layer_list import Stack
-from modeling.unpadding import ROW_MULTIPLE, Row, attention_of_samples, row_of, unpadded_attention
+from modeling.unpadding import ROW_MULTIPLE, PackedRow, attention_of_samples, row_of, unpadded_attention
 from recipes.families import BERT
 
 S, P, V = 48, 6, 90
@@ -78,7 +78,7 @@ def test_losses_and_gradients_are_those_of_padded_samples(post, options):
     salts = salts_of(3, 0, torch.arange(B), S) if options.get("hidden_dropout") else None
     padded = [b[name] for name in BERT.fields.names], ({} if salts is None else {"salts": salts})
     unpadded = for_plain(b, "cpu", salts)
-    assert isinstance(unpadded[0][2], Row)
+    assert isinstance(unpadded[0][2], PackedRow)
     compare(losses_and_gradients(model, *padded), losses_and_gradients(model, *unpadded))
     if salts is not None:  # another token's salts are others
         shifted = {"salts": unpadded[1]["salts"].roll(1, 1)}
@@ -128,12 +128,12 @@ def test_a_batch_of_no_predictions_has_a_loss_of_0():
     assert bert()(*arguments)[0].item() == 0
 
 
-def qkv_of(row: Row, dtype=torch.float32) -> torch.Tensor:
+def qkv_of(row: PackedRow, dtype=torch.float32) -> torch.Tensor:
     g = torch.Generator().manual_seed(1)
     return torch.randn(row.places.shape[1], 2, 3, 8, generator=g, dtype=dtype).requires_grad_()
 
 
-def one_by_one(qkv: torch.Tensor, row: Row) -> torch.Tensor:
+def one_by_one(qkv: torch.Tensor, row: PackedRow) -> torch.Tensor:
     """By torch's attention on every sample alone."""
     each = [qkv[a:b].permute(2, 1, 0, 3) for a, b in pairwise(row.offsets.tolist()) if b > a]
     return torch.cat([F.scaled_dot_product_attention(*x[:, None]).squeeze(0).transpose(0, 1) for x in each])
@@ -189,7 +189,7 @@ def test_torch_compile_makes_one_graph_for_rows_of_all_lengths_and_all_numbers_o
             counted = {16: torch.eye(B, P), 32: micro_batch["weights"], 48: torch.ones(B, P)}
             micro_batch["weights"] = counted[predictions]
             arguments, named = for_plain(micro_batch, "cpu", salts)
-            assert isinstance(arguments[2], Row) and arguments[4].shape == (1, predictions)
+            assert isinstance(arguments[2], PackedRow) and arguments[4].shape == (1, predictions)
             eager, ours = (losses_and_gradients(m, arguments, named) for m in (model, compiled))
             compare(eager, ours)
     torch._dynamo.reset()

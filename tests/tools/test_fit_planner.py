@@ -32,7 +32,7 @@ def others() -> list[Case]:
 
 
 @pytest.fixture(scope="module")
-def found(published) -> validation.Validation:
+def found(published) -> validation.PlannerValidation:
     return validation.validate(published)
 
 

@@ -21,7 +21,7 @@ from ds_configs.resolver import resolve
 from recipes import catalog
 from tools import benchmark
 from tools.benchmarks import gpu_command, gpu_steps, measured_system, step_command
-from tools.benchmarks.gpu_steps import Command, Step
+from tools.benchmarks.gpu_steps import Command, GpuStep
 
 CPU = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=False)
 
@@ -43,8 +43,8 @@ def taken(monkeypatch) -> list[str]:
         return {"command": command, "code": code, "seconds": 1.5, "said": f"said by {command[0]}"}
 
     steps = (
-        Step("one", "title of one", [("a",), ("b",)], "goal: fast"),
-        Step("two", "title of two", [("c",)]),
+        GpuStep("one", "title of one", [("a",), ("b",)], "goal: fast"),
+        GpuStep("two", "title of two", [("c",)]),
     )
     monkeypatch.setattr(gpu_steps, "STEPS", steps)
     monkeypatch.setattr(gpu_command, "run_command", run_command)

@@ -16,7 +16,7 @@ from tools import benchmark
 from tools.benchmarks import measured_system, step_speed, step_text, systems
 from tools.benchmarks.specification import Specification
 from tools.benchmarks.step_speed import Measurement, Pace
-from tools.benchmarks.turns import Worker, WorkerFailed
+from tools.benchmarks.turns import TurnWorker, WorkerFailed
 
 
 def measured(name: str, seconds: list[float], **more) -> Measurement:
@@ -148,9 +148,9 @@ def test_systems_take_turns_in_processes_of_their_own(monkeypatch):
 def test_a_rank_that_fails_or_dies_says_its_last_words_and_ends_the_others(tmp_path):
     odd = Specification("odd", "no such system", "default/sotu", (), True, "zero1")
     with pytest.raises(WorkerFailed, match="KeyError: 'no such system'"):
-        Worker(odd, tmp_path / "odd.txt")
+        TurnWorker(odd, tmp_path / "odd.txt")
     two = Specification("two", "ours", "default/sotu", ("parallel.dp=2",), True, "zero1", processes=2)
-    worker = Worker(two, tmp_path / "two.txt")
+    worker = TurnWorker(two, tmp_path / "two.txt")
     ((_, tokens, _),) = worker.ask("run", 1)
     assert tokens == 512, "of both ranks"
     (tmp_path / "two.txt").write_text("the last words")

@@ -26,7 +26,7 @@ from data.tasks.windows import overlapping_windows  # noqa: E402
 from launch.evaluation.likelihoods import Likelihoods  # noqa: E402
 from launch.evaluation.scorer import Scorer, load_model, steps_of  # noqa: E402
 from launch.evaluation.scoring import figures_of, own_text  # noqa: E402
-from launch.evaluation.scoring_plan import Wishes, checked_job  # noqa: E402
+from launch.evaluation.scoring_plan import ScoringWishes, checked_job  # noqa: E402
 from launch.experiments.parity.groups import temporary_groups  # noqa: E402
 from launch.ranks.watchdog import Watchdog  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
@@ -38,7 +38,9 @@ def score_case(run: str, texts: str, long: str, case: dict) -> dict:
     how = {"batch": 2, **{name: value for name, value in case.items() if name != "name"}}
     world = processes.world_size()
     asked = {"perplexity": dict(text=texts, stride=24), "overlapping": dict(text=long, stride=24)}
-    jobs = {name: checked_job(Wishes(run, **task, **how), world, MACHINE) for name, task in asked.items()}
+    jobs = {
+        name: checked_job(ScoringWishes(run, **task, **how), world, MACHINE) for name, task in asked.items()
+    }
     job = jobs["perplexity"]
     plan = job.plan
     grid = ProcessGrid(plan.layout.tp, plan.layout.pp, plan.layout.dp)

@@ -22,7 +22,7 @@ from reporting import Checks, run_checks
 from second_device.board import C
 
 from launch.checkpoints import saving
-from launch.checkpoints.tensor_file import Entry
+from launch.checkpoints.tensor_file import TensorEntry
 from launch.training.engine import HostCopy
 
 SIZE = 1000
@@ -122,7 +122,7 @@ def a_saved_tensor_whose_part_of_the_pinned_buffer_is_read_too_early(right_way: 
         mock.patch.object(saving, "STAGING_BYTES", 3 * SIZE),
         mock.patch.object(saving, "get_accelerator", lambda: used),
     ):
-        copied = saving.Staging().copy(Entry("x", x.dtype, (SIZE,), lambda: x)).read()
+        copied = saving.Staging().copy(TensorEntry("x", x.dtype, (SIZE,), lambda: x)).read()
     return is_full_of(copied, n)
 
 

@@ -41,7 +41,7 @@ from ds_configs.resolver import resolve  # noqa: E402
 from launch.checkpoints import manifest  # noqa: E402
 from launch.checkpoints.engine_state import EngineState  # noqa: E402
 from launch.checkpoints.geometry import share  # noqa: E402
-from launch.checkpoints.manifest import Manifest, Progress, Series, StoredFile, StoredTensor, file_name  # noqa: E402
+from launch.checkpoints.manifest import ListedTensor, Manifest, Progress, Series, StoredFile, file_name  # noqa: E402
 from launch.checkpoints.saving import Part, contents  # noqa: E402
 from launch.training.engine import build_engine, release_at_end, train_step  # noqa: E402
 from launch.training.job import Job  # noqa: E402
@@ -169,7 +169,7 @@ def costs(world: int) -> str:
         for name, shape in shapes.items():
             first, count = share(math.prod(shape), rank, world)
             if count:
-                tensors[name] = StoredTensor(shape, (Series(rank, None, first, count, count),))
+                tensors[name] = ListedTensor(shape, (Series(rank, None, first, count, count),))
         return Part(rank, {file_name(rank): StoredFile(10**9, "0" * 8)}, tensors, {})
 
     whole, heard, seconds, distance = part(0), 0, 0.0, 1

@@ -22,7 +22,7 @@ from launch.experiments.launching import ROOT, own_environment
 from recipes import files
 from recipes.problems import Problem, ProblemsError
 from tools.benchmarks import gpu_steps
-from tools.benchmarks.gpu_steps import Command, Step
+from tools.benchmarks.gpu_steps import Command, GpuStep
 
 MOST_BYTES = 2**28  # in a results file
 LIMIT_S = 300  # of a command
@@ -107,8 +107,8 @@ def failures(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def commands_left(
-    steps: Sequence[Step], results: dict[str, Any], tiny: bool
-) -> list[tuple[Step, int, Command]]:
+    steps: Sequence[GpuStep], results: dict[str, Any], tiny: bool
+) -> list[tuple[GpuStep, int, Command]]:
     """List the commands without a result, with their numbers from 1; if all have one, those that failed."""
     new = []
     failed = []
@@ -124,7 +124,7 @@ def commands_left(
     return new or failed
 
 
-def chosen_steps(names: Sequence[str] | None) -> list[Step]:
+def chosen_steps(names: Sequence[str] | None) -> list[GpuStep]:
     """Return the steps requested by name, or all. Raises ProblemsError."""
     known = [step.name for step in gpu_steps.STEPS]
     unknown = [name for name in names or () if name not in known]

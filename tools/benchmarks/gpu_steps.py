@@ -18,7 +18,7 @@ PACE = ("--blocks=3", "--steps=5", "--warm_up=5")
 WALK = ("--blocks=1", "--steps=1", "--warm_up=1")
 
 
-class Step(NamedTuple):
+class GpuStep(NamedTuple):
     """Commands that answer one question. `goal`: what their numbers should reach."""
 
     name: str
@@ -27,14 +27,14 @@ class Step(NamedTuple):
     goal: str = ""
 
 
-def read(path: Path = LIST) -> tuple[Step, ...]:
+def read(path: Path = LIST) -> tuple[GpuStep, ...]:
     """Read the steps from the list of commands."""
     content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     steps = []
     for entry in content["steps"]:
         lines = [Template(line).substitute(content["words"]) for line in entry["commands"]]
         commands = [tuple(shlex.split(line)) for line in lines]
-        steps.append(Step(entry["name"], entry["title"], commands, entry.get("goal", "")))
+        steps.append(GpuStep(entry["name"], entry["title"], commands, entry.get("goal", "")))
     return tuple(steps)
 
 

@@ -18,7 +18,7 @@ import psutil
 from launch.experiments.launching import ROOT, own_environment
 from launch.records.metrics import StartRecord, read_metrics
 from tools.benchmarks.specification import Specification
-from tools.benchmarks.turns import Worker, WorkerFailed
+from tools.benchmarks.turns import TurnWorker, WorkerFailed
 
 RATE = "rate"  # the matrix rate, a system without a model
 Say = Callable[[str], None]
@@ -138,7 +138,7 @@ class _Turns:
         self._profile = profile
         self._folder = folder
         self._stack = stack
-        self._workers: dict[str, Worker] = {}
+        self._workers: dict[str, TurnWorker] = {}
 
     def attempt(self, work: Callable[[Measurement], None], each: Measurement) -> None:
         """Do the work; record and say its failure."""
@@ -151,7 +151,7 @@ class _Turns:
     def start(self, each: Measurement) -> None:
         """Start the worker of a system and warm it up."""
         name = each.spec.name
-        self._workers[name] = worker = Worker(each.spec, self._folder / f"{len(self._workers)}.txt")
+        self._workers[name] = worker = TurnWorker(each.spec, self._folder / f"{len(self._workers)}.txt")
         self._stack.callback(worker.end)
         each.start_s = worker.start_seconds
         each.said = worker.said
@@ -196,7 +196,7 @@ def _seconds_of_others() -> float:
     return found
 
 
-def finish(worker: Worker, measured: Measurement, steps: int, profile: Path | None) -> None:
+def finish(worker: TurnWorker, measured: Measurement, steps: int, profile: Path | None) -> None:
     """Measure memory first, then phases and a profile, because these disturb the timing."""
     measured.peak_bytes = worker.ask("peak_bytes")
     measured.phases = worker.ask("phases", steps)

@@ -28,7 +28,7 @@ class WorkerFailed(Exception):
     """Failure of a measured system, with the reason as its message."""
 
 
-class Worker:
+class TurnWorker:
     """The processes of one system, ready for turns. Raises WorkerFailed.
 
     Attributes:

@@ -63,7 +63,7 @@ def column(description: str, default: Any = None) -> Any:
 ANY_CASE = BeforeValidator(str.lower)
 
 
-class Row(BaseModel, frozen=True, allow_inf_nan=False):
+class CsvRow(BaseModel, frozen=True, allow_inf_nan=False):
     """A line of the file. Its columns are the fields, and `--columns` shows their descriptions."""
 
     document: str = column(
@@ -296,7 +296,7 @@ class Row(BaseModel, frozen=True, allow_inf_nan=False):
         return "megatron-deepspeed" if self.zero_stage else "megatron"
 
 
-COLUMNS = {name: field.description or "" for name, field in Row.model_fields.items()}
+COLUMNS = {name: field.description or "" for name, field in CsvRow.model_fields.items()}
 
 
 def published_cases() -> list[Case]:
@@ -316,7 +316,7 @@ def read(path: Path) -> list[Case]:
         cells = {"document": path.stem, "row": f"line {number}"}
         cells |= {column: text for name, column in columns.items() if (text := (texts[name] or "").strip())}
         try:
-            cases.append(Row.model_validate(cells).case(path.stem))
+            cases.append(CsvRow.model_validate(cells).case(path.stem))
         except NotPredictable as why:
             excluded = dict.fromkeys(QUANTITIES, str(why))
             cases.append(Case(cells["document"], path.stem, cells["row"], None, None, excluded=excluded))

@@ -44,14 +44,14 @@ class MemoryVerdict:
 
 
 @dataclass(frozen=True)
-class Validation:
+class PlannerValidation:
     """Predictions of some rows, and their printed numbers by quantity of `QUANTITIES`."""
 
     cases: Sequence[Case]
     ratios: Mapping[str, Sequence[Ratio]]
     verdicts: Sequence[MemoryVerdict]
 
-    def part(self, document: str, table: str = "") -> Validation:
+    def part(self, document: str, table: str = "") -> PlannerValidation:
         """Return the rows of a document, or of one of its tables."""
 
         def own(case: Case) -> bool:
@@ -62,7 +62,7 @@ class Validation:
         for quantity, found in self.ratios.items():
             ratios[quantity] = [each for each in found if own(each.case)]
         verdicts = [each for each in self.verdicts if own(each.case)]
-        return Validation(cases, ratios, verdicts)
+        return PlannerValidation(cases, ratios, verdicts)
 
     @property
     def tables(self) -> dict[str, list[str]]:
@@ -83,7 +83,7 @@ class Validation:
         return sorted({case.document for case in self.cases} - fitted().left_out.keys())
 
 
-def validate(cases: Sequence[Case]) -> Validation:
+def validate(cases: Sequence[Case]) -> PlannerValidation:
     """Predict the rows of every document with the constants fitted without it."""
     found = {}
     for name in QUANTITIES:
@@ -94,7 +94,7 @@ def validate(cases: Sequence[Case]) -> Validation:
             work, node = case.step
             needed = fullest_rank(work, node.gpu, unseeing(case)).least
             verdicts.append(MemoryVerdict(case, needed / node.gpu.memory_bytes))
-    return Validation(cases, found, verdicts)
+    return PlannerValidation(cases, found, verdicts)
 
 
 def unseeing(case: Case) -> Constants:
@@ -107,7 +107,7 @@ def waits(case: Case) -> bool:
     return step_time(*case.step, unseeing(case)).waits
 
 
-def describe(found: Validation, *, verbose: bool = False, width: int | None = None) -> str:
+def describe(found: PlannerValidation, *, verbose: bool = False, width: int | None = None) -> str:
     """Describe errors, verdicts and left-out rows; `verbose`: also every row."""
     lines = []
     for document, tables in found.tables.items():
@@ -155,7 +155,7 @@ def shortened(name: str, most: int = 43) -> str:
     return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
-def _cells(found: Validation) -> list[str]:
+def _cells(found: PlannerValidation) -> list[str]:
     right = [each.right for each in found.verdicts]
     verdicts = f"{sum(right)} of {len(right)}" if right else ""
     return [verdicts, _errors(found.ratios["memory"]), _errors(found.ratios["time"])]

@@ -18,7 +18,7 @@ Status = Literal["agrees", "disagrees", "not checkable", "computed"]
 
 
 @dataclass(frozen=True)
-class Check:
+class LineCheck:
     """A quantity of a row, printed and recomputed.
 
     Attributes:
@@ -144,18 +144,20 @@ class Line:
     def value(self, key: str) -> Any:
         return value_of(self, key)
 
-    def compare(self, quantity: str, printed: object, computed: object, how: str | bool | None) -> Check:
+    def compare(self, quantity: str, printed: object, computed: object, how: str | bool | None) -> LineCheck:
         """Make a check. `how`: the kind of agreement, or True for an exact one; else they disagree."""
         how = "exact" if how is True else how or ""
         status: Status = "agrees" if how else "disagrees"
         return self.check(status, quantity, printed, computed, how)
 
-    def not_checkable(self, quantity: str, why: str, printed: object = "", computed: object = "") -> Check:
+    def not_checkable(
+        self, quantity: str, why: str, printed: object = "", computed: object = ""
+    ) -> LineCheck:
         """Make a check without a comparison. `why`: the reason."""
         return self.check("not checkable", quantity, printed, computed, why)
 
-    def check(self, status: Status, quantity: str, printed: object, computed: object, how: str) -> Check:
-        return Check(self.table.name, self.full_name, quantity, status, str(printed), str(computed), how)
+    def check(self, status: Status, quantity: str, printed: object, computed: object, how: str) -> LineCheck:
+        return LineCheck(self.table.name, self.full_name, quantity, status, str(printed), str(computed), how)
 
 
 @dataclass(frozen=True)

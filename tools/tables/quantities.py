@@ -14,7 +14,7 @@ from modeling import cost, counting
 from modeling.counting import RankCounts
 from modeling.families import FAMILIES, model_shape
 from recipes.schema import Recipe
-from tools.tables.lines import SAMPLES, TFLOPS, TIME, Check, CheckedRow, CheckedTable
+from tools.tables.lines import SAMPLES, TFLOPS, TIME, CheckedRow, CheckedTable, LineCheck
 from tools.tables.printed import Printed, agreement, recompute, size_unit
 
 SCALING = "published.weak_scaling_percent"
@@ -37,7 +37,7 @@ NEAR_TWICE = 0.005  # relative: a value this close to twice the computed one is 
 # --- layout
 
 
-def layout(row: CheckedRow, _: CheckedTable) -> Iterator[Check]:
+def layout(row: CheckedRow, _: CheckedTable) -> Iterator[LineCheck]:
     """Check tp x pp x dp = GPUs, micro x accumulation x dp = global, and divisible layers and heads."""
     for quantity, (whole, factors) in PRODUCTS.items():
         yield _product(row, quantity, row.printed_value, whole, factors)
@@ -50,7 +50,7 @@ def layout(row: CheckedRow, _: CheckedTable) -> Iterator[Check]:
 
 def _product(
     row: CheckedRow, quantity: str, value: Callable[[str], Any], whole: str, factors: Sequence[str]
-) -> Check:
+) -> LineCheck:
     values = [value(key) or (1 if key == "batch.accumulation" else None) for key in factors]
     known = [each for each in values if each is not None]
     printed = value(whole)
@@ -96,7 +96,7 @@ def _can_be_built(row: CheckedRow) -> bool:
     return row.recipe.model.heads % row.tp == 0
 
 
-def sizes(row: CheckedRow, source: CheckedTable) -> Iterator[Check]:
+def sizes(row: CheckedRow, source: CheckedTable) -> Iterator[LineCheck]:
     """Check the modules against the formulas at every rank, then printed sizes against the modules."""
     if not _can_be_built(row):
         why = "no module of this layout can be built: tp does not divide the heads"
@@ -128,7 +128,7 @@ def sizes(row: CheckedRow, source: CheckedTable) -> Iterator[Check]:
             yield row.compare(f"parameters, {part}", printed, computed, how and f"{how}: {document.source}")
 
 
-def _to_the_unit(row: CheckedRow, quantity: str, printed: int, counted: RankCounts, ranks: int) -> Check:
+def _to_the_unit(row: CheckedRow, quantity: str, printed: int, counted: RankCounts, ranks: int) -> LineCheck:
     """Compare with the parameters of all ranks, or of one; a wrong number may fit another layout."""
     computed = counted.all_ranks // ranks
     reason = row.unknown_reason("model")
@@ -146,7 +146,7 @@ def _to_the_unit(row: CheckedRow, quantity: str, printed: int, counted: RankCoun
     return row.compare(quantity, printed, f"{computed}{hint}", None)
 
 
-def _label(row: CheckedRow, label: str, counted: RankCounts) -> Check:
+def _label(row: CheckedRow, label: str, counted: RankCounts) -> LineCheck:
     """Compare in 10^9 or 10^6, every parameter once; name other units of these sources that fit."""
     unit = size_unit(label)
     size = _size(label)
@@ -174,7 +174,7 @@ def _size(label: str) -> Printed:
 # --- speeds
 
 
-def missing_time(row: CheckedRow, _: CheckedTable) -> Iterator[Check]:
+def missing_time(row: CheckedRow, _: CheckedTable) -> Iterator[LineCheck]:
     """Report a missing time, and check that the time implied by samples/s is plausible."""
     published = row.published
     rate = row.published.samples_per_s
@@ -202,7 +202,7 @@ def operations(row: CheckedRow) -> int:
     return cost.operations_of(recipe, recipe.batch.global_, recipe.model.embedding_rows(row.tp))
 
 
-def samples(row: CheckedRow, _: CheckedTable) -> Iterator[Check]:
+def samples(row: CheckedRow, _: CheckedTable) -> Iterator[LineCheck]:
     """Check samples/s: the batch over the printed time."""
     rate = row.printed_number(SAMPLES)
     seconds = row.printed_number(TIME)
@@ -212,7 +212,7 @@ def samples(row: CheckedRow, _: CheckedTable) -> Iterator[Check]:
         yield row.compare("samples/s", rate.text, division, how)
 
 
-def tflops(row: CheckedRow, _: CheckedTable) -> Iterator[Check]:
+def tflops(row: CheckedRow, _: CheckedTable) -> Iterator[LineCheck]:
     """Check TFLOPS by the row's definition: every product, or the formula with the label's size."""
     printed = row.printed_number(TFLOPS)
     seconds = row.printed_number(TIME)
@@ -240,7 +240,7 @@ def tflops(row: CheckedRow, _: CheckedTable) -> Iterator[Check]:
     yield row.compare("TFLOPS", printed.text, f"{computed:.4g} with {label}{off}", how)
 
 
-def operations_per_second(row: CheckedRow, _: CheckedTable) -> Iterator[Check]:
+def operations_per_second(row: CheckedRow, _: CheckedTable) -> Iterator[LineCheck]:
     """Report the printed time as TFLOPS, and check that their share of the peak is plausible."""
     seconds = row.published.time_per_iteration_s
     label = row.published.size_label
@@ -249,7 +249,7 @@ def operations_per_second(row: CheckedRow, _: CheckedTable) -> Iterator[Check]:
     if gpus is None or seconds is None:
         return
 
-    def information(name: str, value: float, how: str) -> Check:
+    def information(name: str, value: float, how: str) -> LineCheck:
         return row.check("computed", f"TFLOPS, {name}", "", f"{value:.4g}", how)
 
     share = batch / row.batch
@@ -268,7 +268,7 @@ def operations_per_second(row: CheckedRow, _: CheckedTable) -> Iterator[Check]:
     yield from _plausible(row, seconds)
 
 
-def _plausible(row: CheckedRow, seconds: float) -> Iterator[Check]:
+def _plausible(row: CheckedRow, seconds: float) -> Iterator[LineCheck]:
     """Check a time's share of the GPU's peak within wide limits, to catch a wrong digit."""
     peak = _peak(row)
     if peak and row.gpus:
@@ -286,7 +286,7 @@ def _peak(row: CheckedRow) -> float | None:
     return row.value("hardware.peak_tflops") or next(known, None)
 
 
-def share_of_peak(row: CheckedRow, _: CheckedTable) -> Iterator[Check]:
+def share_of_peak(row: CheckedRow, _: CheckedTable) -> Iterator[LineCheck]:
     """Check the printed share of the peak: printed TFLOPS over the GPU's peak."""
     printed = row.printed_number("published.peak_percent")
     rate = row.printed_number(TFLOPS)
@@ -299,7 +299,7 @@ def share_of_peak(row: CheckedRow, _: CheckedTable) -> Iterator[Check]:
         yield row.compare("share of peak", printed.text, division, how)
 
 
-def speedup(row: CheckedRow, source: CheckedTable) -> Iterator[Check]:
+def speedup(row: CheckedRow, source: CheckedTable) -> Iterator[LineCheck]:
     """Check a printed speed-up over another row of the table: the ratio of the GPUs' peaks."""
     printed = row.printed_number("published.speedup")
     others = [other for other in source.rows if other.full_name == row.published.speedup_over]
@@ -311,14 +311,14 @@ def speedup(row: CheckedRow, source: CheckedTable) -> Iterator[Check]:
         yield row.not_checkable("speed over another row", "needs that row of the table, and both peaks")
 
 
-def speeds_of_other_runs(row: CheckedRow, source: CheckedTable) -> Iterator[Check]:
+def speeds_of_other_runs(row: CheckedRow, source: CheckedTable) -> Iterator[LineCheck]:
     """Check TFLOPS of the row's model in other documents."""
     for document in source.evidence.speeds:
         for run in document.rows.get(row.name, ()):
             yield _other_run(row, run, document.source)
 
 
-def _other_run(row: CheckedRow, run: OtherRun, source: str) -> Check:
+def _other_run(row: CheckedRow, run: OtherRun, source: str) -> LineCheck:
     """Check a run by every product, with layers recomputed."""
     printed = Printed.read(run.tflops)
     time = f"{run.milliseconds:g}"
@@ -338,7 +338,7 @@ def _other_run(row: CheckedRow, run: OtherRun, source: str) -> Check:
 # --- rows of a table to each other
 
 
-def scaling(row: CheckedRow, source: CheckedTable) -> Iterator[Check]:
+def scaling(row: CheckedRow, source: CheckedTable) -> Iterator[LineCheck]:
     """Check TFLOPS per GPU relative to the baseline's: the work per GPU is the same."""
     printed = row.printed_number(SCALING)
     rate = row.printed_number(TFLOPS)
@@ -354,7 +354,7 @@ def scaling(row: CheckedRow, source: CheckedTable) -> Iterator[Check]:
         yield row.compare("weak scaling", printed.text, said, how)
 
 
-def time_over_micro_batches(row: CheckedRow, source: CheckedTable) -> Iterator[Check]:
+def time_over_micro_batches(row: CheckedRow, source: CheckedTable) -> Iterator[LineCheck]:
     """Report an iteration slower than that of a row with only a larger micro-batch."""
     own = row.published.time_per_iteration_s
     timed = [(other.published.time_per_iteration_s, other) for other in _with_larger_micro(row, source)]
@@ -388,7 +388,7 @@ def configuration(row: CheckedRow, but_micro: bool = False) -> tuple[Any, ...]:
 # --- memory
 
 
-def memory(row: CheckedRow, source: CheckedTable) -> Iterator[Check]:
+def memory(row: CheckedRow, source: CheckedTable) -> Iterator[LineCheck]:
     """Check model states against the GPU's memory and an OOM, and cached memory between the two."""
     capacity = row.value("hardware.gpu_memory_gb")
     quantity = "out of memory" if row.published.oom else "model states"
@@ -414,7 +414,7 @@ def states_gb(row: CheckedRow) -> float:
     return memory_of_plan(published_plan(row.recipe)).states / 1e9
 
 
-def _out_of_memory(row: CheckedRow, source: CheckedTable, states: float, capacity: float | None) -> Check:
+def _out_of_memory(row: CheckedRow, source: CheckedTable, states: float, capacity: float | None) -> LineCheck:
     """Check an OOM: a larger batch that ran contradicts it, larger model states confirm it."""
     ran = [r for r in _alike(row, source) if not r.published.oom and r.micro >= row.micro]
     if ran:
@@ -428,7 +428,7 @@ def _out_of_memory(row: CheckedRow, source: CheckedTable, states: float, capacit
 
 def _cached(
     row: CheckedRow, source: CheckedTable, cached: float, states: float, capacity: float | None
-) -> Iterator[Check]:
+) -> Iterator[LineCheck]:
     """Check that cached memory lies between model states and the GPU's memory, and below a larger batch's."""
     limits = f"{states:.1f} GB of model states" + (f" to {capacity:g} GB" if capacity else "")
     how = "between them: bounds, no value" if states <= cached <= (capacity or cached) else None

@@ -10,7 +10,7 @@ from typing import Any
 from modeling import cost
 from recipes.schema import Downstream
 from tools.tables import transcription
-from tools.tables.lines import Check, CheckedRow, CheckedTable, Line, value_of
+from tools.tables.lines import CheckedRow, CheckedTable, Line, LineCheck, value_of
 from tools.tables.printed import Printed, agreement, recompute
 
 # Questions of RACE's test set, middle and high schools (Lai et al. 2017, arXiv 1704.04683, table 3).
@@ -26,7 +26,7 @@ PARTS = {
 SCORES = [f"{task}.{part}" for task, parts in PARTS.items() for part in parts]
 
 
-def checks(source: CheckedTable, singles: Mapping[str, Downstream]) -> Iterator[Check]:
+def checks(source: CheckedTable, singles: Mapping[str, Downstream]) -> Iterator[LineCheck]:
     """Check all scores of a table, including lines of other models.
 
     `singles`: scores of the models, one by one, that the table's ensembles are of.
@@ -46,7 +46,7 @@ def _parameters(row: CheckedRow) -> int:
     return cost.parameters(row.recipe.model, row.recipe.positions)
 
 
-def _trained_tokens(line: Line, own: Sequence[Line]) -> Iterator[Check]:
+def _trained_tokens(line: Line, own: Sequence[Line]) -> Iterator[LineCheck]:
     """Check the tokens of the pretraining relative to those of the table's smallest model."""
     ratio = line.published.trained_tokens
     if ratio is None:
@@ -64,7 +64,7 @@ def _trained_tokens(line: Line, own: Sequence[Line]) -> Iterator[Check]:
     yield line.compare("trained tokens", printed.text, f"{ours} over {least} = {computed:.3g}", how)
 
 
-def _race(line: Line) -> Iterator[Check]:
+def _race(line: Line) -> Iterator[LineCheck]:
     """Check that the accuracy is the mean of its parts by their questions."""
     race = line.value("published.downstream.race")
     if race and race.middle is not None and race.high is not None:
@@ -80,7 +80,7 @@ def _race(line: Line) -> Iterator[Check]:
         yield line.compare("RACE, of middle and high", whole.text, said, how)
 
 
-def _squad(line: Line) -> Iterator[Check]:
+def _squad(line: Line) -> Iterator[LineCheck]:
     """Check that exact matches are no more than F1: such an answer has all its words."""
     for name, task in (("SQuAD 1.1", "squad1"), ("SQuAD 2.0", "squad2")):
         scores = line.value(f"published.downstream.{task}")
@@ -89,7 +89,7 @@ def _squad(line: Line) -> Iterator[Check]:
             yield line.compare(f"{name}, exact matches", scores.em, f"at most F1, {scores.f1}", how)
 
 
-def _ensemble(line: Line, singles: Mapping[str, Downstream]) -> Iterator[Check]:
+def _ensemble(line: Line, singles: Mapping[str, Downstream]) -> Iterator[LineCheck]:
     """Check that models together do no worse than one of them."""
     for name in SCORES if line.published.ensemble else ():
         joined = _score(line, name)
@@ -99,7 +99,7 @@ def _ensemble(line: Line, singles: Mapping[str, Downstream]) -> Iterator[Check]:
             yield line.compare(f"ensemble, {name}", joined, f"at least {alone}, of one model", how)
 
 
-def _monotonic(lines: Sequence[Line]) -> Iterator[Check]:
+def _monotonic(lines: Sequence[Line]) -> Iterator[LineCheck]:
     """Check that scores improve with size "in all cases", as the A100 blog says."""
     for smaller, larger in pairwise(lines):
         for name in SCORES:

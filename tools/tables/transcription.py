@@ -10,7 +10,17 @@ from typing import Any
 from pydantic import BaseModel
 
 from launch.tables.evidence import Statement
-from tools.tables.lines import HEADINGS, SAMPLES, TIME, Cell, Check, CheckedRow, CheckedTable, Line, related
+from tools.tables.lines import (
+    HEADINGS,
+    SAMPLES,
+    TIME,
+    Cell,
+    CheckedRow,
+    CheckedTable,
+    Line,
+    LineCheck,
+    related,
+)
 from tools.tables.printed import Printed, agreement
 
 # Each stands in a column or in free text.
@@ -38,20 +48,20 @@ NEVER_CHECKED = {
 SCORES = ("published.downstream.", "published.previous.")
 
 
-def entries(row: CheckedRow, _: CheckedTable) -> Iterator[Check]:
+def entries(row: CheckedRow, _: CheckedTable) -> Iterator[LineCheck]:
     """Check cells, published numbers, declarations, and keys in need of a source."""
     for check in (*_cells(row), *_published_numbers(row), *_declarations(row), *_sources(row)):
         yield replace(check, transcribed=True)
 
 
-def other_model(line: Line) -> Iterator[Check]:
+def other_model(line: Line) -> Iterator[LineCheck]:
     """Check the cells of a line without a recipe against its own numbers."""
     for check in _cells(line):
         if check.status != "not checkable":  # nothing else is checked of it
             yield replace(check, transcribed=True)
 
 
-def _cells(line: Line) -> Iterator[Check]:
+def _cells(line: Line) -> Iterator[LineCheck]:
     count = len((line.published.row or "").split("|"))
     columns = len(line.table.columns)
     yield line.compare("cells", columns, count, count == columns)
@@ -63,7 +73,7 @@ def _cells(line: Line) -> Iterator[Check]:
             yield line.not_checkable("cell", why, f"{cell.heading}: {cell.text}")
 
 
-def _cell(line: Line, cell: Cell, key: str, quantity: str) -> Check:
+def _cell(line: Line, cell: Cell, key: str, quantity: str) -> LineCheck:
     own = line.value(key)
     oom = line.published.oom
     if cell.text == "OOM":
@@ -101,7 +111,7 @@ def _close(one: float, other: float) -> bool:
     return abs(one - other) <= 1e-9 * abs(one)
 
 
-def _published_numbers(row: CheckedRow) -> Iterator[Check]:
+def _published_numbers(row: CheckedRow) -> Iterator[LineCheck]:
     """Check that every number under `published`, and an OOM, stands in a cell."""
     if row.published.oom:
         found = "OOM" in (cell.text for cell in row.cells)
@@ -115,7 +125,7 @@ def _published_numbers(row: CheckedRow) -> Iterator[Check]:
             yield row.compare(key, row.published.row or "", value, str(value) in words)
 
 
-def _declarations(row: CheckedRow) -> Iterator[Check]:
+def _declarations(row: CheckedRow) -> Iterator[LineCheck]:
     """Check that `published.printed` names differences, and `inferred` nothing printed."""
     for key, value in row.published.printed.items():
         cell = row.cell_of(key)
@@ -131,14 +141,14 @@ def _declarations(row: CheckedRow) -> Iterator[Check]:
             yield row.compare(f"inferred {key}", text, "declared as not printed", None)
 
 
-def _sources(row: CheckedRow) -> Iterator[Check]:
+def _sources(row: CheckedRow) -> Iterator[LineCheck]:
     for key in (key for key in NEEDS_SOURCE if not row.text_of(key)):
         said = any(related(key, name) for name in (*row.recipe.inferred, *row.recipe.unknown))
         computed, how = ("inferred or unknown", "declared") if said else ("no source", None)
         yield row.compare(f"source of {key}", "no cell", computed, how)
 
 
-def settings(row: CheckedRow, source: CheckedTable) -> Iterator[Check]:
+def settings(row: CheckedRow, source: CheckedTable) -> Iterator[LineCheck]:
     """Check each value in a text or script, and report printed numbers without any other check."""
     said = set()
     for statement in source.evidence.statements(row.name):
@@ -149,7 +159,7 @@ def settings(row: CheckedRow, source: CheckedTable) -> Iterator[Check]:
             yield row.not_checkable(f"printed {cell.key}", why, cell.text)
 
 
-def _setting(row: CheckedRow, said: Statement) -> Check:
+def _setting(row: CheckedRow, said: Statement) -> LineCheck:
     """Compare a stated value; a number under `published` may have other digits there."""
     own = row.value(said.key)
     text = Printed.read(_shown(said.value))

@@ -13,13 +13,13 @@ from recipes.problems import Problem, ProblemsError, did_you_mean
 from recipes.schema import Downstream
 from recipes.tables import FOLDER, Table
 from tools.tables import quantities, score_relations, transcription
-from tools.tables.lines import Check, CheckedRow, CheckedTable, checked_tables
+from tools.tables.lines import CheckedRow, CheckedTable, LineCheck, checked_tables
 
 Lines = tuple[str, ...]
 Progress = Callable[[Sequence[CheckedRow]], Iterator[CheckedRow]]
-ExplainedErrata = tuple[tuple[Erratum, tuple[Check, ...]], ...]
+ExplainedErrata = tuple[tuple[Erratum, tuple[LineCheck, ...]], ...]
 # Everything that is checked of a row, in the order of the report.
-QUANTITIES: tuple[Callable[[CheckedRow, CheckedTable], Iterator[Check]], ...] = (
+QUANTITIES: tuple[Callable[[CheckedRow, CheckedTable], Iterator[LineCheck]], ...] = (
     transcription.entries,
     quantities.layout,
     quantities.sizes,
@@ -38,7 +38,7 @@ QUANTITIES: tuple[Callable[[CheckedRow, CheckedTable], Iterator[Check]], ...] = 
 
 
 @dataclass(frozen=True)
-class Report:
+class VerificationReport:
     """The result of a verification.
 
     Attributes:
@@ -48,7 +48,7 @@ class Report:
         texts: errors of the documents' texts, found by hand.
     """
 
-    checks: tuple[Check, ...]
+    checks: tuple[LineCheck, ...]
     errata: ExplainedErrata
     stale: Lines
     repeated: Lines
@@ -56,12 +56,12 @@ class Report:
     rows: Mapping[str, int]
 
     @property
-    def explanations(self) -> dict[Check, Erratum]:
+    def explanations(self) -> dict[LineCheck, Erratum]:
         """The erratum of each explained disagreement."""
         return {check: erratum for erratum, checks in self.errata for check in checks}
 
     @property
-    def unexplained(self) -> tuple[Check, ...]:
+    def unexplained(self) -> tuple[LineCheck, ...]:
         explained = self.explanations
         return tuple(check for check in self.checks if check.status == "disagrees" and check not in explained)
 
@@ -71,7 +71,9 @@ class Report:
         return not (self.unexplained or self.stale)
 
 
-def verify(only: Sequence[str] = (), *, folder: Path = FOLDER, progress: Progress = iter) -> Report:
+def verify(
+    only: Sequence[str] = (), *, folder: Path = FOLDER, progress: Progress = iter
+) -> VerificationReport:
     """Check the published tables of `folder`, or those in `only`; `progress` wraps the rows.
 
     Raises ProblemsError: an unknown name in `only`, a file that cannot be read; all broken recipes at once.
@@ -87,7 +89,7 @@ def verify(only: Sequence[str] = (), *, folder: Path = FOLDER, progress: Progres
     sources = checked_tables([table for name, table in published.items() if not only or name in only])
     source_of = {source.table.name: source for source in sources}
     rows = [row for source in sources for row in source.rows]
-    checks: list[Check] = []
+    checks: list[LineCheck] = []
     for row in progress(rows):
         for quantity in QUANTITIES:
             checks += quantity(row, source_of[row.table.name])
@@ -96,7 +98,7 @@ def verify(only: Sequence[str] = (), *, folder: Path = FOLDER, progress: Progres
     errata, stale = _explain(checks, sources)
     texts = tuple(text for source in sources for text in source.evidence.texts)
     number = {source.table.name: len(source.rows) for source in sources}
-    return Report(tuple(checks), errata, stale, tuple(_repeated(rows)), texts, number)
+    return VerificationReport(tuple(checks), errata, stale, tuple(_repeated(rows)), texts, number)
 
 
 def _singles(published: Mapping[str, Table], source: CheckedTable) -> dict[str, Downstream]:
@@ -125,10 +127,10 @@ def _repeated(rows: Sequence[CheckedRow]) -> Iterator[str]:
             yield f"{' / '.join(f'{time:g}' for time in times)} s, {apart}: {', '.join(names)}"
 
 
-def _explain(checks: Sequence[Check], sources: Sequence[CheckedTable]) -> tuple[ExplainedErrata, Lines]:
+def _explain(checks: Sequence[LineCheck], sources: Sequence[CheckedTable]) -> tuple[ExplainedErrata, Lines]:
     """Return the errata with their disagreements, and the stale disagreements."""
     wrong = {(check.subject, check.difference): check for check in checks if check.status == "disagrees"}
-    explained: dict[str, tuple[Erratum, list[Check]]] = {}
+    explained: dict[str, tuple[Erratum, list[LineCheck]]] = {}
     stale = []
     for source in sources:
         for row in source.rows:

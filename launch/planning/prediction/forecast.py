@@ -49,7 +49,7 @@ class LargestMicroBatch:
 
 
 @dataclass(frozen=True)
-class Speed:
+class PredictedSpeed:
     """Rates of a step.
 
     Attributes:
@@ -170,7 +170,7 @@ class Forecast:
         return time_error(self.waits)
 
     @property
-    def speed(self) -> Speed | None:
+    def speed(self) -> PredictedSpeed | None:
         """Rates of a step; None without a time."""
         return speed(self.work, self.node, self.time.total) if self.time else None
 
@@ -228,10 +228,10 @@ def forecast(
     return Forecast(work, node, known, unit or work.layout.global_batch)
 
 
-def speed(work: Workload, node: Node, seconds: float) -> Speed:
+def speed(work: Workload, node: Node, seconds: float) -> PredictedSpeed:
     """Return the rates of a step of `seconds`, predicted or measured."""
     gpus = work.layout.world
-    return Speed(
+    return PredictedSpeed(
         samples=work.layout.global_batch / seconds,
         tokens=work.tokens_per_step / seconds,
         tflops=work.published_tflops(seconds, gpus),

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ds_configs.plan import Plan
 from launch.planning.page import Page
 from launch.planning.prediction.constants import fitted
-from launch.planning.prediction.forecast import Bill, Forecast, Remark, Speed
+from launch.planning.prediction.forecast import Bill, Forecast, PredictedSpeed, Remark
 from launch.planning.prediction.step_time import StepTime
 from recipes.problems import counted
 
@@ -174,7 +174,7 @@ def _stages(stages: list[int], count: int) -> str:
     return f"stage {stages[0]}" if len(stages) == 1 else f"stages {stages[0]}-{stages[-1]}"
 
 
-def _add_time(shown: Page, found: Forecast, time: StepTime, rates: Speed) -> None:
+def _add_time(shown: Page, found: Forecast, time: StepTime, rates: PredictedSpeed) -> None:
     rows = []
     for cause, seconds in time.split.items():
         if seconds:

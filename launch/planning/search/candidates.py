@@ -41,7 +41,7 @@ class Degrees(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Question:
+class SearchQuestion:
     """The question of a search: recipe, nodes, pinned values.
 
     Attributes:
@@ -80,7 +80,7 @@ class Exclusions:
     refused: dict[tuple[Way, tuple[bool, bool]], tuple[Problem, ...]] = field(default_factory=dict)
 
 
-def degrees(question: Question, exclusions: Exclusions) -> list[Degrees]:
+def degrees(question: SearchQuestion, exclusions: Exclusions) -> list[Degrees]:
     """Return every tp x pp x dp of all processes with divisible heads, layers and batch."""
     recipe = question.recipe
     found = []
@@ -108,7 +108,7 @@ def degrees(question: Question, exclusions: Exclusions) -> list[Degrees]:
     return found
 
 
-def step(question: Question, way: Way, at: Degrees, again: Any, accumulation: int) -> Workload:
+def step(question: SearchQuestion, way: Way, at: Degrees, again: Any, accumulation: int) -> Workload:
     """Return the workload of one-sample micro-batches under these degrees. Raises ConfigError.
 
     again: the recipe's value for recomputation.
@@ -125,7 +125,7 @@ def step(question: Question, way: Way, at: Degrees, again: Any, accumulation: in
     return work if question.software is OURS else workload.on_system(work, question.software.name)
 
 
-def _plan(question: Question, way: Way, at: Degrees, again: Any, accumulation: int) -> Plan:
+def _plan(question: SearchQuestion, way: Way, at: Degrees, again: Any, accumulation: int) -> Plan:
     document = ways.config(way, question.base)
     recipe = laid_out(question.recipe, at, 1, accumulation, activation_checkpointing=again)
     return ways.resolved(document, recipe, question.ranks, question.node.machine)
@@ -151,7 +151,7 @@ def ways_of(software: Software) -> tuple[Way, ...]:
     return WAYS[:1] if software.states else WAYS[:2]
 
 
-def micro_batches(question: Question, at: Degrees) -> list[int]:
+def micro_batches(question: SearchQuestion, at: Degrees) -> list[int]:
     """Return the possible micro-batches: divisors of a rank's share of the batch, ascending."""
     batch = question.recipe.batch
     share = batch.global_ // at.dp

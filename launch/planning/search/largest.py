@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ds_configs.jsonfile import ConfigError
 from launch.planning.prediction.forecast import largest_number
 from launch.planning.search import candidates, layout_search, shapes
-from launch.planning.search.candidates import Degrees, Exclusions, Question
+from launch.planning.search.candidates import Degrees, Exclusions, SearchQuestion
 from launch.planning.search.layout_search import Candidate
 from launch.planning.search.ways import Way
 from recipes.problems import Problem, ProblemsError
@@ -26,7 +26,7 @@ class Largest(NamedTuple):
     problems: tuple[Problem, ...]
 
 
-def largest(question: Question) -> list[Largest]:
+def largest(question: SearchQuestion) -> list[Largest]:
     """Find the largest model of each way; the recipe states a micro-batch. Raises ProblemsError."""
     divisible = shaped(question, STEP * question.ranks, question.ranks)
     layouts = layout_search.layouts(divisible, Exclusions())
@@ -37,7 +37,7 @@ def largest(question: Question) -> list[Largest]:
     return found
 
 
-def over_layouts(question: Question, way: Way, layouts: list[Degrees]) -> Largest:
+def over_layouts(question: SearchQuestion, way: Way, layouts: list[Degrees]) -> Largest:
     """Find the widest model of a way under any layout, then the deepest of that width."""
     best = None
     runs = False
@@ -54,7 +54,7 @@ def over_layouts(question: Question, way: Way, layouts: list[Degrees]) -> Larges
 
 
 def larger(
-    question: Question, way: Way, at: Degrees, best: Candidate | None, *, wider: bool
+    question: SearchQuestion, way: Way, at: Degrees, best: Candidate | None, *, wider: bool
 ) -> Candidate | None:
     """Find the widest or the deepest model of a layout that fits and exceeds `best`. Raises ConfigError."""
     again = question.recomputations[-1]  # every layer, which leaves the most room, unless it is pinned
@@ -73,7 +73,7 @@ def larger(
     return fitting(more) if more else None
 
 
-def shaped(question: Question, hidden: int, layers: int) -> Question:
+def shaped(question: SearchQuestion, hidden: int, layers: int) -> SearchQuestion:
     """Set layers and hidden size of the recipe's model, with heads as GPT-3 has them."""
     heads = hidden // (128 if hidden >= shapes.WIDE else 64)
     shape = {"hidden": hidden, "layers": layers, "heads": heads}

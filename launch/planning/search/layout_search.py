@@ -11,7 +11,7 @@ from ds_configs.jsonfile import ConfigError
 from launch.planning.prediction.forecast import Forecast, forecast
 from launch.planning.prediction.workload import Workload
 from launch.planning.search import candidates
-from launch.planning.search.candidates import Degrees, Dimension, Exclusions, Question, Value
+from launch.planning.search.candidates import Degrees, Dimension, Exclusions, SearchQuestion, Value
 from launch.planning.search.ways import Way
 from recipes.layout import Layout
 from recipes.problems import Problem, ProblemsError, some
@@ -100,7 +100,7 @@ class Alternative:
 
 
 @dataclass(frozen=True)
-class Answer:
+class SearchAnswer:
     """The result of a search.
 
     Attributes:
@@ -108,7 +108,7 @@ class Answer:
         predicted: number of layouts with a predicted memory.
     """
 
-    question: Question
+    question: SearchQuestion
     ranking: list[Candidate]
     alternatives: list[Alternative]
     predicted: int
@@ -125,7 +125,7 @@ class Answer:
         return list(firsts.values())[:most]
 
 
-def search(question: Question) -> Answer:
+def search(question: SearchQuestion) -> SearchAnswer:
     """Predict every layout's memory, and the time of fitting ones. Raises ProblemsError without a layout."""
     exclusions = Exclusions()
     found = layouts(question, exclusions)
@@ -139,10 +139,10 @@ def search(question: Question) -> Answer:
     if not predicted:
         raise ProblemsError([problem for problems in exclusions.refused.values() for problem in problems])
     fitting = ranking([each for each in predicted if each.fits])
-    return Answer(question, fitting, _alternatives(predicted, fitting, exclusions), len(predicted))
+    return SearchAnswer(question, fitting, _alternatives(predicted, fitting, exclusions), len(predicted))
 
 
-def layouts(question: Question, exclusions: Exclusions) -> list[Degrees]:
+def layouts(question: SearchQuestion, exclusions: Exclusions) -> list[Degrees]:
     """Return the degrees under which the batch can be made. Raises ProblemsError: there are none."""
     found = candidates.degrees(question, exclusions)
     if not found:
@@ -155,7 +155,7 @@ def layouts(question: Question, exclusions: Exclusions) -> list[Degrees]:
     return found
 
 
-def _no_layout(question: Question, exclusions: Exclusions) -> Problem:
+def _no_layout(question: SearchQuestion, exclusions: Exclusions) -> Problem:
     pinned = {key: value for key, value in question.recipe.parallel.degrees.items() if value}
     came = f"{question.ranks} GPUs" + "".join(f", parallel.{key}={value}" for key, value in pinned.items())
     values: dict[tuple[str, str], list[str]] = {}
@@ -166,7 +166,7 @@ def _no_layout(question: Question, exclusions: Exclusions) -> Problem:
     return Problem("--nodes", came, rule, "give another number of --nodes, or another --global-batch")
 
 
-def of_way(question: Question, at: Degrees, way: Way, again: str | int) -> list[Candidate]:
+def of_way(question: SearchQuestion, at: Degrees, way: Way, again: str | int) -> list[Candidate]:
     """Predict every micro-batch, up to the first one that is too large. Raises ConfigError."""
     found = list[Candidate]()
     total = question.recipe.batch.global_

@@ -18,7 +18,7 @@ from launch.planning.prediction.forecast_text import remark_text
 from launch.planning.prediction.software import OURS, SYSTEMS
 from launch.planning.prediction.workload import Workload
 from launch.planning.search import candidates, largest, layout_search, search_text, shapes, ways
-from launch.planning.search.candidates import Question
+from launch.planning.search.candidates import SearchQuestion
 from launch.planning.search.layout_search import Candidate
 from launch.planning.search.ways import JSON_NAME
 from recipes import catalog
@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if answer.winner else 1
 
 
-def question_of(args: argparse.Namespace) -> tuple[RecipeFlags, Question]:
+def question_of(args: argparse.Namespace) -> tuple[RecipeFlags, SearchQuestion]:
     """Make the question from the flags. Raises ProblemsError."""
     size = args.model and shapes.size(args.model)
     name = args.recipe
@@ -155,7 +155,7 @@ def question_of(args: argparse.Namespace) -> tuple[RecipeFlags, Question]:
     recipe = flags.load([*OPEN, *overrides.values()])
     base = jsonfile.read(jsonfile.find(args.ds_config)) if args.ds_config else None
     software = SYSTEMS[args.software] if args.software else OURS
-    return flags, Question(recipe, node, args.nodes, RECOMPUTATION in overrides, base, software)
+    return flags, SearchQuestion(recipe, node, args.nodes, RECOMPUTATION in overrides, base, software)
 
 
 class RecipeFlags(NamedTuple):
@@ -171,7 +171,9 @@ class RecipeFlags(NamedTuple):
         return catalog.load(self.name, [*overrides], tiny=self.tiny, steps=self.steps)
 
 
-def launched(page: Page, flags: RecipeFlags, question: Question, layout: Candidate, out: Path | None) -> None:
+def launched(
+    page: Page, flags: RecipeFlags, question: SearchQuestion, layout: Candidate, out: Path | None
+) -> None:
     """Add the launch of a layout to the page, and write its JSON into `out`. Raises ConfigError."""
     settings = settings_of(flags, layout.work)
     file = layout.way.file

@@ -9,9 +9,9 @@ from typing import get_args
 from launch.planning.page import Page
 from launch.planning.prediction.forecast_text import CATEGORIES, error
 from launch.planning.search import layout_search
-from launch.planning.search.candidates import Dimension, Question
+from launch.planning.search.candidates import Dimension, SearchQuestion
 from launch.planning.search.largest import Largest
-from launch.planning.search.layout_search import WORTH, Alternative, Answer, Candidate, recomputation
+from launch.planning.search.layout_search import WORTH, Alternative, Candidate, SearchAnswer, recomputation
 from modeling import cost
 from recipes import catalog
 from recipes.problems import counted
@@ -54,7 +54,7 @@ PRINTED_BOUNDS = {"v100-32": 2.0e9, "v100-32-pcie": 2.0e9, "2080ti": 0.7e9}
 ORDER = {name: place for place, name in enumerate(get_args(Dimension))}
 
 
-def page(answer: Answer, name: str, most: int, width: int | None = None) -> Page:
+def page(answer: SearchAnswer, name: str, most: int, width: int | None = None) -> Page:
     """Describe the question, the best layouts, and the reasons against the others."""
     question = answer.question
     recipe = answer.question.recipe
@@ -82,7 +82,7 @@ def page(answer: Answer, name: str, most: int, width: int | None = None) -> Page
     return shown
 
 
-def largest_page(question: Question, found: Sequence[Largest], width: int | None = None) -> Page:
+def largest_page(question: SearchQuestion, found: Sequence[Largest], width: int | None = None) -> Page:
     """Describe the largest models in a table, with the printed sizes below it."""
     node = question.node
     recipe = question.recipe
@@ -137,7 +137,7 @@ def _largest(best: Candidate) -> list[str]:
     ]
 
 
-def _printed_sizes(question: Question) -> list[str]:
+def _printed_sizes(question: SearchQuestion) -> list[str]:
     """Return the documents' largest models on as many such nodes."""
     sizes = []
     for table in LARGEST_TABLES:
@@ -151,7 +151,7 @@ def _printed_sizes(question: Question) -> list[str]:
     return sizes
 
 
-def _add_layouts(shown: Page, answer: Answer, best: list[Candidate]) -> None:
+def _add_layouts(shown: Page, answer: SearchAnswer, best: list[Candidate]) -> None:
     memory = answer.question.node.gpu.memory_bytes
     rows = []
     groups = layout_search.groups(best)
@@ -208,7 +208,7 @@ def _states(candidate: Candidate) -> str:
     return ", ".join(words)
 
 
-def _why_not(answer: Answer) -> list[str]:
+def _why_not(answer: SearchAnswer) -> list[str]:
     """Compare each choice with the winner's; choices of a dimension with one reason share a line."""
     choices: dict[tuple[str, str], list[str]] = {}
     for each in sorted(answer.alternatives, key=_place):
@@ -226,7 +226,7 @@ def _place(each: Alternative) -> tuple[int, int, str]:
     return ORDER[each.dimension], number, str(each.value)
 
 
-def _reason(each: Alternative, answer: Answer) -> str:
+def _reason(each: Alternative, answer: SearchAnswer) -> str:
     if each.best is None:
         return each.rule
     layout = layout_words(each.best)

@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from modeling.formats.huggingface.conversion import NO_DROPOUT, Conversion, Entry, Form, Logits
+from modeling.formats.huggingface.conversion import NO_DROPOUT, Conversion, Form, Logits, NameEntry
 from modeling.transformer import BERT_NORM_EPS
 from recipes.schema import Dropout, Model
 
@@ -38,7 +38,7 @@ MASKED_HEAD = {
     "head.norm": "cls.predictions.transform.LayerNorm",
 }
 SENTENCE_HEAD = {"head.pooler": "bert.pooler.dense", "head.sentence": "cls.seq_relationship"}
-DECODER_BIAS = Entry("decoder_bias.bias", ("cls.predictions.bias",))
+DECODER_BIAS = NameEntry("decoder_bias.bias", ("cls.predictions.bias",))
 _SAMPLE_HEAD = {"head.pooler": "bert.pooler.dense", "head.classifier": "classifier"}
 TASK_HEADS = {"classification": _SAMPLE_HEAD, "span": {"head.span": "qa_outputs"}, "choice": _SAMPLE_HEAD}
 TASK_CLASSES = {
@@ -48,7 +48,7 @@ TASK_CLASSES = {
 }
 
 
-class Placement(NamedTuple):
+class HeadPlacement(NamedTuple):
     """Names of the LayerNorms, and of the `transformers` classes, of one placement of LayerNorm."""
 
     top: Mapping[str, str]
@@ -59,8 +59,8 @@ class Placement(NamedTuple):
 _POST_NORMS = {"attention_norm": "attention.output.LayerNorm", "mlp_norm": "output.LayerNorm"}
 _PRE_NORMS = {"attention_norm": "attention.ln", "mlp_norm": "ln"}
 PLACEMENTS = {
-    "post": Placement({"embedding.norm": "bert.embeddings.LayerNorm"}, _POST_NORMS, "Bert"),
-    "pre": Placement({"final_norm": "bert.encoder.ln"}, _PRE_NORMS, "MegatronBert"),
+    "post": HeadPlacement({"embedding.norm": "bert.embeddings.LayerNorm"}, _POST_NORMS, "Bert"),
+    "pre": HeadPlacement({"final_norm": "bert.encoder.ln"}, _PRE_NORMS, "MegatronBert"),
 }
 
 # Copies of tied tensors, and buffers in old checkpoints.
@@ -86,24 +86,24 @@ def _split(fused: Tensor, heads: int) -> Sequence[Tensor]:
 QKV = Form(to_theirs=_split, to_ours=_fuse)
 
 
-def name_map(model: Model) -> Iterator[Entry]:
+def name_map(model: Model) -> Iterator[NameEntry]:
     """Yield an entry for every parameter of the model; our fused QKV has three names of theirs."""
     placement = PLACEMENTS[model.layer_norm]
-    yield from (Entry(ours, (theirs,)) for ours, theirs in PARAMETERS.items())
-    modules = [Entry(ours, (theirs,)) for ours, theirs in placement.top.items()]
+    yield from (NameEntry(ours, (theirs,)) for ours, theirs in PARAMETERS.items())
+    modules = [NameEntry(ours, (theirs,)) for ours, theirs in placement.top.items()]
     for i in range(model.layers):
         here = f"layers.{0 if model.shared_layers else i}."
         there = f"bert.encoder.layer.{i}."
-        modules.append(Entry(f"{here}attention.qkv", tuple(there + name for name in QKV_NAMES), QKV))
+        modules.append(NameEntry(f"{here}attention.qkv", tuple(there + name for name in QKV_NAMES), QKV))
         one_to_one = {**PER_LAYER, **placement.per_layer}.items()
-        modules += [Entry(here + ours, (there + theirs,)) for ours, theirs in one_to_one]
+        modules += [NameEntry(here + ours, (there + theirs,)) for ours, theirs in one_to_one]
     heads = TASK_HEADS.get(model.task_head) or MASKED_HEAD | (
         SENTENCE_HEAD if model.sentence_head != "none" else {}
     )
-    modules += [Entry(ours, (theirs,)) for ours, theirs in heads.items()]
+    modules += [NameEntry(ours, (theirs,)) for ours, theirs in heads.items()]
     for ours, theirs, form in modules:
         for leaf in ("weight", "bias"):
-            yield Entry(f"{ours}.{leaf}", tuple(f"{name}.{leaf}" for name in theirs), form)
+            yield NameEntry(f"{ours}.{leaf}", tuple(f"{name}.{leaf}" for name in theirs), form)
     if model.task_head == "none":
         yield DECODER_BIAS
 

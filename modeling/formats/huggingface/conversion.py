@@ -54,7 +54,7 @@ class Selection(NamedTuple):
         return [names for names, copy, tensor in pairs if not same_numbers(copy, tensor)]
 
 
-class Entry(NamedTuple):
+class NameEntry(NamedTuple):
     """Names of one parameter, and its conversion."""
 
     ours: str
@@ -78,7 +78,7 @@ class Conversion:
 
     class_name: Callable[[Model], str]
     config: Callable[..., transformers.PretrainedConfig]
-    name_map: Callable[[Model], Iterable[Entry]]
+    name_map: Callable[[Model], Iterable[NameEntry]]
     rename: Callable[[str], str | None]
     tied: Mapping[str, str]
     logits: Callable[..., Logits]
@@ -116,11 +116,11 @@ class Conversion:
         """
         found = self.select(theirs).tensors
 
-        def convert(entry: Entry) -> Tensor:
+        def convert(entry: NameEntry) -> Tensor:
             whole = entry.form.to_ours([found[name] for name in entry.theirs], model.heads)
             return whole[: model.vocab_size] if entry.ours in WITH_PADDING else whole
 
-        def usable(entry: Entry) -> bool:
+        def usable(entry: NameEntry) -> bool:
             if any(name not in found for name in entry.theirs):
                 return False
             own = not entry.ours.startswith("head.classifier.")

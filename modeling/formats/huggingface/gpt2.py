@@ -17,9 +17,9 @@ from modeling.formats.huggingface.conversion import (
     SAME,
     TRANSPOSED,
     Conversion,
-    Entry,
     Form,
     Logits,
+    NameEntry,
 )
 from modeling.transformer import GPT2_NORM_EPS
 from recipes.schema import Dropout, Model
@@ -56,15 +56,15 @@ PER_LAYER = {
 }
 
 
-def name_map(model: Model) -> Iterator[Entry]:
+def name_map(model: Model) -> Iterator[NameEntry]:
     """Yield an entry for every parameter of the model; of shared layers one for each use."""
     for ours, theirs in TOP.items():
-        yield Entry(ours, (theirs,))
+        yield NameEntry(ours, (theirs,))
     for i in range(model.layers):
         own = f"layers.{0 if model.shared_layers else i}"
         for ours, (theirs, form) in PER_LAYER.items():
             for leaf, its_form in (("weight", form), ("bias", QKV if form is QKV else SAME)):
-                yield Entry(f"{own}.{ours}.{leaf}", (f"transformer.h.{i}.{theirs}.{leaf}",), its_form)
+                yield NameEntry(f"{own}.{ours}.{leaf}", (f"transformer.h.{i}.{theirs}.{leaf}",), its_form)
 
 
 def _rename(stored: str) -> str | None:

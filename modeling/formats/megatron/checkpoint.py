@@ -85,7 +85,7 @@ class Slices(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class MegatronCheckpoint:
     """One iteration.
 
     Attributes:
@@ -176,7 +176,7 @@ class Checkpoint:
         return whole[: model.vocab_size] if name in WITH_PADDING else whole
 
 
-def open_checkpoint(directory: str | Path) -> Checkpoint:
+def open_checkpoint(directory: str | Path) -> MegatronCheckpoint:
     """Open the newest iteration in a directory. Reads names, shapes and arguments; raises FileError."""
     files = find(Path(directory))
     problems: list[Problem] = []
@@ -210,7 +210,7 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     problems += _missing(files, arguments, layers, tensors)
     if problems:
         raise FileError(problems)
-    return Checkpoint(files.where, arguments, float(version), len(files.stages[0]), tensors, copies)
+    return MegatronCheckpoint(files.where, arguments, float(version), len(files.stages[0]), tensors, copies)
 
 
 def _load(file: Path) -> dict[str, Any]:

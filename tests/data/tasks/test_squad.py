@@ -14,8 +14,8 @@ from transformers import BertTokenizer
 from data.tasks.choices import SplitScores
 from data.tasks.records import WrongRecord
 from data.tasks.squad import (
-    Question,
     Span,
+    SquadQuestion,
     best_spans,
     best_threshold,
     means,
@@ -44,7 +44,7 @@ def recipe(name="squad1", length=24, stride=5, longest=4) -> Recipe:
     ))  # fmt: skip
 
 
-def drawn(count: int, seed: int = 0) -> list[Question]:
+def drawn(count: int, seed: int = 0) -> list[SquadQuestion]:
     """Questions about texts of very different lengths, every third without an answer."""
     chosen, found = random.Random(seed), []
     for number in range(count):
@@ -53,7 +53,7 @@ def drawn(count: int, seed: int = 0) -> list[Question]:
         start = len(" ".join(words[:at])) + (at > 0)
         answers = ((words[at], start),) if number % 3 else ()
         query = " ".join(chosen.choices(WORDS, k=chosen.randint(1, 9)))
-        found.append(Question(str(number), query, context, answers))
+        found.append(SquadQuestion(str(number), query, context, answers))
     return found
 
 
@@ -96,7 +96,9 @@ def test_metrics_are_those_of_the_official_script():
     assert threshold == OFFICIAL["best_f1_threshold"]
     plain = means(every)
     assert plain == pytest.approx({name: OFFICIAL[name] for name in plain}, abs=1e-12)
-    questions = [Question(str(i), "?", "", tuple((a, 0) for a in answers)) for i, answers in enumerate(right)]
+    questions = [
+        SquadQuestion(str(i), "?", "", tuple((a, 0) for a in answers)) for i, answers in enumerate(right)
+    ]
     spans = [Span(text, odd) for text, odd in zip(said, odds, strict=True)]
     tuned = score_spans(spans, questions, with_none=True, dev=None)
     for name in ("exact", "f1"):
@@ -117,13 +119,13 @@ def test_answers_of_articles_alone_count_by_the_script_of_1_1(said, right, exact
     """Its exact match compares them, its F1 has no common word. The script of 2.0 drops such an answer."""
     found = score_answer(said, right, with_none=False)
     assert (found.exact, found.f1) == (exact, pytest.approx(f1))
-    questions = [Question("x", "?", "", tuple((text, 0) for text in right))]
+    questions = [SquadQuestion("x", "?", "", tuple((text, 0) for text in right))]
     done = score_spans([Span(said, 0.0)], questions, with_none=False, dev=None)
     assert done.metrics == {"exact": exact, "f1": pytest.approx(f1)}
 
 
 def test_a_test_split_takes_the_threshold_of_dev():
-    questions = [Question("x", "?", "", None)]
+    questions = [SquadQuestion("x", "?", "", None)]
     dev = SplitScores({"no_answer_threshold": 1.5}, {})
     for odd, text in ((1.4, "yes"), (1.6, "")):
         done = score_spans([Span("yes", odd)], questions, with_none=True, dev=dev)

@@ -27,7 +27,7 @@ import pytest
 from backports import zstd
 
 from data.prepare import pipeline
-from data.prepare.chunk_file import Step, Tally
+from data.prepare.chunk_file import ChunkStep, Tally
 from data.prepare.inputs import Cursor, Inputs
 from data.prepare.pipeline import check_broken
 from data.prepare.settings import PreparationFailed, Settings, in_flags
@@ -559,7 +559,7 @@ def test_prepare_data_names_its_flags_where_the_libraries_name_keys_of_a_recipe(
         raise RuntimeError("Dataset scripts are no longer supported")
 
     place = str(tmp_path / "data.name")  # a path stays what it is
-    tally = Tally(read=Step(2, 2, dropped={"broken: x": [1, 1]}))
+    tally = Tally(read=ChunkStep(2, 2, dropped={"broken: x": [1, 1]}))
     expected = {
         f"--name {place}: no such file": lambda: files_of(Origin(source="jsonl", name=place)),
         "--revision refs/convert/parquet, the branch that": lambda: list(

@@ -11,8 +11,8 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from data.durable_files import Damaged
-from data.samples.gpt import GptSamples, Stream
+from data.durable_files import DamagedFile
+from data.samples.gpt import GptSamples, TokenStream
 from data.split_rule import PARTS, documents_of, part_of, parts
 from data.tokens.opened import ready_made_store
 from data.tokens.store import StoreWriter, open_store, token_dtype
@@ -140,7 +140,7 @@ def test_a_store_appears_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="killed here"), StoreWriter(tmp_path / "a", 100) as writer:
         writer.add_document([np.array([5, 6])])
     assert renamed == [str(tmp_path / "a.bin")]
-    with pytest.raises(Damaged, match=r"a\.idx is missing"):
+    with pytest.raises(DamagedFile, match=r"a\.idx is missing"):
         open_store(tmp_path / "a")
 
 
@@ -195,7 +195,7 @@ GOOD_IDX = index_bytes(**GOOD)
 )
 def test_a_broken_store_is_refused_with_what_is_wrong(tmp_path, monkeypatch, idx, message):
     monkeypatch.setattr("data.tokens.store.BLOCK", 2)  # what is wrong may lie in a later block
-    with pytest.raises(ValueError if message == "not tokens" else Damaged, match=message):
+    with pytest.raises(ValueError if message == "not tokens" else DamagedFile, match=message):
         open_store(write_pair(tmp_path, idx))
 
 
@@ -206,7 +206,7 @@ def test_missing_halves(tmp_path):
     for ending in (".bin", ".idx"):
         kept = Path(f"{prefix}{ending}").read_bytes()
         Path(f"{prefix}{ending}").unlink()
-        with pytest.raises(Damaged, match=f"{ending} is missing"):
+        with pytest.raises(DamagedFile, match=f"{ending} is missing"):
             open_store(prefix)
         Path(f"{prefix}{ending}").write_bytes(kept)
     assert open_store(prefix).tokens == 9
@@ -255,7 +255,7 @@ def test_the_stream_is_the_splits_documents_each_ended_once(tmp_path, ended, sen
     for i in chosen:
         text = sum(documents[i], [])
         expected += text if not text or text[-1] == END else [*text, END]
-    stream = Stream(store, chosen, END)
+    stream = TokenStream(store, chosen, END)
     assert len(stream) == len(expected)
     assert stream.documents == sum(bool(documents[i]) for i in chosen)
     rng = np.random.default_rng(0)
@@ -267,15 +267,15 @@ def test_the_stream_is_the_splits_documents_each_ended_once(tmp_path, ended, sen
 
 def test_a_stream_whose_documents_end_themselves_keeps_one_entry_per_run(tmp_path):
     store = make_store(tmp_path, random_documents("all", False))
-    assert len(Stream(store, np.arange(60), END)._ends) == 1
-    assert len(Stream(store, documents_of("train", 60, 20), END)._ends) == 3
+    assert len(TokenStream(store, np.arange(60), END)._ends) == 1
+    assert len(TokenStream(store, documents_of("train", 60, 20), END)._ends) == 3
 
 
 def test_a_large_store_is_judged_by_a_part_of_its_documents(tmp_path, monkeypatch):
     monkeypatch.setattr("data.samples.gpt._LOOKED_AT", 5)
     for ended in ("all", "none", "some"):
         store = make_store(tmp_path, random_documents(ended, False))
-        stream = Stream(store, np.arange(60), END)
+        stream = TokenStream(store, np.arange(60), END)
         tokens = stream.read(0, len(stream))
         assert (tokens == END).sum() == stream.documents and tokens[-1] == END
 
@@ -283,7 +283,7 @@ def test_a_large_store_is_judged_by_a_part_of_its_documents(tmp_path, monkeypatc
 @pytest.fixture
 def samples(tmp_path) -> GptSamples:
     store = make_store(tmp_path, random_documents("all", False))
-    return GptSamples(Stream(store, documents_of("train", 60, 5), END), 16)
+    return GptSamples(TokenStream(store, documents_of("train", 60, 5), END), 16)
 
 
 def test_windows_cover_the_stream_and_every_epoch_has_each_once(samples):
@@ -325,10 +325,10 @@ def test_fixed_windows_are_spread_and_in_order(samples):
 def test_too_little_text_is_refused(tmp_path):
     store = make_store(tmp_path, [[[1, 2, END]]])
     with pytest.raises(ValueError, match="3 tokens.*sequence_length=3 needs 4"):
-        GptSamples(Stream(store, np.arange(1), END), 3)
-    assert len(GptSamples(Stream(store, np.arange(1), END), 2)) == 1
+        GptSamples(TokenStream(store, np.arange(1), END), 3)
+    assert len(GptSamples(TokenStream(store, np.arange(1), END), 2)) == 1
     with pytest.raises(ValueError, match="0 tokens"):
-        GptSamples(Stream(store, np.arange(0), END), 3)
+        GptSamples(TokenStream(store, np.arange(0), END), 3)
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ from launch.checkpoints import manifest, reading, run_checkpoints, tensor_file
 from launch.checkpoints import stored as stored_tensors
 from launch.checkpoints.geometry import Cut, copies, rectangles, share
 from launch.checkpoints.manifest import Series, joined
-from launch.checkpoints.run_checkpoints import Damaged
-from launch.checkpoints.stored import Placement, StoredTensors, load_weights
-from launch.checkpoints.tensor_file import Entry
+from launch.checkpoints.run_checkpoints import DamagedCheckpoint
+from launch.checkpoints.stored import StoredTensors, TensorPlacement, load_weights
+from launch.checkpoints.tensor_file import TensorEntry
 from launch.training.sample import sample
 from recipes import catalog
 from recipes.files import FileError
@@ -60,7 +60,7 @@ def test_any_pieces_of_a_tensor_become_any_others(data, shape):
     assert pieces == {piece for series in alone for piece in series.pieces()}
 
     def slice_of(cut):
-        return Placement("x", "canonical", tuple(shape), cut).slice_of(full).reshape(-1)
+        return TensorPlacement("x", "canonical", tuple(shape), cut).slice_of(full).reshape(-1)
 
     for cut, first, count in want:
         target = torch.zeros(count)
@@ -86,7 +86,7 @@ def test_a_file_is_one_that_safetensors_reads_and_memory_holds_one_tensor(tmp_pa
         alive.discard(number - 1)
         return tensor
 
-    entries = [Entry(f"t{n}", torch.bfloat16, (n, 3), lambda n=n: made(n)) for n in range(6)]
+    entries = [TensorEntry(f"t{n}", torch.bfloat16, (n, 3), lambda n=n: made(n)) for n in range(6)]
     told = tensor_file.write(tmp_path / "x", entries)
     read = load_file(tmp_path / "x")
     assert {name: (tuple(t.shape), float(t.sum())) for name, t in read.items()} == {
@@ -105,16 +105,16 @@ def test_tensors_are_read_whole_and_in_pieces(tmp_path):
         assert torch.equal(tensor, TENSORS[name])
     # Rows 6 to 11 of which the last two are padding, from the fourth element on.
     target = torch.full((30,), -1.0)
-    place = Placement("word.weight", "canonical", (10, 6), Cut(0, 6, 6))
+    place = TensorPlacement("word.weight", "canonical", (10, 6), Cut(0, 6, 6))
     stored.fill(target, place, 3, "weight")
     assert target.tolist() == [*range(39, 60), *[0] * 9]
     target = torch.zeros(10)
-    stored.fill(target, Placement("word.weight", "canonical", (10, 6), Cut(1, 2, 2)), 5, "weight")
+    stored.fill(target, TensorPlacement("word.weight", "canonical", (10, 6), Cut(1, 2, 2)), 5, "weight")
     assert target.tolist() == [15, 20, 21, 26, 27, 32, 33, 38, 39, 44]
     with pytest.raises(FileError, match=r"word.weight has shape \[10, 6\]: the model's has \[10, 5\]"):
-        stored.fill(target, Placement("word.weight", "canonical", (10, 5), None), 0, "weight")
+        stored.fill(target, TensorPlacement("word.weight", "canonical", (10, 5), None), 0, "weight")
     with pytest.raises(FileError, match="holds no layers.0.x"):
-        stored.fill(target, Placement("layers.0.x", "canonical", (10,), None), 0, "weight")
+        stored.fill(target, TensorPlacement("layers.0.x", "canonical", (10,), None), 0, "weight")
 
 
 def test_of_a_checkpoint_of_many_files_few_are_open(tmp_path, monkeypatch):
@@ -132,7 +132,9 @@ def test_of_a_checkpoint_of_many_files_few_are_open(tmp_path, monkeypatch):
 def test_elements_of_every_width_are_those_asked_for(tmp_path, dtype):
     """Of the second tensor, from its middle; a piece that leaves its tensor is refused."""
     one, two = torch.arange(7).to(dtype), torch.arange(100, 124).to(dtype).view(4, 6)
-    entries = [Entry(name, dtype, tuple(t.shape), lambda t=t: t) for name, t in (("one", one), ("two", two))]
+    entries = [
+        TensorEntry(name, dtype, tuple(t.shape), lambda t=t: t) for name, t in (("one", one), ("two", two))
+    ]
     tensor_file.write(tmp_path / "x", entries)
     reader = tensor_file.Reader(tmp_path / "x")
     assert torch.equal(reader.elements("two", 5, 11), two.flatten()[5:16])
@@ -147,7 +149,7 @@ def test_elements_of_every_width_are_those_asked_for(tmp_path, dtype):
 
 def reason(directory):
     found = run_checkpoints.read(directory)
-    assert isinstance(found, Damaged), found
+    assert isinstance(found, DamagedCheckpoint), found
     return found.why
 
 
@@ -197,7 +199,9 @@ def test_only_whole_checkpoints_count(tmp_path):
     os.truncate(tmp_path / "step-000008" / "rank-00000.safetensors", 300)
     (tmp_path / "step-000030.writing").mkdir()
     assert steps(tmp_path) == [4, 100000, 2000000] and run_checkpoints.newest(tmp_path).step == 2000000
-    damaged = {each.step: each.why for each in run_checkpoints.found(tmp_path) if isinstance(each, Damaged)}
+    damaged = {
+        each.step: each.why for each in run_checkpoints.found(tmp_path) if isinstance(each, DamagedCheckpoint)
+    }
     assert "no such file" in damaged[12]
     assert "rank-00000.safetensors cannot be read (No such file" in damaged[20]
     assert damaged[8].endswith("it holds word.weight, final_norm.bias") and "has 300 bytes" in damaged[8]

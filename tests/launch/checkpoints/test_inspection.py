@@ -46,7 +46,7 @@ def rewrite(directory, name, change):
     tensors = {key: reader.whole(key) for key in reader.tensors}
     change(tensors)
     path.unlink()
-    entries = [tensor_file.Entry(k, t.dtype, tuple(t.shape), lambda t=t: t) for k, t in tensors.items()]
+    entries = [tensor_file.TensorEntry(k, t.dtype, tuple(t.shape), lambda t=t: t) for k, t in tensors.items()]
     told = tensor_file.write(path, entries)
     rewrite_manifest(directory, lambda held: replace(held, files={**held.files, name: told}))
 

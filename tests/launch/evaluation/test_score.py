@@ -19,10 +19,10 @@ from data.tasks.windows import Window
 from ds_configs.plan import HOST, Machine
 from launch import export_hf, report
 from launch.evaluation import protocols, scoring_plan
-from launch.evaluation.scorer import Step, steps_of
+from launch.evaluation.scorer import ScoringStep, steps_of
 from launch.evaluation.scores import Score, describe, keep, read_scores, to_json
 from launch.evaluation.scoring import own_text
-from launch.evaluation.scoring_plan import Wishes, checked_job
+from launch.evaluation.scoring_plan import ScoringWishes, checked_job
 from launch.ranks.ending import Failed, explain_out_of_memory
 from launch.score import LESS_MEMORY, build_parser, checked
 from recipes.problems import ProblemsError
@@ -255,7 +255,7 @@ CPU = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=False)
 
 
 def text_of(made, file, **more):
-    job = checked_job(Wishes(str(made / "run"), text=str(file), **more), 1, CPU)
+    job = checked_job(ScoringWishes(str(made / "run"), text=str(file), **more), 1, CPU)
     return own_text(job, print), job.model.tokenizer
 
 
@@ -286,7 +286,7 @@ def test_a_character_of_a_script_without_blanks_is_a_word(made, tmp_path):
 
 def refusal(model, *tasks, **more):
     with pytest.raises(ProblemsError) as refused:
-        checked_job(Wishes(str(model), tasks or ("perplexity",), **more), 1, CPU)
+        checked_job(ScoringWishes(str(model), tasks or ("perplexity",), **more), 1, CPU)
     return str(refused.value)
 
 
@@ -326,7 +326,7 @@ def test_without_lm_eval_its_tasks_are_refused_with_the_way_to_it(made, monkeypa
     monkeypatch.setattr(scoring_plan, "has_harness", lambda: False)
     said = refusal(made / "run", "lambada", "hellaswag", "perplexity", text=str(made / "texts.jsonl"))
     assert "lambada, hellaswag: lm-evaluation-harness" in said and "pip install -e .[evaluate]" in said
-    checked_job(Wishes(str(made / "run"), text=str(made / "texts.jsonl")), 1, CPU)
+    checked_job(ScoringWishes(str(made / "run"), text=str(made / "texts.jsonl")), 1, CPU)
 
 
 @pytest.mark.parametrize(
@@ -370,12 +370,12 @@ def test_what_flags_and_weights_decide_is_no_setting(made):
 
 
 def test_logits_are_computed_where_targets_count(made):
-    plan = checked_job(Wishes(str(made / "run"), batch=2), 1, CPU).plan
+    plan = checked_job(ScoringWishes(str(made / "run"), batch=2), 1, CPU).plan
     lengths = ((64, 64), (64, 24), (64, 32), (64, 33), (40, 8), (40, 9), (40, 24), (3, 1))
     windows = [Window(np.arange(length + 1), counted) for length, counted in lengths]
-    whole = [Step([0, 3], 64, 64), Step([5, 6], 64, 64)]
-    cut = [Step([1, 2], 64, 32), Step([4, 4], 64, 32)]
-    assert list(steps_of(windows, 2, plan)) == [*whole, *cut, Step([7, 7], 32, 32)]
+    whole = [ScoringStep([0, 3], 64, 64), ScoringStep([5, 6], 64, 64)]
+    cut = [ScoringStep([1, 2], 64, 32), ScoringStep([4, 4], 64, 32)]
+    assert list(steps_of(windows, 2, plan)) == [*whole, *cut, ScoringStep([7, 7], 32, 32)]
 
 
 def test_running_out_of_memory_is_explained():

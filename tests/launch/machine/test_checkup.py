@@ -10,13 +10,13 @@ from launching import ROOT
 
 from launch.console import quiet
 from launch.machine import abilities, checks, doctor_checks, start_checks
-from launch.machine.abilities import Gpu
+from launch.machine.abilities import VisibleGpu
 from launch.machine.checks import Check, ok
 from recipes import catalog
 from recipes.problems import ProblemsError
 
-V100 = Gpu("Tesla V100-SXM2-32GB", (7, 0), 32e9, 32e9)
-H200 = Gpu("NVIDIA H200", (9, 0), 141e9, 140e9)
+V100 = VisibleGpu("Tesla V100-SXM2-32GB", (7, 0), 32e9, 32e9)
+H200 = VisibleGpu("NVIDIA H200", (9, 0), 141e9, 140e9)
 CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]  # of torch 2.13's wheels
 
 
@@ -24,7 +24,7 @@ CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"
 def gpus(monkeypatch):
     """Have the machine these GPUs."""
 
-    def put(*found: Gpu, built=CUDA_13, cuda="13.0") -> None:
+    def put(*found: VisibleGpu, built=CUDA_13, cuda="13.0") -> None:
         monkeypatch.setattr(start_checks, "gpus", lambda with_free=False: list(found))
         monkeypatch.setattr(doctor_checks, "gpus", lambda with_free=False: list(found))
         monkeypatch.setattr(start_checks, "built_for", lambda: built)
@@ -107,7 +107,7 @@ def test_gpus_that_differ_or_are_taken_are_warned_of(gpus):
     assert doctor_checks.accelerator() == ok("2 GPUs: NVIDIA H200 (141 GB)")
     gpus(H200, V100)
     assert doctor_checks.accelerator().verdict == "warning"
-    gpus(H200, Gpu("NVIDIA H200", (9, 0), 141e9, 60e9))
+    gpus(H200, VisibleGpu("NVIDIA H200", (9, 0), 141e9, 60e9))
     assert "of 1 more than a tenth is taken" in doctor_checks.accelerator().found
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from launch.machine import memory
-from launch.machine.abilities import Gpu
+from launch.machine.abilities import VisibleGpu
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_the_memory_under_control_groups_of_version_1(groups):
 
 
 def test_the_smallest_gpu_stands_for_all(monkeypatch):
-    found = [Gpu("NVIDIA H200", (9, 0), size, 0) for size in (80e9, 24e9, 80e9)]
+    found = [VisibleGpu("NVIDIA H200", (9, 0), size, 0) for size in (80e9, 24e9, 80e9)]
     monkeypatch.setattr(memory, "gpus", lambda: found)
     machine = memory.this_machine()
     assert (machine.gpus, machine.gpu_bytes) == (3, 24e9) and math.isfinite(machine.host_bytes)

@@ -29,7 +29,9 @@ def made(monkeypatch) -> list[int]:
         return create(*args, **more)
 
     monkeypatch.setattr(flex_attention, "create_block_mask", noted)
-    monkeypatch.setattr(band, "choose", lambda *args, **more: band.Choice("flex_attention", "asked for"))
+    monkeypatch.setattr(
+        band, "choose", lambda *args, **more: band.KernelChoice("flex_attention", "asked for")
+    )
     yield lengths
     torch.compiler.reset()
 

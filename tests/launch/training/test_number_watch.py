@@ -14,7 +14,7 @@ from launch.records.facts import Corruption, StepRecord
 from launch.records.metrics import read_metrics
 from launch.records.result import read_result
 from launch.training.early_ends import Corrupted, Diverged, FigureBounds
-from launch.training.number_watch import Details, Report, corruptions, interval, is_sound
+from launch.training.number_watch import Details, NumberReport, corruptions, interval, is_sound
 
 PRETRAIN = ROOT / "launch/pretrain.py"
 LAYOUTS = {  # name -> ds_config, tp, pp, dp
@@ -149,7 +149,7 @@ def test_every_flipped_bit_changes_the_sum_of_its_block_alone(dtype, elements):
 
 
 def report(changed=0, dp=0, tp=0):
-    return Report(changed, dp, tp)
+    return NumberReport(changed, dp, tp)
 
 
 def grid(tp, dp):

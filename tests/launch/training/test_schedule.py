@@ -9,7 +9,7 @@ from deepspeed.runtime import lr_schedules
 from transformers import optimization
 
 from ds_configs.resolver import followed
-from launch.training.schedule import Schedule, learning_rate
+from launch.training.schedule import LearningRateSchedule, learning_rate
 from recipes import catalog
 
 PEAK, LOW, WARMUP, END = 1e-3, 1e-4, 20, 120
@@ -143,14 +143,14 @@ def test_schedule_sets_every_group_and_goes_on_where_it_was(kind):
     decayed, plain = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.AdamW([{"params": [decayed]}, {"params": [plain]}], lr=7.0)
     chosen = recipe(kind)
-    schedule = Schedule(optimizer, chosen)
+    schedule = LearningRateSchedule(optimizer, chosen)
     assert [group["lr"] for group in optimizer.param_groups] == [0.0, 0.0], "it stands before the first step"
     for completed in range(1, 31):
         schedule.step()
         expected = [learning_rate(chosen, completed)] * 2
         assert [group["lr"] for group in optimizer.param_groups] == expected
         assert schedule.get_last_lr() == schedule.get_lr() == expected
-    resumed = Schedule(optimizer, chosen)
+    resumed = LearningRateSchedule(optimizer, chosen)
     resumed.load_state_dict(schedule.state_dict())
     assert [group["lr"] for group in optimizer.param_groups] == [learning_rate(chosen, 30)] * 2
     resumed.step()

@@ -8,7 +8,7 @@ import pytest
 
 from ds_configs.jsonfile import ConfigError
 from launch.planning.search import candidates, largest, layout_search, search_command, shapes
-from launch.planning.search.candidates import Degrees, Question
+from launch.planning.search.candidates import Degrees, SearchQuestion
 from launch.planning.search.ways import WAYS
 from recipes.layout import divisors
 from recipes.problems import ProblemsError
@@ -21,7 +21,7 @@ def parsed(line: str) -> argparse.Namespace:
     return parser.parse_args(["search", "--largest", *line.split()])
 
 
-def asked(line: str) -> Question:
+def asked(line: str) -> SearchQuestion:
     return search_command.question_of(parsed(line))[1]
 
 

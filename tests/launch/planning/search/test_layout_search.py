@@ -56,7 +56,7 @@ def parsed(line: str) -> argparse.Namespace:
 
 
 @functools.cache
-def answer(line: str) -> layout_search.Answer:
+def answer(line: str) -> layout_search.SearchAnswer:
     return SEARCH(search_command.question_of(parsed(line))[1])
 
 
