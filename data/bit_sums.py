@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch.nn import functional as F
 
-WORD = 8  # bytes; torch adds up int64 at the speed of memory, narrower types thirty times slower
+# bytes; torch adds up int64 at the speed of memory, narrower types thirty times slower
+WORD = 8
 BLOCK = 1024  # words
 ODD = -7046029254386353131  # a factor that loses no bit modulo 2**64
 

@@ -29,10 +29,18 @@ def default_directory() -> Path:
     chosen = os.environ.get("MEGARECIPES_CACHE")
     if chosen:
         return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megarecipes"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megarecipes"
+    )
 
 
-def fetch(paths: Sequence[Path], read: Callable[[], T], write: Callable[[], None], what: str, say: Say) -> T:
+def fetch(
+    paths: Sequence[Path],
+    read: Callable[[], T],
+    write: Callable[[], None],
+    what: str,
+    say: Say,
+) -> T:
     """Return the result of `read`; call `write` before it where the files are missing or damaged.
 
     Args:
@@ -64,7 +72,9 @@ def fetch(paths: Sequence[Path], read: Callable[[], T], write: Callable[[], None
             except DamagedFile as damage:
                 say(f"{what}: {damage}; making it again")
             if held:
-                for leftover in chain.from_iterable(directory.glob(f"{path.name}.*.tmp") for path in paths):
+                for leftover in chain.from_iterable(
+                    directory.glob(f"{path.name}.*.tmp") for path in paths
+                ):
                     leftover.unlink(missing_ok=True)
             write()
             return read()

@@ -19,7 +19,12 @@ from data.text.held_out_end import END, EndHeldOut, with_held_out_text
 from data.text.records import SkippedRecords, Source
 from data.text.sources import files_of, open_source
 from data.text.vocabulary import build_vocabulary, vocabulary_digest
-from data.tokens.opened import check_ready_made, opened_store, sequences_of, store_prefix
+from data.tokens.opened import (
+    check_ready_made,
+    opened_store,
+    sequences_of,
+    store_prefix,
+)
 from recipes.families import TRAINED
 from recipes.schema import BlendPart, Origin, Recipe
 
@@ -40,7 +45,8 @@ class Corpus:
     uniform_entropy: float
     unigram_entropy: float
     summary: dict[str, Any]
-    skipped: tuple[SkippedRecords, ...] = ()  # broken records that streams have left out on this rank, so far
+    # broken records that streams have left out on this rank, so far
+    skipped: tuple[SkippedRecords, ...] = ()
 
 
 def build(
@@ -62,19 +68,26 @@ def build(
     """
     directory = cache_directory or cache.default_directory()
     origins = recipe.data.origins
-    for origin in origins:  # first: a missing store is reported, not its missing vocabulary
+    # first: a missing store is reported, not its missing vocabulary
+    for origin in origins:
         if origin.source == "store":
             check_origin(origin, recipe.model.family)
     sources = [open_origin(recipe, origin, say) for origin in origins]
-    tokenizer = build_vocabulary(recipe, [found for found in sources if found], directory, say)
-    parts = _all_parts(recipe, family_of(recipe, tokenizer), sources, directory, say, once)
+    tokenizer = build_vocabulary(
+        recipe, [found for found in sources if found], directory, say
+    )
+    parts = _all_parts(
+        recipe, family_of(recipe, tokenizer), sources, directory, say, once
+    )
     return Corpus(
         tokenizer=tokenizer,
         train=parts.train,
         validation=parts.validation,
         test=parts.test,
         uniform_entropy=math.log(recipe.model.vocab_size),
-        unigram_entropy=unigram_cross_entropy(parts.train_counts, parts.validation.labels),
+        unigram_entropy=unigram_cross_entropy(
+            parts.train_counts, parts.validation.labels
+        ),
         summary={
             "source": parts.summary["source"],
             "vocabulary": recipe.data.tokenizer.kind,
@@ -83,9 +96,17 @@ def build(
             **parts.summary,
             "validation_samples": len(parts.validation),
             **({"test_samples": len(parts.test)} if parts.test else {}),
-            **({"held_out": END} if any(isinstance(each, EndHeldOut) for each in sources) else {}),
+            **(
+                {"held_out": END}
+                if any(isinstance(each, EndHeldOut) for each in sources)
+                else {}
+            ),
         },
-        skipped=tuple(each.skipped for each in sources if each and each.skipped and not each.finite),
+        skipped=tuple(
+            each.skipped
+            for each in sources
+            if each and each.skipped and not each.finite
+        ),
     )
 
 
@@ -106,28 +127,37 @@ def check_sources(recipe: Recipe) -> None:
     family = recipe.model.family
     for origin in data.origins:
         check_origin(origin, family)
-    known = data.tokenizer.kind in ("file", "store")  # the others are published, or trained
+    # the others are published, or trained
+    known = data.tokenizer.kind in ("file", "store")
     sources = [] if known else _short_texts(recipe)
     tokenizer = None
     if known or sources:
-        tokenizer = build_vocabulary(recipe, sources, cache.default_directory(), lambda line: None)
+        tokenizer = build_vocabulary(
+            recipe, sources, cache.default_directory(), lambda line: None
+        )
     for origin in data.origins:
         if origin.source == "store":
             size = recipe.model.vocab_size
-            check_ready_made(data.tokenizer.kind, sequences_of(family), origin, size, tokenizer)
+            check_ready_made(
+                data.tokenizer.kind, sequences_of(family), origin, size, tokenizer
+            )
 
 
 def _short_texts(recipe: Recipe) -> list[Source]:
     """Open the sources whose text may be too short for the vocabulary that is trained on them; [] else."""
     data = recipe.data
-    if data.tokenizer.kind not in TRAINED or any(origin.source == "packaged" for origin in data.origins):
+    if data.tokenizer.kind not in TRAINED or any(
+        origin.source == "packaged" for origin in data.origins
+    ):
         return []
     size = 0
     for origin in data.origins:
         size += sum(file.stat().st_size for file in files_of(origin))
     if size > SHORT_TEXT:
         return []
-    sources = (open_origin(recipe, origin, lambda line: None) for origin in data.origins)
+    sources = (
+        open_origin(recipe, origin, lambda line: None) for origin in data.origins
+    )
     return [source for source in sources if source]
 
 
@@ -148,7 +178,9 @@ def _all_parts(
     once: MakeOnce,
 ) -> Parts:
     origins = recipe.data.origins
-    weights = [origin.weight if isinstance(origin, BlendPart) else 1.0 for origin in origins]
+    weights = [
+        origin.weight if isinstance(origin, BlendPart) else 1.0 for origin in origins
+    ]
     wanted = [recipe.run.validation_samples]
     if len(origins) > 1:
         from data.samples.blend import blended, largest_remainder
@@ -163,7 +195,9 @@ def _all_parts(
             from data.samples.streamed_splits import stream_parts
 
             assert source is not None
-            parts.append(stream_parts(recipe, family, origin, source, max(count, 1), say, once))
+            parts.append(
+                stream_parts(recipe, family, origin, source, max(count, 1), say, once)
+            )
     if len(parts) == 1:
         return parts[0]
     return blended(parts, weights, recipe.seed)

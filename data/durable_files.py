@@ -19,7 +19,14 @@ from pathlib import Path
 from typing import BinaryIO, ClassVar
 
 # With these errors a file system refuses to open or to flush directories.
-_NOT_OF_DIRECTORIES = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES, errno.EPERM}
+_NOT_OF_DIRECTORIES = {
+    errno.EINVAL,
+    errno.ENOTSUP,
+    errno.ENOSYS,
+    errno.EBADF,
+    errno.EACCES,
+    errno.EPERM,
+}
 
 
 class DamagedFile(Exception):
@@ -37,7 +44,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        if error.filename is None and error.errno is not None:  # an error of a write names no file
+        # an error of a write names no file
+        if error.filename is None and error.errno is not None:
             error.filename = str(path)
         raise
     finally:
@@ -108,11 +116,14 @@ class Lock:
         except OSError as error:
             holder = os.pread(descriptor, 200, 0).decode(errors="replace")
             os.close(descriptor)
-            if isinstance(error, BlockingIOError | PermissionError):  # POSIX: either means "held by another"
+            # POSIX: either means "held by another"
+            if isinstance(error, BlockingIOError | PermissionError):
                 raise BlockingIOError(holder or "another process") from None
             return cls(None)
         os.truncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        os.pwrite(
+            descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0
+        )
         return cls(descriptor)
 
     def release(self) -> None:

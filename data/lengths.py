@@ -31,7 +31,12 @@ class TextLengths:
 
     @classmethod
     def of(
-        cls, name: str, sizes: np.ndarray, borders: np.ndarray, sentences: bool, whole: bool
+        cls,
+        name: str,
+        sizes: np.ndarray,
+        borders: np.ndarray,
+        sentences: bool,
+        whole: bool,
     ) -> TextLengths:
         """Measure documents.
 
@@ -42,7 +47,8 @@ class TextLengths:
         documents = np.diff(np.append(0, np.cumsum(sizes, dtype=np.int64))[borders])
         pairs = sizes[:0]
         if sentences:
-            within = np.ones(len(sizes) + 1, dtype=bool)  # whether a document goes on over a border of sizes
+            # whether a document goes on over a border of sizes
+            within = np.ones(len(sizes) + 1, dtype=bool)
             within[borders] = False
             pairs = (sizes[:-1] + sizes[1:])[within[1:-1]]
         return cls(name, documents[documents > 0], pairs, whole)
@@ -80,4 +86,6 @@ def text_lengths(
             ends.append(len(lengths))
         sizes = np.array(lengths, dtype=np.int64)
         read = len(ends) - 1  # documents
-        yield TextLengths.of(source.name, sizes, np.array(ends), sentences, whole=read < most)
+        yield TextLengths.of(
+            source.name, sizes, np.array(ends), sentences, whole=read < most
+        )

@@ -33,7 +33,8 @@ from recipes.problems import Key, Problem, ProblemsError, Setting
 
 T = TypeVar("T")
 MicroBatch = dict[str, torch.Tensor]
-Made = tuple[list[MicroBatch], dict[str, Any], int]  # batches of a step, state after it, sum of their bits
+# batches of a step, state after it, sum of their bits
+Made = tuple[list[MicroBatch], dict[str, Any], int]
 _WEIGHTS = ("weights", "sentence_weights")
 JOIN_TIMEOUT_S = 5.0  # for a thread that waits for the network
 
@@ -41,7 +42,10 @@ JOIN_TIMEOUT_S = 5.0  # for a thread that waits for the network
 def micro_batch(fields: Fields, row_weights: np.ndarray) -> MicroBatch:
     """Return the tensors of B samples; `row_weights` (B,) as for `Fields.micro_batch`."""
     arrays = fields.micro_batch(row_weights)
-    return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in arrays.items()}
+    return {
+        name: torch.from_numpy(np.ascontiguousarray(values))
+        for name, values in arrays.items()
+    }
 
 
 def batch_digest(batches: Iterable[MicroBatch]) -> str:
@@ -69,7 +73,9 @@ def rank_rows(layout: Layout, dp_rank: int, samples: int | None = None) -> np.nd
     """
     if not 0 <= dp_rank < layout.dp:
         raise ValueError(f"data-parallel rank {dp_rank} is not in 0..{layout.dp - 1}")
-    rows = np.arange(samples or layout.global_batch).reshape(layout.dp, -1, layout.micro)
+    rows = np.arange(samples or layout.global_batch).reshape(
+        layout.dp, -1, layout.micro
+    )
     return rows[dp_rank]
 
 
@@ -188,7 +194,9 @@ class StepBatches:
         self.step = start_step
         self.last: list[MicroBatch] = []
         self.bit_sum = 0
-        self._sizes = sizes or batch_schedule(layout.global_batch, layout.global_batch, 1, 1)
+        self._sizes = sizes or batch_schedule(
+            layout.global_batch, layout.global_batch, 1, 1
+        )
         position = self._sizes.samples(start_step)
         if start_state is not None:
             if start_state.get("position") != position:
@@ -201,10 +209,16 @@ class StepBatches:
         # have to be read up to it: `state` does so only when it is called before the first batch.
         self._state = start_state or (self._samples.state(0) if position == 0 else None)
         rank_rows(layout, dp_rank)  # refuses a wrong rank
-        self._produce = partial(_make_step, self._samples, seed, layout, self._sizes, dp_rank, pinned)
+        self._produce = partial(
+            _make_step, self._samples, seed, layout, self._sizes, dp_rank, pinned
+        )
         threads = workers if samples.random_access else min(workers, 1)
         begin = _current_device() if pinned else lambda: None
-        self._ahead = Prefetcher(self._produce, start_step, threads, prepare=begin) if threads else None
+        self._ahead = (
+            Prefetcher(self._produce, start_step, threads, prepare=begin)
+            if threads
+            else None
+        )
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         return self
@@ -250,7 +264,10 @@ def _make_step(
     micro = layout.micro
     fields = samples.take(rows.ravel().tolist(), seed)
     weights = np.full(micro, 1.0 / micro)
-    batches = [micro_batch(fields.rows(slice(at, at + micro)), weights) for at in range(0, rows.size, micro)]
+    batches = [
+        micro_batch(fields.rows(slice(at, at + micro)), weights)
+        for at in range(0, rows.size, micro)
+    ]
     bit_sum = int(batch_sum(batches))
     state = samples.state(sizes.samples(step + 1))
     return pin_batches(batches) if pinned else batches, state, bit_sum
@@ -266,7 +283,9 @@ def pin_batches(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
 
 def _current_device() -> Callable[[], None]:
     """Return a function to select this rank's device in a new thread; else pinning would use the first."""
-    return partial(torch.accelerator.set_device_index, torch.accelerator.current_device_index())
+    return partial(
+        torch.accelerator.set_device_index, torch.accelerator.current_device_index()
+    )
 
 
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
@@ -279,10 +298,14 @@ def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
             continue
         for other in (state[key] for state in states[1:]):
             if not isinstance(value, dict):
-                assert value == other, f"ranks disagree about {key}: {value} and {other}"
+                assert value == other, (
+                    f"ranks disagree about {key}: {value} and {other}"
+                )
                 continue
             for name, entry in other.items():
-                assert value.setdefault(name, entry) == entry, f"ranks disagree about {key} {name}"
+                assert value.setdefault(name, entry) == entry, (
+                    f"ranks disagree about {key} {name}"
+                )
     return merged
 
 

@@ -21,4 +21,6 @@ def package_directory(package: str, needed_for: Words) -> Path:
     if found:
         return found
     came = (needed_for, f" needs the package {package}")
-    raise ProblemsError([Problem("", came, fix=f"pip install -r requirements.txt, or {package} alone")])
+    raise ProblemsError(
+        [Problem("", came, fix=f"pip install -r requirements.txt, or {package} alone")]
+    )

@@ -25,14 +25,20 @@ def part_of(index: int, validation_every: int, test_every: int | None = None) ->
     if index % validation_every == validation_every - 1:
         return "validation"
     left_before = index - index // validation_every
-    return "test" if test_every is not None and left_before % test_every == 0 else "train"
+    return (
+        "test" if test_every is not None and left_before % test_every == 0 else "train"
+    )
 
 
-def parts(indices: np.ndarray, validation_every: int, test_every: int | None = None) -> np.ndarray:
+def parts(
+    indices: np.ndarray, validation_every: int, test_every: int | None = None
+) -> np.ndarray:
     """Return the positions in `PARTS`, (N,) uint8, of documents `indices` (N,); see `part_of`."""
     import numpy as np
 
-    assert validation_every >= 2 and (test_every is None or test_every >= 2), "the schema refuses 1"
+    assert validation_every >= 2 and (test_every is None or test_every >= 2), (
+        "the schema refuses 1"
+    )
     found = (indices % validation_every == validation_every - 1).astype(np.uint8)
     if test_every is not None:
         # Counting what validation leaves, and not all documents, keeps 1/test_every of it whatever divisors

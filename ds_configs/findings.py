@@ -36,7 +36,9 @@ class Findings:
     def stated(self, key: str) -> Any:
         return stated(self.config, key)
 
-    def refuse(self, key: str, rule: Text, fix: Text = "", came: Text = "", beside: str = "") -> None:
+    def refuse(
+        self, key: str, rule: Text, fix: Text = "", came: Text = "", beside: str = ""
+    ) -> None:
         """Add a problem of the JSON.
 
         `came`: by default the key with its value, followed by the text `beside`.
@@ -48,7 +50,11 @@ class Findings:
         self.notices.append(Notice(key, f"{key}: {text}"))
 
     def disagreement(
-        self, key: str, stated: Setting, settings: Sequence[Setting] | None = None, open_keys: str = ""
+        self,
+        key: str,
+        stated: Setting,
+        settings: Sequence[Setting] | None = None,
+        open_keys: str = "",
     ) -> None:
         """Add a problem for different values in the JSON and the recipe; it names both places.
 
@@ -58,8 +64,13 @@ class Findings:
         if settings is None:
             settings = [Setting(stated.key, self.lookup(key))]
         came = f"{key}={shown(self.lookup(key))} disagrees with the recipe's ", stated
-        fix: list[Words] = [f'set {open_keys or key} to "auto" in the JSON', *to_set(settings)]
-        problem = Disagreement(key, came, "one of them decides", tuple(fix), where=self.where)
+        fix: list[Words] = [
+            f'set {open_keys or key} to "auto" in the JSON',
+            *to_set(settings),
+        ]
+        problem = Disagreement(
+            key, came, "one of them decides", tuple(fix), where=self.where
+        )
         self.problems.append(problem)
 
 

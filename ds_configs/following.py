@@ -14,16 +14,28 @@ from ds_configs.findings import Notice, lookup, plain, stated
 from recipes.schema import DEEPSPEED_SCHEDULES, Recipe
 
 PARAMS = "optimizer.params"
-TYPES = {"adam": "adamw", "adamw": "adamw", "lamb": "lamb"}  # DeepSpeed's, in lower case -> the recipe's
+# DeepSpeed's, in lower case -> the recipe's
+TYPES = {"adam": "adamw", "adamw": "adamw", "lamb": "lamb"}
 BATCH = {  # of the JSON -> of the recipe
     "train_micro_batch_size_per_gpu": "batch.micro",
     "gradient_accumulation_steps": "batch.accumulation",
     "train_batch_size": "batch.global",
 }
-_OPTIMIZER = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True}
+_OPTIMIZER = {
+    "betas": [0.9, 0.999],
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "bias_correction": True,
+}
 _OF_LAMB = {"min_coeff": 0.01, "max_coeff": 10.0}
 _SCHEDULE = "scheduler.params"
-_OF_OTHERS = ("power", "wsd_decay_steps", "wsd_decay_style", "warmup_type", "warmup_min_lr")
+_OF_OTHERS = (
+    "power",
+    "wsd_decay_steps",
+    "wsd_decay_style",
+    "warmup_type",
+    "warmup_min_lr",
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +82,12 @@ def numbers(config: Mapping[str, Any], recipe: Recipe) -> Iterator[Stated]:
     yield from _clipping(config, decides)
     yield from schedule
     if decides and not lookup(config, "scheduler"):
-        constant = {"kind": "constant", "warmup_steps": 0, "min_lr": 0.0, **dict.fromkeys(_OF_OTHERS)}
+        constant = {
+            "kind": "constant",
+            "warmup_steps": 0,
+            "min_lr": 0.0,
+            **dict.fromkeys(_OF_OTHERS),
+        }
         for key, value in constant.items():
             yield Stated(f"schedule.{key}", value, "scheduler", by_default=True)
 
@@ -88,7 +105,9 @@ def _schedule(config: Mapping[str, Any], peak: float) -> Iterator[Stated]:
     """Yield the schedule of the section `scheduler`, nothing where all of it is "auto"; `peak`: the rate."""
     kind = stated(config, "scheduler.type")
     params = lookup(config, _SCHEDULE) or {}
-    if kind not in DEEPSPEED_SCHEDULES or (params and all(value == "auto" for value in params.values())):
+    if kind not in DEEPSPEED_SCHEDULES or (
+        params and all(value == "auto" for value in params.values())
+    ):
         return
     values: dict[str, tuple[str, Any]] = {
         "schedule.warmup_steps": ("warmup_num_steps", 1000),
@@ -99,7 +118,10 @@ def _schedule(config: Mapping[str, Any], peak: float) -> Iterator[Stated]:
         values["schedule.min_lr"] = ("cos_min_ratio", 0.0001)
     else:
         values["schedule.min_lr"] = ("warmup_min_lr", 0.0)
-        values["optimizer.lr"] = ("warmup_max_lr", 0.001 if kind == "WarmupDecayLR" else None)
+        values["optimizer.lr"] = (
+            "warmup_max_lr",
+            0.001 if kind == "WarmupDecayLR" else None,
+        )
     if kind != "WarmupLR":
         values["schedule.decay_steps"] = ("total_num_steps", None)
     yield Stated("schedule.kind", kind, "scheduler.type")
@@ -108,7 +130,9 @@ def _schedule(config: Mapping[str, Any], peak: float) -> Iterator[Stated]:
         value = params.get(theirs, default)
         if value is not None and value != "auto":
             value = value * peak if theirs.endswith("_ratio") else value
-            yield Stated(key, value, f"{_SCHEDULE}.{theirs}", by_default=theirs not in params)
+            yield Stated(
+                key, value, f"{_SCHEDULE}.{theirs}", by_default=theirs not in params
+            )
     for key in (f"schedule.{name}" for name in _OF_OTHERS):
         if key not in values:
             yield Stated(key, None, "scheduler.type")
@@ -117,10 +141,16 @@ def _schedule(config: Mapping[str, Any], peak: float) -> Iterator[Stated]:
 def lowest_rate(recipe: Recipe, peak: float) -> float:
     """Return schedule.min_lr of a recipe with another peak: its own, or its share of a peak below that."""
     lowest = recipe.schedule.min_lr
-    return lowest if lowest <= peak else float(f"{peak * lowest / recipe.optimizer.lr:.6g}")
+    return (
+        lowest
+        if lowest <= peak
+        else float(f"{peak * lowest / recipe.optimizer.lr:.6g}")
+    )
 
 
-def follow(config: Mapping[str, Any], recipe: Recipe, world: int | None) -> list[Stated]:
+def follow(
+    config: Mapping[str, Any], recipe: Recipe, world: int | None
+) -> list[Stated]:
     """Return all that a recipe takes from a checked JSON.
 
     Args:
@@ -131,7 +161,14 @@ def follow(config: Mapping[str, Any], recipe: Recipe, world: int | None) -> list
     taken = {each.key: each.value for each in found}
     peak = taken.get("optimizer.lr")
     if peak is not None and "schedule.min_lr" not in taken:
-        found.append(Stated("schedule.min_lr", lowest_rate(recipe, peak), "scheduler", by_default=True))
+        found.append(
+            Stated(
+                "schedule.min_lr",
+                lowest_rate(recipe, peak),
+                "scheduler",
+                by_default=True,
+            )
+        )
     switches = {half: lookup(config, f"{half}.enabled") for half in ("fp16", "bf16")}
     on = [half for half, switch in switches.items() if switch is True]
     if on:
@@ -143,7 +180,9 @@ def follow(config: Mapping[str, Any], recipe: Recipe, world: int | None) -> list
     return [*found, *_batch(config, recipe, world)]
 
 
-def _batch(config: Mapping[str, Any], recipe: Recipe, world: int | None) -> Iterator[Stated]:
+def _batch(
+    config: Mapping[str, Any], recipe: Recipe, world: int | None
+) -> Iterator[Stated]:
     """Yield the batch as DeepSpeed completes it: without accumulation it is 1, or what the others leave."""
     micro, accumulation, total = (stated(config, key) for key in BATCH)
     if micro is None and accumulation is None and total is None:
@@ -154,30 +193,51 @@ def _batch(config: Mapping[str, Any], recipe: Recipe, world: int | None) -> Iter
         if micro and accumulation and total and total % (micro * accumulation) == 0:
             dp = total // (micro * accumulation)
             yield Stated("parallel.dp", dp, "train_batch_size")
-    left_open = "auto" in (lookup(config, "train_batch_size"), lookup(config, "gradient_accumulation_steps"))
+    left_open = "auto" in (
+        lookup(config, "train_batch_size"),
+        lookup(config, "gradient_accumulation_steps"),
+    )
     fits = micro is not None and recipe.batch.global_ % (micro * dp) == 0
     if micro and total is None and (accumulation or not (left_open and fits)):
         accumulation = accumulation or 1
-        yield Stated("batch.global", micro * accumulation * dp, "train_micro_batch_size_per_gpu")
+        yield Stated(
+            "batch.global", micro * accumulation * dp, "train_micro_batch_size_per_gpu"
+        )
     elif total is not None:
         yield Stated("batch.global", total, "train_batch_size")
         accumulation = accumulation or (1 if micro is None and not left_open else None)
-    values = {"batch.micro": micro, "batch.accumulation": accumulation, "batch.rampup": None}
+    values = {
+        "batch.micro": micro,
+        "batch.accumulation": accumulation,
+        "batch.rampup": None,
+    }
     for key, source in zip(values, BATCH, strict=True):
-        yield Stated(key, values[key], source, by_default=lookup(config, source) is None)
+        yield Stated(
+            key, values[key], source, by_default=lookup(config, source) is None
+        )
 
 
-def _data_parallel(config: Mapping[str, Any], recipe: Recipe, world: int | None) -> int | None:
+def _data_parallel(
+    config: Mapping[str, Any], recipe: Recipe, world: int | None
+) -> int | None:
     """Return the data-parallel ranks of `world` processes; None: any number may be started."""
     degrees = 1
-    for theirs, own in (("tensor", recipe.parallel.tp), ("pipeline", recipe.parallel.pp)):
+    for theirs, own in (
+        ("tensor", recipe.parallel.tp),
+        ("pipeline", recipe.parallel.pp),
+    ):
         degrees *= (
-            own or stated(config, f"parallel.{theirs}") or lookup(config, f"parallel.default_{theirs}") or 1
+            own
+            or stated(config, f"parallel.{theirs}")
+            or lookup(config, f"parallel.default_{theirs}")
+            or 1
         )
     return None if world is None else max(1, world // degrees)
 
 
-def notices(taken: Sequence[Stated], before: Recipe, now: Recipe, where: str) -> Iterator[Notice]:
+def notices(
+    taken: Sequence[Stated], before: Recipe, now: Recipe, where: str
+) -> Iterator[Notice]:
     """Yield a notice of every value that the recipe `now` has from the JSON `where`, and `before` had not."""
     old = before.model_dump(mode="json", by_alias=True)
     new = now.model_dump(mode="json", by_alias=True)
@@ -187,4 +247,7 @@ def notices(taken: Sequence[Stated], before: Recipe, now: Recipe, where: str) ->
             source = f"{where}: {each.source}"
             if each.by_default:
                 source = f"{where} has no {each.source}: DeepSpeed's default"
-            yield Notice("follow", f"follow: {each.key}={plain(each.value)}, was {plain(was)} ({source})")
+            yield Notice(
+                "follow",
+                f"follow: {each.key}={plain(each.value)}, was {plain(was)} ({source})",
+            )

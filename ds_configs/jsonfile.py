@@ -30,7 +30,11 @@ def find(ds_path: str | Path) -> Path:
         if files.is_file(candidate):
             return candidate
     near = nearest(path.stem, available())
-    hint = f"did you mean {' or '.join(near)}?" if near else f"ds_configs/ has {', '.join(available())}"
+    hint = (
+        f"did you mean {' or '.join(near)}?"
+        if near
+        else f"ds_configs/ has {', '.join(available())}"
+    )
     kind = "is a directory, not a JSON file" if path.is_dir() else "no such file"
     where = f"--ds_config {ds_path}"
     raise ConfigError([Problem(where, kind, fix=hint, where=where)])

@@ -22,7 +22,8 @@ from recipes.problems import did_you_mean, nearest
 _MOST = 2**63 - 1  # DeepSpeed puts numbers of elements into 64-bit integers
 _NUMBER = re.compile(r"(a|a whole|an even) number (from|above) (\S+?)(?: to (\S+))?")
 _SECTION = "a section, {...}"
-_COMMENT = re.compile(r"[_#$]|//|comments?$", re.IGNORECASE)  # the beginning of a key that comments
+# the beginning of a key that comments
+_COMMENT = re.compile(r"[_#$]|//|comments?$", re.IGNORECASE)
 _Fits = Callable[[Any], bool]
 
 
@@ -51,7 +52,9 @@ def _is_text(value: Any) -> bool:
 
 
 def _are_betas(value: Any) -> bool:
-    numbers = isinstance(value, list) and all(type(each) in (int, float) for each in value)
+    numbers = isinstance(value, list) and all(
+        type(each) in (int, float) for each in value
+    )
     return numbers and len(value) == 2 and all(0 <= each < 1 for each in value)
 
 
@@ -61,7 +64,9 @@ _FITS: dict[str, _Fits] = {
     "two numbers from 0 to below 1, [beta1, beta2]": _are_betas,
     "true or false": lambda value: isinstance(value, bool),
     "text": _is_text,
-    "a list of texts": lambda value: isinstance(value, list) and all(map(_is_text, value)),
+    "a list of texts": lambda value: (
+        isinstance(value, list) and all(map(_is_text, value))
+    ),
 }
 
 
@@ -71,7 +76,13 @@ def _kind(words: str) -> Kind:
     number = _NUMBER.fullmatch(what)
     fits = _FITS.get(what) or (_range(number) if number else _choice(what))
     whole = number is not None and number[1] != "a"
-    return Kind(f"must be {words}", fits, whole=whole, null=what != words, section=what == _SECTION)
+    return Kind(
+        f"must be {words}",
+        fits,
+        whole=whole,
+        null=what != words,
+        section=what == _SECTION,
+    )
 
 
 def _range(words: re.Match[str]) -> _Fits:
@@ -93,14 +104,20 @@ def _choice(words: str) -> _Fits:
 
 
 def _only(one: Any, why: str) -> Kind:
-    return Kind(why, lambda value: type(value) is type(one) and value == one, "remove the key")
+    return Kind(
+        why, lambda value: type(value) is type(one) and value == one, "remove the key"
+    )
 
 
-def _read() -> tuple[dict[str, dict[str, Kind]], dict[str, tuple[str, str]], dict[str, list[Any]]]:
+def _read() -> tuple[
+    dict[str, dict[str, Kind]], dict[str, tuple[str, str]], dict[str, list[Any]]
+]:
     """Read the kinds by section and key, the rule and the fix of refused keys, and other names."""
     table = yaml.safe_load((FOLDER / "keys.yaml").read_text(encoding="utf-8"))
     keys = {
-        section: {key: _kind(words) for words, names in kinds.items() for key in names.split()}
+        section: {
+            key: _kind(words) for words, names in kinds.items() for key in names.split()
+        }
         for section, kinds in table["keys"].items()
     }
     for dotted, (one, why) in table["only"].items():
@@ -126,7 +143,12 @@ def check(findings: Findings) -> None:
 
 def unread(config: Mapping[str, Any]) -> list[str]:
     """List the sections of a JSON that pass on to DeepSpeed unchecked."""
-    sections = [_join(name, key) for name, keys in KEYS.items() for key in keys if keys[key].section]
+    sections = [
+        _join(name, key)
+        for name, keys in KEYS.items()
+        for key in keys
+        if keys[key].section
+    ]
     return [name for name in sections if name not in KEYS and lookup(config, name)]
 
 
@@ -134,7 +156,9 @@ def _join(section: str, key: str) -> str:
     return f"{section}.{key}" if section else key
 
 
-def _usable(name: str, section: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
+def _usable(
+    name: str, section: Mapping[str, Any], findings: Findings
+) -> dict[str, Any]:
     known = KEYS[name]
     usable: dict[str, Any] = {}
     for key, value in _renamed(name, section, findings):
@@ -142,9 +166,13 @@ def _usable(name: str, section: Mapping[str, Any], findings: Findings) -> dict[s
         if key not in known:
             if _COMMENT.match(key) or (dotted in REFUSED and _is_off(value)):
                 continue
-            unknown = "unknown key" if name else "unknown key, which DeepSpeed would ignore"
+            unknown = (
+                "unknown key" if name else "unknown key, which DeepSpeed would ignore"
+            )
             if dotted not in REFUSED and not (name or nearest(key, known)):
-                findings.notice(dotted, "DeepSpeed reads no such key, and it does nothing here")
+                findings.notice(
+                    dotted, "DeepSpeed reads no such key, and it does nothing here"
+                )
                 continue
             rule, fix = REFUSED.get(dotted) or (unknown, did_you_mean(key, known))
             findings.refuse(dotted, rule, fix, came=dotted)
@@ -161,11 +189,15 @@ def _usable(name: str, section: Mapping[str, Any], findings: Findings) -> dict[s
         elif isinstance(value, dict) and dotted in KEYS:
             usable[key] = _usable(dotted, value, findings)
         else:
-            usable[key] = int(value) if kind.whole and isinstance(value, float) else value
+            usable[key] = (
+                int(value) if kind.whole and isinstance(value, float) else value
+            )
     return usable
 
 
-def _renamed(name: str, section: Mapping[str, Any], findings: Findings) -> Iterator[tuple[str, Any]]:
+def _renamed(
+    name: str, section: Mapping[str, Any], findings: Findings
+) -> Iterator[tuple[str, Any]]:
     """Yield the keys of a section by the names that they have here, and their values."""
     for key, value in section.items():
         dotted = _join(name, key)
@@ -176,10 +208,17 @@ def _renamed(name: str, section: Mapping[str, Any], findings: Findings) -> Itera
             continue
         elif today in section:
             findings.refuse(
-                dotted, f"is another name of {today}, which stands there, too", "remove one of them"
+                dotted,
+                f"is another name of {today}, which stands there, too",
+                "remove one of them",
             )
         elif meant and value is not True:
-            findings.refuse(dotted, "must be true or false", f"write {today}", f"{dotted}={shown(value)}")
+            findings.refuse(
+                dotted,
+                "must be true or false",
+                f"write {today}",
+                f"{dotted}={shown(value)}",
+            )
         else:
             findings.notice(dotted, f"another name of {today}, and read as that")
             yield today, meant[0] if meant else value
@@ -188,7 +227,9 @@ def _renamed(name: str, section: Mapping[str, Any], findings: Findings) -> Itera
 def _is_off(value: Any) -> bool:
     """Check if a value switches its key off: false, null, or a section with nothing on."""
     if isinstance(value, dict):
-        return value.get("enabled") is False or (value != {} and all(map(_is_off, value.values())))
+        return value.get("enabled") is False or (
+            value != {} and all(map(_is_off, value.values()))
+        )
     return value is None or value is False
 
 

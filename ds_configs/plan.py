@@ -93,7 +93,8 @@ class Plan:
     ds_name: str
 
 
-FORM = TypeAdapter(Plan)  # of plan.json: makes an equal plan of what `plan_to_json` gave
+# of plan.json: makes an equal plan of what `plan_to_json` gave
+FORM = TypeAdapter(Plan)
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
@@ -104,4 +105,8 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
     """Return the plan as plain data, without the recipe and the DeepSpeed configuration."""
-    return {key: value for key, value in plan_to_json(plan).items() if key not in ("recipe", "ds")}
+    return {
+        key: value
+        for key, value in plan_to_json(plan).items()
+        if key not in ("recipe", "ds")
+    }

@@ -70,7 +70,9 @@ def resolve(
         "train_micro_batch_size_per_gpu": shared.micro,
         "gradient_accumulation_steps": shared.accumulation,
     }
-    open_values = sizes(recipe, shared, machine, stage) | sums(findings.config, chosen, shared)
+    open_values = sizes(recipe, shared, machine, stage) | sums(
+        findings.config, chosen, shared
+    )
     ds = _filled(findings.config, values, open_values)
     for section in ("parallel", "scheduler"):
         ds.pop(section, None)
@@ -78,12 +80,27 @@ def resolve(
         ds.setdefault(half, {})["enabled"] = chosen == half
     for key in _autos(ds):
         if key not in _OWN_AUTO and not key.endswith("nvme_path"):
-            findings.refuse(key, "nothing fills it here", "write a value, or remove the key", f'{key}="auto"')
+            findings.refuse(
+                key,
+                "nothing fills it here",
+                "write a value, or remove the key",
+                f'{key}="auto"',
+            )
     if findings.problems:
         raise ConfigError(findings.problems)
     assert layout is not None and chosen is not None and stage is not None
     vocab = recipe.model.embedding_rows(layout.tp)
-    return Plan(recipe, layout, ds, stage, offload, chosen, vocab, tuple(findings.notices), path.stem)
+    return Plan(
+        recipe,
+        layout,
+        ds,
+        stage,
+        offload,
+        chosen,
+        vocab,
+        tuple(findings.notices),
+        path.stem,
+    )
 
 
 def followed(recipe: Recipe, ds_path: str | Path, world: int | None) -> list[Stated]:
@@ -97,7 +114,9 @@ def followed(recipe: Recipe, ds_path: str | Path, world: int | None) -> list[Sta
     return following.follow(findings.config, recipe, world)
 
 
-def _filled(config: Mapping[str, Any], values: Mapping[str, Any], autos: Mapping[str, Any]) -> dict[str, Any]:
+def _filled(
+    config: Mapping[str, Any], values: Mapping[str, Any], autos: Mapping[str, Any]
+) -> dict[str, Any]:
     """Copy `config`; `values` replace "auto" and absent keys, `autos` replace "auto" alone."""
     filled = copy.deepcopy(dict(config))
     for key, value in {**values, **autos}.items():

@@ -27,7 +27,9 @@ def start() -> int:
     for stem, file in files.items():
         about = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
         line = f"  {stem:<16} {about.splitlines()[0]}"
-        print(textwrap.fill(line, terminal.columns() or 100, subsequent_indent=" " * 19))
+        print(
+            textwrap.fill(line, terminal.columns() or 100, subsequent_indent=" " * 19)
+        )
     print("\nseveral ranks: torchrun --nproc_per_node 8 -m launch.pretrain ...")
     print("               deepspeed --module launch.pretrain ...")
     if not wanted:

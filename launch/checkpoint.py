@@ -33,17 +33,35 @@ exit codes: 0 all whole; 1 damaged: each file is named, with the tensors it
 holds; 2 refused."""
 COMMANDS = (
     ("show", "what there is", "Show a run's checkpoints, or what is in one.", SHOW),
-    ("verify", "whether it is whole", "Read checkpoints and say what is damaged.", VERIFY),
+    (
+        "verify",
+        "whether it is whole",
+        "Read checkpoints and say what is damaged.",
+        VERIFY,
+    ),
 )
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = arguments.command(str(__doc__).split("\n\n")[0], EXAMPLES)
-    commands = parser.add_subparsers(required=True, dest="command", metavar="{show,verify}")
+    commands = parser.add_subparsers(
+        required=True, dest="command", metavar="{show,verify}"
+    )
     for name, what, description, epilog in COMMANDS:
-        add = arguments.subcommand(commands, name, what, description, epilog).add_argument
-        add("run", metavar="RUN", help="run directory, its checkpoints/, or one step-NNNNNN of them")
-        add("--step", type=arguments.whole(0), metavar="N", help="the checkpoint after N optimizer steps")
+        add = arguments.subcommand(
+            commands, name, what, description, epilog
+        ).add_argument
+        add(
+            "run",
+            metavar="RUN",
+            help="run directory, its checkpoints/, or one step-NNNNNN of them",
+        )
+        add(
+            "--step",
+            type=arguments.whole(0),
+            metavar="N",
+            help="the checkpoint after N optimizer steps",
+        )
     return parser
 
 

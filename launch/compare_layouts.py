@@ -72,12 +72,19 @@ def main() -> None:
     quiet.quiet_libraries()
     cases = chosen_cases(args)
     if args.list:
-        print("\n".join(f"{c.name:<36} {counted(c.processes, 'process')}, {c.ds_config}" for c in cases))
+        print(
+            "\n".join(
+                f"{c.name:<36} {counted(c.processes, 'process')}, {c.ds_config}"
+                for c in cases
+            )
+        )
         return
     try:
         refuse_tasks(os.environ)
         out = new_output.new_directory("--out", args.out) if args.out else None
-        picture = new_output.new_file("--plot", args.plot, PICTURES) if args.plot else None
+        picture = (
+            new_output.new_file("--plot", args.plot, PICTURES) if args.plot else None
+        )
         recipe = chosen_recipe(args)
         left_out = impossible_cases(recipe, cases, most_processes(args.processes))
         check_data(recipe)
@@ -86,12 +93,21 @@ def main() -> None:
     for reason in reasons(left_out):
         terminal.say(reason)
     cases = [case for case in cases if case.name not in left_out]
-    cases += [case.with_compiled_layers() for case in (REFERENCE, *cases) if args.compile]
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, it ends the ranks, too
+    cases += [
+        case.with_compiled_layers() for case in (REFERENCE, *cases) if args.compile
+    ]
+    # as Ctrl-C, it ends the ranks, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as temporary:
-        outcomes = run_cases(recipe, [REFERENCE, *cases], out or Path(temporary), keep=bool(out))
+        outcomes = run_cases(
+            recipe, [REFERENCE, *cases], out or Path(temporary), keep=bool(out)
+        )
         reference = next(outcomes)
-        rows = [compare(reference, other) for other in outcomes] if not reference.failure else []
+        rows = (
+            [compare(reference, other) for other in outcomes]
+            if not reference.failure
+            else []
+        )
     print("\n" + table(reference, rows, left_out, terminal.columns()))
     if picture and rows:
         from launch.experiments.parity.curves import (
@@ -108,7 +124,13 @@ def refuse_tasks(environ: Mapping[str, str]) -> None:
     start = launch_environment.started(environ)
     if start and start.size > 1:
         rule = f"this command starts its processes itself, and {start.by} started it {start.size} times"
-        raise ProblemsError([Problem("processes", start.named, rule, "start it once, as with srun -n 1")])
+        raise ProblemsError(
+            [
+                Problem(
+                    "processes", start.named, rule, "start it once, as with srun -n 1"
+                )
+            ]
+        )
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -119,9 +141,21 @@ def build_parser() -> argparse.ArgumentParser:
     add("--processes", type=arguments.whole(), default=8, metavar="N", help=processes)
     add("--only", nargs="+", metavar="LAYOUT", help="these layouts alone, by name")
     add("--list", action="store_true", help="list the layouts and exit")
-    add("--compile", action="store_true", help="also run every layout with compiled layers")
-    add("--plot", metavar="FILE", help="draw the loss curves, and their differences, as .png, .svg or .pdf")
-    add("--out", metavar="DIR", help="keep the run directories there (default: removed at the end)")
+    add(
+        "--compile",
+        action="store_true",
+        help="also run every layout with compiled layers",
+    )
+    add(
+        "--plot",
+        metavar="FILE",
+        help="draw the loss curves, and their differences, as .png, .svg or .pdf",
+    )
+    add(
+        "--out",
+        metavar="DIR",
+        help="keep the run directories there (default: removed at the end)",
+    )
     return parser
 
 
@@ -130,12 +164,16 @@ def chosen_cases(args: argparse.Namespace) -> list[LayoutCase]:
     names = [c.name for c in CASES]
     unknown = [name for name in args.only or [] if name not in names]
     if unknown:
-        ending.refuse(f"--only {'; '.join(unknown)}: no such layout; there are: {'; '.join(names)}")
+        ending.refuse(
+            f"--only {'; '.join(unknown)}: no such layout; there are: {'; '.join(names)}"
+        )
     if args.only:
         return [c for c in CASES if c.name in args.only]
     processes = most_processes(args.processes)
     if processes < args.processes:
-        left_out = f"layouts of more processes are left out (--processes {args.processes})"
+        left_out = (
+            f"layouts of more processes are left out (--processes {args.processes})"
+        )
         print(f"this machine has {counted(processes, 'device')}: {left_out}")
     return [c for c in CASES if c.processes <= processes]
 
@@ -151,11 +189,17 @@ def chosen_recipe(args: argparse.Namespace) -> Recipe:
     decided = tuple(f"{key}." for key in DECIDED)
     rule = "every layout decides it"
     fix = "leave it out, and name layouts with --only (--list shows them)"
-    given = [(key, f"--set {setting}") for setting, key in keys.items() if f"{key}.".startswith(decided)]
+    given = [
+        (key, f"--set {setting}")
+        for setting, key in keys.items()
+        if f"{key}.".startswith(decided)
+    ]
     if given:
         raise ProblemsError(Problem(key, came, rule, fix) for key, came in given)
     steps = STEPS if args.steps is None and "steps" not in keys.values() else args.steps
-    recipe = catalog.load(args.recipe, [*FORCED, *args.set], tiny=args.tiny, steps=steps)
+    recipe = catalog.load(
+        args.recipe, [*FORCED, *args.set], tiny=args.tiny, steps=steps
+    )
     if args.compile and recipe.model.implementation == "transformers":
         came = Setting("model.implementation", "transformers"), " with --compile"
         rule = "these rows run transformers' modules uncompiled, as their source did"
@@ -172,7 +216,10 @@ def impossible_cases(
     Raises ValueError if no layout is left, or if the one-process reference is impossible.
     """
     machine = abilities.detect_machine()
-    found = {case.name: why_impossible(recipe, case, machine, most) for case in (REFERENCE, *cases)}
+    found = {
+        case.name: why_impossible(recipe, case, machine, most)
+        for case in (REFERENCE, *cases)
+    }
     left_out = {name: problems for name, problems in found.items() if problems}
     if REFERENCE.name in left_out or len(left_out) == len(cases):
         raise ValueError("\n".join(reasons(left_out)))
@@ -181,7 +228,8 @@ def impossible_cases(
 
 def check_data(recipe: Recipe) -> None:
     """Prepare vocabulary and tokens for all ranks. Raises ValueError if they are unavailable."""
-    from data.corpus import build  # takes transformers along, which no --help should wait for
+    # takes transformers along, which no --help should wait for
+    from data.corpus import build
 
     build(recipe, say=print)
 

@@ -24,7 +24,15 @@ from ds_configs.plan import Plan
 from ds_configs.resolver import resolve
 from launch.console import arguments, ends, output, quiet, terminal
 from launch.machine import abilities, checks, description, doctor_checks, start_checks
-from launch.machine.checks import Check, Function, Verdict, failed, ok, unchecked, warning
+from launch.machine.checks import (
+    Check,
+    Function,
+    Verdict,
+    failed,
+    ok,
+    unchecked,
+    warning,
+)
 from launch.machine.memory import Memory, this_machine
 from launch.planning import memory_fit
 from launch.planning.prediction.forecast_text import error
@@ -38,7 +46,8 @@ from recipes.schema import Recipe
 
 SNUG = 0.08  # of the host's memory: a margin within the error of predictions
 ORDER: tuple[Verdict, ...] = ("ok", "warning", "failed", "not checked")
-REPORT = TypeAdapter(tuple[str, list[Check]])  # of a rank: its machine's name and findings
+# of a rank: its machine's name and findings
+REPORT = TypeAdapter(tuple[str, list[Check]])
 
 EXAMPLES = """\
 examples:
@@ -70,8 +79,16 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("how to run it").add_argument
     config = "DeepSpeed JSON, as a path or the bare name of one in ds_configs/ (default: the recipe's own)"
     add("--ds_config", metavar="FILE", help=config)
-    add("--hostfile", metavar="FILE", help='machines of the launch, as deepspeed reads them: "name slots=8"')
-    add("--out", metavar="DIR", help="run directory (default: runs/<recipe>-<ds_config>)")
+    add(
+        "--hostfile",
+        metavar="FILE",
+        help='machines of the launch, as deepspeed reads them: "name slots=8"',
+    )
+    add(
+        "--out",
+        metavar="DIR",
+        help="run directory (default: runs/<recipe>-<ds_config>)",
+    )
     add("--json", action="store_true", help="print JSON, for programs")
     return parser
 
@@ -87,7 +104,11 @@ def main() -> int:
     config = jsonfile.find(args.ds_config or recipe.ds_config)
     hosts = doctor_checks.read_hosts(args.hostfile) if args.hostfile else {}
     name = catalog.full_name(args.recipe) + ("-tiny" if args.tiny else "")
-    directory = path_of(args.out, "--out") if args.out else output.run_directory(name, config.stem)
+    directory = (
+        path_of(args.out, "--out")
+        if args.out
+        else output.run_directory(name, config.stem)
+    )
     with contextlib.redirect_stdout(sys.stderr):  # what libraries print is no JSON
         found = [*launcher, *checks.run(table(recipe, config, hosts, directory))]
         if processes.world_size() > 1:
@@ -95,7 +116,11 @@ def main() -> int:
     if processes.rank() != 0:
         return 0
     if args.json:
-        facts = {"recipe": name, "ds_config": str(config), "checks": [*map(asdict, found)]}
+        facts = {
+            "recipe": name,
+            "ds_config": str(config),
+            "checks": [*map(asdict, found)],
+        }
         print(json.dumps(facts, indent=2))
     else:
         print(text(found, terminal.columns()))
@@ -113,7 +138,9 @@ def check_launcher() -> Check:
     return ok(counted(processes.world_size(), "process"))
 
 
-def table(recipe: Recipe, config: Path, hosts: Hosts, directory: Path) -> dict[str, Function]:
+def table(
+    recipe: Recipe, config: Path, hosts: Hosts, directory: Path
+) -> dict[str, Function]:
     """Return the checks of a start, and those that no start makes, in the order of their lines."""
     memory = this_machine()
     world = processes_of(recipe, hosts, memory)
@@ -132,10 +159,14 @@ def table(recipe: Recipe, config: Path, hosts: Hosts, directory: Path) -> dict[s
         "CUDA compiler": doctor_checks.cuda_compiler,
         **start_checks.quick(recipe, directory, ranks),
         "packages": partial(start_checks.packages, recipe),
-        "versions": lambda: ok(", ".join(f"{name} {of}" for name, of in description.versions().items())),
+        "versions": lambda: ok(
+            ", ".join(f"{name} {of}" for name, of in description.versions().items())
+        ),
         "open files": partial(open_files, plan.layout.world if plan else world or 1),
         "host name": partial(host_name, several),
-        "port": partial(port, os.environ.get("MASTER_PORT", str(launch_environment.DEFAULT_PORT))),
+        "port": partial(
+            port, os.environ.get("MASTER_PORT", str(launch_environment.DEFAULT_PORT))
+        ),
         "configuration": lambda: configured,
         "data": partial(data, recipe),
         "run directory": partial(run_directory, directory),
@@ -170,12 +201,22 @@ def ranks_here(plan: Plan, memory: Memory, hosts: Hosts) -> int:
 
 def configuration(plan: Plan, config: Path) -> list[Check]:
     """Report the resolved configuration, its differences from the recipe, and what nothing here checks."""
-    found = [ok(f"{plan.ds_name}: ZeRO-{plan.zero_stage}, offload {plan.offload}, {plan.precision}")]
+    found = [
+        ok(
+            f"{plan.ds_name}: ZeRO-{plan.zero_stage}, offload {plan.offload}, {plan.precision}"
+        )
+    ]
     for notice in plan.notices:
-        found.append(unchecked(str(notice)) if notice.key == "unchecked" else warning(str(notice)))
+        found.append(
+            unchecked(str(notice))
+            if notice.key == "unchecked"
+            else warning(str(notice))
+        )
     sections = known_keys.unread(jsonfile.read(config))
     if sections:
-        found.append(unchecked(f"{', '.join(sections)}: handed to DeepSpeed as written"))
+        found.append(
+            unchecked(f"{', '.join(sections)}: handed to DeepSpeed as written")
+        )
     return found
 
 
@@ -183,7 +224,9 @@ def layout(plan: Plan, memory: Memory, hosts: Hosts) -> Check:
     """Check that every process has a GPU, and tensor ranks lie on one machine."""
     shape = plan.layout
     world = shape.world
-    degrees = f"tp {shape.tp} x pp {shape.pp} x dp {shape.dp} = {counted(world, 'process')}"
+    degrees = (
+        f"tp {shape.tp} x pp {shape.pp} x dp {shape.dp} = {counted(world, 'process')}"
+    )
     smaller = "make it smaller (--set parallel.dp=, parallel.tp=, …)"
     if not hosts and not processes.launched() and memory.gpus and world > memory.gpus:
         came = f"{degrees}, each with a GPU of its own; this machine has {memory.gpus}"
@@ -195,7 +238,9 @@ def layout(plan: Plan, memory: Memory, hosts: Hosts) -> Check:
     if any(count % shape.tp for count in hosts.values()):
         least = min(hosts.values())
         came = f"{degrees}: tensor parallelism crosses machines of {least} slots, over a slower network"
-        return warning(came, f"--set parallel.tp= a divisor of {least}, and more pipeline stages")
+        return warning(
+            came, f"--set parallel.tp= a divisor of {least}, and more pipeline stages"
+        )
     return ok(f"{degrees}; {shape.identity()}")
 
 
@@ -206,7 +251,11 @@ def fits(plan: Plan, memory: Memory, ranks: int) -> Check:
     rooms = [(host, memory.host_bytes, "of the host")]
     if memory.gpus:
         rooms.insert(0, (rank.total, memory.gpu_bytes, "of a GPU"))
-    said = [f"{needed / 1e9:.3g} of {room / 1e9:.3g} GB {place}" for needed, room, place in rooms if needed]
+    said = [
+        f"{needed / 1e9:.3g} of {room / 1e9:.3g} GB {place}"
+        for needed, room, place in rooms
+        if needed
+    ]
     came = f"takes {', '.join(said)}, as predicted, {error('memory')}"
     share = max(needed / room for needed, room, _ in rooms)
     more = "shard or offload more (--ds_config zero3, zero3_offload), or more processes"
@@ -240,7 +289,9 @@ def port(number: str) -> Check:
 def run_directory(directory: Path) -> Check:
     """Check by a file that the run directory is writable or can be made."""
     output.directory("--out", directory)
-    return ok(f"{directory} " + ("is writable" if directory.exists() else "can be made"))
+    return ok(
+        f"{directory} " + ("is writable" if directory.exists() else "can be made")
+    )
 
 
 def deepspeed_accepts(plan: Plan, config: Path) -> Check:
@@ -293,12 +344,18 @@ def merge_checks(reports: Sequence[tuple[str, list[Check]]]) -> list[Check]:
             said.setdefault(check.key, {}).setdefault(check, []).append(host)
     every = []
     for key, hosts_of in said.items():
-        able = {check: at for check, at in hosts_of.items() if check.verdict != "not checked"} or hosts_of
+        able = {
+            check: at
+            for check, at in hosts_of.items()
+            if check.verdict != "not checked"
+        } or hosts_of
         for check, at in able.items():
             if len(able) > 1 and len(at) < len(reports):
                 check = replace(check, found=f"{', '.join(at)}: {check.found}")
                 if key == "versions":
-                    check = replace(check, verdict="failed", fix="make them equal on all machines")
+                    check = replace(
+                        check, verdict="failed", fix="make them equal on all machines"
+                    )
             every.append(check)
     return every
 
@@ -310,11 +367,17 @@ def text(found: Sequence[Check], width: int | None) -> str:
     lines = []
     for check in found:
         label = f"{check.verdict:<{verdicts}}{check.key}"
-        lines.append(terminal.wrapped(f"{label:<{column}}{check.found}", width, hang=column))
+        lines.append(
+            terminal.wrapped(f"{label:<{column}}{check.found}", width, hang=column)
+        )
         if check.fix:
-            lines.append(terminal.wrapped(f"{'':<{column}}fix: {check.fix}", width, hang=5))
+            lines.append(
+                terminal.wrapped(f"{'':<{column}}fix: {check.fix}", width, hang=5)
+            )
     counts = Counter(check.verdict for check in found)
-    said = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ORDER if counts[verdict])
+    said = ", ".join(
+        f"{counts[verdict]} {verdict}" for verdict in ORDER if counts[verdict]
+    )
     return "\n".join([*lines, "", f"{counted(len(found), 'check')}: {said}"])
 
 

@@ -44,11 +44,21 @@ def build_parser() -> ArgumentParser:
     parser = arguments.command(str(__doc__).split("\n\n")[0], EXAMPLES)
     add = parser.add_argument
     add("run", metavar="RUN", help="run directory, as pretrain.py printed it")
-    add("--out", metavar="DIR", required=True, help="directory to make; refused if there is something in it")
+    add(
+        "--out",
+        metavar="DIR",
+        required=True,
+        help="directory to make; refused if there is something in it",
+    )
     step = "the checkpoint after N optimizer steps (default: the newest complete one)"
     add("--step", type=arguments.whole(0), metavar="N", help=step)
     dtype = "of the exported weights (default: %(default)s, as the run keeps them whatever it computes in)"
-    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help=dtype)
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help=dtype,
+    )
     force = "compare logits even where memory seems too small for it"
     add("--compare_logits", action="store_true", help=force)
     return parser
@@ -99,10 +109,13 @@ def export(
     for each in damaged:
         terminal.say(f"WARNING: {each}; step {checkpoint.step} is exported", sys.stderr)
     place = new_output.new_directory("--out", out)
-    place = place.resolve() if place.is_symlink() else place  # an export takes its place whole
+    # an export takes its place whole
+    place = place.resolve() if place.is_symlink() else place
     tokenizer = vocabulary.load(run)
     size = checkpoint.manifest.bytes
-    with bar(sys.stderr, total=size, unit="B", unit_scale=True, desc="checksums") as shown:
+    with bar(
+        sys.stderr, total=size, unit="B", unit_scale=True, desc="checksums"
+    ) as shown:
         done = exporting.export(
             checkpoint, recipe, tokenizer, place, dtype, run=run, compare_logits=compare_logits,
             seen=shown.update,
@@ -121,12 +134,18 @@ def describe(done: Export, recipe: Recipe) -> str:
             f"{done.free / 1e9:.3g} GB are free (--compare_logits compares anyway)"
         )
     else:
-        rounding = f"; rounding to {done.dtype} changed them by {done.rounding:.1e}" if done.rounding else ""
+        rounding = (
+            f"; rounding to {done.dtype} changed them by {done.rounding:.1e}"
+            if done.rounding
+            else ""
+        )
         checked = f"logits of transformers and of our model differ by at most {done.difference:.1e}{rounding}"
     files = f" in {done.files} files" if done.files > 1 else ""
     usage = conversion_of(recipe.model).usage
     prompt = recipe.run.prompt or recipe.model.facts.prompt
-    lines = "\n  ".join(usage.format(directory=done.directory, prompt=repr(prompt)).splitlines())
+    lines = "\n  ".join(
+        usage.format(directory=done.directory, prompt=repr(prompt)).splitlines()
+    )
     return f"""{done.checkpoint} -> {done.directory}: {done.dtype}{files}, step {done.step}
 {checked}
 

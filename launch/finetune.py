@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 
 from launch.console import arguments, ends
 from launch.records.facts import Ending, TaskScore
-from launch.training.start import RUN_RULES, Training, add_run_arguments, job_of, launch, say_on_rank_0
+from launch.training.start import (
+    RUN_RULES,
+    Training,
+    add_run_arguments,
+    job_of,
+    launch,
+    say_on_rank_0,
+)
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Task
 from recipes.tasks import TASKS
@@ -81,7 +88,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = arguments.command((__doc__ or "").split("\n\n")[0], EXAMPLES, RULES)
     add = parser.add_argument_group("what to train").add_argument
     positive = arguments.number(0, 10**6)
-    names = ", ".join(f"{name}: {facts.title.split(',')[0]}" for name, facts in TASKS.items())
+    names = ", ".join(
+        f"{name}: {facts.title.split(',')[0]}" for name, facts in TASKS.items()
+    )
     add("--task", required=True, choices=list(TASKS), metavar="TASK", help=names)
     init = "weights of the encoder, a run of this project or a BERT that save_pretrained wrote; heads are new"
     add("--init", required=True, metavar="DIR", help=init)
@@ -90,13 +99,31 @@ def build_parser() -> argparse.ArgumentParser:
     add("--from_scratch", action="store_true", help=scratch)
     for split in SPLITS:
         add(f"--{split}", metavar="FILE", help=Task.model_fields[split].description)
-    add("--sequence_length", type=arguments.whole(8, 10**6), metavar="N", help="tokens of a sample")
-    add("--epochs", type=positive, default=3.0, metavar="X", help="over the training examples (default: 3)")
-    add("--batch", type=arguments.whole(), metavar="N", help="samples of a step, over all processes")
+    add(
+        "--sequence_length",
+        type=arguments.whole(8, 10**6),
+        metavar="N",
+        help="tokens of a sample",
+    )
+    add(
+        "--epochs",
+        type=positive,
+        default=3.0,
+        metavar="X",
+        help="over the training examples (default: 3)",
+    )
+    add(
+        "--batch",
+        type=arguments.whole(),
+        metavar="N",
+        help="samples of a step, over all processes",
+    )
     add("--lr", type=positive, metavar="X", help="peak learning rate")
     seed = "of heads, order and dropout"
     add("--seed", type=arguments.whole(0, 2**62), default=1234, metavar="N", help=seed)
-    setting = "override one field of the recipe, e.g. --set dropout.hidden=0; repeatable"
+    setting = (
+        "override one field of the recipe, e.g. --set dropout.hidden=0; repeatable"
+    )
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=setting)
     steps = "end after N optimizer steps; the learning-rate schedule stays that of all epochs"
     add("--steps", type=arguments.whole(), metavar="N", help=steps)
@@ -109,7 +136,9 @@ def build_parser() -> argparse.ArgumentParser:
     together = "score the mean of the probabilities of all seeds, two at least, too"
     several("--ensemble", action="store_true", help=together)
     ranks = "processes of each run (default: 1)"
-    several("--ranks", type=arguments.whole(1, 10**4), default=1, metavar="N", help=ranks)
+    several(
+        "--ranks", type=arguments.whole(1, 10**4), default=1, metavar="N", help=ranks
+    )
     return parser
 
 
@@ -137,7 +166,9 @@ def check_flags(args: argparse.Namespace, several: bool) -> None:
     if args.ensemble and args.seeds < MEMBERS:
         rule = f"the seeds' models answer together, {MEMBERS} at least"
         fix = "add --seeds 5"
-        problems.append(Problem("--ensemble", f"--ensemble with --seeds {args.seeds}", rule, fix))
+        problems.append(
+            Problem("--ensemble", f"--ensemble with --seeds {args.seeds}", rule, fix)
+        )
     if problems:
         raise ProblemsError(problems)
 
@@ -154,11 +185,17 @@ def several_runs(args: argparse.Namespace) -> None:
 
     common = common_arguments(sys.argv[1:])
     try:
-        checked(argparse.Namespace(**{**vars(args), "plan": True, "processes": args.ranks, "out": None}))
+        checked(
+            argparse.Namespace(
+                **{**vars(args), "plan": True, "processes": args.ranks, "out": None}
+            )
+        )
         finetuning_seeds.keep_arguments(out, common)
     except ValueError as e:
         ending.refuse(e)
-    place = f"--rdzv_backend c10d --rdzv_endpoint localhost:0 --nproc_per_node {args.ranks}"
+    place = (
+        f"--rdzv_backend c10d --rdzv_endpoint localhost:0 --nproc_per_node {args.ranks}"
+    )
     launcher = ["-m", "torch.distributed.run", *place.split()] if args.ranks > 1 else []
     outcomes = []
     for seed in range(args.seed, args.seed + args.seeds):
@@ -167,13 +204,17 @@ def several_runs(args: argparse.Namespace) -> None:
         outcomes.append(made)
     summary = finetuning_seeds.summarize(out, outcomes, average=args.ensemble)
     for split, metrics in summary.median.items():
-        shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items())
+        shown = ", ".join(
+            f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items()
+        )
         terminal.say(f"median of {split}: {shown}")
     for score in summary.ensemble:
         terminal.say(f"ensemble of {score.split}: {score}")
     few = len(summary.sound) < finetuning_seeds.MEMBERS
     if args.ensemble and few:
-        terminal.say(f"no ensemble: {len(summary.sound)} of {args.seeds} seeds have scores")
+        terminal.say(
+            f"no ensemble: {len(summary.sound)} of {args.seeds} seeds have scores"
+        )
     terminal.say(f"{out}: {finetuning_seeds.SUMMARY} and the runs")
     if len(summary.sound) < args.seeds:
         raise SystemExit(1)
@@ -207,9 +248,17 @@ def checked(args: argparse.Namespace) -> Training:
     task_corpus.check(first)
     corpus = task_corpus.build(first, say_on_rank_0)
     original = recipe_of(*of, examples=len(corpus.train))
-    weights = None if args.from_scratch else InitialWeights(args.init, stated=args.weights_args)
-    job = job_of(args, cut_to(original, args.steps), f"finetune/{args.task}", machine, weights)
-    encoder = job.initial_weights and pretrained.pretrained_in(job.initial_weights.directory)
+    weights = (
+        None
+        if args.from_scratch
+        else InitialWeights(args.init, stated=args.weights_args)
+    )
+    job = job_of(
+        args, cut_to(original, args.steps), f"finetune/{args.task}", machine, weights
+    )
+    encoder = job.initial_weights and pretrained.pretrained_in(
+        job.initial_weights.directory
+    )
     scores: list[TaskScore] = []
 
     def after(run: TrainingRun) -> None:
@@ -222,7 +271,15 @@ def checked(args: argparse.Namespace) -> Training:
             pretrained.keep(job.directory, encoder)
         return Ending(task_scores=tuple(scores))
 
-    return Training(job, original, False, machine.emulated_fp16, lambda meeting: corpus, after, outcome)
+    return Training(
+        job,
+        original,
+        False,
+        machine.emulated_fp16,
+        lambda meeting: corpus,
+        after,
+        outcome,
+    )
 
 
 def wishes(args: argparse.Namespace) -> Wishes:
@@ -230,7 +287,11 @@ def wishes(args: argparse.Namespace) -> Wishes:
 
     files = {split: getattr(args, split) for split in SPLITS if getattr(args, split)}
     named = ("task", "sequence_length", "epochs", "batch", "lr", "seed")
-    return Wishes(files=files, settings=tuple(args.set), **{name: getattr(args, name) for name in named})
+    return Wishes(
+        files=files,
+        settings=tuple(args.set),
+        **{name: getattr(args, name) for name in named},
+    )
 
 
 if __name__ == "__main__":

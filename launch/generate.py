@@ -20,7 +20,16 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16")
 TOP_K = 40
 # Flags that a BERT takes, too.
-OF_ALL_MODELS = ("model", "prompt", "file", "tokenizer", "weights_args", "dtype", "out", "local_rank")
+OF_ALL_MODELS = (
+    "model",
+    "prompt",
+    "file",
+    "tokenizer",
+    "weights_args",
+    "dtype",
+    "out",
+    "local_rank",
+)
 
 EXAMPLES = """\
 examples:
@@ -51,7 +60,11 @@ exit codes: 0 written, 1 failed, 2 refused before anything is loaded."""
 
 RULES = (
     ("--prompt", "--file", "prompts come from one of them"),
-    ("--greedy", "--temperature, --top_k, --top_p, --seed", "it takes the likeliest token"),
+    (
+        "--greedy",
+        "--temperature, --top_k, --top_p, --seed",
+        "it takes the likeliest token",
+    ),
 )
 
 
@@ -75,19 +88,42 @@ def build_parser() -> argparse.ArgumentParser:
     share = arguments.number(0, 1)
     tokens = "at most N after each prompt (default: %(default)s)"
     add("--tokens", type=whole, default=80, metavar="N", help=tokens)
-    add("--samples", type=whole, default=1, metavar="N", help="of each prompt (default: %(default)s)")
-    add("--greedy", action="store_true", help="take the most likely token, and draw nothing")
+    add(
+        "--samples",
+        type=whole,
+        default=1,
+        metavar="N",
+        help="of each prompt (default: %(default)s)",
+    )
+    add(
+        "--greedy",
+        action="store_true",
+        help="take the most likely token, and draw nothing",
+    )
     temperature = "below 1 the likely get likelier (default: %(default)s)"
     add("--temperature", type=above, default=0.8, metavar="T", help=temperature)
     top_k = f"draw from the K most likely tokens; 0: from all (default: {TOP_K} without --top_p)"
     add("--top_k", type=arguments.whole(0), metavar="K", help=top_k)
-    top_p = "draw from the most likely tokens that sum up to P (default: 1, which is all)"
+    top_p = (
+        "draw from the most likely tokens that sum up to P (default: 1, which is all)"
+    )
     add("--top_p", type=share, metavar="P", help=top_p)
     seed = arguments.whole(0, 10**18 - 1)
-    add("--seed", type=seed, default=0, metavar="N", help="of what is drawn (default: %(default)s)")
+    add(
+        "--seed",
+        type=seed,
+        default=0,
+        metavar="N",
+        help="of what is drawn (default: %(default)s)",
+    )
     batch = "samples written at a time (default: %(default)s)"
     add("--batch", type=whole, default=8, metavar="N", help=batch)
-    add("--dtype", choices=DTYPES, default="float32", help="to compute in (default: %(default)s)")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        default="float32",
+        help="to compute in (default: %(default)s)",
+    )
     anew = "compute all earlier tokens again for each one, to see what keeping keys and values saves"
     add("--no_cache", action="store_true", help=anew)
     out = "write JSON lines instead of text: prompt, text, new, tokens, sample, ended"
@@ -137,7 +173,9 @@ def checked_job(args: argparse.Namespace) -> WritingJob:
     processes.check_device()
     out = new_output.new_file("--out", args.out, (".jsonl",)) if args.out else None
     given = writing.read(args.file) if args.file else writing.typed(args.prompt)
-    model = trained_model.open_model(args.model, args.tokenizer, stated=args.weights_args)
+    model = trained_model.open_model(
+        args.model, args.tokenizer, stated=args.weights_args
+    )
     conversion_of(model.recipe.model)  # transformers has its family
     prompts = writing.encode(given, model)
     problems = [*unfit(args, model), *writing.unfit(prompts, model)]
@@ -148,18 +186,35 @@ def checked_job(args: argparse.Namespace) -> WritingJob:
         usual = TOP_K if args.top_p is None else None
         top_k = usual if args.top_k is None else args.top_k or None
         sampling = Sampling(args.temperature, top_k, args.top_p or 1.0)
-    plain = {name: getattr(args, name) for name in ("tokens", "samples", "seed", "batch", "dtype")}
-    return writing.WritingJob(model, prompts, sampling=sampling, cached=not args.no_cache, out=out, **plain)
+    plain = {
+        name: getattr(args, name)
+        for name in ("tokens", "samples", "seed", "batch", "dtype")
+    }
+    return writing.WritingJob(
+        model, prompts, sampling=sampling, cached=not args.no_cache, out=out, **plain
+    )
 
 
 def unfit(args: argparse.Namespace, model: TrainedModel) -> Iterator[Problem]:
     """Yield problems of flags useless for a BERT."""
-    typed = {*args.given, *(name for name, value in vars(args).items() if value is True)}
-    useless = [f"--{name}" for name in vars(args) if name in typed and name not in OF_ALL_MODELS]
+    typed = {
+        *args.given,
+        *(name for name, value in vars(args).items() if value is True),
+    }
+    useless = [
+        f"--{name}"
+        for name in vars(args)
+        if name in typed and name not in OF_ALL_MODELS
+    ]
     family = model.recipe.model.family
     if useless and not model.continues:
         came = f"{', '.join(useless)} with a {family.upper()}"
-        yield Problem(useless[0], came, "it fills each mask with the likeliest token", "leave it out")
+        yield Problem(
+            useless[0],
+            came,
+            "it fills each mask with the likeliest token",
+            "leave it out",
+        )
 
 
 if __name__ == "__main__":

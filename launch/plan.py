@@ -34,9 +34,13 @@ exit codes: 0 shown; 1 no node carries it (--fits); 2 refused."""
 
 def build_parser() -> argparse.ArgumentParser:
     """The subcommands' flags stand with the subcommands."""
-    parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES, forecast_command.RULES)
+    parser = arguments.command(
+        __doc__.split("\n\n")[0], EXAMPLES, forecast_command.RULES
+    )
     forecast_command.add_arguments(parser)
-    commands = parser.add_subparsers(title="other questions", metavar="", dest="question")
+    commands = parser.add_subparsers(
+        title="other questions", metavar="", dest="question"
+    )
     search_command.add_parser(commands)
     return parser
 
@@ -45,7 +49,8 @@ def main() -> int:
     """Run the subcommand; the exit code."""
     args = build_parser().parse_args()
     written = sys.argv[1:]
-    if args.question and written[0] != args.question:  # the subcommand's defaults have taken their place
+    # the subcommand's defaults have taken their place
+    if args.question and written[0] != args.question:
         came = " ".join(written[: written.index(args.question) + 1])
         rule = "each question has flags of its own"
         fix = f"write them after it: plan.py {args.question} {written[0]} …"

@@ -66,7 +66,10 @@ KINDS = [each for each in get_args(get_type_hints(Origin)["source"]) if each != 
 
 
 def _only_for(sources: str, *flags: str) -> tuple[arguments.Rule, ...]:
-    needed = ", ".join([f"--source {kind}" for kind in sources.split()] + ["--text"] * (sources != "hub"))
+    needed = ", ".join(
+        [f"--source {kind}" for kind in sources.split()]
+        + ["--text"] * (sources != "hub")
+    )
     return tuple((flag, f"+{needed}", f"it is of {sources}") for flag in flags)
 
 
@@ -78,7 +81,10 @@ RULES = (
     *_only_for("text", "--documents"),
     ("--ngram", "+--decontaminate", "it is of decontamination"),
     ("--language_score", "--language none", "all languages are kept"),
-    *((flag, "--dedup none", "nothing is compared") for flag in ("--permutations", "--shingle", "--seed")),
+    *(
+        (flag, "--dedup none", "nothing is compared")
+        for flag in ("--permutations", "--shingle", "--seed")
+    ),
 )
 
 
@@ -95,13 +101,24 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--text", metavar="PATH", help=path)
     for name, field in Origin.model_fields.items():
         if name == "name":
-            group.add_argument("--name", nargs="+", default=[], metavar="PATH", help=_help(Origin, name))
+            group.add_argument(
+                "--name",
+                nargs="+",
+                default=[],
+                metavar="PATH",
+                help=_help(Origin, name),
+            )
         elif name != "streaming":  # a preparation reads everything once
             _add(group, name, kinds[name], field.default, _help(Origin, name))
     _add_options(group, "read")
     group = parser.add_argument_group("what is made")
     group.add_argument("--out", required=True, metavar="DIR", help="directory to make")
-    group.add_argument("--tokenizer", required=True, metavar="KIND[:PATH]", help=_help(Tokenizer, "kind"))
+    group.add_argument(
+        "--tokenizer",
+        required=True,
+        metavar="KIND[:PATH]",
+        help=_help(Tokenizer, "kind"),
+    )
     _add_options(group, "made")
     _add_options(parser.add_argument_group("what is left out"), "left out")
     group = parser.add_argument_group("how it runs (changes no byte of the store)")
@@ -154,7 +171,10 @@ def run(args: argparse.Namespace, screen: Screen) -> None:
         told = told_by(error)
         elsewhere = "begin again with --out elsewhere"
         said = str(problem(told, Path(args.out), elsewhere)) if told else str(error)
-        ending.refuse(f"{said}: once that is mended, the same command resumes from {args.out}.partial", 1)
+        ending.refuse(
+            f"{said}: once that is mended, the same command resumes from {args.out}.partial",
+            1,
+        )
     if report is None:
         print(f"{args.out}: already complete, made by the same command")
     else:
@@ -173,26 +193,47 @@ def _add_options(group: argparse._ArgumentGroup, chosen: str) -> None:
     for field in options():
         shown = field.metadata["option"]
         if shown.group == chosen:
-            _add(group, field.name, kinds[field.name], field.default, shown.help, shown.metavar)
+            _add(
+                group,
+                field.name,
+                kinds[field.name],
+                field.default,
+                shown.help,
+                shown.metavar,
+            )
 
 
 def _add(
-    group: argparse._ArgumentGroup, name: str, kind: Any, default: Any, help: str, metavar: str | None = None
+    group: argparse._ArgumentGroup,
+    name: str,
+    kind: Any,
+    default: Any,
+    help: str,
+    metavar: str | None = None,
 ) -> None:
     """Add a flag for a field of this type; for an optional field the word none means None."""
-    kinds = [k for k in get_args(kind) if k is not type(None)] if get_origin(kind) is UnionType else [kind]
+    kinds = (
+        [k for k in get_args(kind) if k is not type(None)]
+        if get_origin(kind) is UnionType
+        else [kind]
+    )
     flag = f"--{name}"
     if default not in (None, True, False, ()) and "default:" not in help:
         help += f" (default: {default})"
     if kind is bool and default:
-        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=True, help=help)
-        group.add_argument(f"--no_{name}", dest=name, action="store_false", help=argparse.SUPPRESS)
+        group.add_argument(
+            flag, action=argparse.BooleanOptionalAction, default=True, help=help
+        )
+        group.add_argument(
+            f"--no_{name}", dest=name, action="store_false", help=argparse.SUPPRESS
+        )
     elif kind is bool:
         group.add_argument(flag, action="store_true", help=help)
     elif get_origin(kind) is tuple:
         group.add_argument(flag, nargs="+", default=[], metavar=metavar, help=help)
     elif get_origin(kind) is Literal:
-        choices = [choice for choice in get_args(kind) if choice != "store"]  # a store holds tokens, not text
+        # a store holds tokens, not text
+        choices = [choice for choice in get_args(kind) if choice != "store"]
         group.add_argument(flag, choices=choices, default=default, help=help)
     else:
         optional = len(kinds) < len(get_args(kind))
@@ -224,23 +265,35 @@ def settings_of(args: argparse.Namespace) -> Settings:
         args.text_column = found["data.text_column"]
     if args.source != "packaged" and not args.name:
         fix = "give paths or globs of the files (hub: names of datasets)"
-        problems.append(Problem("--name", f"--source {args.source} needs --name", fix=fix))
+        problems.append(
+            Problem("--name", f"--source {args.source} needs --name", fix=fix)
+        )
     kind, _, path = args.tokenizer.partition(":")
     kinds = [k for k in get_args(get_type_hints(Tokenizer)["kind"]) if k != "store"]
     if kind not in (*kinds, "store") or (kind == "file" and not path):
         fix = f"give one of {', '.join(kinds)}; file as file:PATH"
-        problems.append(Problem("--tokenizer", f"--tokenizer {args.tokenizer}", fix=fix))
+        problems.append(
+            Problem("--tokenizer", f"--tokenizer {args.tokenizer}", fix=fix)
+        )
     elif path and kind not in ("file", "bert_uncased", "bert_cased", "store"):
         came = f"--tokenizer {args.tokenizer}"
         rule = f"{kind} takes no path"
-        problems.append(Problem("--tokenizer", came, rule, f"give {kind}, or file:{path}"))
+        problems.append(
+            Problem("--tokenizer", came, rule, f"give {kind}, or file:{path}")
+        )
     if problems:
         raise ProblemsError(problems)
     own = {field.name: getattr(args, field.name) for field in options()}
     own["decontaminate"] = tuple(args.decontaminate)
-    shared = {name: getattr(args, name) for name in Origin.model_fields if name not in ("name", "streaming")}
+    shared = {
+        name: getattr(args, name)
+        for name in Origin.model_fields
+        if name not in ("name", "streaming")
+    }
     origins = tuple(Origin(name=name, **shared) for name in args.name or [None])
-    return Settings(origins=origins, tokenizer=Tokenizer(kind=kind, path=path or None), **own)
+    return Settings(
+        origins=origins, tokenizer=Tokenizer(kind=kind, path=path or None), **own
+    )
 
 
 class Screen:
@@ -266,7 +319,9 @@ class Screen:
         self.close()
         self._phase = name, total, unit
         if self._stream.isatty():
-            drawn: dict[str, Any] = dict(desc=name, unit=unit, unit_scale=unit == "B", dynamic_ncols=True)
+            drawn: dict[str, Any] = dict(
+                desc=name, unit=unit, unit_scale=unit == "B", dynamic_ncols=True
+            )
             self._bar = tqdm(total=total, file=self._stream, **drawn)
 
     def at(self, value: float, note: str = "") -> None:

@@ -25,7 +25,14 @@ from launch.ranks import joining, processes
 from launch.ranks.meeting import Meeting
 from launch.records.facts import Ending
 from launch.records.plan_text import titled
-from launch.training.start import RUN_RULES, Training, add_run_arguments, job_of, launch, say_on_rank_0
+from launch.training.start import (
+    RUN_RULES,
+    Training,
+    add_run_arguments,
+    job_of,
+    launch,
+    say_on_rank_0,
+)
 from recipes import catalog
 from recipes.files import checked, path_of
 from recipes.problems import Problem, ProblemsError
@@ -105,7 +112,11 @@ def build_parser() -> argparse.ArgumentParser:
         ("--weights_args", "+--init_from", "it is about the weights in --init_from"),
         ("--new_vocabulary", "+--init_from", "it is about the weights in --init_from"),
         ("--branch", "+--out", "a branch is a run of its own"),
-        ("--branch", "--recipe, --init_from, --tiny", "a branch has the recipe and the weights of its run"),
+        (
+            "--branch",
+            "--recipe, --init_from, --tiny",
+            "a branch has the recipe and the weights of its run",
+        ),
         ("--follow", "--ds_config, --set ds_config", "both name the DeepSpeed JSON"),
         *arguments.TEXT_RULES,
         *RUN_RULES,
@@ -153,7 +164,9 @@ def training_of(args: argparse.Namespace) -> Training:
     laid = text_of(args)
     weights = weights_of(source) if source and args.resume and not point else None
     if args.init_from is not None:
-        weights = given_weights(args, recipe_name if source or "recipe" in args.given else None)
+        weights = given_weights(
+            args, recipe_name if source or "recipe" in args.given else None
+        )
         recipe_name = weights.recipe_name
         laid |= weights.settings(args.set)
     follows = Followed.of(args, recipe_name, tiny) if args.follow else None
@@ -162,14 +175,21 @@ def training_of(args: argparse.Namespace) -> Training:
     if point:
         recipe = point.recipe(args.set, laid, args.steps)
     else:
-        recipe = titled(catalog.load(recipe_name, args.set, tiny, args.steps, laid), original)
+        recipe = titled(
+            catalog.load(recipe_name, args.set, tiny, args.steps, laid), original
+        )
     if recipe.task is not None:
         fix = f"python launch/finetune.py --task {recipe.task.name} --init DIR"
-        raise ProblemsError([Problem("task", "a recipe with a task", "pretraining has none", fix)])
+        raise ProblemsError(
+            [Problem("task", "a recipe with a task", "pretraining has none", fix)]
+        )
     name = source.name if source else catalog.full_name(recipe_name)
     name += "-tiny" if tiny else ""
-    with contextlib.suppress(ValueError):  # `job_of` tells it, with the problems of this machine
-        plan = resolve(recipe, args.ds_config or recipe.ds_config, processes.world_size(), ANY_GPU)
+    # `job_of` tells it, with the problems of this machine
+    with contextlib.suppress(ValueError):
+        plan = resolve(
+            recipe, args.ds_config or recipe.ds_config, processes.world_size(), ANY_GPU
+        )
         joining.order_kernels(plan.layout.tp)
     machine = abilities.detect_machine(args.emulate_fp16, on_paper=args.plan)
     job = job_with_hint(args, recipe, name, machine, weights)
@@ -177,7 +197,9 @@ def training_of(args: argparse.Namespace) -> Training:
         job = replace(job, plan=follows.noted(job.plan))
     if source:
         tiny = tiny or source.tiny
-        job = replace(job, recipe_of=None if source.path == job.directory else source.path)
+        job = replace(
+            job, recipe_of=None if source.path == job.directory else source.path
+        )
 
     def corpus(meeting: Meeting) -> Corpus:
         from data.corpus import build
@@ -192,7 +214,9 @@ def training_of(args: argparse.Namespace) -> Training:
     return Training(job, original, tiny, machine.emulated_fp16, corpus, outcome=outcome)
 
 
-def source_of(args: argparse.Namespace) -> tuple[RecordedRun | None, BranchPoint | None]:
+def source_of(
+    args: argparse.Namespace,
+) -> tuple[RecordedRun | None, BranchPoint | None]:
     """Return the run whose recipe is taken, and the checkpoint of it that a branch begins from."""
     source = resumed_run(args)
     if source:
@@ -215,11 +239,17 @@ def text_of(args: argparse.Namespace) -> dict[str, Any]:
     return {**text_settings(args.text, arguments.stated(args.set, "data.text_column"))}
 
 
-def given_weights(args: argparse.Namespace, recipe_name: str | Path | None) -> StartingModel:
+def given_weights(
+    args: argparse.Namespace, recipe_name: str | Path | None
+) -> StartingModel:
     """Read the model of --init_from. `recipe_name`: of a recipe that somebody named."""
     from launch.weights.starting_model import StartingModel
 
-    how = {"stated": args.weights_args, "recipe": recipe_name, "insists": args.new_vocabulary}
+    how = {
+        "stated": args.weights_args,
+        "recipe": recipe_name,
+        "insists": args.new_vocabulary,
+    }
     return StartingModel(args.init_from, **how)
 
 
@@ -232,7 +262,9 @@ class Followed:
     unfollowed: Recipe
 
     @classmethod
-    def of(cls, args: argparse.Namespace, recipe_name: str | Path, tiny: bool) -> Followed:
+    def of(
+        cls, args: argparse.Namespace, recipe_name: str | Path, tiny: bool
+    ) -> Followed:
         """Read the JSON, which becomes that of the run. Raises ConfigError."""
         from ds_configs.resolver import followed
 
@@ -256,13 +288,19 @@ class Followed:
 
 
 def job_with_hint(
-    args: argparse.Namespace, recipe: Recipe, name: str, machine: Machine, weights: InitialWeights | None
+    args: argparse.Namespace,
+    recipe: Recipe,
+    name: str,
+    machine: Machine,
+    weights: InitialWeights | None,
 ) -> Job:
     """Plan the job. Where the JSON says otherwise than the recipe, the refusal names --follow."""
     try:
         return job_of(args, recipe, name, machine, weights)
     except ConfigError as refused:
-        disagrees = any(isinstance(problem, Disagreement) for problem in refused.problems)
+        disagrees = any(
+            isinstance(problem, Disagreement) for problem in refused.problems
+        )
         if args.follow is not None or not disagrees:
             raise
         came = f"--follow {args.ds_config} instead of --ds_config"
@@ -275,7 +313,11 @@ def resumed_run(args: argparse.Namespace) -> RecordedRun | None:
 
     Raises ProblemsError: --branch names another checkpoint than the run went on from.
     """
-    if not (args.resume and args.out) or "recipe" in args.given or not catalog.recorded(args.out):
+    if (
+        not (args.resume and args.out)
+        or "recipe" in args.given
+        or not catalog.recorded(args.out)
+    ):
         return None
     from launch.records.recorded_run import RecordedRun
 
@@ -288,7 +330,9 @@ def resumed_run(args: argparse.Namespace) -> RecordedRun | None:
         if began is None or began.run != str(path) or step not in (None, began.step):
             came = f"--branch {args.branch} with --resume, and {run.path} is "
             came += f"a branch of {began}" if began else "no branch"
-            fix = "leave --branch out to resume it, or name another directory with --out"
+            fix = (
+                "leave --branch out to resume it, or name another directory with --out"
+            )
             raise ProblemsError([Problem("--branch", came, "a run began once", fix)])
     return run
 
@@ -306,7 +350,9 @@ def run_of_recipe(name: str) -> RecordedRun | None:
         came = f"{name} is a branch of {began}"
         rule = "a new run begins at step 0"
         fix = f"begin another one with --branch {began.run}@{began.step}, or take --recipe {began.run}"
-        raise ProblemsError([Problem("--recipe", came, rule, fix, where=f"--recipe {name}")])
+        raise ProblemsError(
+            [Problem("--recipe", came, rule, fix, where=f"--recipe {name}")]
+        )
     return run
 
 
@@ -319,7 +365,9 @@ def weights_of(run: RecordedRun) -> StartingModel | None:
         return None
     from launch.weights.starting_model import StartingModel
 
-    found: StartingModel = checked(TypeAdapter(StartingModel), {**said, "recipe": run.path}, run.path)
+    found: StartingModel = checked(
+        TypeAdapter(StartingModel), {**said, "recipe": run.path}, run.path
+    )
     return found
 
 

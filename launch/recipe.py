@@ -34,7 +34,9 @@ cannot be run as it is."""
 def build_parser() -> argparse.ArgumentParser:
     """The subcommands' flags stand with the subcommands."""
     parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{list,show}")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="{list,show}"
+    )
     for command in (listing, showing):
         command.add_parser(commands)
     return parser

@@ -75,10 +75,16 @@ def build_parser() -> argparse.ArgumentParser:
     table = "only this table of recipes/, run or not; a YAML file of your own will do; repeatable"
     add("runs", nargs="*", metavar="RUN", help=runs)
     add("--table", action="append", default=[], metavar="NAME", help=table)
-    add("--all", action="store_true", help="every published table, also where nothing of it was run")
+    add(
+        "--all",
+        action="store_true",
+        help="every published table, also where nothing of it was run",
+    )
     over = "what losses are drawn over (default: %(default)s); hours are those of the steps"
     add("--over", choices=("steps", "tokens", "hours"), default="steps", help=over)
-    add("--out", metavar="DIR", help="where to write (default: reports/<table or runs>)")
+    add(
+        "--out", metavar="DIR", help="where to write (default: reports/<table or runs>)"
+    )
     return parser
 
 
@@ -112,10 +118,17 @@ def report(args: argparse.Namespace, folder: Path) -> int:
     chosen = writing.default_directory(names, run_labels, args.all)
     directory = path_of(args.out, "--out") if args.out else chosen
     former = writing.check(directory)
-    runs = [read_run(path, label, tables.recipe) for path, label in zip(paths, run_labels, strict=True)]
+    runs = [
+        read_run(path, label, tables.recipe)
+        for path, label in zip(paths, run_labels, strict=True)
+    ]
     names += tables.published() if args.all else []
     made = document.assemble(
-        tables, names, runs, only_named=bool(args.table) and not args.all, over=args.over
+        tables,
+        names,
+        runs,
+        only_named=bool(args.table) and not args.all,
+        over=args.over,
     )
     files = writing.write(made, directory)
     _print_summary(made, directory, files, former)
@@ -133,7 +146,9 @@ def _print_summary(
             say(f"  {line}")
     for note in made.notes:
         say(note)
-    sizes = ", ".join(f"{path.name} ({path.stat().st_size / 1e3:,.0f} kB)" for path in files)
+    sizes = ", ".join(
+        f"{path.name} ({path.stat().st_size / 1e3:,.0f} kB)" for path in files
+    )
     say(f"{directory}: {sizes}" + ("; a former report was replaced" if former else ""))
     if made.problems:
         say("\n  ".join(["\ncould not be read:", *made.problems]), sys.stderr)

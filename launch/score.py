@@ -23,7 +23,15 @@ if TYPE_CHECKING:
 # Sections of a recipe decided by other flags, and sections without effect on scores.
 BY_FLAGS = {"precision": "--precision", "batch": "--batch"}
 FOR_TRAINING = (
-    *("dropout", "activation_checkpointing", "optimizer", "schedule", "steps", "init_std", "ds_config"),
+    *(
+        "dropout",
+        "activation_checkpointing",
+        "optimizer",
+        "schedule",
+        "steps",
+        "init_std",
+        "ds_config",
+    ),
 )
 
 LESS_MEMORY = "lower --batch, take --precision bf16, or share the model out (--set parallel.tp=2 on two GPUs)"
@@ -90,7 +98,9 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("model", metavar="MODEL", help=model)
     what = parser.add_argument_group("on what")
     tasks = "perplexity, wikitext103, lambada, or tasks of lm-eval, with commas (default: perplexity)"
-    what.add_argument("--tasks", type=names(), default=("perplexity",), metavar="NAMES", help=tasks)
+    what.add_argument(
+        "--tasks", type=names(), default=("perplexity",), metavar="NAMES", help=tasks
+    )
     text = (
         "text for perplexity instead of the recipe's held-out one: a file, a directory or a glob of JSON "
         "lines, parquet or plain text"
@@ -100,26 +110,48 @@ def build_parser() -> ArgumentParser:
     what.add_argument("--variant", choices=("original", "openai"), help=variant)
     data = "a local file for wikitext103 or lambada instead of the hub's: .jsonl, .parquet or text"
     what.add_argument("--data", metavar="FILE", help=data)
-    column = "field with the text (default: text; of --text the one that is surely the text)"
+    column = (
+        "field with the text (default: text; of --text the one that is surely the text)"
+    )
     what.add_argument("--column", metavar="NAME", help=column)
     include = "directory with task files of your own, in lm-eval's form"
     what.add_argument("--include_path", metavar="DIR", help=include)
     window = "tokens that are read at once (default: those of a sample in its training, else its positions)"
-    what.add_argument("--window", type=arguments.whole(most=10**7), metavar="N", help=window)
-    stride = "tokens from one window to the next (default: wikitext103 32, else the window)"
-    what.add_argument("--stride", type=arguments.whole(most=10**7), metavar="N", help=stride)
-    limit = "score only the first N documents or passages, of wikitext103 the first N lines"
+    what.add_argument(
+        "--window", type=arguments.whole(most=10**7), metavar="N", help=window
+    )
+    stride = (
+        "tokens from one window to the next (default: wikitext103 32, else the window)"
+    )
+    what.add_argument(
+        "--stride", type=arguments.whole(most=10**7), metavar="N", help=stride
+    )
+    limit = (
+        "score only the first N documents or passages, of wikitext103 the first N lines"
+    )
     what.add_argument("--limit", type=arguments.whole(), metavar="N", help=limit)
     scratch = "take only shape and vocabulary of MODEL, and draw all weights by its seed: the control"
     what.add_argument("--from_scratch", action="store_true", help=scratch)
     how = parser.add_argument_group("how to run it")
     setting = "a field of the recipe, e.g. --set parallel.tp=2 --set data.name=FILE; repeatable"
-    how.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=setting)
-    batch = "windows of a forward pass, of each data-parallel rank (default: %(default)s)"
-    how.add_argument("--batch", type=arguments.whole(most=10**5), default=8, metavar="N", help=batch)
-    precision = "of weights and products (default: %(default)s); losses are summed in float64"
-    how.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help=precision)
-    tokenizer = "directory of the model's tokenizer, where it is not next to the weights"
+    how.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help=setting
+    )
+    batch = (
+        "windows of a forward pass, of each data-parallel rank (default: %(default)s)"
+    )
+    how.add_argument(
+        "--batch", type=arguments.whole(most=10**5), default=8, metavar="N", help=batch
+    )
+    precision = (
+        "of weights and products (default: %(default)s); losses are summed in float64"
+    )
+    how.add_argument(
+        "--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help=precision
+    )
+    tokenizer = (
+        "directory of the model's tokenizer, where it is not next to the weights"
+    )
     how.add_argument("--tokenizer", metavar="DIR", help=tokenizer)
     arguments.add_weights_arguments(how.add_argument)
     keep = parser.add_argument_group("where it is kept")
@@ -134,7 +166,9 @@ def names() -> Callable[[str], tuple[str, ...]]:
     def read(text: str) -> tuple[str, ...]:
         found = [name.strip() for name in text.split(",")]
         if not all(found):
-            raise ArgumentTypeError(f"{text[:40]!r}: give names with commas between them")
+            raise ArgumentTypeError(
+                f"{text[:40]!r}: give names with commas between them"
+            )
         return tuple(dict.fromkeys(found))
 
     return read
@@ -159,11 +193,21 @@ def checked(args: Namespace) -> tuple[ScoringJob, Path | None]:
     from launch.evaluation.scoring_plan import ScoringWishes, checked_job
 
     check_settings(args)
-    flags = {name: value for name, value in vars(args).items() if name in ScoringWishes.__dataclass_fields__}
+    flags = {
+        name: value
+        for name, value in vars(args).items()
+        if name in ScoringWishes.__dataclass_fields__
+    }
     job = checked_job(
-        ScoringWishes(**flags, settings=args.set), processes.world_size(), abilities.detect_machine()
+        ScoringWishes(**flags, settings=args.set),
+        processes.world_size(),
+        abilities.detect_machine(),
     )
-    out = new_output.new_file("--out", args.out, (".json",)) if args.out and processes.rank() == 0 else None
+    out = (
+        new_output.new_file("--out", args.out, (".json",))
+        if args.out and processes.rank() == 0
+        else None
+    )
     if job.model.run is not None and not args.from_scratch:
         # What cannot be added to is said before the hours of scoring.
         read_scores(job.model.run)
@@ -186,13 +230,28 @@ def check_settings(args: Namespace) -> None:
         if flag:
             problems.append(Problem(key, came, f"{flag} decides it", f"give {flag}"))
         elif section in FOR_TRAINING:
-            problems.append(Problem(key, came, "nothing is trained here", "leave it out"))
+            problems.append(
+                Problem(key, came, "nothing is trained here", "leave it out")
+            )
         elif section == "parallel" and key != "parallel.tp":
-            rule = "every checkpoint is scored on one process or on tensor-parallel ranks"
-            problems.append(Problem(key, came, rule, "set parallel.tp, or leave it out"))
-        elif section == "data" and (args.text is not None or "perplexity" not in args.tasks):
+            rule = (
+                "every checkpoint is scored on one process or on tensor-parallel ranks"
+            )
+            problems.append(
+                Problem(key, came, rule, "set parallel.tp, or leave it out")
+            )
+        elif section == "data" and (
+            args.text is not None or "perplexity" not in args.tasks
+        ):
             decides = "--tasks" if args.text is None else "--text"
-            problems.append(Problem(key, came, f"{decides} decides what is read", "leave one of the two out"))
+            problems.append(
+                Problem(
+                    key,
+                    came,
+                    f"{decides} decides what is read",
+                    "leave one of the two out",
+                )
+            )
         elif section == "model" and key != "model.vocab_divisible_by":
             problems.append(Problem(key, came, "the weights decide it", "leave it out"))
     if problems:

@@ -25,7 +25,13 @@ RANKS = (1, 2, 4)
 SHORT = 128  # tokens, as the quotation has it
 QUOTED = '"Adventures with BERT and GPT2" says of such samples that 90 % have less than 128 tokens'
 # The largest number of each flag.
-MOST = {"step": 10**12, "samples": 10_000, "summary": 10**7, "hashes": 10_000, "workers": MOST_LOADER_WORKERS}
+MOST = {
+    "step": 10**12,
+    "samples": 10_000,
+    "summary": 10**7,
+    "hashes": 10_000,
+    "workers": MOST_LOADER_WORKERS,
+}
 EXAMPLES = """\
 examples:
   python launch/show_data.py --recipe bert/sotu --step 0 --samples 2
@@ -62,17 +68,33 @@ def build_parser() -> argparse.ArgumentParser:
     arguments.add_recipe_arguments(parser, ends=False, text=True)
     add = parser.add_argument_group("what to show").add_argument
     splits = ("train", "validation", "test")
-    add("--step", type=int, default=0, metavar="N", help="optimizer step, from 0 (default: %(default)s)")
-    add("--samples", type=int, default=2, metavar="N", help="samples to decode (default: %(default)s)")
+    add(
+        "--step",
+        type=int,
+        default=0,
+        metavar="N",
+        help="optimizer step, from 0 (default: %(default)s)",
+    )
+    add(
+        "--samples",
+        type=int,
+        default=2,
+        metavar="N",
+        help="samples to decode (default: %(default)s)",
+    )
     add("--split", choices=splits, default="train", help="default: %(default)s")
-    lengths = (
-        "instead of samples, lengths of documents and samples: of the first N (default: %(const)s) where"
-    )
+    lengths = "instead of samples, lengths of documents and samples: of the first N (default: %(const)s) where"
     lengths += " there are more samples, or documents of a stream"
-    add("--summary", type=int, nargs="?", default=0, const=10_000, metavar="N", help=lengths)
-    hashes = (
-        "instead of samples, hashes of N steps from --step on, as 1, 2 and 4 data-parallel ranks read them"
+    add(
+        "--summary",
+        type=int,
+        nargs="?",
+        default=0,
+        const=10_000,
+        metavar="N",
+        help=lengths,
     )
+    hashes = "instead of samples, hashes of N steps from --step on, as 1, 2 and 4 data-parallel ranks read them"
     add("--hashes", type=int, default=0, metavar="N", help=hashes)
     ahead = "threads per rank that read ahead for --hashes (default: %(default)s)"
     add("--workers", type=int, default=1, metavar="N", help=ahead)
@@ -90,7 +112,9 @@ def main() -> int:
         if args.text:
             from data.text.given_text import text_settings
 
-            laid = text_settings(args.text, arguments.stated(args.set, "data.text_column"))
+            laid = text_settings(
+                args.text, arguments.stated(args.set, "data.text_column")
+            )
         recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, laid=laid)
         check(args, recipe)
         from data.corpus import build
@@ -98,7 +122,11 @@ def main() -> int:
         corpus = build(recipe, say=lambda line: print(line, file=sys.stderr))
         if args.summary:
             return show_lengths(recipe, corpus, args.summary)
-        return show_hashes(recipe, corpus, args) if args.hashes else show_samples(recipe, corpus, args)
+        return (
+            show_hashes(recipe, corpus, args)
+            if args.hashes
+            else show_samples(recipe, corpus, args)
+        )
     except ValueError as e:
         ending.refuse(e)
 
@@ -107,7 +135,9 @@ def check(args: argparse.Namespace, recipe: Recipe) -> None:
     """Check the flags against their ranges and the recipe. Raises ValueError."""
     for flag, most in MOST.items():
         if not 0 <= (given := getattr(args, flag)) <= most:
-            raise ValueError(f"--{flag} {given}: out of range; give a number from 0 to {most:,}")
+            raise ValueError(
+                f"--{flag} {given}: out of range; give a number from 0 to {most:,}"
+            )
     if not args.samples and not args.hashes:
         raise ValueError("--samples 0 shows nothing: give 1 or more, or --hashes")
     if args.split == "test" and not recipe.data.test_every:
@@ -128,7 +158,9 @@ def show_samples(recipe: Recipe, corpus: Corpus, args: argparse.Namespace) -> in
         fields = held_out.take(range(count))
         where = f"{args.split} sample {{}} of {len(held_out)}"
     vocabulary = f"vocabulary of {corpus.summary['vocabulary_size']}"
-    print(f"{corpus.summary['source']}: {recipe.sequence_length} tokens per sample, {vocabulary}")
+    print(
+        f"{corpus.summary['source']}: {recipe.sequence_length} tokens per sample, {vocabulary}"
+    )
     for row in range(count):
         shown = fields.describe(row, corpus.tokenizer, recipe.model.sentence_head)
         print(f"\n--- {where.format(row)}: {shown}")
@@ -146,17 +178,27 @@ def show_lengths(recipe: Recipe, corpus: Corpus, most: int) -> int:
     def watched(documents: Iterable[Any]) -> Iterable[Any]:
         return bar(sys.stderr, iterable=documents, desc="documents", total=most)
 
-    for found in text_lengths(recipe, corpus.tokenizer, most, lambda line: None, watched):
+    for found in text_lengths(
+        recipe, corpus.tokenizer, most, lambda line: None, watched
+    ):
         which = (
-            "all documents" if found.whole else f"the first {len(found.documents):,} documents of the stream"
+            "all documents"
+            if found.whole
+            else f"the first {len(found.documents):,} documents of the stream"
         )
-        print(f"{found.name}, {which}: tokens per document\n{described(found.documents)}\n")
+        print(
+            f"{found.name}, {which}: tokens per document\n{described(found.documents)}\n"
+        )
         if found.pairs.size:
             special = 3  # [CLS] A [SEP] B [SEP]
-            print(f"two sentences in a row as a sample of their own\n{described(found.pairs + special)}")
+            print(
+                f"two sentences in a row as a sample of their own\n{described(found.pairs + special)}"
+            )
             print(f"  ({QUOTED})\n")
     if not recipe.model.facts.masked:
-        print(f"samples: each has {length} tokens and no padding, whatever the documents' lengths")
+        print(
+            f"samples: each has {length} tokens and no padding, whatever the documents' lengths"
+        )
         return 0
     samples = corpus.train.fresh()
     count = min(most, whole)
@@ -168,7 +210,9 @@ def show_lengths(recipe: Recipe, corpus: Corpus, most: int) -> int:
         positions.update(len(chosen))
     positions.close()
     padding = 100 * (1 - sum(tokens) / (count * length))
-    print(f"samples of {length} tokens, {padding:.1f} % of it padding: the first {count:,} of training")
+    print(
+        f"samples of {length} tokens, {padding:.1f} % of it padding: the first {count:,} of training"
+    )
     print(described(tokens))
     return 0
 
@@ -211,7 +255,10 @@ def show_hashes(recipe: Recipe, corpus: Corpus, args: argparse.Namespace) -> int
         shown = "  ".join(found[:16] for found in hashes)
         print(f"{step:>8}  {shown}{'' if equal else '  DIFFERENT'}", flush=True)
     if different:
-        print(f"the batch depends on the number of ranks in steps {', '.join(different)}", file=sys.stderr)
+        print(
+            f"the batch depends on the number of ranks in steps {', '.join(different)}",
+            file=sys.stderr,
+        )
     return int(bool(different))
 
 

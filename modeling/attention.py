@@ -28,12 +28,15 @@ LONGEST = 512  # positions up to which blocks are faster than SDPA without dropo
 _WORD = 1 << 32
 
 
-def choose(device: str, dtype: torch.dtype, dropout: float, positions: int, compiled: bool) -> Kernel:
+def choose(
+    device: str, dtype: torch.dtype, dropout: float, positions: int, compiled: bool
+) -> Kernel:
     """Return the kernel for a training step.
 
     `dropout` is the probability on attention weights; `compiled` says whether torch.compile traces the step.
     """
-    if device != "cpu" or dtype != torch.bfloat16:  # fp16 could not hold products that are not scaled yet
+    # fp16 could not hold products that are not scaled yet
+    if device != "cpu" or dtype != torch.bfloat16:
         return "sdpa"
     if dropout:
         return "blocks"
@@ -42,7 +45,13 @@ def choose(device: str, dtype: torch.dtype, dropout: float, positions: int, comp
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None, dropout_p: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> Tensor:
     """Return softmax(q k' / sqrt(D)) v for q, k, v (B, N, S, D).
 
@@ -52,8 +61,12 @@ def attention(
     """
     compiled = torch.compiler.is_compiling()
     kernel = choose(q.device.type, q.dtype, dropout_p, q.shape[-2], compiled)
-    if kernel == "sdpa" or not (torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))):
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout_p, is_causal=causal)
+    if kernel == "sdpa" or not (
+        torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    ):
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, dropout_p=dropout_p, is_causal=causal
+        )
     rows = dropout_rows(q) if dropout_p else None
     return _Blocks.apply(q, k, v, mask, rows, causal, dropout_p)
 
@@ -63,7 +76,9 @@ def attention(
 def dropout_rows(q: Tensor) -> Tensor:
     """Draw two random words (B, N, S, 2) int32 for each row of scores, the input of `_keep_mask`."""
     size = (*q.shape[:-1], 2)
-    return torch.randint(-(_WORD // 2), _WORD // 2, size, dtype=torch.int32, device=q.device)
+    return torch.randint(
+        -(_WORD // 2), _WORD // 2, size, dtype=torch.int32, device=q.device
+    )
 
 
 @dropout_rows.register_fake
@@ -141,7 +156,8 @@ class _Blocks(torch.autograd.Function):
         along = (gradient.float() * out.float()).sum(-1, keepdim=True)
         of_q: list[Tensor] = []
         of_k = of_v = torch.empty(0)
-        for start in reversed(range(0, S, QUERIES)):  # the last block, which sees all keys, first
+        # the last block, which sees all keys, first
+        for start in reversed(range(0, S, QUERIES)):
             block, seen = _block(start, S, ctx.causal)
             queries = q[..., block, :]
             keys = k[..., seen, :]
@@ -154,7 +170,9 @@ class _Blocks(torch.autograd.Function):
                 of_block = rows[..., block, :]
                 kept_weights = _dropped(weights, of_block, ctx.p)
                 of_weights = _dropped(of_weights, of_block, ctx.p)
-            of_scores = (weights * (of_weights - along[..., block, :]) * scale).to(q.dtype)
+            of_scores = (weights * (of_weights - along[..., block, :]) * scale).to(
+                q.dtype
+            )
             of_q.insert(0, of_scores @ keys)
             of_keys = of_scores.mT @ queries
             of_values = kept_weights.mT @ incoming
@@ -165,7 +183,15 @@ class _Blocks(torch.autograd.Function):
             else:
                 of_k[..., seen, :] += of_keys
                 of_v[..., seen, :] += of_values
-        return torch.cat(of_q, -2), of_k.to(k.dtype), of_v.to(v.dtype), None, None, None, None
+        return (
+            torch.cat(of_q, -2),
+            of_k.to(k.dtype),
+            of_v.to(v.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _dropped(weights: Tensor, rows: Tensor, p: float) -> Tensor:
@@ -180,7 +206,9 @@ def _block(start: int, positions: int, causal: bool) -> tuple[slice, slice]:
     return slice(start, end), slice(0, last_key)
 
 
-def _scores(queries: Tensor, keys: Tensor, mask: Tensor | None, start: int, causal: bool) -> Tensor:
+def _scores(
+    queries: Tensor, keys: Tensor, mask: Tensor | None, start: int, causal: bool
+) -> Tensor:
     """Return the fp32 scores of the queries from `start` on, -inf at hidden keys."""
     scores = (queries @ keys.mT).float() * queries.shape[-1] ** -0.5
     if mask is not None:

@@ -36,7 +36,11 @@ from modeling.layer_list import (
     transformer_layers,
     word_layer,
 )
-from modeling.parallel.collectives import gather_positions, own_positions, with_summed_gradients
+from modeling.parallel.collectives import (
+    gather_positions,
+    own_positions,
+    with_summed_gradients,
+)
 from modeling.parallel.cross_entropy import weighted_loss
 from modeling.parallel.layers import ColumnParallelLinear, group_size
 from modeling.parallel.process_grid import Group
@@ -55,7 +59,9 @@ class BertShape(ModelShape):
     sentence_head: Literal["none", "nsp", "sop"] = "none"
 
     def layer_at(self, index: int) -> LayerShape:
-        original: dict[str, Any] = dict(causal=False, tanh_gelu=False, norm_eps=BERT_NORM_EPS)
+        original: dict[str, Any] = dict(
+            causal=False, tanh_gelu=False, norm_eps=BERT_NORM_EPS
+        )
         return LayerShape(**self.of_every_layer, post_norm=self.post_norm, **original)
 
 
@@ -76,20 +82,34 @@ class Embedding(nn.Module):
     def __init__(self, shape: BertShape, *, init: Init, cut_over: Group = None):
         super().__init__()
         self.cut_over = cut_over
-        self.position = init.normal("position", (shape.positions, shape.hidden), init.std)
-        self.token_type = init.normal("token_type", (TOKEN_TYPES, shape.hidden), init.std)
-        how: dict[str, Any] = dict(init=init.child("norm"), eps=BERT_NORM_EPS, cut_over=cut_over)
+        self.position = init.normal(
+            "position", (shape.positions, shape.hidden), init.std
+        )
+        self.token_type = init.normal(
+            "token_type", (TOKEN_TYPES, shape.hidden), init.std
+        )
+        how: dict[str, Any] = dict(
+            init=init.child("norm"), eps=BERT_NORM_EPS, cut_over=cut_over
+        )
         self.norm = LayerNorm(shape.hidden, **how) if shape.post_norm else None
-        self.dropout = HiddenDropout(shape.hidden, shape.hidden_dropout, init=init.child("dropout"))
+        self.dropout = HiddenDropout(
+            shape.hidden, shape.hidden_dropout, init=init.child("dropout")
+        )
 
     def forward(
-        self, x: Tensor, token_types: Tensor, salts: Tensor | None = None, places: Tensor | None = None
+        self,
+        x: Tensor,
+        token_types: Tensor,
+        salts: Tensor | None = None,
+        places: Tensor | None = None,
     ) -> Tensor:
         """x (B, S, H), token_types (B, S) of 0 and 1; salts (B, S, 2) of hidden dropout in training.
 
         places (1, T): positions of the tokens of a row; None: 0, 1, ...
         """
-        position, token_type = with_summed_gradients(self.cut_over, self.position, self.token_type)
+        position, token_type = with_summed_gradients(
+            self.cut_over, self.position, self.token_type
+        )
         if places is None:
             length = x.shape[1] * group_size(self.cut_over)
             of_places = own_positions(position[None, :length], self.cut_over)
@@ -115,8 +135,12 @@ class Head(nn.Module):
         sentences = shape.sentence_head != "none"
         self.transform = linear(shape.hidden, init=init.child("transform"))
         self.norm = LayerNorm(shape.hidden, init=init.child("norm"), eps=BERT_NORM_EPS)
-        self.pooler = linear(shape.hidden, init=init.child("pooler")) if sentences else None
-        self.sentence = linear(SENTENCE_CLASSES, init=init.child("sentence")) if sentences else None
+        self.pooler = (
+            linear(shape.hidden, init=init.child("pooler")) if sentences else None
+        )
+        self.sentence = (
+            linear(SENTENCE_CLASSES, init=init.child("sentence")) if sentences else None
+        )
 
     def forward(
         self, x: Tensor, positions: Tensor | None, firsts: Tensor | None = None
@@ -126,7 +150,11 @@ class Head(nn.Module):
         firsts (B,): where [CLS] of the samples of a row are; None: at the first position.
         """
         x = gather_positions(x, self.cut_over, summed=False)
-        chosen = x if positions is None else x.gather(1, positions.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+        chosen = (
+            x
+            if positions is None
+            else x.gather(1, positions.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+        )
         decoded = self.norm(F.gelu(self.transform(chosen)))
         if self.pooler is None or self.sentence is None:
             return decoded, None
@@ -153,9 +181,20 @@ class DecoderBias(nn.Module):
 def _embed(embedding: nn.Module, stream: tuple, cut_over: Group, inputs: int) -> tuple:
     """Add positions and token types to the stream; `cut_over`: the group that shares its positions."""
     x, token_types, lengths = stream[:3]
-    token_types, *salts = (own_positions(each, cut_over) for each in (token_types, *stream[inputs:]))
-    placed = {"places": own_positions(lengths.places, cut_over)} if isinstance(lengths, PackedRow) else {}
-    return embedding(x, token_types, *salts, **placed), lengths, *stream[3:inputs], *salts
+    token_types, *salts = (
+        own_positions(each, cut_over) for each in (token_types, *stream[inputs:])
+    )
+    placed = (
+        {"places": own_positions(lengths.places, cut_over)}
+        if isinstance(lengths, PackedRow)
+        else {}
+    )
+    return (
+        embedding(x, token_types, *salts, **placed),
+        lengths,
+        *stream[3:inputs],
+        *salts,
+    )
 
 
 def _attend(layer: nn.Module, stream: tuple, inputs: int) -> tuple:
@@ -169,11 +208,18 @@ def _head(head: nn.Module, stream: tuple) -> tuple:
     return head(x, positions, firsts)
 
 
-def encoder(shape: BertShape, group: Group, init: Init, inputs: int) -> list[LayerDefinition]:
+def encoder(
+    shape: BertShape, group: Group, init: Init, inputs: int
+) -> list[LayerDefinition]:
     """Return the layers before the heads: `inputs` tensors -> (x, lengths, ...), whatever head follows."""
     cut_over: Any = dict(cut_over=shape.positions_group(group))
     embedding = dict(shape=shape, init=init.child("embedding"), **cut_over)
-    final_norm = dict(hidden=shape.hidden, init=init.child("final_norm"), eps=BERT_NORM_EPS, **cut_over)
+    final_norm = dict(
+        hidden=shape.hidden,
+        init=init.child("final_norm"),
+        eps=BERT_NORM_EPS,
+        **cut_over,
+    )
     embed = partial(_embed, **cut_over, inputs=inputs)
     attend = partial(_attend, inputs=inputs)
     tied = inputs == 4  # to the output layer, which a task has not
@@ -181,7 +227,11 @@ def encoder(shape: BertShape, group: Group, init: Init, inputs: int) -> list[Lay
         word_layer(shape, group, init, cut=shape.sequence_parallel, tied=tied),
         LayerDefinition("embedding", Embedding, embedding, embed),
         *transformer_layers(shape, group, init, attend),
-        *([] if shape.post_norm else [LayerDefinition("final_norm", LayerNorm, final_norm)]),
+        *(
+            []
+            if shape.post_norm
+            else [LayerDefinition("final_norm", LayerNorm, final_norm)]
+        ),
     ]
 
 
@@ -190,12 +240,20 @@ def layer_list(shape: BertShape, *, group: Group, init: Init) -> list[LayerDefin
 
     Sentence logits are (B, 2), or None without a sentence head.
     """
-    head = dict(shape=shape, init=init.child("head"), cut_over=shape.positions_group(group))
-    bias = dict(vocab=shape.vocab, padded=shape.padded_vocab, group=group, init=init.child("decoder_bias"))
+    head = dict(
+        shape=shape, init=init.child("head"), cut_over=shape.positions_group(group)
+    )
+    bias = dict(
+        vocab=shape.vocab,
+        padded=shape.padded_vocab,
+        group=group,
+        init=init.child("decoder_bias"),
+    )
     return [
         *encoder(shape, group, init, inputs=4),
         LayerDefinition("head", Head, head, _head),
-        word_layer(shape, group, init, cut=False, project=True),  # every rank has the predicted positions
+        # every rank has the predicted positions
+        word_layer(shape, group, init, cut=False, project=True),
         LayerDefinition("decoder_bias", DecoderBias, bias),
     ]
 
@@ -252,7 +310,12 @@ def task_shape_of(recipe: Recipe, padded_vocab: int) -> TaskShape:
     model = recipe.model
     encoder = vars(shape_of(recipe, padded_vocab))
     choices = model.head_classes if model.task_head == "choice" else 1
-    return TaskShape(**encoder, task_head=model.task_head, outputs=head_outputs(model), choices=choices)
+    return TaskShape(
+        **encoder,
+        task_head=model.task_head,
+        outputs=head_outputs(model),
+        choices=choices,
+    )
 
 
 class SampleHead(nn.Module):
@@ -264,15 +327,21 @@ class SampleHead(nn.Module):
         self.cut_over = cut_over
         linear = partial(ColumnParallelLinear, shape.hidden, group=None)
         self.pooler = linear(shape.hidden, init=init.child("pooler"))
-        self.dropout = HiddenDropout(shape.hidden, shape.hidden_dropout, init=init.child("dropout"))
+        self.dropout = HiddenDropout(
+            shape.hidden, shape.hidden_dropout, init=init.child("dropout")
+        )
         self.classifier = linear(shape.outputs, init=init.child("classifier"))
 
-    def forward(self, x: Tensor, lengths: Tensor | PackedRow | None, salts: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, lengths: Tensor | PackedRow | None, salts: Tensor | None = None
+    ) -> Tensor:
         """x (B, S, H) or a row -> (N, C)."""
         # Every rank computes the same from here on.
         x = _first(gather_positions(x, self.cut_over, summed=False), lengths)
         if salts is not None:
-            salts = _first(gather_positions(salts, self.cut_over, summed=False), lengths)
+            salts = _first(
+                gather_positions(salts, self.cut_over, summed=False), lengths
+            )
         pooled = self.dropout(torch.tanh(self.pooler(x)), salts)
         logits: Tensor = self.classifier(pooled).view(-1, self.logits)
         return logits
@@ -280,7 +349,11 @@ class SampleHead(nn.Module):
 
 def _first(x: Tensor, lengths: Tensor | PackedRow | None) -> Tensor:
     """Return the [CLS] entries (B, 1, ...) of (B, S, ...) or of a row (1, T, ...)."""
-    return x[0, lengths.firsts.long()][:, None] if isinstance(lengths, PackedRow) else x[:, :1]
+    return (
+        x[0, lengths.firsts.long()][:, None]
+        if isinstance(lengths, PackedRow)
+        else x[:, :1]
+    )
 
 
 class SpanHead(nn.Module):
@@ -289,9 +362,13 @@ class SpanHead(nn.Module):
     def __init__(self, shape: TaskShape, *, init: Init, cut_over: Group = None):
         super().__init__()
         self.cut_over = cut_over
-        self.span = ColumnParallelLinear(shape.hidden, shape.outputs, group=None, init=init.child("span"))
+        self.span = ColumnParallelLinear(
+            shape.hidden, shape.outputs, group=None, init=init.child("span")
+        )
 
-    def forward(self, x: Tensor, lengths: Tensor | PackedRow | None, salts: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, lengths: Tensor | PackedRow | None, salts: Tensor | None = None
+    ) -> Tensor:
         """x (B, S, H) or a row -> (B, S, 2) in float32, -inf at padding; a row's S is its longest length."""
         logits = self.span(gather_positions(x, self.cut_over, summed=False)).float()
         if isinstance(lengths, PackedRow):
@@ -306,9 +383,13 @@ class SpanHead(nn.Module):
         return logits.masked_fill(~real, float("-inf"))
 
 
-def task_layer_list(shape: TaskShape, *, group: Group, init: Init) -> list[LayerDefinition]:
+def task_layer_list(
+    shape: TaskShape, *, group: Group, init: Init
+) -> list[LayerDefinition]:
     """Return the layers: (tokens, token types, lengths) -> logits (N, C) or (B, S, 2)."""
-    head = dict(shape=shape, init=init.child("head"), cut_over=shape.positions_group(group))
+    head = dict(
+        shape=shape, init=init.child("head"), cut_over=shape.positions_group(group)
+    )
     kind = SpanHead if shape.task_head == "span" else SampleHead
     return [
         *encoder(shape, group, init, inputs=3),
@@ -316,7 +397,9 @@ def task_layer_list(shape: TaskShape, *, group: Group, init: Init) -> list[Layer
     ]
 
 
-def class_loss(logits: Tensor, labels: Tensor, weights: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+def class_loss(
+    logits: Tensor, labels: Tensor, weights: Tensor, group: Group
+) -> tuple[Tensor, Tensor]:
     """Return (weighted sum of cross-entropies, accuracy (1,) without gradient), float32.
 
     logits (N, C); labels, weights (N,). Every tensor rank has all logits: `group` is not used.
@@ -341,11 +424,21 @@ def span_loss(
     return (losses * weights).sum() / 2, right.detach().view(1)
 
 
-TASK_LOSSES: Mapping[str, Loss] = {"classification": class_loss, "span": span_loss, "choice": class_loss}
+TASK_LOSSES: Mapping[str, Loss] = {
+    "classification": class_loss,
+    "span": span_loss,
+    "choice": class_loss,
+}
 
 
 def _task_family(head: str) -> Family:
-    return Family(head, task_shape_of, task_layer_list, TASK_LOSSES[head], lambda shape: ("accuracy",))
+    return Family(
+        head,
+        task_shape_of,
+        task_layer_list,
+        TASK_LOSSES[head],
+        lambda shape: ("accuracy",),
+    )
 
 
 TASK_FAMILIES: Mapping[str, Family] = {head: _task_family(head) for head in TASK_LOSSES}

@@ -17,11 +17,19 @@ from math import prod
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
+
+# registers the backend "fake"
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from modeling.formats.huggingface import gpt2
 from modeling.initialization import Init, canonical_name, shard_of
-from modeling.layer_list import LayerDefinition, LayerList, ModelShape, build, stage_bounds
+from modeling.layer_list import (
+    LayerDefinition,
+    LayerList,
+    ModelShape,
+    build,
+    stage_bounds,
+)
 from modeling.parallel.process_grid import Group
 from recipes.schema import Model
 
@@ -52,7 +60,9 @@ class RankCounts:
 
 
 @cache
-def count(layer_list: LayerList, shape: ModelShape, tp: int, layers: tuple[int, ...]) -> RankCounts:
+def count(
+    layer_list: LayerList, shape: ModelShape, tp: int, layers: tuple[int, ...]
+) -> RankCounts:
     """Build every rank of a replica and count its parameters; `layers`: transformer layers of every stage.
 
     Raises:
@@ -65,7 +75,9 @@ def count(layer_list: LayerList, shape: ModelShape, tp: int, layers: tuple[int, 
         with tensor_rank(rank, tp) as group:
             init = Init(seed=0, std=1.0, layers=shape.layers, meta=True)
             definitions = layer_list(shape, group=group, init=init)
-            stages = [definitions[a:b] for a, b in pairwise(stage_bounds(definitions, layers))]
+            stages = [
+                definitions[a:b] for a, b in pairwise(stage_bounds(definitions, layers))
+            ]
             ranks.append([_count_stage(stage, once) for stage in stages])
     return RankCounts(tuple(zip(*ranks, strict=True)), sum(once.values()), layers)
 
@@ -75,11 +87,15 @@ def _count_stage(stage: Sequence[LayerDefinition], once: dict[str, int]) -> int:
     held = 0
     for layer, module in build(stage).items():
         for p in module.parameters():
-            assert p.is_meta, f"{layer}: a parameter has memory: it was not made by Init"
+            assert p.is_meta, (
+                f"{layer}: a parameter has memory: it was not made by Init"
+            )
             held += p.numel()
             name = canonical_name(p)
             size = prod(full_shape(p))
-            assert once.setdefault(name, size) == size, f"{name} has another size on another rank"
+            assert once.setdefault(name, size) == size, (
+                f"{name} has another size on another rank"
+            )
     return held
 
 
@@ -107,7 +123,9 @@ def tensor_rank(rank: int, size: int) -> Iterator[Group]:
 def count_transformers(model: Model, positions: int) -> RankCounts:
     """Count the GPT-2 of `transformers` on one rank (only ZeRO shards it), built on the meta device."""
     with torch.device("meta"):
-        built = gpt2.CONVERSION.model_class(model)(gpt2.config(model, positions=positions))
+        built = gpt2.CONVERSION.model_class(model)(
+            gpt2.config(model, positions=positions)
+        )
     parameters = sum(p.numel() for p in built.parameters())
     return RankCounts(((parameters,),), parameters, (len(built.transformer.h),))
 

@@ -57,12 +57,16 @@ def meta_parameters(recipe: Recipe) -> dict[str, Parameter]:
 def with_few_layers(recipe: Recipe, stored: int) -> Recipe:
     """Limit the recipe's layers to one more than `stored` tensors: a wrong number must not fill memory."""
     few = min(recipe.model.layers, stored + 1)
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"layers": few})})
+    return recipe.model_copy(
+        update={"model": recipe.model.model_copy(update={"layers": few})}
+    )
 
 
 def with_vocabulary(recipe: Recipe, tokens: int) -> Recipe:
     """Return the recipe with a vocabulary of another size."""
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"vocab_size": tokens})})
+    return recipe.model_copy(
+        update={"model": recipe.model.model_copy(update={"vocab_size": tokens})}
+    )
 
 
 def whole_model(
@@ -75,7 +79,11 @@ def whole_model(
 
     Every rank reads one tensor after the other and keeps its slice, on the CPU.
     """
-    init = Init(recipe.seed, recipe.init_std, recipe.model.layers, given=weights, dtype=dtype)
-    shape = model_shape(recipe, padded_vocab(recipe.model.vocab_size, group_size(group)))
+    init = Init(
+        recipe.seed, recipe.init_std, recipe.model.layers, given=weights, dtype=dtype
+    )
+    shape = model_shape(
+        recipe, padded_vocab(recipe.model.vocab_size, group_size(group))
+    )
     shape = replace(shape, sequence_parallel=False)
     return family_of(recipe.model).plain(shape, group=group, init=init).eval()

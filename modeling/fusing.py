@@ -64,7 +64,11 @@ def _shifted(x: Tensor) -> Tensor:
 
 def fuses(x: Tensor) -> bool:
     """Check whether `fused` compiles functions of `x`: on a GPU with a compiler, in an eager model."""
-    return x.device.type != "cpu" and not torch.compiler.is_compiling() and has_gpu_compiler()
+    return (
+        x.device.type != "cpu"
+        and not torch.compiler.is_compiling()
+        and has_gpu_compiler()
+    )
 
 
 def fused(function: Callable[..., Any], x: Tensor, *arguments: Any) -> Any:

@@ -94,7 +94,9 @@ class Continuation:
     ended: EndReason
 
 
-def in_transformers(recipe: Recipe, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> Any:
+def in_transformers(
+    recipe: Recipe, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
+) -> Any:
     """Build the recipe's model as `transformers` has it, from canonical weights, on the CPU.
 
     A sparse GPT-2 is theirs with masks on its layers. Memory holds the model once, and a tensor more. Raises
@@ -110,7 +112,9 @@ def in_transformers(recipe: Recipe, weights: Mapping[str, Tensor], dtype: torch.
         for name, part in zip(theirs, parts, strict=True):
             state[name] = part.to(dtype).contiguous()
     left = made.load_state_dict(state, strict=False, assign=True)
-    assert set(left.missing_keys) <= conversion.tied.keys() and not left.unexpected_keys, left
+    assert (
+        set(left.missing_keys) <= conversion.tied.keys() and not left.unexpected_keys
+    ), left
     made.tie_weights()
     made.sparse = any(window is not None for window in model.windows)
     for index, window in enumerate(model.windows):
@@ -120,7 +124,9 @@ def in_transformers(recipe: Recipe, weights: Mapping[str, Tensor], dtype: torch.
     return made.eval()
 
 
-def _see(window: Window, attention: Any, given: tuple[Tensor], named: dict[str, Any]) -> tuple[Any, Any]:
+def _see(
+    window: Window, attention: Any, given: tuple[Tensor], named: dict[str, Any]
+) -> tuple[Any, Any]:
     """Set the mask of a sparse layer, for samples without padding."""
     from modeling.sparse_attention import visible
 
@@ -133,23 +139,35 @@ def _see(window: Window, attention: Any, given: tuple[Tensor], named: dict[str, 
 
 
 def continue_prompt(
-    model: Any, tokenizer: PreTrainedTokenizerFast, prompt: str, seed: int, never: Sequence[int]
+    model: Any,
+    tokenizer: PreTrainedTokenizerFast,
+    prompt: str,
+    seed: int,
+    never: Sequence[int],
 ) -> str:
     """Return the prompt with a GPT-2's continuation, a function of the seed; `never`: see `Decoding`.
 
     The model sees only the end of a long prompt, so that positions are left for the continuation.
     """
     # A WordPiece vocabulary would add [CLS] and [SEP].
-    tokens = tokenizer.encode(prompt, add_special_tokens=False) or [tokenizer.eos_token_id]
+    tokens = tokenizer.encode(prompt, add_special_tokens=False) or [
+        tokenizer.eos_token_id
+    ]
     positions = model.config.n_positions
     seen = max(positions - CONTINUED_TOKENS, positions // 2, 1)
-    how = Decoding(CONTINUED_TOKENS, tokenizer.eos_token_id, never, DEFAULT_SAMPLING, seed)
+    how = Decoding(
+        CONTINUED_TOKENS, tokenizer.eos_token_id, never, DEFAULT_SAMPLING, seed
+    )
     (more,) = continue_all(model, [Request(tuple(tokens[-seen:]))], how)
     return str(tokenizer.decode([*tokens, *more.tokens]))
 
 
 def fill_prompt(
-    model: Any, tokenizer: PreTrainedTokenizerFast, prompt: str, seed: int, never: Sequence[int]
+    model: Any,
+    tokenizer: PreTrainedTokenizerFast,
+    prompt: str,
+    seed: int,
+    never: Sequence[int],
 ) -> str:
     """Return the prompt with each [MASK] filled in by a BERT; nothing is drawn, so `seed` is not used."""
     tokens = tokenizer.encode(prompt)[: model.config.max_position_embeddings]
@@ -158,7 +176,10 @@ def fill_prompt(
 
 
 def continue_all(
-    model: Any, requests: Sequence[Request], how: Decoding, streamer: BaseStreamer | None = None
+    model: Any,
+    requests: Sequence[Request],
+    how: Decoding,
+    streamer: BaseStreamer | None = None,
 ) -> list[Continuation]:
     """Continue each prompt with a GPT-2. Raises FloatingPointError for logits that are not finite.
 
@@ -176,13 +197,19 @@ def continue_all(
         together.setdefault((limit, size if sparse else 0), []).append(index)
     found: dict[int, Continuation] = {}
     for (limit, _), indices in together.items():
-        made = _generate(model, [requests[index] for index in indices], how, limit, streamer)
+        made = _generate(
+            model, [requests[index] for index in indices], how, limit, streamer
+        )
         found |= zip(indices, made, strict=True)
     return [found[index] for index in range(len(requests))]
 
 
 def _generate(
-    model: Any, requests: Sequence[Request], how: Decoding, limit: int, streamer: BaseStreamer | None
+    model: Any,
+    requests: Sequence[Request],
+    how: Decoding,
+    limit: int,
+    streamer: BaseStreamer | None,
 ) -> list[Continuation]:
     """Continue prompts by up to `limit` tokens in one batch, padded on the left."""
     longest = max(len(request.prompt) for request in requests)
@@ -194,10 +221,19 @@ def _generate(
         masks.append([0] * padding + [1] * len(request.prompt))
     processors = LogitsProcessorList([partial(_check_finite, model.dtype)])
     if how.never:
-        processors.append(SuppressTokensLogitsProcessor([*how.never], device=model.device))
+        processors.append(
+            SuppressTokensLogitsProcessor([*how.never], device=model.device)
+        )
     if how.sampling is not None:
         processors += how.sampling.warpers()
-        processors.append(Draw([uniform_numbers(how.seed, each.prompt, each.sample) for each in requests]))
+        processors.append(
+            Draw(
+                [
+                    uniform_numbers(how.seed, each.prompt, each.sample)
+                    for each in requests
+                ]
+            )
+        )
     texts = model.generate(
         torch.tensor(rows, device=model.device),
         attention_mask=torch.tensor(masks, device=model.device),
@@ -219,13 +255,17 @@ def _generate(
     return found
 
 
-def uniform_numbers(seed: int, prompt: Sequence[int], sample: int) -> np.random.Generator:
+def uniform_numbers(
+    seed: int, prompt: Sequence[int], sample: int
+) -> np.random.Generator:
     """Return the generator for one sample's tokens, a function of seed, prompt and the sample's number.
 
     So a text depends neither on its batch nor on the file of its prompt.
     """
     digest = hashlib.sha256(f"{seed}:{sample}:{list(prompt)}".encode()).digest()
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
+    return np.random.Generator(
+        np.random.Philox(key=int.from_bytes(digest[:16], "little"))
+    )
 
 
 class Draw:
@@ -254,7 +294,9 @@ def _check_finite(dtype: torch.dtype, tokens: Tensor, logits: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def fill_masks(model: Any, tokens: Sequence[int], mask: int, never: Sequence[int] = ()) -> list[int]:
+def fill_masks(
+    model: Any, tokens: Sequence[int], mask: int, never: Sequence[int] = ()
+) -> list[int]:
     """Replace each `mask` in `tokens` ([CLS] ... [SEP]) by its most likely token, the surest one first.
 
     `never`: numbers that are no tokens. Raises FloatingPointError for logits that are not finite.

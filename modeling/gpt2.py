@@ -31,10 +31,13 @@ from recipes.schema import Recipe
 class GPT2Shape(ModelShape):
     """Shape of a GPT-2; its layers differ only in their attention."""
 
-    windows: tuple[Window, ...] = ()  # of sparse attention, by layer; None: dense; (): all layers are dense
+    # of sparse attention, by layer; None: dense; (): all layers are dense
+    windows: tuple[Window, ...] = ()
 
     def layer_at(self, index: int) -> LayerShape:
-        assert len(self.windows) in (0, self.layers), f"{len(self.windows)} windows for {self.layers} layers"
+        assert len(self.windows) in (0, self.layers), (
+            f"{len(self.windows)} windows for {self.layers} layers"
+        )
         window = self.windows[index] if self.windows else None
         return LayerShape(**self.of_every_layer, window=window)
 
@@ -54,13 +57,17 @@ class PositionEmbedding(nn.Module):
         super().__init__()
         self.cut_over = cut_over
         self.weight = init.normal("weight", (shape.positions, shape.hidden), init.std)
-        self.dropout = HiddenDropout(shape.hidden, shape.hidden_dropout, init=init.child("dropout"))
+        self.dropout = HiddenDropout(
+            shape.hidden, shape.hidden_dropout, init=init.child("dropout")
+        )
 
     def forward(self, x: Tensor, salts: Tensor | None = None) -> Tensor:
         """x (B, S, H), S <= positions; salts (B, S, 2) of hidden dropout in training."""
         (weight,) = with_summed_gradients(self.cut_over, self.weight)
         length = x.shape[1] * group_size(self.cut_over)
-        return self.dropout(x + own_positions(weight[None, :length], self.cut_over), salts)
+        return self.dropout(
+            x + own_positions(weight[None, :length], self.cut_over), salts
+        )
 
 
 # Streams: tokens -> x -> logits; with salts of hidden dropout (tokens, salts) -> (x, salts) -> logits
@@ -92,10 +99,17 @@ def layer_list(shape: GPT2Shape, *, group: Group, init: Init) -> list[LayerDefin
     cut = shape.sequence_parallel
     cut_over = shape.positions_group(group)
     position = dict(shape=shape, init=init.child("position"), cut_over=cut_over)
-    final_norm = dict(hidden=shape.hidden, init=init.child("final_norm"), cut_over=cut_over)
+    final_norm = dict(
+        hidden=shape.hidden, init=init.child("final_norm"), cut_over=cut_over
+    )
     return [
         word_layer(shape, group, init, cut=cut),
-        LayerDefinition("position", PositionEmbedding, position, partial(_add_positions, cut_over=cut_over)),
+        LayerDefinition(
+            "position",
+            PositionEmbedding,
+            position,
+            partial(_add_positions, cut_over=cut_over),
+        ),
         *transformer_layers(shape, group, init, _drop),
         LayerDefinition("final_norm", LayerNorm, final_norm, _finish),
         word_layer(shape, group, init, cut=cut, project=True),

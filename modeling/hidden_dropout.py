@@ -33,7 +33,8 @@ from torch import Tensor, nn
 from modeling import fusing
 from modeling.initialization import Init
 
-_STEP = 0x9E3779B97F4A7C15  # of SplitMix64, whose finalizer `mixed` is, with Stafford's constants
+# of SplitMix64, whose finalizer `mixed` is, with Stafford's constants
+_STEP = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
 
@@ -45,8 +46,11 @@ def salts_of(seed: int, step: int, samples: Tensor, positions: int) -> Tensor:
     """
     digest = hashlib.sha256(f"{seed}:{step}:hidden dropout".encode()).digest()
     count = 2 * torch.arange(positions, device=samples.device)[:, None]
-    count = count + torch.arange(2, device=samples.device)  # below 2^32, for each of as many samples
-    return mixed((samples[..., None, None] << 32) + count, int.from_bytes(digest[:8], "little"))
+    # below 2^32, for each of as many samples
+    count = count + torch.arange(2, device=samples.device)
+    return mixed(
+        (samples[..., None, None] << 32) + count, int.from_bytes(digest[:8], "little")
+    )
 
 
 def mixed(counters: Tensor, start: int) -> Tensor:
@@ -84,7 +88,9 @@ class HiddenDropout(nn.Module):
         """Drop elements of x by salts (B, S, 2); training with a probability above 0 needs them."""
         if not (self.training and self.probability):
             return x
-        assert salts is not None, "hidden dropout in training needs the salts of the micro-batch"
+        assert salts is not None, (
+            "hidden dropout in training needs the salts of the micro-batch"
+        )
         drop = _Dropped.apply if fusing.fuses(x) else dropped
         return drop(x, salts, self.columns, self.probability)
 
@@ -92,7 +98,10 @@ class HiddenDropout(nn.Module):
 def dropped(x: Tensor, salts: Tensor, columns: Tensor, probability: float) -> Tensor:
     """Return x (B, S, H) without the share `probability` of its elements, the others scaled."""
     factors = salts.to(torch.int32)
-    kept = factors[..., 1:] + factors[..., :1] * columns >= round(probability * 2**32) - 2**31
+    kept = (
+        factors[..., 1:] + factors[..., :1] * columns
+        >= round(probability * 2**32) - 2**31
+    )
     return torch.where(kept, x * (1 / (1 - probability)), 0)
 
 
@@ -100,11 +109,18 @@ class _Dropped(torch.autograd.Function):
     """Dropout as one kernel in each pass; the backward pass computes the mask again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, salts: Tensor, columns: Tensor, probability: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, salts: Tensor, columns: Tensor, probability: float
+    ) -> Tensor:
         ctx.save_for_backward(salts, columns)
         ctx.probability = probability
         return fusing.fused(dropped, x, salts, columns, probability)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return fusing.fused(dropped, gradient, *ctx.saved_tensors, ctx.probability), None, None, None
+        return (
+            fusing.fused(dropped, gradient, *ctx.saved_tensors, ctx.probability),
+            None,
+            None,
+            None,
+        )

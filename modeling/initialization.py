@@ -21,13 +21,18 @@ from torch.nn import Parameter
 
 from modeling.parallel.process_grid import Group
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # by the names of recipes
-NEW_HEADS = ("head.",)  # beginnings of the canonical names of a task head's new parameters
+# by the names of recipes
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# beginnings of the canonical names of a task head's new parameters
+NEW_HEADS = ("head.",)
 Size = tuple[int, ...]
-Draw = tuple[str, Size, torch.dtype, Callable[[], Tensor]]  # of a rank's slice of the parameter of this name
+# of a rank's slice of the parameter of this name
+Draw = tuple[str, Size, torch.dtype, Callable[[], Tensor]]
 
 
-def shared_draws(draws: Sequence[Draw], group: Group, device: str) -> Iterator[tuple[str, Tensor]]:
+def shared_draws(
+    draws: Sequence[Draw], group: Group, device: str
+) -> Iterator[tuple[str, Tensor]]:
     """Yield names and slices of these draws on the CPU, each drawn by one rank of `group`. Collective.
 
     All ranks draw one each, then send them in turn, on `device`.
@@ -38,7 +43,11 @@ def shared_draws(draws: Sequence[Draw], group: Group, device: str) -> Iterator[t
         block = draws[start : start + size]
         own = [draw() for *_, draw in block[rank : rank + 1]]
         for source, (name, shape, dtype, _) in enumerate(block):
-            sent = own.pop() if source == rank else torch.from_numpy(np.empty(shape, np.float32)).to(dtype)
+            sent = (
+                own.pop()
+                if source == rank
+                else torch.from_numpy(np.empty(shape, np.float32)).to(dtype)
+            )
             sent = sent.to(device)
             dist.broadcast(sent, group=group, group_src=source)
             yield name, sent.cpu()
@@ -52,12 +61,17 @@ class Init:
     std: float
     layers: int
     name: str = ""
-    dtype: torch.dtype = torch.float32  # of the parameters; drawn in float32 whatever it is
+    # of the parameters; drawn in float32 whatever it is
+    dtype: torch.dtype = torch.float32
     meta: bool = False  # shapes only, on the meta device
-    given: Mapping[str, Tensor] | None = field(default=None, repr=False)  # full tensors, instead of draws
-    new: tuple[str, ...] = ()  # beginnings of names that are drawn where the given tensors lack them
-    drawn: bool = True  # False: zeros, of a model whose weights are read from a checkpoint
-    draws: list[Draw] | None = field(default=None, repr=False)  # gets all draws of a model with `meta`
+    # full tensors, instead of draws
+    given: Mapping[str, Tensor] | None = field(default=None, repr=False)
+    # beginnings of names that are drawn where the given tensors lack them
+    new: tuple[str, ...] = ()
+    # False: zeros, of a model whose weights are read from a checkpoint
+    drawn: bool = True
+    # gets all draws of a model with `meta`
+    draws: list[Draw] | None = field(default=None, repr=False)
     shared: Iterator[tuple[str, Tensor]] | None = field(
         default=None, repr=False
     )  # their slices, by other ranks too
@@ -73,7 +87,9 @@ class Init:
 
     def _generator(self, name: str) -> np.random.Generator:
         digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
-        return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
+        return np.random.Generator(
+            np.random.Philox(key=int.from_bytes(digest[:16], "little"))
+        )
 
     def _normal(self, name: str, shape: Size, std: float) -> Tensor:
         values = self._generator(name).standard_normal(size=shape, dtype=np.float32)
@@ -84,25 +100,45 @@ class Init:
         """Draw (count,) int64 of random bits, the same on every rank; they are no parameter."""
         if self.meta:
             return torch.empty(count, dtype=torch.int64, device="meta")
-        bits = self._generator(self.child(leaf).name).integers(0, 2**64, count, np.uint64)
+        bits = self._generator(self.child(leaf).name).integers(
+            0, 2**64, count, np.uint64
+        )
         return torch.from_numpy(bits.view(np.int64))
 
-    def normal(self, leaf: str, shape: Size, std: float, *, shard: Shard | None = None) -> Parameter:
+    def normal(
+        self, leaf: str, shape: Size, std: float, *, shard: Shard | None = None
+    ) -> Parameter:
         """Draw N(0, std^2) of the full `shape` and keep this rank's slice."""
-        return self._parameter(leaf, shape, shard, lambda name: self._normal(name, shape, std), True)
+        return self._parameter(
+            leaf, shape, shard, lambda name: self._normal(name, shape, std), True
+        )
 
     def zeros(self, leaf: str, shape: Size, *, shard: Shard | None = None) -> Parameter:
-        return self._parameter(leaf, shape, shard, lambda name: torch.from_numpy(np.zeros(shape, np.float32)))
+        return self._parameter(
+            leaf,
+            shape,
+            shard,
+            lambda name: torch.from_numpy(np.zeros(shape, np.float32)),
+        )
 
     def ones(self, leaf: str, shape: Size) -> Parameter:
-        return self._parameter(leaf, shape, None, lambda name: torch.from_numpy(np.ones(shape, np.float32)))
+        return self._parameter(
+            leaf, shape, None, lambda name: torch.from_numpy(np.ones(shape, np.float32))
+        )
 
     def _parameter(
-        self, leaf: str, shape: Size, shard: Shard | None, fill: Callable[[str], Tensor], drawn: bool = False
+        self,
+        leaf: str,
+        shape: Size,
+        shard: Shard | None,
+        fill: Callable[[str], Tensor],
+        drawn: bool = False,
     ) -> Parameter:
         name = self.child(leaf).name
         size = shard.local_shape(shape) if shard else shape
-        lacking = self.given is None or (name.startswith(self.new or ("\0",)) and name not in self.given)
+        lacking = self.given is None or (
+            name.startswith(self.new or ("\0",)) and name not in self.given
+        )
 
         def own_slice() -> Tensor:
             full = fill(name) if lacking else self._given(name, shape)
@@ -115,7 +151,11 @@ class Init:
         elif not self.drawn:
             local = torch.from_numpy(np.zeros(size, np.float32)).to(self.dtype)
         else:
-            sent, local = next(self.shared) if self.shared and drawn and lacking else (name, own_slice())
+            sent, local = (
+                next(self.shared)
+                if self.shared and drawn and lacking
+                else (name, own_slice())
+            )
             assert sent == name, f"{name} is built where {sent} was recorded"
         parameter = Parameter(local)
         own = None if shard is None else replace(shard, entries=shape[shard.dim])
@@ -131,7 +171,9 @@ class Init:
         full = self.given.get(name)
         if full is None or tuple(full.shape) != tuple(shape):
             came = "lack it" if full is None else f"have shape {tuple(full.shape)}"
-            raise ValueError(f"{name} has shape {tuple(shape)} in this model, but the given weights {came}")
+            raise ValueError(
+                f"{name} has shape {tuple(shape)} in this model, but the given weights {came}"
+            )
         return full.float()
 
 
@@ -143,7 +185,8 @@ class Shard:
     rank: int
     size: int
     padded: int | None = None
-    entries: int = 0  # of the full, unpadded tensor; set on the shard that a parameter carries
+    # of the full, unpadded tensor; set on the shard that a parameter carries
+    entries: int = 0
 
     @staticmethod
     def over(group: Group, dim: int, padded: int | None = None) -> Shard:
@@ -153,7 +196,9 @@ class Shard:
 
     def local_shape(self, shape: Size) -> Size:
         entries = self.padded or shape[self.dim]
-        assert entries % self.size == 0, f"{entries} entries cannot be cut over {self.size} ranks"
+        assert entries % self.size == 0, (
+            f"{entries} entries cannot be cut over {self.size} ranks"
+        )
         return (*shape[: self.dim], entries // self.size, *shape[self.dim + 1 :])
 
     def of(self, full: Tensor) -> Tensor:

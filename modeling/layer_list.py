@@ -36,7 +36,8 @@ Apply = Callable[[Any, Any], Any]  # (layer, stream) -> stream
 Loss = Callable[..., Any]
 Parts = tuple[str, ...]  # names of parts of the loss
 Definitions = Sequence["LayerDefinition"]
-LayerList = Callable[..., list["LayerDefinition"]]  # (shape, group=, init=) -> the layers in order
+# (shape, group=, init=) -> the layers in order
+LayerList = Callable[..., list["LayerDefinition"]]
 Layers = Sequence[tuple[Apply, nn.Module]]
 
 
@@ -63,7 +64,9 @@ class LayerDefinition:
 
     def parameters(self) -> list[str]:
         """Return the names of its parameters in the module."""
-        module = self.kind(**self.arguments | {"init": replace(self.arguments["init"], meta=True)})
+        module = self.kind(
+            **self.arguments | {"init": replace(self.arguments["init"], meta=True)}
+        )
         return [name for name, _ in module.named_parameters()]
 
 
@@ -79,7 +82,8 @@ class ModelShape:
     positions: int
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
-    checkpoint_interval: int = 0  # layers per recomputed chunk; 0: all activations are kept
+    # layers per recomputed chunk; 0: all activations are kept
+    checkpoint_interval: int = 0
     recomputes_core: bool = False  # of attention, in every layer
     sequence_parallel: bool = False  # under tensor parallelism
     shared_layers: bool = False  # all have the parameters of one
@@ -103,7 +107,13 @@ class ModelShape:
 
 
 def word_layer(
-    shape: ModelShape, group: Group, init: Init, *, cut: bool, project: bool = False, tied: bool = True
+    shape: ModelShape,
+    group: Group,
+    init: Init,
+    *,
+    cut: bool,
+    project: bool = False,
+    tied: bool = True,
 ) -> LayerDefinition:
     """Return the word embedding, called "word": tokens -> residual stream; with `project` that -> logits.
 
@@ -134,7 +144,11 @@ def transformer_layers(
         name = "layers.0" if shape.shared_layers else f"layers.{i}"
         arguments = dict(shape=shape.layer_at(i), group=group, init=init.child(name))
         how = partial(use, i) if shape.shared_layers else apply
-        layers.append(LayerDefinition(name, TransformerLayer, arguments, how, tied=shape.shared_layers))
+        layers.append(
+            LayerDefinition(
+                name, TransformerLayer, arguments, how, tied=shape.shared_layers
+            )
+        )
     return layers
 
 
@@ -156,7 +170,9 @@ def recomputation(shared_layers: bool) -> Callable[..., Any]:
     return getattr(deepspeed.checkpointing, form)
 
 
-def share_draws(init: Init, layers: Callable[..., Definitions], group: Group, device: str) -> Init:
+def share_draws(
+    init: Init, layers: Callable[..., Definitions], group: Group, device: str
+) -> Init:
     """Return `init` for these layers, whose draws the ranks of `group` share on `device`."""
     recording = replace(init, meta=True, draws=[])
     build(layers(init=recording))
@@ -182,16 +198,24 @@ class Stack(nn.Module):
     ):
         super().__init__()
         self.inputs = inputs
-        self.shape, self.group, self.loss, self.loss_parts = shape, group, loss, loss_parts
+        self.shape, self.group, self.loss, self.loss_parts = (
+            shape,
+            group,
+            loss,
+            loss_parts,
+        )
         # The length of the inputs is a multiple of it.
         self.position_ranks = group_size(shape.positions_group(group))
         built = build(definitions)
         for name, module in built.items():
             if not isinstance(module, TransformerLayer):
                 self.add_module(name, module)
-        self.layers = nn.ModuleList(m for m in built.values() if isinstance(m, TransformerLayer))
+        self.layers = nn.ModuleList(
+            m for m in built.values() if isinstance(m, TransformerLayer)
+        )
         self._in_order = [(d.apply, built[d.name]) for d in definitions]
-        self.last_positions: int | None = None  # the last layer takes so many of the stream; None: all
+        # the last layer takes so many of the stream; None: all
+        self.last_positions: int | None = None
 
     def forward(self, *tensors: Any, salts: Tensor | None = None) -> Any:
         """Return a micro-batch's loss, or (the loss, its parts); without targets the last layer's output.
@@ -217,7 +241,9 @@ class Stack(nn.Module):
         """Run every layer in turn."""
         interval = self.shape.checkpoint_interval if self.training else 0
         layers = cut_last_positions(self._in_order, self.last_positions)
-        return run_layers(layers, stream, interval, recomputation(self.shape.shared_layers))
+        return run_layers(
+            layers, stream, interval, recomputation(self.shape.shared_layers)
+        )
 
 
 class PipelineLoss:
@@ -249,7 +275,9 @@ def _layer_spec(definition: LayerDefinition) -> LayerSpec:
     if not definition.tied:
         return LayerSpec(kind, **definition.arguments)
     key = definition.name.replace(".", " ")
-    return TiedLayerSpec(key, kind, tied_weight_attr=definition.parameters(), **definition.arguments)
+    return TiedLayerSpec(
+        key, kind, tied_weight_attr=definition.parameters(), **definition.arguments
+    )
 
 
 class Pipeline(PipelineModule):
@@ -277,14 +305,20 @@ class Pipeline(PipelineModule):
             super().__init__(
                 layers,
                 loss_fn=loss,
-                topology=PipeModelDataParallelTopology(num_pp=grid.pp, num_mp=grid.tp, num_dp=grid.dp),
+                topology=PipeModelDataParallelTopology(
+                    num_pp=grid.pp, num_mp=grid.tp, num_dp=grid.dp
+                ),
                 activation_checkpoint_interval=interval,
                 activation_checkpoint_func=recomputation(shared),
                 checkpointable_layers=[TransformerLayer.__name__],
             )
         self.loss_parts = loss.part_names
-        self.salted = any(isinstance(m, HiddenDropout) and m.probability > 0 for m in self.modules())
-        self._applies = [d.apply for d in definitions[self._local_start : self._local_stop]]
+        self.salted = any(
+            isinstance(m, HiddenDropout) and m.probability > 0 for m in self.modules()
+        )
+        self._applies = [
+            d.apply for d in definitions[self._local_start : self._local_stop]
+        ]
 
     def _partition_layers(self, method: str = "") -> None:
         """Take this rank's layers; DeepSpeed's own cuts ignore the output layer's time."""
@@ -303,7 +337,9 @@ def stage_bounds(definitions: Definitions, stages: Sequence[int]) -> list[int]:
 
     Embeddings are on the first stage, norm and heads on the last.
     """
-    layers = [index for index, d in enumerate(definitions) if d.kind is TransformerLayer]
+    layers = [
+        index for index, d in enumerate(definitions) if d.kind is TransformerLayer
+    ]
     assert sum(stages) == len(layers), f"stages of {stages} layers for {len(layers)}"
     firsts = [layers[before] for before in accumulate(stages[:-1])]
     return [0, *firsts, len(definitions)]
@@ -321,26 +357,38 @@ def cut_last_positions(layers: Layers, count: int | None) -> Layers:
     return [*layers[:-1], (cut, output)]
 
 
-def run_layers(layers: Layers, stream: Stream, interval: int, checkpoint: Callable) -> Stream:
+def run_layers(
+    layers: Layers, stream: Stream, interval: int, checkpoint: Callable
+) -> Stream:
     """Run every layer in turn; `checkpoint` recomputes chunks of `interval` transformer layers (0: none)."""
     for chunk, recomputed in recomputed_chunks(layers, interval):
         if not recomputed:
             stream = _apply_all(chunk, stream)
         elif isinstance(stream, Tensor):
             stream = checkpoint(partial(_apply_all, chunk), stream)
-        else:  # a transformer layer changes only x; the others are no output of the recomputation
+        # a transformer layer changes only x; the others are no output of the recomputation
+        else:
             x, *others = stream
             stream = (
-                checkpoint(partial(_apply_all_to_x, chunk, others), x, *filter(_is_tensor, others)),
+                checkpoint(
+                    partial(_apply_all_to_x, chunk, others),
+                    x,
+                    *filter(_is_tensor, others),
+                ),
                 *others,
             )
     return stream
 
 
-def _apply_all_to_x(layers: Layers, others: list[Any], x: Tensor, *given: Tensor) -> Tensor:
+def _apply_all_to_x(
+    layers: Layers, others: list[Any], x: Tensor, *given: Tensor
+) -> Tensor:
     """Return x after the layers; `given`: the tensors among `others` (a recomputation takes no others)."""
     tensors = iter(given)
-    return _apply_all(layers, (x, *(next(tensors) if _is_tensor(other) else other for other in others)))[0]
+    return _apply_all(
+        layers,
+        (x, *(next(tensors) if _is_tensor(other) else other for other in others)),
+    )[0]
 
 
 def _is_tensor(value: Any) -> bool:
@@ -393,10 +441,18 @@ class Family:
         layers = self.layer_list(shape, group=group, init=init)
         parts = self.loss_parts(shape)
         inputs = len(self.fields.inputs)
-        return Stack(layers, shape, group=group, loss=self.loss, loss_parts=parts, inputs=inputs)
+        return Stack(
+            layers, shape, group=group, loss=self.loss, loss_parts=parts, inputs=inputs
+        )
 
     def pipeline(
-        self, shape: Any, *, grid: ProcessGrid, group: Group, init: Init, stages: Sequence[int]
+        self,
+        shape: Any,
+        *,
+        grid: ProcessGrid,
+        group: Group,
+        init: Init,
+        stages: Sequence[int],
     ) -> Pipeline:
         """Build the pipeline form: the first stage takes `fields.inputs`, the last one `fields.targets`.
 

@@ -12,7 +12,11 @@ def same_numbers(one: Tensor, other: Tensor, rows: int = 4096) -> bool:
     """Check that two tensors of any types hold the same numbers, `rows` rows at a time."""
     if one.shape != other.shape:
         return False
-    parts = zip(one.split(rows), other.split(rows), strict=True) if one.dim() else ((one, other),)
+    parts = (
+        zip(one.split(rows), other.split(rows), strict=True)
+        if one.dim()
+        else ((one, other),)
+    )
     return all(torch.equal(a.float(), b.float()) for a, b in parts)
 
 
@@ -30,7 +34,9 @@ class LazyWeights(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         stored = self._sources[name]()
-        return stored.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        return stored.to(
+            torch.float32, copy=True, memory_format=torch.contiguous_format
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sources)
@@ -40,4 +46,8 @@ class LazyWeights(Mapping[str, Tensor]):
 
     def not_finite(self) -> list[str]:
         """Return the names of tensors with NaN or infinity. Reads all tensors, one after the other."""
-        return [name for name, source in self._sources.items() if not source().isfinite().all()]
+        return [
+            name
+            for name, source in self._sources.items()
+            if not source().isfinite().all()
+        ]

@@ -77,7 +77,12 @@ def computes_fewer_scores(kernel: Kernel, positions: int, window: int | Fixed) -
 
 
 def _obstacle_to_flex(
-    device: str, dtype: torch.dtype, dropout: float, positions: int, head_size: int, compiler: bool
+    device: str,
+    dtype: torch.dtype,
+    dropout: float,
+    positions: int,
+    head_size: int,
+    compiler: bool,
 ) -> str | None:
     """Return why flex_attention cannot compute the pattern, or None; reasons of every machine come first."""
     if dropout:
@@ -87,16 +92,25 @@ def _obstacle_to_flex(
         return "flex_attention has no backward pass on a CPU"
     if dtype not in FLEX_DTYPES:
         return f"flex_attention has no {dtype}"
-    if positions % FLEX_BLOCK:  # would be compiled again for every length that generation passes through
+    # would be compiled again for every length that generation passes through
+    if positions % FLEX_BLOCK:
         return f"{positions} positions are no multiple of {FLEX_BLOCK}"
     least, most = FLEX_HEAD_SIZES
     if not least <= head_size <= most:
         return f"flex_attention takes heads of {least} to {most} dimensions"
-    return None if compiler else "flex_attention needs Triton, a C compiler and Python.h"
+    return (
+        None if compiler else "flex_attention needs Triton, a C compiler and Python.h"
+    )
 
 
 def sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, window: int | Fixed, dropout_p: float = 0.0, *, mask: Any = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | Fixed,
+    dropout_p: float = 0.0,
+    *,
+    mask: Any = None,
 ) -> Tensor:
     """Return softmax(q k' / sqrt(D)) v over the pattern; all tensors are (B, N, S, D).
 
@@ -108,9 +122,13 @@ def sparse_attention(
     device = q.device.type
     # If torch.compile is tracing for a GPU, there is a compiler.
     compiler = device != "cpu" and (torch.compiler.is_compiling() or has_gpu_compiler())
-    kernel = choose(device, q.dtype, dropout_p, positions, window, head_size, compiler=compiler).kernel
+    kernel = choose(
+        device, q.dtype, dropout_p, positions, window, head_size, compiler=compiler
+    ).kernel
     if kernel == "causal":
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
+        return F.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout_p, is_causal=True
+        )
     if kernel == "flex_attention":
         return by_flex(q, k, v, window, mask)
     return by_dense_mask(q, k, v, window, dropout_p)
@@ -139,14 +157,18 @@ def visible(query: Tensor, key: Tensor, window: Window, heads: int) -> Tensor:
     return (key <= query) if window is None else in_band(query, key, window)
 
 
-def by_dense_mask(q: Tensor, k: Tensor, v: Tensor, window: Window, dropout_p: float = 0.0) -> Tensor:
+def by_dense_mask(
+    q: Tensor, k: Tensor, v: Tensor, window: Window, dropout_p: float = 0.0
+) -> Tensor:
     """Compute all S x S scores and mask those outside of the pattern."""
     position = torch.arange(q.shape[-2], device=q.device)
     mask = visible(position[:, None], position[None], window, q.shape[1])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p)
 
 
-def by_flex(q: Tensor, k: Tensor, v: Tensor, window: int | Fixed, mask: Any = None) -> Tensor:
+def by_flex(
+    q: Tensor, k: Tensor, v: Tensor, window: int | Fixed, mask: Any = None
+) -> Tensor:
     """Compute the pattern in one fused kernel; a `mask` for another length is replaced."""
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -167,14 +189,21 @@ def compiled_flex() -> Callable[..., Any]:
 
 
 def prepared_mask(
-    device: torch.device, dtype: torch.dtype, positions: int, window: int | Fixed, heads: int, head_size: int
+    device: torch.device,
+    dtype: torch.dtype,
+    positions: int,
+    window: int | Fixed,
+    heads: int,
+    head_size: int,
 ) -> Any:
     """Return flex_attention's mask, or None if `choose` takes another kernel; for layers without dropout.
 
     A layer needs it before torch.compile traces it: `block_mask` cannot be traced and would break the graph.
     """
     compiler = device.type != "cpu" and has_gpu_compiler()
-    chosen = choose(device.type, dtype, 0.0, positions, window, head_size, compiler=compiler)
+    chosen = choose(
+        device.type, dtype, 0.0, positions, window, head_size, compiler=compiler
+    )
     if chosen.kernel != "flex_attention":
         return None
     return block_mask(positions, window, heads, device)
@@ -183,7 +212,9 @@ def prepared_mask(
 # Dynamo ignores lru_cache: traced, the comparisons would be in the graph and run in every call.
 @torch.compiler.disable
 @functools.lru_cache(maxsize=16)
-def block_mask(positions: int, window: int | Fixed, heads: int, device: torch.device) -> Any:
+def block_mask(
+    positions: int, window: int | Fixed, heads: int, device: torch.device
+) -> Any:
     """Return the blocks of keys for each block of queries; cached, since it compares S x S positions."""
     from torch.nn.attention.flex_attention import create_block_mask
 

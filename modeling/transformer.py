@@ -44,14 +44,19 @@ class LayerShape:
     heads: int
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
-    causal: bool = True  # each position sees itself and earlier ones; else every position that is not padding
-    post_norm: bool = False  # LayerNorm after each residual sum (original BERT) instead of before each branch
-    tanh_gelu: bool = True  # the tanh form of GELU that GPT-2 was trained with; else the exact one
+    # each position sees itself and earlier ones; else every position that is not padding
+    causal: bool = True
+    # LayerNorm after each residual sum (original BERT) instead of before each branch
+    post_norm: bool = False
+    # the tanh form of GELU that GPT-2 was trained with; else the exact one
+    tanh_gelu: bool = True
     norm_eps: float = GPT2_NORM_EPS
-    window: Window = None  # causal: what each position sees of itself and those before; None: all
+    # causal: what each position sees of itself and those before; None: all
+    window: Window = None
     # Under tensor parallelism a rank holds 1/t of the positions between attention and MLP.
     sequence_parallel: bool = False
-    recomputes_core: bool = False  # attention's scores, softmax and values again in the backward pass
+    # attention's scores, softmax and values again in the backward pass
+    recomputes_core: bool = False
 
     def positions_group(self, group: Group) -> Group:
         """Return the tensor group that shares the positions; None: every rank holds them all."""
@@ -64,7 +69,14 @@ class LayerNorm(nn.Module):
     `cut_over`: the group that shares the positions of its input, or None.
     """
 
-    def __init__(self, hidden: int, *, init: Init, eps: float = GPT2_NORM_EPS, cut_over: Group = None):
+    def __init__(
+        self,
+        hidden: int,
+        *,
+        init: Init,
+        eps: float = GPT2_NORM_EPS,
+        cut_over: Group = None,
+    ):
         super().__init__()
         self.eps = eps
         self.cut_over = cut_over
@@ -89,7 +101,9 @@ class Attention(nn.Module):
         self.window = shape.window
         self.head_size = shape.hidden // shape.heads
         if isinstance(self.window, Fixed):
-            self.window = self.window._replace(first=Shard.over(group, 0).rank * self.local_heads)
+            self.window = self.window._replace(
+                first=Shard.over(group, 0).rank * self.local_heads
+            )
         self.block_mask: Any = None  # flex_attention's; see prepare
         assert self.causal or self.window is None, "sparse patterns look back only"
         self.of_samples: Any = None  # attention within padded samples
@@ -107,7 +121,9 @@ class Attention(nn.Module):
         self.recomputes_core = shape.recomputes_core
         self.cut_over = shape.positions_group(group)
         how: dict[str, Any] = dict(group=group, sequence=shape.sequence_parallel)
-        self.qkv = ColumnParallelLinear(shape.hidden, 3 * shape.hidden, init=init.child("qkv"), **how)
+        self.qkv = ColumnParallelLinear(
+            shape.hidden, 3 * shape.hidden, init=init.child("qkv"), **how
+        )
         projection = init.child("projection")
         how |= dict(init=projection, in_samples=True)
         self.projection = RowParallelLinear(shape.hidden, shape.hidden, **how)
@@ -119,7 +135,9 @@ class Attention(nn.Module):
 
             heads = self.local_heads
             size = self.head_size
-            self.block_mask = prepared_mask(device, dtype, positions, self.window, heads, size)
+            self.block_mask = prepared_mask(
+                device, dtype, positions, self.window, heads, size
+            )
 
     def forward(self, x: Tensor, lengths: Seen = None) -> Tensor:
         """x (B, S, H), lengths (B,) or None where nothing is padded -> (B, S, H).
@@ -132,22 +150,29 @@ class Attention(nn.Module):
             qkv = in_sample_order(qkv, self.cut_over)
         B, S, _ = qkv.shape
         qkv_BSN3D = qkv.view(B, S, self.local_heads, 3, -1)
-        assert not self.causal or lengths is None, "causal samples are packed and have no padding"
+        assert not self.causal or lengths is None, (
+            "causal samples are packed and have no padding"
+        )
         # It encloses the recomputation, too, which restores the state of the stream current here.
         with tensor_parallel_random(self.own_stream and self.training):
             if self.recomputes_core and self.training:
-                out_BSND = checkpoint(self._core, qkv_BSN3D, lengths, use_reentrant=False)
+                out_BSND = checkpoint(
+                    self._core, qkv_BSN3D, lengths, use_reentrant=False
+                )
             else:
                 out_BSND = self._core(qkv_BSN3D, lengths)
         return self.projection(out_BSND.flatten(2))
 
-    def _core(self, qkv: Tensor, lengths: Seen) -> Tensor:  # (B, S, N, 3, D) -> (B, S, N, D)
+    # (B, S, N, 3, D) -> (B, S, N, D)
+    def _core(self, qkv: Tensor, lengths: Seen) -> Tensor:
         p = self.dropout if self.training else 0.0
         if self.of_samples is not None:
             return self.of_samples(qkv, lengths, p)
         q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)  # each (B, N, S, D)
         if self.sparse is not None:
-            return self.sparse(q, k, v, self.window, p, mask=self.block_mask).transpose(1, 2)
+            return self.sparse(q, k, v, self.window, p, mask=self.block_mask).transpose(
+                1, 2
+            )
         return attention(q, k, v, causal=True, mask=None, dropout_p=p).transpose(1, 2)
 
 
@@ -171,8 +196,12 @@ class MLP(nn.Module):
         wide = 4 * shape.hidden
         self.gelu = tanh_gelu if shape.tanh_gelu else F.gelu
         how: dict[str, Any] = dict(group=group, sequence=shape.sequence_parallel)
-        self.expand = ColumnParallelLinear(hidden, wide, init=init.child("expand"), **how)
-        self.contract = RowParallelLinear(wide, hidden, init=init.child("contract"), **how)
+        self.expand = ColumnParallelLinear(
+            hidden, wide, init=init.child("expand"), **how
+        )
+        self.contract = RowParallelLinear(
+            wide, hidden, init=init.child("contract"), **how
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.contract(self.gelu(self.expand(x)))
@@ -188,7 +217,12 @@ class TransformerLayer(nn.Module):
     def __init__(self, shape: LayerShape, *, group: Group, init: Init):
         super().__init__()
         self.post_norm = shape.post_norm
-        norm = partial(LayerNorm, shape.hidden, eps=shape.norm_eps, cut_over=shape.positions_group(group))
+        norm = partial(
+            LayerNorm,
+            shape.hidden,
+            eps=shape.norm_eps,
+            cut_over=shape.positions_group(group),
+        )
         self.attention_norm = norm(init=init.child("attention_norm"))
         self.attention = Attention(shape, group=group, init=init.child("attention"))
         self.mlp_norm = norm(init=init.child("mlp_norm"))
@@ -197,7 +231,9 @@ class TransformerLayer(nn.Module):
         self.attention_dropout = dropout(init=init.child("attention_dropout"))
         self.mlp_dropout = dropout(init=init.child("mlp_dropout"))
 
-    def forward(self, x: Tensor, lengths: Seen = None, salts: Tensor | None = None, use: int = 0) -> Tensor:
+    def forward(
+        self, x: Tensor, lengths: Seen = None, salts: Tensor | None = None, use: int = 0
+    ) -> Tensor:
         """x (B, S, H), lengths (B,) without padding, or None -> (B, S, H); (1, T, H) with a Row.
 
         salts (B, S, 2): of hidden dropout in training; each `use` of a shared layer makes its own of them.
@@ -206,7 +242,11 @@ class TransformerLayer(nn.Module):
         if use and salts is not None:
             salts = mixed(salts, use)
         if self.post_norm:
-            x = self.attention_norm(x + self.attention_dropout(self.attention(x, lengths), salts))
+            x = self.attention_norm(
+                x + self.attention_dropout(self.attention(x, lengths), salts)
+            )
             return self.mlp_norm(x + self.mlp_dropout(self.mlp(x), salts))
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x), lengths), salts)
+        x = x + self.attention_dropout(
+            self.attention(self.attention_norm(x), lengths), salts
+        )
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), salts)

@@ -24,7 +24,8 @@ from torch import Tensor
 from modeling.attention import attention
 
 MOST_WEIGHTS = 2**21  # attention weights computed at once: few enough for a cache
-ROW_MULTIPLE = 64  # matrix units want it, and few different sizes keep torch's memory in one piece
+# matrix units want it, and few different sizes keep torch's memory in one piece
+ROW_MULTIPLE = 64
 VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 VARLEN_HEAD_SIZE = 256  # the largest that FlashAttention takes
 VARLEN_CAPABILITY = (8, 0)  # the least of a GPU for it
@@ -34,7 +35,8 @@ class PackedRow(NamedTuple):
     """Places of the samples in the row."""
 
     places: Tensor  # (1, T) int64 of each token in its sample; 0 in the filling
-    offsets: Tensor  # (B + 2,) int32: where each sample begins, then the filling, then T
+    # (B + 2,) int32: where each sample begins, then the filling, then T
+    offsets: Tensor
     longest: int  # length of the longest sample
 
     @property
@@ -44,11 +46,16 @@ class PackedRow(NamedTuple):
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedRow:
         """Move the row's tensors, as `Tensor.to` does."""
-        places, offsets = (each.to(device, non_blocking=non_blocking) for each in (self.places, self.offsets))
+        places, offsets = (
+            each.to(device, non_blocking=non_blocking)
+            for each in (self.places, self.offsets)
+        )
         return PackedRow(places, offsets, self.longest)
 
 
-def row_of(lengths: Tensor, positions: int, multiple: int = ROW_MULTIPLE) -> tuple[Tensor, PackedRow]:
+def row_of(
+    lengths: Tensor, positions: int, multiple: int = ROW_MULTIPLE
+) -> tuple[Tensor, PackedRow]:
     """Return (indices (T,) of the row's tokens among the B x S padded ones, the row); lengths (B,) from 1 on.
 
     T is a multiple of `multiple`.
@@ -57,7 +64,9 @@ def row_of(lengths: Tensor, positions: int, multiple: int = ROW_MULTIPLE) -> tup
     indices = fill_up(real, multiple)
     offsets = F.pad(lengths.cumsum(0), (1, 1))
     offsets[-1] = indices.numel()
-    return indices, PackedRow((indices % positions)[None], offsets.int(), int(lengths.max()))
+    return indices, PackedRow(
+        (indices % positions)[None], offsets.int(), int(lengths.max())
+    )
 
 
 def fill_up(x: Tensor, multiple: int) -> Tensor:
@@ -69,7 +78,9 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def attention_within_samples(qkv: Tensor, lengths: Tensor | PackedRow | None, dropout: float) -> Tensor:
+def attention_within_samples(
+    qkv: Tensor, lengths: Tensor | PackedRow | None, dropout: float
+) -> Tensor:
     """Attend from every token to all of its sample, (B, S, N, 3, D) -> (B, S, N, D).
 
     lengths: (B,), or None where nothing is padded; a Row's B is 1, and S the tokens of the row.
@@ -78,7 +89,9 @@ def attention_within_samples(qkv: Tensor, lengths: Tensor | PackedRow | None, dr
         return unpadded_attention(qkv[0], lengths, dropout)[None]
     q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)  # each (B, N, S, D)
     mask = None if lengths is None else padding_mask(lengths, q.shape[2])
-    return attention(q, k, v, causal=False, mask=mask, dropout_p=dropout).transpose(1, 2)
+    return attention(q, k, v, causal=False, mask=mask, dropout_p=dropout).transpose(
+        1, 2
+    )
 
 
 def unpadded_attention(qkv: Tensor, row: PackedRow, dropout: float = 0.0) -> Tensor:
@@ -92,7 +105,9 @@ def unpadded_attention(qkv: Tensor, row: PackedRow, dropout: float = 0.0) -> Ten
     if _has_varlen(qkv):
         # The operator of torch's `varlen_attn`, which has no argument for dropout.
         places = (row.offsets, row.offsets, row.longest, row.longest)
-        return torch.ops.aten._flash_attention_forward(*qkv.unbind(2), *places, dropout, False, False)[0]
+        return torch.ops.aten._flash_attention_forward(
+            *qkv.unbind(2), *places, dropout, False, False
+        )[0]
     return _padded_attention(qkv, row, dropout)
 
 
@@ -112,11 +127,16 @@ def _has_flash(device: torch.device) -> bool:
 def _padded_attention(qkv: Tensor, row: PackedRow, dropout: float) -> Tensor:
     """Attend by a kernel for padded samples, with a mask."""
     T, N, _, D = qkv.shape
-    samples = row.offsets.numel() - 1  # with the filling, whose tokens are equal: all at its first place
-    sample = torch.bucketize(torch.arange(T, device=qkv.device), row.offsets[1:-1], right=True)
+    # with the filling, whose tokens are equal: all at its first place
+    samples = row.offsets.numel() - 1
+    sample = torch.bucketize(
+        torch.arange(T, device=qkv.device), row.offsets[1:-1], right=True
+    )
     at = sample * row.longest + row.places[0]
     padded = qkv.new_zeros(samples * row.longest, N, 3, D).index_put((at,), qkv)
-    q, k, v = padded.view(samples, row.longest, N, 3, D).permute(3, 0, 2, 1, 4).unbind(0)
+    q, k, v = (
+        padded.view(samples, row.longest, N, 3, D).permute(3, 0, 2, 1, 4).unbind(0)
+    )
     lengths = row.offsets.diff().clamp(1, row.longest)
     mask = padding_mask(lengths, row.longest)
     out = attention(q, k, v, causal=False, mask=mask, dropout_p=dropout)
@@ -125,7 +145,9 @@ def _padded_attention(qkv: Tensor, row: PackedRow, dropout: float) -> Tensor:
 
 def padding_mask(lengths: Tensor, positions: int) -> Tensor:
     """Return the mask (B, 1, 1, S) of lengths (B,): True for a sample's first `lengths` keys."""
-    return (torch.arange(positions, device=lengths.device) < lengths[:, None])[:, None, None, :]
+    return (torch.arange(positions, device=lengths.device) < lengths[:, None])[
+        :, None, None, :
+    ]
 
 
 # An op, so that torch.compile makes one graph for all lengths, which are numbers in a tensor.
@@ -141,7 +163,9 @@ def attention_of_samples(qkv: Tensor, offsets: Tensor) -> Tensor:
     out = qkv.new_empty(T, N, D)
     for rows, count in _equal_runs(offsets, N):
         q, k, v = _heads_first(qkv[rows], count)
-        _tokens_first(out[rows], count).copy_((_weights(q, k) @ v).view(count, N, -1, D))
+        _tokens_first(out[rows], count).copy_(
+            (_weights(q, k) @ v).view(count, N, -1, D)
+        )
     return out
 
 
@@ -155,7 +179,9 @@ def _backward(gradient: Tensor, qkv: Tensor, offsets: Tensor) -> Tensor:
         weights = _weights(q, k)
         upper = _tokens_first(gradient[rows], count).reshape(count * N, -1, D)
         of_weights = upper @ v.transpose(1, 2)
-        of_scores = torch.ops.aten._softmax_backward_data(of_weights, weights, -1, q.dtype)
+        of_scores = torch.ops.aten._softmax_backward_data(
+            of_weights, weights, -1, q.dtype
+        )
         of_q = _scaled_product(of_scores, k, D)
         of_k = _scaled_product(of_scores.transpose(1, 2), q, D)
         found = of_q, of_k, weights.transpose(1, 2) @ upper
@@ -175,11 +201,15 @@ def _(gradient: Tensor, qkv: Tensor, offsets: Tensor) -> Tensor:
     return torch.empty_like(qkv)
 
 
-def _keep(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+def _keep(
+    ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, ...], output: Tensor
+) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _differentiate(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+def _differentiate(
+    ctx: torch.autograd.function.FunctionCtx, gradient: Tensor
+) -> tuple[Tensor, None]:
     return _backward(gradient, *ctx.saved_tensors), None  # type: ignore[attr-defined]
 
 
@@ -189,7 +219,9 @@ attention_of_samples.register_autograd(_differentiate, setup_context=_keep)
 def _equal_runs(offsets: Tensor, heads: int) -> Iterator[tuple[slice, int]]:
     """Yield runs of consecutive samples of equal length: the slice of their tokens, and their number."""
     ends = offsets.tolist()
-    for length, alike in itertools.groupby(itertools.pairwise(ends), lambda pair: pair[1] - pair[0]):
+    for length, alike in itertools.groupby(
+        itertools.pairwise(ends), lambda pair: pair[1] - pair[0]
+    ):
         starts = [start for start, _ in alike]
         most = max(1, MOST_WEIGHTS // (heads * length * length)) if length else 0
         for first in range(0, len(starts), most) if length else ():
@@ -200,7 +232,12 @@ def _equal_runs(offsets: Tensor, heads: int) -> Iterator[tuple[slice, int]]:
 def _heads_first(qkv: Tensor, count: int) -> tuple[Tensor, ...]:
     """(count x L, N, 3, D) -> three (count x N, L, D)."""
     _, N, _, D = qkv.shape
-    return qkv.view(count, -1, N, 3, D).permute(3, 0, 2, 1, 4).reshape(3, count * N, -1, D).unbind(0)
+    return (
+        qkv.view(count, -1, N, 3, D)
+        .permute(3, 0, 2, 1, 4)
+        .reshape(3, count * N, -1, D)
+        .unbind(0)
+    )
 
 
 def _tokens_first(x: Tensor, count: int) -> Tensor:

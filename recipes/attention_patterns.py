@@ -18,7 +18,8 @@ class Fixed(NamedTuple):
     window: int
     columns: int
     patterns: int = 1
-    first: int = 0  # number of the first head at hand, on a tensor rank that has others than the first
+    # number of the first head at hand, on a tensor rank that has others than the first
+    first: int = 0
 
 
 Window = int | Fixed | None  # a band's positions, a fixed pattern, or None: dense

@@ -25,7 +25,8 @@ from recipes.tiny import tiny as shrink
 from recipes.validation import validate
 
 DEFAULT_RECIPE = "default/sotu"
-BY_FAMILY = {"gpt2": DEFAULT_RECIPE, "bert": "bert/sotu"}  # for given weights of that family
+# for given weights of that family
+BY_FAMILY = {"gpt2": DEFAULT_RECIPE, "bert": "bert/sotu"}
 
 # These change reports or the sharing of the work, never a number of the training.
 NOT_IN_DIGEST = frozenset({
@@ -62,7 +63,10 @@ class Changes(NamedTuple):
 def titles() -> dict[str, str]:
     """Map the name of every recipe to its title, the default one first. Raises RecipeError as `tables`."""
     rows = [(table, row) for table in tables() for row in table.rows]
-    found = {f"{table.name}/{row}": str(table.row(row).get("title", "")) for table, row in rows}
+    found = {
+        f"{table.name}/{row}": str(table.row(row).get("title", ""))
+        for table, row in rows
+    }
     return {DEFAULT_RECIPE: found.pop(DEFAULT_RECIPE), **found}
 
 
@@ -88,7 +92,9 @@ def load(
     values = table.row(row)
     where = f"{table.name}/{row}"
     if tiny:
-        values = shrink(validate(values, where, table.document, table.paths(row))).model_dump(by_alias=True)
+        values = shrink(
+            validate(values, where, table.document, table.paths(row))
+        ).model_dump(by_alias=True)
     recipe = validate(values, where, table.document, table.paths(row), overrides, laid)
     if steps is None:
         return recipe
@@ -125,10 +131,15 @@ def digest(recipe: Recipe) -> str:
     keeping, and `steps`, the end of the run, are left out; the step of the learning rate's decay replaces
     `steps`.
     """
-    values = {key: value for key, value in recipe.compared().items() if key not in NOT_IN_DIGEST}
+    values = {
+        key: value
+        for key, value in recipe.compared().items()
+        if key not in NOT_IN_DIGEST
+    }
     values["batch"] = {key: values["batch"][key] for key in ("global", "rampup")}
     values["schedule"]["decay_steps"] = recipe.decay_steps
-    del values["steps"], values["data"]["broken_records"]  # sound data have none, and a run reports skips
+    # sound data have none, and a run reports skips
+    del values["steps"], values["data"]["broken_records"]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
@@ -183,7 +194,9 @@ def _tables(folder: Path) -> tuple[list[Table], list[Problem]]:
 def recorded(name: str) -> Path | None:
     """Return the run directory of this name; None: it holds no recipe."""
     directory = os.path.expanduser(name)
-    return Path(directory) if os.path.isfile(os.path.join(directory, RECORDED)) else None
+    return (
+        Path(directory) if os.path.isfile(os.path.join(directory, RECORDED)) else None
+    )
 
 
 def find(name: str | Path) -> tuple[Table, str]:
@@ -198,7 +211,13 @@ def find(name: str | Path) -> tuple[Table, str]:
             raise _unfound(name, f"there is no file {path}", fix)
         own = read_table(path)
         key = f"{own.name}/{row}" if row else own.name
-        return _row_of([own], name, key, [], lambda key: f"{path}/{key.removeprefix(own.name + '/')}")
+        return _row_of(
+            [own],
+            name,
+            key,
+            [],
+            lambda key: f"{path}/{key.removeprefix(own.name + '/')}",
+        )
     table, _, row = name.partition("/")
     path = FOLDER / f"{table}.yaml"
     if path in FOLDER.glob("*.yaml"):  # a full name needs no other table
@@ -215,8 +234,12 @@ def find(name: str | Path) -> tuple[Table, str]:
     return find(run)
 
 
-def _unfound(asked: str, came: str, fix: str, others: Sequence[Problem] = ()) -> RecipeError:
-    return RecipeError([Problem("--recipe", came, "", fix, where=f"--recipe {asked}"), *others])
+def _unfound(
+    asked: str, came: str, fix: str, others: Sequence[Problem] = ()
+) -> RecipeError:
+    return RecipeError(
+        [Problem("--recipe", came, "", fix, where=f"--recipe {asked}"), *others]
+    )
 
 
 def _outside(name: str) -> tuple[Path, str] | None:
@@ -229,14 +252,22 @@ def _outside(name: str) -> tuple[Path, str] | None:
 
 
 def _row_of(
-    tables: list[Table], asked: str, name: str, problems: list[Problem], written: Callable[[str], str] = str
+    tables: list[Table],
+    asked: str,
+    name: str,
+    problems: list[Problem],
+    written: Callable[[str], str] = str,
 ) -> tuple[Table, str]:
     """Find the only row that matches `name`; other tables' problems are reported only if none matches.
 
     `written` turns table/row into the user's form of the name.
     """
-    every = {f"{table.name}/{row}": (table, row) for table in tables for row in table.rows}
-    matching = [name] if name in every else [key for key in every if name in key.split("/", 1)]
+    every = {
+        f"{table.name}/{row}": (table, row) for table in tables for row in table.rows
+    }
+    matching = (
+        [name] if name in every else [key for key in every if name in key.split("/", 1)]
+    )
     if len(matching) == 1:
         return every[matching[0]]
     if matching:
@@ -245,7 +276,9 @@ def _row_of(
     raise _unfound(asked, "no such recipe", _suggestion(name, every, written), problems)
 
 
-def _suggestion(name: str, every: Mapping[str, tuple[Table, str]], written: Callable[[str], str]) -> str:
+def _suggestion(
+    name: str, every: Mapping[str, tuple[Table, str]], written: Callable[[str], str]
+) -> str:
     """Suggest rows spelt like `name`, else tables spelt like it, else all tables."""
     near = nearest(name, every) if "/" in name else []
     if not near:
@@ -254,7 +287,10 @@ def _suggestion(name: str, every: Mapping[str, tuple[Table, str]], written: Call
     if near:
         return f"did you mean {' or '.join(written(key) for key in near)}?"
     default = DEFAULT_RECIPE.partition("/")[0]
-    tables = sorted({table.name for table, _ in every.values()}, key=lambda table: (table != default, table))
+    tables = sorted(
+        {table.name for table, _ in every.values()},
+        key=lambda table: (table != default, table),
+    )
     if len(tables) == 1:
         return f"there is: {some([written(key) for key in every])}"
     near = nearest(name.partition("/")[0], tables)

@@ -29,7 +29,9 @@ _DS_CONFIGS = Path(__file__).resolve().parents[1] / "ds_configs"
 Found = Iterator[tuple[str, str, str, str] | Problem]
 
 
-def problems(recipe: Recipe, *, whole: bool = True, columns: Sequence[str] | None = None) -> list[Problem]:
+def problems(
+    recipe: Recipe, *, whole: bool = True, columns: Sequence[str] | None = None
+) -> list[Problem]:
     """Return the problem of every broken rule; empty for a consistent recipe.
 
     Args:
@@ -39,10 +41,17 @@ def problems(recipe: Recipe, *, whole: bool = True, columns: Sequence[str] | Non
     """
     rules = [rule(recipe) for rule in _RULES]
     if columns is not None:
-        rules += [_ds_config(recipe), _batch(recipe), _cells(recipe, columns), _branch(recipe)]
+        rules += [
+            _ds_config(recipe),
+            _batch(recipe),
+            _cells(recipe, columns),
+            _branch(recipe),
+        ]
     found: list[Problem] = []
     for rule in rules:
-        with contextlib.suppress(*(() if whole else (AttributeError, KeyError, TypeError))):
+        with contextlib.suppress(
+            *(() if whole else (AttributeError, KeyError, TypeError))
+        ):
             for each in rule:  # one by one, to keep those before a missing field
                 if not isinstance(each, Problem):
                     key, came, broken, fix = each
@@ -59,7 +68,11 @@ def _words(recipe: Recipe, text: str) -> Iterator[Words]:
         if key:
             value, _ = Formatter().get_field(key, (), vars(recipe))
             value = str(value).lower() if isinstance(value, bool) else value
-            yield Key(key) if form else Setting(key, list(value) if isinstance(value, tuple) else value)
+            yield (
+                Key(key)
+                if form
+                else Setting(key, list(value) if isinstance(value, tuple) else value)
+            )
 
 
 # Keys of the schedule that some kinds alone read: (key, kinds, what it says if it must be there).
@@ -83,7 +96,12 @@ def _schedule(recipe: Recipe) -> Found:
         value = getattr(schedule, name)
         if schedule.kind not in kinds and value is not None:
             fix = f"set it to null, or schedule.kind={kinds[0]}"
-            yield key, f"{{{key}}} with {{schedule.kind}}", f"only {either(kinds)} reads it", fix
+            yield (
+                key,
+                f"{{{key}}} with {{schedule.kind}}",
+                f"only {either(kinds)} reads it",
+                fix,
+            )
         if schedule.kind in kinds and value is None and needed:
             yield key, f"{{schedule.kind}} without {{{key}!k}}", needed, "set it"
     if schedule.kind in DEEPSPEED_SCHEDULES and schedule.counts == "samples":
@@ -91,9 +109,15 @@ def _schedule(recipe: Recipe) -> Found:
         yield "schedule.counts", came, "DeepSpeed counts steps", "set it to steps"
     if schedule.kind == "inverse_sqrt" and schedule.decay_steps is not None:
         came = "{schedule.decay_steps} with {schedule.kind}"
-        yield "schedule.decay_steps", came, "this decay has no last step", "set it to null"
+        yield (
+            "schedule.decay_steps",
+            came,
+            "this decay has no last step",
+            "set it to null",
+        )
     end_step = recipe.decay_steps
-    if end_step is None or schedule.kind in DEEPSPEED_SCHEDULES:  # whose warm-up goes first
+    # whose warm-up goes first
+    if end_step is None or schedule.kind in DEEPSPEED_SCHEDULES:
         return
     if schedule.warmup_steps >= end_step:
         end = "{schedule.decay_steps}" if schedule.decay_steps else "{steps}"
@@ -103,7 +127,12 @@ def _schedule(recipe: Recipe) -> Found:
         yield "schedule.warmup_steps", came, rule, fix
     elif (left := end_step - schedule.warmup_steps) < (schedule.wsd_decay_steps or 0):
         came = f"{{schedule.wsd_decay_steps}} is above the {counted(left, 'step')} after the warm-up"
-        yield "schedule.wsd_decay_steps", came, "it is the last part of them", f"set it to {left} or less"
+        yield (
+            "schedule.wsd_decay_steps",
+            came,
+            "it is the last part of them",
+            f"set it to {left} or less",
+        )
 
 
 def _optimizer(recipe: Recipe) -> Found:
@@ -111,16 +140,28 @@ def _optimizer(recipe: Recipe) -> Found:
     for name in ("min_coeff", "max_coeff"):
         key = f"optimizer.{name}"
         if optimizer.name != "lamb" and getattr(optimizer, name) is not None:
-            yield key, f"{{{key}}} with {{optimizer.name}}", "only lamb reads it", "set it to null"
+            yield (
+                key,
+                f"{{{key}}} with {{optimizer.name}}",
+                "only lamb reads it",
+                "set it to null",
+            )
     least, most = optimizer.trust_ratios
     if least > most:
         came = f"{{optimizer.min_coeff!k}} {least:g} is above {{optimizer.max_coeff!k}} {most:g}"
-        yield "optimizer.min_coeff", came, "a trust ratio lies between them", "set it to the other or less"
+        yield (
+            "optimizer.min_coeff",
+            came,
+            "a trust ratio lies between them",
+            "set it to the other or less",
+        )
 
 
 def _profile(recipe: Recipe) -> Found:
     steps = recipe.run.profiled
-    if recipe.run.profile and not (0 < len(steps) <= MOST_PROFILED and steps[-1] <= recipe.steps):
+    if recipe.run.profile and not (
+        0 < len(steps) <= MOST_PROFILED and steps[-1] <= recipe.steps
+    ):
         rule = f"a profile has 1 to {MOST_PROFILED} steps of the run, first:last"
         last = min(13, recipe.steps)
         fix = f"set run.profile to {max(1, last - 3)}:{last}, or to null"
@@ -132,13 +173,20 @@ def _rampup(recipe: Recipe) -> Found:
     ramp = recipe.batch.rampup
     growth = recipe.batch.global_
     if ramp and ((growth := growth - ramp.start) < 1 or growth % ramp.increment):
-        rule = f"start and one or more increments are batch.global={recipe.batch.global_}"
+        rule = (
+            f"start and one or more increments are batch.global={recipe.batch.global_}"
+        )
         more = f"{key}.increment to {math.gcd(growth, ramp.increment)}"
         fix = f"set {more if growth > 0 else f'{key}.start below batch.global'}"
         yield key, "{batch.rampup.start} with {batch.rampup.increment}", rule, fix
     if ramp and recipe.model.implementation == "transformers":
         rule = "it takes as many micro-batches in every step"
-        yield key, "{batch.rampup!k} with transformers' Trainer", rule, f"set {key} to null"
+        yield (
+            key,
+            "{batch.rampup!k} with transformers' Trainer",
+            rule,
+            f"set {key} to null",
+        )
     elif ramp and recipe.task:
         rule = "an epoch over its examples has equal steps"
         yield key, "{batch.rampup!k} with task", rule, f"set {key} to null"
@@ -160,14 +208,24 @@ def _positions(recipe: Recipe) -> Found:
     rule = "every token of a sample has a position of its own"
     if recipe.positions < length:
         fix = f"set sequence_length to {recipe.positions} or less, or model.positions to {length} or more"
-        yield "model.positions", "{model.positions} is below {sequence_length}", rule, fix
+        yield (
+            "model.positions",
+            "{model.positions} is below {sequence_length}",
+            rule,
+            fix,
+        )
 
 
 def _heads(recipe: Recipe) -> Found:
     rule = "every head has hidden/heads dimensions"
     fix = "set model.heads to a divisor of model.hidden"
     if recipe.model.hidden % recipe.model.heads:
-        yield "model.heads", "{model.hidden} is not divisible by {model.heads}", rule, fix
+        yield (
+            "model.heads",
+            "{model.hidden} is not divisible by {model.heads}",
+            rule,
+            fix,
+        )
 
 
 def _attention(recipe: Recipe) -> Found:
@@ -180,14 +238,24 @@ def _attention(recipe: Recipe) -> Found:
     sparse = " and ".join(kind for kind in ("banded", "fixed") if kind in kinds)
     if sparse and model.facts.masked:
         came = f"{{model.attention!k}} with {sparse} layers and {{model.family}}"
-        yield key, came, "sparse patterns look back only", "set model.attention to [dense]"
+        yield (
+            key,
+            came,
+            "sparse patterns look back only",
+            "set model.attention to [dense]",
+        )
     if model.shared_layers and len({*kinds}) > 1:
         rule = "one layer cannot have several kinds"
         fix = "give one kind, or leave it unshared"
         yield key, "{model.shared_layers} with {model.attention}", rule, fix
     if len(kinds) > model.layers:
         came = f"{{model.attention!k}} has {len(kinds)} kinds for {{model.layers}}"
-        yield key, came, "the pattern is repeated over the layers", f"give {model.layers} or fewer"
+        yield (
+            key,
+            came,
+            "the pattern is repeated over the layers",
+            f"give {model.layers} or fewer",
+        )
     if sparse and size is None:
         came = f"{{model.attention!k}} has {sparse} layers without {{model.attention_window!k}}"
         yield key, came, "it says how many positions each one sees", f"set {window}"
@@ -197,7 +265,12 @@ def _attention(recipe: Recipe) -> Found:
         yield window, came, "such a layer sees the whole triangle", fix
     if size is not None and not sparse:
         fix = "set model.attention to [dense, banded], or leave the window out"
-        yield window, "{model.attention_window} without a banded or fixed layer", "", fix
+        yield (
+            window,
+            "{model.attention_window} without a banded or fixed layer",
+            "",
+            fix,
+        )
 
 
 def _columns(recipe: Recipe) -> Found:
@@ -213,11 +286,23 @@ def _columns(recipe: Recipe) -> Found:
             fix = "set model.attention to [dense, fixed], or leave both out"
             yield key, f"{both} without a fixed layer", "", fix
     elif columns is None:
-        came = "{model.attention!k} has fixed layers without {model.attention_columns!k}"
-        yield key, came, "later windows see these positions of each window", f"set {key}"
+        came = (
+            "{model.attention!k} has fixed layers without {model.attention_columns!k}"
+        )
+        yield (
+            key,
+            came,
+            "later windows see these positions of each window",
+            f"set {key}",
+        )
     elif window is not None and (columns == window or columns * turns > window):
         rule = f"each pattern has its own columns of a window of {window} positions, and not all of them"
-        yield key, both, rule, f"set {key} to {max(1, min(window // turns, window - 1))} or less"
+        yield (
+            key,
+            both,
+            rule,
+            f"set {key} to {max(1, min(window // turns, window - 1))} or less",
+        )
 
 
 def _implementation(recipe: Recipe) -> Found:
@@ -227,14 +312,34 @@ def _implementation(recipe: Recipe) -> Found:
     tp, pp = recipe.parallel.model_parallel
     full = recipe.activation_checkpointing in ("none", "full")
     for key, wrong, rule, fix in (
-        ("model.attention", {*recipe.model.attention} != {"dense"}, "has dense layers", "[dense]"),
-        ("model.shared_layers", recipe.model.shared_layers, "has layers of their own", "false"),
+        (
+            "model.attention",
+            {*recipe.model.attention} != {"dense"},
+            "has dense layers",
+            "[dense]",
+        ),
+        (
+            "model.shared_layers",
+            recipe.model.shared_layers,
+            "has layers of their own",
+            "false",
+        ),
         ("parallel.tp", tp > 1, "is cut by ZeRO alone", "1"),
         ("parallel.pp", pp > 1, "is cut by ZeRO alone", "1"),
-        ("activation_checkpointing", not full, "recomputes all layers or none", "full or none"),
+        (
+            "activation_checkpointing",
+            not full,
+            "recomputes all layers or none",
+            "full or none",
+        ),
     ):
         if wrong:
-            yield key, f"{{{key}}} with {{model.implementation}}", f"its GPT-2 {rule}", f"set {key} to {fix}"
+            yield (
+                key,
+                f"{{{key}}} with {{model.implementation}}",
+                f"its GPT-2 {rule}",
+                f"set {key} to {fix}",
+            )
 
 
 def _vocabulary(recipe: Recipe) -> Found:
@@ -243,15 +348,21 @@ def _vocabulary(recipe: Recipe) -> Found:
     size = recipe.model.vocab_size
     kind = recipe.data.tokenizer.kind
     both = "{model.vocab_size} with {data.tokenizer.kind}"
-    if kind in PUBLISHED_VOCABULARIES and size != (published := PUBLISHED_VOCABULARIES[kind]):
+    if kind in PUBLISHED_VOCABULARIES and size != (
+        published := PUBLISHED_VOCABULARIES[kind]
+    ):
         rule = f"the published vocabulary has {published} tokens (tensor parallelism's padding comes on top)"
         yield key, both, rule, f"set {key} to {published}, or {kind_key} to another"
     if kind == "trained_bpe" and size < SMALLEST_BPE:
-        rule = "a byte-level vocabulary needs the 256 bytes and one end-of-document token"
+        rule = (
+            "a byte-level vocabulary needs the 256 bytes and one end-of-document token"
+        )
         yield key, both, rule, f"set {key} to {SMALLEST_BPE} or more"
     if kind in TRAINED and any(origin.streamed for origin in recipe.data.origins):
         other = recipe.model.facts.published
-        known = f"set {kind_key} to {other} and {key} to {PUBLISHED_VOCABULARIES[other]}"
+        known = (
+            f"set {kind_key} to {other} and {key} to {PUBLISHED_VOCABULARIES[other]}"
+        )
         fix = f"{known}, or give {kind_key}=file and a path"
         rule = "a vocabulary cannot be trained on what is read once"
         yield kind_key, "{data.tokenizer.kind} with a streamed source", rule, fix
@@ -267,15 +378,29 @@ def _tokenizer(recipe: Recipe) -> Found:
     if stored and kind in TRAINED:
         own = "store (the vocabulary that prepare_data kept with it)"
         fix = f"set {key} to {own}, gpt2, bert_uncased, bert_cased or file"
-        yield key, "{data.tokenizer.kind} with data.source=store", "its tokens are numbered already", fix
+        yield (
+            key,
+            "{data.tokenizer.kind} with data.source=store",
+            "its tokens are numbered already",
+            fix,
+        )
     if kind == "store" and not stored:
         rule = "there is no store to take it from"
-        yield key, "{data.tokenizer.kind} without data.source=store", rule, "name another kind"
+        yield (
+            key,
+            "{data.tokenizer.kind} without data.source=store",
+            rule,
+            "name another kind",
+        )
 
 
 def _origins(recipe: Recipe) -> Found:
     data = recipe.data
-    stated = [key for key in ORIGIN_FIELDS if getattr(data, key) != Origin.model_fields[key].default]
+    stated = [
+        key
+        for key in ORIGIN_FIELDS
+        if getattr(data, key) != Origin.model_fields[key].default
+    ]
     if data.blend and stated:
         came = f"{{data.blend!k}} together with {', '.join(f'data.{key}' for key in stated)}"
         rule = "the parts of the blend say where documents come from"
@@ -294,11 +419,21 @@ def _origins(recipe: Recipe) -> Found:
             own = f"set {part}.source to the kind of that text, or {part}.name to null"
             yield f"{part}.name", f"{{{part}.name}} with {source}", rule, own
         if origin.streaming and origin.source in ("store", "packaged"):
-            yield key, f"{{{key}}} with {source}", "packaged text and stored tokens are never streamed", fix
+            yield (
+                key,
+                f"{{{key}}} with {source}",
+                "packaged text and stored tokens are never streamed",
+                fix,
+            )
         if origin.streaming and (origin.source, origin.documents) == ("text", "file"):
             came = f"{{{key}}} with {source} and {{{part}.documents}}"
             rule = "a stream holds documents out by their place in their file, and none of a file that is one"
-            yield key, came, f"{rule} document", f"{fix}, or {part}.documents to blank_line"
+            yield (
+                key,
+                came,
+                f"{rule} document",
+                f"{fix}, or {part}.documents to blank_line",
+            )
 
 
 def _held_out(recipe: Recipe) -> Found:
@@ -356,7 +491,12 @@ def _task(recipe: Recipe) -> Found:
         yield key, "{model.task_head} with {model.sentence_head}", rule, fix
     if task is None:
         if head != "none":
-            yield key, "{model.task_head} without {task!k}", "", "start with launch/finetune.py"
+            yield (
+                key,
+                "{model.task_head} without {task!k}",
+                "",
+                "start with launch/finetune.py",
+            )
         return
     from recipes.tasks import TASKS
 
@@ -365,7 +505,10 @@ def _task(recipe: Recipe) -> Found:
         came = "{task.name} with {model.task_head} of {model.head_classes}"
         rule = f"it has a {facts.head} head{f' of {len(facts.labels)}' if facts.labels else ''}"
         yield key, came, rule, "leave the head to --task"
-    if facts.head == "span" and task.max_query + task.doc_stride + 3 >= recipe.sequence_length:
+    if (
+        facts.head == "span"
+        and task.max_query + task.doc_stride + 3 >= recipe.sequence_length
+    ):
         rule = f"a window holds a question of task.max_query={task.max_query} tokens and text to stride over"
         fix = "shorten task.doc_stride or task.max_query"
         yield "task.doc_stride", "{task.doc_stride} with {sequence_length}", rule, fix
@@ -381,8 +524,17 @@ def _ds_config(recipe: Recipe) -> Found:
     """Check that a bare name is a file of ds_configs/; a path may be another machine's: checked on use."""
     name = recipe.ds_config
     known = [path.stem for path in _DS_CONFIGS.glob("*.json")]
-    if Path(name).name == name and not files.is_file(Path(name)) and name.removesuffix(".json") not in known:
-        yield "ds_config", "{ds_config}", "no such file in ds_configs/", did_you_mean(name, known)
+    if (
+        Path(name).name == name
+        and not files.is_file(Path(name))
+        and name.removesuffix(".json") not in known
+    ):
+        yield (
+            "ds_config",
+            "{ds_config}",
+            "no such file in ds_configs/",
+            did_you_mean(name, known),
+        )
 
 
 def _branch(recipe: Recipe) -> Found:
@@ -393,9 +545,15 @@ def _branch(recipe: Recipe) -> Found:
 
 def _batch(recipe: Recipe) -> Found:
     """Check the shares of the batch, if the row states dp."""
-    batch, dp, (_, pp) = recipe.batch, recipe.parallel.dp, recipe.parallel.model_parallel
+    batch, dp, (_, pp) = (
+        recipe.batch,
+        recipe.parallel.dp,
+        recipe.parallel.model_parallel,
+    )
     if dp:
-        shares = share_batch(batch.micro, batch.accumulation, batch.global_, dp, pp, dp_is_stated=True)
+        shares = share_batch(
+            batch.micro, batch.accumulation, batch.global_, dp, pp, dp_is_stated=True
+        )
         if isinstance(shares, Problem):
             yield shares
 
@@ -404,9 +562,15 @@ def _cells(recipe: Recipe, columns: Sequence[str]) -> Found:
     row = recipe.published.row if recipe.published else None
     if row is None or not columns or (count := row.count("|") + 1) == len(columns):
         return
-    cells = itertools.zip_longest(columns, (cell.strip() for cell in row.split("|")), fillvalue="?")
+    cells = itertools.zip_longest(
+        columns, (cell.strip() for cell in row.split("|")), fillvalue="?"
+    )
     shown = ", ".join(f"{name}: {cell}" for name, cell in cells)
-    came = f" has {counted(count, 'cell')} for {counted(len(columns), 'column')} ({shown})"
-    rule = "one cell for each heading, separated by |, blank where the source prints none"
+    came = (
+        f" has {counted(count, 'cell')} for {counted(len(columns), 'column')} ({shown})"
+    )
+    rule = (
+        "one cell for each heading, separated by |, blank where the source prints none"
+    )
     fix = "add the missing or join the surplus ones"
     yield Problem("published.row", (Key("published.row"), came), rule, fix)

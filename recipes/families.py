@@ -12,14 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 GPT2_VOCABULARY = 50257  # Radford et al. 2019, section 2.2
-BERT_UNCASED_VOCABULARY = 30522  # of the published bert-base-uncased and bert-large-uncased
+# of the published bert-base-uncased and bert-large-uncased
+BERT_UNCASED_VOCABULARY = 30522
 BERT_CASED_VOCABULARY = 28996
 PUBLISHED_VOCABULARIES = {
     "gpt2": GPT2_VOCABULARY,
     "bert_uncased": BERT_UNCASED_VOCABULARY,
     "bert_cased": BERT_CASED_VOCABULARY,
 }
-TRAINED = ("trained_bpe", "trained_wordpiece")  # kinds of vocabulary learnt from the text
+# kinds of vocabulary learnt from the text
+TRAINED = ("trained_bpe", "trained_wordpiece")
 SMALLEST_BPE = 257  # the 256 bytes, and the end-of-document token
 
 
@@ -96,11 +98,21 @@ class FamilyFacts:
 GPT2 = FamilyFacts(
     name="gpt2",
     title="GPT-2",
-    fields=MicroBatchFields(inputs={"tokens": "BS"}, targets={"labels": "BS", "weights": "BS"}),
+    fields=MicroBatchFields(
+        inputs={"tokens": "BS"}, targets={"labels": "BS", "weights": "BS"}
+    ),
     refused=(
-        Refused("model.layer_norm", ("post",), "GPT-2 normalises before attention and MLP", "set it to pre"),
         Refused(
-            "model.sentence_head", ("nsp", "sop"), "only a BERT has a sentence objective", "set it to none"
+            "model.layer_norm",
+            ("post",),
+            "GPT-2 normalises before attention and MLP",
+            "set it to pre",
+        ),
+        Refused(
+            "model.sentence_head",
+            ("nsp", "sop"),
+            "only a BERT has a sentence objective",
+            "set it to none",
         ),
     ),
     settings={"model.layer_norm": "pre", "model.sentence_head": "none"},
@@ -110,7 +122,12 @@ BERT = FamilyFacts(
     title="BERT",
     fields=MicroBatchFields(
         inputs={"tokens": "BS", "token_types": "BS", "lengths": "B", "positions": "BP"},
-        targets={"labels": "BP", "weights": "BP", "sentence_labels": "B", "sentence_weights": "B"},
+        targets={
+            "labels": "BP",
+            "weights": "BP",
+            "sentence_labels": "B",
+            "sentence_weights": "B",
+        },
     ),
     masked=True,
     prompt="The [MASK].",
@@ -148,7 +165,9 @@ _CLASS = {"labels": "N", "weights": "N"}
 # By model.task_head of a BERT that is fine-tuned.
 TASK_FIELDS: Mapping[str, MicroBatchFields] = {
     "classification": MicroBatchFields(inputs=_TEXT, targets=_CLASS),
-    "span": MicroBatchFields(inputs=_TEXT, targets={"starts": "N", "ends": "N", "weights": "N"}),
+    "span": MicroBatchFields(
+        inputs=_TEXT, targets={"starts": "N", "ends": "N", "weights": "N"}
+    ),
     "choice": MicroBatchFields(inputs=_TEXT, targets=_CLASS),
 }
 

@@ -52,7 +52,9 @@ class StoredTensor:
     end: int
 
 
-def refuse(where: str | Path, came: str, rule: str = "", fix: str = "", line: int | None = None) -> NoReturn:
+def refuse(
+    where: str | Path, came: str, rule: str = "", fix: str = "", line: int | None = None
+) -> NoReturn:
     """Raise a FileError about the file `where`, at `line` from 1."""
     place = str(where) if line is None else f"{where}:{line}"
     raise FileError([Problem(str(where), came, rule, fix, where=place)])
@@ -93,7 +95,10 @@ def read_bytes(path: Path, most: int = MOST_TEXT) -> bytes:
     content = read_part(path, 0, most + 1)
     if len(content) > most:
         refuse(
-            path, f"has more than {most / MIB:.0f} MiB", "no such file is that large", "is it the right one?"
+            path,
+            f"has more than {most / MIB:.0f} MiB",
+            "no such file is that large",
+            "is it the right one?",
         )
     return content
 
@@ -103,7 +108,8 @@ def read_part(path: Path, start: int, length: int) -> bytes:
     with _opened(path) as file:
         file.seek(start)
         left = os.fstat(file.fileno()).st_size - start
-        return file.read(min(length, max(0, left)))  # which takes memory for all that it is asked for
+        # which takes memory for all that it is asked for
+        return file.read(min(length, max(0, left)))
 
 
 @contextlib.contextmanager
@@ -114,7 +120,12 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         if stat.S_ISDIR(kind):
             refuse(path, "is a directory", "a file is needed here", "name the file")
         if not stat.S_ISREG(kind):
-            refuse(path, "is no ordinary file", "pipes and devices are not read", "save it as a file")
+            refuse(
+                path,
+                "is no ordinary file",
+                "pipes and devices are not read",
+                "save it as a file",
+            )
         with path.open("rb") as file:
             yield file
     except FileNotFoundError:
@@ -138,7 +149,12 @@ def decode(content: bytes, where: str | Path, line: int | None = None) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = line or content.count(b"\n", 0, error.start) + 1
-        refuse(where, f"not UTF-8 at byte {error.start}", fix="save the file as UTF-8", line=line)
+        refuse(
+            where,
+            f"not UTF-8 at byte {error.start}",
+            fix="save the file as UTF-8",
+            line=line,
+        )
 
 
 def read_json(path: Path, most: int = MOST_TEXT) -> Any:
@@ -161,7 +177,9 @@ def lines_of(path: Path, most: int) -> Iterator[tuple[int, bytes]]:
             line = file.readline(most + 1)
             if len(line) > most:
                 rule = "no line of such a file is that long"
-                refuse(path, f"a line of more than {most / MIB:.0f} MiB", rule, line=number)
+                refuse(
+                    path, f"a line of more than {most / MIB:.0f} MiB", rule, line=number
+                )
             if not line:
                 return
             yield number, line
@@ -183,7 +201,9 @@ def parse_json(text: str, where: str | Path, line: int | None = None) -> Any:
         _refuse_malformed(text, where, line, error)
     except _DuplicateKeyError as error:
         written = json.dumps(error.args[0])
-        at = [number for number, each in enumerate(text.split("\n"), 1) if written in each]
+        at = [
+            number for number, each in enumerate(text.split("\n"), 1) if written in each
+        ]
         came = f"key {written} stands twice in one object"
         if line is None and len(at) > 1:
             came += f" (lines {', '.join(map(str, at))})"
@@ -198,14 +218,18 @@ def parse_json(text: str, where: str | Path, line: int | None = None) -> Any:
     return value
 
 
-def checked(form: TypeAdapter[T], value: Any, where: str | Path, line: int | None = None) -> T:
+def checked(
+    form: TypeAdapter[T], value: Any, where: str | Path, line: int | None = None
+) -> T:
     """Check a value against its form and return it. Raises FileError: missing keys, or the first fault."""
     try:
         return form.validate_python(value)
     except ValidationError as error:
         wrong = error.errors()
     keys = [ascii(".".join(map(str, each["loc"])))[1:-1][:100] for each in wrong]
-    missing = [key for key, each in zip(keys, wrong, strict=True) if each["type"] == "missing"]
+    missing = [
+        key for key, each in zip(keys, wrong, strict=True) if each["type"] == "missing"
+    ]
     if missing:
         refuse(where, f"has no {', '.join(missing)}", line=line)
     said = repr(wrong[0]["input"])
@@ -223,10 +247,17 @@ def check_value(value: Any, where: str | Path, line: int | None = None) -> None:
             if depth > MOST_DEPTH:
                 _refuse_depth(where, line)
             below = [*each, *each.values()] if isinstance(each, dict) else each
-            waiting += [(child, depth + 1) for child in below if isinstance(child, dict | list | str | int)]
+            waiting += [
+                (child, depth + 1)
+                for child in below
+                if isinstance(child, dict | list | str | int)
+            ]
         elif isinstance(each, int) and each.bit_length() > MOST_BITS:
             refuse(
-                where, f"an integer of {each.bit_length()} bits", f"none has more than {MOST_BITS}", line=line
+                where,
+                f"an integer of {each.bit_length()} bits",
+                f"none has more than {MOST_BITS}",
+                line=line,
             )
         elif isinstance(each, str) and not each.isascii():
             try:
@@ -238,8 +269,16 @@ def check_value(value: Any, where: str | Path, line: int | None = None) -> None:
 
 def named_kind(value: Any) -> str:
     """Return the name of a JSON or YAML value's kind: a list, an object, a text, ..."""
-    kinds = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "nothing"}
-    return kinds.get(type(value), "a number" if isinstance(value, (int, float)) else "a value")
+    kinds = {
+        dict: "an object",
+        list: "a list",
+        str: "a text",
+        bool: "a truth value",
+        type(None): "nothing",
+    }
+    return kinds.get(
+        type(value), "a number" if isinstance(value, (int, float)) else "a value"
+    )
 
 
 def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
@@ -255,17 +294,33 @@ def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
     length = int.from_bytes(first, "little")
     fix = "copy or download the file again"
     if len(first) < 8 or not 2 <= length <= MOST_HEADER or 8 + length > size:
-        rule = "a safetensors file begins with the length of its header, then the header"
-        refuse(path, f"is no safetensors file, or a damaged one ({size} bytes)", rule, fix)
+        rule = (
+            "a safetensors file begins with the length of its header, then the header"
+        )
+        refuse(
+            path, f"is no safetensors file, or a damaged one ({size} bytes)", rule, fix
+        )
     header = parse_json(decode(read_part(path, 8, length), path), path, 1)
     if not isinstance(header, dict):
-        refuse(path, f"its header is {named_kind(header)}", "it maps names to tensors", fix)
+        refuse(
+            path, f"its header is {named_kind(header)}", "it maps names to tensors", fix
+        )
     header.pop("__metadata__", None)
-    tensors = {name: _stored_tensor(path, name, entry, 8 + length) for name, entry in header.items()}
+    tensors = {
+        name: _stored_tensor(path, name, entry, 8 + length)
+        for name, entry in header.items()
+    }
     position = 8 + length
-    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
+    for name, tensor in sorted(
+        tensors.items(), key=lambda item: (item[1].start, item[1].end)
+    ):
         if tensor.start != position:
-            refuse(path, f"tensor {name} begins at byte {tensor.start}", f"it has to at {position}", fix)
+            refuse(
+                path,
+                f"tensor {name} begins at byte {tensor.start}",
+                f"it has to at {position}",
+                fix,
+            )
         position = tensor.end
     if position != size:
         came = f"has {size} bytes, and its header tells of {position}"
@@ -276,14 +331,23 @@ def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
 def _stored_tensor(path: Path, name: str, entry: Any, data: int) -> StoredTensor:
     """Check a tensor's entry in the header; `data`: byte at which the numbers begin."""
     try:
-        dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        dtype, shape, (start, end) = (
+            entry["dtype"],
+            entry["shape"],
+            entry["data_offsets"],
+        )
         whole = all(type(n) is int and 0 <= n < 2**63 for n in (*shape, start, end))
         if whole and end - start == math.prod(shape) * DTYPE_BITS[dtype] // 8:
             return StoredTensor(dtype, tuple(shape), data + start, data + end)
     except (KeyError, TypeError, ValueError):
         pass
     came = f"tensor {name} is described by {json.dumps(entry)[:100]}"
-    refuse(path, came, "type, shape and place of a tensor agree", "copy or download the file again")
+    refuse(
+        path,
+        came,
+        "type, shape and place of a tensor agree",
+        "copy or download the file again",
+    )
 
 
 def _refuse_depth(where: str | Path, line: int | None) -> NoReturn:
@@ -301,7 +365,12 @@ def _refuse_malformed(
     hint = _foreign_word(text, error.pos)
     if not hint and ("property name" in reason or "expecting value" in reason):
         hint = "is there a comma too many?"
-    refuse(f"{where}:{line or error.lineno}:{error.colno}", "not JSON", f"{reason}: {shown!r}", hint)
+    refuse(
+        f"{where}:{line or error.lineno}:{error.colno}",
+        "not JSON",
+        f"{reason}: {shown!r}",
+        hint,
+    )
 
 
 def _foreign_word(text: str, place: int) -> str:
@@ -311,7 +380,9 @@ def _foreign_word(text: str, place: int) -> str:
         return "JSON has no comments"
     if rest.startswith("'"):
         return 'JSON writes texts in "double quotation marks"'
-    if not text.lstrip().startswith(("{", "[")) and re.match(r"(---|[\w.\-]+:(\s|$))", text.lstrip()):
+    if not text.lstrip().startswith(("{", "[")) and re.match(
+        r"(---|[\w.\-]+:(\s|$))", text.lstrip()
+    ):
         return 'is it YAML? JSON writes {"key": value}'
     python = re.match("True|False|None", rest)
     if python:

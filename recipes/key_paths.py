@@ -38,7 +38,9 @@ def submodel(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if get_origin(annotation) in (Union, types.UnionType, tuple):
-        return next((found for part in get_args(annotation) if (found := submodel(part))), None)
+        return next(
+            (found for part in get_args(annotation) if (found := submodel(part))), None
+        )
     return None
 
 
@@ -49,7 +51,9 @@ def children(model: type[BaseModel]) -> dict[str, FieldInfo]:
 
 def shown(path: Path) -> str:
     """Write a path as users do: data.blend[1].weight."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+    return "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part}" for part in path
+    ).removeprefix(".")
 
 
 def paths(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
@@ -79,7 +83,11 @@ def list_rule(path: Path) -> str:
     """Describe the parts of a key's list; empty if the key holds no list of models."""
     level = _model_at(path[:-1])
     part = _model_at(path)
-    if not level or not part or get_origin(children(level)[str(path[-1])].annotation) is not tuple:
+    if (
+        not level
+        or not part
+        or get_origin(children(level)[str(path[-1])].annotation) is not tuple
+    ):
         return ""
     needed = (key for key, field in children(part).items() if field.is_required())
     return f"a list of parts, each with {', '.join(needed)}"
@@ -88,7 +96,11 @@ def list_rule(path: Path) -> str:
 def suggestion(path: Path) -> str:
     """Suggest keys for an unknown one: siblings spelt alike, or the same word elsewhere."""
     for end in range(1, len(path)):
-        if isinstance(path[end], str) and isinstance(path[end - 1], str) and (rule := list_rule(path[:end])):
+        if (
+            isinstance(path[end], str)
+            and isinstance(path[end - 1], str)
+            and (rule := list_rule(path[:end]))
+        ):
             return f"{shown(path[:end])} is {rule}: give it as a whole"
     level = _model_at(path[:-1])
     last = str(path[-1])
@@ -97,14 +109,20 @@ def suggestion(path: Path) -> str:
         return f"did you mean {_MEANINGS[last]}?"
     near = nearest(last, siblings)
     if near:
-        return f"did you mean {' or '.join(shown((*path[:-1], word)) for word in near)}?"
+        return (
+            f"did you mean {' or '.join(shown((*path[:-1], word)) for word in near)}?"
+        )
     everywhere = list(paths())
     near = [key for key in everywhere if key.rsplit(".", 1)[-1] == last]
     if not near and not any(isinstance(part, int) for part in path):
         near = nearest(shown(path), everywhere)
     if near:
         return f"did you mean {' or '.join(near)}?"
-    return f"{shown(path[:-1]) or 'a recipe'} has {', '.join(siblings)}" if siblings else "no such key"
+    return (
+        f"{shown(path[:-1]) or 'a recipe'} has {', '.join(siblings)}"
+        if siblings
+        else "no such key"
+    )
 
 
 def _model_at(path: Path) -> type[BaseModel] | None:
@@ -130,7 +148,10 @@ def differences(old: Any, new: Any) -> list[tuple[str, Any, Any]]:
     """List (dotted key, old value, new value) of differing leaves; "absent" if one side lacks the key."""
     before = dict(flatten(old))
     after = dict(flatten(new))
-    pairs = [(key, before.get(key, "absent"), after.get(key, "absent")) for key in {**before, **after}]
+    pairs = [
+        (key, before.get(key, "absent"), after.get(key, "absent"))
+        for key in {**before, **after}
+    ]
     return [pair for pair in pairs if pair[1] != pair[2]]
 
 

@@ -51,7 +51,8 @@ class Layout:
         return f"{micro} x {accumulation} x {self.dp} dp = {self.global_batch} global"
 
 
-Stretch = tuple[int, int, int]  # of equal steps: steps and samples before it, and samples of each step
+# of equal steps: steps and samples before it, and samples of each step
+Stretch = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,9 @@ class BatchSchedule:
 
     def samples(self, step: int) -> int:
         """Return the samples that the first `step` steps read of the training order."""
-        before, read, size = self.stretches[bisect_right(self.stretches, step, key=itemgetter(0)) - 1]
+        before, read, size = self.stretches[
+            bisect_right(self.stretches, step, key=itemgetter(0)) - 1
+        ]
         return read + (step - before) * size
 
     def size(self, step: int) -> int:
@@ -75,12 +78,22 @@ class BatchSchedule:
 
     def counted_from(self, sample: int) -> BatchSchedule:
         """Return the schedule with its samples counted from `sample` on."""
-        return replace(self, stretches=tuple((step, read - sample, n) for step, read, n in self.stretches))
+        return replace(
+            self,
+            stretches=tuple(
+                (step, read - sample, n) for step, read, n in self.stretches
+            ),
+        )
 
 
 @functools.lru_cache
 def batch_schedule(
-    full: int, start: int, increment: int, samples: int, before: tuple[Stretch, ...] = (), step: int = 0
+    full: int,
+    start: int,
+    increment: int,
+    samples: int,
+    before: tuple[Stretch, ...] = (),
+    step: int = 0,
 ) -> BatchSchedule:
     """Return Megatron-LM's ramp: a step grows to `full` samples in equal parts of the first `samples`.
 
@@ -89,9 +102,12 @@ def batch_schedule(
     parts = max(1, (full - start) // increment)
     read = BatchSchedule(before).samples(step) if before else 0
     found = list(before)
-    while (part := read * parts // samples) < parts and (size := start + part * increment) < full:
+    while (part := read * parts // samples) < parts and (
+        size := start + part * increment
+    ) < full:
         found.append((step, read, size))
-        count = -(((part + 1) * samples // -parts + read) // size)  # of steps up to the next part
+        # of steps up to the next part
+        count = -(((part + 1) * samples // -parts + read) // size)
         step = step + count
         read = read + count * size
     return BatchSchedule((*found, (step, read, full)))
@@ -105,12 +121,22 @@ def padded_vocab(vocab: int, tp: int, divisible_by: int = 128) -> int:
 
 def divisors(number: int) -> list[int]:
     """Return all divisors in ascending order."""
-    small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
+    small = [
+        candidate
+        for candidate in range(1, math.isqrt(number) + 1)
+        if number % candidate == 0
+    ]
     return sorted({*small, *(number // candidate for candidate in small)})
 
 
 def share_batch(
-    micro: int | None, accumulation: int | None, total: int, dp: int, pp: int, *, dp_is_stated: bool = False
+    micro: int | None,
+    accumulation: int | None,
+    total: int,
+    dp: int,
+    pp: int,
+    *,
+    dp_is_stated: bool = False,
 ) -> tuple[int, int] | Problem:
     """Return (micro, accumulation) with micro x accumulation x dp = total, or the problem.
 
@@ -129,7 +155,9 @@ def share_batch(
         fixes = *_set({"batch.global": _multiples_near(total, dp)}), ", or "
         fixes += _set({"parallel.dp": near}) if dp_is_stated else start
         rule = "every data-parallel rank takes the same number of samples"
-        return Problem("batch.global", (whole, " is not divisible by ", ranks), rule, fixes)
+        return Problem(
+            "batch.global", (whole, " is not divisible by ", ranks), rule, fixes
+        )
     if micro is None and accumulation is None:
         accumulation = min((d for d in divisors(per_rank) if d >= pp), default=per_rank)
         return per_rank // accumulation, accumulation
@@ -146,9 +174,23 @@ def share_batch(
         ):
             if dividend % divisor == 0:
                 options[key] = [dividend // divisor]
-        shares = Setting("batch.micro", micro), " x ", Setting("batch.accumulation", accumulation), " x "
-        return Problem("batch", (*shares, ranks, f" = {taken * dp} is not ", whole), rule, _set(options))
-    key, number = ("batch.micro", micro) if accumulation is None else ("batch.accumulation", accumulation)
+        shares = (
+            Setting("batch.micro", micro),
+            " x ",
+            Setting("batch.accumulation", accumulation),
+            " x ",
+        )
+        return Problem(
+            "batch",
+            (*shares, ranks, f" = {taken * dp} is not ", whole),
+            rule,
+            _set(options),
+        )
+    key, number = (
+        ("batch.micro", micro)
+        if accumulation is None
+        else ("batch.accumulation", accumulation)
+    )
     assert number is not None
     other, over = divmod(per_rank, number)
     if over:
@@ -163,7 +205,10 @@ def _set(options: Mapping[str, Iterable[int]]) -> tuple[Words, ...]:
     """Write fixes as "--set batch.micro=2 or 4, or --set batch.global=6"."""
     words: list[Words] = []
     for key, numbers in options.items():
-        words += [", or --set " if words else "--set ", Setting(key, either(dict.fromkeys(numbers)))]
+        words += [
+            ", or --set " if words else "--set ",
+            Setting(key, either(dict.fromkeys(numbers))),
+        ]
     return tuple(words)
 
 
@@ -174,4 +219,6 @@ def _multiples_near(number: int, step: int) -> list[int]:
 
 def _nearest(number: int, options: list[int]) -> list[int]:
     """Return the two options nearest to `number`, in ascending order."""
-    return sorted(sorted(options, key=lambda option: (abs(option - number), option))[:2])
+    return sorted(
+        sorted(options, key=lambda option: (abs(option - number), option))[:2]
+    )

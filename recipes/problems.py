@@ -56,7 +56,10 @@ class Problem:
 
         `show` turns each piece of the texts into the form that this command's user types.
         """
-        came, rule, fix = ("".join(map(show, pieces(text))) for text in (self.came, self.rule, self.fix))
+        came, rule, fix = (
+            "".join(map(show, pieces(text)))
+            for text in (self.came, self.rule, self.fix)
+        )
         sentence = ": ".join(part for part in (self.where, came, rule) if part)
         sentence = "; ".join(part for part in (sentence, fix) if part)
         return f"{sentence} ({self.place})" if self.place else sentence
@@ -64,8 +67,13 @@ class Problem:
     @property
     def keys(self) -> tuple[str, ...]:
         """The problem's key, and the keys in `came`."""
-        named = [piece for piece in pieces(self.came) if isinstance(piece, (Key, Setting))]
-        return (self.key, *(piece.key if isinstance(piece, Setting) else piece for piece in named))
+        named = [
+            piece for piece in pieces(self.came) if isinstance(piece, (Key, Setting))
+        ]
+        return (
+            self.key,
+            *(piece.key if isinstance(piece, Setting) else piece for piece in named),
+        )
 
 
 def pieces(text: Text) -> tuple[Words, ...]:
@@ -87,7 +95,9 @@ class RecipeError(ProblemsError):
     """An unknown or unusable recipe."""
 
 
-def nearest(word: str, options: Iterable[str], count: int = 3, cutoff: float = 0.6) -> list[str]:
+def nearest(
+    word: str, options: Iterable[str], count: int = 3, cutoff: float = 0.6
+) -> list[str]:
     """Return the options spelt most like `word`, best first; empty if none is close."""
     return difflib.get_close_matches(word, list(options), n=count, cutoff=cutoff)
 

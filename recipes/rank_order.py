@@ -41,7 +41,11 @@ def tensor_groups(tp: int, pp: int, dp: int) -> list[list[int]]:
 def data_groups(tp: int, pp: int, dp: int) -> list[list[int]]:
     """List the global ranks of every data group."""
     stage = tp * dp
-    return [[s * stage + d * tp + t for d in range(dp)] for s in range(pp) for t in range(tp)]
+    return [
+        [s * stage + d * tp + t for d in range(dp)]
+        for s in range(pp)
+        for t in range(tp)
+    ]
 
 
 def pipeline_groups(tp: int, pp: int, dp: int) -> list[list[int]]:
@@ -53,4 +57,7 @@ def pipeline_groups(tp: int, pp: int, dp: int) -> list[list[int]]:
 def model_groups(tp: int, pp: int, dp: int) -> list[list[int]]:
     """List the global ranks of every copy of the model: all tensor ranks of all stages."""
     stage = tp * dp
-    return [[s * stage + d * tp + t for s in range(pp) for t in range(tp)] for d in range(dp)]
+    return [
+        [s * stage + d * tp + t for s in range(pp) for t in range(tp)]
+        for d in range(dp)
+    ]

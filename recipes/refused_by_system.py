@@ -14,7 +14,8 @@ _RIGHTS = {errno.EROFS, errno.EACCES, errno.EPERM}
 _HANDLES = {errno.EMFILE, errno.ENFILE}
 _DEVICE = {errno.EIO, errno.ESTALE}
 _MANY_FILES = 65536
-OUTPUTS = ("standard output", "standard error")  # names of files in errors of writing there
+# names of files in errors of writing there
+OUTPUTS = ("standard output", "standard error")
 _KNOWN = {*_SPACE, *_RIGHTS, *_HANDLES, *_DEVICE, errno.EFBIG}
 
 
@@ -28,8 +29,16 @@ def take_file_handles(least: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
     if wanted < least:
         came = f"a process may have {most} files open here"
-        rule = f"{least} are needed, for files, threads and connections to other processes"
-        raise ProblemsError([Problem("ulimit -n", came, rule, f"raise the hard limit: ulimit -Hn {least}")])
+        rule = (
+            f"{least} are needed, for files, threads and connections to other processes"
+        )
+        raise ProblemsError(
+            [
+                Problem(
+                    "ulimit -n", came, rule, f"raise the hard limit: ulimit -Hn {least}"
+                )
+            ]
+        )
 
 
 def told_by(error: BaseException) -> OSError | None:
@@ -47,11 +56,20 @@ def problem(error: OSError, place: Path, elsewhere: str) -> Problem:
 
     `place`: the file, if the error names none; `elsewhere`: advice to name another place.
     """
-    path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else place
+    path = (
+        Path(os.fsdecode(error.filename))
+        if isinstance(error.filename, str | bytes)
+        else place
+    )
     said = error.strerror or str(error)
     if error.filename in OUTPUTS:
         fix = "redirect it to a file on another disk, or to /dev/null"
-        return Problem(str(path), f"{path} cannot be written ({said})", "the command writes there", fix)
+        return Problem(
+            str(path),
+            f"{path} cannot be written ({said})",
+            "the command writes there",
+            fix,
+        )
     if error.errno in _HANDLES:
         came = f"cannot be opened ({said})"
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -76,11 +94,15 @@ def problem(error: OSError, place: Path, elsewhere: str) -> Problem:
 
 def _free(path: Path) -> str:
     """Describe the room for this user on the file system of `path`."""
-    above = next((each for each in (path, *path.absolute().parents) if each.exists()), Path("/"))
+    above = next(
+        (each for each in (path, *path.absolute().parents) if each.exists()), Path("/")
+    )
     try:
         facts = os.statvfs(above)
     except OSError:
         return "how much is free is not known"
-    free, total = (count * facts.f_frsize / 1e6 for count in (facts.f_bavail, facts.f_blocks))
+    free, total = (
+        count * facts.f_frsize / 1e6 for count in (facts.f_bavail, facts.f_blocks)
+    )
     room = f"{free:,.1f} MB of {total:,.0f} MB are free"
     return f"{room}, and {facts.f_favail:,} more files" if facts.f_files else room

@@ -32,7 +32,8 @@ Count = Annotated[int, Field(ge=1, le=10**9)]
 CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
 Parameters = Annotated[int, Field(ge=1, le=10**15)]
 Layers = Annotated[int, Field(ge=1, le=10_000)]
-Width = Annotated[int, Field(ge=1, le=10**6)]  # hidden size, heads, degrees of parallelism
+# hidden size, heads, degrees of parallelism
+Width = Annotated[int, Field(ge=1, le=10**6)]
 Vocabulary = Annotated[int, Field(ge=1, le=10**8)]
 Tokens = Annotated[int, Field(ge=1, le=10**7)]  # of a sample
 Minutes = Annotated[float, Field(gt=0, le=10**6)]
@@ -56,7 +57,9 @@ def _family(name: Any) -> str:
     if isinstance(name, str) and name in FAMILIES:
         return name
     raise PydanticCustomError(
-        "literal_error", "Input should be {names}", {"names": either(map(repr, FAMILIES))}
+        "literal_error",
+        "Input should be {names}",
+        {"names": either(map(repr, FAMILIES))},
     )
 
 
@@ -67,13 +70,17 @@ class Model(Strict):
     layers: Layers = Field(description="transformer layers")
     hidden: Width = Field(description="hidden size: width of the residual stream")
     heads: Width = Field(description="attention heads per layer; divides hidden")
-    vocab_size: Vocabulary = Field(description="tokens of the vocabulary, before padding")
+    vocab_size: Vocabulary = Field(
+        description="tokens of the vocabulary, before padding"
+    )
     vocab_divisible_by: Width = 128
     """the vocabulary is padded to a multiple of this x tp (Megatron-LM's make_vocab_size_divisible_by)"""
     implementation: Literal["megarecipes", "transformers"] = "megarecipes"
     """megarecipes: the tensor-parallel modules of modeling/; transformers: GPT2LMHeadModel, trained by
     transformers.Trainer"""
-    attention: Annotated[tuple[AttentionKind, ...], Field(strict=False, min_length=1)] = ("dense",)
+    attention: Annotated[
+        tuple[AttentionKind, ...], Field(strict=False, min_length=1)
+    ] = ("dense",)
     """kind of each layer, repeated over the layers; [dense, banded] alternates as GPT-3 (Brown et al. 2020,
     section 2.1); fixed: windows and global columns (Child et al. 2019, arXiv 1904.10509)"""
     attention_window: Tokens | None = None
@@ -109,7 +116,13 @@ class Model(Strict):
     @property
     def predicted(self) -> str:
         """Unit of the mean in its losses: example, masked token or token."""
-        return "example" if self.task_head != "none" else "masked token" if self.facts.masked else "token"
+        return (
+            "example"
+            if self.task_head != "none"
+            else "masked token"
+            if self.facts.masked
+            else "token"
+        )
 
     @property
     def sequences(self) -> int:
@@ -130,9 +143,17 @@ class Model(Strict):
         """What each position sees in every layer; None: dense."""
         size = self.attention_window
         columns = self.attention_columns
-        fixed = Fixed(size, columns, self.attention_patterns) if size and columns else None
-        seen: dict[AttentionKind, Window] = {"dense": None, "banded": size, "fixed": fixed}
-        return tuple(seen[self.attention[i % len(self.attention)]] for i in range(self.layers))
+        fixed = (
+            Fixed(size, columns, self.attention_patterns) if size and columns else None
+        )
+        seen: dict[AttentionKind, Window] = {
+            "dense": None,
+            "banded": size,
+            "fixed": fixed,
+        }
+        return tuple(
+            seen[self.attention[i % len(self.attention)]] for i in range(self.layers)
+        )
 
     @property
     def sparse_keys(self) -> str:
@@ -146,7 +167,11 @@ class Model(Strict):
     def embedding_rows(self, tp: int) -> int:
         """Return the rows of the embedding over `tp` ranks, padded unless it is that of transformers."""
         padded = self.implementation == "megarecipes"
-        return padded_vocab(self.vocab_size, tp, self.vocab_divisible_by) if padded else self.vocab_size
+        return (
+            padded_vocab(self.vocab_size, tp, self.vocab_divisible_by)
+            if padded
+            else self.vocab_size
+        )
 
     def positions_at(self, sequence_length: int) -> int:
         """Return the rows of the table of positions, for samples of `sequence_length` tokens."""
@@ -184,9 +209,15 @@ class Parallel(Strict):
 class RampUp(Strict):
     """Growth of the batch over the first samples, as by Megatron-LM's --rampup-batch-size."""
 
-    start: Samples = Field(description="samples of the first optimizer steps; micro x dp divides them")
-    increment: Samples = Field(description="samples by which a step grows; micro x dp divides them too")
-    samples: Count = Field(description="samples of the run after which a step has batch.global")
+    start: Samples = Field(
+        description="samples of the first optimizer steps; micro x dp divides them"
+    )
+    increment: Samples = Field(
+        description="samples by which a step grows; micro x dp divides them too"
+    )
+    samples: Count = Field(
+        description="samples of the run after which a step has batch.global"
+    )
 
 
 class Batch(Strict):
@@ -203,15 +234,23 @@ class Batch(Strict):
     rampup: RampUp | None = None
     """smaller first steps of equal micro-batches: global and accumulation are those after it; null: none"""
 
-    def schedule(self, before: tuple[Stretch, ...] = (), step: int = 0) -> BatchSchedule:
+    def schedule(
+        self, before: tuple[Stretch, ...] = (), step: int = 0
+    ) -> BatchSchedule:
         """Return the samples of each step; `before`: stretches of the first `step` ones, of another batch."""
         ramp = self.rampup or RampUp(start=self.global_, increment=1, samples=1)
-        return batch_schedule(self.global_, ramp.start, ramp.increment, ramp.samples, before, step)
+        return batch_schedule(
+            self.global_, ramp.start, ramp.increment, ramp.samples, before, step
+        )
 
     @property
     def unit(self) -> int:
         """Largest number that divides the samples of every step."""
-        return math.gcd(self.rampup.start, self.rampup.increment) if self.rampup else self.global_
+        return (
+            math.gcd(self.rampup.start, self.rampup.increment)
+            if self.rampup
+            else self.global_
+        )
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -221,7 +260,9 @@ def _optimizer(name: Any) -> str:
     if name in ("adamw", "lamb"):
         return str(name)
     why = "DeepSpeed's Muon takes embeddings and tensor ranks' slices for matrices, and ZeRO clips its update"
-    told = f"'adamw' or 'lamb' ({why} instead of the gradient; no recipe has its others)"
+    told = (
+        f"'adamw' or 'lamb' ({why} instead of the gradient; no recipe has its others)"
+    )
     raise PydanticCustomError("literal_error", "Input should be {told}", {"told": told})
 
 
@@ -263,7 +304,9 @@ class Schedule(Strict):
     which has no last step; Warmup…LR: DeepSpeed's, as a JSON's scheduler section names them, a step later"""
     counts: Literal["steps", "samples"] = "steps"
     """what it advances by between its steps: one each, or the samples of each, fewer during batch.rampup"""
-    warmup_steps: CountOrZero = Field(default=0, description="optimizer steps of linear warm-up")
+    warmup_steps: CountOrZero = Field(
+        default=0, description="optimizer steps of linear warm-up"
+    )
     decay_steps: Count | None = None
     """step at which min_lr is reached; null: the recipe's steps"""
     min_lr: NonNegativeFloat = 0.0
@@ -272,9 +315,15 @@ class Schedule(Strict):
     """DeepSpeed's kinds: shape of the warm-up; null: log"""
     warmup_min_lr: NonNegativeFloat | None = None
     """WarmupCosineLR: rate of the second step, at which the warm-up begins; the first has 0; null: 0"""
-    power: PositiveFloat | None = Field(default=None, description="polynomial: exponent of what is left")
-    wsd_decay_steps: Count | None = Field(default=None, description="wsd: last steps, in which it decays")
-    wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] | None = None
+    power: PositiveFloat | None = Field(
+        default=None, description="polynomial: exponent of what is left"
+    )
+    wsd_decay_steps: Count | None = Field(
+        default=None, description="wsd: last steps, in which it decays"
+    )
+    wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] | None = (
+        None
+    )
     """wsd: shape of that decay, by Megatron-LM's names; null: exponential"""
 
 
@@ -287,7 +336,13 @@ class Dropout(Strict):
 
 class Tokenizer(Strict):
     kind: Literal[
-        "trained_bpe", "trained_wordpiece", "gpt2", "bert_uncased", "bert_cased", "file", "store"
+        "trained_bpe",
+        "trained_wordpiece",
+        "gpt2",
+        "bert_uncased",
+        "bert_cased",
+        "file",
+        "store",
     ] = "trained_bpe"
     """trained_bpe, trained_wordpiece: model.vocab_size tokens, trained on the training documents and cached;
     gpt2: the published vocabulary (50257); bert_uncased (30522), bert_cased (28996): the published ones, from
@@ -302,10 +357,14 @@ class Masking(Strict):
     80 % of them become [MASK], 10 % a random token, 10 % stay.
     """
 
-    probability: float = Field(default=0.15, gt=0, lt=1, description="share of tokens that are predicted")
+    probability: float = Field(
+        default=0.15, gt=0, lt=1, description="share of tokens that are predicted"
+    )
     max_ngram: Annotated[int, Field(ge=1, le=100)] = 3
     """longest run of words masked together; a run of n has probability proportional to 1/n (ALBERT)"""
-    whole_words: bool = Field(default=True, description="mask all pieces of a word, not single ones")
+    whole_words: bool = Field(
+        default=True, description="mask all pieces of a word, not single ones"
+    )
     short_probability: float = Field(default=0.1, ge=0, lt=1)
     """share of samples that are made shorter, at random"""
 
@@ -319,7 +378,9 @@ class Origin(Strict):
     name: str | None = None
     """hub: dataset name, e.g. Skylion007/openwebtext; files: path, glob, or a directory with all in it;
     store: directory or prefix"""
-    config: str | None = Field(default=None, description="hub: dataset configuration, e.g. 20231101.en")
+    config: str | None = Field(
+        default=None, description="hub: dataset configuration, e.g. 20231101.en"
+    )
     revision: str | None = None
     """hub: branch, tag or commit of the dataset; null: the newest"""
     split: str = Field(default="train", description="hub: split that is read")
@@ -339,7 +400,9 @@ class Origin(Strict):
 
 
 class BlendPart(Origin):
-    weight: PositiveFloat = Field(description="share of the samples, relative to the other parts' weights")
+    weight: PositiveFloat = Field(
+        description="share of the samples, relative to the other parts' weights"
+    )
 
 
 class Data(Origin):
@@ -418,7 +481,9 @@ class Run(Strict):
     """text that the trained model continues at the end (bert: whose [MASK]s it fills in); null: none"""
     loader_workers: Annotated[int, Field(ge=0, le=MOST_LOADER_WORKERS)] = 1
     """threads per rank that make batches ahead of training; 0: made between steps"""
-    profile: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}:[1-9][0-9]{0,8}$")] | None = None
+    profile: (
+        Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}:[1-9][0-9]{0,8}$")] | None
+    ) = None
     """steps for torch's profiler, first:last, both with it, such as 10:13; no speed is measured over them;
     null: none"""
 
@@ -437,7 +502,9 @@ class Hardware(Strict):
     """node of the planner's hardware catalogue (launch/planning/prediction/hardware.yaml)"""
     gpus: Count | None = Field(default=None, description="of the whole run, as printed")
     gpus_per_node: Count | None = None
-    gpu_memory_gb: PositiveFloat | None = Field(default=None, description="GB of each GPU")
+    gpu_memory_gb: PositiveFloat | None = Field(
+        default=None, description="GB of each GPU"
+    )
     peak_tflops: PositiveFloat | None = None
     """per GPU in half precision, as the source states it"""
 
@@ -447,14 +514,20 @@ class Hardware(Strict):
         return {"name": value} if isinstance(value, str) else value
 
     def __str__(self) -> str:
-        return self.name if self.gpus is None else f"{self.gpus} GPU{'s' * (self.gpus != 1)} ({self.name})"
+        return (
+            self.name
+            if self.gpus is None
+            else f"{self.gpus} GPU{'s' * (self.gpus != 1)} ({self.name})"
+        )
 
 
 Percent = Annotated[float, Field(ge=0, le=100)]
 
 
 class Perplexity(Strict):
-    perplexity: PositiveFloat = Field(description="per word of the text as it was before tokenizing")
+    perplexity: PositiveFloat = Field(
+        description="per word of the text as it was before tokenizing"
+    )
 
 
 class Accuracy(Strict):
@@ -512,12 +585,18 @@ class Published(Strict):
     software: str | None = None
     """training system as which the planner predicts the row (launch/planning/prediction/software.py)"""
     date: str | None = None
-    size_label: str | None = Field(default=None, description="model size as printed, e.g. 48B")
-    parameters: Parameters | None = Field(default=None, description="model size where printed to the unit")
+    size_label: str | None = Field(
+        default=None, description="model size as printed, e.g. 48B"
+    )
+    parameters: Parameters | None = Field(
+        default=None, description="model size where printed to the unit"
+    )
     parameters_per_rank: Parameters | None = None
     time_per_iteration_s: PositiveFloat | None = None
     samples_per_s: PositiveFloat | None = None
-    tflops: PositiveFloat | None = Field(default=None, description="per GPU, as printed")
+    tflops: PositiveFloat | None = Field(
+        default=None, description="per GPU, as printed"
+    )
     tflops_by: Literal["formula", "exact"] = "formula"
     """what tflops counts: 2 x parameters x passes per token (Jean Zay), or every matrix product (NVIDIA)"""
     cached_gb: PositiveFloat | None = None
@@ -526,7 +605,9 @@ class Published(Strict):
     speedup: PositiveFloat | None = None
     """how many times as fast as `speedup_over`, another published row"""
     speedup_over: str | None = None
-    peak_percent: PositiveFloat | None = Field(default=None, description="share of the GPU's peak TFLOPS")
+    peak_percent: PositiveFloat | None = Field(
+        default=None, description="share of the GPU's peak TFLOPS"
+    )
     validation_loss: PositiveFloat | None = None
     """held-out loss, nats per masked token"""
     downstream: Downstream | None = None
@@ -560,7 +641,9 @@ class Branch(Strict):
     step: Count = Field(description="optimizer steps of it")
     changed: Annotated[tuple[Change, ...], Field(strict=False)] = ()
     """what decides numbers and differs from there on"""
-    stretches: Annotated[tuple[Annotated[Stretch, Field(strict=False)], ...], Field(strict=False)]
+    stretches: Annotated[
+        tuple[Annotated[Stretch, Field(strict=False)], ...], Field(strict=False)
+    ]
     """its batches up to there: steps and samples before each stretch of equal steps, samples of each step"""
     data_from: CountOrZero = 0
     """samples that were read before the present order of the data began"""
@@ -611,12 +694,20 @@ class Recipe(Strict):
     def sizes(self) -> BatchSchedule:
         """Samples of each step of the run, and of the steps before the branch that it is."""
         branch = self.branch
-        return self.batch.schedule(branch.stretches, branch.step) if branch else self.batch.schedule()
+        return (
+            self.batch.schedule(branch.stretches, branch.step)
+            if branch
+            else self.batch.schedule()
+        )
 
     @property
     def sizes_in_data(self) -> BatchSchedule:
         """The same, with samples counted from the beginning of the present order of the data."""
-        return self.sizes.counted_from(self.branch.data_from) if self.branch else self.sizes
+        return (
+            self.sizes.counted_from(self.branch.data_from)
+            if self.branch
+            else self.sizes
+        )
 
     @property
     def positions(self) -> int:
@@ -645,7 +736,11 @@ class Recipe(Strict):
     def checkpoint_interval(self) -> int:
         """Layers per recomputed chunk; 0: no whole layer is recomputed."""
         chunk = self.activation_checkpointing
-        return chunk if isinstance(chunk, int) else {"none": 0, "selective": 0, "full": 1}[chunk]
+        return (
+            chunk
+            if isinstance(chunk, int)
+            else {"none": 0, "selective": 0, "full": 1}[chunk]
+        )
 
     @property
     def recomputes_core(self) -> bool:

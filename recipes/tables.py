@@ -29,13 +29,19 @@ RECORDED = "recipe.yaml"  # of a run directory
 class TableFrame(Strict):
     """The keys of a table's file; those of its rows are not checked yet."""
 
-    title: str = Field(min_length=1, description="a table has one line for recipe.py list")
+    title: str = Field(
+        min_length=1, description="a table has one line for recipe.py list"
+    )
     source: str | None = Field(default=None, description="should be text")
     columns: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """should be a list of the source's headings, in the order of the cells of each row's published.row"""
     note: str | None = Field(default=None, description="should be text")
-    like: str | None = Field(default=None, description="should be the name of another table")
-    defaults: dict[str, Any] = Field(default={}, description="should be a mapping of recipe keys")
+    like: str | None = Field(
+        default=None, description="should be the name of another table"
+    )
+    defaults: dict[str, Any] = Field(
+        default={}, description="should be a mapping of recipe keys"
+    )
     rows: dict[str, dict[str, Any] | None] = Field(min_length=1)
     """should be at least one row, name: {keys of the recipe}, the name a text"""
     evidence: dict[str, Any] = {}
@@ -80,7 +86,13 @@ class RecordedTable(Table):
         if not isinstance(document.value, dict):
             came = f"holds {type(document.value).__name__}, not a recipe"
             where = str(path)
-            raise RecipeError([Problem(where, came, "", "was it written by this project?", where=where)])
+            raise RecipeError(
+                [
+                    Problem(
+                        where, came, "", "was it written by this project?", where=where
+                    )
+                ]
+            )
         title = str(directory)
         name = str(directory.parent)
         rows = {directory.name: document.value}
@@ -95,13 +107,19 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
-        merged[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+        merged[key] = (
+            merge(old, value)
+            if isinstance(old, Mapping) and isinstance(value, Mapping)
+            else value
+        )
     return merged
 
 
 def read_table(path: Path) -> Table:
     """Read a table and check its frame, not yet its rows; RecipeError for malformed YAML or another frame."""
-    document = read(path, f"{path.parent.name}/{path.name}" if path.parent == FOLDER else str(path))
+    document = read(
+        path, f"{path.parent.name}/{path.name}" if path.parent == FOLDER else str(path)
+    )
     frame = checked(TableFrame, document.value, document)
     below = _other_table(path, frame.like, document) if frame.like else None
     return Table(**dict(frame), name=path.stem, document=document, below=below)
@@ -109,20 +127,31 @@ def read_table(path: Path) -> Table:
 
 def _other_table(path: Path, name: str, document: YamlDocument) -> Table:
     """Read the table that `like` names, from the same folder. Raises RecipeError."""
-    others = {other.stem: other for other in path.parent.glob("*.yaml") if other != path}
+    others = {
+        other.stem: other for other in path.parent.glob("*.yaml") if other != path
+    }
 
     def refused(came: str, rule: str, fix: str) -> RecipeError:
-        return RecipeError([Problem("like", came, rule, fix, where=document.at("like"))])
+        return RecipeError(
+            [Problem("like", came, rule, fix, where=document.at("like"))]
+        )
 
     if name not in others:
-        raise refused(f"like={name}", "no other table of this folder", did_you_mean(name, others))
-    if isinstance(value := read(others[name], document.where).value, dict) and "like" in value:
+        raise refused(
+            f"like={name}", "no other table of this folder", did_you_mean(name, others)
+        )
+    if (
+        isinstance(value := read(others[name], document.where).value, dict)
+        and "like" in value
+    ):
         rule = "a table is like one that states its rows itself"
         raise refused(f"like={name}", rule, f"name {value['like']}")
     return read_table(others[name])
 
 
-def checked(form: type[Form], value: Any, document: YamlDocument, *section: str) -> Form:
+def checked(
+    form: type[Form], value: Any, document: YamlDocument, *section: str
+) -> Form:
     """Check a section of a table's file against its form. Raises RecipeError: every fault, with its line.
 
     The rule of a fault is the description of the field that it is in, else in pydantic's words.
@@ -140,7 +169,9 @@ def checked(form: type[Form], value: Any, document: YamlDocument, *section: str)
         field = form.model_fields.get(str(loc[0])) if loc else None
         key = shown(path)
         came = f"{shown(path) or 'the file'}={detail['input']!r}"[:100]
-        rule = (field and field.description) or detail["msg"][0].lower() + detail["msg"][1:]
+        rule = (field and field.description) or detail["msg"][0].lower() + detail[
+            "msg"
+        ][1:]
         if kind == "missing":
             came = f"{key} is missing"
         elif kind == "model_type":
@@ -149,5 +180,7 @@ def checked(form: type[Form], value: Any, document: YamlDocument, *section: str)
             came = key
             rule = "unknown key"
             fix = did_you_mean(str(loc[0]), form.model_fields) if len(loc) == 1 else ""
-        problems.append(Problem(key, came, rule, fix, where=document.at(*map(str, path))))
+        problems.append(
+            Problem(key, came, rule, fix, where=document.at(*map(str, path)))
+        )
     raise RecipeError(problems)

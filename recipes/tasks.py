@@ -53,11 +53,20 @@ class TaskFacts:
     @property
     def label(self) -> str:
         """The field with the label."""
-        return {"classification": "label", "span": "answers", "choice": "answer"}[self.head]
+        return {"classification": "label", "span": "answers", "choice": "answer"}[
+            self.head
+        ]
 
 
 def _glue(
-    name: str, title: str, texts: str, labels: str, file: str, *, named_labels: bool = False, f1: bool = False
+    name: str,
+    title: str,
+    texts: str,
+    labels: str,
+    file: str,
+    *,
+    named_labels: bool = False,
+    f1: bool = False,
 ) -> TaskFacts:
     submission = {"dev": f"{file}.tsv", "test": f"{file}.tsv"}
     hub = ("nyu-mll/glue", name)
@@ -70,7 +79,9 @@ def _squad(title: str, hub: str) -> TaskFacts:
     submission = {"dev": "predictions.json", "test": "predictions.json"}
     splits = {"train": "train", "dev": "validation"}
     texts = ("question", "context")
-    return TaskFacts(title, "span", (hub, None), texts, (), 384, 32, 3e-5, submission, splits=splits)
+    return TaskFacts(
+        title, "span", (hub, None), texts, (), 384, 32, 3e-5, submission, splits=splits
+    )
 
 
 TASKS: Mapping[TaskName, TaskFacts] = {

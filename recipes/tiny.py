@@ -10,7 +10,15 @@ from __future__ import annotations
 from itertools import chain, groupby
 from typing import Any
 
-from recipes.schema import AttentionKind, Batch, Data, Model, Recipe, Schedule, Tokenizer
+from recipes.schema import (
+    AttentionKind,
+    Batch,
+    Data,
+    Model,
+    Recipe,
+    Schedule,
+    Tokenizer,
+)
 
 LAYERS = 4
 HIDDEN = 64
@@ -18,7 +26,8 @@ HEADS = 4
 VOCABULARY = 509  # prime: tensor parallelism has to pad it
 SEQUENCE = 64  # or as many positions, where the recipe states these apart
 STEPS = 20
-GLOBAL = 8  # where the number of data-parallel ranks is left open: 1, 2, 4 and 8 divide it
+# where the number of data-parallel ranks is left open: 1, 2, 4 and 8 divide it
+GLOBAL = 8
 # With banded layers: long enough for the kernel of blocks, as published lengths are.
 BANDED_SEQUENCE = 256
 WINDOW = 16
@@ -32,7 +41,10 @@ def tiny(recipe: Recipe) -> Recipe:
     chunk = recipe.activation_checkpointing
     positions, length = _lengths(recipe)
     tokenizer = Tokenizer.model_validate({"kind": recipe.model.facts.trained})
-    degrees = {key: degree and min(2, degree) for key, degree in recipe.parallel.degrees.items()}
+    degrees = {
+        key: degree and min(2, degree)
+        for key, degree in recipe.parallel.degrees.items()
+    }
     most = {"validation_samples": 8, "validate_every": 10, "save_every": 10}
     run = {key: min(number, getattr(recipe.run, key)) for key, number in most.items()}
     shrunk = {
@@ -43,7 +55,9 @@ def tiny(recipe: Recipe) -> Recipe:
         "batch": Batch.model_validate(_batch(recipe.batch, recipe.parallel.dp)),
         "steps": min(STEPS, recipe.steps),
         "schedule": _schedule(recipe),
-        "optimizer": recipe.optimizer.model_copy(update={"lr": max(LEAST_LR, recipe.optimizer.lr)}),
+        "optimizer": recipe.optimizer.model_copy(
+            update={"lr": max(LEAST_LR, recipe.optimizer.lr)}
+        ),
         "activation_checkpointing": min(2, chunk) if isinstance(chunk, int) else chunk,
         "data": Data(tokenizer=tokenizer, masking=recipe.data.masking),
         "run": recipe.run.model_copy(update=run),
@@ -109,14 +123,30 @@ def _batch(batch: Batch, dp: int | None) -> dict[str, Any]:
     """Shrink the batch: micro-batch at most 2, two of them a step if the recipe accumulates."""
     if batch.rampup:  # twice as large after five steps
         half = _batch(batch.model_copy(update={"accumulation": 1, "rampup": None}), dp)
-        ramp = {"start": half["global"], "increment": half["global"], "samples": 5 * half["global"]}
-        return half | {"accumulation": None, "global": 2 * half["global"], "rampup": ramp}
+        ramp = {
+            "start": half["global"],
+            "increment": half["global"],
+            "samples": 5 * half["global"],
+        }
+        return half | {
+            "accumulation": None,
+            "global": 2 * half["global"],
+            "rampup": ramp,
+        }
     if dp is None:
-        return {"global": GLOBAL} | ({} if batch.micro is None else {"micro": min(2, batch.micro)})
-    accumulates = batch.accumulation or (batch.global_ // (batch.micro * dp) if batch.micro else 1)
+        return {"global": GLOBAL} | (
+            {} if batch.micro is None else {"micro": min(2, batch.micro)}
+        )
+    accumulates = batch.accumulation or (
+        batch.global_ // (batch.micro * dp) if batch.micro else 1
+    )
     micro = min(2, batch.micro or batch.global_ // (dp * (batch.accumulation or 1)))
     accumulation = 2 if accumulates > 1 else 1
-    return {"micro": micro, "accumulation": accumulation, "global": micro * accumulation * min(2, dp)}
+    return {
+        "micro": micro,
+        "accumulation": accumulation,
+        "global": micro * accumulation * min(2, dp),
+    }
 
 
 def _schedule(recipe: Recipe) -> Schedule:
@@ -125,8 +155,13 @@ def _schedule(recipe: Recipe) -> Schedule:
     steps = min(STEPS, recipe.steps)
     shrunk = steps / recipe.steps
     decay = max(2, round((recipe.decay_steps or recipe.steps) * shrunk))
-    warmup = min(max(1, round(schedule.warmup_steps * shrunk)), max(1, steps // 4), decay - 1)
-    values = {"decay_steps": schedule.decay_steps and decay, "warmup_steps": schedule.warmup_steps and warmup}
+    warmup = min(
+        max(1, round(schedule.warmup_steps * shrunk)), max(1, steps // 4), decay - 1
+    )
+    values = {
+        "decay_steps": schedule.decay_steps and decay,
+        "warmup_steps": schedule.warmup_steps and warmup,
+    }
     last = min(max(1, round((schedule.wsd_decay_steps or 0) * shrunk)), decay - warmup)
     values["wsd_decay_steps"] = schedule.wsd_decay_steps and last
     return schedule.model_copy(update=values)

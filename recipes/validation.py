@@ -13,13 +13,22 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from recipes import consistency
-from recipes.key_paths import known_prefix, list_rule, paths, shown, submodel, suggestion
+from recipes.key_paths import (
+    known_prefix,
+    list_rule,
+    paths,
+    shown,
+    submodel,
+    suggestion,
+)
 from recipes.problems import Problem, RecipeError, Setting
 from recipes.schema import Origin, Recipe
 from recipes.yaml_lines import KeyPath, YamlDocument, YamlError, parse
 
 
-def _override(values: dict[str, Any], settings: Sequence[str]) -> tuple[set[KeyPath], list[Problem]]:
+def _override(
+    values: dict[str, Any], settings: Sequence[str]
+) -> tuple[set[KeyPath], list[Problem]]:
     """Lay the settings over `values`, later ones over earlier; return their keys and their problems."""
     known = set(paths())
     problems = list[Problem]()
@@ -34,9 +43,19 @@ def _override(values: dict[str, Any], settings: Sequence[str]) -> tuple[set[KeyP
             problems.append(Problem(dotted, "is not key=value", fix=fix, where=where))
         elif path[0] == "branch":
             fix = "--branch RUN[@STEP] goes on from a run's checkpoint"
-            problems.append(Problem(dotted, dotted, "is written by the run that it is of", fix, where=where))
+            problems.append(
+                Problem(
+                    dotted,
+                    dotted,
+                    "is written by the run that it is of",
+                    fix,
+                    where=where,
+                )
+            )
         elif dotted not in known:
-            problems.append(Problem(dotted, dotted, "unknown key", suggestion(path), where=where))
+            problems.append(
+                Problem(dotted, dotted, "unknown key", suggestion(path), where=where)
+            )
         else:
             try:
                 _put(values, path, parse(written, where).value)
@@ -100,12 +119,20 @@ def validate(
         whole = True
     except ValidationError as error:
         details = error.errors()
-        found += [(problem, [path]) for path, problem in _field_problems(details).items()]
-        wrong = {known_prefix(detail["loc"]) for detail in details if detail["type"] != "extra_forbidden"}
+        found += [
+            (problem, [path]) for path, problem in _field_problems(details).items()
+        ]
+        wrong = {
+            known_prefix(detail["loc"])
+            for detail in details
+            if detail["type"] != "extra_forbidden"
+        }
         recipe = _partial(Recipe, changed, wrong)
         whole = False
     for problem in consistency.problems(recipe, whole=whole, columns=columns):
-        found.append((problem, [tuple(key.partition("[")[0].split(".")) for key in problem.keys]))
+        found.append(
+            (problem, [tuple(key.partition("[")[0].split(".")) for key in problem.keys])
+        )
     for problem, places in found:
         keys = [_outside_lists(path) for path in places]
         # Set where one key is the other or a part of it: `map` ends with the shorter.
@@ -118,7 +145,10 @@ def validate(
 
 
 def _partial(
-    model: type[BaseModel], values: Mapping[str, Any], wrong: Set[ErrorPath], path: KeyPath = ()
+    model: type[BaseModel],
+    values: Mapping[str, Any],
+    wrong: Set[ErrorPath],
+    path: KeyPath = (),
 ) -> Any:
     """Build a `model` without the fields at `wrong` and without required ones absent from `values`.
 
@@ -156,7 +186,9 @@ def _describe(detail: ErrorDetails) -> tuple[ErrorPath, Problem]:
     if kind == "missing":
         return loc, Problem(whole, whole, "is missing", "the recipe must state it")
     path = known_prefix(loc)
-    rule = (detail["msg"][0].lower() + detail["msg"][1:]).replace("input should", "should")
+    rule = (detail["msg"][0].lower() + detail["msg"][1:]).replace(
+        "input should", "should"
+    )
     if kind == "tuple_type":
         rule = f"should be {list_rule(path) or 'a list'}"
     return path, Problem(shown(path), Setting(shown(path), repr(detail["input"])), rule)
@@ -164,10 +196,15 @@ def _describe(detail: ErrorDetails) -> tuple[ErrorPath, Problem]:
 
 def _outside_lists(path: ErrorPath) -> KeyPath:
     """Cut the path at its first list: values in a list have no line and no --set of their own."""
-    return tuple(str(part) for part in itertools.takewhile(lambda part: isinstance(part, str), path))
+    return tuple(
+        str(part)
+        for part in itertools.takewhile(lambda part: isinstance(part, str), path)
+    )
 
 
-def _place(keys: Sequence[KeyPath], document: YamlDocument, roots: Sequence[KeyPath]) -> str:
+def _place(
+    keys: Sequence[KeyPath], document: YamlDocument, roots: Sequence[KeyPath]
+) -> str:
     """Return the line of the first of the keys, as recipes/default.yaml:14; empty if none is in the file."""
     lines = (document.lines.get((*root, *key)) for root in roots for key in keys if key)
     line = next(filter(None, lines), None)

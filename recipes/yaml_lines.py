@@ -17,7 +17,8 @@ from recipes import files
 from recipes.problems import Problem, RecipeError
 
 KeyPath = tuple[str, ...]
-MOST_VALUES = 100_000  # of one document with its aliases; the largest table here has 3000
+# of one document with its aliases; the largest table here has 3000
+MOST_VALUES = 100_000
 
 
 class YamlError(RecipeError):
@@ -77,13 +78,19 @@ def parse(text: str, where: str) -> YamlDocument:
         mark = error.problem_mark or error.context_mark
         place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
         offending = text.splitlines()[mark.line : mark.line + 1] if mark else ()
-        rule = ": ".join([f"{error.problem or error.context}", *(repr(line.strip()) for line in offending)])
+        rule = ": ".join(
+            [
+                f"{error.problem or error.context}",
+                *(repr(line.strip()) for line in offending),
+            ]
+        )
         raise YamlError(place, "not YAML", rule) from None
     except yaml.YAMLError as error:
         raise YamlError(where, "not YAML", " ".join(str(error).split())) from None
 
 
-_parse_once = functools.lru_cache(maxsize=128)(parse)  # for readers, who leave the shared value as it is
+# for readers, who leave the shared value as it is
+_parse_once = functools.lru_cache(maxsize=128)(parse)
 
 
 def read(path: Path, where: str) -> YamlDocument:
@@ -106,7 +113,8 @@ def _parse(text: str, where: str, kind: Any) -> YamlDocument:
         files.check_value(value, where)
     except files.FileError as error:
         raise RecipeError(error.problems) from None
-    except (ValueError, OverflowError) as error:  # a date or a number that is none, by its form
+    # a date or a number that is none, by its form
+    except (ValueError, OverflowError) as error:
         raise YamlError(where, "not YAML", str(error)) from None
     return YamlDocument(where, value, lines)
 
@@ -117,7 +125,9 @@ def _check_text(text: str, where: str, kind: Any) -> None:
     event: Any
     for event in yaml.parse(text, Loader=kind):
         values += isinstance(event, yaml.NodeEvent)
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+            event, yaml.CollectionEndEvent
+        )
         _check_size(values, depth, f"{where}:{event.start_mark.line + 1}")
 
 
@@ -135,16 +145,25 @@ def _lines_of(root: yaml.Node, where: str) -> dict[KeyPath, int]:
     """
     found = dict[KeyPath, int]()
     values = 0
-    waiting: list[tuple[Any, KeyPath, dict[KeyPath, int], int, int]] = [(root, (), found, 0, 1)]
+    waiting: list[tuple[Any, KeyPath, dict[KeyPath, int], int, int]] = [
+        (root, (), found, 0, 1)
+    ]
     while waiting:
         node, path, lines, depth, line = waiting.pop()
-        line = max(line, node.start_mark.line + 1)  # what an alias repeats is marked further up
+        # what an alias repeats is marked further up
+        line = max(line, node.start_mark.line + 1)
         values += 1
         _check_size(values, depth, f"{where}:{line}")
         if isinstance(node, yaml.ScalarNode):
             if "\0" in node.value:
-                raise YamlError(f"{where}:{line}", "holds a NUL", "no name or text has one", "remove it")
-        elif isinstance(node, yaml.SequenceNode):  # keys in lists have no path of their own
+                raise YamlError(
+                    f"{where}:{line}",
+                    "holds a NUL",
+                    "no name or text has one",
+                    "remove it",
+                )
+        # keys in lists have no path of their own
+        elif isinstance(node, yaml.SequenceNode):
             waiting += [(child, path, {}, depth + 1, line) for child in node.value]
         else:
             for key, child in node.value:
@@ -153,7 +172,15 @@ def _lines_of(root: yaml.Node, where: str) -> dict[KeyPath, int]:
                 if here in lines:
                     place = f"{where}:{own}:{key.start_mark.column + 1}"
                     came = f"key {key.value!r} is already in line {lines[here]}"
-                    raise YamlError(place, came, "a key stands once in its mapping", "remove one of the two")
+                    raise YamlError(
+                        place,
+                        came,
+                        "a key stands once in its mapping",
+                        "remove one of the two",
+                    )
                 lines[here] = own
-                waiting += [(key, path, {}, depth + 1, line), (child, here, lines, depth + 1, max(line, own))]
+                waiting += [
+                    (key, path, {}, depth + 1, line),
+                    (child, here, lines, depth + 1, max(line, own)),
+                ]
     return found

@@ -143,7 +143,8 @@ MISTAKES = (
     Mistake("clipped at twice the norm", "launch/deepspeed_fixes/norms.py",
             "+ 1e-6) / largest)", "+ 1e-6) / (2 * largest))", NORMS),
     Mistake("clipped at twice the norm in fp32", "launch/deepspeed_fixes/zero0.py",
-            "torch.clamp(self.gradient_clipping() /", "torch.clamp(2 * self.gradient_clipping() /", NORMS),
+            "self.gradient_clipping() / (self._global_grad_norm",
+            "2 * self.gradient_clipping() / (self._global_grad_norm", NORMS),
     Mistake("sums in bf16", "launch/deepspeed_fixes/zero0.py",
             "super().get_data_types()[1] == torch.float32", "False", STEP),
 )  # fmt: skip

@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout: tools are not installed
+# run from a checkout: tools are not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from launch.console import arguments, ends, new_output, quiet
 from launch.machine import description
@@ -40,9 +41,13 @@ COMMANDS: dict[str, tuple[str, Any]] = {
 
 def build_parser() -> argparse.ArgumentParser:
     parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES)
-    benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    benchmarks = parser.add_subparsers(
+        dest="benchmark", required=True, metavar="BENCHMARK"
+    )
     for name, (summary, module) in COMMANDS.items():
-        command = arguments.subcommand(benchmarks, name, summary, None, module.EXAMPLES, module.RULES)
+        command = arguments.subcommand(
+            benchmarks, name, summary, None, module.EXAMPLES, module.RULES
+        )
         module.add_flags(command)
         command.add_argument("--out", metavar="FILE", help="write all numbers as JSON")
         command.set_defaults(measure=module.measure)
@@ -57,7 +62,10 @@ def main() -> None:
             new_output.new_file("--out", args.out)
         machine = description.describe()
         load = os.getloadavg()[0]
-        print(f"{description.summary(machine)}; load average at the start {load:.1f}", flush=True)
+        print(
+            f"{description.summary(machine)}; load average at the start {load:.1f}",
+            flush=True,
+        )
         result = {"command": sys.argv, "hardware": machine, "load_average": load}
         result |= args.measure(args, machine)
     except ValueError as error:

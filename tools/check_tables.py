@@ -16,7 +16,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout: tools are not installed
+# run from a checkout: tools are not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.durable_files import write_atomically
 from launch.console import arguments, ends, quiet, terminal
@@ -54,9 +55,18 @@ def build_parser() -> argparse.ArgumentParser:
     parser = arguments.command(ABOUT, EXAMPLES)
     tables = "only these published tables"
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=tables)
-    parser.add_argument("--table", nargs="+", action="extend", default=[], metavar="NAME", help="the same")
+    parser.add_argument(
+        "--table",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help="the same",
+    )
     parser.add_argument("--verbose", action="store_true", help="list every check")
-    parser.add_argument("--csv", metavar="FILE", help="write all checks as CSV, one a line")
+    parser.add_argument(
+        "--csv", metavar="FILE", help="write all checks as CSV, one a line"
+    )
     return parser
 
 
@@ -64,9 +74,12 @@ def main(typed: Sequence[str] | None = None) -> int:
     """Verify, print the report, and return exit code 0 or 1. Raises ValueError for refusals."""
     args = build_parser().parse_args(typed)
     quiet.quiet_libraries()
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # models are built without memory: no GPU is looked for
+    # models are built without memory: no GPU is looked for
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if args.csv:  # before minutes are spent
-        args.csv = new_file("--csv", args.csv, own=(",".join(COLUMNS) + "\r\n").encode())
+        args.csv = new_file(
+            "--csv", args.csv, own=(",".join(COLUMNS) + "\r\n").encode()
+        )
     from tools.tables import verification
 
     report = verification.verify([*args.tables, *args.table], progress=_progress)
@@ -81,7 +94,9 @@ def _progress(rows: Sequence[CheckedRow]) -> Iterator[CheckedRow]:
     """Show a bar on a terminal while models are built, and nothing in a log."""
     from tqdm import tqdm
 
-    bar = tqdm(rows, file=sys.stderr, unit="row", disable=None, leave=False, dynamic_ncols=True)
+    bar = tqdm(
+        rows, file=sys.stderr, unit="row", disable=None, leave=False, dynamic_ncols=True
+    )
     for row in bar:
         bar.set_description_str(row.full_name)
         yield row
@@ -93,18 +108,26 @@ def _as_csv(report: VerificationReport) -> str:
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, COLUMNS)
     writer.writeheader()
-    writer.writerows({**asdict(check), "explanation": texts.get(check, "")} for check in report.checks)
+    writer.writerows(
+        {**asdict(check), "explanation": texts.get(check, "")}
+        for check in report.checks
+    )
     return buffer.getvalue()
 
 
-def describe(report: VerificationReport, *, verbose: bool = False, width: int | None = None) -> str:
+def describe(
+    report: VerificationReport, *, verbose: bool = False, width: int | None = None
+) -> str:
     """Describe the report in blocks, in lines of `width` columns."""
     blocks = [
         _summary(report, width),
         _every_check(report) if verbose else "",
         _errata(report),
         _not_checkable(report),
-        _remarks("Repeated measurements: how far one configuration's times lie apart", report.repeated),
+        _remarks(
+            "Repeated measurements: how far one configuration's times lie apart",
+            report.repeated,
+        ),
         _remarks("Texts: what they get wrong, found by hand", report.texts),
         _unexplained(report),
         _verdict(report),
@@ -133,7 +156,9 @@ def _numbers(report: VerificationReport, checks: Sequence[LineCheck]) -> dict[st
     """Count the checks by kind; of cells and settings, those that agree."""
     number = Counter(check.status for check in checks)
     agree = [check for check in checks if check.status == "agrees"]
-    recomputed = Counter(check.status for check in checks if not (check.transcribed or check.stated))
+    recomputed = Counter(
+        check.status for check in checks if not (check.transcribed or check.stated)
+    )
     errata = len(report.explanations.keys() & set(checks))
     return {
         "cells": sum(check.transcribed for check in agree),
@@ -159,7 +184,9 @@ def _every_check(report: VerificationReport) -> str:
         words = (("printed", check.printed), ("computed", check.computed))
         parts = ", ".join(f"{word} {text}" for word, text in words if text)
         how = f"  [{check.how}]" if check.how else ""
-        lines.append(f"  {MARKS.get(check.status, wrong):<12}{check.quantity}: {parts}{how}")
+        lines.append(
+            f"  {MARKS.get(check.status, wrong):<12}{check.quantity}: {parts}{how}"
+        )
     return "\n".join(lines)
 
 
@@ -169,13 +196,20 @@ def _errata(report: VerificationReport) -> str:
     for number, (erratum, checks) in enumerate(report.errata, 1):
         alike: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
         for check in checks:
-            alike[check.difference][check.table].append(check.subject.removeprefix(f"{check.table}/"))
+            alike[check.difference][check.table].append(
+                check.subject.removeprefix(f"{check.table}/")
+            )
         lines = [_line(f"{number}. {erratum.text}", "")]
         for difference, tables in alike.items():
             lines.append(_line(difference, "   "))
-            lines += [_line(f"{table}/ {', '.join(rows)}", "      ") for table, rows in tables.items()]
+            lines += [
+                _line(f"{table}/ {', '.join(rows)}", "      ")
+                for table, rows in tables.items()
+            ]
         blocks.append("\n".join(lines))
-    return _section("Errata: disagreements with the sources, each explained", "\n\n".join(blocks))
+    return _section(
+        "Errata: disagreements with the sources, each explained", "\n\n".join(blocks)
+    )
 
 
 def _not_checkable(report: VerificationReport) -> str:
@@ -188,7 +222,11 @@ def _not_checkable(report: VerificationReport) -> str:
     for (quantity, reason), checks in reasons.items():
         subjects = dict.fromkeys(check.subject for check in checks)
         tables = dict.fromkeys(check.table for check in checks)
-        where = ", ".join(subjects) if len(subjects) <= 3 else f"{len(subjects)} rows of {', '.join(tables)}"
+        where = (
+            ", ".join(subjects)
+            if len(subjects) <= 3
+            else f"{len(subjects)} rows of {', '.join(tables)}"
+        )
         lines.append(_line(f"{quantity}: {reason} ({where})", "  "))
     return _section("Not checkable: and why", "\n".join(lines))
 
@@ -203,7 +241,9 @@ def _unexplained(report: VerificationReport) -> str:
     mend = "Correct the recipe or this project's arithmetic, or explain it in the table's evidence: errata."
     none = "disagreements under evidence: errata are none any more"
     remove = "  Remove each, or write what is printed and computed now."
-    blocks = [[f"!!! UNEXPLAINED: {len(wrong)}", *wrong, _line(mend, "  ")]] if wrong else []
+    blocks = (
+        [[f"!!! UNEXPLAINED: {len(wrong)}", *wrong, _line(mend, "  ")]] if wrong else []
+    )
     blocks += [[f"!!! STALE: {len(stale)} {none}", *stale, remove]] if stale else []
     return "\n\n".join("\n".join(block) for block in blocks)
 
@@ -211,7 +251,11 @@ def _unexplained(report: VerificationReport) -> str:
 def _verdict(report: VerificationReport) -> str:
     number = _numbers(report, report.checks)
     errata = number["errata"]
-    found = "1 disagreement is an erratum" if errata == 1 else f"{errata} disagreements are errata"
+    found = (
+        "1 disagreement is an erratum"
+        if errata == 1
+        else f"{errata} disagreements are errata"
+    )
     text = (
         f"{number['agree']} recomputed values agree, {number['settings']} settings are what texts and public "
         f"scripts say, {found}, {number['not checkable']} cannot be checked ({number['cells']} entries of "

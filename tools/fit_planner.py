@@ -9,7 +9,8 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout: tools are not installed
+# run from a checkout: tools are not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from launch.console import arguments, ends, terminal
 from launch.console.text_table import aligned
@@ -43,7 +44,9 @@ RULES = (("--columns", "*", "it lists the columns and ends"),)
 def build_parser() -> argparse.ArgumentParser:
     parser = arguments.command(ABOUT, EXAMPLES, RULES)
     add = parser.add_argument
-    table = "predict the rows of this file only; a column that --columns lacks is refused"
+    table = (
+        "predict the rows of this file only; a column that --columns lacks is refused"
+    )
     add("--table", metavar="FILE.csv", help=table)
     add("--columns", action="store_true", help="list the columns of such a file")
     add("--verbose", action="store_true", help="list every row")
@@ -65,7 +68,11 @@ def main() -> int:
     cases = csv_cases.read(own) if own else csv_cases.published_cases()
     if args.refit:
         fitting.refit(csv_cases.published_cases())
-    print(validation.describe(validation.validate(cases), verbose=args.verbose, width=width))
+    print(
+        validation.describe(
+            validation.validate(cases), verbose=args.verbose, width=width
+        )
+    )
     return 0
 
 

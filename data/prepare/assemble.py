@@ -37,11 +37,19 @@ class Index:
 
     @property
     def bytes(self) -> int:
-        return sum(array.nbytes for array in (self.files, self.numbers, self.digests, self.marks))
+        return sum(
+            array.nbytes
+            for array in (self.files, self.numbers, self.digests, self.marks)
+        )
 
 
 def gather(
-    chunks: Path, names: list[str], count: int, documents: int, permutations: int, directory: Path
+    chunks: Path,
+    names: list[str],
+    count: int,
+    documents: int,
+    permutations: int,
+    directory: Path,
 ) -> Index:
     """Copy the columns for deduplication from the chunks into mapped files of `directory`.
 
@@ -55,7 +63,11 @@ def gather(
     for name, dtype in columns.items():
         shape = (documents, permutations) if name == "marks" else (documents,)
         path = directory / f"{name}.array"  # an empty file cannot be mapped
-        arrays[name] = np.memmap(path, dtype, "w+", shape=shape) if all(shape) else np.zeros(shape, dtype)
+        arrays[name] = (
+            np.memmap(path, dtype, "w+", shape=shape)
+            if all(shape)
+            else np.zeros(shape, dtype)
+        )
     starts = [0]
     for number in range(count):
         found = chunk_file.read_arrays(chunks, number, list(arrays))
@@ -94,14 +106,27 @@ def write(
     with StoreWriter(out / STORE, vocab_size) as writer:
         for number, (start, end) in enumerate(pairwise(index.starts)):
             chunk = chunk_file.read(index.chunks, number)
-            keep = np.ones(len(chunk), dtype=bool) if duplicates is None else duplicates.of[start:end] < 0
+            keep = (
+                np.ones(len(chunk), dtype=bool)
+                if duplicates is None
+                else duplicates.of[start:end] < 0
+            )
             left = len(chunk.sizes[keep]), int(chunk.sizes[keep].sum())
             sequences = np.repeat(keep, chunk.sequences)
-            tokens = chunk.tokens if keep.all() else chunk.tokens[np.repeat(sequences, chunk.lengths)]
-            writer.add_documents(tokens, chunk.lengths[sequences], chunk.sequences[keep])
+            tokens = (
+                chunk.tokens
+                if keep.all()
+                else chunk.tokens[np.repeat(sequences, chunk.lengths)]
+            )
+            writer.add_documents(
+                tokens, chunk.lengths[sequences], chunk.sequences[keep]
+            )
             if unknown is not None:
                 lacking += int(np.count_nonzero(tokens == unknown))
-            for name, lines in ((ARTICLES, chunk.articles), (SENTENCES, chunk.sentences)):
+            for name, lines in (
+                (ARTICLES, chunk.articles),
+                (SENTENCES, chunk.sentences),
+            ):
                 if lines:
                     append(name, b"".join(compress(lines.splitlines(True), keep)))
             for rejected, lines in chunk.rejected.items():
@@ -115,7 +140,10 @@ def write(
                     reason = EXACT if duplicates.exact[start + k] else NEAR
                     deduplicated.drop(reason, int(chunk.sizes[k]))
                     original = _place(index, int(duplicates.of[start + k]))
-                    facts = _place(index, start + k) | {"reason": reason, "of": original}
+                    facts = _place(index, start + k) | {
+                        "reason": reason,
+                        "of": original,
+                    }
                     agreement = round(float(duplicates.agreement[start + k]), 4)
                     dropped.append(json_line(**facts, agreement=agreement))
                 if dropped:
@@ -124,10 +152,20 @@ def write(
             tally.step("write").leave(*left)
             step()
     assert writer.checksum is not None
-    counts = {name: getattr(writer, name) for name in ("documents", "sequences", "tokens")}
+    counts = {
+        name: getattr(writer, name) for name in ("documents", "sequences", "tokens")
+    }
     crc32 = {"idx": f"{writer.checksum.idx:08x}", "bin": f"{writer.checksum.bin:08x}"}
-    return {**counts, "unknown_tokens": lacking, "text_bytes": tally.step("write").bytes_out, "crc32": crc32}
+    return {
+        **counts,
+        "unknown_tokens": lacking,
+        "text_bytes": tally.step("write").bytes_out,
+        "crc32": crc32,
+    }
 
 
 def _place(index: Index, document: int) -> dict[str, object]:
-    return {"file": index.names[index.files[document]], "number": int(index.numbers[document])}
+    return {
+        "file": index.names[index.files[document]],
+        "number": int(index.numbers[document]),
+    }

@@ -33,7 +33,8 @@ class ChunkStep:
     bytes_out: int = 0
     changed: int = 0  # documents that the step altered
     seconds: float = 0.0
-    dropped: dict[str, list[int]] = field(default_factory=dict)  # reason: [documents, bytes]
+    # reason: [documents, bytes]
+    dropped: dict[str, list[int]] = field(default_factory=dict)
 
     def enter(self, documents: int, size: int) -> None:
         self.documents_in += documents
@@ -74,7 +75,9 @@ class Tally(dict[str, ChunkStep]):
     def broken(self) -> int:
         """Number of broken records."""
         dropped = self.step("read").dropped
-        return sum(count for reason, (count, _) in dropped.items() if reason.startswith(BROKEN))
+        return sum(
+            count for reason, (count, _) in dropped.items() if reason.startswith(BROKEN)
+        )
 
     @property
     def records(self) -> int:
@@ -100,11 +103,13 @@ class FinishedChunk:
     numbers: np.ndarray  # (d,) int64: record in it
     sizes: np.ndarray  # (d,) int64: bytes of text
     digests: np.ndarray  # (d,) uint64 of the text
-    marks: np.ndarray  # (d, permutations) uint32; (d, 0): no near-duplicates are looked for
+    # (d, permutations) uint32; (d, 0): no near-duplicates are looked for
+    marks: np.ndarray
     sequences: np.ndarray  # (d,) int32: sequences of each document
     lengths: np.ndarray  # (sequences,) int32: tokens of each sequence
     tokens: np.ndarray  # (tokens,) of the store's type
-    articles: bytes = b""  # one line of JSON per document; b"" where they are not wanted
+    # one line of JSON per document; b"" where they are not wanted
+    articles: bytes = b""
     sentences: bytes = b""
 
     def __len__(self) -> int:
@@ -127,18 +132,30 @@ class ChunkHead:
 
 def commit(directory: Path, number: int, origin: str, finished: FinishedChunk) -> None:
     """Write the file of a chunk by an atomic rename; `origin`: as of `Head`."""
-    fields = vars(finished) | {_REJECTED + step: lines for step, lines in finished.rejected.items()}
-    head = {"number": number, "origin": origin, "end": asdict(finished.end), "tally": finished.tally.json()}
+    fields = vars(finished) | {
+        _REJECTED + step: lines for step, lines in finished.rejected.items()
+    }
+    head = {
+        "number": number,
+        "origin": origin,
+        "end": asdict(finished.end),
+        "tally": finished.tally.json(),
+    }
     del fields["end"], fields["tally"], fields["rejected"]
     fields["head"] = json.dumps(head).encode()
     path = path_of(directory, number)
     path.parent.mkdir(exist_ok=True)
     with durable_files.replacing(path) as file:
-        arrays = {k: np.frombuffer(v, np.uint8) if isinstance(v, bytes) else v for k, v in fields.items()}
+        arrays = {
+            k: np.frombuffer(v, np.uint8) if isinstance(v, bytes) else v
+            for k, v in fields.items()
+        }
         np.savez(file, **arrays)  # type: ignore[arg-type]
 
 
-def read_arrays(directory: Path, number: int, names: Sequence[str] = ()) -> dict[str, Any]:
+def read_arrays(
+    directory: Path, number: int, names: Sequence[str] = ()
+) -> dict[str, Any]:
     """Read some arrays of a chunk's file, or all.
 
     Raises:
@@ -152,7 +169,15 @@ def read_arrays(directory: Path, number: int, names: Sequence[str] = ()) -> dict
             if held != number:
                 raise ValueError(f"it holds chunk {held}")
             return {name: file[name] for name in names or file.files}
-    except (BadZipFile, zlib.error, ValueError, EOFError, KeyError, TypeError, NotImplementedError) as error:
+    except (
+        BadZipFile,
+        zlib.error,
+        ValueError,
+        EOFError,
+        KeyError,
+        TypeError,
+        NotImplementedError,
+    ) as error:
         raise DamagedChunk(path, f"{path} is damaged ({error})") from error
 
 
@@ -171,7 +196,9 @@ def read(directory: Path, number: int) -> FinishedChunk:
     head = _head(fields.pop("head"))
     fields |= {name: fields[name].tobytes() for name in ("articles", "sentences")}
     steps = [name for name in fields if name.startswith(_REJECTED)]
-    rejected = {name.removeprefix(_REJECTED): fields.pop(name).tobytes() for name in steps}
+    rejected = {
+        name.removeprefix(_REJECTED): fields.pop(name).tobytes() for name in steps
+    }
     return FinishedChunk(head.end, head.tally, rejected, **fields)
 
 

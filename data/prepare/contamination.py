@@ -24,7 +24,8 @@ from data.text.sources import format_of
 from recipes import files
 from recipes.schema import Origin
 
-_FILTER_BITS = 24  # size of a table to dismiss most n-grams by: 16 MiB, one byte an entry
+# size of a table to dismiss most n-grams by: 16 MiB, one byte an entry
+_FILTER_BITS = 24
 _TEXTS_AT_ONCE = 4096
 _LARGEST_FILE = 1 << 28  # bytes of one evaluation file, held in memory
 
@@ -78,23 +79,31 @@ def read_evaluation(paths: Sequence[str], n: int, repaired: bool = True) -> Eval
             words = words_of(read)
             found, first, _ = passages(words, n)
             texts += len(some)
-            too_short += len(some) - len(np.unique(np.searchsorted(words.offsets, first, side="right")))
+            too_short += len(some) - len(
+                np.unique(np.searchsorted(words.offsets, first, side="right"))
+            )
             hashes.append(found)
             file.append(np.full(len(found), number, dtype=np.int32))
         if not any(found.size for found in hashes[before:]):
             fix = "leave it out, or give a smaller --ngram"
-            raise ValueError(f"--decontaminate {path}: no text in it has {n} words: {fix}")
+            raise ValueError(
+                f"--decontaminate {path}: no text in it has {n} words: {fix}"
+            )
     distinct, where = np.unique(np.concatenate(hashes), return_index=True)
     table = np.zeros(1 << _FILTER_BITS, dtype=bool)
     table[distinct >> np.uint64(64 - _FILTER_BITS)] = True
     files = np.concatenate(file)[where]
-    return Evaluation(n, distinct, files, tuple(map(str, paths)), texts, too_short, table)
+    return Evaluation(
+        n, distinct, files, tuple(map(str, paths)), texts, too_short, table
+    )
 
 
 def _strings(path: Path) -> Iterator[str]:
     if not files.is_file(path):
         raise ValueError(f"--decontaminate {path}: no such file, or no ordinary one")
-    lines = format_of(Origin(source="text", name=str(path), documents="file"), _LARGEST_FILE)
+    lines = format_of(
+        Origin(source="text", name=str(path), documents="file"), _LARGEST_FILE
+    )
     named = any(suffix in (".json", ".jsonl", ".ndjson") for suffix in path.suffixes)
     kind, _ = looks_like(path) or ("", None)
     is_json = named or kind in (JSON_LINES, JSON_LIST)
@@ -117,7 +126,9 @@ def _json_strings(path: Path, text: str) -> Iterator[str]:
                 if line.strip():
                     yield from _leaves(json.loads(line))
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"--decontaminate {path}:{number}: not JSON ({error})") from error
+                raise ValueError(
+                    f"--decontaminate {path}:{number}: not JSON ({error})"
+                ) from error
 
 
 def _leaves(value: Any) -> Iterator[str]:

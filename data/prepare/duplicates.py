@@ -29,8 +29,10 @@ _COMPARED_AT_ONCE = 1 << 14
 class Duplicates:
     """The earlier original of each of n documents."""
 
-    of: np.ndarray  # (n,) int64: number of the earlier document; -1: the document is kept
-    agreement: np.ndarray  # (n,) float32: share of equal signature entries; 1 for exact copies; 0: kept
+    # (n,) int64: number of the earlier document; -1: the document is kept
+    of: np.ndarray
+    # (n,) float32: share of equal signature entries; 1 for exact copies; 0: kept
+    agreement: np.ndarray
     exact: np.ndarray  # (n,) bool: an exact copy, byte for byte
     candidates: int  # compared pairs: those with a common band
 
@@ -54,7 +56,9 @@ def find_duplicates(
     agreement = np.zeros(n, dtype=np.float32)
     exact = _repeat_earlier(digests, of)
     agreement[exact] = 1
-    candidates = _drop_in_order(_meetings(marks, bands, ~exact, step), marks, threshold, of, agreement)
+    candidates = _drop_in_order(
+        _meetings(marks, bands, ~exact, step), marks, threshold, of, agreement
+    )
     # A copy of a dropped document repeats the original of that one, which is no copy.
     copies = np.flatnonzero(exact & (of[of] >= 0))
     of[copies] = of[of[copies]]
@@ -90,16 +94,21 @@ class _Meetings:
     """Buckets with several documents."""
 
     documents: np.ndarray  # (m,) int64, ascending: documents in such a bucket
-    buckets: np.ndarray  # (m, bands) int32: the bucket in each band, numbered over all; -1: none
+    # (m, bands) int32: the bucket in each band, numbered over all; -1: none
+    buckets: np.ndarray
     count: int  # of buckets
 
 
-def _meetings(marks: np.ndarray, bands: Bands, considered: np.ndarray, step: Callable[[], None]) -> _Meetings:
+def _meetings(
+    marks: np.ndarray, bands: Bands, considered: np.ndarray, step: Callable[[], None]
+) -> _Meetings:
     columns = []  # per band: documents that share a bucket, and its number
     meets = np.zeros(len(marks), dtype=bool)
     count = 0
     for band in range(bands.count):
-        members, numbers = _shared_buckets(band_hashes(marks, band, bands.rows), considered)
+        members, numbers = _shared_buckets(
+            band_hashes(marks, band, bands.rows), considered
+        )
         columns.append((members, numbers + np.int32(count)))
         count += int(numbers[-1]) + 1 if len(numbers) else 0
         meets[members] = True
@@ -111,7 +120,9 @@ def _meetings(marks: np.ndarray, bands: Bands, considered: np.ndarray, step: Cal
     return _Meetings(documents, buckets, count)
 
 
-def _shared_buckets(hashes: np.ndarray, considered: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _shared_buckets(
+    hashes: np.ndarray, considered: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the documents with a common hash, and int32 bucket numbers 0, 1, ..., one per hash."""
     order = np.argsort(hashes)
     order = order[considered[order]]
@@ -124,7 +135,11 @@ def _shared_buckets(hashes: np.ndarray, considered: np.ndarray) -> tuple[np.ndar
 
 
 def _drop_in_order(
-    meetings: _Meetings, marks: np.ndarray, threshold: float, of: np.ndarray, agreement: np.ndarray
+    meetings: _Meetings,
+    marks: np.ndarray,
+    threshold: float,
+    of: np.ndarray,
+    agreement: np.ndarray,
 ) -> int:
     """Fill `of` and `agreement`, document after document; return the number of compared pairs."""
     # The kept documents of each bucket, as linked lists in three flat arrays: a dict of lists would take 20
@@ -133,7 +148,9 @@ def _drop_in_order(
     kept = array("q")
     older = array("i")
     compared = 0
-    for document, row in zip(meetings.documents.tolist(), meetings.buckets, strict=True):
+    for document, row in zip(
+        meetings.documents.tolist(), meetings.buckets, strict=True
+    ):
         buckets = row[row >= 0].tolist()
         met: set[int] = set()
         for bucket in buckets:

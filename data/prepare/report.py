@@ -15,7 +15,11 @@ from data.prepare.chunk_file import BROKEN, Tally
 from data.prepare.inputs import InputFile
 from recipes.problems import counted
 
-_TITLES = {"sentences": "sentence split", "tokenize": "tokenize, length", "signatures": "MinHash signatures"}
+_TITLES = {
+    "sentences": "sentence split",
+    "tokenize": "tokenize, length",
+    "signatures": "MinHash signatures",
+}
 
 
 def file_digest(path: Path) -> str:
@@ -34,7 +38,11 @@ def describe_inputs(files: Sequence[InputFile], threads: int) -> list[dict[str, 
         if file.size is None:
             return {"name": file.name, "identified_by": "name"}
         facts = {"name": file.name, "bytes": file.size, "modified_ns": file.modified_ns}
-        return {**facts, "identified_by": "sha256", "sha256": file_digest(Path(file.name))}
+        return {
+            **facts,
+            "identified_by": "sha256",
+            "sha256": file_digest(Path(file.name)),
+        }
 
     with ThreadPoolExecutor(threads) as pool:  # hashing leaves the interpreter's lock
         return list(pool.map(describe, files))
@@ -76,7 +84,13 @@ def broken_summary(tally: Tally) -> dict[str, Any]:
 
 def as_text(report: dict[str, Any]) -> str:
     """Write the report as tables, for a reader."""
-    parts = (_head(report), _steps(report), _dropped(report), _store(report), _files(report))
+    parts = (
+        _head(report),
+        _steps(report),
+        _dropped(report),
+        _store(report),
+        _files(report),
+    )
     return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
 
 
@@ -92,16 +106,41 @@ def _head(report: dict[str, Any]) -> list[str]:
 
 
 def _steps(report: dict[str, Any]) -> list[str]:
-    rows = [("step", "documents in", "out", "MB in", "out", "changed", "dropped", "seconds", "MB/s per core")]
+    rows = [
+        (
+            "step",
+            "documents in",
+            "out",
+            "MB in",
+            "out",
+            "changed",
+            "dropped",
+            "seconds",
+            "MB/s per core",
+        )
+    ]
     for name, step in report["steps"].items():
         dropped = sum(count for count, _ in step["dropped"].values())
         documents = (f"{step['documents_in']:,}", f"{step['documents_out']:,}")
-        megabytes = (f"{step['bytes_in'] / 1e6:,.2f}", f"{step['bytes_out'] / 1e6:,.2f}")
+        megabytes = (
+            f"{step['bytes_in'] / 1e6:,.2f}",
+            f"{step['bytes_out'] / 1e6:,.2f}",
+        )
         changed = f"{step['changed']:,}" if name == "repair" else ""
         seconds = f"{step['seconds']:,.1f}" if step["seconds"] else ""
         speed = str(report["mb_per_second_and_core"].get(name, ""))
         lost = f"{dropped:,}" if dropped else ""
-        rows.append((_TITLES.get(name, name), *documents, *megabytes, changed, lost, seconds, speed))
+        rows.append(
+            (
+                _TITLES.get(name, name),
+                *documents,
+                *megabytes,
+                changed,
+                lost,
+                seconds,
+                speed,
+            )
+        )
     return _table(rows)
 
 
@@ -120,7 +159,9 @@ def _store(report: dict[str, Any]) -> list[str]:
     store = report["store"]
     tokenizer = report["tokenizer"]
     dedup = report["deduplication"]
-    sizes = ", ".join(f"{store[name]:,} {name}" for name in ("documents", "sequences", "tokens"))
+    sizes = ", ".join(
+        f"{store[name]:,} {name}" for name in ("documents", "sequences", "tokens")
+    )
     made = f"{store['samples']}, {sizes} from {store['text_bytes'] / 1e6:,.2f} MB"
     lines = [
         f"store       {store['prefix']}.bin, .idx: {made}",
@@ -132,15 +173,18 @@ def _store(report: dict[str, Any]) -> list[str]:
     if dedup:
         chance = f"meet with probability {dedup['probability_at_threshold']:.4f}"
         grams = f"of {dedup['shingle']} words (characters of scripts without blanks)"
-        bands = (
-            f"{dedup['bands']} bands of {dedup['rows']} rows: pairs at Jaccard {dedup['threshold']} {grams}"
+        bands = f"{dedup['bands']} bands of {dedup['rows']} rows: pairs at Jaccard {dedup['threshold']} {grams}"
+        lines.append(
+            f"duplicates  {bands} {chance}; {dedup['pairs_compared']:,} pairs compared"
         )
-        lines.append(f"duplicates  {bands} {chance}; {dedup['pairs_compared']:,} pairs compared")
     found = report["decontamination"]
     if found:
         short = f"{found['texts_too_short']:,} have fewer than {found['ngram']} words and are not looked for"
         lines.append(f"evaluation  {found['texts']:,} texts; {short}")
-        lines += [f"            {file['name']} SHA-256 {file['sha256']}" for file in found["files"]]
+        lines += [
+            f"            {file['name']} SHA-256 {file['sha256']}"
+            for file in found["files"]
+        ]
     return lines
 
 
@@ -153,7 +197,9 @@ def _files(report: dict[str, Any]) -> list[str]:
     for name, file in report["outputs"].items():
         outputs.append((name, f"{file['bytes']:,}", file["sha256"]))
     files = [*_table(inputs), "", *_table(outputs), "", "arguments"]
-    arguments = [f"  {key}: {value}" for key, value in report["manifest"]["arguments"].items()]
+    arguments = [
+        f"  {key}: {value}" for key, value in report["manifest"]["arguments"].items()
+    ]
     versions = ", ".join(f"{k} {v}" for k, v in report["manifest"]["versions"].items())
     return [*files, *arguments, "", f"versions  {versions}"]
 

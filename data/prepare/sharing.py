@@ -43,7 +43,8 @@ class Claims:
         self._kernel = kernel()
         self._name = f"{_PREFIX}{self._kernel}-{os.getpid()}-{secrets.token_hex(4)}"
         self._left = threading.Event()
-        self._counts: dict[str, tuple[bytes, float]] = {}  # of others: number, and when it was new
+        # of others: number, and when it was new
+        self._counts: dict[str, tuple[bytes, float]] = {}
 
     def __enter__(self) -> Claims:
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -64,7 +65,8 @@ class Claims:
         number = 0
         while not self._left.wait(BEAT):
             number += 1
-            with suppress(OSError, ValueError):  # the disk is full, or the file was closed just now
+            # the disk is full, or the file was closed just now
+            with suppress(OSError, ValueError):
                 os.pwrite(self._file.fileno(), b"%d" % number, 0)
                 os.fsync(self._file.fileno())
 
@@ -112,7 +114,8 @@ class Claims:
 
     def _lives(self, name: str) -> bool:
         try:
-            with open(self._directory / name, "rb") as file:  # which has NFS ask its server
+            # which has NFS ask its server
+            with open(self._directory / name, "rb") as file:
                 if self._kernel in name and not _is_locked(file):
                     return False
                 count = file.read()

@@ -43,7 +43,8 @@ class Documents:
     texts: list[str] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)  # bytes of the text in UTF-8
     sentences: list[list[str]] = field(default_factory=list)
-    tokens: list[list[np.ndarray]] = field(default_factory=list)  # per document its sequences, uint32
+    # per document its sequences, uint32
+    tokens: list[list[np.ndarray]] = field(default_factory=list)
     marks: list[np.ndarray] = field(default_factory=list)  # (permutations,) uint32 each
 
     def __len__(self) -> int:
@@ -53,7 +54,9 @@ class Documents:
     def bytes(self) -> int:
         return sum(self.sizes)
 
-    def sift(self, verdicts: Iterable[Verdict], step: ChunkStep, reject: Reject) -> Documents:
+    def sift(
+        self, verdicts: Iterable[Verdict], step: ChunkStep, reject: Reject
+    ) -> Documents:
         """Keep the documents without a verdict; count the others, and `reject` them as lines of JSON."""
         keep = []
         columns = (self.names, self.numbers, self.sizes, self.texts)
@@ -64,10 +67,20 @@ class Documents:
                 step.drop(reason, size)
                 place = dict(file=file, number=number)
                 excerpt = text[:EXCERPT_CHARACTERS]
-                reject(json_line(**place, reason=reason, detail=detail, size=size, excerpt=excerpt))
+                reject(
+                    json_line(
+                        **place,
+                        reason=reason,
+                        detail=detail,
+                        size=size,
+                        excerpt=excerpt,
+                    )
+                )
         if all(keep):
             return self
-        kept = {c.name: list(compress(getattr(self, c.name), keep)) for c in fields(self)}
+        kept = {
+            c.name: list(compress(getattr(self, c.name), keep)) for c in fields(self)
+        }
         return replace(self, **kept)
 
     @cached_property
@@ -112,22 +125,42 @@ def repair_texts(documents: Documents, step: ChunkStep, reject: Reject) -> Docum
 
 
 def keep_language(
-    documents: Documents, step: ChunkStep, reject: Reject, detect: Detect, wanted: str, least: float
+    documents: Documents,
+    step: ChunkStep,
+    reject: Reject,
+    detect: Detect,
+    wanted: str,
+    least: float,
 ) -> Documents:
     def judge(language: str, score: float) -> Verdict:
         if language != wanted:
             return f"language is not {wanted}", f"{language} {score:.2f}"
-        return (f"language is {wanted} with a score below {least}", f"{score:.2f}") if score < least else None
+        return (
+            (f"language is {wanted} with a score below {least}", f"{score:.2f}")
+            if score < least
+            else None
+        )
 
-    return documents.sift((judge(*detect(text)) for text in documents.texts), step, reject)
+    return documents.sift(
+        (judge(*detect(text)) for text in documents.texts), step, reject
+    )
 
 
-def split_sentences(documents: Documents, step: ChunkStep, reject: Reject, how: Ends) -> Documents:
-    return replace(documents, sentences=[sentences_of(text, how) for text in documents.texts])
+def split_sentences(
+    documents: Documents, step: ChunkStep, reject: Reject, how: Ends
+) -> Documents:
+    return replace(
+        documents, sentences=[sentences_of(text, how) for text in documents.texts]
+    )
 
 
 def tokenize(
-    documents: Documents, step: ChunkStep, reject: Reject, encoder: Encoder, samples: str, least: int
+    documents: Documents,
+    step: ChunkStep,
+    reject: Reject,
+    encoder: Encoder,
+    samples: str,
+    least: int,
 ) -> Documents:
     """Tokenize each document as one sequence with an end-of-document token; for a BERT as its sentences.
 
@@ -144,35 +177,59 @@ def tokenize(
     def judge(length: int) -> Verdict:
         if length <= 0:
             return "no tokens", ""
-        return (f"fewer than {least} tokens", f"{length} tokens") if length < least else None
+        return (
+            (f"fewer than {least} tokens", f"{length} tokens")
+            if length < least
+            else None
+        )
 
     verdicts = [judge(sum(map(len, sequences)) - ends) for sequences in tokens]
     return replace(documents, tokens=tokens).sift(verdicts, step, reject)
 
 
-def decontaminate(documents: Documents, step: ChunkStep, reject: Reject, evaluation: Evaluation) -> Documents:
+def decontaminate(
+    documents: Documents, step: ChunkStep, reject: Reject, evaluation: Evaluation
+) -> Documents:
     reason = f"shares {evaluation.n} words in a row with"
-    matches = (match for words in documents.words for match in evaluation.matches(words))
-    return documents.sift((match and (f"{reason} {match[0]}", match[1]) for match in matches), step, reject)
+    matches = (
+        match for words in documents.words for match in evaluation.matches(words)
+    )
+    return documents.sift(
+        (match and (f"{reason} {match[0]}", match[1]) for match in matches),
+        step,
+        reject,
+    )
 
 
 def sign(
-    documents: Documents, step: ChunkStep, reject: Reject, shingle: int, permutations: int, seed: int
+    documents: Documents,
+    step: ChunkStep,
+    reject: Reject,
+    shingle: int,
+    permutations: int,
+    seed: int,
 ) -> Documents:
-    blocks = (signatures(words, shingle, permutations, seed) for words in documents.words)
+    blocks = (
+        signatures(words, shingle, permutations, seed) for words in documents.words
+    )
     return replace(documents, marks=[row for block in blocks for row in block])
 
 
 def digests(texts: list[str]) -> np.ndarray:
     """Hash texts as (documents,) uint64; of 10^8 texts any two collide once in 4,000 corpora."""
-    parts = [hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest() for text in texts]
+    parts = [
+        hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
+        for text in texts
+    ]
     return np.frombuffer(b"".join(parts), dtype="<u8")
 
 
 def article_lines(documents: Documents, texts: Iterable[str]) -> bytes:
     """Write each article as a line of JSON."""
     lines = []
-    for file, number, text in zip(documents.names, documents.numbers, texts, strict=True):
+    for file, number, text in zip(
+        documents.names, documents.numbers, texts, strict=True
+    ):
         lines.append(json_line(text=text, file=file, number=number))
     return b"".join(lines)
 
@@ -184,8 +241,15 @@ def utf8_size(text: str) -> int:
 
 def _broken_line(broken: BrokenRecord) -> bytes:
     """Write a broken record as a line of JSON: its first 64 KiB as text, or else in base64."""
-    facts = dict(file=broken.file, number=broken.number, reason=broken.render(in_flags), size=broken.size)
+    facts = dict(
+        file=broken.file,
+        number=broken.number,
+        reason=broken.render(in_flags),
+        size=broken.size,
+    )
     try:
         return json_line(**facts, excerpt=broken.excerpt.decode("utf-8"))
     except UnicodeDecodeError:
-        return json_line(**facts, excerpt_base64=base64.b64encode(broken.excerpt).decode())
+        return json_line(
+            **facts, excerpt_base64=base64.b64encode(broken.excerpt).decode()
+        )

@@ -23,7 +23,9 @@ from recipes.families import TRAINED
 from recipes.problems import Problem, ProblemsError
 
 
-def obtain(settings: Settings, inputs: Inputs, folder: Path, say: Say) -> PreTrainedTokenizerFast:
+def obtain(
+    settings: Settings, inputs: Inputs, folder: Path, say: Say
+) -> PreTrainedTokenizerFast:
     """Make the tokenizer in `folder`, unless an earlier run has; read it from there.
 
     Raises ValueError: it is unavailable, lacks the tokens that the samples need, or the text is too short to
@@ -36,7 +38,9 @@ def obtain(settings: Settings, inputs: Inputs, folder: Path, say: Say) -> PreTra
         elif missing := missing_roles(tokenizer):
             came = f"--samples bert with --tokenizer {settings.tokenizer.kind}: the vocabulary names no"
             fix = "give bert_uncased, bert_cased or trained_wordpiece, or name the tokens in a"
-            raise ValueError(f"{came} {', '.join(missing)}; {fix} tokenizer_config.json next to the file")
+            raise ValueError(
+                f"{came} {', '.join(missing)}; {fix} tokenizer_config.json next to the file"
+            )
         temporary = folder.with_name(f".{folder.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         save_tokenizer(tokenizer, temporary)
@@ -68,11 +72,21 @@ def training_texts(settings: Settings, inputs: Inputs) -> Iterator[str]:
         if left <= 0:
             return
     if not given:
-        seen = ", ".join(f"{count:,} {language}" for language, count in others.most_common(3))
-        found = f"of {others.total():,} documents none is in it with certainty: {seen}" if seen else "no text"
-        came = f"--language {settings.language} with --tokenizer {settings.tokenizer.kind}"
+        seen = ", ".join(
+            f"{count:,} {language}" for language, count in others.most_common(3)
+        )
+        found = (
+            f"of {others.total():,} documents none is in it with certainty: {seen}"
+            if seen
+            else "no text"
+        )
+        came = (
+            f"--language {settings.language} with --tokenizer {settings.tokenizer.kind}"
+        )
         fix = "give the language of the text, or none to keep all"
-        raise ProblemsError([Problem("--language", came, f"nothing to train on: {found}", fix)])
+        raise ProblemsError(
+            [Problem("--language", came, f"nothing to train on: {found}", fix)]
+        )
 
 
 def _make(settings: Settings, inputs: Inputs, say: Say) -> PreTrainedTokenizerFast:
@@ -83,4 +97,6 @@ def _make(settings: Settings, inputs: Inputs, say: Say) -> PreTrainedTokenizerFa
     first = f"the first {settings.vocabulary_mb} MB of text"
     say(f"training a vocabulary of {settings.vocab_size} tokens ({kind}) on {first}")
     train = train_wordpiece if kind == "trained_wordpiece" else train_bpe
-    return wrap_tokenizer(kind, train(training_texts(settings, inputs), settings.vocab_size))
+    return wrap_tokenizer(
+        kind, train(training_texts(settings, inputs), settings.vocab_size)
+    )

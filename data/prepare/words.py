@@ -32,7 +32,14 @@ _SMALLEST_TABLE = 1 << 19
 # Quarters of a word that a character stands for; a run of letters is one word. 0: it ends a word.
 _WORD = 4
 _QUARTERS = np.full(0x110000, _WORD, dtype=np.uint8)
-for _begin, _end in ((0, 0x30), (0x3A, 0x41), (0x5B, 0x61), (0x7B, 0xC0), (0x2000, 0x2040), (0x3000, 0x3040)):
+for _begin, _end in (
+    (0, 0x30),
+    (0x3A, 0x41),
+    (0x5B, 0x61),
+    (0x7B, 0xC0),
+    (0x2000, 0x2040),
+    (0x3000, 0x3040),
+):
     _QUARTERS[_begin:_end] = 0
 for _characters, _ranges in UNSPACED.items():
     for _first, _last in re.findall("(.)-(.)", _ranges):
@@ -43,9 +50,7 @@ for _characters, _ranges in UNSPACED.items():
 class Words:
     """Words of n texts: word w is codes[starts[w]:ends[w]]; text t has words offsets[t]:offsets[t + 1]."""
 
-    codes: (
-        np.ndarray
-    )  # (characters,) uint32: a line feed, then the compared texts with a line feed after each
+    codes: np.ndarray  # (characters,) uint32: a line feed, then the compared texts with a line feed after each
     starts: np.ndarray  # (W,) int64
     ends: np.ndarray  # (W,) int64
     hashes: np.ndarray  # (W,) uint64
@@ -53,7 +58,11 @@ class Words:
 
     def between(self, first: int, last: int) -> str:
         """Return the compared text from word `first` up to, not with, word `last`."""
-        return self.codes[self.starts[first] : self.ends[last - 1]].tobytes().decode("utf-32-le")
+        return (
+            self.codes[self.starts[first] : self.ends[last - 1]]
+            .tobytes()
+            .decode("utf-32-le")
+        )
 
 
 def words_of(texts: Sequence[str]) -> Words:
@@ -61,8 +70,12 @@ def words_of(texts: Sequence[str]) -> Words:
 
     It is fastest where the arrays, 40 bytes per character, stay in the processor's cache.
     """
-    parts = [unicodedata.normalize("NFKC", html.unescape(text)).lower() for text in texts]
-    codes = np.frombuffer("\n".join(["", *parts, ""]).encode("utf-32-le", "replace"), dtype="<u4")
+    parts = [
+        unicodedata.normalize("NFKC", html.unescape(text)).lower() for text in texts
+    ]
+    codes = np.frombuffer(
+        "\n".join(["", *parts, ""]).encode("utf-32-le", "replace"), dtype="<u4"
+    )
     quarters = _QUARTERS[codes]
     letter = quarters == _WORD
     alone = (quarters > 0) & ~letter
@@ -93,13 +106,17 @@ def passages(words: Words, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     Returns:
         hashes (G,) uint64; first (G,) int64, the first word of each; last (G,) int64, the word after it.
     """
-    lengths = np.concatenate([[0], np.cumsum(_QUARTERS[words.codes[words.starts]], dtype=np.int64)])
+    lengths = np.concatenate(
+        [[0], np.cumsum(_QUARTERS[words.codes[words.starts]], dtype=np.int64)]
+    )
     last = np.searchsorted(lengths, lengths[:-1] + _WORD * n)
     first = np.flatnonzero(last <= np.repeat(words.offsets[1:], np.diff(words.offsets)))
     return _hash_slices(words.hashes, first, last[first]), first, last[first]
 
 
-def _hash_slices(values: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+def _hash_slices(
+    values: np.ndarray, starts: np.ndarray, ends: np.ndarray
+) -> np.ndarray:
     """Hash each values[start:end] by a polynomial modulo 2**64, with one running sum: (W,) uint64."""
     size = max(_SMALLEST_TABLE, 1 << values.size.bit_length())
     powers = _powers(_BASE, size)[: values.size]

@@ -66,10 +66,18 @@ class Worker:
     def answer(self, chunk: Chunk) -> Answer:
         """Run the steps, commit the chunk's file, and return its counts."""
         finished = self._finish(chunk)
-        chunk_file.commit(self._plan.directory, chunk.number, self._plan.origin, finished)
+        chunk_file.commit(
+            self._plan.directory, chunk.number, self._plan.origin, finished
+        )
         before = self._spent
         self._spent = time.process_time()
-        return Answer(chunk.number, finished.tally, chunk.progress, peak_memory(), self._spent - before)
+        return Answer(
+            chunk.number,
+            finished.tally,
+            chunk.progress,
+            peak_memory(),
+            self._spent - before,
+        )
 
     def _finish(self, chunk: Chunk) -> chunk_file.FinishedChunk:
         plan = self._plan
@@ -78,7 +86,9 @@ class Worker:
         documents = steps.Documents()
         rejected: dict[str, list[bytes]] = {}
 
-        def run(name: str, change: Callable[..., steps.Documents], *arguments: object) -> None:
+        def run(
+            name: str, change: Callable[..., steps.Documents], *arguments: object
+        ) -> None:
             """Run and time a step; count documents before and after it."""
             nonlocal documents
             step = tally.step(name)
@@ -94,10 +104,22 @@ class Worker:
         if settings.repair:
             run("repair", steps.repair_texts)
         if self._detect:
-            run("language", steps.keep_language, self._detect, settings.language, settings.language_score)
+            run(
+                "language",
+                steps.keep_language,
+                self._detect,
+                settings.language,
+                settings.language_score,
+            )
         if settings.samples == "bert" or settings.write_sentences:
             run("sentences", steps.split_sentences, settings.origin.sentences)
-        run("tokenize", steps.tokenize, plan.encoder, settings.samples, settings.min_tokens)
+        run(
+            "tokenize",
+            steps.tokenize,
+            plan.encoder,
+            settings.samples,
+            settings.min_tokens,
+        )
         if plan.evaluation is not None:
             run("decontaminate", steps.decontaminate, plan.evaluation)
         permutations = 0 if settings.dedup is None else settings.permutations
@@ -105,7 +127,9 @@ class Worker:
             run("signatures", steps.sign, settings.shingle, permutations, settings.seed)
         flat = [sequence for sequences in documents.tokens for sequence in sequences]
         dtype = token_dtype(plan.vocab_size)
-        tokens = np.concatenate(flat).astype(dtype) if flat else np.zeros(0, dtype=dtype)
+        tokens = (
+            np.concatenate(flat).astype(dtype) if flat else np.zeros(0, dtype=dtype)
+        )
         articles = b""
         if settings.write_articles:
             articles = steps.article_lines(documents, documents.texts)
@@ -116,13 +140,19 @@ class Worker:
         return chunk_file.FinishedChunk(
             end=chunk.end,
             tally=tally,
-            rejected={name: b"".join(lines) for name, lines in rejected.items() if lines},
+            rejected={
+                name: b"".join(lines) for name, lines in rejected.items() if lines
+            },
             files=np.array(documents.files, dtype=np.int32),
             numbers=np.array(documents.numbers, dtype=np.int64),
             sizes=np.array(documents.sizes, dtype=np.int64),
             digests=steps.digests(documents.texts),
-            marks=np.array(documents.marks, dtype=np.uint32).reshape(len(documents), permutations),
-            sequences=np.array([len(sequences) for sequences in documents.tokens], dtype=np.int32),
+            marks=np.array(documents.marks, dtype=np.uint32).reshape(
+                len(documents), permutations
+            ),
+            sequences=np.array(
+                [len(sequences) for sequences in documents.tokens], dtype=np.int32
+            ),
             lengths=np.array([len(sequence) for sequence in flat], dtype=np.int32),
             tokens=tokens,
             articles=articles,
@@ -142,7 +172,8 @@ def begin(plan: bytes) -> None:
     global _worker
     # The cores are shared by processes.
     os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the main process ends the workers
+    # Ctrl-C reaches all; the main process ends the workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _end_with_the_main_process()
     _worker = Worker(pickle.loads(plan))
 
@@ -155,7 +186,8 @@ def _end_with_the_main_process() -> None:
     """
     main = multiprocessing.parent_process()
     assert main is not None
-    pipe = main.sentinel  # at its end the kernel sends SIGIO, which ends a process that does not handle it
+    # at its end the kernel sends SIGIO, which ends a process that does not handle it
+    pipe = main.sentinel
     fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
     if not main.is_alive():
@@ -172,7 +204,12 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def run(plan: WorkPlan, chunks: Iterator[Chunk], workers: int, on_done: Callable[[Answer], None]) -> None:
+def run(
+    plan: WorkPlan,
+    chunks: Iterator[Chunk],
+    workers: int,
+    on_done: Callable[[Answer], None],
+) -> None:
     """Have every chunk processed and committed; at most one chunk per worker is framed ahead.
 
     Args:
@@ -214,10 +251,21 @@ def run(plan: WorkPlan, chunks: Iterator[Chunk], workers: int, on_done: Callable
         # The pool's thread ends the others by SIGTERM, and waits for all. Of two threads that wait for one
         # process of a fork server, one gets its exit code and the other 255.
         pool.shutdown()
-        codes = [process.exitcode or 0 for process in team if process.exitcode not in (0, -signal.SIGTERM)]
-        how = " and ".join(f"signal {-code}" if code < 0 else f"code {code}" for code in codes) or "signal 15"
+        codes = [
+            process.exitcode or 0
+            for process in team
+            if process.exitcode not in (0, -signal.SIGTERM)
+        ]
+        how = (
+            " and ".join(
+                f"signal {-code}" if code < 0 else f"code {code}" for code in codes
+            )
+            or "signal 15"
+        )
         fix = "if memory ran out (signal 9), the same command with fewer --workers resumes from here"
-        raise PreparationFailed(f"a worker process ended with {how}; {fix}", exit_code=1) from None
+        raise PreparationFailed(
+            f"a worker process ended with {how}; {fix}", exit_code=1
+        ) from None
     finally:  # nothing waits for the work of a run that ends early
         pool.shutdown(wait=False, cancel_futures=True)
         for process in team:

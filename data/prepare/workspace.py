@@ -32,12 +32,16 @@ class Workspace:
 
     def __init__(self, out: Path):
         if not out.name or "\0" in out.name:
-            raise ValueError(f"--out {str(out)!r}: no name of a directory that can be made: name one")
+            raise ValueError(
+                f"--out {str(out)!r}: no name of a directory that can be made: name one"
+            )
         self.out = out
         self.partial = out.with_name(out.name + ".partial")
         self.manifest = self.partial / "manifest.json"
         self.tokenizer = self.partial / "tokenizer"
-        self.chunks, self.index, self.result = (self.partial / name for name in ("chunks", "index", "result"))
+        self.chunks, self.index, self.result = (
+            self.partial / name for name in ("chunks", "index", "result")
+        )
 
     @contextmanager
     def shared(self) -> Iterator[Claims]:
@@ -64,7 +68,9 @@ class Workspace:
         if not self.out.exists() or (self.out.is_dir() and not any(self.out.iterdir())):
             return False
         try:
-            before = files.read_json_object(self.out / REPORT, MOST_MANIFEST)["manifest"]
+            before = files.read_json_object(self.out / REPORT, MOST_MANIFEST)[
+                "manifest"
+            ]
         except (OSError, ValueError, KeyError):
             came = f"--out {self.out} exists and was not made by prepare_data"
             raise ValueError(f"{came}: name another directory") from None
@@ -72,7 +78,9 @@ class Workspace:
         if not changed:
             return True
         if force:
-            stays = "it stays until the new one is complete, and is then replaced (--force)"
+            stays = (
+                "it stays until the new one is complete, and is then replaced (--force)"
+            )
             say(f"{self.out} holds another preparation; {stays}")
             return False
         raise ValueError(
@@ -80,16 +88,22 @@ class Workspace:
             "name another --out, or replace it with --force"
         )
 
-    def begin(self, manifest: dict[str, Any], force: bool, others: bool, say: Say) -> bool:
+    def begin(
+        self, manifest: dict[str, Any], force: bool, others: bool, say: Say
+    ) -> bool:
         """Make OUT.partial, or take it up; return whether there is work to resume.
 
         `others`: other processes prepare this OUT. Raises ValueError: it belongs to another command.
         """
         if others and self.manifest.exists():
-            differing = _changed(files.read_json_object(self.manifest, MOST_MANIFEST), manifest)
+            differing = _changed(
+                files.read_json_object(self.manifest, MOST_MANIFEST), manifest
+            )
             if differing:
                 came = f"--out {self.out}: other processes prepare it by another command, which differs in"
-                raise ValueError(f"{came}\n{differing}\nwait for them, or name another --out")
+                raise ValueError(
+                    f"{came}\n{differing}\nwait for them, or name another --out"
+                )
             return True
         if self.partial.exists():
             changed = self._changes(manifest)
@@ -104,18 +118,29 @@ class Workspace:
                     "run that command to finish it, name another --out, or give it up with --force"
                 )
             if changed:
-                say(f"{self.partial}: the unfinished work of another command is given up (--force)")
+                say(
+                    f"{self.partial}: the unfinished work of another command is given up (--force)"
+                )
             shutil.rmtree(self.partial)
         self.chunks.mkdir(parents=True)
-        durable_files.write_atomically(self.manifest, json.dumps(manifest, indent=1) + "\n")
+        durable_files.write_atomically(
+            self.manifest, json.dumps(manifest, indent=1) + "\n"
+        )
         return False
 
     def _changes(self, manifest: dict[str, Any]) -> str | None:
         """Describe how the work in OUT.partial differs from a manifest; None where there is none to lose."""
-        if not self.tokenizer.is_dir() and next(self.chunks.rglob("*.chunk"), None) is None:
+        if (
+            not self.tokenizer.is_dir()
+            and next(self.chunks.rglob("*.chunk"), None) is None
+        ):
             return None
         try:
-            before = files.read_json_object(self.manifest, MOST_MANIFEST) if self.manifest.exists() else None
+            before = (
+                files.read_json_object(self.manifest, MOST_MANIFEST)
+                if self.manifest.exists()
+                else None
+            )
         except files.FileError as error:
             return f"  {error}"
         return None if before is None else _changed(before, manifest)
@@ -150,4 +175,7 @@ class Workspace:
 def _changed(before: Any, now: Any) -> str:
     """List the differing keys in lines "key: before, now"."""
     changed = differences(before, json.loads(json.dumps(now)))[:20]
-    return "\n".join(f"  {key}: {json.dumps(old)} there, {json.dumps(new)} here" for key, old, new in changed)
+    return "\n".join(
+        f"  {key}: {json.dumps(old)} there, {json.dumps(new)} here"
+        for key, old, new in changed
+    )

@@ -27,7 +27,14 @@ from transformers import PreTrainedTokenizerFast
 from data.keyed_random import generator
 from data.samples.chunks import Lengths, build_chunks, chunks_of_document
 from data.samples.fields import HELD_OUT_SEED, Fields, HeldOut, StoredSamples, spread
-from data.samples.lanes import REMEMBERED, Encode, Lane, LanePlace, LaneReader, refuse_state
+from data.samples.lanes import (
+    REMEMBERED,
+    Encode,
+    Lane,
+    LanePlace,
+    LaneReader,
+    refuse_state,
+)
 from data.samples.masking import BertVocabulary, check_whole_words, mask
 from data.text.encoder import SentenceEncoder
 from data.tokens.store import Store
@@ -61,10 +68,16 @@ class BertFields(Fields):
 
     def micro_batch(self, row_weights: np.ndarray) -> Mapping[str, np.ndarray]:
         weights = (self._real & (row_weights > 0)[:, None]).astype(np.float32)
-        arrays = {**self, "weights": weights, "sentence_weights": row_weights.astype(np.float32)}
+        arrays = {
+            **self,
+            "weights": weights,
+            "sentence_weights": row_weights.astype(np.float32),
+        }
         return {name: arrays[name] for name in BERT.fields.names}
 
-    def describe(self, row: int, tokenizer: PreTrainedTokenizerFast, sentence_head: str) -> str:
+    def describe(
+        self, row: int, tokenizer: PreTrainedTokenizerFast, sentence_head: str
+    ) -> str:
         """Show a sample's text with [was->now] in place of every predicted token."""
         sample = {key: values[row] for key, values in self.items()}
         length = int(sample["lengths"])
@@ -78,14 +91,23 @@ class BertFields(Fields):
         lines = [f"{places}; {predicted} predicted of at most {most}"]
         if sentence_head != "none":
             label = int(sample["sentence_labels"])
-            lines.append(f"{sentence_head} label {label}: {_SENTENCE_LABELS[sentence_head][label]}")
+            lines.append(
+                f"{sentence_head} label {label}: {_SENTENCE_LABELS[sentence_head][label]}"
+            )
         pieces = list(tokenizer.convert_ids_to_tokens(tokens.tolist()))
-        for at, was in zip(sample["positions"][:predicted], sample["labels"][:predicted], strict=True):
+        for at, was in zip(
+            sample["positions"][:predicted], sample["labels"][:predicted], strict=True
+        ):
             pieces[at] = f"[{tokenizer.convert_ids_to_tokens(int(was))}->{pieces[at]}]"
         for segment, name in enumerate("AB"):
-            shown = [piece for piece, kind in zip(pieces, types, strict=True) if kind == segment]
+            shown = [
+                piece
+                for piece, kind in zip(pieces, types, strict=True)
+                if kind == segment
+            ]
             text = "".join(shown[:1])
-            for before, piece in pairwise(shown):  # pieces of words are put together again
+            # pieces of words are put together again
+            for before, piece in pairwise(shown):
                 joined = piece.startswith("##") and not before.endswith("]")
                 text += piece[2:] if joined else f" {piece}"
             lines += [f"{name}: {text}"] if shown else []
@@ -103,7 +125,11 @@ class Sample(NamedTuple):
 
 
 def segments(
-    rng: Generator, tokens: np.ndarray, borders: np.ndarray, head: SentenceHead, other: Other
+    rng: Generator,
+    tokens: np.ndarray,
+    borders: np.ndarray,
+    head: SentenceHead,
+    other: Other,
 ) -> tuple[np.ndarray, np.ndarray | None, int]:
     """Divide a chunk into two segments: (A, B, sentence label); for `none` (A, None, 0).
 
@@ -125,7 +151,11 @@ def segments(
     cut = _cut(rng, len(tokens), borders)
     first = tokens[:cut]
     second = tokens[cut:]
-    return (second, first, 1) if head == "sop" and changed and len(second) else (first, second, 0)
+    return (
+        (second, first, 1)
+        if head == "sop" and changed and len(second)
+        else (first, second, 0)
+    )
 
 
 def _cut(rng: Generator, length: int, borders: np.ndarray) -> int:
@@ -178,7 +208,14 @@ class BertFamily:
         masking = recipe.data.masking
         check_whole_words(vocabulary, masking)
         sizes = (recipe.sequence_length, recipe.predictions)
-        return cls(tokenizer, vocabulary, *sizes, recipe.model.sentence_head, masking, recipe.seed)
+        return cls(
+            tokenizer,
+            vocabulary,
+            *sizes,
+            recipe.model.sentence_head,
+            masking,
+            recipe.seed,
+        )
 
     @property
     def room(self) -> int:
@@ -205,7 +242,9 @@ class BertFamily:
         return replace(self, seed=HELD_OUT_SEED)
 
     def measure(self, number: int, place: LanePlace, encoded: list[np.ndarray]) -> int:
-        return len(text_of(number, place, encoded, self.lengths).starts) if encoded else 0
+        return (
+            len(text_of(number, place, encoded, self.lengths).starts) if encoded else 0
+        )
 
     def samples(self, measured: int) -> int:
         return measured
@@ -216,7 +255,9 @@ class BertFamily:
     def too_short(self, measured: int) -> tuple[str, ...]:
         return ("have no text",)
 
-    def assemble(self, rng: Generator, first: np.ndarray, second: np.ndarray | None, label: int) -> Sample:
+    def assemble(
+        self, rng: Generator, first: np.ndarray, second: np.ndarray | None, label: int
+    ) -> Sample:
         """Shorten segments A and B (None: only A) to fit a sample, add special tokens, and mask."""
         first, second = truncate(rng, first, second, self.room)
         a = len(first)
@@ -225,7 +266,9 @@ class BertFamily:
         texts = [cls, first, sep] if second is None else [cls, first, sep, second, sep]
         tokens = np.concatenate(texts, dtype=np.int64)
         special = [0, a + 1] if second is None else [0, a + 1, len(tokens) - 1]
-        positions, labels = mask(rng, tokens, special, self.vocabulary, self.masking, self.predictions)
+        positions, labels = mask(
+            rng, tokens, special, self.vocabulary, self.masking, self.predictions
+        )
         return Sample(tokens, a + 2, positions, labels, label)
 
     def stack(self, samples: Sequence[Sample]) -> BertFields:
@@ -236,11 +279,17 @@ class BertFamily:
         fields = BertFields(
             tokens=np.full((count, length), self.vocabulary.pad, dtype=np.int64),
             token_types=np.zeros((count, length), dtype=np.int64),
-            lengths=np.array([len(sample.tokens) for sample in samples], dtype=np.int64),
+            lengths=np.array(
+                [len(sample.tokens) for sample in samples], dtype=np.int64
+            ),
             positions=np.zeros((count, most), dtype=np.int64),
             labels=np.zeros((count, most), dtype=np.int64),
-            predicted=np.array([len(sample.positions) for sample in samples], dtype=np.int64),
-            sentence_labels=np.array([sample.sentence_label for sample in samples], dtype=np.int64),
+            predicted=np.array(
+                [len(sample.positions) for sample in samples], dtype=np.int64
+            ),
+            sentence_labels=np.array(
+                [sample.sentence_label for sample in samples], dtype=np.int64
+            ),
         )
         for row, sample in enumerate(samples):
             fields["tokens"][row, : len(sample.tokens)] = sample.tokens
@@ -265,12 +314,23 @@ class BertSamples(StoredSamples):
         self._family = family
         self._chunks = build_chunks(store, documents, family.lengths)
         filled = len(self._chunks.documents)
-        hold_out_more = ("set ", Key("data.validation_every"), " or ", Key("data.test_every"), " lower")
+        hold_out_more = (
+            "set ",
+            Key("data.validation_every"),
+            " or ",
+            Key("data.test_every"),
+            " lower",
+        )
         if not filled:
             none = f"no text in {counted(len(documents), 'document')}"
-            raise ProblemsError([Problem("data.name", none, fix=("give more, or ", *hold_out_more))])
+            raise ProblemsError(
+                [Problem("data.name", none, fix=("give more, or ", *hold_out_more))]
+            )
         if filled < 2 and family.sentence_head == "nsp":
-            came = (Setting("model.sentence_head", "nsp"), " with text of one document alone")
+            came = (
+                Setting("model.sentence_head", "nsp"),
+                " with text of one document alone",
+            )
             rule = "the second segment must come from another one"
             other = (", or set ", Key("model.sentence_head"), " to sop or none")
             better = ("give more documents, ", *hold_out_more, *other)
@@ -284,7 +344,9 @@ class BertSamples(StoredSamples):
     def fixed(self, count: int) -> HeldOut:
         """Make at most `count` evenly spread samples of epoch 0."""
         seed = self._family.seed
-        chosen = [self._sample(seed, 0, chunk) for chunk in spread(len(self), count).tolist()]
+        chosen = [
+            self._sample(seed, 0, chunk) for chunk in spread(len(self), count).tolist()
+        ]
         return HeldOut(self._family.stack(chosen))
 
     def _sample(self, seed: int, epoch: int, chunk: int) -> Sample:
@@ -294,7 +356,9 @@ class BertSamples(StoredSamples):
         tokens = self._store.tokens_array[start : start + length]
         borders = np.array(self._borders(start, start + length), dtype=np.int64) - start
         other = partial(self._other, rng, chunk)
-        return self._family.assemble(rng, *segments(rng, tokens, borders, self._family.sentence_head, other))
+        return self._family.assemble(
+            rng, *segments(rng, tokens, borders, self._family.sentence_head, other)
+        )
 
     def _borders(self, start: int, end: int) -> list[int]:
         """List the places of sentence beginnings strictly between `start` and `end` of the store."""
@@ -302,7 +366,9 @@ class BertSamples(StoredSamples):
         pointers = self._store.pointers
         # `bisect` looks at a few entries where they lie; numpy would copy the unaligned array first.
         first = bisect.bisect_right(pointers, start * size)
-        last = bisect.bisect_left(pointers, end * size, lo=first, hi=min(len(pointers), first + end - start))
+        last = bisect.bisect_left(
+            pointers, end * size, lo=first, hi=min(len(pointers), first + end - start)
+        )
         return (pointers[first:last] // size).tolist()
 
     def _other(self, rng: Generator, chunk: int, wanted: int) -> np.ndarray:
@@ -317,7 +383,11 @@ class BertSamples(StoredSamples):
         size = self._store.dtype.itemsize
         pointers = self._store.pointers
         border = bisect.bisect_left(pointers, min(start + wanted, document_end) * size)
-        end = int(pointers[border]) // size if border < len(pointers) else self._store.tokens
+        end = (
+            int(pointers[border]) // size
+            if border < len(pointers)
+            else self._store.tokens
+        )
         return self._store.tokens_array[start:end]
 
 
@@ -332,7 +402,9 @@ class Tokenized:
     lengths: np.ndarray  # (C,)
 
 
-def text_of(number: int, place: LanePlace, sentences: list[np.ndarray], lengths: Lengths) -> Tokenized:
+def text_of(
+    number: int, place: LanePlace, sentences: list[np.ndarray], lengths: Lengths
+) -> Tokenized:
     """Join the sentences of a document and cut it into chunks.
 
     Args:
@@ -341,7 +413,12 @@ def text_of(number: int, place: LanePlace, sentences: list[np.ndarray], lengths:
     edges = np.cumsum([0, *map(len, sentences)], dtype=np.int64)
     # Without the epoch: as in a store, a document is always cut into the same chunks.
     document = (number << 48) ^ (place.turn << 32) ^ place.record
-    return Tokenized(place, np.concatenate(sentences), edges, *chunks_of_document(edges, document, lengths))
+    return Tokenized(
+        place,
+        np.concatenate(sentences),
+        edges,
+        *chunks_of_document(edges, document, lengths),
+    )
 
 
 class BertLane(Lane):
@@ -363,11 +440,15 @@ class BertLane(Lane):
         text, chunk = self._next_chunk()
         start = int(text.starts[chunk])
         length = int(text.lengths[chunk])
-        inside = text.edges[(text.edges > start) & (text.edges < start + length)] - start
+        inside = (
+            text.edges[(text.edges > start) & (text.edges < start + length)] - start
+        )
         rng = generator(seed, self.reader.lane, item)
         tokens = text.tokens[start : start + length]
         other = partial(self._other, rng, text)
-        return self._family.assemble(rng, *segments(rng, tokens, inside, self._family.sentence_head, other))
+        return self._family.assemble(
+            rng, *segments(rng, tokens, inside, self._family.sentence_head, other)
+        )
 
     def skip(self) -> None:
         self._next_chunk()
@@ -387,19 +468,27 @@ class BertLane(Lane):
             for document, sentences in self._encoded:
                 if sentences:
                     self._fruitful = True
-                    return text_of(self.reader.lane, document.place, sentences, self._lengths)
+                    return text_of(
+                        self.reader.lane, document.place, sentences, self._lengths
+                    )
             self._open_next_epoch("have no text")
 
-    def _other(self, rng: Generator, current: Tokenized, wanted: int) -> np.ndarray | None:
+    def _other(
+        self, rng: Generator, current: Tokenized, wanted: int
+    ) -> np.ndarray | None:
         """Take sentences of a remembered document, of a wanted number of tokens."""
         # Of another turn or record: the same document comes again in every epoch.
-        others = [text for text in self._remembered if text.place[1:3] != current.place[1:3]]
+        others = [
+            text for text in self._remembered if text.place[1:3] != current.place[1:3]
+        ]
         if not others:
             return None
         chosen = others[rng.integers(len(others))]
         first = int(rng.integers(len(chosen.edges) - 1))
         start = chosen.edges[first]
-        last = min(int(np.searchsorted(chosen.edges, start + wanted)), len(chosen.edges) - 1)
+        last = min(
+            int(np.searchsorted(chosen.edges, start + wanted)), len(chosen.edges) - 1
+        )
         return chosen.tokens[start : chosen.edges[last]]
 
     def state(self) -> dict[str, Any]:
@@ -418,4 +507,8 @@ class BertLane(Lane):
             self._current = self._read()
             self._chunk = state["chunk"]
             if self._chunk > (chunks := len(self._current.starts)):
-                refuse_state(self.reader.source, state, f"the document there has {counted(chunks, 'chunk')}")
+                refuse_state(
+                    self.reader.source,
+                    state,
+                    f"the document there has {counted(chunks, 'chunk')}",
+                )

@@ -39,7 +39,9 @@ def largest_remainder(weights: Sequence[float], total: int) -> np.ndarray:
 class BlendedSamples:
     """Samples of several parts, each in its own order; an exhausted part begins anew."""
 
-    def __init__(self, parts: Sequence[TrainingSamples], weights: Sequence[float], seed: int):
+    def __init__(
+        self, parts: Sequence[TrainingSamples], weights: Sequence[float], seed: int
+    ):
         """Mix the parts.
 
         Args:
@@ -58,7 +60,13 @@ class BlendedSamples:
             found = f": part {smallest + 1} has weight {weights[smallest]} of {sum(weights)}"
             came = (Key("data.blend"), found)
             rule = f"that is less than one sample in {BLOCK}"
-            raise ProblemsError([Problem("data.blend", came, rule, "give it more weight or leave it out")])
+            raise ProblemsError(
+                [
+                    Problem(
+                        "data.blend", came, rule, "give it more weight or leave it out"
+                    )
+                ]
+            )
 
     def take(self, positions: Sequence[int], seed: int) -> Fields:
         part_of, local = self.places(np.asarray(positions, dtype=np.int64))
@@ -67,7 +75,8 @@ class BlendedSamples:
         for number, part in enumerate(self._parts):
             own = np.flatnonzero(part_of == number)
             if own.size:
-                own_seed = seed + (number << 32)  # so that parts of one size are not in one order
+                # so that parts of one size are not in one order
+                own_seed = seed + (number << 32)
                 rows.append(part.take(local[own].tolist(), own_seed))
                 mine.append(own)
         return type(rows[0]).concatenate(rows).rows(np.argsort(np.concatenate(mine)))
@@ -82,14 +91,18 @@ class BlendedSamples:
             order = self._order(block)
             # Number of earlier samples of the same part in the block.
             ranks = np.empty(BLOCK, dtype=np.int64)
-            ranks[np.argsort(order, kind="stable")] = np.concatenate([np.arange(n) for n in self._counts])
+            ranks[np.argsort(order, kind="stable")] = np.concatenate(
+                [np.arange(n) for n in self._counts]
+            )
             part_of[here] = order[within[here]]
             local[here] = block * self._counts[part_of[here]] + ranks[within[here]]
         return part_of, local
 
     def _order(self, block: int) -> np.ndarray:
         """Return the part's number at each position of a block, (BLOCK,)."""
-        return shuffled(np.repeat(np.arange(len(self._parts)), self._counts), self._seed, block)
+        return shuffled(
+            np.repeat(np.arange(len(self._parts)), self._counts), self._seed, block
+        )
 
     def state(self, position: int) -> dict[str, Any]:
         parts = zip(self._parts, self._before(position), strict=True)
@@ -104,16 +117,22 @@ class BlendedSamples:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a `state`. Raises ProblemsError: it is of a blend with other parts."""
         found = state["parts"] if isinstance(state.get("parts"), list) else []
-        places = [part.get("position") if isinstance(part, dict) else None for part in found]
+        places = [
+            part.get("position") if isinstance(part, dict) else None for part in found
+        ]
         if places != (before := self._before(state["position"])):
             was = f"the checkpoint read a blend of {len(found)} parts, at {str(places)[:100]}, and "
             came = (was, Key("data.blend"), f" has {len(self._parts)}, at {before}")
-            raise ProblemsError([Problem("data.blend", came, fix="resume with the same blend")])
+            raise ProblemsError(
+                [Problem("data.blend", came, fix="resume with the same blend")]
+            )
         for part, saved in zip(self._parts, found, strict=True):
             part.restore(saved)
 
     def fresh(self) -> BlendedSamples:
-        return BlendedSamples([part.fresh() for part in self._parts], self._weights, self._seed)
+        return BlendedSamples(
+            [part.fresh() for part in self._parts], self._weights, self._seed
+        )
 
 
 def blended_held_out(parts: Sequence[HeldOut]) -> HeldOut:
@@ -134,24 +153,35 @@ def blended(parts: Sequence[Parts], weights: Sequence[float], seed: int) -> Part
     )
 
 
-def _blended_counts(counts: Sequence[np.ndarray], weights: Sequence[float]) -> np.ndarray:
+def _blended_counts(
+    counts: Sequence[np.ndarray], weights: Sequence[float]
+) -> np.ndarray:
     """Weight the parts' token counts (V,) as the blend does, without changing their total."""
     sums = [max(1, int(count.sum())) for count in counts]
     parts = zip(np.asarray(weights) / np.sum(weights), counts, sums, strict=True)
     return sum(sums) * sum(share * count / total for share, count, total in parts)
 
 
-def _blended_summary(summaries: Sequence[dict[str, Any]], weights: Sequence[float]) -> dict[str, Any]:
+def _blended_summary(
+    summaries: Sequence[dict[str, Any]], weights: Sequence[float]
+) -> dict[str, Any]:
     """Join the summaries of the parts: sums of their common entries, all checksums, and the parts."""
     sums = {}
     for key in summaries[0]:
         values = [part[key] for part in summaries if key in part]
         if key in _ADDED_UP and len(values) == len(summaries):
             sums[key] = sum(values)
-    parts = [{"weight": weight, **part} for part, weight in zip(summaries, weights, strict=True)]
+    parts = [
+        {"weight": weight, **part}
+        for part, weight in zip(summaries, weights, strict=True)
+    ]
     return {
-        "source": " + ".join(f"{part['source']} ({part['weight']:g})" for part in parts),
+        "source": " + ".join(
+            f"{part['source']} ({part['weight']:g})" for part in parts
+        ),
         **sums,
-        "train_tokens_crc32": ",".join(str(part["train_tokens_crc32"]) for part in parts),
+        "train_tokens_crc32": ",".join(
+            str(part["train_tokens_crc32"]) for part in parts
+        ),
         "parts": parts,
     }

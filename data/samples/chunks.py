@@ -26,13 +26,16 @@ class Lengths:
     """Target lengths of chunks."""
 
     target: int  # tokens
-    short_probability: float  # share of chunks with a random length in [SHORTEST_TARGET, target]
+    # share of chunks with a random length in [SHORTEST_TARGET, target]
+    short_probability: float
     seed: int
 
     def of(self, documents: np.ndarray, chunk: int) -> np.ndarray:
         """Return the target tokens (N,) int64 of the chunk with this number, in each of the documents."""
         bits = random_bits(self.seed, documents, chunk)
-        short = (bits >> np.uint64(32)) < np.uint64(round(self.short_probability * 2**32))
+        short = (bits >> np.uint64(32)) < np.uint64(
+            round(self.short_probability * 2**32)
+        )
         choices = np.uint64(self.target - SHORTEST_TARGET + 1)
         shorter = SHORTEST_TARGET + (bits & np.uint64(0xFFFFFFFF)) % choices
         return np.where(short, shorter.astype(np.int64), self.target)
@@ -45,7 +48,8 @@ class Chunks:
     documents: np.ndarray  # (D,) int64, ascending: documents that have a chunk
     starts: np.ndarray  # (C,) int64: where each chunk begins, in tokens of the store
     lengths: np.ndarray  # (C,) int32 tokens
-    first: np.ndarray  # (D + 1,) int64: the chunks of document d are first[d] up to, not with, first[d + 1]
+    # (D + 1,) int64: the chunks of document d are first[d] up to, not with, first[d + 1]
+    first: np.ndarray
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -68,12 +72,21 @@ def build_chunks(store: Store, documents: np.ndarray, lengths: Lengths) -> Chunk
         edges = store.sequence_starts(np.arange(first[0], last[-1] + 1))
         found.append(_cut(edges, first - first[0], last - first[0], block, lengths))
     found = found or [(np.empty(0, np.int64),) * 3]
-    counts, starts, sizes = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    counts, starts, sizes = (
+        np.concatenate(parts) for parts in zip(*found, strict=True)
+    )
     filled = counts > 0
-    return Chunks(documents[filled], starts, sizes, np.concatenate([[0], np.cumsum(counts[filled])]))
+    return Chunks(
+        documents[filled],
+        starts,
+        sizes,
+        np.concatenate([[0], np.cumsum(counts[filled])]),
+    )
 
 
-def chunks_of_document(edges: np.ndarray, document: int, lengths: Lengths) -> tuple[np.ndarray, np.ndarray]:
+def chunks_of_document(
+    edges: np.ndarray, document: int, lengths: Lengths
+) -> tuple[np.ndarray, np.ndarray]:
     """Cut one document outside any store into chunks.
 
     Args:
@@ -83,11 +96,17 @@ def chunks_of_document(edges: np.ndarray, document: int, lengths: Lengths) -> tu
     Returns:
         (C,) int64 beginnings of the chunks, in tokens of the document, and (C,) int32 tokens.
     """
-    return _cut(edges, np.array([0]), np.array([len(edges) - 1]), np.array([document]), lengths)[1:]
+    return _cut(
+        edges, np.array([0]), np.array([len(edges) - 1]), np.array([document]), lengths
+    )[1:]
 
 
 def _cut(
-    edges: np.ndarray, first: np.ndarray, last: np.ndarray, documents: np.ndarray, lengths: Lengths
+    edges: np.ndarray,
+    first: np.ndarray,
+    last: np.ndarray,
+    documents: np.ndarray,
+    lengths: Lengths,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cut the documents (D,) of one run of sentences into chunks.
 
@@ -104,7 +123,8 @@ def _cut(
     sizes = np.diff(edges)
     if len(sizes) and sizes.max() > longest:  # edges inside long sentences too
         pieces = np.maximum(-(-sizes // longest), 1)
-        piece = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # within its sentence
+        # within its sentence
+        piece = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
         edges = np.append(np.repeat(edges[:-1], pieces) + piece * longest, edges[-1])
     counts = np.zeros(len(documents), dtype=np.int64)
     steps: list[tuple[np.ndarray, ...]] = []
@@ -112,7 +132,9 @@ def _cut(
     while going.size:
         start = places[going]
         reached = edges.searchsorted(start + lengths.of(documents[going], len(steps)))
-        places[going] = np.minimum(edges[np.minimum(reached, len(edges) - 1)], ends[going])
+        places[going] = np.minimum(
+            edges[np.minimum(reached, len(edges) - 1)], ends[going]
+        )
         steps.append((going, start, (places[going] - start).astype(np.int32)))
         counts[going] += 1
         going = going[places[going] < ends[going]]

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from data.keyed_random import EpochOrders
 from recipes.problems import Setting, Words, counted
 
-HELD_OUT_SEED = 0  # not the recipe's: runs that differ in it are measured on the same held-out samples
+# not the recipe's: runs that differ in it are measured on the same held-out samples
+HELD_OUT_SEED = 0
 F = TypeVar("F", bound="Fields")
 
 
@@ -29,12 +30,16 @@ def _array_from_json(value: Any) -> np.ndarray:
         return value
     if not isinstance(value, dict) or {*value} != {"dtype", "shape", "base64"}:
         raise ValueError("an array has dtype, shape and base64")
-    numbers = np.frombuffer(base64.b64decode(value["base64"]), np.dtype(str(value["dtype"])))
+    numbers = np.frombuffer(
+        base64.b64decode(value["base64"]), np.dtype(str(value["dtype"]))
+    )
     return numbers.reshape(value["shape"]).copy()
 
 
 # An array of numbers that pydantic writes to JSON and reads again.
-Array = Annotated[np.ndarray, PlainValidator(_array_from_json), PlainSerializer(_array_to_json)]
+Array = Annotated[
+    np.ndarray, PlainValidator(_array_from_json), PlainSerializer(_array_to_json)
+]
 
 
 class Fields(dict[str, np.ndarray]):
@@ -54,7 +59,9 @@ class Fields(dict[str, np.ndarray]):
         """
         raise NotImplementedError
 
-    def describe(self, row: int, tokenizer: PreTrainedTokenizerFast, sentence_head: str) -> str:
+    def describe(
+        self, row: int, tokenizer: PreTrainedTokenizerFast, sentence_head: str
+    ) -> str:
         """Show one sample for a person to check: a line of facts, then its text."""
         raise NotImplementedError
 
@@ -74,7 +81,8 @@ class Fields(dict[str, np.ndarray]):
 class TrainingSamples(Protocol):
     """An endless sequence of samples."""
 
-    random_access: bool  # True: any positions at once, from any thread; False: one reader, that goes forward
+    # True: any positions at once, from any thread; False: one reader, that goes forward
+    random_access: bool
 
     def take(self, positions: Sequence[int], seed: int) -> Fields:
         """Return the samples at ascending positions; reading forward is cheap."""
@@ -137,7 +145,8 @@ class Parts:
     train: TrainingSamples
     validation: HeldOut
     test: HeldOut | None
-    train_counts: np.ndarray  # (V,) occurrences in the training tokens, or in some of them
+    # (V,) occurrences in the training tokens, or in some of them
+    train_counts: np.ndarray
     summary: dict[str, Any]
 
 
@@ -155,4 +164,8 @@ def spread(available: int, wanted: int) -> np.ndarray:
 def too_short(tokens: int, sequence_length: int) -> tuple[Words, ...]:
     """Say why so many tokens give no sample."""
     length = Setting("sequence_length", sequence_length)
-    return f"{counted(tokens, 'token')}, and one sample of ", length, f" needs {sequence_length + 1}"
+    return (
+        f"{counted(tokens, 'token')}, and one sample of ",
+        length,
+        f" needs {sequence_length + 1}",
+    )

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from data.samples.fields import Fields, HeldOut, StoredSamples, spread, too_short, window_count
+from data.samples.fields import (
+    Fields,
+    HeldOut,
+    StoredSamples,
+    spread,
+    too_short,
+    window_count,
+)
 from data.text.encoder import Encoder, end_of_document
 from data.tokens.store import Store
 from recipes.problems import Key, Problem, ProblemsError, Words, counted
@@ -37,10 +44,14 @@ class GptFields(Fields):
     def micro_batch(self, row_weights: np.ndarray) -> Mapping[str, np.ndarray]:
         windows = self["window"]
         length = windows.shape[1] - 1
-        weights = np.repeat((row_weights / length).astype(np.float32)[:, None], length, axis=1)
+        weights = np.repeat(
+            (row_weights / length).astype(np.float32)[:, None], length, axis=1
+        )
         return {"tokens": windows[:, :-1], "labels": windows[:, 1:], "weights": weights}
 
-    def describe(self, row: int, tokenizer: PreTrainedTokenizerFast, sentence_head: str) -> str:
+    def describe(
+        self, row: int, tokenizer: PreTrainedTokenizerFast, sentence_head: str
+    ) -> str:
         window = self["window"][row]
         ends = int((window[:-1] == tokenizer.eos_token_id).sum())
         last = f"the label of the last one is {tokenizer.decode(window[-1:])!r}"
@@ -76,7 +87,8 @@ class TokenStream:
         self._starts = starts[first]
         ends = ends[last]
         self._open = without_end[last]
-        self._ends = np.cumsum(ends - self._starts + self._open)  # (pieces,) places in the stream
+        # (pieces,) places in the stream
+        self._ends = np.cumsum(ends - self._starts + self._open)
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -94,7 +106,9 @@ class TokenStream:
             place = start + filled
             put_in = int(self._open[piece])
             first = int(self._starts[piece]) + place - piece_start
-            part = self._tokens[first : first + min(piece_end - put_in - place, len(tokens) - filled)]
+            part = self._tokens[
+                first : first + min(piece_end - put_in - place, len(tokens) - filled)
+            ]
             tokens[filled : filled + len(part)] = part
             filled += len(part)
             if put_in and filled < len(tokens):
@@ -132,7 +146,9 @@ class GptSamples(StoredSamples):
         super().__init__(count)
 
     def take(self, positions: Sequence[int], seed: int) -> Fields:
-        return self._windows([self._orders.locate(int(position), seed)[1] for position in positions])
+        return self._windows(
+            [self._orders.locate(int(position), seed)[1] for position in positions]
+        )
 
     def fixed(self, count: int) -> HeldOut:
         """Return min(count, len) samples, evenly spread over the stream and in its order, without a seed."""
@@ -164,7 +180,8 @@ class GptFamily:
         Raises ProblemsError: they hold too little for one sample.
         """
         return GptSamples(
-            TokenStream(store, documents, end_of_document(self.tokenizer)), self.sequence_length
+            TokenStream(store, documents, end_of_document(self.tokenizer)),
+            self.sequence_length,
         )
 
     def never_predicted(self) -> list[int]:

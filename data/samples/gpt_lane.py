@@ -44,14 +44,19 @@ class GptLane(Lane):
     def restore(self, state: dict[str, Any]) -> None:
         size = len(self._resume(state))
         if state["token_offset"] >= max(size, 1):
-            refuse_state(self.reader.source, state, f"the document there has {counted(size, 'token')}")
+            refuse_state(
+                self.reader.source,
+                state,
+                f"the document there has {counted(size, 'token')}",
+            )
         self._offset = state["token_offset"]
         self._fruitful = self._offset > 0
 
     def _open(self, place: LanePlace) -> None:
         super()._open(place)
         self._offset = 0  # tokens used of the first pending document
-        self._pending: deque[tuple[LanePlace, np.ndarray]] = deque()  # documents not wholly used
+        # documents not wholly used
+        self._pending: deque[tuple[LanePlace, np.ndarray]] = deque()
         self._buffered = 0  # tokens in `_pending`, those before the offset included
 
     def _fill(self) -> None:

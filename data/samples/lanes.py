@@ -49,8 +49,10 @@ class LanePlace(NamedTuple):
     epoch: int = 0
     turn: int = 0  # position in the lane's list of files
     record: int = 0  # in the file
-    wide: bool = False  # all files are read, the lane's own first: these hold less than one sample
-    before: int | None = None  # documents of the epoch before this place, where a lane shuffles
+    # all files are read, the lane's own first: these hold less than one sample
+    wide: bool = False
+    # documents of the epoch before this place, where a lane shuffles
+    before: int | None = None
     taken: int | None = None  # documents from here on that have come already
     start: LanePlace | None = None
 
@@ -85,7 +87,8 @@ class LaneReader:
     encode: Encode
     is_training: Callable[[int], bool]  # of an index within a file
     seed: int = 0  # of the shuffling
-    buffer: int = 0  # documents to shuffle among; 0: they come in the order of their files
+    # documents to shuffle among; 0: they come in the order of their files
+    buffer: int = 0
 
     @property
     def beginning(self) -> LanePlace:
@@ -95,13 +98,18 @@ class LaneReader:
         """Yield (document, its encoded text) from `place` to the end of its epoch."""
         documents = self._documents(place)
         if self.buffer:
-            documents = itertools.islice(self._shuffled(documents, place), place.taken, None)
+            documents = itertools.islice(
+                self._shuffled(documents, place), place.taken, None
+            )
         return self.encode(documents)
 
-    def _shuffled(self, documents: Iterator[PlacedDocument], place: LanePlace) -> Iterator[PlacedDocument]:
+    def _shuffled(
+        self, documents: Iterator[PlacedDocument], place: LanePlace
+    ) -> Iterator[PlacedDocument]:
         """Yield the documents from `place` on in their shuffled order, those that have come as well."""
         waiting = OrderedDict[int, PlacedDocument]()  # by number in the epoch
-        order = list[tuple[int, int]]()  # heap of (number + draw, number) of those that wait
+        # heap of (number + draw, number) of those that wait
+        order = list[tuple[int, int]]()
         given = first = place.before or 0
         seed = self.seed + ((self.lane + 1) << 64)  # no generator of samples has it
 
@@ -111,7 +119,9 @@ class LaneReader:
                 oldest, document = next(iter(waiting.items()))
                 start = document.place._replace(before=oldest, taken=given - oldest)
                 document = waiting.pop(heapq.heappop(order)[1])
-                yield PlacedDocument(document.place._replace(start=start), document.text)
+                yield PlacedDocument(
+                    document.place._replace(start=start), document.text
+                )
                 given += 1
 
         for number, document in enumerate(documents, first):
@@ -161,13 +171,21 @@ class Lane(ABC):
         # The epoch is read from its beginning, maybe with a document that is not for training.
         self._whole = place.turn == place.record == 0 and not place.taken
         self._fruitful = False  # the epoch has given an item
-        self._encoded: Iterator[tuple[PlacedDocument, Any]] = self.reader.epoch_from(place)
+        self._encoded: Iterator[tuple[PlacedDocument, Any]] = self.reader.epoch_from(
+            place
+        )
 
     def _resume(self, state: dict[str, Any]) -> Any:
         """Open the place of a state; return its encoded document. Raises FileError if there is none."""
-        self._open(place := LanePlace(**{key: state[key] for key in LanePlace._fields if key in state}))
+        self._open(
+            place := LanePlace(
+                **{key: state[key] for key in LanePlace._fields if key in state}
+            )
+        )
         first = list(itertools.islice(self._encoded, 1))
-        if not self._whole and [document.place.start or document.place for document, _ in first] != [place]:
+        if not self._whole and [
+            document.place.start or document.place for document, _ in first
+        ] != [place]:
             refuse_state(self.reader.source, state, "no training document stands there")
         self._encoded = itertools.chain(first, self._encoded)
         return first[0][1] if first else ()
@@ -183,7 +201,12 @@ class Lane(ABC):
 
 def refuse_state(source: Source, state: Any, rule: str) -> NoReturn:
     """Refuse a place that a checkpoint names. Raises FileError."""
-    files.refuse(source.name, f"the checkpoint's place in the data is {str(state)[:150]}", rule, "restore it")
+    files.refuse(
+        source.name,
+        f"the checkpoint's place in the data is {str(state)[:150]}",
+        rule,
+        "restore it",
+    )
 
 
 class StreamedSamples:
@@ -266,11 +289,22 @@ class StreamedSamples:
 
     def state(self, position: int) -> dict[str, Any]:
         """Return the states of this rank's lanes before the sample at `position`, as JSON values."""
-        items = {number: self._item(position, number) for number in {*self._saved, *self._open}}
+        items = {
+            number: self._item(position, number)
+            for number in {*self._saved, *self._open}
+        }
         # A part of a blend may not have been read since the restart, nor a lane by a small step.
-        lanes = {n: saved for n, saved in self._saved.items() if items[n] == self._item(self._saved_at, n)}
+        lanes = {
+            n: saved
+            for n, saved in self._saved.items()
+            if items[n] == self._item(self._saved_at, n)
+        }
         # Of a lane that other ranks have read on, the last of them knows the state.
-        lanes |= {n: lane.state() for n, lane in self._open.items() if self._next[n] == items[n]}
+        lanes |= {
+            n: lane.state()
+            for n, lane in self._open.items()
+            if self._next[n] == items[n]
+        }
         lanes_by_name = {str(number): lanes[number] for number in sorted(lanes)}
         return {"position": position, **self._shape(), "lanes": lanes_by_name}
 
@@ -292,9 +326,14 @@ class StreamedSamples:
         self._forget()
         lanes = state.get("lanes")
         last = self._lanes - 1
-        if not isinstance(lanes, dict) or not lanes.keys() <= {*map(str, range(last + 1))}:
+        if not isinstance(lanes, dict) or not lanes.keys() <= {
+            *map(str, range(last + 1))
+        }:
             refuse_state(self._source, lanes, f"lanes are numbered from 0 to {last}")
-        self._saved = {int(number): self._checked(int(number), saved) for number, saved in lanes.items()}
+        self._saved = {
+            int(number): self._checked(int(number), saved)
+            for number, saved in lanes.items()
+        }
         self._saved_at = state["position"]
 
     def _checked(self, number: int, saved: Any) -> dict[str, Any]:
@@ -304,11 +343,20 @@ class StreamedSamples:
         if not isinstance(saved, dict) or saved.keys() != like.keys():
             refuse_state(self._source, saved, f"a lane's has {', '.join(like)}")
         turns = total if saved["wide"] else len(range(number, total, self._lanes))
-        most = {"wide": 1, "turn": turns - 1, "remembered": REMEMBERED, "taken": self._buffer - 1}
+        most = {
+            "wide": 1,
+            "turn": turns - 1,
+            "remembered": REMEMBERED,
+            "taken": self._buffer - 1,
+        }
         for key, value in saved.items():
-            sound = type(value) is type(like[key]) or (key == "chunk" and type(value) is int)
+            sound = type(value) is type(like[key]) or (
+                key == "chunk" and type(value) is int
+            )
             if not sound or not 0 <= (value or 0) <= most.get(key, 2**62):
-                refuse_state(self._source, saved, f"no lane has {key}={str(value)[:40]}")
+                refuse_state(
+                    self._source, saved, f"no lane has {key}={str(value)[:40]}"
+                )
         return saved
 
     def fresh(self) -> StreamedSamples:

@@ -40,7 +40,10 @@ class BertVocabulary:
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerFast) -> BertVocabulary:
         """Take the facts from a tokenizer; `build_vocabulary` refuses one that lacks a special token."""
-        ids = {name: getattr(tokenizer, f"{name}_token_id") for name in ("cls", "sep", "mask", "pad")}
+        ids = {
+            name: getattr(tokenizer, f"{name}_token_id")
+            for name in ("cls", "sep", "mask", "pad")
+        }
         assert None not in ids.values(), ids
         size = vocabulary_size(tokenizer)  # ids may leave gaps, whose tokens are None
         tokens = tokenizer.convert_ids_to_tokens(list(range(size)))
@@ -56,13 +59,21 @@ def check_whole_words(vocabulary: BertVocabulary, masking: Masking) -> None:
     """Check that the vocabulary marks word beginnings, if masking needs them. Raises ProblemsError."""
     if masking.whole_words and not vocabulary.continuation.any():
         rule = f"no token of the vocabulary begins with {_CONTINUATION}, by which words are known"
-        fix = ("set ", Key("data.masking.whole_words"), " to false, or use a WordPiece vocabulary")
+        fix = (
+            "set ",
+            Key("data.masking.whole_words"),
+            " to false, or use a WordPiece vocabulary",
+        )
         came = Setting("data.masking.whole_words", "true")
         raise ProblemsError([Problem("data.masking.whole_words", came, rule, fix)])
 
 
 def choose(
-    rng: np.random.Generator, borders: np.ndarray, usable: np.ndarray, budget: int, max_ngram: int
+    rng: np.random.Generator,
+    borders: np.ndarray,
+    usable: np.ndarray,
+    budget: int,
+    max_ngram: int,
 ) -> list[tuple[int, int]]:
     """Choose the words to predict.
 
@@ -85,7 +96,8 @@ def choose(
     taken = bytearray((~usable).tobytes())  # 1: chosen or not usable
     ends = borders.tolist()
     found: list[tuple[int, int]] = []
-    for wanted in (lengths, [1] * budget):  # where n-grams no longer fit, single words fill the budget
+    # where n-grams no longer fit, single words fill the budget
+    for wanted in (lengths, [1] * budget):
         numbers = iter(wanted)
         number = next(numbers, 0)
         for word in order:
@@ -124,9 +136,14 @@ def mask(
     Returns:
         (K,) int64 places of the predictions, ascending, and (K,) int64 the original tokens there.
     """
-    begins = ~vocabulary.continuation[tokens] if masking.whole_words else np.ones(len(tokens), dtype=bool)
+    begins = (
+        ~vocabulary.continuation[tokens]
+        if masking.whole_words
+        else np.ones(len(tokens), dtype=bool)
+    )
     begins[special] = True
-    begins[[place + 1 for place in special[:-1]]] = True  # a segment may begin inside a word
+    # a segment may begin inside a word
+    begins[[place + 1 for place in special[:-1]]] = True
     borders = np.append(np.flatnonzero(begins), len(tokens))
     usable = np.ones(len(borders) - 1, dtype=bool)
     usable[borders.searchsorted(special)] = False
@@ -135,13 +152,17 @@ def mask(
     words = bytearray(len(usable))
     for word, number in chosen:
         words[word : word + number] = b"\1" * number
-    places = np.flatnonzero(np.repeat(np.frombuffer(words, dtype=bool), np.diff(borders)))
+    places = np.flatnonzero(
+        np.repeat(np.frombuffer(words, dtype=bool), np.diff(borders))
+    )
     if not len(places):
         # Every word of a short sample is over the budget; without a prediction the sample would be wasted.
         places = np.array([rng.choice(np.setdiff1d(np.arange(len(tokens)), special))])
     labels = tokens[places]
     draws = rng.random(len(places))
-    others = vocabulary.ordinary[rng.integers(len(vocabulary.ordinary), size=len(places))]
+    others = vocabulary.ordinary[
+        rng.integers(len(vocabulary.ordinary), size=len(places))
+    ]
     changed = np.where(draws < MASKED + RANDOM, others, labels)
     tokens[places] = np.where(draws < MASKED, vocabulary.mask, changed)
     return places, labels

@@ -36,7 +36,9 @@ def family_of(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Family:
     return GptFamily.of(recipe, tokenizer)
 
 
-def store_parts(recipe: Recipe, family: Family, opened: OpenedStore, wanted: int) -> Parts:
+def store_parts(
+    recipe: Recipe, family: Family, opened: OpenedStore, wanted: int
+) -> Parts:
     """Make the samples of every split of a store.
 
     Args:
@@ -48,11 +50,17 @@ def store_parts(recipe: Recipe, family: Family, opened: OpenedStore, wanted: int
     store = opened.store
     name = opened.name
     vocab_size = recipe.model.vocab_size
-    splits: tuple[Part, ...] = ("train", "validation", "test") if data.test_every else ("train", "validation")
+    splits: tuple[Part, ...] = (
+        ("train", "validation", "test") if data.test_every else ("train", "validation")
+    )
     documents = {}
     for split in splits:
-        documents[split] = documents_of(split, store.documents, data.validation_every, data.test_every)
-    train_stream = TokenStream(store, documents["train"], end_of_document(family.tokenizer))
+        documents[split] = documents_of(
+            split, store.documents, data.validation_every, data.test_every
+        )
+    train_stream = TokenStream(
+        store, documents["train"], end_of_document(family.tokenizer)
+    )
     counts = token_counts(train_stream.read, len(train_stream), vocab_size, name)
     counts[family.never_predicted()] = 0
     with _naming(recipe, name, "train"):
@@ -73,8 +81,13 @@ def store_parts(recipe: Recipe, family: Family, opened: OpenedStore, wanted: int
     }
     for split, chosen in documents.items():
         prefix = "held_out" if split == "validation" else split
-        first, last = (store.sequence_starts(store.document_index[chosen + i]) for i in (0, 1))
-        summary |= {f"{prefix}_documents": len(chosen), f"{prefix}_tokens": int((last - first).sum())}
+        first, last = (
+            store.sequence_starts(store.document_index[chosen + i]) for i in (0, 1)
+        )
+        summary |= {
+            f"{prefix}_documents": len(chosen),
+            f"{prefix}_tokens": int((last - first).sum()),
+        }
     summary |= {"samples_per_epoch": len(train), "unigram_tokens": int(counts.sum())}
     return Parts(train, held_out["validation"], held_out.get("test"), counts, summary)
 
@@ -87,11 +100,17 @@ def _naming(recipe: Recipe, source: str, split: Part) -> Iterator[None]:
     except ProblemsError as error:
         key = "test_every" if split == "test" else "validation_every"
         part = "training part" if split == "train" else f"part held out for {split}"
-        rule = (" (", Setting(f"data.{key}", getattr(recipe.data, key)), " decides how much is held out)")
+        rule = (
+            " (",
+            Setting(f"data.{key}", getattr(recipe.data, key)),
+            " decides how much is held out)",
+        )
         problems = []
         for problem in error.problems:
             came = (f"{source}: the {part}: ", *pieces(problem.came))
-            problems.append(replace(problem, came=came, fix=(*pieces(problem.fix), *rule)))
+            problems.append(
+                replace(problem, came=came, fix=(*pieces(problem.fix), *rule))
+            )
         raise ProblemsError(problems) from error
 
 
@@ -104,8 +123,12 @@ def token_counts(
     """
     counts = np.zeros(vocab_size, dtype=np.int64)
     blocks = -(-tokens // _COUNTED_AT_ONCE)
-    for start in (spread(blocks, COUNTED_TOKENS // _COUNTED_AT_ONCE) * _COUNTED_AT_ONCE).tolist():
-        found = np.bincount(read(start, min(start + _COUNTED_AT_ONCE, tokens)), minlength=vocab_size)
+    for start in (
+        spread(blocks, COUNTED_TOKENS // _COUNTED_AT_ONCE) * _COUNTED_AT_ONCE
+    ).tolist():
+        found = np.bincount(
+            read(start, min(start + _COUNTED_AT_ONCE, tokens)), minlength=vocab_size
+        )
         if found.size > vocab_size:
             raise outside_vocabulary(name, found.size - 1, vocab_size)
         counts += found

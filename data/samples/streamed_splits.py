@@ -14,7 +14,14 @@ from pydantic import TypeAdapter
 
 from data.cache import SAY_EVERY_S, Say
 from data.samples.fields import HELD_OUT_SEED, Array, Fields, HeldOut, Parts
-from data.samples.lanes import Lane, LanePlace, LaneReader, PlacedDocument, StreamedSamples, lane_count
+from data.samples.lanes import (
+    Lane,
+    LanePlace,
+    LaneReader,
+    PlacedDocument,
+    StreamedSamples,
+    lane_count,
+)
 from data.samples.splits import Family
 from data.split_rule import Part, part_of
 from data.text.records import Source
@@ -22,15 +29,19 @@ from recipes.problems import Key, Problem, ProblemsError, Setting
 from recipes.schema import Origin, Recipe
 
 UNIGRAM_TOKENS = 200_000
-_FIRST_HELD_OUT = 1 << 10  # lanes of held-out samples are numbered from here, above all others
+# lanes of held-out samples are numbered from here, above all others
+_FIRST_HELD_OUT = 1 << 10
 _FILES_AT_ONCE = 8  # to take held-out documents from in turn
 # Tokenized at once, over all lanes: about 0.1 s, so that the first batch comes soon.
 _BATCH_CHARACTERS = 1 << 19
 _LEAST_BATCH = 1 << 15  # of one lane
-_HEAD_BATCH_CHARACTERS = 1 << 16  # small, to read little too much: 1 document of 20 is held out
+# small, to read little too much: 1 document of 20 is held out
+_HEAD_BATCH_CHARACTERS = 1 << 16
 Split = Callable[[int], Part]  # the part of a document, by its index within its file
 # Returns the result of `make`: of several ranks one makes it, and the others receive it as JSON of its form.
-MakeOnce = Callable[[Callable[[], "StreamHead"], TypeAdapter["StreamHead"]], "StreamHead"]
+MakeOnce = Callable[
+    [Callable[[], "StreamHead"], TypeAdapter["StreamHead"]], "StreamHead"
+]
 
 
 @dataclass
@@ -59,9 +70,14 @@ class _HeldOutDocuments:
 
     def finish(self, source: Source) -> Fields:
         """Make the samples, in a lane that reads the documents as they are encoded already."""
-        reader = LaneReader(source, self.number, 1, lambda _: iter(self.documents), lambda _: True)
+        reader = LaneReader(
+            source, self.number, 1, lambda _: iter(self.documents), lambda _: True
+        )
         lane = self.family.lane(reader)
-        samples = [lane.take(item, HELD_OUT_SEED) for item in range(min(self.found, self.wanted))]
+        samples = [
+            lane.take(item, HELD_OUT_SEED)
+            for item in range(min(self.found, self.wanted))
+        ]
         return self.family.stack(samples)
 
 
@@ -78,7 +94,13 @@ HEAD = TypeAdapter(StreamHead)
 
 
 def read_head(
-    recipe: Recipe, family: Family, origin: Origin, source: Source, wanted: int, part: Split, say: Say
+    recipe: Recipe,
+    family: Family,
+    origin: Origin,
+    source: Source,
+    wanted: int,
+    part: Split,
+    say: Say,
 ) -> StreamHead:
     """Read until every held-out split has `wanted` samples and enough training tokens are counted.
 
@@ -87,8 +109,12 @@ def read_head(
     data = recipe.data
     vocabulary = recipe.model.vocab_size
     every = f"every {data.validation_every}th document"
-    say(f"{source.name}: streaming; holding out its first {wanted:,} validation samples, {every}")
-    splits: tuple[Part, ...] = ("validation", "test") if data.test_every else ("validation",)
+    say(
+        f"{source.name}: streaming; holding out its first {wanted:,} validation samples, {every}"
+    )
+    splits: tuple[Part, ...] = (
+        ("validation", "test") if data.test_every else ("validation",)
+    )
     held = {}
     for lane, name in enumerate(splits, _FIRST_HELD_OUT):
         held[name] = _HeldOutDocuments(family.for_held_out(), lane, wanted)
@@ -109,7 +135,9 @@ def read_head(
                 return
             if time.monotonic() - last >= SAY_EVERY_S:
                 last = time.monotonic()
-                found = ", ".join(f"{h.found:,} of {h.wanted:,} {n} samples" for n, h in held.items())
+                found = ", ".join(
+                    f"{h.found:,} of {h.wanted:,} {n} samples" for n, h in held.items()
+                )
                 say(f"{source.name}: {found} after {documents:,} documents")
 
     for placed, encoded in family.encoder(origin, _HEAD_BATCH_CHARACTERS)(needed()):
@@ -121,17 +149,26 @@ def read_head(
             counts += np.bincount(ids, minlength=vocabulary)
             counted += ids.size
     _check_found(recipe, source, held)
-    return StreamHead({name: split.finish(source) for name, split in held.items()}, counts, documents)
+    return StreamHead(
+        {name: split.finish(source) for name, split in held.items()}, counts, documents
+    )
 
 
-def _check_found(recipe: Recipe, source: Source, held: Mapping[Part, _HeldOutDocuments]) -> None:
+def _check_found(
+    recipe: Recipe, source: Source, held: Mapping[Part, _HeldOutDocuments]
+) -> None:
     """Check that no held-out split wants for a sample at the end of the stream. Raises ProblemsError."""
     for name, split in held.items():
         if not min(split.found, split.wanted):
             key = f"data.{name}_every"
             every_nth = Setting(key, getattr(recipe.data, f"{name}_every"))
             why = split.family.too_short(split.measured)
-            came = (f"{source.name}: with ", every_nth, " the held-out documents ", *why)
+            came = (
+                f"{source.name}: with ",
+                every_nth,
+                " the held-out documents ",
+                *why,
+            )
             fix = ("set ", Key(key), " or ", Key("sequence_length"), " lower")
             raise ProblemsError([Problem(key, came, fix=fix)])
 
@@ -145,12 +182,20 @@ def interleave_files(source: Source) -> Iterator[PlacedDocument]:
             file, reader = readers.popleft()
             document = next(reader, None)
             if document is not None:
-                yield PlacedDocument(LanePlace(turn=file, record=document.index), document.text)
+                yield PlacedDocument(
+                    LanePlace(turn=file, record=document.index), document.text
+                )
                 readers.append((file, reader))
 
 
 def stream_parts(
-    recipe: Recipe, family: Family, origin: Origin, source: Source, wanted: int, say: Say, once: MakeOnce
+    recipe: Recipe,
+    family: Family,
+    origin: Origin,
+    source: Source,
+    wanted: int,
+    say: Say,
+    once: MakeOnce,
 ) -> Parts:
     """Make the samples of every split of a stream.
 
@@ -167,8 +212,12 @@ def stream_parts(
     def part(index: int) -> Part:
         return part_of(index, data.validation_every, data.test_every)
 
-    head = once(lambda: read_head(recipe, family, origin, source, wanted, part, say), HEAD)
-    held_out = {split: HeldOut(family.fields(values)) for split, values in head.held_out.items()}
+    head = once(
+        lambda: read_head(recipe, family, origin, source, wanted, part, say), HEAD
+    )
+    held_out = {
+        split: HeldOut(family.fields(values)) for split, values in head.held_out.items()
+    }
     counts = head.counts
     lanes = 1 if data.blend else lane_count(recipe.batch.global_, source.shards)
     encode = family.encoder(origin, max(_LEAST_BATCH, _BATCH_CHARACTERS // lanes))
@@ -178,7 +227,9 @@ def stream_parts(
         return part(index) == "train"
 
     def open_lane(number: int) -> Lane:
-        reader = LaneReader(source, number, lanes, encode, is_training, recipe.seed, buffer)
+        reader = LaneReader(
+            source, number, lanes, encode, is_training, recipe.seed, buffer
+        )
         return family.lane(reader)
 
     # The checksum tells streams apart by their head. It takes one held-out sample, since a run may be resumed
@@ -194,5 +245,7 @@ def stream_parts(
         "documents_read_for_validation": head.documents,
         "unigram_tokens": int(counts.sum()),
     }
-    train = StreamedSamples(source, lanes, open_lane, family.stack, recipe.batch.global_, buffer, say)
+    train = StreamedSamples(
+        source, lanes, open_lane, family.stack, recipe.batch.global_, buffer, say
+    )
     return Parts(train, held_out["validation"], held_out.get("test"), counts, summary)

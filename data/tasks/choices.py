@@ -41,7 +41,9 @@ class Example:
     question: str = ""
 
 
-def parse(facts: TaskFacts, record: dict[str, Any], number: int, labelled: bool) -> Example:
+def parse(
+    facts: TaskFacts, record: dict[str, Any], number: int, labelled: bool
+) -> Example:
     """Make an example of a record in the hub's schema. Raises WrongRecord."""
     if facts.head == "choice":
         return _question(facts, record, number, labelled)
@@ -53,11 +55,15 @@ def parse(facts: TaskFacts, record: dict[str, Any], number: int, labelled: bool)
     return Example(index, (texts,), label)
 
 
-def _question(facts: TaskFacts, record: dict[str, Any], number: int, labelled: bool) -> Example:
+def _question(
+    facts: TaskFacts, record: dict[str, Any], number: int, labelled: bool
+) -> Example:
     article, question = (text_of(record, name, labelled) for name in facts.texts[:2])
     options = record.get("options")
     if not isinstance(options, list | tuple) or len(options) != len(facts.labels):
-        raise WrongRecord(f"its options {str(options)[:40]} are no list of {len(facts.labels)}")
+        raise WrongRecord(
+            f"its options {str(options)[:40]} are no list of {len(facts.labels)}"
+        )
     if not all(isinstance(option, str) for option in options):
         raise WrongRecord("its options are not texts")
     choices = tuple((article, with_option(question, option)) for option in options)
@@ -66,10 +72,16 @@ def _question(facts: TaskFacts, record: dict[str, Any], number: int, labelled: b
 
 
 def with_option(question: str, option: str) -> str:
-    return question.replace(BLANK, option, 1) if BLANK in question else f"{question} {option}"
+    return (
+        question.replace(BLANK, option, 1)
+        if BLANK in question
+        else f"{question} {option}"
+    )
 
 
-def training(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example]) -> Features:
+def training(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example]
+) -> Features:
     """Encode a sample of every choice. The longer of two texts is cut; a hidden label is 0."""
     texts = [choice for each in examples for choice in each.choices]
     columns = (list(column) for column in zip(*texts, strict=True))
@@ -77,22 +89,38 @@ def training(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, examples: Seque
         *columns, truncation="longest_first", max_length=recipe.sequence_length,
         return_token_type_ids=True, return_attention_mask=False, verbose=False,
     )  # fmt: skip
-    rows = [Encoded(*pair) for pair in zip(made["input_ids"], made["token_type_ids"], strict=True)]
+    rows = [
+        Encoded(*pair)
+        for pair in zip(made["input_ids"], made["token_type_ids"], strict=True)
+    ]
     labels = [each.label or 0 for each in examples]
     choices = len(examples[0].choices)
-    return Features(rows, {"labels": labels}, recipe.sequence_length, tokenizer.pad_token_id, choices)
+    return Features(
+        rows,
+        {"labels": labels},
+        recipe.sequence_length,
+        tokenizer.pad_token_id,
+        choices,
+    )
 
 
 def predicted(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, split: str, examples: Sequence[Example]
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerFast,
+    split: str,
+    examples: Sequence[Example],
 ) -> tuple[Features, Callable[[np.ndarray, SplitScores | None], SplitScores]]:
     """Return samples to predict, and a function to score their logits (n, classes or choices)."""
     assert recipe.task is not None
     facts = TASKS[recipe.task.name]
-    return training(recipe, tokenizer, examples), lambda logits, dev: score(facts, split, examples, logits)
+    return training(recipe, tokenizer, examples), lambda logits, dev: score(
+        facts, split, examples, logits
+    )
 
 
-def score(facts: TaskFacts, split: str, examples: Sequence[Example], logits: np.ndarray) -> SplitScores:
+def score(
+    facts: TaskFacts, split: str, examples: Sequence[Example], logits: np.ndarray
+) -> SplitScores:
     """Compute accuracy, F1 if the task has it, and RACE's accuracy by school; write the submission."""
     guesses = logits.argmax(-1)
     metrics = dict[str, float]()
@@ -110,10 +138,16 @@ def score(facts: TaskFacts, split: str, examples: Sequence[Example], logits: np.
     lines = [] if facts.head == "choice" else ["index\tprediction"]
     for each, guess in zip(examples, guesses, strict=True):
         if facts.head == "choice":
-            answer = {"example_id": each.id, "question": each.question, "answer": facts.labels[guess]}
+            answer = {
+                "example_id": each.id,
+                "question": each.question,
+                "answer": facts.labels[guess],
+            }
             lines.append(json.dumps(answer, ensure_ascii=False))
         else:
-            lines.append(f"{each.id}\t{facts.labels[guess] if facts.named_labels else guess}")
+            lines.append(
+                f"{each.id}\t{facts.labels[guess] if facts.named_labels else guess}"
+            )
     return SplitScores(metrics, {facts.submission[split]: "\n".join(lines) + "\n"})
 
 

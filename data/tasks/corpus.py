@@ -17,13 +17,20 @@ from data.samples.fields import HeldOut
 from data.tasks import choices, squad
 from data.tasks.choices import SplitScores
 from data.tasks.features import Features, TaskSamples
-from data.tasks.records import Examples, check_split, is_test, parse_examples, read_split
+from data.tasks.records import (
+    Examples,
+    check_split,
+    is_test,
+    parse_examples,
+    read_split,
+)
 from data.text.vocabulary import build_vocabulary, vocabulary_digest
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Recipe, Task
 from recipes.tasks import TASKS
 
-SPLITS = ("dev", "dev_mismatched", "test", "test_mismatched")  # to predict, in this order
+# to predict, in this order
+SPLITS = ("dev", "dev_mismatched", "test", "test_mismatched")
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,9 @@ def build(recipe: Recipe, say: Say = print) -> TaskCorpus:
     task = _task(recipe)
     tokenizer = build_vocabulary(recipe, (), Path(), say)
     facts = TASKS[task.name]
-    of_train, *others = [_examples(task, split) for split in ("train", *split_names(task))]
+    of_train, *others = [
+        _examples(task, split) for split in ("train", *split_names(task))
+    ]
     for each in (of_train, *others):
         if str(each):
             say(str(each))
@@ -71,7 +80,11 @@ def build(recipe: Recipe, say: Say = print) -> TaskCorpus:
     predicted = tuple(_predicted(recipe, tokenizer, each) for each in others)
     dev = predicted[0].features.take(range(len(predicted[0].features)))
     counts = np.bincount(train.labels)
-    classes = recipe.model.head_classes if recipe.model.task_head != "span" else recipe.sequence_length
+    classes = (
+        recipe.model.head_classes
+        if recipe.model.task_head != "span"
+        else recipe.sequence_length
+    )
     counts = np.pad(counts, (0, max(0, classes - len(counts))))
     return TaskCorpus(
         tokenizer=tokenizer,
@@ -100,14 +113,21 @@ def splits_to_predict(recipe: Recipe, say: Say) -> tuple[PredictedSplit, ...]:
     """Read the splits of a finished run again, to score its saved logits."""
     task = _task(recipe)
     tokenizer = build_vocabulary(recipe, (), Path(), say)
-    return tuple(_predicted(recipe, tokenizer, _examples(task, split)) for split in split_names(task))
+    return tuple(
+        _predicted(recipe, tokenizer, _examples(task, split))
+        for split in split_names(task)
+    )
 
 
-def _predicted(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, examples: Examples[Any]) -> PredictedSplit:
+def _predicted(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, examples: Examples[Any]
+) -> PredictedSplit:
     split = examples.split
     sound = examples.sound
     broken = examples.broken
-    features, score = KINDS[TASKS[_task(recipe).name].head].predicted(recipe, tokenizer, split, sound)
+    features, score = KINDS[TASKS[_task(recipe).name].head].predicted(
+        recipe, tokenizer, split, sound
+    )
     scored = len(sound) - len(broken) if is_test(split) else len(sound)
     return PredictedSplit(split, features, score, scored, len(broken))
 
@@ -126,7 +146,14 @@ def check(recipe: Recipe) -> None:
             problems += error.problems
         if split.endswith("mismatched") and task.name != "mnli":
             rule = "only MNLI has examples of other genres"
-            problems.append(Problem(f"--{split}", f"--{split} with --task {task.name}", rule, "leave it out"))
+            problems.append(
+                Problem(
+                    f"--{split}",
+                    f"--{split} with --task {task.name}",
+                    rule,
+                    "leave it out",
+                )
+            )
     if (task.train is None) != (task.dev is None):
         there, lacking = ("train", "dev") if task.train else ("dev", "train")
         came = f"--{there} without --{lacking}"
@@ -141,7 +168,11 @@ def split_names(task: Task) -> list[str]:
     """List the splits to predict: with local files those with a file, with the hub all."""
     local = task.train is not None
     facts = TASKS[task.name]
-    return [split for split in SPLITS if getattr(task, split) or (not local and split in facts.splits)]
+    return [
+        split
+        for split in SPLITS
+        if getattr(task, split) or (not local and split in facts.splits)
+    ]
 
 
 def _examples(task: Task, split: str) -> Examples[Any]:

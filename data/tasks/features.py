@@ -23,19 +23,35 @@ class TaskFields(Fields):
 
     @property
     def targets(self) -> dict[str, np.ndarray]:
-        return {name: self[name] for name in ("labels", "starts", "ends") if name in self}
+        return {
+            name: self[name] for name in ("labels", "starts", "ends") if name in self
+        }
 
     def micro_batch(self, row_weights: np.ndarray) -> Mapping[str, np.ndarray]:
         length = self["tokens"].shape[-1]
-        flat = {name: self[name].reshape(-1, length) for name in ("tokens", "token_types")}
+        flat = {
+            name: self[name].reshape(-1, length) for name in ("tokens", "token_types")
+        }
         weights = row_weights.astype(np.float32)
-        return {**flat, "lengths": self["lengths"].reshape(-1), **self.targets, "weights": weights}
+        return {
+            **flat,
+            "lengths": self["lengths"].reshape(-1),
+            **self.targets,
+            "weights": weights,
+        }
 
-    def describe(self, row: int, tokenizer: PreTrainedTokenizerFast, sentence_head: str) -> str:
+    def describe(
+        self, row: int, tokenizer: PreTrainedTokenizerFast, sentence_head: str
+    ) -> str:
         tokens = np.atleast_2d(self["tokens"][row])
         lengths = np.atleast_1d(self["lengths"][row])
-        targets = ", ".join(f"{name} {values[row]}" for name, values in self.targets.items())
-        texts = (str(tokenizer.decode(ids[:length])) for ids, length in zip(tokens, lengths, strict=True))
+        targets = ", ".join(
+            f"{name} {values[row]}" for name, values in self.targets.items()
+        )
+        texts = (
+            str(tokenizer.decode(ids[:length]))
+            for ids, length in zip(tokens, lengths, strict=True)
+        )
         return "\n".join([targets, *texts])
 
 
@@ -69,7 +85,9 @@ class Features:
         for row, start in zip(rows, self._starts, strict=False):
             self._tokens[start : start + len(row.tokens)] = row.tokens
             self._types[start : start + len(row.tokens)] = row.token_types
-        self._targets = {name: np.asarray(values, np.int64) for name, values in targets.items()}
+        self._targets = {
+            name: np.asarray(values, np.int64) for name, values in targets.items()
+        }
 
     def __len__(self) -> int:
         """Examples."""
@@ -82,7 +100,9 @@ class Features:
     @property
     def checked(self) -> np.ndarray:
         """All tokens and targets, for a checksum."""
-        return np.concatenate([self._tokens, *(t.astype(np.int32) for t in self._targets.values())])
+        return np.concatenate(
+            [self._tokens, *(t.astype(np.int32) for t in self._targets.values())]
+        )
 
     @property
     def labels(self) -> np.ndarray:
@@ -119,4 +139,6 @@ class TaskSamples(StoredSamples):
         self._features = features
 
     def take(self, positions: Sequence[int], seed: int) -> TaskFields:
-        return self._features.take([self._orders.locate(position, seed)[1] for position in positions])
+        return self._features.take(
+            [self._orders.locate(position, seed)[1] for position in positions]
+        )

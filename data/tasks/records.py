@@ -78,13 +78,17 @@ def read_split(facts: TaskFacts, split: str, path: str | None) -> list[LocatedRe
     if all(each.why for each in found):
         kind, source = (file and file.is_file() and looks_like(file)) or ("", None)
         said = f"it is {kind}, and " if kind and source != "jsonl" else ""
-        rule = f"{said}no record can be read, the first: {found[0].place}: {found[0].why}"
+        rule = (
+            f"{said}no record can be read, the first: {found[0].place}: {found[0].why}"
+        )
         _refuse(key, where, rule, f"give {KINDS}, in UTF-8 and not compressed")
     needed = (*facts.fields, *(() if is_test(split) else (facts.label,)))
     held = set[str]().union(*(each.value for each in found))
     lacking = [name for name in needed if name not in held]
     if lacking:
-        has = ", ".join(next((each.value for each in found if each.value), {})) or "none"
+        has = (
+            ", ".join(next((each.value for each in found if each.value), {})) or "none"
+        )
         rule = f"its records have the fields {has}, and lack {', '.join(lacking)} of {', '.join(needed)}"
         _refuse(key, where, rule, f"give files in the schema of {facts.hub[0]}")
     return found
@@ -139,7 +143,10 @@ def _json_lines(path: Path) -> Iterator[LocatedRecord]:
 
 
 def _rows(where: object, rows: Iterable[Any]) -> Iterator[LocatedRecord]:
-    yield from (LocatedRecord(f"{where}: row {number}", dict(row)) for number, row in enumerate(rows, 1))
+    yield from (
+        LocatedRecord(f"{where}: row {number}", dict(row))
+        for number, row in enumerate(rows, 1)
+    )
 
 
 def _located(place: str, line: bytes) -> LocatedRecord:
@@ -192,7 +199,9 @@ def _article(place: str, article: dict[str, Any]) -> Iterator[LocatedRecord]:
                 }
                 yield LocatedRecord(f"{place}, question {value['id']}", value)
     except (KeyError, TypeError) as error:
-        yield LocatedRecord(place, {}, f"not an article of SQuAD ({type(error).__name__}: {error})")
+        yield LocatedRecord(
+            place, {}, f"not an article of SQuAD ({type(error).__name__}: {error})"
+        )
 
 
 def _race_file(path: Path) -> Iterator[LocatedRecord]:
@@ -208,7 +217,9 @@ def _race_article(place: str, article: dict[str, Any]) -> Iterator[LocatedRecord
         rows = list(zip(questions, article["options"], answers, strict=True))
         shared = {"article": article["article"], "example_id": article.get("id", place)}
     except (KeyError, TypeError, ValueError) as error:
-        yield LocatedRecord(place, {}, f"not an article of RACE ({type(error).__name__}: {error})")
+        yield LocatedRecord(
+            place, {}, f"not an article of RACE ({type(error).__name__}: {error})"
+        )
         return
     for number, (question, options, answer) in enumerate(rows, 1):
         own = {"question": question, "options": options, "answer": answer}
@@ -228,10 +239,14 @@ def _tsv(path: Path) -> Iterator[LocatedRecord]:
         if not header:
             header = cells
         elif len(cells) != len(header):
-            yield LocatedRecord(place, {}, f"has {len(cells)} columns, and the header {len(header)}")
+            yield LocatedRecord(
+                place, {}, f"has {len(cells)} columns, and the header {len(header)}"
+            )
         else:
             row: dict[str, Any] = dict(zip(header, cells, strict=True))
-            row |= {ours: row[theirs] for theirs, ours in COLUMNS.items() if theirs in row}
+            row |= {
+                ours: row[theirs] for theirs, ours in COLUMNS.items() if theirs in row
+            }
             numbers = [key for key in ("label", "idx") if row.get(key, "").isdecimal()]
             yield LocatedRecord(place, row | {key: int(row[key]) for key in numbers})
 
@@ -253,9 +268,18 @@ def _saved(path: Path) -> Iterable[Any]:
         found = datasets.load_from_disk(str(path))
     except Exception as error:  # of arrow, JSON and the file system: each has its own
         first = [*str(error).splitlines(), ""][0]
-        files.refuse(path, "is no directory that datasets' save_to_disk wrote", first, f"give {KINDS}")
+        files.refuse(
+            path,
+            "is no directory that datasets' save_to_disk wrote",
+            first,
+            f"give {KINDS}",
+        )
     if isinstance(found, datasets.DatasetDict):
-        files.refuse(path, f"holds the splits {', '.join(found)}", fix="give the directory of one of them")
+        files.refuse(
+            path,
+            f"holds the splits {', '.join(found)}",
+            fix="give the directory of one of them",
+        )
     return found
 
 
@@ -293,7 +317,9 @@ def parse_examples(
         except WrongRecord as error:
             broken.append(f"{record.place}: {error}")
             if not labelled:
-                sound.append(parse(facts, _readable(facts, record.value), number, labelled))
+                sound.append(
+                    parse(facts, _readable(facts, record.value), number, labelled)
+                )
     if len(broken) == len(records):
         rule = f"all of its {counted(len(broken), 'example')} are broken: {'; '.join(broken[:SHOWN])}"
         _refuse(f"--{split}", split, rule, "give a sound file")
@@ -302,8 +328,14 @@ def parse_examples(
 
 def _readable(facts: TaskFacts, value: dict[str, Any]) -> dict[str, Any]:
     """Return the texts and identities of a broken record, without its label; a text is empty instead."""
-    readable = {name: text for name, text in value.items() if name in facts.texts and isinstance(text, str)}
-    identity = {name: value[name] for name in ("idx", "id", "example_id") if name in value}
+    readable = {
+        name: text
+        for name, text in value.items()
+        if name in facts.texts and isinstance(text, str)
+    }
+    identity = {
+        name: value[name] for name in ("idx", "id", "example_id") if name in value
+    }
     choices = {"options": [""] * len(facts.labels)} if facts.head == "choice" else {}
     return dict.fromkeys(facts.texts, "") | readable | identity | choices
 
@@ -319,12 +351,18 @@ def text_of(record: dict[str, Any], name: str, needed: bool) -> str:
     return value
 
 
-def label_of(record: dict[str, Any], name: str, labels: Sequence[str], labelled: bool) -> int | None:
+def label_of(
+    record: dict[str, Any], name: str, labels: Sequence[str], labelled: bool
+) -> int | None:
     """Return the number of a label, given as number or name; None: it is hidden. Raises WrongRecord."""
     value = record.get(name)
     if value in labels:
         return labels.index(value)
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(labels):
+    if (
+        isinstance(value, int)
+        and not isinstance(value, bool)
+        and 0 <= value < len(labels)
+    ):
         return value
     if not labelled and value in (None, -1, ""):
         return None

@@ -8,7 +8,12 @@ from pathlib import Path
 
 from data.text.file_types import looks_like
 from data.text.hub import HubSource
-from data.text.records import MAX_RECORD_BYTES, BrokenRecord, RecordFormat, decode_payload
+from data.text.records import (
+    MAX_RECORD_BYTES,
+    BrokenRecord,
+    RecordFormat,
+    decode_payload,
+)
 from data.text.text_files import JsonlFormat, ParquetFormat, numbered_lines
 from recipes import files
 from recipes.problems import Key, Problem, ProblemsError, Words
@@ -26,7 +31,9 @@ class Rows:
     broken: tuple[str, ...]
 
 
-def read_rows(place: Path | HubSource, column: str = "text", limit: int | None = None) -> Rows:
+def read_rows(
+    place: Path | HubSource, column: str = "text", limit: int | None = None
+) -> Rows:
     """Read the rows of a file (JSON lines, parquet, or text with a row on each line) or of the hub.
 
     `column`: of JSON lines, parquet and the hub; `limit`: rows to read. Raises ProblemsError: it cannot be
@@ -34,7 +41,11 @@ def read_rows(place: Path | HubSource, column: str = "text", limit: int | None =
     """
     texts = list[str]()
     broken = list[BrokenRecord]()
-    for record in _from_hub(place, column) if isinstance(place, HubSource) else _from_file(place, column):
+    for record in (
+        _from_hub(place, column)
+        if isinstance(place, HubSource)
+        else _from_file(place, column)
+    ):
         if isinstance(record, BrokenRecord):
             broken.append(record)
         else:
@@ -68,7 +79,13 @@ def local_file(text: str) -> Path:
     if not files.is_file(path):
         came = "is a directory" if path.is_dir() else "no such file"
         rule = f"{came} (seen from {Path.cwd()})"
-        raise ProblemsError([Problem(FLAG, f"{FLAG} {text}", rule, "give a .jsonl, .parquet or text file")])
+        raise ProblemsError(
+            [
+                Problem(
+                    FLAG, f"{FLAG} {text}", rule, "give a .jsonl, .parquet or text file"
+                )
+            ]
+        )
     return path
 
 
@@ -108,15 +125,22 @@ def _from_hub(source: HubSource, column: str) -> Iterator[str | BrokenRecord]:
             yield record if isinstance(record, BrokenRecord) else str(record.payload)
     except ProblemsError as error:
         fix = f"check the network, or give a copy with {FLAG} FILE (JSON lines, parquet or text)"
-        told = [replace(each, key=FLAG, came=source.name, fix=fix) for each in error.problems]
+        told = [
+            replace(each, key=FLAG, came=source.name, fix=fix)
+            for each in error.problems
+        ]
         raise ProblemsError(told) from error
 
 
 def _refused(place: Path | HubSource, broken: Sequence[BrokenRecord]) -> ProblemsError:
     where = place.name if isinstance(place, HubSource) else f"{FLAG} {place}"
     if not broken:
-        return ProblemsError([Problem(FLAG, where, "holds no text", "give a file with text")])
-    return ProblemsError([Problem(FLAG, where, f"no row can be used, the first: {_said(broken[0])}")])
+        return ProblemsError(
+            [Problem(FLAG, where, "holds no text", "give a file with text")]
+        )
+    return ProblemsError(
+        [Problem(FLAG, where, f"no row can be used, the first: {_said(broken[0])}")]
+    )
 
 
 def _said(found: BrokenRecord) -> str:

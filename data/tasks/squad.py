@@ -57,7 +57,9 @@ class Windows:
     offsets: tuple[_Offsets, ...]
 
 
-def parse(facts: TaskFacts, record: dict[str, Any], number: int, labelled: bool) -> SquadQuestion:
+def parse(
+    facts: TaskFacts, record: dict[str, Any], number: int, labelled: bool
+) -> SquadQuestion:
     """Make a question of a record in the hub's schema. Raises WrongRecord."""
     question, context = (text_of(record, name, labelled) for name in facts.texts)
     answers = _answers(record.get(facts.label), context)
@@ -77,19 +79,25 @@ def _answers(value: Any, context: str) -> tuple[tuple[str, int], ...] | None:
         value = {"text": texts, "answer_start": starts}
     try:
         pairs = tuple(zip(value["text"], value["answer_start"], strict=True))
-        sound = all(isinstance(text, str) and type(start) is int for text, start in pairs[:1])
+        sound = all(
+            isinstance(text, str) and type(start) is int for text, start in pairs[:1]
+        )
     except (KeyError, TypeError, ValueError):
         sound = False
     if not sound:
         raise WrongRecord("answers are no texts with an answer_start each")
     for text, start in pairs[:1]:
         if start < 0 or context[start : start + len(text)] != text:
-            raise WrongRecord(f"its answer {text[:40]!r} is not at character {start} of the context")
+            raise WrongRecord(
+                f"its answer {text[:40]!r} is not at character {start} of the context"
+            )
     return pairs
 
 
 def windows_of(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, questions: Sequence[SquadQuestion]
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerFast,
+    questions: Sequence[SquadQuestion],
 ) -> Windows:
     """Cut the contexts of questions into windows, with labels."""
     task = recipe.task
@@ -103,17 +111,25 @@ def windows_of(
     sep = tokenizer.sep_token_id
     for first in range(0, len(questions), CHUNK):
         chunk = questions[first : first + CHUNK]
-        how: dict[str, Any] = dict(add_special_tokens=False, return_token_type_ids=False, verbose=False)
+        how: dict[str, Any] = dict(
+            add_special_tokens=False, return_token_type_ids=False, verbose=False
+        )
         asked = tokenizer([each.question for each in chunk], **how)["input_ids"]
-        texts = tokenizer([each.context for each in chunk], return_offsets_mapping=True, **how)
-        found = zip(chunk, asked, texts["input_ids"], texts["offset_mapping"], strict=True)
+        texts = tokenizer(
+            [each.context for each in chunk], return_offsets_mapping=True, **how
+        )
+        found = zip(
+            chunk, asked, texts["input_ids"], texts["offset_mapping"], strict=True
+        )
         for of, (question, query, tokens, offsets) in enumerate(found, first):
             query = query[: task.max_query]
             room = length - len(query) - 3
             place = len(query) + 2
             span = _token_span(question, offsets)
             every.append(offsets)
-            for start in range(0, max(1, len(tokens) - room + task.doc_stride), task.doc_stride):
+            for start in range(
+                0, max(1, len(tokens) - room + task.doc_stride), task.doc_stride
+            ):
                 stop = min(start + room, len(tokens))
                 ids = [cls, *query, sep, *tokens[start:stop], sep]
                 rows.append(Encoded(ids, [0] * place + [1] * (len(ids) - place)))
@@ -135,18 +151,25 @@ def _token_span(question: SquadQuestion, offsets: _Offsets) -> tuple[int, int] |
         return None
     text, start = question.answers[0]
     end = start + len(text)
-    touched = [i for i, (first, stop) in enumerate(offsets) if first < end and stop > start]
+    touched = [
+        i for i, (first, stop) in enumerate(offsets) if first < end and stop > start
+    ]
     return (touched[0], touched[-1]) if touched else None
 
 
 def training(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, questions: Sequence[SquadQuestion]
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerFast,
+    questions: Sequence[SquadQuestion],
 ) -> Features:
     return windows_of(recipe, tokenizer, questions).features
 
 
 def predicted(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, split: str, questions: Sequence[SquadQuestion]
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerFast,
+    split: str,
+    questions: Sequence[SquadQuestion],
 ) -> tuple[Features, Callable[[np.ndarray, SplitScores | None], SplitScores]]:
     """Return samples to predict, and a function to score their logits (windows, S, 2)."""
     made = windows_of(recipe, tokenizer, questions)
@@ -184,9 +207,15 @@ def best_spans(
             continue
         starts, ends = of_window[window.place : window.place + count].T
         padded = np.pad(ends, (0, longest - 1), constant_values=-np.inf)
-        sums = starts[:, None] + np.lib.stride_tricks.sliding_window_view(padded, longest)
+        sums = starts[:, None] + np.lib.stride_tricks.sliding_window_view(
+            padded, longest
+        )
         start, more = divmod(int(sums.argmax()), longest)
-        found = float(sums[start, more]), window.start + start, window.start + start + more
+        found = (
+            float(sums[start, more]),
+            window.start + start,
+            window.start + start + more,
+        )
         if found[0] > best[window.of][0]:
             best[window.of] = found
     spans = []
@@ -200,13 +229,19 @@ def best_spans(
 
 
 def score_spans(
-    spans: Sequence[Span], questions: Sequence[SquadQuestion], *, with_none: bool, dev: SplitScores | None
+    spans: Sequence[Span],
+    questions: Sequence[SquadQuestion],
+    *,
+    with_none: bool,
+    dev: SplitScores | None,
 ) -> SplitScores:
     """Compute exact match and F1, and write SQuAD's prediction file.
 
     `with_none`: SQuAD 2.0; its threshold for no answer is tuned for F1 on the first scored split.
     """
-    known = [row for row, question in enumerate(questions) if question.answers is not None]
+    known = [
+        row for row, question in enumerate(questions) if question.answers is not None
+    ]
     metrics: dict[str, float] = {}
     texts = [span.text for span in spans]
 
@@ -223,7 +258,10 @@ def score_spans(
             threshold = best_threshold(scores(texts), [odds[row] for row in known])
         else:
             threshold = (dev.metrics if dev else {}).get("no_answer_threshold", 0.0)
-        texts = ["" if odd > threshold else text for text, odd in zip(texts, odds, strict=True)]
+        texts = [
+            "" if odd > threshold else text
+            for text, odd in zip(texts, odds, strict=True)
+        ]
         metrics["no_answer_threshold"] = threshold
     if known:
         metrics = {**means(scores(texts)), **metrics}
@@ -266,7 +304,9 @@ def score_answer(text: str, answers: Sequence[str], with_none: bool) -> AnswerSc
     if with_none:
         right = [each for each in right if each] or [""]
     said = normalise(text)
-    f1 = max((_f1(said.split(), each.split(), with_none) for each in right), default=0.0)
+    f1 = max(
+        (_f1(said.split(), each.split(), with_none) for each in right), default=0.0
+    )
     return AnswerScore(float(said in right), f1, bool(answers), not text)
 
 
@@ -306,7 +346,9 @@ def best_threshold(answered: Sequence[AnswerScore], odds: Sequence[float]) -> fl
     order = sorted(range(len(odds)), key=lambda i: odds[i])
     for place, i in enumerate(order):
         # An answer instead of none: it wins its F1, or loses the point of an unanswerable question.
-        value += answered[i].f1 if answered[i].answerable else float(answered[i].empty) - 1.0
+        value += (
+            answered[i].f1 if answered[i].answerable else float(answered[i].empty) - 1.0
+        )
         last_of_equals = place + 1 == len(order) or odds[order[place + 1]] > odds[i]
         if last_of_equals and value > best:
             best = value

@@ -26,7 +26,9 @@ class Window:
         return len(self.tokens) - 1
 
 
-def overlapping_windows(tokens: np.ndarray, length: int, stride: int) -> Iterator[Window]:
+def overlapping_windows(
+    tokens: np.ndarray, length: int, stride: int
+) -> Iterator[Window]:
     """Yield windows of `length` tokens, one every `stride` tokens; every target counts once.
 
     The first window counts all its targets, each later one its last `stride`, the last one the rest. So a
@@ -45,7 +47,9 @@ def overlapping_windows(tokens: np.ndarray, length: int, stride: int) -> Iterato
         yield Window(taken, len(taken) - 1 - (length - stride))
 
 
-def full_context_windows(tokens: np.ndarray, length: int, stride: int) -> Iterator[Window]:
+def full_context_windows(
+    tokens: np.ndarray, length: int, stride: int
+) -> Iterator[Window]:
     """Yield windows like `overlapping_windows`, with a last window of full `length`, for more context.
 
     With stride = length these are `loglikelihood_rolling`'s of lm-evaluation-harness.

@@ -36,10 +36,18 @@ def sentences_of(text: str, how: Ends) -> list[str]:
     else:
         assert how == "split", how
         found = sentencex.segment(LANGUAGE, text)
-        pieces = [line for s in found for line in (s.split("\n") if len(s) > LONG_SENTENCE else [s])]
+        pieces = [
+            line
+            for s in found
+            for line in (s.split("\n") if len(s) > LONG_SENTENCE else [s])
+        ]
     stripped = (piece.strip() for piece in pieces)
     # A sentence stands on one line, for files of one sentence per line.
-    return [" ".join(piece.split()) if "\n" in piece else piece for piece in stripped if piece]
+    return [
+        " ".join(piece.split()) if "\n" in piece else piece
+        for piece in stripped
+        if piece
+    ]
 
 
 if TYPE_CHECKING:
@@ -62,7 +70,9 @@ T = TypeVar("T")
 D = TypeVar("D", bound=HasText)
 
 
-def group_items(items: Iterable[T], size: Callable[[T], int], least: int) -> Iterator[list[T]]:
+def group_items(
+    items: Iterable[T], size: Callable[[T], int], least: int
+) -> Iterator[list[T]]:
     """Group items in order, in lists of a total size of at least `least`; the last list may be smaller."""
     group: list[T] = []
     held = 0
@@ -91,15 +101,26 @@ def end_of_document(tokenizer: PreTrainedTokenizerFast) -> int:
         if token is not None:
             return token
     give = 'give "eos_token" in a tokenizer_config.json next to '
-    fix = (give, Key("data.tokenizer.path"), ", or another ", Key("data.tokenizer.kind"))
+    fix = (
+        give,
+        Key("data.tokenizer.path"),
+        ", or another ",
+        Key("data.tokenizer.kind"),
+    )
     came = "the vocabulary names no end-of-sequence token and no [SEP]"
-    raise ProblemsError([Problem("data.tokenizer.kind", came, "documents cannot be ended", fix)])
+    raise ProblemsError(
+        [Problem("data.tokenizer.kind", came, "documents cannot be ended", fix)]
+    )
 
 
 class Encoder:
     """Encoder of documents, on all cores; a special token spelled out in a text is text. Picklable."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, batch_characters: int = BATCH_CHARACTERS):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        batch_characters: int = BATCH_CHARACTERS,
+    ):
         self._end = end_of_document(tokenizer)
         self._batch_characters = batch_characters
         self._load(tokenizer.backend_tokenizer.to_str())
@@ -118,15 +139,20 @@ class Encoder:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
-        self._load(state["_backend"])  # the library's own pickling forgets encode_special_tokens
+        # the library's own pickling forgets encode_special_tokens
+        self._load(state["_backend"])
 
     def __call__(self, documents: Iterable[D]) -> Iterator[tuple[D, np.ndarray]]:
         """Yield (document, its uint32 tokens with the end-of-document token) in order."""
-        for batch in group_items(documents, lambda document: len(document.text), self._batch_characters):
+        for batch in group_items(
+            documents, lambda document: len(document.text), self._batch_characters
+        ):
             tokens = self._tokens([document.text for document in batch], [self._end])
             yield from zip(batch, tokens, strict=True)
 
-    def encode_sentences(self, documents: Sequence[Sequence[str]]) -> list[list[np.ndarray]]:
+    def encode_sentences(
+        self, documents: Sequence[Sequence[str]]
+    ) -> list[list[np.ndarray]]:
         """Encode each sentence of documents as (tokens,) uint32, without special tokens.
 
         Sentences without tokens (blank ones, control characters) are left out, so that a document's list can
@@ -143,11 +169,17 @@ class Encoder:
         use_all_cores()
         flat = array(_UINT32)
         bounds = [0]
-        for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False):
+        for encoding in self._backend.encode_batch_fast(
+            texts, add_special_tokens=False
+        ):
             flat.fromlist(encoding.ids)  # half the time of np.array
             flat.extend(end)
             bounds.append(len(flat))
-        whole = np.frombuffer(flat, dtype=np.uint32) if flat else np.zeros(0, dtype=np.uint32)
+        whole = (
+            np.frombuffer(flat, dtype=np.uint32)
+            if flat
+            else np.zeros(0, dtype=np.uint32)
+        )
         return (whole[a:b] for a, b in zip(bounds, bounds[1:], strict=False))
 
 
@@ -165,6 +197,8 @@ class SentenceEncoder:
         self._least = least
 
     def __call__(self, documents: Iterable[D]) -> Iterator[tuple[D, list[np.ndarray]]]:
-        for batch in group_items(documents, lambda document: len(document.text), self._least):
+        for batch in group_items(
+            documents, lambda document: len(document.text), self._least
+        ):
             texts = [sentences_of(document.text, self._how) for document in batch]
             yield from zip(batch, self._encoder.encode_sentences(texts), strict=True)

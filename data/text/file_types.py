@@ -18,8 +18,10 @@ from backports import zstd  # in Python 3.14's standard library: compression.zst
 # Errors of reading a damaged or cut archive.
 READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError, zstd.ZstdError)
 BUFFER = 1 << 20
-_BZIP2_BLOCKS = (b"1AY&SY", b"\x17rE8P\x90")  # the first block, or the end of an empty file
-_LONG_WINDOWS: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 31}  # as `zstd --long=31` writes
+# the first block, or the end of an empty file
+_BZIP2_BLOCKS = (b"1AY&SY", b"\x17rE8P\x90")
+# as `zstd --long=31` writes
+_LONG_WINDOWS: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 31}
 
 JSON_LINES = "JSON lines"
 JSON_LIST = "one JSON list and not an object per line"
@@ -71,13 +73,19 @@ _MARKS: tuple[tuple[bytes, str], ...] = (
 )
 _PATTERNS = (
     (re.compile(rb"(<\?xml[^>]*>\s*)?<mediawiki\b"), DUMP),
-    (re.compile(rb"((<!--.*?-->|<\?xml[^>]*>)\s*)*<(!doctype html|html)\b", re.I | re.S), _HTML),
+    (
+        re.compile(
+            rb"((<!--.*?-->|<\?xml[^>]*>)\s*)*<(!doctype html|html)\b", re.I | re.S
+        ),
+        _HTML,
+    ),
     (re.compile(rb"<\?xml\b"), "an XML file"),
     (re.compile(rb'\[\s*[{"]'), JSON_LIST),
     (re.compile(rb'\{(\s*"|\})'), JSON_LINES),
     (
         re.compile(
-            rb'(?=.*\b(text|content|sentence|label|title|id|url)\b)("?\w+"?[,;\t])+"?\w+"?\r?\n', re.I
+            rb'(?=.*\b(text|content|sentence|label|title|id|url)\b)("?\w+"?[,;\t])+"?\w+"?\r?\n',
+            re.I,
         ),
         _CSV,
     ),
@@ -90,7 +98,12 @@ _SOURCES["the index of a token store"] = "store"
 _PLAIN = "plain text"
 _EMPTY = "an empty file"
 _NOT_UTF8 = "text that is not UTF-8"
-_BY_NAME = {".jsonl": JSON_LINES, ".ndjson": JSON_LINES, ".json": JSON_LINES, ".parquet": "a parquet file"}
+_BY_NAME = {
+    ".jsonl": JSON_LINES,
+    ".ndjson": JSON_LINES,
+    ".json": JSON_LINES,
+    ".parquet": "a parquet file",
+}
 _WAYS = {
     ARROW: "make parquet of it: python -c \"import datasets; datasets.Dataset.from_file('FILE.arrow')"
     ".to_parquet('FILE.parquet')\"",
@@ -150,7 +163,11 @@ def type_of(path: Path) -> tuple[str, str | None]:
 
 def way_from(name: str) -> str:
     """Say how to make a readable file of one of this type."""
-    usual = "unpack it" if "archive" in name else "give JSON lines, parquet or plain text made of it"
+    usual = (
+        "unpack it"
+        if "archive" in name
+        else "give JSON lines, parquet or plain text made of it"
+    )
     return _WAYS.get(name, usual)
 
 
@@ -193,8 +210,11 @@ def open_decompressed(path: Path) -> Iterator[io.BufferedIOBase]:
             content = bz2.BZ2File(file)
         elif head.startswith(b"\xfd7zXZ\0"):
             content = lzma.LZMAFile(file)  # noqa: SIM115 - closed below
-        elif head.startswith(b"\x28\xb5\x2f\xfd") or (head[1:4] == b"\x2a\x4d\x18" and head[0] >> 4 == 5):
-            content = zstd.ZstdFile(file, options=_LONG_WINDOWS)  # a frame, or a skippable one
+        elif head.startswith(b"\x28\xb5\x2f\xfd") or (
+            head[1:4] == b"\x2a\x4d\x18" and head[0] >> 4 == 5
+        ):
+            # a frame, or a skippable one
+            content = zstd.ZstdFile(file, options=_LONG_WINDOWS)
         with content:
             yield content
 
@@ -205,4 +225,6 @@ def open_file(path: Path) -> io.BufferedReader:
         return io.BufferedReader(io.FileIO(path), BUFFER)
     except OSError as error:
         fix = "check the path and its permissions"
-        raise ValueError(f"{path}: cannot be opened ({error.strerror}): {fix}") from error
+        raise ValueError(
+            f"{path}: cannot be opened ({error.strerror}): {fix}"
+        ) from error

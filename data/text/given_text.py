@@ -19,7 +19,9 @@ COLUMNS = ("text", "content")  # of a document, by their usual names
 _SHOWN = 5  # files of each problem
 
 
-def text_settings(text: str, column: str | None = None, flag: str = "--text") -> dict[str, Any]:
+def text_settings(
+    text: str, column: str | None = None, flag: str = "--text"
+) -> dict[str, Any]:
     """Return dotted keys of a recipe, and their values, for the text in a file, a directory or a glob.
 
     `column`: the one that the user stated. Raises ProblemsError: there is no text, text of several kinds, or
@@ -33,11 +35,17 @@ def text_settings(text: str, column: str | None = None, flag: str = "--text") ->
             column = _column_of(files)
         stated = {"text_column": column} if column else {}
         origin = Origin.model_validate({"source": source, "name": text, **stated})
-        next(read_strictly(files[:1], format_of(origin), 0), None)  # its first record is sound
+        # its first record is sound
+        next(read_strictly(files[:1], format_of(origin), 0), None)
     except ProblemsError as error:
-        raise ProblemsError(replace(problem, where=where) for problem in error.problems) from error
+        raise ProblemsError(
+            replace(problem, where=where) for problem in error.problems
+        ) from error
     names = ("source", "name", "text_column", "config", "revision", "streaming")
-    return {"data.blend": [], **{f"data.{name}": getattr(origin, name) for name in names}}
+    return {
+        "data.blend": [],
+        **{f"data.{name}": getattr(origin, name) for name in names},
+    }
 
 
 def _source_of(text: str, files: Sequence[Path]) -> Any:
@@ -52,17 +60,34 @@ def _source_of(text: str, files: Sequence[Path]) -> Any:
     for name, paths in by_type.items():
         if sources[name] == "store":
             fix = f"train from it with --set data.source=store --set data.name={text}"
-            raise ProblemsError([Problem("--text", "is a token store, and no text", fix=fix)])
+            raise ProblemsError(
+                [Problem("--text", "is a token store, and no text", fix=fix)]
+            )
         if sources[name] is None:
             fix = way_from(name).replace("FILE", paths[0])
-            problems.append(Problem("--text", f"{some(paths, _SHOWN)}: {name}", "it is not read", fix))
+            problems.append(
+                Problem(
+                    "--text", f"{some(paths, _SHOWN)}: {name}", "it is not read", fix
+                )
+            )
     if problems:
         raise ProblemsError(problems)
     if len(by_type) > 1:
-        kinds = " and ".join(f"{name} ({some(paths, 2)})" for name, paths in by_type.items())
-        globs = " or ".join(f"'{text}/**/*{Path(paths[0]).suffix}'" for paths in by_type.values())
+        kinds = " and ".join(
+            f"{name} ({some(paths, 2)})" for name, paths in by_type.items()
+        )
+        globs = " or ".join(
+            f"'{text}/**/*{Path(paths[0]).suffix}'" for paths in by_type.values()
+        )
         raise ProblemsError(
-            [Problem("--text", f"holds {kinds}", "text is of one kind", f"name one by a glob: {globs}")]
+            [
+                Problem(
+                    "--text",
+                    f"holds {kinds}",
+                    "text is of one kind",
+                    f"name one by a glob: {globs}",
+                )
+            ]
         )
     return next(iter(sources.values()))
 
@@ -90,9 +115,18 @@ def _columns(file: Path) -> tuple[list[str], list[str]]:
             schema = pq.read_schema(file)
         except (pa.ArrowException, OSError):
             return [], []
-        return schema.names, [each.name for each in schema if "string" in str(each.type)]
+        return schema.names, [
+            each.name for each in schema if "string" in str(each.type)
+        ]
     lines = (line for line in numbered_lines(file, 64 << 20))
-    first = next((line for line in lines if isinstance(line, BrokenRecord) or line.payload.strip()), None)
+    first = next(
+        (
+            line
+            for line in lines
+            if isinstance(line, BrokenRecord) or line.payload.strip()
+        ),
+        None,
+    )
     try:
         record = json.loads(getattr(first, "payload", ""))
     except (ValueError, RecursionError):

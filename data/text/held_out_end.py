@@ -16,7 +16,8 @@ from recipes.schema import Recipe
 
 END = "the end of the text is held out, since whole documents are too few or too short"
 _KINDS = {"packaged": "plain text", "text": "plain text", "jsonl": "JSON lines"}
-CHARACTERS = 6  # of a token, at most where a vocabulary fits its text: English has 4.5 in GPT-2's
+# of a token, at most where a vocabulary fits its text: English has 4.5 in GPT-2's
+CHARACTERS = 6
 _BLANKS = (" ", "\n", "\t")
 _LONGEST_WORD = 50  # characters, in which a blank is looked for
 
@@ -27,7 +28,13 @@ class EndHeldOut:
     shards = 1
     finite = True
 
-    def __init__(self, source: Source, characters: int, validation_every: int, test_every: int | None):
+    def __init__(
+        self,
+        source: Source,
+        characters: int,
+        validation_every: int,
+        test_every: int | None,
+    ):
         """Wrap a source; one sample surely needs at most so many `characters`."""
         self.name = source.name
         self.skipped = source.skipped
@@ -47,9 +54,15 @@ class EndHeldOut:
         total = sum(map(len, texts))
         waiting = {}
         for part in parts:
-            every = self._validation_every if part == "validation" else self._test_every or 1
+            every = (
+                self._validation_every
+                if part == "validation"
+                else self._test_every or 1
+            )
             most = total // (len(parts) + 2)
-            waiting[part] = deque(cut_end(texts, max(total // every, min(self._characters, most))))
+            waiting[part] = deque(
+                cut_end(texts, max(total // every, min(self._characters, most)))
+            )
         waiting["train"] = deque(texts)
         for index in count():
             if not any(waiting.values()):
@@ -93,7 +106,9 @@ def with_held_out_text(recipe: Recipe, source: Source) -> Source:
     parts = {"validation", "test"} if data.test_every else {"validation"}
     found = Counter[str]()
     for document in source.documents():
-        found[part_of(document.index, data.validation_every, data.test_every)] += len(document.text)
+        found[part_of(document.index, data.validation_every, data.test_every)] += len(
+            document.text
+        )
         if found["train"] and all(found[part] >= wanted for part in parts):
             return source
     return EndHeldOut(source, wanted, data.validation_every, data.test_every)
@@ -112,9 +127,15 @@ def describe_text(recipe: Recipe) -> str:
         source = with_held_out_text(recipe, open_source(origin, skipped=skipped))
         files = files_of(origin)
         size = sum(file.stat().st_size for file in files)
-        column = f", column {origin.text_column}" if origin.source in ("jsonl", "parquet") else ""
+        column = (
+            f", column {origin.text_column}"
+            if origin.source in ("jsonl", "parquet")
+            else ""
+        )
         kind = _KINDS.get(origin.source, origin.source)
-        told.append(f"{source.name}: {counted(len(files), 'file')} of {kind}{column}, {size:,} bytes")
+        told.append(
+            f"{source.name}: {counted(len(files), 'file')} of {kind}{column}, {size:,} bytes"
+        )
         ends |= isinstance(source, EndHeldOut)
     kind = data.tokenizer.kind
     path = data.tokenizer.path

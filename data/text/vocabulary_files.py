@@ -12,7 +12,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+)
 from transformers import PreTrainedTokenizerFast
 
 from data.text.trained_vocabulary import (
@@ -24,7 +31,8 @@ from data.text.trained_vocabulary import (
 from recipes import files
 from recipes.problems import Problem, ProblemsError, Setting
 
-MOST_VOCABULARY = 256 * files.MIB  # of a vocabulary file; the largest published ones have 40
+# of a vocabulary file; the largest published ones have 40
+MOST_VOCABULARY = 256 * files.MIB
 BERT_ROLES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 _USUAL = dict(zip(BERT_ROLES, BERT_SPECIAL_TOKENS, strict=True))
 _USUAL |= dict(bos_token=END_OF_DOCUMENT, eos_token=END_OF_DOCUMENT)
@@ -33,7 +41,12 @@ _SPECIAL = "special_tokens_map.json"
 _ADDED = "added_tokens.json"
 # Classes of transformers without rules of their own, or with GPT-2's or BERT's.
 _OF_GPT2 = ("GPT2Tokenizer", "RobertaTokenizer", "BartTokenizer")
-_OF_BERT = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MobileBertTokenizer")
+_OF_BERT = (
+    "BertTokenizer",
+    "DistilBertTokenizer",
+    "ElectraTokenizer",
+    "MobileBertTokenizer",
+)
 _KNOWN = ("PreTrainedTokenizer", "TokenizersBackend", *_OF_GPT2, *_OF_BERT)
 _CONVERT = "convert it with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(NEW)"
 
@@ -51,7 +64,9 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
     again = "give a vocab.txt, a tokenizer.json, or a directory that transformers saved"
 
     def refused(rule: str, fix: str = "") -> ProblemsError:
-        return ProblemsError([Problem("data.tokenizer.path", (named, f" {rule}"), fix=fix)])
+        return ProblemsError(
+            [Problem("data.tokenizer.path", (named, f" {rule}"), fix=fix)]
+        )
 
     if not (files.is_file(path) or path.exists()):
         raise refused("does not exist", again)
@@ -60,20 +75,33 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
     except files.FileError as error:  # says which file, and where in it
         (problem,) = error.problems
         raise refused(f"cannot be read as a tokenizer: {problem}", again) from error
-    except BaseException as error:  # tokenizers raises many types, among them Rust's panics
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+    # tokenizers raises many types, among them Rust's panics
+    except BaseException as error:
+        if (
+            not isinstance(error, Exception)
+            and type(error).__name__ != "PanicException"
+        ):
             raise
         said = str(error).strip().split("\n")[0]
-        raise refused(f"cannot be read as a tokenizer ({type(error).__name__}: {said})", again) from error
+        raise refused(
+            f"cannot be read as a tokenizer ({type(error).__name__}: {said})", again
+        ) from error
 
 
 def _read(path: Path) -> PreTrainedTokenizerFast:
     """Read a tokenizer for `read_tokenizer`. Raises FileError: a file is evidently something else."""
     folder = path if path.is_dir() else path.parent
     places = [folder / name for name in ("tokenizer.json", "vocab.txt", "merges.txt")]
-    file = next((place for place in places if place.is_file()), None) if path.is_dir() else path
+    file = (
+        next((place for place in places if place.is_file()), None)
+        if path.is_dir()
+        else path
+    )
     if file is None:
-        files.refuse(path, "holds no tokenizer.json, no vocab.txt, and no vocab.json with a merges.txt")
+        files.refuse(
+            path,
+            "holds no tokenizer.json, no vocab.txt, and no vocab.json with a merges.txt",
+        )
     stated = _stated(folder) if file in places else {}
     if file.name == "merges.txt":
         backend = _of_bytes(file, stated)
@@ -82,7 +110,10 @@ def _read(path: Path) -> PreTrainedTokenizerFast:
     else:
         backend = _of_json(file)
     _check_rules(backend, stated, folder)
-    extra = [*(stated.get("additional_special_tokens") or ()), *(stated.get("extra_special_tokens") or ())]
+    extra = [
+        *(stated.get("additional_special_tokens") or ()),
+        *(stated.get("extra_special_tokens") or ()),
+    ]
     roles: dict[str, Any] = {role: stated[role] for role in _USUAL if role in stated}
     _add_tokens(backend, stated, [*filter(None, roles.values()), *extra], folder)
     known = backend.get_vocab()
@@ -94,8 +125,14 @@ def _read(path: Path) -> PreTrainedTokenizerFast:
     # Lengths of its last use; kept, they would silently cut documents.
     backend.no_truncation()
     backend.no_padding()
-    kept = {key: stated[key] for key in ("model_max_length", "model_input_names") if key in stated}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, extra_special_tokens=extra, **roles, **kept)
+    kept = {
+        key: stated[key]
+        for key in ("model_max_length", "model_input_names")
+        if key in stated
+    }
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, extra_special_tokens=extra, **roles, **kept
+    )
     tokenizer.name_or_path = str(path)
     return tokenizer
 
@@ -112,7 +149,9 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
         additional_special_tokens=tokenizer.extra_special_tokens,
         **tokenizer.special_tokens_map,
     )
-    (folder / _CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / _CONFIG).write_text(
+        json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
 
 
 def _of_json(file: Path) -> Tokenizer:
@@ -124,7 +163,9 @@ def _of_json(file: Path) -> Tokenizer:
     dropout = model.get("dropout")
     if dropout:
         rule = "merges left out at random give a text other tokens each time"
-        files.refuse(file, f"its model has dropout {dropout}", rule, 'set "dropout" to null')
+        files.refuse(
+            file, f"its model has dropout {dropout}", rule, 'set "dropout" to null'
+        )
     return Tokenizer.from_file(str(file))
 
 
@@ -138,7 +179,9 @@ def _of_words(file: Path, stated: dict[str, Any]) -> Tokenizer:
     _check_class(file, stated)
     lower = all(t == t.lower() for t in vocabulary if t not in BERT_SPECIAL_TOKENS)
     how = stated.get("do_lower_case", lower), stated.get("strip_accents")
-    return wordpiece_backend(vocabulary, *how, stated.get("tokenize_chinese_chars", True))
+    return wordpiece_backend(
+        vocabulary, *how, stated.get("tokenize_chinese_chars", True)
+    )
 
 
 def _of_bytes(merges: Path, stated: dict[str, Any]) -> Tokenizer:
@@ -146,19 +189,27 @@ def _of_bytes(merges: Path, stated: dict[str, Any]) -> Tokenizer:
     vocabulary = files.read_json_object(file, MOST_VOCABULARY)
     files.read_text(merges, MOST_VOCABULARY)
     _check_class(merges, stated)
-    if set(pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys() or any("</w>" in t for t in vocabulary):
+    if set(pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys() or any(
+        "</w>" in t for t in vocabulary
+    ):
         rule = "with a merges.txt it is a byte-level BPE as GPT-2's, which has a token for each byte"
         files.refuse(file, "is of another kind", rule, _CONVERT)
     return byte_level_backend(file, merges, stated.get("add_prefix_space", False))
 
 
-def byte_level_backend(vocabulary: Path, merges: Path, prefix_space: bool = False) -> Tokenizer:
+def byte_level_backend(
+    vocabulary: Path, merges: Path, prefix_space: bool = False
+) -> Tokenizer:
     """Read GPT-2's rules with a vocabulary in its two files."""
-    whole: dict[str, Any] = dict(continuing_subword_prefix="", end_of_word_suffix="", fuse_unk=False)
+    whole: dict[str, Any] = dict(
+        continuing_subword_prefix="", end_of_word_suffix="", fuse_unk=False
+    )
     backend = Tokenizer(models.BPE.from_file(str(vocabulary), str(merges), **whole))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     backend.decoder = decoders.ByteLevel()
-    backend.post_processor = processors.TemplateProcessing(single="$A:0", pair="$A:0 $B:1", special_tokens=[])
+    backend.post_processor = processors.TemplateProcessing(
+        single="$A:0", pair="$A:0 $B:1", special_tokens=[]
+    )
     return backend
 
 
@@ -167,7 +218,9 @@ def _check_class(file: Path, stated: dict[str, Any]) -> None:
     name = str(stated.get("tokenizer_class", _KNOWN[0]))
     if name.removesuffix("Fast") not in _KNOWN:
         rule = f"a {file.name} is read by the rules of {', '.join(_KNOWN[2:])}"
-        files.refuse(file.with_name(_CONFIG), f"tokenizer_class is {name}", rule, _CONVERT)
+        files.refuse(
+            file.with_name(_CONFIG), f"tokenizer_class is {name}", rule, _CONVERT
+        )
 
 
 def _stated(folder: Path) -> dict[str, Any]:
@@ -177,13 +230,22 @@ def _stated(folder: Path) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for place in (folder / _SPECIAL, folder / _CONFIG):
-        for key, value in files.read_json_object(place).items() if place.is_file() else ():
+        for key, value in (
+            files.read_json_object(place).items() if place.is_file() else ()
+        ):
             if key in _USUAL and isinstance(value, dict):
                 value = value.get("content")
             elif key in ("additional_special_tokens", "extra_special_tokens"):
                 each = value.values() if isinstance(value, dict) else value or []
-                value = [token["content"] if isinstance(token, dict) else token for token in each]
-            if key in _USUAL and found.get(key, value) not in (value, None) and value is not None:
+                value = [
+                    token["content"] if isinstance(token, dict) else token
+                    for token in each
+                ]
+            if (
+                key in _USUAL
+                and found.get(key, value) not in (value, None)
+                and value is not None
+            ):
                 came = f"{key} is {value!r}, and {found[key]!r} in {_SPECIAL}"
                 rule = "a role has one token"
                 files.refuse(place, came, rule, "remove the wrong one")
@@ -194,20 +256,29 @@ def _stated(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _add_tokens(backend: Tokenizer, stated: dict[str, Any], special: list[str], folder: Path) -> None:
+def _add_tokens(
+    backend: Tokenizer, stated: dict[str, Any], special: list[str], folder: Path
+) -> None:
     """Add the tokens that the files beside a vocabulary number, and make those with a role special."""
     numbered: list[tuple[int, AddedToken]] = []
     for number, facts in stated.get("added_tokens_decoder", {}).items():
         facts.pop("__type", None)
         numbered.append((int(number), AddedToken(**facts)))
-    numbered += [(number, AddedToken(token)) for token, number in stated.get(_ADDED, {}).items()]
+    numbered += [
+        (number, AddedToken(token)) for token, number in stated.get(_ADDED, {}).items()
+    ]
     for number, token in sorted(numbered, key=lambda each: each[0]):
         _add(backend, token)
         found = backend.token_to_id(token.content)
         if found != number:
             came = f"numbers the added token {token.content!r} {number}"
             rule = f"the vocabulary makes it token {found}: numbers go on without gaps"
-            files.refuse(folder, came, rule, f"correct {_ADDED} or added_tokens_decoder in {_CONFIG}")
+            files.refuse(
+                folder,
+                came,
+                rule,
+                f"correct {_ADDED} or added_tokens_decoder in {_CONFIG}",
+            )
     for name in special:
         if backend.token_to_id(name) is None:
             rule = "the vocabulary has no such token"
@@ -226,13 +297,16 @@ def _add(backend: Tokenizer, token: AddedToken) -> None:
 
 def _check_rules(backend: Tokenizer, stated: dict[str, Any], folder: Path) -> None:
     """Refuse a rule beside a vocabulary that its own rules, tried on a letter, contradict."""
-    normalize: Any = backend.normalizer.normalize_str if backend.normalizer is not None else str
+    normalize: Any = (
+        backend.normalizer.normalize_str if backend.normalizer is not None else str
+    )
     letter = first = normalize("a")
     if backend.pre_tokenizer is not None:
         first = backend.pre_tokenizer.pre_tokenize_str(letter)[0][0]
     rules = {
         "do_lower_case": normalize("A") == letter,
-        "strip_accents": normalize("\N{LATIN SMALL LETTER E WITH ACUTE}") == normalize("e"),
+        "strip_accents": normalize("\N{LATIN SMALL LETTER E WITH ACUTE}")
+        == normalize("e"),
         "tokenize_chinese_chars": " " in normalize("\N{CJK UNIFIED IDEOGRAPH-4E2D}"),
         "add_prefix_space": first != "a",
         "do_basic_tokenize": True,

@@ -25,14 +25,23 @@ from data.text.file_types import RAW, looks_like, way_from
 from data.text.records import Document, SkippedRecords, Source
 from data.text.sources import named_path
 from data.text.vocabulary import vocabulary_digest, vocabulary_size
-from data.tokens.store import Checksum, Store, StoreWriter, bin_path, idx_path, open_store, read_header
+from data.tokens.store import (
+    Checksum,
+    Store,
+    StoreWriter,
+    bin_path,
+    idx_path,
+    open_store,
+    read_header,
+)
 from recipes import files
 from recipes.families import FAMILIES
 from recipes.problems import Key, Problem, ProblemsError, Setting, Text, counted
 from recipes.schema import Origin, Recipe
 
 FORMAT_VERSION = 2  # of a cached store's facts
-READ_BY_ALL = 1 << 26  # bytes; every process reads a .bin up to this size itself: 0.05 s at zlib's 1.3 GB/s
+# bytes; every process reads a .bin up to this size itself: 0.05 s at zlib's 1.3 GB/s
+READ_BY_ALL = 1 << 26
 REPORT = "report.json"
 MOST_REPORT = 1 << 30  # bytes; it names every input file
 LOOKED_AT = 1 << 22  # bytes of tokens to check when a run is planned
@@ -66,8 +75,14 @@ def opened_store(
     """Open the store of an origin, or make it in the cache of its source; None: the source is a stream."""
     sequences = sequences_of(recipe.model.family)
     if source is None:
-        return ready_made_store(recipe.data.tokenizer.kind, sequences, origin, tokenizer, directory, say)
-    return cached_store(sequences, origin, source, tokenizer, directory, say) if source.finite else None
+        return ready_made_store(
+            recipe.data.tokenizer.kind, sequences, origin, tokenizer, directory, say
+        )
+    return (
+        cached_store(sequences, origin, source, tokenizer, directory, say)
+        if source.finite
+        else None
+    )
 
 
 def checksum_of(store: Store, directory: Path, say: Say) -> Checksum:
@@ -80,8 +95,14 @@ def checksum_of(store: Store, directory: Path, say: Say) -> Checksum:
         return store.checksum()
     paths = (idx_path(store.prefix).resolve(), bin_path(store.prefix).resolve())
     facts = [(path, path.stat()) for path in paths]
-    version = [(str(path), f.st_size, f.st_ino, f.st_mtime_ns, f.st_ctime_ns) for path, f in facts]
-    kept = directory / f"{hashlib.sha256(json.dumps(version).encode()).hexdigest()[:20]}.crc32.json"
+    version = [
+        (str(path), f.st_size, f.st_ino, f.st_mtime_ns, f.st_ctime_ns)
+        for path, f in facts
+    ]
+    kept = (
+        directory
+        / f"{hashlib.sha256(json.dumps(version).encode()).hexdigest()[:20]}.crc32.json"
+    )
 
     def read() -> Checksum:
         try:
@@ -127,14 +148,18 @@ def cached_store(
     what = f"tokens of {source.name}"
 
     def write() -> None:
-        encode = SentenceEncoder(tokenizer, sentences) if sentences else Encoder(tokenizer)
+        encode = (
+            SentenceEncoder(tokenizer, sentences) if sentences else Encoder(tokenizer)
+        )
         writer = StoreWriter(prefix, vocabulary_size(tokenizer))
         facts = made_of | _tokenize(encode(source.documents()), writer, what, say)
         left_out = source.skipped.found() if source.skipped else []
         facts["left_out"] = SkippedRecords.describe(left_out) if left_out else ""
         content = json.dumps(facts, indent=2)
         with durable_files.replacing(facts_path) as file:
-            file.write(f"{content}\n{hashlib.sha256(content.encode()).hexdigest()}\n".encode())
+            file.write(
+                f"{content}\n{hashlib.sha256(content.encode()).hexdigest()}\n".encode()
+            )
 
     def read() -> OpenedStore:
         content, _, digest = facts_path.read_bytes().rstrip(b"\n").rpartition(b"\n")
@@ -152,7 +177,9 @@ def cached_store(
             say(f"{what}: {facts['left_out']}")
         return OpenedStore(source.name, store, facts["text_bytes"], f"{stated.bin:08x}")
 
-    return cache.fetch((facts_path, bin_path(prefix), idx_path(prefix)), read, write, what, say)
+    return cache.fetch(
+        (facts_path, bin_path(prefix), idx_path(prefix)), read, write, what, say
+    )
 
 
 def _tokenize(
@@ -179,7 +206,11 @@ def _tokenize(
                 progress("after")
     progress("in")
     assert writer.checksum is not None
-    made = {"documents": writer.documents, "tokens": writer.tokens, "text_bytes": text_bytes}
+    made = {
+        "documents": writer.documents,
+        "tokens": writer.tokens,
+        "text_bytes": text_bytes,
+    }
     return made | {"idx_crc32": writer.checksum.idx, "bin_crc32": writer.checksum.bin}
 
 
@@ -210,7 +241,11 @@ def ready_made_store(
     stated = {key: facts[key] for key in ("documents", "tokens") if key in facts}
     if stated != {key: getattr(store, key) for key in stated}:
         found = f"has {store.documents} documents and {store.tokens} tokens, and {REPORT} says {stated}"
-        raise _refused(origin, f"{found}: they do not belong together", "copy the whole directory again")
+        raise _refused(
+            origin,
+            f"{found}: they do not belong together",
+            "copy the whole directory again",
+        )
     _check_digest(kind, origin, facts, tokenizer)
     _check_ends(kind, origin, store, tokenizer)
     each = np.diff(store.document_index)
@@ -223,11 +258,16 @@ def ready_made_store(
     now = {half: f"{crc:08x}" for half, crc in checksum._asdict().items()}
     changed = [half for half, crc in now.items() if recorded.get(half, crc) != crc]
     if changed:
-        came = [f"{prefix}.{x} has CRC-32 {now[x]}, and {REPORT} recorded {recorded[x]}" for x in changed]
+        came = [
+            f"{prefix}.{x} has CRC-32 {now[x]}, and {REPORT} recorded {recorded[x]}"
+            for x in changed
+        ]
         rule = "it has changed since prepare_data wrote it"
         fix = "copy the whole directory again, or prepare the store again"
         raise ProblemsError(Problem("data.name", one, rule, fix) for one in came)
-    text_bytes = text_bytes if isinstance(text_bytes := facts.get("text_bytes"), int) else None
+    text_bytes = (
+        text_bytes if isinstance(text_bytes := facts.get("text_bytes"), int) else None
+    )
     return OpenedStore(str(origin.name), store, text_bytes, now["bin"])
 
 
@@ -256,7 +296,9 @@ def check_ready_made(
     made_with = facts.get("vocab_size", vocab_size)
     if tokenizer is None and made_with != vocab_size:
         came = Setting("model.vocab_size", vocab_size)
-        rule = f"the store {origin.name} was made with a vocabulary of {made_with} tokens"
+        rule = (
+            f"the store {origin.name} was made with a vocabulary of {made_with} tokens"
+        )
         fix = ("set ", Setting("model.vocab_size", made_with))
         raise ProblemsError([Problem("model.vocab_size", came, rule, fix)])
     if tokenizer is not None:
@@ -267,7 +309,10 @@ def check_ready_made(
 
 def outside_vocabulary(name: str, token: int, vocab_size: int) -> ProblemsError:
     """Make the error for a token of a store outside the recipe's vocabulary."""
-    came = (f"{name}: token {token} is outside the vocabulary of ", Setting("model.vocab_size", vocab_size))
+    came = (
+        f"{name}: token {token} is outside the vocabulary of ",
+        Setting("model.vocab_size", vocab_size),
+    )
     vocabulary = ("set ", Key("data.tokenizer.kind"), " and ", Key("model.vocab_size"))
     fix = (*vocabulary, " to the vocabulary that the store was made with")
     return ProblemsError([Problem("model.vocab_size", came, fix=fix)])
@@ -279,25 +324,51 @@ def _check_digest(
     digest = vocabulary_digest(tokenizer)
     if facts.get("vocabulary_digest", digest) != digest:
         given = Setting("data.tokenizer.kind", kind)
-        fix = ("set ", Setting("data.tokenizer.kind", "store"), ", which takes the one kept with it")
-        raise _refused(origin, ("the store was made with another vocabulary than ", given, " gives"), fix)
+        fix = (
+            "set ",
+            Setting("data.tokenizer.kind", "store"),
+            ", which takes the one kept with it",
+        )
+        raise _refused(
+            origin,
+            ("the store was made with another vocabulary than ", given, " gives"),
+            fix,
+        )
 
 
-def _check_ends(kind: str, origin: Origin, store: Store, tokenizer: PreTrainedTokenizerFast) -> None:
+def _check_ends(
+    kind: str, origin: Origin, store: Store, tokenizer: PreTrainedTokenizerFast
+) -> None:
     """Refuse a store whose documents all end in a token that stands nowhere else and does not end ours."""
     first = store.document_index[: JUDGED + 1]
     edges = np.unique(store.sequence_starts(first))
     ends = store.tokens_array[edges[1:] - 1]
-    if len(ends) < 2 or (ends != ends[0]).any() or ends[0] == end_of_document(tokenizer):
+    if (
+        len(ends) < 2
+        or (ends != ends[0]).any()
+        or ends[0] == end_of_document(tokenizer)
+    ):
         return
     last = int(ends[0])
-    sentence_end = len(ends) < FEW and not any(map(str.isalnum, tokenizer.decode([last])))
-    if sentence_end or np.count_nonzero(store.tokens_array[: edges[-1]] == last) > len(ends):
+    sentence_end = len(ends) < FEW and not any(
+        map(str.isalnum, tokenizer.decode([last]))
+    )
+    if sentence_end or np.count_nonzero(store.tokens_array[: edges[-1]] == last) > len(
+        ends
+    ):
         return
     given = Setting("data.tokenizer.kind", kind)
-    rule = f"every document ends in token {last}, which stands nowhere else, and those of"
+    rule = (
+        f"every document ends in token {last}, which stands nowhere else, and those of"
+    )
     ours = f"gives end in {end_of_document(tokenizer)}: the store was made with another vocabulary"
-    fix = ("set ", Key("data.tokenizer.kind"), " and ", Key("data.tokenizer.path"), " to that one")
+    fix = (
+        "set ",
+        Key("data.tokenizer.kind"),
+        " and ",
+        Key("data.tokenizer.path"),
+        " to that one",
+    )
     raise _refused(origin, (rule, " ", given, f" {ours}"), fix)
 
 
@@ -321,7 +392,9 @@ def store_prefix(origin: Origin, sequences: Sequences) -> Path:
     if not found:
         for file in path.glob("*.bin"):
             _check_index(origin, file.with_suffix(""))
-    preferred = [prefix for prefix in found if sequences.removesuffix("s") in prefix.name]
+    preferred = [
+        prefix for prefix in found if sequences.removesuffix("s") in prefix.name
+    ]
     if len(chosen := preferred if len(found) > 1 else found) != 1:
         names = ", ".join(prefix.name for prefix in found) or "none"
         rule = f"a directory with {len(found)} token stores ({names})"
@@ -333,11 +406,15 @@ def store_prefix(origin: Origin, sequences: Sequences) -> Path:
 def _check_index(origin: Origin, prefix: Path) -> None:
     if bin_path(prefix).exists() and not idx_path(prefix).exists():
         rule = f"{bin_path(prefix).name} has no {idx_path(prefix).name}, and a token store is both"
-        raise _refused(origin, rule, f"copy the .idx too; if it is {RAW}, {way_from(RAW)}")
+        raise _refused(
+            origin, rule, f"copy the .idx too; if it is {RAW}, {way_from(RAW)}"
+        )
 
 
 def _refused(origin: Origin, rule: Text, fix: Text) -> ProblemsError:
-    return ProblemsError([Problem("data.name", Setting("data.name", origin.name), rule, fix)])
+    return ProblemsError(
+        [Problem("data.name", Setting("data.name", origin.name), rule, fix)]
+    )
 
 
 def _reported(report: Path) -> dict[str, Any]:
@@ -347,5 +424,10 @@ def _reported(report: Path) -> dict[str, Any]:
     facts = files.read_json_object(report, MOST_REPORT).get("store", {})
     if not isinstance(facts, dict):
         came = f'its "store" is {files.named_kind(facts)}'
-        files.refuse(report, came, "prepare_data writes an object there", "prepare the store again")
+        files.refuse(
+            report,
+            came,
+            "prepare_data writes an object there",
+            "prepare the store again",
+        )
     return facts

@@ -41,7 +41,8 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _CODES = {np.dtype(name): code for code, name in DTYPES.items()}
 FLOATS = (6, 7)  # float64 and float32; older writers have them the other way round
-SIXTEEN_BIT_VOCABULARY = 65500  # Megatron-LM's limit: smaller ones are stored as uint16, others as int32
+# Megatron-LM's limit: smaller ones are stored as uint16, others as int32
+SIXTEEN_BIT_VOCABULARY = 65500
 BLOCK = 1 << 20  # entries to handle at a time
 _READ = 1 << 24  # bytes
 
@@ -51,7 +52,8 @@ class Header(NamedTuple):
 
     dtype: np.dtype  # of the tokens
     sequences: int
-    ends: np.ndarray  # (4,) bytes at which sizes, pointers, document index and modes end
+    # (4,) bytes at which sizes, pointers, document index and modes end
+    ends: np.ndarray
 
 
 def read_header(path: Path) -> Header:
@@ -70,10 +72,14 @@ def read_header(path: Path) -> Header:
             f"{path} begins with {head!r} and not with {MAGIC!r}: it is no index of a token store"
         )
     if size < HEADER.size:
-        raise DamagedFile(f"{path} has {size} bytes, less than its header of {HEADER.size}")
+        raise DamagedFile(
+            f"{path} has {size} bytes, less than its header of {HEADER.size}"
+        )
     _, version, code, sequences, entries = HEADER.unpack(raw)
     if version != VERSION:
-        raise DamagedFile(f"{path} is of version {version}, and only version {VERSION} is known")
+        raise DamagedFile(
+            f"{path} is of version {version}, and only version {VERSION} is known"
+        )
     if code in FLOATS:
         rule = f"its entries are floating-point numbers (type {code}), not tokens"
         raise ValueError(f"{path}: {rule}: write the store with integers")
@@ -81,7 +87,9 @@ def read_header(path: Path) -> Header:
         raise DamagedFile(
             f"{path}: type {code} of tokens is unknown; known are {', '.join(map(str, DTYPES))}"
         )
-    ends = HEADER.size + np.cumsum([4 * sequences, 8 * sequences, 8 * entries, sequences], dtype=object)
+    ends = HEADER.size + np.cumsum(
+        [4 * sequences, 8 * sequences, 8 * entries, sequences], dtype=object
+    )
     if size not in ends[2:]:
         what = f"{sequences} sequences and {entries} document entries"
         promised = f"its header promises {ends[2]} (or {ends[3]} with modes): {what}"
@@ -91,22 +99,32 @@ def read_header(path: Path) -> Header:
 
 def _mapped(path: Path) -> np.ndarray:
     """Map a file as a plain array (bytes,) uint8: slices of `np.memmap` itself cost microseconds."""
-    return np.asarray(np.memmap(path, np.uint8, "r")) if os.stat(path).st_size else np.empty(0, np.uint8)
+    return (
+        np.asarray(np.memmap(path, np.uint8, "r"))
+        if os.stat(path).st_size
+        else np.empty(0, np.uint8)
+    )
 
 
-def _check_sequences(path: Path, sizes: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
+def _check_sequences(
+    path: Path, sizes: np.ndarray, pointers: np.ndarray, itemsize: int
+) -> int:
     """Count the tokens of all sequences; check that these follow one another without gaps."""
     tokens = 0
     for start, part in _blocks(sizes):
         if (wrong := np.flatnonzero(part < 0)).size:
-            raise DamagedFile(f"{path}: sequence {start + wrong[0]} has {part[wrong[0]]} tokens")
+            raise DamagedFile(
+                f"{path}: sequence {start + wrong[0]} has {part[wrong[0]]} tokens"
+            )
         ends = tokens + np.cumsum(part, dtype=np.int64)
         expected = (ends - part) * itemsize
         found = pointers[start : start + len(part)]
         if (wrong := np.flatnonzero(found != expected)).size:
             first = wrong[0]
             rule = f"and the sizes of those before it say {expected[first]}"
-            raise DamagedFile(f"{path}: sequence {start + first} begins at byte {found[first]}, {rule}")
+            raise DamagedFile(
+                f"{path}: sequence {start + first} begins at byte {found[first]}, {rule}"
+            )
         tokens = int(ends[-1])
     return tokens
 
@@ -122,7 +140,9 @@ def _check_documents(path: Path, documents: np.ndarray, sequences: int) -> None:
         if (wrong := np.flatnonzero(part < before)).size:
             first = wrong[0]
             found = f"{part[first]}, below the {before[first]} before it"
-            raise DamagedFile(f"{path}: entry {start + first} of the document index is {found}")
+            raise DamagedFile(
+                f"{path}: entry {start + first} of the document index is {found}"
+            )
         last = int(part[-1])
 
 
@@ -182,7 +202,9 @@ class Store:
 
     def document(self, document: int) -> np.ndarray:
         """Return a view of the tokens (tokens,) of a document."""
-        start, end = self.sequence_starts(self.document_index[document : document + 2]).tolist()
+        start, end = self.sequence_starts(
+            self.document_index[document : document + 2]
+        ).tolist()
         return self.tokens_array[start:end]
 
     def sequence_starts(self, sequences: np.ndarray) -> np.ndarray:
@@ -194,7 +216,9 @@ class Store:
 
     def checksum(self, say: Say = lambda line: None) -> Checksum:
         """Compute the CRC-32 of both files; `say` the progress every few seconds."""
-        return Checksum(_file_crc(idx_path(self.prefix), say), _file_crc(bin_path(self.prefix), say))
+        return Checksum(
+            _file_crc(idx_path(self.prefix), say), _file_crc(bin_path(self.prefix), say)
+        )
 
 
 def open_store(prefix: Path) -> Store:
@@ -207,11 +231,17 @@ def open_store(prefix: Path) -> Store:
         Damaged: one half is missing, truncated, contradicts itself or the other half, or is something else.
         ValueError: the store is sound, but its tokens are no integers.
     """
-    missing = [path for path in (bin_path(prefix), idx_path(prefix)) if not path.is_file()]
+    missing = [
+        path for path in (bin_path(prefix), idx_path(prefix)) if not path.is_file()
+    ]
     if len(missing) == 2:
-        raise FileNotFoundError(f"{prefix}: there is no {missing[0].name} and no {missing[1].name}")
+        raise FileNotFoundError(
+            f"{prefix}: there is no {missing[0].name} and no {missing[1].name}"
+        )
     if missing:
-        raise DamagedFile(f"{missing[0]} is missing: a token store is a .bin and an .idx of one name")
+        raise DamagedFile(
+            f"{missing[0]} is missing: a token store is a .bin and an .idx of one name"
+        )
     path = idx_path(prefix)
     (dtype, sequences, ends), raw = read_header(path), _mapped(path)
     sizes = raw[HEADER.size : ends[0]].view("<i4")
@@ -225,7 +255,9 @@ def open_store(prefix: Path) -> Store:
         why = f"{path.name} promises {promised} ({tokens} tokens of {dtype.itemsize})"
         rule = "one of the two is truncated or belongs to another store"
         raise DamagedFile(f"{bin_path(prefix)} has {found} bytes where {why}: {rule}")
-    return Store(prefix, dtype, _mapped(bin_path(prefix)).view(dtype), sizes, pointers, documents)
+    return Store(
+        prefix, dtype, _mapped(bin_path(prefix)).view(dtype), sizes, pointers, documents
+    )
 
 
 class StoreWriter:
@@ -263,7 +295,9 @@ class StoreWriter:
         lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
         self.add_documents(tokens, lengths, np.array([len(sequences)]))
 
-    def add_documents(self, tokens: np.ndarray, sizes: np.ndarray, counts: np.ndarray) -> None:
+    def add_documents(
+        self, tokens: np.ndarray, sizes: np.ndarray, counts: np.ndarray
+    ) -> None:
         """Append many documents at once.
 
         Args:
@@ -271,8 +305,12 @@ class StoreWriter:
             sizes: (S,) tokens of each sequence; they add up to N.
             counts: (D,) sequences of each document; they add up to S.
         """
-        assert sizes.sum() == len(tokens) and counts.sum() == len(sizes), "sizes do not match"
-        known = len(tokens) == 0 or (tokens.min() >= 0 and tokens.max() < self._vocab_size)
+        assert sizes.sum() == len(tokens) and counts.sum() == len(sizes), (
+            "sizes do not match"
+        )
+        known = len(tokens) == 0 or (
+            tokens.min() >= 0 and tokens.max() < self._vocab_size
+        )
         assert known, "token outside the vocabulary"
         filled = sizes > 0
         filled_before = np.concatenate([[0], np.cumsum(filled)])
@@ -289,17 +327,26 @@ class StoreWriter:
     def finish(self) -> None:
         """Complete the files, flush them to disk and give them their names."""
         start = 0
-        for first in range(0, self.sequences, BLOCK):  # sizes are read back, pointers are written behind them
+        # sizes are read back, pointers are written behind them
+        for first in range(0, self.sequences, BLOCK):
             self._idx.seek(HEADER.size + 4 * first)
-            sizes = np.frombuffer(self._idx.read(4 * min(BLOCK, self.sequences - first)), "<i4")
+            sizes = np.frombuffer(
+                self._idx.read(4 * min(BLOCK, self.sequences - first)), "<i4"
+            )
             ends = start + np.cumsum(sizes, dtype=np.int64)
             self._idx.seek(HEADER.size + 4 * self.sequences + 8 * first)
-            self._idx.write(((ends - sizes) * self.dtype.itemsize).astype("<i8").tobytes())
+            self._idx.write(
+                ((ends - sizes) * self.dtype.itemsize).astype("<i8").tobytes()
+            )
             start = int(ends[-1])
         self._index.seek(0)
         shutil.copyfileobj(self._index, self._idx)
         self._idx.seek(0)
-        self._idx.write(HEADER.pack(MAGIC, VERSION, _CODES[self.dtype], self.sequences, self.documents + 1))
+        self._idx.write(
+            HEADER.pack(
+                MAGIC, VERSION, _CODES[self.dtype], self.sequences, self.documents + 1
+            )
+        )
         self._idx.flush()
         self.checksum = Checksum(_file_crc(Path(self._idx.name)), self._bin_crc)
         # Between the two renames no .idx may stand next to a .bin that is not its own.

@@ -35,9 +35,13 @@ def check(recipe: Recipe, stage: int | None, findings: Findings) -> None:
     theirs = TYPES.get(str(kind).lower())
     if kind is not None and theirs != name:
         rule = f"the recipe's optimizer.name is {name}, and another rule of descent is another recipe"
-        own: tuple[Setting, ...] = (Setting("optimizer.name", theirs),) if theirs else ()
+        own: tuple[Setting, ...] = (
+            (Setting("optimizer.name", theirs),) if theirs else ()
+        )
         elsewhere = " --ds_config zero0" if theirs == "lamb" and stage != 0 else ""
-        findings.refuse(key, rule, (f'write "auto" or "{written}"', *to_set(own), elsewhere))
+        findings.refuse(
+            key, rule, (f'write "auto" or "{written}"', *to_set(own), elsewhere)
+        )
     if name == "adamw":
         _check_adamw(recipe, str(kind).lower(), findings)
     else:
@@ -47,7 +51,11 @@ def check(recipe: Recipe, stage: int | None, findings: Findings) -> None:
 def _check_adamw(recipe: Recipe, kind: str, findings: Findings) -> None:
     """Refuse decay that is added to the gradient, and keys of LAMB's. `kind`: as the JSON names it."""
     key = f"{PARAMS}.adam_w_mode"
-    if findings.stated(key) is False and kind != "adamw" and recipe.optimizer.weight_decay:
+    if (
+        findings.stated(key) is False
+        and kind != "adamw"
+        and recipe.optimizer.weight_decay
+    ):
         rule = "adds the decay to the gradient, while the recipe's adamw decays weights apart from it"
         findings.refuse(key, rule, "remove the key")
     for key in (f"{PARAMS}.{each}" for each in _OF_LAMB):
@@ -61,10 +69,14 @@ def _check_lamb(recipe: Recipe, findings: Findings) -> None:
     written = _WRITTEN[recipe.optimizer.name]
     if recipe.model.implementation == "transformers":
         came = (setting, " with ", Setting("model.implementation", "transformers"))
-        findings.refuse(setting.key, "its Trainer steps AdamW", "set optimizer.name to adamw", came)
+        findings.refuse(
+            setting.key, "its Trainer steps AdamW", "set optimizer.name to adamw", came
+        )
     for key in (f"{PARAMS}.{each}" for each in _OF_ADAM):
         if findings.lookup(key) is not None:
-            findings.refuse(key, f"is a key of Adam's, not of {written}'s", "remove the key")
+            findings.refuse(
+                key, f"is a key of Adam's, not of {written}'s", "remove the key"
+            )
     if findings.stated("fp16.loss_scale"):
         rule = "DeepSpeed runs LAMB with a loss scale that moves, and with no fixed one"
         fix = "write 0, and the first scale as fp16.initial_scale_power"
@@ -89,7 +101,11 @@ def _check_numbers(recipe: Recipe, findings: Findings) -> None:
             schedule.append(Setting(each.key, each.value))
         elif not each.by_default:
             settings = [Setting(each.key, each.value)]
-            lowest = following.lowest_rate(recipe, each.value) if each.key == "optimizer.lr" else None
+            lowest = (
+                following.lowest_rate(recipe, each.value)
+                if each.key == "optimizer.lr"
+                else None
+            )
             if lowest not in (None, recipe.schedule.min_lr):
                 settings.append(Setting("schedule.min_lr", lowest))
             findings.disagreement(each.source, Setting(each.key, value), settings)
@@ -99,18 +115,24 @@ def _check_numbers(recipe: Recipe, findings: Findings) -> None:
             f"scheduler.type={shown(kind)} disagrees with the recipe's ",
             Setting("schedule.kind", recipe.schedule.kind),
         )
-        findings.problems.append(Disagreement("scheduler", came, "one of them decides", fix, findings.where))
+        findings.problems.append(
+            Disagreement("scheduler", came, "one of them decides", fix, findings.where)
+        )
 
 
 def _own(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe as plain data, with LAMB's trust ratios spelt out."""
     own = recipe.model_dump(mode="json", by_alias=True)
     if recipe.optimizer.name == "lamb":
-        own["optimizer"] |= dict(zip(_OF_LAMB, recipe.optimizer.trust_ratios, strict=True))
+        own["optimizer"] |= dict(
+            zip(_OF_LAMB, recipe.optimizer.trust_ratios, strict=True)
+        )
     return own
 
 
-def fills(recipe: Recipe, offload: Offload, machine: Machine, findings: Findings) -> dict[str, Any]:
+def fills(
+    recipe: Recipe, offload: Offload, machine: Machine, findings: Findings
+) -> dict[str, Any]:
     """Return values by dotted key: the recipe's numbers, and the choice of AdamW.
 
     The choice is torch's fused kernel, which compiles nothing and resumes exactly; on a CPU it is as fast as
@@ -118,7 +140,13 @@ def fills(recipe: Recipe, offload: Offload, machine: Machine, findings: Findings
     """
     own = _own(recipe)["optimizer"]
     lamb = recipe.optimizer.name == "lamb"
-    names = ("lr", "betas", "eps", "weight_decay", *(("bias_correction", *_OF_LAMB) if lamb else ()))
+    names = (
+        "lr",
+        "betas",
+        "eps",
+        "weight_decay",
+        *(("bias_correction", *_OF_LAMB) if lamb else ()),
+    )
     values: dict[str, Any] = {f"{PARAMS}.{name}": own[name] for name in names}
     values["gradient_clipping"] = own["clip"]
     values["optimizer.type"] = _WRITTEN[recipe.optimizer.name]
@@ -131,7 +159,9 @@ def fills(recipe: Recipe, offload: Offload, machine: Machine, findings: Findings
     return values
 
 
-def _adamw(recipe: Recipe, offload: Offload, machine: Machine, findings: Findings) -> dict[str, Any]:
+def _adamw(
+    recipe: Recipe, offload: Offload, machine: Machine, findings: Findings
+) -> dict[str, Any]:
     """Return the choice between torch's AdamW and DeepSpeed's; refuse keys of the other one."""
     key = f"{PARAMS}.torch_adam"
     offloads = offload not in _ON_GPU
@@ -139,12 +169,18 @@ def _adamw(recipe: Recipe, offload: Offload, machine: Machine, findings: Finding
     written = findings.stated(key)
     torch_adam = asked is None if written is None else written is True
     values = {key: torch_adam}
-    missing = "nvcc (the CUDA toolkit)" if not (offloads or machine.cuda_compiler) else ""
-    missing = missing if machine.compiler else "a C++ compiler (g++, ninja, Python's headers)"
+    missing = (
+        "nvcc (the CUDA toolkit)" if not (offloads or machine.cuda_compiler) else ""
+    )
+    missing = (
+        missing if machine.compiler else "a C++ compiler (g++, ninja, Python's headers)"
+    )
     if missing and not torch_adam:
         fix = "install it, or remove the key: torch's AdamW steps as fast"
         rule = "DeepSpeed's Adam is compiled at first use"
-        findings.refuse(key, rule, fix, f"{asked or f'{key}=false'}, but {missing} is missing")
+        findings.refuse(
+            key, rule, fix, f"{asked or f'{key}=false'}, but {missing} is missing"
+        )
     foreach, fused = both = f"{PARAMS}.foreach", f"{PARAMS}.fused"
     corrects = recipe.optimizer.bias_correction
     if not corrects:
@@ -154,9 +190,15 @@ def _adamw(recipe: Recipe, offload: Offload, machine: Machine, findings: Finding
     if all(findings.stated(key) for key in both):
         came = f"{foreach} and {fused} are both true"
         findings.refuse(
-            fused, "they are two forms of one step", "remove foreach: fused is the faster one", came
+            fused,
+            "they are two forms of one step",
+            "remove foreach: fused is the faster one",
+            came,
         )
-    of_torch = "is read by torch's AdamW alone", "remove the key, or set torch_adam to true"
+    of_torch = (
+        "is read by torch's AdamW alone",
+        "remove the key, or set torch_adam to true",
+    )
     states = (
         "is read by DeepSpeed's CPU Adam alone, which steps an offloaded optimizer",
         "remove the key, or offload the optimizer without torch_adam",
@@ -185,7 +227,10 @@ def _asks_for_deepspeeds(findings: Findings, offload: Offload) -> str | None:
     zero = "zero_optimization.offload_optimizer"
     halves = [f"{half}.{half}_master_weights_and_grads" for half in ("fp16", "bf16")]
     for key, usual in (
-        *((key, (None, False)) for key in (*halves, f"{zero}.super_offload", "zero_force_ds_cpu_optimizer")),
+        *(
+            (key, (None, False))
+            for key in (*halves, f"{zero}.super_offload", "zero_force_ds_cpu_optimizer")
+        ),
         (f"{PARAMS}.fp32_optimizer_states", (None,)),
         (f"{zero}.ratio", (None, 1)),
     ):

@@ -26,7 +26,9 @@ class _Degree(NamedTuple):
         return Setting(self.key, self.value), self.origin
 
 
-def layout(recipe: Recipe, world: int | None, stage: int | None, findings: Findings) -> Layout | None:
+def layout(
+    recipe: Recipe, world: int | None, stage: int | None, findings: Findings
+) -> Layout | None:
     """Lay out `world` processes (None: the number that the degrees need); None with problems reported."""
     before = len(findings.problems)
     tp = _degree("tensor", recipe, findings)
@@ -34,7 +36,9 @@ def layout(recipe: Recipe, world: int | None, stage: int | None, findings: Findi
     if tp is None or pp is None:
         _check_batch(recipe, 1, 1, findings)
         return None
-    least_dp = max(1, world // (tp.value * pp.value)) if world else recipe.parallel.dp or 1
+    least_dp = (
+        max(1, world // (tp.value * pp.value)) if world else recipe.parallel.dp or 1
+    )
     agreed = _check_batch(recipe, least_dp, pp.value, findings)
     _check_model(recipe, tp, pp, stage, findings)
     _check_sequence(recipe, tp, findings)
@@ -46,15 +50,23 @@ def layout(recipe: Recipe, world: int | None, stage: int | None, findings: Findi
     stated = _stated_shares(recipe, findings)
     unit = recipe.batch.unit
     total = recipe.batch.global_
-    least = stated == (None, None) and unit % dp == 0  # a ramp's smallest step decides the micro-batch
+    # a ramp's smallest step decides the micro-batch
+    least = stated == (None, None) and unit % dp == 0
     shares = share_batch(*stated, unit if least else total, dp, pp.value)
     if isinstance(shares, Problem):
         findings.problems.append(_within_json(shares, total, dp, recipe, findings))
     elif unit % (taken := shares[0] * dp):
-        came = Setting("batch.micro", shares[0]), f" x dp={dp} with steps of multiples of {unit} samples"
+        came = (
+            Setting("batch.micro", shares[0]),
+            f" x dp={dp} with steps of multiples of {unit} samples",
+        )
         rule = "every step takes whole micro-batches on every data-parallel rank"
-        fix = f"set batch.rampup.start and batch.rampup.increment to multiples of {taken}"
-        micro = f", or batch.micro to {math.gcd(shares[0], unit // dp)}" * (unit % dp == 0)
+        fix = (
+            f"set batch.rampup.start and batch.rampup.increment to multiples of {taken}"
+        )
+        micro = f", or batch.micro to {math.gcd(shares[0], unit // dp)}" * (
+            unit % dp == 0
+        )
         findings.problems.append(Problem("batch.rampup", came, rule, fix + micro))
     elif len(findings.problems) == before:
         return Layout(tp.value, pp.value, dp, shares[0], total // taken, total)
@@ -80,7 +92,10 @@ def _degree(name: str, recipe: Recipe, findings: Findings) -> _Degree | None:
     if default is not None:
         beside = f" next to {written_key}={value}"
         findings.refuse(
-            default_key, 'a default is used with "auto" only', "remove one of the two", beside=beside
+            default_key,
+            'a default is used with "auto" only',
+            "remove one of the two",
+            beside=beside,
         )
     if own is not None and value != own:
         findings.disagreement(written_key, Setting(key, own))
@@ -88,15 +103,23 @@ def _degree(name: str, recipe: Recipe, findings: Findings) -> _Degree | None:
     return _Degree(key, value, f" ({findings.where})")
 
 
-def _check_model(recipe: Recipe, tp: _Degree, pp: _Degree, stage: int | None, findings: Findings) -> None:
+def _check_model(
+    recipe: Recipe, tp: _Degree, pp: _Degree, stage: int | None, findings: Findings
+) -> None:
     heads = recipe.model.heads
     layers = recipe.model.layers
     problems = findings.problems
     for degree in (tp, pp):
         if recipe.model.implementation == "transformers" and degree.value > 1:
-            came: Text = *degree.words, " with ", Setting("model.implementation", "transformers")
+            came: Text = (
+                *degree.words,
+                " with ",
+                Setting("model.implementation", "transformers"),
+            )
             fix = "take another --ds_config (zero1, zero2, zero3), or --set model.implementation=megarecipes"
-            problems.append(Problem(degree.key, came, "its GPT-2 is cut by ZeRO alone", fix))
+            problems.append(
+                Problem(degree.key, came, "its GPT-2 is cut by ZeRO alone", fix)
+            )
     if heads % tp.value:
         rule = "each tensor-parallel rank takes heads/tp heads"
         fix = f"set parallel.tp to {either(divisors(heads))}"
@@ -105,15 +128,22 @@ def _check_model(recipe: Recipe, tp: _Degree, pp: _Degree, stage: int | None, fi
     if pp.value > layers:
         came = *pp.words, " is more than ", Setting("model.layers", layers)
         fix = f"set parallel.pp to {layers} or less"
-        problems.append(Problem(pp.key, came, "each pipeline stage holds at least one layer", fix))
+        problems.append(
+            Problem(pp.key, came, "each pipeline stage holds at least one layer", fix)
+        )
     if pp.value > 1 and stage in (0, 2, 3):
         came = *pp.words, f" with zero_optimization.stage={stage} ({findings.where})"
         rule = "DeepSpeed's pipeline keeps all micro-batches' gradients, which ZeRO-2 and ZeRO-3 shard away"
         wrong_norm = "DeepSpeed counts the tied embedding once per stage there, and clips by a wrong norm"
         fix = "use stage 1 (--ds_config pipeline or 3d), or --set parallel.pp=1"
         problems.append(Problem(pp.key, came, rule if stage else wrong_norm, fix))
-    if recipe.parallel.torch_ddp and (stage != 0 or recipe.model.implementation == "transformers"):
-        came = Setting("parallel.torch_ddp", "true"), f" with stage {stage} ({findings.where})"
+    if recipe.parallel.torch_ddp and (
+        stage != 0 or recipe.model.implementation == "transformers"
+    ):
+        came = (
+            Setting("parallel.torch_ddp", "true"),
+            f" with stage {stage} ({findings.where})",
+        )
         rule = "torch's DistributedDataParallel averages our models' whole gradients, as stage 0 keeps them"
         fix = "use --ds_config zero0, or --set parallel.torch_ddp=false"
         problems.append(Problem("parallel.torch_ddp", came, rule, fix))
@@ -132,13 +162,23 @@ def _check_sequence(recipe: Recipe, tp: _Degree, findings: Findings) -> None:
         fix = f"--set parallel.tp=2, or {off}"
         findings.problems.append(Problem(key, came, rule, fix))
     if length % tp.value:
-        came = on, ": ", Setting("sequence_length", length), " is not divisible by ", *tp.words
+        came = (
+            on,
+            ": ",
+            Setting("sequence_length", length),
+            " is not divisible by ",
+            *tp.words,
+        )
         fix = f"set sequence_length to {length // tp.value * tp.value or tp.value}, or {off}"
-        findings.problems.append(Problem(key, came, "each tensor rank takes as many positions", fix))
+        findings.problems.append(
+            Problem(key, came, "each tensor rank takes as many positions", fix)
+        )
     for name in ("pipeline.pipe_partitioned", "pipeline.grad_partitioned"):
         if findings.stated(name):
             rule = "a tensor rank sends its own positions, and no part of what all of them have"
-            findings.refuse(name, rule, f"remove the key, or {off}", (f"{name}=true with ", on))
+            findings.refuse(
+                name, rule, f"remove the key, or {off}", (f"{name}=true with ", on)
+            )
 
 
 def sends(recipe: Recipe) -> dict[str, Any]:
@@ -152,7 +192,12 @@ def sends(recipe: Recipe) -> dict[str, Any]:
 
 
 def _data_parallel(
-    recipe: Recipe, tp: _Degree, pp: _Degree, world: int, agreed: bool, findings: Findings
+    recipe: Recipe,
+    tp: _Degree,
+    pp: _Degree,
+    world: int,
+    agreed: bool,
+    findings: Findings,
 ) -> int | None:
     """Return dp, or None with the problem reported. `agreed`: JSON and recipe have the same batch."""
     dp = recipe.parallel.dp
@@ -163,17 +208,30 @@ def _data_parallel(
     if dp is not None and shared * dp != world:
         fix = f"start {shared * dp} (deepspeed --num_gpus {shared * dp} …)"
         fitting = world // shared
-        batch = _batch_for(recipe, findings, fitting, pp.value) if agreed and world % shared == 0 else None
+        batch = (
+            _batch_for(recipe, findings, fitting, pp.value)
+            if agreed and world % shared == 0
+            else None
+        )
         if batch is not None:
             taking = f"--set parallel.dp=null{batch} to take what is started"
             fix = f"{fix}, or --set parallel.dp={fitting}{batch}, or {taking}"
-        came = *degrees, " x ", Setting("parallel.dp", dp), f" = {shared * dp}, but {started}"
-        findings.problems.append(Problem("parallel.dp", came, "tp x pp x dp = processes", fix))
+        came = (
+            *degrees,
+            " x ",
+            Setting("parallel.dp", dp),
+            f" = {shared * dp}, but {started}",
+        )
+        findings.problems.append(
+            Problem("parallel.dp", came, "tp x pp x dp = processes", fix)
+        )
         return None
     if world % shared:
         came = f"{started}, with ", *degrees, f" = {shared}"
         start = f"start {shared} (deepspeed --num_gpus {shared} …) or a multiple of {shared}"
-        fix = f"{start}, or lower a degree with --set parallel.tp= or --set parallel.pp="
+        fix = (
+            f"{start}, or lower a degree with --set parallel.tp= or --set parallel.pp="
+        )
         rule = "the number of processes is a multiple of tp x pp"
         findings.problems.append(Problem("parallel.tp", came, rule, fix))
         return None
@@ -187,11 +245,21 @@ def _batch_for(recipe: Recipe, findings: Findings, dp: int, pp: int) -> str | No
     """
     micro, accumulation = _stated_shares(recipe, findings)
     free = {key for written, key in BATCH.items() if findings.stated(written) is None}
-    for opened in ((), ("batch.accumulation",), ("batch.micro",), ("batch.micro", "batch.accumulation")):
+    for opened in (
+        (),
+        ("batch.accumulation",),
+        ("batch.micro",),
+        ("batch.micro", "batch.accumulation"),
+    ):
         kept_micro = None if "batch.micro" in opened else micro
         kept_accumulation = None if "batch.accumulation" in opened else accumulation
-        shares = share_batch(kept_micro, kept_accumulation, recipe.batch.global_, dp, pp)
-        fits = not isinstance(shares, Problem) and recipe.batch.unit % (shares[0] * dp) == 0
+        shares = share_batch(
+            kept_micro, kept_accumulation, recipe.batch.global_, dp, pp
+        )
+        fits = (
+            not isinstance(shares, Problem)
+            and recipe.batch.unit % (shares[0] * dp) == 0
+        )
         if free.issuperset(opened) and fits:
             return "".join(f" --set {key}=null" for key in opened)
     fixed = {"batch.global"} | ({"batch.accumulation"} if accumulation else set())
@@ -212,9 +280,14 @@ def _check_batch(recipe: Recipe, dp: int, pp: int, findings: Findings) -> bool:
     for (key, recipe_key), theirs, ours in zip(BATCH.items(), stated, own, strict=True):
         if ours is not None and theirs not in (None, ours):
             differing.append((key, Setting(recipe_key, ours)))
-    micro, accumulation, total = (theirs or ours for theirs, ours in zip(stated, own, strict=True))
+    micro, accumulation, total = (
+        theirs or ours for theirs, ours in zip(stated, own, strict=True)
+    )
     assert total is not None
-    fits = not isinstance(share_batch(micro, accumulation, total, dp, pp), Problem) and not batch.rampup
+    fits = (
+        not isinstance(share_batch(micro, accumulation, total, dp, pp), Problem)
+        and not batch.rampup
+    )
     for key, setting in differing:
         settings = [Setting(setting.key, findings.stated(key))] if fits else []
         findings.disagreement(key, setting, settings, _stated_keys(findings))
@@ -227,7 +300,9 @@ def _stated_keys(findings: Findings) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def _within_json(problem: Problem, total: int, dp: int, recipe: Recipe, findings: Findings) -> Problem:
+def _within_json(
+    problem: Problem, total: int, dp: int, recipe: Recipe, findings: Findings
+) -> Problem:
     """Return the problem of shares with a fix of the JSON, if the JSON states one of them."""
     micro, accumulation, stated_total = map(findings.stated, BATCH)
     if micro is accumulation is stated_total is None:
@@ -238,7 +313,9 @@ def _within_json(problem: Problem, total: int, dp: int, recipe: Recipe, findings
         for key, other in zip(BATCH, (accumulation, micro), strict=False):
             if other and findings.stated(key) and per_rank % other == 0:
                 fixes.append(f"set {key} to {per_rank // other} in the JSON")
-    taken = (micro or recipe.batch.micro or 0) * (accumulation or recipe.batch.accumulation or 0)
+    taken = (micro or recipe.batch.micro or 0) * (
+        accumulation or recipe.batch.accumulation or 0
+    )
     if taken and total % taken == 0 and recipe.parallel.dp is None:
         ranks = total // taken
         fixes.append(f"start {ranks} data-parallel ranks")

@@ -23,24 +23,39 @@ def partitions(recipe: Recipe, layout: Layout, machine: Machine) -> bool:
     A single tensor rank, or ranks of a cut sequence, keep whole ones; a GPU then copies them to the host
     without waiting. On a CPU DeepSpeed 0.19 keeps parts alone.
     """
-    return not machine.device.asynchronous or (layout.tp > 1 and not recipe.parallel.sequence)
+    return not machine.device.asynchronous or (
+        layout.tp > 1 and not recipe.parallel.sequence
+    )
 
 
-def check(recipe: Recipe, layout: Layout | None, machine: Machine, findings: Findings) -> None:
+def check(
+    recipe: Recipe, layout: Layout | None, machine: Machine, findings: Findings
+) -> None:
     """Refuse settings on which DeepSpeed would fail later; notice a section without effect."""
     chunk = recipe.checkpoint_interval
     section = {key: findings.stated(f"{_SECTION}.{key}") for key in KEYS[_SECTION]}
     if findings.lookup(PARTITION) == "auto":
-        section["partition_activations"] = layout is not None and partitions(recipe, layout, machine)
-    effective = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
+        section["partition_activations"] = layout is not None and partitions(
+            recipe, layout, machine
+        )
+    effective = (
+        "partition_activations",
+        "cpu_checkpointing",
+        "contiguous_memory_optimization",
+    )
     asked = [key for key in effective if section[key]]
     if asked and not chunk and recipe.model.implementation == "megarecipes":
         does = f"{' and '.join(asked)} of {findings.where} do{'es' if len(asked) == 1 else ''} nothing"
-        findings.notice(_SECTION, f"{does}: the recipe recomputes no layer (--set {_SECTION}=full: all)")
+        findings.notice(
+            _SECTION,
+            f"{does}: the recipe recomputes no layer (--set {_SECTION}=full: all)",
+        )
     if section["partition_activations"] and chunk and recipe.parallel.sequence:
         came = f"{PARTITION}=true with ", Setting("parallel.sequence", "true")
         rule = "a tensor rank has its own positions already, of which DeepSpeed would keep a part"
-        findings.refuse(PARTITION, rule, "set it to false, or --set parallel.sequence=false", came)
+        findings.refuse(
+            PARTITION, rule, "set it to false, or --set parallel.sequence=false", came
+        )
     on_host = section["cpu_checkpointing"] and not machine.device.asynchronous
     if on_host and chunk and not section["partition_activations"]:
         rule = "on a CPU DeepSpeed 0.19 empties whole activations before it has copied them"
@@ -52,15 +67,24 @@ def check(recipe: Recipe, layout: Layout | None, machine: Machine, findings: Fin
         key = f"{_SECTION}.{by_torch[0]}"
         rule = "its layers are recomputed by torch.utils.checkpoint, which DeepSpeed's section does not reach"
         others = "take another --ds_config (zero3, zero3_offload), or --set model.implementation=megarecipes"
-        came = f"{key}={shown(section[by_torch[0]])} with ", Setting("model.implementation", "transformers")
+        came = (
+            f"{key}={shown(section[by_torch[0]])} with ",
+            Setting("model.implementation", "transformers"),
+        )
         findings.refuse(key, rule, f"remove the section, {others}", came)
     key = "pipeline.activation_checkpoint_interval"
     value = findings.stated(key)
     if value not in (None, chunk) or isinstance(value, bool):
-        findings.refuse(key, "what is recomputed is the recipe's activation_checkpointing", "remove the key")
+        findings.refuse(
+            key,
+            "what is recomputed is the recipe's activation_checkpointing",
+            "remove the key",
+        )
 
 
-def _check_contiguous(recipe: Recipe, section: Mapping[str, Any], findings: Findings) -> None:
+def _check_contiguous(
+    recipe: Recipe, section: Mapping[str, Any], findings: Findings
+) -> None:
     """Check contiguous memory for what is recomputed; take it out where nothing is."""
     chunk = recipe.checkpoint_interval
     if not chunk:  # DeepSpeed would ask for the number of chunks all the same
@@ -70,8 +94,12 @@ def _check_contiguous(recipe: Recipe, section: Mapping[str, Any], findings: Find
     chunks = -(-recipe.model.layers // chunk)
     number = section["number_checkpoints"]
     if not section["partition_activations"]:
-        findings.refuse(key, "DeepSpeed has it for partitioned activations only", _TO_PARTITION)
+        findings.refuse(
+            key, "DeepSpeed has it for partitioned activations only", _TO_PARTITION
+        )
     if number is None or number < chunks:
         rule = f"DeepSpeed makes room for so many, and the recipe has {chunks}"
         fix = f"set number_checkpoints to {chunks}"
-        findings.refuse(key, rule, fix, beside=f" with number_checkpoints={number or 'null'}")
+        findings.refuse(
+            key, rule, fix, beside=f" with number_checkpoints={number or 'null'}"
+        )

@@ -20,7 +20,9 @@ _FIRST_SCALE = 16
 _MANY_RANKS = 16
 
 
-def sizes(recipe: Recipe, layout: Layout, machine: Machine, stage: int | None) -> dict[str, Any]:
+def sizes(
+    recipe: Recipe, layout: Layout, machine: Machine, stage: int | None
+) -> dict[str, Any]:
     """Return the values of "auto", by dotted key; sizes in elements.
 
     A bucket holds hidden^2 elements, at least 5e7, and at most a rank's parameters. Stage 2 frees gradients
@@ -33,7 +35,8 @@ def sizes(recipe: Recipe, layout: Layout, machine: Machine, stage: int | None) -
     layer = 12 * hidden * hidden // tp
     embedding = recipe.model.embedding_rows(tp) // tp * hidden
     own = _parameters(recipe, layout, layer, embedding)
-    largest = max(embedding, 4 * hidden * hidden // tp)  # the embedding, or an MLP matrix
+    # the embedding, or an MLP matrix
+    largest = max(embedding, 4 * hidden * hidden // tp)
     bucket = min(max(hidden * hidden, _BUCKET), own + own % 2)
     reduced = max(bucket, largest) if stage == 2 else bucket
     return {
@@ -46,14 +49,19 @@ def sizes(recipe: Recipe, layout: Layout, machine: Machine, stage: int | None) -
         # A CPU computes nothing while it copies a bucket.
         "zero_optimization.overlap_comm": machine.device.asynchronous,
         PARTITION: partitions(recipe, layout, machine),
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,  # DeepSpeed saves nothing
+        # DeepSpeed saves nothing
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
         "zero_optimization.offload_param.buffer_size": largest,  # any one parameter
         # DeepSpeed divides a loss by the accumulation before it scales it.
-        "fp16.initial_scale_power": min(32, _FIRST_SCALE + math.ceil(math.log2(layout.accumulation))),
+        "fp16.initial_scale_power": min(
+            32, _FIRST_SCALE + math.ceil(math.log2(layout.accumulation))
+        ),
     }
 
 
-def sums(config: Mapping[str, Any], precision: Precision | None, layout: Layout) -> dict[str, Any]:
+def sums(
+    config: Mapping[str, Any], precision: Precision | None, layout: Layout
+) -> dict[str, Any]:
     """Return the data types for sums of gradients over micro-batches and over ranks.
 
     bf16 has 8 bits: a sum of 512 gradients is off by 2 %, or by half if they agree in sign, since it stops
@@ -66,11 +74,14 @@ def sums(config: Mapping[str, Any], precision: Precision | None, layout: Layout)
     scattered = (
         summed
         and stated(config, "zero_optimization.stage") == 1
-        and stated(config, "zero_optimization.offload_optimizer.device") in (None, "none")
+        and stated(config, "zero_optimization.offload_optimizer.device")
+        in (None, "none")
     )
     return {
         "data_types.grad_accum_dtype": "fp32" if summed else own,
-        "communication_data_type": "fp32" if scattered or short and layout.dp >= _MANY_RANKS else own,
+        "communication_data_type": "fp32"
+        if scattered or short and layout.dp >= _MANY_RANKS
+        else own,
     }
 
 

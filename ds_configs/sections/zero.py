@@ -17,15 +17,26 @@ _ZERO = "zero_optimization"
 _STAGE = f"{_ZERO}.stage"
 _OPTIMIZER = f"{_ZERO}.offload_optimizer"
 _PARAM = f"{_ZERO}.offload_param"
-_QUANTISED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+_QUANTISED = (
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients",
+)
 _OF_GPUS = {
-    **{f"{_ZERO}.{name}": "ZeRO++ quantisation has no CPU kernel" for name in _QUANTISED},
+    **{
+        f"{_ZERO}.{name}": "ZeRO++ quantisation has no CPU kernel"
+        for name in _QUANTISED
+    },
     f"{_OPTIMIZER}.super_offload": "SuperOffload is for a GPU next to its CPU",
     "aio.use_gds": "GPUDirect Storage reads into a GPU's memory",
 }
 _OF_STAGE_3 = (
     *_QUANTISED,
-    *("zero_hpz_partition_size", "pipeline_loading_checkpoint", "offload_optimizer.super_offload"),
+    *(
+        "zero_hpz_partition_size",
+        "pipeline_loading_checkpoint",
+        "offload_optimizer.super_offload",
+    ),
 )
 
 
@@ -39,7 +50,8 @@ def stage(findings: Findings) -> ZeroStage | None:
 def offload(stage: int | None, machine: Machine, findings: Findings) -> Offload:
     """Return the parts of the model states to keep outside the GPU."""
     optimizer, parameters = (
-        findings.stated(f"{section}.device") or "none" for section in (_OPTIMIZER, _PARAM)
+        findings.stated(f"{section}.device") or "none"
+        for section in (_OPTIMIZER, _PARAM)
     )
     if stage is not None:
         _check_stage(optimizer, parameters, stage, findings)
@@ -62,7 +74,9 @@ def nvme_paths(environ: Mapping[str, str], findings: Findings) -> dict[str, str]
             continue
         key = f"{section}.nvme_path"
         path = findings.stated(key) or environ.get(NVME_VARIABLE)
-        origin = f"{findings.where}: {key}" if findings.stated(key) else f"${NVME_VARIABLE}"
+        origin = (
+            f"{findings.where}: {key}" if findings.stated(key) else f"${NVME_VARIABLE}"
+        )
         if not path:
             fix = f"export {NVME_VARIABLE}=/path/to/it, or write the path in the JSON"
             rule = "NVMe offload needs a directory on a fast disk"
@@ -70,7 +84,9 @@ def nvme_paths(environ: Mapping[str, str], findings: Findings) -> dict[str, str]
         elif reason := _unusable(Path(path)):
             rule = "NVMe offload writes its files there"
             fix = "name a directory on a fast disk"
-            findings.problems.append(Problem(key, f"{origin}={path}: {reason}", rule, fix))
+            findings.problems.append(
+                Problem(key, f"{origin}={path}: {reason}", rule, fix)
+            )
         else:
             found[key] = path
     return found
@@ -79,40 +95,64 @@ def nvme_paths(environ: Mapping[str, str], findings: Findings) -> dict[str, str]
 def check_rest(stage: int | None, layout: Layout | None, findings: Findings) -> None:
     """Refuse keys of another stage, and groups of ranks that do not divide the data-parallel ranks."""
     beside = f" with {_STAGE}={stage}"
-    for key in () if stage in (3, None) else (f"{_ZERO}.{name}" for name in _OF_STAGE_3):
+    for key in (
+        () if stage in (3, None) else (f"{_ZERO}.{name}" for name in _OF_STAGE_3)
+    ):
         value = findings.stated(key)
         if value is True or (value or 1) > 1:
             findings.refuse(
-                key, "is of stage 3", "remove the key, or take stage 3 (--ds_config zero3)", beside=beside
+                key,
+                "is of stage 3",
+                "remove the key, or take stage 3 (--ds_config zero3)",
+                beside=beside,
             )
     key = f"{_OPTIMIZER}.buffer_count"
-    if 0 < (findings.stated(key) or 0) < 4 and findings.stated(f"{_OPTIMIZER}.device") == "nvme":
+    if (
+        0 < (findings.stated(key) or 0) < 4
+        and findings.stated(f"{_OPTIMIZER}.device") == "nvme"
+    ):
         rule = "a weight, its gradient and Adam's two moments are in buffers at once"
         findings.refuse(key, rule, "set it to 4 or more", beside=" with device=nvme")
     key = f"{_ZERO}.zero_hpz_partition_size"
     if stage == 3 and layout and layout.dp % (findings.stated(key) or 1):
         rule = "the data-parallel ranks are divided into groups of so many"
-        findings.refuse(key, rule, f"set it to {either(divisors(layout.dp))}", beside=f" with dp={layout.dp}")
+        findings.refuse(
+            key,
+            rule,
+            f"set it to {either(divisors(layout.dp))}",
+            beside=f" with dp={layout.dp}",
+        )
     if stage in (2, 3) and findings.stated(f"{_ZERO}.reduce_scatter") is not False:
-        for key, ineffective in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
+        for key, ineffective in (
+            ("prescale_gradients", False),
+            ("gradient_predivide_factor", 1),
+        ):
             if findings.stated(key) not in (None, ineffective):
-                rule = (
-                    "stages 2 and 3 average while they reduce and scatter; stages 0 and 1 can divide before"
-                )
+                rule = "stages 2 and 3 average while they reduce and scatter; stages 0 and 1 can divide before"
                 fix = "remove the key, or set zero_optimization.reduce_scatter to false"
                 findings.refuse(key, rule, fix, beside=beside)
 
 
-def _check_stage(optimizer: str, parameters: str, stage: int, findings: Findings) -> None:
+def _check_stage(
+    optimizer: str, parameters: str, stage: int, findings: Findings
+) -> None:
     def refuse(came: str, rule: str, fix: str) -> None:
         findings.refuse(_STAGE, rule, fix, f"{came} with {_STAGE}={stage}")
 
     if optimizer != "none" and stage == 0:
         fix = "use stage 2 (--ds_config zero2_offload), or remove offload_optimizer"
-        refuse("offload_optimizer", "only sharded optimizer states are offloaded (stages 1 to 3)", fix)
+        refuse(
+            "offload_optimizer",
+            "only sharded optimizer states are offloaded (stages 1 to 3)",
+            fix,
+        )
     if optimizer == "nvme" and stage in (1, 2):
         fix = "use stage 3 (--ds_config zero_infinity), or device cpu"
-        refuse("offload_optimizer.device=nvme", "DeepSpeed swaps to NVMe in stage 3 only", fix)
+        refuse(
+            "offload_optimizer.device=nvme",
+            "DeepSpeed swaps to NVMe in stage 3 only",
+            fix,
+        )
     if parameters != "none" and stage != 3:
         fix = "use stage 3 (--ds_config zero3_offload), or remove offload_param"
         refuse("offload_param", "only stage 3 shards parameters", fix)
@@ -123,21 +163,35 @@ def _check_stage(optimizer: str, parameters: str, stage: int, findings: Findings
         refuse(f"offload_optimizer.ratio={ratio}", rule, fix)
     key = f"{_ZERO}.stage3_prefetch_bucket_size"
     if parameters == "nvme" and findings.lookup(key) != 0:
-        rule = "DeepSpeed 0.19 runs out of buffers when it prefetches parameters from NVMe"
-        findings.refuse(key, rule, "set it to 0", beside=" with offload_param.device=nvme")
+        rule = (
+            "DeepSpeed 0.19 runs out of buffers when it prefetches parameters from NVMe"
+        )
+        findings.refuse(
+            key, rule, "set it to 0", beside=" with offload_param.device=nvme"
+        )
 
 
 def _check_nvme_op(machine: Machine, findings: Findings) -> None:
     """Refuse NVMe offload where DeepSpeed's op for asynchronous I/O cannot be compiled."""
     for there, missing, fix in (
-        (machine.libaio, "libaio is missing", "install it (Debian and Ubuntu: apt-get install libaio-dev)"),
+        (
+            machine.libaio,
+            "libaio is missing",
+            "install it (Debian and Ubuntu: apt-get install libaio-dev)",
+        ),
         (machine.compiler, "there is no compiler", "install g++ and ninja"),
-        (machine.cuda_compiler, "there is no CUDA toolkit (nvcc)", "install it and set CUDA_HOME"),
+        (
+            machine.cuda_compiler,
+            "there is no CUDA toolkit (nvcc)",
+            "install it and set CUDA_HOME",
+        ),
     ):
         if not there:
             rule = "DeepSpeed compiles its asynchronous I/O at first use, with libaio"
             came = f"NVMe offload, but {missing}"
-            findings.refuse("device", rule, f"{fix}, or --ds_config zero3_offload", came)
+            findings.refuse(
+                "device", rule, f"{fix}, or --ds_config zero3_offload", came
+            )
 
 
 def _unusable(path: Path) -> str | None:

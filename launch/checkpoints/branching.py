@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from launch.checkpoints import inspection, reading, run_checkpoints
-from launch.checkpoints.run_checkpoints import Checkpoint, CheckpointChoice, DamagedCheckpoint
+from launch.checkpoints.run_checkpoints import (
+    Checkpoint,
+    CheckpointChoice,
+    DamagedCheckpoint,
+)
 from launch.ranks.processes import from_rank_0
 from launch.records.recorded_run import RecordedRun
 from modeling.parallel.process_grid import ProcessGrid
@@ -45,7 +49,9 @@ class BranchPoint:
             files.refuse(found.directory, other, fix="restore it")
         return cls(run, found.step)
 
-    def recipe(self, settings: Sequence[str], laid: Mapping[str, Any], steps: int | None) -> Recipe:
+    def recipe(
+        self, settings: Sequence[str], laid: Mapping[str, Any], steps: int | None
+    ) -> Recipe:
         """Return the recipe of a branch: the run's, with `laid`, then `settings` over it, and its `branch`.
 
         Raises ProblemsError with every problem.
@@ -54,7 +60,8 @@ class BranchPoint:
         kept = there.data.tokenizer
         keys = [*laid, *(text.partition("=")[0].strip() for text in settings)]
         if kept.kind in TRAINED and any(is_part(key, ("data",)) for key in keys):
-            kept = Tokenizer(kind="file", path=str(self.run.path / "tokenizer"))  # other text trains another
+            # other text trains another
+            kept = Tokenizer(kind="file", path=str(self.run.path / "tokenizer"))
         there = with_tokenizer(there, kept)
         laid = {**laid, "data.tokenizer": kept.model_dump()}
         problems = list[Problem]()
@@ -63,21 +70,28 @@ class BranchPoint:
             problems += wrong
             sound = [text for text in settings if self._laid_over([text], laid)[0]]
             now = self._laid_over(sound, laid, steps)[0] or there
-        if not any("tokenizer" in text for text in settings):  # where data is set as a whole
+        # where data is set as a whole
+        if not any("tokenizer" in text for text in settings):
             now = with_tokenizer(now, kept)
         changes = catalog.branch_changes(there, now)
         read = there.sizes.samples(self.step)
         data_from = there.branch.data_from if there.branch else 0
-        reordered = [key for key, _, _ in changes.allowed if is_part(key, catalog.ORDER)]
+        reordered = [
+            key for key, _, _ in changes.allowed if is_part(key, catalog.ORDER)
+        ]
         if set(reordered) - {"data.broken_records"}:
             data_from = read
         for key, was, is_now in changes.refused:
             came = f"{key}={is_now}, and the run has {was}"
-            problems.append(Problem(key, came, KEPT, "leave it out", f"{FLAG} {self.run.path}"))
+            problems.append(
+                Problem(key, came, KEPT, "leave it out", f"{FLAG} {self.run.path}")
+            )
         problems += self._misfits(there, now, anew=data_from == read)
         if problems:
             raise ProblemsError(problems)
-        changed = tuple(Change(key=key, was=was, now=is_now) for key, was, is_now in changes.allowed)
+        changed = tuple(
+            Change(key=key, was=was, now=is_now) for key, was, is_now in changes.allowed
+        )
         branch = Branch(
             run=str(self.run.path),
             step=self.step,
@@ -100,21 +114,40 @@ class BranchPoint:
         where = f"{FLAG} {self.run.path}@{self.step}"
         if now.steps <= self.step:
             fix = f"give --set steps={self.step + 1} or more"
-            yield Problem("steps", f"steps={now.steps}", f"the branch begins after {self.step}", fix, where)
+            yield Problem(
+                "steps",
+                f"steps={now.steps}",
+                f"the branch begins after {self.step}",
+                fix,
+                where,
+            )
         if now.positions < there.positions:
             left = f"{now.positions} of {there.positions} positions"
             came = f"sequence_length={now.sequence_length} leaves {left}"
             fix = f"add --set model.positions={there.positions}"
-            yield Problem("model.positions", came, "a branch keeps them, or has more", fix, where)
-        if now.positions > there.positions and now.model.implementation == "transformers":
+            yield Problem(
+                "model.positions", came, "a branch keeps them, or has more", fix, where
+            )
+        if (
+            now.positions > there.positions
+            and now.model.implementation == "transformers"
+        ):
             came = f"{now.positions} positions, and the run has {there.positions}"
             fix = "add --set model.implementation=megarecipes"
-            yield Problem("model.positions", came, "transformers' own table keeps its size", fix, where)
+            yield Problem(
+                "model.positions",
+                came,
+                "transformers' own table keeps its size",
+                fix,
+                where,
+            )
         streamed = any(origin.streamed for origin in now.data.origins)
         if streamed and not anew and now.batch.global_ != there.batch.global_:
             came = f"batch.global={now.batch.global_}, and the run has {there.batch.global_}"
             fix = f"leave it out, or read the stream from its beginning with --set seed={there.seed + 1}"
-            yield Problem("batch.global", came, "a stream is shared out by it", fix, where)
+            yield Problem(
+                "batch.global", came, "a stream is shared out by it", fix, where
+            )
 
 
 def split(given: str) -> tuple[Path, int | None]:
@@ -142,13 +175,21 @@ def choose(recipe: Recipe, grid: ProcessGrid, corpus: str) -> CheckpointChoice:
     """
     branch = recipe.branch
     assert branch is not None
-    directory = run_checkpoints.directory_of(Path(branch.run) / "checkpoints", branch.step)
+    directory = run_checkpoints.directory_of(
+        Path(branch.run) / "checkpoints", branch.step
+    )
     own = run_checkpoints.read(directory) if grid.rank == 0 else None
     found = from_rank_0(own, grid.control_group, Checkpoint | DamagedCheckpoint | None)
     assert found is not None
-    why = found.why if isinstance(found, DamagedCheckpoint) else reading.problem_of(found, grid)
+    why = (
+        found.why
+        if isinstance(found, DamagedCheckpoint)
+        else reading.problem_of(found, grid)
+    )
     if why or isinstance(found, DamagedCheckpoint):
-        raise ValueError(f"{FLAG}: {directory}, which the branch goes on from, is damaged: {why}; restore it")
+        raise ValueError(
+            f"{FLAG}: {directory}, which the branch goes on from, is damaged: {why}; restore it"
+        )
     trained_on = found.manifest.corpus
     goes_on = recipe.sizes_in_data.samples(branch.step)
     if goes_on and trained_on != corpus:

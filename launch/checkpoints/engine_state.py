@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from launch.deepspeed_fixes.zero0 import MasterWeights
 
 ROUNDED = "rounded"  # the kind of low-precision weights
-SMALL = 2**20  # elements; smaller tensors are listed together, to be added up by one kernel
+# elements; smaller tensors are listed together, to be added up by one kernel
+SMALL = 2**20
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ class EngineState:
         self.zero = engine.optimizer
         # Every data-parallel rank has the whole state, and each writes a share.
         self.shared = not isinstance(
-            self.zero, (DeepSpeedZeroOptimizer, BF16_Optimizer, DeepSpeedZeroOptimizer_Stage3)
+            self.zero,
+            (DeepSpeedZeroOptimizer, BF16_Optimizer, DeepSpeedZeroOptimizer_Stage3),
         )
         self._master_weights: MasterWeights | None = None  # of stage 0 in fp16 and bf16
         if self.shared:
@@ -109,13 +111,21 @@ class EngineState:
     @property
     def adam_step_counts(self) -> set[int]:
         """The numbers of updates by which Adam corrects its bias, of all its states."""
-        return {int(state["step"]) for state in self.adam.state.values() if "step" in state}
+        return {
+            int(state["step"]) for state in self.adam.state.values() if "step" in state
+        }
 
     def progress(self) -> Progress:
         """Return the progress that the engine has counted."""
         engine = self.engine
         schedule = engine.lr_scheduler.state_dict()["completed"]
-        return Progress(engine.global_steps, self.adam_steps, schedule, engine.skipped_steps, self.scaler())
+        return Progress(
+            engine.global_steps,
+            self.adam_steps,
+            schedule,
+            engine.skipped_steps,
+            self.scaler(),
+        )
 
     def buffers(self) -> list[Buffer]:
         """List low-precision weights, master weights and moments, without those on NVMe."""
@@ -123,7 +133,13 @@ class EngineState:
         for number, buffer in enumerate(self._buffers()):
             first = buffer.tensors[0]
             small = first.numel() < SMALL
-            key = buffer.kind, buffer.copied, first.dtype, first.device, 0 if small else number + 1
+            key = (
+                buffer.kind,
+                buffer.copied,
+                first.dtype,
+                first.device,
+                0 if small else number + 1,
+            )
             groups.setdefault(key, []).append(buffer)
         return [_joined(buffers) for buffers in groups.values()]
 
@@ -135,7 +151,10 @@ class EngineState:
                 continue
             master = partition.master()
             fragments = partition.fragments
-            for kind, numbers in {WEIGHT: master, **self.adam.state.get(master, {})}.items():
+            for kind, numbers in {
+                WEIGHT: master,
+                **self.adam.state.get(master, {}),
+            }.items():
                 if isinstance(numbers, torch.Tensor) and numbers.shape == master.shape:
                     yield Buffer(kind, (numbers,), fragments, copied)
                     yield from self._held_twice(kind, numbers, fragments)
@@ -145,7 +164,9 @@ class EngineState:
         """Yield the low-precision weights."""
         zero = self.zero
         if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
-            for partition, flat in zip(self.partitions, zero.fp16_partitioned_groups_flat, strict=True):
+            for partition, flat in zip(
+                self.partitions, zero.fp16_partitioned_groups_flat, strict=True
+            ):
                 if flat is not None:  # None: on NVMe
                     yield Buffer(ROUNDED, (flat,), partition.fragments)
             for parameter in zero.persistent_parameters:
@@ -184,7 +205,9 @@ class EngineState:
         """Return the type of the numbers from `read`."""
         if kind == WEIGHT:
             return partition.dtype
-        every = (state[kind].dtype for state in self.adam.state.values() if kind in state)
+        every = (
+            state[kind].dtype for state in self.adam.state.values() if kind in state
+        )
         return next(every, torch.float32)
 
     def read(self, partition: Partition, fragment: Fragment, kind: str) -> torch.Tensor:
@@ -195,7 +218,9 @@ class EngineState:
         self.open(partition)
         master = partition.master()
         buffer = master if kind == WEIGHT else self.adam.state[master][kind]
-        return buffer.detach().view(-1)[fragment.offset : fragment.offset + fragment.elements]
+        return buffer.detach().view(-1)[
+            fragment.offset : fragment.offset + fragment.elements
+        ]
 
     def open(self, partition: Partition) -> None:
         """Hold a partition in memory, and no other."""
@@ -221,7 +246,9 @@ class EngineState:
         if isinstance(self.zero, DeepSpeedZeroOptimizer_Stage3):
             self.zero._partition_all_parameters()
 
-    def new_moments(self, partition: Partition, steps: int, names: Iterable[str]) -> None:
+    def new_moments(
+        self, partition: Partition, steps: int, names: Iterable[str]
+    ) -> None:
         """Give the open partition the state of an optimizer after `steps` updates, with empty moments."""
         master = partition.master()
         adam = self.adam
@@ -235,8 +262,12 @@ class EngineState:
             device = master.device if on_device else torch.device("cpu")
             step = torch.tensor(float(steps), device=device)
         elif not isinstance(adam, FusedAdam):
-            raise ValueError(f"a checkpoint cannot be read into an optimizer of type {type(adam).__name__}")
-        moments: dict[str, Any] = {name: torch.zeros_like(master.data, dtype=dtype) for name in names}
+            raise ValueError(
+                f"a checkpoint cannot be read into an optimizer of type {type(adam).__name__}"
+            )
+        moments: dict[str, Any] = {
+            name: torch.zeros_like(master.data, dtype=dtype) for name in names
+        }
         adam.state[master] = {"step": step, **moments}
 
     def finish(self) -> None:
@@ -250,7 +281,9 @@ class EngineState:
         elif self._master_weights is not None:
             self._master_weights.round_weights()
         if isinstance(self.adam, DeepSpeedCPUAdam):
-            from launch.deepspeed_fixes.cpu_adam_bias_correction import replay_bias_correction
+            from launch.deepspeed_fixes.cpu_adam_bias_correction import (
+                replay_bias_correction,
+            )
 
             replay_bias_correction(self.adam)
 
@@ -269,26 +302,42 @@ class EngineState:
     def _dynamic_scaler(self) -> Any:
         if not self.engine.fp16_enabled():
             return None
-        scaler = self.zero.loss_scaler if self._master_weights is None else self._master_weights.scaler
+        scaler = (
+            self.zero.loss_scaler
+            if self._master_weights is None
+            else self._master_weights.scaler
+        )
         return scaler if scaler.dynamic else None
 
     def _writes(self, parameter: torch.nn.Parameter) -> bool:
         """Check that this rank writes the parameter, not another tensor-parallel rank or pipeline stage."""
-        if getattr(parameter, "ds_pipe_replicated", False):  # a tied copy on a later stage
+        # a tied copy on a later stage
+        if getattr(parameter, "ds_pipe_replicated", False):
             return False
         return self.grid.at.tp == 0 or is_cut(parameter)
 
     def _partitions(self) -> Iterator[Partition]:
         zero = self.zero
         if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
-            return (self._sub_group(zero, number) for number in range(len(zero.fp16_groups)))
+            return (
+                self._sub_group(zero, number) for number in range(len(zero.fp16_groups))
+            )
         if isinstance(zero, DeepSpeedZeroOptimizer):
-            return map(_flat_group, zero.bit16_groups, zero.single_partition_of_fp32_groups)
+            return map(
+                _flat_group, zero.bit16_groups, zero.single_partition_of_fp32_groups
+            )
         if isinstance(zero, BF16_Optimizer):
             return map(_flat_group, zero.bf16_groups, zero.fp32_groups_flat_partition)
         if self._master_weights is not None:
-            return (_whole(parameter, master) for parameter, master in self._master_weights.pairs)
-        return (_whole(parameter, parameter) for group in zero.param_groups for parameter in group["params"])
+            return (
+                _whole(parameter, master)
+                for parameter, master in self._master_weights.pairs
+            )
+        return (
+            _whole(parameter, parameter)
+            for group in zero.param_groups
+            for parameter in group["params"]
+        )
 
     def _sub_group(self, zero: DeepSpeedZeroOptimizer_Stage3, number: int) -> Partition:
         swapped = zero._swappable_optimizer_subgroup(number)
@@ -312,10 +361,14 @@ class EngineState:
             return Partition(tuple(fragments), master, dtype, write_back=write_back)
         read_in = partial(zero._optimizer_states_and_gradient_swap_in, number)
         release = partial(zero._release_swap_buffers, number)
-        return Partition(tuple(fragments), master, dtype, read_in, release, write_back, True)
+        return Partition(
+            tuple(fragments), master, dtype, read_in, release, write_back, True
+        )
 
 
-def _flat_group(parameters: list[torch.nn.Parameter], master: torch.Tensor) -> Partition:
+def _flat_group(
+    parameters: list[torch.nn.Parameter], master: torch.Tensor
+) -> Partition:
     """Describe this rank's part of a group's flat master weights under ZeRO 1 and 2."""
     return Partition(tuple(fragments_of(parameters)), lambda: master, master.dtype)
 
@@ -326,7 +379,9 @@ def is_cut(parameter: torch.nn.Parameter) -> bool:
     return shard is not None and shard.size > 1
 
 
-def _whole_buffer(kind: str, parameter: torch.nn.Parameter, numbers: torch.Tensor, copied: str) -> Buffer:
+def _whole_buffer(
+    kind: str, parameter: torch.nn.Parameter, numbers: torch.Tensor, copied: str
+) -> Buffer:
     elements = getattr(parameter, "ds_numel", numbers.numel())
     return Buffer(kind, (numbers,), (Fragment(parameter, 0, 0, elements),), copied)
 
@@ -349,9 +404,12 @@ def _joined(buffers: list[Buffer]) -> Buffer:
         for parameter, first, offset, elements in buffer.fragments:
             fragments.append(Fragment(parameter, first, start + offset, elements))
         tensors += buffer.tensors
-        start += buffer.tensors[0].numel() or buffer.fragments[0].elements  # of a released parameter
+        # of a released parameter
+        start += buffer.tensors[0].numel() or buffer.fragments[0].elements
     return Buffer(buffers[0].kind, tuple(tensors), tuple(fragments), buffers[0].copied)
 
 
 def _whole(parameter: torch.nn.Parameter, master: torch.Tensor) -> Partition:
-    return Partition((Fragment(parameter, 0, 0, parameter.numel()),), lambda: master, master.dtype)
+    return Partition(
+        (Fragment(parameter, 0, 0, parameter.numel()),), lambda: master, master.dtype
+    )

@@ -54,7 +54,9 @@ class Copy(NamedTuple):
     target_stride: int
 
 
-def rectangles(shape: Sequence[int], cut: Cut | None, first: int, count: int) -> list[Rectangle]:
+def rectangles(
+    shape: Sequence[int], cut: Cut | None, first: int, count: int
+) -> list[Rectangle]:
     """Return the rectangles of elements [first, first + count) of a slice, without padding.
 
     `shape`: of the full tensor; `cut` None: the slice is the full tensor. A cut of another dimension than the
@@ -62,7 +64,9 @@ def rectangles(shape: Sequence[int], cut: Cut | None, first: int, count: int) ->
     """
     rows, columns = matrix(shape)
     top, left, height, width = _slice(shape, cut)
-    assert min(first, count) >= 0 and first + count <= height * width, f"{first}+{count} of {height}x{width}"
+    assert min(first, count) >= 0 and first + count <= height * width, (
+        f"{first}+{count} of {height}x{width}"
+    )
     found = []
     at = first
     end = first + count
@@ -102,9 +106,14 @@ def copies(source: Iterable[Rectangle], target: Sequence[Rectangle]) -> Iterator
             left = max(have.left, want.left)
             right = min(have.right, want.right)
             if top < bottom and left < right:
-                places = ((r.at + (top - r.top) * r.stride + left - r.left, r.stride) for r in (have, want))
+                places = (
+                    (r.at + (top - r.top) * r.stride + left - r.left, r.stride)
+                    for r in (have, want)
+                )
                 (there, there_stride), (here, here_stride) = places
-                yield Copy(bottom - top, right - left, there, there_stride, here, here_stride)
+                yield Copy(
+                    bottom - top, right - left, there, there_stride, here, here_stride
+                )
 
 
 def overlap(pieces: Iterable[Rectangle]) -> bool:
@@ -112,7 +121,9 @@ def overlap(pieces: Iterable[Rectangle]) -> bool:
     open_: list[Rectangle] = []
     for each in sorted(pieces):
         open_ = [other for other in open_ if other.bottom > each.top]
-        if any(max(each.left, other.left) < min(each.right, other.right) for other in open_):
+        if any(
+            max(each.left, other.left) < min(each.right, other.right) for other in open_
+        ):
             return True
         open_.append(each)
     return False
@@ -135,5 +146,11 @@ def _slice(shape: Sequence[int], cut: Cut | None) -> tuple[int, int, int, int]:
     rows, columns = matrix(shape)
     if cut is None:
         return 0, 0, rows, columns
-    assert cut.dim == 0 or (cut.dim == 1 and len(shape) == 2), f"{cut} of a tensor of {list(shape)}"
-    return (cut.start, 0, cut.length, columns) if cut.dim == 0 else (0, cut.start, rows, cut.length)
+    assert cut.dim == 0 or (cut.dim == 1 and len(shape) == 2), (
+        f"{cut} of a tensor of {list(shape)}"
+    )
+    return (
+        (cut.start, 0, cut.length, columns)
+        if cut.dim == 0
+        else (0, cut.start, rows, cut.length)
+    )

@@ -55,7 +55,14 @@ def faults_of_kinds(
 def recipe_around(directory: Path) -> Path | None:
     """Return the recipe.yaml of the run that a checkpoint lies in; None: it lies in no run."""
     root = directory.resolve().parent
-    return next((each for each in root.parent.glob("recipe.yaml") if root.name == "checkpoints"), None)
+    return next(
+        (
+            each
+            for each in root.parent.glob("recipe.yaml")
+            if root.name == "checkpoints"
+        ),
+        None,
+    )
 
 
 def recipe_fault(directory: Path, held: Manifest) -> Fault | None:
@@ -73,7 +80,9 @@ def recipe_fault(directory: Path, held: Manifest) -> Fault | None:
 def other_recipe(held: Manifest, recipe: Recipe, where: str = "") -> str:
     """Say where the recipe of a manifest differs from its run's in what decides numbers; "" nowhere."""
     changed = catalog.changes(recipe, Recipe.model_validate(held.recipe)).refused
-    listed = some([f"{key} is {here} instead of {there}" for key, there, here in changed])
+    listed = some(
+        [f"{key} is {here} instead of {there}" for key, there, here in changed]
+    )
     return f"has another recipe than its run{where}: {listed}" if changed else ""
 
 
@@ -81,17 +90,28 @@ def _model_faults(directory: Path, held: Manifest) -> Iterator[Fault]:
     """Yield faults of tensors that differ from the recipe's model."""
     recipe = Recipe.model_validate(held.recipe)
     stored = StoredTensors(directory, held)
-    expected = {n: tuple(p.shape) for n, p in meta_parameters(with_few_layers(recipe, len(stored))).items()}
+    expected = {
+        n: tuple(p.shape)
+        for n, p in meta_parameters(with_few_layers(recipe, len(stored))).items()
+    }
     missing = tuple(name for name in expected if name not in stored)
     if missing:
         yield Fault(manifest.NAME, "lacks tensors of the recipe's model", missing)
     more = tuple(name for name in stored if name not in expected)
     if more:
         yield Fault(manifest.NAME, "has tensors that the recipe's model has not", more)
-    both = ((name, stored.shape(name), shape) for name, shape in expected.items() if name in stored)
+    both = (
+        (name, stored.shape(name), shape)
+        for name, shape in expected.items()
+        if name in stored
+    )
     for name, has, shape in both:
         if has != shape:
-            yield Fault(manifest.NAME, f"has shape {list(has)} where the recipe has {list(shape)}", (name,))
+            yield Fault(
+                manifest.NAME,
+                f"has shape {list(has)} where the recipe has {list(shape)}",
+                (name,),
+            )
 
 
 def file_faults(
@@ -119,11 +139,17 @@ def file_faults(
         yield Fault(path.name, f"cannot be read ({error.strerror})", names)
         return
     if checksum != told.crc32:
-        yield Fault(path.name, f"has checksum {checksum} instead of {told.crc32}", names)
+        yield Fault(
+            path.name, f"has checksum {checksum} instead of {told.crc32}", names
+        )
     if problem:
         yield Fault(path.name, problem, names)
         return
-    expected = {f"{kind}/{tensor}": count for kind in held.kinds for tensor, count in counts.items()}
+    expected = {
+        f"{kind}/{tensor}": count
+        for kind in held.kinds
+        for tensor, count in counts.items()
+    }
     yield from _header_faults(path.name, header, expected)
     if odd:
         said = "holds numbers that are not finite, or negative squares"
@@ -136,15 +162,23 @@ def _header_faults(
     """Yield what a file's header says otherwise than the manifest; `expected`: elements of each tensor."""
     missing = tuple(key for key in expected if key not in header)
     if missing:
-        yield Fault(name, f"lacks {some(missing, manifest.SHOWN)}, which the manifest says it holds")
+        yield Fault(
+            name,
+            f"lacks {some(missing, manifest.SHOWN)}, which the manifest says it holds",
+        )
     more = tuple(key for key in header if key not in expected)
     if more:
-        yield Fault(name, f"holds {some(more, manifest.SHOWN)}, of which the manifest says nothing")
+        yield Fault(
+            name,
+            f"holds {some(more, manifest.SHOWN)}, of which the manifest says nothing",
+        )
     for key, tensor in header.items():
         right = (expected.get(key),)
         if key in expected and (tensor.shape != right or tensor.dtype not in DTYPES):
             has = f"{list(tensor.shape)} of {tensor.dtype}"
-            yield Fault(name, f"holds {key} as {has} instead of {list(right)} of a float type")
+            yield Fault(
+                name, f"holds {key} as {has} instead of {list(right)} of a float type"
+            )
 
 
 def _read_through(
@@ -153,7 +187,9 @@ def _read_through(
     """Return the checksum of a file, and its keys with numbers that are not finite."""
     tensors = sorted(header.items(), key=lambda item: item[1].start)
     begin = size - sum(tensor.end - tensor.start for _, tensor in tensors)
-    spans = [("", None, begin)] + [(key, DTYPES.get(t.dtype), t.end - t.start) for key, t in tensors]
+    spans = [("", None, begin)] + [
+        (key, DTYPES.get(t.dtype), t.end - t.start) for key, t in tensors
+    ]
     checksum = 0
     odd = dict[str, None]()
     bucket = memoryview(bytearray(min(BUCKET, size)))
@@ -164,7 +200,9 @@ def _read_through(
                 raise OSError(0, "it became shorter meanwhile")
             checksum = zlib.crc32(part, checksum)
             left = left - count
-            if dtype is not None and not _possible(torch.frombuffer(part, dtype=dtype), key):
+            if dtype is not None and not _possible(
+                torch.frombuffer(part, dtype=dtype), key
+            ):
                 odd[key] = None
             seen(count)
     return f"{checksum:08x}", list(odd)
@@ -173,4 +211,8 @@ def _read_through(
 def _possible(numbers: torch.Tensor, key: str) -> bool:
     """Check for NaN, infinity and negative squares, in an eighth of the time of `isfinite`."""
     least, most = torch.aminmax(numbers)
-    return bool(least.isfinite() and most.isfinite() and (least >= 0 or not key.startswith(MOMENTS[1])))
+    return bool(
+        least.isfinite()
+        and most.isfinite()
+        and (least >= 0 or not key.startswith(MOMENTS[1]))
+    )

@@ -22,7 +22,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from data.durable_files import write_atomically
-from launch.checkpoints.geometry import Cut, Rectangle, Whole, overlap, rectangles, run_around
+from launch.checkpoints.geometry import (
+    Cut,
+    Rectangle,
+    Whole,
+    overlap,
+    rectangles,
+    run_around,
+)
 from recipes import files
 from recipes.problems import some
 from recipes.schema import Recipe
@@ -30,7 +37,8 @@ from recipes.schema import Recipe
 NAME = "manifest.json"
 Kind = Literal["weight", "exp_avg", "exp_avg_sq"]
 WEIGHT: Kind = "weight"
-MOMENTS: tuple[Kind, Kind] = ("exp_avg", "exp_avg_sq")  # torch's names of Adam's moments
+# torch's names of Adam's moments
+MOMENTS: tuple[Kind, Kind] = ("exp_avg", "exp_avg_sq")
 MOST_BYTES = 4 * 2**30  # of a manifest
 SHOWN = 3  # tensors named in each fault
 DIRECTORY = re.compile(r"step-(\d+)")
@@ -38,7 +46,9 @@ DIRECTORY = re.compile(r"step-(\d+)")
 Counting = Annotated[int, Field(ge=1, lt=2**63)]
 Form = Literal["canonical", "transformers"]
 Sums = tuple[float, float]
-FileName = Annotated[str, Field(pattern=r"^rank-([0-9]{5}|[1-9][0-9]{5,8})\.safetensors$")]
+FileName = Annotated[
+    str, Field(pattern=r"^rank-([0-9]{5}|[1-9][0-9]{5,8})\.safetensors$")
+]
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,9 @@ class Series:
 
     def held_by(self, rank: int) -> int:
         """Return the number of elements in the file of `rank`."""
-        before = self.ranks.index(rank) * self.each if rank in self.ranks else self.count
+        before = (
+            self.ranks.index(rank) * self.each if rank in self.ranks else self.count
+        )
         return min(self.each, self.count - before)
 
     @property
@@ -77,13 +89,19 @@ class Series:
         """Yield series of one piece: all, or those that share an element of the slice with `within`."""
         end = self.first + self.count
         low = 0 if within is None else max(0, (within.start - self.first) // self.each)
-        high = len(self) if within is None else -(-(min(within.stop, end) - self.first) // self.each)
+        high = (
+            len(self)
+            if within is None
+            else -(-(min(within.stop, end) - self.first) // self.each)
+        )
         for number in range(low, high):
             first = self.first + number * self.each
             count = min(self.each, end - first)
             yield Series(self.ranks[number], self.cut, first, count, count)
 
-    def pieces_around(self, shape: tuple[int, ...], wanted: Rectangle) -> Iterator[Series]:
+    def pieces_around(
+        self, shape: tuple[int, ...], wanted: Rectangle
+    ) -> Iterator[Series]:
         """Yield the pieces that may hold elements of a rectangle of the tensor, found by arithmetic."""
         return self.pieces(run_around(shape, self.cut, wanted))
 
@@ -93,7 +111,9 @@ class Series:
     def extended(self, by: Series) -> Series | None:
         """Return this series continued by one that begins at its end; None if both together are no series."""
         step = by.rank - self.ranks[-1]
-        spaced = step > 0 and all(len(each) == 1 or each.step == step for each in (self, by))
+        spaced = step > 0 and all(
+            len(each) == 1 or each.step == step for each in (self, by)
+        )
         even = by.count <= self.each if len(by) == 1 else by.each == self.each
         if not spaced or not even or self.count % self.each:
             return None
@@ -237,7 +257,9 @@ class Manifest:
                 counts[name] = count
         return counts
 
-    def contradictions(self, recipe: Recipe, named: int | None) -> Iterator[tuple[str, str]]:
+    def contradictions(
+        self, recipe: Recipe, named: int | None
+    ) -> Iterator[tuple[str, str]]:
         """Yield facts that contradict others or the recipe, with the rule.
 
         `named`: the step in the directory's name; None: it has another name.
@@ -251,7 +273,10 @@ class Manifest:
         if named is not None:
             position = self.data.get("position")
             expected["the step in its directory's name"] = (named, at.step)
-            expected["data.position"] = (position, recipe.sizes_in_data.samples(at.step))
+            expected["data.position"] = (
+                position,
+                recipe.sizes_in_data.samples(at.step),
+            )
             expected["kinds"] = (self.kinds, kinds_after(updates))
         for fact, (value, right) in expected.items():
             if value != right:
@@ -263,16 +288,27 @@ class Manifest:
             yield "holds tensors in transformers' form", f"its model is {model}'s"
         gaps = list(self.gaps())
         if gaps:
-            yield f"the pieces of {gaps[0]} leave gaps or overlap", "they hold each of its elements once"
+            yield (
+                f"the pieces of {gaps[0]} leave gaps or overlap",
+                "they hold each of its elements once",
+            )
 
     def gaps(self) -> Iterator[str]:
         """Yield the names of tensors whose pieces, one in a file, do not hold each element once."""
         ranks = {rank_of(file) for file in self.files}
         for name, tensor in self.tensors.items():
-            covered = [r for series in tensor.series for r in series.rectangles(tensor.shape)]
+            covered = [
+                r for series in tensor.series for r in series.rectangles(tensor.shape)
+            ]
             held = -1 if overlap(covered) else sum(each.elements for each in covered)
-            few = held == math.prod(tensor.shape) and sum(map(len, tensor.series)) <= len(ranks)
-            pieces = [rank for series in tensor.series for rank in series.ranks] if few else []
+            few = held == math.prod(tensor.shape) and sum(
+                map(len, tensor.series)
+            ) <= len(ranks)
+            pieces = (
+                [rank for series in tensor.series for rank in series.ranks]
+                if few
+                else []
+            )
             if not few or len({*pieces}) < len(pieces) or not ranks.issuperset(pieces):
                 yield name
 
@@ -304,7 +340,9 @@ RECIPE = TypeAdapter(dict[str, Recipe])
 def write(manifest: Manifest, directory: Path) -> None:
     """Write the manifest of `directory` atomically, with a checksum of itself."""
     values = asdict(manifest)
-    write_atomically(directory / NAME, json.dumps({**values, "sha256": digest(values)}) + "\n")
+    write_atomically(
+        directory / NAME, json.dumps({**values, "sha256": digest(values)}) + "\n"
+    )
 
 
 def read(directory: Path) -> Manifest:
@@ -313,7 +351,9 @@ def read(directory: Path) -> Manifest:
     values = files.read_json_object(path, most=MOST_BYTES)
     told = values.pop("sha256", None)
     if told != digest(values):
-        files.refuse(path, "its own checksum is another", "it is written once and never edited")
+        files.refuse(
+            path, "its own checksum is another", "it is written once and never edited"
+        )
     found: Manifest = files.checked(FORM, values, path)
     recipe = files.checked(RECIPE, {"recipe": found.recipe}, path)["recipe"]
     try:

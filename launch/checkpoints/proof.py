@@ -87,8 +87,12 @@ def check(
     FileError on all ranks with each tensor, its ranks and pieces that differ.
     """
     held = checkpoint.manifest
-    if held.known_loss is None and not any(tensor.sums for tensor in held.tensors.values()):
-        say(f"{checkpoint.directory} holds no sums and no loss: what was read of it is not proven")
+    if held.known_loss is None and not any(
+        tensor.sums for tensor in held.tensors.values()
+    ):
+        say(
+            f"{checkpoint.directory} holds no sums and no loss: what was read of it is not proven"
+        )
         return
     kinds = held.kinds[:1] if weights else held.kinds
     dtype = DTYPES[sample.precision] if weights else torch.float32
@@ -97,7 +101,9 @@ def check(
         each._replace(pieces=list(_differing_pieces(state, stored, each, dtype)))
         for each in _differences(state, held, kinds, dtype)
     ]
-    own = ProofReport(found, [] if weights else list(_other_counts(state, held.progress)))
+    own = ProofReport(
+        found, [] if weights else list(_other_counts(state, held.progress))
+    )
     reports = gathered(own, state.grid.control_group, ProofReport)
     came = [*_said(reports), *_other_loss(held, sample)]
     if came:
@@ -115,11 +121,19 @@ def _said(reports: Sequence[ProofReport]) -> Iterator[str]:
     tensors = [f"{kind} of {name}" for kind, name in by_tensor]
     for tensor, by_rank in zip(tensors[:SHOWN], by_tensor.values(), strict=False):
         first = next(iter(by_rank.values()))
-        pieces = [f"rank {rank}: {piece}" for rank, each in by_rank.items() for piece in each.pieces]
+        pieces = [
+            f"rank {rank}: {piece}"
+            for rank, each in by_rank.items()
+            for piece in each.pieces
+        ]
         which = (
-            some(pieces, SHOWN) or f"rank {some([*map(str, by_rank)], SHOWN)}: each piece is as in the files"
+            some(pieces, SHOWN)
+            or f"rank {some([*map(str, by_rank)], SHOWN)}: each piece is as in the files"
         )
-        sums = (", ".join(f"{value:.9g}" for value in pair) for pair in (first.found, first.saved))
+        sums = (
+            ", ".join(f"{value:.9g}" for value in pair)
+            for pair in (first.found, first.saved)
+        )
         yield f"{tensor} has sums {next(sums)}, and {next(sums)} were saved ({which})"
     if tensors[SHOWN:]:
         yield f"so have {counted(len(tensors) - SHOWN, 'more tensor')}: {some(tensors[SHOWN:], SHOWN)}"
@@ -135,10 +149,21 @@ def _differences(
     `dtype`: to which the numbers were rounded when they were read. Collective.
     """
     # In the order of the module, which data- and tensor-parallel ranks share.
-    parameters = {canonical_name(each): each for each in state.engine.module.parameters()}
-    rows = {key: number for number, key in enumerate((kind, name) for kind in kinds for name in parameters)}
-    table = torch.zeros(len(rows), 3, dtype=torch.float64, device=state.engine.device)  # with squares
-    types = {kind: coarsest(dtype, *(state.dtype(each, kind) for each in state.partitions)) for kind in kinds}
+    parameters = {
+        canonical_name(each): each for each in state.engine.module.parameters()
+    }
+    rows = {
+        key: number
+        for number, key in enumerate(
+            (kind, name) for kind in kinds for name in parameters
+        )
+    }
+    # with squares
+    table = torch.zeros(len(rows), 3, dtype=torch.float64, device=state.engine.device)
+    types = {
+        kind: coarsest(dtype, *(state.dtype(each, kind) for each in state.partitions))
+        for kind in kinds
+    }
     for partition in state.partitions:
         for fragment in partition.fragments:
             parameter = fragment.parameter
@@ -147,8 +172,14 @@ def _differences(
                 if numbers is None:
                     continue
                 row = rows[kind, canonical_name(parameter)]
-                table[row, :2] += sums_of(numbers, parameter, fragment.first).to(table.device)
-                table[row, 2] += torch.linalg.vector_norm(numbers, dtype=torch.float32).double().square()
+                table[row, :2] += sums_of(numbers, parameter, fragment.first).to(
+                    table.device
+                )
+                table[row, 2] += (
+                    torch.linalg.vector_norm(numbers, dtype=torch.float32)
+                    .double()
+                    .square()
+                )
     state.close()
     grid = state.grid
     if not state.shared and grid.dp > 1:
@@ -162,7 +193,11 @@ def _differences(
         kind, name = key
         stored = held.tensors.get(name)
         elements = math.prod(TensorPlacement.of(parameters[name]).shape)
-        if stored is None or kind not in stored.sums or elements != math.prod(stored.shape):
+        if (
+            stored is None
+            or kind not in stored.sums
+            or elements != math.prod(stored.shape)
+        ):
             continue  # of another model's size, which `--init_from` cuts or fills up
         plain, weighted, squares = row
         saved = stored.sums[kind]
@@ -177,7 +212,9 @@ def coarsest(*types: torch.dtype) -> torch.dtype:
     return max(types, key=lambda each: torch.finfo(each).eps)
 
 
-def _numbers(state: EngineState, partition: Partition, fragment: Fragment, kind: str) -> Tensor | None:
+def _numbers(
+    state: EngineState, partition: Partition, fragment: Fragment, kind: str
+) -> Tensor | None:
     """Read numbers of the engine; None: it has no moments."""
     try:
         return state.read(partition, fragment, kind)
@@ -185,7 +222,9 @@ def _numbers(state: EngineState, partition: Partition, fragment: Fragment, kind:
         return None
 
 
-def _tolerances(squares: float, elements: int, dtype: torch.dtype) -> tuple[float, float]:
+def _tolerances(
+    squares: float, elements: int, dtype: torch.dtype
+) -> tuple[float, float]:
     """Return the largest differences of both sums of numbers that are rounded to `dtype`.
 
     The same numbers differ by float64's rounding in the order of the additions. Errors of rounding to fewer
@@ -204,7 +243,8 @@ def _tolerances(squares: float, elements: int, dtype: torch.dtype) -> tuple[floa
 def _other_counts(state: EngineState, saved: Progress) -> Iterator[str]:
     """Yield, in words, what this rank's engine counts otherwise than the checkpoint."""
     found = state.progress()
-    scaled = found.loss_scaler is not None and saved.loss_scaler is not None  # else the JSON begins afresh
+    # else the JSON begins afresh
+    scaled = found.loss_scaler is not None and saved.loss_scaler is not None
     if not scaled:
         found = replace(found, loss_scaler=None)
         saved = replace(saved, loss_scaler=None)
@@ -227,7 +267,10 @@ def _other_loss(held: Manifest, sample: ProofSample) -> Iterator[str]:
     )
     if known is None or saved != here or known.batch.keys() != sample.batch.keys():
         return
-    batch = {name: torch.tensor(known.batch[name], dtype=like.dtype) for name, like in sample.batch.items()}
+    batch = {
+        name: torch.tensor(known.batch[name], dtype=like.dtype)
+        for name, like in sample.batch.items()
+    }
     if any(batch[name].shape != like.shape for name, like in sample.batch.items()):
         return
     loss = sample.loss(batch)
@@ -237,7 +280,10 @@ def _other_loss(held: Manifest, sample: ProofSample) -> Iterator[str]:
 
 
 def _differing_pieces(
-    state: EngineState, stored: StoredTensors, difference: ProofDifference, dtype: torch.dtype
+    state: EngineState,
+    stored: StoredTensors,
+    difference: ProofDifference,
+    dtype: torch.dtype,
 ) -> Iterator[str]:
     """Yield this rank's pieces of a tensor that differ from the files, in words.
 
@@ -252,10 +298,20 @@ def _differing_pieces(
                 continue
             place = TensorPlacement.of(parameter)
             shard = shard_of(parameter)
-            theirs = full if place.form == "canonical" else shard.form.to_theirs(full, shard.heads)[0]
-            part = place.slice_of(theirs).reshape(-1)[first : first + elements].to(dtype)
+            theirs = (
+                full
+                if place.form == "canonical"
+                else shard.form.to_theirs(full, shard.heads)[0]
+            )
+            part = (
+                place.slice_of(theirs).reshape(-1)[first : first + elements].to(dtype)
+            )
             numbers = _numbers(state, partition, fragment, kind)
-            count = elements if numbers is None else int((numbers.cpu() != part.to(numbers.dtype)).sum())
+            count = (
+                elements
+                if numbers is None
+                else int((numbers.cpu() != part.to(numbers.dtype)).sum())
+            )
             if count:
                 yield f"{count:,} of elements {first} to {first + elements - 1} of its slice"
     state.close()

@@ -11,7 +11,11 @@ import torch.distributed as dist
 from launch.checkpoints import inspection, manifest, run_checkpoints
 from launch.checkpoints.engine_state import EngineState
 from launch.checkpoints.manifest import WEIGHT
-from launch.checkpoints.run_checkpoints import Checkpoint, CheckpointChoice, DamagedCheckpoint
+from launch.checkpoints.run_checkpoints import (
+    Checkpoint,
+    CheckpointChoice,
+    DamagedCheckpoint,
+)
 from launch.checkpoints.stored import StoredTensors, TensorPlacement
 from launch.ranks.processes import from_rank_0, merged
 from modeling.parallel.process_grid import ProcessGrid
@@ -19,7 +23,9 @@ from recipes import files
 from recipes.schema import Recipe
 
 
-def choose(root: Path, grid: ProcessGrid, recipe: Recipe, corpus: str) -> CheckpointChoice:
+def choose(
+    root: Path, grid: ProcessGrid, recipe: Recipe, corpus: str
+) -> CheckpointChoice:
     """Choose the newest checkpoint of `recipe` whose files are sound (`inspection.file_faults`). Collective.
 
     Rank 0 reads the names and one manifest after the other, until a checkpoint is whole; each rank reads a
@@ -39,7 +45,10 @@ def choose(root: Path, grid: ProcessGrid, recipe: Recipe, corpus: str) -> Checkp
             yield candidate
 
     chosen = run_checkpoints.first_whole(inspected())
-    if chosen.checkpoint and (trained_on := chosen.checkpoint.manifest.corpus) != corpus:
+    if (
+        chosen.checkpoint
+        and (trained_on := chosen.checkpoint.manifest.corpus) != corpus
+    ):
         raise ValueError(
             f"{chosen.checkpoint.directory} was trained on tokens with CRC-32 {trained_on}, and the recipe's "
             f"data now have {corpus}: its files, or the store of that name, have changed; restore them, or "
@@ -58,10 +67,19 @@ def problem_of(candidate: Checkpoint, grid: ProcessGrid) -> str | None:
     """Read a checkpoint's files; return the damage, also of their numbers, or None. Collective."""
     held = candidate.manifest
     mine = sorted(held.files)[grid.rank :: dist.get_world_size()]
-    blind = not files.is_file(candidate.directory / manifest.NAME)  # which rank 0 has read
-    each = (inspection.file_faults(candidate.directory, held, name) for name in mine if not blind)
+    # which rank 0 has read
+    blind = not files.is_file(candidate.directory / manifest.NAME)
+    each = (
+        inspection.file_faults(candidate.directory, held, name)
+        for name in mine
+        if not blind
+    )
     own = [grid.rank] * blind, [str(fault) for faults in each for fault in faults]
-    told = merged(own, lambda one, other: (one[0] + other[0], one[1] + other[1]), grid.control_group)
+    told = merged(
+        own,
+        lambda one, other: (one[0] + other[0], one[1] + other[1]),
+        grid.control_group,
+    )
     blinded, problems = from_rank_0(told, grid.control_group)
     if blinded:
         raise ValueError(
@@ -91,7 +109,9 @@ def load(state: EngineState, checkpoint: Checkpoint) -> None:
         for fragment in partition.fragments:
             place = TensorPlacement.of(fragment.parameter)
             for kind, buffer in buffers.items():
-                target = buffer.view(-1)[fragment.offset : fragment.offset + fragment.elements]
+                target = buffer.view(-1)[
+                    fragment.offset : fragment.offset + fragment.elements
+                ]
                 stored.fill(target, place, fragment.first, kind)
         state.write_back()
     state.finish()

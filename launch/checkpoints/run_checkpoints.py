@@ -75,15 +75,22 @@ def read(directory: Path, sizes: bool = True) -> Checkpoint | DamagedCheckpoint:
     try:
         found = Checkpoint(directory, manifest.read(directory))
     except files.FileError as error:
-        return DamagedCheckpoint(directory, "; ".join(str(problem) for problem in error.problems))
-    faults = (manifest.size_fault(directory, found.manifest, name) for name in found.manifest.files)
+        return DamagedCheckpoint(
+            directory, "; ".join(str(problem) for problem in error.problems)
+        )
+    faults = (
+        manifest.size_fault(directory, found.manifest, name)
+        for name in found.manifest.files
+    )
     fault = next(filter(None, faults), None) if sizes else None
     return found if fault is None else DamagedCheckpoint(directory, str(fault))
 
 
 def named(root: Path) -> list[Path]:
     """Return the directories below `root` that are named as checkpoints, the newest first. Reads no file."""
-    every = [(step_of(entry), entry) for entry in root.glob("step-*") if _is_named(entry)]
+    every = [
+        (step_of(entry), entry) for entry in root.glob("step-*") if _is_named(entry)
+    ]
     return [entry for _, entry in sorted(every, reverse=True)]
 
 
@@ -114,7 +121,9 @@ def below(path: Path, step: int | None = None) -> list[Checkpoint | DamagedCheck
         came = "is no directory" if path.exists() else "does not exist"
         files.refuse(path, came, fix=GIVEN)
     if path.name.endswith((WRITING, PRUNED)) and not _is_run(path):
-        files.refuse(path, "is half written or half removed", "killed runs leave such", GIVEN)
+        files.refuse(
+            path, "is half written or half removed", "killed runs leave such", GIVEN
+        )
     if _is_named(path) or files.is_file(path / manifest.NAME):
         every = [read(path)]
     else:
@@ -136,17 +145,24 @@ def holds_ours(path: Path) -> bool:
             return True
         if (path / "config.json").exists():  # others, too, call directories step-1000
             return False
-        return _is_run(path) or (_is_named(path) and path.is_dir()) or any(map(_is_named, path.iterdir()))
+        return (
+            _is_run(path)
+            or (_is_named(path) and path.is_dir())
+            or any(map(_is_named, path.iterdir()))
+        )
     except (OSError, ValueError):
         return False
 
 
-def newest_whole(path: Path, step: int | None = None) -> tuple[Checkpoint, tuple[DamagedCheckpoint, ...]]:
+def newest_whole(
+    path: Path, step: int | None = None
+) -> tuple[Checkpoint, tuple[DamagedCheckpoint, ...]]:
     """Return the newest undamaged checkpoint of `below`, held (`hold`), and newer damaged ones.
 
     Raises FileError if there is none.
     """
-    for _ in range(2):  # a run that still trains may prune the first one before it is held
+    # a run that still trains may prune the first one before it is held
+    for _ in range(2):
         whole, damaged = first_whole(below(path, step))
         if whole is not None and hold(whole.directory):
             return whole, damaged
@@ -156,7 +172,10 @@ def newest_whole(path: Path, step: int | None = None) -> tuple[Checkpoint, tuple
         files.refuse(whole.directory, came, rule, "start the command again")
     fix = "restore it, or give another step"
     raise files.FileError(
-        [Problem(str(d.directory), "is damaged", d.why, fix, str(d.directory)) for d in damaged]
+        [
+            Problem(str(d.directory), "is damaged", d.why, fix, str(d.directory))
+            for d in damaged
+        ]
     )
 
 
@@ -202,7 +221,10 @@ def complete(directory: Path, held: Manifest) -> Path:
     manifest.write(held, directory)
     place = directory.with_suffix("")
     if place.exists():
-        aside = (place.with_name(f"{place.name}.damaged-{number}") for number in range(1, 10**6))
+        aside = (
+            place.with_name(f"{place.name}.damaged-{number}")
+            for number in range(1, 10**6)
+        )
         os.rename(place, next(path for path in aside if not path.exists()))
     os.rename(directory, place)
     durable_files.sync_names(place.parent)
@@ -214,7 +236,9 @@ def prune(root: Path, keep: int | None) -> None:
 
     Reads none: the newest was written just now. One that a reader holds is left to the next call.
     """
-    whole = [directory for directory in named(root) if (directory / manifest.NAME).exists()]
+    whole = [
+        directory for directory in named(root) if (directory / manifest.NAME).exists()
+    ]
     for old in whole[keep:] if keep else []:
         with open(old / manifest.NAME, "r+b") as file:
             try:

@@ -79,7 +79,9 @@ class Part:
             for kind, (plain, weighted) in tensor.sums.items():
                 earlier = sums.get(kind, (0.0, 0.0))
                 sums[kind] = (earlier[0] + plain, earlier[1] + weighted)
-            tensors[name] = replace(tensor, series=joined((*before.series, *tensor.series)), sums=sums)
+            tensors[name] = replace(
+                tensor, series=joined((*before.series, *tensor.series)), sums=sums
+            )
         problems = (*self.problems, *other.problems)[:3]
         data = merge_states([self.data, other.data])
         return Part(self.rank, self.files | other.files, tensors, data, problems)
@@ -106,7 +108,12 @@ class Saver:
     """The saver of one engine's state below `root`. Its methods are collective."""
 
     def __init__(
-        self, state: EngineState, plan: Plan, grid: ProcessGrid, root: Path, listener: SilentRecorder
+        self,
+        state: EngineState,
+        plan: Plan,
+        grid: ProcessGrid,
+        root: Path,
+        listener: SilentRecorder,
     ):
         self.state = state
         self.plan = plan
@@ -136,7 +143,9 @@ class Saver:
         """
         self.finish()
         started = time.perf_counter()
-        directory = run_checkpoints.directory_of(self.root, progress.step).with_suffix(WRITING)
+        directory = run_checkpoints.directory_of(self.root, progress.step).with_suffix(
+            WRITING
+        )
         problem = self._on_rank_0(lambda: run_checkpoints.begin(directory))
         if problem:
             took = time.perf_counter() - started
@@ -152,13 +161,25 @@ class Saver:
         room = sum(entry.bytes for entry in entries) * dist.get_world_size()
         if background:
             entries = [self._staging.copy(entry) for entry in entries]
-            threading.Thread(target=_write, args=(file, entries, room, written), daemon=True).start()
+            threading.Thread(
+                target=_write, args=(file, entries, room, written), daemon=True
+            ).start()
         else:
             _write(file, entries, room, written)
         self.state.close()
         blocked = time.perf_counter() - started
         self._pending = _Pending(
-            directory, progress, data, corpus, tensors, known, sums, written, started, blocked, background
+            directory,
+            progress,
+            data,
+            corpus,
+            tensors,
+            known,
+            sums,
+            written,
+            started,
+            blocked,
+            background,
         )
 
     @property
@@ -182,14 +203,34 @@ class Saver:
         error = pending.written.exception()  # waits
         rank = self.grid.rank
         files = {} if error else {file_name(rank): pending.written.result()}
-        problems = (f"rank {rank}: {_reason(error, pending.directory)}",) if error else ()
-        own = Part(rank, files, with_sums(pending.tensors, pending.sums), pending.data, problems)
-        whole = merged(own, partial(_join_visible, pending.directory), self.grid.control_group, Part)
+        problems = (
+            (f"rank {rank}: {_reason(error, pending.directory)}",) if error else ()
+        )
+        own = Part(
+            rank,
+            files,
+            with_sums(pending.tensors, pending.sums),
+            pending.data,
+            problems,
+        )
+        whole = merged(
+            own,
+            partial(_join_visible, pending.directory),
+            self.grid.control_group,
+            Part,
+        )
         problem = self._on_rank_0(lambda: self._complete(pending, whole))
         written = sum(file.bytes for file in whole.files.values())
         took = time.perf_counter() - pending.started
         self._report(
-            SaveOutcome(pending.progress.step, written, pending.blocked, took, pending.background, problem)
+            SaveOutcome(
+                pending.progress.step,
+                written,
+                pending.blocked,
+                took,
+                pending.background,
+                problem,
+            )
         )
 
     def discard(self) -> None:
@@ -277,14 +318,22 @@ def contents(
         for fragment in state.owned(partition):
             place = TensorPlacement.of(fragment.parameter)
             assert place.name not in tensors, f"two pieces of {place.name} on one rank"
-            piece = Series(rank, place.cut, fragment.first, fragment.elements, fragment.elements)
+            piece = Series(
+                rank, place.cut, fragment.first, fragment.elements, fragment.elements
+            )
             tensors[place.name] = ListedTensor(place.shape, (piece,), place.form)
             for kind in kinds:
                 read = partial(state.read, partition, fragment, kind)
                 dtype = state.dtype(partition, kind)
                 key = f"{kind}/{place.name}"
                 entries.append(
-                    TensorEntry(key, dtype, (fragment.elements,), read, partial(add_up, key, fragment))
+                    TensorEntry(
+                        key,
+                        dtype,
+                        (fragment.elements,),
+                        read,
+                        partial(add_up, key, fragment),
+                    )
                 )
     return entries, tensors
 
@@ -295,12 +344,17 @@ def with_sums(tensors: Tensors, sums: Sums) -> Tensors:
     for key, pair in sums.items():
         kind, _, name = key.partition("/")
         by_name[name][kind] = tuple(pair.tolist())
-    return {name: replace(tensor, sums=by_name[name]) for name, tensor in tensors.items()}
+    return {
+        name: replace(tensor, sums=by_name[name]) for name, tensor in tensors.items()
+    }
 
 
 def finite(tensor: ListedTensor) -> ListedTensor:
     """Leave out sums that are not finite, which JSON cannot hold."""
-    return replace(tensor, sums={kind: pair for kind, pair in tensor.sums.items() if isfinite(sum(pair))})
+    return replace(
+        tensor,
+        sums={kind: pair for kind, pair in tensor.sums.items() if isfinite(sum(pair))},
+    )
 
 
 class Staging:
@@ -319,8 +373,13 @@ class Staging:
             return replace(entry, read=lambda: held)
         entry.seen(numbers)
         if not len(self._pinned):
-            self._pinned = accelerator.pin_memory(torch.empty(STAGING_BYTES, dtype=torch.uint8))
-        parts = (each.view(-1).view(torch.uint8).split(STAGING_BYTES) for each in (numbers, held))
+            self._pinned = accelerator.pin_memory(
+                torch.empty(STAGING_BYTES, dtype=torch.uint8)
+            )
+        parts = (
+            each.view(-1).view(torch.uint8).split(STAGING_BYTES)
+            for each in (numbers, held)
+        )
         for part, place in zip(*parts, strict=True):
             arrived = self._pinned[: len(part)].copy_(part, non_blocking=True)
             accelerator.current_stream().synchronize()
@@ -328,14 +387,20 @@ class Staging:
         return TensorEntry(entry.name, entry.dtype, entry.shape, lambda: held)
 
 
-def _write(path: Path, entries: list[TensorEntry], room: int, written: Future[StoredFile]) -> None:
+def _write(
+    path: Path, entries: list[TensorEntry], room: int, written: Future[StoredFile]
+) -> None:
     """Write this rank's file if the disk has `room` bytes for all ranks' files.
 
     A full disk would make other writers fail too.
     """
     try:
         if shutil.disk_usage(path.parent).free < room:
-            raise OSError(errno.ENOSPC, f"the checkpoint has {room / 1e6:,.3g} MB", str(path.parent))
+            raise OSError(
+                errno.ENOSPC,
+                f"the checkpoint has {room / 1e6:,.3g} MB",
+                str(path.parent),
+            )
         written.set_result(tensor_file.write(path, entries))
     except BaseException as error:
         written.set_exception(error)

@@ -38,7 +38,13 @@ def _row(each: Checkpoint | DamagedCheckpoint) -> tuple[str, ...]:
     if isinstance(each, DamagedCheckpoint):
         return f"{each.step}", NOTHING, NOTHING, NOTHING, f"damaged: {each.why}"
     held = each.manifest
-    return f"{each.step}", held.saved[:16].replace("T", " "), _size(held.bytes), _saved_under(held), "whole"
+    return (
+        f"{each.step}",
+        held.saved[:16].replace("T", " "),
+        _size(held.bytes),
+        _saved_under(held),
+        "whole",
+    )
 
 
 def _one(each: Checkpoint | DamagedCheckpoint) -> str:
@@ -49,14 +55,25 @@ def _one(each: Checkpoint | DamagedCheckpoint) -> str:
     types = _dtypes(each)
     progress = held.progress
     plan = held.plan
-    skipped = f", {counted(progress.skipped, 'step')} skipped by the loss scaler" if progress.skipped else ""
-    versions = (f"{name} {version}" for name, version in held.versions.items() if version)
+    skipped = (
+        f", {counted(progress.skipped, 'step')} skipped by the loss scaler"
+        if progress.skipped
+        else ""
+    )
+    versions = (
+        f"{name} {version}" for name, version in held.versions.items() if version
+    )
     facts = [
         ("checkpoint", each.directory),
         ("recipe", held.recipe.get("title", NOTHING)),
         ("step", f"{each.step}{skipped}"),
         ("saved", held.saved or NOTHING),
-        ("saved under", ": ".join(map(str, filter(None, (plan.get("ds_name"), _saved_under(held)))))),
+        (
+            "saved under",
+            ": ".join(
+                map(str, filter(None, (plan.get("ds_name"), _saved_under(held))))
+            ),
+        ),
         ("by", ", ".join(versions) or NOTHING),
         ("size", f"{_size(held.bytes)} in {counted(len(held.files), 'file')}"),
         ("holds", f"{', '.join(held.kinds)} of {counted(len(held.tensors), 'tensor')}"),
@@ -73,19 +90,29 @@ def _one(each: Checkpoint | DamagedCheckpoint) -> str:
 
 def _dtypes(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
     """Map each tensor and kind to its type, from the headers of the files. Raises FileError."""
-    found: dict[str, dict[str, str]] = {name: {} for name in checkpoint.manifest.tensors}
+    found: dict[str, dict[str, str]] = {
+        name: {} for name in checkpoint.manifest.tensors
+    }
     for file in checkpoint.manifest.files:
-        for key, tensor in files.read_safetensors_header(checkpoint.directory / file).items():
+        for key, tensor in files.read_safetensors_header(
+            checkpoint.directory / file
+        ).items():
             kind, _, name = key.partition("/")
             if name in found:
-                found[name][kind] = str(DTYPES.get(tensor.dtype, tensor.dtype)).removeprefix("torch.")
+                found[name][kind] = str(
+                    DTYPES.get(tensor.dtype, tensor.dtype)
+                ).removeprefix("torch.")
     return found
 
 
 def _type(types: dict[str, str], form: str) -> str:
     """Name the type of all kinds, or of each kind if they differ, and another form than the canonical one."""
     alike = len(set(types.values())) == 1
-    said = next(iter(types.values())) if alike else ", ".join(f"{kind} {t}" for kind, t in types.items())
+    said = (
+        next(iter(types.values()))
+        if alike
+        else ", ".join(f"{kind} {t}" for kind, t in types.items())
+    )
     return said if form == "canonical" else f"{said}, as {form} has it"
 
 
@@ -98,10 +125,19 @@ def _saved_under(held: Manifest) -> str:
     plan = held.plan
     layout = held.plan.get("layout")
     layout = layout if isinstance(layout, dict) else {}
-    degrees = " x ".join(f"{kind} {layout[kind]}" for kind in ("tp", "pp", "dp") if kind in layout)
+    degrees = " x ".join(
+        f"{kind} {layout[kind]}" for kind in ("tp", "pp", "dp") if kind in layout
+    )
     stage = f"ZeRO-{plan['zero_stage']}" if "zero_stage" in plan else ""
-    offload = f"offload {plan['offload']}" if plan.get("offload", "none") != "none" else ""
-    return ", ".join(map(str, filter(None, (degrees, stage, offload, plan.get("precision"))))) or NOTHING
+    offload = (
+        f"offload {plan['offload']}" if plan.get("offload", "none") != "none" else ""
+    )
+    return (
+        ", ".join(
+            map(str, filter(None, (degrees, stage, offload, plan.get("precision"))))
+        )
+        or NOTHING
+    )
 
 
 # --- verify
@@ -110,7 +146,11 @@ def _saved_under(held: Manifest) -> str:
 def verify(path: Path, step: int | None) -> int:
     """Read checkpoints and print their damage."""
     every = [each.directory for each in run_checkpoints.below(path, step)]
-    total = sum(file.stat().st_size for directory in every for file in directory.glob("*.safetensors"))
+    total = sum(
+        file.stat().st_size
+        for directory in every
+        for file in directory.glob("*.safetensors")
+    )
     found: dict[Path, list[Fault]] = {}
     with bar(sys.stderr, total=total, unit="B", unit_scale=True) as shown:
         for directory in every:

@@ -58,13 +58,16 @@ class TensorPlacement(NamedTuple):
 class StoredTensors(Mapping[str, torch.Tensor]):
     """A map of a checkpoint's tensors of one kind, read on access: full, canonical, float32."""
 
-    def __init__(self, directory: Path, held: Manifest | None = None, kind: str = WEIGHT):
+    def __init__(
+        self, directory: Path, held: Manifest | None = None, kind: str = WEIGHT
+    ):
         """Open the checkpoint; `held`: its manifest, if it was read. Raises FileError."""
         self.directory = directory
         self.kind = kind
         self.manifest = held or manifest.read(directory)
         self._readers: dict[str, Reader] = {}
-        self._open: dict[str, Reader] = {}  # of them, that which was used last at the end
+        # of them, that which was used last at the end
+        self._open: dict[str, Reader] = {}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.manifest.tensors)
@@ -84,21 +87,30 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         if stored.form == "canonical":
             return stored.shape
         form, heads = self._forms[name]
-        return tuple(form.to_ours([torch.empty(stored.shape, device="meta")], heads).shape)
+        return tuple(
+            form.to_ours([torch.empty(stored.shape, device="meta")], heads).shape
+        )
 
     def canonical(self, name: str, kind: str) -> torch.Tensor:
         """Read the full canonical tensor in float32. Raises KeyError for an unknown name."""
         stored = self.manifest.tensors[name]
         full = torch.empty(stored.shape, dtype=torch.float32)
         self._copy(
-            full.view(-1), name, kind, stored, TensorPlacement(name, stored.form, stored.shape, None), 0
+            full.view(-1),
+            name,
+            kind,
+            stored,
+            TensorPlacement(name, stored.form, stored.shape, None),
+            0,
         )
         if stored.form == "canonical":
             return full
         form, heads = self._forms[name]
         return form.to_ours([full], heads).contiguous()
 
-    def fill(self, target: torch.Tensor, place: TensorPlacement, first: int, kind: str) -> None:
+    def fill(
+        self, target: torch.Tensor, place: TensorPlacement, first: int, kind: str
+    ) -> None:
         """Fill flat `target` with the elements of the slice `place` from `first` on; padding becomes zero.
 
         Reads only these elements if the tensor is stored in the form of `place`, else the whole tensor. Rows
@@ -128,7 +140,9 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         if full is None:
             self._copy(target, place.name, kind, stored, place, first)
         else:
-            target.copy_(place.slice_of(full).reshape(-1)[first : first + target.numel()])
+            target.copy_(
+                place.slice_of(full).reshape(-1)[first : first + target.numel()]
+            )
 
     def _copy(
         self,
@@ -147,16 +161,22 @@ class StoredTensors(Mapping[str, torch.Tensor]):
                 for copy in copies(piece.rectangles(stored.shape), [part]):
                     self._copy_rectangle(target, piece.file, f"{kind}/{name}", copy)
 
-    def _copy_rectangle(self, target: torch.Tensor, file: str, key: str, copy: Copy) -> None:
+    def _copy_rectangle(
+        self, target: torch.Tensor, file: str, key: str, copy: Copy
+    ) -> None:
         source = self._reader(file)
         step = max(1, MOST_READ // copy.source_stride)
         for row in range(0, copy.rows, step):
             rows = min(step, copy.rows - row)
             start = copy.source + row * copy.source_stride
-            read = source.elements(key, start, (rows - 1) * copy.source_stride + copy.columns)
+            read = source.elements(
+                key, start, (rows - 1) * copy.source_stride + copy.columns
+            )
             part = read.as_strided((rows, copy.columns), (copy.source_stride, 1))
             at = target.storage_offset() + copy.target + row * copy.target_stride
-            target.as_strided((rows, copy.columns), (copy.target_stride, 1), at).copy_(part)
+            target.as_strided((rows, copy.columns), (copy.target_stride, 1), at).copy_(
+                part
+            )
 
     def _reader(self, file: str) -> Reader:
         if file not in self._readers:

@@ -53,9 +53,13 @@ def sums_of(numbers: Tensor, parameter: torch.nn.Parameter, first: int) -> Tenso
     return total
 
 
-def _of_other_form(numbers: Tensor, place: TensorPlacement, shard: Any, first: int) -> Tensor:
+def _of_other_form(
+    numbers: Tensor, place: TensorPlacement, shard: Any, first: int
+) -> Tensor:
     """Return the sums of elements of a `transformers` tensor, with the factors in its order."""
-    shape = shard.form.to_ours([torch.empty(place.shape, device="meta")], shard.heads).shape
+    shape = shard.form.to_ours(
+        [torch.empty(place.shape, device="meta")], shard.heads
+    ).shape
     height, width = matrix(shape)
     host = torch.device("cpu")
     product = factors(height, ROWS, host)[1][:, None] * factors(width, COLUMNS, host)[1]

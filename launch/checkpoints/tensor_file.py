@@ -20,7 +20,12 @@ from launch.checkpoints.manifest import StoredFile
 from recipes import files
 
 BUCKET = 32 * 2**20  # bytes of one copy from a device, and of one update of a checksum
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F64": torch.float64,
+}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -39,7 +44,9 @@ class TensorEntry:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def write(path: Path, entries: Iterable[TensorEntry], metadata: dict[str, str] | None = None) -> StoredFile:
+def write(
+    path: Path, entries: Iterable[TensorEntry], metadata: dict[str, str] | None = None
+) -> StoredFile:
     """Write a new file and wait until it is on the disk; read `entries` one after the other."""
     entries = list(entries)
     header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
@@ -95,11 +102,17 @@ class Reader:
         """Read elements [first, first + count) of a tensor, flat."""
         stored = self.tensors.get(name)
         if stored is None or stored.dtype not in DTYPES:
-            refused = "holds no" if stored is None else f"holds as {stored.dtype}, which is no float,"
+            refused = (
+                "holds no"
+                if stored is None
+                else f"holds as {stored.dtype}, which is no float,"
+            )
             files.refuse(self.path, f"{refused} {name}")
         dtype = DTYPES[stored.dtype]
         # Not torch.empty: within `deepspeed.zero.Init` for bf16 it makes another type.
-        found = torch.from_numpy(np.empty(count * dtype.itemsize, dtype=np.uint8)).view(dtype)
+        found = torch.from_numpy(np.empty(count * dtype.itemsize, dtype=np.uint8)).view(
+            dtype
+        )
         at = stored.start + first * found.itemsize
         left = found.view(torch.uint8).numpy().data
         if self._file.closed:
@@ -111,11 +124,17 @@ class Reader:
         except OSError as error:
             files.refuse(self.path, f"{name} cannot be read", str(error.strerror))
         if left or at > stored.end:
-            files.refuse(self.path, f"ends within {name}", "it was cut off, or the tensor is shorter")
+            files.refuse(
+                self.path,
+                f"ends within {name}",
+                "it was cut off, or the tensor is shorter",
+            )
         return found
 
 
-def _write_tensor(write: Callable[[memoryview], object], entry: TensorEntry, checksum: int) -> int:
+def _write_tensor(
+    write: Callable[[memoryview], object], entry: TensorEntry, checksum: int
+) -> int:
     """Write the numbers of one tensor, a bucket at a time; return the updated checksum."""
     tensor = entry.read().detach()
     found = tensor.dtype, tuple(tensor.shape)

@@ -17,21 +17,32 @@ from recipes.files import check_names
 from recipes.problems import Problem, ProblemsError, either, nearest
 
 HELP_WIDTH = 78  # columns of a description, as argparse fills 80
-HELP = argparse.RawDescriptionHelpFormatter  # descriptions and examples keep their lines
+# descriptions and examples keep their lines
+HELP = argparse.RawDescriptionHelpFormatter
 
 
 class _Given(argparse.Action):
     """Store the value of a flag; refuse an empty one, and a second one: a given value is never ignored."""
 
     def __call__(
-        self, parser: argparse.ArgumentParser, names: argparse.Namespace, values: Any, option: Any = None
+        self,
+        parser: argparse.ArgumentParser,
+        names: argparse.Namespace,
+        values: Any,
+        option: Any = None,
     ) -> None:
         earlier = vars(names).setdefault("given", set())
         words = values if isinstance(values, list) else [values]
         if any(isinstance(word, str) and not word.strip() for word in words):
-            raise argparse.ArgumentError(self, "is empty: give a value, or leave it out")
+            raise argparse.ArgumentError(
+                self, "is empty: give a value, or leave it out"
+            )
         if self.option_strings and self.dest in earlier:
-            fix = "name all after one" if self.nargs == "+" else "it takes one value: leave one out"
+            fix = (
+                "name all after one"
+                if self.nargs == "+"
+                else "it takes one value: leave one out"
+            )
             raise argparse.ArgumentError(self, f"is given twice; {fix}")
         earlier.add(self.dest)
         setattr(names, self.dest, values)
@@ -65,7 +76,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Refuse the command line; name flags that are spelt alike."""
-        for word in re.findall(r"--[\w-]+", message.partition("unrecognized arguments: ")[2]):
+        for word in re.findall(
+            r"--[\w-]+", message.partition("unrecognized arguments: ")[2]
+        ):
             flag = word.replace("-", "_").replace("__", "--", 1)
             near = nearest(flag, self._option_string_actions, 1)
             hint = _OTHERS.get(flag) or (f"did you mean {near[0]}?" if near else "")
@@ -77,29 +90,48 @@ class Parser(argparse.ArgumentParser):
         print(message, file=file or sys.stderr, end="", flush=True)
 
     def _problems(self, found: argparse.Namespace) -> Iterator[Problem]:
-        typed = [f"--set {text.partition('=')[0].strip()}" for text in getattr(found, "set", ())]
+        typed = [
+            f"--set {text.partition('=')[0].strip()}"
+            for text in getattr(found, "set", ())
+        ]
         for word in sorted({word for word in typed if typed.count(word) > 1}):
-            yield Problem(word, f"{word} twice", "a key has one value", "leave one of them out")
+            yield Problem(
+                word, f"{word} twice", "a key has one value", "leave one of them out"
+            )
         values = set[str]()
         flags = set[str]()
-        for action in (each for each in self._actions if each.option_strings and each.dest != "local_rank"):
+        for action in (
+            each
+            for each in self._actions
+            if each.option_strings and each.dest != "local_rank"
+        ):
             value = getattr(found, action.dest, action.default)
             flag = action.option_strings[0]
             values.add(f"{flag} {'none' if value is None else value}")
             if action.dest in getattr(found, "given", ()) or value != action.default:
                 typed.append(flag)
                 flags.add(flag)
-        for flag, others, reason in (rule for rule in (*RULES, *self.rules) if rule[0] in flags):
+        for flag, others, reason in (
+            rule for rule in (*RULES, *self.rules) if rule[0] in flags
+        ):
             listed = others.lstrip("+").split(", ")
-            found_others = flags - {flag} if others == "*" else {*typed, *values} & {*listed}
+            found_others = (
+                flags - {flag} if others == "*" else {*typed, *values} & {*listed}
+            )
             both = sorted(found_others)
             if others.startswith("+") != bool(both):
-                came = f"{flag} with {', '.join(both)}" if both else f"{flag} without {either(listed)}"
+                came = (
+                    f"{flag} with {', '.join(both)}"
+                    if both
+                    else f"{flag} without {either(listed)}"
+                )
                 fix = "leave one out" if both else f"leave it out, or add {listed[0]}"
                 yield Problem(flag, came, reason, fix)
 
 
-def command(description: str, examples: str, rules: tuple[Rule, ...] = ()) -> argparse.ArgumentParser:
+def command(
+    description: str, examples: str, rules: tuple[Rule, ...] = ()
+) -> argparse.ArgumentParser:
     """Make a parser with description and examples in its --help.
 
     Raises ProblemsError for a command line, or a working directory, with bytes that are no UTF-8.
@@ -110,7 +142,9 @@ def command(description: str, examples: str, rules: tuple[Rule, ...] = ()) -> ar
     about = textwrap.fill(description, HELP_WIDTH)
     parser = Parser(rules, description=about, epilog=examples)
     # The deepspeed launcher passes --local_rank=N; the environment says the same.
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS
+    )
     return parser
 
 
@@ -123,7 +157,9 @@ def subcommand(
     rules: tuple[Rule, ...] = (),
 ) -> argparse.ArgumentParser:
     """Make the parser of a subcommand, with description and examples in its --help."""
-    parser = commands.add_parser(name, help=help_line, description=about, epilog=examples)
+    parser = commands.add_parser(
+        name, help=help_line, description=about, epilog=examples
+    )
     parser.rules = rules  # type: ignore[attr-defined] # a Parser, as the parser of the subcommands
     return parser
 
@@ -147,11 +183,17 @@ TEXT = (
     "plain text, compressed or not"
 )
 TEXT_RULES: tuple[Rule, ...] = (
-    ("--text", "--set data.source, --set data.name, --set data.blend, --set data", "both say what is read"),
+    (
+        "--text",
+        "--set data.source, --set data.name, --set data.blend, --set data",
+        "both say what is read",
+    ),
 )
 
 
-def add_recipe_arguments(parser: argparse.ArgumentParser, *, ends: bool = True, text: bool = False) -> None:
+def add_recipe_arguments(
+    parser: argparse.ArgumentParser, *, ends: bool = True, text: bool = False
+) -> None:
     """Add the flags that choose a recipe and change it; `ends`: also its last step; `text`: also its text."""
     add = parser.add_argument_group("what to train").add_argument
     recipe = "a row of recipes/ or of your own YAML file, as file.yaml:row (default: %(default)s)"
@@ -170,7 +212,9 @@ def add_recipe_arguments(parser: argparse.ArgumentParser, *, ends: bool = True, 
 def stated(settings: Sequence[str], key: str) -> str | None:
     """Return the text that --set gives to a key; None where it gives none."""
     values = (text.partition("=") for text in settings)
-    return next((value.strip() for name, _, value in values if name.strip() == key), None)
+    return next(
+        (value.strip() for name, _, value in values if name.strip() == key), None
+    )
 
 
 def add_weights_arguments(add: Callable[..., argparse.Action]) -> None:
@@ -183,8 +227,13 @@ def whole(least: int = 1, most: int = 10**9) -> Callable[[str], int]:
     """Make a reader of whole numbers within bounds, for `add_argument(type=...)`."""
 
     def read(text: str) -> int:
-        if not re.fullmatch(r"[+-]?[0-9]{1,18}", text.strip()) or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text[:40]}: give a whole number from {least:,} to {most:,}")
+        if (
+            not re.fullmatch(r"[+-]?[0-9]{1,18}", text.strip())
+            or not least <= int(text) <= most
+        ):
+            raise argparse.ArgumentTypeError(
+                f"{text[:40]}: give a whole number from {least:,} to {most:,}"
+            )
         return int(text)
 
     return read
@@ -199,7 +248,9 @@ def number(above: float, most: float = math.inf) -> Callable[[str], float]:
         except ValueError:
             value = math.nan
         if not (math.isfinite(value) and above < value <= most):
-            bounds = f"above {above:g}" + (f", at most {most:,.0f}" if math.isfinite(most) else "")
+            bounds = f"above {above:g}" + (
+                f", at most {most:,.0f}" if math.isfinite(most) else ""
+            )
             raise argparse.ArgumentTypeError(f"{text[:40]}: give a number {bounds}")
         return value
 

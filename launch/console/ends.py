@@ -34,7 +34,11 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     except KeyboardInterrupt:
         code = _say("\ninterrupted\n", INTERRUPTED)
     except OSError as error:
-        code = 0 if isinstance(error, BrokenPipeError) else _say(f"\n{_refused(error)}\n", 1)
+        code = (
+            0
+            if isinstance(error, BrokenPipeError)
+            else _say(f"\n{_refused(error)}\n", 1)
+        )
         if error.filename in OUTPUTS:
             _drop(streams[error.filename])
     raise SystemExit(code)
@@ -46,7 +50,12 @@ def _prepared_outputs() -> dict[str, TextIO]:
     for name, stream in streams.items():
         if stream is None:
             rule = "files that the command opens would take its place"
-            raise SystemExit(_say(f"\n{name} is closed: {rule}; redirect it to a file, or to /dev/null\n", 2))
+            raise SystemExit(
+                _say(
+                    f"\n{name} is closed: {rule}; redirect it to a file, or to /dev/null\n",
+                    2,
+                )
+            )
     for name, stream in streams.items():
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr] # for bytes that are no text
         for method in ("write", "flush"):

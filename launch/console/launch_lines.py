@@ -19,7 +19,9 @@ def arguments(
     steps: int | None = None,
 ) -> list[str]:
     """Return the flags of pretrain.py; a JSON of ds_configs/ by its path, the user's own as written."""
-    json_file = f"ds_configs/{ds_config}.json" if ds_config in available() else ds_config
+    json_file = (
+        f"ds_configs/{ds_config}.json" if ds_config in available() else ds_config
+    )
     sets = [word for setting in settings for word in ("--set", setting)]
     more = ["--tiny"] * tiny + (["--steps", str(steps)] if steps else [])
     return ["--ds_config", json_file, "--recipe", recipe_name, *sets, *more]

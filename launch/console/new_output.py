@@ -19,11 +19,15 @@ def new_directory(flag: str, text: str | Path, resumed: str = "") -> Path:
     path = directory(flag, text)
     if path.exists() and any(path.iterdir()):
         rule = "nothing is overwritten or mixed"
-        raise refusal(flag, text, "is not empty", rule, f"name a new directory{resumed}")
+        raise refusal(
+            flag, text, "is not empty", rule, f"name a new directory{resumed}"
+        )
     return path
 
 
-def new_file(flag: str, text: str | Path, endings: Sequence[str] = (), own: bytes = b"") -> Path:
+def new_file(
+    flag: str, text: str | Path, endings: Sequence[str] = (), own: bytes = b""
+) -> Path:
     """Check that the file is new, in an existing directory. Raises ProblemsError.
 
     `endings`: the allowed endings of its name, such as ".png". `own`: first bytes of files that are
@@ -35,10 +39,21 @@ def new_file(flag: str, text: str | Path, endings: Sequence[str] = (), own: byte
         problem = "has another ending", f"the form is told by it: {either(endings)}"
     elif not problem and path.exists() and not (own and _begins_with(path, own)):
         is_directory = path.is_dir()
-        kept = "only this command's own files are replaced" if own else "nothing is overwritten"
-        problem = ("is a directory", "a file is made here") if is_directory else ("exists already", kept)
+        kept = (
+            "only this command's own files are replaced"
+            if own
+            else "nothing is overwritten"
+        )
+        problem = (
+            ("is a directory", "a file is made here")
+            if is_directory
+            else ("exists already", kept)
+        )
     elif not problem and not path.parent.is_dir():
-        problem = f"lies in {path.parent}, which is not there", "a file is made in a directory that exists"
+        problem = (
+            f"lies in {path.parent}, which is not there",
+            "a file is made in a directory that exists",
+        )
     if problem:
         raise refusal(flag, text, *problem, "name another file")
     return path

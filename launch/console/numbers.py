@@ -17,7 +17,11 @@ def number(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return f"{value:,.0f}" if math.isfinite(value) and abs(value) >= 1000 else f"{value:.4g}"
+        return (
+            f"{value:,.0f}"
+            if math.isfinite(value) and abs(value) >= 1000
+            else f"{value:.4g}"
+        )
     return str(value)
 
 

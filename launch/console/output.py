@@ -18,7 +18,9 @@ def working_directory() -> str:
     except FileNotFoundError:
         came = "the working directory was removed"
         rule = "paths are seen from there"
-        raise ProblemsError([Problem("cd", came, rule, "cd to one that is there")]) from None
+        raise ProblemsError(
+            [Problem("cd", came, rule, "cd to one that is there")]
+        ) from None
 
 
 def directory(flag: str, text: str | Path) -> Path:
@@ -39,7 +41,11 @@ def place_problem(path: Path) -> tuple[str, str] | None:
         if path.is_symlink() and above != path:
             return "is a link to nothing", "it has to be made"
         if above == path and not path.is_dir():
-            return None if os.access(path, os.W_OK) else ("is not writable", "it has to be written")
+            return (
+                None
+                if os.access(path, os.W_OK)
+                else ("is not writable", "it has to be written")
+            )
         if not above.is_dir():
             return f"cannot be made ({above} is a file)", "it has to be made"
         with tempfile.TemporaryFile(dir=above):
@@ -55,4 +61,6 @@ def refusal(flag: str, text: object, came: str, rule: str, fix: str) -> Problems
 
 def run_directory(recipe_name: str, ds_name: str) -> Path:
     """Name the run directory without --out: runs/default-sotu-zero3_offload for "default/sotu"."""
-    return Path("runs", re.sub(r"[^A-Za-z0-9._]+", "-", f"{recipe_name}-{ds_name}").strip("-"))
+    return Path(
+        "runs", re.sub(r"[^A-Za-z0-9._]+", "-", f"{recipe_name}-{ds_name}").strip("-")
+    )

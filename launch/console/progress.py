@@ -31,26 +31,42 @@ class Silent:
 class Bar(Silent):
     """A screen of two lines on a terminal, redrawn: the numbers of the step above the progress."""
 
-    def __init__(self, stream: TextIO, start_step: int, total_steps: int, samples: Samples = int) -> None:
-        self._numbers = tqdm(file=stream, bar_format="{desc}", dynamic_ncols=True, position=0)
+    def __init__(
+        self, stream: TextIO, start_step: int, total_steps: int, samples: Samples = int
+    ) -> None:
+        self._numbers = tqdm(
+            file=stream, bar_format="{desc}", dynamic_ncols=True, position=0
+        )
         how = {"file": stream, "dynamic_ncols": True, "position": 1}
         how["bar_format"] = "{desc} {bar} {elapsed} done, {remaining} left"
-        self._bar = tqdm(total=samples(total_steps), initial=samples(start_step), unit="sample", **how)
+        self._bar = tqdm(
+            total=samples(total_steps),
+            initial=samples(start_step),
+            unit="sample",
+            **how,
+        )
         self._stream = stream
         self._total_steps = total_steps
         self._samples = samples
         self._bar.set_description_str(f"step {start_step}/{total_steps}")
 
     def step(self, step: int, fields: Mapping[str, str]) -> None:
-        self._numbers.set_description_str(fitting(fields, terminal.columns(self._stream)), refresh=False)
+        self._numbers.set_description_str(
+            fitting(fields, terminal.columns(self._stream)), refresh=False
+        )
         self._bar.set_description_str(f"step {step}/{self._total_steps}", refresh=False)
         # Redraw both or none, at tqdm's pace; the last step always.
-        if self._bar.update(self._samples(step) - self._bar.n) or step == self._total_steps:
+        if (
+            self._bar.update(self._samples(step) - self._bar.n)
+            or step == self._total_steps
+        ):
             self._bar.refresh()
             self._numbers.refresh()
 
     def line(self, text: str) -> None:
-        self._bar.write(terminal.wrapped(text, terminal.columns(self._stream)), file=self._bar.fp)
+        self._bar.write(
+            terminal.wrapped(text, terminal.columns(self._stream)), file=self._bar.fp
+        )
 
     def close(self) -> None:
         self._numbers.close()
@@ -60,7 +76,9 @@ class Bar(Silent):
 class Lines(Silent):
     """A screen of whole lines without carriage returns, for a log file."""
 
-    def __init__(self, stream: TextIO, start_step: int, total_steps: int, samples: Samples = int) -> None:
+    def __init__(
+        self, stream: TextIO, start_step: int, total_steps: int, samples: Samples = int
+    ) -> None:
         self._stream = stream
         self._start_step = start_step
         self._total_steps = total_steps
@@ -74,13 +92,23 @@ class Lines(Silent):
         now = time.monotonic()
         self._first = self._first or now
         first_or_last = step in (self._start_step + 1, self._total_steps)
-        if first_or_last or step % self._every == 0 or now - self._shown >= LINE_EVERY_SECONDS:
+        if (
+            first_or_last
+            or step % self._every == 0
+            or now - self._shown >= LINE_EVERY_SECONDS
+        ):
             self._shown = now
             done = self._samples(step) - self._samples(self._start_step + 1)
             to_do = self._samples(self._total_steps) - self._samples(step)
             remaining = (now - self._first) / done * to_do if done else None
-            left = f" | {tqdm.format_interval(remaining)} left" if remaining is not None else ""
-            self.line(f"step {step}/{self._total_steps} | {' | '.join(fields.values())}{left}")
+            left = (
+                f" | {tqdm.format_interval(remaining)} left"
+                if remaining is not None
+                else ""
+            )
+            self.line(
+                f"step {step}/{self._total_steps} | {' | '.join(fields.values())}{left}"
+            )
 
     def line(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
@@ -96,7 +124,9 @@ def fitting(fields: Mapping[str, str], width: int | None) -> str:
     return " ".join(left.values())
 
 
-def screen(stream: TextIO, start_step: int, total_steps: int, samples: Samples = int) -> Silent:
+def screen(
+    stream: TextIO, start_step: int, total_steps: int, samples: Samples = int
+) -> Silent:
     """Make a bar if `stream` can redraw two lines, else lines.
 
     `samples`: of the first so many steps, which tell the time that is left; by default steps are equal.

@@ -29,7 +29,8 @@ def outlast_readers() -> None:
     """Let this process go on without a screen where nobody reads what it prints any more."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
-        if stream is not None and stream is getattr(sys, f"__{name}__"):  # the process's own
+        # the process's own
+        if stream is not None and stream is getattr(sys, f"__{name}__"):
             setattr(sys, name, _lasting(stream, descriptor))
 
 
@@ -37,14 +38,18 @@ def _lasting(stream: TextIO, descriptor: int) -> TextIO:
     """Return a stream to the same place whose writes never fail."""
     stream.flush()
     file = io.BufferedWriter(_LastingFile(descriptor, "w", closefd=False))
-    return io.TextIOWrapper(file, stream.encoding, "backslashreplace", line_buffering=True)
+    return io.TextIOWrapper(
+        file, stream.encoding, "backslashreplace", line_buffering=True
+    )
 
 
 def columns(stream: TextIO | None = None) -> int | None:
     """Return the columns of the terminal `stream` (standard output); None if it is no terminal."""
     stream = stream or sys.stdout
     try:
-        found = os.get_terminal_size(stream.fileno()).columns if stream.isatty() else None
+        found = (
+            os.get_terminal_size(stream.fileno()).columns if stream.isatty() else None
+        )
     except (OSError, ValueError):  # a stream without a descriptor
         found = None
     # A pseudo-terminal of unknown width has 0 columns.
@@ -69,8 +74,14 @@ def visible(text: str) -> str:
     """Write characters that a screen would obey as escapes, such as \\x1b; line ends stay."""
     shown = []
     for character in text:
-        hidden = character != "\n" and unicodedata.category(character) in ("Cc", "Cf", "Cs")
-        shown.append(character.encode("unicode_escape").decode() if hidden else character)
+        hidden = character != "\n" and unicodedata.category(character) in (
+            "Cc",
+            "Cf",
+            "Cs",
+        )
+        shown.append(
+            character.encode("unicode_escape").decode() if hidden else character
+        )
     return "".join(shown)
 
 
@@ -92,5 +103,9 @@ def say(text: str, stream: TextIO | None = None) -> None:
 def _wrap(line: str, width: int, indent: int) -> list[str]:
     margin = " " * indent
     return textwrap.wrap(
-        line, width, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False
+        line,
+        width,
+        subsequent_indent=margin,
+        break_long_words=False,
+        break_on_hyphens=False,
     )

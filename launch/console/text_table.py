@@ -15,7 +15,11 @@ LEAST_WRAPPED = 16  # columns; a narrower last column is hard to read
 
 
 def aligned(
-    pairs: Iterable[tuple[str, object]], *, indent: int = 0, gap: int = 2, width: int | None = None
+    pairs: Iterable[tuple[str, object]],
+    *,
+    indent: int = 0,
+    gap: int = 2,
+    width: int | None = None,
 ) -> str:
     """Align labels and values in two columns, `gap` spaces apart, one pair per line.
 
@@ -28,7 +32,10 @@ def aligned(
 
 
 def table(
-    rows: Iterable[Sequence[object]], headings: Sequence[str] = (), align: str = "", width: int | None = None
+    rows: Iterable[Sequence[object]],
+    headings: Sequence[str] = (),
+    align: str = "",
+    width: int | None = None,
 ) -> str:
     """Make a table with columns two spaces apart. `align`: l (the default) or r for each column.
 
@@ -40,14 +47,20 @@ def table(
     if width is None or max(map(len, whole.splitlines()), default=0) <= width:
         return whole
     columns = list(zip(*cells, strict=True))
-    words = [max(map(len, heading.split()), default=0) + PADDING for heading in headings] or [0] * len(
-        columns
-    )
-    widths = [max(word, *map(len, column)) for word, column in zip(words, columns, strict=True)]
+    words = [
+        max(map(len, heading.split()), default=0) + PADDING for heading in headings
+    ] or [0] * len(columns)
+    widths = [
+        max(word, *map(len, column))
+        for word, column in zip(words, columns, strict=True)
+    ]
     last = width - sum(widths[:-1]) - 2 * (len(widths) - 1)
     if last >= min(widths[-1], LEAST_WRAPPED):
         widths[-1] = min(last, widths[-1])
-        headings = [_fill(heading, size - PADDING) for heading, size in zip(headings, widths, strict=False)]
+        headings = [
+            _fill(heading, size - PADDING)
+            for heading, size in zip(headings, widths, strict=False)
+        ]
         for row in cells:
             row[-1] = _fill(row[-1], widths[-1])
         return _tabulated(cells, headings, align)
@@ -55,7 +68,9 @@ def table(
     return "\n".join(wrapped(_paragraph(row, named), width) for row in cells)
 
 
-def _tabulated(cells: Sequence[Sequence[str]], headings: Sequence[str], align: str) -> str:
+def _tabulated(
+    cells: Sequence[Sequence[str]], headings: Sequence[str], align: str
+) -> str:
     columns = [ALIGNMENTS[letter] for letter in align] or None
     how = {"disable_numparse": True, "colalign": columns, "headersalign": columns}
     return tabulate(cells, headings, tablefmt="plain", **how)  # type: ignore[arg-type]
@@ -67,5 +82,9 @@ def _fill(cell: str, width: int) -> str:
 
 def _paragraph(row: Sequence[str], headings: Sequence[str]) -> str:
     """A row as its first cell, and below it the others that are not empty, each after its heading."""
-    said = (f"{heading} {cell}".strip() for heading, cell in zip(headings[1:], row[1:], strict=True) if cell)
+    said = (
+        f"{heading} {cell}".strip()
+        for heading, cell in zip(headings[1:], row[1:], strict=True)
+        if cell
+    )
     return f"{row[0]}\n  {' | '.join(said)}"

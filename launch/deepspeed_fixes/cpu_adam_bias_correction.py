@@ -16,7 +16,10 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 def replay_bias_correction(optimizer: DeepSpeedCPUAdam) -> None:
     """Restore the bias correction of DeepSpeed's CPU Adam by repeating its steps on one element."""
-    steps = max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)
+    steps = max(
+        (int(state["step"]) for state in optimizer.state.values() if "step" in state),
+        default=0,
+    )
     parameter, gradient, first, second = (torch.zeros(1) for _ in range(4))
     group = optimizer.param_groups[0]
     for step in range(1, steps + 1):

@@ -20,7 +20,10 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 def keep_while_reduced(optimizer: Any) -> None:
     """Have the allocator wait for the reduction before it reuses the memory of a large gradient."""
-    if not isinstance(optimizer, DeepSpeedZeroOptimizer) or optimizer._offload_gradient_safety_enabled:
+    if (
+        not isinstance(optimizer, DeepSpeedZeroOptimizer)
+        or optimizer._offload_gradient_safety_enabled
+    ):
         return
     if not optimizer.overlap_comm or get_accelerator().resolves_data_dependency():
         return

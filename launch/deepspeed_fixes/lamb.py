@@ -30,7 +30,11 @@ class Adam(torch.optim.AdamW):
     """
 
     def __init__(
-        self, parameters: Iterable[dict[str, Any]], *, bias_correction: bool = True, **numbers: Any
+        self,
+        parameters: Iterable[dict[str, Any]],
+        *,
+        bias_correction: bool = True,
+        **numbers: Any,
     ) -> None:
         """Take groups of `parameters`; `numbers`: lr, betas, eps, weight_decay."""
         super().__init__(parameters, foreach=False, fused=False, **numbers)
@@ -47,7 +51,9 @@ class Adam(torch.optim.AdamW):
                     parameter.mul_(1 - group["lr"] * group["weight_decay"])
                     parameter.addcdiv_(first, root, value=-group["lr"])
 
-    def _moments(self, parameter: torch.Tensor, group: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _moments(
+        self, parameter: torch.Tensor, group: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Bring the moments up to date; return the first, and the root of the second with eps."""
         state = self.state[parameter]
         beta1, beta2 = group["betas"]
@@ -56,7 +62,10 @@ class Adam(torch.optim.AdamW):
             beta1, beta2 = torch.tensor(group["betas"], dtype=torch.float32).tolist()
         if not state:
             zeros = (torch.zeros_like(parameter) for _ in range(2))
-            state.update(zip(("exp_avg", "exp_avg_sq"), zeros, strict=True), step=torch.tensor(0.0))
+            state.update(
+                zip(("exp_avg", "exp_avg_sq"), zeros, strict=True),
+                step=torch.tensor(0.0),
+            )
         assert parameter.grad is not None
         state["step"] += 1
         # 1 - beta^step of an endless number of steps is 1.
@@ -91,7 +100,9 @@ class Lamb(Adam):
         # By position: the master weights, which replace the parameters later, know no shards.
         self.shared = []
         for group in self.param_groups:
-            self.shared.append([is_model_parallel_parameter(each) for each in group["params"]])
+            self.shared.append(
+                [is_model_parallel_parameter(each) for each in group["params"]]
+            )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -103,14 +114,20 @@ class Lamb(Adam):
                 if parameter.grad is not None:
                     direction = self._direction(parameter, group)
                     updates.append((parameter, direction, group["lr"], shared))
-        for (parameter, direction, lr, _), ratio in zip(updates, self._trust_ratios(updates), strict=True):
+        for (parameter, direction, lr, _), ratio in zip(
+            updates, self._trust_ratios(updates), strict=True
+        ):
             parameter.addcmul_(direction, (lr * ratio).to(parameter.dtype), value=-1)
 
-    def _direction(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    def _direction(
+        self, parameter: torch.Tensor, group: dict[str, Any]
+    ) -> torch.Tensor:
         first, root = self._moments(parameter, group)
         return first.div_(root).add_(parameter, alpha=group["weight_decay"])
 
-    def _trust_ratios(self, updates: list[tuple[torch.Tensor, torch.Tensor, float, bool]]) -> torch.Tensor:
+    def _trust_ratios(
+        self, updates: list[tuple[torch.Tensor, torch.Tensor, float, bool]]
+    ) -> torch.Tensor:
         """Return |weights| / |direction| of every parameter; 1 if either is 0. Collective."""
         # Duplicated parameters are equal on all tensor-parallel ranks and count once.
         first = self.grid.get_model_parallel_rank() == 0
@@ -123,4 +140,6 @@ class Lamb(Adam):
             dist.all_reduce(squares, group=self.grid.get_model_parallel_group())
         weights, directions = squares.sqrt().unbind(dim=1)
         ratios = (weights / directions).clamp(*self.bounds)
-        return torch.where((weights > 0) & (directions > 0), ratios, torch.ones_like(ratios))
+        return torch.where(
+            (weights > 0) & (directions > 0), ratios, torch.ones_like(ratios)
+        )

@@ -12,7 +12,9 @@ from deepspeed.runtime.zero.utils import get_norm_dtype
 BLOCK = 512  # elements; float32 adds up so many squares without loss
 
 
-def sum_of_squares(counted: Sequence[torch.Tensor], others: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+def sum_of_squares(
+    counted: Sequence[torch.Tensor], others: Sequence[torch.Tensor] = ()
+) -> torch.Tensor:
     """Add up the squares of all elements of `counted`; a scalar in float64, where the device has it.
 
     `others` add nothing, but make the sum NaN where they hold an infinity: copies of what another rank
@@ -27,7 +29,9 @@ def sum_of_squares(counted: Sequence[torch.Tensor], others: Sequence[torch.Tenso
         if tensors[0].device.type == "cpu":
             squares = torch.stack([squared_norm(tensor) for tensor in tensors]).sum()
         else:
-            norms = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float32))
+            norms = torch.stack(
+                torch._foreach_norm(list(tensors), 2, dtype=torch.float32)
+            )
             squares = torch.linalg.vector_norm(norms, dtype=get_norm_dtype()).square()
         total = total + weight * squares.to(device)
     return total
@@ -44,8 +48,13 @@ def squared_norm(gradient: torch.Tensor) -> torch.Tensor:
     """Add up squares: blocks of 512 in float32, several times as fast on a CPU, and the blocks in float64."""
     flat = gradient.flatten()
     blocks = flat.numel() // BLOCK
-    parts = flat[: blocks * BLOCK].view(blocks, BLOCK), flat[blocks * BLOCK :].view(1, -1)
-    norms = torch.cat([torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts])
+    parts = (
+        flat[: blocks * BLOCK].view(blocks, BLOCK),
+        flat[blocks * BLOCK :].view(1, -1),
+    )
+    norms = torch.cat(
+        [torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts]
+    )
     return torch.linalg.vector_norm(norms, dtype=get_norm_dtype()).square()
 
 
@@ -59,7 +68,9 @@ def divisor_of(scaled_norm: float, scale: float, largest: float) -> float:
     return scale * max(1.0, (scaled_norm / scale + 1e-6) / largest)
 
 
-def divide(optimizer: torch.optim.Optimizer, gradients: Sequence[torch.Tensor], divisor: float) -> None:
+def divide(
+    optimizer: torch.optim.Optimizer, gradients: Sequence[torch.Tensor], divisor: float
+) -> None:
     """Divide the gradients of the optimizer's next step; torch's fused AdamW does it as it reads them."""
     fused = bool(optimizer.defaults.get("fused"))
     if fused:

@@ -36,7 +36,10 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero import partition_parameters
-from deepspeed.runtime.zero.partition_parameters import NoGatherCoalescedHandle, ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import (
+    NoGatherCoalescedHandle,
+    ZeroParamStatus,
+)
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.runtime.zero.utils import get_norm_dtype
@@ -79,9 +82,12 @@ def shorten_step(engine: DeepSpeedEngine) -> str | None:
             "zero_optimization.contiguous_gradients=false": not optimizer.contiguous_gradients,
             "zero_optimization.round_robin_gradients": optimizer.round_robin_gradients,
             "zero_optimization.parameter_alignment": optimizer.parameter_alignment,
-            "data_types.grad_accum_dtype": not optimizer.cpu_offload and optimizer.use_grad_accum_attribute,
+            "data_types.grad_accum_dtype": not optimizer.cpu_offload
+            and optimizer.use_grad_accum_attribute,
         }
-        setting = next((setting for setting, stands in obstacles.items() if stands), None)
+        setting = next(
+            (setting for setting, stands in obstacles.items() if stands), None
+        )
         if setting:
             return setting
         if optimizer.cpu_offload:
@@ -94,7 +100,9 @@ def shorten_step(engine: DeepSpeedEngine) -> str | None:
         optimizer.begin(engine)
     elif type(optimizer) is DeepSpeedZeroOptimizer_Stage3:
         optimizer.__class__ = ShardedStep
-        partition_parameters.NoGatherHandle = lambda parameter: OrderedCopies([parameter])
+        partition_parameters.NoGatherHandle = lambda parameter: OrderedCopies(
+            [parameter]
+        )
         partition_parameters.NoGatherCoalescedHandle = OrderedCopies
     return None
 
@@ -103,7 +111,10 @@ class _Partitions:
     """This rank's flat fp32 partition of each group of parameters, and where gradients lie in it."""
 
     def find_places(
-        self, groups: Sequence[Sequence[torch.nn.Parameter]], dp_group: dist.ProcessGroup, tensor_rank: int
+        self,
+        groups: Sequence[Sequence[torch.nn.Parameter]],
+        dp_group: dist.ProcessGroup,
+        tensor_rank: int,
     ) -> None:
         """Find the place of each gradient, once the optimizer is built."""
         self._alone = dist.get_world_size(dp_group) == 1
@@ -121,14 +132,18 @@ class _Partitions:
         self, gradients: Sequence[torch.Tensor], *groups: dist.ProcessGroup | None
     ) -> torch.Tensor:
         """Return the L2 norm of the whole model's gradient, which lies on the ranks of some groups."""
-        total = sum_of_squares(_parts(gradients, self._counted), _parts(gradients, self._others))
+        total = sum_of_squares(
+            _parts(gradients, self._counted), _parts(gradients, self._others)
+        )
         for group in groups:
             if group is not None and dist.get_world_size(group) > 1:
                 dist.all_reduce(total, group=group)
         return total.sqrt().float()
 
 
-def _parts(gradients: Sequence[torch.Tensor], runs: Sequence[Runs]) -> list[torch.Tensor]:
+def _parts(
+    gradients: Sequence[torch.Tensor], runs: Sequence[Runs]
+) -> list[torch.Tensor]:
     """Cut the runs of each group out of its flat gradient."""
     parts = []
     for number, of_group in enumerate(runs):
@@ -168,19 +183,25 @@ class FlatStep(_Partitions, OrderedEnd, DeepSpeedZeroOptimizer):
     """ZeRO 1 and 2 with one copy of each gradient, one norm, and nothing over a group of one."""
 
     def begin(self) -> None:
-        self.find_places(self.bit16_groups, self.dp_process_group, self.model_parallel_rank)
+        self.find_places(
+            self.bit16_groups, self.dp_process_group, self.model_parallel_rank
+        )
         self._taken: set[torch.nn.Parameter] = set()  # with a gradient in this step
 
     def _use_compact_grad_partition_buffer(self, group_idx: int) -> bool:
         """Say whether reduced gradients go to DeepSpeed's own fp32 sums (DeepSpeed calls this)."""
-        return not getattr(self, "_alone", False) and super()._use_compact_grad_partition_buffer(group_idx)
+        return not getattr(
+            self, "_alone", False
+        ) and super()._use_compact_grad_partition_buffer(group_idx)
 
     def setup_buckets(self) -> None:
         """Make buckets where gradients are reduced (DeepSpeed calls this)."""
         if not self._alone:
             super().setup_buckets()
 
-    def reduce_independent_p_g_buckets_and_remove_grads(self, param: torch.nn.Parameter, i: int) -> None:
+    def reduce_independent_p_g_buckets_and_remove_grads(
+        self, param: torch.nn.Parameter, i: int
+    ) -> None:
         """Take the gradient at once on a single rank (DeepSpeed calls this when it is whole)."""
         if not self._alone:
             super().reduce_independent_p_g_buckets_and_remove_grads(param, i)
@@ -188,7 +209,9 @@ class FlatStep(_Partitions, OrderedEnd, DeepSpeedZeroOptimizer):
             self.copy_grads_in_partition(param, i)
 
     @torch.no_grad()
-    def copy_grads_in_partition(self, param: torch.nn.Parameter, group_idx: int | None = None) -> None:
+    def copy_grads_in_partition(
+        self, param: torch.nn.Parameter, group_idx: int | None = None
+    ) -> None:
         """Move a reduced gradient into the partition's, or add it there (DeepSpeed calls this)."""
         assert group_idx is not None and param.grad is not None
         if not self._use_compact_grad_partition_buffer(group_idx):
@@ -224,7 +247,11 @@ class FlatStep(_Partitions, OrderedEnd, DeepSpeedZeroOptimizer):
         self._update_scale(self.overflow)
         self._global_grad_norm = math.inf if self.overflow else scaled_norm / scale
         if not self.overflow:
-            divide(self.optimizer, gradients, divisor_of(scaled_norm, scale, self.clip_grad))
+            divide(
+                self.optimizer,
+                gradients,
+                divisor_of(scaled_norm, scale, self.clip_grad),
+            )
             self.optimizer.step()
             self._lazy_init_hp_params_optimizer_state()
             self.update_lp_params()
@@ -244,13 +271,19 @@ class FlatStep(_Partitions, OrderedEnd, DeepSpeedZeroOptimizer):
     def _norm(self) -> torch.Tensor:
         """Return the L2 norm of the whole model's gradient times the loss scale."""
         gradients = [self._gradient(group) for group in range(len(self._places))]
-        return self.norm_over_ranks(gradients, self.dp_process_group, self.model_parallel_group)
+        return self.norm_over_ranks(
+            gradients, self.dp_process_group, self.model_parallel_group
+        )
 
     @torch.no_grad()
     def update_lp_params(self) -> None:
         """Round the master weights into the model's, on all ranks (DeepSpeed calls this)."""
         for group, (parts, master) in enumerate(
-            zip(self.parallel_partitioned_bit16_groups, self.single_partition_of_fp32_groups, strict=True)
+            zip(
+                self.parallel_partitioned_bit16_groups,
+                self.single_partition_of_fp32_groups,
+                strict=True,
+            )
         ):
             parts[dist.get_rank(self.real_dp_process_group[group])].copy_(master)
         if not self._alone:
@@ -291,11 +324,17 @@ class SummedStep(_Partitions, BF16_Optimizer):
 
     def clear_hp_grads(self) -> None:
         """Forget the sums; their memory is written over (DeepSpeed calls this after a step)."""
-        self.fp32_groups_has_gradients = [[False] * len(group) for group in self.bf16_groups]
+        self.fp32_groups_has_gradients = [
+            [False] * len(group) for group in self.bf16_groups
+        ]
 
     @torch.no_grad()
     def _update_hp_grad(
-        self, lp: torch.nn.Parameter, group_idx: int, param_idx: int, clear_lp_grads: bool
+        self,
+        lp: torch.nn.Parameter,
+        group_idx: int,
+        param_idx: int,
+        clear_lp_grads: bool,
     ) -> None:
         """Begin or continue the sum of a parameter's gradients (DeepSpeed calls this after a micro-batch)."""
         if lp.grad is None:
@@ -310,9 +349,13 @@ class SummedStep(_Partitions, BF16_Optimizer):
         lp._hp_grad = total  # type: ignore[attr-defined]
         begun[param_idx] = True
 
-    def get_grads_for_reduction(self) -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:
+    def get_grads_for_reduction(
+        self,
+    ) -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:
         """Return the flat sums; zeros where no gradient came (DeepSpeed calls this before it reduces)."""
-        for sums, came in zip(self.fp32_groups_gradients, self.fp32_groups_has_gradients, strict=True):
+        for sums, came in zip(
+            self.fp32_groups_gradients, self.fp32_groups_has_gradients, strict=True
+        ):
             for one, is_there in zip(sums, came, strict=True):
                 if not is_there:
                     one.zero_()
@@ -322,7 +365,9 @@ class SummedStep(_Partitions, BF16_Optimizer):
         """Give each rank the sum of its partition over the data-parallel ranks (DeepSpeed calls this)."""
         whole = self.get_grads_for_reduction()[0]
         if not self._alone:
-            for sums, partition in zip(whole, self.fp32_groups_gradient_flat_partition, strict=True):
+            for sums, partition in zip(
+                whole, self.fp32_groups_gradient_flat_partition, strict=True
+            ):
                 dist.reduce_scatter_tensor(partition, sums, group=self.dp_process_group)
 
     @torch.no_grad()
@@ -331,11 +376,14 @@ class SummedStep(_Partitions, BF16_Optimizer):
         sums = self.fp32_groups_gradient_flat_partition
         ranks = dist.get_world_size(self.dp_process_group) if self._reduces_here else 1
         tensor_group = None if self.mpu is None else self.mpu.get_model_parallel_group()
-        norm = self.norm_over_ranks(sums, self.dp_process_group, tensor_group).item()  # of the sum; waits
+        # of the sum; waits
+        norm = self.norm_over_ranks(sums, self.dp_process_group, tensor_group).item()
         self.overflow = not math.isfinite(norm)
         self._global_grad_norm = math.inf if self.overflow else norm / ranks
         if not self.overflow:
-            for master, gradient in zip(self.fp32_groups_flat_partition, sums, strict=True):
+            for master, gradient in zip(
+                self.fp32_groups_flat_partition, sums, strict=True
+            ):
                 master.grad = gradient
             divide(self.optimizer, sums, divisor_of(norm, ranks, self.clip_grad))
             self.optimizer.step()
@@ -405,12 +453,17 @@ class ShardedStep(DeepSpeedZeroOptimizer_Stage3):
     def check_overflow(self, partition_gradients: bool = True) -> None:
         """Leave overflow to the norm (DeepSpeed calls this before it)."""
 
-    def _constant_buffered_norm2(self, input: torch.Tensor, buffer_size: int = 0) -> torch.Tensor:
+    def _constant_buffered_norm2(
+        self, input: torch.Tensor, buffer_size: int = 0
+    ) -> torch.Tensor:
         """Return the norm of one gradient (DeepSpeed calls this for offloaded ones)."""
         return sum_of_squares([input]).sqrt()
 
     def get_grad_norm_direct(
-        self, gradients: Sequence[torch.Tensor], params: Sequence[torch.nn.Parameter], norm_type: float = 2
+        self,
+        gradients: Sequence[torch.Tensor],
+        params: Sequence[torch.nn.Parameter],
+        norm_type: float = 2,
     ) -> torch.Tensor:
         """Return the norm of a sub-group's gradients over all ranks (DeepSpeed calls this)."""
         kinds: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
@@ -422,7 +475,9 @@ class ShardedStep(DeepSpeedZeroOptimizer_Stage3):
         return total.sqrt().float()
 
     @torch.no_grad()
-    def reduce_independent_p_g_buckets_and_remove_grads(self, param: torch.nn.Parameter) -> None:
+    def reduce_independent_p_g_buckets_and_remove_grads(
+        self, param: torch.nn.Parameter
+    ) -> None:
         """Take the gradient at once on a single rank (DeepSpeed calls this when it is whole)."""
         if dist.get_world_size(self._get_param_partition_group(param)) > 1:
             super().reduce_independent_p_g_buckets_and_remove_grads(param)

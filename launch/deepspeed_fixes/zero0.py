@@ -51,13 +51,21 @@ AT_ONCE = 2**26  # elements, about, of a list of tensors for one kernel
 
 
 def initialize(
-    *, config: dict[str, Any], mpu: ProcessGrid, torch_ddp: bool = False, **arguments: Any
+    *,
+    config: dict[str, Any],
+    mpu: ProcessGrid,
+    torch_ddp: bool = False,
+    **arguments: Any,
 ) -> DataParallelEngine:
     """Replace `deepspeed.initialize` for a plain module; return a `DataParallelEngine`.
 
     `torch_ddp`: torch's DistributedDataParallel averages the gradients.
     """
-    arguments = {"optimizer": None, **arguments, "config_class": DeepSpeedConfig(config, mpu)}
+    arguments = {
+        "optimizer": None,
+        **arguments,
+        "config_class": DeepSpeedConfig(config, mpu),
+    }
     engine = DataParallelEngine(args=None, config=config, mpu=mpu, **arguments)
     engine._configure_python_gc()
     if torch_ddp and mpu.get_data_parallel_world_size() > 1:
@@ -103,12 +111,22 @@ class DataParallelEngine(DeepSpeedEngine):
         """Make the optimizer of both half precisions (DeepSpeed calls this)."""
         dynamic = self.dynamic_loss_scale()
         rules = self.dynamic_loss_scale_args()
-        scaler = CreateLossScaler(low_precision_dtype, self.loss_scale(), dynamic, rules)
-        skips = low_precision_dtype == torch.float16 or self._config.bfloat16_config.check_grad_overflow
+        scaler = CreateLossScaler(
+            low_precision_dtype, self.loss_scale(), dynamic, rules
+        )
+        skips = (
+            low_precision_dtype == torch.float16
+            or self._config.bfloat16_config.check_grad_overflow
+        )
         clip = self.gradient_clipping()
         sums = super().get_data_types()[1] == torch.float32
         return MasterWeights(
-            optimizer, self.mpu, clip=clip, scaler=scaler, skips_overflow=skips, sums_in_fp32=sums
+            optimizer,
+            self.mpu,
+            clip=clip,
+            scaler=scaler,
+            skips_overflow=skips,
+            sums_in_fp32=sums,
         )
 
     def backward(self, loss: torch.Tensor, **how: Any) -> Any:
@@ -131,14 +149,18 @@ class DataParallelEngine(DeepSpeedEngine):
 
     def clip_fp32_gradients(self) -> None:
         """Clip the gradients in a step (DeepSpeed calls this if the JSON clips)."""
-        factor = torch.clamp(self.gradient_clipping() / (self._global_grad_norm + 1e-6), max=1.0)
+        factor = torch.clamp(
+            self.gradient_clipping() / (self._global_grad_norm + 1e-6), max=1.0
+        )
         for parameter in self.module.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
 
 def gradient_norm(
-    parameters: Iterable[torch.nn.Parameter], mpu: ProcessGrid, gradients: Iterable[torch.Tensor | None] = ()
+    parameters: Iterable[torch.nn.Parameter],
+    mpu: ProcessGrid,
+    gradients: Iterable[torch.Tensor | None] = (),
 ) -> torch.Tensor:
     """Return the L2 norm of a whole model's gradient, an fp32 scalar; `parameters`: this rank's.
 
@@ -150,7 +172,9 @@ def gradient_norm(
     held = list(gradients) or [parameter.grad for parameter in parameters]
     for parameter, gradient in zip(parameters, held, strict=True):
         if gradient is not None:
-            kinds[not counts_here(parameter, mpu.get_model_parallel_rank())].append(gradient)
+            kinds[not counts_here(parameter, mpu.get_model_parallel_rank())].append(
+                gradient
+            )
     total = sum_of_squares(*kinds)
     if mpu.get_model_parallel_world_size() > 1:
         dist.all_reduce(total, group=mpu.get_model_parallel_group())
@@ -212,8 +236,14 @@ class MasterWeights(DeepSpeedOptimizer):
                 add_up = torch._foreach_copy_
                 for parameter, master in zip(parameters, masters, strict=True):
                     unused = parameter.grad is None  # in this step
-                    master.grad = torch.zeros_like(master) if unused else torch.empty_like(master)
-            used = [pair for pair in zip(parameters, masters, strict=True) if pair[0].grad is not None]
+                    master.grad = (
+                        torch.zeros_like(master) if unused else torch.empty_like(master)
+                    )
+            used = [
+                pair
+                for pair in zip(parameters, masters, strict=True)
+                if pair[0].grad is not None
+            ]
             sums: Any = [master.grad for _, master in used]
             gradients: Any = [parameter.grad for parameter, _ in used]
             if used:
@@ -223,7 +253,10 @@ class MasterWeights(DeepSpeedOptimizer):
 
     def get_grads_for_reduction(self) -> tuple[list[torch.Tensor | None], dict]:
         """Return the gradients to average over the data-parallel ranks (DeepSpeed calls this)."""
-        return [(master if self.sums_in_fp32 else parameter).grad for parameter, master in self.pairs], {}
+        return [
+            (master if self.sums_in_fp32 else parameter).grad
+            for parameter, master in self.pairs
+        ], {}
 
     @torch.no_grad()
     def step(self) -> None:
@@ -239,7 +272,11 @@ class MasterWeights(DeepSpeedOptimizer):
         if not self.sums_in_fp32:
             self.take_gradients()
         gradients: Any = [master.grad for _, master in self.pairs]
-        divide(self.optimizer, gradients, divisor_of(scaled_norm, self.cur_scale, self.clip))
+        divide(
+            self.optimizer,
+            gradients,
+            divisor_of(scaled_norm, self.cur_scale, self.clip),
+        )
         self.optimizer.step()
         for _, master in self.pairs:
             master.grad = None
@@ -248,7 +285,9 @@ class MasterWeights(DeepSpeedOptimizer):
 
     def _norm(self) -> torch.Tensor:
         """Return the L2 norm of the whole model's gradient times the loss scale."""
-        return gradient_norm((p for p, _ in self.pairs), self.mpu, self.get_grads_for_reduction()[0])
+        return gradient_norm(
+            (p for p, _ in self.pairs), self.mpu, self.get_grads_for_reduction()[0]
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for parameter, master in self.pairs:
@@ -271,6 +310,8 @@ def _lists(
 ) -> Iterator[tuple[list[torch.nn.Parameter], list[torch.Tensor]]]:
     """Group the pairs into (parameters, masters), each list of `AT_ONCE` elements or little more."""
     ends = itertools.accumulate(master.numel() for _, master in pairs)
-    for _, group in itertools.groupby(zip(pairs, ends, strict=True), lambda each: each[1] // AT_ONCE):
+    for _, group in itertools.groupby(
+        zip(pairs, ends, strict=True), lambda each: each[1] // AT_ONCE
+    ):
         several = [pair for pair, _ in group]
         yield [parameter for parameter, _ in several], [master for _, master in several]

@@ -49,7 +49,9 @@ def logits_of(run: TrainingRun, features: Features) -> np.ndarray | None:
     parts = []
     for start in range(0, len(features), CHUNK):
         chunk = range(start, min(start + CHUNK, len(features)))
-        batches = held_out_batches(HeldOut(features.take(chunk)), run.job.plan, run.grid)
+        batches = held_out_batches(
+            HeldOut(features.take(chunk)), run.job.plan, run.grid
+        )
         run.watchdog.enter(Phase.VALIDATING)
         with capture_logits(run.engine) as kept:
             run.validate(batches)
@@ -60,15 +62,26 @@ def logits_of(run: TrainingRun, features: Features) -> np.ndarray | None:
         ranks = gathered((at.dp, own), run.grid.control_group, tuple[int, Array | None])
         if run.grid.rank == 0:
             # Each data-parallel rank has consecutive samples of a step.
-            by_rank = [x for _, x in sorted(ranks, key=lambda rank: rank[0]) if x is not None]
-            parts.append(np.concatenate(by_rank, axis=1).reshape(-1, *by_rank[0].shape[2:])[: len(chunk)])
+            by_rank = [
+                x for _, x in sorted(ranks, key=lambda rank: rank[0]) if x is not None
+            ]
+            parts.append(
+                np.concatenate(by_rank, axis=1).reshape(-1, *by_rank[0].shape[2:])[
+                    : len(chunk)
+                ]
+            )
     return np.concatenate(parts) if parts else None
 
 
 def _join(kept: Sequence[torch.Tensor], steps: int, length: int) -> np.ndarray:
     """Join the logits of micro-batches to (steps, examples of this rank, ...); pad spans to S."""
     if kept[0].dim() == 3:
-        kept = [torch.nn.functional.pad(x, (0, 0, 0, length - x.shape[1]), value=float("-inf")) for x in kept]
+        kept = [
+            torch.nn.functional.pad(
+                x, (0, 0, 0, length - x.shape[1]), value=float("-inf")
+            )
+            for x in kept
+        ]
     joined = torch.cat(list(kept))
     return joined.view(steps, -1, *joined.shape[1:]).numpy()
 
@@ -78,7 +91,9 @@ def capture_logits(engine: DeepSpeedEngine) -> Iterator[list[torch.Tensor]]:
     """Yield a list that collects the logits of each micro-batch in the block."""
     kept: list[torch.Tensor] = []
     pipeline = isinstance(engine, PipelineEngine)
-    holder, name = (engine.module.loss_fn, "function") if pipeline else (engine.module, "loss")
+    holder, name = (
+        (engine.module.loss_fn, "function") if pipeline else (engine.module, "loss")
+    )
     computed = getattr(holder, name)
 
     def keeping(logits: torch.Tensor, *targets: object) -> object:
@@ -112,5 +127,9 @@ def keep(
         for name, text in scored.files.items():
             write_atomically(place / name, text)
         metrics = dict(scored.metrics)
-        scores.append(TaskScore(split.name, metrics, split.examples, split.broken, tuple(scored.files)))
+        scores.append(
+            TaskScore(
+                split.name, metrics, split.examples, split.broken, tuple(scored.files)
+            )
+        )
     return tuple(scores)

@@ -19,7 +19,12 @@ from recipes.validation import validate
 from recipes.yaml_lines import YamlDocument
 
 WARMUP = 0.06  # share of the steps
-OPTIMIZER: dict[str, Any] = {"betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.1, "clip": 1.0}
+OPTIMIZER: dict[str, Any] = {
+    "betas": [0.9, 0.98],
+    "eps": 1e-6,
+    "weight_decay": 0.1,
+    "clip": 1.0,
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,11 @@ class Wishes:
 
 
 def recipe_of(
-    wishes: Wishes, model: Mapping[str, Any], vocabulary: Path, machine: Machine, examples: int | None = None
+    wishes: Wishes,
+    model: Mapping[str, Any],
+    vocabulary: Path,
+    machine: Machine,
+    examples: int | None = None,
 ) -> Recipe:
     """Make the recipe of a fine-tuning. Raises RecipeError with every problem.
 
@@ -69,15 +78,23 @@ def recipe_of(
         return first
     per_epoch = examples / first.batch.global_
     asked = {text.partition("=")[0].strip() for text in wishes.settings}
-    values["steps"] = first.steps if "steps" in asked else max(1, math.ceil(per_epoch * wishes.epochs))
+    values["steps"] = (
+        first.steps
+        if "steps" in asked
+        else max(1, math.ceil(per_epoch * wishes.epochs))
+    )
     every = max(1, round(per_epoch))
     values["run"] |= {"validate_every": every, "save_every": every}
-    values["schedule"]["warmup_steps"] = min(math.ceil(WARMUP * values["steps"]), values["steps"] - 1)
+    values["schedule"]["warmup_steps"] = min(
+        math.ceil(WARMUP * values["steps"]), values["steps"] - 1
+    )
     return _validated(values, wishes)
 
 
 def _validated(values: Mapping[str, Any], wishes: Wishes) -> Recipe:
-    return validate(values, f"finetune/{wishes.task}", YamlDocument("", {}), ((),), wishes.settings)
+    return validate(
+        values, f"finetune/{wishes.task}", YamlDocument("", {}), ((),), wishes.settings
+    )
 
 
 def cut_to(recipe: Recipe, steps: int | None) -> Recipe:

@@ -60,7 +60,11 @@ class Summary:
 def read(out: Path) -> Summary | None:
     """Read the summary; None without a finished procedure. Raises FileError."""
     path = out / SUMMARY
-    return files.checked(TypeAdapter(Summary), files.read_json_object(path), path) if path.exists() else None
+    return (
+        files.checked(TypeAdapter(Summary), files.read_json_object(path), path)
+        if path.exists()
+        else None
+    )
 
 
 def keep_arguments(out: Path, arguments: Sequence[str]) -> None:
@@ -71,7 +75,9 @@ def keep_arguments(out: Path, arguments: Sequence[str]) -> None:
     if path.exists() and files.read_json_object(path) != given:
         came = f"{out} holds runs of other arguments"
         rule = "runs that are compared have the same ones"
-        raise ProblemsError([Problem("--out", came, rule, "name another directory with --out")])
+        raise ProblemsError(
+            [Problem("--out", came, rule, "name another directory with --out")]
+        )
     write_atomically(path, json.dumps(given, indent=1) + "\n")
 
 
@@ -84,7 +90,10 @@ def run_seed(out: Path, seed: int, command: Sequence[str]) -> SeedOutcome:
         own = ["--seed", str(seed), "--out", str(directory), "--resume"]
         with log.open("ab") as said:
             ended = subprocess.run(
-                [sys.executable, *command, *own], stdin=subprocess.DEVNULL, stdout=said, stderr=said
+                [sys.executable, *command, *own],
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
             )
         scores = finished(directory)
     problem = "" if scores else f"ended with code {ended.returncode}, see {log}"
@@ -106,7 +115,9 @@ def summarize(out: Path, outcomes: Sequence[SeedOutcome], *, average: bool) -> S
     for scores in by_split:
         medians = median.setdefault(scores[0].split, {})
         for metric in scores[0].metrics:
-            medians[metric] = statistics.median(score.metrics[metric] for score in scores)
+            medians[metric] = statistics.median(
+                score.metrics[metric] for score in scores
+            )
     joined = ensemble(out, sound) if average and len(sound) >= MEMBERS else ()
     summary = Summary(tuple(outcomes), median, joined)
     write_atomically(out / SUMMARY, json.dumps(asdict(summary), indent=1) + "\n")
@@ -120,9 +131,13 @@ def ensemble(out: Path, members: Sequence[SeedOutcome]) -> tuple[TaskScore, ...]
     from recipes.catalog import load_resolved
 
     logits = {}
-    splits = splits_to_predict(load_resolved(out / members[0].name / "recipe.yaml"), lambda line: None)
+    splits = splits_to_predict(
+        load_resolved(out / members[0].name / "recipe.yaml"), lambda line: None
+    )
     for split in splits:
-        own = [np.load(out / each.name / FOLDER / split.name / LOGITS) for each in members]
+        own = [
+            np.load(out / each.name / FOLDER / split.name / LOGITS) for each in members
+        ]
         logits[split.name] = averaged(own)
     return keep(out / "ensemble", splits, logits)
 

@@ -53,23 +53,35 @@ class Adapter(TemplateLM):
     def eot_token_id(self) -> int:
         return self.likelihoods.end
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
         return self.likelihoods.encode(string)
 
-    def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+    def loglikelihood(
+        self, requests: Any, disable_tqdm: bool = True
+    ) -> list[tuple[float, bool]]:
         return super().loglikelihood(requests, disable_tqdm)
 
-    def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
-        return self.likelihoods.of_continuations([(before, after) for _texts, before, after in requests])
+    def _loglikelihood_tokens(
+        self, requests: Any, **_: Any
+    ) -> list[tuple[float, bool]]:
+        return self.likelihoods.of_continuations(
+            [(before, after) for _texts, before, after in requests]
+        )
 
-    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = True) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests: Any, disable_tqdm: bool = True
+    ) -> list[float]:
         return self.likelihoods.of_texts([request.args[0] for request in requests])
 
     def generate_until(self, requests: Any, disable_tqdm: bool = True) -> list[str]:
         return self.likelihoods.written([request.args for request in requests])
 
 
-def load(names: Sequence[str], own: Mapping[str, Any], include_path: str | None) -> list[HarnessTask]:
+def load(
+    names: Sequence[str], own: Mapping[str, Any], include_path: str | None
+) -> list[HarnessTask]:
     """Load tasks by their names, with their data. `own`: what our own tasks read (`protocols`).
 
     Raises ProblemsError: a name is unknown, or data cannot be read.
@@ -78,10 +90,16 @@ def load(names: Sequence[str], own: Mapping[str, Any], include_path: str | None)
     managers = {}
     problems = []
     for name in names:
-        manager = managers[name] = _manager(name in TASKS, frozenset(own.items()), include_path)
+        manager = managers[name] = _manager(
+            name in TASKS, frozenset(own.items()), include_path
+        )
         if name not in manager.all_tasks:
             near = difflib.get_close_matches(name, [*manager.all_tasks, *TASKS], 3)
-            fix = f"did you mean {some(near)}?" if near else "`lm_eval ls tasks` lists them"
+            fix = (
+                f"did you mean {some(near)}?"
+                if near
+                else "`lm_eval ls tasks` lists them"
+            )
             problems.append(Problem("--tasks", name, f"{SOURCE} has no such task", fix))
     if problems:
         raise ProblemsError(problems)
@@ -89,7 +107,9 @@ def load(names: Sequence[str], own: Mapping[str, Any], include_path: str | None)
 
 
 @cache
-def _manager(is_own: bool, own: frozenset[tuple[str, Any]], include_path: str | None) -> TaskManager:
+def _manager(
+    is_own: bool, own: frozenset[tuple[str, Any]], include_path: str | None
+) -> TaskManager:
     """Index the task files of this project, or lm-eval's and those of the user."""
     if is_own:
         return TaskManager(include_path=OWN, include_defaults=False, metadata=dict(own))
@@ -101,11 +121,16 @@ def _loaded(name: str, manager: TaskManager) -> HarnessTask:
         loaded = manager.load([name])
     except ProblemsError:
         raise
-    except Exception as error:  # datasets, huggingface_hub, httpx and fsspec each raise their own
+    # datasets, huggingface_hub, httpx and fsspec each raise their own
+    except Exception as error:
         first = (str(error).splitlines() or [""])[0][:200]
         rule = f"its data cannot be read: {type(error).__name__}: {first}"
-        raise ProblemsError([Problem("--tasks", name, rule, WITHOUT_NETWORK)]) from error
-    text = next(iter(loaded["tasks"].values())).dataset[FACTS] if name in TASKS else None
+        raise ProblemsError(
+            [Problem("--tasks", name, rule, WITHOUT_NETWORK)]
+        ) from error
+    text = (
+        next(iter(loaded["tasks"].values())).dataset[FACTS] if name in TASKS else None
+    )
     return HarnessTask(name, loaded, text)
 
 
@@ -116,9 +141,14 @@ def measure(
 
     A group that has figures of its own is one result, another one a result of each of its tasks.
     """
-    os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval would fork ranks for its standard errors
+    # lm-eval would fork ranks for its standard errors
+    os.environ["DISABLE_MULTIPROC"] = "1"
     found: Any = evaluate(
-        Adapter(likelihoods), task.loaded, limit=limit, log_samples=False, bootstrap_iters=BOOTSTRAPS
+        Adapter(likelihoods),
+        task.loaded,
+        limit=limit,
+        log_samples=False,
+        bootstrap_iters=BOOTSTRAPS,
     )
     results = found["results"] | found.get("groups", {})
     figures = {name: _figures(values) for name, values in results.items()}

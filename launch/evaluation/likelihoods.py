@@ -28,7 +28,13 @@ class Likelihoods:
         cut: requests so far of which only the last tokens were read.
     """
 
-    def __init__(self, scorer: Scorer, tokenizer: Any, window: int, rolling: CutText | None = None):
+    def __init__(
+        self,
+        scorer: Scorer,
+        tokenizer: Any,
+        window: int,
+        rolling: CutText | None = None,
+    ):
         """`rolling`: cuts whole texts; None: as lm-eval does, from an end-of-document token on."""
         self.window = window
         self.end = end_of_document(tokenizer)
@@ -43,7 +49,9 @@ class Likelihoods:
     def encode(self, text: str) -> list[int]:
         return encode_texts(self._encoder, [text])[0].tolist()
 
-    def of_continuations(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+    def of_continuations(
+        self, pairs: Sequence[tuple[list[int], list[int]]]
+    ) -> list[tuple[float, bool]]:
         """Return for each (context, continuation) its log-likelihood, and True if all of it is the likeliest.
 
         Raises Failed for a continuation that is empty or longer than the window.
@@ -53,21 +61,31 @@ class Likelihoods:
             if not 1 <= len(continuation) <= self.window:
                 text = self._tokenizer.decode([*context, *continuation])[-60:]
                 came = f"the continuation at the end of {text!r} has {len(continuation)} tokens of its own"
-                raise ending.Failed(f"{came}: between 1 and {self.window} (--window) can be scored")
+                raise ending.Failed(
+                    f"{came}: between 1 and {self.window} (--window) can be scored"
+                )
             tokens = np.array([*context, *continuation])
             self.cut += len(tokens) > self.window + 1
             windows.append(Window(tokens[-self.window - 1 :], len(continuation)))
         scores = self._scored(windows)
-        return [(-s.nll, s.right == w.counted) for s, w in zip(scores, windows, strict=True)]
+        return [
+            (-s.nll, s.right == w.counted) for s, w in zip(scores, windows, strict=True)
+        ]
 
     def of_texts(self, texts: Sequence[str]) -> list[float]:
         """Return the log-likelihood of each whole text."""
-        of_texts = [list(self._rolling(tokens)) for tokens in encode_texts(self._encoder, texts)]
-        scores = iter(self._scored([window for windows in of_texts for window in windows]))
+        of_texts = [
+            list(self._rolling(tokens)) for tokens in encode_texts(self._encoder, texts)
+        ]
+        scores = iter(
+            self._scored([window for windows in of_texts for window in windows])
+        )
         return [-math.fsum(next(scores).nll for _ in windows) for windows in of_texts]
 
     def _from_the_end_token(self, tokens: np.ndarray) -> Iterator[Window]:
-        return full_context_windows(np.concatenate([[self.end], tokens]), self.window, self.window)
+        return full_context_windows(
+            np.concatenate([[self.end], tokens]), self.window, self.window
+        )
 
     def _scored(self, windows: Sequence[Window]) -> list[WindowScore]:
         found = self._scorer.score(windows)
@@ -85,9 +103,13 @@ class Likelihoods:
         most = []
         for context, how in requests:
             if how.get("do_sample") and how.get("temperature", 1.0) > 0:
-                raise ending.Failed("a task draws its texts (do_sample): only greedy ones are scored")
+                raise ending.Failed(
+                    "a task draws its texts (do_sample): only greedy ones are scored"
+                )
             until = how.get("until") or []
-            stops.append([until] if isinstance(until, str) else [stop for stop in until if stop])
+            stops.append(
+                [until] if isinstance(until, str) else [stop for stop in until if stop]
+            )
             most.append(int(how.get("max_gen_toks", MOST_NEW_TOKENS)))
             room = max(1, self.window - most[-1])
             tokens = self.encode(context) or [self.end]
@@ -104,5 +126,7 @@ class Likelihoods:
         found = self._scorer.continue_greedily(prompts, self.window, ended)
         for new, ends in zip(found, stops, strict=True):
             text = self._tokenizer.decode([token for token in new if token != self.end])
-            texts.append(re.split("|".join(map(re.escape, ends)), text)[0] if ends else text)
+            texts.append(
+                re.split("|".join(map(re.escape, ends)), text)[0] if ends else text
+            )
         return texts

@@ -24,7 +24,15 @@ if TYPE_CHECKING:
 NAME = "pretrained.json"  # in the directory of a fine-tuning run
 # Sections and keys of a recipe that decide the pretrained weights.
 DECISIVE = (
-    *("model", "sequence_length", "batch.global", "batch.rampup", "steps", "optimizer", "schedule"),
+    *(
+        "model",
+        "sequence_length",
+        "batch.global",
+        "batch.rampup",
+        "steps",
+        "optimizer",
+        "schedule",
+    ),
     *("dropout", "init_std", "data"),
 )
 
@@ -64,12 +72,16 @@ def encoder_in(given: InitialWeights) -> tuple[dict[str, Any], Path]:
     if isinstance(saved, MegatronWeights):
         rule = "weights of Megatron say nothing of their vocabulary"
         fix = "pretrain from it with --init_from, and fine-tune that run"
-        raise given.error([Problem(given.key, "is a checkpoint of Megatron", rule, fix)])
+        raise given.error(
+            [Problem(given.key, "is a checkpoint of Megatron", rule, fix)]
+        )
     model = given.model()
     if not FAMILIES[model.form.family].masked:
         came = f"is a model of type {shown(model.form.model_type)}"
         fix = "give a run with a checkpoint, or a directory that save_pretrained or export_hf.py wrote"
-        raise given.error([Problem(given.key, came, "heads for tasks stand on a BERT", fix)])
+        raise given.error(
+            [Problem(given.key, came, "heads for tasks stand on a BERT", fix)]
+        )
     if isinstance(saved, RunWeights):
         vocabulary = saved.checkpoint.directory.parent.parent / "tokenizer"
     return model.model_values, vocabulary.resolve()
@@ -113,4 +125,8 @@ def keep(run: Path, pretrained: Pretrained) -> None:
 def read(run: Path) -> Pretrained | None:
     """Read the pretraining run of a fine-tuning run; None without one. Raises FileError."""
     path = run / NAME
-    return files.checked(_FORM, files.read_json_object(path), path) if path.exists() else None
+    return (
+        files.checked(_FORM, files.read_json_object(path), path)
+        if path.exists()
+        else None
+    )

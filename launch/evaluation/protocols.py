@@ -127,26 +127,41 @@ def lambada(
         if before.strip() and word:
             passages.append({"before": before, "last_word": f" {word}"})
         elif text.strip():
-            broken.append(f"{rows.source}: passage {number} has one word: there is nothing to guess it from")
+            broken.append(
+                f"{rows.source}: passage {number} has one word: there is nothing to guess it from"
+            )
     if not passages:
         rule = f"{len(broken)} broken examples, the first: {broken[0]}"
         raise ProblemsError(
-            [Problem(FLAG, f"{rows.source}: nothing is left to score", rule, "give another file")]
+            [
+                Problem(
+                    FLAG,
+                    f"{rows.source}: nothing is left to score",
+                    rule,
+                    "give another file",
+                )
+            ]
         )
     _check_variant(variant, passages, rows.source)
     return _as_dataset(passages, TaskText(variant, rows.source, None, tuple(broken)))
 
 
-def _check_variant(variant: Variant, passages: Sequence[Mapping[str, str]], source: str) -> None:
+def _check_variant(
+    variant: Variant, passages: Sequence[Mapping[str, str]], source: str
+) -> None:
     whole = "".join(each["before"] + each["last_word"] for each in passages)
     lower = whole == whole.lower()
     if lower != (variant == "original"):
         other, found = ("original", "no capital") if lower else ("openai", "capitals")
         came = f"--variant {variant} with {source}, which has {found}"
         rule = "the original text is in lower case, and OpenAI's is not"
-        raise ProblemsError([Problem(FLAG, came, rule, f"give --variant {other}, or the other file")])
+        raise ProblemsError(
+            [Problem(FLAG, came, rule, f"give --variant {other}, or the other file")]
+        )
 
 
-def of_last_word(passage: Mapping[str, Any], results: Sequence[tuple[float, bool]]) -> dict[str, Any]:
+def of_last_word(
+    passage: Mapping[str, Any], results: Sequence[tuple[float, bool]]
+) -> dict[str, Any]:
     ((likelihood, right),) = results
     return {"accuracy": float(right), "perplexity_of_last_word": (likelihood, 1)}

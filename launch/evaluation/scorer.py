@@ -35,7 +35,8 @@ from modeling.unpadding import round_up
 from recipes.problems import Problem, ProblemsError
 
 LENGTH_MULTIPLE = 32  # padding of windows and of their logits
-MEETING = 16  # steps between barriers of data-parallel ranks, which reveal a hanging rank
+# steps between barriers of data-parallel ranks, which reveal a hanging rank
+MEETING = 16
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,9 @@ def load_model(plan: Plan, grid: ProcessGrid, weights: str | None) -> Stack:
     model = build_module(plan, grid, given)
     assert isinstance(model, Stack), "a plan without pipeline stages"
     model.loss = _scores
-    return model.to(get_accelerator().current_device_name(), DTYPES[plan.precision]).eval()
+    return model.to(
+        get_accelerator().current_device_name(), DTYPES[plan.precision]
+    ).eval()
 
 
 def _scores(logits: Tensor, labels: Tensor, weights: Tensor, group: Group) -> Tensor:
@@ -102,7 +105,9 @@ class Scorer:
         if processes.rank() == 0:
             shown = bar(sys.stderr, total=len(windows), unit="window", desc=self.title)
         with shown as progress:
-            for number, step in enumerate(steps_of(windows, micro * self.grid.dp, self.plan), 1):
+            for number, step in enumerate(
+                steps_of(windows, micro * self.grid.dp, self.plan), 1
+            ):
                 self.watchdog.enter(Phase.DATA, number)
                 indices = step.windows[rank * micro : (rank + 1) * micro]
                 tensors = _tensors([windows[i] for i in indices], step)
@@ -139,21 +144,29 @@ class Scorer:
         found: dict[int, Any] = {}
         for each in gathered(own, self.grid.control_group, form):
             found |= each
-        self.watchdog.enter(Phase.SAVING)  # a rank that has already left must not count as hanging
+        # a rank that has already left must not count as hanging
+        self.watchdog.enter(Phase.SAVING)
         dist.barrier(self.grid.control_group)
         return [found[number] for number in range(len(found))]
 
     def _finite(self, scores: list[WindowScore]) -> list[WindowScore]:
         odd = sum(not math.isfinite(each.nll) for each in scores)
         if odd:
-            fix = "" if self.plan.precision == "fp32" else "; --precision fp32 has more room"
+            fix = (
+                ""
+                if self.plan.precision == "fp32"
+                else "; --precision fp32 has more room"
+            )
             came = f"{odd} of {len(scores)} windows have a loss that is no number in {self.plan.precision}"
             raise ending.Failed(f"{came}{fix}")
         return scores
 
     @torch.no_grad()
     def continue_greedily(
-        self, prompts: Sequence[Sequence[int]], window: int, ended: Callable[[int, list[int]], bool]
+        self,
+        prompts: Sequence[Sequence[int]],
+        window: int,
+        ended: Callable[[int, list[int]], bool],
     ) -> list[list[int]]:
         """Return the likeliest tokens after each prompt, on every rank.
 
@@ -165,9 +178,13 @@ class Scorer:
         alike = sorted(numbers, key=lambda number: len(prompts[number]))
         micro = self.plan.layout.micro
         for at in range(0, len(alike), micro):
-            new: dict[int, list[int]] = {number: [] for number in alike[at : at + micro]}
+            new: dict[int, list[int]] = {
+                number: [] for number in alike[at : at + micro]
+            }
             own |= new
-            while going := [number for number, tokens in new.items() if not ended(number, tokens)]:
+            while going := [
+                number for number, tokens in new.items() if not ended(number, tokens)
+            ]:
                 self.watchdog.enter(Phase.COMPUTING)
                 texts = [[*prompts[number], *new[number]][-window:] for number in going]
                 for number, token in zip(going, self._next_tokens(texts), strict=True):
@@ -177,7 +194,9 @@ class Scorer:
 
     def _next_tokens(self, texts: Sequence[list[int]]) -> list[int]:
         lengths = [len(text) for text in texts]
-        length = min(self.plan.recipe.positions, round_up(max(lengths), LENGTH_MULTIPLE))
+        length = min(
+            self.plan.recipe.positions, round_up(max(lengths), LENGTH_MULTIPLE)
+        )
         tokens = torch.zeros((len(texts), length), dtype=torch.int64)
         for row, text in enumerate(texts):
             tokens[row, : len(text)] = torch.tensor(text)
@@ -190,21 +209,29 @@ class Scorer:
         return chosen.flatten().tolist()
 
 
-def steps_of(windows: Sequence[Window], together: int, plan: Plan) -> Iterator[ScoringStep]:
+def steps_of(
+    windows: Sequence[Window], together: int, plan: Plan
+) -> Iterator[ScoringStep]:
     """Group windows of the same padded length and logits, the longest first, `together` at a time."""
     multiple = math.lcm(LENGTH_MULTIPLE, plan.layout.tp)
     alike: dict[tuple[int, int], list[int]] = {}
     for index, window in enumerate(windows):
         length = min(plan.recipe.positions, round_up(window.length, multiple))
         needed = length - (window.length - window.counted)
-        alike.setdefault((length, min(length, round_up(needed, LENGTH_MULTIPLE))), []).append(index)
+        alike.setdefault(
+            (length, min(length, round_up(needed, LENGTH_MULTIPLE))), []
+        ).append(index)
     for (length, scored), indices in sorted(alike.items(), reverse=True):
         for at in range(0, len(indices), together):
             part = indices[at : at + together]
-            yield ScoringStep([*part, *[part[-1]] * (together - len(part))], length, scored)
+            yield ScoringStep(
+                [*part, *[part[-1]] * (together - len(part))], length, scored
+            )
 
 
-def _tensors(windows: Sequence[Window], step: ScoringStep) -> tuple[Tensor, Tensor, Tensor]:
+def _tensors(
+    windows: Sequence[Window], step: ScoringStep
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return tokens (B, length), and labels and weights (B, scored)."""
     tokens = torch.zeros((len(windows), step.length), dtype=torch.int64)
     labels = torch.zeros_like(tokens)

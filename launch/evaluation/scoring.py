@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from data import corpus
-from data.tasks.windows import Window, encode_texts, full_context_windows, overlapping_windows
+from data.tasks.windows import (
+    Window,
+    encode_texts,
+    full_context_windows,
+    overlapping_windows,
+)
 from data.text.encoder import UNSPACED, Encoder, end_of_document
 from data.text.records import SkippedRecords
 from data.text.sources import FileSource
@@ -63,7 +68,11 @@ def own_text(job: ScoringJob, say: Callable[[str], None]) -> OwnText:
         built = corpus.build(job.plan.recipe, say=say)
         chosen = built.validation.take(range(len(built.validation))[: wishes.limit])
         windows = tuple(Window(tokens, len(tokens) - 1) for tokens in chosen["window"])
-        found = OwnText(TaskText("held out", str(built.summary["source"]), None, ()), windows, len(windows))
+        found = OwnText(
+            TaskText("held out", str(built.summary["source"]), None, ()),
+            windows,
+            len(windows),
+        )
     if not found.windows:
         came = f"{found.facts.source}: nothing is left to score"
         rule = SkippedRecords.describe(found.facts.broken)
@@ -79,7 +88,9 @@ def _documents(job: ScoringJob, source: str) -> OwnText:
     """
     skipped = SkippedRecords()
     (origin,) = job.plan.recipe.data.origins
-    documents = islice(FileSource(origin, skipped=skipped).documents(), job.wishes.limit)
+    documents = islice(
+        FileSource(origin, skipped=skipped).documents(), job.wishes.limit
+    )
     texts = [document.text for document in documents if document.text.strip()]
     end = [end_of_document(job.model.tokenizer)]
     windows = list[Window]()
@@ -93,14 +104,20 @@ def _documents(job: ScoringJob, source: str) -> OwnText:
 
 
 def figures_of(
-    windows: Sequence[Window], scores: Sequence[WindowScore], words: int | None, size: int | None = None
+    windows: Sequence[Window],
+    scores: Sequence[WindowScore],
+    words: int | None,
+    size: int | None = None,
 ) -> dict[str, float]:
     """Return the figures of a text of so many words and bytes, and those per token that counts."""
     nll = math.fsum(score.nll for score in scores)
     tokens = sum(window.counted for window in windows)
     found = dict[str, float]()
     if words:
-        found |= {"perplexity_per_word": exponential(nll / words), "tokens_per_word": tokens / words}
+        found |= {
+            "perplexity_per_word": exponential(nll / words),
+            "tokens_per_word": tokens / words,
+        }
     if size:
         found["bits_per_byte"] = nll / size / math.log(2)
     return {
@@ -121,7 +138,9 @@ def run(job: ScoringJob, out: Path | None, meeting: Meeting) -> None:
     tasks = meeting.settle(lambda: _read(job, say))
     for line in () if wishes.from_scratch else job.model.said():
         say(line)
-    model = load_model(job.plan, grid, None if wishes.from_scratch else str(job.model.weights))
+    model = load_model(
+        job.plan, grid, None if wishes.from_scratch else str(job.model.weights)
+    )
     leave_out(model, unused_numbers(job.model.tokenizer))
     watchdog = Watchdog(None, job.plan.recipe.run.hang_after, meeting)
     scorer = Scorer(model, job.plan, grid, watchdog)
@@ -143,14 +162,24 @@ def _read(job: ScoringJob, say: Callable[[str], None]) -> list[OwnText | Harness
     if wishes.of_harness:
         from launch.evaluation import harness
 
-        given = dict(file=wishes.data, variant=wishes.variant, column=wishes.column, limit=wishes.limit)
+        given = dict(
+            file=wishes.data,
+            variant=wishes.variant,
+            column=wishes.column,
+            limit=wishes.limit,
+        )
         stated = {name: value for name, value in given.items() if value is not None}
         loaded = harness.load(wishes.of_harness, stated, wishes.include_path)
         of_harness = {task.name: task for task in loaded}
-    return [of_harness[name] if name in of_harness else own_text(job, say) for name in wishes.tasks]
+    return [
+        of_harness[name] if name in of_harness else own_text(job, say)
+        for name in wishes.tasks
+    ]
 
 
-def _scores(job: ScoringJob, task: OwnText | HarnessTask, scorer: Scorer) -> Iterator[Score]:
+def _scores(
+    job: ScoringJob, task: OwnText | HarnessTask, scorer: Scorer
+) -> Iterator[Score]:
     """Score the model on one task; yield a score, or one of each task of a group. Collective."""
     began = time.perf_counter()
     if isinstance(task, OwnText):
@@ -158,14 +187,23 @@ def _scores(job: ScoringJob, task: OwnText | HarnessTask, scorer: Scorer) -> Ite
         scores = scorer.score(task.windows)
         figures = figures_of(task.windows, scores, task.facts.words, task.bytes)
         figures = {"perplexity": figures["perplexity_per_token"], **figures}
-        facts = dict(**vars(task.facts), examples=task.examples, stride=job.stride(PERPLEXITY), cut=0)
+        facts = dict(
+            **vars(task.facts),
+            examples=task.examples,
+            stride=job.stride(PERPLEXITY),
+            cut=0,
+        )
         yield _score(job, PERPLEXITY, figures, task.windows, began, facts)
         return
     from launch.evaluation import harness
 
     scorer.title = task.name
     stride = job.stride(task.name) if task.name == "wikitext103" else None
-    rolling = partial(overlapping_windows, length=job.window, stride=stride) if stride else None
+    rolling = (
+        partial(overlapping_windows, length=job.window, stride=stride)
+        if stride
+        else None
+    )
     seen = Likelihoods(scorer, job.model.tokenizer, job.window, rolling)
     for name, found, examples in harness.measure(task, seen, job.wishes.limit):
         known = task.text or TaskText("", harness.SOURCE, None, ())
@@ -174,7 +212,9 @@ def _scores(job: ScoringJob, task: OwnText | HarnessTask, scorer: Scorer) -> Ite
         yield _score(job, name, figures, seen.windows, began, facts)
 
 
-def _own_figures(found: dict[str, float], seen: Likelihoods, words: int | None) -> dict[str, float]:
+def _own_figures(
+    found: dict[str, float], seen: Likelihoods, words: int | None
+) -> dict[str, float]:
     """Add to lm-eval's figures of one of our tasks those of its tokens; put the main figure first."""
     every = figures_of(seen.windows, seen.scores, words) | found
     if words:
@@ -199,7 +239,11 @@ def _score(
         parameters=cost.parameters(plan.recipe.model, plan.recipe.positions),
         step=None if wishes.from_scratch else job.model.step,
         task=task,
-        figures={name: value for name, value in figures.items() if task not in TASKS or name in WORDS},
+        figures={
+            name: value
+            for name, value in figures.items()
+            if task not in TASKS or name in WORDS
+        },
         windows=len(windows),
         tokens=sum(window.counted for window in windows),
         limited=wishes.limit is not None,
@@ -214,10 +258,13 @@ def _score(
     )
 
 
-def _show_and_keep(score: Score, job: ScoringJob, out: Path | None, say: Callable[[str], None]) -> None:
+def _show_and_keep(
+    score: Score, job: ScoringJob, out: Path | None, say: Callable[[str], None]
+) -> None:
     print(describe(score, terminal.columns()))
     place = None if job.wishes.from_scratch else job.model.run
-    if place is not None and not (out and place_problem(place)):  # else it is another user's
+    # else it is another user's
+    if place is not None and not (out and place_problem(place)):
         say(f"kept in {keep(place, score)}")
 
 

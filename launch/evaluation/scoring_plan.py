@@ -104,9 +104,21 @@ def _open_model(wishes: ScoringWishes) -> TrainedModel:
         if recipe.model.facts.masked:
             came = f"is a {recipe.model.family.upper()}"
             rule = "these tasks are about the next token"
-            raise ProblemsError([Problem(trained_model.KEY, came, rule, "give a GPT-2", where=wishes.model)])
+            raise ProblemsError(
+                [
+                    Problem(
+                        trained_model.KEY,
+                        came,
+                        rule,
+                        "give a GPT-2",
+                        where=wishes.model,
+                    )
+                ]
+            )
 
-    return trained_model.open_model(wishes.model, wishes.tokenizer, check, wishes.weights_args)
+    return trained_model.open_model(
+        wishes.model, wishes.tokenizer, check, wishes.weights_args
+    )
 
 
 def _scoring_recipe(model: TrainedModel, wishes: ScoringWishes, world: int) -> Recipe:
@@ -118,19 +130,28 @@ def _scoring_recipe(model: TrainedModel, wishes: ScoringWishes, world: int) -> R
         update=dict(
             model=base.model.model_copy(update=kept),
             parallel=Parallel(),
-            batch=Batch.model_validate({"micro": wishes.batch, "global": wishes.batch * world}),
+            batch=Batch.model_validate(
+                {"micro": wishes.batch, "global": wishes.batch * world}
+            ),
             dropout=Dropout(),
             activation_checkpointing="none",
             precision=wishes.precision,
         )
     )
-    if base.data.tokenizer.kind in TRAINED:  # training it on another text would change it
+    # training it on another text would change it
+    if base.data.tokenizer.kind in TRAINED:
         place = model.vocabulary_at
-        own = Tokenizer(kind="file", path=str(place)) if place else Tokenizer(kind="gpt2")
-        plain = plain.model_copy(update={"data": plain.data.model_copy(update={"tokenizer": own})})
+        own = (
+            Tokenizer(kind="file", path=str(place)) if place else Tokenizer(kind="gpt2")
+        )
+        plain = plain.model_copy(
+            update={"data": plain.data.model_copy(update={"tokenizer": own})}
+        )
     values = plain.model_dump(by_alias=True)
     laid = {} if wishes.text is None else text_settings(wishes.text, wishes.column)
-    return validate(values, base.title, YamlDocument("--set", {}), ((),), wishes.settings, laid)
+    return validate(
+        values, base.title, YamlDocument("--set", {}), ((),), wishes.settings, laid
+    )
 
 
 def _unfit_tasks(wishes: ScoringWishes) -> Iterator[Problem]:
@@ -139,10 +160,18 @@ def _unfit_tasks(wishes: ScoringWishes) -> Iterator[Problem]:
         came = ", ".join(wishes.of_harness)
         rule = "lm-evaluation-harness runs every task but perplexity, and it is not installed"
         yield Problem("--tasks", came, rule, INSTALL)
-    for flag, value in (("--text", wishes.text), ("--column", wishes.column if wishes.text else None)):
+    for flag, value in (
+        ("--text", wishes.text),
+        ("--column", wishes.column if wishes.text else None),
+    ):
         if value and PERPLEXITY not in wishes.tasks:
             came = f"{flag} with --tasks {','.join(wishes.tasks)}"
-            yield Problem(flag, came, "perplexity reads a text of your own", "add the task perplexity")
+            yield Problem(
+                flag,
+                came,
+                "perplexity reads a text of your own",
+                "add the task perplexity",
+            )
     if wishes.variant and "lambada" not in wishes.tasks:
         came = f"--variant {wishes.variant} with --tasks {','.join(wishes.tasks)}"
         yield Problem("--variant", came, "only LAMBADA has variants", "leave it out")
@@ -163,10 +192,17 @@ def _unfit_tasks(wishes: ScoringWishes) -> Iterator[Problem]:
 def _unfit_folder(wishes: ScoringWishes, folder: str) -> Iterator[Problem]:
     if not Path(folder).is_dir():
         rule = f"no such directory (seen from {Path.cwd()})"
-        yield Problem("--include_path", f"--include_path {folder}", rule, "give one with task files")
+        yield Problem(
+            "--include_path",
+            f"--include_path {folder}",
+            rule,
+            "give one with task files",
+        )
     elif not {*wishes.tasks} - {*TASKS, PERPLEXITY}:
         came = f"--include_path with --tasks {','.join(wishes.tasks)}"
-        yield Problem("--include_path", came, "none of them is of its files", "name a task of it")
+        yield Problem(
+            "--include_path", came, "none of them is of its files", "name a task of it"
+        )
 
 
 def _unfit_column(wishes: ScoringWishes, own: Sequence[str]) -> Iterator[Problem]:
@@ -175,17 +211,25 @@ def _unfit_column(wishes: ScoringWishes, own: Sequence[str]) -> Iterator[Problem
         place = local_file(wishes.data) if wishes.data is not None else None
         plain = place is not None and is_plain_text(place)
         if wishes.column and wishes.text is None and (plain or not own):
-            rule = f"{wishes.data} is plain text" if plain else "it is a field of --text or --data"
+            rule = (
+                f"{wishes.data} is plain text"
+                if plain
+                else "it is a field of --text or --data"
+            )
             yield Problem("--column", f"--column {wishes.column}", rule, "leave it out")
     except ProblemsError as error:
         yield from error.problems
 
 
-def _unfit_windows(wishes: ScoringWishes, recipe: Recipe, window: int) -> Iterator[Problem]:
+def _unfit_windows(
+    wishes: ScoringWishes, recipe: Recipe, window: int
+) -> Iterator[Problem]:
     """Yield every option unfit for the model."""
     if window > recipe.positions:
         rule = f"the model has {recipe.positions:,} positions"
-        yield Problem("--window", f"--window {window}", rule, f"give {recipe.positions} or less")
+        yield Problem(
+            "--window", f"--window {window}", rule, f"give {recipe.positions} or less"
+        )
     if (wishes.stride or 0) > window:
         rule = "tokens between two windows would be left out"
         came = f"--stride {wishes.stride} with a window of {window}"
@@ -193,7 +237,12 @@ def _unfit_windows(wishes: ScoringWishes, recipe: Recipe, window: int) -> Iterat
     if wishes.held_out:
         if window != recipe.sequence_length:
             rule = f"held-out samples have {recipe.sequence_length:,} tokens"
-            yield Problem("--window", f"--window {window}", rule, "leave it out, or give --text PATH")
+            yield Problem(
+                "--window",
+                f"--window {window}",
+                rule,
+                "leave it out, or give --text PATH",
+            )
         try:
             corpus.check_sources(recipe)
         except ProblemsError as error:

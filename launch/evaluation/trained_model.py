@@ -70,13 +70,19 @@ def open_model(
     except ProblemsError as error:
         keys = {INIT_FROM: KEY}  # of weights: in the words of this command
         told = [
-            replace(each, key=keys.get(each.key, each.key), where=each.where.removeprefix(f"{INIT_FROM} "))
+            replace(
+                each,
+                key=keys.get(each.key, each.key),
+                where=each.where.removeprefix(f"{INIT_FROM} "),
+            )
             for each in error.problems
         ]
         raise ProblemsError(told) from None
 
 
-def _open(given: InitialWeights, tokenizer: str | None, check: Callable[[Recipe], None]) -> TrainedModel:
+def _open(
+    given: InitialWeights, tokenizer: str | None, check: Callable[[Recipe], None]
+) -> TrainedModel:
     run = None
     step = None
     saved = given.saved()
@@ -91,7 +97,9 @@ def _open(given: InitialWeights, tokenizer: str | None, check: Callable[[Recipe]
         run = weights.parent.parent if weights.parent.name == "checkpoints" else None
     check(recipe)
     # The sentence head is unused; the weights may lack it.
-    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"sentence_head": "none"})})
+    recipe = recipe.model_copy(
+        update={"model": recipe.model.model_copy(update={"sentence_head": "none"})}
+    )
     replace(given, directory=str(weights)).check(recipe)
     found, place = _tokenizer(weights, run, recipe, tokenizer)
     if not isinstance(saved, RunWeights):  # others' embeddings may have rows of padding
@@ -99,7 +107,9 @@ def _open(given: InitialWeights, tokenizer: str | None, check: Callable[[Recipe]
     problems = list(_unfit(found, recipe))
     if problems:
         raise ProblemsError(problems)
-    return TrainedModel(weights, run, step, recipe, found, place, tuple(saved.remarks(recipe)))
+    return TrainedModel(
+        weights, run, step, recipe, found, place, tuple(saved.remarks(recipe))
+    )
 
 
 def _tokenizer(
@@ -111,7 +121,9 @@ def _tokenizer(
         said = vocabulary.foreign_tokens(weights, tokenizer)
         if said:
             rule = "the weights know the tokens of their own vocabulary alone"
-            raise ProblemsError([Problem(TOKENIZER, said, rule, f"leave {TOKENIZER} out")])
+            raise ProblemsError(
+                [Problem(TOKENIZER, said, rule, f"leave {TOKENIZER} out")]
+            )
         return tokenizer, Path(asked)
     if run is not None:
         return vocabulary.load(run), run / vocabulary.FOLDER
@@ -121,7 +133,9 @@ def _tokenizer(
         return gpt2_tokenizer(), None
     came = f"{weights} holds no vocabulary ({', '.join(vocabulary.VOCABULARY_FILES)})"
     rule = "text becomes the model's tokens"
-    raise ProblemsError([Problem(TOKENIZER, came, rule, f"name its directory with {TOKENIZER} DIR")])
+    raise ProblemsError(
+        [Problem(TOKENIZER, came, rule, f"name its directory with {TOKENIZER} DIR")]
+    )
 
 
 def _holds_vocabulary(directory: Path) -> bool:
@@ -134,7 +148,14 @@ def _unfit(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> Iterator[Probl
     if tokens != size:
         came = f"the vocabulary in {tokenizer.name_or_path or 'that directory'} has {tokens:,} tokens"
         fix = f"name the directory of the model's own with {TOKENIZER} DIR"
-        yield Problem(TOKENIZER, came, f"the model has {size:,} (model.vocab_size)", fix)
+        yield Problem(
+            TOKENIZER, came, f"the model has {size:,} (model.vocab_size)", fix
+        )
     if recipe.model.facts.masked and (missing := missing_roles(tokenizer)):
         came = f"the vocabulary names no {', '.join(missing)}"
-        yield Problem(TOKENIZER, came, "masks are filled with them", f"name another with {TOKENIZER} DIR")
+        yield Problem(
+            TOKENIZER,
+            came,
+            "masks are filled with them",
+            f"name another with {TOKENIZER} DIR",
+        )

@@ -81,15 +81,28 @@ def _field(line: str, path: Path, number: int) -> str:
     record = files.parse_json(line, path, number)
     text = record.get(FIELD) if isinstance(record, dict) else None
     if not isinstance(text, str):
-        came = f"its {FIELD} is {files.named_kind(text)}" if text is not None else f'has no "{FIELD}"'
-        files.refuse(path, came, f'a line is {{"{FIELD}": "text"}}, and may have more', "", number)
+        came = (
+            f"its {FIELD} is {files.named_kind(text)}"
+            if text is not None
+            else f'has no "{FIELD}"'
+        )
+        files.refuse(
+            path,
+            came,
+            f'a line is {{"{FIELD}": "text"}}, and may have more',
+            "",
+            number,
+        )
     return text
 
 
 def encode(prompts: Sequence[Prompt], model: TrainedModel) -> list[Prompt]:
     # Masked models need [CLS] and [SEP]; verbose would warn about lengths that are refused anyway.
     how: dict[str, Any] = dict(add_special_tokens=not model.continues, verbose=False)
-    return [replace(each, tokens=tuple(model.tokenizer.encode(each.text, **how))) for each in prompts]
+    return [
+        replace(each, tokens=tuple(model.tokenizer.encode(each.text, **how)))
+        for each in prompts
+    ]
 
 
 def unfit(prompts: Sequence[Prompt], model: TrainedModel) -> list[Problem]:
@@ -104,7 +117,13 @@ def _unfit(prompt: Prompt, model: TrainedModel) -> Iterator[Problem]:
     tokens = prompt.tokens
     if not prompt.text.strip() or not tokens:
         fix = f"give some text, such as {FAMILIES[family].prompt!r}"
-        yield Problem("--prompt", "is empty", "there is nothing to go on with", fix, where=prompt.where)
+        yield Problem(
+            "--prompt",
+            "is empty",
+            "there is nothing to go on with",
+            fix,
+            where=prompt.where,
+        )
     elif len(tokens) > positions:
         came = f"has {len(tokens):,} tokens"
         rule = f"the model has {positions:,} positions (model.positions)"
@@ -119,7 +138,11 @@ def _unfit(prompt: Prompt, model: TrainedModel) -> Iterator[Problem]:
 def _first(problems: list[Problem], where: str) -> list[Problem]:
     """Return the first problems, and the number of the others."""
     more = len(problems) - MOST
-    left = [Problem("--file", f"{more:,} more lines are wrong", where=where)] if more > 0 else []
+    left = (
+        [Problem("--file", f"{more:,} more lines are wrong", where=where)]
+        if more > 0
+        else []
+    )
     return [*problems[:MOST], *left]
 
 
@@ -168,10 +191,16 @@ class WrittenText:
     def record(self) -> dict[str, Any]:
         """Return the record for a file of JSON lines."""
         own = dict(prompt=self.prompt, text=self.text, new=self.new, tokens=self.tokens)
-        return own if self.ended is None else {**own, "sample": self.sample, "ended": self.ended}
+        return (
+            own
+            if self.ended is None
+            else {**own, "sample": self.sample, "ended": self.ended}
+        )
 
 
-def write(model: Any, job: WritingJob, streamer: BaseStreamer | None = None) -> Iterator[WrittenText]:
+def write(
+    model: Any, job: WritingJob, streamer: BaseStreamer | None = None
+) -> Iterator[WrittenText]:
     """Generate all samples of all prompts in order; `streamer` hears the tokens of a lone one.
 
     Raises Failed where the logits of the next text are not finite.
@@ -184,24 +213,32 @@ def write(model: Any, job: WritingJob, streamer: BaseStreamer | None = None) -> 
             yield from _filled(model, job, never)
     except FloatingPointError as error:
         fix = "give other weights, or --dtype float32, which has more room"
-        raise ending.Failed(f"{error}: its weights are too large for that; {fix}") from None
+        raise ending.Failed(
+            f"{error}: its weights are too large for that; {fix}"
+        ) from None
 
 
 def _continued(
     model: Any, job: WritingJob, never: Sequence[int], streamer: BaseStreamer | None
 ) -> Iterator[WrittenText]:
     tokenizer = job.model.tokenizer
-    how = Decoding(job.tokens, tokenizer.eos_token_id, never, job.sampling, job.seed, job.cached)
+    how = Decoding(
+        job.tokens, tokenizer.eos_token_id, never, job.sampling, job.seed, job.cached
+    )
     order = list(itertools.product(range(len(job.prompts)), range(job.samples)))
     for first in range(0, len(order), job.batch):
         places = order[first : first + job.batch]
-        requests = [Request(job.prompts[number].tokens, sample) for number, sample in places]
+        requests = [
+            Request(job.prompts[number].tokens, sample) for number, sample in places
+        ]
         made = continue_all(model, requests, how, streamer)
         for (number, sample), more in zip(places, made, strict=True):
             prompt = job.prompts[number]
             text = str(tokenizer.decode([*prompt.tokens, *more.tokens]))
             new = str(tokenizer.decode([*more.tokens]))
-            yield WrittenText(number, sample, prompt.text, text, new, len(more.tokens), more.ended)
+            yield WrittenText(
+                number, sample, prompt.text, text, new, len(more.tokens), more.ended
+            )
 
 
 def _filled(model: Any, job: WritingJob, never: Sequence[int]) -> Iterator[WrittenText]:
@@ -209,7 +246,11 @@ def _filled(model: Any, job: WritingJob, never: Sequence[int]) -> Iterator[Writt
     mask = tokenizer.mask_token_id
     for number, prompt in enumerate(job.prompts):
         tokens = fill_masks(model, prompt.tokens, mask, never)
-        new = [token for token, before in zip(tokens, prompt.tokens, strict=True) if before == mask]
+        new = [
+            token
+            for token, before in zip(tokens, prompt.tokens, strict=True)
+            if before == mask
+        ]
         text = str(tokenizer.decode(tokens, skip_special_tokens=True))
         words = " ".join(tokenizer.convert_ids_to_tokens(new))
         yield WrittenText(number, 0, prompt.text, text, words, len(new), None)
@@ -231,7 +272,11 @@ def run(job: WritingJob) -> None:
     with job.out.open("x", encoding="utf-8") if job.out else nullcontext() as file:
         # Texts in a terminal show the progress themselves.
         hidden = stream or (job.out is None and sys.stdout.isatty())
-        with nullcontext() if hidden else bar(sys.stderr, total=total, unit="text") as shown:
+        with (
+            nullcontext()
+            if hidden
+            else bar(sys.stderr, total=total, unit="text") as shown
+        ):
             for written in write(model, job, stream):
                 done.append(replace(written, prompt="", text="", new=""))
                 show(written, file, stream)
@@ -254,7 +299,9 @@ class ScreenStream(BaseStreamer):
         if self._tokens and tokens == [self._tokenizer.eos_token_id]:
             return
         self._tokens += tokens
-        self.show(self._tokenizer.decode(self._tokens).rstrip("\N{REPLACEMENT CHARACTER}"))
+        self.show(
+            self._tokenizer.decode(self._tokens).rstrip("\N{REPLACEMENT CHARACTER}")
+        )
 
     def end(self) -> None:
         """Do nothing: `show` of the whole text ends it."""
@@ -266,18 +313,31 @@ class ScreenStream(BaseStreamer):
             self.shown = text
 
 
-def show(written: WrittenText, file: IO[str] | None, stream: ScreenStream | None) -> None:
+def show(
+    written: WrittenText, file: IO[str] | None, stream: ScreenStream | None
+) -> None:
     """Write one text: to the file, to the end of its stream, or under a heading with its prompt number."""
     if file is not None:
         file.write(json.dumps(written.record(), ensure_ascii=False) + "\n")
         file.flush()
     elif stream is not None:
         stream.show(written.text)
-        rest = "" if stream.shown == written.text else f"\n{terminal.visible(written.text)}"
+        rest = (
+            ""
+            if stream.shown == written.text
+            else f"\n{terminal.visible(written.text)}"
+        )
         print(rest, flush=True)
     else:
-        how = "" if written.ended is None else f", sample {written.sample + 1}, ended by {written.ended}"
-        print(f"--- prompt {written.number + 1}{how}\n{terminal.visible(written.text)}", flush=True)
+        how = (
+            ""
+            if written.ended is None
+            else f", sample {written.sample + 1}, ended by {written.ended}"
+        )
+        print(
+            f"--- prompt {written.number + 1}{how}\n{terminal.visible(written.text)}",
+            flush=True,
+        )
 
 
 def summary(done: Sequence[WrittenText], seconds: float, job: WritingJob) -> str:
@@ -287,6 +347,15 @@ def summary(done: Sequence[WrittenText], seconds: float, job: WritingJob) -> str
     if not job.model.continues:
         return said
     positions = f"at the model's {job.model.recipe.positions:,} positions"
-    reasons = {"length": "after --tokens", "end": "at the end-of-text token", "positions": positions}
-    counts = {why: sum(written.ended == ended for written in done) for ended, why in reasons.items()}
-    return f"{said}; ended " + ", ".join(f"{count:,} {why}" for why, count in counts.items() if count)
+    reasons = {
+        "length": "after --tokens",
+        "end": "at the end-of-text token",
+        "positions": positions,
+    }
+    counts = {
+        why: sum(written.ended == ended for written in done)
+        for ended, why in reasons.items()
+    }
+    return f"{said}; ended " + ", ".join(
+        f"{count:,} {why}" for why, count in counts.items() if count
+    )

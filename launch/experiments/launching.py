@@ -19,16 +19,25 @@ def own_environment() -> dict[str, str]:
 
 def torchrun(processes: int) -> list[str]:
     """Return the words that start a program on `processes` ranks of this machine."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={processes}",
+    ]
 
 
 def run_and_wait(command: Sequence[str], log: Path) -> int:
     """Run a command, its output in `log`, and return its exit code; it ends with this process."""
     with log.open("w") as file:
-        launched = subprocess.Popen(command, env=own_environment(), stdout=file, stderr=subprocess.STDOUT)
+        launched = subprocess.Popen(
+            command, env=own_environment(), stdout=file, stderr=subprocess.STDOUT
+        )
         try:
             return launched.wait()
-        except BaseException:  # Ctrl-C: torchrun must end its workers, which have sessions of their own
+        # Ctrl-C: torchrun must end its workers, which have sessions of their own
+        except BaseException:
             launched.terminate()
             launched.wait()
             raise

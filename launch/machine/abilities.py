@@ -69,12 +69,25 @@ def detect_machine(emulated_fp16: bool = False, *, on_paper: bool = False) -> Ma
     )
 
 
-def _with_system(device: Device, fp16: bool, bf16: bool, cuda_compiler: bool, **more: bool) -> Machine:
+def _with_system(
+    device: Device, fp16: bool, bf16: bool, cuda_compiler: bool, **more: bool
+) -> Machine:
     """Add what the system has besides the device: compiler, libaio, packages."""
     aio = ctypes.util.find_library("aio") is not None
-    lacks = frozenset(name for name in PACKAGES.values() if importlib.util.find_spec(name) is None)
+    lacks = frozenset(
+        name for name in PACKAGES.values() if importlib.util.find_spec(name) is None
+    )
     compiler = not missing_for_compiling()
-    return Machine(device, fp16, bf16, compiler, libaio=aio, cuda_compiler=cuda_compiler, lacks=lacks, **more)
+    return Machine(
+        device,
+        fp16,
+        bf16,
+        compiler,
+        libaio=aio,
+        cuda_compiler=cuda_compiler,
+        lacks=lacks,
+        **more,
+    )
 
 
 def halves_of_cores(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[bool, bool] | None:
@@ -90,7 +103,9 @@ def halves_of_cores(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[bool, bool] 
         return None
     flags = set(found[1].split())
     both = "avx_ne_convert" in flags
-    return both or "avx512_fp16" in flags, both or not flags.isdisjoint({"avx512_bf16", "amx_bf16"})
+    return both or "avx512_fp16" in flags, both or not flags.isdisjoint(
+        {"avx512_bf16", "amx_bf16"}
+    )
 
 
 @dataclass(frozen=True)
@@ -117,9 +132,15 @@ def gpus(with_free: bool = False) -> list[VisibleGpu]:
     found = []
     for number in range(count):
         facts = module.get_device_properties(number)
-        capability = (facts.major, facts.minor) if torch.version.cuda and hasattr(facts, "major") else None
+        capability = (
+            (facts.major, facts.minor)
+            if torch.version.cuda and hasattr(facts, "major")
+            else None
+        )
         free = module.mem_get_info(number)[0] if with_free else 0
-        found.append(VisibleGpu(facts.name, capability, float(facts.total_memory), float(free)))
+        found.append(
+            VisibleGpu(facts.name, capability, float(facts.total_memory), float(free))
+        )
     return found
 
 

@@ -84,4 +84,6 @@ def refuse(checks: Sequence[Check]) -> None:
     """Check that no check failed. Raises ProblemsError with all that did."""
     broken = [check for check in checks if check.verdict == "failed"]
     if broken:
-        raise ProblemsError(Problem(check.key, check.found, "", check.fix) for check in broken)
+        raise ProblemsError(
+            Problem(check.key, check.found, "", check.fix) for check in broken
+        )

@@ -53,7 +53,10 @@ class CompileError(RuntimeError):
 
 def needed(ds: dict[str, Any]) -> tuple[str, ...]:
     """List the builder classes of the ops that DeepSpeed's engine will use under the resolved JSON `ds`."""
-    offloaded = [lookup(ds, f"zero_optimization.offload_{kind}.device") for kind in ("optimizer", "param")]
+    offloaded = [
+        lookup(ds, f"zero_optimization.offload_{kind}.device")
+        for kind in ("optimizer", "param")
+    ]
     adam = "CPUAdamBuilder" if offloaded[0] in ("cpu", "nvme") else "FusedAdamBuilder"
     ours = str(lookup(ds, "optimizer.type")).lower() == "lamb"
     by_torch = ours or lookup(ds, "optimizer.params.torch_adam") is True
@@ -108,12 +111,25 @@ def use_own_directory() -> Path:
 def environment_key() -> str:
     """Name the environment of a compiled op: interpreter, packages, compiler, processors."""
     device = next((gpu.name for gpu in abilities.gpus()), "cpu")
-    installed = [os.stat(str(package.__file__)).st_mtime_ns for package in (torch, deepspeed)]
-    compiler = [os.environ.get(name) for name in ("CXX", "CUDA_HOME", "TORCH_CUDA_ARCH_LIST")]
-    facts = [sys.prefix, *installed, *compiler, torch.version.cuda, description.cpu_model(), device]
+    installed = [
+        os.stat(str(package.__file__)).st_mtime_ns for package in (torch, deepspeed)
+    ]
+    compiler = [
+        os.environ.get(name) for name in ("CXX", "CUDA_HOME", "TORCH_CUDA_ARCH_LIST")
+    ]
+    facts = [
+        sys.prefix,
+        *installed,
+        *compiler,
+        torch.version.cuda,
+        description.cpu_model(),
+        device,
+    ]
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:8]
     python = "".join(platform.python_version_tuple()[:2])
-    return f"py{python}-torch{torch.__version__}-deepspeed{deepspeed.__version__}-{digest}"
+    return (
+        f"py{python}-torch{torch.__version__}-deepspeed{deepspeed.__version__}-{digest}"
+    )
 
 
 def build(op: str, say: Say = print) -> None:
@@ -125,12 +141,16 @@ def build(op: str, say: Say = print) -> None:
         directory = Path(_get_build_directory(builder.name, False))
         with locked(directory / BUILT, f"DeepSpeed's {builder.name}", say) as held:
             if held:
-                (directory / "lock").unlink(missing_ok=True)  # torch's, of a killed process
+                # torch's, of a killed process
+                (directory / "lock").unlink(missing_ok=True)
             if not _load_built(builder, directory):
-                say(f"compiling DeepSpeed's {builder.name}, once per environment (about 40 s) …")
+                say(
+                    f"compiling DeepSpeed's {builder.name}, once per environment (about 40 s) …"
+                )
                 builder.load(verbose=False)
                 (directory / BUILT).touch()
-    except Exception as e:  # torch, ninja, compiler, file system, dynamic linker: each raises its own type
+    # torch, ninja, compiler, file system, dynamic linker: each raises its own type
+    except Exception as e:
         way_round = NO_NVME if op in NVME_OPS else TORCH_ADAM
         raise CompileError(_explanation(builder.name, e, way_round)) from e
 
@@ -154,8 +174,15 @@ def _installed(name: str) -> bool:
 
 def _explanation(name: str, error: Exception, way_round: str) -> str:
     # ninja repeats each command, a thousand characters wide, before the compiler's words.
-    words = [w for w in str(error).splitlines() if w.strip() and "-DTORCH_EXTENSION_NAME=" not in w]
-    told = "\n".join(f"  | {w[:LINE_WIDTH]}" for w in words[-LAST_LINES:]) or f"  | {type(error).__name__}"
+    words = [
+        w
+        for w in str(error).splitlines()
+        if w.strip() and "-DTORCH_EXTENSION_NAME=" not in w
+    ]
+    told = (
+        "\n".join(f"  | {w[:LINE_WIDTH]}" for w in words[-LAST_LINES:])
+        or f"  | {type(error).__name__}"
+    )
     place = ", or TORCH_EXTENSIONS_DIR to a directory that can be written"
     writable = place if isinstance(error, OSError) else ""
     return (

@@ -17,7 +17,15 @@ from launch.machine.abilities import gpus
 from launch.machine.memory import physical_memory
 from recipes.problems import counted
 
-PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "accelerate", "tokenizers", "numpy")
+PACKAGES = (
+    "torch",
+    "deepspeed",
+    "transformers",
+    "datasets",
+    "accelerate",
+    "tokenizers",
+    "numpy",
+)
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -62,7 +70,10 @@ def summary(described: Mapping[str, Any]) -> str:
 
 def versions() -> dict[str, str | None]:
     """Return the versions of Python and of the packages that decide numbers; None: not installed."""
-    return {"python": platform.python_version(), **{package: installed(package) for package in PACKAGES}}
+    return {
+        "python": platform.python_version(),
+        **{package: installed(package) for package in PACKAGES},
+    }
 
 
 def installed(package: str) -> str | None:
@@ -79,7 +90,9 @@ def git_state(repository: Path) -> dict[str, Any] | None:
     A package in a virtual environment inside another checkout must not report that one.
     """
     git = ("git", "-C", str(repository))
-    top, _, commit = (_output(*git, "rev-parse", "--show-toplevel", "HEAD") or "").rpartition("\n")
+    top, _, commit = (
+        _output(*git, "rev-parse", "--show-toplevel", "HEAD") or ""
+    ).rpartition("\n")
     if not top or Path(top).resolve() != repository.resolve():
         return None
     status = _output(*git, "status", "--porcelain")
@@ -95,14 +108,24 @@ def driver() -> str | None:
 def links() -> list[str] | None:
     """Return the kinds of links between this node's GPUs, in nvidia-smi's words: NV12, PIX, SYS."""
     told = _output("nvidia-smi", "topo", "-m")
-    rows = [line for line in (told or "").splitlines() if re.match(r"\W*(\[\d+m)?GPU\d+\s+.*\bX\b", line)]
-    kinds = {word for row in rows for word in row.split()[1 : len(rows) + 1] if word != "X"}
+    rows = [
+        line
+        for line in (told or "").splitlines()
+        if re.match(r"\W*(\[\d+m)?GPU\d+\s+.*\bX\b", line)
+    ]
+    kinds = {
+        word for row in rows for word in row.split()[1 : len(rows) + 1] if word != "X"
+    }
     return sorted(kinds) if told else None
 
 
 def cores() -> int:
     """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )
 
 
 def cpu_model() -> str:

@@ -26,11 +26,18 @@ def accelerator() -> Check:
     found = gpus(with_free=True)
     if not found:
         return no_gpu()
-    names = ", ".join(dict.fromkeys(f"{gpu.name} ({gpu.total / 1e9:.3g} GB)" for gpu in found))
+    names = ", ".join(
+        dict.fromkeys(f"{gpu.name} ({gpu.total / 1e9:.3g} GB)" for gpu in found)
+    )
     came = f"{counted(len(found), 'GPU')}: {names}"
     if len({gpu.name for gpu in found}) > 1:
-        return warning(f"{came}: the slowest sets the pace", "choose equal ones: CUDA_VISIBLE_DEVICES")
-    taken = [str(number) for number, gpu in enumerate(found) if gpu.free < 0.9 * gpu.total]
+        return warning(
+            f"{came}: the slowest sets the pace",
+            "choose equal ones: CUDA_VISIBLE_DEVICES",
+        )
+    taken = [
+        str(number) for number, gpu in enumerate(found) if gpu.free < 0.9 * gpu.total
+    ]
     if taken:
         came += f"; of the memory of {', '.join(taken)} more than a tenth is taken"
         return warning(came, "look with nvidia-smi which process holds it")
@@ -42,12 +49,17 @@ def no_gpu() -> Check:
     import torch
 
     came = f"no GPU: {counted(cores(), 'core')} of the CPU"
-    hidden = os.environ.get("DS_ACCELERATOR") == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    hidden = (
+        os.environ.get("DS_ACCELERATOR") == "cpu"
+        or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    )
     if hidden or not list(Path("/dev").glob("nvidia[0-9]*")):
         return ok(came)
     why = "cannot use it (driver?)" if torch.version.cuda else "is a build for CPUs"
     fix = "install a CUDA build of torch, or hide them with CUDA_VISIBLE_DEVICES="
-    return warning(f"{came}, though there is /dev/nvidia0: torch {torch.__version__} {why}", fix)
+    return warning(
+        f"{came}, though there is /dev/nvidia0: torch {torch.__version__} {why}", fix
+    )
 
 
 def compiler() -> Check:
@@ -71,7 +83,9 @@ def fused_kernels() -> Check:
     failure = fusing.failure_of_kernels(torch.device(processes.device().name))
     if failure:
         slower = "nothing is compiled for the GPU, torch's own kernels run, slower"
-        return warning(f"{failure}: {slower}", "apt-get install gcc python3-dev (Debian, Ubuntu)")
+        return warning(
+            f"{failure}: {slower}", "apt-get install gcc python3-dev (Debian, Ubuntu)"
+        )
     return ok("a kernel was compiled and has run")
 
 
@@ -83,11 +97,17 @@ def cuda_compiler() -> Check:
         return unchecked(why)
     found = nvcc_version()
     if found is None:
-        return warning("no nvcc: no NVMe offload", f"install the CUDA toolkit {wanted} and set CUDA_HOME")
+        return warning(
+            "no nvcc: no NVMe offload",
+            f"install the CUDA toolkit {wanted} and set CUDA_HOME",
+        )
     if found.split(".")[0] == wanted.split(".")[0]:
         return ok(f"nvcc {found}; torch has CUDA {wanted}")
     came = f"nvcc {found}, and torch has CUDA {wanted}: DeepSpeed's CUDA ops need the same major version"
-    return failed(came, f"set CUDA_HOME to a CUDA toolkit {wanted}, or install torch for CUDA {found}")
+    return failed(
+        came,
+        f"set CUDA_HOME to a CUDA toolkit {wanted}, or install torch for CUDA {found}",
+    )
 
 
 def torch_cuda() -> str | None:
@@ -103,7 +123,9 @@ def nvcc_version() -> str | None:
 
     try:
         command = [str(Path(CUDA_HOME or "", "bin", "nvcc")), "--version"]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
+        said = subprocess.run(
+            command, capture_output=True, text=True, timeout=10
+        ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return None
     found = re.search(r"release (\d+\.\d+)", said)
@@ -121,7 +143,9 @@ def read_hosts(path: str | Path) -> Mapping[str, int]:
         return runner._parse_hostfile(lines)
     except ValueError as error:
         rule = "each line is a machine and its GPUs"
-        raise ProblemsError([Problem(str(file), f"{file}: {error}", rule, "write: name slots=8")]) from error
+        raise ProblemsError(
+            [Problem(str(file), f"{file}: {error}", rule, "write: name slots=8")]
+        ) from error
     finally:
         runner.logger.disabled = False
 
@@ -138,14 +162,23 @@ def other_machines(hosts: Mapping[str, int]) -> Check:
     said = f"{counted(len(hosts), 'machine')}, {counted(sum(hosts.values()), 'slot')}"
     local = [host for host in hosts if host.startswith(("localhost", "127."))]
     if local and len(hosts) > 1:
-        return failed(f"{said}: each takes {local[0]} for itself", "write its name in the network")
+        return failed(
+            f"{said}: each takes {local[0]} for itself", "write its name in the network"
+        )
     with ThreadPoolExecutor(32) as pool:
         found = dict(zip(hosts, pool.map(resolved, hosts), strict=True))
     unknown = [host for host, address in found.items() if not address]
     if unknown:
-        return failed(f"{some(unknown)} cannot be resolved from here", "mend the hostfile, DNS or /etc/hosts")
+        return failed(
+            f"{some(unknown)} cannot be resolved from here",
+            "mend the hostfile, DNS or /etc/hosts",
+        )
     if len(hosts) > 1 and not shutil.which("pdsh"):
-        others = "start each machine's own with deepspeed --no_ssh --node_rank N, or srun"
+        others = (
+            "start each machine's own with deepspeed --no_ssh --node_rank N, or srun"
+        )
         came = f"{said}; there is no pdsh, by which deepspeed starts them"
         return warning(came, f"apt-get install pdsh; or {others}")
-    return ok(f"{said}; whether ssh lets you in, and what is there, is not seen from here")
+    return ok(
+        f"{said}; whether ssh lets you in, and what is there, is not seen from here"
+    )

@@ -25,17 +25,26 @@ class PeakMemory:
 def peak_memory() -> PeakMemory:
     """Return this process's peak: torch's allocations on the GPU, or the resident set without a GPU."""
     if processes.device().own_memory:
-        return PeakMemory(processes.device_module().max_memory_allocated(), "GPU memory allocated")
-    with contextlib.suppress(OSError, KeyError):  # of this program; getrusage begins with its parent
+        return PeakMemory(
+            processes.device_module().max_memory_allocated(), "GPU memory allocated"
+        )
+    # of this program; getrusage begins with its parent
+    with contextlib.suppress(OSError, KeyError):
         lines = Path("/proc/self/status").read_text().splitlines()
         own = dict(line.split(":", 1) for line in lines)["VmHWM"]
         return PeakMemory(1024 * int(own.split()[0]), "resident set")
-    return PeakMemory(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "resident set")
+    return PeakMemory(
+        1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "resident set"
+    )
 
 
 def peak_cached_bytes() -> int | None:
     """Return the peak that torch reserved on the GPU (the tables' "cached"); None without a GPU."""
-    return processes.device_module().max_memory_reserved() if processes.device().own_memory else None
+    return (
+        processes.device_module().max_memory_reserved()
+        if processes.device().own_memory
+        else None
+    )
 
 
 def pin_no_more_than_asked() -> None:
@@ -47,16 +56,20 @@ def pin_no_more_than_asked() -> None:
     import torch
 
     key = "pinned_max_round_threshold_mb"
-    with contextlib.suppress(AttributeError, ValueError):  # torch 2.11 has no such setting
+    # torch 2.11 has no such setting
+    with contextlib.suppress(AttributeError, ValueError):
         if key not in (given := torch._C._accelerator_getAllocatorSettings()):
-            torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [given, f"{key}:1"])))
+            torch._C._accelerator_setAllocatorSettings(
+                ",".join(filter(None, [given, f"{key}:1"]))
+            )
 
 
 def return_unused_pinned() -> None:
     """Give unused pinned memory back to the system."""
     import torch
 
-    if processes.device().own_memory and hasattr(torch._C, "_host_emptyCache"):  # only CUDA's
+    # only CUDA's
+    if processes.device().own_memory and hasattr(torch._C, "_host_emptyCache"):
         torch._C._host_emptyCache()
 
 
@@ -81,7 +94,9 @@ def this_machine() -> Memory:
 
 def host_memory(root: Path = Path("/")) -> float:
     """Return the bytes of the machine's memory, or the lowest limit of this process's control groups."""
-    return min([float(physical_memory()), *(limit for limit, _ in _control_groups(root))])
+    return min(
+        [float(physical_memory()), *(limit for limit, _ in _control_groups(root))]
+    )
 
 
 def available(root: Path = Path("/")) -> float:
@@ -108,7 +123,11 @@ def _control_groups(root: Path) -> Iterator[tuple[float, float]]:
     for _, controllers, path in (line.split(":", 2) for line in groups):
         if controllers and "memory" not in controllers.split(","):
             continue
-        version_1 = "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        version_1 = (
+            "sys/fs/cgroup/memory",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+        )
         version_2 = "sys/fs/cgroup", "memory.max", "memory.current"
         top, most, now = version_1 if controllers else version_2
         group = root / top / path.strip("/")
@@ -118,8 +137,14 @@ def _control_groups(root: Path) -> Iterator[tuple[float, float]]:
                 limit = float((folder / most).read_text())
                 used = 0.0
                 with contextlib.suppress(OSError, ValueError):
-                    facts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                    cached = sum(float(facts.get(key, 0)) for key in ("active_file", "inactive_file"))
+                    facts = dict(
+                        line.split()
+                        for line in (folder / "memory.stat").read_text().splitlines()
+                    )
+                    cached = sum(
+                        float(facts.get(key, 0))
+                        for key in ("active_file", "inactive_file")
+                    )
                     used = max(0.0, float((folder / now).read_text()) - cached)
                 yield limit, used
             if folder == root / top:

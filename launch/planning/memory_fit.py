@@ -16,7 +16,8 @@ from recipes.layout import divisors
 from recipes.problems import counted
 from recipes.schema import Recipe
 
-USUAL = "a100-80x8"  # node whose CUDA context stands for that of a GPU that nothing is said of
+# node whose CUDA context stands for that of a GPU that nothing is said of
+USUAL = "a100-80x8"
 
 
 def memory_of_plan(plan: Plan, *, gpus: bool = True) -> rank_memory.RankMemory:
@@ -58,21 +59,35 @@ def verdict(recipe: Recipe, memory: Memory) -> tuple[bool, str]:
     started = memory.gpus if fewer else processes(recipe)
     most = max(started, shared)
     if memory.gpus and shared > memory.gpus:
-        return False, f"tp x pp = {shared} processes, {counted(memory.gpus, 'GPU')} here"
+        return (
+            False,
+            f"tp x pp = {shared} processes, {counted(memory.gpus, 'GPU')} here",
+        )
     refused = ""
     snug = ""
     too_large = []
-    for dp in sorted((dp for dp in divisors(recipe.batch.unit) if dp * shared <= most), reverse=True):
+    for dp in sorted(
+        (dp for dp in divisors(recipe.batch.unit) if dp * shared <= most), reverse=True
+    ):
         try:
             plan = published_plan(_with_dp(recipe, dp))
         except ConfigError as error:
             refused = str(error)
             continue
-        room = (memory.gpu_bytes, memory.host_bytes) if memory.gpus else (memory.host_bytes,)
-        if all(needed <= there for needed, there in zip(_needed(plan, memory), room, strict=True)):
+        room = (
+            (memory.gpu_bytes, memory.host_bytes)
+            if memory.gpus
+            else (memory.host_bytes,)
+        )
+        if all(
+            needed <= there
+            for needed, there in zip(_needed(plan, memory), room, strict=True)
+        ):
             return True, _how(recipe, dp, shared)
         least = _needed(plan, memory, kept=False)
-        if not snug and all(needed <= there for needed, there in zip(least, room, strict=True)):
+        if not snug and all(
+            needed <= there for needed, there in zip(least, room, strict=True)
+        ):
             snug = f"{_how(recipe, dp, shared)}, snug"
         too_large.append(plan)
     if snug:
@@ -85,8 +100,15 @@ def _how(recipe: Recipe, dp: int, shared: int) -> str:
     if recipe.parallel.dp is None:
         return f"on {count}"
     if dp == recipe.parallel.dp:
-        guessed = any(key.partition(".")[0] in ("model", "parallel", "batch") for key in recipe.unknown)
-        return "as published" if recipe.published and not guessed else f"as it is, on {count}"
+        guessed = any(
+            key.partition(".")[0] in ("model", "parallel", "batch")
+            for key in recipe.unknown
+        )
+        return (
+            "as published"
+            if recipe.published and not guessed
+            else f"as it is, on {count}"
+        )
     open_batch = " --set batch.accumulation=null" if recipe.batch.accumulation else ""
     return f"with --set parallel.dp={dp}{open_batch}: {dp * shared} of {processes(recipe)} processes"
 
@@ -98,7 +120,10 @@ def _with_dp(recipe: Recipe, dp: int) -> Recipe:
     parallel = recipe.parallel.model_copy(update={"dp": dp})
     left_open = {} if recipe.parallel.dp is None else {"accumulation": None}
     return recipe.model_copy(
-        update={"parallel": parallel, "batch": recipe.batch.model_copy(update=left_open)}
+        update={
+            "parallel": parallel,
+            "batch": recipe.batch.model_copy(update=left_open),
+        }
     )
 
 

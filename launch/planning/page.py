@@ -32,7 +32,13 @@ class Page:
         """Add a table of `text_table`, with lines of text right above and below it."""
         width = None if self.width is None else self.width - len(INDENT)
         lines = table(rows, headings, align, width).splitlines()
-        self._add([*self._wrapped(above), *(INDENT + line for line in lines), *self._wrapped(below)])
+        self._add(
+            [
+                *self._wrapped(above),
+                *(INDENT + line for line in lines),
+                *self._wrapped(below),
+            ]
+        )
 
     def text(self, *lines: str, hang: int = 0) -> None:
         """Add wrapped lines of text; continuation lines are indented by `hang`."""
@@ -42,7 +48,9 @@ class Page:
         """Add notes to the user, each after an exclamation mark."""
         self._add(self._wrapped((f"! {note}" for note in notes), hang=2))
 
-    def commands(self, *lines: str, above: Iterable[str] = (), below: Iterable[str] = ()) -> None:
+    def commands(
+        self, *lines: str, above: Iterable[str] = (), below: Iterable[str] = ()
+    ) -> None:
         """Add shell commands and comments (#), with lines of text above and below."""
         shown = []
         for line in lines:
@@ -51,7 +59,9 @@ class Page:
         self._add([*self._wrapped(above), *shown, *self._wrapped(below)])
 
     def _wrapped(self, lines: Iterable[str], hang: int = 0) -> list[str]:
-        return [terminal.wrapped(INDENT + line, self.width, hang=hang) for line in lines]
+        return [
+            terminal.wrapped(INDENT + line, self.width, hang=hang) for line in lines
+        ]
 
     def _add(self, lines: Sequence[str]) -> None:
         if any(lines):

@@ -27,7 +27,9 @@ def published_plan(recipe: Recipe, world: int | None = None) -> Plan:
     return resolve_on_machine(recipe, recipe.ds_config, world or processes(recipe))
 
 
-def plan_on_nodes(recipe: Recipe, ds_config: str | Path, node: Node, nodes: int | None = None) -> Plan:
+def plan_on_nodes(
+    recipe: Recipe, ds_config: str | Path, node: Node, nodes: int | None = None
+) -> Plan:
     """Resolve a recipe on `nodes` such nodes; None: on as many as needed. Raises ConfigError."""
     world = None
     if recipe.parallel.dp is None:
@@ -35,12 +37,19 @@ def plan_on_nodes(recipe: Recipe, ds_config: str | Path, node: Node, nodes: int 
     elif nodes:
         stated = processes(recipe)
         # A node that the layout leaves partly empty is its user's to choose.
-        world = stated if (nodes - 1) * node.gpus < stated <= nodes * node.gpus else nodes * node.gpus
+        world = (
+            stated
+            if (nodes - 1) * node.gpus < stated <= nodes * node.gpus
+            else nodes * node.gpus
+        )
     return resolve_on_machine(recipe, ds_config, world, node.machine)
 
 
 def resolve_on_machine(
-    recipe: Recipe, ds_config: str | Path, world: int | None = None, machine: Machine = ANY_GPU
+    recipe: Recipe,
+    ds_config: str | Path,
+    world: int | None = None,
+    machine: Machine = ANY_GPU,
 ) -> Plan:
     """Resolve a plan for another machine; the NVMe path stays $MEGARECIPES_NVME.
 

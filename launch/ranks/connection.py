@@ -150,13 +150,19 @@ class _Stranger:
             self.socket.sendall(self._nonce + _proof(self._token, b"I am rank 0", told))
             return None
         told = self._hello + self._nonce
-        if not hmac.compare_digest(self._read, _proof(self._token, b"I am another rank", told)):
+        if not hmac.compare_digest(
+            self._read, _proof(self._token, b"I am another rank", told)
+        ):
             raise ConnectionAbortedError("a stranger does not know the secret")
         key = _proof(self._token, b"key", told)
-        return HELLO.unpack(self._hello)[0], Connection(self.socket, key, of_rank_0=True)
+        return HELLO.unpack(self._hello)[0], Connection(
+            self.socket, key, of_rank_0=True
+        )
 
 
-def admit(server: socket.socket, token: bytes, world: int, over: Callable[[], bool]) -> dict[int, Connection]:
+def admit(
+    server: socket.socket, token: bytes, world: int, over: Callable[[], bool]
+) -> dict[int, Connection]:
     """Let all other ranks of the launch in on rank 0, and no one else; then close the server.
 
     `over` says when waiting ends; fewer ranks are returned then.
@@ -173,7 +179,11 @@ class _Admission:
     """The ranks that rank 0 has let in, and those that have not proved the secret yet."""
 
     def __init__(
-        self, server: socket.socket, selector: selectors.BaseSelector, token: bytes, world: int
+        self,
+        server: socket.socket,
+        selector: selectors.BaseSelector,
+        token: bytes,
+        world: int,
     ) -> None:
         server.setblocking(False)
         selector.register(server, selectors.EVENT_READ)
@@ -246,7 +256,9 @@ def connect(address: str, port: int, rank: int, token: bytes) -> Connection:
         connected.sendall(hello)
         answer = _read_exactly(connected, NONCE_BYTES + PROOF_BYTES)
         told = hello + answer[:NONCE_BYTES]
-        if not hmac.compare_digest(answer[NONCE_BYTES:], _proof(token, b"I am rank 0", told)):
+        if not hmac.compare_digest(
+            answer[NONCE_BYTES:], _proof(token, b"I am rank 0", told)
+        ):
             raise ConnectionAbortedError("who listens there does not know the secret")
         connected.sendall(_proof(token, b"I am another rank", told))
     except OSError:
@@ -265,7 +277,9 @@ def keep_secret(places: Sequence[Path], name: str, token: bytes) -> list[Path]:
         path = place / name
         with contextlib.suppress(OSError):
             place.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            descriptor = os.open(
+                path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600
+            )
             with open(descriptor, "wb") as file:
                 file.write(token)
                 secret = _is_secret(os.fstat(descriptor))
@@ -281,7 +295,9 @@ def find_secret(places: Sequence[Path], name: str) -> bytes | None:
     for place in places:
         with contextlib.suppress(OSError):
             os.listdir(place)  # makes NFS ask its server
-            descriptor = os.open(place / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            descriptor = os.open(
+                place / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+            )
             with open(descriptor, "rb") as file:
                 token = file.read(TOKEN_BYTES)
                 if _is_secret(os.fstat(descriptor)) and len(token) == TOKEN_BYTES:

@@ -22,7 +22,14 @@ from pydantic import StringConstraints, TypeAdapter, ValidationError
 from launch.ranks import connection, interfaces
 from launch.ranks.connection import Connection
 from launch.ranks.launch_environment import LOOPBACK
-from launch.ranks.processes import TIMEOUT, agent_has_store, one_machine, port_is_taken, rank, world_size
+from launch.ranks.processes import (
+    TIMEOUT,
+    agent_has_store,
+    one_machine,
+    port_is_taken,
+    rank,
+    world_size,
+)
 from recipes.problems import Problem, ProblemsError, some
 
 LOOK_FOR_S = 30.0  # network file systems may show a new file late
@@ -70,15 +77,20 @@ def listen(port: int = 0) -> socket.socket:
     # Debian's /etc/hosts gives a machine's own name a loopback address, which others do not reach.
     reached = address == LOOPBACK or not interfaces.is_loopback(address)
     if reached:
-        family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, place = socket.getaddrinfo(
+            address, port, type=socket.SOCK_STREAM
+        )[0]
         try:
             return socket.create_server(place[:2], family=family, backlog=world_size())
         except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:  # that of a service in front of this machine
+            # that of a service in front of this machine
+            if error.errno != errno.EADDRNOTAVAIL:
                 raise
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(("", port), family=family, backlog=world_size(), dualstack_ipv6=both)
+    return socket.create_server(
+        ("", port), family=family, backlog=world_size(), dualstack_ipv6=both
+    )
 
 
 def _open_store() -> Any:
@@ -129,9 +141,13 @@ def _let_others_in(store: Any, places: list[Path]) -> dict[int, Connection]:
     finally:
         for path in kept:
             path.unlink(missing_ok=True)
-    missing = [str(other) for other in range(1, world_size()) if other not in connections]
+    missing = [
+        str(other) for other in range(1, world_size()) if other not in connections
+    ]
     if missing:
-        raise _met_nobody(f"ranks {some(missing)} of {world_size()} have not come, or do not see {kept[-1]}")
+        raise _met_nobody(
+            f"ranks {some(missing)} of {world_size()} have not come, or do not see {kept[-1]}"
+        )
     return connections
 
 
@@ -155,7 +171,10 @@ def _reach_rank_0(store: Any, places: list[Path]) -> Connection:
                 return connection.connect(_address(), door.port, rank(), token)
         elif time.monotonic() - since > LOOK_FOR_S:
             store.set(_blind_name(), "")  # rank 0 waits no longer
-            raise _no_secret(f"shows rank {rank()} on {socket.gethostname()} the file of rank 0", places)
+            raise _no_secret(
+                f"shows rank {rank()} on {socket.gethostname()} the file of rank 0",
+                places,
+            )
         time.sleep(EVERY_S)
     raise _met_nobody("rank 0 lets it in nowhere")
 

@@ -24,9 +24,11 @@ from recipes.refused_by_system import problem, told_by
 
 LEFT_PEER = re.compile("Connection (closed|reset) by peer|Broken pipe")
 LOST_PEER = re.compile(f"{LEFT_PEER.pattern}|Timed out waiting|NCCL|gloo")
-AFTER_STOP_REQUEST = "after_stop_request"  # attribute of an exception after a request to stop
+# attribute of an exception after a request to stop
+AFTER_STOP_REQUEST = "after_stop_request"
 
-LATER = 5.0  # seconds that a launcher has, after another rank of the machine has refused, to end this one
+# seconds that a launcher has, after another rank of the machine has refused, to end this one
+LATER = 5.0
 
 
 class Failed(Exception):
@@ -102,7 +104,9 @@ def explain_out_of_memory(advice: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def clean_exit(note_failure: Callable[[str], None] = lambda text: None) -> Iterator[None]:
+def clean_exit(
+    note_failure: Callable[[str], None] = lambda text: None,
+) -> Iterator[None]:
     """Run the body, then end the process: 0 after a barrier, 1 with this rank's traceback last on the screen.
 
     Ends with os._exit: a gloo worker that frees a tensor while Python finalises aborts about one run in forty
@@ -117,7 +121,8 @@ def clean_exit(note_failure: Callable[[str], None] = lambda text: None) -> Itera
             try:
                 dist.barrier()
                 dist.destroy_process_group()
-            except RuntimeError as e:  # a rank that is through may have closed its connections
+            # a rank that is through may have closed its connections
+            except RuntimeError as e:
                 if not LEFT_PEER.search(str(e)):
                     raise
     except SystemExit as e:
@@ -127,7 +132,10 @@ def clean_exit(note_failure: Callable[[str], None] = lambda text: None) -> Itera
         explain(e)
     except Failed as e:
         code = 1
-        terminal.say(f"\nrank {rank()} of {world_size()} on {socket.gethostname()} failed:\n{e}", sys.stderr)
+        terminal.say(
+            f"\nrank {rank()} of {world_size()} on {socket.gethostname()} failed:\n{e}",
+            sys.stderr,
+        )
     except BaseException as e:
         code = 1
         _tell(e, note_failure)
@@ -148,18 +156,26 @@ def _tell(error: BaseException, note_failure: Callable[[str], None]) -> None:
             signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
         time.sleep(20)
     note_failure(text)
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun prints what is in there as the root cause
+    # torchrun prints what is in there as the root cause
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)
     told = told_by(error)
     if told:
-        said = problem(told, Path.cwd(), "use another disk, with the run directory moved there")
+        said = problem(
+            told, Path.cwd(), "use another disk, with the run directory moved there"
+        )
         text = f"{said} (the traceback is in error-rank-{rank()}.txt of the run directory, if it took it)\n"
-    print(f"\nrank {rank()} of {world_size()} failed:\n{text}", file=sys.stderr, flush=True)
+    print(
+        f"\nrank {rank()} of {world_size()} failed:\n{text}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def lost_peers(error: BaseException) -> bool:
     """Check whether this rank fails because another one has ended."""
     lost = isinstance(error, RuntimeError) and LOST_PEER.search(str(error)) is not None
-    return lost and out_of_memory.said_by(error) is None  # NCCL may be what found no memory
+    # NCCL may be what found no memory
+    return lost and out_of_memory.said_by(error) is None

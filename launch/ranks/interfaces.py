@@ -60,7 +60,10 @@ def nccl_interfaces(nccl: str, interfaces: Sequence[str]) -> list[str]:
     listed = [name for name in nccl[len(sign) :].split(",") if name]
 
     def meant(interface: str) -> bool:
-        return any(interface == name if "=" in sign else interface.startswith(name) for name in listed)
+        return any(
+            interface == name if "=" in sign else interface.startswith(name)
+            for name in listed
+        )
 
     return [interface for interface in interfaces if meant(interface) != ("^" in sign)]
 
@@ -80,7 +83,9 @@ def check_named(environ: Mapping[str, str]) -> None:
         raise ProblemsError(problems)
 
 
-def _no_interface(variable: str, value: str, missing: str, there: Sequence[str]) -> Problem:
+def _no_interface(
+    variable: str, value: str, missing: str, there: Sequence[str]
+) -> Problem:
     came = f"{variable}={value} on {socket.gethostname()}, which has no interface {missing}"
     fix = "name the one that the machines share, or unset it"
     return Problem(variable, came, f"it has {some(there)}", fix)
@@ -92,7 +97,9 @@ def interfaces_with_address() -> list[str]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
-                fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                fcntl.ioctl(
+                    probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15])
+                )
                 found.append(name)
     return found
 
@@ -102,7 +109,9 @@ def check_own_address(environ: Mapping[str, str]) -> None:
     name = socket.gethostname()
     if GLOO not in environ and is_loopback(name):
         came = f"{name}, this machine's own name, resolves to {resolved(name) or 'nothing'}"
-        rule = "ranks on other machines would connect to themselves (gloo listens there)"
+        rule = (
+            "ranks on other machines would connect to themselves (gloo listens there)"
+        )
         fix = f"set {GLOO} to the interface that the machines share, e.g. eth0, or correct /etc/hosts"
         raise ProblemsError([Problem(GLOO, came, rule, fix)])
 
@@ -116,5 +125,7 @@ def is_loopback(host: str) -> bool:
 def resolved(host: str) -> str | None:
     """Return the first address of a name; None if it does not resolve."""
     with contextlib.suppress(OSError, UnicodeError):
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]).partition("%")[0]
+        return str(
+            socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+        ).partition("%")[0]
     return None

@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from launch.console import quiet, terminal
-from launch.ranks import ending, interfaces, launch_environment, orphans, processes, start_up
+from launch.ranks import (
+    ending,
+    interfaces,
+    launch_environment,
+    orphans,
+    processes,
+    start_up,
+)
 from launch.ranks.meeting import Meeting
 from recipes.refused_by_system import take_file_handles
 
@@ -93,11 +100,15 @@ def take_environment(meeting: Meeting) -> None:
 
     Call it early: libraries read them when they are imported.
     """
-    theirs = launch_environment.carried(meeting.from_rank_0(launch_environment.carried(os.environ)))
+    theirs = launch_environment.carried(
+        meeting.from_rank_0(launch_environment.carried(os.environ))
+    )
     lacking = {name: value for name, value in theirs.items() if name not in os.environ}
     os.environ.update(lacking)
     if lacking and processes.local_rank() == 0:
-        terminal.say(f"{socket.gethostname()} has from rank 0's machine: {', '.join(sorted(lacking))}")
+        terminal.say(
+            f"{socket.gethostname()} has from rank 0's machine: {', '.join(sorted(lacking))}"
+        )
 
 
 def own_place() -> tuple[str, str] | None:

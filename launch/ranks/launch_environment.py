@@ -22,7 +22,8 @@ DEFAULT_PORT = 29500  # torchrun's and deepspeed's
 FIRST_PORT = 15_000
 PORTS = 16_000
 PORTS_PER_JOB = 8
-STEPS = 0xFFFF_0000  # Slurm numbers steps below; from there on are the batch script and other shells
+# Slurm numbers steps below; from there on are the batch script and other shells
+STEPS = 0xFFFF_0000
 
 # Beginnings of what every rank needs alike. Not every launcher carries it to other machines (deepspeed 0.19.8
 # takes along what begins with PYTHON, NCCL, UCX, MV2 or MLFLOW). No tokens: ranks talk in the open.
@@ -36,11 +37,14 @@ NOT_CARRIED = ("TOKEN", "MEGARECIPES_LOCAL_RANK", "NCCL_HOSTID")
 _KINDS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{kind}" for kind in _KINDS)
 MVAPICH = tuple(f"MV2_COMM_WORLD_{kind}" for kind in _KINDS)
-PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # of hydra: MPICH and Intel MPI
+# of hydra: MPICH and Intel MPI
+PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 CRAY = ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
-OF_A_LAUNCH = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")  # the same on all ranks of an mpirun
+# the same on all ranks of an mpirun
+OF_A_LAUNCH = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 PLACES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # what torchrun and deepspeed set, both
-LAUNCHES = ("GROUP_WORLD_SIZE", "CROSS_SIZE")  # over how many of its own a torchrun or deepspeed launches
+# over how many of its own a torchrun or deepspeed launches
+LAUNCHES = ("GROUP_WORLD_SIZE", "CROSS_SIZE")
 # How an MPI learns where rank 0 is.
 ADDRESSED = {
     "Open MPI": "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500",
@@ -133,13 +137,17 @@ def started(environ: Environ) -> LaunchStart | None:
     slurm = _slurm(environ)
     place = (environ.get("PMI_RANK"), environ.get("PMI_SIZE"))
     # Set by `srun --mpi=pmi2` as well, which says the same.
-    if place != (None, None) and not (slurm and place == (str(slurm.rank), str(slurm.size))):
+    if place != (None, None) and not (
+        slurm and place == (str(slurm.rank), str(slurm.size))
+    ):
         names = CRAY if "PMI_LOCAL_RANK" in environ else PMI
         return _mpi(environ, "mpiexec", names)
     if slurm is None and "PMIX_RANK" in environ:
         rule = "it does not say how many ranks there are"
         fix = "start with mpirun, srun, torchrun or deepspeed, or unset PMIX_RANK"
-        raise _refused("PMIX_RANK", f"PMIX_RANK={environ['PMIX_RANK']} alone", rule, fix)
+        raise _refused(
+            "PMIX_RANK", f"PMIX_RANK={environ['PMIX_RANK']} alone", rule, fix
+        )
     return slurm
 
 
@@ -154,8 +162,14 @@ def carried(environ: Environ) -> dict[str, str]:
 
 def flight_recorder(environ: Environ, directory: Path) -> dict[str, str]:
     """Return variables that switch torch's Flight Recorder on, without those that the user has set."""
-    values = zip(FLIGHT_RECORDER.items(), ("2000", str(directory.absolute() / COLLECTIVES), "1"), strict=True)
-    return {name: value for (name, older), value in values if not {name, older} & {*environ}}
+    values = zip(
+        FLIGHT_RECORDER.items(),
+        ("2000", str(directory.absolute() / COLLECTIVES), "1"),
+        strict=True,
+    )
+    return {
+        name: value for (name, older), value in values if not {name, older} & {*environ}
+    }
 
 
 def sees_own_device(environ: Environ, visible: Iterable[str]) -> bool:
@@ -167,7 +181,9 @@ def sees_own_device(environ: Environ, visible: Iterable[str]) -> bool:
     if "SLURM_GPUS_PER_TASK" in environ or not binding.startswith("none"):
         return True
     named = [environ[name].split(",") for name in visible if name in environ]
-    return not any(name in environ for name in LAUNCHES) and any(len(devices) == 1 for devices in named)
+    return not any(name in environ for name in LAUNCHES) and any(
+        len(devices) == 1 for devices in named
+    )
 
 
 def forgotten_srun(environ: Environ) -> str | None:
@@ -175,9 +191,7 @@ def forgotten_srun(environ: Environ) -> str | None:
     tasks = environ.get("SLURM_NTASKS", "")
     if "SLURM_JOB_ID" not in environ or not tasks.isdigit() or int(tasks) < 2:
         return None
-    return (
-        f"this is one process, in a job of {tasks} tasks (SLURM_NTASKS): `srun python …` starts one for each"
-    )
+    return f"this is one process, in a job of {tasks} tasks (SLURM_NTASKS): `srun python …` starts one for each"
 
 
 def first_host(written: str) -> str:
@@ -199,7 +213,12 @@ def _slurm(environ: Environ) -> LaunchStart | None:
     if not step.isdigit() or int(step) >= STEPS:
         if environ.get("SLURM_PROCID", "0") != "0":
             came = f"SLURM_PROCID={environ['SLURM_PROCID']} without SLURM_STEP_ID"
-            raise _refused("SLURM_STEP_ID", came, "this is not the only task, and srun sets both", _PASS_ON)
+            raise _refused(
+                "SLURM_STEP_ID",
+                came,
+                "this is not the only task, and srun sets both",
+                _PASS_ON,
+            )
         return None
     # The others are the job's, and not the step's, under `srun --preserve-env`.
     tasks = _set_one(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
@@ -209,14 +228,23 @@ def _slurm(environ: Environ) -> LaunchStart | None:
     size, rank, local_rank, node = _whole(environ, "srun", names)
     each = tasks_per_node(environ.get(counts, str(size)))
     named = f"{tasks}={size}, SLURM_PROCID={rank}"
-    if node >= len(each) or sum(each) != size or rank >= size or local_rank >= each[node]:
+    if (
+        node >= len(each)
+        or sum(each) != size
+        or rank >= size
+        or local_rank >= each[node]
+    ):
         came = f"{named}, SLURM_LOCALID={local_rank}, SLURM_NODEID={node}, {counts}={environ.get(counts)}"
         raise _refused("SLURM_NTASKS", came, "they contradict each other", _PASS_ON)
     several = first_host(environ[nodes]) if environ.get(nodes) else None
     job = environ.get("SLURM_JOB_ID", "")
-    launch = int(job) * PORTS_PER_JOB + int(step) % PORTS_PER_JOB if job.isdigit() else None
+    launch = (
+        int(job) * PORTS_PER_JOB + int(step) % PORTS_PER_JOB if job.isdigit() else None
+    )
     address = LOOPBACK if len(each) == 1 else several
-    return LaunchStart("srun", named, rank, size, local_rank, each[node], address, _port(launch))
+    return LaunchStart(
+        "srun", named, rank, size, local_rank, each[node], address, _port(launch)
+    )
 
 
 def _set_one(environ: Environ, of_step: str, of_job: str) -> str:
@@ -229,7 +257,9 @@ def _mpi(environ: Environ, by: str, names: Sequence[str]) -> LaunchStart:
     named = f"{names[0]}={rank}, {names[1]}={size}"
     if rank >= size or local_rank >= local_size or local_size > size:
         came = f"{named}, {names[2]}={local_rank}, {names[3]}={local_size}"
-        raise _refused(names[0], came, "they contradict each other", f"start with {by} alone")
+        raise _refused(
+            names[0], came, "they contradict each other", f"start with {by} alone"
+        )
     of_a_launch = next((environ[name] for name in OF_A_LAUNCH if name in environ), None)
     number = zlib.crc32(of_a_launch.encode()) if of_a_launch else None
     port = _port(number)
@@ -252,15 +282,24 @@ def _check_launcher(environ: Environ, start: LaunchStart) -> None:
         )
         raise _refused("WORLD_SIZE", came, rule, fix)
     if launches == world == str(start.size) and rank != str(start.rank):
-        raise _refused("RANK", f"RANK={rank} with {start.named}", f"{start.by} says {start.rank}", unset)
+        raise _refused(
+            "RANK",
+            f"RANK={rank} with {start.named}",
+            f"{start.by} says {start.rank}",
+            unset,
+        )
 
 
 def _whole(environ: Environ, by: str, names: Sequence[str]) -> list[int]:
     """Read the whole numbers that `by` sets, all of them. Raises ProblemsError."""
     given = {name: environ.get(name, "") for name in names}
-    wrong = [name for name, text in given.items() if not re.fullmatch("[0-9]{1,9}", text)]
+    wrong = [
+        name for name, text in given.items() if not re.fullmatch("[0-9]{1,9}", text)
+    ]
     if wrong:
-        came = ", ".join(f"{name}={given[name]!r}" if given[name] else f"no {name}" for name in wrong)
+        came = ", ".join(
+            f"{name}={given[name]!r}" if given[name] else f"no {name}" for name in wrong
+        )
         rule = f"{by} sets {', '.join(names)} to whole numbers"
         fix = f"pass on all that {by} sets, into containers too, or unset what is left of it"
         raise _refused(wrong[0], came, rule, fix)

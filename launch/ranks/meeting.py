@@ -36,8 +36,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 SAY_AFTER_S = 20.0  # that others are awaited
 MAKING = timedelta(days=2)  # the longest work of rank 0 in `once`
-SETTLE_S = 5.0  # before a death is reported: meanwhile this rank may notice it, or a launcher end this rank
-LEAVE_S = 5.0  # rank 0, which may serve the store, waits so long for others to hear why all end
+# before a death is reported: meanwhile this rank may notice it, or a launcher end this rank
+SETTLE_S = 5.0
+# rank 0, which may serve the store, waits so long for others to hear why all end
+LEAVE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ class Meeting:
         self._secrets = [cache.default_directory(), place or Path.cwd()]
         self._exchanges = self._handed = 0
         self._connections: dict[int, Connection] = {}
-        self._heard: dict[tuple[str, int], Any] = {}  # by name of the exchange, and rank
+        # by name of the exchange, and rank
+        self._heard: dict[tuple[str, int], Any] = {}
         self._left: set[int] = set()  # ranks that end in order
         self._over = False
         self._changed = threading.Condition()
@@ -121,7 +124,8 @@ class Meeting:
             value = make()
             self._tell(name, form.dump_python(value, mode="json"))
             return value
-        refusal = _refusal_of_rank_0(self._exchanges + 1)  # in the `settle` that this is a part of
+        # in the `settle` that this is a part of
+        refusal = _refusal_of_rank_0(self._exchanges + 1)
         heard, told = self._hear([(name, 0), (refusal, 0)], MAKING)
         if heard == (refusal, 0):
             raise ValueError(told)
@@ -155,7 +159,8 @@ class Meeting:
         """Exchange refusals; return whether there is one, which rank 0 has printed."""
         name = self._next()
         if rank() == 0 and own is not None:
-            self._tell(_refusal_of_rank_0(self._exchanges), own)  # for those that wait in `once`
+            # for those that wait in `once`
+            self._tell(_refusal_of_rank_0(self._exchanges), own)
         told = self._gather(f"{name}, refusals", (socket.gethostname(), own), patience)
         if rank() != 0:
             refused = bool(self._hear([(name, 0)], patience)[1])
@@ -176,7 +181,9 @@ class Meeting:
         if rank() != 0:
             self._tell(name, value)
             return [value]
-        others = [self._hear([(name, other)], patience)[1] for other in range(1, world_size())]
+        others = [
+            self._hear([(name, other)], patience)[1] for other in range(1, world_size())
+        ]
         return [value, *others]
 
     def _next(self) -> str:
@@ -190,17 +197,22 @@ class Meeting:
         """Send the value to rank 0; rank 0 sends it to all others."""
         self._send(list(self._connections), "value", name, value)
 
-    def _send(self, others: Collection[int], kind: Kind, key: str = "", value: Any = None) -> None:
+    def _send(
+        self, others: Collection[int], kind: Kind, key: str = "", value: Any = None
+    ) -> None:
         if not others:  # one process
             return
         from launch.ranks.connection import Message
 
         text = Message(kind, key, value).encoded()
         for other in others:
-            with contextlib.suppress(OSError):  # it has ended, which its connection tells
+            # it has ended, which its connection tells
+            with contextlib.suppress(OSError):
                 self._connections[other].send(text)
 
-    def _hear(self, wanted: list[tuple[str, int]], patience: timedelta) -> tuple[tuple[str, int], Any]:
+    def _hear(
+        self, wanted: list[tuple[str, int]], patience: timedelta
+    ) -> tuple[tuple[str, int], Any]:
         """Wait for the first of the values, of an exchange from a rank. Raises ProblemsError: none came."""
 
         def arrived() -> list[tuple[str, int]]:
@@ -283,7 +295,9 @@ class Meeting:
     def _notice_end(self, other: int) -> None:
         """End this rank after the death of another one, unless that one, or this one, ends in order."""
         if other not in self._left and not self._over:
-            threading.Thread(target=self._end_after_death, args=(other,), daemon=True).start()
+            threading.Thread(
+                target=self._end_after_death, args=(other,), daemon=True
+            ).start()
 
     def _end_after_death(self, other: int) -> None:
         time.sleep(SETTLE_S)
@@ -292,7 +306,8 @@ class Meeting:
         if other != 0 or rank() == 1:
             who = self.places.get(other, f"rank {other}")
             terminal.say(
-                f"\n{who} has ended: what it or its machine said last tells why; all ranks end\n", sys.stderr
+                f"\n{who} has ended: what it or its machine said last tells why; all ranks end\n",
+                sys.stderr,
             )
             sys.stderr.flush()
         self._send(list(self._connections), "death")
@@ -322,7 +337,9 @@ class Meeting:
         for told in self._gather("places", PLACE.dump_python(own), TIMEOUT):
             place = PLACE.validate_python(told)
             self.places[place.rank] = place
-        first, attempt = self.from_rank_0((PLACE.dump_python(own), secrets.token_hex(8)))
+        first, attempt = self.from_rank_0(
+            (PLACE.dump_python(own), secrets.token_hex(8))
+        )
         self.places[0] = PLACE.validate_python(first)
         self.store = PrefixStore(attempt, store)
 

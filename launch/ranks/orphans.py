@@ -16,7 +16,8 @@ from launch.console import terminal
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LOOK_EVERY_S = 1.0
-LAUNCHERS = {"TORCHELASTIC_RUN_ID", "CROSS_RANK"}  # what only torchrun and deepspeed set
+# what only torchrun and deepspeed set
+LAUNCHERS = {"TORCHELASTIC_RUN_ID", "CROSS_RANK"}
 
 
 def end_with_launcher() -> None:
@@ -28,14 +29,22 @@ def end_with_launcher() -> None:
     parent = os.getppid()
     with contextlib.suppress(OSError, AttributeError):  # a system without prctl
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if parent == 1 and LAUNCHERS & {*os.environ} and not re.search("torch|deepspeed", command_of(1)):
+    if (
+        parent == 1
+        and LAUNCHERS & {*os.environ}
+        and not re.search("torch|deepspeed", command_of(1))
+    ):
         parent = 0  # it was killed already; unless it is a container's first process
-    grandparent = parent_of(parent) if "deepspeed.launcher.launch" in command_of(parent) else None
+    grandparent = (
+        parent_of(parent) if "deepspeed.launcher.launch" in command_of(parent) else None
+    )
     threading.Thread(target=_look, args=(parent, grandparent), daemon=True).start()
 
 
 def _look(parent: int, grandparent: int | None) -> None:
-    while os.getppid() == parent and (grandparent is None or parent_of(parent) == grandparent):
+    while os.getppid() == parent and (
+        grandparent is None or parent_of(parent) == grandparent
+    ):
         time.sleep(LOOK_EVERY_S)
     with contextlib.suppress(OSError):  # the screen may be gone with the launcher
         terminal.say("the launcher has ended: so does this rank", sys.stderr)
@@ -45,7 +54,12 @@ def _look(parent: int, grandparent: int | None) -> None:
 def command_of(pid: int) -> str:
     """Return the command line of a process; "" if it is gone or the system does not say."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+        return (
+            Path(f"/proc/{pid}/cmdline")
+            .read_bytes()
+            .decode(errors="replace")
+            .replace("\0", " ")
+        )
     return ""
 
 

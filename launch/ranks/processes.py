@@ -38,8 +38,10 @@ VARIABLES = {
     "LOCAL_SIZE": (1, 10**6),
     "MASTER_PORT": (1, 65535),
 }
-DEVICE_FILES = ("nvidiactl", "kfd", "dxg", "dri", "accel", "davinci*")  # as in the Makefile
-TIMEOUT = datetime.timedelta(minutes=30)  # that ranks wait for each other: at the start, in a collective
+# as in the Makefile
+DEVICE_FILES = ("nvidiactl", "kfd", "dxg", "dri", "accel", "davinci*")
+# that ranks wait for each other: at the start, in a collective
+TIMEOUT = datetime.timedelta(minutes=30)
 UNSET = "start with deepspeed, torchrun, srun, mpirun or python; unset what a shell or a job script has set"
 # As a launcher said it, once LOCAL_RANK is the number of the only device that this rank sees; DeepSpeed and
 # accelerate take LOCAL_RANK for that.
@@ -72,7 +74,10 @@ def several_machines() -> bool:
 
 def one_machine() -> bool:
     """Check whether all ranks of this launch are on this machine."""
-    near = os.environ.get("MASTER_ADDR", "localhost") in ("localhost", launch_environment.LOOPBACK)
+    near = os.environ.get("MASTER_ADDR", "localhost") in (
+        "localhost",
+        launch_environment.LOOPBACK,
+    )
     return near or local_world_size() == world_size()
 
 
@@ -89,16 +94,22 @@ def check_launch(start: bool) -> None:
     needs all variables; a plan needs none. Raises ProblemsError for bad or missing variables, or a taken
     port.
     """
-    os.environ.update(launch_environment.missing_variables(os.environ, at_terminal=os.isatty(0)))
+    os.environ.update(
+        launch_environment.missing_variables(os.environ, at_terminal=os.isatty(0))
+    )
     problems = []
     for name, (least, most) in VARIABLES.items():
         written = os.environ.get(name)
-        if written is not None and not (WHOLE.fullmatch(written) and least <= int(written) <= most):
+        if written is not None and not (
+            WHOLE.fullmatch(written) and least <= int(written) <= most
+        ):
             rule = f"a launcher sets a whole number from {least} to {most}"
             problems.append(Problem(name, f"{name}={written!r}", rule, UNSET))
     if not problems and "WORLD_SIZE" in os.environ and rank() >= world_size():
         came = f"RANK={rank()} with WORLD_SIZE={world_size()}"
-        problems.append(Problem("RANK", came, "ranks count from 0 to WORLD_SIZE - 1", UNSET))
+        problems.append(
+            Problem("RANK", came, "ranks count from 0 to WORLD_SIZE - 1", UNSET)
+        )
     needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in os.environ]
     launched = "RANK" in os.environ or world_size() > 1
@@ -127,7 +138,9 @@ def check_port(port: str) -> None:
         raise port_is_taken(port, error.strerror) from None
 
 
-def port_is_taken(port: str, because: str | None = "address already in use") -> ProblemsError:
+def port_is_taken(
+    port: str, because: str | None = "address already in use"
+) -> ProblemsError:
     """Make the refusal of a port at which rank 0 cannot listen."""
     rule = f"all processes of a launch meet there, and rank 0 cannot listen ({because}): does another run?"
     fix = (
@@ -179,7 +192,9 @@ def from_rank_0(own: T, group: ProcessGroup, form: Any = Any) -> T:
     return _value_of(text, form)
 
 
-def merged(own: T, merge: Callable[[T, T], T], group: ProcessGroup, form: Any = Any) -> T:
+def merged(
+    own: T, merge: Callable[[T, T], T], group: ProcessGroup, form: Any = Any
+) -> T:
     """Merge all ranks' values in rank order, two neighbours at a time; rank 0 gets the whole. Collective.
 
     The others get what they passed on: nobody hears more than log2(world) values. `form`: as in `gathered`.
@@ -193,7 +208,9 @@ def merged(own: T, merge: Callable[[T, T], T], group: ProcessGroup, form: Any = 
     while distance < world:
         if place % (2 * distance):
             text = _bytes_tensor(_text_of(own, form))
-            dist.send(torch.tensor([len(text)]), group=group, group_dst=place - distance)
+            dist.send(
+                torch.tensor([len(text)]), group=group, group_dst=place - distance
+            )
             dist.send(text, group=group, group_dst=place - distance)
             break
         if place + distance < world:
@@ -226,7 +243,9 @@ def _bytes_tensor(text: bytes) -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def start_processes(timeout: datetime.timedelta = TIMEOUT, store: Store | None = None) -> None:
+def start_processes(
+    timeout: datetime.timedelta = TIMEOUT, store: Store | None = None
+) -> None:
     """Join the process group of the launcher's environment; a plain `python` makes a group of one.
 
     `store`: of the ranks' meeting; None: torch's own at the launcher's address, or none for one process.
@@ -236,7 +255,9 @@ def start_processes(timeout: datetime.timedelta = TIMEOUT, store: Store | None =
     if "RANK" not in os.environ:
         place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         port = str(launch_environment.DEFAULT_PORT)  # at which nobody listens
-        os.environ.update(place, MASTER_ADDR=launch_environment.LOOPBACK, MASTER_PORT=port)
+        os.environ.update(
+            place, MASTER_ADDR=launch_environment.LOOPBACK, MASTER_PORT=port
+        )
         interfaces.stay_on_loopback()
 
     import deepspeed
@@ -251,13 +272,23 @@ def start_processes(timeout: datetime.timedelta = TIMEOUT, store: Store | None =
     if device().own_memory:
         index = take_device()
         backend = _accelerator().communication_backend_name()
-    bound = _accelerator().device(index) if backend == "nccl" and world_size() > 1 else None  # as DeepSpeed
+    # as DeepSpeed
+    bound = (
+        _accelerator().device(index) if backend == "nccl" and world_size() > 1 else None
+    )
     if world_size() == 1:
         store = dist.HashStore()  # at no port
     dist.init_process_group(
-        backend, store=store, rank=rank(), world_size=world_size(), timeout=timeout, device_id=bound
+        backend,
+        store=store,
+        rank=rank(),
+        world_size=world_size(),
+        timeout=timeout,
+        device_id=bound,
     )
-    deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
+    deepspeed.init_distributed(
+        backend, auto_mpi_discovery=False, verbose=False, timeout=timeout
+    )
 
 
 def switch_shared_memory_op_off() -> None:
@@ -286,10 +317,14 @@ def device() -> Device:
     """
     chosen = os.environ.get("DS_ACCELERATOR")
     no_other = not any(glob.glob(f"/dev/{name}") for name in DEVICE_FILES)
-    if "deepspeed" not in sys.modules and (chosen == "cpu" or (no_other and not chosen)):
+    if "deepspeed" not in sys.modules and (
+        chosen == "cpu" or (no_other and not chosen)
+    ):
         return HOST
     name = _accelerator().device_name()
-    return Device(name, not _accelerator().is_synchronized_device(), own_memory=name != "cpu")
+    return Device(
+        name, not _accelerator().is_synchronized_device(), own_memory=name != "cpu"
+    )
 
 
 def device_module() -> Any:
@@ -333,7 +368,8 @@ def take_device() -> int:
     if index != local:
         os.environ[OWN_LOCAL_RANK] = str(local)
         os.environ["LOCAL_RANK"] = str(index)
-        if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:  # DeepSpeed's engine insists that it is the same
+        # DeepSpeed's engine insists that it is the same
+        if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
             os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = str(index)
     _accelerator().set_device(index)
     return index
@@ -341,7 +377,11 @@ def take_device() -> int:
 
 def device_identity() -> tuple[str, str] | None:
     """Return this machine's name and its GPU's serial number (UUID), if any, to find ranks that share one."""
-    facts = device_module().get_device_properties(check_device()) if device().own_memory else None
+    facts = (
+        device_module().get_device_properties(check_device())
+        if device().own_memory
+        else None
+    )
     uuid = getattr(facts, "uuid", None)
     return None if uuid is None else (socket.gethostname(), str(uuid))
 
@@ -374,7 +414,9 @@ def share_cores() -> None:
 
     asked = os.environ.get("OMP_NUM_THREADS")
     if asked is None or (asked == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size()))
+        torch.set_num_threads(
+            max(1, len(os.sched_getaffinity(0)) // local_world_size())
+        )
 
 
 def keep_freed_memory() -> None:

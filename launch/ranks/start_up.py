@@ -62,7 +62,9 @@ def keep_compiled_code() -> None:
 
     Call it before torch imports its compiler, which then chooses a directory.
     """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.default_directory() / "compiled_code"))
+    os.environ.setdefault(
+        "TORCHINDUCTOR_CACHE_DIR", str(cache.default_directory() / "compiled_code")
+    )
 
 
 def postpone_collections() -> None:
@@ -83,7 +85,9 @@ def resume_collections() -> None:
 def first_launcher() -> int:
     """Return the first launcher above this process, or this process itself."""
     first = above = os.getpid()
-    while (parent := orphans.parent_of(above)) and LAUNCHER.match(orphans.command_of(parent)):
+    while (parent := orphans.parent_of(above)) and LAUNCHER.match(
+        orphans.command_of(parent)
+    ):
         first = above = parent
     return first
 

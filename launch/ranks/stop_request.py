@@ -34,7 +34,10 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                if (
+                    number == signal.SIGHUP
+                    and signal.getsignal(number) == signal.SIG_IGN
+                ):
                     continue  # nohup
                 self._previous[number] = signal.signal(number, self._receive)
         return self
@@ -42,7 +45,8 @@ class StopRequest:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        if error is not None and self.reason:  # the launcher is ending this rank because another one failed
+        # the launcher is ending this rank because another one failed
+        if error is not None and self.reason:
             setattr(error, AFTER_STOP_REQUEST, True)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -50,8 +54,10 @@ class StopRequest:
 
     def look(self) -> str:
         """Return the reason to stop, of REASONS. Rank 0 looks for the file and removes it."""
-        if rank() == 0 and os.path.exists(self._stop_file):  # False where a file system does not answer
-            with contextlib.suppress(OSError):  # a directory, or another user's: a resumed run says so
+        # False where a file system does not answer
+        if rank() == 0 and os.path.exists(self._stop_file):
+            # a directory, or another user's: a resumed run says so
+            with contextlib.suppress(OSError):
                 self._stop_file.unlink()  # so that a resumed run does not stop at once
             self.reason = STOP_FILE
         return self.reason

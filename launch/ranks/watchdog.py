@@ -37,7 +37,8 @@ from recipes.problems import some
 HANGING = 4  # exit code
 STACKS = "hang-rank-{}.txt"
 USUAL_STEPS = 5  # a step may take so many times what steps usually take
-LONG = 25  # times run.hang_after, for what is no usual step; of a minute, just under the collectives' 30
+# times run.hang_after, for what is no usual step; of a minute, just under the collectives' 30
+LONG = 25
 ANSWER_S = 10.0  # the most for an answer
 REMEMBERED = 20  # steps
 SILENCE = "does not answer: its process is stopped, or its machine or network is down"
@@ -76,7 +77,9 @@ class Status:
         return self.step, [*Phase].index(self.phase), self.passes
 
     def __str__(self) -> str:
-        passes = f" (forward passes: {self.passes})" if self.phase is Phase.COMPUTING else ""
+        passes = (
+            f" (forward passes: {self.passes})" if self.phase is Phase.COMPUTING else ""
+        )
         return f"step {self.step}, {self.phase.value}{passes} for {self.seconds:.0f} s"
 
 
@@ -89,7 +92,9 @@ class Watchdog:
     The loop calls `enter` and `advance`.
     """
 
-    def __init__(self, directory: Path | None, hang_after: float, meeting: Meeting | None = None) -> None:
+    def __init__(
+        self, directory: Path | None, hang_after: float, meeting: Meeting | None = None
+    ) -> None:
         """Take `hang_after` in seconds (run.hang_after); 0: nothing is watched.
 
         `directory`: of the run; None: nothing is kept. `meeting`: of all ranks; None: of one.
@@ -115,7 +120,8 @@ class Watchdog:
         now = time.monotonic()
         if phase is Phase.COMPUTING:
             self._began = now
-        if self._phase is Phase.COMPUTED and self._step > 1:  # the first step of a launch compiles
+        # the first step of a launch compiles
+        if self._phase is Phase.COMPUTED and self._step > 1:
             self._usual.append(now - self._began)
         if step is not None:
             self._step = step
@@ -148,11 +154,17 @@ class Watchdog:
         seconds = time.monotonic() - self._since
         stack = tuple(traceback.format_stack(main, SHOWN_FRAMES)) if main else ()
         overdue = seconds > self.limit()
-        return Status(self._rank, self._step, self._phase, self._passes, seconds, overdue, stack)
+        return Status(
+            self._rank, self._step, self._phase, self._passes, seconds, overdue, stack
+        )
 
     def limit(self) -> float:
         """Return the seconds that the current phase may take; a step that compiles is no usual one."""
-        if self._phase in (Phase.COMPUTING, Phase.COMPUTED) and self._usual and not compiles():
+        if (
+            self._phase in (Phase.COMPUTING, Phase.COMPUTED)
+            and self._usual
+            and not compiles()
+        ):
             return max(self._hang_after, USUAL_STEPS * statistics.median(self._usual))
         return LONG * self._hang_after
 
@@ -177,7 +189,8 @@ class Watchdog:
         looked = time.monotonic()
         while not self._ended.wait(tick):
             asleep = time.monotonic() - looked - tick
-            if asleep > 2 * tick:  # this process itself was stopped, and its clock was not
+            # this process itself was stopped, and its clock was not
+            if asleep > 2 * tick:
                 self._since += asleep
                 self._began += asleep
             # A silent rank is asked twice: its silence is sure when the phase is overdue.
@@ -192,19 +205,30 @@ class Watchdog:
         statuses |= self._ask(others - statuses.keys())
         silent = others - statuses.keys()
         statuses[self._rank] = self.status()
-        all_overdue = self._rank == 0 and all(status.overdue for status in statuses.values())
+        all_overdue = self._rank == 0 and all(
+            status.overdue for status in statuses.values()
+        )
         if self._ended.is_set() or not (silent or all_overdue):
             return
-        self._report("\n".join([*self._sentences(statuses, silent), *_stacks(statuses), self._advice()]))
+        self._report(
+            "\n".join(
+                [*self._sentences(statuses, silent), *_stacks(statuses), self._advice()]
+            )
+        )
         self._meeting.tell_hanging(others - silent)
         self._keep_stacks()
-        if self._rank:  # the others find rank 0 silent by themselves, and a launcher ends them after this one
+        # the others find rank 0 silent by themselves, and a launcher ends them after this one
+        if self._rank:
             time.sleep(3 * self._tick)
         os._exit(HANGING)
 
     def _ask(self, ranks: Collection[int]) -> dict[int, Status]:
-        answers: dict[int, Any] = self._meeting.ask(ranks, self._patience) if ranks else {}
-        return {other: STATUS.validate_python(answer) for other, answer in answers.items()}
+        answers: dict[int, Any] = (
+            self._meeting.ask(ranks, self._patience) if ranks else {}
+        )
+        return {
+            other: STATUS.validate_python(answer) for other, answer in answers.items()
+        }
 
     def _report(self, text: str) -> None:
         """Keep and print the report of a hang: rank 0's, or that of the first rank that finds it silent."""
@@ -230,7 +254,10 @@ class Watchdog:
         """Write all threads' stacks, and this rank's last collectives, into the run directory."""
         if self._directory is None:
             return
-        with contextlib.suppress(OSError), open(self._directory / STACKS.format(self._rank), "w") as file:
+        with (
+            contextlib.suppress(OSError),
+            open(self._directory / STACKS.format(self._rank), "w") as file,
+        ):
             faulthandler.dump_traceback(file)
         c10d = torch._C._distributed_c10d
         dump = getattr(c10d, "_dump_nccl_trace", getattr(c10d, "_dump_fr_trace", bytes))
@@ -239,19 +266,35 @@ class Watchdog:
 
     # --- what is printed
 
-    def _sentences(self, statuses: Mapping[int, Status], silent: Collection[int]) -> list[str]:
+    def _sentences(
+        self, statuses: Mapping[int, Status], silent: Collection[int]
+    ) -> list[str]:
         own = statuses[self._rank]
-        usual = f"; a step usually takes {statistics.median(self._usual):.2g} s" if self._usual else ""
-        where = "" if self._directory is None else f" in step {own.step}"  # without one, ranks run ahead
-        first = f"the run hangs{where} and is ended: {own.seconds:.0f} s without progress"
+        usual = (
+            f"; a step usually takes {statistics.median(self._usual):.2g} s"
+            if self._usual
+            else ""
+        )
+        # without one, ranks run ahead
+        where = "" if self._directory is None else f" in step {own.step}"
+        first = (
+            f"the run hangs{where} and is ended: {own.seconds:.0f} s without progress"
+        )
         lines = [f"{first} (run.hang_after={self._hang_after:g}{usual})"]
         places = self._meeting.places
         lines += [f"  {places[other]} {SILENCE}" for other in sorted(silent)]
         if not silent:
             least = min(status.progress for status in statuses.values())
-            behind = [other for other, status in sorted(statuses.items()) if status.progress == least]
+            behind = [
+                other
+                for other, status in sorted(statuses.items())
+                if status.progress == least
+            ]
             if len(behind) < len(statuses):
-                lines += [f"  {places[other]} is behind the others" for other in behind[:SHOWN_RANKS]]
+                lines += [
+                    f"  {places[other]} is behind the others"
+                    for other in behind[:SHOWN_RANKS]
+                ]
             else:
                 lines.append("  all ranks answer, and none is behind the others")
         return lines

@@ -21,7 +21,14 @@ from recipes.problems import counted
 from recipes.schema import Recipe
 
 # Facts of a plan that may change when a run is resumed.
-CHANGEABLE_FACTS = ("layout", "ds_name", "zero_stage", "offload", "precision", "padded_vocab")
+CHANGEABLE_FACTS = (
+    "layout",
+    "ds_name",
+    "zero_stage",
+    "offload",
+    "precision",
+    "padded_vocab",
+)
 # Keys of a recipe without a notice: a plan's facts show the first, and the others are remarks.
 SHOWN_BY_PLAN = ("parallel", "batch", "precision", "ds_config")
 REMARKS = ("title", "hardware", "published", "inferred", "differs", "unknown", "note")
@@ -66,7 +73,9 @@ def admit(
     except ValueError as error:
         lock.release()
         if isinstance(error, files.FileError):
-            raise ValueError(f"{error}: restore it, or name another directory with --out") from None
+            raise ValueError(
+                f"{error}: restore it, or name another directory with --out"
+            ) from None
         raise
     directory.checkpoints.mkdir(exist_ok=True)
     directory.write_origin(run)
@@ -75,12 +84,17 @@ def admit(
 
 
 def _admit_locked(
-    directory: RunDirectory, plan: Plan, resume: bool, newest: int | None, damaged: Sequence[tuple[Path, str]]
+    directory: RunDirectory,
+    plan: Plan,
+    resume: bool,
+    newest: int | None,
+    damaged: Sequence[tuple[Path, str]],
 ) -> tuple[bool, tuple[str, ...]]:
     """Return (resumed, notices)."""
     records = Records()
     if directory.recipe_yaml.exists():
-        records = read_metrics(directory.metrics_jsonl, problems=[])  # the recorder names broken lines
+        # the recorder names broken lines
+        records = read_metrics(directory.metrics_jsonl, problems=[])
     steps = records.steps
     if not (_has_checkpoints(directory) or steps or records.broken):
         # A start that failed before its first step left nothing to keep.
@@ -90,7 +104,9 @@ def _admit_locked(
     saved = directory.plan()
     changes = catalog.changes(saved.recipe, plan.recipe)
     if changes.refused:
-        differ = "".join(f"\n  {key}: {old} -> {new}" for key, old, new in changes.refused)
+        differ = "".join(
+            f"\n  {key}: {old} -> {new}" for key, old, new in changes.refused
+        )
         raise ValueError(
             f"{directory.path} holds a run of another recipe, and a run is never overwritten: name another "
             "directory with --out, or give these keys the values that are there (--steps N trains longer and "
@@ -120,7 +136,10 @@ def _has_checkpoints(directory: RunDirectory) -> bool:
 
 
 def _refuse_lost(
-    directory: RunDirectory, recipe: Recipe, damaged: Sequence[tuple[Path, str]], records: Records
+    directory: RunDirectory,
+    recipe: Recipe,
+    damaged: Sequence[tuple[Path, str]],
+    records: Records,
 ) -> None:
     """Refuse a run with records whose checkpoints are damaged, gone or were never wanted.
 
@@ -133,7 +152,11 @@ def _refuse_lost(
             f"--resume: no checkpoint in {directory.path} is whole, and its steps are not thrown away: "
             f"restore one of them from a copy, {elsewhere}{named}"
         )
-    result = files.read_json_object(directory.result_json) if directory.result_json.exists() else {}
+    result = (
+        files.read_json_object(directory.result_json)
+        if directory.result_json.exists()
+        else {}
+    )
     ended = result.get("status") in ("ok", RECORDS_LOST)
     was_saved = any(not save.problem for save in records.saves)
     if was_saved or (ended and recipe.run.save_last):
@@ -148,7 +171,9 @@ def _refuse_lost(
         )
 
 
-def _rename_metrics(directory: RunDirectory, records: Records, first: int) -> tuple[str, ...]:
+def _rename_metrics(
+    directory: RunDirectory, records: Records, first: int
+) -> tuple[str, ...]:
     """Rename the metrics of a run that was killed before its first save; return notices.
 
     `first`: steps before its own.
@@ -159,7 +184,9 @@ def _rename_metrics(directory: RunDirectory, records: Records, first: int) -> tu
     aside = unused_name(directory.metrics_jsonl)
     directory.metrics_jsonl.rename(aside)
     last = records.steps[-1].step if records.steps else 0
-    ended = f"it ended after step {last}, before its first save was complete, and {again}"
+    ended = (
+        f"it ended after step {last}, before its first save was complete, and {again}"
+    )
     return (f"{ended}; what it recorded is kept in {aside.name}",)
 
 
@@ -169,7 +196,9 @@ def _refuse_strangers(directory: RunDirectory) -> None:
         return
     empty = () if _has_checkpoints(directory) else (directory.checkpoints.name,)
     names = sorted(entry.name for entry in directory.path.iterdir())
-    strangers = [name for name in names if not left_by_a_crash(name) and name not in empty]
+    strangers = [
+        name for name in names if not left_by_a_crash(name) and name not in empty
+    ]
     if strangers:
         raise ValueError(
             f"{directory.path} holds {counted(len(strangers), 'file')} such as {strangers[0]}, but no run: "
@@ -177,12 +206,22 @@ def _refuse_strangers(directory: RunDirectory) -> None:
         )
 
 
-def _notices_of_changes(saved: Plan, plan: Plan, of_recipe: Sequence[catalog.Change]) -> tuple[str, ...]:
+def _notices_of_changes(
+    saved: Plan, plan: Plan, of_recipe: Sequence[catalog.Change]
+) -> tuple[str, ...]:
     """Return notices of all differences between this launch and the one before."""
     # Through JSON, since a saved plan has lists where a new one has tuples.
     there, now = (json.loads(json.dumps(plan_to_json(each))) for each in (saved, plan))
-    facts = [change for change in differences(there, now) if is_part(change[0], CHANGEABLE_FACTS)]
-    facts += [change for change in of_recipe if not is_part(change[0], (*SHOWN_BY_PLAN, *REMARKS))]
+    facts = [
+        change
+        for change in differences(there, now)
+        if is_part(change[0], CHANGEABLE_FACTS)
+    ]
+    facts += [
+        change
+        for change in of_recipe
+        if not is_part(change[0], (*SHOWN_BY_PLAN, *REMARKS))
+    ]
     notices = [f"resumed with {key}: {old} -> {new}" for key, old, new in facts]
     config = differences(there["ds"], now["ds"])
     if config:

@@ -22,19 +22,44 @@ from recipes.tiny import tiny as shrink
 
 # Fields whose change is no deviation: they change no number, or are stated in another way.
 NO_DEVIATION = (
-    *("title", "note", "published", "hardware", "inferred", "differs", "unknown", "run", "ds_config"),
+    *(
+        "title",
+        "note",
+        "published",
+        "hardware",
+        "inferred",
+        "differs",
+        "unknown",
+        "run",
+        "ds_config",
+    ),
     *("parallel", "batch.micro", "batch.accumulation", "branch"),
 )
 # Fields that --tiny makes smaller: the deviation "tiny" covers them. Its other changes are stated.
-SHRUNK = ("model", "sequence_length", "batch", "steps", "schedule", "activation_checkpointing", "data")
+SHRUNK = (
+    "model",
+    "sequence_length",
+    "batch",
+    "steps",
+    "schedule",
+    "activation_checkpointing",
+    "data",
+)
 # Fields whose remarks in a recipe ("differs", "unknown") do not hold for the tiny run.
 REPLACED = (
-    *("model.layers", "model.hidden", "model.heads", "model.vocab_size", "model.positions"),
+    *(
+        "model.layers",
+        "model.hidden",
+        "model.heads",
+        "model.vocab_size",
+        "model.positions",
+    ),
     *("sequence_length", "batch", "steps", "data", "parallel"),
 )
 # Keys that change the amount of work: a ratio would compare two things.
 SAME_WORK = ("model", "sequence_length", "batch.global", "activation_checkpointing")
-DEGREES = {"tp": "tensor", "pp": "pipeline"}  # of the layout -> of a JSON's `parallel` section
+# of the layout -> of a JSON's `parallel` section
+DEGREES = {"tp": "tensor", "pp": "pipeline"}
 REASONS = {
     "tiny": "tiny, another model",
     "unreadable": "the recipe cannot be read",
@@ -68,7 +93,8 @@ class Deviation:
     """One difference between a run and its recipe."""
 
     kind: str  # key of `SENTENCES`
-    key: str = ""  # of the recipe; for "status" the status, for "notice" the notice's key
+    # of the recipe; for "status" the status, for "notice" the notice's key
+    key: str = ""
     was: Any = None
     is_: Annotated[Any, Field(alias="is")] = None  # the run's value, or a remark on it
 
@@ -114,24 +140,35 @@ def _differences(run: RunFacts, steps: int) -> Iterator[Deviation]:  # noqa: C90
         yield Deviation("steps", "steps", recipe.steps, steps)
 
 
-def _changed_fields(original: Recipe, recipe: Recipe, tiny: bool) -> Iterator[Deviation]:
+def _changed_fields(
+    original: Recipe, recipe: Recipe, tiny: bool
+) -> Iterator[Deviation]:
     """Yield changed fields; fields that --tiny makes smaller are compared with the shrunk recipe."""
-    own, small, used = (_fields(each) for each in (original, shrink(original) if tiny else original, recipe))
+    own, small, used = (
+        _fields(each)
+        for each in (original, shrink(original) if tiny else original, recipe)
+    )
     for key in {**own, **small, **used}:
-        written, shrunk, value = (fields.get(key, "absent") for fields in (own, small, used))
+        written, shrunk, value = (
+            fields.get(key, "absent") for fields in (own, small, used)
+        )
         if is_part(key, NO_DEVIATION):
             continue
         if written != shrunk and is_part(key, SHRUNK):
             if value != shrunk:
                 yield Deviation("shrunk", key, shrunk, value)
         elif value != written:
-            yield Deviation("raised" if value == shrunk else "recipe", key, written, value)  # optimizer.lr
+            # optimizer.lr
+            yield Deviation(
+                "raised" if value == shrunk else "recipe", key, written, value
+            )
 
 
 def _fields(recipe: Recipe) -> dict[str, Any]:
     """Map the dotted key of every leaf to its value."""
     fields = recipe.compared()
-    fields["schedule"]["decay_steps"] = recipe.decay_steps  # null means the same schedule
+    # null means the same schedule
+    fields["schedule"]["decay_steps"] = recipe.decay_steps
     return dict(flatten(fields))
 
 
@@ -146,18 +183,30 @@ def _changed_layout(reference: Recipe, plan: Plan, tiny: bool) -> Iterator[Devia
     for key, value in asked.items():
         used = getattr(plan.layout, key.partition(".")[2])
         if value is not None and used != value:
-            yield Deviation("recipe" if own.get(key) == value else "shrunk", key, value, used)
+            yield Deviation(
+                "recipe" if own.get(key) == value else "shrunk", key, value, used
+            )
 
 
 def _stated_layout(reference: Recipe) -> dict[str, int | None]:
     parallel = reference.parallel
     batch = reference.batch
     # The ds_config or the launcher chooses a degree that the recipe does not state.
-    degrees = {key: degree for key, degree in parallel.degrees.items() if degree is not None}
-    stated: dict[str, int | None] = {f"parallel.{key}": degree for key, degree in degrees.items()}
+    degrees = {
+        key: degree for key, degree in parallel.degrees.items() if degree is not None
+    }
+    stated: dict[str, int | None] = {
+        f"parallel.{key}": degree for key, degree in degrees.items()
+    }
     shares: tuple[int | None, int | None] | Problem = (batch.micro, batch.accumulation)
     if parallel.dp is not None and shares != (None, None):
-        shares = share_batch(batch.micro, batch.accumulation, batch.global_, parallel.dp, parallel.pp or 1)
+        shares = share_batch(
+            batch.micro,
+            batch.accumulation,
+            batch.global_,
+            parallel.dp,
+            parallel.pp or 1,
+        )
     if not isinstance(shares, Problem):
         stated |= dict(zip(("batch.micro", "batch.accumulation"), shares, strict=True))
     return stated
@@ -167,14 +216,20 @@ def _stated_layout(reference: Recipe) -> dict[str, int | None]:
 class Incomparable:
     """The reason why the numbers of a run cannot be compared with its row."""
 
-    reason: Literal["tiny", "unreadable", "other", "emulated"]  # of `REASONS`, or other work by `keys`
+    # of `REASONS`, or other work by `keys`
+    reason: Literal["tiny", "unreadable", "other", "emulated"]
     keys: tuple[str, ...] = ()
-    sharding: tuple[str, str] | None = None  # and offload, of the run and of the row, if "ds_config" is a key
+    # and offload, of the run and of the row, if "ds_config" is a key
+    sharding: tuple[str, str] | None = None
 
     def __str__(self) -> str:
         if self.reason in REASONS:
             return REASONS[self.reason]
-        used = f" ({self.sharding[0]}; the row's is {self.sharding[1]})" if self.sharding else ""
+        used = (
+            f" ({self.sharding[0]}; the row's is {self.sharding[1]})"
+            if self.sharding
+            else ""
+        )
         return f"other {', '.join(key + used if key == 'ds_config' else key for key in self.keys)}"
 
 
@@ -194,8 +249,12 @@ def not_comparable(
     sharded = (here, there) if there and here and there != here else None
     keys = [*changed_work(row, plan.recipe), *changed_degrees(row, plan.layout)]
     if keys or sharded:
-        return Incomparable("other", (*keys, *(["ds_config"] if sharded else [])), sharded)
-    return Incomparable("emulated") if emulated_fp16 and plan.precision == "fp16" else None
+        return Incomparable(
+            "other", (*keys, *(["ds_config"] if sharded else [])), sharded
+        )
+    return (
+        Incomparable("emulated") if emulated_fp16 and plan.precision == "fp16" else None
+    )
 
 
 def changed_work(row: Recipe, run: Recipe) -> list[str]:
@@ -213,9 +272,17 @@ def changed_degrees(row: Recipe, layout: Layout) -> list[str]:
     config = _config(row.ds_config)
     own = row.parallel.degrees
     for key, name in DEGREES.items():
-        written = (lookup(config, f"parallel.{part}{name}") for part in ("", "default_"))
-        own[key] = own[key] or next((degree for degree in written if isinstance(degree, int)), 1)
-    return [f"parallel.{key}" for key, degree in own.items() if degree not in (None, getattr(layout, key))]
+        written = (
+            lookup(config, f"parallel.{part}{name}") for part in ("", "default_")
+        )
+        own[key] = own[key] or next(
+            (degree for degree in written if isinstance(degree, int)), 1
+        )
+    return [
+        f"parallel.{key}"
+        for key, degree in own.items()
+        if degree not in (None, getattr(layout, key))
+    ]
 
 
 def sharding(config: Mapping[str, Any]) -> str | None:

@@ -62,7 +62,15 @@ class Launch:
         started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         how = (run.name, run.tiny, run.emulated_fp16)
         where = os.getcwd()
-        return cls(started, tuple(command), where, *how, facts, run.machine, run.initial_weights)
+        return cls(
+            started,
+            tuple(command),
+            where,
+            *how,
+            facts,
+            run.machine,
+            run.initial_weights,
+        )
 
     @classmethod
     def read(cls, entry: Mapping[str, Any], where: Path) -> Launch:
@@ -115,10 +123,14 @@ class RunDirectory:
     @property
     def of_another_kind(self) -> list[Path]:
         """The files that should be folders, the folders that should be files, pipes and broken links."""
-        places = (place for place in vars(RunDirectory).values() if isinstance(place, _Place))
+        places = (
+            place for place in vars(RunDirectory).values() if isinstance(place, _Place)
+        )
         found = ((self.path / place.name, place.folder) for place in places)
         return [
-            p for p, folder in found if os.path.lexists(p) and not (p.is_dir() if folder else p.is_file())
+            p
+            for p, folder in found
+            if os.path.lexists(p) and not (p.is_dir() if folder else p.is_file())
         ]
 
     def write_description(self, plan: Plan, launches: Sequence[Launch]) -> None:
@@ -126,7 +138,10 @@ class RunDirectory:
         write_atomically(self.recipe_yaml, catalog.dump(plan.recipe))
         write_atomically(self.ds_config_json, _json(plan.ds))
         write_atomically(self.plan_json, _json(plan_to_json(plan)))
-        write_atomically(self.environment_json, _json({"launches": [launch.entry() for launch in launches]}))
+        write_atomically(
+            self.environment_json,
+            _json({"launches": [launch.entry() for launch in launches]}),
+        )
 
     def write_origin(self, run: RunFacts) -> None:
         """Write the recipe as its table has it, and the DeepSpeed JSON as it was given."""
@@ -148,13 +163,19 @@ class RunDirectory:
             return []
         path = self.environment_json
         entries = files.read_json_object(path).get("launches", [])
-        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-            files.refuse(path, "launches is no list of objects", "it has one for every launch")
+        if not isinstance(entries, list) or not all(
+            isinstance(entry, dict) for entry in entries
+        ):
+            files.refuse(
+                path, "launches is no list of objects", "it has one for every launch"
+            )
         return [Launch.read(entry, path) for entry in entries]
 
     def plan(self) -> Plan:
         """Read the plan of the newest launch. Raises FileError."""
-        return files.checked(PLAN, files.read_json_object(self.plan_json), self.plan_json)
+        return files.checked(
+            PLAN, files.read_json_object(self.plan_json), self.plan_json
+        )
 
     def close(self) -> None:
         """Release the lock, so that another process may resume this run."""

@@ -16,8 +16,10 @@ from launch.machine import description
 from recipes.schema import Recipe
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-Parts = dict[str, Finite | None]  # of a loss, by the names of `launch.records.metrics.PART_NAMES`
-RECORDS_LOST = "records lost"  # status of a run that is trained and saved, but not recorded as a whole
+# of a loss, by the names of `launch.records.metrics.PART_NAMES`
+Parts = dict[str, Finite | None]
+# status of a run that is trained and saved, but not recorded as a whole
+RECORDS_LOST = "records lost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,8 @@ class StepRecord:
     rank_seconds_median: Finite | None = None
     rank_seconds_max: Finite | None = None
     slowest_rank: int | None = None
-    parts: Parts = field(default_factory=dict)  # of the loss (`modeling.bert.LOSS_PARTS`)
+    # of the loss (`modeling.bert.LOSS_PARTS`)
+    parts: Parts = field(default_factory=dict)
     profiled: bool = False  # torch's profiler made it slower
     time: float = 0.0
     kind: Literal["step"] = "step"
@@ -68,8 +71,10 @@ class Corruption:
     rank: int
     host: str
     kind: str  # of `launch.checkpoints.engine_state.Buffer`, or "batch"
-    tensors: tuple[str, ...]  # canonical names; where blocks of bits are shared, neighbours too
-    among_copies: bool  # they differ from other ranks' copies, and may have been wrong from the start
+    # canonical names; where blocks of bits are shared, neighbours too
+    tensors: tuple[str, ...]
+    # they differ from other ranks' copies, and may have been wrong from the start
+    among_copies: bool
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,10 @@ class TaskScore:
     files: tuple[str, ...] = ()  # of the submission, in RUN/predictions/SPLIT
 
     def __str__(self) -> str:
-        shown = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in self.metrics.items()]
+        shown = [
+            f"{name.replace('_', ' ')} {value:.4f}"
+            for name, value in self.metrics.items()
+        ]
         broken = f", {self.broken} broken ones left out" if self.broken else ""
         return f"{', '.join(shown) or 'labels are hidden'} ({self.examples:,} examples{broken})"
 
@@ -136,9 +144,11 @@ class RunFacts:
     emulated_fp16: bool = False
     data: Mapping[str, Any] = field(default_factory=dict)
     entropies: Entropies = Entropies()
-    band_kernel: str | None = None  # the kernel of banded layers; None: all layers are dense
+    # the kernel of banded layers; None: all layers are dense
+    band_kernel: str | None = None
     ds_config: Path | None = None  # the DeepSpeed JSON as it was given
-    initial_weights: Mapping[str, Any] | None = None  # their directory, and what was said of them
+    # their directory, and what was said of them
+    initial_weights: Mapping[str, Any] | None = None
     recipe_of: Path | None = None  # the run whose recipe was taken
 
     @property
@@ -183,7 +193,9 @@ class SilentRecorder:
     def step(self, record: StepRecord) -> None:
         """Take a completed optimizer step, with its figures and times."""
 
-    def validation(self, step: int, outcome: Validation, kind: str = "validation") -> None:
+    def validation(
+        self, step: int, outcome: Validation, kind: str = "validation"
+    ) -> None:
         """Take the loss on held-out text after `step` steps; `kind` "test": on the test split."""
 
     def save(self, saved: SaveOutcome) -> None:

@@ -23,31 +23,56 @@ LINE = 1.4  # distance of lines of text in the margin, in font sizes
 
 
 def plot_loss(
-    records: Records, out_png: Path, reference_lines: Mapping[str, float], title: str = "", per: str = "token"
+    records: Records,
+    out_png: Path,
+    reference_lines: Mapping[str, float],
+    title: str = "",
+    per: str = "token",
 ) -> None:
     """Draw training loss, its moving average, validation points and reference lines.
 
     Of a BERT it draws the masked-token loss. `reference_lines`: label -> nats, such as the entropies of a
     uniform and a unigram model; `per`: the unit of the loss: token, masked token or example.
     """
-    train, validation = (curve(each, records.part) for each in (records.steps, records.validations))
+    train, validation = (
+        curve(each, records.part) for each in (records.steps, records.validations)
+    )
     # Figure and canvas by hand: pyplot would keep a global state and ask for a display.
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     if train:
         steps, losses = zip(*train, strict=True)
-        axes.plot(steps, losses, linewidth=0.6, alpha=0.5, color="tab:blue", label="training, each step")
+        axes.plot(
+            steps,
+            losses,
+            linewidth=0.6,
+            alpha=0.5,
+            color="tab:blue",
+            label="training, each step",
+        )
         label = average_label(len(losses))
-        axes.plot(steps, moving_average(losses), linewidth=1.8, color="tab:blue", label=label)
+        axes.plot(
+            steps, moving_average(losses), linewidth=1.8, color="tab:blue", label=label
+        )
     if validation:
-        axes.plot(*zip(*validation, strict=True), "o-", markersize=4, color="tab:orange", label="validation")
+        axes.plot(
+            *zip(*validation, strict=True),
+            "o-",
+            markersize=4,
+            color="tab:orange",
+            label="validation",
+        )
     for left in records.branches:
         mark_branch(axes, left.branch)
-    for value, style in zip(reference_lines.values(), itertools.cycle(("--", ":", "-.")), strict=False):
+    for value, style in zip(
+        reference_lines.values(), itertools.cycle(("--", ":", "-.")), strict=False
+    ):
         axes.axhline(value, linestyle=style, color="gray", linewidth=1)
     write_in_margin(
-        axes, [(value, f"{label} {value:.2f}") for label, value in reference_lines.items()], "gray"
+        axes,
+        [(value, f"{label} {value:.2f}") for label, value in reference_lines.items()],
+        "gray",
     )
     axes.xaxis.set_major_locator(step_ticks())
     axes.set_xlabel("optimizer step")
@@ -66,8 +91,12 @@ def mark_branch(axes: Axes, branch: Branch) -> None:
     text = f"branch of {Path(branch.run).name} from step {branch.step:,} on: {changes or 'nothing changed'}"
     label = textwrap.fill(text, LABEL_WIDTH, max_lines=LABEL_LINES, placeholder=" …")
     across = axes.get_xaxis_transform()
-    how: dict[str, Any] = dict(rotation=90, ha="right", va="bottom", ma="left", fontsize=7)
-    axes.text(branch.step, 0.01, f"{label} ", transform=across, color="tab:green", **how)
+    how: dict[str, Any] = dict(
+        rotation=90, ha="right", va="bottom", ma="left", fontsize=7
+    )
+    axes.text(
+        branch.step, 0.01, f"{label} ", transform=across, color="tab:green", **how
+    )
 
 
 def moving_average(values: Sequence[float]) -> list[float]:
@@ -101,18 +130,24 @@ def step_ticks() -> MaxNLocator:
     return MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True)
 
 
-def write_in_margin(axes: Axes, labels: Sequence[tuple[float, str]], color: str, size: float = 9) -> None:
+def write_in_margin(
+    axes: Axes, labels: Sequence[tuple[float, str]], color: str, size: float = 9
+) -> None:
     """Write each text at its height on the y axis, right of the axes and without overlaps.
 
     An arrow marks a value above or below the axis. Call it after everything is drawn.
     """
     low, high = axes.get_ylim()
-    found = sorted(((min(max((y - low) / (high - low), 0), 1), y, text) for y, text in labels), reverse=True)
+    found = sorted(
+        ((min(max((y - low) / (high - low), 0), 1), y, text) for y, text in labels),
+        reverse=True,
+    )
     rows = max((1 + text.count("\n") for _, _, text in found), default=1)
     figure = axes.get_figure(root=True)
     assert figure is not None
     inches = axes.get_window_extent().height / figure.dpi
-    gap = LINE * size * rows / 72 / inches  # between two middles, as a share of the height
+    # between two middles, as a share of the height
+    gap = LINE * size * rows / 72 / inches
     heights: list[float] = []
     for height, _, _ in found:  # down, away from each one above
         heights.append(min([height, *(above - gap for above in heights[-1:])]))
@@ -120,7 +155,13 @@ def write_in_margin(axes: Axes, labels: Sequence[tuple[float, str]], color: str,
     for index in reversed(range(len(heights))):  # and up again, from the lower edge
         heights[index] = max(heights[index], lowest)
         lowest = heights[index] + gap
-    at: dict[str, Any] = {"xycoords": "axes fraction", "xytext": (5, 0), "textcoords": "offset points"}
+    at: dict[str, Any] = {
+        "xycoords": "axes fraction",
+        "xytext": (5, 0),
+        "textcoords": "offset points",
+    }
     for height, (_, y, text) in zip(heights, found, strict=True):
         arrow = " ↑" if y > high else " ↓" if y < low else ""
-        axes.annotate(f"{text}{arrow}", (1, height), fontsize=size, color=color, va="center", **at)
+        axes.annotate(
+            f"{text}{arrow}", (1, height), fontsize=size, color=color, va="center", **at
+        )

@@ -20,7 +20,14 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from data.durable_files import write_atomically
-from launch.records.facts import Finite, Parts, RunFacts, SaveOutcome, StepRecord, finite
+from launch.records.facts import (
+    Finite,
+    Parts,
+    RunFacts,
+    SaveOutcome,
+    StepRecord,
+    finite,
+)
 from recipes import files
 from recipes.layout import Layout
 from recipes.schema import Branch
@@ -32,8 +39,23 @@ PART_NAMES = dict(
     accuracy="accuracy",
 )
 # What a line of metrics.jsonl says of every step.
-STEP_KEYS = ("loss", "skipped", "seconds", "launch_step", "peak_memory_bytes", "memory_kind")
-START_PARTS = ("launcher", "imports", "data", "records", "engine", "weights", "first_step")
+STEP_KEYS = (
+    "loss",
+    "skipped",
+    "seconds",
+    "launch_step",
+    "peak_memory_bytes",
+    "memory_kind",
+)
+START_PARTS = (
+    "launcher",
+    "imports",
+    "data",
+    "records",
+    "engine",
+    "weights",
+    "first_step",
+)
 MOST_NAMED = 5  # broken lines of one file in a report
 MOST_LINE = 2**20  # bytes
 
@@ -115,8 +137,10 @@ class StartRecord:
 
     step: int
     launcher: Finite  # until deepspeed or torchrun had started this process
-    imports: Finite  # of the libraries, with the checks of recipe, configuration and run directory
-    data: Finite  # vocabulary and tokens, from the cache or new; choice of the checkpoint to resume
+    # of the libraries, with the checks of recipe, configuration and run directory
+    imports: Finite
+    # vocabulary and tokens, from the cache or new; choice of the checkpoint to resume
+    data: Finite
     records: Finite  # the plan on the screen and the files of the run
     engine: Finite  # weights, DeepSpeed's engine, compiled ops
     weights: Finite  # a checkpoint loaded, or the initial weights validated
@@ -132,9 +156,14 @@ class StartRecord:
 
     def __str__(self) -> str:
         named = {"weights": "checkpoint" if self.step > 1 else "first validation"}
-        parts = {named.get(part, part.replace("_", " ")): getattr(self, part) for part in START_PARTS}
+        parts = {
+            named.get(part, part.replace("_", " ")): getattr(self, part)
+            for part in START_PARTS
+        }
         shown = ", ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items())
-        apart = f"; besides, {self.compiling:.1f} s of compiling" if self.compiling else ""
+        apart = (
+            f"; besides, {self.compiling:.1f} s of compiling" if self.compiling else ""
+        )
         return f"{self.seconds:.1f} s from launch to first step: {shown}{apart}"
 
 
@@ -148,8 +177,17 @@ class BranchRecord:
     kind: Literal["branch"] = "branch"
 
 
-Record = BranchRecord | LaunchRecord | StartRecord | StepRecord | ValidationRecord | SaveRecord | Note
-OF_PARENT = ("branch", "launch", "step", "validation")  # kinds of records that a branch takes along
+Record = (
+    BranchRecord
+    | LaunchRecord
+    | StartRecord
+    | StepRecord
+    | ValidationRecord
+    | SaveRecord
+    | Note
+)
+# kinds of records that a branch takes along
+OF_PARENT = ("branch", "launch", "step", "validation")
 # Kind of a record -> its form, and its field in `Records`.
 _KINDS: dict[str, tuple[TypeAdapter[Any], str]] = {
     "branch": (TypeAdapter(BranchRecord), "branches"),
@@ -190,7 +228,10 @@ class Records:
     @property
     def part(self) -> str:
         """The field of the loss per token: "mlm_loss" of a BERT, else "loss"."""
-        every = (*(step.parts for step in self.steps), *(each.parts for each in self.validations))
+        every = (
+            *(step.parts for step in self.steps),
+            *(each.parts for each in self.validations),
+        )
         return "mlm_loss" if any("mlm_loss" in parts for parts in every) else "loss"
 
 
@@ -211,14 +252,29 @@ def stretches(records: Records) -> list[Stretch]:
     """Group the run's own steps by their settings, in order; launches without a step do not count."""
 
     def how(record: StepRecord) -> SpeedSettings | None:
-        return next((each.how for each in reversed(records.launches) if each.step < record.step), None)
+        return next(
+            (
+                each.how
+                for each in reversed(records.launches)
+                if each.step < record.step
+            ),
+            None,
+        )
 
-    return [Stretch(made, tuple(steps)) for made, steps in itertools.groupby(records.own_steps, how)]
+    return [
+        Stretch(made, tuple(steps))
+        for made, steps in itertools.groupby(records.own_steps, how)
+    ]
 
 
-def curve(records: Sequence[StepRecord | ValidationRecord], part: str = "loss") -> list[tuple[int, float]]:
+def curve(
+    records: Sequence[StepRecord | ValidationRecord], part: str = "loss"
+) -> list[tuple[int, float]]:
     """Return (step, nats) of the records with a finite loss, or with a finite `part` of it."""
-    found = ((record.step, record.loss if part == "loss" else record.parts.get(part)) for record in records)
+    found = (
+        (record.step, record.loss if part == "loss" else record.parts.get(part))
+        for record in records
+    )
     return [(step, value) for step, value in found if value is not None]
 
 
@@ -232,7 +288,10 @@ def to_line(record: Record) -> str:
     if isinstance(record, BranchRecord):
         values["branch"] = record.branch.model_dump(mode="json")
     first = {key: values.pop(key) for key in ("kind", "step", "loss") if key in values}
-    return json.dumps({**first, **values.pop("parts", {}), **values}, allow_nan=False) + "\n"
+    return (
+        json.dumps({**first, **values.pop("parts", {}), **values}, allow_nan=False)
+        + "\n"
+    )
 
 
 def from_line(line: bytes, where: str | Path, number: int) -> Record:
@@ -240,12 +299,23 @@ def from_line(line: bytes, where: str | Path, number: int) -> Record:
     values = files.parse_json(files.decode(line, where, number), where, number)
     kind = values.get("kind") if isinstance(values, dict) else None
     step = values.get("step") if isinstance(values, dict) else None
-    if not isinstance(kind, str) or kind not in _KINDS or type(step) is not int or step < 0:
-        files.refuse(where, "not a record of metrics, which has a kind and a step from 0", line=number)
+    if (
+        not isinstance(kind, str)
+        or kind not in _KINDS
+        or type(step) is not int
+        or step < 0
+    ):
+        files.refuse(
+            where,
+            "not a record of metrics, which has a kind and a step from 0",
+            line=number,
+        )
     if kind == "step":
         missing_keys = [key for key in STEP_KEYS if key not in values]
         if missing_keys:
-            files.refuse(where, f"a step without {', '.join(missing_keys)}", line=number)
+            files.refuse(
+                where, f"a step without {', '.join(missing_keys)}", line=number
+            )
     values["parts"] = {name: values[name] for name in PART_NAMES if name in values}
     record: Record = files.checked(_KINDS[kind][0], values, where, number)
     return record
@@ -268,7 +338,9 @@ def read_metrics(path: Path, problems: list[str] | None = None) -> Records:
     for once in ("steps", "validations", "tests"):
         last = {record.step: record for record in found[once]}
         found[once] = [last[step] for step in sorted(last)]
-    return Records(broken=bool(broken), **{field: tuple(each) for field, each in found.items()})
+    return Records(
+        broken=bool(broken), **{field: tuple(each) for field, each in found.items()}
+    )
 
 
 def truncate(path: Path, step: int, problems: list[str]) -> list[int]:
@@ -281,22 +353,37 @@ def truncate(path: Path, step: int, problems: list[str]) -> list[int]:
     broken: list[files.FileError] = []
     found: list[tuple[bytes, Record]] = []
     if step:
-        found = [(line, record) for line, record in _parsed(path, broken) if record.step <= step]
+        found = [
+            (line, record)
+            for line, record in _parsed(path, broken)
+            if record.step <= step
+        ]
     if broken:
         copy = unused_name(path)
         shutil.copyfile(path, copy)
-        problems += [*_left_out(path, broken), f"the file with these lines is kept as {copy}"]
+        problems += [
+            *_left_out(path, broken),
+            f"the file with these lines is kept as {copy}",
+        ]
     if path.exists():
         write_atomically(path, b"".join(line for line, _ in found).decode())
-    return missing((record for _, record in found if isinstance(record, StepRecord)), step)
+    return missing(
+        (record for _, record in found if isinstance(record, StepRecord)), step
+    )
 
 
 def begin_branch(path: Path, branch: Branch) -> None:
     """Write the records of the other run up to the branch, and where it is. Raises OSError."""
     theirs = Path(branch.run) / path.name
-    found = [(line, record) for line, record in _parsed(theirs, []) if record.kind in OF_PARENT]
+    found = [
+        (line, record)
+        for line, record in _parsed(theirs, [])
+        if record.kind in OF_PARENT
+    ]
     lines = [line.decode() for line, record in found if record.step <= branch.step]
-    write_atomically(path, "".join([*lines, to_line(BranchRecord(branch.step, branch, time.time()))]))
+    write_atomically(
+        path, "".join([*lines, to_line(BranchRecord(branch.step, branch, time.time()))])
+    )
 
 
 def missing(steps: Iterable[StepRecord], last: int) -> list[int]:
@@ -307,11 +394,16 @@ def missing(steps: Iterable[StepRecord], last: int) -> list[int]:
 
 def unused_name(path: Path) -> Path:
     """Return an unused name next to `path` for older metrics, which are kept."""
-    names = (path.with_name(f"metrics-before-{number}.jsonl") for number in itertools.count(1))
+    names = (
+        path.with_name(f"metrics-before-{number}.jsonl")
+        for number in itertools.count(1)
+    )
     return next(name for name in names if not name.exists())
 
 
-def _parsed(path: Path, broken: list[files.FileError]) -> Iterator[tuple[bytes, Record]]:
+def _parsed(
+    path: Path, broken: list[files.FileError]
+) -> Iterator[tuple[bytes, Record]]:
     """Yield each line with its record, without a torn last line; add the faults of others to `broken`."""
     if not path.exists():
         return
@@ -322,7 +414,8 @@ def _parsed(path: Path, broken: list[files.FileError]) -> Iterator[tuple[bytes, 
                     yield line, from_line(line, path, number)
             except files.FileError as error:
                 broken.append(error)
-    except files.FileError as error:  # an unreadable file or too long a line ends the reading
+    # an unreadable file or too long a line ends the reading
+    except files.FileError as error:
         broken.append(error)
 
 

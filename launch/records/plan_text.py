@@ -25,17 +25,22 @@ class Surroundings:
     """The lines next to a plan on the screen."""
 
     hardware: str
-    band_kernel: str | None = None  # of banded layers on this machine; None: all layers are dense
+    # of banded layers on this machine; None: all layers are dense
+    band_kernel: str | None = None
     run_directory: Path | None = None  # None: nothing is started
     data: Mapping[str, Any] | None = None  # the corpus' summary; None: not known yet
     text: str | None = None  # what is known of the text before it is read
     recipe_of: Path | None = None  # the run whose recipe was taken
-    started: int | None = None  # processes of this launch; None: not to be compared with the plan
-    memory: str | None = None  # of a process in words; None: its model states are counted
+    # processes of this launch; None: not to be compared with the plan
+    started: int | None = None
+    # of a process in words; None: its model states are counted
+    memory: str | None = None
     more: Iterable[tuple[str, str]] = ()
 
 
-def describe_plan(plan: Plan, name: str, surroundings: Surroundings, width: int | None = None) -> str:
+def describe_plan(
+    plan: Plan, name: str, surroundings: Surroundings, width: int | None = None
+) -> str:
     """Describe the plan in a block of aligned lines of `width` columns."""
     recipe = plan.recipe
     layout = plan.layout
@@ -44,11 +49,18 @@ def describe_plan(plan: Plan, name: str, surroundings: Surroundings, width: int 
     length = recipe.sequence_length
     parameters = cost.parameters(model, recipe.positions)
     apart = f" of {recipe.positions} positions" if recipe.positions > length else ""
-    asked = "" if surroundings.started in (None, layout.world) else ", planned; not started here"
+    asked = (
+        ""
+        if surroundings.started in (None, layout.world)
+        else ", planned; not started here"
+    )
     tensor = f"{layout.tp} tensor{' (and sequence)' * recipe.parallel.sequence}"
     degrees = f"{tensor} x {layout.pp} pipeline x {layout.dp} data parallel"
     chunks = f"chunks of {counted(recipe.checkpoint_interval, 'layer')}"
-    recomputed = {0: "attention's scores" if recipe.recomputes_core else "nothing", 1: "every layer"}
+    recomputed = {
+        0: "attention's scores" if recipe.recomputes_core else "nothing",
+        1: "every layer",
+    }
     shape = (
         f"{family_of(model)}, {counted(model.layers, 'layer')}"
         f"{' that share parameters' * model.shared_layers}, "
@@ -65,7 +77,11 @@ def describe_plan(plan: Plan, name: str, surroundings: Surroundings, width: int 
     tokens = f"{counted(recipe.steps - first, 'step')} = {read:,} tokens"
     ramp = recipe.batch.rampup
     grown = recipe.sizes.stretches[-1][0] + 1
-    growth = f" from step {grown:,} on, {ramp.start} at first, by {ramp.increment} more" if ramp else ""
+    growth = (
+        f" from step {grown:,} on, {ramp.start} at first, by {ramp.increment} more"
+        if ramp
+        else ""
+    )
     lines = [
         ("recipe", f"{name}: {recipe.title}"),
         *([("  taken from", surroundings.recipe_of)] if surroundings.recipe_of else []),
@@ -76,15 +92,26 @@ def describe_plan(plan: Plan, name: str, surroundings: Surroundings, width: int 
         ("layout", f"{degrees} = {counted(layout.world, 'process')}{asked}"),
         ("batch", f"{layout.identity()}{growth}"),
         ("precision", describe_precision(plan)),
-        ("ZeRO stage", f"{plan.zero_stage}, offload: {plan.offload}   ({plan.ds_name}.json)"),
+        (
+            "ZeRO stage",
+            f"{plan.zero_stage}, offload: {plan.offload}   ({plan.ds_name}.json)",
+        ),
         ("memory", surroundings.memory or describe_states(plan)),
         ("recomputed", recomputed.get(recipe.checkpoint_interval, chunks)),
         ("optimizer", f"{OPTIMIZERS[o.name]}, {rule}"),
         ("schedule", f"{describe_schedule(recipe)}; {tokens}"),
-        *([("data", describe_data(plan, surroundings.data))] if surroundings.data else []),
+        *(
+            [("data", describe_data(plan, surroundings.data))]
+            if surroundings.data
+            else []
+        ),
         *([("data", surroundings.text)] if surroundings.text else []),
         ("hardware", surroundings.hardware),
-        *([("run directory", surroundings.run_directory)] if surroundings.run_directory else []),
+        *(
+            [("run directory", surroundings.run_directory)]
+            if surroundings.run_directory
+            else []
+        ),
         *surroundings.more,
     ]
     notices = (wrapped(f"\n  ! {notice}", width) for notice in plan.notices)
@@ -108,7 +135,9 @@ def describe_precision(plan: Plan) -> str:
     over_batches = (plan.ds.get("data_types") or {}).get("grad_accum_dtype")
     over_ranks = plan.ds.get("communication_data_type")
     sums = ((over_batches, "micro-batches"), (over_ranks, "data-parallel ranks"))
-    longer = [what for dtype, what in sums if dtype == "fp32" and plan.precision != "fp32"]
+    longer = [
+        what for dtype, what in sums if dtype == "fp32" and plan.precision != "fp32"
+    ]
     summed = f", gradients summed over {' and '.join(longer)} in fp32" if longer else ""
     return f"{plan.precision}{summed}"
 
@@ -118,7 +147,11 @@ def describe_schedule(recipe: Recipe) -> str:
     s = recipe.schedule
     end = recipe.decay_steps
     last = counted(s.wsd_decay_steps or 0, "step")
-    shape = f", {s.wsd_decay_style or 'exponential'} over the last {last}" if s.kind == "wsd" else ""
+    shape = (
+        f", {s.wsd_decay_style or 'exponential'} over the last {last}"
+        if s.kind == "wsd"
+        else ""
+    )
     power = f", power {s.power:g}" if s.power else ""
     least = f", at least {s.min_lr:g}" if s.kind == "inverse_sqrt" else ""
     to = f", to {s.min_lr:g} at step {end}" if end else least
@@ -132,14 +165,20 @@ def describe_schedule(recipe: Recipe) -> str:
 def describe_states(plan: Plan) -> str:
     """Name the sizes of the model states on the fullest pipeline stage, by place."""
     at = model_states(plan)
-    places = ((at.gpu, "per process"), (at.host, "in host memory"), (at.nvme, "on NVMe"))
+    places = (
+        (at.gpu, "per process"),
+        (at.host, "in host memory"),
+        (at.nvme, "on NVMe"),
+    )
     sizes = "; ".join(f"{size / 1e9:.3g} GB {place}" for size, place in places if size)
     return f"model states of {sizes}, counted; launch/plan.py predicts the rest"
 
 
 def describe_data(plan: Plan, data: Mapping[str, Any]) -> str:
     """Name the source of the text, and the share of it that the run reads."""
-    tokens = f"{data['train_tokens']:,} training tokens, " if "train_tokens" in data else ""
+    tokens = (
+        f"{data['train_tokens']:,} training tokens, " if "train_tokens" in data else ""
+    )
     samples = plan.recipe.sizes_in_data.samples(plan.recipe.steps)
     epoch = data.get("samples_per_epoch")
     seen = f"{samples / epoch:.2f} epochs" if epoch else "streamed"
@@ -158,7 +197,10 @@ def describe_attention(model: Model, band_kernel: str | None) -> list[tuple[str,
     kinds = f"{which} see {model.attention_window} positions"
     if model.attention_columns:
         kinds += f", fixed ones a window and {model.attention_columns} columns of each before it"
-    return [("attention", kinds), *([("  sparse by", band_kernel)] if band_kernel else [])]
+    return [
+        ("attention", kinds),
+        *([("  sparse by", band_kernel)] if band_kernel else []),
+    ]
 
 
 def family_of(model: Model) -> str:
@@ -166,7 +208,11 @@ def family_of(model: Model) -> str:
     title = model.facts.title
     if not model.facts.masked:
         return title
-    head = "no sentence head" if model.sentence_head == "none" else f"{model.sentence_head.upper()} head"
+    head = (
+        "no sentence head"
+        if model.sentence_head == "none"
+        else f"{model.sentence_head.upper()} head"
+    )
     if model.task_head != "none":
         classes = "" if model.task_head == "span" else f" of {model.head_classes}"
         head = f"{model.task_head} head{classes}"
@@ -181,6 +227,8 @@ def titled(recipe: Recipe, original: Recipe) -> Recipe:
     family = recipe.model.facts.title
     parameters = cost.parameters(recipe.model, recipe.positions)
     packaged = "the State of the Union addresses"
-    data = " + ".join((origin.name or packaged).rstrip("/") for origin in recipe.data.origins)
+    data = " + ".join(
+        (origin.name or packaged).rstrip("/") for origin in recipe.data.origins
+    )
     title = f"{family} of {short(parameters)} parameters on {data}"
     return recipe.model_copy(update={"title": title})

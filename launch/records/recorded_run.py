@@ -50,7 +50,9 @@ class RecordedRun:
         given = next(at.ds_config_given.glob("*.json"), at.ds_config_json)
         ours = FOLDER / given.name
         same = ours.is_file() and ours.read_bytes() == given.read_bytes()
-        weights = next((each.initial_weights for each in launches if each.initial_weights), None)
+        weights = next(
+            (each.initial_weights for each in launches if each.initial_weights), None
+        )
         return cls(
             path,
             recipe,

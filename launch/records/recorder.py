@@ -25,7 +25,14 @@ from launch.machine.memory import peak_cached_bytes, peak_memory
 from launch.ranks.start_up import StartClock
 from launch.records import facts, metrics
 from launch.records.directory import RunDirectory
-from launch.records.facts import Ending, RunFacts, SaveOutcome, SilentRecorder, StepRecord, finite
+from launch.records.facts import (
+    Ending,
+    RunFacts,
+    SaveOutcome,
+    SilentRecorder,
+    StepRecord,
+    finite,
+)
 from launch.records.metrics import ValidationRecord, finite_parts
 from launch.records.plan_text import Surroundings, describe_plan
 from launch.records.result import Result, make_result, rates, write_result
@@ -33,9 +40,16 @@ from launch.records.result_text import result_text
 from recipes.problems import counted
 from recipes.refused_by_system import problem, told_by
 
-RANK_TIMES = ("rank_seconds_min", "rank_seconds_median", "rank_seconds_max", "slowest_rank")
+RANK_TIMES = (
+    "rank_seconds_min",
+    "rank_seconds_median",
+    "rank_seconds_max",
+    "slowest_rank",
+)
 ELSEWHERE = "move the run directory to another disk and --resume there"
-AGAIN = "once that is mended, the same command with --resume writes curve and result again"
+AGAIN = (
+    "once that is mended, the same command with --resume writes curve and result again"
+)
 Method = TypeVar("Method", bound=Callable[..., None])
 
 
@@ -84,7 +98,8 @@ class Recorder(SilentRecorder):
             problems.append(_lacking(directory.metrics_jsonl, self._missing))
         # Unbuffered: after a full disk, Python would write the rest of its buffer again at the end.
         self._file = open(directory.metrics_jsonl, "ab", buffering=0)  # noqa: SIM115 (closed by _close)
-        self._link = Path(f"/proc/self/fd/{self._file.fileno()}")  # leads to the file, wherever it is moved
+        # leads to the file, wherever it is moved
+        self._link = Path(f"/proc/self/fd/{self._file.fileno()}")
         self._place = os.readlink(self._link)
         self._unwritten = b""  # lines that the disk did not take
         self._lost: dict[str, str] = {}  # what is not whole -> the reason and the fix
@@ -94,8 +109,12 @@ class Recorder(SilentRecorder):
         self._events = SummaryWriter(folder, purge_step=purged, flush_secs=10)
         steps = run.plan.recipe.steps
         samples = self._sizes.samples
-        self._screen = screen(stream, start_step, steps, samples) if stream else Silent()
-        self._write(metrics.LaunchRecord(start_step, metrics.SpeedSettings.of(run), time.time()))
+        self._screen = (
+            screen(stream, start_step, steps, samples) if stream else Silent()
+        )
+        self._write(
+            metrics.LaunchRecord(start_step, metrics.SpeedSettings.of(run), time.time())
+        )
         for notice in directory.notices:
             self.say(notice)
         for each in problems:
@@ -135,7 +154,9 @@ class Recorder(SilentRecorder):
     @_guarded
     def step(self, record: StepRecord) -> None:
         step = record.step
-        assert step == self._step + 1, f"step {step} follows step {self._step}: the first completed step is 1"
+        assert step == self._step + 1, (
+            f"step {step} follows step {self._step}: the first completed step is 1"
+        )
         self._step = step
         record = replace(
             record,
@@ -149,7 +170,14 @@ class Recorder(SilentRecorder):
         )
         self._write(record)
         scale = ("loss_scale",) if self._run.plan.precision == "fp16" else ()
-        speed = ("seconds", "data_seconds", "samples_per_s", "tokens_per_s", "tflops", "exact_tflops")
+        speed = (
+            "seconds",
+            "data_seconds",
+            "samples_per_s",
+            "tokens_per_s",
+            "tflops",
+            "exact_tflops",
+        )
         self._event("train", record, ("loss", *record.parts, "lr", "grad_norm", *scale))
         self._event("speed", record, speed)
         self._event("ranks", record, RANK_TIMES)
@@ -162,14 +190,20 @@ class Recorder(SilentRecorder):
             self._screen.line(str(start))
 
     @_guarded
-    def validation(self, step: int, outcome: facts.Validation, kind: str = "validation") -> None:
+    def validation(
+        self, step: int, outcome: facts.Validation, kind: str = "validation"
+    ) -> None:
         parts = finite_parts(outcome.parts)
         loss = finite(outcome.loss)
-        record = ValidationRecord(step, loss, parts, time.time(), "test" if kind == "test" else "validation")
+        record = ValidationRecord(
+            step, loss, parts, time.time(), "test" if kind == "test" else "validation"
+        )
         self._write(record)
         self._event(kind, record, ("loss", *parts))
         names = metrics.PART_NAMES
-        shown = "".join(f", {names[name]} {value:.4f}" for name, value in outcome.parts.items())
+        shown = "".join(
+            f", {names[name]} {value:.4f}" for name, value in outcome.parts.items()
+        )
         self._screen.line(f"step {step}: {kind} loss {outcome.loss:.4f}{shown}")
 
     @_guarded
@@ -177,10 +211,15 @@ class Recorder(SilentRecorder):
         self._follow()
         self._write(metrics.SaveRecord(**vars(saved), time=time.time()))
         per_second = saved.bytes / saved.seconds
-        for name, value in (("blocking_seconds", saved.blocking_seconds), ("bytes_per_second", per_second)):
+        for name, value in (
+            ("blocking_seconds", saved.blocking_seconds),
+            ("bytes_per_second", per_second),
+        ):
             self._scalar(f"save/{name}", value, saved.step)
         if saved.problem:
-            self._screen.line(f"WARNING: no checkpoint of step {saved.step}: {saved.problem}")
+            self._screen.line(
+                f"WARNING: no checkpoint of step {saved.step}: {saved.problem}"
+            )
             return
         rate = f"{short(saved.bytes)}B at {short(per_second)}B/s"
         waited = f"training waited {saved.blocking_seconds:.2g} s"
@@ -191,7 +230,8 @@ class Recorder(SilentRecorder):
 
         Return whether all was recorded.
         """
-        self._lost.pop(str(self.directory.metrics_jsonl), None)  # it may become whole after all
+        # it may become whole after all
+        self._lost.pop(str(self.directory.metrics_jsonl), None)
         self._write_rest()
         self._close_screen()
         records = metrics.Records()
@@ -207,13 +247,17 @@ class Recorder(SilentRecorder):
             self._plot(records)
         self._close()
         if self._lost and ending.status == "ok":
-            ending = replace(ending, status=facts.RECORDS_LOST, reason=", ".join(self._lost))
+            ending = replace(
+                ending, status=facts.RECORDS_LOST, reason=", ".join(self._lost)
+            )
             result = self._write_result(ending, records)
         with self.keeping("the screen"):
             self._show_end(ending, result, stopped)
         return not self._lost
 
-    def _show_end(self, ending: Ending, result: Result | None, stopped: str | None) -> None:
+    def _show_end(
+        self, ending: Ending, result: Result | None, stopped: str | None
+    ) -> None:
         if self._stream is None:
             return
         width = terminal.columns(self._stream)
@@ -221,11 +265,16 @@ class Recorder(SilentRecorder):
         if ending.sample:
             sample = textwrap.indent(terminal.visible(ending.sample), "  ")
             text += ["\nsample", terminal.wrapped(sample, width, hang=0)]
-        text.append(f"\n{self.directory.path}: result.json, loss.png, metrics.jsonl{self._checkpoints()}")
+        text.append(
+            f"\n{self.directory.path}: result.json, loss.png, metrics.jsonl{self._checkpoints()}"
+        )
         if stopped:
             text.append(f"{stopped}; resume with the same command and --resume")
         if self._lost:
-            text += ["WARNING: not all was recorded, which changes no weight:", *self._lost.values()]
+            text += [
+                "WARNING: not all was recorded, which changes no weight:",
+                *self._lost.values(),
+            ]
         terminal.say("\n".join(text), self._stream)
 
     def _follow(self) -> None:
@@ -243,7 +292,9 @@ class Recorder(SilentRecorder):
         self.directory = now = dataclasses.replace(before, path=Path(place).parent)
         came = f"{before.path} was renamed while the run trains: its records are in {now.path}"
         fix = f"move {before.checkpoints}/* to {now.checkpoints}, and --resume with --out {now.path}"
-        self._lose(before.path, f"{came}, later checkpoints in {before.checkpoints}; {fix}")
+        self._lose(
+            before.path, f"{came}, later checkpoints in {before.checkpoints}; {fix}"
+        )
 
     def _show_plan(self) -> None:
         if self._stream is None:
@@ -251,11 +302,19 @@ class Recorder(SilentRecorder):
         run = self._run
         hardware = description.summary(self._run.machine)
         surroundings = Surroundings(
-            hardware, run.band_kernel, self.directory.path, run.data, recipe_of=run.recipe_of
+            hardware,
+            run.band_kernel,
+            self.directory.path,
+            run.data,
+            recipe_of=run.recipe_of,
         )
-        text = describe_plan(run.plan, run.name, surroundings, terminal.columns(self._stream))
+        text = describe_plan(
+            run.plan, run.name, surroundings, terminal.columns(self._stream)
+        )
         token = run.plan.recipe.model.predicted
-        beat = ", ".join(f"{kind} {nats:.4f}" for kind, nats in vars(run.entropies).items())
+        beat = ", ".join(
+            f"{kind} {nats:.4f}" for kind, nats in vars(run.entropies).items()
+        )
         to_beat = f"to beat on the validation text, in nats per {token}: {beat}"
         terminal.say(f"\n{text}\n\n{to_beat}\n", self._stream)
 
@@ -288,12 +347,22 @@ class Recorder(SilentRecorder):
 
     def _plot(self, records: metrics.Records) -> None:
         """Draw loss.png."""
-        os.environ.pop("MPLBACKEND", None)  # a notebook's, which fails outside of it, and nothing is shown
-        from launch.records.loss_plot import plot_loss  # with matplotlib, which no first step needs
+        # a notebook's, which fails outside of it, and nothing is shown
+        os.environ.pop("MPLBACKEND", None)
+        # with matplotlib, which no first step needs
+        from launch.records.loss_plot import plot_loss
 
         run = self._run
-        references = {kind: nats for kind, nats in vars(run.entropies).items() if nats is not None}
-        plot_loss(records, self.directory.loss_png, references, run.name, run.plan.recipe.model.predicted)
+        references = {
+            kind: nats for kind, nats in vars(run.entropies).items() if nats is not None
+        }
+        plot_loss(
+            records,
+            self.directory.loss_png,
+            references,
+            run.name,
+            run.plan.recipe.model.predicted,
+        )
 
     def _close(self) -> None:
         """Close screen and files; a second call does nothing."""
@@ -321,9 +390,13 @@ class Recorder(SilentRecorder):
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
-    def _event(self, group: str, record: StepRecord | ValidationRecord, names: tuple[str, ...]) -> None:
+    def _event(
+        self, group: str, record: StepRecord | ValidationRecord, names: tuple[str, ...]
+    ) -> None:
         for name in names:
-            value = record.parts[name] if name in record.parts else getattr(record, name)
+            value = (
+                record.parts[name] if name in record.parts else getattr(record, name)
+            )
             if value is not None:
                 self._scalar(f"{group}/{name}", value, record.step)
 

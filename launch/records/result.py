@@ -20,8 +20,22 @@ from data.durable_files import write_atomically
 from ds_configs.plan import Plan
 from launch.console.numbers import gigabytes, number
 from launch.records import metrics
-from launch.records.deviations import Deviation, Incomparable, deviations, not_comparable
-from launch.records.facts import Ending, Entropies, Finite, Parts, Peaks, RunFacts, StepRecord, TaskScore
+from launch.records.deviations import (
+    Deviation,
+    Incomparable,
+    deviations,
+    not_comparable,
+)
+from launch.records.facts import (
+    Ending,
+    Entropies,
+    Finite,
+    Parts,
+    Peaks,
+    RunFacts,
+    StepRecord,
+    TaskScore,
+)
 from launch.records.metrics import Records
 from modeling import cost
 from recipes import files
@@ -39,7 +53,8 @@ NOT_RECORDED = "what was not recorded"
 # Steps of a launch left out of its throughput: allocation, compilation and caches make them slower.
 WARMUP_STEPS = 5
 LEAST_OF_QUARTILES = 8  # steps
-LAST_STEPS = 10  # the final training loss is a mean over this many steps: one batch alone is noise
+# the final training loss is a mean over this many steps: one batch alone is noise
+LAST_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -76,7 +91,8 @@ class Speed:
     seconds_per_step: Finite | None = None  # the median of `steps` steps
     steps: int = 0
     left_out: int = 0  # first steps of each launch
-    quartiles_s: tuple[Finite, Finite] | None = None  # half of the steps lie between them; None: too few
+    # half of the steps lie between them; None: too few
+    quartiles_s: tuple[Finite, Finite] | None = None
     data_wait_share: Finite | None = None  # of the time of steps, 0 to 1
     samples_per_s: Finite | None = None
     tokens_per_s: Finite | None = None
@@ -90,7 +106,11 @@ class Speed:
         if self.quartiles_s:
             low, high = map(number, self.quartiles_s)
             half = f", half of them {low} to {high} s"
-        left_out = f", the first {self.left_out} of each launch left out" if self.left_out else ""
+        left_out = (
+            f", the first {self.left_out} of each launch left out"
+            if self.left_out
+            else ""
+        )
         return f"median of {counted(self.steps, 'step')}{half}{left_out}"
 
     def spread_of(self, rate: float | None) -> tuple[float, float] | None:
@@ -132,7 +152,8 @@ class Result:
     status: str  # as in `Ending`, like reason, sample and task_scores
     title: str = ""
     tiny: bool = False
-    implementation: str | None = None  # source of modules and loop: ours, or "transformers" with its version
+    # source of modules and loop: ours, or "transformers" with its version
+    implementation: str | None = None
     reason: str | None = None
     ds_config: str | None = None
     layout: Layout | None = None
@@ -143,7 +164,8 @@ class Result:
     activation_checkpointing: str | int | None = None
     sequence_parallel: bool = False
     parameters: int | None = None
-    parameters_summed_over_tp_ranks: int | None = None  # as Megatron-LM prints it: duplicates and padding too
+    # as Megatron-LM prints it: duplicates and padding too
+    parameters_summed_over_tp_ranks: int | None = None
     steps: int = 0  # including `skipped_steps` that the loss scaler skipped
     skipped_steps: int = 0
     losses: Losses = Losses()
@@ -152,7 +174,8 @@ class Result:
     memory: MemoryUse = MemoryUse()
     hardware: str | None = None
     deviations: tuple[Deviation, ...] = ()
-    not_comparable: Incomparable | None = None  # the reason for no ratios; None also if nothing was published
+    # the reason for no ratios; None also if nothing was published
+    not_comparable: Incomparable | None = None
     comparison: tuple[ComparedQuantity, ...] = ()
     published_source: str | None = None
     banded_attention_kernel: str | None = None  # None: all layers are dense
@@ -160,7 +183,8 @@ class Result:
     start: metrics.StartRecord | None = None  # of the last launch with a step
     task_scores: tuple[TaskScore, ...] = ()
     loss_per: str = "token"
-    branch: Branch | None = None  # the run that it goes on from; None: it began by itself
+    # the run that it goes on from; None: it began by itself
+    branch: Branch | None = None
     version: Literal[2] = 2
 
     @property
@@ -179,10 +203,15 @@ def rates(plan: Plan, seconds: float, samples: int | None = None) -> dict[str, A
     """
     recipe = plan.recipe
     samples = samples or plan.layout.global_batch
-    published, exact = cost.tflops(recipe, plan.padded_vocab, samples, seconds, plan.layout.world)
+    published, exact = cost.tflops(
+        recipe, plan.padded_vocab, samples, seconds, plan.layout.world
+    )
     tokens = samples * recipe.model.sequences * recipe.sequence_length
     return dict(
-        samples_per_s=samples / seconds, tokens_per_s=tokens / seconds, tflops=published, exact_tflops=exact
+        samples_per_s=samples / seconds,
+        tokens_per_s=tokens / seconds,
+        tflops=published,
+        exact_tflops=exact,
     )
 
 
@@ -195,18 +224,33 @@ def make_result(run: RunFacts, records: Records, ending: Ending) -> Result:
     *others, measured_over = metrics.stretches(records) or [metrics.Stretch(None, ())]
     # A finished run may be resumed with other settings, without a further step.
     how = metrics.SpeedSettings.of(run)
-    version = "" if how.implementation == OURS else f" {metadata.version(how.implementation)}"
+    version = (
+        "" if how.implementation == OURS else f" {metadata.version(how.implementation)}"
+    )
     elsewhere = bool(measured_over.how) and measured_over.how != how
     recorded = [record.peak_memory_bytes for record in measured_over.steps]
     peaks = ending.peaks or Peaks()
     peak = max(recorded if elsewhere else [peaks.bytes or 0, *recorded])
-    stated = [Deviation("status", ending.status, is_=ending.reason)] if ending.reason else []
+    stated = (
+        [Deviation("status", ending.status, is_=ending.reason)] if ending.reason else []
+    )
     stated += deviations(run, last)
-    stated += [Deviation("otherwise", str(each), is_=str(each.how or NOT_RECORDED)) for each in others]
-    stated += [Deviation("measured", str(measured_over), is_=str(measured_over.how))] if elsewhere else []
-    other = not_comparable(run.original or recipe, plan, tiny=run.tiny, emulated_fp16=run.emulated_fp16)
+    stated += [
+        Deviation("otherwise", str(each), is_=str(each.how or NOT_RECORDED))
+        for each in others
+    ]
+    stated += (
+        [Deviation("measured", str(measured_over), is_=str(measured_over.how))]
+        if elsewhere
+        else []
+    )
+    other = not_comparable(
+        run.original or recipe, plan, tiny=run.tiny, emulated_fp16=run.emulated_fp16
+    )
     tp = plan.layout.tp
-    per_rank = cost.parameters_per_rank(recipe.model, recipe.positions, plan.padded_vocab, tp)
+    per_rank = cost.parameters_per_rank(
+        recipe.model, recipe.positions, plan.padded_vocab, tp
+    )
     measured = Result(
         recipe=run.name,
         status=ending.status,
@@ -218,10 +262,16 @@ def make_result(run: RunFacts, records: Records, ending: Ending) -> Result:
         parameters_summed_over_tp_ranks=tp * per_rank,
         steps=last,
         skipped_steps=sum(record.skipped for record in steps),
-        losses=Losses(_training_loss(records.own_steps), _last(records.validations), _last(records.tests)),
+        losses=Losses(
+            _training_loss(records.own_steps),
+            _last(records.validations),
+            _last(records.tests),
+        ),
         entropies=run.entropies,
         speed=_speed(plan, measured_over.steps, elsewhere),
-        memory=MemoryUse(peak or None, steps[-1].memory_kind if steps else None, peaks.cached_bytes),
+        memory=MemoryUse(
+            peak or None, steps[-1].memory_kind if steps else None, peaks.cached_bytes
+        ),
         deviations=tuple(stated),
         not_comparable=other if recipe.published else None,
         published_source=recipe.published.source if recipe.published else None,
@@ -234,7 +284,10 @@ def make_result(run: RunFacts, records: Records, ending: Ending) -> Result:
         **{**vars(how), "implementation": how.implementation + version},
     )
     comparable = not other and not elsewhere
-    return replace(measured, comparison=compare_with(recipe.published, measured, comparable=comparable))
+    return replace(
+        measured,
+        comparison=compare_with(recipe.published, measured, comparable=comparable),
+    )
 
 
 def compare_with(
@@ -249,14 +302,26 @@ def compare_with(
         "samples_per_s": ("samples/s", result.speed.samples_per_s),
         "tflops": (unit, getattr(result.speed, key)),
         "cached_gb": ("GB per GPU", gigabytes(result.memory.cached_bytes)),
-        "parameters": ("summed over tensor-parallel ranks", result.parameters_summed_over_tp_ranks),
+        "parameters": (
+            "summed over tensor-parallel ranks",
+            result.parameters_summed_over_tp_ranks,
+        ),
         "oom": ("", result.status == "OOM"),
     }
     compared = []
     for quantity, (unit, value) in measured.items():
         printed = getattr(published, quantity)
-        both = comparable and printed is not None and value is not None and quantity != "oom"
-        compared.append(ComparedQuantity(quantity, unit, printed, value, value / printed if both else None))
+        both = (
+            comparable
+            and printed is not None
+            and value is not None
+            and quantity != "oom"
+        )
+        compared.append(
+            ComparedQuantity(
+                quantity, unit, printed, value, value / printed if both else None
+            )
+        )
     return tuple(compared)
 
 
@@ -264,7 +329,10 @@ def _training_loss(steps: Sequence[StepRecord]) -> TrainingLoss:
     last = steps[-LAST_STEPS:]
     if not last:
         return TrainingLoss()
-    parts = {name: _mean([record.parts.get(name) for record in last]) for name in last[-1].parts}
+    parts = {
+        name: _mean([record.parts.get(name) for record in last])
+        for name in last[-1].parts
+    }
     return TrainingLoss(_mean([record.loss for record in last]), parts, len(last))
 
 
@@ -275,7 +343,11 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _last(records: Sequence[metrics.ValidationRecord]) -> HeldOutLoss | None:
-    return HeldOutLoss(records[-1].loss, records[-1].parts, records[-1].step) if records else None
+    return (
+        HeldOutLoss(records[-1].loss, records[-1].parts, records[-1].step)
+        if records
+        else None
+    )
 
 
 class SteadySeconds(NamedTuple):
@@ -297,7 +369,9 @@ def steady_seconds(steps: Sequence[StepRecord]) -> SteadySeconds | None:
         steady = [record.seconds for record in late if not record.profiled]
         if len(steady) >= LEAST_OF_QUARTILES:
             low, _, high = statistics.quantiles(steady, method="inclusive")
-            return SteadySeconds(statistics.median(steady), len(steady), left_out, (low, high))
+            return SteadySeconds(
+                statistics.median(steady), len(steady), left_out, (low, high)
+            )
         if steady:
             return SteadySeconds(statistics.median(steady), len(steady), left_out, None)
     return None
@@ -306,7 +380,9 @@ def steady_seconds(steps: Sequence[StepRecord]) -> SteadySeconds | None:
 def _speed(plan: Plan, steps: Sequence[StepRecord], elsewhere: bool) -> Speed:
     """Return the rates of steps like the last; `elsewhere`: they had other settings, use their own rates."""
     sizes = [plan.recipe.sizes.size(record.step - 1) for record in steps]
-    steps = [record for record, size in zip(steps, sizes, strict=True) if size == sizes[-1]]
+    steps = [
+        record for record, size in zip(steps, sizes, strict=True) if size == sizes[-1]
+    ]
     steady = steady_seconds(steps)
     if steady is None:
         return Speed()
@@ -314,11 +390,16 @@ def _speed(plan: Plan, steps: Sequence[StepRecord], elsewhere: bool) -> Speed:
     if elsewhere:
         own = {name: getattr(steps[-1], name) for name in found}
         share = steps[-1].seconds / steady[0]
-        found = {name: None if value is None else value * share for name, value in own.items()}
+        found = {
+            name: None if value is None else value * share
+            for name, value in own.items()
+        }
     steps = [record for record in steps if not record.profiled]
     late = [record for record in steps if record.launch_step > WARMUP_STEPS] or steps
     total = math.fsum(record.seconds for record in late)
-    waited = math.fsum(record.data_seconds for record in late) / total if total else None
+    waited = (
+        math.fsum(record.data_seconds for record in late) / total if total else None
+    )
     return Speed(*steady, waited, **found)
 
 
@@ -326,12 +407,16 @@ def write_result(path: Path, result: Result) -> None:
     """Write result.json, whole or not at all."""
     values = _ADAPTER.dump_python(result, mode="json", by_alias=True)
     ordered = {"version": values.pop("version"), **values}
-    write_atomically(path, json.dumps(ordered, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+    write_atomically(
+        path, json.dumps(ordered, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+    )
 
 
 def read_result(path: Path) -> Result:
     """Read a result.json. Raises FileError with the first wrong field."""
     values = files.read_json_object(path)
     if "version" not in values:
-        files.refuse(path, "says no version", "results of earlier versions are not read")
+        files.refuse(
+            path, "says no version", "results of earlier versions are not read"
+        )
     return files.checked(_ADAPTER, values, path)

@@ -18,7 +18,10 @@ EXACT = (
 def result_text(result: Result, width: int | None = None) -> str:
     """Return measured and published numbers and the deviations, in lines of `width` columns."""
     block = aligned(_lines(result), gap=1, width=width)
-    stated = ["\ndeviations from the recipe", *(f"  - {each}" for each in result.deviations)]
+    stated = [
+        "\ndeviations from the recipe",
+        *(f"  - {each}" for each in result.deviations),
+    ]
     more = [*_comparison(result, width), *(stated if result.deviations else [])]
     return "\n".join([block, *(wrapped(line, width) for line in more)])
 
@@ -28,8 +31,16 @@ def _lines(result: Result) -> list[tuple[str, str]]:
     losses = result.losses
     speed = result.speed
     memory = result.memory
-    tensor = f"tp {layout.tp}{' (and sequence)' * result.sequence_parallel}" if layout else ""
-    degrees = f"{tensor} x pp {layout.pp} x dp {layout.dp}" if layout else "layout not recorded"
+    tensor = (
+        f"tp {layout.tp}{' (and sequence)' * result.sequence_parallel}"
+        if layout
+        else ""
+    )
+    degrees = (
+        f"{tensor} x pp {layout.pp} x dp {layout.dp}"
+        if layout
+        else "layout not recorded"
+    )
     how = (
         f"ZeRO-{result.zero_stage}, offload {result.offload}, {result.precision_text}, activation "
         f"checkpointing {result.activation_checkpointing}"
@@ -46,26 +57,49 @@ def _lines(result: Result) -> list[tuple[str, str]]:
         ("recipe", f"{result.recipe}: {result.title}"),
         ("status", result.status + (f": {result.reason}" if result.reason else "")),
         ("run with", f"{result.ds_config}: {degrees}, {how}"),
-        *([("implementation", str(result.implementation))] if result.implementation != OURS else []),
+        *(
+            [("implementation", str(result.implementation))]
+            if result.implementation != OURS
+            else []
+        ),
         ("hardware", str(result.hardware)),
         ("parameters", number(result.parameters)),
         ("steps", f"{result.steps:,}{skipped}"),
         ("training loss", _loss(losses.training.loss, training)),
         ("validation loss", _validation(result)),
-        *_parts("of validation", losses.validation.parts if losses.validation else None),
+        *_parts(
+            "of validation", losses.validation.parts if losses.validation else None
+        ),
     ]
     if losses.test and losses.test.loss:
-        lines.append(("test loss", _loss(losses.test.loss, "held-out test documents, after the last step")))
+        lines.append(
+            (
+                "test loss",
+                _loss(losses.test.loss, "held-out test documents, after the last step"),
+            )
+        )
         lines += _parts("of test", losses.test.parts)
     lines += [(f"score on {each.split}", str(each)) for each in result.task_scores]
     return [
         *lines,
         *([("start", str(result.start))] if result.start else []),
-        ("time per step", _number(speed.seconds_per_step, f" s ({speed.measured_over})")),
-        ("waiting for data", NOT_MEASURED if waited is None else f"{100 * waited:.2f} % of the time"),
+        (
+            "time per step",
+            _number(speed.seconds_per_step, f" s ({speed.measured_over})"),
+        ),
+        (
+            "waiting for data",
+            NOT_MEASURED if waited is None else f"{100 * waited:.2f} % of the time",
+        ),
         ("throughput", f"{samples}, {tokens}"),
-        ("TFLOPS per GPU", f"{formula} by the published formula, {exact} by exact count"),
-        ("peak memory", NOT_MEASURED if peak is None else f"{peak / 1e9:.2f} GB ({memory.kind})"),
+        (
+            "TFLOPS per GPU",
+            f"{formula} by the published formula, {exact} by exact count",
+        ),
+        (
+            "peak memory",
+            NOT_MEASURED if peak is None else f"{peak / 1e9:.2f} GB ({memory.kind})",
+        ),
     ]
 
 
@@ -86,11 +120,18 @@ def _comparison(result: Result, width: int | None) -> list[str]:
         )
         for each in result.comparison
     ]
-    lines = ["", table(rows, ("", "published", "measured", "ratio", ""), align="lrrrl", width=width)]
+    lines = [
+        "",
+        table(
+            rows, ("", "published", "measured", "ratio", ""), align="lrrrl", width=width
+        ),
+    ]
     if result.not_comparable:
         lines.append(f"no ratios: {result.not_comparable}")
     exact = TFLOPS_BY["exact"][0]
-    if any(each.unit == exact and each.published is not None for each in result.comparison):
+    if any(
+        each.unit == exact and each.published is not None for each in result.comparison
+    ):
         lines.append(f"TFLOPS: {EXACT}")
     return [*lines, f"source: {result.published_source}"]
 
@@ -100,10 +141,14 @@ def _validation(result: Result) -> str:
     if validation is None:
         return NOT_MEASURED
     entropies = vars(result.entropies).items()
-    references = [f"{kind} {entropy:.4f}" for kind, entropy in entropies if entropy is not None]
+    references = [
+        f"{kind} {entropy:.4f}" for kind, entropy in entropies if entropy is not None
+    ]
     if references and "mlm_loss" in (validation.parts or {}):
         references[0] = f"of masked tokens: {references[0]}"
-    return _loss(validation.loss, ", ".join([f"after step {validation.step}", *references]))
+    return _loss(
+        validation.loss, ", ".join([f"after step {validation.step}", *references])
+    )
 
 
 def _parts(what: str, parts: Parts | None) -> list[tuple[str, str]]:

@@ -16,7 +16,8 @@ from recipes.files import FileError, read_json_object, read_text, refuse
 from recipes.problems import ProblemsError
 
 FOLDER = "tokenizer"
-VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")  # next to weights; the first one counts
+# next to weights; the first one counts
+VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 MOST_VOCABULARY = 64 * 2**20  # bytes; a quarter of a million tokens take 17 MB
 RESTORE = "restore it from a copy of the run"
 
@@ -36,12 +37,15 @@ def keep(run: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     temporary = run / f".{FOLDER}.{os.getpid()}.tmp"
     try:
         save_tokenizer(tokenizer, temporary)
-    except Exception as error:  # tokenizers has no type of its own for refusals of the system
+    # tokenizers has no type of its own for refusals of the system
+    except Exception as error:
         shutil.rmtree(temporary, ignore_errors=True)
         number = re.search(r"\(os error (\d+)\)", str(error))
         if not number:
             raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(temporary)) from error
+        raise OSError(
+            int(number[1]), os.strerror(int(number[1])), str(temporary)
+        ) from error
     os.replace(temporary, run / FOLDER)
 
 
@@ -55,7 +59,11 @@ def load(run: Path) -> PreTrainedTokenizerFast:
     try:
         return read_tokenizer(file.parent)
     except ProblemsError as error:
-        refuse(file.parent, f"cannot be read ({str(error.__cause__ or error)[:300]})", fix=RESTORE)
+        refuse(
+            file.parent,
+            f"cannot be read ({str(error.__cause__ or error)[:300]})",
+            fix=RESTORE,
+        )
 
 
 def foreign_tokens(weights: Path, tokenizer: PreTrainedTokenizerFast) -> str | None:
@@ -91,8 +99,14 @@ def _token_numbers(file: Path) -> dict[str, int]:
         model = vocabulary.get("model")
         vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocabulary, list):  # of a Unigram: [token, score]
-        pairs = [each for each in vocabulary if isinstance(each, list) and each and isinstance(each[0], str)]
+        pairs = [
+            each
+            for each in vocabulary
+            if isinstance(each, list) and each and isinstance(each[0], str)
+        ]
         vocabulary = {each[0]: number for number, each in enumerate(pairs)}
-    if not isinstance(vocabulary, dict) or not all(type(number) is int for number in vocabulary.values()):
+    if not isinstance(vocabulary, dict) or not all(
+        type(number) is int for number in vocabulary.values()
+    ):
         refuse(file, "numbers no tokens", "a vocabulary maps each token to its number")
     return vocabulary

@@ -14,7 +14,8 @@ from recipes import files
 from recipes.problems import Problem, ProblemsError
 
 RUN_ID = "wandb-run-id.txt"  # in the directory of a run
-ANSWER_S = 10.0  # the longest wait for the server; wandb.init would wait for 90 s in the middle of the start
+# the longest wait for the server; wandb.init would wait for 90 s in the middle of the start
+ANSWER_S = 10.0
 
 
 def check(directory: Path) -> None:

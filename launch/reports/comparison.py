@@ -19,7 +19,17 @@ ABSENT = "absent"
 
 # Parts of a recipe that are shown elsewhere or change nothing.
 OMITTED = {
-    *("title", "published", "inferred", "differs", "unknown", "note", "hardware", "parallel", "ds_config"),
+    *(
+        "title",
+        "published",
+        "inferred",
+        "differs",
+        "unknown",
+        "note",
+        "hardware",
+        "parallel",
+        "ds_config",
+    ),
     "branch",
 }
 # Keys that decide the text and the tokens of the loss.
@@ -59,7 +69,9 @@ def compare(runs: Sequence[ReportedRun]) -> Comparison:
     remarks: list[str] = []
     findings: list[str] = []
     if first is not runs[0]:
-        remarks.append(f"{runs[0].label} cannot be read: the runs are compared with {first.label}")
+        remarks.append(
+            f"{runs[0].label} cannot be read: the runs are compared with {first.label}"
+        )
     for run, why in zip(others, why_not, strict=True):
         remarks += [*([why] if why else []), *cautions(first, run)]
         findings += [] if why else curve_findings(first, run)
@@ -68,9 +80,13 @@ def compare(runs: Sequence[ReportedRun]) -> Comparison:
     changed = tuple(f"{label}, next to {labels[0]}" for label in labels[1:])
     kinds = ("name", *["text"] * len(runs), *["change"] * len(others))
     outcomes = list(result_rows(runs, why_not))
-    results = ReportTable(("", *labels, *changed), kinds, outcomes, "Results", style="results")
+    results = ReportTable(
+        ("", *labels, *changed), kinds, outcomes, "Results", style="results"
+    )
     made = "What differs in how they were made"
-    keys = ReportTable(("", *labels), kinds, list(configuration(runs)), made, style="differences")
+    keys = ReportTable(
+        ("", *labels), kinds, list(configuration(runs)), made, style="differences"
+    )
     return Comparison(runs, results, keys, list(dict.fromkeys(remarks)), findings)
 
 
@@ -83,20 +99,31 @@ def configuration(runs: Sequence[ReportedRun]) -> Iterator[tuple[str, ...]]:
             yield key, *map(_text, values)
 
 
-def result_rows(runs: Sequence[ReportedRun], why_not: Sequence[str | None]) -> Iterator[tuple[str, ...]]:
+def result_rows(
+    runs: Sequence[ReportedRun], why_not: Sequence[str | None]
+) -> Iterator[tuple[str, ...]]:
     """Yield every quantity that any run has.
 
     Incomparable losses get no difference, and speeds no ratio where half of the steps of both overlap.
     """
     statuses = [run.status + (" (tiny)" if run.tiny else "") for run in runs]
-    yield "status", *statuses, *("" if status == statuses[0] else "differs" for status in statuses[1:])
-    parts = [(run.result.losses.validation and run.result.losses.validation.parts) or {} for run in runs]
+    yield (
+        "status",
+        *statuses,
+        *("" if status == statuses[0] else "differs" for status in statuses[1:]),
+    )
+    parts = [
+        (run.result.losses.validation and run.result.losses.validation.parts) or {}
+        for run in runs
+    ]
     rows = []
     for column in QUANTITIES:
         rows.append((column, [column.of(run.result) for run in runs]))
     for name in dict.fromkeys(name for each in parts for name in each):
         values = [each.get(name) for each in parts]
-        rows.append((Column(name, f"of validation: {name}", lambda r: None, "loss"), values))
+        rows.append(
+            (Column(name, f"of validation: {name}", lambda r: None, "loss"), values)
+        )
     for column, values in rows:
         if any(value is not None for value in values):
             show = numbers.loss if column.change == "loss" else numbers.number
@@ -104,7 +131,9 @@ def result_rows(runs: Sequence[ReportedRun], why_not: Sequence[str | None]) -> I
             for run, value, why in zip(runs[1:], values[1:], why_not, strict=True):
                 if column.change == "loss" and why:
                     changes.append("not comparable")
-                elif column.key in SPEEDS and _overlap(_spread(runs[0], column), _spread(run, column)):
+                elif column.key in SPEEDS and _overlap(
+                    _spread(runs[0], column), _spread(run, column)
+                ):
                     changes.append("within the spread")
                 else:
                     changes.append(_change(values[0], value, column))
@@ -116,10 +145,16 @@ def result_rows(runs: Sequence[ReportedRun], why_not: Sequence[str | None]) -> I
 
 def _spread(run: ReportedRun, column: Column) -> tuple[float, float] | None:
     speed = run.result.speed
-    return speed.quartiles_s if column.key == TIME else speed.spread_of(column.of(run.result))
+    return (
+        speed.quartiles_s
+        if column.key == TIME
+        else speed.spread_of(column.of(run.result))
+    )
 
 
-def _overlap(one: tuple[float, float] | None, other: tuple[float, float] | None) -> bool:
+def _overlap(
+    one: tuple[float, float] | None, other: tuple[float, float] | None
+) -> bool:
     """Check whether two spreads overlap, so that neither run is the faster one."""
     if one is None or other is None:
         return False
@@ -141,7 +176,9 @@ def incomparable(a: ReportedRun, b: ReportedRun) -> str | None:
         if key_paths.is_part(key, SAME_TEXT) and not key.startswith(same):
             changed.append(f"{key}: {_text(one)} / {_text(other)}")
     if changed:
-        return f"{beginning}, other data, vocabulary or objective ({', '.join(changed)})"
+        return (
+            f"{beginning}, other data, vocabulary or objective ({', '.join(changed)})"
+        )
     if a.recipe.run.validation_samples != b.recipe.run.validation_samples:
         return None
     for kind, own in vars(a.result.entropies).items():
@@ -166,9 +203,23 @@ def cautions(a: ReportedRun, b: ReportedRun) -> Iterator[str]:
     samples = (one.run.validation_samples, two.run.validation_samples)
     for what, own, other, so in (
         ("have different global batches", one.batch.global_, two.batch.global_, text),
-        ("have different sequence lengths", one.sequence_length, two.sequence_length, easier),
-        ("have different seeds", one.seed, two.seed, "other initial weights and other batches"),
-        ("validate on different numbers of samples", *samples, "compare their training losses"),
+        (
+            "have different sequence lengths",
+            one.sequence_length,
+            two.sequence_length,
+            easier,
+        ),
+        (
+            "have different seeds",
+            one.seed,
+            two.seed,
+            "other initial weights and other batches",
+        ),
+        (
+            "validate on different numbers of samples",
+            *samples,
+            "compare their training losses",
+        ),
     ):
         if own != other:
             yield f"{pair} {what} ({own} / {other}): {so}"
@@ -182,8 +233,13 @@ def cautions(a: ReportedRun, b: ReportedRun) -> Iterator[str]:
 
 def curve_findings(a: ReportedRun, b: ReportedRun) -> Iterator[str]:
     """Yield the step at which two loss curves part, and the largest difference."""
-    precisions = (run.result.precision or (run.recipe.precision if run.recipe else "fp32") for run in (a, b))
-    tolerance = max(ROUNDING.get(precision, ROUNDING["fp32"]) for precision in precisions)
+    precisions = (
+        run.result.precision or (run.recipe.precision if run.recipe else "fp32")
+        for run in (a, b)
+    )
+    tolerance = max(
+        ROUNDING.get(precision, ROUNDING["fp32"]) for precision in precisions
+    )
     rounding = f"rounding ({tolerance:.1e} of the loss)"
     for name, what in (("training", "step"), ("validation", "validation")):
         first = dict(getattr(a, name))
@@ -196,8 +252,12 @@ def curve_findings(a: ReportedRun, b: ReportedRun) -> Iterator[str]:
         step, by = max(apart, key=itemgetter(1))
         largest = f"largest difference {by:.2e} at step {step:,.0f}"
         size = {step: max(abs(first[step]), abs(second[step])) for step, _ in apart}
-        step, by = next(((step, by) for step, by in apart if by > tolerance * size[step]), (0, 0.0))
-        parted = f"first differ by more than {rounding} at step {step:,.0f}, by {by:.2e}"
+        step, by = next(
+            ((step, by) for step, by in apart if by > tolerance * size[step]), (0, 0.0)
+        )
+        parted = (
+            f"first differ by more than {rounding} at step {step:,.0f}, by {by:.2e}"
+        )
         yield f"{beginning}: {parted if by else f'equal to {rounding}'}; {largest}"
 
 
@@ -205,7 +265,11 @@ def _facts(run: ReportedRun) -> dict[str, Any]:
     plan = run.plan
     result = run.result
     machine = {**run.machine}
-    recipe = plan.recipe.model_dump(mode="json", by_alias=True, exclude=OMITTED) if plan else {}
+    recipe = (
+        plan.recipe.model_dump(mode="json", by_alias=True, exclude=OMITTED)
+        if plan
+        else {}
+    )
     versions, git = (machine.pop(key, None) or {} for key in ("versions", "git"))
     return {
         "recipe": run.name + (" (tiny)" if run.tiny else ""),
@@ -218,7 +282,10 @@ def _facts(run: ReportedRun) -> dict[str, Any]:
         "versions": versions,
         "git": git,
         **{f"recipe.{key}": value for key, value in recipe.items()},
-        **{f"deepspeed.{key}": value for key, value in (plan.ds if plan else {}).items()},
+        **{
+            f"deepspeed.{key}": value
+            for key, value in (plan.ds if plan else {}).items()
+        },
     }
 
 
@@ -227,7 +294,11 @@ def _change(first: float | None, value: float | None, column: Column) -> str:
         return numbers.NOTHING
     if column.change == "ratio":
         return numbers.ratio(value / first)
-    return f"{value - first:+,}" if isinstance(value - first, int) else f"{value - first:+.4g}"
+    return (
+        f"{value - first:+,}"
+        if isinstance(value - first, int)
+        else f"{value - first:+.4g}"
+    )
 
 
 def _text(value: Any) -> str:

@@ -18,10 +18,18 @@ from launch.reports.scores import NOT_RUN, NOT_SCORED, FinetunedLine
 from launch.tables.scores import scores
 
 PUBLISHED = (
-    *("size_label", "parameters", "time_per_iteration_s", "samples_per_s", "tflops", "cached_gb"),
+    *(
+        "size_label",
+        "parameters",
+        "time_per_iteration_s",
+        "samples_per_s",
+        "tflops",
+        "cached_gb",
+    ),
     *("weak_scaling_percent", "peak_percent", "tflops_by", "validation_loss", "oom"),
 )
-SPREAD = ("time_quartile_1_s", "time_quartile_3_s")  # half of the steps lie between them
+# half of the steps lie between them
+SPREAD = ("time_quartile_1_s", "time_quartile_3_s")
 COLUMNS = (
     *("table", "recipe", "published_columns", "published_row"),
     *(f"published_{key}" for key in PUBLISHED),
@@ -44,7 +52,10 @@ def write(document: ReportDocument) -> str:
     writer = csv.DictWriter(buffer, COLUMNS, lineterminator="\r\n")
     writer.writeheader()
     for section in document.sections:
-        table = {"table": section.table.name, "published_columns": " | ".join(section.table.columns)}
+        table = {
+            "table": section.table.name,
+            "published_columns": " | ".join(section.table.columns),
+        }
         lines = {(line.name, line.label): line for line in section.predicted}
         for entry in section.entries:
             writer.writerow({**table, **_cells(entry), **_predicted(entry, lines)})
@@ -113,9 +124,14 @@ def _finetuned(line: FinetunedLine) -> dict[str, Any]:
     return values
 
 
-def _predicted(entry: RowEntry, lines: Mapping[tuple[str, str], PredictionLine]) -> dict[str, Any]:
+def _predicted(
+    entry: RowEntry, lines: Mapping[tuple[str, str], PredictionLine]
+) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for prefix, label in (("published_", OF_ROW), ("", entry.run and entry.run.full_label)):
+    for prefix, label in (
+        ("published_", OF_ROW),
+        ("", entry.run and entry.run.full_label),
+    ):
         line = lines.get((entry.row.full_name, label or ""))
         if line:
             found |= {f"{prefix}{key}": getattr(line, key) for key in PREDICTED}

@@ -61,7 +61,10 @@ class Section:
     @property
     def frames(self) -> list[ReportTable]:
         """Return the tables below the main one: predictions and fine-tuning scores."""
-        found = (predictions.frame(self.predicted), scores.finetuned_frame(self.finetuned))
+        found = (
+            predictions.frame(self.predicted),
+            scores.finetuned_frame(self.finetuned),
+        )
         return [*filter(None, found)]
 
     @property
@@ -73,7 +76,11 @@ class Section:
     def errata_ids(self) -> dict[str, str]:
         """Map the full name of each row with errata to the HTML id of these errata."""
         numbered = enumerate(self.remarks)
-        return {row.full_name: f"errata-{self.anchor}-{n}" for n, (row, own) in numbered if own.errata}
+        return {
+            row.full_name: f"errata-{self.anchor}-{n}"
+            for n, (row, own) in numbered
+            if own.errata
+        }
 
     @property
     def runs(self) -> list[ReportedRun]:
@@ -82,13 +89,20 @@ class Section:
     @property
     def groups(self) -> list[tuple[PublishedRow, list[RowEntry]]]:
         """Group the entries by row."""
-        return [(row, list(entries)) for row, entries in groupby(self.entries, key=lambda entry: entry.row)]
+        return [
+            (row, list(entries))
+            for row, entries in groupby(self.entries, key=lambda entry: entry.row)
+        ]
 
     @property
     def summary(self) -> str:
         """Count the rows, and the runs by size, in words."""
         scales = Counter(entry.scale for entry in self.entries if entry.run)
-        counts = [f"{counted(scales[scale], 'run')} {how}" for scale, how in SCALES.items() if scales[scale]]
+        counts = [
+            f"{counted(scales[scale], 'run')} {how}"
+            for scale, how in SCALES.items()
+            if scales[scale]
+        ]
         return f"{counted(len(self.table.rows), 'row')}, {', '.join(counts) or 'nothing run'}"
 
 
@@ -128,12 +142,15 @@ def assemble(
     notes: list[str] = []
     tuned = scores.finetuned_models(runs, problems)
     if not only_named:
-        of_runs = {run.table for run in runs}  # "" of a run whose files do not name its recipe
+        # "" of a run whose files do not name its recipe
+        of_runs = {run.table for run in runs}
         of_runs |= {run.pretrained_table for run in runs if run.pretrained_table}
         names = [*names, *sorted(of_runs)]
     names = list(dict.fromkeys(names))
     shown = [run for run in runs if run.table in names]
-    left_out = sum(run not in shown and run.pretrained_table not in names for run in runs)
+    left_out = sum(
+        run not in shown and run.pretrained_table not in names for run in runs
+    )
     if left_out:
         notes.append(f"{counted(left_out, 'run')} of other tables left out (--table)")
     if len(shown) > MOST_COMPARED:
@@ -150,7 +167,9 @@ def assemble(
             measured_columns(table, ran),
             *split_remarks(table.rows),
             # A comparison draws the losses, too.
-            plots.throughput(entries) + plots.of_runs(ran) + ([] if comparison else plots.losses(ran, over)),
+            plots.throughput(entries)
+            + plots.of_runs(ran)
+            + ([] if comparison else plots.losses(ran, over)),
             predictions.lines_of(entries),
             list(scores.finetuned_lines(table.rows, tuned, tables.recipe)),
         )
@@ -166,7 +185,9 @@ def assemble(
             problems += [str(problem) for problem in error.problems]
         if found:
             sections.append(section(found, own))
-        strangers += [run for run in own if not (found and found.row(run.name.rpartition("/")[2]))]
+        strangers += [
+            run for run in own if not (found and found.row(run.name.rpartition("/")[2]))
+        ]
     if strangers:
         sections.append(section(_table_of_strangers(strangers), strangers))
     problems += [str(problem) for each in sections for problem in each.table.problems]

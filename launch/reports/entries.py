@@ -7,16 +7,23 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from launch.console import numbers
-from launch.records.deviations import Deviation, Incomparable, changed_work, not_comparable
+from launch.records.deviations import (
+    Deviation,
+    Incomparable,
+    changed_work,
+    not_comparable,
+)
 from launch.records.result import TFLOPS_BY, ComparedQuantity, Result, compare_with
 from launch.records.result_text import EXACT
 from launch.reports.runs import OOM, ReportedRun
 from launch.reports.tables import PublishedRow, PublishedTable
 
-Scale = Literal["full", "tiny", "other", "unknown"]  # size of a run compared with its row
+# size of a run compared with its row
+Scale = Literal["full", "tiny", "other", "unknown"]
 NOT_RUN = "not run"
 NO_RECIPE = "no recipe"  # of a line about a model that this project cannot train
-OTHER_MODEL = ("model.", "sequence_length")  # prefixes of keys; a change makes another model
+# prefixes of keys; a change makes another model
+OTHER_MODEL = ("model.", "sequence_length")
 RATIO_NAMES = {
     "time_per_iteration_s": "time",
     "samples_per_s": "samples/s",
@@ -63,17 +70,44 @@ def validation_loss(result: Result) -> float | None:
 QUANTITIES = (
     Column("steps", "steps", lambda r: r.steps, "difference"),
     Column("skipped_steps", "skipped steps", lambda r: r.skipped_steps, "difference"),
-    Column("train_loss", "training loss (nats, last 10 steps)", lambda r: r.losses.training.loss, "loss"),
+    Column(
+        "train_loss",
+        "training loss (nats, last 10 steps)",
+        lambda r: r.losses.training.loss,
+        "loss",
+    ),
     Column("validation_loss", "validation loss (nats)", validation_loss, "loss"),
-    Column("test_loss", "test loss (nats)", lambda r: r.losses.test and r.losses.test.loss, "loss"),
-    Column("time_per_iteration_s", "time per iteration (s)", lambda r: r.speed.seconds_per_step),
-    Column("data_wait", "waiting for data (share)", lambda r: r.speed.data_wait_share, "difference"),
+    Column(
+        "test_loss",
+        "test loss (nats)",
+        lambda r: r.losses.test and r.losses.test.loss,
+        "loss",
+    ),
+    Column(
+        "time_per_iteration_s",
+        "time per iteration (s)",
+        lambda r: r.speed.seconds_per_step,
+    ),
+    Column(
+        "data_wait",
+        "waiting for data (share)",
+        lambda r: r.speed.data_wait_share,
+        "difference",
+    ),
     Column("samples_per_s", "samples/s", lambda r: r.speed.samples_per_s),
     Column("tokens_per_s", "tokens/s", lambda r: r.speed.tokens_per_s),
     Column("tflops", "TFLOPS per GPU, formula", lambda r: r.speed.tflops),
-    Column("exact_tflops", "TFLOPS per GPU, exact count", lambda r: r.speed.exact_tflops),
-    Column("peak_gb", "peak memory (GB)", lambda r: numbers.gigabytes(r.memory.peak_bytes)),
-    Column("cached_gb", "cached per GPU (GB)", lambda r: numbers.gigabytes(r.memory.cached_bytes)),
+    Column(
+        "exact_tflops", "TFLOPS per GPU, exact count", lambda r: r.speed.exact_tflops
+    ),
+    Column(
+        "peak_gb", "peak memory (GB)", lambda r: numbers.gigabytes(r.memory.peak_bytes)
+    ),
+    Column(
+        "cached_gb",
+        "cached per GPU (GB)",
+        lambda r: numbers.gigabytes(r.memory.cached_bytes),
+    ),
     Column("parameters", "parameters", lambda r: r.parameters),
 )
 COLUMNS = {column.key: column for column in QUANTITIES}
@@ -81,7 +115,14 @@ TIME = "time_per_iteration_s"
 SPEEDS = (TIME, "samples_per_s", "tokens_per_s", "tflops", "exact_tflops")
 # Shown next to published rows, and in the CSV.
 _MEASURED_KEYS = (
-    *("steps", "time_per_iteration_s", "samples_per_s", "tflops", "exact_tflops", "cached_gb"),
+    *(
+        "steps",
+        "time_per_iteration_s",
+        "samples_per_s",
+        "tflops",
+        "exact_tflops",
+        "cached_gb",
+    ),
     *("parameters", "validation_loss"),
 )
 MEASURED = tuple(COLUMNS[key] for key in _MEASURED_KEYS)
@@ -120,29 +161,42 @@ class RowEntry:
             return "tiny"
         if row is None or run.recipe is None:
             return "unknown"
-        changed = any(key.startswith(OTHER_MODEL) for key in changed_work(row, run.recipe))
+        changed = any(
+            key.startswith(OTHER_MODEL) for key in changed_work(row, run.recipe)
+        )
         return "other" if changed else "full"
 
     @property
     def ratios(self) -> dict[str, float]:
         """Return measured / published by quantity."""
-        return {each.quantity: each.ratio for each in self.compared if each.ratio is not None}
+        return {
+            each.quantity: each.ratio
+            for each in self.compared
+            if each.ratio is not None
+        }
 
     @property
     def no_ratio(self) -> str | None:
         """Return why there are no ratios; None with ratios, or with nothing to compare with."""
-        return f"not compared: {self.incomparable}" if self.incomparable else self.memory
+        return (
+            f"not compared: {self.incomparable}" if self.incomparable else self.memory
+        )
 
     @property
     def outcome(self) -> str:
         """Return the ratios as text, or why there are none; empty where nothing was published."""
-        said = [f"{RATIO_NAMES[key]} {numbers.ratio(value)}" for key, value in self.ratios.items()]
+        said = [
+            f"{RATIO_NAMES[key]} {numbers.ratio(value)}"
+            for key, value in self.ratios.items()
+        ]
         published = self.row.published
         run = self.run
         validation = run.result.losses.validation if run else None
         # No ratio: the held-out text differs, and the vocabulary may differ.
         if published and published.validation_loss is not None and validation:
-            measured = numbers.loss((validation.parts or {}).get("mlm_loss", validation.loss))
+            measured = numbers.loss(
+                (validation.parts or {}).get("mlm_loss", validation.loss)
+            )
             here = f"validation loss {measured} here, {published.validation_loss:g} published"
             said.append(f"{here} (each on its own held-out text)")
         return self.no_ratio or ", ".join(said)
@@ -158,7 +212,9 @@ class RowEntry:
         return stated
 
 
-def measured_columns(table: PublishedTable, runs: Sequence[ReportedRun]) -> list[Column]:
+def measured_columns(
+    table: PublishedTable, runs: Sequence[ReportedRun]
+) -> list[Column]:
     """Return the columns of MEASURED with a value in any run; mark the TFLOPS counted as published."""
     published = [row.published for row in table.rows if row.published]
     counted = {TFLOPS_BY[each.tflops_by][1] for each in published if each.tflops}
@@ -174,9 +230,15 @@ def measured_columns(table: PublishedTable, runs: Sequence[ReportedRun]) -> list
 def entries_of(table: PublishedTable, runs: Sequence[ReportedRun]) -> list[RowEntry]:
     """Return the entries of every row in table order, runs newest first."""
     found = []
-    newest_first = sorted(runs, key=lambda run: run.started.timestamp() if run.started else 0.0, reverse=True)
+    newest_first = sorted(
+        runs,
+        key=lambda run: run.started.timestamp() if run.started else 0.0,
+        reverse=True,
+    )
     for row in table.rows:
-        found += [entry_of(row, run) for run in newest_first if run.name == row.full_name] or [RowEntry(row)]
+        found += [
+            entry_of(row, run) for run in newest_first if run.name == row.full_name
+        ] or [RowEntry(row)]
     return found
 
 
@@ -186,11 +248,15 @@ def entry_of(row: PublishedRow, run: ReportedRun) -> RowEntry:
     published = row.published
     if published is None:
         return entry
-    why = not_comparable(row.recipe, run.plan, tiny=run.tiny, emulated_fp16=run.result.emulated_fp16)
+    why = not_comparable(
+        row.recipe, run.plan, tiny=run.tiny, emulated_fp16=run.result.emulated_fp16
+    )
     if why:
         return replace(entry, incomparable=why)
     if run.status == OOM:
-        agreement = "OOM, as published" if published.oom else "OOM, published as running"
+        agreement = (
+            "OOM, as published" if published.oom else "OOM, published as running"
+        )
         return replace(entry, memory=agreement)
     if published.oom:
         return replace(entry, memory=f"published as OOM; this run: {run.status}")
@@ -223,7 +289,10 @@ class Remarks(tuple[EntryRemark, ...]):
         keys: dict[str, dict[str, None]] = {}
         for remark in self:
             keys.setdefault(remark.kind, {})[remark.key] = None
-        return "; ".join(f"{kind}: {', '.join(own)}" if any(own) else kind for kind, own in keys.items())
+        return "; ".join(
+            f"{kind}: {', '.join(own)}" if any(own) else kind
+            for kind, own in keys.items()
+        )
 
 
 def remarks_of(row: PublishedRow) -> list[EntryRemark]:
@@ -240,13 +309,19 @@ def remarks_of(row: PublishedRow) -> list[EntryRemark]:
     if recipe.note:
         found.append(EntryRemark("note", " ".join(recipe.note.split())))
     printed = published.printed if published else {}
-    found += [EntryRemark(f"{key} printed as", str(value)) for key, value in printed.items()]
+    found += [
+        EntryRemark(f"{key} printed as", str(value)) for key, value in printed.items()
+    ]
     for kind in ("differs", "unknown", "inferred"):
-        found += [EntryRemark(kind, text, key) for key, text in getattr(recipe, kind).items()]
+        found += [
+            EntryRemark(kind, text, key) for key, text in getattr(recipe, kind).items()
+        ]
     return found
 
 
-def split_remarks(rows: Sequence[PublishedRow]) -> tuple[Remarks, list[tuple[PublishedRow, Remarks]]]:
+def split_remarks(
+    rows: Sequence[PublishedRow],
+) -> tuple[Remarks, list[tuple[PublishedRow, Remarks]]]:
     """Return the common remarks of all rows, and each row's other remarks."""
     every = [(row, remarks_of(row)) for row in rows]
     recipes = [own for row, own in every if not row.no_recipe]

@@ -26,7 +26,9 @@ class ReportTable:
 
 def text(value: object) -> str:
     """Return the value as one line, escaped for Markdown and HTML."""
-    return re.sub(r"([\\`*_\[\]|~$])", r"\\\1", escape(" ".join(str(value).split()), quote=False))
+    return re.sub(
+        r"([\\`*_\[\]|~$])", r"\\\1", escape(" ".join(str(value).split()), quote=False)
+    )
 
 
 def bullets(lines: Iterable[object]) -> str:
@@ -43,4 +45,8 @@ def blocks(frame: ReportTable) -> list[str]:
     """Return title, note and table as Markdown."""
     title = f"**{frame.title}**" if frame.title else ""
     rows = [[*map(text, row)] for row in frame.rows]
-    return [title, frame.note, table([*map(text, frame.headings)], rows) if rows else "Nothing."]
+    return [
+        title,
+        frame.note,
+        table([*map(text, frame.headings)], rows) if rows else "Nothing.",
+    ]

@@ -35,11 +35,22 @@ def write(document: ReportDocument) -> str:
 def _section(section: Section) -> list[str]:
     published = section.table
     runs = section.runs
-    ours = ["recipe", *["run"] * bool(runs), "status", *(column.heading for column in section.columns)]
+    ours = [
+        "recipe",
+        *["run"] * bool(runs),
+        "status",
+        *(column.heading for column in section.columns),
+    ]
     ours += ["measured / published", "hardware"] * bool(runs)
-    source = f"Source: {text(published.source)}. Table `{published.name}`, " if published.source else ""
+    source = (
+        f"Source: {text(published.source)}. Table `{published.name}`, "
+        if published.source
+        else ""
+    )
     numbered = enumerate(section.remarks, start=1)
-    footnotes = {row.full_name: f"[^{published.name}-{number}]" for number, (row, _) in numbered}
+    footnotes = {
+        row.full_name: f"[^{published.name}-{number}]" for number, (row, _) in numbered
+    }
     rows = (_cells(section, entry, footnotes) for entry in section.entries)
     found = [
         f"## {text(published.title)}",
@@ -56,16 +67,27 @@ def _section(section: Section) -> list[str]:
     for entry in section.entries:
         run = entry.run
         if run:
-            found += [f"{text(run.full_label)}, {text(run.name)}:", bullets(entry.deviations or ["none"])]
+            found += [
+                f"{text(run.full_label)}, {text(run.name)}:",
+                bullets(entry.deviations or ["none"]),
+            ]
     if section.common:
-        found += ["**Of all rows**", "\n".join(f"- {_remark_text(each)}" for each in section.common)]
+        found += [
+            "**Of all rows**",
+            "\n".join(f"- {_remark_text(each)}" for each in section.common),
+        ]
     for row, remarks in section.remarks:
-        said = " ".join(_remark_text(each) + ("" if each.text.endswith(".") else ".") for each in remarks)
+        said = " ".join(
+            _remark_text(each) + ("" if each.text.endswith(".") else ".")
+            for each in remarks
+        )
         found.append(f"{footnotes[row.full_name]}: {text(row.name)}. {said}")
     return found
 
 
-def _cells(section: Section, entry: RowEntry, footnotes: Mapping[str, str]) -> list[str]:
+def _cells(
+    section: Section, entry: RowEntry, footnotes: Mapping[str, str]
+) -> list[str]:
     row = entry.row
     run = entry.run
     marks = [DAGGER] if row.full_name in section.errata_ids else []
@@ -87,4 +109,9 @@ def _remark_text(remark: EntryRemark) -> str:
 
 def _comparison(comparison: Comparison) -> list[str]:
     said = [bullets(comparison.remarks), bullets(comparison.findings)]
-    return ["## Runs compared", *said, *blocks(comparison.results), *blocks(comparison.configuration)]
+    return [
+        "## Runs compared",
+        *said,
+        *blocks(comparison.results),
+        *blocks(comparison.configuration),
+    ]

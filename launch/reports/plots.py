@@ -16,7 +16,14 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.text import Text
-from matplotlib.ticker import EngFormatter, FuncFormatter, Locator, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import (
+    EngFormatter,
+    FuncFormatter,
+    Locator,
+    LogLocator,
+    MaxNLocator,
+    NullLocator,
+)
 
 from launch.records.loss_plot import mean, moving_average, step_ticks, write_in_margin
 from launch.records.result import TFLOPS_BY
@@ -28,7 +35,16 @@ from recipes.problems import counted
 
 INK = "#1c2024"
 FAINT = "#c3c9cf"
-PALETTE = ("#3b82c4", "#d9822b", "#3a9d5d", "#cf4f4f", "#8f6fd1", "#9a7560", "#d06fa6", "#7f8790")
+PALETTE = (
+    "#3b82c4",
+    "#d9822b",
+    "#3a9d5d",
+    "#cf4f4f",
+    "#8f6fd1",
+    "#9a7560",
+    "#d06fa6",
+    "#7f8790",
+)
 LOG_FROM = 30  # largest / smallest value; above this the axis is logarithmic
 RUNS_PER_PLOT = len(PALETTE)
 # One dash pattern per run, so that curves show through each other's gaps; validations have marks.
@@ -37,7 +53,12 @@ DASHES: tuple[Any, ...] = (
     *((0, (9, 3, 2, 3)), (0, (5, 2, 1, 2)), (0, (2, 4)), (0, (8, 5))),
 )
 MARKS = "os^DvPX*"
-VALIDATION: dict[str, Any] = {"linestyle": ":", "linewidth": 0.8, "markersize": 5, "fillstyle": "none"}
+VALIDATION: dict[str, Any] = {
+    "linestyle": ":",
+    "linewidth": 0.8,
+    "markersize": 5,
+    "fillstyle": "none",
+}
 BARS: dict[str, Any] = {"facecolor": PALETTE[0], "alpha": 0.6}
 HATCHED: dict[str, Any] = {**BARS, "hatch": "///", "edgecolor": INK, "linewidth": 0}
 DIAMONDS: dict[str, Any] = {
@@ -84,16 +105,24 @@ class Plot:
     @property
     def address(self) -> str:
         """Return the image as a data address for <img>."""
-        return f"data:image/svg+xml;base64,{base64.b64encode(self.svg.encode()).decode()}"
+        return (
+            f"data:image/svg+xml;base64,{base64.b64encode(self.svg.encode()).decode()}"
+        )
 
 
 def throughput(entries: Sequence[RowEntry]) -> list[Plot]:
     """Plot published numbers as bars and measured ones as points, one plot per quantity."""
     found = [key for key in THROUGHPUT if _published(entries, key)]
-    return [_throughput(entries, key) for key in found if key != "time_per_iteration_s" or len(found) == 1]
+    return [
+        _throughput(entries, key)
+        for key in found
+        if key != "time_per_iteration_s" or len(found) == 1
+    ]
 
 
-def losses(runs: Sequence[ReportedRun], over: Over = "steps", title: str = "Loss") -> list[Plot]:
+def losses(
+    runs: Sequence[ReportedRun], over: Over = "steps", title: str = "Loss"
+) -> list[Plot]:
     """Plot training losses (moving average) and validations over steps, tokens or hours.
 
     Runs whose losses are not comparable have plots of their own; a plot has `RUNS_PER_PLOT` runs.
@@ -129,7 +158,9 @@ def of_comparison(runs: Sequence[ReportedRun], over: Over = "steps") -> list[Plo
     for index, run in enumerate(others, start=1):
         if incomparable(first, run):
             continue
-        points = [(step, by) for step, by in differences(first.training, run.training) if by]
+        points = [
+            (step, by) for step, by in differences(first.training, run.training) if by
+        ]
         apart.append(Curve(index, run, points))
     difference = (
         f"Absolute difference of the loss of every step from that of {first.label}; steps without any "
@@ -139,7 +170,9 @@ def of_comparison(runs: Sequence[ReportedRun], over: Over = "steps") -> list[Plo
     time = "Time per step"
     return [
         *losses(runs, over, "Losses"),
-        *_steps(apart, names, "Difference of the training losses", difference, log=True),
+        *_steps(
+            apart, names, "Difference of the training losses", difference, log=True
+        ),
         *_steps(seconds, (time, "seconds"), time, "Wall time of every step."),
     ]
 
@@ -156,7 +189,10 @@ def of_runs(runs: Sequence[ReportedRun]) -> list[Plot]:
         for y, run in enumerate(oldest_first):
             value = COLUMNS[key].of(run.result)
             if value is None or run.status == OOM:
-                where: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "va": "center"}
+                where: dict[str, Any] = {
+                    "xycoords": ("axes fraction", "data"),
+                    "va": "center",
+                }
                 axes.annotate(run.status, (0.01, y), fontsize=8, color=INK, **where)
             else:
                 axes.barh(y, value, height=0.62, **BARS)
@@ -181,7 +217,11 @@ def _draw_spread(axes: Axes, y: float, value: float, run: ReportedRun) -> None:
 
 
 def _steps(
-    curves: Sequence[Curve], names: tuple[str, str], label: str, caption: str, log: bool = False
+    curves: Sequence[Curve],
+    names: tuple[str, str],
+    label: str,
+    caption: str,
+    log: bool = False,
 ) -> list[Plot]:
     """Plot curves without smoothing; return no plot without points. `names`: title and y axis."""
     figure = Figure(figsize=(8, 4.2), layout="constrained")
@@ -204,10 +244,17 @@ def _throughput(entries: Sequence[RowEntry], key: str) -> Plot:
     wrong = [name for name in published if rows[name].is_wrong(key)]
     right = [name for name in published if name not in wrong]
     for names, style in ((right, BARS), (wrong, HATCHED)):
-        axes.barh([at[name] for name in names], [published[name] for name in names], height=0.62, **style)
+        axes.barh(
+            [at[name] for name in names],
+            [published[name] for name in names],
+            height=0.62,
+            **style,
+        )
     measured = ((at[entry.row.full_name], _measured(entry, key)) for entry in entries)
     points = [(y, value) for y, value in measured if value is not None]
-    axes.plot([value for _, value in points], [y for y, _ in points], zorder=3, **DIAMONDS)
+    axes.plot(
+        [value for _, value in points], [y for y, _ in points], zorder=3, **DIAMONDS
+    )
     values = [*published.values(), *(value for _, value in points)]
     wide = _wide(values)
     if wide:
@@ -215,16 +262,27 @@ def _throughput(entries: Sequence[RowEntry], key: str) -> Plot:
         axes.set_xlim(min(values) / 2, max(values) * 1.5)
     for name, row in rows.items():
         if name not in published:
-            why = "published as out of memory" if row.published and row.published.oom else "not published"
-            where: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "va": "center"}
+            why = (
+                "published as out of memory"
+                if row.published and row.published.oom
+                else "not published"
+            )
+            where: dict[str, Any] = {
+                "xycoords": ("axes fraction", "data"),
+                "va": "center",
+            }
             axes.annotate(why, (0.01, at[name]), fontsize=8, color=INK, **where)
     axes.set_yticks(range(len(rows)), [row.name for row in rows.values()])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
     legend: Legend = [(Patch(**BARS), "published")]
-    legend += [(Patch(**HATCHED), "published, wrong by its erratum (†)")] if wrong else []
+    legend += (
+        [(Patch(**HATCHED), "published, wrong by its erratum (†)")] if wrong else []
+    )
     legend += [(Line2D([], [], **DIAMONDS), "measured")] if points else []
-    parts = [f"{name_of_axis}{', logarithmic axis' if wide else ''}: bars as published, points as measured."]
+    parts = [
+        f"{name_of_axis}{', logarithmic axis' if wide else ''}: bars as published, points as measured."
+    ]
     if key == "tflops" and _counted_as(entries) == "exact_tflops":
         parts.append(f"{EXACT[0].upper()}{EXACT[1:]}.")
     left_out = sum(entry.incomparable is not None for entry in entries)
@@ -233,37 +291,55 @@ def _throughput(entries: Sequence[RowEntry], key: str) -> Plot:
         parts.append(f"{counted(left_out, 'run')} left out, {whose}")
     elif not points:
         parts.append("Nothing of this table has been measured here.")
-    return _render(figure, legend, f"Published and measured: {name_of_axis}", " ".join(parts))
+    return _render(
+        figure, legend, f"Published and measured: {name_of_axis}", " ".join(parts)
+    )
 
 
 def _losses(runs: Sequence[ReportedRun], over: Over, title: str) -> Plot:
     unit = f"loss (nats per {runs[0].loss_per})"
-    figure = Figure(figsize=(8, 4.6 + 0.2 * ((len(runs) + 1) // 2)), layout="constrained")
+    figure = Figure(
+        figsize=(8, 4.6 + 0.2 * ((len(runs) + 1) // 2)), layout="constrained"
+    )
     axes = new_axes(figure, title, OVER[over], unit)
     curves = []
     for index, run in enumerate(runs):
         averages = moving_average([loss for _, loss in run.training])
-        smooth = [(step, average) for (step, _), average in zip(run.training, averages, strict=True)]
+        smooth = [
+            (step, average)
+            for (step, _), average in zip(run.training, averages, strict=True)
+        ]
         curves.append(Curve(index, run, run.along(smooth, over)))
     legend = _draw(axes, curves, MOST_POINTS, over)
     for index, run in enumerate(runs):
         points = thin(run.along(run.validation, over))
         if points:
-            axes.plot(*zip(*points, strict=True), color=PALETTE[index], marker=MARKS[index], **VALIDATION)
+            axes.plot(
+                *zip(*points, strict=True),
+                color=PALETTE[index],
+                marker=MARKS[index],
+                **VALIDATION,
+            )
             if not run.training:
                 legend.append((Line2D([], [], color=PALETTE[index]), run.full_label))
     if any(run.validation for run in runs):
-        legend.append((Line2D([], [], color=INK, marker=MARKS[0], **VALIDATION), "validation"))
+        legend.append(
+            (Line2D([], [], color=INK, marker=MARKS[0], **VALIDATION), "validation")
+        )
     draw_references(axes, _entropies(runs), len(runs))
     caption = (
         "Lines: training loss, the mean of the steps around each (a fifteenth of the run, 201 at most, fewer "
         "towards the ends). Marks joined by dots: validation. Grey: entropy of a uniform and of a unigram "
         "model, with an arrow where it lies outside the axis."
     )
-    return _render(figure, legend, f"{title}, {unit}", caption + THINNED.format(MOST_POINTS))
+    return _render(
+        figure, legend, f"{title}, {unit}", caption + THINNED.format(MOST_POINTS)
+    )
 
 
-def _draw(axes: Axes, curves: Sequence[Curve], most: int, over: Over = "steps") -> Legend:
+def _draw(
+    axes: Axes, curves: Sequence[Curve], most: int, over: Over = "steps"
+) -> Legend:
     """Draw a line for each run with points; return the legend."""
     if over == "steps":
         axes.xaxis.set_major_locator(step_ticks())
@@ -273,9 +349,15 @@ def _draw(axes: Axes, curves: Sequence[Curve], most: int, over: Over = "steps") 
     for index, run, points in curves:
         points = thin(points, most)
         if points:
-            style = {"color": PALETTE[index % len(PALETTE)], "linestyle": DASHES[index % len(DASHES)]}
-            marker = "." if len(points) == 1 else ""  # a curve of one point would be invisible as a line
-            (line,) = axes.plot(*zip(*points, strict=True), linewidth=1.6, marker=marker, **style)
+            style = {
+                "color": PALETTE[index % len(PALETTE)],
+                "linestyle": DASHES[index % len(DASHES)],
+            }
+            # a curve of one point would be invisible as a line
+            marker = "." if len(points) == 1 else ""
+            (line,) = axes.plot(
+                *zip(*points, strict=True), linewidth=1.6, marker=marker, **style
+            )
             legend.append((line, run.full_label))
     return legend
 
@@ -285,20 +367,28 @@ def thin(points: Points, most: int = MOST_POINTS) -> Points:
     if len(points) <= most:
         return points
     size = ceil(len(points) / most)
-    buckets = (zip(*points[start : start + size], strict=True) for start in range(0, len(points), size))
+    buckets = (
+        zip(*points[start : start + size], strict=True)
+        for start in range(0, len(points), size)
+    )
     return [(mean(steps), mean(values)) for steps, values in buckets]
 
 
 def _published(entries: Sequence[RowEntry], key: str) -> dict[str, float]:
     """Map each row with a published number to that number."""
-    numbers = {entry.row.full_name: getattr(entry.row.published, key, None) for entry in entries}
+    numbers = {
+        entry.row.full_name: getattr(entry.row.published, key, None)
+        for entry in entries
+    }
     return {name: number for name, number in numbers.items() if number is not None}
 
 
 def _counted_as(entries: Sequence[RowEntry]) -> str | None:
     """Return our count of TFLOPS that matches the published ones; None where sources used both."""
     published = [entry.row.published for entry in entries if entry.row.published]
-    found = {each.tflops_by for each in published if each.tflops is not None} or {"formula"}
+    found = {each.tflops_by for each in published if each.tflops is not None} or {
+        "formula"
+    }
     return TFLOPS_BY[found.pop()][1] if len(found) == 1 else None
 
 
@@ -311,7 +401,11 @@ def _axis(entries: Sequence[RowEntry], key: str) -> str:
 def _measured(entry: RowEntry, key: str) -> float | None:
     """Return the measured value; None if missing or incomparable with the row."""
     counted = _counted_as([entry]) if key == "tflops" else key
-    value = COLUMNS[counted or key].of(entry.run.result) if entry.run and not entry.no_ratio else None
+    value = (
+        COLUMNS[counted or key].of(entry.run.result)
+        if entry.run and not entry.no_ratio
+        else None
+    )
     return value if value and value > 0 else None
 
 
@@ -328,7 +422,9 @@ def _wide(values: Sequence[float]) -> bool:
     return bool(values) and max(values) > LOG_FROM * min(values)
 
 
-def new_axes(figure: Figure, title: str, x: str, y: str, place: tuple[int, int, int] = (1, 1, 1)) -> Axes:
+def new_axes(
+    figure: Figure, title: str, x: str, y: str, place: tuple[int, int, int] = (1, 1, 1)
+) -> Axes:
     axes = figure.add_subplot(*place)
     axes.set_title(title, fontsize=11, color=INK)
     axes.set_xlabel(x, color=INK)
@@ -362,19 +458,31 @@ class LogTicks(Locator):
 
     def tick_values(self, low: float, high: float) -> Sequence[float]:
         found: list[float] = []
-        for locator in (LogLocator(numticks=9), LogLocator(subs=(1, 2, 5), numticks=9), MaxNLocator(6)):
-            found = [float(tick) for tick in locator.tick_values(low, high) if low <= tick <= high]
+        for locator in (
+            LogLocator(numticks=9),
+            LogLocator(subs=(1, 2, 5), numticks=9),
+            MaxNLocator(6),
+        ):
+            found = [
+                float(tick)
+                for tick in locator.tick_values(low, high)
+                if low <= tick <= high
+            ]
             if len(found) >= LEAST_TICKS:
                 break
         return found
 
 
-def draw_references(axes: Axes, entropies: Mapping[tuple[str, float], Sequence[str]], runs: int) -> None:
+def draw_references(
+    axes: Axes, entropies: Mapping[tuple[str, float], Sequence[str]], runs: int
+) -> None:
     """Draw and name a grey line for each (kind, nats) -> run labels, after the curves are drawn.
 
     `runs`: number of runs in the plot; a reference of only one of them names it.
     """
-    values = [float(y) for line in axes.get_lines() for y in np.asarray(line.get_ydata())]
+    values = [
+        float(y) for line in axes.get_lines() for y in np.asarray(line.get_ydata())
+    ]
     bottom, top = (min(values), max(values)) if values else (0.0, float("inf"))
     reach = NEAR * max(top - bottom, LEAST_RANGE)
     labels = []
@@ -392,7 +500,12 @@ def _render(figure: Figure, legend: Legend, label: str, caption: str) -> Plot:
     if legend:
         # matplotlib leaves labels out that begin with an underscore.
         labels = [f" {text}" if text.startswith("_") else text for _, text in legend]
-        style: dict[str, Any] = {"fontsize": 9, "frameon": False, "labelcolor": INK, "handlelength": 3}
+        style: dict[str, Any] = {
+            "fontsize": 9,
+            "frameon": False,
+            "labelcolor": INK,
+            "handlelength": 3,
+        }
         handles = [handle for handle, _ in legend]
         figure.legend(handles, labels, loc="outside lower center", ncols=2, **style)
     for text in figure.findobj(Text):

@@ -12,7 +12,10 @@ from launch.console import numbers
 from launch.planning.prediction import hardware, workload
 from launch.planning.prediction.forecast import MOST_SHARE, Forecast, forecast, speed
 from launch.planning.prediction.forecast_text import error
-from launch.planning.prediction.published_step import published_seconds, published_workload
+from launch.planning.prediction.published_step import (
+    published_seconds,
+    published_workload,
+)
 from launch.planning.resolved_plans import plan_on_nodes
 from launch.records.result import Speed
 from launch.reports.entries import RowEntry
@@ -23,11 +26,32 @@ from recipes.schema import Published, Recipe
 
 PUBLISHED = "published"
 HEADINGS = (
-    *("recipe", "", "time per iteration (s)", "predicted (s)", "predicted / it", "MFU", "MFU predicted"),
-    *("memory left", "predicted", "samples/s x parameters, smallest = 1", "TFLOPS per GPU, fewest GPUs = 1"),
+    *(
+        "recipe",
+        "",
+        "time per iteration (s)",
+        "predicted (s)",
+        "predicted / it",
+        "MFU",
+        "MFU predicted",
+    ),
+    *(
+        "memory left",
+        "predicted",
+        "samples/s x parameters, smallest = 1",
+        "TFLOPS per GPU, fewest GPUs = 1",
+    ),
 )
 # Fields of a PredictionLine: predictions and derived numbers.
-PREDICTED = ("predicted_s", "mfu", "predicted_mfu", "left", "predicted_left", "normalised", "scaling")
+PREDICTED = (
+    "predicted_s",
+    "mfu",
+    "predicted_mfu",
+    "left",
+    "predicted_left",
+    "normalised",
+    "scaling",
+)
 EXPLAINED = (
     "Published rows are predicted on the hardware that they name, as the system that they name runs them; "
     "runs on the machine that they ran on. MFU: operations of the model, none counted twice, over the peak "
@@ -69,7 +93,11 @@ class PredictionLine:
     @property
     def has_numbers(self) -> bool:
         """Check that the line has a prediction or a derived number."""
-        return self.oom or self.predicted_oom or any(getattr(self, key) for key in PREDICTED)
+        return (
+            self.oom
+            or self.predicted_oom
+            or any(getattr(self, key) for key in PREDICTED)
+        )
 
     @property
     def is_implausible(self) -> bool:
@@ -111,10 +139,16 @@ def frame(lines: Sequence[PredictionLine]) -> ReportTable | None:
     kinds = ("name", "text", *["number"] * (len(HEADINGS) - 2))
     title = "Predicted beside published and measured"
     explained = f"{EXPLAINED}time {error('time')}; memory {error('memory')}."
-    doubted = [f"{line.name} ({line.label}, {line.mfu:.0%})" for line in lines if line.is_implausible]
+    doubted = [
+        f"{line.name} ({line.label}, {line.mfu:.0%})"
+        for line in lines
+        if line.is_implausible
+    ]
     if doubted:
         explained += f" No sound row has {MOST_SHARE:g} % of a GPU's peak; doubt {', '.join(doubted)}."
-    return ReportTable(HEADINGS, kinds, [line.cells for line in lines], title, explained)
+    return ReportTable(
+        HEADINGS, kinds, [line.cells for line in lines], title, explained
+    )
 
 
 def lines_of(entries: Sequence[RowEntry]) -> list[PredictionLine]:
@@ -171,7 +205,8 @@ def _as_their_system(recipe: Recipe) -> Forecast | None:
         plan = plan_on_nodes(recipe, recipe.ds_config, node, None)
         step = published_workload(plan)
         return forecast(step, node) if step else None
-    except (ValueError, OSError):  # a broken recipe, configuration or catalogue of the user
+    # a broken recipe, configuration or catalogue of the user
+    except (ValueError, OSError):
         return None
 
 
@@ -179,10 +214,16 @@ def _of_run(name: str, run: ReportedRun) -> PredictionLine:
     result = run.result
     seconds = run.result.speed.seconds_per_step
     plan = run.plan
-    machine = ", ".join(str(run.machine.get(key)) for key in ("accelerator", "cpu", "cores"))
+    machine = ", ".join(
+        str(run.machine.get(key)) for key in ("accelerator", "cpu", "cores")
+    )
     where = "" if run.tiny else f"run on {machine}"
     # Processes that share cores are no GPUs.
-    gpus = result.layout.world if result.layout and run.machine.get("accelerators") else None
+    gpus = (
+        result.layout.world
+        if result.layout and run.machine.get("accelerators")
+        else None
+    )
     line = PredictionLine(
         name,
         run.full_label,
@@ -245,7 +286,11 @@ def _available(plan: Plan, machine: Mapping[str, Any]) -> float | None:
 def _compared(lines: Sequence[PredictionLine]) -> Iterator[PredictionLine]:
     for line in lines:
         others = [each for each in lines if line.where and each.where == line.where]
-        as_many = [each for each in others if each.gpus == line.gpus and each.speed.samples_per_s]
+        as_many = [
+            each
+            for each in others
+            if each.gpus == line.gpus and each.speed.samples_per_s
+        ]
         normalised = scaling = None
         if len({each.parameters for each in as_many}) > 1 and line.speed.samples_per_s:
             smallest = min(as_many, key=lambda each: each.parameters or 0)

@@ -104,13 +104,18 @@ class ReportedRun:
         if over == "hours":
             ends = [0.0, *(step for step, _ in self.hours)]
             hours = [0.0, *(passed for _, passed in self.hours)]
-            return [(hours[bisect_right(ends, step) - 1], value) for step, value in points]
+            return [
+                (hours[bisect_right(ends, step) - 1], value) for step, value in points
+            ]
         recipe = self.recipe
         if recipe is None:
             return []
         of_sample = recipe.model.sequences * recipe.sequence_length
         sizes = recipe.sizes
-        return [(float(sizes.samples(int(step)) * of_sample), value) for step, value in points]
+        return [
+            (float(sizes.samples(int(step)) * of_sample), value)
+            for step, value in points
+        ]
 
     @property
     def machine(self) -> Mapping[str, Any]:
@@ -128,12 +133,18 @@ class ReportedRun:
     @property
     def started(self) -> datetime | None:
         try:
-            return datetime.strptime(self.launch.started, "%Y-%m-%dT%H:%M:%S%z") if self.launch else None
+            return (
+                datetime.strptime(self.launch.started, "%Y-%m-%dT%H:%M:%S%z")
+                if self.launch
+                else None
+            )
         except ValueError:
             return None
 
 
-def read_run(path: Path, label: str, original_of: Callable[[str], Recipe | None]) -> ReportedRun:
+def read_run(
+    path: Path, label: str, original_of: Callable[[str], Recipe | None]
+) -> ReportedRun:
     """Read all readable files of a run; add the others to its `problems`.
 
     `original_of` returns the current recipe of a name; it serves runs that wrote no deviations.
@@ -144,15 +155,29 @@ def read_run(path: Path, label: str, original_of: Callable[[str], Recipe | None]
     launches = _read(at.launches, problems)
     launch = launches[-1] if launches else None
     records = _read(lambda: read_metrics(at.metrics_jsonl, problems), problems)
-    written = _read(lambda: read_result(at.result_json), problems) if at.result_json.exists() else None
-    if records is not None and not records.steps and not records.broken and written and written.steps:
+    written = (
+        _read(lambda: read_result(at.result_json), problems)
+        if at.result_json.exists()
+        else None
+    )
+    if (
+        records is not None
+        and not records.steps
+        and not records.broken
+        and written
+        and written.steps
+    ):
         lost = f"has no step, and result.json counts {written.steps:,}"
         problems.append(f"{at.metrics_jsonl}: {lost}: {REMEDY}")
     if launches == [] and at.environment_json.exists():
         problems.append(f"{at.environment_json}: names no launch: {REMEDY}")
     records = records or Records()
     tiny = written.tiny if written else launch is not None and launch.tiny
-    name = (written.recipe if written else "") or (launch.recipe if launch else "") or label
+    name = (
+        (written.recipe if written else "")
+        or (launch.recipe if launch else "")
+        or label
+    )
     name = name.removesuffix("-tiny") if tiny else name
     oom = out_of_memory.reason(path)
     if written is None or _continued(records, written):
@@ -164,22 +189,55 @@ def read_run(path: Path, label: str, original_of: Callable[[str], Recipe | None]
             status = without_plan = OOM
         result = Result(name, without_plan, tiny=tiny, reason=oom)
         if plan and launch:
-            known = RunFacts(plan, name, launch.machine, original_of(name), tiny, launch.emulated_fp16)
-            result = _unfinished_result(known, records, Ending(status, oom), problems) or result
+            known = RunFacts(
+                plan,
+                name,
+                launch.machine,
+                original_of(name),
+                tiny,
+                launch.emulated_fp16,
+            )
+            result = (
+                _unfinished_result(known, records, Ending(status, oom), problems)
+                or result
+            )
     else:
         result = written
-        if oom and result.status not in ("ok", OOM):  # from a later launch that wrote no result
+        # from a later launch that wrote no result
+        if oom and result.status not in ("ok", OOM):
             stated = (Deviation("status", OOM, is_=oom), *result.deviations)
             result = replace(result, status=OOM, reason=oom, deviations=stated)
-    training = [(float(step), loss) for step, loss in curve(records.steps, records.part)]
-    validation = [(float(step), loss) for step, loss in curve(records.validations, records.part)]
-    seconds = [(float(step.step), step.seconds) for step in records.own_steps if step.seconds > 0]
+    training = [
+        (float(step), loss) for step, loss in curve(records.steps, records.part)
+    ]
+    validation = [
+        (float(step), loss) for step, loss in curve(records.validations, records.part)
+    ]
+    seconds = [
+        (float(step.step), step.seconds)
+        for step in records.own_steps
+        if step.seconds > 0
+    ]
     passed = itertools.accumulate(step.seconds for step in records.steps)
-    hours = [(float(step.step), at / 3600) for step, at in zip(records.steps, passed, strict=True)]
+    hours = [
+        (float(step.step), at / 3600)
+        for step, at in zip(records.steps, passed, strict=True)
+    ]
     points = (training, validation, seconds, hours)
     scores = _read(lambda: read_scores(path), problems) or ()
     before = _read(lambda: pretrained.read(path), problems)
-    return ReportedRun(path, label, name, result, plan, launch, *points, tuple(problems), scores, before)
+    return ReportedRun(
+        path,
+        label,
+        name,
+        result,
+        plan,
+        launch,
+        *points,
+        tuple(problems),
+        scores,
+        before,
+    )
 
 
 def _continued(records: Records, result: Result) -> bool:
@@ -199,11 +257,15 @@ def _unfinished_result(
         problems.append(f"{what}, {error!r}: restore it")
         return None
     except ArithmeticError:
-        problems.append(f"metrics.jsonl of {facts.name} has seconds or losses that no run has: restore it")
+        problems.append(
+            f"metrics.jsonl of {facts.name} has seconds or losses that no run has: restore it"
+        )
         return None
     if ending.status != UNFINISHED:
         return made
-    return replace(made, deviations=(Deviation("unfinished", is_=made.steps), *made.deviations))
+    return replace(
+        made, deviations=(Deviation("unfinished", is_=made.steps), *made.deviations)
+    )
 
 
 def _read(read: Callable[[], T], problems: list[str]) -> T | None:
@@ -218,7 +280,10 @@ def differences(first: Points, second: Points) -> Points:
     """Return (step, absolute difference) at the common steps of two curves."""
     one = dict(first)
     other = dict(second)
-    return [(step, abs(one[step] - other[step])) for step in sorted(one.keys() & other.keys())]
+    return [
+        (step, abs(one[step] - other[step]))
+        for step in sorted(one.keys() & other.keys())
+    ]
 
 
 def find(arguments: Sequence[str]) -> list[Path]:
@@ -236,7 +301,11 @@ def find(arguments: Sequence[str]) -> list[Path]:
                 problems.append(Problem(argument, f"{argument}: {_why_none(argument)}"))
         except OSError as error:  # a name too long, a directory that may not be read
             why = f"cannot be looked into ({error.strerror or error})"
-            problems.append(Problem(argument, f"{argument} {why}", fix="name directories you may read"))
+            problems.append(
+                Problem(
+                    argument, f"{argument} {why}", fix="name directories you may read"
+                )
+            )
         else:
             for path in runs:
                 found.setdefault(path.resolve(), path)
@@ -253,7 +322,9 @@ def is_run(path: Path) -> bool:
 def _runs_of(argument: str) -> Iterator[Path]:
     path = Path(argument).expanduser()
     seen = set[Path]()
-    matches = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(argument) else []
+    matches = (
+        sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(argument) else []
+    )
     for match in [path] if path.exists() else map(Path, matches):
         if match.is_dir():
             yield from _below(match, seen)
@@ -264,12 +335,18 @@ def _why_none(argument: str) -> str:
     if path.is_dir():
         names = sorted(child.name for child in path.iterdir())
         held = f"it holds {some(names, 3)}" if names else "it is empty"
-        return f"neither it nor a directory below it is a run ({held}): {WHAT_A_RUN_HOLDS}"
+        return (
+            f"neither it nor a directory below it is a run ({held}): {WHAT_A_RUN_HOLDS}"
+        )
     if path.exists():
         return f"it is a file: give the directory of a run; {WHAT_A_RUN_HOLDS}"
     if glob.has_magic(argument):
         return f"no run directory matches; {WHAT_A_RUN_HOLDS}"
-    siblings = [child.name for child in _subdirectories(path.parent)] if path.parent.is_dir() else []
+    siblings = (
+        [child.name for child in _subdirectories(path.parent)]
+        if path.parent.is_dir()
+        else []
+    )
     return f"no such directory: {did_you_mean(path.name, siblings) if siblings else WHAT_A_RUN_HOLDS}"
 
 
@@ -286,7 +363,11 @@ def _below(path: Path, seen: set[Path]) -> Iterator[Path]:
 
 
 def _subdirectories(path: Path) -> list[Path]:
-    return sorted(child for child in path.iterdir() if child.is_dir() and not child.name.startswith("."))
+    return sorted(
+        child
+        for child in path.iterdir()
+        if child.is_dir() and not child.name.startswith(".")
+    )
 
 
 def labels(paths: Sequence[Path]) -> list[str]:
@@ -296,7 +377,9 @@ def labels(paths: Sequence[Path]) -> list[str]:
     for own in parts:
         others = [other for other in parts if other != own]
         length = 1
-        while length < len(own) and any(other[-length:] == own[-length:] for other in others):
+        while length < len(own) and any(
+            other[-length:] == own[-length:] for other in others
+        ):
             length += 1
         found.append("/".join(own[-length:]).replace("//", "/"))
     return found

@@ -11,7 +11,14 @@ from launch.console.numbers import number, ratio
 from launch.evaluation import finetuning_seeds
 from launch.evaluation.finetuning_seeds import SUMMARY, Summary
 from launch.evaluation.pretrained import Pretrained
-from launch.evaluation.scores import OTHER_DATA, WORDS, Score, figure_name, figure_text, published_next_to
+from launch.evaluation.scores import (
+    OTHER_DATA,
+    WORDS,
+    Score,
+    figure_name,
+    figure_text,
+    published_next_to,
+)
 from launch.records.facts import TaskScore
 from launch.reports.frames import ReportTable
 from launch.reports.runs import ReportedRun
@@ -24,15 +31,25 @@ NOT_RUN = "not run"
 NOT_SCORED = "not scored"
 HEADINGS = ("task", "figure", "model", "score", "parameters", "how")
 FINETUNED_HEADINGS = (
-    *("recipe", "task", "figure", "published", "measured", "measured / published", "fine-tuning"),
+    *(
+        "recipe",
+        "task",
+        "figure",
+        "published",
+        "measured",
+        "measured / published",
+        "fine-tuning",
+    ),
 )
 EXPLAINED = (
     "Fine-tuning runs whose weights are of the row's own pretraining. Published scores are medians over five "
     "seeds, or of models that answer together."
 )
 PERCENT = 100
-SHARES = ("accuracy", "middle_accuracy", "high_accuracy", "f1", "exact")  # of the metrics of tasks
-RecipeOf = Callable[[str], Recipe | None]  # table/row -> its recipe; None: missing or invalid
+# of the metrics of tasks
+SHARES = ("accuracy", "middle_accuracy", "high_accuracy", "f1", "exact")
+# table/row -> its recipe; None: missing or invalid
+RecipeOf = Callable[[str], Recipe | None]
 
 
 class Figure(NamedTuple):
@@ -52,7 +69,13 @@ class Figure(NamedTuple):
 
 FIGURES = (
     Figure("mnli", "matched", "accuracy, matched dev set", "dev", "accuracy"),
-    Figure("mnli", "mismatched", "accuracy, mismatched dev set", "dev_mismatched", "accuracy"),
+    Figure(
+        "mnli",
+        "mismatched",
+        "accuracy, mismatched dev set",
+        "dev_mismatched",
+        "accuracy",
+    ),
     Figure("qqp", "accuracy", "accuracy, dev set", "dev", "accuracy"),
     Figure("squad1", "f1", "F1, dev set", "dev", "f1"),
     Figure("squad1", "em", "exact match, dev set", "dev", "exact"),
@@ -83,7 +106,9 @@ class FinetunedModel:
 
     @property
     def task(self) -> Task:
-        assert self.run.recipe is not None and self.run.recipe.task is not None, "a fine-tuning run"
+        assert self.run.recipe is not None and self.run.recipe.task is not None, (
+            "a fine-tuning run"
+        )
         return self.run.recipe.task
 
     @property
@@ -95,7 +120,9 @@ class FinetunedModel:
         """Return the label with the number of seeds, in words."""
         several = {"run": "", "median": f", median of {self.models} seeds"}
         tiny = " (TINY)" if self.pretrained and self.pretrained.tiny else ""
-        return f"{self.label}{tiny}{several.get(self.kind, f', {self.models} together')}"
+        return (
+            f"{self.label}{tiny}{several.get(self.kind, f', {self.models} together')}"
+        )
 
     @property
     def weights(self) -> str:
@@ -103,7 +130,9 @@ class FinetunedModel:
         if self.pretrained is None:
             return "weights of no pretraining run, or drawn at random"
         tiny = ", tiny" if self.pretrained.tiny else ""
-        return f"weights of {self.pretrained.recipe}{tiny}, step {self.pretrained.step:,}"
+        return (
+            f"weights of {self.pretrained.recipe}{tiny}, step {self.pretrained.step:,}"
+        )
 
     def is_of(self, row: PublishedRow, recipe_of: RecipeOf) -> bool:
         """Check that the weights are of the row's pretraining, which rows of several tables may share."""
@@ -112,7 +141,9 @@ class FinetunedModel:
         if self.pretrained.recipe == row.full_name:
             return True
         recipes = (row.recipe, recipe_of(self.pretrained.recipe))
-        trainings = {(catalog.digest(each), each.steps) if each else None for each in recipes}
+        trainings = {
+            (catalog.digest(each), each.steps) if each else None for each in recipes
+        }
         return len(trainings) == 1 and None not in trainings
 
 
@@ -133,7 +164,11 @@ class FinetunedLine:
     @property
     def measured(self) -> float | None:
         found = self.finetuned
-        return found.scores.get(self.figure.split, {}).get(self.figure.metric) if found else None
+        return (
+            found.scores.get(self.figure.split, {}).get(self.figure.metric)
+            if found
+            else None
+        )
 
     @property
     def ratio(self) -> float | None:
@@ -161,10 +196,16 @@ class FinetunedLine:
 def finetuned_frame(lines: Sequence[FinetunedLine]) -> ReportTable | None:
     kinds = ("name", "text", "text", "number", "number", "words", "words")
     cells = [line.cells for line in lines]
-    return ReportTable(FINETUNED_HEADINGS, kinds, cells, "Fine-tuned", EXPLAINED) if lines else None
+    return (
+        ReportTable(FINETUNED_HEADINGS, kinds, cells, "Fine-tuned", EXPLAINED)
+        if lines
+        else None
+    )
 
 
-def finetuned_models(runs: Sequence[ReportedRun], problems: list[str]) -> list[FinetunedModel]:
+def finetuned_models(
+    runs: Sequence[ReportedRun], problems: list[str]
+) -> list[FinetunedModel]:
     """Return the fine-tuned models among the runs; for runs with a summary only median and ensemble.
 
     Unreadable summaries are added to `problems`.
@@ -174,13 +215,23 @@ def finetuned_models(runs: Sequence[ReportedRun], problems: list[str]) -> list[F
     shown: set[Path] = set()
     for run in runs:
         above = run.path.parent
-        if not (run.recipe and run.recipe.task) or run.result.status != "ok" or not run.result.task_scores:
+        if (
+            not (run.recipe and run.recipe.task)
+            or run.result.status != "ok"
+            or not run.result.task_scores
+        ):
             continue
         if above not in summaries:
             summaries[above] = _summary(above, problems)
         summary = summaries[above]
-        if summary is None or run.path.name not in {each.name for each in summary.seeds}:
-            found.append(FinetunedModel(run, run.label, run.path, _values(run.result.task_scores)))
+        if summary is None or run.path.name not in {
+            each.name for each in summary.seeds
+        }:
+            found.append(
+                FinetunedModel(
+                    run, run.label, run.path, _values(run.result.task_scores)
+                )
+            )
         elif above not in shown:
             shown.add(above)
             found += _of_summary(run, summary)
@@ -203,7 +254,9 @@ def _of_summary(run: ReportedRun, summary: Summary) -> Iterator[FinetunedModel]:
     sound = len(summary.sound)
     yield FinetunedModel(run, label, path, summary.median, "median", sound)
     if summary.ensemble:
-        yield FinetunedModel(run, label, path, _values(summary.ensemble), "ensemble", sound)
+        yield FinetunedModel(
+            run, label, path, _values(summary.ensemble), "ensemble", sound
+        )
 
 
 def _values(scores: Sequence[TaskScore]) -> dict[str, Mapping[str, float]]:
@@ -211,18 +264,26 @@ def _values(scores: Sequence[TaskScore]) -> dict[str, Mapping[str, float]]:
 
 
 def finetuned_lines(
-    rows: Sequence[PublishedRow], finetuned: Sequence[FinetunedModel], recipe_of: RecipeOf
+    rows: Sequence[PublishedRow],
+    finetuned: Sequence[FinetunedModel],
+    recipe_of: RecipeOf,
 ) -> Iterator[FinetunedLine]:
     """Yield a line for each figure of each row, published or measured with its weights."""
     for row in rows:
         own = [each for each in finetuned if each.is_of(row, recipe_of)]
         for figure in FIGURES:
-            of_task = row.published and getattr(row.published.downstream, figure.task, None)
+            of_task = row.published and getattr(
+                row.published.downstream, figure.task, None
+            )
             printed = getattr(of_task, figure.key, None)
             published = None if printed is None else round(printed / PERCENT, 6)
-            on_task: list[FinetunedModel | None] = [each for each in own if each.task.name == figure.task]
+            on_task: list[FinetunedModel | None] = [
+                each for each in own if each.task.name == figure.task
+            ]
             for each in on_task or [None]:
-                compared = _why_not(each, row.published) if each and row.published else ()
+                compared = (
+                    _why_not(each, row.published) if each and row.published else ()
+                )
                 why_not = "" if published is None else ", ".join(compared)
                 line = FinetunedLine(row, figure, published, each, why_not)
                 if published is not None or line.measured is not None:
@@ -243,17 +304,26 @@ def _why_not(finetuned: FinetunedModel, published: Published) -> Iterator[str]:
         yield f"pretrained for {pretrained.step:,} of {pretrained.steps:,} steps"
     if finetuned.task.train is not None:
         yield "on other files than the hub's"
-    if any(each.kind == "recipe" and each.key == "steps" for each in finetuned.run.result.deviations):
+    if any(
+        each.kind == "recipe" and each.key == "steps"
+        for each in finetuned.run.result.deviations
+    ):
         yield "fine-tuning was cut short (--steps)"
     if bool(published.ensemble) != (finetuned.kind == "ensemble"):
-        yield "published of models that answer together" if published.ensemble else "published of one model"
+        yield (
+            "published of models that answer together"
+            if published.ensemble
+            else "published of one model"
+        )
 
 
 def percent(share: float) -> str:
     return f"{PERCENT * share:.1f} %"
 
 
-def frame(runs: Sequence[ReportedRun], finetuned: Iterable[FinetunedModel]) -> ReportTable | None:
+def frame(
+    runs: Sequence[ReportedRun], finetuned: Iterable[FinetunedModel]
+) -> ReportTable | None:
     """Return the table of all scores, each by its task's main figure. `finetuned`: models without a row."""
     rows = [*_score_rows(runs), *_finetuned_rows(finetuned)]
     kinds = ("text", "text", "name", "number", "number", "words")
@@ -271,14 +341,23 @@ def _score_rows(runs: Sequence[ReportedRun]) -> Iterator[tuple[str, ...]]:
             yield _of_run(run, score)
         name = found[0][1].name
         for each in published_next_to(task):
-            yield name, WORDS[each.figure], f"published: {each.model}", each.printed, "", each.source
+            yield (
+                name,
+                WORDS[each.figure],
+                f"published: {each.model}",
+                each.printed,
+                "",
+                each.source,
+            )
 
 
 def _of_run(run: ReportedRun, score: Score) -> tuple[str, ...]:
     figure, value = next(iter(score.figures.items()))
     step = "" if score.step is None else f", step {score.step:,}"
     how = [
-        score.source + ", a part of it" * score.limited + f", {OTHER_DATA}" * score.on_other_data,
+        score.source
+        + ", a part of it" * score.limited
+        + f", {OTHER_DATA}" * score.on_other_data,
         f"window {score.window}" + (f", stride {score.stride}" if score.stride else ""),
         score.precision,
         *([f"{len(score.broken)} broken examples left out"] if score.broken else []),

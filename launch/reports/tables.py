@@ -91,7 +91,9 @@ class Tables:
         """Return the table of a name; None if there is none. Raises ProblemsError for a broken file."""
         if name not in self._read:
             path = self._folder / f"{name}.yaml"
-            self._read[name] = load(read_table(path)) if path in self._folder.glob("*.yaml") else None
+            self._read[name] = (
+                load(read_table(path)) if path in self._folder.glob("*.yaml") else None
+            )
         return self._read[name]
 
     def named(self, asked: Sequence[str]) -> list[str]:
@@ -110,7 +112,9 @@ class Tables:
                     self._read[name] = load(read_table(path))
                 elif self.get(name) is None:
                     hint = did_you_mean(name, self.names)
-                    problems.append(Problem("--table", f"--table {name}", "no such table", hint))
+                    problems.append(
+                        Problem("--table", f"--table {name}", "no such table", hint)
+                    )
                 found[name] = None
             except ProblemsError as error:
                 problems += error.problems
@@ -127,7 +131,11 @@ class Tables:
             table = self.get(name)
         except ProblemsError:
             return True
-        return table is not None and bool(table.source) and any(row.published for row in table.rows)
+        return (
+            table is not None
+            and bool(table.source)
+            and any(row.published for row in table.rows)
+        )
 
     def recipe(self, full_name: str) -> Recipe | None:
         """Return the current recipe of table/row; None if it is missing or invalid."""
@@ -148,14 +156,18 @@ def load(table: Table) -> PublishedTable:
     def cells_of(name: str, published: Any) -> tuple[str, ...]:
         cells, problem = source_cells(published, table.columns)
         if problem:
-            problems.append(Problem("published.row", problem, where=f"{table.name}/{name}"))
+            problems.append(
+                Problem("published.row", problem, where=f"{table.name}/{name}")
+            )
         return cells
 
     for name in table.rows:
         values = table.row(name)
         recipe = None
         try:
-            recipe = validate(values, f"{table.name}/{name}", table.document, table.paths(name))
+            recipe = validate(
+                values, f"{table.name}/{name}", table.document, table.paths(name)
+            )
         except RecipeError as error:
             problems += error.problems
         title = (str(values.get("title", "")),)
@@ -167,10 +179,14 @@ def load(table: Table) -> PublishedTable:
         rows.append(PublishedRow(table.name, name, cells, None, no_recipe=other.why))
     columns = table.columns or ("Recipe",)
     unique = list(dict.fromkeys(problems))
-    return PublishedTable(table.name, table.title, table.source, table.note, columns, rows, unique, known)
+    return PublishedTable(
+        table.name, table.title, table.source, table.note, columns, rows, unique, known
+    )
 
 
-def source_cells(published: Any, columns: Sequence[str]) -> tuple[tuple[str, ...], str | None]:
+def source_cells(
+    published: Any, columns: Sequence[str]
+) -> tuple[tuple[str, ...], str | None]:
     """Split `published.row` into one cell per column; return the cells and a problem or None."""
     printed = published.get("row") if isinstance(published, Mapping) else None
     width = len(columns)

@@ -26,19 +26,31 @@ PAGE_BEGINNING = """\
 <meta charset="utf-8">
 <meta name="generator" content="megarecipes launch/report.py">"""
 # Status -> CSS class; others: bad.
-STATUS_CLASSES = {"measured": "good", **dict.fromkeys(("not run", "unfinished", "saving"), "idle")}
+STATUS_CLASSES = {
+    "measured": "good",
+    **dict.fromkeys(("not run", "unfinished", "saving"), "idle"),
+}
 
 
 def page(document: ReportDocument) -> str:
     """Render one self-contained HTML page: plots inside, no scripts."""
     # All text is escaped except the beginning and the style sheet, which are our own.
-    options: dict[str, Any] = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    environment = Environment(loader=FileSystemLoader(FOLDER), autoescape=True, **options)
+    options: dict[str, Any] = {
+        "undefined": StrictUndefined,
+        "trim_blocks": True,
+        "lstrip_blocks": True,
+    }
+    environment = Environment(
+        loader=FileSystemLoader(FOLDER), autoescape=True, **options
+    )
     environment.filters["number"] = number
     environment.filters["unbroken"] = unbroken
     style = Markup((FOLDER / "style.css").read_text(encoding="utf-8"))
     return environment.get_template("page.html").render(
-        document=document, beginning=Markup(PAGE_BEGINNING), style=style, status_classes=STATUS_CLASSES
+        document=document,
+        beginning=Markup(PAGE_BEGINNING),
+        style=style,
+        status_classes=STATUS_CLASSES,
     )
 
 
@@ -55,7 +67,9 @@ FORMS: dict[str, tuple[Callable[[ReportDocument], str], str]] = {
 }
 
 
-def default_directory(tables: Sequence[str], labels: Sequence[str], everything: bool) -> Path:
+def default_directory(
+    tables: Sequence[str], labels: Sequence[str], everything: bool
+) -> Path:
     """Return reports/<table>, reports/<run>-and-<run>, reports/all-tables or reports/runs."""
     if everything:
         name = "all-tables"
@@ -65,7 +79,9 @@ def default_directory(tables: Sequence[str], labels: Sequence[str], everything: 
         name = "-and-".join(labels)
     else:
         name = "runs" if labels else "tables"
-    return Path("reports") / (re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-.") or "runs")
+    return Path("reports") / (
+        re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-.") or "runs"
+    )
 
 
 def check(directory: Path) -> list[str]:
@@ -78,7 +94,9 @@ def check(directory: Path) -> list[str]:
         came = "is a run directory"
         rule = "it holds nothing but the run's own files"
         raise output.refusal("--out", directory, came, rule, "name another directory")
-    return new_output.own_files("--out", directory, {name: own for name, (_, own) in FORMS.items()})
+    return new_output.own_files(
+        "--out", directory, {name: own for name, (_, own) in FORMS.items()}
+    )
 
 
 def write(document: ReportDocument, directory: Path) -> list[Path]:

@@ -150,10 +150,15 @@ class Evidence(Strict):
     def statements(self, row: str) -> Iterator[Statement]:
         """Yield the statements of texts and scripts about a row."""
         for part in self.settings:
-            of_row = [says for pattern, says in part.rows.items() if fnmatchcase(row, pattern)]
+            of_row = [
+                says for pattern, says in part.rows.items() if fnmatchcase(row, pattern)
+            ]
             for says in (part.says, *of_row):
                 for quotation, values in says.items():
-                    yield from (Statement(part.source, quotation, key, values[key]) for key in values)
+                    yield from (
+                        Statement(part.source, quotation, key, values[key])
+                        for key in values
+                    )
 
     def errata_of(self, row: str) -> Iterator[RowErratum]:
         for erratum in self.errata:
@@ -183,7 +188,12 @@ def _problems(table: Table, evidence: Evidence) -> Iterator[Problem]:
         yield from _problems_of_settings(table, part, known)
     named = [("sizes", row) for sizes in evidence.sizes for row in sizes.rows]
     named += [("speeds", row) for speeds in evidence.speeds for row in speeds.rows]
-    named += [("errata", row) for each in evidence.errata for one in each.disagreements for row in one.rows]
+    named += [
+        ("errata", row)
+        for each in evidence.errata
+        for one in each.disagreements
+        for row in one.rows
+    ]
     for name, row in named:
         if row not in table.rows:
             yield wrong(name, row, "no row of the table", did_you_mean(row, table.rows))
@@ -193,17 +203,31 @@ def _problems(table: Table, evidence: Evidence) -> Iterator[Problem]:
         yield from _said_twice(table, evidence, row)
 
 
-def _problems_of_settings(table: Table, settings: Quotations, known: Sequence[str]) -> Iterator[Problem]:
+def _problems_of_settings(
+    table: Table, settings: Quotations, known: Sequence[str]
+) -> Iterator[Problem]:
     """Yield patterns that name no row, and quotations of keys that are not `known`, those of recipes."""
     for pattern in settings.rows:
         if not any(fnmatchcase(row, pattern) for row in table.rows):
-            yield _wrong(table, "settings", pattern, "names no row of the table", "correct the pattern")
+            yield _wrong(
+                table,
+                "settings",
+                pattern,
+                "names no row of the table",
+                "correct the pattern",
+            )
     for says in (settings.says, *settings.rows.values()):
         for quotation, values in says.items():
             for key in values:
                 if key not in known:
                     came = f"{quotation!r}: {key}"
-                    yield _wrong(table, "settings", came, "no recipe has it", did_you_mean(key, known))
+                    yield _wrong(
+                        table,
+                        "settings",
+                        came,
+                        "no recipe has it",
+                        did_you_mean(key, known),
+                    )
 
 
 def _said_twice(table: Table, evidence: Evidence, row: str) -> Iterator[Problem]:
@@ -215,4 +239,6 @@ def _said_twice(table: Table, evidence: Evidence, row: str) -> Iterator[Problem]
 
 
 def _wrong(table: Table, part: str, came: str, rule: str, fix: str) -> Problem:
-    return Problem(f"evidence.{part}", came, rule, fix, where=table.document.at("evidence", part))
+    return Problem(
+        f"evidence.{part}", came, rule, fix, where=table.document.at("evidence", part)
+    )

@@ -45,7 +45,8 @@ class ListedRecipe:
     table: Table
     name: str
     recipe: Recipe
-    source: str  # its table as `catalog.load` takes it: the table's name, or the path of a file
+    # its table as `catalog.load` takes it: the table's name, or the path of a file
+    source: str
     fits: str | None = None  # how it fits this machine; None where nobody asks
 
     @property
@@ -66,11 +67,20 @@ class ListedRecipe:
     @property
     def cells(self) -> dict[str, str]:
         """The cells of its line by heading."""
-        recipe, model, (tp, pp) = self.recipe, self.recipe.model, self.recipe.parallel.model_parallel
-        other = f"({self.processes})" if self.processes and self.processes != self.gpus else ""
+        recipe, model, (tp, pp) = (
+            self.recipe,
+            self.recipe.model,
+            self.recipe.parallel.model_parallel,
+        )
+        other = (
+            f"({self.processes})"
+            if self.processes and self.processes != self.gpus
+            else ""
+        )
         fits = {} if self.fits is None else {"fits": self.fits}
         return {
-            "row": self.name + (" ?" if self.has_stand_ins else ""),  # apart, so that a name can be copied
+            # apart, so that a name can be copied
+            "row": self.name + (" ?" if self.has_stand_ins else ""),
             **fits,
             "size": short_count(cost.parameters(model, recipe.positions)),
             "layers x hidden": f"{'BERT ' if model.family == 'bert' else ''}{model.layers}x{model.hidden}",
@@ -85,7 +95,9 @@ class ListedRecipe:
 def add_parser(commands: Any) -> None:
     """Add the subcommand `list` to the subparsers of launch/recipe.py."""
     about = "List the recipes, filtered; every filter narrows the list."
-    parser = arguments.subcommand(commands, "list", "which recipes there are", about, rules=RULES)
+    parser = arguments.subcommand(
+        commands, "list", "which recipes there are", about, rules=RULES
+    )
     add = parser.add_argument
     own = "only this table, or that of your own file.yaml; repeatable"
     add("tables", nargs="*", metavar="TABLE", help=own)
@@ -98,9 +110,7 @@ def add_parser(commands: Any) -> None:
     add("--hardware", metavar="TEXT", help=hardware)
     add("--published", action="store_true", help="only rows of published tables")
     add("--oom", action="store_true", help="only rows that ran out of memory")
-    states = (
-        "only rows that fit this machine, or a NODE of plan.py such as 4xv100-32, by the planner's memory"
-    )
+    states = "only rows that fit this machine, or a NODE of plan.py such as 4xv100-32, by the planner's memory"
     fits = f"{states}, activations included, as published or with fewer data-parallel ranks"
     add("--fits", nargs="?", const=HERE, metavar="NODE", help=fits)
     parser.set_defaults(run=run)
@@ -110,16 +120,33 @@ def run(args: argparse.Namespace) -> int:
     tables = [*args.tables, *args.table]
     rows = select(catalog_rows(tables), args)
     folded = list[ListedRecipe]()
-    filters = (args.family, args.gpus, args.hardware, args.published, args.oom, args.fits)
+    filters = (
+        args.family,
+        args.gpus,
+        args.hardware,
+        args.published,
+        args.oom,
+        args.fits,
+    )
     if not (tables or args.all or any(filters)):
         folded = [row for row in rows if row.table.published]
         rows = [row for row in rows if not row.table.published]
     # First what runs at once, without a download, and of that the default.
-    rows.sort(key=lambda row: (row.recipe.data.source != "packaged", row.source != DEFAULT_TABLE))
+    rows.sort(
+        key=lambda row: (
+            row.recipe.data.source != "packaged",
+            row.source != DEFAULT_TABLE,
+        )
+    )
     quiet.quiet_libraries()
     memory = None if args.fits is None else memory_of(args.fits)
     if memory:
-        rows = [replace(row, fits=how) for row in rows for ok, how in [verdict(row.recipe, memory)] if ok]
+        rows = [
+            replace(row, fits=how)
+            for row in rows
+            for ok, how in [verdict(row.recipe, memory)]
+            if ok
+        ]
     print(as_text(rows, memory, terminal.columns(), args.fits))
     if folded:
         print(f"\n{fold(folded, terminal.columns())}")
@@ -139,7 +166,10 @@ def fold(rows: Sequence[ListedRecipe], width: int | None = None) -> str:
     count = Counter(row.source for row in rows)
     titles = {row.source: row.table.title for row in rows}
     lines = text_table.table(
-        [(name, count[name], titles[name]) for name in count], (), "lrl", width and width - 2
+        [(name, count[name], titles[name]) for name in count],
+        (),
+        "lrl",
+        width and width - 2,
     )
     said = f"{counted(len(count), 'published table')} of {len(rows)} rows: list TABLE or --all shows them"
     return terminal.wrapped(f"{said}\n{textwrap.indent(lines, '  ')}", width)
@@ -164,11 +194,15 @@ def catalog_rows(tables: Sequence[str] = ()) -> list[ListedRecipe]:
                 problems += error.problems
         else:
             fix = did_you_mean(name, known)
-            problems.append(Problem("--table", f"--table {name[:100]}", "no such table", fix))
+            problems.append(
+                Problem("--table", f"--table {name[:100]}", "no such table", fix)
+            )
     for name, table in chosen.items():
         for row in table.rows:
             try:
-                rows.append(ListedRecipe(table, row, catalog.load(f"{name}/{row}"), name))
+                rows.append(
+                    ListedRecipe(table, row, catalog.load(f"{name}/{row}"), name)
+                )
             except RecipeError as error:
                 problems += error.problems
     if problems:
@@ -176,7 +210,9 @@ def catalog_rows(tables: Sequence[str] = ()) -> list[ListedRecipe]:
     return rows
 
 
-def select(rows: Sequence[ListedRecipe], args: argparse.Namespace) -> list[ListedRecipe]:
+def select(
+    rows: Sequence[ListedRecipe], args: argparse.Namespace
+) -> list[ListedRecipe]:
     """Return the rows that pass all filters."""
     least, most = args.gpus or (0, 0)
     wanted = _letters(args.hardware)
@@ -184,7 +220,9 @@ def select(rows: Sequence[ListedRecipe], args: argparse.Namespace) -> list[Liste
     def passes(row: ListedRecipe) -> Iterator[bool]:
         recipe = row.recipe
         yield not args.family or recipe.model.family == args.family
-        yield not args.gpus or any(least <= count <= most for count in (row.gpus, row.processes) if count)
+        yield not args.gpus or any(
+            least <= count <= most for count in (row.gpus, row.processes) if count
+        )
         named = "" if recipe.hardware is None else _letters(recipe.hardware)
         yield args.hardware is None or (wanted != "" and wanted in named)
         yield not args.published or row.table.published
@@ -221,7 +259,9 @@ def as_text(
 ) -> str:
     """Describe the rows in a block per table, with a legend. `memory`: of the node of --fits."""
     if not rows:
-        return "no recipe is left by these filters" + (f" ({node}: {memory})" if memory else "")
+        return "no recipe is left by these filters" + (
+            f" ({node}: {memory})" if memory else ""
+        )
     headings = _filled(rows)
     whole = text_table.table([headings, *_cells(rows, headings)])
     heading, *aligned = (f"  {line.rstrip()}" for line in whole.splitlines())
@@ -229,24 +269,43 @@ def as_text(
     blocks = []
     for name in dict.fromkeys(row.source for row in rows):
         own = [row for row in rows if row.source == name]
-        block = [heading, *(line for row, line in zip(rows, aligned, strict=True) if row.source == name)]
+        block = [
+            heading,
+            *(
+                line
+                for row, line in zip(rows, aligned, strict=True)
+                if row.source == name
+            ),
+        ]
         if not fits:
             named = _filled(own)
-            narrow = text_table.table(_cells(own, named), named, width=width and width - 2)
+            narrow = text_table.table(
+                _cells(own, named), named, width=width and width - 2
+            )
             block = [textwrap.indent(narrow, "  ")]
         table = own[0].table
         others = evidence.read(table).others.values()
         left = [f"  no recipe: {each.published.row}: {each.why}" for each in others]
         blocks.append([f"{name}: {table.title}", *block, *left])
-    notes = [f"{counted(len(rows), 'recipe')}; recipe.py show TABLE/ROW tells all of one"]
-    notes.append("size: parameters, each once; tp x pp x dp: tensor, pipeline and data-parallel ranks")
+    notes = [
+        f"{counted(len(rows), 'recipe')}; recipe.py show TABLE/ROW tells all of one"
+    ]
+    notes.append(
+        "size: parameters, each once; tp x pp x dp: tensor, pipeline and data-parallel ranks"
+    )
     if memory:
-        notes.append(f"{node}: {memory}; memory as launch/plan.py predicts it, {error('memory')}")
+        notes.append(
+            f"{node}: {memory}; memory as launch/plan.py predicts it, {error('memory')}"
+        )
     if any(row.has_stand_ins for row in rows):
-        notes.append("?: values that no source gives stand in for some of the row; show says which")
+        notes.append(
+            "?: values that no source gives stand in for some of the row; show says which"
+        )
     if any(row.gpus and row.processes and row.gpus != row.processes for row in rows):
         notes.append("16 (32): 16 GPUs are printed, and the layout has 32 processes")
-    return terminal.wrapped("\n\n".join("\n".join(block) for block in (*blocks, notes)), width)
+    return terminal.wrapped(
+        "\n\n".join("\n".join(block) for block in (*blocks, notes)), width
+    )
 
 
 def published_text(published: Published | None) -> str:

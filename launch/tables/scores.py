@@ -17,7 +17,11 @@ def scores(downstream: Downstream | None) -> Iterator[tuple[str, str]]:
     for task, name in NAMES.items():
         found = getattr(downstream, task, None)
         if found:
-            first, *rest = (f"{value:g}" for value in found.model_dump().values() if value is not None)
+            first, *rest = (
+                f"{value:g}"
+                for value in found.model_dump().values()
+                if value is not None
+            )
             if task == "race" and rest:
                 yield name, f"{first} ({'/'.join(rest)})"
             else:
@@ -33,7 +37,9 @@ def score_lines(published: Published) -> list[tuple[str, str]]:
             value += f", {before[name]} before"
         lines.append((name, value))
     if published.ensemble:
-        count = "several" if published.ensemble == "unstated" else f"{published.ensemble}"
+        count = (
+            "several" if published.ensemble == "unstated" else f"{published.ensemble}"
+        )
         lines.append(("answers of", f"{count} fine-tuned models together"))
     if published.trained_tokens is not None:
         times = f"{published.trained_tokens:g} x"

@@ -30,7 +30,9 @@ COUNTED = {
     "formula": "by Jean Zay's formula with the printed size",
     "exact": "by exact count, which is NVIDIA's",
 }
-CHANGED = "changed by --set or --tiny, so that what is known of the row's value does not hold"
+CHANGED = (
+    "changed by --set or --tiny, so that what is known of the row's value does not hold"
+)
 ABOUT = """\
 Show one recipe: everything resolved, what was published, inferred or unknown,
 and how to launch it."""
@@ -38,12 +40,18 @@ and how to launch it."""
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand `show` to the subparsers of launch/recipe.py."""
-    parser = arguments.subcommand(commands, "show", "everything about one recipe", ABOUT)
+    parser = arguments.subcommand(
+        commands, "show", "everything about one recipe", ABOUT
+    )
     name = "a row of recipes/, or of your own YAML file as file.yaml/row"
     parser.add_argument("recipe", metavar="TABLE/ROW", help=name)
     override = "override one field, as in pretrain.py; repeatable"
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=override)
-    parser.add_argument("--tiny", action="store_true", help="the recipe as --tiny shrinks it")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help=override
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="the recipe as --tiny shrinks it"
+    )
     form = parser.add_mutually_exclusive_group()
     as_yaml = "the recipe as YAML, every value written out, and nothing else"
     form.add_argument("--yaml", action="store_true", help=as_yaml)
@@ -86,7 +94,9 @@ class ShownRecipe:
     def original(self) -> Recipe | None:
         """The row without --set and --tiny; None: it is no recipe without them."""
         try:
-            return catalog.load(self.name) if self.tiny or self.settings else self.recipe
+            return (
+                catalog.load(self.name) if self.tiny or self.settings else self.recipe
+            )
         except RecipeError:
             return None
 
@@ -110,14 +120,19 @@ class ShownRecipe:
             memory = memory_fit.describe(plan)
             around = Surroundings(hardware, memory=memory, more=self._derived(plan))
             resolved = [describe_plan(plan, name, around, width)]
-            launch = [terminal.command(f"  {line}", width, hang=4) for line in self.launch_lines()]
+            launch = [
+                terminal.command(f"  {line}", width, hang=4)
+                for line in self.launch_lines()
+            ]
         explained = {**recipe.inferred, **recipe.differs, **recipe.unknown}
         changed = [key for key in explained if not self._is_own(key)]
         sections = {
             name: _indented(recipe.title, f"{table.title}.", table.note),
             "resolved": resolved,
             "published": _published(recipe.published, table, width),
-            "not printed by the table: where it comes from": self._reasons(recipe.inferred),
+            "not printed by the table: where it comes from": self._reasons(
+                recipe.inferred
+            ),
             "not as the source ran it": self._reasons(recipe.differs),
             "given by no source: what stands in": self._reasons(recipe.unknown),
             CHANGED: _indented(", ".join(changed)),
@@ -125,7 +140,9 @@ class ShownRecipe:
             "errata": _indented(*map(str, evidence.read(table).errata_of(row))),
             "launch": launch,
         }
-        blocks = ("\n".join([title, *lines]) for title, lines in sections.items() if lines)
+        blocks = (
+            "\n".join([title, *lines]) for title, lines in sections.items() if lines
+        )
         return terminal.wrapped("\n\n".join(blocks), width)
 
     def _derived(self, plan: Plan) -> Iterator[tuple[str, str]]:
@@ -137,7 +154,10 @@ class ShownRecipe:
             none = f"none: the published {published.time_per_iteration_s:g} s are of something else: {other}"
             yield "TFLOPS", none if other else _tflops(plan)
         elif published and published.tflops:
-            yield "TFLOPS", f"{published.tflops:g} printed, without a time; {COUNTED[published.tflops_by]}"
+            yield (
+                "TFLOPS",
+                f"{published.tflops:g} printed, without a time; {COUNTED[published.tflops_by]}",
+            )
 
     def _reasons(self, reasons: Mapping[str, str]) -> list[str]:
         """Return the reasons of keys with the row's own value."""
@@ -150,7 +170,9 @@ class ShownRecipe:
 
     def _is_own(self, key: str) -> bool:
         """Check whether a dotted key has the row's own value."""
-        return self.original is not None and _value(self.recipe, key) == _value(self.original, key)
+        return self.original is not None and _value(self.recipe, key) == _value(
+            self.original, key
+        )
 
     def launch_lines(self) -> list[str]:
         """Return command lines for the row's hardware and for any machine."""
@@ -163,7 +185,8 @@ class ShownRecipe:
             try:
                 shrunk = catalog.load(self.name, self.settings, tiny=True)
                 published_plan(shrunk)
-            except (RecipeError, ConfigError) as error:  # a setting that the smaller model cannot have
+            # a setting that the smaller model cannot have
+            except (RecipeError, ConfigError) as error:
                 problems = [f"#   {problem}" for problem in error.problems]
                 return [*lines, "# cannot be shrunk with these settings:", *problems]
         small = f"{deepspeed(1, processes(shrunk))} {script} --tiny"
@@ -174,7 +197,9 @@ def _padded_size(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield the parameters by Megatron-LM's count, if it differs."""
     recipe = plan.recipe
     tp = plan.layout.tp
-    per_rank = cost.parameters_per_rank(recipe.model, recipe.positions, plan.padded_vocab, tp)
+    per_rank = cost.parameters_per_rank(
+        recipe.model, recipe.positions, plan.padded_vocab, tp
+    )
     count = tp * per_rank
     if count == cost.parameters(recipe.model, recipe.positions):
         return
@@ -198,7 +223,9 @@ def _tflops(plan: Plan) -> str:
     assert published and published.time_per_iteration_s
     seconds = published.time_per_iteration_s
     gpus = (hardware and hardware.gpus) or layout.world
-    by_formula, exact = cost.tflops(recipe, plan.padded_vocab, layout.global_batch, seconds, gpus)
+    by_formula, exact = cost.tflops(
+        recipe, plan.padded_vocab, layout.global_batch, seconds, gpus
+    )
     peak = hardware.peak_tflops if hardware else None
     share = f" ({100 * exact / peak:.1f} % of {peak:g})" if peak else ""
     counted = "the row prints none"
@@ -210,12 +237,21 @@ def _tflops(plan: Plan) -> str:
     )
 
 
-def _published(published: Published | None, table: Table, width: int | None) -> list[str]:
+def _published(
+    published: Published | None, table: Table, width: int | None
+) -> list[str]:
     if published is None:
         return []
-    cells = zip(table.columns, (cell.strip() for cell in (published.row or "").split("|")), strict=False)
+    cells = zip(
+        table.columns,
+        (cell.strip() for cell in (published.row or "").split("|")),
+        strict=False,
+    )
     printed = [(name, cell or "(blank)") for name, cell in cells]
-    printed += [("cannot have been", f"{key} = {value}") for key, value in published.printed.items()]
+    printed += [
+        ("cannot have been", f"{key} = {value}")
+        for key, value in published.printed.items()
+    ]
     more = [("ran", published.framework), ("held-out loss", published.validation_loss)]
     more += score_lines(published)
     more += [("date", published.date), ("source", published.source)]

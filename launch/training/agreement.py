@@ -27,7 +27,11 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 def kernel_failure(group: dist.ProcessGroup) -> str | None:
     """Return why some rank's GPU cannot run a compiled kernel, or None. Collective."""
     device = processes.device()
-    own = fusing.failure_of_kernels(torch.device(device.name)) if device.own_memory else None
+    own = (
+        fusing.failure_of_kernels(torch.device(device.name))
+        if device.own_memory
+        else None
+    )
     return next(filter(None, processes.gathered(own, group)), None)
 
 
@@ -52,12 +56,20 @@ def check(
         "initial weights": initial_weights or "random",
         "compiled layers": compiled,
         "resolved DeepSpeed configuration": hashlib.sha256(ds).hexdigest()[:12],
-        **{f"version of {name}": version for name, version in description.versions().items()},
+        **{
+            f"version of {name}": version
+            for name, version in description.versions().items()
+        },
     }
     facts = processes.gathered(own, group)
-    differing = [key for key in own if key != "host" and len({str(f[key]) for f in facts}) > 1]
+    differing = [
+        key for key in own if key != "host" and len({str(f[key]) for f in facts}) > 1
+    ]
     if differing:
-        lines = [f"  {k}: " + ", ".join(sorted({f"{f[k]} on {f['host']}" for f in facts})) for k in differing]
+        lines = [
+            f"  {k}: " + ", ".join(sorted({f"{f[k]} on {f['host']}" for f in facts}))
+            for k in differing
+        ]
         first = "the ranks of this run do not train on the same thing; make the machines equal in:"
         raise ValueError("\n".join([first, *lines]))
 
@@ -67,7 +79,9 @@ def without_paths(ds: dict[str, Any]) -> dict[str, Any]:
     zero = dict(ds.get("zero_optimization") or {})
     for kind in ("offload_optimizer", "offload_param"):
         if isinstance(section := zero.get(kind), dict):
-            zero[kind] = {key: value for key, value in section.items() if key != "nvme_path"}
+            zero[kind] = {
+                key: value for key, value in section.items() if key != "nvme_path"
+            }
     return {**ds, "zero_optimization": zero}
 
 
@@ -75,9 +89,11 @@ class StepReport(NamedTuple):
     """The report of one rank at the end of a step, in numbers that travel as one row of a tensor."""
 
     stop: int = 0  # index in `REASONS` of the request to stop
-    own_seconds: float = 0.0  # busy seconds of this rank (`StepRecord.rank_seconds_min`)
+    # busy seconds of this rank (`StepRecord.rank_seconds_min`)
+    own_seconds: float = 0.0
     unreadable: bool = False  # this rank cannot read the batches of the next step
-    written: bool = False  # this rank has written its file of the checkpoint in progress
+    # this rank has written its file of the checkpoint in progress
+    written: bool = False
     overdue: bool = False  # run.save_every_minutes have passed since the last save
 
 
@@ -134,7 +150,9 @@ class StepExchange:
     def __init__(self, own: StepReport, group: dist.ProcessGroup) -> None:
         """Send the report `own` to all ranks. Collective."""
         row = torch.tensor(own, dtype=torch.float64)
-        self._table = torch.empty(dist.get_world_size(group), len(row), dtype=torch.float64)
+        self._table = torch.empty(
+            dist.get_world_size(group), len(row), dtype=torch.float64
+        )
         self._work = all_gather(self._table.view(-1), row, group=group, async_op=True)
 
     def wait(self) -> StepNews:
@@ -145,6 +163,8 @@ class StepExchange:
 
 def peak_memory(group: dist.ProcessGroup) -> Peaks:
     """Return the largest peak and the largest cached memory of any rank. Collective."""
-    ranks = processes.gathered((memory.peak_memory().bytes, memory.peak_cached_bytes()), group)
+    ranks = processes.gathered(
+        (memory.peak_memory().bytes, memory.peak_cached_bytes()), group
+    )
     cached = [c for _, c in ranks if c is not None]
     return Peaks(max(peak for peak, _ in ranks), max(cached, default=None))

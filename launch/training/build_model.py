@@ -37,8 +37,12 @@ def band_kernel(plan: Plan) -> str | None:
     head_size = recipe.model.hidden // recipe.model.heads
     compiler = device.own_memory and has_gpu_compiler()
     said = []
-    for window in (each for each in dict.fromkeys(recipe.model.windows) if each is not None):
-        kernel, why = choose(device.name, dtype, dropout, length, window, head_size, compiler=compiler)
+    for window in (
+        each for each in dict.fromkeys(recipe.model.windows) if each is not None
+    ):
+        kernel, why = choose(
+            device.name, dtype, dropout, length, window, head_size, compiler=compiler
+        )
         said.append(f"{kernel} ({why})")
         if not computes_fewer_scores(kernel, length, window):
             said.append("counted, not timed: no fewer scores than in dense layers")
@@ -48,7 +52,11 @@ def band_kernel(plan: Plan) -> str | None:
 
 
 def build_module(
-    plan: Plan, grid: ProcessGrid, given: Mapping[str, torch.Tensor] | None = None, *, drawn: bool = True
+    plan: Plan,
+    grid: ProcessGrid,
+    given: Mapping[str, torch.Tensor] | None = None,
+    *,
+    drawn: bool = True,
 ) -> Stack | Pipeline:
     """Build the model of this rank with its initial weights, partitioned at once under ZeRO-3.
 
@@ -60,10 +68,21 @@ def build_module(
     shape = model_shape(recipe, plan.padded_vocab)
     group = grid.tensor_group
     new = NEW_HEADS if recipe.model.task_head != "none" else ()
-    init = Init(recipe.seed, recipe.init_std, recipe.model.layers, given=given, new=new, drawn=drawn)
+    init = Init(
+        recipe.seed,
+        recipe.init_std,
+        recipe.model.layers,
+        given=given,
+        new=new,
+        drawn=drawn,
+    )
     if plan.zero_stage == 3:
         init = replace(init, dtype=DTYPES[plan.precision])
-    stages = cost.stages_of(recipe, plan.padded_vocab, grid.pp) if grid.pp > 1 else (recipe.model.layers,)
+    stages = (
+        cost.stages_of(recipe, plan.padded_vocab, grid.pp)
+        if grid.pp > 1
+        else (recipe.model.layers,)
+    )
     if drawn and grid.dp > 1:
 
         def own_layers(init: Init) -> Definitions:
@@ -76,7 +95,9 @@ def build_module(
         return family.pipeline(shape, grid=grid, group=group, init=init, stages=stages)
     if plan.zero_stage < 3:
         return family.plain(shape, group=group, init=init)
-    with deepspeed.zero.Init(data_parallel_group=grid.data_group, config_dict_or_path=plan.ds, mpu=grid):
+    with deepspeed.zero.Init(
+        data_parallel_group=grid.data_group, config_dict_or_path=plan.ds, mpu=grid
+    ):
         module = family.plain(shape, group=group, init=init)
     if not processes.device().asynchronous and not recipe.model.shared_layers:
         # Gather a layer's parameters at once, by one set of hooks instead of one for each of its leaves.

@@ -31,8 +31,19 @@ def compiles(wish: Wish, plan: Plan, machine: Machine) -> bool:
     """Decide whether the run of `plan` is compiled on this machine. Raises ProblemsError."""
     if wish == "on" and computes_wrong_gradients(plan):
         came = f"--compile on with tp={plan.layout.tp} and torch {version('torch')}"
-        rule = "compiled by torch below 2.13, a tensor-parallel layer has wrong gradients"
-        raise ProblemsError([Problem("--compile", came, rule, "leave --compile out, or install torch 2.13")])
+        rule = (
+            "compiled by torch below 2.13, a tensor-parallel layer has wrong gradients"
+        )
+        raise ProblemsError(
+            [
+                Problem(
+                    "--compile",
+                    came,
+                    rule,
+                    "leave --compile out, or install torch 2.13",
+                )
+            ]
+        )
     if wish != "auto":
         return wish == "on"
     return worth_compiling(plan, machine) and has_compiler(machine)
@@ -73,7 +84,11 @@ def explain_missing(wish: Wish, plan: Plan, machine: Machine) -> str | None:
     """Return a warning that a needed compiler is missing, or None."""
     if wish == "off" or not worth_compiling(plan, machine) or has_compiler(machine):
         return None
-    needed = "Triton, a C compiler and Python.h" if machine.device.own_memory else "g++ and Python's headers"
+    needed = (
+        "Triton, a C compiler and Python.h"
+        if machine.device.own_memory
+        else "g++ and Python's headers"
+    )
     return f"not compiled: torch.compile needs {needed}; some of it is missing, and the run is slower"
 
 

@@ -53,7 +53,9 @@ def keep_gcc_from_joining_statements() -> None:
     @functools.wraps(flags_of)
     def with_flag(*args: Any, **kwargs: Any) -> Any:
         found = flags_of(*args, **kwargs)
-        (found[0] if isinstance(found, tuple) else found).append("fno-tree-slp-vectorize")
+        (found[0] if isinstance(found, tuple) else found).append(
+            "fno-tree-slp-vectorize"
+        )
         return found
 
     cpp_builder._get_optimization_cflags = with_flag
@@ -70,4 +72,6 @@ def prepare(module: torch.nn.Module, plan: Plan) -> None:
     device = torch.device(get_accelerator().current_device_name())
     for attention in module.modules():
         if isinstance(attention, Attention):
-            attention.prepare(plan.recipe.sequence_length, device, DTYPES[plan.precision])
+            attention.prepare(
+                plan.recipe.sequence_length, device, DTYPES[plan.precision]
+            )

@@ -42,7 +42,9 @@ def check(plan: Plan, where: str) -> None:
         raise ConfigError(list(_refused_values(error, where))) from None
     except Exception as error:  # its other checks raise exceptions of any type
         came = f"DeepSpeed refuses it ({' '.join(str(error).split()) or type(error).__name__})"
-        raise ConfigError([Problem("--ds_config", came, fix=_FIX, where=where)]) from None
+        raise ConfigError(
+            [Problem("--ds_config", came, fix=_FIX, where=where)]
+        ) from None
 
 
 def _refused_values(error: ValidationError, where: str) -> Iterator[Problem]:
@@ -50,6 +52,18 @@ def _refused_values(error: ValidationError, where: str) -> Iterator[Problem]:
     for each in error.errors():
         key = ".".join(filter(None, (section, *map(str, each["loc"]))))
         value: Any = each["input"]
-        came = f"{key}={shown(value)}" if each["loc"] and not isinstance(value, Mapping) else key
-        said = each["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-        yield Problem(key, came, f"DeepSpeed refuses it ({said[:1].lower()}{said[1:]})", _FIX, where=where)
+        came = (
+            f"{key}={shown(value)}"
+            if each["loc"] and not isinstance(value, Mapping)
+            else key
+        )
+        said = (
+            each["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        )
+        yield Problem(
+            key,
+            came,
+            f"DeepSpeed refuses it ({said[:1].lower()}{said[1:]})",
+            _FIX,
+            where=where,
+        )

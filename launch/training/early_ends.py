@@ -12,8 +12,13 @@ from functools import partial
 from launch.records.facts import Corruption, StepRecord
 
 MOST_NAMED = 3  # tensors of one rank
-KINDS = {"weight": "weights in full precision of", "rounded": "rounded weights of", "batch": "the batch"}
-STUCK_STEPS = 20  # skipped steps in a row; a loss scale that has not moved in them is stuck
+KINDS = {
+    "weight": "weights in full precision of",
+    "rounded": "rounded weights of",
+    "batch": "the batch",
+}
+# skipped steps in a row; a loss scale that has not moved in them is stuck
+STUCK_STEPS = 20
 RECENT = 100  # steps that give the bounds, and from one warning to the next
 LEAST = 20  # steps before there are bounds
 DEVIATIONS = 40  # median absolute deviations above the median, or the median once more
@@ -65,12 +70,16 @@ class Corrupted(EarlyEnd):
         self.sound = sound
         self.step = step
         named = "; ".join(map(described, found))
-        super().__init__(f"numbers changed by themselves in steps {sound} to {step}: {named}")
+        super().__init__(
+            f"numbers changed by themselves in steps {sound} to {step}: {named}"
+        )
 
     def __str__(self) -> str:
         cause = "memory or processor of that machine is at fault (its kernel's log may say more)"
         if all(each.among_copies for each in self.found):
-            cause += ", or code by which ranks compute the same numbers in different ways"
+            cause += (
+                ", or code by which ranks compute the same numbers in different ways"
+            )
         return f"{self.why}\n{cause}: --resume goes on from the last sound checkpoint, best without it"
 
 
@@ -129,13 +138,17 @@ class SkipCounter:
     def see(self, outcome: StepRecord) -> None:
         """Count the step. Raises Diverged after STUCK_STEPS skipped steps in a row at one loss scale."""
         same_scale = outcome.loss_scale == self.scale
-        self.count = self.count + 1 if outcome.skipped and same_scale else int(outcome.skipped)
+        self.count = (
+            self.count + 1 if outcome.skipped and same_scale else int(outcome.skipped)
+        )
         self.scale = outcome.loss_scale
         if self.count < STUCK_STEPS:
             return
         in_a_row = f"{self.count} steps in a row"
         if self.precision != "fp16":
-            raise Diverged(f"the gradients of {in_a_row} were not finite in {self.precision}")
+            raise Diverged(
+                f"the gradients of {in_a_row} were not finite in {self.precision}"
+            )
         scale = self.scale or math.inf
         raise Diverged(
             f"{in_a_row} overflowed and were skipped at loss scale {scale:g}: the scale does not come "
@@ -150,7 +163,9 @@ class FigureBounds:
         self._say = say
         self._quiet_until = 0  # step
         self._first = math.inf  # loss of this launch
-        self._recent: dict[str, deque[float]] = defaultdict(partial(deque, maxlen=RECENT))
+        self._recent: dict[str, deque[float]] = defaultdict(
+            partial(deque, maxlen=RECENT)
+        )
 
     def see(self, record: StepRecord) -> None:
         """Take the figures of a step; say one that is far above, at most once in RECENT steps."""
@@ -167,7 +182,9 @@ class FigureBounds:
         recent = self._recent[name]
         if step >= self._quiet_until and is_far_above(value, recent):
             usual = statistics.median(recent)
-            self._say(f"WARNING: the {name} of step {step} is {value:.4g}, far above the usual {usual:.4g}")
+            self._say(
+                f"WARNING: the {name} of step {step} is {value:.4g}, far above the usual {usual:.4g}"
+            )
             self._quiet_until = step + RECENT
         recent.append(value)
 
@@ -176,7 +193,9 @@ class FigureBounds:
         last = [self._first, *self._recent["loss"]][-LAST_STEPS:]
         mean = statistics.fmean(last)
         if mean > END_FACTOR * max(self._first, 1.0):
-            raise Diverged(f"the loss was {self._first:.4g} at first and is {mean:.4g} at the end")
+            raise Diverged(
+                f"the loss was {self._first:.4g} at first and is {mean:.4g} at the end"
+            )
 
 
 def is_far_above(value: float, recent: Sequence[float]) -> bool:

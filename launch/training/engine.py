@@ -21,7 +21,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
+from deepspeed.runtime.zero.partition_parameters import (
+    InsertPostInitMethodToModuleSubClasses,
+)
 from torch.nn import functional as F
 
 from data.loader import MicroBatch, micro_batch
@@ -43,14 +45,20 @@ from recipes.families import fields_of
 from recipes.schema import Recipe
 
 SAMPLE_POSITIONS = 64
-Forward = Callable[..., tuple[torch.Tensor, ...]]  # (engine, micro-batch) -> (loss) or (loss, parts of it)
+# (engine, micro-batch) -> (loss) or (loss, parts of it)
+Forward = Callable[..., tuple[torch.Tensor, ...]]
 
 
-def parameter_groups(module: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(
+    module: torch.nn.Module, weight_decay: float
+) -> list[dict[str, Any]]:
     """Return two groups: matrices and embeddings with weight decay, biases and LayerNorms without."""
-    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": each} for each in (weight_decay, 0.0)]
+    groups: list[dict[str, Any]] = [
+        {"params": [], "weight_decay": each} for each in (weight_decay, 0.0)
+    ]
     for parameter in module.parameters():
-        shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves an empty tensor behind
+        # ZeRO-3 leaves an empty tensor behind
+        shape = getattr(parameter, "ds_shape", parameter.shape)
         groups[len(shape) <= 1]["params"].append(parameter)
     return [g for g in groups if g["params"]]
 
@@ -69,7 +77,11 @@ def build_engine(
     leave_out_compilation()
     # Not left to DeepSpeed: the tracker of dropout states has to know the tensor group before a draw.
     deepspeed.checkpointing.configure(grid, deepspeed_config=plan.ds)
-    given = None if resumed or job.initial_weights is None else job.initial_weights.read(plan.recipe)
+    given = (
+        None
+        if resumed or job.initial_weights is None
+        else job.initial_weights.read(plan.recipe)
+    )
     module = build_module(plan, grid, given, drawn=not resumed)
     if job.compiled:
         from launch.training import compiling
@@ -89,15 +101,21 @@ def build_engine(
     return engine
 
 
-def initialize(plan: Plan, module: torch.nn.Module, grid: ProcessGrid) -> DeepSpeedEngine:
+def initialize(
+    plan: Plan, module: torch.nn.Module, grid: ProcessGrid
+) -> DeepSpeedEngine:
     """Make DeepSpeed's engine of a module, ours or another, with our groups of parameters and schedule."""
     own = own_optimizer(plan.ds, grid)
     how: dict[str, Any] = {
         "model": module,
-        "model_parameters": parameter_groups(module, plan.recipe.optimizer.weight_decay),
+        "model_parameters": parameter_groups(
+            module, plan.recipe.optimizer.weight_decay
+        ),
         "mpu": None if isinstance(module, PipelineModule) else grid,
         # Asked for by ZeRO where it does not know the optimizer's class.
-        "config": {**plan.ds, "zero_allow_untested_optimizer": True} if own else plan.ds,
+        "config": {**plan.ds, "zero_allow_untested_optimizer": True}
+        if own
+        else plan.ds,
         "optimizer": own,
         "lr_scheduler": lambda optimizer: LearningRateSchedule(optimizer, plan.recipe),
     }
@@ -108,7 +126,9 @@ def initialize(plan: Plan, module: torch.nn.Module, grid: ProcessGrid) -> DeepSp
     return deepspeed.initialize(**how)[0]
 
 
-def own_optimizer(ds: dict[str, Any], grid: ProcessGrid) -> Callable[..., torch.optim.Optimizer] | None:
+def own_optimizer(
+    ds: dict[str, Any], grid: ProcessGrid
+) -> Callable[..., torch.optim.Optimizer] | None:
     """Return what makes our LAMB, or Adam without bias correction, of groups of parameters.
 
     None: DeepSpeed makes AdamW.
@@ -143,8 +163,11 @@ def release_at_end(engine: DeepSpeedEngine) -> Iterator[None]:
         engine.destroy()
         deepspeed.checkpointing.reset()
         # zero.Init leaves its own, which rounds otherwise, to every later model.
-        F.linear = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", F.linear)
-        torch._dynamo.reset()  # graphs of this model count against the limit of the next one
+        F.linear = getattr(
+            InsertPostInitMethodToModuleSubClasses, "linear_bk", F.linear
+        )
+        # graphs of this model count against the limit of the next one
+        torch._dynamo.reset()
 
 
 def end_monitors(engine: DeepSpeedEngine) -> None:
@@ -168,32 +191,41 @@ def train_step(
     optimizer and the schedule at the last micro-batch.
     """
     before = state_before_step(engine)
-    engine.set_train_batch_size(len(batches) * engine.train_micro_batch_size_per_gpu() * grid.dp)
+    engine.set_train_batch_size(
+        len(batches) * engine.train_micro_batch_size_per_gpu() * grid.dp
+    )
     micro_batches.move_unpadded(batches, engine.device)
     batches = micro_batches.normalise(batches, grid, engine.device)
     with explain_floor(engine):
         if isinstance(engine, PipelineEngine):
             # Stages between the first and the last take no micro-batches.
             pairs = (
-                micro_batches.for_pipeline(b, s, engine.device) for b, s in zip(batches, salts, strict=True)
+                micro_batches.for_pipeline(b, s, engine.device)
+                for b, s in zip(batches, salts, strict=True)
             )
             from launch.deepspeed_fixes.train_batch_timer import forget_batches
 
             loss = engine.train_batch(pairs)
             forget_batches(engine)
-            figures = HostCopy(torch.stack([loss.float().squeeze(), *_pipeline_parts(engine, grid)]))
+            figures = HostCopy(
+                torch.stack([loss.float().squeeze(), *_pipeline_parts(engine, grid)])
+            )
         else:
             losses = list[torch.Tensor]()
             engine.train()
             for batch, salt in zip(batches, salts, strict=True):
                 # Else DeepSpeed goes by the micro-batches of all steps, whose number per step may change.
-                engine.set_gradient_accumulation_boundary(len(losses) + 1 == len(batches))
+                engine.set_gradient_accumulation_boundary(
+                    len(losses) + 1 == len(batches)
+                )
                 loss, *parts = forward(engine, batch, salt)
                 engine.backward(loss)
                 losses.append(torch.cat([loss.detach().float().view(1), *parts]))
                 if len(losses) == len(batches):
                     # Before the step, which waits for the norm: these numbers are there by then.
-                    figures = HostCopy(data_parallel_mean(torch.stack(losses).mean(0), grid))
+                    figures = HostCopy(
+                        data_parallel_mean(torch.stack(losses).mean(0), grid)
+                    )
                 engine.step()
     return functools.partial(read_outcome, engine, before, figures)
 
@@ -217,24 +249,34 @@ class HostCopy:
         return self._values.tolist()
 
 
-State = tuple[float, float, int]  # before an optimizer step: learning rate, loss scale, skipped steps so far
+# before an optimizer step: learning rate, loss scale, skipped steps so far
+State = tuple[float, float, int]
 
 
 def state_before_step(engine: DeepSpeedEngine) -> State:
     return engine.get_lr()[0], loss_scale(engine), engine.skipped_steps
 
 
-def read_outcome(engine: DeepSpeedEngine, before: State, figures: HostCopy) -> StepRecord:
+def read_outcome(
+    engine: DeepSpeedEngine, before: State, figures: HostCopy
+) -> StepRecord:
     """Read the figures of the step that the engine has made, without its times. Raises Diverged."""
     lr, scale, skipped_steps = before
     if engine.fp16_enabled():
         engine.settle_loss_scale()
     norm = engine.get_global_grad_norm()
     skipped = engine.skipped_steps > skipped_steps
-    overflowed = skipped and engine.fp16_enabled()  # DeepSpeed skips in bf16 and fp32 too
+    # DeepSpeed skips in bf16 and fp32 too
+    overflowed = skipped and engine.fp16_enabled()
     mean, *parts = figures.read()
     if not math.isfinite(mean) and not overflowed:
-        precision = "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
+        precision = (
+            "fp16"
+            if engine.fp16_enabled()
+            else "bf16"
+            if engine.bfloat16_enabled()
+            else "fp32"
+        )
         raise Diverged(f"the loss is {mean} in {precision}")
     return StepRecord(
         step=engine.global_steps,
@@ -243,7 +285,9 @@ def read_outcome(engine: DeepSpeedEngine, before: State, figures: HostCopy) -> S
         lr=lr,
         grad_norm=None if norm is None else finite(float(norm)),
         loss_scale=finite(scale),
-        parts={name: finite(value) for name, value in _name_parts(engine, parts).items()},
+        parts={
+            name: finite(value) for name, value in _name_parts(engine, parts).items()
+        },
     )
 
 
@@ -251,26 +295,38 @@ def forward(
     engine: DeepSpeedEngine, batch: MicroBatch, salts: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
     """Return (loss) or (loss, parts of it) of one micro-batch by our plain model."""
-    given, named = micro_batches.for_plain(batch, engine.device, salts, engine.module.position_ranks)
+    given, named = micro_batches.for_plain(
+        batch, engine.device, salts, engine.module.position_ranks
+    )
     result = engine(*given, **named)
     return result if isinstance(result, tuple) else (result,)
 
 
 @torch.no_grad()
 def validate(
-    engine: DeepSpeedEngine, steps: Sequence[Sequence[MicroBatch]], grid: ProcessGrid, forward: Forward
+    engine: DeepSpeedEngine,
+    steps: Sequence[Sequence[MicroBatch]],
+    grid: ProcessGrid,
+    forward: Forward,
 ) -> Validation:
     """Return mean losses over held-out samples; batch weights make the means exact. Collective."""
     totals = []
     for batches in micro_batches.normalise_steps(steps, grid, engine.device):
         if isinstance(engine, PipelineEngine):
-            pairs = (micro_batches.for_pipeline(b, _unused_salts(engine, b), engine.device) for b in batches)
+            pairs = (
+                micro_batches.for_pipeline(b, _unused_salts(engine, b), engine.device)
+                for b in batches
+            )
             loss = engine.eval_batch(pairs, num_micro_batches=len(batches))
-            totals.append(torch.stack([loss.float().squeeze(), *_pipeline_parts(engine, grid)]))
+            totals.append(
+                torch.stack([loss.float().squeeze(), *_pipeline_parts(engine, grid)])
+            )
         else:
             engine.eval()
             each = [forward(engine, b) for b in batches]
-            losses = torch.stack([torch.cat([loss.float().view(1), *parts]) for loss, *parts in each])
+            losses = torch.stack(
+                [torch.cat([loss.float().view(1), *parts]) for loss, *parts in each]
+            )
             totals.append(data_parallel_mean(losses.mean(0), grid))
     engine.train()
     loss, *parts = torch.stack(totals).mean(0).tolist()
@@ -317,14 +373,22 @@ def sample_loss(
     for name, values in sample.items():
         repeated = values.repeat(rows, *[1] * (values.ndim - 1))
         batch[name] = repeated / rows if values.is_floating_point() else repeated
-    with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext():
+    with (
+        torch.compiler.set_stance("force_eager")
+        if compiled
+        else contextlib.nullcontext()
+    ):
         return validate(engine, [[batch]], grid, forward).loss
 
 
 def _unused_salts(engine: PipelineEngine, batch: MicroBatch) -> torch.Tensor | None:
     """Return stand-ins for salts in a validation: pipeline stages agree on shapes only once."""
     size = (*batch["tokens"].shape, 2)
-    return torch.zeros(size, dtype=torch.int64, device=engine.device) if engine.module.salted else None
+    return (
+        torch.zeros(size, dtype=torch.int64, device=engine.device)
+        if engine.module.salted
+        else None
+    )
 
 
 def _pipeline_parts(engine: PipelineEngine, grid: ProcessGrid) -> list[torch.Tensor]:

@@ -51,13 +51,17 @@ class Job:
     plan: Plan
     name: str  # the recipe's, as the user names it, for results
     directory: Path  # the run directory
-    resume: bool = False  # start from the newest complete checkpoint of `directory`, if there is one
+    # start from the newest complete checkpoint of `directory`, if there is one
+    resume: bool = False
     compiled: bool = False  # torch.compile the model
-    after_step: Callable[[Any, Any], None] = lambda run, outcome: None  # of (TrainingRun, StepRecord)
+    # of (TrainingRun, StepRecord)
+    after_step: Callable[[Any, Any], None] = lambda run, outcome: None
     initial_weights: InitialWeights | None = None  # None: random ones
     ds_config: Path | None = None  # the DeepSpeed JSON as it was given
-    recipe_of: Path | None = None  # the run whose recipe was taken; None: a row's, or the resumed run's
-    cache: Path | None = None  # of vocabularies and tokens; None: `data.cache.default_directory()`
+    # the run whose recipe was taken; None: a row's, or the resumed run's
+    recipe_of: Path | None = None
+    # of vocabularies and tokens; None: `data.cache.default_directory()`
+    cache: Path | None = None
 
     @property
     def checkpoints(self) -> Path:
@@ -91,7 +95,8 @@ def plan_job(
         plan = plan_anywhere(recipe, config, machine, planned)
     else:
         plan = resolve(recipe, config, processes.world_size(), machine)
-    if not elsewhere or find(config).parent != FOLDER:  # ours are judged by a test: a plan waits for no torch
+    # ours are judged by a test: a plan waits for no torch
+    if not elsewhere or find(config).parent != FOLDER:
         deepspeed_judgement.check(plan, config)
     if compiled and recipe.model.implementation == "transformers":
         raise ValueError(
@@ -114,7 +119,9 @@ def plan_job(
     return plan
 
 
-def plan_anywhere(recipe: Recipe, ds_config: str, machine: Machine, world: int | None = None) -> Plan:
+def plan_anywhere(
+    recipe: Recipe, ds_config: str, machine: Machine, world: int | None = None
+) -> Plan:
     """Plan for `world` processes, or for as many as the layout needs, on any machine.
 
     If only `machine` refuses, the plan is for a GPU with every ability, and a notice says so. Raises
@@ -127,7 +134,10 @@ def plan_anywhere(recipe: Recipe, ds_config: str, machine: Machine, world: int |
             plan = resolve(recipe, ds_config, world, ANY_GPU)
         except ConfigError:
             raise refused from None
-        here = [Notice("machine", f"refused on this machine: {problem}") for problem in refused.problems]
+        here = [
+            Notice("machine", f"refused on this machine: {problem}")
+            for problem in refused.problems
+        ]
         return replace(plan, notices=(*plan.notices, *here))
 
 

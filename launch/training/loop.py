@@ -17,7 +17,9 @@ from launch.training.training_batches import training_batches
 from modeling.parallel.random_state import seed_step
 
 
-def train(start: Start, after: Callable[[TrainingRun], None] = lambda run: None) -> EarlyStop | None:
+def train(
+    start: Start, after: Callable[[TrainingRun], None] = lambda run: None
+) -> EarlyStop | None:
     """Train on this rank to the recipe's last step; return an early stop, or None. Collective.
 
     `after` is called after the last step, also if an earlier launch made it, but not with transformers'

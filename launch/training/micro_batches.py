@@ -26,7 +26,9 @@ def move_unpadded(batches: Sequence[MicroBatch], device: Device) -> None:
                 batch[name] = values.to(device, non_blocking=True)
 
 
-def normalise(batches: Sequence[MicroBatch], grid: ProcessGrid, device: Device) -> Sequence[MicroBatch]:
+def normalise(
+    batches: Sequence[MicroBatch], grid: ProcessGrid, device: Device
+) -> Sequence[MicroBatch]:
     """Weight the micro-batches of one step for the mean over the step's predicted tokens.
 
     The mean of their losses over micro-batches and ranks is then the mean per token. Collective over
@@ -41,7 +43,10 @@ def normalise(batches: Sequence[MicroBatch], grid: ProcessGrid, device: Device) 
     if grid.dp > 1:
         dist.all_reduce(predicted, group=grid.data_group)
     scale = len(batches) * grid.dp / predicted
-    return [{**b, "weights": b["weights"].to(device, non_blocking=True) * scale} for b in batches]
+    return [
+        {**b, "weights": b["weights"].to(device, non_blocking=True) * scale}
+        for b in batches
+    ]
 
 
 def normalise_steps(
@@ -52,7 +57,9 @@ def normalise_steps(
     return [[next(flat) for _ in batches] for batches in steps]
 
 
-def salts_of_step(plan: Plan, dp_rank: int, step: int, device: Device) -> Sequence[Tensor | None]:
+def salts_of_step(
+    plan: Plan, dp_rank: int, step: int, device: Device
+) -> Sequence[Tensor | None]:
     """Return salts (B, S, 2) of hidden dropout, or None, for each micro-batch of the step after `step`."""
     recipe = plan.recipe
     rows = rank_rows(plan.layout, dp_rank, recipe.sizes.size(step))
@@ -68,7 +75,10 @@ def salts_of_step(plan: Plan, dp_rank: int, step: int, device: Device) -> Sequen
 
 
 def for_plain(
-    batch: MicroBatch, device: Device, salts: Tensor | None = None, position_ranks: int = 1
+    batch: MicroBatch,
+    device: Device,
+    salts: Tensor | None = None,
+    position_ranks: int = 1,
 ) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
     """Return positional and named arguments of the plain model on `device`; `salts`: of hidden dropout.
 
@@ -88,7 +98,9 @@ def for_plain(
     return given, {} if salts is None else {"salts": salts[:, : given[0].shape[1]]}
 
 
-def padded_arguments(batch: MicroBatch, device: Device, position_ranks: int = 1) -> tuple[Tensor | None, ...]:
+def padded_arguments(
+    batch: MicroBatch, device: Device, position_ranks: int = 1
+) -> tuple[Tensor | None, ...]:
     """Return arguments of a model that takes padded samples, on `device`.
 
     Samples are cut after the longest of the micro-batch. Lengths are None if no padding is left: attention
@@ -101,7 +113,10 @@ def padded_arguments(batch: MicroBatch, device: Device, position_ranks: int = 1)
 
         values |= cut_after_longest(batch, position_ranks)
     ordered = (values[name] for name in fields.names)
-    return tuple(None if value is None else value.to(device, non_blocking=True) for value in ordered)
+    return tuple(
+        None if value is None else value.to(device, non_blocking=True)
+        for value in ordered
+    )
 
 
 def for_pipeline(
@@ -113,5 +128,10 @@ def for_pipeline(
     """
     fields = fields_of(batch)
     batch = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
-    inputs = (*(batch[name] for name in fields.inputs), *(() if salts is None else (salts,)))
-    return inputs if len(inputs) > 1 else inputs[0], tuple(batch[name] for name in fields.targets)
+    inputs = (
+        *(batch[name] for name in fields.inputs),
+        *(() if salts is None else (salts,)),
+    )
+    return inputs if len(inputs) > 1 else inputs[0], tuple(
+        batch[name] for name in fields.targets
+    )

@@ -34,7 +34,8 @@ from modeling.parallel.process_grid import ProcessGrid
 from recipes.rank_order import coordinates
 from recipes.schema import Recipe
 
-SHARE = 0.004  # of the time of steps, for checks of a chosen interval: half a percent with what noise adds
+# of the time of steps, for checks of a chosen interval: half a percent with what noise adds
+SHARE = 0.004
 TRIAL_STEPS = 5  # of a launch, by whose time the interval is chosen
 AXES = ("dp", "tp")
 Named = tuple[str, str, str]  # axis of copies ("": no copies), kind and tensor
@@ -61,10 +62,17 @@ class Watched:
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer
-        self.kept = self.sums()  # after the last step; None while a tensor is released, or no step compares
-        words = sum(each.elements for each in buffer.fragments) * buffer.tensors[0].element_size() / WORD
+        # after the last step; None while a tensor is released, or no step compares
+        self.kept = self.sums()
+        words = (
+            sum(each.elements for each in buffer.fragments)
+            * buffer.tensors[0].element_size()
+            / WORD
+        )
         blocks = math.ceil(words / BLOCK) if self.kept is None else len(self.kept)
-        self.running = torch.zeros(blocks, dtype=torch.int64, device=buffer.tensors[0].device)
+        self.running = torch.zeros(
+            blocks, dtype=torch.int64, device=buffer.tensors[0].device
+        )
         self.changed = torch.zeros_like(self.running)  # not 0: it did
 
     def sums(self) -> torch.Tensor | None:
@@ -108,7 +116,8 @@ class NumberWatch:
         self._run = recipe.run
         self._last = recipe.steps
         self._trial = step + TRIAL_STEPS if recipe.run.check_every is None else 0
-        self.every = recipe.run.check_every or self._trial  # steps from one check to the next
+        # steps from one check to the next
+        self.every = recipe.run.check_every or self._trial
         self.always = True  # sums are kept after every step, not only before a check
         self._seconds: list[float] = []  # of the steps up to the trial
         self._step = step  # completed steps
@@ -158,7 +167,12 @@ class NumberWatch:
         self._compare()
         take_step(*how)
         saves = self._run.save_every and self._step % self._run.save_every == 0
-        if self.always or saves or self._step == self._last or self._due(self._step + 1):
+        if (
+            self.always
+            or saves
+            or self._step == self._last
+            or self._due(self._step + 1)
+        ):
             self._keep()
         else:
             for watched in self._watched:
@@ -168,7 +182,9 @@ class NumberWatch:
         """Keep the sums; moments are there after the first step."""
         kinds = {watched.buffer.kind for watched in self._watched}
         if len(kinds) <= 2:
-            new = [buffer for buffer in self._state.buffers() if buffer.kind not in kinds]
+            new = [
+                buffer for buffer in self._state.buffers() if buffer.kind not in kinds
+            ]
             self._watched += map(Watched, new)
         for watched in self._watched:
             watched.kept = watched.sums()
@@ -187,7 +203,9 @@ class NumberWatch:
     def _exchange(self) -> list[NumberReport]:
         """Return the reports of all ranks. Waits for the device."""
         changed = sum(watched.changed.count_nonzero() for watched in self._watched)
-        own = NumberReport(int(changed) + bool(self._batch), self._hash("dp"), self._hash("tp"))
+        own = NumberReport(
+            int(changed) + bool(self._batch), self._hash("dp"), self._hash("tp")
+        )
         table = torch.empty(dist.get_world_size(), len(own), dtype=torch.int64)
         all_gather(table.view(-1), torch.tensor(own), group=self._grid.control_group)
         return [NumberReport(*row) for row in table.tolist()]
@@ -195,9 +213,14 @@ class NumberWatch:
     def _copies(self, axis: str) -> Iterator[Watched]:
         """Yield what is compared along an axis."""
         # Accelerators add up an embedding's gradient in no fixed order: tensor ranks differ in rounding.
-        exact = torch.are_deterministic_algorithms_enabled() or not processes.device().own_memory
+        exact = (
+            torch.are_deterministic_algorithms_enabled()
+            or not processes.device().own_memory
+        )
         if axis == "dp" or exact:
-            yield from (watched for watched in self._watched if watched.buffer.copied == axis)
+            yield from (
+                watched for watched in self._watched if watched.buffer.copied == axis
+            )
 
     def _hash(self, axis: str) -> int:
         sums = [watched.running.sum() for watched in self._copies(axis)]
@@ -225,7 +248,11 @@ class NumberWatch:
         ranks = processes.gathered((step, sums, exchange), self._grid.control_group)
         slowest = [max(times) for times in zip(*ranks, strict=True)]
         self.every, self.always = interval(*slowest)
-        when = f"every {self.every} steps" if self.always else f"around one step of {self.every}"
+        when = (
+            f"every {self.every} steps"
+            if self.always
+            else f"around one step of {self.every}"
+        )
         self._say(f"numbers are checked for changed bits {when} (run.check_every)")
 
     def _add_up(self) -> None:
@@ -283,7 +310,9 @@ def odd_ranks(values: Sequence[object], axis: str, grid: ProcessGrid) -> list[in
     return odd
 
 
-def corruptions(details: Sequence[Details], grid: ProcessGrid) -> tuple[Corruption, ...]:
+def corruptions(
+    details: Sequence[Details], grid: ProcessGrid
+) -> tuple[Corruption, ...]:
     """Name ranks and tensors by the details of all ranks, in rank order.
 
     Where a rank saw its own numbers change, copies that differ are not named: the change explains them.
@@ -305,5 +334,7 @@ def corruptions(details: Sequence[Details], grid: ProcessGrid) -> tuple[Corrupti
     named_corruptions = []
     for (rank, kind, among_copies), names in sorted(found.items()):
         host = details[rank].host
-        named_corruptions.append(Corruption(rank, host, kind, tuple(names), among_copies))
+        named_corruptions.append(
+            Corruption(rank, host, kind, tuple(names), among_copies)
+        )
     return tuple(named_corruptions)

@@ -15,16 +15,21 @@ from recipes.families import fields_of
 
 Device = torch.device | str
 
-LENGTH_MULTIPLE = 8  # trimmed lengths are multiples of this, for the matrix units of GPUs
+# trimmed lengths are multiples of this, for the matrix units of GPUs
+LENGTH_MULTIPLE = 8
 PREDICTIONS_MULTIPLE = 16  # the same for the number of predictions in a row
 
 
-def cut_after_longest(batch: MicroBatch, position_ranks: int) -> dict[str, Tensor | None]:
+def cut_after_longest(
+    batch: MicroBatch, position_ranks: int
+) -> dict[str, Tensor | None]:
     """Cut the samples after the longest of the micro-batch; lengths are None if no padding is left."""
     fields = fields_of(batch)
     kept = _longest(batch, position_ranks)
     values: dict[str, Tensor | None] = {
-        name: batch[name][:, :kept] for name, size in fields.inputs.items() if size == "BS"
+        name: batch[name][:, :kept]
+        for name, size in fields.inputs.items()
+        if size == "BS"
     }
     if bool((batch["lengths"] == kept).all()):
         values["lengths"] = None
@@ -49,7 +54,9 @@ def as_row(
 
 def _longest(batch: MicroBatch, position_ranks: int) -> int:
     """Return the length to which samples are cut."""
-    needed = round_up(int(batch["lengths"].max()), math.lcm(LENGTH_MULTIPLE, position_ranks))
+    needed = round_up(
+        int(batch["lengths"].max()), math.lcm(LENGTH_MULTIPLE, position_ranks)
+    )
     return min(batch["tokens"].shape[1], needed)
 
 
@@ -70,16 +77,27 @@ def _row_arguments(
         if size == "BS":
             values[name] = batch[name].flatten()[indices][None]
         elif size == "BP":
-            values[name] = fill_up(within[name].flatten()[chosen], PREDICTIONS_MULTIPLE)[None]
+            values[name] = fill_up(
+                within[name].flatten()[chosen], PREDICTIONS_MULTIPLE
+            )[None]
         else:
             values[name] = batch[name]
     rows = [name for name, size in fields.sizes.items() if size in ("BS", "BP")]
-    moved = {name: value.to(device, non_blocking=True) for name, value in values.items()}
+    moved = {
+        name: value.to(device, non_blocking=True) for name, value in values.items()
+    }
     row = row.to(device, non_blocking=True)
     named = {}
     if salts is not None:
-        named = {"salts": salts.flatten(0, 1)[indices.to(salts.device, non_blocking=True)][None]}
-    if "torch._dynamo" in sys.modules:  # if a model is compiled: one graph for rows of every length
+        named = {
+            "salts": salts.flatten(0, 1)[indices.to(salts.device, non_blocking=True)][
+                None
+            ]
+        }
+    # if a model is compiled: one graph for rows of every length
+    if "torch._dynamo" in sys.modules:
         for x in (row.places, *named.values(), *(moved[name] for name in rows)):
             torch._dynamo.maybe_mark_dynamic(x, 1)
-    return tuple(row if name == "lengths" else moved[name] for name in fields.names), named
+    return tuple(
+        row if name == "lengths" else moved[name] for name in fields.names
+    ), named

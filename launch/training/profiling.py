@@ -14,14 +14,17 @@ from modeling.parallel.process_grid import ProcessGrid
 
 STEP = "ProfilerStep#"  # torch's own name of a step, by which viewers find it
 OWN = "megarecipes: "  # beginning of the names of modules in a trace
-ANNOTATED = re.compile("Attention|MLP|Norm|Dropout|Embed|Head|DecoderBias")  # classes of modules
+# classes of modules
+ANNOTATED = re.compile("Attention|MLP|Norm|Dropout|Embed|Head|DecoderBias")
 MOST_ALLOCATIONS = 100_000  # in a snapshot of memory
 
 
 class StepProfiler:
     """The profiler of this rank over `steps`, which writes its trace into `folder`."""
 
-    def __init__(self, engine: Any, steps: range, grid: ProcessGrid, folder: Path) -> None:
+    def __init__(
+        self, engine: Any, steps: range, grid: ProcessGrid, folder: Path
+    ) -> None:
         self._engine = engine
         self._steps = steps
         self._group = grid.control_group
@@ -49,11 +52,17 @@ class StepProfiler:
 
     def _start(self, step: int) -> None:
         rank = torch.distributed.get_rank()
-        self._trace = self._folder / f"steps-{step}-{self._steps[-1]}-rank-{rank}.json.gz"
+        self._trace = (
+            self._folder / f"steps-{step}-{self._steps[-1]}-rank-{rank}.json.gz"
+        )
         for module in self._engine.module.modules():
             if ANNOTATED.search(name := type(module).__name__):
-                enter = module.register_forward_pre_hook(lambda *_, name=name: self._enter(OWN + name))
-                leave = module.register_forward_hook(lambda *_: self._leave(), always_call=True)
+                enter = module.register_forward_pre_hook(
+                    lambda *_, name=name: self._enter(OWN + name)
+                )
+                leave = module.register_forward_hook(
+                    lambda *_: self._leave(), always_call=True
+                )
                 self._hooks += enter, leave
         self._step = self._engine.optimizer.step
         self._engine.optimizer.step = record_function(f"{OWN}optimizer")(self._step)
@@ -71,7 +80,9 @@ class StepProfiler:
             self._trace.parent.mkdir(exist_ok=True)
             self._profile.export_chrome_trace(str(self._trace))
             if self._memory:
-                self._memory._dump_snapshot(str(self._trace).replace(".json.gz", "-memory.pickle"))
+                self._memory._dump_snapshot(
+                    str(self._trace).replace(".json.gz", "-memory.pickle")
+                )
         except (OSError, RuntimeError) as error:
             problem = f"{self._trace}: {error}"
         if self._memory:

@@ -42,7 +42,14 @@ from launch.training.early_ends import (
     NotSavedError,
     SkipCounter,
 )
-from launch.training.engine import Forward, end_monitors, forward, sample_loss, short_sample, validate
+from launch.training.engine import (
+    Forward,
+    end_monitors,
+    forward,
+    sample_loss,
+    short_sample,
+    validate,
+)
 from launch.training.job import Job
 from launch.training.number_watch import NumberWatch
 from launch.training.training_batches import end_together
@@ -94,7 +101,11 @@ class TrainingRun:
 
         `batches`: of this rank, after the checkpoint's step; `forward`: computes the loss.
         """
-        self.job, self.recorder, self.corpus = job, recorder, corpus = start.job, start.recorder, start.corpus
+        self.job, self.recorder, self.corpus = job, recorder, corpus = (
+            start.job,
+            start.recorder,
+            start.corpus,
+        )
         self.grid = grid = start.grid
         self.recipe = job.plan.recipe
         self.engine = engine
@@ -130,7 +141,9 @@ class TrainingRun:
         self.bounds = FigureBounds(recorder.say)
         self.watch: NumberWatch | None = None
         if self.recipe.run.check_every != 0:
-            self.watch = NumberWatch(self.state, batches, grid, self.recipe, self.done, recorder.say)
+            self.watch = NumberWatch(
+                self.state, batches, grid, self.recipe, self.done, recorder.say
+            )
         self._profiler: Any = None
         if self.recipe.run.profile:
             from launch.training.profiling import StepProfiler  # with torch's profiler
@@ -143,7 +156,9 @@ class TrainingRun:
     def __enter__(self) -> TrainingRun:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: object
+    ) -> None:
         self.watchdog.enter(Phase.SAVING)
         # On all ranks alike.
         if isinstance(error, BrokenData) and self.done > self.saved:
@@ -151,12 +166,19 @@ class TrainingRun:
         if isinstance(error, Diverged | BrokenData | Corrupted):
             self.saver.finish()
         if isinstance(error, Diverged) and self.watch:
-            self.watch.check(self.done + 1, again=True)  # a flipped bit may be the cause
+            # a flipped bit may be the cause
+            self.watch.check(self.done + 1, again=True)
         if isinstance(error, BrokenData):
-            kept = f"the run is saved after step {self.done}" if self.done else "no step was made"
+            kept = (
+                f"the run is saved after step {self.done}"
+                if self.done
+                else "no step was made"
+            )
             if self.saver.problem:
                 kept = f"the state after step {self.done} could not be saved: {self.saver.problem}"
-            error.advice = f"{kept}; once that is done, the same command with --resume continues"
+            error.advice = (
+                f"{kept}; once that is done, the same command with --resume continues"
+            )
         with self.recorder.keeping(MONITOR):
             end_monitors(self.engine)
 
@@ -187,7 +209,13 @@ class TrainingRun:
         self.watchdog.enter(Phase.COMPUTED)
         return exchange.wait()
 
-    def record(self, outcome: StepRecord, seconds: float, waited: float, ranks: Mapping[str, Any]) -> None:
+    def record(
+        self,
+        outcome: StepRecord,
+        seconds: float,
+        waited: float,
+        ranks: Mapping[str, Any],
+    ) -> None:
         """Record and check an optimizer step. Raises Diverged or Corrupted.
 
         `outcome`: the engine's figures; `seconds`: wall time, with the seconds `waited` for the batch;
@@ -197,7 +225,9 @@ class TrainingRun:
         record = replace(outcome, seconds=seconds, data_seconds=waited, **ranks)
         step = record.step
         self.recorder.step(record)
-        self._monitor("train", record, lr=record.lr, grad_norm=record.grad_norm, seconds=seconds)
+        self._monitor(
+            "train", record, lr=record.lr, grad_norm=record.grad_norm, seconds=seconds
+        )
         if self._profiler:
             for problem in self._profiler.end(step):
                 self.recorder.say(f"WARNING: no trace of a rank: {problem}")
@@ -208,12 +238,16 @@ class TrainingRun:
         if self.watch:
             self.watch.check_if_due(step, seconds)
 
-    def _monitor(self, group: str, outcome: StepRecord | Validation, **more: float | None) -> None:
+    def _monitor(
+        self, group: str, outcome: StepRecord | Validation, **more: float | None
+    ) -> None:
         """Give finite values to DeepSpeed's monitor, which has the rate alone by itself."""
         if (monitor := self.engine.monitor).enabled:
             values = {"loss": outcome.loss, **outcome.parts, **more}
             at = self.engine.global_samples
-            known = ((f"{group}/{name}", finite(value), at) for name, value in values.items())
+            known = (
+                (f"{group}/{name}", finite(value), at) for name, value in values.items()
+            )
             monitor.write_events([event for event in known if event[1] is not None])
 
     def validate_if_due(self, step: int) -> None:
@@ -242,7 +276,12 @@ class TrainingRun:
         self.watchdog.enter(Phase.SAVING)
         if news.written:
             self.saver.complete()
-        if news.stopped or (last and run.save_last) or due(step, run.save_every) or news.overdue:
+        if (
+            news.stopped
+            or (last and run.save_last)
+            or due(step, run.save_every)
+            or news.overdue
+        ):
             self._save(step)
         elif last and self.watch:
             self.watch.check(step, again=True)
@@ -269,10 +308,13 @@ class TrainingRun:
 
     def _save(self, step: int) -> None:
         progress = replace(self.state.progress(), step=step)
-        self.saver.save(progress, self.batches.state(), checksum(self.corpus), self._known_loss)
+        self.saver.save(
+            progress, self.batches.state(), checksum(self.corpus), self._known_loss
+        )
         if self.watch:
             try:
-                self.watch.check(step, again=True)  # after the copy, which is sound if the state still is
+                # after the copy, which is sound if the state still is
+                self.watch.check(step, again=True)
             except Corrupted:
                 self.saver.discard()
                 raise
@@ -287,23 +329,35 @@ class TrainingRun:
     def _sample_loss(self, sample: MicroBatch) -> float:
         job = self.job
         micro = job.plan.layout.micro
-        return sample_loss(self.engine, sample, micro, self.grid, self.forward, compiled=job.compiled)
+        return sample_loss(
+            self.engine, sample, micro, self.grid, self.forward, compiled=job.compiled
+        )
 
     def _prove(self, checkpoint: Checkpoint, *, weights: bool) -> None:
         """Prove that the engine holds what was read of a checkpoint. Raises FileError on all ranks."""
         from launch.checkpoints import proof
 
-        sample = proof.ProofSample(self.recipe, self.job.plan.precision, self._sample, self._sample_loss)
+        sample = proof.ProofSample(
+            self.recipe, self.job.plan.precision, self._sample, self._sample_loss
+        )
         proof.check(self.state, checkpoint, sample, self.recorder.say, weights=weights)
 
     def _report_skipped_records(self) -> None:
         """Name the broken stream records that were skipped on any rank since the last call."""
         own = [each for skipped in self.corpus.skipped for each in skipped.found()]
-        found = sorted({each for rank in processes.gathered(own, self.grid.control_group) for each in rank})
+        found = sorted(
+            {
+                each
+                for rank in processes.gathered(own, self.grid.control_group)
+                for each in rank
+            }
+        )
         new = [each for each in found if each not in self._reported]
         if new:
             self._reported.update(new)
-            self.recorder.say(f"data.broken_records=skip: {SkippedRecords.describe(new)}")
+            self.recorder.say(
+                f"data.broken_records=skip: {SkippedRecords.describe(new)}"
+            )
 
     def validate(self, held_out: Sequence[Sequence[MicroBatch]]) -> Validation:
         return validate(self.engine, held_out, self.grid, self.forward)
@@ -315,7 +369,9 @@ class ForwardClock:
     Each pass has two marks: events on an accelerator's stream, without waiting for it, or times on a CPU.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, on_pass: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, engine: DeepSpeedEngine, on_pass: Callable[[], None] = lambda: None
+    ) -> None:
         self._engine = engine
         self._on_pass = on_pass
         self._on_stream = processes.device().own_memory
@@ -331,7 +387,8 @@ class ForwardClock:
         self._marks = []
         if not self._on_stream:
             return sum(end - begin for begin, end in pairs)
-        if pairs and not pairs[-1][1].query():  # mostly done: the step has waited for its norm
+        # mostly done: the step has waited for its norm
+        if pairs and not pairs[-1][1].query():
             pairs[-1][1].synchronize()
         return sum(begin.elapsed_time(end) for begin, end in pairs) / 1000
 
@@ -341,7 +398,9 @@ class ForwardClock:
 
     def _mark(self) -> None:
         if self._engine.module.training:
-            on_stream = get_accelerator().Event(enable_timing=True) if self._on_stream else None
+            on_stream = (
+                get_accelerator().Event(enable_timing=True) if self._on_stream else None
+            )
             self._marks.append(on_stream or time.perf_counter())
             if on_stream:
                 on_stream.record()
@@ -349,7 +408,9 @@ class ForwardClock:
 
 def run_watchdog(start: Start) -> AbstractContextManager[Watchdog]:
     """Run this rank's watchdog during the block."""
-    return Watchdog(start.job.directory, start.job.plan.recipe.run.hang_after, start.meeting).running()
+    return Watchdog(
+        start.job.directory, start.job.plan.recipe.run.hang_after, start.meeting
+    ).running()
 
 
 def next_batch(batches: StepBatches) -> list[MicroBatch]:
@@ -358,7 +419,8 @@ def next_batch(batches: StepBatches) -> list[MicroBatch]:
         return next(batches)
     except (MemoryError, BrokenData):  # out of memory; an end on which all ranks agreed
         raise
-    except Exception as e:  # of threads, tokenizers, file systems, networks: each has its own
+    # of threads, tokenizers, file systems, networks: each has its own
+    except Exception as e:
         if ending.lost_peers(e):
             raise
         what = str(e) if isinstance(e, ValueError) else f"{type(e).__name__}: {e}"
@@ -368,11 +430,15 @@ def next_batch(batches: StepBatches) -> list[MicroBatch]:
         ) from e
 
 
-def held_out_batches(samples: HeldOut, plan: Plan, grid: ProcessGrid) -> Sequence[Sequence[MicroBatch]]:
+def held_out_batches(
+    samples: HeldOut, plan: Plan, grid: ProcessGrid
+) -> Sequence[Sequence[MicroBatch]]:
     """Return this rank's batches of a held-out split."""
     layout = plan.layout
     # No more micro-batches than the samples fill: a validation step may be shorter than a training step.
-    passes = min(layout.accumulation, math.ceil(len(samples) / (layout.micro * layout.dp)))
+    passes = min(
+        layout.accumulation, math.ceil(len(samples) / (layout.micro * layout.dp))
+    )
     return validation_batches(samples, layout.micro, passes, layout.dp, grid.at.dp)
 
 

@@ -14,10 +14,13 @@ from modeling.formats.families import conversion_of
 from modeling.generation import continue_prompt, fill_prompt, in_transformers
 from recipes.schema import Recipe
 
-LARGEST_SAMPLED = 2_000_000_000  # parameters; rank 0 assembles no larger model for a sample
+# parameters; rank 0 assembles no larger model for a sample
+LARGEST_SAMPLED = 2_000_000_000
 
 
-def sample(recipe: Recipe, checkpoints: Path, tokenizer: PreTrainedTokenizerFast) -> str | None:
+def sample(
+    recipe: Recipe, checkpoints: Path, tokenizer: PreTrainedTokenizerFast
+) -> str | None:
     """Return the final model's answer to run.prompt, or the reason for none; None without a prompt."""
     if recipe.run.prompt is None:
         return None
@@ -36,6 +39,8 @@ def sample(recipe: Recipe, checkpoints: Path, tokenizer: PreTrainedTokenizerFast
         return f"not sampled: {error}"
     model = in_transformers(recipe, StoredTensors(saved.directory, saved.manifest))
     try:
-        return answer(model, tokenizer, recipe.run.prompt, recipe.seed, unused_numbers(tokenizer))
+        return answer(
+            model, tokenizer, recipe.run.prompt, recipe.seed, unused_numbers(tokenizer)
+        )
     except FloatingPointError as error:
         return f"not sampled: {error}"

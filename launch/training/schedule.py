@@ -70,14 +70,18 @@ def _deepspeed_rate(recipe: Recipe, iteration: int) -> float:
         return 0.0 if cosine else first
     if iteration < warmup:
         linear = chosen.warmup_type == "linear"
-        share = iteration / warmup if linear else math.log(iteration + 1) / math.log(warmup)
+        share = (
+            iteration / warmup if linear else math.log(iteration + 1) / math.log(warmup)
+        )
         return first + (peak - first) * share
     if recipe.decay_steps is None:
         return peak
     length = max(1, recipe.decay_steps - warmup)
     if cosine:
         over = min(1.0, (iteration - warmup + 1) / length)
-        return chosen.min_lr + (peak - chosen.min_lr) * (1 + math.cos(math.pi * over)) / 2
+        return (
+            chosen.min_lr + (peak - chosen.min_lr) * (1 + math.cos(math.pi * over)) / 2
+        )
     return first + (peak - first) * max(0.0, (recipe.decay_steps - iteration) / length)
 
 
@@ -99,7 +103,9 @@ class LearningRateSchedule:
         self._apply()
 
     def get_last_lr(self) -> list[float]:
-        return [learning_rate(self.recipe, self.completed)] * len(self.optimizer.param_groups)
+        return [learning_rate(self.recipe, self.completed)] * len(
+            self.optimizer.param_groups
+        )
 
     get_lr = get_last_lr
 

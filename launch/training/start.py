@@ -18,7 +18,14 @@ from ds_configs.jsonfile import find
 from ds_configs.plan import Machine
 from launch.console import arguments, output, quiet, terminal
 from launch.machine import checks, description, start_checks
-from launch.ranks import ending, joining, launch_environment, out_of_memory, processes, start_up
+from launch.ranks import (
+    ending,
+    joining,
+    launch_environment,
+    out_of_memory,
+    processes,
+    start_up,
+)
 from launch.ranks.meeting import Meeting
 from launch.ranks.stop_request import stacks_at_quit
 from launch.records.facts import Ending, Entropies, RunFacts, SilentRecorder
@@ -38,14 +45,26 @@ if TYPE_CHECKING:
     from modeling.parallel.process_grid import ProcessGrid
 
 RUN_RULES = (
-    ("--plan", "--resume, --deterministic", "a plan reads no run, and computes nothing"),
-    ("--processes", "+--plan", "it plans on paper, and a launcher decides how many are started"),
+    (
+        "--plan",
+        "--resume, --deterministic",
+        "a plan reads no run, and computes nothing",
+    ),
+    (
+        "--processes",
+        "+--plan",
+        "it plans on paper, and a launcher decides how many are started",
+    ),
 )
 NOT_RECORDED = 6  # exit code of a training that is saved, of which not all was recorded
 PREPARATION = timedelta(days=2)  # the longest preparation of a corpus
 # cuBLAS and NCCL read them when they start. cuBLAS promises equal results only with this workspace
 # (https://docs.nvidia.com/cuda/cublas, "Results reproducibility"); a ring has one order of summation.
-DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+}
 
 
 @dataclass(frozen=True)
@@ -56,7 +75,8 @@ class Training:
     original: Recipe  # before --tiny, --set and --steps
     tiny: bool
     emulated_fp16: bool
-    corpus: Callable[[Meeting], Corpus]  # makes the training data; raises ValueError or OSError. Collective
+    # makes the training data; raises ValueError or OSError. Collective
+    corpus: Callable[[Meeting], Corpus]
     # After the last step, before the engine is released. Collective.
     after: Callable[[TrainingRun], None] = lambda run: None
     # On rank 0 after a good end; makes the sample or the scores.
@@ -81,19 +101,32 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
     config = "DeepSpeed JSON, as a path or the bare name of one in ds_configs/ (default: the recipe's own)"
     how.add_argument("--ds_config", metavar="FILE", help=config)
     compiled = "use torch.compile; auto (default): where the run is long enough to pay that back"
-    how.add_argument("--compile", nargs="?", choices=WISHES, const="on", default="auto", help=compiled)
-    emulated = "let a CPU run fp16, to exercise the loss scaler: slow, and said in the results"
+    how.add_argument(
+        "--compile",
+        nargs="?",
+        choices=WISHES,
+        const="on",
+        default="auto",
+        help=compiled,
+    )
+    emulated = (
+        "let a CPU run fp16, to exercise the loss scaler: slow, and said in the results"
+    )
     how.add_argument("--emulate_fp16", action="store_true", help=emulated)
     same = "use kernels that give the same bits in every run on GPUs too; an error where there is none"
     how.add_argument("--deterministic", action="store_true", help=same)
     plan = "check everything, show the resolved plan (without a launcher: of all processes it needs) and exit"
     how.add_argument("--plan", action="store_true", help=plan)
-    planned = (
-        "with --plan: of N processes, on machines like this one, or on GPUs where it cannot train the row"
+    planned = "with --plan: of N processes, on machines like this one, or on GPUs where it cannot train the row"
+    how.add_argument(
+        "--processes", type=arguments.whole(most=10**6), metavar="N", help=planned
     )
-    how.add_argument("--processes", type=arguments.whole(most=10**6), metavar="N", help=planned)
     keep = parser.add_argument_group("where it is kept")
-    keep.add_argument("--out", metavar="DIR", help="run directory (default: runs/<recipe>-<ds_config>)")
+    keep.add_argument(
+        "--out",
+        metavar="DIR",
+        help="run directory (default: runs/<recipe>-<ds_config>)",
+    )
     resume = "continue from the newest complete checkpoint of the run directory"
     keep.add_argument("--resume", action="store_true", help=resume)
     return keep
@@ -140,7 +173,8 @@ def demand_determinism() -> None:
 
     for name, value in DETERMINISTIC.items():
         os.environ.setdefault(name, value)
-    torch.use_deterministic_algorithms(True)  # with warn_only, attention's backward pass would not be
+    # with warn_only, attention's backward pass would not be
+    torch.use_deterministic_algorithms(True)
     # Our code reads no unwritten memory, and filling all memory first takes longer than the step.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
@@ -165,17 +199,25 @@ def check_processes(args: argparse.Namespace) -> None:
     world = processes.world_size()
     if args.processes and processes.launched() and args.processes != world:
         came = f"{came} with {world} that a launcher started"
-        raise ProblemsError([Problem(key, came, "a launcher decides it", "leave --processes out")])
+        raise ProblemsError(
+            [Problem(key, came, "a launcher decides it", "leave --processes out")]
+        )
 
 
 def job_of(
-    args: argparse.Namespace, recipe: Recipe, name: str, machine: Machine, weights: InitialWeights | None
+    args: argparse.Namespace,
+    recipe: Recipe,
+    name: str,
+    machine: Machine,
+    weights: InitialWeights | None,
 ) -> Job:
     """Make the job of a recipe and of the flags of `add_run_arguments`; `weights`: initial ones.
 
     Raises ValueError with every problem of recipe and configuration.
     """
-    take_file_handles(start_checks.files_needed(processes.world_size(), processes.rank()))
+    take_file_handles(
+        start_checks.files_needed(processes.world_size(), processes.rank())
+    )
     plan = plan_job(
         recipe, args.ds_config, machine, compiled=args.compile == "on", initial_weights=weights,
         elsewhere=args.plan and not processes.launched(), planned=args.processes,
@@ -184,7 +226,11 @@ def job_of(
     weights = weights and weights.resolved()
     text = getattr(args, "text", None)
     place = f"{name}-{Path(text).stem}" if text else name
-    directory = path_of(args.out, "--out") if args.out else output.run_directory(place, plan.ds_name)
+    directory = (
+        path_of(args.out, "--out")
+        if args.out
+        else output.run_directory(place, plan.ds_name)
+    )
     if args.out and processes.rank() == 0:
         output.directory("--out", directory)
     missing = compile_choice.explain_missing(args.compile, plan, machine)
@@ -192,7 +238,15 @@ def job_of(
         say_on_rank_0(missing)
     compiled = compile_choice.compiles(args.compile, plan, machine)
     given = find(args.ds_config or recipe.ds_config)
-    return Job(plan, name, directory, args.resume, compiled, initial_weights=weights, ds_config=given)
+    return Job(
+        plan,
+        name,
+        directory,
+        args.resume,
+        compiled,
+        initial_weights=weights,
+        ds_config=given,
+    )
 
 
 def open_run_directory(training: Training) -> RunDirectory | None:
@@ -217,7 +271,8 @@ def open_run_directory(training: Training) -> RunDirectory | None:
         directory = admit(*how, resume=job.resume, newest=newest, damaged=lost)
         if logs_to_wandb:
             wandb_run.keep_id(directory.path)
-    ending.forget_errors(directory.path)  # before this rank joins the others: none of them computes yet
+    # before this rank joins the others: none of them computes yet
+    ending.forget_errors(directory.path)
     return directory
 
 
@@ -238,7 +293,9 @@ def system_refusals(place: Path) -> Iterator[None]:
     except OSError as error:
         told = told_by(error)
         if told:
-            raise ProblemsError([problem(told, place, "name another directory with --out")]) from None
+            raise ProblemsError(
+                [problem(told, place, "name another directory with --out")]
+            ) from None
         raise
 
 
@@ -292,30 +349,48 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
         given = job.initial_weights
         failure = agreement.kernel_failure(grid.control_group)
         if failure:
-            say_on_rank_0(f"warning: nothing is compiled for the GPU, torch's own kernels run: {failure}")
+            say_on_rank_0(
+                f"warning: nothing is compiled for the GPU, torch's own kernels run: {failure}"
+            )
             fusing.give_up()
             job = replace(job, compiled=False)
         start_weights = given.directory if given else None
-        agreement.check(job.plan, corpus, grid.control_group, start_weights, job.compiled)
-        chosen = choose_checkpoint(job, grid, corpus)  # once, before the records are cut back to it
+        agreement.check(
+            job.plan, corpus, grid.control_group, start_weights, job.compiled
+        )
+        # once, before the records are cut back to it
+        chosen = choose_checkpoint(job, grid, corpus)
     except ValueError as e:
         ending.refuse(e)
     training.clock.mark("data")
     with system_refusals(job.directory):
         opened = open_recorder(training, directory, corpus, chosen)
-    with opened as recorder, stacks_at_quit(job.directory / f"stacks-rank-{processes.rank()}.txt"):
+    with (
+        opened as recorder,
+        stacks_at_quit(job.directory / f"stacks-rank-{processes.rank()}.txt"),
+    ):
         try:
-            stopped = train(Start(job, recorder, corpus, grid, chosen.checkpoint, meeting), training.after)
+            stopped = train(
+                Start(job, recorder, corpus, grid, chosen.checkpoint, meeting),
+                training.after,
+            )
         except EarlyEnd as e:
             reason = None if isinstance(e, Diverged) else e.why
-            recorder.finish(Ending(e.status, reason, agreement.peak_memory(grid.control_group)))
+            recorder.finish(
+                Ending(e.status, reason, agreement.peak_memory(grid.control_group))
+            )
             ending.explain(e)
-            torch.distributed.barrier(group=grid.control_group)  # rank 0 has printed the reason
+            # rank 0 has printed the reason
+            torch.distributed.barrier(group=grid.control_group)
             raise SystemExit(e.code) from None
         except (RuntimeError, MemoryError) as e:
             said = out_of_memory.said_by(e)
             # Another rank's end may cause this error: that rank has left its traceback before.
-            because = f"rank {processes.rank()}: {said}" if said else out_of_memory.reason(job.directory)
+            because = (
+                f"rank {processes.rank()}: {said}"
+                if said
+                else out_of_memory.reason(job.directory)
+            )
             if because:
                 recorder.finish(Ending("OOM", because))
             raise
@@ -358,7 +433,10 @@ def say_on_rank_0(text: str) -> None:
 
 
 def open_recorder(
-    training: Training, directory: RunDirectory | None, corpus: Corpus, chosen: CheckpointChoice
+    training: Training,
+    directory: RunDirectory | None,
+    corpus: Corpus,
+    chosen: CheckpointChoice,
 ) -> SilentRecorder:
     """Open rank 0's recorder, cut back to the chosen checkpoint; other ranks get a silent one."""
     from launch.records import vocabulary
@@ -371,7 +449,10 @@ def open_recorder(
     vocabulary.keep(directory.path, corpus.tokenizer)
     entropies = Entropies(corpus.uniform_entropy, corpus.unigram_entropy)
     known = replace(
-        training.facts, data=corpus.summary, entropies=entropies, band_kernel=band_kernel(job.plan)
+        training.facts,
+        data=corpus.summary,
+        entropies=entropies,
+        band_kernel=band_kernel(job.plan),
     )
     done = chosen.checkpoint.step if chosen.checkpoint else 0
     began = "resumed from"
@@ -383,7 +464,9 @@ def open_recorder(
         metrics.begin_branch(directory.metrics_jsonl, branch)
     recorder = Recorder(directory, known, done, training.clock, sys.stdout)
     for newer in chosen.damaged:
-        recorder.say(f"WARNING: {newer}; it is left as it is, and an older checkpoint is taken")
+        recorder.say(
+            f"WARNING: {newer}; it is left as it is, and an older checkpoint is taken"
+        )
     if chosen.checkpoint:
         recorder.say(f"{began} {chosen.checkpoint.directory}")
     return recorder

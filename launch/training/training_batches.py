@@ -27,11 +27,16 @@ def training_batches(
     """Make this rank's training micro-batches, one step's per `next`, after the checkpoint. Collective."""
     recipe = plan.recipe
     pinned = processes.device().own_memory
-    how: dict[str, Any] = dict(samples=corpus.train, seed=recipe.seed, layout=plan.layout, dp_rank=grid.at.dp)
-    how |= dict(workers=recipe.run.loader_workers, pinned=pinned, sizes=recipe.sizes_in_data)
+    how: dict[str, Any] = dict(
+        samples=corpus.train, seed=recipe.seed, layout=plan.layout, dp_rank=grid.at.dp
+    )
+    how |= dict(
+        workers=recipe.run.loader_workers, pinned=pinned, sizes=recipe.sizes_in_data
+    )
     if checkpoint:
         how |= dict(start_step=checkpoint.step)
-        if recipe.sizes_in_data.samples(checkpoint.step):  # a branch with other data is at their beginning
+        # a branch with other data is at their beginning
+        if recipe.sizes_in_data.samples(checkpoint.step):
             how |= dict(start_state=checkpoint.manifest.data)
     if corpus.train.random_access:  # mapped tokens, in which nothing can be broken
         return StepBatches(**how)
@@ -47,7 +52,9 @@ class StreamBatches(StepBatches):
     the message that ends a step: either all of them begin the next one, or none.
     """
 
-    def __init__(self, grid: ProcessGrid, form: MicroBatch, *, workers: int, **how: Any) -> None:
+    def __init__(
+        self, grid: ProcessGrid, form: MicroBatch, *, workers: int, **how: Any
+    ) -> None:
         """Start the batches of this rank, with `workers` threads if it reads. Collective.
 
         `form`: a micro-batch in the form of all; the others: as in `StepBatches`.
@@ -71,12 +78,16 @@ class StreamBatches(StepBatches):
                 self._fetched = self._take()
         except MemoryError:
             raise
-        except Exception as error:  # of threads, tokenizers, file systems, networks: each has its own
+        # of threads, tokenizers, file systems, networks: each has its own
+        except Exception as error:
             known = isinstance(error, ValueError | OSError)
             problem = str(error) if known else f"{type(error).__name__}: {error}"
-        if self._copy is not None:  # the others wait for something, also where there is nothing to read
+        # the others wait for something, also where there is nothing to read
+        if self._copy is not None:
             self._packed = _packed(self._fetched[0])
-            self._arrival = dist.broadcast(self._packed, self._reader, self._copy, async_op=True)
+            self._arrival = dist.broadcast(
+                self._packed, self._reader, self._copy, async_op=True
+            )
         return problem
 
     def __next__(self) -> list[MicroBatch]:
@@ -100,14 +111,17 @@ class StreamBatches(StepBatches):
 
 def end_together(problem: str | None, group: dist.ProcessGroup) -> None:
     """Raise BrokenData on all ranks if there is a `problem` on any, with all of them. Collective."""
-    problems = dict.fromkeys(filter(None, gathered(problem, group)))  # ranks may share a lane
+    # ranks may share a lane
+    problems = dict.fromkeys(filter(None, gathered(problem, group)))
     if problems:
         raise BrokenData("\n".join(problems))
 
 
 def _packed(batches: Sequence[MicroBatch]) -> torch.Tensor:
     """Pack the bytes of a step's micro-batches into one tensor."""
-    return torch.cat([x.view(-1).view(torch.uint8) for batch in batches for x in batch.values()])
+    return torch.cat(
+        [x.view(-1).view(torch.uint8) for batch in batches for x in batch.values()]
+    )
 
 
 def _unpacked(packed: torch.Tensor, like: Sequence[MicroBatch]) -> list[MicroBatch]:
@@ -115,7 +129,11 @@ def _unpacked(packed: torch.Tensor, like: Sequence[MicroBatch]) -> list[MicroBat
     parts = iter(packed.split([x.nbytes for batch in like for x in batch.values()]))
     # Copies, since a view of another type has to begin at a multiple of its size.
     return [
-        {name: next(parts).clone().view(x.dtype).view(x.shape) for name, x in batch.items()} for batch in like
+        {
+            name: next(parts).clone().view(x.dtype).view(x.shape)
+            for name, x in batch.items()
+        }
+        for batch in like
     ]
 
 

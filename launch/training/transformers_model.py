@@ -52,14 +52,29 @@ def build(
     config = CONVERSION.config(recipe.model, recipe.positions, recipe.dropout)
     config.use_cache = False
     # transformers draws no weights, and gathers none under ZeRO-3: `_fill` sets ours.
-    with mock.patch.object(hf_deepspeed, "initialize_weights_zero3", lambda model: None), no_init_weights():
+    with (
+        mock.patch.object(hf_deepspeed, "initialize_weights_zero3", lambda model: None),
+        no_init_weights(),
+    ):
         built = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     built.tie_weights()  # from_config leaves this out, too, without its weights
     given = initial_weights.read(recipe) if initial_weights and drawn else None
-    _fill(built, recipe, Init(recipe.seed, recipe.init_std, recipe.model.layers, given=given, meta=not drawn))
+    _fill(
+        built,
+        recipe,
+        Init(
+            recipe.seed,
+            recipe.init_std,
+            recipe.model.layers,
+            given=given,
+            meta=not drawn,
+        ),
+    )
     if recipe.checkpoint_interval:
         # The name that both pinned versions of transformers have.
-        built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        built.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
     return built
 
 
@@ -77,9 +92,13 @@ def _fill(model: GPT2LMHeadModel, recipe: Recipe, init: Init) -> None:
             parameter = model.get_parameter(theirs)
             heads = recipe.model.heads
             label(parameter, ours, TransformersForm(form, heads))
-            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=not init.meta):
+            with deepspeed.zero.GatheredParameters(
+                [parameter], modifier_rank=0, enabled=not init.meta
+            ):
                 if not init.meta:
                     (whole,) = form.to_theirs(canonical, heads)
                     parameter.copy_(whole)
-    nameless = [name for name, p in model.named_parameters() if not hasattr(p, "canonical_name")]
+    nameless = [
+        name for name, p in model.named_parameters() if not hasattr(p, "canonical_name")
+    ]
     assert not places and not nameless, f"without a counterpart: {[*places, *nameless]}"

@@ -79,9 +79,13 @@ def train(start: Start) -> EarlyStop | None:
             recorder.mark("engine")
             stack.enter_context(steps.release_at_end(engine))
             stack.enter_context(ending.keep_error_of_block(job.directory, but=EarlyEnd))
-            return stack.enter_context(TrainingRun(start, engine, batches, stop, watchdog, forward))
+            return stack.enter_context(
+                TrainingRun(start, engine, batches, stop, watchdog, forward)
+            )
 
-        trainer = RecipeTrainer(plan.recipe, batches, watchdog, model=model, args=arguments)
+        trainer = RecipeTrainer(
+            plan.recipe, batches, watchdog, model=model, args=arguments
+        )
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(FollowRun(begin, trainer))
         trainer.train()
@@ -94,7 +98,9 @@ def training_arguments(plan: Plan, directory: str) -> TrainingArguments:
     layout = plan.layout
     optimizer = plan.recipe.optimizer
     threads = torch.get_num_threads()
-    silent: dict[str, Any] = dict.fromkeys(("logging_strategy", "save_strategy", "eval_strategy"), "no")
+    silent: dict[str, Any] = dict.fromkeys(
+        ("logging_strategy", "save_strategy", "eval_strategy"), "no"
+    )
     silent |= dict.fromkeys(("log_level", "log_level_replica"), "error")
     arguments = TrainingArguments(
         output_dir=directory,
@@ -115,7 +121,8 @@ def training_arguments(plan: Plan, directory: str) -> TrainingArguments:
         **silent,
         report_to=[],
         disable_tqdm=True,
-        logging_nan_inf_filter=False,  # it would wait for the device after every micro-batch
+        # it would wait for the device after every micro-batch
+        logging_nan_inf_filter=False,
     )
     torch.set_num_threads(threads)  # accelerate gives a rank all cores of the machine
     return arguments
@@ -126,7 +133,9 @@ class FollowRun(TrainerCallback):
 
     run: TrainingRun
 
-    def __init__(self, begin: Callable[[DeepSpeedEngine], TrainingRun], trainer: RecipeTrainer) -> None:
+    def __init__(
+        self, begin: Callable[[DeepSpeedEngine], TrainingRun], trainer: RecipeTrainer
+    ) -> None:
         self.begin = begin
         self.trainer = trainer
 
@@ -146,7 +155,9 @@ class FollowRun(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         run = self.run
         step = state.global_step
-        loss = steps.data_parallel_mean(torch.stack(self.trainer.losses).mean(0), run.grid)
+        loss = steps.data_parallel_mean(
+            torch.stack(self.trainer.losses).mean(0), run.grid
+        )
         figures = steps.HostCopy(loss.float().view(1))
         waited = self.trainer.waited + run.fetch_next(step)
         exchange = run.exchange(waited)
@@ -168,13 +179,16 @@ class RecipeTrainer(Trainer):
     optimizer: Any
     lr_scheduler: Any
 
-    def __init__(self, recipe: Recipe, batches: StepBatches, watchdog: Watchdog, **arguments: Any) -> None:
+    def __init__(
+        self, recipe: Recipe, batches: StepBatches, watchdog: Watchdog, **arguments: Any
+    ) -> None:
         super().__init__(**arguments)
         self.recipe = recipe
         self.batches = batches
         self.watchdog = watchdog
         self.losses: list[torch.Tensor] = []  # of the micro-batches of the current step
-        self.started = self.waited = 0.0  # wall time when the step began; seconds it waited for its batch
+        # wall time when the step began; seconds it waited for its batch
+        self.started = self.waited = 0.0
         self.stopped: EarlyStop | None = None  # how the run was stopped early
 
     def get_train_dataloader(self) -> Any:
@@ -182,7 +196,10 @@ class RecipeTrainer(Trainer):
         return each_micro_batch(self.batches)
 
     def get_batch_samples(
-        self, epoch_iterator: Iterator[MicroBatch], num_batches: int, device: torch.device
+        self,
+        epoch_iterator: Iterator[MicroBatch],
+        num_batches: int,
+        device: torch.device,
     ) -> tuple[list[MicroBatch], None]:
         """Return the micro-batches of one step, uncounted: our weights make the loss a mean."""
         self.watchdog.enter(Phase.DATA, self.state.global_step + 1)
@@ -190,13 +207,17 @@ class RecipeTrainer(Trainer):
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         self.waited = time.perf_counter() - self.started
         self.watchdog.enter(Phase.COMPUTING)
-        assert len(batches) == num_batches, f"{len(batches)} micro-batches of {num_batches}"
+        assert len(batches) == num_batches, (
+            f"{len(batches)} micro-batches of {num_batches}"
+        )
         return batches, None
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> Any:
         """Put our groups into accelerate's stand-in for the optimizer of the DeepSpeed JSON."""
         assert self.model is not None
-        self.optimizer.params = parameter_groups(self.model, self.recipe.optimizer.weight_decay)
+        self.optimizer.params = parameter_groups(
+            self.model, self.recipe.optimizer.weight_decay
+        )
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -204,11 +225,15 @@ class RecipeTrainer(Trainer):
             self.lr_scheduler = LearningRateSchedule(optimizer, self.recipe)
         return self.lr_scheduler
 
-    def training_step(self, model: DeepSpeedEngine, *inputs: Any, **how: Any) -> torch.Tensor:
+    def training_step(
+        self, model: DeepSpeedEngine, *inputs: Any, **how: Any
+    ) -> torch.Tensor:
         with steps.explain_floor(model):
             return super().training_step(model, *inputs, **how)
 
-    def compute_loss(self, model: DeepSpeedEngine, inputs: MicroBatch, *_: Any, **__: Any) -> torch.Tensor:
+    def compute_loss(
+        self, model: DeepSpeedEngine, inputs: MicroBatch, *_: Any, **__: Any
+    ) -> torch.Tensor:
         """Return the micro-batch's mean loss; Trainer divides it by the number of micro-batches."""
         (loss,) = forward(model, inputs)
         self.losses.append(loss.detach().float())
@@ -237,7 +262,9 @@ def each_micro_batch(batches: StepBatches) -> Iterator[MicroBatch]:
         yield from next_batch(batches)
 
 
-def _plain_data_parallel(grid: ProcessGrid, config_params: dict[str, Any], **how: Any) -> tuple[Any, ...]:
+def _plain_data_parallel(
+    grid: ProcessGrid, config_params: dict[str, Any], **how: Any
+) -> tuple[Any, ...]:
     """Give accelerate our engine for ZeRO stage 0 in the place of DeepSpeed's."""
     engine = zero0.initialize(config=config_params, mpu=grid, **how)
     return engine, engine.optimizer, None, engine.lr_scheduler

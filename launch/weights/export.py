@@ -26,14 +26,20 @@ from launch.checkpoints.tensor_file import Reader, TensorEntry
 from launch.machine import memory
 from modeling.families import family_of, meta_parameters, whole_model
 from modeling.formats.families import conversion_of
-from modeling.formats.huggingface.conversion import Conversion, Logits, Tensors, check_convertible
+from modeling.formats.huggingface.conversion import (
+    Conversion,
+    Logits,
+    Tensors,
+    check_convertible,
+)
 from modeling.lazy_weights import LazyWeights
 from recipes import catalog
 from recipes.files import FileError, is_file, refuse
 from recipes.problems import some
 from recipes.schema import Recipe
 
-TOLERANCE = 1e-4  # largest difference of a logit, relative to the largest logit where that is above 1
+# largest difference of a logit, relative to the largest logit where that is above 1
+TOLERANCE = 1e-4
 RESTORE = "restore it from a copy of the run, or name another with --step"
 SAMPLES = 2  # of random tokens to compare on; the second is padded where samples may be
 POSITIONS = 128
@@ -71,8 +77,14 @@ class ExportMismatch(RuntimeError):
 def recipe_of(run: Path) -> Recipe:
     """Read a run's recipe. Raises ValueError if `run` is no run, or `transformers` has no such model."""
     if not is_file(run / "recipe.yaml"):
-        what = "is no run of this project (it holds no recipe.yaml)" if run.exists() else "does not exist"
-        raise ValueError(f"{run} {what}: give a run directory, as pretrain.py printed it")
+        what = (
+            "is no run of this project (it holds no recipe.yaml)"
+            if run.exists()
+            else "does not exist"
+        )
+        raise ValueError(
+            f"{run} {what}: give a run directory, as pretrain.py printed it"
+        )
     recipe = catalog.load_resolved(run / "recipe.yaml")
     check_convertible(recipe.model)
     return recipe
@@ -104,7 +116,9 @@ def export(  # noqa: PLR0913
         came = f"its tokenizer has {tokens} tokens, and model.vocab_size={recipe.model.vocab_size}"
         fix = "restore tokenizer/ and recipe.yaml from a copy of the run"
         refuse(run, came, "the model knows no more", fix)
-    problems = inspection.faults_of_kinds(checkpoint.directory, (WEIGHT,), RESTORE, seen)
+    problems = inspection.faults_of_kinds(
+        checkpoint.directory, (WEIGHT,), RESTORE, seen
+    )
     if problems:
         raise FileError(problems)
     master = StoredTensors(checkpoint.directory, checkpoint.manifest)
@@ -113,7 +127,9 @@ def export(  # noqa: PLR0913
     try:
         temporary.mkdir(parents=True)
     except (OSError, ValueError) as error:
-        refuse(f"--out {out}", f"cannot be made ({error})", fix="name another directory")
+        refuse(
+            f"--out {out}", f"cannot be made ({error})", fix="name another directory"
+        )
     try:
         files = write_model(recipe, master, tokenizer, temporary, kind)
         # Without this, GPT-2 of transformers takes a token's type for another token and adds its embedding.
@@ -132,14 +148,25 @@ def export(  # noqa: PLR0913
             ours = our_logits(recipe, _in_type(master, kind), batch)
             if dtype != "float32":
                 rounding = _largest(ours, our_logits(recipe, master, batch))
-            difference = compare(ours, their_logits(recipe, temporary, batch), checkpoint.directory)
+            difference = compare(
+                ours, their_logits(recipe, temporary, batch), checkpoint.directory
+            )
         else:
-            compare_tensors(recipe, master, kind, files, temporary, checkpoint.directory)
+            compare_tensors(
+                recipe, master, kind, files, temporary, checkpoint.directory
+            )
         os.replace(temporary, out)  # onto nothing, or onto an empty directory
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     how = difference, rounding, needed, free
-    return Export(out, checkpoint.directory, checkpoint.step, dtype, len(set(files.values())), *how)
+    return Export(
+        out,
+        checkpoint.directory,
+        checkpoint.step,
+        dtype,
+        len(set(files.values())),
+        *how,
+    )
 
 
 class RandomBatch(NamedTuple):
@@ -154,12 +181,18 @@ class RandomBatch(NamedTuple):
         """Draw a batch by the recipe's seed."""
         generator = torch.Generator().manual_seed(recipe.seed)
         inputs = family_of(recipe.model).fields.inputs
-        samples = recipe.model.head_classes if recipe.model.task_head == "choice" else SAMPLES
+        samples = (
+            recipe.model.head_classes if recipe.model.task_head == "choice" else SAMPLES
+        )
         shape = (samples, min(POSITIONS, recipe.positions))
         return RandomBatch(
             torch.randint(recipe.model.vocab_size, shape, generator=generator),
-            torch.randint(2, shape, generator=generator) if "token_types" in inputs else None,
-            torch.tensor([shape[1], *[shape[1] // 2 + 1] * (samples - 1)]) if "lengths" in inputs else None,
+            torch.randint(2, shape, generator=generator)
+            if "token_types" in inputs
+            else None,
+            torch.tensor([shape[1], *[shape[1] // 2 + 1] * (samples - 1)])
+            if "lengths" in inputs
+            else None,
         )
 
     @property
@@ -182,7 +215,11 @@ def our_logits(recipe: Recipe, weights: Tensors, batch: RandomBatch) -> Logits:
 
 
 def write_model(
-    recipe: Recipe, weights: Tensors, tokenizer: Tokenizer, directory: Path, dtype: torch.dtype
+    recipe: Recipe,
+    weights: Tensors,
+    tokenizer: Tokenizer,
+    directory: Path,
+    dtype: torch.dtype,
 ) -> Mapping[str, str]:
     """Write config.json, weights and a GPT-2's generation_config.json; return the file of each tensor.
 
@@ -191,16 +228,22 @@ def write_model(
     """
     conversion = conversion_of(recipe.model)
     special = dict(end=tokenizer.eos_token_id, pad=tokenizer.pad_token_id or 0)
-    config = conversion.config(recipe.model, recipe.positions, recipe.dropout, **special)
+    config = conversion.config(
+        recipe.model, recipe.positions, recipe.dropout, **special
+    )
     kind = conversion.model_class(recipe.model)
     with torch.device("meta"):
         model = kind(config)
     state = {
         name: torch.empty(tensor.shape, dtype=dtype, device="meta")
-        for name, tensor in conversion.to_transformers(meta_parameters(recipe), recipe.model).items()
+        for name, tensor in conversion.to_transformers(
+            meta_parameters(recipe), recipe.model
+        ).items()
     }
     left = model.load_state_dict(state, strict=False, assign=True)
-    assert set(left.missing_keys) <= conversion.tied.keys() and not left.unexpected_keys, left
+    assert (
+        set(left.missing_keys) <= conversion.tied.keys() and not left.unexpected_keys
+    ), left
     config.architectures = [kind.__name__]
     config.dtype = dtype
     config.save_pretrained(directory)
@@ -209,10 +252,16 @@ def write_model(
     split = split_torch_state_dict_into_shards(state, max_shard_size=SHARD)
     read = _Converted(weights, conversion, recipe, dtype).read
     for file, names in split.filename_to_tensors.items():
-        entries = [TensorEntry(name, dtype, tuple(state[name].shape), partial(read, name)) for name in names]
+        entries = [
+            TensorEntry(name, dtype, tuple(state[name].shape), partial(read, name))
+            for name in names
+        ]
         tensor_file.write(directory / file, entries, {"format": "pt"})
     if split.is_sharded:
-        metadata = {"total_parameters": sum(tensor.numel() for tensor in state.values()), **split.metadata}
+        metadata = {
+            "total_parameters": sum(tensor.numel() for tensor in state.values()),
+            **split.metadata,
+        }
         index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True)
         (directory / "model.safetensors.index.json").write_text(f"{text}\n")
@@ -222,13 +271,22 @@ def write_model(
 class _Converted:
     """Converter of canonical tensors to those of `transformers`, one at a time."""
 
-    def __init__(self, weights: Tensors, conversion: Conversion, recipe: Recipe, dtype: torch.dtype):
+    def __init__(
+        self,
+        weights: Tensors,
+        conversion: Conversion,
+        recipe: Recipe,
+        dtype: torch.dtype,
+    ):
         self._weights = weights
         self._dtype = dtype
         self._heads = recipe.model.heads
         entries = conversion.name_map(recipe.model)
-        self._places = {name: (entry, i) for entry in entries for i, name in enumerate(entry.theirs)}
-        self._made: dict[str, list[Tensor]] = {}  # of the newest canonical tensor, which may be several
+        self._places = {
+            name: (entry, i) for entry in entries for i, name in enumerate(entry.theirs)
+        }
+        # of the newest canonical tensor, which may be several
+        self._made: dict[str, list[Tensor]] = {}
 
     def read(self, name: str) -> Tensor:
         entry, index = self._places[name]
@@ -241,14 +299,18 @@ class _Converted:
 
 def _in_type(weights: Tensors, dtype: torch.dtype) -> LazyWeights:
     """Round the weights to `dtype`."""
-    return LazyWeights({name: partial(lambda n: weights[n].to(dtype), name) for name in weights})
+    return LazyWeights(
+        {name: partial(lambda n: weights[n].to(dtype), name) for name in weights}
+    )
 
 
 def their_logits(recipe: Recipe, directory: Path, batch: RandomBatch) -> Logits:
     """Load the exported directory as a user does, and compute its logits in float32."""
     conversion = conversion_of(recipe.model)
     kind = conversion.model_class(recipe.model)
-    model = kind.from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
+    model = kind.from_pretrained(
+        directory, dtype=torch.float32, local_files_only=True
+    ).eval()
     with torch.no_grad():
         return conversion.logits(model, batch.tokens, batch.token_types, batch.mask)
 
@@ -266,11 +328,17 @@ def compare_tensors(
     odd = []
     for ours, theirs, form in conversion_of(recipe.model).name_map(recipe.model):
         parts = [opened[files[name]].whole(name).float() for name in theirs]
-        if not torch.equal(form.to_ours(parts, recipe.model.heads), weights[ours].to(dtype).float()):
+        if not torch.equal(
+            form.to_ours(parts, recipe.model.heads), weights[ours].to(dtype).float()
+        ):
             odd.append(ours)
     if odd:
-        came = f"the written files hold other numbers of {some(odd)} than the checkpoint"
-        raise ExportMismatch(f"{came}: nothing was exported from {source}; is the disk sound?")
+        came = (
+            f"the written files hold other numbers of {some(odd)} than the checkpoint"
+        )
+        raise ExportMismatch(
+            f"{came}: nothing was exported from {source}; is the disk sound?"
+        )
 
 
 def compare(ours: Logits, theirs: Logits, source: Path) -> float:
@@ -279,7 +347,9 @@ def compare(ours: Logits, theirs: Logits, source: Path) -> float:
         difference = _largest((mine,), (other,))
         if not (mine.isfinite().all() and other.isfinite().all()):
             fix = "export in float32, or another checkpoint with --step N"
-            raise ExportMismatch(f"logits are not finite, the weights overflow: nothing was exported; {fix}")
+            raise ExportMismatch(
+                f"logits are not finite, the weights overflow: nothing was exported; {fix}"
+            )
         allowed = TOLERANCE * max(1.0, float(mine.abs().max()))
         if not difference <= allowed:
             came = f"the logits of transformers differ from ours by {difference:.3g}, more than {allowed:.3g}"

@@ -17,10 +17,21 @@ from launch.ranks import processes
 from modeling.families import meta_parameters, with_few_layers, with_vocabulary
 from modeling.formats.families import conversion_of
 from modeling.formats.huggingface import bert
-from modeling.formats.huggingface.config_forms import FORMS, MEGATRON_FORMS, ConfigForm, form_of, run_forms
+from modeling.formats.huggingface.config_forms import (
+    FORMS,
+    MEGATRON_FORMS,
+    ConfigForm,
+    form_of,
+    run_forms,
+)
 from modeling.formats.huggingface.weight_files import read_state_dict
 from modeling.formats.megatron import files, names
-from modeling.formats.megatron.checkpoint import SMALLEST_PADDING, MegatronCheckpoint, Slices, open_checkpoint
+from modeling.formats.megatron.checkpoint import (
+    SMALLEST_PADDING,
+    MegatronCheckpoint,
+    Slices,
+    open_checkpoint,
+)
 from modeling.initialization import NEW_HEADS
 from modeling.lazy_weights import LazyWeights
 from modeling.transformer import BERT_NORM_EPS
@@ -102,26 +113,41 @@ class Saved:
         words = self.words(model)
         expected = self.expected(with_few_layers(recipe, len(found)))
         if model.task_head != "none":  # its head is drawn
-            expected = {n: (ours, s) for n, (ours, s) in expected.items() if not ours.startswith(NEW_HEADS)}
+            expected = {
+                n: (ours, s)
+                for n, (ours, s) in expected.items()
+                if not ours.startswith(NEW_HEADS)
+            }
             found = {name: tensor for name, tensor in found.items() if name in expected}
         elif model.sentence_head == "none":
             found = {
-                name: tensor for name, tensor in found.items() if not name.startswith(self.sentence_head)
+                name: tensor
+                for name, tensor in found.items()
+                if not name.startswith(self.sentence_head)
             }
-        missing = {name: ours for name, (ours, _) in expected.items() if name not in found}
+        missing = {
+            name: ours for name, (ours, _) in expected.items() if name not in found
+        }
         if missing:
             rule, fix = _why_missing([*missing.values()])
             rule = rule or f"{words.model} has {'it' if len(missing) == 1 else 'them'}"
-            yield Problem(KEY, f"lacks {some([*missing], SHOWN)}", rule, fix or words.fix)
+            yield Problem(
+                KEY, f"lacks {some([*missing], SHOWN)}", rule, fix or words.fix
+            )
         unexpected = [name for name in found if name not in expected]
         if unexpected:
             came = f"holds {some(unexpected, SHOWN)}"
             yield Problem(KEY, came, f"{words.model} has no such tensor", words.fix)
-        both = {name: (found[name], shape) for name, (_, shape) in expected.items() if name in found}
+        both = {
+            name: (found[name], shape)
+            for name, (_, shape) in expected.items()
+            if name in found
+        }
         odd = [
             f"{name} ({str(tensor.dtype).removeprefix('torch.')})"
             for name, (tensor, _) in both.items()
-            if tensor.dtype not in READABLE or getattr(tensor, "layout", torch.strided) is not torch.strided
+            if tensor.dtype not in READABLE
+            or getattr(tensor, "layout", torch.strided) is not torch.strided
         ]
         if odd:
             rule = "weights are float32, bfloat16, float16 or float64"
@@ -136,13 +162,22 @@ class Saved:
             rule = f"that is its shape by {words.source}"
             yield Problem(KEY, came, rule, words.fix)
         for copy, original in self.untied(model) if processes.local_rank() == 0 else ():
-            rule = f"our {model.family} has one tensor for both, and would lose the other"
-            yield Problem(KEY, f"{copy} differs from {original}", rule, "give weights with tied embeddings")
+            rule = (
+                f"our {model.family} has one tensor for both, and would lose the other"
+            )
+            yield Problem(
+                KEY,
+                f"{copy} differs from {original}",
+                rule,
+                "give weights with tied embeddings",
+            )
 
     def remarks(self, recipe: Recipe) -> Iterator[str]:
         """Yield remarks for the user on fitting weights."""
         model = recipe.model
-        sparse = [str(i) for i, window in enumerate(model.windows) if window is not None]
+        sparse = [
+            str(i) for i, window in enumerate(model.windows) if window is not None
+        ]
         if sparse:
             layers = f"they were trained in dense layers, and layers {', '.join(sparse)} are sparse here"
             yield f"{layers} ({model.sparse_keys}), so the loss starts above that of the dense model"
@@ -162,7 +197,10 @@ class Saved:
 def _why_missing(names: Sequence[str]) -> tuple[str, str]:
     """Explain the lack of tensors of these canonical names, and say the fix; "" where there is no other."""
     if all(name.startswith(SENTENCE_HEAD) for name in names):
-        return "they have no head for sentences", "add --set model.sentence_head=none to train without one"
+        return (
+            "they have no head for sentences",
+            "add --set model.sentence_head=none to train without one",
+        )
     if all(any(name.startswith(head) for name in names) for head in MASKED_HEAD):
         return "an encoder alone has no head to predict tokens with", ""
     return "", ""
@@ -173,7 +211,11 @@ def saved_in(directory: str | Path) -> Saved:
     path = Path(directory)
     if run_checkpoints.holds_ours(path):
         return RunWeights(path)
-    return MegatronWeights(path) if files.is_checkpoint(path) else TransformersWeights(path)
+    return (
+        MegatronWeights(path)
+        if files.is_checkpoint(path)
+        else TransformersWeights(path)
+    )
 
 
 def read(directory: str | Path, recipe: Recipe) -> LazyWeights:
@@ -203,7 +245,10 @@ class TransformersWeights(Saved):
     def config(self, vocabulary: int | None) -> Mapping[str, Any]:
         """Read config.json; rows that pad a vocabulary of so many tokens are left out."""
         more = 0 if vocabulary is None else self.rows - vocabulary
-        padded = 0 < more < SMALLEST_PADDING and self.rows not in PUBLISHED_VOCABULARIES.values()
+        padded = (
+            0 < more < SMALLEST_PADDING
+            and self.rows not in PUBLISHED_VOCABULARIES.values()
+        )
         return {**self._config, "vocab_size": vocabulary} if padded else self._config
 
     @property
@@ -225,7 +270,9 @@ class TransformersWeights(Saved):
         return {
             name: (ours, part.shape)
             for ours, theirs, form in conversion_of(recipe.model).name_map(recipe.model)
-            for name, part in zip(theirs, form.to_theirs(meta[ours], heads), strict=True)
+            for name, part in zip(
+                theirs, form.to_theirs(meta[ours], heads), strict=True
+            )
         }
 
     def words(self, model: Model) -> MessageWords:
@@ -268,17 +315,25 @@ class MegatronWeights(Saved):
         heads = recipe.model.heads
         if heads % slices:
             came = f"is in {counted(slices, 'tensor slice')}, and has {heads} heads"
-            yield Problem(KEY, came, "each slice holds whole heads", "give their true number")
+            yield Problem(
+                KEY, came, "each slice holds whole heads", "give their true number"
+            )
 
     def stored(self, model: Model) -> Mapping[str, Slices]:
         return self.checkpoint.tensors
 
     def expected(self, recipe: Recipe) -> Mapping[str, tuple[str, torch.Size]]:
         meta = meta_parameters(recipe)
-        found = {name: (ours, meta[ours].shape) for ours, name in names.name_map(recipe.model).items()}
+        found = {
+            name: (ours, meta[ours].shape)
+            for ours, name in names.name_map(recipe.model).items()
+        }
         for name in names.WITH_PADDING & found.keys() & self.checkpoint.tensors.keys():
             ours, (rows, *rest) = found[name]
-            found[name] = ours, torch.Size((max(rows, self.checkpoint.tensors[name].shape[0]), *rest))
+            found[name] = (
+                ours,
+                torch.Size((max(rows, self.checkpoint.tensors[name].shape[0]), *rest)),
+            )
         return found
 
     @property
@@ -287,7 +342,9 @@ class MegatronWeights(Saved):
 
     def words(self, model: Model) -> MessageWords:
         fix = "give a whole checkpoint of Megatron's GPT or BERT"
-        return MessageWords(f"a Megatron {model.family} of these arguments", "its arguments", fix)
+        return MessageWords(
+            f"a Megatron {model.family} of these arguments", "its arguments", fix
+        )
 
     def untied(self, model: Model) -> list[tuple[str, str]]:
         return self.checkpoint.untied()
@@ -321,7 +378,9 @@ class RunWeights(Saved):
         return run_forms()
 
     @cached_property
-    def _found(self) -> tuple[run_checkpoints.Checkpoint, tuple[DamagedCheckpoint, ...]]:
+    def _found(
+        self,
+    ) -> tuple[run_checkpoints.Checkpoint, tuple[DamagedCheckpoint, ...]]:
         return run_checkpoints.newest_whole(self.directory)
 
     @property
@@ -339,25 +398,40 @@ class RunWeights(Saved):
         held = self.checkpoint.manifest
         fault = inspection.recipe_fault(directory, held)
         if fault:
-            refuse(directory, str(fault), "a run keeps its recipe, and one of the two was changed", RESTORE)
+            refuse(
+                directory,
+                str(fault),
+                "a run keeps its recipe, and one of the two was changed",
+                RESTORE,
+            )
         return Recipe.model_validate(held.recipe)
 
     def config(self, vocabulary: int | None) -> Mapping[str, Any]:
         form = form_of(self.recipe.model, self.forms)
         assert form is not None, "every model of a recipe has one"
         own = dict(flatten(self.recipe.model_dump()))
-        return {"model_type": form.model_type, **own, "model.positions": self.recipe.positions}
+        return {
+            "model_type": form.model_type,
+            **own,
+            "model.positions": self.recipe.positions,
+        }
 
     def stored(self, model: Model) -> Mapping[str, torch.Tensor]:
         """Return the tensors' shapes; a file with another type is found damaged when it is read."""
         tensors = self._tensors
-        return {name: torch.empty(tensors.shape(name), device="meta") for name in tensors}
+        return {
+            name: torch.empty(tensors.shape(name), device="meta") for name in tensors
+        }
 
     def expected(self, recipe: Recipe) -> Mapping[str, tuple[str, torch.Size]]:
-        return {name: (name, each.shape) for name, each in meta_parameters(recipe).items()}
+        return {
+            name: (name, each.shape) for name, each in meta_parameters(recipe).items()
+        }
 
     def words(self, model: Model) -> MessageWords:
-        return MessageWords(f"the {model.family} of its recipe", "its recipe", "give a whole checkpoint")
+        return MessageWords(
+            f"the {model.family} of its recipe", "its recipe", "give a whole checkpoint"
+        )
 
     def remarks(self, recipe: Recipe) -> Iterator[str]:
         yield f"of that run step {self.checkpoint.step}, {self.checkpoint.directory}"
@@ -382,10 +456,13 @@ class RunWeights(Saved):
 
         def usable(name: str) -> bool:  # a head of other classes is another task's
             return name in meta and (
-                not name.startswith(NEW_HEADS) or stored.shape(name) == tuple(meta[name].shape)
+                not name.startswith(NEW_HEADS)
+                or stored.shape(name) == tuple(meta[name].shape)
             )
 
-        return LazyWeights({name: partial(stored.__getitem__, name) for name in stored if usable(name)})
+        return LazyWeights(
+            {name: partial(stored.__getitem__, name) for name in stored if usable(name)}
+        )
 
     def damage(self, weights: LazyWeights) -> list[Problem]:
         return inspection.faults_of_kinds(self.checkpoint.directory, (WEIGHT,), RESTORE)

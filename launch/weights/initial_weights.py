@@ -27,7 +27,8 @@ SAVED = "give a directory that save_pretrained or export_hf.py wrote, a run, or 
 TOKENIZERS = {size: kind for kind, size in PUBLISHED_VOCABULARIES.items()}
 SHARED = "model.shared_layers"
 ARGUMENTS = "--weights_args"
-LARGEST = 10**8  # of a size in a config.json, so that a product of two is still an integer of torch
+# of a size in a config.json, so that a product of two is still an integer of torch
+LARGEST = 10**8
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,25 @@ class GivenModel:
         known = {form.model_type: form for form in forms}
         form = known.get(kind) if isinstance(kind, str) else None
         if form is None:
-            came = "config.json names no model_type" if kind is None else f"is a model of type {shown(kind)}"
+            came = (
+                "config.json names no model_type"
+                if kind is None
+                else f"is a model of type {shown(kind)}"
+            )
             fix = f"the types that can be trained here are {', '.join(known)}"
             raise FileError([Problem(KEY, came, fix=fix)])
-        sizes = {key: config.get(theirs, default) for key, (theirs, default) in form.shape.items()}
-        said = {key: f"{form.shape[key][0]}={shown(size)}" for key, size in sizes.items()}
-        odd = [key for key, size in sizes.items() if type(size) is not int or not 0 < size <= LARGEST]
+        sizes = {
+            key: config.get(theirs, default)
+            for key, (theirs, default) in form.shape.items()
+        }
+        said = {
+            key: f"{form.shape[key][0]}={shown(size)}" for key, size in sizes.items()
+        }
+        odd = [
+            key
+            for key, size in sizes.items()
+            if type(size) is not int or not 0 < size <= LARGEST
+        ]
         rule = f"it is a whole number from 1 to {LARGEST:,}"
         problems = list[Problem]()
         for key in odd:
@@ -63,7 +77,9 @@ class GivenModel:
                 problems.append(Problem(KEY, f"{form.says} {said[key]}", rule, SAVED))
         if not odd and sizes["model.hidden"] % sizes["model.heads"]:
             came = f"{form.says} {said['model.hidden']} and {said['model.heads']}"
-            problems = [Problem(KEY, came, "the first is divisible by the second", SAVED)]
+            problems = [
+                Problem(KEY, came, "the first is divisible by the second", SAVED)
+            ]
         if problems:
             raise FileError(problems)
         return cls(form, sizes, config.get(SHARED, False))
@@ -71,7 +87,9 @@ class GivenModel:
     @property
     def model_values(self) -> dict[str, Any]:
         """Values for a recipe's model."""
-        values: dict[str, Any] = {key.partition(".")[2]: size for key, size in self.shape.items()}
+        values: dict[str, Any] = {
+            key.partition(".")[2]: size for key, size in self.shape.items()
+        }
         own = {"family": self.form.family, "layer_norm": self.form.layer_norm}
         return {**values, **own, "shared_layers": self.shared_layers}
 
@@ -80,18 +98,33 @@ class GivenModel:
 
         The recipe decides about a sentence head.
         """
-        dense = {"attention": ("dense",), "attention_window": None, "attention_columns": None}
+        dense = {
+            "attention": ("dense",),
+            "attention_window": None,
+            "attention_columns": None,
+        }
         values = {**self.model_values, **dense}
         values["layer_norm"] = self.form.layer_norm or recipe.model.layer_norm
         if self.form.family != recipe.model.family:
             values["sentence_head"] = "none"
         model = recipe.model.model_copy(update=values)
-        return recipe.model_copy(update={"model": model, "sequence_length": model.positions})
+        return recipe.model_copy(
+            update={"model": model, "sequence_length": model.positions}
+        )
 
-    def differences(self, recipe: Recipe, own: ConfigForm | None, advice: str) -> Iterator[Problem]:
+    def differences(
+        self, recipe: Recipe, own: ConfigForm | None, advice: str
+    ) -> Iterator[Problem]:
         """Yield its differences from a recipe, whose form is `own`; the last has the flags that mend all."""
-        values = {**dict(flatten(recipe.model_dump())), "model.positions": recipe.positions}
-        found = [] if self.form == own else [_other_kind(self.form.model_type, recipe.model, own)]
+        values = {
+            **dict(flatten(recipe.model_dump())),
+            "model.positions": recipe.positions,
+        }
+        found = (
+            []
+            if self.form == own
+            else [_other_kind(self.form.model_type, recipe.model, own)]
+        )
         sets: dict[str, Any] = self._settings(values)
         if self.shared_layers != values[SHARED]:
             rule = "layers that share their parameters are not layers of their own"
@@ -101,7 +134,12 @@ class GivenModel:
             if size != values[key]:
                 follows = key == "model.positions" and recipe.model.positions is None
                 here = f"{'sequence_length' if follows else key} is {values[key]}"
-                found.append(Problem(KEY, f"{self.form.shape[key][0]}={size}, but the recipe's {here}"))
+                found.append(
+                    Problem(
+                        KEY,
+                        f"{self.form.shape[key][0]}={size}, but the recipe's {here}",
+                    )
+                )
                 sets[key] = size
         positions = sets.get("model.positions", recipe.positions)
         if positions < recipe.sequence_length:  # samples end with the positions
@@ -110,7 +148,9 @@ class GivenModel:
                 del sets["model.positions"]
         if self.shared_layers != values[SHARED]:
             sets[SHARED] = self.shared_layers
-        asked = " ".join(f"--set {key}={_setting(value)}" for key, value in sets.items())
+        asked = " ".join(
+            f"--set {key}={_setting(value)}" for key, value in sets.items()
+        )
         yield from found[:-1]
         fix = advice.format(flags=asked, keys=", ".join(sets))
         yield from (replace(last, fix=fix) for last in found[-1:])
@@ -119,18 +159,26 @@ class GivenModel:
         """Return the settings of a recipe with these values for a model of this form, besides its shape."""
         form = self.form
         vocabulary = self.shape["model.vocab_size"]
-        wanted: dict[str, Any] = {"model.layer_norm": form.layer_norm} if form.layer_norm else {}
+        wanted: dict[str, Any] = (
+            {"model.layer_norm": form.layer_norm} if form.layer_norm else {}
+        )
         if form.family != values["model.family"]:
             facts = FAMILIES[form.family]
             kind = TOKENIZERS.get(vocabulary, facts.trained)
-            wanted |= {"model.family": form.family, **facts.settings, "data.tokenizer.kind": kind}
+            wanted |= {
+                "model.family": form.family,
+                **facts.settings,
+                "data.tokenizer.kind": kind,
+            }
         elif vocabulary != values["model.vocab_size"] and vocabulary in TOKENIZERS:
             wanted["data.tokenizer.kind"] = TOKENIZERS[vocabulary]
         return {key: value for key, value in wanted.items() if values[key] != value}
 
     def fixed(self, config: Mapping[str, Any]) -> Iterator[Problem]:
         """Yield problems of settings in a description that our models have without a switch."""
-        allowed_by_key = {key: (allowed, allowed[0]) for key, allowed in self.form.fixed.items()}
+        allowed_by_key = {
+            key: (allowed, allowed[0]) for key, allowed in self.form.fixed.items()
+        }
         (width, standard), wide = self.form.width, 4 * self.shape["model.hidden"]
         allowed_by_key[width] = ((wide,) if standard else (wide, None), standard)
         for key, (allowed, default) in allowed_by_key.items():
@@ -138,15 +186,25 @@ class GivenModel:
             if value not in allowed:
                 rule = f"our {self.form.family} has {shown(allowed[0])}, and no switch"
                 other = "give other weights"
-                fix = f"state it with {ARGUMENTS} {key}=VALUE" if value == UNREAD else other
+                fix = (
+                    f"state it with {ARGUMENTS} {key}=VALUE"
+                    if value == UNREAD
+                    else other
+                )
                 yield Problem(KEY, f"{key}={shown(value)}", rule, fix)
 
 
 def _other_kind(kind: str, model: Model, own: ConfigForm | None) -> Problem:
     placed = own is None or own.layer_norm
-    ours = model.family + (f" with model.layer_norm={model.layer_norm}" if placed else "")
+    ours = model.family + (
+        f" with model.layer_norm={model.layer_norm}" if placed else ""
+    )
     which = f"only {own.model_type}" if own else "none of Megatron"
-    return Problem(KEY, f"is a model of type {shown(kind)}", f"{which} can be given to model.family={ours}")
+    return Problem(
+        KEY,
+        f"is a model of type {shown(kind)}",
+        f"{which} can be given to model.family={ours}",
+    )
 
 
 @dataclass(frozen=True)
@@ -175,7 +233,9 @@ class InitialWeights:
         """
         saved = self.saved()
         given, config = self._given(saved, recipe.model.vocab_size)
-        differing = given.differences(recipe, form_of(recipe.model, saved.forms), self.advice)
+        differing = given.differences(
+            recipe, form_of(recipe.model, saved.forms), self.advice
+        )
         problems = [*differing, *given.fixed(config)]
         try:
             problems += saved.problems(given.as_recipe(recipe))
@@ -184,7 +244,9 @@ class InitialWeights:
         if problems:
             raise self.error(problems)
         remarks = (f"those of {self.directory}", *saved.remarks(recipe))
-        return tuple(Notice("init_from", f"initial weights: {text}") for text in remarks)
+        return tuple(
+            Notice("init_from", f"initial weights: {text}") for text in remarks
+        )
 
     def model(self, vocabulary: int | None = None) -> GivenModel:
         """Read the model; `vocabulary`: number of its tokens, if the user gave one.
@@ -202,7 +264,10 @@ class InitialWeights:
 
     def record(self) -> dict[str, Any]:
         """Return the values that a run keeps to make the same choice again, as plain data."""
-        return {"directory": os.path.abspath(self.directory), "stated": list(self.stated)}
+        return {
+            "directory": os.path.abspath(self.directory),
+            "stated": list(self.stated),
+        }
 
     def checkpoint(self) -> Checkpoint | None:
         """Return the checkpoint of one of our runs; None: other weights."""
@@ -223,41 +288,68 @@ class InitialWeights:
         except (OSError, ValueError) as error:  # a name too long, a NUL, no permission
             came = f"cannot be read ({error})"
         name = str(path)
-        hub = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not path.suffix and "exist" in came
+        hub = (
+            re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)
+            and not path.suffix
+            and "exist" in came
+        )
         fetch = (
-            f"; weights of the hub are downloaded first, hf download {name} --local-dir DIR" if hub else ""
+            f"; weights of the hub are downloaded first, hf download {name} --local-dir DIR"
+            if hub
+            else ""
         )
         raise self.error([Problem(KEY, came, fix=f"{SAVED}{fetch}")])
 
-    def _given(self, saved: Saved, vocabulary: int | None) -> tuple[GivenModel, Mapping[str, Any]]:
+    def _given(
+        self, saved: Saved, vocabulary: int | None
+    ) -> tuple[GivenModel, Mapping[str, Any]]:
         """Return the stated model and its description. Raises ProblemsError if it is unclear."""
         try:
             config = self._completed(dict(saved.config(vocabulary)), saved.forms)
             return GivenModel.of(config, saved.forms), config
         except FileError as error:
-            problems = [replace(problem, fix=problem.fix or SAVED) for problem in error.problems]
+            problems = [
+                replace(problem, fix=problem.fix or SAVED) for problem in error.problems
+            ]
             raise self.error(problems) from None
 
-    def _completed(self, config: dict[str, Any], forms: Sequence[ConfigForm]) -> dict[str, Any]:
+    def _completed(
+        self, config: dict[str, Any], forms: Sequence[ConfigForm]
+    ) -> dict[str, Any]:
         """Add what the user stated to a description. Raises FileError if it says otherwise."""
-        known = {form.model_type: form.keys for form in forms}.get(config.get("model_type", ""), set())
+        known = {form.model_type: form.keys for form in forms}.get(
+            config.get("model_type", ""), set()
+        )
         for text in self.stated:
             key, _, written = text.partition("=")
             where = f"{ARGUMENTS} {text}"
             if key not in known:
                 fix = did_you_mean(key, known)
-                raise FileError([Problem(ARGUMENTS, "is no KEY=VALUE of the weights", fix=fix, where=where)])
+                raise FileError(
+                    [
+                        Problem(
+                            ARGUMENTS,
+                            "is no KEY=VALUE of the weights",
+                            fix=fix,
+                            where=where,
+                        )
+                    ]
+                )
             value = parse(written, where).value
             theirs = config.get(key, UNREAD)
             if theirs not in (UNREAD, value):
                 came = f"the weights say {key}={shown(theirs)}"
-                raise FileError([Problem(ARGUMENTS, came, fix="leave it out", where=where)])
+                raise FileError(
+                    [Problem(ARGUMENTS, came, fix="leave it out", where=where)]
+                )
             config[key] = value
         return config
 
     def error(self, problems: Iterable[Problem]) -> ProblemsError:
         where = f"{self.key} {self.directory[:200]}"
-        return ProblemsError(replace(problem, where=problem.where or where) for problem in problems)
+        return ProblemsError(
+            replace(problem, where=problem.where or where) for problem in problems
+        )
 
 
 def shown(value: Any) -> str:
@@ -268,4 +360,10 @@ def shown(value: Any) -> str:
 
 def _setting(value: Any) -> str:
     """Write a value for --set."""
-    return "null" if value is None else f"[{','.join(value)}]" if isinstance(value, tuple) else str(value)
+    return (
+        "null"
+        if value is None
+        else f"[{','.join(value)}]"
+        if isinstance(value, tuple)
+        else str(value)
+    )

@@ -19,9 +19,12 @@ from recipes.problems import Problem
 from recipes.schema import Recipe
 
 INSIST = "--new_vocabulary"
-NAME_IT = "name theirs with --set data.tokenizer.kind=file --set data.tokenizer.path=DIR"
+NAME_IT = (
+    "name theirs with --set data.tokenizer.kind=file --set data.tokenizer.path=DIR"
+)
 _FILES = ("tokenizer.json", "vocab.txt", "merges.txt")
-_NOT_TAKEN = {"implementation", "vocab_divisible_by", "task_head", "head_classes"}  # of a run's model
+# of a run's model
+_NOT_TAKEN = {"implementation", "vocab_divisible_by", "task_head", "head_classes"}
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,9 @@ class StartingModel(InitialWeights):
     @property
     def recipe_name(self) -> str | Path:
         """The recipe of everything that the weights do not decide."""
-        return self.recipe or catalog.BY_FAMILY.get(self.model().form.family, catalog.DEFAULT_RECIPE)
+        return self.recipe or catalog.BY_FAMILY.get(
+            self.model().form.family, catalog.DEFAULT_RECIPE
+        )
 
     def settings(self, texts: Sequence[str]) -> dict[str, Any]:
         """Return the keys of a recipe that the weights decide, and their values; `texts`: of --set.
@@ -95,7 +100,9 @@ class StartingModel(InitialWeights):
         """Return the keys of the whole model."""
         saved = self.saved()
         if isinstance(saved, RunWeights):
-            model = saved.recipe.model.model_copy(update={"positions": saved.recipe.positions})
+            model = saved.recipe.model.model_copy(
+                update={"positions": saved.recipe.positions}
+            )
             length = saved.recipe.sequence_length
             values = model.model_dump(exclude=_NOT_TAKEN)
         else:
@@ -103,9 +110,14 @@ class StartingModel(InitialWeights):
             model = recipe.model
             length = recipe.sequence_length
             values = dict(given.model_values, layer_norm=model.layer_norm)
-            if not any(name.startswith(saved.sentence_head) for name in saved.stored(model)):
+            if not any(
+                name.startswith(saved.sentence_head) for name in saved.stored(model)
+            ):
                 values["sentence_head"] = "none"
-        return {"sequence_length": length, **{f"model.{key}": value for key, value in values.items()}}
+        return {
+            "sequence_length": length,
+            **{f"model.{key}": value for key, value in values.items()},
+        }
 
     def check(self, recipe: Recipe) -> tuple[Notice, ...]:
         """Check besides that the vocabulary is theirs, and say what is taken from where."""
@@ -142,4 +154,9 @@ class StartingModel(InitialWeights):
             other = sum(ours.get(token) != number for token, number in theirs.items())
             if other:
                 came = f"{key}={kind} differs from {self.tokenizer} in {other:,} of {len(theirs):,} tokens"
-                yield Problem(key, came, rule, f"leave data.tokenizer out, or insist with {INSIST}")
+                yield Problem(
+                    key,
+                    came,
+                    rule,
+                    f"leave data.tokenizer out, or insist with {INSIST}",
+                )

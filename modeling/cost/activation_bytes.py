@@ -78,8 +78,14 @@ class LayerActivations:
         These are the gradients of both sides of the GELU, 8 w h / t, and of the stream, 2 w h; or of kept
         scores before and after the softmax; or the memory of a dropout's mask.
         """
-        mlp = self.width * self.tokens * self.model.hidden * (8 / self.tp + 2 / self._cut)
-        dropped = self.dropout_bytes * self.tokens * self.model.hidden if self.dropout.hidden else 0.0
+        mlp = (
+            self.width * self.tokens * self.model.hidden * (8 / self.tp + 2 / self._cut)
+        )
+        dropped = (
+            self.dropout_bytes * self.tokens * self.model.hidden
+            if self.dropout.hidden
+            else 0.0
+        )
         scores = 2 * self.scores if self.keeps_scores else 0.0
         return max(mlp, dropped, scores)
 

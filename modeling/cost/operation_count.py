@@ -42,7 +42,9 @@ def exact_flops_per_step(
     layers_forward = model.layers * 24 * length * hidden**2 + 4 * scores * hidden
     heads_forward = head_operations(model, length, vocab, predictions)
     passes = 4 if checkpointing else 3
-    return global_batch * model.sequences * (passes * layers_forward + 3 * heads_forward)
+    return (
+        global_batch * model.sequences * (passes * layers_forward + 3 * heads_forward)
+    )
 
 
 def operations_of(recipe: Recipe, samples: int, padded_vocab: int) -> int:
@@ -68,7 +70,9 @@ def pairs(length: int, window: Window) -> int:
     if isinstance(window, Fixed):
         size, (whole, rest) = window.window, divmod(length, window.window)
         own = whole * size * (size + 1) + rest * (rest + 1)
-        return own // 2 + window.columns * (size * whole * (whole - 1) // 2 + whole * rest)
+        return own // 2 + window.columns * (
+            size * whole * (whole - 1) // 2 + whole * rest
+        )
     window = min(window, length)
     return window * length - window * (window - 1) // 2
 
@@ -79,7 +83,13 @@ def exact_tflops(flops_per_step: float, seconds: float, gpus: int) -> float:
 
 
 def published_tflops(
-    parameters: float, length: int, batch: int, seconds: float, gpus: int, *, checkpointing: bool
+    parameters: float,
+    length: int,
+    batch: int,
+    seconds: float,
+    gpus: int,
+    *,
+    checkpointing: bool,
 ) -> float:
     """Return TFLOPS per GPU by the formula of the published tables, "GPT2 Experiments" (Jean Zay HPC).
 
@@ -93,14 +103,20 @@ def published_tflops(
     return parameters / 1e9 * passes * 2 * length * batch / (seconds * gpus * 1000)
 
 
-def tflops(recipe: Recipe, padded_vocab: int, samples: int, seconds: float, gpus: int) -> tuple[float, float]:
+def tflops(
+    recipe: Recipe, padded_vocab: int, samples: int, seconds: float, gpus: int
+) -> tuple[float, float]:
     """Return TFLOPS per GPU of a step: by the published formula with the model's own size, by exact count."""
     length = recipe.sequence_length
     again = recipe.checkpoint_interval > 0
     size = parameters(recipe.model.unshared, length)  # each use of a layer multiplies
     read = samples * recipe.model.sequences
-    by_formula = published_tflops(size, length, read, seconds, gpus, checkpointing=again)
-    return by_formula, exact_tflops(operations_of(recipe, samples, padded_vocab), seconds, gpus)
+    by_formula = published_tflops(
+        size, length, read, seconds, gpus, checkpointing=again
+    )
+    return by_formula, exact_tflops(
+        operations_of(recipe, samples, padded_vocab), seconds, gpus
+    )
 
 
 # Numbers of transformer layers of the pipeline stages
@@ -110,12 +126,19 @@ def stages_of(recipe: Recipe, padded_vocab: int, pp: int) -> tuple[int, ...]:
     """Return the layers of each stage of a recipe's model in training."""
     recomputed = recipe.checkpoint_interval > 0
     predictions = recipe.predictions if recipe.model.facts.masked else None
-    return stages_by_time(recipe.model, recipe.sequence_length, padded_vocab, predictions, recomputed, pp)
+    return stages_by_time(
+        recipe.model, recipe.sequence_length, padded_vocab, predictions, recomputed, pp
+    )
 
 
 @lru_cache(maxsize=1024)  # a search of layouts calls it ten times for each
 def stages_by_time(
-    model: Model, length: int, padded_vocab: int, predictions: int | None, recomputed: bool, pp: int
+    model: Model,
+    length: int,
+    padded_vocab: int,
+    predictions: int | None,
+    recomputed: bool,
+    pp: int,
 ) -> tuple[int, ...]:
     """Return the layers of each stage, balanced with the output layer's time from `head_in_layers`."""
     head = head_in_layers(model, length, padded_vocab, predictions, recomputed)
@@ -146,7 +169,11 @@ def balanced_stages(layers: int, pp: int, head: float) -> list[int]:
 
 
 def head_in_layers(
-    model: Model, length: int, padded_vocab: int, predictions: int | None, recomputed: bool
+    model: Model,
+    length: int,
+    padded_vocab: int,
+    predictions: int | None,
+    recomputed: bool,
 ) -> float:
     """Return the output layer's time in layers' times, by the count of `exact_flops_per_step`."""
     scores = sum(pairs(length, window) for window in model.windows) / model.layers

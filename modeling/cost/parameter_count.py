@@ -10,7 +10,9 @@ SENTENCE_CLASSES = 2  # of BERT's sentence head
 
 def head_outputs(model: Model) -> int:
     """Return the number of a task head's logits per sample, or for spans per token (start and end)."""
-    return {"classification": model.head_classes, "span": 2, "choice": 1}[model.task_head]
+    return {"classification": model.head_classes, "span": 2, "choice": 1}[
+        model.task_head
+    ]
 
 
 def first_stage(model: Model) -> int:
@@ -36,11 +38,17 @@ def last_stage(model: Model, vocab: int) -> int:
     if model.task_head != "none":
         pooler = 0 if model.task_head == "span" else dense
         return pooler + head_outputs(model) * (model.hidden + 1)
-    sentence = dense + SENTENCE_CLASSES * (model.hidden + 1) if model.sentence_head != "none" else 0
+    sentence = (
+        dense + SENTENCE_CLASSES * (model.hidden + 1)
+        if model.sentence_head != "none"
+        else 0
+    )
     return vocab + dense + 2 * model.hidden + sentence
 
 
-def head_operations(model: Model, length: int, vocab: int, predictions: int | None) -> int:
+def head_operations(
+    model: Model, length: int, vocab: int, predictions: int | None
+) -> int:
     """Count the operations after the last layer in a sample's forward pass.
 
     GPT-2: logits at every position, 2 S h V. BERT: dense and decoder at P (None: S) positions,
@@ -52,7 +60,12 @@ def head_operations(model: Model, length: int, vocab: int, predictions: int | No
         return 2 * length * model.hidden * head_outputs(model)
     if model.task_head != "none":
         return 2 * model.hidden * (model.hidden + head_outputs(model))
-    masked = 2 * (length if predictions is None else predictions) * model.hidden * (model.hidden + vocab)
+    masked = (
+        2
+        * (length if predictions is None else predictions)
+        * model.hidden
+        * (model.hidden + vocab)
+    )
     sentence = 2 * model.hidden * (model.hidden + SENTENCE_CLASSES)
     return masked + (sentence if model.sentence_head != "none" else 0)
 

@@ -50,7 +50,12 @@ def attention_products(
 
 
 def head_products(
-    model: Model, samples: int, length: int, padded_vocab: int, tp: int = 1, predictions: int | None = None
+    model: Model,
+    samples: int,
+    length: int,
+    padded_vocab: int,
+    tp: int = 1,
+    predictions: int | None = None,
 ) -> tuple[Product, ...]:
     """Return the products after the last layer: logits at every position, a BERT's at its P predicted ones.
 
@@ -61,4 +66,8 @@ def head_products(
         return ()
     rows = samples * (length if predictions is None else predictions)
     logits = Product(rows, padded_vocab / tp, model.hidden)
-    return (Product(rows, model.hidden, model.hidden), logits) if model.facts.masked else (logits,)
+    return (
+        (Product(rows, model.hidden, model.hidden), logits)
+        if model.facts.masked
+        else (logits,)
+    )

@@ -89,7 +89,9 @@ def placed_state_bytes(
         sub_group: zero_optimization.sub_group_size, elements.
     """
     optimizer, weights = places
-    assert optimizer == "gpu" or zero_stage >= 1, "only sharded optimizer states are offloaded"
+    assert optimizer == "gpu" or zero_stage >= 1, (
+        "only sharded optimizer states are offloaded"
+    )
     assert weights == "gpu" or zero_stage == 3, "only sharded weights are offloaded"
     weight, gradient, states = sharded_bytes(parameters, zero_stage, dp, widths)
     share = parameters / dp if zero_stage else parameters
@@ -127,5 +129,7 @@ def sharded_bytes(
     optimizer = 2 * widths.moment + (widths.master if copied else 0)
     ranks = [dp if zero_stage >= least else 1 for least in (3, 2, 1)]
     sizes = (widths.weight, widths.gradient, optimizer)
-    weights, gradients, states = (parameters * size / n for size, n in zip(sizes, ranks, strict=True))
+    weights, gradients, states = (
+        parameters * size / n for size, n in zip(sizes, ranks, strict=True)
+    )
     return weights, gradients, states

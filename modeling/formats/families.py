@@ -15,7 +15,9 @@ def conversion_of(model: Model) -> Conversion:
 
         return gpt2.CONVERSION
     if model.family != "bert":
-        raise ValueError(f"model.family={model.family}: there is no conversion to transformers")
+        raise ValueError(
+            f"model.family={model.family}: there is no conversion to transformers"
+        )
     from modeling.formats.huggingface import bert
 
     if model.task_head == "none":

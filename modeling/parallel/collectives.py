@@ -46,22 +46,30 @@ def _sum_of_copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def begin_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Begin to collect (B, S/t, ...) of every rank as (t B, S/t, ...)."""
-    return _ops.all_gather_into_tensor(x.contiguous(), dist.get_world_size(group), group.group_name)
+    return _ops.all_gather_into_tensor(
+        x.contiguous(), dist.get_world_size(group), group.group_name
+    )
 
 
 def begin_scattered_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Begin to add up (t B, S/t, ...) over the ranks; each gets its own (B, S/t, ...) of the sum."""
-    return _ops.reduce_scatter_tensor(x.contiguous(), "sum", dist.get_world_size(group), group.group_name)
+    return _ops.reduce_scatter_tensor(
+        x.contiguous(), "sum", dist.get_world_size(group), group.group_name
+    )
 
 
 def in_rank_order(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Reorder (B, S, ...) to (t B, S/t, ...)."""
-    return x.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1).flatten(0, 1)
+    return (
+        x.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1).flatten(0, 1)
+    )
 
 
 def in_sample_order(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Reorder (t B, S/t, ...) to (B, S, ...)."""
-    return x.unflatten(0, (dist.get_world_size(group), -1)).transpose(0, 1).flatten(1, 2)
+    return (
+        x.unflatten(0, (dist.get_world_size(group), -1)).transpose(0, 1).flatten(1, 2)
+    )
 
 
 def own_positions(x: Tensor, group: Group) -> Tensor:
@@ -105,7 +113,13 @@ class _GatherPositions(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         if ctx.summed:
-            return wait_for(begin_scattered_sum(in_rank_order(gradient, ctx.group), ctx.group)), None, None
+            return (
+                wait_for(
+                    begin_scattered_sum(in_rank_order(gradient, ctx.group), ctx.group)
+                ),
+                None,
+                None,
+            )
         return own_positions(gradient, ctx.group), None, None
 
 
@@ -122,18 +136,25 @@ class _ScatterSum(torch.autograd.Function):
 
 class _SumGradients(torch.autograd.Function):
     @staticmethod
-    def forward(  # not *parameters: torch.compile would take the first for ctx, as ctx saves no tensor
+    # not *parameters: torch.compile would take the first for ctx, as ctx saves no tensor
+    def forward(
         ctx: Any, first: Tensor, second: Tensor | None, group: dist.ProcessGroup
     ) -> tuple[Tensor, Tensor | None]:
         ctx.group = group
         return first.view_as(first), None if second is None else second.view_as(second)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(
+        ctx: Any, *gradients: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None]:
         there = [gradient for gradient in gradients if gradient is not None]
-        joined = wait_for(begin_sum(torch.cat([gradient.flatten() for gradient in there]), ctx.group))
+        joined = wait_for(
+            begin_sum(torch.cat([gradient.flatten() for gradient in there]), ctx.group)
+        )
         summed = joined.split([gradient.numel() for gradient in there])
-        first, *second = (part.view_as(gradient) for part, gradient in zip(summed, there, strict=True))
+        first, *second = (
+            part.view_as(gradient) for part, gradient in zip(summed, there, strict=True)
+        )
         return first, second[0] if second else None, None
 
 
@@ -150,7 +171,11 @@ def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _ScatterSum.apply(x, group)
 
 
-def with_summed_gradients(group: Group, first: Tensor, second: Tensor | None = None) -> tuple[Tensor, ...]:
+def with_summed_gradients(
+    group: Group, first: Tensor, second: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """Apply f, which sums gradients, to parameters of every rank for its own positions."""
-    parameters: Any = (first, second) if group is None else _SumGradients.apply(first, second, group)
+    parameters: Any = (
+        (first, second) if group is None else _SumGradients.apply(first, second, group)
+    )
     return parameters[:1] if second is None else parameters

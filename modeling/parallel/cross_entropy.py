@@ -24,21 +24,30 @@ from modeling.parallel.collectives import own_rows, wait_for
 from modeling.parallel.process_grid import Group
 
 BLOCK_ELEMENTS = 1 << 22  # logits in fp32 at once on a CPU: 16 MiB
-DEVICE_BLOCK_ELEMENTS = 1 << 26  # on a GPU without a compiler, which starts a dozen kernels for each block
+# on a GPU without a compiler, which starts a dozen kernels for each block
+DEVICE_BLOCK_ELEMENTS = 1 << 26
 
 
 class _CrossEntropy(torch.autograd.Function):
     """ln sum_j exp(z_j) - z_target for logits z; each rank holds a block of their columns."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Group) -> Tensor:  # (T, V/t), (T,)
+    # (T, V/t), (T,)
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Group) -> Tensor:
         ctx.first = 0 if group is None else dist.get_rank(group) * logits.shape[-1]
         if group is None:
-            blocks = [fusing.fused(_statistics, z, targets[at]) for at, z in _blocks(logits)]
-            losses, largest, logarithm = blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
+            blocks = [
+                fusing.fused(_statistics, z, targets[at]) for at, z in _blocks(logits)
+            ]
+            losses, largest, logarithm = (
+                blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
+            )
         else:
             largest = _reduce_columns(logits.amax(-1).float(), "max", group)
-            sums = [fusing.fused(_sums, z, targets[at], largest[at], ctx.first) for at, z in _blocks(logits)]
+            sums = [
+                fusing.fused(_sums, z, targets[at], largest[at], ctx.first)
+                for at, z in _blocks(logits)
+            ]
             both = _reduce_columns(torch.cat(sums, 1), "sum", group)
             logarithm = both[0].log()
             losses = logarithm - both[1]
@@ -73,7 +82,12 @@ def _sums(z: Tensor, targets: Tensor, largest: Tensor, first: int) -> Tensor:
 
 
 def _gradient(
-    z: Tensor, first: int, targets: Tensor, largest: Tensor, logarithm: Tensor, gradient: Tensor
+    z: Tensor,
+    first: int,
+    targets: Tensor,
+    largest: Tensor,
+    logarithm: Tensor,
+    gradient: Tensor,
 ) -> Tensor:
     """Return the gradient of z (T, V/t) from that of the losses."""
     rows = largest[:, None], logarithm[:, None], gradient[:, None]
@@ -84,14 +98,17 @@ def _gradient(
     if not torch.compiler.is_compiling():
         return of_rows.scatter_add_(-1, at, -own)
     # In fused loops; a scattered sum would be a tensor in fp32.
-    if z.device.type == "cpu":  # to look for the target in each column takes as long as the exponentials
+    # to look for the target in each column takes as long as the exponentials
+    if z.device.type == "cpu":
         of_target = _probabilities(z.gather(-1, at), *rows) - own
         return of_rows.to(z.dtype).scatter(-1, at, of_target.to(z.dtype))
     at_target = torch.arange(z.shape[-1], device=z.device) == at
     return torch.where(at_target, of_rows - own, of_rows).to(z.dtype)
 
 
-def _probabilities(z: Tensor, largest: Tensor, logarithm: Tensor, gradient: Tensor) -> Tensor:
+def _probabilities(
+    z: Tensor, largest: Tensor, logarithm: Tensor, gradient: Tensor
+) -> Tensor:
     """Return the probabilities of logits z, times the gradient of each row's loss."""
     return (z.float() - largest).sub_(logarithm).exp_().mul_(gradient)
 
@@ -103,15 +120,21 @@ def _overwrite(z: Tensor, *arguments: Any) -> None:
 def _blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yield blocks of rows; one block where a compiler fuses the loop."""
     if torch.compiler.is_compiling() or fusing.fuses(logits):
-        yield slice(None), logits  # a `range` over the rows would make a graph for each number of rows
+        # a `range` over the rows would make a graph for each number of rows
+        yield slice(None), logits
         return
     most = BLOCK_ELEMENTS if logits.device.type == "cpu" else DEVICE_BLOCK_ELEMENTS
     rows = max(1, most // logits.shape[1])
-    yield from ((slice(at, at + rows), logits[at : at + rows]) for at in range(0, len(logits), rows))
+    yield from (
+        (slice(at, at + rows), logits[at : at + rows])
+        for at in range(0, len(logits), rows)
+    )
 
 
 def _reduce_columns(x: Tensor, operation: str, group: dist.ProcessGroup) -> Tensor:
-    return wait_for(torch.ops._c10d_functional.all_reduce(x, operation, group.group_name))
+    return wait_for(
+        torch.ops._c10d_functional.all_reduce(x, operation, group.group_name)
+    )
 
 
 def token_losses(logits: Tensor, targets: Tensor, group: Group) -> Tensor:
@@ -119,15 +142,21 @@ def token_losses(logits: Tensor, targets: Tensor, group: Group) -> Tensor:
 
     The backward pass overwrites the logits with their gradient.
     """
-    return _CrossEntropy.apply(logits.flatten(0, 1), targets.flatten(), group).view_as(targets)
+    return _CrossEntropy.apply(logits.flatten(0, 1), targets.flatten(), group).view_as(
+        targets
+    )
 
 
-def weighted_loss(logits: Tensor, targets: Tensor, weights: Tensor, group: Group) -> Tensor:
+def weighted_loss(
+    logits: Tensor, targets: Tensor, weights: Tensor, group: Group
+) -> Tensor:
     """Return the sum of token losses times `weights` (B, S); its mean over micro-batches is the step's."""
     return (token_losses(logits, targets, group) * weights).sum()
 
 
-def token_scores(logits: Tensor, targets: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+def token_scores(
+    logits: Tensor, targets: Tensor, group: Group
+) -> tuple[Tensor, Tensor]:
     """Return the cross-entropy (B, S) of targets (B, S), and True for each that is the likeliest token.
 
     Without gradients.

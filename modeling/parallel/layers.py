@@ -43,9 +43,15 @@ class _Column(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, sequence: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: dist.ProcessGroup,
+        sequence: bool,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)  # not the gathered x, which is t times as large
+        # not the gathered x, which is t times as large
+        ctx.save_for_backward(x, weight)
         ctx.group = group
         ctx.sequence = sequence
         ctx.biased = bias is not None
@@ -53,9 +59,12 @@ class _Column(torch.autograd.Function):
         return F.linear(whole, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+    def backward(
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        again = begin_gather(x, ctx.group) if ctx.sequence else None  # while the first product is computed
+        # while the first product is computed
+        again = begin_gather(x, ctx.group) if ctx.sequence else None
         of_whole = gradient @ weight
         whole = x if again is None else wait_for(again)
         begin = begin_scattered_sum if ctx.sequence else begin_sum
@@ -73,7 +82,8 @@ class _Row(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, group: dist.ProcessGroup, sequence: bool,
         in_samples: bool,
     ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(x, weight)  # in attention's order: attention keeps the same tensor
+        # in attention's order: attention keeps the same tensor
+        ctx.save_for_backward(x, weight)
         ctx.group = group
         ctx.sequence = sequence
         ctx.in_samples = in_samples
@@ -84,7 +94,9 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        whole = wait_for(begin_gather(gradient, ctx.group)) if ctx.sequence else gradient
+        whole = (
+            wait_for(begin_gather(gradient, ctx.group)) if ctx.sequence else gradient
+        )
         of_x = whole @ weight
         if ctx.in_samples:
             x = in_rank_order(x, ctx.group)
@@ -115,12 +127,21 @@ class ColumnParallelLinear(nn.Module):
     With `sequence` the input's positions are cut, too: (B, S/t, inputs) -> (t B, S/t, outputs/t), rank order.
     """
 
-    def __init__(self, inputs: int, outputs: int, *, group: Group, init: Init, sequence: bool = False):
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        group: Group,
+        init: Init,
+        sequence: bool = False,
+    ):
         super().__init__()
         self.group = group
         self.sequence = sequence
         shard = Shard.over(group, 0)
-        self.weight = init.normal("weight", (outputs, inputs), init.std, shard=shard)  # (outputs/t, inputs)
+        # (outputs/t, inputs)
+        self.weight = init.normal("weight", (outputs, inputs), init.std, shard=shard)
         self.bias = init.zeros("bias", (outputs,), shard=shard)  # (outputs/t,)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, S, inputs) -> (B, S, outputs/t)
@@ -144,14 +165,18 @@ class RowParallelLinear(nn.Module):
         self.sequence = sequence
         self.in_samples = in_samples
         shard = Shard.over(group, 1)  # cut by columns
-        self.weight = init.normal("weight", (outputs, inputs), init.residual_std, shard=shard)
+        self.weight = init.normal(
+            "weight", (outputs, inputs), init.residual_std, shard=shard
+        )
         self.bias = init.zeros("bias", (outputs,))
 
     def forward(self, x: Tensor) -> Tensor:  # (B, S, inputs/t) -> (B, S, outputs)
         if self.group is None:
             return F.linear(x, self.weight, self.bias)
         in_samples = self.sequence and self.in_samples
-        return _Row.apply(x, self.weight, self.bias, self.group, self.sequence, in_samples)
+        return _Row.apply(
+            x, self.weight, self.bias, self.group, self.sequence, in_samples
+        )
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -161,15 +186,20 @@ class VocabParallelEmbedding(nn.Module):
     Rows of padding are zero, get no gradient and no logit, so that the loss does not depend on the padding.
     """
 
-    def __init__(self, vocab: int, padded: int, hidden: int, *, group: Group, init: Init):
+    def __init__(
+        self, vocab: int, padded: int, hidden: int, *, group: Group, init: Init
+    ):
         super().__init__()
         self.group = group
         shard = Shard.over(group, 0, padded)
-        self.weight = init.normal("weight", (vocab, hidden), init.std, shard=shard)  # (V/t, H) on this rank
+        # (V/t, H) on this rank
+        self.weight = init.normal("weight", (vocab, hidden), init.std, shard=shard)
         self.rows = padded // shard.size
         self.first = shard.rank * self.rows  # first token of this rank
-        self.valid = max(0, min(self.rows, vocab - self.first))  # rows that are tokens, not padding
-        self.unused: list[int] = []  # and those among them that are no tokens, if `leave_out` names any
+        # rows that are tokens, not padding
+        self.valid = max(0, min(self.rows, vocab - self.first))
+        # and those among them that are no tokens, if `leave_out` names any
+        self.unused: list[int] = []
 
     def forward(self, x: Tensor, project: bool = False, cut: bool = False) -> Tensor:
         """`cut`: the residual stream holds only this rank's positions, (B, S/t, H)."""
@@ -181,17 +211,22 @@ class VocabParallelEmbedding(nn.Module):
         if cut:
             tokens = in_rank_order(tokens, self.group)
         local, foreign = own_rows(tokens, self.first, self.rows)
-        embedded = F.embedding(local, self.weight).masked_fill(foreign.unsqueeze(-1), 0.0)
+        embedded = F.embedding(local, self.weight).masked_fill(
+            foreign.unsqueeze(-1), 0.0
+        )
         add_up = scatter_sum if cut else reduce_from_tensor_parallel
         return add_up(embedded, self.group)
 
-    def _logits(self, x: Tensor, cut: bool) -> Tensor:  # (B, S, H) -> (B, S, V/t), -inf at padding
+    # (B, S, H) -> (B, S, V/t), -inf at padding
+    def _logits(self, x: Tensor, cut: bool) -> Tensor:
         # All rows take part: matrix units want whole tiles of columns, and 50257 has none.
-        whole = gather_positions(x, self.group, summed=True) if cut else x  # samples in one piece
+        # samples in one piece
+        whole = gather_positions(x, self.group, summed=True) if cut else x
         group = None if cut else self.group
         logits = column_parallel(whole, self.weight, None, group)
         if self.valid < self.rows:
-            logits.detach()[..., self.valid :].fill_(-torch.inf)  # the gradient there is 0 anyway
+            # the gradient there is 0 anyway
+            logits.detach()[..., self.valid :].fill_(-torch.inf)
         if self.unused:
             logits.detach()[..., self.unused] = torch.finfo(logits.dtype).min
         return logits

@@ -10,7 +10,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from recipes.rank_order import coordinates, data_groups, model_groups, pipeline_groups, tensor_groups
+from recipes.rank_order import (
+    coordinates,
+    data_groups,
+    model_groups,
+    pipeline_groups,
+    tensor_groups,
+)
 
 Group = dist.ProcessGroup | None  # of an axis of the grid; None: one rank
 
@@ -26,22 +32,33 @@ class _Groups:
         self.timeout = timeout
         self.rank = dist.get_rank()
         self.world: Any = dist.group.WORLD
-        self.made: dict[tuple[int, ...], Any] = {tuple(range(dist.get_world_size())): self.world}
+        self.made: dict[tuple[int, ...], Any] = {
+            tuple(range(dist.get_world_size())): self.world
+        }
 
     def own(self, groups: Sequence[list[int]]) -> Group:
         """Make this rank's one of disjoint groups; None if it is in none of them. Collective."""
         own = tuple(next((ranks for ranks in groups if self.rank in ranks), ()))
         if own not in self.made:
-            if self.world.bound_device_id is not None:  # NCCL splits the world's communicator
-                self.made[own] = dist.split_group(split_ranks=[*groups], timeout=self.timeout)
+            # NCCL splits the world's communicator
+            if self.world.bound_device_id is not None:
+                self.made[own] = dist.split_group(
+                    split_ranks=[*groups], timeout=self.timeout
+                )
             elif own:
-                self.made[own] = dist.new_group([*own], self.timeout, use_local_synchronization=True)
+                self.made[own] = dist.new_group(
+                    [*own], self.timeout, use_local_synchronization=True
+                )
         return self.made.get(own)
 
     def lent(self, ranks: Iterable[int]) -> Any:
         """Return the made group of these ranks, or torch's stand-in if this rank is not among them."""
         ranks = tuple(ranks)
-        return self.made[ranks] if self.rank in ranks else dist.GroupMember.NON_GROUP_MEMBER
+        return (
+            self.made[ranks]
+            if self.rank in ranks
+            else dist.GroupMember.NON_GROUP_MEMBER
+        )
 
 
 def _getter(path: str) -> Callable[[ProcessGrid], Any]:
@@ -58,7 +75,9 @@ class ProcessGrid:
     def __init__(self, tp: int, pp: int, dp: int, timeout: timedelta | None = None):
         """Make the groups. `timeout` of their collectives; None: torch's, 10 minutes for NCCL. Collective."""
         world = dist.get_world_size()
-        assert tp * pp * dp == world, f"tp={tp} x pp={pp} x dp={dp} is not the world size {world}"
+        assert tp * pp * dp == world, (
+            f"tp={tp} x pp={pp} x dp={dp} is not the world size {world}"
+        )
         self.tp = tp
         self.pp = pp
         self.dp = dp
@@ -68,7 +87,9 @@ class ProcessGrid:
         self._groups = _Groups(timeout)
         own = self._groups.own
         self.tensor_group: Group = own(tensor_groups(tp, pp, dp)) if tp > 1 else None
-        self.pipeline_group: Group = own(pipeline_groups(tp, pp, dp)) if pp > 1 else None
+        self.pipeline_group: Group = (
+            own(pipeline_groups(tp, pp, dp)) if pp > 1 else None
+        )
         # Made for a single rank, too: DeepSpeed takes the world in place of None.
         self.data_group: Group = own(data_groups(tp, pp, dp))
         # Small messages between hosts' CPUs (stop requests, barriers), on no accelerator's stream.
@@ -88,7 +109,8 @@ class ProcessGrid:
             pipelines = pipeline_groups(self.tp, self.pp, self.dp)
             self._groups.own([[ranks[0], ranks[-1]] for ranks in pipelines])
         if self.tp == 1:
-            self._groups.made.setdefault((self.rank,), None)  # of DeepSpeed's tensor axis, never used
+            # of DeepSpeed's tensor axis, never used
+            self._groups.made.setdefault((self.rank,), None)
         make = deepspeed.comm.new_group
         deepspeed.comm.new_group = self._groups.lent
         try:

@@ -17,15 +17,20 @@ import hashlib
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
+from deepspeed.runtime.activation_checkpointing.checkpointing import (
+    get_cuda_rng_tracker,
+)
 
 from recipes.rank_order import Coordinates
 
-TENSOR_PARALLEL_STREAM = "model-parallel-rng"  # the name that DeepSpeed's tracker forks by default
+# the name that DeepSpeed's tracker forks by default
+TENSOR_PARALLEL_STREAM = "model-parallel-rng"
 
 
 def _seed(*parts: object) -> int:
-    return int.from_bytes(hashlib.sha256(":".join(map(str, parts)).encode()).digest()[:7], "little")
+    return int.from_bytes(
+        hashlib.sha256(":".join(map(str, parts)).encode()).digest()[:7], "little"
+    )
 
 
 def seed_step(seed: int, step: int, at: Coordinates) -> None:
@@ -33,9 +38,15 @@ def seed_step(seed: int, step: int, at: Coordinates) -> None:
     get_accelerator().manual_seed(_seed(seed, step, "outside", at.pp, at.dp))
     tracker = get_cuda_rng_tracker()
     tracker.reset()
-    tracker.add(TENSOR_PARALLEL_STREAM, _seed(seed, step, "inside", at.pp, at.dp, at.tp))
+    tracker.add(
+        TENSOR_PARALLEL_STREAM, _seed(seed, step, "inside", at.pp, at.dp, at.tp)
+    )
 
 
 def tensor_parallel_random(active: bool) -> contextlib.AbstractContextManager[Any]:
     """Draw from this tensor rank's own stream within; without `active`, from the default stream."""
-    return get_cuda_rng_tracker().fork(TENSOR_PARALLEL_STREAM) if active else contextlib.nullcontext()
+    return (
+        get_cuda_rng_tracker().fork(TENSOR_PARALLEL_STREAM)
+        if active
+        else contextlib.nullcontext()
+    )

@@ -51,11 +51,26 @@ RULES = (("--list", "*", "it lists the steps and ends"),)
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is measured").add_argument
-    add("--only", nargs="+", metavar="STEP", help="only these steps; once more if all are done")
+    add(
+        "--only",
+        nargs="+",
+        metavar="STEP",
+        help="only these steps; once more if all are done",
+    )
     add("--list", action="store_true", help="list the steps and exit")
-    add("--on", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny shapes, to try the steps")
+    add(
+        "--on",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu: tiny shapes, to try the steps",
+    )
     minutes = arguments.whole(most=10**5)
-    add("--minutes", type=minutes, metavar="N", help="start no command later than this (default: no limit)")
+    add(
+        "--minutes",
+        type=minutes,
+        metavar="N",
+        help="start no command later than this (default: no limit)",
+    )
     folder = "results, traces, runs (default: %(default)s)"
     add("--folder", default="runs/benchmark-gpu", metavar="DIR", help=folder)
 
@@ -73,7 +88,8 @@ def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]
     folder = output.directory("--folder", args.folder).absolute()
     kept = read_results(folder, args.on, machine)
     folder.mkdir(parents=True, exist_ok=True)
-    write_results(folder, kept)  # from now on it is known as ours, whose steps are replaced
+    # from now on it is known as ours, whose steps are replaced
+    write_results(folder, kept)
     tiny = args.on == "cpu"
     left = commands_left(chosen, kept["steps"], tiny)
     if args.only and not left:
@@ -82,22 +98,33 @@ def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]
             shutil.rmtree(folder / step.name, ignore_errors=True)
         left = commands_left(chosen, kept["steps"], tiny)
     started = time.monotonic()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, it ends the running command, too
+    # as Ctrl-C, it ends the running command, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     for step, number, command in left:
         if args.minutes and time.monotonic() - started > 60 * args.minutes:
-            terminal.say(f"{step.name} {number} and what follows: left for the next start")
+            terminal.say(
+                f"{step.name} {number} and what follows: left for the next start"
+            )
             break
         line = launch_lines.quoted(command)
-        terminal.say(f"\n{step.name} {number} of {len(step.commands)} ({step.title}): {line}")
-        found = run_command(command, empty_place(folder / step.name / str(number), command))
+        terminal.say(
+            f"\n{step.name} {number} of {len(step.commands)} ({step.title}): {line}"
+        )
+        found = run_command(
+            command, empty_place(folder / step.name / str(number), command)
+        )
         terminal.say(outcome_text(found))
-        result = kept["steps"].setdefault(step.name, {"title": step.title, "goal": step.goal, "commands": []})
+        result = kept["steps"].setdefault(
+            step.name, {"title": step.title, "goal": step.goal, "commands": []}
+        )
         result["hardware"] = machine
         result["commands"][number - 1 : number] = [found]
         write_results(folder, kept)
     failed = [name for name, result in kept["steps"].items() if failures(result)]
     if failed:
-        terminal.say(f"\ncommands failed in {', '.join(failed)}: run again by a start that finds no new ones")
+        terminal.say(
+            f"\ncommands failed in {', '.join(failed)}: run again by a start that finds no new ones"
+        )
     return kept
 
 
@@ -130,7 +157,9 @@ def chosen_steps(names: Sequence[str] | None) -> list[GpuStep]:
     unknown = [name for name in names or () if name not in known]
     if unknown:
         rule = f"the steps are {', '.join(known)}"
-        raise ProblemsError(Problem("--only", f"--only {name}", rule, "see --list") for name in unknown)
+        raise ProblemsError(
+            Problem("--only", f"--only {name}", rule, "see --list") for name in unknown
+        )
     return [step for step in gpu_steps.STEPS if not names or step.name in names]
 
 
@@ -208,7 +237,9 @@ def read_results(folder: Path, device: str, machine: dict[str, Any]) -> dict[str
     rule = "one file is of one machine"
     if was == is_:
         steps = kept.get("steps")
-        if isinstance(steps, dict) and all("commands" in step for step in steps.values()):
+        if isinstance(steps, dict) and all(
+            "commands" in step for step in steps.values()
+        ):
             return kept
         came = f"{path} has other fields than this command writes"
         rule = "its steps are gone on with"
@@ -221,7 +252,11 @@ def write_results(folder: Path, kept: dict[str, Any]) -> None:
     text = [f"{kept['accelerator']}, {kept['on']}"]
     for name, step in kept["steps"].items():
         commands = (f"\n{command_text(each)}" for each in step["commands"])
-        text.append("\n".join(filter(None, (f"\n{name}: {step['title']}", step["goal"], *commands))))
+        text.append(
+            "\n".join(
+                filter(None, (f"\n{name}: {step['title']}", step["goal"], *commands))
+            )
+        )
     write_atomically(folder / "results.txt", "\n".join(text) + "\n")
 
 

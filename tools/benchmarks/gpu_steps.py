@@ -32,9 +32,13 @@ def read(path: Path = LIST) -> tuple[GpuStep, ...]:
     content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     steps = []
     for entry in content["steps"]:
-        lines = [Template(line).substitute(content["words"]) for line in entry["commands"]]
+        lines = [
+            Template(line).substitute(content["words"]) for line in entry["commands"]
+        ]
         commands = [tuple(shlex.split(line)) for line in lines]
-        steps.append(GpuStep(entry["name"], entry["title"], commands, entry.get("goal", "")))
+        steps.append(
+            GpuStep(entry["name"], entry["title"], commands, entry.get("goal", ""))
+        )
     return tuple(steps)
 
 
@@ -50,4 +54,10 @@ def tiny(command: Command) -> Command:
     own: Sequence[str] = WALK
     if command[0] == TRAIN:
         own = ["--emulate_fp16"] if any("fp16" in word for word in command) else []
-    return (*kept, *own, "--tiny", "--set=precision=auto", "--set=batch.accumulation=null")
+    return (
+        *kept,
+        *own,
+        "--tiny",
+        "--set=precision=auto",
+        "--set=batch.accumulation=null",
+    )

@@ -32,19 +32,46 @@ RECIPES = ("openwebtext/gpt2-124m", "wikipedia/bert-336m")
 NODES = ("v100-32x8", "a100-80x8", "h100-80x8")
 DROPOUTS = (0.0, 0.1)
 PARTS = ("hidden", "attention")
-COLUMNS = ("recipe", "dropout", "system", "form", "kernels", "bytes", "operations", "waits", *NODES)
+COLUMNS = (
+    "recipe",
+    "dropout",
+    "system",
+    "form",
+    "kernels",
+    "bytes",
+    "operations",
+    "waits",
+    *NODES,
+)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("which models").add_argument
-    add("--recipe", nargs="+", default=list(RECIPES), metavar="TABLE/ROW", help="default: %(default)s")
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help="override a field of the recipes")
-    add("--eager", action="store_true", help="leave out the compiled passes, which take most of the time")
+    add(
+        "--recipe",
+        nargs="+",
+        default=list(RECIPES),
+        metavar="TABLE/ROW",
+        help="default: %(default)s",
+    )
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a field of the recipes",
+    )
+    add(
+        "--eager",
+        action="store_true",
+        help="leave out the compiled passes, which take most of the time",
+    )
 
 
 def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]:
     """Print a table per recipe and dropout; return all numbers. Raises ValueError."""
-    from tools.benchmarks import kernel_counts  # loads torch's compiler, too slow for --help
+    # loads torch's compiler, too slow for --help
+    from tools.benchmarks import kernel_counts
 
     forms = {"eager": kernel_counts.count_eager}
     if not args.eager:
@@ -55,18 +82,42 @@ def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]
     found = []
     for name in args.recipe:
         for dropout in DROPOUTS:
-            recipe = one_micro_batch(name, [f"dropout.{part}={dropout}" for part in PARTS] + args.set)
+            recipe = one_micro_batch(
+                name, [f"dropout.{part}={dropout}" for part in PARTS] + args.set
+            )
             rows: list[tuple[str, ...]] = []
             for form, count in forms.items():
                 for system, one_pass in kernel_counts.passes(recipe):
                     counts = count(one_pass)
                     seconds = [counts.seconds(*rates(node)) for node in nodes]
-                    numbers = (len(counts.kernels), counts.moved, counts.operations, len(counts.waits))
+                    numbers = (
+                        len(counts.kernels),
+                        counts.moved,
+                        counts.operations,
+                        len(counts.waits),
+                    )
                     found.append([name, dropout, system, form, *numbers, *seconds])
-                    sizes = f"{counts.moved / 1e9:.2f}", f"{counts.operations / 1e12:.2f}"
-                    shown = (str(numbers[0]), *sizes, str(numbers[3]), *map(_ms, seconds))
+                    sizes = (
+                        f"{counts.moved / 1e9:.2f}",
+                        f"{counts.operations / 1e12:.2f}",
+                    )
+                    shown = (
+                        str(numbers[0]),
+                        *sizes,
+                        str(numbers[3]),
+                        *map(_ms, seconds),
+                    )
                     rows.append((f"{system}, {form}", *shown))
-            rows.append(("ours, plan.py", "", "", "", "", *(_ms(predicted(recipe, node)) for node in nodes)))
+            rows.append(
+                (
+                    "ours, plan.py",
+                    "",
+                    "",
+                    "",
+                    "",
+                    *(_ms(predicted(recipe, node)) for node in nodes),
+                )
+            )
             tokens = recipe.batch.global_ * recipe.sequence_length
             print(f"\n{name}, dropout {dropout:g}, micro-batch of {tokens:,} tokens")
             print(table(rows, headings, "lrrrrrrr"), flush=True)
@@ -76,9 +127,14 @@ def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]
 def one_micro_batch(name: str, settings: list[str]) -> Recipe:
     """Load a recipe as a step of one micro-batch on one rank."""
     row = catalog.load(name, settings)
-    own = [f"batch.global={row.batch.micro or row.batch.global_}", "batch.accumulation=1"]
+    own = [
+        f"batch.global={row.batch.micro or row.batch.global_}",
+        "batch.accumulation=1",
+    ]
     own += [f"batch.micro={row.batch.micro or row.batch.global_}"]
-    return catalog.load(name, [*settings, *own, "parallel={}", "activation_checkpointing=none"])
+    return catalog.load(
+        name, [*settings, *own, "parallel={}", "activation_checkpointing=none"]
+    )
 
 
 def predicted(recipe: Recipe, node: Node) -> float:

@@ -48,8 +48,10 @@ from tools.benchmarks.systems import loss_of, transformers_inputs, transformers_
 
 aten = torch.ops.aten
 META = torch.device("meta")
-FREE = re.compile("(new_)?empty|_unsafe_view|lift_fresh|detach")  # without a kernel, besides views
-GATHERS = {"embedding", "gather", "index", "index_select"}  # read as much of their source as they write
+# without a kernel, besides views
+FREE = re.compile("(new_)?empty|_unsafe_view|lift_fresh|detach")
+# read as much of their source as they write
+GATHERS = {"embedding", "gather", "index", "index_select"}
 OVERWRITES = {"copy_", "fill_", "zero_"}  # do not read their first operand
 
 
@@ -78,7 +80,10 @@ class Counts:
 
     def seconds(self, bytes_per_s: float, operations_per_s: float) -> float:
         """Return the least time: of each kernel that of its bytes or of its operations."""
-        return sum(max(k.moved / bytes_per_s, k.operations / operations_per_s) for k in self.kernels)
+        return sum(
+            max(k.moved / bytes_per_s, k.operations / operations_per_s)
+            for k in self.kernels
+        )
 
 
 class _Counter(TorchDispatchMode):
@@ -86,7 +91,9 @@ class _Counter(TorchDispatchMode):
         super().__init__()
         self.counts = Counts()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         packet = func._overloadpacket
         if packet is aten._local_scalar_dense:
@@ -97,7 +104,9 @@ class _Counter(TorchDispatchMode):
         if not (func.is_view or FREE.match(name)):
             formula = flop_registry.get(packet)
             operations = formula(*args, **kwargs, out_val=out) if formula else 0
-            self.counts.kernels.append(Kernel(name, _moved(name, args, kwargs, out), operations))
+            self.counts.kernels.append(
+                Kernel(name, _moved(name, args, kwargs, out), operations)
+            )
         return out
 
 
@@ -106,14 +115,18 @@ def _moved(name: str, args: Any, kwargs: Any, out: Any) -> int:
     given = tree_leaves((args, kwargs))
     if name in GATHERS:
         return 2 * _size(out) + sum(map(_size, given[1:]))
-    return sum(map(_size, given[name in OVERWRITES :])) + sum(map(_size, tree_leaves(out)))
+    return sum(map(_size, given[name in OVERWRITES :])) + sum(
+        map(_size, tree_leaves(out))
+    )
 
 
 def _size(x: Any) -> int:
     """Return the bytes of a tensor, each address once: an expanded one is as large as what it repeats."""
     if not isinstance(x, Tensor):
         return 0
-    lengths = (n for n, stride in zip(x.shape, x.stride(), strict=True) if stride or not n)
+    lengths = (
+        n for n, stride in zip(x.shape, x.stride(), strict=True) if stride or not n
+    )
     return x.element_size() * math.prod(lengths)
 
 
@@ -124,7 +137,9 @@ def passes(recipe: Recipe) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     dtype = DTYPES[recipe.precision]
     samples = recipe.batch.micro or 1
     length = recipe.sequence_length
-    batch = random_batch(family.fields, samples, length, recipe.predictions or 0, model.vocab_size)
+    batch = random_batch(
+        family.fields, samples, length, recipe.predictions or 0, model.vocab_size
+    )
     if "lengths" in batch:
         batch["lengths"] = torch.full((samples,), length)
     shape = model_shape(recipe, padded_vocab(model.vocab_size, 1))
@@ -140,7 +155,10 @@ def passes(recipe: Recipe) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         plain = NanoGpt(recipe).to(dtype) if model.family == "gpt2" else None
     if plain is not None:
         yield "a plain GPT-2", lambda: plain(on_meta["tokens"], on_meta["labels"])
-    taken = {name: value.to(META) for name, value in transformers_inputs(batch, torch.device("cpu")).items()}
+    taken = {
+        name: value.to(META)
+        for name, value in transformers_inputs(batch, torch.device("cpu")).items()
+    }
     yield "transformers", lambda: theirs(**taken).loss
 
 
@@ -151,7 +169,13 @@ def count_eager(one_pass: Callable[[], Tensor]) -> Counts:
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
-            key = (function, *((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in arguments))
+            key = (
+                function,
+                *(
+                    (x.shape, x.dtype) if isinstance(x, Tensor) else x
+                    for x in arguments
+                ),
+            )
             with _disable_current_modes():
                 if key not in known:
                     known[key] = []
@@ -184,11 +208,18 @@ def _compile(function: Callable[..., Any], kernels: list[Kernel]) -> Callable[..
     def partition(graph: torch.fx.GraphModule, inputs: Any, **how: Any) -> Any:
         with V.set_fake_mode(detect_fake_mode(inputs)):
             replace_random_passes(graph)
-        return partitioners.min_cut_rematerialization_partition(graph, inputs, compiler="inductor", **how)
+        return partitioners.min_cut_rematerialization_partition(
+            graph, inputs, compiler="inductor", **how
+        )
 
     torch._dynamo.reset()
-    how: dict[str, Any] = dict(fw_compiler=compile_graph, bw_compiler=compile_graph, partition_fn=partition)
-    how |= dict(decompositions=decomposition.select_decomp_table(), keep_inference_input_mutations=True)
+    how: dict[str, Any] = dict(
+        fw_compiler=compile_graph, bw_compiler=compile_graph, partition_fn=partition
+    )
+    how |= dict(
+        decompositions=decomposition.select_decomp_table(),
+        keep_inference_input_mutations=True,
+    )
     return torch.compile(function, backend=aot_autograd(**how), dynamic=False)
 
 
@@ -205,9 +236,15 @@ def _scheduled(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Iterator[K
         lowered.run(*inputs)
         lowered._update_scheduler()
         for node in lowered.scheduler.nodes:
-            if isinstance(node, scheduler.NopKernelSchedulerNode) or isinstance(node.node, ir.MultiOutput):
+            if isinstance(node, scheduler.NopKernelSchedulerNode) or isinstance(
+                node.node, ir.MultiOutput
+            ):
                 continue
-            yield Kernel(node.get_name(), node.get_read_write_buffers_sizes(), _operations_of(node))
+            yield Kernel(
+                node.get_name(),
+                node.get_read_write_buffers_sizes(),
+                _operations_of(node),
+            )
 
 
 def _operations_of(node: Any) -> int:
@@ -215,7 +252,9 @@ def _operations_of(node: Any) -> int:
     for made_of in node.node.origins if node.node else ():
         formula = flop_registry.get(getattr(made_of.target, "overloadpacket", None))
         if formula:
-            given = torch.fx.map_arg((made_of.args, made_of.kwargs), lambda one: one.meta["val"])
+            given = torch.fx.map_arg(
+                (made_of.args, made_of.kwargs), lambda one: one.meta["val"]
+            )
             return formula(*given[0], **given[1], out_val=made_of.meta["val"])
     return 0
 
@@ -235,12 +274,18 @@ def _as_on_a_gpu() -> Iterator[None]:
         **_: Any,
     ) -> Tensor:
         if attn_mask is None:
-            return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
-        bias = torch.zeros_like(attn_mask, dtype=q.dtype).expand(*q.shape[:-1], k.shape[-2])
+            return aten._scaled_dot_product_flash_attention(
+                q, k, v, dropout_p, is_causal, scale=scale
+            )[0]
+        bias = torch.zeros_like(attn_mask, dtype=q.dtype).expand(
+            *q.shape[:-1], k.shape[-2]
+        )
         fused = aten._scaled_dot_product_efficient_attention
         return fused(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
 
-    def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    def dropout(
+        x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
         return aten.native_dropout(x, p, True)[0] if training and p else x
 
     where = torch.where
@@ -251,9 +296,13 @@ def _as_on_a_gpu() -> Iterator[None]:
             other = x.new_full((), other)
         return where(condition, x, other)
 
-    def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean", **_: Any) -> Tensor:
+    def cross_entropy(
+        logits: Tensor, targets: Tensor, reduction: str = "mean", **_: Any
+    ) -> Tensor:
         scores = aten._log_softmax(logits, -1, False)
-        return aten.nll_loss_forward(scores, targets, None, int(reduction == "mean"), -100)[0]
+        return aten.nll_loss_forward(
+            scores, targets, None, int(reduction == "mean"), -100
+        )[0]
 
     def fuses(x: Tensor) -> bool:
         return not torch.compiler.is_compiling()
@@ -261,8 +310,12 @@ def _as_on_a_gpu() -> Iterator[None]:
     def unsupported(*_: Any) -> bool:  # inductor would leave meta tensors to torch
         return False
 
-    common.register_backend_for_device("meta", triton.TritonScheduling, wrapper.PythonWrapperCodegen)
-    device_interface.register_interface_for_device("meta", device_interface.CpuInterface)
+    common.register_backend_for_device(
+        "meta", triton.TritonScheduling, wrapper.PythonWrapperCodegen
+    )
+    device_interface.register_interface_for_device(
+        "meta", device_interface.CpuInterface
+    )
     with (
         patch.object(lowering, "unsupported_input_tensor", unsupported),
         patch.object(lowering, "unsupported_output_tensor", unsupported),

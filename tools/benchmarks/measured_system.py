@@ -33,7 +33,8 @@ from tools.benchmarks.specification import Specification
 SHOWN = 15  # lines of a profile
 # Kernels of attention: FlashAttention's, cuDNN's, the memory-efficient ones, and plain softmax.
 ATTENTION = re.compile(
-    "flash|fmha|efficient|sdpa|cudnn.*attention|attention.*cudnn|flex|(?<!log)(?<!log_)softmax", re.IGNORECASE
+    "flash|fmha|efficient|sdpa|cudnn.*attention|attention.*cudnn|flex|(?<!log)(?<!log_)softmax",
+    re.IGNORECASE,
 )
 
 
@@ -52,7 +53,10 @@ def work_of(recipe: Recipe, batch: MicroBatch) -> Work:
         return Work(samples * length, count(recipe.model, length, samples))
     lengths = batch["lengths"].tolist()
     predicted = (batch["weights"] > 0).sum(1).tolist()
-    each = (count(recipe.model, s, 1, predictions=p) for s, p in zip(lengths, predicted, strict=True))
+    each = (
+        count(recipe.model, s, 1, predictions=p)
+        for s, p in zip(lengths, predicted, strict=True)
+    )
     return Work(sum(lengths), sum(each))
 
 
@@ -95,7 +99,13 @@ class MeasuredSystem:
         self.recipe = spec.load()
         machine = abilities.detect_machine()
         compiled = spec.compiled
-        self.plan = plan_job(self.recipe, spec.ds_config, machine, compiled=compiled, initial_weights=None)
+        self.plan = plan_job(
+            self.recipe,
+            spec.ds_config,
+            machine,
+            compiled=compiled,
+            initial_weights=None,
+        )
         layout = self.plan.layout
         self.grid = ProcessGrid(layout.tp, layout.pp, layout.dp)
         corpus = build_corpus(self.recipe, say=lambda text: None)
@@ -109,7 +119,9 @@ class MeasuredSystem:
         seed_step(self.recipe.seed, self.done, self.grid.at)
         batches = next_batch(self.batches)
         self.done += 1
-        tokens, operations = map(sum, zip(*(work_of(self.recipe, batch) for batch in batches), strict=True))
+        tokens, operations = map(
+            sum, zip(*(work_of(self.recipe, batch) for batch in batches), strict=True)
+        )
         return batches, Work(tokens * self.grid.dp, operations * self.grid.dp)
 
     def step(self) -> Work:
@@ -132,7 +144,8 @@ class MeasuredSystem:
         self.clock.running = False
         own = {"step": whole, **self.clock.seconds}
         return processes.gathered(
-            {name: seconds / steps for name, seconds in own.items()}, self.grid.control_group
+            {name: seconds / steps for name, seconds in own.items()},
+            self.grid.control_group,
         )
 
     def profile(self, trace: str | None, steps: int) -> dict[str, Any]:
@@ -147,15 +160,22 @@ class MeasuredSystem:
         if trace and os.environ.get("RANK", "0") == "0":
             profiler.export_chrome_trace(trace)
         return {
-            "attention": sorted({e.key[:100] for e in averages if ATTENTION.search(e.key)}),
-            "top": [(e.key[:80], getattr(e, lasting) / 1e6 / steps, e.count / steps) for e in top],
+            "attention": sorted(
+                {e.key[:100] for e in averages if ATTENTION.search(e.key)}
+            ),
+            "top": [
+                (e.key[:80], getattr(e, lasting) / 1e6 / steps, e.count / steps)
+                for e in top
+            ],
         }
 
     def graphs(self) -> dict[str, Any]:
         """Count the graphs of torch.compile so far, and the reasons of graph breaks."""
         from torch._dynamo.utils import counters
 
-        breaks = {reason[:200]: count for reason, count in counters["graph_break"].items()}
+        breaks = {
+            reason[:200]: count for reason, count in counters["graph_break"].items()
+        }
         return {"graphs": counters["stats"].get("unique_graphs", 0), "breaks": breaks}
 
     def peak_bytes(self) -> int:

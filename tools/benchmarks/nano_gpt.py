@@ -21,8 +21,15 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: Tensor, dropout: float) -> Tensor:
-        q, k, v = self.qkv(self.norm_1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)  # (B, heads, S, D)
+        q, k, v = (
+            self.qkv(self.norm_1(x))
+            .unflatten(-1, (3, self.heads, -1))
+            .permute(2, 0, 3, 1, 4)
+        )
+        # (B, heads, S, D)
+        seen = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout, is_causal=True
+        )
         x = x + F.dropout(self.projection(seen.transpose(1, 2).flatten(2)), dropout)
         return x + F.dropout(self.down(F.gelu(self.up(self.norm_2(x)))), dropout)
 
@@ -36,7 +43,9 @@ class NanoGpt(nn.Module):
         self.dropout = recipe.dropout.hidden
         self.tokens = nn.Embedding(model.vocab_size, model.hidden)
         self.positions = nn.Embedding(recipe.positions, model.hidden)
-        self.blocks = nn.ModuleList(Block(model.hidden, model.heads) for _ in range(model.layers))
+        self.blocks = nn.ModuleList(
+            Block(model.hidden, model.heads) for _ in range(model.layers)
+        )
         self.norm = nn.LayerNorm(model.hidden)
         for parameter in self.parameters():
             if parameter.dim() > 1:
@@ -44,7 +53,9 @@ class NanoGpt(nn.Module):
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Return the mean loss. `tokens` and `labels`, the next tokens: (B, S)."""
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.tokens(tokens) + self.positions(
+            torch.arange(tokens.shape[1], device=tokens.device)
+        )
         x = F.dropout(x, self.dropout)
         for block in self.blocks:
             x = block(x, self.dropout)

@@ -68,13 +68,27 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is measured").add_argument
     configs = "DeepSpeed JSONs, as paths or bare names in ds_configs/ (default: zero1)"
     add("--ds_config", nargs="+", default=["zero1"], metavar="FILE", help=configs)
-    add("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="default: all")
+    add(
+        "--systems",
+        nargs="+",
+        choices=SYSTEMS,
+        default=list(SYSTEMS),
+        help="default: all",
+    )
     variants = "default: both of ours, compiled bare and nano, eager transformers"
     add("--variants", nargs="+", choices=VARIANTS, help=variants)
     ranks = "data-parallel ranks that share the cores; bare and nano average with torch's DDP (default: 1)"
     add("--ranks", type=arguments.whole(most=64), default=1, metavar="N", help=ranks)
-    add("--no_launch", action="store_true", help="leave out the seconds from a launch to its first step")
-    add("--profile", metavar="DIR", help="write torch's traces there, and show what takes longest")
+    add(
+        "--no_launch",
+        action="store_true",
+        help="leave out the seconds from a launch to its first step",
+    )
+    add(
+        "--profile",
+        metavar="DIR",
+        help="write torch's traces there, and show what takes longest",
+    )
     add("--plot", metavar="FILE", help="draw the table, as .png, .svg or .pdf")
     add = parser.add_argument_group("how long").add_argument
     for flag, default, what in (
@@ -85,7 +99,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         count = arguments.whole(most=10**6)
         said = f"{what} (default: %(default)s)"
         add(flag, type=count, default=default, metavar="N", help=said)
-    apart = "one system after the other, not in turns: for models of which memory holds one"
+    apart = (
+        "one system after the other, not in turns: for models of which memory holds one"
+    )
     add("--apart", action="store_true", help=apart)
 
 
@@ -94,8 +110,12 @@ def specifications(args: argparse.Namespace) -> list[Specification]:
 
     def made(name: str, system: str, config: str, compiled: bool) -> Specification:
         ranks = 1 if system == RATE else args.ranks
-        settings = (*args.set, f"parallel.dp={ranks}") if args.ranks > 1 else tuple(args.set)
-        return Specification(name, system, args.recipe, settings, args.tiny, config, compiled, ranks)
+        settings = (
+            (*args.set, f"parallel.dp={ranks}") if args.ranks > 1 else tuple(args.set)
+        )
+        return Specification(
+            name, system, args.recipe, settings, args.tiny, config, compiled, ranks
+        )
 
     first = args.ds_config[0]
     found = []
@@ -119,10 +139,14 @@ def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]
     specs = specifications(args)
     if "ours" not in args.systems and args.no_launch:
         came = "--no_launch without --systems ours"
-        raise ProblemsError([Problem("--no_launch", came, "it is about ours", "leave it out")])
+        raise ProblemsError(
+            [Problem("--no_launch", came, "it is about ours", "leave it out")]
+        )
     if args.plot is not None:
         new_output.new_file("--plot", args.plot, PICTURES)
-    folder = output.directory("--profile", args.profile).absolute() if args.profile else None
+    folder = (
+        output.directory("--profile", args.profile).absolute() if args.profile else None
+    )
     described = model_line(specs)
     terminal.say(described)
     if folder:
@@ -157,7 +181,9 @@ def model_line(specs: Sequence[Specification]) -> str:
         if recipe.model.implementation == "transformers":
             rule = "it runs transformers' modules, which are a system of their own here"
             fix = "--set model.implementation=megarecipes"
-            raise ProblemsError([Problem("--recipe", f"--recipe {spec.recipe}", rule, fix)])
+            raise ProblemsError(
+                [Problem("--recipe", f"--recipe {spec.recipe}", rule, fix)]
+            )
         plans.append(resolve(recipe, spec.ds_config, spec.processes, machine))
     model = recipe.model
     layout = plans[0].layout

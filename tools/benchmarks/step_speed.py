@@ -50,7 +50,8 @@ class Measurement:
     graphs: dict[str, Any] | None = None  # of torch.compile
     rates: list[dict[str, float]] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
-    others: list[float] = field(default_factory=list)  # other programs' share of the cores, by turn
+    # other programs' share of the cores, by turn
+    others: list[float] = field(default_factory=list)
     failed: str | None = None
 
 
@@ -75,7 +76,9 @@ class SpeedRow:
 
 def median_rates(measured: Sequence[Measurement]) -> tuple[float, float] | None:
     """Return the machine's median rates, in square products and in the model's; None: not measured."""
-    found = [(rate["square"], rate["products"]) for each in measured for rate in each.rates]
+    found = [
+        (rate["square"], rate["products"]) for each in measured for rate in each.rates
+    ]
     if not found:
         return None
     square, products = map(statistics.median, zip(*found, strict=True))
@@ -84,7 +87,9 @@ def median_rates(measured: Sequence[Measurement]) -> tuple[float, float] | None:
 
 def speed_rows(measured: Sequence[Measurement]) -> list[SpeedRow]:
     """Return a row per measured model, from median step times; the first is the reference."""
-    models = {each: statistics.median(each.seconds) for each in measured if each.seconds}
+    models = {
+        each: statistics.median(each.seconds) for each in measured if each.seconds
+    }
     rates = median_rates(measured)
     rows = list[SpeedRow]()
     for each, seconds in models.items():
@@ -117,7 +122,10 @@ def measure(
     """Measure every system in turns, block by block; record the failure of one and go on with the others."""
     found = [Measurement(spec) for spec in specs]
     groups = [[each] for each in found] if pace.apart else [found]
-    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder, contextlib.ExitStack() as stack:
+    with (
+        tempfile.TemporaryDirectory(prefix="benchmark-") as folder,
+        contextlib.ExitStack() as stack,
+    ):
         turns = _Turns(pace, say, profile, Path(folder), stack)
         for together in groups:
             for work in (turns.start, *[turns.take] * pace.blocks, turns.end):
@@ -131,7 +139,12 @@ class _Turns:
     """The turns of the measured systems, with a worker for each."""
 
     def __init__(
-        self, pace: Pace, say: Say, profile: Path | None, folder: Path, stack: contextlib.ExitStack
+        self,
+        pace: Pace,
+        say: Say,
+        profile: Path | None,
+        folder: Path,
+        stack: contextlib.ExitStack,
     ) -> None:
         self._pace = pace
         self._say = say
@@ -151,7 +164,9 @@ class _Turns:
     def start(self, each: Measurement) -> None:
         """Start the worker of a system and warm it up."""
         name = each.spec.name
-        self._workers[name] = worker = TurnWorker(each.spec, self._folder / f"{len(self._workers)}.txt")
+        self._workers[name] = worker = TurnWorker(
+            each.spec, self._folder / f"{len(self._workers)}.txt"
+        )
         self._stack.callback(worker.end)
         each.start_s = worker.start_seconds
         each.said = worker.said
@@ -196,27 +211,53 @@ def _seconds_of_others() -> float:
     return found
 
 
-def finish(worker: TurnWorker, measured: Measurement, steps: int, profile: Path | None) -> None:
+def finish(
+    worker: TurnWorker, measured: Measurement, steps: int, profile: Path | None
+) -> None:
     """Measure memory first, then phases and a profile, because these disturb the timing."""
     measured.peak_bytes = worker.ask("peak_bytes")
     measured.phases = worker.ask("phases", steps)
     if measured.spec.compiled:
         measured.graphs = worker.ask("graphs")
     if profile is not None:
-        trace = profile / f"{measured.spec.name.replace(',', '').replace(' ', '-')}.json"
+        trace = (
+            profile / f"{measured.spec.name.replace(',', '').replace(' ', '-')}.json"
+        )
         measured.profile = worker.ask("profile", str(trace), min(2, steps))
 
 
 def launch_seconds(spec: Specification) -> StartRecord:
     """Measure the seconds from the start of pretrain.py to its first step's end. Raises WorkerFailed."""
-    settings = [*spec.settings, "run.save_every=0", "run.save_last=false", "run.prompt=null"]
+    settings = [
+        *spec.settings,
+        "run.save_every=0",
+        "run.save_last=false",
+        "run.prompt=null",
+    ]
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        command = [sys.executable, str(ROOT / "launch/pretrain.py"), "--recipe", spec.recipe, "--steps", "1"]
-        command += ["--compile", "off", "--out", f"{folder}/run", *["--tiny"] * spec.tiny]
+        command = [
+            sys.executable,
+            str(ROOT / "launch/pretrain.py"),
+            "--recipe",
+            spec.recipe,
+            "--steps",
+            "1",
+        ]
+        command += [
+            "--compile",
+            "off",
+            "--out",
+            f"{folder}/run",
+            *["--tiny"] * spec.tiny,
+        ]
         command += ["--ds_config", spec.ds_config]
         command += [f"--set={setting}" for setting in settings]
-        done = subprocess.run(command, env=own_environment(), capture_output=True, text=True)
+        done = subprocess.run(
+            command, env=own_environment(), capture_output=True, text=True
+        )
         if done.returncode:
-            raise WorkerFailed(f"pretrain.py ended with code {done.returncode}: {done.stderr.strip()[-500:]}")
+            raise WorkerFailed(
+                f"pretrain.py ended with code {done.returncode}: {done.stderr.strip()[-500:]}"
+            )
         (start,) = read_metrics(Path(folder) / "run/metrics.jsonl").starts
     return start

@@ -17,7 +17,17 @@ WITHIN = ("copies", "norm", "update", "rounding", "communication")
 
 def speeds(rows: Sequence[SpeedRow]) -> str:
     """Return a table with a row per system."""
-    headings = ("", "s/step", "fastest", "tokens/s", "TFLOP/s", "of square", "of products", "peak GB", "time")
+    headings = (
+        "",
+        "s/step",
+        "fastest",
+        "tokens/s",
+        "TFLOP/s",
+        "of square",
+        "of products",
+        "peak GB",
+        "time",
+    )
     cells = [_cells(row) for row in rows]
     return f"{table(cells, headings, 'lrrrrrrrr')}\n(s/step: the median; time: over that of {rows[0].name})"
 
@@ -71,7 +81,13 @@ def parts(measured: Sequence[Measurement]) -> str:
         within = [first.get(part, 0.0) for part in WITHIN]
         values = [*parts, first["step"] - sum(parts), first["step"], *within]
         cells.append((each.spec.name, *(f"{1e3 * value:.1f}" for value in values)))
-    headings = ("ms of a step", *PARTS, "rest", "whole", *(f"({part})" for part in WITHIN))
+    headings = (
+        "ms of a step",
+        *PARTS,
+        "rest",
+        "whole",
+        *(f"({part})" for part in WITHIN),
+    )
     return table(cells, headings, "l" + "r" * (len(headings) - 1))
 
 
@@ -81,9 +97,14 @@ def profile_tables(measured: Sequence[Measurement]) -> str:
     for each in measured:
         if each.profile:
             found.append(f"\n{each.spec.name}: operations of a step, by their own time")
-            cells = [(f"{1e3 * s:.1f}", f"{count:g}", name) for name, s, count in each.profile["top"]]
+            cells = [
+                (f"{1e3 * s:.1f}", f"{count:g}", name)
+                for name, s, count in each.profile["top"]
+            ]
             found.append(table(cells, ("ms", "calls", "operation"), "rrl"))
-            found.append(f"attention: {', '.join(each.profile['attention']) or 'no kernel of that name'}")
+            found.append(
+                f"attention: {', '.join(each.profile['attention']) or 'no kernel of that name'}"
+            )
     return "\n".join(found)
 
 
@@ -98,7 +119,11 @@ def draw(rows: Sequence[SpeedRow], out: Path, title: str) -> None:
     figure = Figure(figsize=(8, 1 + 0.4 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
     bars = axes.barh([row.name for row in rows], [row.tokens_per_s for row in rows])
-    axes.bar_label(bars, [f" {row.seconds:.3g} s, {percent(row.share)}" for row in rows], fontsize=8)
+    axes.bar_label(
+        bars,
+        [f" {row.seconds:.3g} s, {percent(row.share)}" for row in rows],
+        fontsize=8,
+    )
     axes.invert_yaxis()
     axes.margins(x=0.25)
     axes.set_xlabel("tokens per second (seconds per step, share of the matrix rate)")
@@ -112,11 +137,15 @@ def starts(measured: Sequence[Measurement]) -> str:
     for each in measured:
         if each.start_s is not None and each.warm_up_s is not None and each.seconds:
             said = "; ".join([*each.said, *graphs(each)])
-            cells.append((each.spec.name, f"{each.start_s:.1f}", f"{each.warm_up_s:.1f}", said))
+            cells.append(
+                (each.spec.name, f"{each.start_s:.1f}", f"{each.warm_up_s:.1f}", said)
+            )
     return table(cells, ("s until", "built", "warm", "said"), "lrrl")
 
 
 def graphs(measured: Measurement) -> list[str]:
     """Return the number of torch.compile's graphs, and the reasons of its graph breaks."""
     found = measured.graphs
-    return [] if found is None else [counted(found["graphs"], "graph"), *found["breaks"]]
+    return (
+        [] if found is None else [counted(found["graphs"], "graph"), *found["breaks"]]
+    )

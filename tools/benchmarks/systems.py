@@ -18,9 +18,19 @@ from data.loader import MicroBatch
 from launch.machine import compiled_ops
 from launch.training import compiling
 from launch.training.agreement import StepExchange, StepReport
-from launch.training.engine import build_engine, initialize, parameter_groups, train_step
+from launch.training.engine import (
+    build_engine,
+    initialize,
+    parameter_groups,
+    train_step,
+)
 from launch.training.job import Job
-from launch.training.micro_batches import for_plain, normalise, padded_arguments, salts_of_step
+from launch.training.micro_batches import (
+    for_plain,
+    normalise,
+    padded_arguments,
+    salts_of_step,
+)
 from launch.training.schedule import learning_rate
 from modeling.cost.products import Product, head_products, layer_products
 from modeling.families import family_of, model_shape
@@ -31,12 +41,22 @@ from tools.benchmarks.measured_system import Clock, MeasuredSystem, Work, now
 from tools.benchmarks.nano_gpt import NanoGpt
 from tools.benchmarks.specification import Specification
 
-SQUARE = 2048, 8192  # rows and columns of the products for the matrix rate, on a CPU and on a GPU
+# rows and columns of the products for the matrix rate, on a CPU and on a GPU
+SQUARE = 2048, 8192
 # Methods of the engine's optimizer, of which at most one calls another of the same phase.
 WITHIN = {
-    "copies": ("copy_grads_in_partition", "_update_hp_grad", "partition_grads", "take_gradients"),
+    "copies": (
+        "copy_grads_in_partition",
+        "_update_hp_grad",
+        "partition_grads",
+        "take_gradients",
+    ),
     "norm": ("_norm", "scaled_global_norm", "_get_norm_groups"),
-    "rounding": ("update_lp_params", "round_weights", "_reassign_or_swap_out_partitioned_parameters"),
+    "rounding": (
+        "update_lp_params",
+        "round_weights",
+        "_reassign_or_swap_out_partitioned_parameters",
+    ),
 }
 
 
@@ -52,7 +72,9 @@ class Ours(MeasuredSystem):
     def step(self) -> Work:
         with self.clock("data"):
             batches, work = self.take()
-        salts = salts_of_step(self.plan, self.grid.at.dp, self.done - 1, self.engine.device)
+        salts = salts_of_step(
+            self.plan, self.grid.at.dp, self.done - 1, self.engine.device
+        )
         read_outcome = train_step(self.engine, batches, self.grid, salts)
         telling = StepExchange(StepReport(), self.grid.control_group)
         self.loss = read_outcome().loss
@@ -64,7 +86,11 @@ def clock_engine(engine: Any, clock: Clock) -> None:
     """Have the parts of the engine's step on the clock, and the waiting for other ranks within them."""
     works: Any = torch.distributed.Work
     works.wait = clock("communication")(works.wait)
-    for phase, name in (("forward", "forward"), ("backward", "backward"), ("optimizer", "step")):
+    for phase, name in (
+        ("forward", "forward"),
+        ("backward", "backward"),
+        ("optimizer", "step"),
+    ):
         setattr(engine, name, clock(phase)(getattr(engine, name)))
     for phase, names in WITHIN.items():
         for name in names:
@@ -91,7 +117,9 @@ class Transformers(MeasuredSystem):
                 if parameter.dim() > 1:
                     torch.nn.init.normal_(parameter, std=recipe.init_std)
         if recipe.checkpoint_interval:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
         if spec.compiled:
             model.compile()
         self.engine = initialize(plan, model, self.grid)
@@ -119,7 +147,9 @@ def transformers_model(recipe: Recipe) -> Any:
     return conversion.model_class(recipe.model)(config)
 
 
-def transformers_inputs(batch: MicroBatch, device: torch.device) -> dict[str, torch.Tensor]:
+def transformers_inputs(
+    batch: MicroBatch, device: torch.device
+) -> dict[str, torch.Tensor]:
     """Return the arguments of a `transformers` model, which computes its own loss."""
     if "lengths" not in batch:
         tokens = batch["tokens"].to(device)
@@ -130,9 +160,21 @@ def transformers_inputs(batch: MicroBatch, device: torch.device) -> dict[str, to
     predicted = weights > 0
     rows = torch.arange(len(tokens), device=device)[:, None].expand_as(positions)
     full[rows[predicted], positions[predicted]] = labels[predicted]
-    kept = torch.arange(tokens.shape[1], device=device)[None] < batch["lengths"].to(device)[:, None]
-    found = {"input_ids": tokens, "token_type_ids": types, "attention_mask": kept.long(), "labels": full}
-    return {**found, "next_sentence_label": sentences} if bool(batch["sentence_weights"].any()) else found
+    kept = (
+        torch.arange(tokens.shape[1], device=device)[None]
+        < batch["lengths"].to(device)[:, None]
+    )
+    found = {
+        "input_ids": tokens,
+        "token_type_ids": types,
+        "attention_mask": kept.long(),
+        "labels": full,
+    }
+    return (
+        {**found, "next_sentence_label": sentences}
+        if bool(batch["sentence_weights"].any())
+        else found
+    )
 
 
 class PlainLoop(MeasuredSystem):
@@ -173,7 +215,9 @@ class Bare(PlainLoop):
         chosen = self.recipe.optimizer
         init = Init(recipe.seed, recipe.init_std, recipe.model.layers)
         shape = model_shape(recipe, self.plan.padded_vocab)
-        self.model = family_of(recipe.model).plain(shape, group=None, init=init).to(self.device)
+        self.model = (
+            family_of(recipe.model).plain(shape, group=None, init=init).to(self.device)
+        )
         groups = parameter_groups(self.model, chosen.weight_decay)
         self.parameters = [list(group["params"]) for group in groups]
         self.masters = [_master_of(own) for own in self.parameters]
@@ -192,7 +236,9 @@ class Bare(PlainLoop):
     def take(self) -> tuple[Sequence[Any], Work]:
         batches, work = super().take()
         salts = salts_of_step(self.plan, self.grid.at.dp, self.done - 1, self.device)
-        return [*zip(normalise(batches, self.grid, self.device), salts, strict=True)], work
+        return [
+            *zip(normalise(batches, self.grid, self.device), salts, strict=True)
+        ], work
 
     def forward(self, given: Any) -> torch.Tensor:
         batch, salts = given
@@ -203,7 +249,9 @@ class Bare(PlainLoop):
     def optimize(self) -> None:
         with self.clock("copies"):
             for master, parameters in zip(self.masters, self.parameters, strict=True):
-                torch._foreach_copy_(views_like(master.grad, parameters), [p.grad for p in parameters])
+                torch._foreach_copy_(
+                    views_like(master.grad, parameters), [p.grad for p in parameters]
+                )
         with self.clock("norm"):
             torch.nn.utils.clip_grad_norm_(self.masters, self.recipe.optimizer.clip)
         for group in self.optimizer.param_groups:
@@ -228,7 +276,11 @@ def loss_of(outcome: Any) -> torch.Tensor:
 
 def data_parallel(model: torch.nn.Module) -> Any:
     """Have torch average the model's gradients over the ranks, after every backward pass."""
-    return DistributedDataParallel(model) if torch.distributed.get_world_size() > 1 else model
+    return (
+        DistributedDataParallel(model)
+        if torch.distributed.get_world_size() > 1
+        else model
+    )
 
 
 class Nano(PlainLoop):
@@ -243,21 +295,29 @@ class Nano(PlainLoop):
         stored = self.dtype if on_cpu else torch.float32
         self.model = NanoGpt(self.recipe).to(self.device, stored)
         groups = parameter_groups(self.model, chosen.weight_decay)
-        self.optimizer = torch.optim.AdamW(groups, lr=chosen.lr, betas=chosen.betas, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=chosen.lr, betas=chosen.betas, fused=True
+        )
         mixed = not on_cpu and self.dtype != torch.float32
         self.autocast = torch.autocast(self.device.type, self.dtype, enabled=mixed)
-        self.scaler = torch.amp.GradScaler(enabled=mixed and self.dtype == torch.float16)
+        self.scaler = torch.amp.GradScaler(
+            enabled=mixed and self.dtype == torch.float16
+        )
         if spec.compiled:
             self.model.compile()
         self.called = data_parallel(self.model)
 
     def forward(self, given: Any) -> torch.Tensor:
         with self.autocast:
-            return self.called(given["tokens"].to(self.device), given["labels"].to(self.device))
+            return self.called(
+                given["tokens"].to(self.device), given["labels"].to(self.device)
+            )
 
     def optimize(self) -> None:
         self.scaler.unscale_(self.optimizer)
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.optimizer.clip)
+        torch.nn.utils.clip_grad_norm_(
+            self.model.parameters(), self.recipe.optimizer.clip
+        )
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -274,8 +334,13 @@ class MatrixRate(MeasuredSystem):
         self.size = 256 if spec.tiny else SQUARE[self.device.type != "cpu"]
         length = recipe.sequence_length
         layers = layer_products(model, micro * length)
-        heads = head_products(model, micro, length, model.vocab_size, 1, recipe.predictions)
-        self.products = [*((each, model.layers) for each in layers), *((each, 1) for each in heads)]
+        heads = head_products(
+            model, micro, length, model.vocab_size, 1, recipe.predictions
+        )
+        self.products = [
+            *((each, model.layers) for each in layers),
+            *((each, 1) for each in heads),
+        ]
 
     def rates(self, repeats: int) -> dict[str, float]:
         """Return operations per second of a square product, and of the model's with both gradients."""
@@ -291,7 +356,9 @@ class MatrixRate(MeasuredSystem):
         m, n, k = (int(each) for each in product[:3])
         stream, weight = (self._random(rows, k).requires_grad_() for rows in (m, n))
         given = self._random(m, n)
-        return lambda: torch.autograd.grad(F.linear(stream, weight), (stream, weight), given)
+        return lambda: torch.autograd.grad(
+            F.linear(stream, weight), (stream, weight), given
+        )
 
     def _random(self, rows: int, columns: int) -> torch.Tensor:
         return torch.randn(rows, columns, device=self.device).to(self.dtype)
@@ -299,7 +366,9 @@ class MatrixRate(MeasuredSystem):
 
 def median_seconds(work: Callable[[], Any], repeats: int) -> float:
     """Return the median seconds of the work, without those of a first time."""
-    return statistics.median(timeit.repeat(work, timer=now, repeat=repeats + 1, number=1)[1:])
+    return statistics.median(
+        timeit.repeat(work, timer=now, repeat=repeats + 1, number=1)[1:]
+    )
 
 
 SYSTEMS: dict[str, type[MeasuredSystem]] = {

@@ -21,7 +21,8 @@ from launch.ranks import joining
 from tools.benchmarks.specification import Specification
 
 LAST_LINES = 6  # of a failed process's log
-AS_STARTED = "nano", "transformers"  # without `processes.keep_freed_memory`, as nobody has it by default
+# without `processes.keep_freed_memory`, as nobody has it by default
+AS_STARTED = "nano", "transformers"
 
 
 class WorkerFailed(Exception):
@@ -41,12 +42,19 @@ class TurnWorker:
         context = multiprocessing.get_context("spawn")
         places = rank_environments(spec.processes)
         if spec.system in AS_STARTED:
-            places = [{**place, "MALLOC_": "as the C library has it"} for place in places]
-        self._ranks = [ProcessPoolExecutor(1, context, take_place, (place, log)) for place in places]
+            places = [
+                {**place, "MALLOC_": "as the C library has it"} for place in places
+            ]
+        self._ranks = [
+            ProcessPoolExecutor(1, context, take_place, (place, log))
+            for place in places
+        ]
         others = multiprocessing.active_children()
         for rank in self._ranks:
             rank.submit(os.getpid)  # starts the process
-        self._processes = [each for each in multiprocessing.active_children() if each not in others]
+        self._processes = [
+            each for each in multiprocessing.active_children() if each not in others
+        ]
         self.start_seconds, self.said = self._on_all(build, spec)
 
     def ask(self, method: str, *arguments: Any) -> Any:
@@ -88,7 +96,10 @@ def rank_environments(processes: int) -> list[dict[str, str]]:
         port = str(free.getsockname()[1])
     shared = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+    return [
+        {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        for rank in range(processes)
+    ]
 
 
 def take_place(place: dict[str, str], log: Path) -> None:
@@ -97,10 +108,12 @@ def take_place(place: dict[str, str], log: Path) -> None:
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    tqdm.set_lock(threading.RLock())  # its own is one between processes, of which a killed one leaves a part
+    # its own is one between processes, of which a killed one leaves a part
+    tqdm.set_lock(threading.RLock())
 
 
-built: dict[str, Any] = {}  # the system of this process, and what keeps it joined to the other ranks
+# the system of this process, and what keeps it joined to the other ranks
+built: dict[str, Any] = {}
 
 
 def build(spec: Specification) -> tuple[float, list[str]]:
@@ -116,7 +129,8 @@ def build(spec: Specification) -> tuple[float, list[str]]:
         from launch.training import compiling
         from tools.benchmarks.systems import SYSTEMS
 
-        compiling.keep_gcc_from_joining_statements()  # what is compared is compiled as ours is
+        # what is compared is compiled as ours is
+        compiling.keep_gcc_from_joining_statements()
         built["system"] = SYSTEMS[spec.system](spec)
     except ValueError as error:
         raise WorkerFailed(str(error)) from None

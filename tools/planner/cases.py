@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 
 from ds_configs.jsonfile import ConfigError
 from launch.planning.prediction import hardware
-from launch.planning.prediction.published_step import published_seconds, published_workload
+from launch.planning.prediction.published_step import (
+    published_seconds,
+    published_workload,
+)
 from launch.planning.prediction.workload import Workload
 from launch.planning.resolved_plans import published_plan
 from launch.tables.evidence import Evidence
@@ -60,7 +63,11 @@ class Case:
 
     def printed(self, quantity: str) -> float | None:
         """Return the compared seconds of "time", cached bytes of "memory", or allocated ones; None: none."""
-        value = {"time": self.seconds, "memory": self.cached, "allocated": self.allocated}[quantity]
+        value = {
+            "time": self.seconds,
+            "memory": self.cached,
+            "allocated": self.allocated,
+        }[quantity]
         return value if self.compares(quantity) else None
 
 
@@ -97,7 +104,10 @@ def of_row(row: CheckedRow, evidence: Evidence) -> Case:
     ran = published.cached_gb or published.time_per_iteration_s
     oom = published.oom if published.oom or ran else None
     return Case(
-        document=(row.table.source or row.table.title).split(",")[0].split(" (")[0].strip('"'),
+        document=(row.table.source or row.table.title)
+        .split(",")[0]
+        .split(" (")[0]
+        .strip('"'),
         table=row.table.name,
         name=row.name,
         node=hardware.find(node or "dgx2"),

@@ -13,7 +13,14 @@ from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, NonNegativeFloat, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    ValidationError,
+)
 
 from launch.planning.prediction import rank_memory
 from launch.planning.prediction.hardware import GIB, Node, find, names
@@ -26,7 +33,16 @@ from recipes import files
 from recipes.families import FAMILIES, PUBLISHED_VOCABULARIES
 from recipes.layout import Layout, divisors, padded_vocab, share_batch
 from recipes.problems import Problem, ProblemsError
-from recipes.schema import Count, Dropout, Layers, Model, TaskName, Tokens, Vocabulary, Width
+from recipes.schema import (
+    Count,
+    Dropout,
+    Layers,
+    Model,
+    TaskName,
+    Tokens,
+    Vocabulary,
+    Width,
+)
 from recipes.tasks import TASKS
 from tools.planner.cases import QUANTITIES, Case, of_published_tables
 from tools.planner.fitting import initial_constants
@@ -67,10 +83,13 @@ class CsvRow(BaseModel, frozen=True, allow_inf_nan=False):
     """A line of the file. Its columns are the fields, and `--columns` shows their descriptions."""
 
     document: str = column(
-        "short name of the source; constants are fitted leaving one out (default: the file's name)", ""
+        "short name of the source; constants are fitted leaving one out (default: the file's name)",
+        "",
     )
     row: str = column("name of the row", "")
-    family: Annotated[Literal["gpt2", "bert"], ANY_CASE] = column("gpt2 (default) or bert", "gpt2")
+    family: Annotated[Literal["gpt2", "bert"], ANY_CASE] = column(
+        "gpt2 (default) or bert", "gpt2"
+    )
     task: Annotated[TaskName | None, ANY_CASE] = column(
         f"fine-tuning of a bert, whose head stands in place of those of pretraining: {', '.join(TASKS)}"
     )
@@ -80,11 +99,15 @@ class CsvRow(BaseModel, frozen=True, allow_inf_nan=False):
     vocab_size: Vocabulary | None = column(
         "tokens of the vocabulary before padding (default: 50257, bert 30522)"
     )
-    sequence_length: Tokens | None = column("tokens per sample (default: 1024, bert 512)")
+    sequence_length: Tokens | None = column(
+        "tokens per sample (default: 1024, bert 512)"
+    )
     tp: Width = column("tensor-parallel degree (default: 1)", 1)
     pp: Width = column("pipeline stages (default: 1)", 1)
     dp: Width | None = column("data-parallel degree (default: gpus / (tp x pp))")
-    interleave: Count = column("model chunks per pipeline stage (default: 1, plain 1F1B)", 1)
+    interleave: Count = column(
+        "model chunks per pipeline stage (default: 1, plain 1F1B)", 1
+    )
     gpus: Count | None = column("of the whole run (default: tp x pp x dp)")
     micro_batch: Count | None = column(
         "samples per forward pass and replica (default: the one that the planner finds fastest)"
@@ -95,8 +118,11 @@ class CsvRow(BaseModel, frozen=True, allow_inf_nan=False):
     gradient_accumulation: Count | None = column(
         "micro-batches per step and replica (default: what global_batch asks)"
     )
-    activation_checkpointing: Annotated[str, ANY_CASE, Field(pattern=RECOMPUTED)] = column(
-        "none, full (or yes), selective, or N layers per chunk (default: what fits)", ""
+    activation_checkpointing: Annotated[str, ANY_CASE, Field(pattern=RECOMPUTED)] = (
+        column(
+            "none, full (or yes), selective, or N layers per chunk (default: what fits)",
+            "",
+        )
     )
     sequence_parallel: bool = column("yes or no (default)", False)
     attention: Annotated[Literal["plain", "flash"] | None, ANY_CASE] = column(
@@ -107,25 +133,36 @@ class CsvRow(BaseModel, frozen=True, allow_inf_nan=False):
     )
     zero_stage: Annotated[int, Field(ge=0, le=3)] = column("0 (default) to 3", 0)
     offload: Annotated[str, ANY_CASE, Field(pattern=OFFLOADED)] = column(
-        "none (default), or of optimizer, parameters, activations, joined by +: to the host", "none"
+        "none (default), or of optimizer, parameters, activations, joined by +: to the host",
+        "none",
     )
     hardware: str = column(
-        "node of the catalogue, FILE.yaml:NODE, or V100, A100 40GB, … for its usual node", ""
+        "node of the catalogue, FILE.yaml:NODE, or V100, A100 40GB, … for its usual node",
+        "",
     )
     software: Annotated[str | None, ANY_CASE, AfterValidator(_system)] = column(
         f"{', '.join(SYSTEMS)} (default: megatron; for a task transformers, with ZeRO "
         "megatron-deepspeed); no year is guessed from the GPU"
     )
-    time_per_iteration_s: NonNegativeFloat | None = column("seconds per step, as published")
-    samples_per_s: NonNegativeFloat | None = column("samples per second over all GPUs, as published")
-    tflops: NonNegativeFloat | None = column("per GPU, as published; stands for the time where none is")
+    time_per_iteration_s: NonNegativeFloat | None = column(
+        "seconds per step, as published"
+    )
+    samples_per_s: NonNegativeFloat | None = column(
+        "samples per second over all GPUs, as published"
+    )
+    tflops: NonNegativeFloat | None = column(
+        "per GPU, as published; stands for the time where none is"
+    )
     tflops_by: Annotated[TflopsRule, ANY_CASE] = column(
-        "exact (default): every product; model: no recomputed ones; formula: 2 x parameters", "exact"
+        "exact (default): every product; model: no recomputed ones; formula: 2 x parameters",
+        "exact",
     )
     cached_gb: NonNegativeFloat | None = column(
         "memory of the fullest GPU that PyTorch cached (reserved), GiB"
     )
-    allocated_gb: NonNegativeFloat | None = column("of that, memory that PyTorch allocated at the most, GiB")
+    allocated_gb: NonNegativeFloat | None = column(
+        "of that, memory that PyTorch allocated at the most, GiB"
+    )
     memory_by: Annotated[Literal["torch", "device"], ANY_CASE] = column(
         "torch (default); device: as nvidia-smi shows it, with CUDA's context", "torch"
     )
@@ -173,7 +210,11 @@ class CsvRow(BaseModel, frozen=True, allow_inf_nan=False):
             return self.time_per_iteration_s
         if self.samples_per_s:
             return work.layout.global_batch / self.samples_per_s
-        return seconds_of(work, self.tflops, work.layout.world, self.tflops_by) if self.tflops else None
+        return (
+            seconds_of(work, self.tflops, work.layout.world, self.tflops_by)
+            if self.tflops
+            else None
+        )
 
     def node(self) -> Node:
         """Return the node by its name in the catalogue, or the usual node of a named GPU."""
@@ -199,7 +240,11 @@ class CsvRow(BaseModel, frozen=True, allow_inf_nan=False):
         options = []
         for layout in self.layouts(base.layout):
             for recomputed, selective in self.recomputations():
-                options.append(replace(base, layout=layout, recomputed=recomputed, selective=selective))
+                options.append(
+                    replace(
+                        base, layout=layout, recomputed=recomputed, selective=selective
+                    )
+                )
         return options[0] if len(options) == 1 else min(options, key=rank)
 
     def base(self, node: Node) -> Workload:
@@ -215,8 +260,12 @@ class CsvRow(BaseModel, frozen=True, allow_inf_nan=False):
             system = replace(system, keeps_scores=self.attention == "plain")
         dp = self.dp or max(1, (self.gpus or 1) // (tp * pp))
         away = self.offload.split("+")
-        optimizer_at: Place = "host" if self.zero_stage and "optimizer" in away else "gpu"
-        weights_at: Place = "host" if self.zero_stage == 3 and "parameters" in away else "gpu"
+        optimizer_at: Place = (
+            "host" if self.zero_stage and "optimizer" in away else "gpu"
+        )
+        weights_at: Place = (
+            "host" if self.zero_stage == 3 and "parameters" in away else "gpu"
+        )
         checkpoints_at: Place = "host" if "activations" in away else "gpu"
         widths = FP32 if self.precision == "fp32" else MIXED
         buffered_stage = 0 if system.states else self.zero_stage
@@ -243,13 +292,18 @@ class CsvRow(BaseModel, frozen=True, allow_inf_nan=False):
     def model(self) -> Model:
         """Make the shape of the model."""
         if not (self.layers and self.hidden):
-            raise NotPredictable(f"{'hidden' if self.layers else 'layers'} is not stated")
+            raise NotPredictable(
+                f"{'hidden' if self.layers else 'layers'} is not stated"
+            )
         facts = FAMILIES[self.family]
         task = dict[str, Any]()
         if self.task:
             if not facts.masked:
                 raise NotPredictable(f"a {self.family} has no task {self.task}")
-            task = {"task_head": TASKS[self.task].head, "head_classes": TASKS[self.task].classes}
+            task = {
+                "task_head": TASKS[self.task].head,
+                "head_classes": TASKS[self.task].classes,
+            }
         return Model(
             family=self.family,
             layers=self.layers,
@@ -277,7 +331,9 @@ class CsvRow(BaseModel, frozen=True, allow_inf_nan=False):
         found = []
         for size in sizes:
             accumulated = per_rank // size
-            found.append(replace(base, micro=size, accumulation=accumulated, global_batch=total))
+            found.append(
+                replace(base, micro=size, accumulation=accumulated, global_batch=total)
+            )
         return found
 
     def recomputations(self) -> list[tuple[int, bool]]:
@@ -314,17 +370,34 @@ def read(path: Path) -> list[Case]:
     cases = []
     for number, texts in enumerate(lines, 2):
         cells = {"document": path.stem, "row": f"line {number}"}
-        cells |= {column: text for name, column in columns.items() if (text := (texts[name] or "").strip())}
+        cells |= {
+            column: text
+            for name, column in columns.items()
+            if (text := (texts[name] or "").strip())
+        }
         try:
             cases.append(CsvRow.model_validate(cells).case(path.stem))
         except NotPredictable as why:
             excluded = dict.fromkeys(QUANTITIES, str(why))
-            cases.append(Case(cells["document"], path.stem, cells["row"], None, None, excluded=excluded))
+            cases.append(
+                Case(
+                    cells["document"],
+                    path.stem,
+                    cells["row"],
+                    None,
+                    None,
+                    excluded=excluded,
+                )
+            )
         except ValidationError as error:
             for wrong in error.errors():
                 key = str(wrong["loc"][0])
-                came = f"{path.name}, line {number}, {key}: {cells[key]}: {wrong['msg']}"
-                problems.append(Problem("--table", came, COLUMNS[key], "correct the cell"))
+                came = (
+                    f"{path.name}, line {number}, {key}: {cells[key]}: {wrong['msg']}"
+                )
+                problems.append(
+                    Problem("--table", came, COLUMNS[key], "correct the cell")
+                )
         except ProblemsError as error:
             problems += error.problems
     if problems:
@@ -341,4 +414,6 @@ def _problems_of_columns(path: Path, columns: Collection[str]) -> Iterator[Probl
         yield Problem("--table", came, known, fix)
     missing = sorted({"layers", "hidden", "hardware"} - {*columns})
     if missing:
-        yield Problem("--table", f"{path}: no column {', '.join(missing)}", known, "add it")
+        yield Problem(
+            "--table", f"{path}: no column {', '.join(missing)}", known, "add it"
+        )

@@ -97,7 +97,9 @@ def predicted(quantity: str, case: Case, trial: Constants) -> float:
     rank = fullest_rank(work, node.gpu, trial)
     if quantity == "allocated":
         return rank.allocated
-    return rank.cached(node.gpu.memory_bytes) + (node.gpu.context_gib * GIB if case.by_device else 0.0)
+    return rank.cached(node.gpu.memory_bytes) + (
+        node.gpu.context_gib * GIB if case.by_device else 0.0
+    )
 
 
 def initial_constants() -> Constants:
@@ -111,13 +113,19 @@ def refit(cases: Sequence[Case]) -> None:
     terminal.say(f"fitting {len(RANGES)} constants {len(documents) + 1} times …")
     others = {name: _without(name, documents) for name in ("", *documents)}
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        fits = dict(zip(others, map(_rounded, pool.map(fit, others.values())), strict=True))
+        fits = dict(
+            zip(others, map(_rounded, pool.map(fit, others.values())), strict=True)
+        )
     rows = {}
     for name, own in documents.items():
         rows[name] = [_printed(quantity, own) for quantity in ("time", "memory")]
     errors = {}
     for quantity in ("time", "memory"):
-        unseen = [ratio for name in documents for ratio in ratios(quantity, documents[name], fits[name])]
+        unseen = [
+            ratio
+            for name in documents
+            for ratio in ratios(quantity, documents[name], fits[name])
+        ]
         error = error_of(unseen)
         if error:
             errors[quantity] = _rounded(error)
@@ -128,14 +136,18 @@ def refit(cases: Sequence[Case]) -> None:
         fitted_on={name: counts for name, counts in rows.items() if any(counts)},
         left_out={name: fits[name] for name, counts in rows.items() if any(counts)},
     )
-    text = yaml.safe_dump(found.model_dump(), sort_keys=False, width=110, default_flow_style=None)
+    text = yaml.safe_dump(
+        found.model_dump(), sort_keys=False, width=110, default_flow_style=None
+    )
     write_atomically(constants.FILE, HEADING + text)
     constants.fitted.cache_clear()
     constants.fitted_constants.cache_clear()
     print(f"wrote {constants.FILE}\n")
 
 
-def _without(name: str, documents: Mapping[str, Sequence[Case]]) -> dict[str, Sequence[Case]]:
+def _without(
+    name: str, documents: Mapping[str, Sequence[Case]]
+) -> dict[str, Sequence[Case]]:
     return {key: cases for key, cases in documents.items() if key != name}
 
 
@@ -163,11 +175,20 @@ def fit(documents: Mapping[str, Sequence[Case]]) -> Constants:
 
     def distance(trial: Constants) -> float:
         each = [ratios("time", cases, trial) for cases in documents.values()]
-        means = [(sum(map(_distance, own)) / len(own), math.sqrt(len(own))) for own in each if own]
-        return sum(mean * weight for mean, weight in means) / (sum(weight for _, weight in means) or 1.0)
+        means = [
+            (sum(map(_distance, own)) / len(own), math.sqrt(len(own)))
+            for own in each
+            if own
+        ]
+        return sum(mean * weight for mean, weight in means) / (
+            sum(weight for _, weight in means) or 1.0
+        )
 
     def changed(values: Mapping[str, float]) -> Constants:
-        clamped = {name: min(RANGES[name][2], max(RANGES[name][1], value)) for name, value in values.items()}
+        clamped = {
+            name: min(RANGES[name][2], max(RANGES[name][1], value))
+            for name, value in values.items()
+        }
         return found.model_copy(update=clamped)
 
     best = distance(found)
@@ -183,8 +204,14 @@ def fit(documents: Mapping[str, Sequence[Case]]) -> Constants:
                     found = trial
                     best = now
                     break
-        if best < before:  # once more in the direction that all these steps took together
-            trial = changed({name: getattr(found, name) ** 2 / getattr(base, name) for name in RANGES})
+        # once more in the direction that all these steps took together
+        if best < before:
+            trial = changed(
+                {
+                    name: getattr(found, name) ** 2 / getattr(base, name)
+                    for name in RANGES
+                }
+            )
             now = distance(trial)
             if now < best:
                 found = trial

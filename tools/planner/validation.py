@@ -68,14 +68,20 @@ class PlannerValidation:
     def tables(self) -> dict[str, list[str]]:
         """The tables of each document, in the order of the rows."""
         found: dict[str, list[str]] = {}
-        for document, name in dict.fromkeys((case.document, case.table) for case in self.cases):
+        for document, name in dict.fromkeys(
+            (case.document, case.table) for case in self.cases
+        ):
             found.setdefault(document, []).append(name)
         return found
 
     @property
     def excluded(self) -> list[tuple[Case, str]]:
         """Rows left out of the comparison, with the reason."""
-        return [(case, next(iter(case.excluded.values()))) for case in self.cases if case.excluded]
+        return [
+            (case, next(iter(case.excluded.values())))
+            for case in self.cases
+            if case.excluded
+        ]
 
     @property
     def unfitted(self) -> list[str]:
@@ -87,7 +93,9 @@ def validate(cases: Sequence[Case]) -> PlannerValidation:
     """Predict the rows of every document with the constants fitted without it."""
     found = {}
     for name in QUANTITIES:
-        found[name] = [ratio for case in cases for ratio in ratios(name, [case], unseeing(case))]
+        found[name] = [
+            ratio for case in cases for ratio in ratios(name, [case], unseeing(case))
+        ]
     verdicts = []
     for case in cases:
         if case.oom is not None and case.compares("memory"):
@@ -107,18 +115,24 @@ def waits(case: Case) -> bool:
     return step_time(*case.step, unseeing(case)).waits
 
 
-def describe(found: PlannerValidation, *, verbose: bool = False, width: int | None = None) -> str:
+def describe(
+    found: PlannerValidation, *, verbose: bool = False, width: int | None = None
+) -> str:
     """Describe errors, verdicts and left-out rows; `verbose`: also every row."""
     lines = []
     for document, tables in found.tables.items():
         lines.append([shortened(document), *_cells(found.part(document))])
         if len(tables) > 1:
-            lines += [[f"- {name}", *_cells(found.part(document, name))] for name in tables]
+            lines += [
+                [f"- {name}", *_cells(found.part(document, name))] for name in tables
+            ]
     errors = {name: _errors(each) for name, each in found.ratios.items()}
     lines.append(["all rows", "", errors["memory"], errors["time"]])
     sections = [wrapped(ABOUT, width), table(lines, HEADINGS, width=width)]
     if errors["allocated"]:
-        sections.append(f"allocated memory, of rows that print it too: {errors['allocated']}")
+        sections.append(
+            f"allocated memory, of rows that print it too: {errors['allocated']}"
+        )
     small = _errors([ratio for ratio in found.ratios["time"] if waits(ratio.case)])
     if small:
         told = fitted().waiting
@@ -126,14 +140,19 @@ def describe(found: PlannerValidation, *, verbose: bool = False, width: int | No
         where = f"of rows in which the GPU waits for the host ({WAITING:.0%} or more)"
         sections.append(wrapped(f"time, {where}: {small}; {seen}", width))
     sections += [*_verdicts(found.verdicts)]
-    excluded = [wrapped(f"  {case.table}/{case.name}: {why}", width, hang=4) for case, why in found.excluded]
+    excluded = [
+        wrapped(f"  {case.table}/{case.name}: {why}", width, hang=4)
+        for case, why in found.excluded
+    ]
     if excluded:
         sections.append("\n".join(["shown, and not compared:", *excluded]))
     systems = _systems(found.cases)
     if systems:
         sections.append(wrapped(systems, width))
     if found.unfitted:
-        sections.append(wrapped(f"no constant was fitted on: {', '.join(found.unfitted)}", width))
+        sections.append(
+            wrapped(f"no constant was fitted on: {', '.join(found.unfitted)}", width)
+        )
     for name, (title, unit) in ROWS.items() if verbose else ():
         if found.ratios[name]:
             sections.append(f"{title}\n{_rows(found.ratios[name], unit, width)}")
@@ -142,12 +161,18 @@ def describe(found: PlannerValidation, *, verbose: bool = False, width: int | No
 
 def _systems(cases: Sequence[Case]) -> str:
     """Name the software as which rows are predicted, and how many rows do not state theirs."""
-    rows = Counter((case.work.software.name, case.assumed) for case in cases if case.work)
+    rows = Counter(
+        (case.work.software.name, case.assumed) for case in cases if case.work
+    )
     names = []
     for (name, assumed), number in sorted(rows.items()):
         unstated = ", not stated: name it in the column software" * assumed
         names.append(f"{name} ({number}{unstated})")
-    return f"rows are predicted as this software runs them: {', '.join(names)}" if names else ""
+    return (
+        f"rows are predicted as this software runs them: {', '.join(names)}"
+        if names
+        else ""
+    )
 
 
 def shortened(name: str, most: int = 43) -> str:
@@ -182,8 +207,14 @@ def _verdicts(found: Sequence[MemoryVerdict]) -> tuple[str, str]:
             printed = "OOM" if each.case.oom else "ran"
             row = f"  {each.case.document}, {each.case.name}: printed {printed}"
             wrong.append(f"{row}, predicted {each.share:.0%} of the memory")
-    listed = "\n".join(["verdicts that are wrong:", *wrong]) if wrong else "no verdict is wrong"
-    return table(rows, ("memory verdicts", "predicted OOM", "predicted to fit"), "lrr"), listed
+    listed = (
+        "\n".join(["verdicts that are wrong:", *wrong])
+        if wrong
+        else "no verdict is wrong"
+    )
+    return table(
+        rows, ("memory verdicts", "predicted OOM", "predicted to fit"), "lrr"
+    ), listed
 
 
 def _rows(found: Sequence[Ratio], unit: float, width: int | None) -> str:
@@ -192,6 +223,13 @@ def _rows(found: Sequence[Ratio], unit: float, width: int | None) -> str:
         ours = ratio.predicted / unit
         theirs = ratio.published / unit
         numbers = f"{ours:.4g}", f"{theirs:.4g}", f"{ours / theirs:.2f}"
-        lines.append([ratio.case.document, ratio.case.name, ratio.case.step[0].software.name, *numbers])
+        lines.append(
+            [
+                ratio.case.document,
+                ratio.case.name,
+                ratio.case.step[0].software.name,
+                *numbers,
+            ]
+        )
     headings = ["document", "row", "as run by", "predicted", "published", "ratio"]
     return table(lines, headings, "lllrrr", width)

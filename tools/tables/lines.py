@@ -60,7 +60,11 @@ HEADINGS = {  # key of a recipe -> headings of the sources for it, in lower case
     "model.hidden": ("hidden size",),
     "model.heads": ("attention heads",),
     "activation_checkpointing": ("checkpoint_activations",),
-    "published.size_label": ("size", "parameter count", "number of parameters (billions)"),
+    "published.size_label": (
+        "size",
+        "parameter count",
+        "number of parameters (billions)",
+    ),
     "published.parameters": ("model size",),
     "published.parameters_per_rank": ("size/rank",),
     TIME: ("time/iteration (ms)",),
@@ -74,9 +78,18 @@ HEADINGS = {  # key of a recipe -> headings of the sources for it, in lower case
     "published.trained_tokens": ("trained tokens (ratio)",),
     "published.downstream.mnli": ("mnli m/mm accuracy (dev set)",),
     "published.downstream.qqp.accuracy": ("qqp accuracy (dev set)",),
-    "published.downstream.squad1": ("squad 1.1 f1/em (dev set)", "squad 1.1 dev set f1 / em"),
-    "published.downstream.squad2": ("squad 2.0 f1/em (dev set)", "squad 2.0 dev set f1 / em"),
-    "published.downstream.race": ("race m/h accuracy (test set)", "race m/h test set accuracy"),
+    "published.downstream.squad1": (
+        "squad 1.1 f1/em (dev set)",
+        "squad 1.1 dev set f1 / em",
+    ),
+    "published.downstream.squad2": (
+        "squad 2.0 f1/em (dev set)",
+        "squad 2.0 dev set f1 / em",
+    ),
+    "published.downstream.race": (
+        "race m/h accuracy (test set)",
+        "race m/h test set accuracy",
+    ),
     "published.downstream.wikitext103.perplexity": ("wikitext103 perplexity",),
     "published.previous.wikitext103.perplexity": ("sota perplexity",),
     "published.downstream.lambada.accuracy": ("lambada accuracy",),
@@ -84,7 +97,8 @@ HEADINGS = {  # key of a recipe -> headings of the sources for it, in lower case
 }
 KEYS = {heading: key for key, headings in HEADINGS.items() for heading in headings}
 THROUGHPUT = "throughput"  # an iteration's time in one document, samples/s in another
-DATA_PARALLEL_RUN = "model + data parallel gpus"  # of a line that is two runs, the one with data parallelism
+# of a line that is two runs, the one with data parallelism
+DATA_PARALLEL_RUN = "model + data parallel gpus"
 
 
 class Cell(NamedTuple):
@@ -122,8 +136,12 @@ class Line:
 
     @property
     def cells(self) -> list[Cell]:
-        headed = zip(self.table.columns, self.texts, strict=False)  # a table without columns has its title
-        return [Cell(heading, text, self._key_of(heading.casefold())) for heading, text in headed]
+        # a table without columns has its title
+        headed = zip(self.table.columns, self.texts, strict=False)
+        return [
+            Cell(heading, text, self._key_of(heading.casefold()))
+            for heading, text in headed
+        ]
 
     def _key_of(self, heading: str) -> str | None:
         if heading == THROUGHPUT:
@@ -144,7 +162,9 @@ class Line:
     def value(self, key: str) -> Any:
         return value_of(self, key)
 
-    def compare(self, quantity: str, printed: object, computed: object, how: str | bool | None) -> LineCheck:
+    def compare(
+        self, quantity: str, printed: object, computed: object, how: str | bool | None
+    ) -> LineCheck:
         """Make a check. `how`: the kind of agreement, or True for an exact one; else they disagree."""
         how = "exact" if how is True else how or ""
         status: Status = "agrees" if how else "disagrees"
@@ -156,8 +176,18 @@ class Line:
         """Make a check without a comparison. `why`: the reason."""
         return self.check("not checkable", quantity, printed, computed, why)
 
-    def check(self, status: Status, quantity: str, printed: object, computed: object, how: str) -> LineCheck:
-        return LineCheck(self.table.name, self.full_name, quantity, status, str(printed), str(computed), how)
+    def check(
+        self, status: Status, quantity: str, printed: object, computed: object, how: str
+    ) -> LineCheck:
+        return LineCheck(
+            self.table.name,
+            self.full_name,
+            quantity,
+            status,
+            str(printed),
+            str(computed),
+            how,
+        )
 
 
 @dataclass(frozen=True)
@@ -201,7 +231,10 @@ class CheckedRow(Line):
 
     def unknown_reason(self, key: str) -> str | None:
         """Return the reason for an unknown key or related key, as stated in the recipe."""
-        return next((why for name, why in self.recipe.unknown.items() if related(key, name)), None)
+        return next(
+            (why for name, why in self.recipe.unknown.items() if related(key, name)),
+            None,
+        )
 
 
 def value_of(model: Any, key: str) -> Any:
@@ -246,10 +279,20 @@ def _checked(table: Table, loaded: PublishedTable) -> CheckedTable:
     others: list[Line] = []
     for row in loaded.rows:
         if row.recipe and row.published:
-            trained = (row.recipe.steps, row.recipe.batch.global_, row.recipe.sequence_length)
-            rows.append(CheckedRow(table, row.name, row.cells, row.published, trained, row.recipe))
+            trained = (
+                row.recipe.steps,
+                row.recipe.batch.global_,
+                row.recipe.sequence_length,
+            )
+            rows.append(
+                CheckedRow(
+                    table, row.name, row.cells, row.published, trained, row.recipe
+                )
+            )
         elif row.no_recipe:
             other = loaded.evidence.others[row.name]
             pretraining = other.pretraining.factors if other.pretraining else None
-            others.append(Line(table, row.name, row.cells, other.published, pretraining))
+            others.append(
+                Line(table, row.name, row.cells, other.published, pretraining)
+            )
     return CheckedTable(table, rows, others, loaded.evidence)

@@ -43,7 +43,10 @@ def size_unit(label: str) -> float:
 
 
 def agreement(
-    printed: Printed, computed: float, spread: tuple[float, float] | None = None, because: str = "its inputs"
+    printed: Printed,
+    computed: float,
+    spread: tuple[float, float] | None = None,
+    because: str = "its inputs",
 ) -> str | None:
     """Name the agreement of a computed and a printed number: "exact", "rounded", …; None: they differ.
 
@@ -57,7 +60,12 @@ def agreement(
         return "rounded"
     if abs(math.floor(computed / unit + _SLACK) * unit - printed.value) <= slack:
         return "truncated"
-    if spread and spread[0] - printed.half - slack <= printed.value <= spread[1] + printed.half + slack:
+    if (
+        spread
+        and spread[0] - printed.half - slack
+        <= printed.value
+        <= spread[1] + printed.half + slack
+    ):
         return f"within the rounding of {because}"
     return None
 

@@ -14,12 +14,22 @@ from modeling import cost, counting
 from modeling.counting import RankCounts
 from modeling.families import FAMILIES, model_shape
 from recipes.schema import Recipe
-from tools.tables.lines import SAMPLES, TFLOPS, TIME, CheckedRow, CheckedTable, LineCheck
+from tools.tables.lines import (
+    SAMPLES,
+    TFLOPS,
+    TIME,
+    CheckedRow,
+    CheckedTable,
+    LineCheck,
+)
 from tools.tables.printed import Printed, agreement, recompute, size_unit
 
 SCALING = "published.weak_scaling_percent"
 BATCH = "batch.global", ("batch.micro", "batch.accumulation", "parallel.dp")
-PRODUCTS = {"GPUs": ("hardware.gpus", ("parallel.tp", "parallel.pp", "parallel.dp")), "global batch": BATCH}
+PRODUCTS = {
+    "GPUs": ("hardware.gpus", ("parallel.tp", "parallel.pp", "parallel.dp")),
+    "global batch": BATCH,
+}
 DEGREES = (1, 2, 4, 8, 16)  # tensor-parallel degrees whose count a wrong size may be
 PARTS: dict[Part, Callable[[RankCounts], int]] = {
     "each once": lambda counts: counts.once,
@@ -28,10 +38,12 @@ PARTS: dict[Part, Callable[[RankCounts], int]] = {
     "middle stages": lambda counts: counts.held[1][0],
     "last stage": lambda counts: counts.held[-1][0],
 }
-PEAKS = {"V100": 125.0}  # TFLOPS in half precision where a document states none: as Jean Zay's has it
+# TFLOPS in half precision where a document states none: as Jean Zay's has it
+PEAKS = {"V100": 125.0}
 LEAST = 1.0  # % of the peak: the slowest row has 3 (64 stages, 4 micro-batches)
 MOST = 70.0  # the quickest one has 52
-NEAR_TWICE = 0.005  # relative: a value this close to twice the computed one is called twice
+# relative: a value this close to twice the computed one is called twice
+NEAR_TWICE = 0.005
 
 
 # --- layout
@@ -44,19 +56,32 @@ def layout(row: CheckedRow, _: CheckedTable) -> Iterator[LineCheck]:
     if row.published.printed:
         yield _product(row, "global batch of the run", row.value, *BATCH)
     model, (tp, pp) = row.recipe.model, row.recipe.parallel.model_parallel
-    for quantity, all_, by in (("layers per stage", model.layers, pp), ("heads per rank", model.heads, tp)):
-        yield row.compare(quantity, f"{all_} over {by}", f"{all_ / by:g}", all_ % by == 0)
+    for quantity, all_, by in (
+        ("layers per stage", model.layers, pp),
+        ("heads per rank", model.heads, tp),
+    ):
+        yield row.compare(
+            quantity, f"{all_} over {by}", f"{all_ / by:g}", all_ % by == 0
+        )
 
 
 def _product(
-    row: CheckedRow, quantity: str, value: Callable[[str], Any], whole: str, factors: Sequence[str]
+    row: CheckedRow,
+    quantity: str,
+    value: Callable[[str], Any],
+    whole: str,
+    factors: Sequence[str],
 ) -> LineCheck:
-    values = [value(key) or (1 if key == "batch.accumulation" else None) for key in factors]
+    values = [
+        value(key) or (1 if key == "batch.accumulation" else None) for key in factors
+    ]
     known = [each for each in values if each is not None]
     printed = value(whole)
     computed = f"{' x '.join(map(str, known))} = {math.prod(known)}"
     if printed is None:
-        return row.not_checkable(quantity, "the row has no such number", computed=computed)
+        return row.not_checkable(
+            quantity, "the row has no such number", computed=computed
+        )
     if len(known) < len(factors):
         return row.not_checkable(quantity, "the recipe leaves a factor open", printed)
     return row.compare(quantity, printed, computed, math.prod(known) == printed)
@@ -80,13 +105,19 @@ def counts(recipe: Recipe) -> RankCounts:
 
 def arithmetic(recipe: Recipe) -> RankCounts:
     """Count the same parameters by the formulas of modeling/cost/."""
-    model, positions, (tp, pp) = recipe.model, recipe.positions, recipe.parallel.model_parallel
+    model, positions, (tp, pp) = (
+        recipe.model,
+        recipe.positions,
+        recipe.parallel.model_parallel,
+    )
     padded = model.embedding_rows(tp)
     layers = cost.stages_of(recipe, padded, pp)
 
     def held(stage: int) -> int:
         ends = dict(first=stage == 0, last=stage == pp - 1)
-        return cost.parameters_per_rank(model, positions, padded, tp, layers=layers[stage], **ends)
+        return cost.parameters_per_rank(
+            model, positions, padded, tp, layers=layers[stage], **ends
+        )
 
     stages = tuple((held(stage),) * tp for stage in range(pp))
     return RankCounts(stages, cost.parameters(model, positions), layers)
@@ -107,28 +138,45 @@ def sizes(row: CheckedRow, source: CheckedTable) -> Iterator[LineCheck]:
     expected = arithmetic(row.recipe)
     # Rank by rank; a disagreement is this project's mistake, never a source's.
     pairs = enumerate(zip(counted.held, expected.held, strict=True))
-    wrong = [f"stage {stage}: {got} for {want}" for stage, (got, want) in pairs if got != want]
+    wrong = [
+        f"stage {stage}: {got} for {want}"
+        for stage, (got, want) in pairs
+        if got != want
+    ]
     found = "; ".join(wrong[:2]) or f"once {counted.once}, layers {set(counted.layers)}"
     if counted == expected:
         found = f"{counted.once} on {sum(map(len, counted.held))} ranks"
-    yield row.compare("modules against cost.py", expected.once, found, counted == expected)
+    yield row.compare(
+        "modules against cost.py", expected.once, found, counted == expected
+    )
     if published.parameters is not None:
         yield _to_the_unit(row, "parameters", published.parameters, counted, 1)
     if published.parameters_per_rank is not None:
-        yield _to_the_unit(row, "parameters per rank", published.parameters_per_rank, counted, row.tp)
+        yield _to_the_unit(
+            row, "parameters per rank", published.parameters_per_rank, counted, row.tp
+        )
     if published.size_label is not None:
         yield _label(row, published.size_label, counted)
     if (published.parameters, published.size_label) == (None, None):
-        yield row.not_checkable("parameters", "the row prints no model size", computed=counted.all_ranks)
+        yield row.not_checkable(
+            "parameters", "the row prints no model size", computed=counted.all_ranks
+        )
     for document in source.evidence.sizes:
         for part, printed in document.rows.get(row.name, {}).items():
             computed = PARTS[part](counted)
             size = _size(str(printed))
             how = agreement(size, computed)
-            yield row.compare(f"parameters, {part}", printed, computed, how and f"{how}: {document.source}")
+            yield row.compare(
+                f"parameters, {part}",
+                printed,
+                computed,
+                how and f"{how}: {document.source}",
+            )
 
 
-def _to_the_unit(row: CheckedRow, quantity: str, printed: int, counted: RankCounts, ranks: int) -> LineCheck:
+def _to_the_unit(
+    row: CheckedRow, quantity: str, printed: int, counted: RankCounts, ranks: int
+) -> LineCheck:
     """Compare with the parameters of all ranks, or of one; a wrong number may fit another layout."""
     computed = counted.all_ranks // ranks
     reason = row.unknown_reason("model")
@@ -140,7 +188,9 @@ def _to_the_unit(row: CheckedRow, quantity: str, printed: int, counted: RankCoun
     share = f" / {ranks}" if ranks > 1 else ""
     for tp in reversed(DEGREES):
         padded = row.recipe.model.embedding_rows(tp)
-        held = cost.parameters_per_rank(row.recipe.model, row.recipe.positions, padded, tp)
+        held = cost.parameters_per_rank(
+            row.recipe.model, row.recipe.positions, padded, tp
+        )
         if tp * held == printed * ranks:
             hint = f" (the printed one is the count at tp {tp}{share})"
     return row.compare(quantity, printed, f"{computed}{hint}", None)
@@ -153,11 +203,16 @@ def _label(row: CheckedRow, label: str, counted: RankCounts) -> LineCheck:
     plain = f"{counted.once / unit:.4g}{label[-1:]}"
     reason = row.unknown_reason("model")
     if reason:
-        return row.not_checkable("size label", f"the model stands in: {reason}", label, plain)
+        return row.not_checkable(
+            "size label", f"the model stands in: {reason}", label, plain
+        )
     how = agreement(size, counted.once)
     if how in ("exact", "rounded"):
         return row.compare("size label", label, plain, how)
-    others = {"in 2^30": counted.once / 2**30, "of all ranks in 2^20 x 1000": counted.all_ranks / 2**20 / 1e3}
+    others = {
+        "in 2^30": counted.once / 2**30,
+        "of all ranks in 2^20 x 1000": counted.all_ranks / 2**20 / 1e3,
+    }
     for name, value in others.items():
         if unit == 1e9 and agreement(size, value * unit) == "rounded":
             plain += f"; {value:.2f} {name}"
@@ -179,7 +234,9 @@ def missing_time(row: CheckedRow, _: CheckedTable) -> Iterator[LineCheck]:
     published = row.published
     rate = row.published.samples_per_s
     if published.oom:
-        yield row.not_checkable("time", "out of memory: no time, no samples/s, no TFLOPS", "OOM")
+        yield row.not_checkable(
+            "time", "out of memory: no time, no samples/s, no TFLOPS", "OOM"
+        )
     elif published.time_per_iteration_s is None:
         why = "no time of an iteration is printed"
         implied = row.recipe.batch.global_ / rate if rate else None
@@ -193,13 +250,17 @@ def formula(row: CheckedRow, parameters: float, seconds: float) -> float:
     """Return TFLOPS per GPU by the documents' formula, with batch and GPUs as printed."""
     length = row.recipe.sequence_length
     recomputed = row.recipe.checkpoint_interval > 0
-    return cost.published_tflops(parameters, length, row.batch, seconds, row.gpus, checkpointing=recomputed)
+    return cost.published_tflops(
+        parameters, length, row.batch, seconds, row.gpus, checkpointing=recomputed
+    )
 
 
 def operations(row: CheckedRow) -> int:
     """Count the operations of one iteration, every matrix product included."""
     recipe = row.recipe
-    return cost.operations_of(recipe, recipe.batch.global_, recipe.model.embedding_rows(row.tp))
+    return cost.operations_of(
+        recipe, recipe.batch.global_, recipe.model.embedding_rows(row.tp)
+    )
 
 
 def samples(row: CheckedRow, _: CheckedTable) -> Iterator[LineCheck]:
@@ -207,7 +268,9 @@ def samples(row: CheckedRow, _: CheckedTable) -> Iterator[LineCheck]:
     rate = row.printed_number(SAMPLES)
     seconds = row.printed_number(TIME)
     if rate and seconds:
-        computed, how = recompute(rate, "the printed time", lambda s: row.batch / s, seconds)
+        computed, how = recompute(
+            rate, "the printed time", lambda s: row.batch / s, seconds
+        )
         division = f"{row.batch} / {seconds.value:g} s = {computed:.3f}"
         yield row.compare("samples/s", rate.text, division, how)
 
@@ -223,20 +286,31 @@ def tflops(row: CheckedRow, _: CheckedTable) -> Iterator[LineCheck]:
         work = operations(row)
         gpus = row.gpus
         exact, how = recompute(
-            printed, "the printed time", lambda s: cost.exact_tflops(work, s, gpus), seconds
+            printed,
+            "the printed time",
+            lambda s: cost.exact_tflops(work, s, gpus),
+            seconds,
         )
         yield row.compare("TFLOPS", printed.text, f"{exact:.4g}, every product", how)
         return
     if label is None:
-        yield row.not_checkable("TFLOPS", "the row prints no model size for the formula", printed.text)
+        yield row.not_checkable(
+            "TFLOPS", "the row prints no model size for the formula", printed.text
+        )
         return
     size = _size(label).value
-    computed, how = recompute(printed, "the printed time", lambda s: formula(row, size, s), seconds)
+    computed, how = recompute(
+        printed, "the printed time", lambda s: formula(row, size, s), seconds
+    )
     ratio = printed.value / computed
     twice = abs(ratio / 2 - 1) < NEAR_TWICE
     off = ""
     if not how:
-        off = " (printed is twice that)" if twice else f" (printed is {100 * (ratio - 1):+.1f} %)"
+        off = (
+            " (printed is twice that)"
+            if twice
+            else f" (printed is {100 * (ratio - 1):+.1f} %)"
+        )
     yield row.compare("TFLOPS", printed.text, f"{computed:.4g} with {label}{off}", how)
 
 
@@ -255,16 +329,26 @@ def operations_per_second(row: CheckedRow, _: CheckedTable) -> Iterator[LineChec
     share = batch / row.batch
     if row.published.tflops is None and label:
         by_label = formula(row, _size(label).value, seconds)
-        yield information("formula, label", by_label, f"none is printed; {label} as the size")
+        yield information(
+            "formula, label", by_label, f"none is printed; {label} as the size"
+        )
         if "batch.global" in row.published.printed:
-            yield information("formula, batch of the run", share * by_label, f"global batch {batch}")
+            yield information(
+                "formula, batch of the run", share * by_label, f"global batch {batch}"
+            )
     if row.unknown_reason("model") or not _can_be_built(row):
         return
     once = counts(row.recipe).once
     work = operations(row)
-    yield information("formula, all parameters", share * formula(row, once, seconds), f"{once} parameters")
+    yield information(
+        "formula, all parameters",
+        share * formula(row, once, seconds),
+        f"{once} parameters",
+    )
     exact = cost.exact_tflops(work, seconds, gpus)
-    yield information("exact count", exact, f"{work:.4g} operations per iteration on {gpus} GPUs")
+    yield information(
+        "exact count", exact, f"{work:.4g} operations per iteration on {gpus} GPUs"
+    )
     yield from _plausible(row, seconds)
 
 
@@ -292,9 +376,13 @@ def share_of_peak(row: CheckedRow, _: CheckedTable) -> Iterator[LineCheck]:
     rate = row.printed_number(TFLOPS)
     peak = row.value("hardware.peak_tflops")
     if printed and (rate is None or peak is None):
-        yield row.not_checkable("share of peak", "needs TFLOPS and a peak", printed.text)
+        yield row.not_checkable(
+            "share of peak", "needs TFLOPS and a peak", printed.text
+        )
     elif printed and rate:
-        computed, how = recompute(printed, "the printed TFLOPS", lambda t: 100 * t / peak, rate)
+        computed, how = recompute(
+            printed, "the printed TFLOPS", lambda t: 100 * t / peak, rate
+        )
         division = f"{rate.text} / {peak:g} = {computed:.2f} %"
         yield row.compare("share of peak", printed.text, division, how)
 
@@ -302,13 +390,17 @@ def share_of_peak(row: CheckedRow, _: CheckedTable) -> Iterator[LineCheck]:
 def speedup(row: CheckedRow, source: CheckedTable) -> Iterator[LineCheck]:
     """Check a printed speed-up over another row of the table: the ratio of the GPUs' peaks."""
     printed = row.printed_number("published.speedup")
-    others = [other for other in source.rows if other.full_name == row.published.speedup_over]
+    others = [
+        other for other in source.rows if other.full_name == row.published.speedup_over
+    ]
     if printed and others and (peak := _peak(row)) and (slower := _peak(others[0])):
         how = agreement(printed, peak / slower)
         division = f"{peak:g} / {slower:g} TFLOPS = {peak / slower:.3f}, of the peaks"
         yield row.compare(f"speed over {others[0].name}", printed.text, division, how)
     elif printed:
-        yield row.not_checkable("speed over another row", "needs that row of the table, and both peaks")
+        yield row.not_checkable(
+            "speed over another row", "needs that row of the table, and both peaks"
+        )
 
 
 def speeds_of_other_runs(row: CheckedRow, source: CheckedTable) -> Iterator[LineCheck]:
@@ -327,9 +419,14 @@ def _other_run(row: CheckedRow, run: OtherRun, source: str) -> LineCheck:
     model = row.recipe.model
     length = row.recipe.sequence_length
     padded = model.embedding_rows(row.tp)
-    work = cost.exact_flops_per_step(model, length, run.batch, padded_vocab=padded, checkpointing=True)
+    work = cost.exact_flops_per_step(
+        model, length, run.batch, padded_vocab=padded, checkpointing=True
+    )
     exact, how = recompute(
-        printed, "the printed time", lambda s: cost.exact_tflops(work, s, run.gpus), seconds
+        printed,
+        "the printed time",
+        lambda s: cost.exact_tflops(work, s, run.gpus),
+        seconds,
     )
     quantity = f"TFLOPS, batch {run.batch} in {time} ms on {run.gpus} GPUs"
     return row.compare(quantity, run.tflops, f"{exact:.4g}", how and f"{how}: {source}")
@@ -342,23 +439,37 @@ def scaling(row: CheckedRow, source: CheckedTable) -> Iterator[LineCheck]:
     """Check TFLOPS per GPU relative to the baseline's: the work per GPU is the same."""
     printed = row.printed_number(SCALING)
     rate = row.printed_number(TFLOPS)
-    base = next((each for each in source.rows if each.published.weak_scaling_percent == 100), None)
+    base = next(
+        (each for each in source.rows if each.published.weak_scaling_percent == 100),
+        None,
+    )
     of_base = base and base.printed_number(TFLOPS)
     if printed and not (rate and of_base):
         why = "needs the TFLOPS of the row and of a baseline"
         yield row.not_checkable("weak scaling", why, printed.text)
     elif printed and rate and of_base:
-        computed, how = recompute(printed, "the printed TFLOPS", lambda t, b: 100 * t / b, rate, of_base)
+        computed, how = recompute(
+            printed, "the printed TFLOPS", lambda t, b: 100 * t / b, rate, of_base
+        )
         ratio = f"{rate.text} / {of_base.text} = {computed:.1f} %"
         said = f"{computed:g} %" if row.published.weak_scaling_percent == 100 else ratio
         yield row.compare("weak scaling", printed.text, said, how)
 
 
-def time_over_micro_batches(row: CheckedRow, source: CheckedTable) -> Iterator[LineCheck]:
+def time_over_micro_batches(
+    row: CheckedRow, source: CheckedTable
+) -> Iterator[LineCheck]:
     """Report an iteration slower than that of a row with only a larger micro-batch."""
     own = row.published.time_per_iteration_s
-    timed = [(other.published.time_per_iteration_s, other) for other in _with_larger_micro(row, source)]
-    quicker = [(seconds, other) for seconds, other in timed if own and seconds and seconds < own]
+    timed = [
+        (other.published.time_per_iteration_s, other)
+        for other in _with_larger_micro(row, source)
+    ]
+    quicker = [
+        (seconds, other)
+        for seconds, other in timed
+        if own and seconds and seconds < own
+    ]
     if quicker:
         seconds, other = max(quicker, key=lambda pair: pair[0])
         least = f"at most {seconds:g} s, as {other.name} took for micro-batch {other.recipe.batch.micro}"
@@ -380,9 +491,25 @@ def configuration(row: CheckedRow, but_micro: bool = False) -> tuple[Any, ...]:
     """Return everything that a speed depends on, perhaps without the micro-batch."""
     recipe = row.recipe
     batch = row.recipe.batch
-    shared = (batch.accumulation,) if but_micro else (batch.micro, batch.accumulation, batch.global_)
-    work = recipe.model, recipe.sequence_length, recipe.parallel, shared, recipe.activation_checkpointing
-    return (*work, recipe.ds_config, row.value("hardware.name"), row.gpus, row.published.framework)
+    shared = (
+        (batch.accumulation,)
+        if but_micro
+        else (batch.micro, batch.accumulation, batch.global_)
+    )
+    work = (
+        recipe.model,
+        recipe.sequence_length,
+        recipe.parallel,
+        shared,
+        recipe.activation_checkpointing,
+    )
+    return (
+        *work,
+        recipe.ds_config,
+        row.value("hardware.name"),
+        row.gpus,
+        row.published.framework,
+    )
 
 
 # --- memory
@@ -396,12 +523,16 @@ def memory(row: CheckedRow, source: CheckedTable) -> Iterator[LineCheck]:
     try:
         states = states_gb(row)
     except ConfigError as error:
-        yield row.not_checkable(quantity, f"its layout cannot be run here: {error}", ran)
+        yield row.not_checkable(
+            quantity, f"its layout cannot be run here: {error}", ran
+        )
         return
     if row.published.oom:
         yield _out_of_memory(row, source, states, capacity)
     elif capacity is None:
-        yield row.not_checkable(quantity, "no memory of its GPUs is known", computed=f"{states:.1f} GB")
+        yield row.not_checkable(
+            quantity, "no memory of its GPUs is known", computed=f"{states:.1f} GB"
+        )
     else:
         how = "they fit" if states <= capacity else None
         yield row.compare(quantity, ran, f"{states:.1f} GB", how)
@@ -414,11 +545,20 @@ def states_gb(row: CheckedRow) -> float:
     return memory_of_plan(published_plan(row.recipe)).states / 1e9
 
 
-def _out_of_memory(row: CheckedRow, source: CheckedTable, states: float, capacity: float | None) -> LineCheck:
+def _out_of_memory(
+    row: CheckedRow, source: CheckedTable, states: float, capacity: float | None
+) -> LineCheck:
     """Check an OOM: a larger batch that ran contradicts it, larger model states confirm it."""
-    ran = [r for r in _alike(row, source) if not r.published.oom and r.micro >= row.micro]
+    ran = [
+        r for r in _alike(row, source) if not r.published.oom and r.micro >= row.micro
+    ]
     if ran:
-        return row.compare("out of memory", "OOM", f"micro-batch {ran[0].micro} of the same model ran", None)
+        return row.compare(
+            "out of memory",
+            "OOM",
+            f"micro-batch {ran[0].micro} of the same model ran",
+            None,
+        )
     if capacity and states > capacity:
         computed = f"{states:.1f} GB of model states on {capacity:g} GB"
         return row.compare("out of memory", "OOM", computed, "they do not fit")
@@ -427,13 +567,29 @@ def _out_of_memory(row: CheckedRow, source: CheckedTable, states: float, capacit
 
 
 def _cached(
-    row: CheckedRow, source: CheckedTable, cached: float, states: float, capacity: float | None
+    row: CheckedRow,
+    source: CheckedTable,
+    cached: float,
+    states: float,
+    capacity: float | None,
 ) -> Iterator[LineCheck]:
     """Check that cached memory lies between model states and the GPU's memory, and below a larger batch's."""
-    limits = f"{states:.1f} GB of model states" + (f" to {capacity:g} GB" if capacity else "")
-    how = "between them: bounds, no value" if states <= cached <= (capacity or cached) else None
-    yield row.compare("cached", row.text_of("published.cached_gb") or cached, limits, how)
-    larger = [(r.published.cached_gb, r) for r in _with_larger_micro(row, source) if r.published.cached_gb]
+    limits = f"{states:.1f} GB of model states" + (
+        f" to {capacity:g} GB" if capacity else ""
+    )
+    how = (
+        "between them: bounds, no value"
+        if states <= cached <= (capacity or cached)
+        else None
+    )
+    yield row.compare(
+        "cached", row.text_of("published.cached_gb") or cached, limits, how
+    )
+    larger = [
+        (r.published.cached_gb, r)
+        for r in _with_larger_micro(row, source)
+        if r.published.cached_gb
+    ]
     if larger:
         least, other = min(larger, key=lambda pair: pair[0])
         computed = f"at most {least:g} GB, as {other.name} had for micro-batch {other.recipe.batch.micro}"

@@ -26,12 +26,16 @@ PARTS = {
 SCORES = [f"{task}.{part}" for task, parts in PARTS.items() for part in parts]
 
 
-def checks(source: CheckedTable, singles: Mapping[str, Downstream]) -> Iterator[LineCheck]:
+def checks(
+    source: CheckedTable, singles: Mapping[str, Downstream]
+) -> Iterator[LineCheck]:
     """Check all scores of a table, including lines of other models.
 
     `singles`: scores of the models, one by one, that the table's ensembles are of.
     """
-    own = sorted((row for row in source.rows if row.published.downstream), key=_parameters)
+    own = sorted(
+        (row for row in source.rows if row.published.downstream), key=_parameters
+    )
     for line in source.others:
         yield from transcription.other_model(line)
     for line in (*own, *source.others):
@@ -59,9 +63,14 @@ def _trained_tokens(line: Line, own: Sequence[Line]) -> Iterator[LineCheck]:
         yield line.not_checkable("trained tokens", why, printed.text)
         return
     computed = prod(line.pretraining) / prod(smallest)
-    ours, least = (f"{steps:,} x {batch} x {length}" for steps, batch, length in (line.pretraining, smallest))
+    ours, least = (
+        f"{steps:,} x {batch} x {length}"
+        for steps, batch, length in (line.pretraining, smallest)
+    )
     how = agreement(printed, computed)
-    yield line.compare("trained tokens", printed.text, f"{ours} over {least} = {computed:.3g}", how)
+    yield line.compare(
+        "trained tokens", printed.text, f"{ours} over {least} = {computed:.3g}", how
+    )
 
 
 def _race(line: Line) -> Iterator[LineCheck]:
@@ -69,7 +78,9 @@ def _race(line: Line) -> Iterator[LineCheck]:
     race = line.value("published.downstream.race")
     if race and race.middle is not None and race.high is not None:
         values = (race.accuracy, race.middle, race.high)  # printed with one decimal
-        whole, *parts = (printed for value in values if (printed := Printed.read(f"{value:.1f}")))
+        whole, *parts = (
+            printed for value in values if (printed := Printed.read(f"{value:.1f}"))
+        )
 
         def mean(middle: float, high: float) -> float:
             return (RACE_TEST[0] * middle + RACE_TEST[1] * high) / sum(RACE_TEST)
@@ -86,7 +97,9 @@ def _squad(line: Line) -> Iterator[LineCheck]:
         scores = line.value(f"published.downstream.{task}")
         if scores:
             how = "no more than F1" if scores.em <= scores.f1 else None
-            yield line.compare(f"{name}, exact matches", scores.em, f"at most F1, {scores.f1}", how)
+            yield line.compare(
+                f"{name}, exact matches", scores.em, f"at most F1, {scores.f1}", how
+            )
 
 
 def _ensemble(line: Line, singles: Mapping[str, Downstream]) -> Iterator[LineCheck]:
@@ -96,7 +109,9 @@ def _ensemble(line: Line, singles: Mapping[str, Downstream]) -> Iterator[LineChe
         alone = value_of(singles.get(line.name), name)
         if joined is not None and alone is not None:
             how = "no less than one model" if joined >= alone else None
-            yield line.compare(f"ensemble, {name}", joined, f"at least {alone}, of one model", how)
+            yield line.compare(
+                f"ensemble, {name}", joined, f"at least {alone}, of one model", how
+            )
 
 
 def _monotonic(lines: Sequence[Line]) -> Iterator[LineCheck]:
@@ -107,7 +122,9 @@ def _monotonic(lines: Sequence[Line]) -> Iterator[LineCheck]:
             after = _score(larger, name)
             if before is not None and after is not None:
                 how = "better with size" if after > before else None
-                yield larger.compare(f"size, {name}", after, f"above {before}, of {smaller.name}", how)
+                yield larger.compare(
+                    f"size, {name}", after, f"above {before}, of {smaller.name}", how
+                )
 
 
 def _score(line: Line, name: str) -> Any:

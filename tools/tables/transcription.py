@@ -24,7 +24,11 @@ from tools.tables.lines import (
 from tools.tables.printed import Printed, agreement
 
 # Each stands in a column or in free text.
-NUMBERS = [key for key in HEADINGS if re.fullmatch(r"published\.\w+", key) and key != "published.date"]
+NUMBERS = [
+    key
+    for key in HEADINGS
+    if re.fullmatch(r"published\.\w+", key) and key != "published.date"
+]
 _NUMBERS = re.compile(r"\d+(?:\.\d+)?")
 # What a table need not print, and then has to come from somewhere.
 NEEDS_SOURCE = (
@@ -50,7 +54,12 @@ SCORES = ("published.downstream.", "published.previous.")
 
 def entries(row: CheckedRow, _: CheckedTable) -> Iterator[LineCheck]:
     """Check cells, published numbers, declarations, and keys in need of a source."""
-    for check in (*_cells(row), *_published_numbers(row), *_declarations(row), *_sources(row)):
+    for check in (
+        *_cells(row),
+        *_published_numbers(row),
+        *_declarations(row),
+        *_sources(row),
+    ):
         yield replace(check, transcribed=True)
 
 
@@ -143,8 +152,12 @@ def _declarations(row: CheckedRow) -> Iterator[LineCheck]:
 
 def _sources(row: CheckedRow) -> Iterator[LineCheck]:
     for key in (key for key in NEEDS_SOURCE if not row.text_of(key)):
-        said = any(related(key, name) for name in (*row.recipe.inferred, *row.recipe.unknown))
-        computed, how = ("inferred or unknown", "declared") if said else ("no source", None)
+        said = any(
+            related(key, name) for name in (*row.recipe.inferred, *row.recipe.unknown)
+        )
+        computed, how = (
+            ("inferred or unknown", "declared") if said else ("no source", None)
+        )
         yield row.compare(f"source of {key}", "no cell", computed, how)
 
 
@@ -155,7 +168,12 @@ def settings(row: CheckedRow, source: CheckedTable) -> Iterator[LineCheck]:
         said.add(statement.key)
         yield replace(_setting(row, statement), stated=True)
     for cell in row.cells:
-        if cell.text and cell.key and cell.key not in said and (why := _unchecked(row, cell.key)):
+        if (
+            cell.text
+            and cell.key
+            and cell.key not in said
+            and (why := _unchecked(row, cell.key))
+        ):
             yield row.not_checkable(f"printed {cell.key}", why, cell.text)
 
 
@@ -163,7 +181,9 @@ def _setting(row: CheckedRow, said: Statement) -> LineCheck:
     """Compare a stated value; a number under `published` may have other digits there."""
     own = row.value(said.key)
     text = Printed.read(_shown(said.value))
-    printed = row.printed_number(said.key) if said.key.startswith("published.") else None
+    printed = (
+        row.printed_number(said.key) if said.key.startswith("published.") else None
+    )
     agrees = _same(said.value, own)
     if printed and text and not agrees:
         agrees = bool(agreement(printed, text.value) or agreement(text, printed.value))
@@ -174,7 +194,11 @@ def _setting(row: CheckedRow, said: Statement) -> LineCheck:
 
 def _same(said: Any, own: Any) -> bool:
     if isinstance(said, list):
-        return isinstance(own, (list, tuple)) and len(said) == len(own) and all(map(_same, said, own))
+        return (
+            isinstance(own, (list, tuple))
+            and len(said) == len(own)
+            and all(map(_same, said, own))
+        )
     if isinstance(said, (bool, str)) or isinstance(own, (bool, str)) or own is None:
         return type(said) is type(own) and said == own
     return _close(said, own)
@@ -194,7 +218,11 @@ def _unchecked(row: CheckedRow, key: str) -> str:
     if key.startswith(SCORES):
         return "a score of a trained model: its parts and its place among other scores are checked"
     if published.oom:
-        return "it ran out of memory: no rate follows from the batch" if key == "batch.micro" else ""
+        return (
+            "it ran out of memory: no rate follows from the batch"
+            if key == "batch.micro"
+            else ""
+        )
     rate = published.samples_per_s
     bounded = "only its share of the GPU's peak is bounded"
     if key == TIME and rate is None and published.tflops is None:

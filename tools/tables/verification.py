@@ -63,7 +63,11 @@ class VerificationReport:
     @property
     def unexplained(self) -> tuple[LineCheck, ...]:
         explained = self.explanations
-        return tuple(check for check in self.checks if check.status == "disagrees" and check not in explained)
+        return tuple(
+            check
+            for check in self.checks
+            if check.status == "disagrees" and check not in explained
+        )
 
     @property
     def passed(self) -> bool:
@@ -78,15 +82,21 @@ def verify(
 
     Raises ProblemsError: an unknown name in `only`, a file that cannot be read; all broken recipes at once.
     """
-    published = {table.name: table for table in catalog.tables(folder) if table.published}
+    published = {
+        table.name: table for table in catalog.tables(folder) if table.published
+    }
     problems = []
     for name in only:
         if name not in published:
             fix = did_you_mean(name, published)
-            problems.append(Problem("--table", f"--table {name}", "no such published table", fix))
+            problems.append(
+                Problem("--table", f"--table {name}", "no such published table", fix)
+            )
     if problems:
         raise ProblemsError(problems)
-    sources = checked_tables([table for name, table in published.items() if not only or name in only])
+    sources = checked_tables(
+        [table for name, table in published.items() if not only or name in only]
+    )
     source_of = {source.table.name: source for source in sources}
     rows = [row for source in sources for row in source.rows]
     checks: list[LineCheck] = []
@@ -98,20 +108,30 @@ def verify(
     errata, stale = _explain(checks, sources)
     texts = tuple(text for source in sources for text in source.evidence.texts)
     number = {source.table.name: len(source.rows) for source in sources}
-    return VerificationReport(tuple(checks), errata, stale, tuple(_repeated(rows)), texts, number)
+    return VerificationReport(
+        tuple(checks), errata, stale, tuple(_repeated(rows)), texts, number
+    )
 
 
-def _singles(published: Mapping[str, Table], source: CheckedTable) -> dict[str, Downstream]:
+def _singles(
+    published: Mapping[str, Table], source: CheckedTable
+) -> dict[str, Downstream]:
     """Return the scores of the single models behind a table of ensembles; {} for other tables."""
     name = source.evidence.single_models
     if name is None:
         return {}
     if name not in published:
         fix = did_you_mean(name, published)
-        raise ProblemsError([Problem("evidence.single_models", name, "no such published table", fix)])
+        raise ProblemsError(
+            [Problem("evidence.single_models", name, "no such published table", fix)]
+        )
     (of_singles,) = checked_tables([published[name]])
     lines = (*of_singles.rows, *of_singles.others)
-    return {line.name: line.published.downstream for line in lines if line.published.downstream}
+    return {
+        line.name: line.published.downstream
+        for line in lines
+        if line.published.downstream
+    }
 
 
 def _repeated(rows: Sequence[CheckedRow]) -> Iterator[str]:
@@ -120,16 +140,23 @@ def _repeated(rows: Sequence[CheckedRow]) -> Iterator[str]:
     timed = [row for row in rows if row.published.time_per_iteration_s]
     for _, group in groupby(sorted(timed, key=lambda row: repr(same(row))), key=same):
         names, times = zip(
-            *((row.full_name, row.published.time_per_iteration_s) for row in group), strict=True
+            *((row.full_name, row.published.time_per_iteration_s) for row in group),
+            strict=True,
         )
         if len(times) > 1:
             apart = f"{100 * (max(times) / min(times) - 1):.0f} % apart, for one configuration"
             yield f"{' / '.join(f'{time:g}' for time in times)} s, {apart}: {', '.join(names)}"
 
 
-def _explain(checks: Sequence[LineCheck], sources: Sequence[CheckedTable]) -> tuple[ExplainedErrata, Lines]:
+def _explain(
+    checks: Sequence[LineCheck], sources: Sequence[CheckedTable]
+) -> tuple[ExplainedErrata, Lines]:
     """Return the errata with their disagreements, and the stale disagreements."""
-    wrong = {(check.subject, check.difference): check for check in checks if check.status == "disagrees"}
+    wrong = {
+        (check.subject, check.difference): check
+        for check in checks
+        if check.status == "disagrees"
+    }
     explained: dict[str, tuple[Erratum, list[LineCheck]]] = {}
     stale = []
     for source in sources:
@@ -137,7 +164,11 @@ def _explain(checks: Sequence[LineCheck], sources: Sequence[CheckedTable]) -> tu
             for known in source.evidence.errata_of(row.name):
                 check = wrong.get((row.full_name, known.difference))
                 if check:
-                    explained.setdefault(known.erratum.text, (known.erratum, []))[1].append(check)
+                    explained.setdefault(known.erratum.text, (known.erratum, []))[
+                        1
+                    ].append(check)
                 else:
                     stale.append(f"{row.full_name} {known.difference}")
-    return tuple((erratum, tuple(found)) for erratum, found in explained.values()), tuple(stale)
+    return tuple(
+        (erratum, tuple(found)) for erratum, found in explained.values()
+    ), tuple(stale)

@@ -27,7 +27,8 @@ class Tolerances(NamedTuple):
     loss: float = 1e-4  # nats per token, at every step
     norm: float = 1e-4  # relative, at every step
     gradient: float = 1e-4  # L2 norm of the difference, relative to that of the tensor
-    weight: float = 1e-3  # the same, of the final weights: Adam amplifies rounding where gradients are small
+    # the same, of the final weights: Adam amplifies rounding where gradients are small
+    weight: float = 1e-3
 
 
 # By the precision of weights and states. In bf16 twice what `compare_layouts.py --tiny --only "pure bf16 dp2"
@@ -36,8 +37,19 @@ TOLERANCES = {"fp32": Tolerances(), "bf16": Tolerances(1e-2, 2e-2, 0.28, 0.22)}
 
 FINISHED = "result.json"  # file in the directory of a run that did every step
 MOST_SHOWN = 2000  # characters of a failure, from its end
-ENDED = re.compile(r"^.*failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+)", re.MULTILINE)
-HEADINGS = ("layout", "ranks", "loss", "grad norm", "gradients", "weights", "s/step", "agrees")
+ENDED = re.compile(
+    r"^.*failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+)", re.MULTILINE
+)
+HEADINGS = (
+    "layout",
+    "ranks",
+    "loss",
+    "grad norm",
+    "gradients",
+    "weights",
+    "s/step",
+    "agrees",
+)
 
 # Names of parameters, and of modules in a layer or head, in forward order.
 TOP = ("word", "position", "embedding", "layers", "final_norm", "head", "decoder_bias")
@@ -54,10 +66,12 @@ class RunOutcome:
     case: LayoutCase
     losses: Sequence[float] = ()  # of every step
     norms: Sequence[float] = ()
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)  # of the first step, by canonical name
+    # of the first step, by canonical name
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)  # after the last one
     seconds: float = math.nan  # median per step without the first five
-    validations: Sequence[float] = ()  # losses on held-out text, before and after the steps
+    # losses on held-out text, before and after the steps
+    validations: Sequence[float] = ()
     failure: str | None = None  # reason for a missing result
 
     @property
@@ -73,10 +87,13 @@ class Difference:
     """
 
     run: RunOutcome
-    loss: float = math.nan  # largest absolute difference over the steps and the validations
+    # largest absolute difference over the steps and the validations
+    loss: float = math.nan
     norm: float = math.nan  # largest relative difference over the steps
-    gradient: float = math.nan  # largest relative difference over the tensors, first step
-    weight: float = math.nan  # largest absolute difference of an element of the final weights
+    # largest relative difference over the tensors, first step
+    gradient: float = math.nan
+    # largest absolute difference of an element of the final weights
+    weight: float = math.nan
     diverging: str | None = None
     agrees: bool = False
     failure: str | None = None  # reason for a missing comparison
@@ -90,7 +107,9 @@ def read_outcome(case: LayoutCase, directory: Path, log: Path) -> RunOutcome:
 
     last = newest(directory / "checkpoints")
     if last is None or not (directory / FINISHED).exists():
-        return RunOutcome(case, failure=f"did not finish: {_cause(directory, log)}".strip())
+        return RunOutcome(
+            case, failure=f"did not finish: {_cause(directory, log)}".strip()
+        )
     records = read_metrics(directory / "metrics.jsonl")
     return RunOutcome(
         case,
@@ -99,7 +118,9 @@ def read_outcome(case: LayoutCase, directory: Path, log: Path) -> RunOutcome:
         norms=[_number(record.grad_norm) for record in records.steps],
         gradients=load_weights(directory / gradients.DIRECTORY, gradients.KIND),
         weights=load_weights(last.directory),
-        seconds=statistics.median(record.seconds for record in records.steps[5:] or records.steps),
+        seconds=statistics.median(
+            record.seconds for record in records.steps[5:] or records.steps
+        ),
     )
 
 
@@ -116,15 +137,28 @@ def compare(reference: RunOutcome, other: RunOutcome) -> Difference:
         return Difference(run, failure=failure)
     losses, others = ([*run.losses, *run.validations] for run in (reference, other))
     loss = _largest(abs(a - b) for a, b in zip(losses, others, strict=True))
-    norm = _largest(abs(a - b) / max(a, 1e-30) for a, b in zip(reference.norms, other.norms, strict=True))
-    gradients = {name: _relative(t, other.gradients[name]) for name, t in reference.gradients.items()}
-    weights = {name: _relative(t, other.weights[name]) for name, t in reference.weights.items()}
-    weight = _largest(float((t - other.weights[name]).abs().max()) for name, t in reference.weights.items())
+    norm = _largest(
+        abs(a - b) / max(a, 1e-30)
+        for a, b in zip(reference.norms, other.norms, strict=True)
+    )
+    gradients = {
+        name: _relative(t, other.gradients[name])
+        for name, t in reference.gradients.items()
+    }
+    weights = {
+        name: _relative(t, other.weights[name]) for name, t in reference.weights.items()
+    }
+    weight = _largest(
+        float((t - other.weights[name]).abs().max())
+        for name, t in reference.weights.items()
+    )
     most = TOLERANCES[other.case.states]
     diverging = _first(gradients, most.gradient, "gradient of step 1", backward=True)
     diverging = diverging or _first(weights, most.weight, "final weight")
     agrees = loss <= most.loss and norm <= most.norm and diverging is None
-    return Difference(run, loss, norm, _largest(gradients.values()), weight, diverging, agrees)
+    return Difference(
+        run, loss, norm, _largest(gradients.values()), weight, diverging, agrees
+    )
 
 
 def table(
@@ -162,19 +196,30 @@ def _numbers(row: Difference) -> tuple[str, ...]:
     if row.failure:
         return *"-----", "FAILED"
     differences = (row.loss, row.norm, row.gradient, row.weight)
-    verdict = "yes" if row.agrees else f"NO, first: {row.diverging or 'the loss or the norm alone'}"
+    verdict = (
+        "yes"
+        if row.agrees
+        else f"NO, first: {row.diverging or 'the loss or the norm alone'}"
+    )
     return *(f"{each:.1e}" for each in differences), f"{row.run.seconds:.3f}", verdict
 
 
 def reasons(left_out: Mapping[str, Sequence[Problem]]) -> list[str]:
     """Return one line per layout with the reasons for not running it."""
-    return [f"{name} is not run: {'; '.join(map(str, problems))}" for name, problems in left_out.items()]
+    return [
+        f"{name} is not run: {'; '.join(map(str, problems))}"
+        for name, problems in left_out.items()
+    ]
 
 
 def _compile_gains(runs: list[RunOutcome]) -> list[str]:
     """Return a line with the speed of compiled layouts relative to eager ones."""
     seconds = {run.name: run.seconds for run in runs}
-    pairs = [(eager, seconds[eager] / run.seconds) for run in runs if (eager := run.case.compiled_from)]
+    pairs = [
+        (eager, seconds[eager] / run.seconds)
+        for run in runs
+        if (eager := run.case.compiled_from)
+    ]
     gains = ", ".join(f"{eager} {times:.2f}x" for eager, times in pairs)
     return [f"\ncompiling makes a step faster by: {gains}"] if gains else []
 
@@ -188,7 +233,9 @@ def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm()) / max(float(a.norm()), 1e-30)
 
 
-def _first(differences: dict[str, float], tolerance: float, what: str, backward: bool = False) -> str | None:
+def _first(
+    differences: dict[str, float], tolerance: float, what: str, backward: bool = False
+) -> str | None:
     """Describe the first tensor beyond the tolerance; later ones inherit the error of a wrong gradient."""
     for name in sorted(differences, key=_forward_order, reverse=backward):
         if not differences[name] <= tolerance:
@@ -200,15 +247,25 @@ def _forward_order(name: str) -> tuple[Any, ...]:
     """Return a sort key: the parameter's position in the forward pass."""
     top, *below = name.split(".")
     layer = int(below.pop(0)) if top == "layers" else 0
-    return TOP.index(top), layer, INNER.index(below[0]) if below[0] in INNER else 0, name
+    return (
+        TOP.index(top),
+        layer,
+        INNER.index(below[0]) if below[0] in INNER else 0,
+        name,
+    )
 
 
 def _cause(directory: Path, log: Path) -> str:
     """Return the traceback of a failed rank, from the run or its parent folder; else the end of the log."""
     pattern = "error-rank-*.txt"
-    for kept in (*sorted(directory.glob(pattern)), *sorted(directory.parent.glob(pattern))):
+    for kept in (
+        *sorted(directory.glob(pattern)),
+        *sorted(directory.parent.glob(pattern)),
+    ):
         return kept.read_text(errors="replace").strip()[-MOST_SHOWN:]
     text = log.read_text(errors="replace") if log.exists() else ""
     ended = ENDED.search(text)  # torchrun's own report follows; it adds nothing
-    killed = f"\nrank {ended['rank']} ended with exit code {ended['code']}" if ended else ""
+    killed = (
+        f"\nrank {ended['rank']} ended with exit code {ended['code']}" if ended else ""
+    )
     return text[: ended.start() if ended else None].strip()[-MOST_SHOWN:] + killed

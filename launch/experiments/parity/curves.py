@@ -13,7 +13,9 @@ from launch.experiments.parity.comparison import RunOutcome
 LEAST = 1e-9  # smaller differences, zero included, are drawn at the lower edge
 
 
-def draw_curves(reference: RunOutcome, others: Sequence[RunOutcome], path: Path, title: str) -> None:
+def draw_curves(
+    reference: RunOutcome, others: Sequence[RunOutcome], path: Path, title: str
+) -> None:
     """Draw the losses per step and, below, their absolute differences from the reference, in nats per token.
 
     Layouts without a full training are left out. `path` ends in .png, .svg or .pdf.
@@ -27,10 +29,19 @@ def draw_curves(reference: RunOutcome, others: Sequence[RunOutcome], path: Path,
         color = colormaps["turbo"]((number + 0.5) / len(compared))
         above.plot(steps, other.losses, color=color, linewidth=0.8)
         pairs = zip(other.losses, reference.losses, strict=True)
-        below.plot(steps, [max(LEAST, abs(a - b)) for a, b in pairs], color=color, linewidth=0.8)
+        below.plot(
+            steps,
+            [max(LEAST, abs(a - b)) for a, b in pairs],
+            color=color,
+            linewidth=0.8,
+        )
     above.set(ylabel="loss, nats per token", title=title)
-    above.legend([f"one process, and on top of it {len(compared)} layouts"], frameon=False)
-    below.set(ylabel="difference", xlabel="optimizer step", yscale="log", ylim=(LEAST, 1e-3))
+    above.legend(
+        [f"one process, and on top of it {len(compared)} layouts"], frameon=False
+    )
+    below.set(
+        ylabel="difference", xlabel="optimizer step", yscale="log", ylim=(LEAST, 1e-3)
+    )
     below.yaxis.set_major_formatter("{x:.0e}")
     below.xaxis.get_major_locator().set_params(integer=True)
     for axes in (above, below):

@@ -37,7 +37,9 @@ def save_first_gradients(run: TrainingRun, record: StepRecord) -> None:
         directory.mkdir()
     gathered(None, grid.control_group)
     entries, tensors = contents(run.state, (KIND,), grid.rank)
-    scaled = [replace(entry, read=partial(_divided, entry.read, scale)) for entry in entries]
+    scaled = [
+        replace(entry, read=partial(_divided, entry.read, scale)) for entry in entries
+    ]
     written = tensor_file.write(directory / file_name(grid.rank), scaled)
     run.state.close()
     own = Part(grid.rank, {file_name(grid.rank): written}, tensors, {})

@@ -32,6 +32,8 @@ def temporary_groups() -> Iterator[None]:
         barrier()  # else a group is destroyed while another rank still receives from it
     finally:
         distributed_c10d._hash_ranks_to_str = name
-        for group in [each for each in distributed_c10d._world.pg_map if each not in before]:
+        for group in [
+            each for each in distributed_c10d._world.pg_map if each not in before
+        ]:
             destroy_process_group(group)
         vars(groups).update(kept)  # those that DeepSpeed keeps for its next engine

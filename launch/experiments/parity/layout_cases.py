@@ -13,9 +13,21 @@ from recipes.schema import Recipe
 
 NO_DROPOUT = ("dropout.hidden=0", "dropout.attention=0")
 # Settings of the recipe in every layout. The watch over numbers is off: it would end a wrong one uncompared.
-FORCED = ("precision=fp32", *NO_DROPOUT, "optimizer.eps=1e-6", "run.save_last=true", "run.check_every=0")
+FORCED = (
+    "precision=fp32",
+    *NO_DROPOUT,
+    "optimizer.eps=1e-6",
+    "run.save_last=true",
+    "run.check_every=0",
+)
 # Keys or sections of the recipe that each layout decides.
-DECIDED = ("parallel", "ds_config", "activation_checkpointing", "run.save_last", "run.check_every")
+DECIDED = (
+    "parallel",
+    "ds_config",
+    "activation_checkpointing",
+    "run.save_last",
+    "run.check_every",
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +44,8 @@ class LayoutCase:
     checkpointing: str = "none"  # activation_checkpointing of the recipe
     sequence: bool = False  # sequence parallelism over the tensor ranks
     compiled_from: str | None = None  # name of the eager case, if layers are compiled
-    states: str = "fp32"  # precision of weights and states, which decides the tolerances
+    # precision of weights and states, which decides the tolerances
+    states: str = "fp32"
 
     @property
     def processes(self) -> int:
@@ -54,11 +67,27 @@ CASES = (
     LayoutCase("recomputed", 1, 1, 1, "zero1", checkpointing="full"),
     LayoutCase("recomputed by 2", 1, 1, 1, "zero3", checkpointing="2"),
     LayoutCase("tp2", 2, 1, 1, "zero0"),
-    LayoutCase("tp2 accumulation 4, recomputed", 2, 1, 1, "zero1", accumulation=4, checkpointing="full"),
+    LayoutCase(
+        "tp2 accumulation 4, recomputed",
+        2,
+        1,
+        1,
+        "zero1",
+        accumulation=4,
+        checkpointing="full",
+    ),
     LayoutCase("tp2 zero3", 2, 1, 1, "zero3"),
     LayoutCase("pp2", 1, 2, 1, "pipeline"),
     LayoutCase("pp2 accumulation 4", 1, 2, 1, "pipeline", accumulation=4),
-    LayoutCase("pp2 accumulation 4, recomputed", 1, 2, 1, "pipeline", accumulation=4, checkpointing="full"),
+    LayoutCase(
+        "pp2 accumulation 4, recomputed",
+        1,
+        2,
+        1,
+        "pipeline",
+        accumulation=4,
+        checkpointing="full",
+    ),
     LayoutCase("pp2 own accumulation", 1, 2, 1, "pipeline", accumulation=None),
     LayoutCase("dp2 zero0", 1, 1, 2, "zero0"),
     LayoutCase("dp2 zero1", 1, 1, 2, "zero1"),
@@ -72,17 +101,34 @@ CASES = (
     LayoutCase("tp2 dp2 zero1", 2, 1, 2, "zero1"),
     LayoutCase("tp2 dp2 zero2", 2, 1, 2, "zero2", accumulation=4),
     LayoutCase("tp2 dp2 zero3", 2, 1, 2, "zero3"),
-    LayoutCase("tp2 dp2 zero3 offload, recomputed", 2, 1, 2, "zero3_offload", checkpointing="full"),
+    LayoutCase(
+        "tp2 dp2 zero3 offload, recomputed",
+        2,
+        1,
+        2,
+        "zero3_offload",
+        checkpointing="full",
+    ),
     LayoutCase("pp2 dp2", 1, 2, 2, "pipeline", accumulation=4),
     LayoutCase("tp2 pp2", 2, 2, 1, "3d", accumulation=4),
     LayoutCase("tp2 pp2 recomputed", 2, 2, 1, "3d", checkpointing="full"),
     LayoutCase("tp4", 4, 1, 1, "zero1"),
     LayoutCase("tp2 pp2 dp2", 2, 2, 2, "3d", accumulation=4),
     LayoutCase("sequence tp2", 2, 1, 1, "zero0", sequence=True),
-    LayoutCase("sequence tp2 zero1, recomputed", 2, 1, 1, "zero1", checkpointing="full", sequence=True),
+    LayoutCase(
+        "sequence tp2 zero1, recomputed",
+        2,
+        1,
+        1,
+        "zero1",
+        checkpointing="full",
+        sequence=True,
+    ),
     LayoutCase("sequence tp2 zero3", 2, 1, 1, "zero3", sequence=True),
     LayoutCase("sequence tp4", 4, 1, 1, "zero1", sequence=True),
-    LayoutCase("sequence tp2 dp2 zero2", 2, 1, 2, "zero2", accumulation=4, sequence=True),
+    LayoutCase(
+        "sequence tp2 dp2 zero2", 2, 1, 2, "zero2", accumulation=4, sequence=True
+    ),
     LayoutCase(
         "sequence tp2 dp2 zero3 offload, recomputed",
         2,
@@ -93,12 +139,26 @@ CASES = (
         sequence=True,
     ),
     LayoutCase("sequence tp2 pp2", 2, 2, 1, "3d", accumulation=4, sequence=True),
-    LayoutCase("sequence tp2 pp2 dp2, selective", 2, 2, 2, "3d", checkpointing="selective", sequence=True),
+    LayoutCase(
+        "sequence tp2 pp2 dp2, selective",
+        2,
+        2,
+        2,
+        "3d",
+        checkpointing="selective",
+        sequence=True,
+    ),
     LayoutCase("selective", 1, 1, 1, "zero1", checkpointing="selective"),
     LayoutCase("selective tp2", 2, 1, 1, "zero0", checkpointing="selective"),
     LayoutCase("selective dp2 zero3", 1, 1, 2, "zero3", checkpointing="selective"),
     LayoutCase(
-        "selective pp2 accumulation 4", 1, 2, 1, "pipeline", accumulation=4, checkpointing="selective"
+        "selective pp2 accumulation 4",
+        1,
+        2,
+        1,
+        "pipeline",
+        accumulation=4,
+        checkpointing="selective",
     ),
     LayoutCase("pure bf16 dp2", 1, 1, 2, "pure_bf16", accumulation=4, states="bf16"),
     LayoutCase("pure bf16 tp2", 2, 1, 1, "pure_bf16", states="bf16"),
@@ -111,26 +171,45 @@ def case_plan(recipe: Recipe, case: LayoutCase, machine: Machine) -> Plan:
     recomputed = case.checkpointing
     shares = {"micro": None, "accumulation": case.accumulation}
     if case.accumulation is None:
-        shares = {"micro": batch.micro, "accumulation": None if batch.micro else batch.accumulation}
-    elif batch.rampup:  # the largest micro-batch that accumulates as often, or more often
+        shares = {
+            "micro": batch.micro,
+            "accumulation": None if batch.micro else batch.accumulation,
+        }
+    # the largest micro-batch that accumulates as often, or more often
+    elif batch.rampup:
         most = max(1, batch.global_ // (case.accumulation * case.dp))
-        shares = {"micro": math.gcd(most, max(1, batch.unit // case.dp)), "accumulation": None}
+        shares = {
+            "micro": math.gcd(most, max(1, batch.unit // case.dp)),
+            "accumulation": None,
+        }
     degrees = {"tp": case.tp, "pp": case.pp, "dp": case.dp, "sequence": case.sequence}
     settings = {
         "parallel": recipe.parallel.model_copy(update=degrees),
         "batch": batch.model_copy(update=shares),
-        "activation_checkpointing": int(recomputed) if recomputed.isdigit() else recomputed,
+        "activation_checkpointing": int(recomputed)
+        if recomputed.isdigit()
+        else recomputed,
     }
-    return resolve(recipe.model_copy(update=settings), case.ds_config, case.processes, machine)
+    return resolve(
+        recipe.model_copy(update=settings), case.ds_config, case.processes, machine
+    )
 
 
-def why_impossible(recipe: Recipe, case: LayoutCase, machine: Machine, most: int) -> tuple[Problem, ...]:
+def why_impossible(
+    recipe: Recipe, case: LayoutCase, machine: Machine, most: int
+) -> tuple[Problem, ...]:
     """Return the problems of the recipe under the case's layout, with at most `most` processes.
 
     The problems have no fixes: a fix would change the layout.
     """
     if case.processes > most:
-        return (Problem("--processes", f"it has {case.processes} processes", f"there are {most} at most"),)
+        return (
+            Problem(
+                "--processes",
+                f"it has {case.processes} processes",
+                f"there are {most} at most",
+            ),
+        )
     try:
         case_plan(recipe, case, machine)
     except ConfigError as error:

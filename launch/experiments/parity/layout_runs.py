@@ -32,11 +32,23 @@ Start = Callable[[int, Path, Path], None]  # (processes, CASES.json, log to writ
 
 def start_torchrun(processes: int, jobs: Path, log: Path) -> None:
     """Run the cases of a file on `processes` ranks with torchrun."""
-    run_and_wait([*torchrun(processes), "-m", "launch.experiments.parity.layout_runs", str(jobs)], log)
+    run_and_wait(
+        [
+            *torchrun(processes),
+            "-m",
+            "launch.experiments.parity.layout_runs",
+            str(jobs),
+        ],
+        log,
+    )
 
 
 def run_cases(
-    recipe: Recipe, cases: Sequence[LayoutCase], out: Path, keep: bool = True, start: Start = start_torchrun
+    recipe: Recipe,
+    cases: Sequence[LayoutCase],
+    out: Path,
+    keep: bool = True,
+    start: Start = start_torchrun,
 ) -> Iterator[RunOutcome]:
     """Run every case, fewest processes first; remove each run directory unless `keep`.
 
@@ -55,7 +67,8 @@ def run_cases(
             jobs.write_text(json.dumps([vars(case) for case in waiting]))
             names = "; ".join(case.name for case in waiting)
             terminal.say(f"{counted(processes, 'process')}: {names}")
-            for earlier in out.glob("error-rank-*.txt"):  # from a launch that failed before its first case
+            # from a launch that failed before its first case
+            for earlier in out.glob("error-rank-*.txt"):
                 earlier.unlink()
             start(processes, jobs, log)
             began = [case for case in waiting if (out / case.folder).exists()]
@@ -75,7 +88,9 @@ def work(jobs: Path) -> None:
     machine = abilities.detect_machine()
     cases = [LayoutCase(**case) for case in json.loads(jobs.read_text())]
     with joining.joined(
-        meeting, max(case.tp for case in cases), note_failure=lambda text: ending.keep_error(current, text)
+        meeting,
+        max(case.tp for case in cases),
+        note_failure=lambda text: ending.keep_error(current, text),
     ):
         recipe = catalog.load_resolved(out / "recipe.yaml")
         for case in cases:
@@ -84,7 +99,9 @@ def work(jobs: Path) -> None:
                 run_case(recipe, case, current, machine)
 
 
-def run_case(recipe: Recipe, case: LayoutCase, directory: Path, machine: Machine) -> None:
+def run_case(
+    recipe: Recipe, case: LayoutCase, directory: Path, machine: Machine
+) -> None:
     """Train one case. A failure ends the launch with a traceback; a divergence is only recorded."""
     from data.corpus import build
     from launch.experiments.parity.gradients import save_first_gradients as after_step
@@ -101,13 +118,24 @@ def run_case(recipe: Recipe, case: LayoutCase, directory: Path, machine: Machine
 
     directory.mkdir(exist_ok=True)
     plan = case_plan(recipe, case, machine)
-    job = Job(plan, case.name, directory, compiled=case.compiled_from is not None, after_step=after_step)
+    job = Job(
+        plan,
+        case.name,
+        directory,
+        compiled=case.compiled_from is not None,
+        after_step=after_step,
+    )
     corpus = build(recipe, say=lambda text: None)
     recorder = SilentRecorder()
     if rank() == 0:
         entropies = Entropies(corpus.uniform_entropy, corpus.unigram_entropy)
         facts = RunFacts(
-            plan, case.name, description.describe(), recipe, data=corpus.summary, entropies=entropies
+            plan,
+            case.name,
+            description.describe(),
+            recipe,
+            data=corpus.summary,
+            entropies=entropies,
         )
         opened = admit(directory, facts, sys.argv)
         vocabulary.keep(opened.path, corpus.tokenizer)

@@ -17,7 +17,16 @@ from recipes.schema import Recipe
 
 # What keeps less on a GPU than the recipe's own JSON may, each slower than the one before.
 SMALLER = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
-HEADINGS = ("node", "GPUs", "GB each", "with", "GB needed", "s per step", "tokens/s", "whole run")
+HEADINGS = (
+    "node",
+    "GPUs",
+    "GB each",
+    "with",
+    "GB needed",
+    "s per step",
+    "tokens/s",
+    "whole run",
+)
 
 
 class Carrier(NamedTuple):
@@ -47,9 +56,13 @@ def carriers(
         ds_config: the only JSON to try; None: the recipe's, then those that keep less on a GPU.
         count: number of such nodes; None: as many as the layout takes.
     """
-    files = [ds_config] if ds_config else list(dict.fromkeys([recipe.ds_config, *SMALLER]))
+    files = (
+        [ds_config] if ds_config else list(dict.fromkeys([recipe.ds_config, *SMALLER]))
+    )
     found = [_on(recipe, files, node, count) for node in nodes]
-    found.sort(key=lambda each: (not each.fits, bool(each.refused), -each.tokens_per_second))
+    found.sort(
+        key=lambda each: (not each.fits, bool(each.refused), -each.tokens_per_second)
+    )
     return found
 
 
@@ -73,14 +86,20 @@ def _on(recipe: Recipe, files: Sequence[str], node: Node, count: int | None) -> 
     return snug or min(tried, key=lambda each: each[0])[1]
 
 
-def page(recipe: Recipe, name: str, found: Sequence[Carrier], width: int | None) -> Page:
+def page(
+    recipe: Recipe, name: str, found: Sequence[Carrier], width: int | None
+) -> Page:
     """Describe the carriers in a table, and why others cannot run."""
     shown = Page(width)
     fitting = [each for each in found if each.fits]
     lacking = [each for each in found if each.forecast and not each.fits]
-    shown.facts(("recipe", name), ("fits", f"{len(fitting)} of {counted(len(found), 'node')}"))
+    shown.facts(
+        ("recipe", name), ("fits", f"{len(fitting)} of {counted(len(found), 'node')}")
+    )
     errors = f"time {error('time')}; memory {error('memory')}"
-    shown.table([_row(recipe, each) for each in fitting], HEADINGS, "lrrlrrrl", below=[errors])
+    shown.table(
+        [_row(recipe, each) for each in fitting], HEADINGS, "lrrlrrrl", below=[errors]
+    )
     over = [(each.node.name, _size(each), each.ds_config) for each in lacking]
     if over:
         shown.table(over, ("out of memory", "GB needed of", "with"), "lrl")
@@ -89,7 +108,11 @@ def page(recipe: Recipe, name: str, found: Sequence[Carrier], width: int | None)
         shown.table(refused, ("refused", "why"))
     best = next(iter(fitting), None)
     if best:
-        own = [] if best.ds_config == recipe.ds_config else [f"--ds_config {best.ds_config}"]
+        own = (
+            []
+            if best.ds_config == recipe.ds_config
+            else [f"--ds_config {best.ds_config}"]
+        )
         words = " ".join([f"--recipe {name}", f"--hardware {best.node.name}", *own])
         shown.commands(f"python launch/plan.py {words}", above=["all of the first one"])
     return shown
@@ -101,11 +124,22 @@ def _row(recipe: Recipe, carrier: Carrier) -> tuple[str, ...]:
     node = carrier.node
     world = found.work.layout.world
     snug = " (snug)" if found.verdict == "snug" else ""
-    placed = (node.name, str(world), f"{node.gpu.memory_bytes / 1e9:.0f}", carrier.ds_config)
+    placed = (
+        node.name,
+        str(world),
+        f"{node.gpu.memory_bytes / 1e9:.0f}",
+        carrier.ds_config,
+    )
     needed = f"{found.fullest_rank.total / 1e9:.1f}{snug}"
     bill = found.bill(recipe.steps, recipe.sizes)
     if found.time is None or bill is None:
-        return (*placed, needed, "", "", f"{node.gpu.title} has no {found.work.precision}")
+        return (
+            *placed,
+            needed,
+            "",
+            "",
+            f"{node.gpu.title} has no {found.work.precision}",
+        )
     tokens = f"{carrier.tokens_per_second:,.0f}"
     return (*placed, needed, f"{found.time.total:.3g}", tokens, duration(bill.seconds))
 
@@ -114,5 +148,7 @@ def _size(carrier: Carrier) -> str:
     found = carrier.forecast
     assert found
     if found.missing[1] > 0:
-        return f"{found.host / 1e9:,.0f} of {carrier.node.host.memory_gb:,.0f} in the host"
+        return (
+            f"{found.host / 1e9:,.0f} of {carrier.node.host.memory_gb:,.0f} in the host"
+        )
     return f"{found.fullest_rank.total / 1e9:.0f} of {carrier.node.gpu.memory_bytes / 1e9:.0f}"

@@ -9,7 +9,12 @@ from functools import cached_property
 from typing import Literal
 
 from launch.planning.prediction import rank_memory
-from launch.planning.prediction.constants import Constants, Median, fitted_constants, time_error
+from launch.planning.prediction.constants import (
+    Constants,
+    Median,
+    fitted_constants,
+    time_error,
+)
 from launch.planning.prediction.hardware import Node, Price
 from launch.planning.prediction.rank_memory import RankMemory
 from launch.planning.prediction.step_time import StepTime, step_time
@@ -184,7 +189,9 @@ class Forecast:
 
             return largest_number(fits, MOST_MICRO)
 
-        recomputed, kept = (replace(self.work, recomputed=layers, selective=False) for layers in (1, 0))
+        recomputed, kept = (
+            replace(self.work, recomputed=layers, selective=False) for layers in (1, 0)
+        )
         return LargestMicroBatch(largest(self.work), largest(recomputed), largest(kept))
 
     @cached_property
@@ -192,7 +199,9 @@ class Forecast:
         """Warnings and advice."""
         return list(_remarks(self))
 
-    def bill(self, steps: int, sizes: BatchSchedule, usd_per_gpu_hour: float | None = None) -> Bill | None:
+    def bill(
+        self, steps: int, sizes: BatchSchedule, usd_per_gpu_hour: float | None = None
+    ) -> Bill | None:
         """Return time, energy and price of `steps` optimizer steps; None without a predicted time.
 
         `sizes`: of the steps; `usd_per_gpu_hour`: the user's price; None: the catalogue's.
@@ -206,22 +215,37 @@ class Forecast:
         ends = [before for before, _, _ in sizes.stretches[1:]]
         for (before, _, size), end in zip(sizes.stretches, (*ends, steps), strict=True):
             count = max(0, min(end, steps) - before)
-            shares = replace(layout, accumulation=size // (layout.micro * layout.dp), global_batch=size)
+            shares = replace(
+                layout,
+                accumulation=size // (layout.micro * layout.dp),
+                global_batch=size,
+            )
             work = replace(self.work, layout=shares)
-            seconds += count * step_time(work, self.node, self.constants).total if count else 0.0
+            seconds += (
+                count * step_time(work, self.node, self.constants).total
+                if count
+                else 0.0
+            )
             tokens += count * work.tokens_per_step
         other = self.node.other_watts
         watts = self.node.gpu.watts * gpus
-        energy = None if other is None else (watts + other * self.nodes) * seconds / 3.6e6
+        energy = (
+            None if other is None else (watts + other * self.nodes) * seconds / 3.6e6
+        )
         price = self.node.gpu.price
         if usd_per_gpu_hour is not None:
             price = Price(usd_per_gpu_hour=usd_per_gpu_hour, where="--usd_per_gpu_hour")
         small = min(steps, sizes.stretches[-1][0])
-        return Bill(steps, small, tokens, seconds, gpus * seconds / HOURS, energy, price)
+        return Bill(
+            steps, small, tokens, seconds, gpus * seconds / HOURS, energy, price
+        )
 
 
 def forecast(
-    work: Workload, node: Node, constants: Constants | None = None, unit: int | None = None
+    work: Workload,
+    node: Node,
+    constants: Constants | None = None,
+    unit: int | None = None,
 ) -> Forecast:
     """Predict a step; by default with the fitted constants, and this global batch as the unit."""
     known = constants or fitted_constants()
@@ -236,7 +260,8 @@ def speed(work: Workload, node: Node, seconds: float) -> PredictedSpeed:
         tokens=work.tokens_per_step / seconds,
         tflops=work.published_tflops(seconds, gpus),
         exact_tflops=work.exact_tflops(seconds, gpus),
-        mfu=work.exact_tflops(seconds, gpus, recomputation=False) / node.gpu.tflops[work.precision],
+        mfu=work.exact_tflops(seconds, gpus, recomputation=False)
+        / node.gpu.tflops[work.precision],
     )
 
 
@@ -265,10 +290,16 @@ def _better_micro(found: Forecast) -> dict[str, float | int]:
     for micro in divisors(math.gcd(share, found.unit // layout.dp)):
         if layout.micro < micro <= found.largest.as_planned:
             other = replace(layout, micro=micro, accumulation=share // micro)
-            seconds[micro] = step_time(replace(work, layout=other), found.node, found.constants).total
+            seconds[micro] = step_time(
+                replace(work, layout=other), found.node, found.constants
+            ).total
     best = min(seconds, key=seconds.__getitem__, default=0)
     gain = 1 - seconds.get(best, math.inf) / found.time.total
-    return {} if gain < LEAST_GAIN else {"micro": best, "accumulation": share // best, "gain": gain}
+    return (
+        {}
+        if gain < LEAST_GAIN
+        else {"micro": best, "accumulation": share // best, "gain": gain}
+    )
 
 
 def _remarks(found: Forecast) -> Iterator[Remark]:
@@ -285,17 +316,28 @@ def _of_layout(found: Forecast) -> Iterator[Remark]:
     if found.nodes > 1 and node.network is None:
         yield Remark("network unknown", dict(node=node.name, rate=node.pcie_gb_s))
     if found.time and found.time.bubble_share > LARGE_BUBBLE:
-        chunks = math.ceil((layout.pp - 1) / work.interleave * (1 - LARGE_BUBBLE) / LARGE_BUBBLE)
+        chunks = math.ceil(
+            (layout.pp - 1) / work.interleave * (1 - LARGE_BUBBLE) / LARGE_BUBBLE
+        )
         if chunks > layout.accumulation:
             yield Remark(
-                "bubble", dict(share=found.time.bubble_share, chunks=chunks, now=layout.accumulation)
+                "bubble",
+                dict(
+                    share=found.time.bubble_share,
+                    chunks=chunks,
+                    now=layout.accumulation,
+                ),
             )
     if found.verdict == "snug":
         yield Remark("snug", dict(missing=-found.margin / 1e9))
     better = _better_micro(found)
     if better:
         yield Remark("larger batch", better)
-    if found.verdict == "fits" and work.recomputed and found.largest.kept >= layout.micro:
+    if (
+        found.verdict == "fits"
+        and work.recomputed
+        and found.largest.kept >= layout.micro
+    ):
         yield Remark("recomputation", dict(micro=layout.micro))
 
 
@@ -307,13 +349,19 @@ def _of_machine(found: Forecast) -> Iterator[Remark]:
     room = node.host.memory_gb
     if work.precision not in node.gpu.tflops:
         has = ", ".join(name for name in node.gpu.tflops if name != "fp32")
-        yield Remark("no precision", dict(precision=work.precision, gpu=node.gpu.title, has=has or "fp32"))
+        yield Remark(
+            "no precision",
+            dict(precision=work.precision, gpu=node.gpu.title, has=has or "fp32"),
+        )
     over = world % node.gpus if world > node.gpus else 0
     if over:
         yield Remark("partly filled node", dict(ranks=over, gpus=node.gpus))
     if host > room:
         yield Remark("host memory", dict(needed=host, there=room))
-    copy = found.host + found.ranks_here * work.widths.saved * work.parameters_of(0) / work.layout.dp
+    copy = (
+        found.host
+        + found.ranks_here * work.widths.saved * work.parameters_of(0) / work.layout.dp
+    )
     if host <= room < copy / 1e9:
         yield Remark("saving waits", dict(needed=copy / 1e9, there=room))
     if found.nvme and node.nvme_gb_s is None:
@@ -322,7 +370,9 @@ def _of_machine(found: Forecast) -> Iterator[Remark]:
 
 def _of_speed(found: Forecast) -> Iterator[Remark]:
     if found.time and found.speed:
-        share = 100 * found.speed.exact_tflops / found.node.gpu.tflops[found.work.precision]
+        share = (
+            100 * found.speed.exact_tflops / found.node.gpu.tflops[found.work.precision]
+        )
         small = found.time.elementwise + found.time.host
         if small > found.time.total / 2:
             yield Remark("kernel starts", dict(share=small / found.time.total))

@@ -33,15 +33,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ds_config", metavar="FILE", help=config)
     fits = "which nodes carry this recipe, with the JSON that it takes there; all nodes of the catalogue, or "
     add("--fits", metavar="TABLE/ROW", help=f"{fits}that of --hardware")
-    add("--hardware", metavar="NODE", help=f"{hardware.ways_to_name()} (default: the recipe's)")
+    add(
+        "--hardware",
+        metavar="NODE",
+        help=f"{hardware.ways_to_name()} (default: the recipe's)",
+    )
     nodes = "nodes (default: as many as the layout takes)"
     add("--nodes", type=arguments.whole(1, 10**5), metavar="N", help=nodes)
     tokens = "what training on N tokens takes, instead of the recipe's steps"
     add("--tokens", type=arguments.whole(1, 10**15), metavar="N", help=tokens)
-    price = (
-        "price of a GPU for an hour (default: the catalogue's, which says whose and when, where it has one)"
+    price = "price of a GPU for an hour (default: the catalogue's, which says whose and when, where it has one)"
+    add(
+        "--usd_per_gpu_hour", type=arguments.number(0, 10**6), metavar="USD", help=price
     )
-    add("--usd_per_gpu_hour", type=arguments.number(0, 10**6), metavar="USD", help=price)
     add("--json", action="store_true", help="every number, in bytes and seconds")
     parser.set_defaults(run=run)
 
@@ -79,5 +83,9 @@ def _show_nodes(args: argparse.Namespace) -> int:
     names = [args.hardware] if args.hardware else hardware.names()
     nodes = [hardware.find(name) for name in names]
     found = carrying_nodes.carriers(recipe, args.ds_config, nodes, args.nodes)
-    print(carrying_nodes.page(recipe, catalog.full_name(args.fits), found, terminal.columns()))
+    print(
+        carrying_nodes.page(
+            recipe, catalog.full_name(args.fits), found, terminal.columns()
+        )
+    )
     return 0 if any(each.fits for each in found) else 1

@@ -60,7 +60,9 @@ MOST_COLUMNS = 4  # of pipeline stages that differ
 DURATIONS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
 
 
-def page(found: Forecast, name: str, bill: Bill | None, width: int | None = None) -> Page:
+def page(
+    found: Forecast, name: str, bill: Bill | None, width: int | None = None
+) -> Page:
     """Describe the forecast: layout, memory, verdict, time, cost of the run, remarks."""
     shown = Page(width)
     memory = found.node.gpu.memory_bytes
@@ -68,8 +70,12 @@ def page(found: Forecast, name: str, bill: Bill | None, width: int | None = None
     rank = found.fullest_rank
     both = f"allocated {_gb(rank.allocated)}, reserved {_gb(rank.reserved)} of {memory / 1e9:.1f} GB"
     share = f"{both}; {rank.total / memory:.0%} with CUDA's context"
-    margin = f"{abs(found.margin) / 1e9:.1f} GB {'left' if found.margin >= 0 else 'missing'}"
-    recomputed = f"{largest.recomputed} with every layer recomputed, {largest.kept} with none"
+    margin = (
+        f"{abs(found.margin) / 1e9:.1f} GB {'left' if found.margin >= 0 else 'missing'}"
+    )
+    recomputed = (
+        f"{largest.recomputed} with every layer recomputed, {largest.kept} with none"
+    )
     shown.facts(("recipe", name), *_placed(found))
     _add_memory(shown, found)
     shown.facts(
@@ -102,7 +108,9 @@ def remark_text(remark: Remark) -> str:
     return REMARKS[remark.kind].format(**remark.values)
 
 
-def add_published(shown: Page, plan: Plan, pairs: Sequence[tuple[str, float | str, float | str]]) -> None:
+def add_published(
+    shown: Page, plan: Plan, pairs: Sequence[tuple[str, float | str, float | str]]
+) -> None:
     """Add a row's published numbers next to the prediction for its own system."""
     published = plan.recipe.published
     if not published or not pairs:
@@ -112,8 +120,14 @@ def add_published(shown: Page, plan: Plan, pairs: Sequence[tuple[str, float | st
         if isinstance(ours, str) or isinstance(theirs, str):
             rows.append([quantity, str(ours), str(theirs), ""])
         else:
-            rows.append([quantity, f"{ours:.4g}", f"{theirs:.4g}", f"{ours / theirs:.2f}"])
-    shown.table(rows, [f"as {published.software} ran it", "predicted", "published", "ratio"], "lrrr")
+            rows.append(
+                [quantity, f"{ours:.4g}", f"{theirs:.4g}", f"{ours / theirs:.2f}"]
+            )
+    shown.table(
+        rows,
+        [f"as {published.software} ran it", "predicted", "published", "ratio"],
+        "lrrr",
+    )
 
 
 def _placed(found: Forecast) -> list[tuple[str, str]]:
@@ -122,8 +136,14 @@ def _placed(found: Forecast) -> list[tuple[str, str]]:
     node = found.node
     layout = found.work.layout
     gpus = f"{counted(layout.world, 'GPU')} on {counted(found.nodes, 'node')}"
-    places = {"optimizer": work.optimizer_at, "weights": work.weights_at, "activations": work.checkpoints_at}
-    away = ", ".join(f"{what} on {place}" for what, place in places.items() if place != "gpu")
+    places = {
+        "optimizer": work.optimizer_at,
+        "weights": work.weights_at,
+        "activations": work.checkpoints_at,
+    }
+    away = ", ".join(
+        f"{what} on {place}" for what, place in places.items() if place != "gpu"
+    )
     recomputed = {0: "nothing recomputed", 1: "every layer recomputed"}.get(
         work.recomputed, f"chunks of {work.recomputed} layers recomputed"
     )
@@ -131,7 +151,10 @@ def _placed(found: Forecast) -> list[tuple[str, str]]:
     kept += ["sequence parallel"] * work.sequence_parallel
     kept += ["attention scores recomputed" if work.selective else recomputed]
     return [
-        ("hardware", f"{gpus}: {node.title} ({node.name}), {node.gpu.memory_gib:g} GiB each"),
+        (
+            "hardware",
+            f"{gpus}: {node.title} ({node.name}), {node.gpu.memory_gib:g} GiB each",
+        ),
         ("layout", f"{layout.degrees()}; {layout.identity()}"),
         ("how", f"{', '.join(kept)}, as {work.software.name} runs it"),
     ]
@@ -158,9 +181,16 @@ def _add_memory(shown: Page, found: Forecast) -> None:
     sizes["sum"] = [rank.total for rank in ranks]
     rows = [[name, *map(_gb, row)] for name, row in sizes.items()]
     rows.append(["at its fullest in the", *(rank.moment for rank in ranks)])
-    headings = ["GB per GPU", *(_stages(stages, len(found.stages)) for stages in columns)]
+    headings = [
+        "GB per GPU",
+        *(_stages(stages, len(found.stages)) for stages in columns),
+    ]
     away = {"host memory": found.host, "NVMe": found.nvme}
-    below = [f"and {size / 1e9:,.3g} GB of {place} per node" for place, size in away.items() if size]
+    below = [
+        f"and {size / 1e9:,.3g} GB of {place} per node"
+        for place, size in away.items()
+        if size
+    ]
     shown.table(rows, headings, "l" + "r" * len(ranks), below=below)
 
 
@@ -171,21 +201,30 @@ def _gb(size: float) -> str:
 def _stages(stages: list[int], count: int) -> str:
     if count == 1:
         return ""
-    return f"stage {stages[0]}" if len(stages) == 1 else f"stages {stages[0]}-{stages[-1]}"
+    return (
+        f"stage {stages[0]}" if len(stages) == 1 else f"stages {stages[0]}-{stages[-1]}"
+    )
 
 
-def _add_time(shown: Page, found: Forecast, time: StepTime, rates: PredictedSpeed) -> None:
+def _add_time(
+    shown: Page, found: Forecast, time: StepTime, rates: PredictedSpeed
+) -> None:
     rows = []
     for cause, seconds in time.split.items():
         if seconds:
-            rows.append([CAUSES[cause], f"{seconds:.4g}", f"{seconds / time.total:.1%}"])
+            rows.append(
+                [CAUSES[cause], f"{seconds:.4g}", f"{seconds / time.total:.1%}"]
+            )
     rows.append(["sum", f"{time.total:.4g}", ""])
     shown.table(rows, ["seconds per step", "", ""], "lrr")
     tflops = f"{rates.tflops:.4g} by the published formula, {rates.exact_tflops:.4g} by exact count"
     shown.facts(
         ("throughput", f"{rates.samples:,.4g} samples/s, {rates.tokens:,.0f} tokens/s"),
         ("TFLOPS per GPU", tflops),
-        ("MFU", f"{rates.mfu:.1%} of {found.node.gpu.tflops[found.work.precision]:g} TFLOPS"),
+        (
+            "MFU",
+            f"{rates.mfu:.1%} of {found.node.gpu.tflops[found.work.precision]:g} TFLOPS",
+        ),
     )
 
 
@@ -218,7 +257,11 @@ def as_json(found: Forecast, bill: Bill | None) -> dict[str, Any]:
     """Return every number, in bytes and seconds."""
     stages = []
     for rank in found.stages:
-        sums = {"allocated": rank.allocated, "reserved": rank.reserved, "total": rank.total}
+        sums = {
+            "allocated": rank.allocated,
+            "reserved": rank.reserved,
+            "total": rank.total,
+        }
         stages.append({**asdict(rank), **sums})
     return {
         "hardware": found.node.name,
@@ -229,12 +272,22 @@ def as_json(found: Forecast, bill: Bill | None) -> dict[str, Any]:
         "memory_bytes": found.node.gpu.memory_bytes,
         "host_bytes_per_node": found.host,
         "nvme_bytes_per_node": found.nvme,
-        "errors": {"time": found.time_error.model_dump(), "memory": fitted().errors["memory"].model_dump()},
+        "errors": {
+            "time": found.time_error.model_dump(),
+            "memory": fitted().errors["memory"].model_dump(),
+        },
         "verdict": found.verdict,
         "margin_bytes": found.margin,
         "largest_micro": asdict(found.largest),
         "seconds": found.time and {**found.time.split, "total": found.time.total},
         "speed": found.speed and asdict(found.speed),
-        "run": bill and {**asdict(bill), "price": bill.price and bill.price.model_dump(), "usd": bill.usd},
-        "remarks": [{**asdict(remark), "text": remark_text(remark)} for remark in found.remarks],
+        "run": bill
+        and {
+            **asdict(bill),
+            "price": bill.price and bill.price.model_dump(),
+            "usd": bill.usd,
+        },
+        "remarks": [
+            {**asdict(remark), "text": remark_text(remark)} for remark in found.remarks
+        ],
     }

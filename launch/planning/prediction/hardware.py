@@ -109,7 +109,9 @@ class Node(Strict):
     def machine(self) -> Machine:
         """The node's abilities, for the resolver."""
         rates = self.gpu.tflops
-        return Machine(GPU, fp16="fp16" in rates, bf16="bf16" in rates, compiler=True, libaio=True)
+        return Machine(
+            GPU, fp16="fp16" in rates, bf16="bf16" in rates, compiler=True, libaio=True
+        )
 
     def holds_groups(self, ranks: int, spread: int, world: int) -> bool:
         """Check that groups of ranks, `spread` apart, of `world` in all, never cross a node's border."""
@@ -140,7 +142,9 @@ def find(name: str, flag: str = "--hardware") -> Node:
     if not colon and name.endswith(YAML):
         own = _read(files.path_of(name, flag), name)
         fix = f"{flag} {name}:{next(iter(own.nodes), 'NODE')}"
-        raise ProblemsError([Problem(flag, f"{flag} {name[:100]}", "no node is named", fix)])
+        raise ProblemsError(
+            [Problem(flag, f"{flag} {name[:100]}", "no node is named", fix)]
+        )
     if written.endswith(YAML):
         own = _read(files.path_of(written, flag), written)
         return _node(node, own.nodes, {**known.gpus, **own.gpus}, f"of {written}")
@@ -151,14 +155,27 @@ def find(name: str, flag: str = "--hardware") -> Node:
 
 def gpu_named(name: str) -> str | None:
     """Return the catalogue's key of a GPU by torch's name for it; None: not in the catalogue."""
-    return next((key for key, gpu in catalogue().gpus.items() if name in gpu.get("torch_names", ())), None)
+    return next(
+        (
+            key
+            for key, gpu in catalogue().gpus.items()
+            if name in gpu.get("torch_names", ())
+        ),
+        None,
+    )
 
 
 def catalogue_node(accelerator: str, count: int) -> Node | None:
     """Return the smallest node with at least `count` such GPUs (torch's name); None: there is none."""
     gpu = gpu_named(accelerator)
-    nodes = [find(name) for name, form in catalogue().nodes.items() if form["gpu"] == gpu]
-    return min((node for node in nodes if node.gpus >= count), key=lambda node: node.gpus, default=None)
+    nodes = [
+        find(name) for name, form in catalogue().nodes.items() if form["gpu"] == gpu
+    ]
+    return min(
+        (node for node in nodes if node.gpus >= count),
+        key=lambda node: node.gpus,
+        default=None,
+    )
 
 
 def names() -> list[str]:
@@ -198,7 +215,9 @@ def catalogue() -> Catalogue:
 
 def _of_gpus(count: int, key: str) -> Node:
     """Return a node of `count` such GPUs: of the catalogue, of a part of a node there, or made up."""
-    nodes = [find(name) for name, form in catalogue().nodes.items() if form["gpu"] == key]
+    nodes = [
+        find(name) for name, form in catalogue().nodes.items() if form["gpu"] == key
+    ]
     for node in nodes:
         if node.gpus == count:
             return node
@@ -212,7 +231,11 @@ def _part_of(node: Node, count: int, name: str) -> Node:
     share = count / node.gpus
     host = node.host
     cores = max(1, int(host.cores * share))
-    part = Host(memory_gb=host.memory_gb * share, memory_gb_s=host.memory_gb_s * share, cores=cores)
+    part = Host(
+        memory_gb=host.memory_gb * share,
+        memory_gb_s=host.memory_gb_s * share,
+        cores=cores,
+    )
     changed = {
         "name": name,
         "title": f"{count} of the {node.gpus} GPUs of {node.title}",
@@ -256,26 +279,47 @@ def _read(path: Path, shown: str) -> Catalogue:
 def _plain(value: Any) -> Any:
     """Strip the sources from figures."""
     if isinstance(value, dict):
-        return value["is"] if "is" in value else {key: _plain(below) for key, below in value.items()}
+        return (
+            value["is"]
+            if "is" in value
+            else {key: _plain(below) for key, below in value.items()}
+        )
     return value
 
 
 def _node(name: str, nodes: dict[str, Any], gpus: dict[str, Any], where: str) -> Node:
     if name not in nodes:
         fix = did_you_mean(name, nodes)
-        raise ProblemsError([Problem("--hardware", f"--hardware {name[:100]}", f"no such node {where}", fix)])
+        raise ProblemsError(
+            [
+                Problem(
+                    "--hardware",
+                    f"--hardware {name[:100]}",
+                    f"no such node {where}",
+                    fix,
+                )
+            ]
+        )
     gpu = str(nodes[name].get("gpu"))
     if gpu not in gpus:
         came = f"{name}.gpu={gpu}"
         rule = f"no such GPU {where}"
-        raise ProblemsError([Problem("--hardware", came, rule, did_you_mean(gpu, gpus))])
-    return _checked(Node, {**nodes[name], "name": name, "gpu": {**gpus[gpu], "name": gpu}}, name)
+        raise ProblemsError(
+            [Problem("--hardware", came, rule, did_you_mean(gpu, gpus))]
+        )
+    return _checked(
+        Node, {**nodes[name], "name": name, "gpu": {**gpus[gpu], "name": gpu}}, name
+    )
 
 
 def _checked(form: type[Form], values: Any, what: str) -> Form:
     try:
         return form.model_validate(values)
     except ValidationError as error:
-        faults = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors()]
+        faults = [
+            (".".join(map(str, each["loc"])), each["msg"]) for each in error.errors()
+        ]
     fix = f"write it as in {SHOWN}"
-    raise ProblemsError(Problem("--hardware", f"{what}: {key}", rule, fix) for key, rule in faults)
+    raise ProblemsError(
+        Problem("--hardware", f"{what}: {key}", rule, fix) for key, rule in faults
+    )

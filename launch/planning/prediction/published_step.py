@@ -23,7 +23,9 @@ def published_workload(plan: Plan) -> Workload | None:
     return workload.on_system(workload.of_plan(plan), published.software)
 
 
-def side_by_side(plan: Plan, node: hardware.Node) -> list[tuple[str, float | str, float | str]]:
+def side_by_side(
+    plan: Plan, node: hardware.Node
+) -> list[tuple[str, float | str, float | str]]:
     """Return (quantity, predicted, published) for the row's own system and node; [] for another node."""
     recipe = plan.recipe
     step = published_workload(plan)
@@ -36,7 +38,9 @@ def side_by_side(plan: Plan, node: hardware.Node) -> list[tuple[str, float | str
     faster = published.speedup and _speedup(published, theirs)
     cached = theirs.fullest_rank.cached(node.gpu.memory_bytes) / hardware.GIB
     tflops = theirs.speed and (
-        theirs.speed.tflops if published.tflops_by == "formula" else theirs.speed.exact_tflops
+        theirs.speed.tflops
+        if published.tflops_by == "formula"
+        else theirs.speed.exact_tflops
     )
     found = (
         ("seconds per step", seconds, printed_seconds(recipe, published)),
@@ -45,7 +49,11 @@ def side_by_side(plan: Plan, node: hardware.Node) -> list[tuple[str, float | str
         (f"speed over {published.speedup_over}", faster, published.speedup),
         ("memory", theirs.verdict, published.oom and "out of memory"),
     )
-    return [(quantity, ours, printed) for quantity, ours, printed in found if ours and printed]
+    return [
+        (quantity, ours, printed)
+        for quantity, ours, printed in found
+        if ours and printed
+    ]
 
 
 def _speedup(published: Published, faster: Forecast) -> float | None:
@@ -64,7 +72,9 @@ def printed_seconds(recipe: Recipe, published: Published) -> float | None:
     return published.time_per_iteration_s
 
 
-def published_seconds(recipe: Recipe, published: Published, work: Workload | None) -> float | None:
+def published_seconds(
+    recipe: Recipe, published: Published, work: Workload | None
+) -> float | None:
     """Return the seconds of an iteration as printed, or else from printed TFLOPS."""
     seconds = printed_seconds(recipe, published)
     tflops = published.tflops

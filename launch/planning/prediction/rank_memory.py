@@ -50,7 +50,11 @@ class RankMemory:
     @property
     def on_gpu(self) -> dict[str, float]:
         """Bytes by category on the GPU; their sum is the total."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in NOT_IN_THE_TOTAL}
+        return {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if f.name not in NOT_IN_THE_TOTAL
+        }
 
     @property
     def total(self) -> float:
@@ -113,9 +117,16 @@ def of_stage(work: Workload, stage: int, gpu: Gpu, constants: Constants) -> Rank
     placed, computing = _states(work, stage)
     kept, working, logits = _activations(work, stage)
     buffers = _buffers(work, stage)
-    backward = dict(gradients=computing, activations=kept.gpu, working=working, logits=logits)
-    update = dict(gradients=placed.gradients.gpu, activations=0.0, working=0.0, logits=0.0)
-    moments: list[tuple[Moment, dict[str, float]]] = [("backward pass", backward), ("optimizer step", update)]
+    backward = dict(
+        gradients=computing, activations=kept.gpu, working=working, logits=logits
+    )
+    update = dict(
+        gradients=placed.gradients.gpu, activations=0.0, working=0.0, logits=0.0
+    )
+    moments: list[tuple[Moment, dict[str, float]]] = [
+        ("backward pass", backward),
+        ("optimizer step", update),
+    ]
     name, larger = max(moments, key=lambda moment: sum(moment[1].values()))
     rank = RankMemory(
         stage=stage,
@@ -141,7 +152,9 @@ def _states(work: Workload, stage: int) -> tuple[cost.PlacedStates, float]:
     if software.states:
         widths = cost.FP32 if work.precision == "fp32" else software.states
         placed = cost.placed_state_bytes(parameters, work.zero_stage, dp, widths=widths)
-        stepped = widths.gradient if work.precision == "fp32" else software.step_gradients
+        stepped = (
+            widths.gradient if work.precision == "fp32" else software.step_gradients
+        )
         gradients = placed.gradients._replace(gpu=stepped * share)
         return replace(placed, gradients=gradients), widths.gradient * share
     placed = cost.placed_state_bytes(
@@ -155,7 +168,8 @@ def _states(work: Workload, stage: int) -> tuple[cost.PlacedStates, float]:
     )
     # Those of a micro-batch, before they are added to sums in fp32; stages 2 and 3 do that bucket by bucket.
     fresh = work.width * parameters if sums_whole_gradients(work) else 0.0
-    if work.zero_stage == 0:  # its gradients are in fp32 throughout (deepspeed_fixes/zero0)
+    # its gradients are in fp32 throughout (deepspeed_fixes/zero0)
+    if work.zero_stage == 0:
         return placed, placed.gradients.gpu + fresh
     stays = work.optimizer_at == "gpu" or work.zero_stage == 1
     return placed, work.widths.gradient * share + fresh if stays else 0.0
@@ -175,14 +189,20 @@ def _buffers(work: Workload, stage: int) -> float:
         rows = work.positions
         padded = work.padded_vocab
         tp = work.layout.tp
-        one = cost.parameters_per_rank(work.model, rows, padded, tp, layers=1, first=False, last=False)
+        one = cost.parameters_per_rank(
+            work.model, rows, padded, tp, layers=1, first=False, last=False
+        )
         gathered = min(parameters, buffers.live) if buffers.live else 2 * one
     return work.width * (buffers.reduce + gathered)
 
 
 def sums_whole_gradients(work: Workload) -> bool:
     """Check whether a rank sums all gradients in fp32 but computes them in half precision."""
-    return work.zero_stage <= 1 and work.width < work.widths.gradient and work.software.states is None
+    return (
+        work.zero_stage <= 1
+        and work.width < work.widths.gradient
+        and work.software.states is None
+    )
 
 
 def _activations(work: Workload, stage: int) -> tuple[cost.StateBytes, float, float]:
@@ -197,9 +217,13 @@ def _activations(work: Workload, stage: int) -> tuple[cost.StateBytes, float, fl
             kept /= work.layout.tp
         working = layer.kept * min(chunk, layers) + layer.transient
     else:
-        each = layer.kept - (layer.kept_scores if work.selective and layer.keeps_scores else 0.0)
+        each = layer.kept - (
+            layer.kept_scores if work.selective and layer.keeps_scores else 0.0
+        )
         kept = each * layers * flights
-        working = layer.transient + (layer.kept_scores if work.selective and layer.keeps_scores else 0.0)
+        working = layer.transient + (
+            layer.kept_scores if work.selective and layer.keeps_scores else 0.0
+        )
     logits = ends = 0.0
     if stage == work.layout.pp - 1:
         # A pipeline's engine holds the output as well.
@@ -220,7 +244,16 @@ def _resident(work: Workload, rank: RankMemory) -> RankMemory:
     What is offloaded lies there too, and of a reduction's bucket the gradients that are in it. No allocator
     keeps what nothing uses.
     """
-    written = work.width * work.parameters_of(rank.stage) * (2 if work.zero_stage == 3 else 1)
+    written = (
+        work.width * work.parameters_of(rank.stage) * (2 if work.zero_stage == 3 else 1)
+    )
     optimizer = rank.optimizer + rank.host
     buffers = min(rank.buffers, written)
-    return replace(rank, optimizer=optimizer, buffers=buffers, fragmentation=0.0, context=IMPORTED, host=0.0)
+    return replace(
+        rank,
+        optimizer=optimizer,
+        buffers=buffers,
+        fragmentation=0.0,
+        context=IMPORTED,
+        host=0.0,
+    )

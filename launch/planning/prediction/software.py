@@ -182,7 +182,12 @@ _ALL = (
     _nanogpt_like("nanogpt-eager", Passes(whole=30, cut=34, scores=10.5, kernels=17)),
     # transformers' GPT-2 of 2021 under DeepSpeed: eager attention that keeps its scores.
     Software(
-        "transformers-2021", UNFUSED, keeps_scores=True, gelu_copies=6, logit_bytes=16, update_kernels=8
+        "transformers-2021",
+        UNFUSED,
+        keeps_scores=True,
+        gelu_copies=6,
+        logit_bytes=16,
+        update_kernels=8,
     ),
 )
 SYSTEMS = {system.name: system for system in _ALL}

@@ -76,7 +76,9 @@ class StepTime:
     @property
     def bubble_share(self) -> float:
         """The bubble's share of the pipeline's time (Narayanan et al. 2021, section 2.2)."""
-        return self.bubble / (self.total - self.data - self.offload - self.update or 1.0)
+        return self.bubble / (
+            self.total - self.data - self.offload - self.update or 1.0
+        )
 
 
 def step_time(work: Workload, node: Node, constants: Constants) -> StepTime:
@@ -90,7 +92,9 @@ def step_time(work: Workload, node: Node, constants: Constants) -> StepTime:
     middle = 1 if layout.pp > 2 else 0
     typical = passes.of_stage(middle)
     bubble = (layout.pp - 1) / work.interleave * typical.total
-    data, hidden = _data_seconds(work, machine, m * (own.matrix + own.elementwise + own.host))
+    data, hidden = _data_seconds(
+        work, machine, m * (own.matrix + own.elementwise + own.host)
+    )
     return StepTime(
         matrix=m * own.matrix,
         elementwise=m * own.elementwise,
@@ -118,11 +122,18 @@ class StageTimes:
         layer = products.layer_products(model, work.tokens, layout.tp)
         self.weights = self._products(layer)
         windows = model.windows
-        self.scores = sum(windows.count(each) * self._scores(each) for each in {*windows}) / len(windows)
+        self.scores = sum(
+            windows.count(each) * self._scores(each) for each in {*windows}
+        ) / len(windows)
         # Kernels that keep no scores compute them again backward.
         self.scores_backward = 2.0 if software.keeps_scores else 2.5
         heads = products.head_products(
-            model, layout.micro, work.sequence_length, work.padded_vocab, layout.tp, work.predicted
+            model,
+            layout.micro,
+            work.sequence_length,
+            work.padded_vocab,
+            layout.tp,
+            work.predicted,
         )
         self.heads = self._products(heads)
 
@@ -135,10 +146,13 @@ class StageTimes:
         layers = self.work.layers_of(stage)
         last = stage == work.layout.pp - 1
         weights = (3 + self.again) * self.weights
-        scores = (1 + self.again + work.selective * (not self.again) + self.scores_backward) * self.scores
+        scores = (
+            1 + self.again + work.selective * (not self.again) + self.scores_backward
+        ) * self.scores
         matrix = layers * (weights + scores) + (3 * self.heads if last else 0.0)
         between = self._between() * (3 + self.again) * layers
-        if last:  # of the loss, three passes in fp32 over the logits and two in half precision
+        # of the loss, three passes in fp32 over the logits and two in half precision
+        if last:
             moved = self.machine.constants.traffic * 32 * work.logits
             between += moved / (self.machine.node.gpu.memory_gb_s * 1e9)
         tensor = self._tensor() * layers
@@ -151,7 +165,8 @@ class StageTimes:
         kernels = layers * work.software.passes.kernels * (3 + self.again) + END_KERNELS
         if work.layout.tp > 1:
             kernels += layers * COLLECTIVE_KERNELS * self.collectives
-        if work.layout.pp > 1:  # from one neighbour and to the other, forward and backward
+        # from one neighbour and to the other, forward and backward
+        if work.layout.pp > 1:
             kernels += 4 * COLLECTIVE_KERNELS * work.interleave
         return kernels * self.machine.kernel_seconds
 
@@ -161,11 +176,18 @@ class StageTimes:
         square = products.attention_products(
             work.model, work.tokens, work.sequence_length, work.layout.tp, window
         )
-        causal = not work.model.facts.masked and window is None and not work.software.keeps_scores
+        causal = (
+            not work.model.facts.masked
+            and window is None
+            and not work.software.keeps_scores
+        )
         return (0.5 if causal else 1.0) * self._products(square)
 
     def _products(self, products: Iterable[products.Product]) -> float:
-        return sum(self.machine.product_seconds(product, self.work.precision) for product in products)
+        return sum(
+            self.machine.product_seconds(product, self.work.precision)
+            for product in products
+        )
 
     def _between(self) -> float:
         """Predict a layer's forward pass besides products: bytes over the memory's bandwidth."""
@@ -198,10 +220,14 @@ class StageTimes:
         size: float = work.width * work.tokens * work.model.hidden
         if work.software.cuts_boundaries or work.sequence_parallel:
             size /= layout.tp
-        return 2 * work.interleave * self.machine.hop_seconds(size, layout.tp * layout.dp)
+        return (
+            2 * work.interleave * self.machine.hop_seconds(size, layout.tp * layout.dp)
+        )
 
 
-def _data_seconds(work: Workload, machine: NodeRates, computed: float) -> tuple[float, float]:
+def _data_seconds(
+    work: Workload, machine: NodeRates, computed: float
+) -> tuple[float, float]:
     """Return seconds of data-parallel communication, and its seconds hidden under computation.
 
     Reductions run under the backward pass where a system overlaps them. Stage 3's gathering counts in full:
@@ -215,7 +241,8 @@ def _data_seconds(work: Workload, machine: NodeRates, computed: float) -> tuple[
     m = layout.accumulation
     size = work.width * parameters  # of the weights, and of their gradients
     backward = computed / (2 * m)  # of the last micro-batch
-    if stage == 3:  # gathered forward and backward, and gradients scattered, for every micro-batch
+    # gathered forward and backward, and gradients scattered, for every micro-batch
+    if stage == 3:
         used = work.width * replace(work, model=work.model.unshared).parameters_of(0)
         gathered = machine.collective_seconds(used, dp, tp, passes=1)
         scattered = machine.collective_seconds(size, dp, tp, passes=1)
@@ -251,7 +278,8 @@ def _offload_seconds(work: Workload, machine: NodeRates) -> float:
         kept = work.activations.stream * work.layers_of(0) / max(1, work.recomputed)
         seconds += 2 * m * kept / (layout.tp if work.cuts_checkpoints else 1) / pcie
     if node.nvme_gb_s and "nvme" in (work.optimizer_at, work.weights_at):
-        states = 32 * share if work.optimizer_at == "nvme" else 0.0  # 16 read and 16 written
+        # 16 read and 16 written
+        states = 32 * share if work.optimizer_at == "nvme" else 0.0
         states += 2 * m * work.width * share if work.weights_at == "nvme" else 0.0
         seconds += states * machine.ranks_here / (node.nvme_gb_s * 1e9)
     return seconds
@@ -269,7 +297,9 @@ def _update_seconds(work: Workload, machine: NodeRates) -> float:
         started = work.software.update_kernels * tensors * machine.kernel_seconds
         moved = work.software.update_bytes * share / (node.gpu.memory_gb_s * 1e9)
         return max(moved, started)
-    return HOST_UPDATE_BYTES * share * machine.ranks_here / (node.host.memory_gb_s * 1e9)
+    return (
+        HOST_UPDATE_BYTES * share * machine.ranks_here / (node.host.memory_gb_s * 1e9)
+    )
 
 
 @dataclass(frozen=True)
@@ -299,16 +329,24 @@ class NodeRates:
         gpu = self.node.gpu
         width = 4 if precision == "fp32" else 2
         rate = gpu.tflops[precision] * 1e12 * gpu.matrix_share * self.constants.matrix
-        tiles = math.ceil(product.m / TILE) * math.ceil(product.n / TILE) * product.times
+        tiles = (
+            math.ceil(product.m / TILE) * math.ceil(product.n / TILE) * product.times
+        )
         waves = tiles / gpu.multiprocessors
         filled = waves / math.ceil(waves)
         deep = product.k / (product.k + self.constants.depth)
         moved = (
-            width * product.times * (product.m * product.k + product.k * product.n + product.m * product.n)
+            width
+            * product.times
+            * (product.m * product.k + product.k * product.n + product.m * product.n)
         )
-        return max(product.operations / (rate * filled * deep), moved / (gpu.memory_gb_s * 1e9))
+        return max(
+            product.operations / (rate * filled * deep), moved / (gpu.memory_gb_s * 1e9)
+        )
 
-    def collective_seconds(self, size: float, ranks: int, spread: int, *, passes: int = 2) -> float:
+    def collective_seconds(
+        self, size: float, ranks: int, spread: int, *, passes: int = 2
+    ) -> float:
         """Predict a ring of `ranks` ranks, `spread` apart in rank order: `passes` x (n - 1) / n x size.
 
         Two passes are an all-reduce, one is a gather or a scatter (Patarasuk and Yuan 2009). Inside a node
@@ -318,7 +356,10 @@ class NodeRates:
             return 0.0
         hop = LATENCY if self.inside(ranks, spread) else FAR_LATENCY
         latency = passes * min(ranks - 1, 2 * math.ceil(math.log2(ranks))) * hop
-        return passes * (ranks - 1) / ranks * size / self.ring_rate(ranks, spread) + latency
+        return (
+            passes * (ranks - 1) / ranks * size / self.ring_rate(ranks, spread)
+            + latency
+        )
 
     def ring_rate(self, ranks: int, spread: int) -> float:
         """Return the bytes per second of each rank of a ring."""
@@ -348,7 +389,11 @@ class NodeRates:
         network = self.node.network
         if network and network.reached_gb_s:
             return network.reached_gb_s * 1e9
-        return (network.gb_s if network else self.node.pcie_gb_s) * 1e9 * self.constants.network
+        return (
+            (network.gb_s if network else self.node.pcie_gb_s)
+            * 1e9
+            * self.constants.network
+        )
 
     def hop_seconds(self, size: float, spread: int) -> float:
         """Predict sending `size` bytes to the rank `spread` further; every rank of a node sends at once."""

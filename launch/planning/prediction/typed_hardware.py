@@ -28,7 +28,10 @@ class Typed(NamedTuple):
 
 
 def read(
-    name: str, gpus: Iterable[str], nodes: Mapping[str, Mapping[str, Any]], flag: str = "--hardware"
+    name: str,
+    gpus: Iterable[str],
+    nodes: Mapping[str, Mapping[str, Any]],
+    flag: str = "--hardware",
 ) -> Typed:
     """Read a name as GPUs of the catalogue.
 
@@ -41,7 +44,16 @@ def read(
     meant = exact or meant
     came = f"{flag} {name[:100]}"
     if not meant:
-        raise ProblemsError([Problem(flag, came, "no such node or GPU", did_you_mean(rest, {*gpus, *nodes}))])
+        raise ProblemsError(
+            [
+                Problem(
+                    flag,
+                    came,
+                    "no such node or GPU",
+                    did_you_mean(rest, {*gpus, *nodes}),
+                )
+            ]
+        )
     if len(meant) > 1:
         of_these = [node for node, form in nodes.items() if form["gpu"] in meant]
         rule = f"it may be {either(meant)}"
@@ -49,18 +61,31 @@ def read(
         raise ProblemsError([Problem(flag, came, rule, fix)])
     if count is None:
         count = 1
-    known = any(form["gpu"] == meant[0] and form["gpus"] == count for form in nodes.values())
+    known = any(
+        form["gpu"] == meant[0] and form["gpus"] == count for form in nodes.values()
+    )
     if not known and not 1 <= count <= MOST:
         nodes_of_most = max(1, -(-count // MOST))
         rule = f"a node that the catalogue lacks has 1 to {MOST} GPUs"
-        raise ProblemsError([Problem(flag, came, rule, f"{flag} {MOST}x{meant[0]} --nodes {nodes_of_most}")])
+        raise ProblemsError(
+            [
+                Problem(
+                    flag,
+                    came,
+                    rule,
+                    f"{flag} {MOST}x{meant[0]} --nodes {nodes_of_most}",
+                )
+            ]
+        )
     return Typed(count, meant[0])
 
 
 def _counted(name: str) -> tuple[int | None, str]:
     """Take the number of GPUs off a name; None: it has none."""
     for pattern in (_COUNT_BEFORE, _COUNT_BEHIND):
-        found = pattern.match(name) if pattern is _COUNT_BEFORE else pattern.search(name)
+        found = (
+            pattern.match(name) if pattern is _COUNT_BEFORE else pattern.search(name)
+        )
         if found:
             return int(found[1]), name[: found.start()] + name[found.end() :]
     return None, name

@@ -148,7 +148,11 @@ class Workload:
         Those of a task are a few on every rank, of a sequence, or of spans at every position.
         """
         if self.model.task_head != "none":
-            places = self.tokens if self.model.task_head == "span" else self.tokens // self.sequence_length
+            places = (
+                self.tokens
+                if self.model.task_head == "span"
+                else self.tokens // self.sequence_length
+            )
             return places * cost.head_outputs(self.model)
         positions = self.predicted or self.sequence_length
         return self.layout.micro * positions * self.padded_vocab / self.layout.tp
@@ -158,9 +162,13 @@ class Workload:
         size = cost.parameters(self.model.unshared, self.positions)
         read = self.layout.global_batch * self.model.sequences
         again = self.recomputed > 0
-        return cost.published_tflops(size, self.sequence_length, read, seconds, gpus, checkpointing=again)
+        return cost.published_tflops(
+            size, self.sequence_length, read, seconds, gpus, checkpointing=again
+        )
 
-    def exact_tflops(self, seconds: float, gpus: int, *, recomputation: bool = True) -> float:
+    def exact_tflops(
+        self, seconds: float, gpus: int, *, recomputation: bool = True
+    ) -> float:
         """Return TFLOPS per GPU of a step of `seconds`, every matrix product counted."""
         flops = cost.exact_flops_per_step(
             self.model,

@@ -19,10 +19,18 @@ from recipes.problems import Problem
 from recipes.schema import Recipe
 
 MOST_MICRO = 128  # samples
-STUDIED = ("megatron", "megatron-deepspeed", "megatron-core")  # other systems that have all degrees
+# other systems that have all degrees
+STUDIED = ("megatron", "megatron-deepspeed", "megatron-core")
 
 Dimension = Literal[
-    "tensor", "pipeline", "data", "model states", "recomputation", "micro-batch", "sequence", "chunks"
+    "tensor",
+    "pipeline",
+    "data",
+    "model states",
+    "recomputation",
+    "micro-batch",
+    "sequence",
+    "chunks",
 ]
 Value = tuple[Dimension, object]  # a value of a dimension
 
@@ -64,7 +72,11 @@ class SearchQuestion:
     @property
     def recomputations(self) -> list[str | int]:
         """Values of the recipe's recomputation that are open."""
-        return [self.recipe.activation_checkpointing] if self.recomputation else ["none", "full"]
+        return (
+            [self.recipe.activation_checkpointing]
+            if self.recomputation
+            else ["none", "full"]
+        )
 
 
 @dataclass
@@ -77,7 +89,9 @@ class Exclusions:
     """
 
     indivisible: dict[Value, str] = field(default_factory=dict)
-    refused: dict[tuple[Way, tuple[bool, bool]], tuple[Problem, ...]] = field(default_factory=dict)
+    refused: dict[tuple[Way, tuple[bool, bool]], tuple[Problem, ...]] = field(
+        default_factory=dict
+    )
 
 
 def degrees(question: SearchQuestion, exclusions: Exclusions) -> list[Degrees]:
@@ -89,7 +103,9 @@ def degrees(question: SearchQuestion, exclusions: Exclusions) -> list[Degrees]:
     pinned = recipe.parallel
     for tp in divisors(question.ranks) if pinned.tp is None else [pinned.tp]:
         if model.heads % tp:
-            exclusions.indivisible["tensor", tp] = f"{model.heads} heads are not divisible by it"
+            exclusions.indivisible["tensor", tp] = (
+                f"{model.heads} heads are not divisible by it"
+            )
             continue
         if pinned.sequence and recipe.sequence_length % tp:
             rule = f"{recipe.sequence_length} positions are not divisible by it"
@@ -100,15 +116,21 @@ def degrees(question: SearchQuestion, exclusions: Exclusions) -> list[Degrees]:
             if over or pinned.dp not in (None, dp):
                 continue
             if pp > model.layers:
-                exclusions.indivisible["pipeline", pp] = f"there are {model.layers} layers"
+                exclusions.indivisible["pipeline", pp] = (
+                    f"there are {model.layers} layers"
+                )
             elif batch % dp:
-                exclusions.indivisible["data", dp] = f"a batch of {batch} is not divisible by it"
+                exclusions.indivisible["data", dp] = (
+                    f"a batch of {batch} is not divisible by it"
+                )
             else:
                 found.append(Degrees(tp, pp, dp))
     return found
 
 
-def step(question: SearchQuestion, way: Way, at: Degrees, again: Any, accumulation: int) -> Workload:
+def step(
+    question: SearchQuestion, way: Way, at: Degrees, again: Any, accumulation: int
+) -> Workload:
     """Return the workload of one-sample micro-batches under these degrees. Raises ConfigError.
 
     again: the recipe's value for recomputation.
@@ -119,24 +141,43 @@ def step(question: SearchQuestion, way: Way, at: Degrees, again: Any, accumulati
         if question.software is OURS:
             raise
         # Another system may have it, and what it keeps does not depend on our pipeline.
-        plan = _plan(question, way, Degrees(at.tp, 1, at.pp * at.dp), again, accumulation)
+        plan = _plan(
+            question, way, Degrees(at.tp, 1, at.pp * at.dp), again, accumulation
+        )
         plan = replace(plan, layout=Layout(*at, 1, accumulation, accumulation * at.dp))
     work = workload.of_plan(plan)
-    return work if question.software is OURS else workload.on_system(work, question.software.name)
+    return (
+        work
+        if question.software is OURS
+        else workload.on_system(work, question.software.name)
+    )
 
 
-def _plan(question: SearchQuestion, way: Way, at: Degrees, again: Any, accumulation: int) -> Plan:
+def _plan(
+    question: SearchQuestion, way: Way, at: Degrees, again: Any, accumulation: int
+) -> Plan:
     document = ways.config(way, question.base)
-    recipe = laid_out(question.recipe, at, 1, accumulation, activation_checkpointing=again)
+    recipe = laid_out(
+        question.recipe, at, 1, accumulation, activation_checkpointing=again
+    )
     return ways.resolved(document, recipe, question.ranks, question.node.machine)
 
 
-def laid_out(recipe: Recipe, at: Degrees, micro: int, accumulation: int, **changed: Any) -> Recipe:
+def laid_out(
+    recipe: Recipe, at: Degrees, micro: int, accumulation: int, **changed: Any
+) -> Recipe:
     """Return the recipe under these degrees, with the batch that they make, and `changed` otherwise."""
     total = micro * accumulation * at.dp
-    batch = {"micro": micro, "accumulation": accumulation, "global_": total, "rampup": None}
+    batch = {
+        "micro": micro,
+        "accumulation": accumulation,
+        "global_": total,
+        "rampup": None,
+    }
     changed["parallel"] = recipe.parallel.model_copy(update=at._asdict())
-    return recipe.model_copy(update={**changed, "batch": recipe.batch.model_copy(update=batch)})
+    return recipe.model_copy(
+        update={**changed, "batch": recipe.batch.model_copy(update=batch)}
+    )
 
 
 def half_precision(node: Node) -> str:
@@ -175,7 +216,12 @@ def variants(work: Workload) -> Iterator[Workload]:
     for sequence in _choices(work.sequence_parallel, cuts):
         for selective in _choices(work.selective, again):
             for chunks in chunk_counts(work):
-                yield replace(work, sequence_parallel=sequence, selective=selective, interleave=chunks)
+                yield replace(
+                    work,
+                    sequence_parallel=sequence,
+                    selective=selective,
+                    interleave=chunks,
+                )
 
 
 def _choices(demanded: bool, possible: bool) -> list[bool]:

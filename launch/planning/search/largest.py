@@ -30,9 +30,14 @@ def largest(question: SearchQuestion) -> list[Largest]:
     """Find the largest model of each way; the recipe states a micro-batch. Raises ProblemsError."""
     divisible = shaped(question, STEP * question.ranks, question.ranks)
     layouts = layout_search.layouts(divisible, Exclusions())
-    found = [over_layouts(question, way, layouts) for way in candidates.ways_of(question.software)]
+    found = [
+        over_layouts(question, way, layouts)
+        for way in candidates.ways_of(question.software)
+    ]
     if all(each.problems for each in found):
-        by_rule = {str(problem.rule): problem for each in found for problem in each.problems}
+        by_rule = {
+            str(problem.rule): problem for each in found for problem in each.problems
+        }
         raise ProblemsError(by_rule.values())
     return found
 
@@ -54,10 +59,16 @@ def over_layouts(question: SearchQuestion, way: Way, layouts: list[Degrees]) -> 
 
 
 def larger(
-    question: SearchQuestion, way: Way, at: Degrees, best: Candidate | None, *, wider: bool
+    question: SearchQuestion,
+    way: Way,
+    at: Degrees,
+    best: Candidate | None,
+    *,
+    wider: bool,
 ) -> Candidate | None:
     """Find the widest or the deepest model of a layout that fits and exceeds `best`. Raises ConfigError."""
-    again = question.recomputations[-1]  # every layer, which leaves the most room, unless it is pinned
+    # every layer, which leaves the most room, unless it is pinned
+    again = question.recomputations[-1]
     hidden, depth = (best.work.model.hidden, best.work.model.layers) if best else (0, 0)
 
     def fitting(more: int) -> Candidate | None:
@@ -66,7 +77,9 @@ def larger(
         if wider:
             width = STEP * at.tp * (hidden // (STEP * at.tp) + more)
             of_a_stage = math.ceil(shapes.usual_layers(width) / at.pp)
-        each = layout_search.of_way(shaped(question, width, of_a_stage * at.pp), at, way, again)
+        each = layout_search.of_way(
+            shaped(question, width, of_a_stage * at.pp), at, way, again
+        )
         return next((one for one in each if one.forecast.verdict == "fits"), None)
 
     more = largest_number(lambda number: fitting(number) is not None, MOST)

@@ -11,7 +11,13 @@ from ds_configs.jsonfile import ConfigError
 from launch.planning.prediction.forecast import Forecast, forecast
 from launch.planning.prediction.workload import Workload
 from launch.planning.search import candidates
-from launch.planning.search.candidates import Degrees, Dimension, Exclusions, SearchQuestion, Value
+from launch.planning.search.candidates import (
+    Degrees,
+    Dimension,
+    Exclusions,
+    SearchQuestion,
+    Value,
+)
 from launch.planning.search.ways import Way
 from recipes.layout import Layout
 from recipes.problems import Problem, ProblemsError, some
@@ -62,7 +68,13 @@ class Candidate:
     def key(self) -> tuple[object, ...]:
         """The identity of a layout in a table of the best."""
         work = self.work
-        return work.layout.tp, work.layout.pp, self.way, work.sequence_parallel, work.interleave > 1
+        return (
+            work.layout.tp,
+            work.layout.pp,
+            self.way,
+            work.sequence_parallel,
+            work.interleave > 1,
+        )
 
     @property
     def values(self) -> list[Value]:
@@ -78,7 +90,9 @@ class Candidate:
             ("micro-batch", layout.micro),
         ]
         if work.software.has_sequence_parallelism:
-            found.append(("sequence", "parallel" if work.sequence_parallel else "whole"))
+            found.append(
+                ("sequence", "parallel" if work.sequence_parallel else "whole")
+            )
         if work.software.has_interleaving:
             found.append(("chunks", work.interleave))
         return found
@@ -130,16 +144,27 @@ def search(question: SearchQuestion) -> SearchAnswer:
     exclusions = Exclusions()
     found = layouts(question, exclusions)
     predicted = list[Candidate]()
-    for at, way, again in product(found, candidates.ways_of(question.software), question.recomputations):
-        if (way, at.kind) not in exclusions.refused:  # refusals do not depend on the degrees
+    for at, way, again in product(
+        found, candidates.ways_of(question.software), question.recomputations
+    ):
+        # refusals do not depend on the degrees
+        if (way, at.kind) not in exclusions.refused:
             try:
                 predicted += of_way(question, at, way, again)
             except ConfigError as error:
                 exclusions.refused[way, at.kind] = error.problems
     if not predicted:
-        raise ProblemsError([problem for problems in exclusions.refused.values() for problem in problems])
+        raise ProblemsError(
+            [
+                problem
+                for problems in exclusions.refused.values()
+                for problem in problems
+            ]
+        )
     fitting = ranking([each for each in predicted if each.fits])
-    return SearchAnswer(question, fitting, _alternatives(predicted, fitting, exclusions), len(predicted))
+    return SearchAnswer(
+        question, fitting, _alternatives(predicted, fitting, exclusions), len(predicted)
+    )
 
 
 def layouts(question: SearchQuestion, exclusions: Exclusions) -> list[Degrees]:
@@ -156,17 +181,28 @@ def layouts(question: SearchQuestion, exclusions: Exclusions) -> list[Degrees]:
 
 
 def _no_layout(question: SearchQuestion, exclusions: Exclusions) -> Problem:
-    pinned = {key: value for key, value in question.recipe.parallel.degrees.items() if value}
-    came = f"{question.ranks} GPUs" + "".join(f", parallel.{key}={value}" for key, value in pinned.items())
+    pinned = {
+        key: value for key, value in question.recipe.parallel.degrees.items() if value
+    }
+    came = f"{question.ranks} GPUs" + "".join(
+        f", parallel.{key}={value}" for key, value in pinned.items()
+    )
     values: dict[tuple[str, str], list[str]] = {}
     for (name, value), why in exclusions.indivisible.items():
         values.setdefault((name, why), []).append(str(value))
     whys = (f"{name} {some(found, 4)}: {why}" for (name, why), found in values.items())
     rule = "; ".join(whys) or "the degrees' product is the number of GPUs"
-    return Problem("--nodes", came, rule, "give another number of --nodes, or another --global-batch")
+    return Problem(
+        "--nodes",
+        came,
+        rule,
+        "give another number of --nodes, or another --global-batch",
+    )
 
 
-def of_way(question: SearchQuestion, at: Degrees, way: Way, again: str | int) -> list[Candidate]:
+def of_way(
+    question: SearchQuestion, at: Degrees, way: Way, again: str | int
+) -> list[Candidate]:
     """Predict every micro-batch, up to the first one that is too large. Raises ConfigError."""
     found = list[Candidate]()
     total = question.recipe.batch.global_
@@ -174,7 +210,8 @@ def of_way(question: SearchQuestion, at: Degrees, way: Way, again: str | int) ->
     step = cache(partial(candidates.step, question, way, at, again))
     for micro in candidates.micro_batches(question, at):
         layout = Layout(*at, micro, total // (micro * at.dp), total)
-        one = step(min(2, layout.accumulation))  # sums of gradients are kept from the second on
+        # sums of gradients are kept from the second on
+        one = step(min(2, layout.accumulation))
         for work in candidates.variants(replace(one, layout=layout)):
             kind = (work.sequence_parallel, work.selective, work.interleave)
             if kind not in full:
@@ -191,7 +228,11 @@ def ranking(fitting: list[Candidate]) -> list[Candidate]:
     one does.
     """
     by_time = sorted(fitting, key=lambda candidate: candidate.seconds)
-    close = [candidate for candidate in by_time if candidate.seconds <= WORTH * by_time[0].seconds]
+    close = [
+        candidate
+        for candidate in by_time
+        if candidate.seconds <= WORTH * by_time[0].seconds
+    ]
     if not close:
         return []
     winner = min(close, key=_complexity)
@@ -206,9 +247,15 @@ def groups(candidates_: Sequence[Candidate]) -> list[int]:
     first: Candidate | None = None
     number = -1
     found = dict[int, int]()
-    for place in sorted(range(len(candidates_)), key=lambda place: candidates_[place].seconds):
+    for place in sorted(
+        range(len(candidates_)), key=lambda place: candidates_[place].seconds
+    ):
         candidate = candidates_[place]
-        if first is None or candidate.seconds > (1 + max(first.error, candidate.error)) * first.seconds:
+        if (
+            first is None
+            or candidate.seconds
+            > (1 + max(first.error, candidate.error)) * first.seconds
+        ):
             first = candidate
             number = number + 1
         found[place] = number
@@ -219,27 +266,39 @@ def _complexity(candidate: Candidate) -> tuple[bool, bool, int, float]:
     work = candidate.work
     layout = candidate.work.layout
     offloaded = (work.optimizer_at, work.weights_at) != ("gpu", "gpu")
-    return candidate.forecast.verdict != "fits", offloaded, layout.tp * layout.pp, candidate.seconds
+    return (
+        candidate.forecast.verdict != "fits",
+        offloaded,
+        layout.tp * layout.pp,
+        candidate.seconds,
+    )
 
 
 def _alternatives(
     predicted: list[Candidate], ranking: list[Candidate], exclusions: Exclusions
 ) -> list[Alternative]:
     """Return what is best for each value that the winner lacks, and what is ruled out."""
-    by_missing = sorted((each for each in predicted if not each.fits), key=lambda each: each.shortage)
+    by_missing = sorted(
+        (each for each in predicted if not each.fits), key=lambda each: each.shortage
+    )
     firsts = dict[Value, Candidate]()
     for candidate in (*ranking, *by_missing):
         for value in candidate.values:
             firsts.setdefault(value, candidate)
     won = ranking[0].values if ranking else []
-    found = [Alternative(*value, best) for value, best in firsts.items() if value not in won]
+    found = [
+        Alternative(*value, best) for value, best in firsts.items() if value not in won
+    ]
     for value, rule in exclusions.indivisible.items():
         if value not in firsts:
             found.append(Alternative(*value, rule=f"not divisible: {rule}"))
-    refused: dict[tuple[Way, str], str] = {}  # a rule for pipelines covers those with tensor ranks
+    # a rule for pipelines covers those with tensor ranks
+    refused: dict[tuple[Way, str], str] = {}
     for (way, (tensor, pipeline)), problems in exclusions.refused.items():
         parts = " and ".join(["tensor"] * tensor + ["pipeline"] * pipeline)
-        rule = "; ".join(dict.fromkeys(str(problem.rule or problem.came) for problem in problems))
+        rule = "; ".join(
+            dict.fromkeys(str(problem.rule or problem.came) for problem in problems)
+        )
         called = f"{way.name} with {parts}" if parts else way.name
         refused.setdefault((way, rule), called)
     for (_, rule), called in refused.items():

@@ -17,7 +17,14 @@ from launch.planning.prediction.forecast import forecast
 from launch.planning.prediction.forecast_text import remark_text
 from launch.planning.prediction.software import OURS, SYSTEMS
 from launch.planning.prediction.workload import Workload
-from launch.planning.search import candidates, largest, layout_search, search_text, shapes, ways
+from launch.planning.search import (
+    candidates,
+    largest,
+    layout_search,
+    search_text,
+    shapes,
+    ways,
+)
 from launch.planning.search.candidates import SearchQuestion
 from launch.planning.search.layout_search import Candidate
 from launch.planning.search.ways import JSON_NAME
@@ -62,12 +69,20 @@ examples:
 
 exit codes: 0 shown and written, 1 nothing fits, 2 refused."""
 # What a search decides, as overrides that leave a recipe's own undecided.
-_UNDECIDED = ("parallel.tp", "parallel.pp", "parallel.dp", "batch.micro", "batch.accumulation")
+_UNDECIDED = (
+    "parallel.tp",
+    "parallel.pp",
+    "parallel.dp",
+    "batch.micro",
+    "batch.accumulation",
+)
 OPEN = tuple(f"{key}=null" for key in _UNDECIDED)
 
 RECOMPUTATION = "activation_checkpointing"
-DERIVED_KEYS = {"parallel.dp", "batch.accumulation"}  # from the rest, where the recipe leaves them open
-SETTLED = ("larger batch", "recomputation")  # remarks about what the search has chosen among
+# from the rest, where the recipe leaves them open
+DERIVED_KEYS = {"parallel.dp", "batch.accumulation"}
+# remarks about what the search has chosen among
+SETTLED = ("larger batch", "recomputation")
 GROWN = "--set model.layers, --set model.hidden, --set model.heads, --set model"
 
 RULES = (
@@ -102,8 +117,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--global-batch", type=arguments.whole(1, 10**7), metavar="N", help=batch)
     base = "DeepSpeed JSON whose stage and offload are replaced (default: those of ds_configs/)"
     add("--ds_config", metavar="FILE", help=base)
-    add("--hardware", metavar="NODE", help=f"{hardware.ways_to_name()} (default: the recipe's)")
-    add("--nodes", type=arguments.whole(1, 10**5), default=1, metavar="N", help="of them (default: 1)")
+    add(
+        "--hardware",
+        metavar="NODE",
+        help=f"{hardware.ways_to_name()} (default: the recipe's)",
+    )
+    add(
+        "--nodes",
+        type=arguments.whole(1, 10**5),
+        default=1,
+        metavar="N",
+        help="of them (default: 1)",
+    )
     systems = f"another system, for study: {', '.join(candidates.STUDIED)}"
     add("--software", choices=candidates.STUDIED, metavar="NAME", help=systems)
     add = parser.add_argument_group("what comes out").add_argument
@@ -150,12 +175,16 @@ def question_of(args: argparse.Namespace) -> tuple[RecipeFlags, SearchQuestion]:
     if args.largest:
         shape = [f"precision={half}", "batch.micro=1"]
     batch = [f"batch.global={args.global_batch}"] if args.global_batch else []
-    overrides = {text.partition("=")[0].strip(): text for text in (*shape, *args.set, *batch)}
+    overrides = {
+        text.partition("=")[0].strip(): text for text in (*shape, *args.set, *batch)
+    }
     flags = RecipeFlags(name, overrides, args.tiny, args.steps)
     recipe = flags.load([*OPEN, *overrides.values()])
     base = jsonfile.read(jsonfile.find(args.ds_config)) if args.ds_config else None
     software = SYSTEMS[args.software] if args.software else OURS
-    return flags, SearchQuestion(recipe, node, args.nodes, RECOMPUTATION in overrides, base, software)
+    return flags, SearchQuestion(
+        recipe, node, args.nodes, RECOMPUTATION in overrides, base, software
+    )
 
 
 class RecipeFlags(NamedTuple):
@@ -172,25 +201,37 @@ class RecipeFlags(NamedTuple):
 
 
 def launched(
-    page: Page, flags: RecipeFlags, question: SearchQuestion, layout: Candidate, out: Path | None
+    page: Page,
+    flags: RecipeFlags,
+    question: SearchQuestion,
+    layout: Candidate,
+    out: Path | None,
 ) -> None:
     """Add the launch of a layout to the page, and write its JSON into `out`. Raises ConfigError."""
     settings = settings_of(flags, layout.work)
     file = layout.way.file
     document = ways.config(layout.way, question.base, layout.work.layout)
-    plan = ways.resolved(document, flags.load(settings), question.ranks, question.node.machine)
+    plan = ways.resolved(
+        document, flags.load(settings), question.ranks, question.node.machine
+    )
     if out:
         out.mkdir(parents=True, exist_ok=True)
         write_atomically(out / JSON_NAME, ways.json_text(document))
         file = str(out / JSON_NAME)
-    words = launch_lines.arguments(flags.name, file, settings, tiny=flags.tiny, steps=flags.steps)
+    words = launch_lines.arguments(
+        flags.name, file, settings, tiny=flags.tiny, steps=flags.steps
+    )
     launcher = launch_lines.deepspeed(question.nodes, question.node.gpus)
     line = f"{launcher} {launch_lines.SCRIPT} {launch_lines.quoted(words)}"
     below = [f"wrote {file}"] if out else []
     if not out and (question.base or layout.way.offload):  # no file holds its JSON
         line = " ".join(f"--set {text}" for text in settings)
         below = [f"--out DIR writes its {JSON_NAME}, and shows the line"]
-    page.commands(line, above=[f"to launch layout 1: {search_text.layout_words(layout)}"], below=below)
+    page.commands(
+        line,
+        above=[f"to launch layout 1: {search_text.layout_words(layout)}"],
+        below=below,
+    )
     remarks = forecast(workload.of_plan(plan), question.node).remarks
     notes = [remark_text(each) for each in remarks if each.kind not in SETTLED]
     page.notes([*notes, *plan.notices])

@@ -11,13 +11,29 @@ from launch.planning.prediction.forecast_text import CATEGORIES, error
 from launch.planning.search import layout_search
 from launch.planning.search.candidates import Dimension, SearchQuestion
 from launch.planning.search.largest import Largest
-from launch.planning.search.layout_search import WORTH, Alternative, Candidate, SearchAnswer, recomputation
+from launch.planning.search.layout_search import (
+    WORTH,
+    Alternative,
+    Candidate,
+    SearchAnswer,
+    recomputation,
+)
 from modeling import cost
 from recipes import catalog
 from recipes.problems import counted
 from recipes.tables import FOLDER, read_table
 
-HEADINGS = ["#", "group", "layout", "batch", "GB", "of GPU", "s/step", "tokens/s", "model states"]
+HEADINGS = [
+    "#",
+    "group",
+    "layout",
+    "batch",
+    "GB",
+    "of GPU",
+    "s/step",
+    "tokens/s",
+    "model states",
+]
 LEGEND = (
     "layout: tensor x pipeline x data parallel; batch: micro-batch x accumulation; offload: the optimizer on "
     "the host, or all model states; SNUG: fits once torch's allocator gives back what it keeps. First stands "
@@ -67,8 +83,14 @@ def page(answer: SearchAnswer, name: str, most: int, width: int | None = None) -
     number = f"{answer.predicted:,} layouts: {fitting:,} fit, {len(answer.ranking) - fitting:,} are snug"
     shown = Page(width)
     shown.facts(
-        ("recipe", f"{name}: {size / 1e9:,.3g} billion parameters ({shape}), {samples}"),
-        ("hardware", f"{gpus}: {node.title} ({node.name}), {node.gpu.memory_bytes / 1e9:.1f} GB each"),
+        (
+            "recipe",
+            f"{name}: {size / 1e9:,.3g} billion parameters ({shape}), {samples}",
+        ),
+        (
+            "hardware",
+            f"{gpus}: {node.title} ({node.name}), {node.gpu.memory_bytes / 1e9:.1f} GB each",
+        ),
         ("searched", f"{number}, as {question.software.name} runs them"),
     )
     best = answer.best_per_layout(most)
@@ -82,7 +104,9 @@ def page(answer: SearchAnswer, name: str, most: int, width: int | None = None) -
     return shown
 
 
-def largest_page(question: SearchQuestion, found: Sequence[Largest], width: int | None = None) -> Page:
+def largest_page(
+    question: SearchQuestion, found: Sequence[Largest], width: int | None = None
+) -> Page:
     """Describe the largest models in a table, with the printed sizes below it."""
     node = question.node
     recipe = question.recipe
@@ -93,8 +117,14 @@ def largest_page(question: SearchQuestion, found: Sequence[Largest], width: int 
     precision = (precisions or [recipe.precision])[0]
     shown = Page(width)
     shown.facts(
-        ("hardware", f"{gpus}: {node.title} ({node.name}), {node.gpu.memory_bytes / 1e9:.1f} GB each"),
-        ("model", f"a {recipe.model.family} in {precision}, {samples}, micro-batches of {micro}"),
+        (
+            "hardware",
+            f"{gpus}: {node.title} ({node.name}), {node.gpu.memory_bytes / 1e9:.1f} GB each",
+        ),
+        (
+            "model",
+            f"a {recipe.model.family} in {precision}, {samples}, micro-batches of {micro}",
+        ),
     )
     rows = []
     refused = []
@@ -112,7 +142,9 @@ def largest_page(question: SearchQuestion, found: Sequence[Largest], width: int 
     rule = f"the documents' rule, memory over 16 bytes a parameter: {alone:.2f} B for one GPU"
     bound = PRINTED_BOUNDS.get(node.gpu.name)
     if bound:
-        rule += f"; they print {bound / 1e9:g} B for this GPU as the practical upper bound"
+        rule += (
+            f"; they print {bound / 1e9:g} B for this GPU as the practical upper bound"
+        )
     shown.text(rule)
     shown.text(*refused, hang=2)
     return shown
@@ -145,9 +177,15 @@ def _printed_sizes(question: SearchQuestion) -> list[str]:
             recipe = catalog.load(f"{table}/{row}")
             own = recipe.hardware
             published = recipe.published
-            if own and published and (own.node, own.gpus) == (question.node.name, question.ranks):
+            if (
+                own
+                and published
+                and (own.node, own.gpus) == (question.node.name, question.ranks)
+            ):
                 shape = f"{recipe.model.layers}x{recipe.model.hidden}"
-                sizes.append(f"{published.size_label}, {shape} ({published.framework or recipe.ds_config})")
+                sizes.append(
+                    f"{published.size_label}, {shape} ({published.framework or recipe.ds_config})"
+                )
     return sizes
 
 
@@ -213,7 +251,9 @@ def _why_not(answer: SearchAnswer) -> list[str]:
     choices: dict[tuple[str, str], list[str]] = {}
     for each in sorted(answer.alternatives, key=_place):
         if each.dimension != "data" or each.rule:  # tensor and pipeline imply it
-            choices.setdefault((each.dimension, _reason(each, answer)), []).append(str(each.value))
+            choices.setdefault((each.dimension, _reason(each, answer)), []).append(
+                str(each.value)
+            )
     lines = []
     for (dimension, reason), values in choices.items():
         label = LABELS.get(dimension, f"{dimension} ")
@@ -232,7 +272,9 @@ def _reason(each: Alternative, answer: SearchAnswer) -> str:
     layout = layout_words(each.best)
     if answer.winner and each.best.fits:
         return f"{each.best.seconds / answer.winner.seconds:.2f} x the time ({layout})"
-    place = "per GPU" if each.best.forecast.missing[0] > 0 else "of host memory per node"
+    place = (
+        "per GPU" if each.best.forecast.missing[0] > 0 else "of host memory per node"
+    )
     return f"out of memory by {each.best.shortage / 1e9:,.1f} GB {place} ({layout})"
 
 

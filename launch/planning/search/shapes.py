@@ -10,7 +10,8 @@ from typing import NamedTuple
 from recipes import catalog
 from recipes.problems import Problem, ProblemsError, did_you_mean
 
-RECIPES = {"gpt2": "openwebtext/gpt2-124m", "bert": "wikipedia/bert-336m"}  # of each family, for other sizes
+# of each family, for other sizes
+RECIPES = {"gpt2": "openwebtext/gpt2-124m", "bert": "wikipedia/bert-336m"}
 WIDE = 2048  # hidden size from which heads are of 128, as in GPT-3; below 64
 
 
@@ -69,15 +70,28 @@ def size(name: str) -> Size:
         fix = did_you_mean(label, {**NAMES, **rows})
         raise ProblemsError([Problem("--model", came, rule, fix)])
     if len(rows[label]) > 1:
-        models = [f"{row} ({layers} x {hidden})" for (_, layers, hidden, _), row in rows[label].items()]
+        models = [
+            f"{row} ({layers} x {hidden})"
+            for (_, layers, hidden, _), row in rows[label].items()
+        ]
         rule = f"tables print it for several models: {', '.join(models)}"
-        raise ProblemsError([Problem("--model", came, rule, "name one as --recipe, without --model")])
+        raise ProblemsError(
+            [Problem("--model", came, rule, "name one as --recipe, without --model")]
+        )
     (row,) = rows[label].values()
     recipe = catalog.load(row)
     model = recipe.model
     batch = recipe.batch.global_
     rate = recipe.optimizer.lr
-    return Size(model.layers, model.hidden, model.heads, batch, rate, recipe.sequence_length, model.family)
+    return Size(
+        model.layers,
+        model.hidden,
+        model.heads,
+        batch,
+        rate,
+        recipe.sequence_length,
+        model.family,
+    )
 
 
 def rows_by_size() -> dict[str, dict[tuple[str, int, int, int], str]]:
@@ -87,10 +101,19 @@ def rows_by_size() -> dict[str, dict[tuple[str, int, int, int], str]]:
         for row in table.rows:
             values = table.row(row)
             label = (values.get("published") or {}).get("size_label")
-            if label and not any(key.startswith("model") for key in values.get("unknown") or ()):
+            if label and not any(
+                key.startswith("model") for key in values.get("unknown") or ()
+            ):
                 model = values["model"]
-                shape = model.get("family", "gpt2"), model["layers"], model["hidden"], model["heads"]
-                found.setdefault(label.lower(), {}).setdefault(shape, f"{table.name}/{row}")
+                shape = (
+                    model.get("family", "gpt2"),
+                    model["layers"],
+                    model["hidden"],
+                    model["heads"],
+                )
+                found.setdefault(label.lower(), {}).setdefault(
+                    shape, f"{table.name}/{row}"
+                )
     return found
 
 

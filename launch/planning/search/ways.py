@@ -16,8 +16,13 @@ from recipes.layout import Layout
 from recipes.schema import Recipe
 
 JSON_NAME = "ds_config.json"
-BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-DECIDED_KEYS = ("stage", "offload_optimizer", "offload_param")  # of zero_optimization: what a way decides
+BATCH = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
+# of zero_optimization: what a way decides
+DECIDED_KEYS = ("stage", "offload_optimizer", "offload_param")
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,9 @@ WAYS = (
 )
 
 
-def config(way: Way, base: dict[str, Any] | None = None, layout: Layout | None = None) -> dict[str, Any]:
+def config(
+    way: Way, base: dict[str, Any] | None = None, layout: Layout | None = None
+) -> dict[str, Any]:
     """Make the JSON of a way from its file, or from `base` with the way's stage and offload in it.
 
     With a layout its numbers stand in the JSON, so that the JSON is refused with any other.
@@ -66,12 +73,20 @@ def config(way: Way, base: dict[str, Any] | None = None, layout: Layout | None =
     numbers: dict[str, Any] = dict.fromkeys(BATCH, "auto")
     document["parallel"] = {"tensor": "auto", "pipeline": "auto"}
     if layout:
-        numbers = dict(zip(BATCH, (layout.global_batch, layout.micro, layout.accumulation), strict=True))
+        numbers = dict(
+            zip(
+                BATCH,
+                (layout.global_batch, layout.micro, layout.accumulation),
+                strict=True,
+            )
+        )
         document["parallel"] = {"tensor": layout.tp, "pipeline": layout.pp}
     return {**document, **numbers}
 
 
-def resolved(document: dict[str, Any], recipe: Recipe, world: int | None, machine: Machine) -> Plan:
+def resolved(
+    document: dict[str, Any], recipe: Recipe, world: int | None, machine: Machine
+) -> Plan:
     """Resolve a recipe under a DeepSpeed JSON that has no file yet. Raises ConfigError."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / JSON_NAME

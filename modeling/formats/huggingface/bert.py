@@ -16,7 +16,13 @@ import torch
 import transformers
 from torch import Tensor
 
-from modeling.formats.huggingface.conversion import NO_DROPOUT, Conversion, Form, Logits, NameEntry
+from modeling.formats.huggingface.conversion import (
+    NO_DROPOUT,
+    Conversion,
+    Form,
+    Logits,
+    NameEntry,
+)
 from modeling.transformer import BERT_NORM_EPS
 from recipes.schema import Dropout, Model
 
@@ -37,10 +43,17 @@ MASKED_HEAD = {
     "head.transform": "cls.predictions.transform.dense",
     "head.norm": "cls.predictions.transform.LayerNorm",
 }
-SENTENCE_HEAD = {"head.pooler": "bert.pooler.dense", "head.sentence": "cls.seq_relationship"}
+SENTENCE_HEAD = {
+    "head.pooler": "bert.pooler.dense",
+    "head.sentence": "cls.seq_relationship",
+}
 DECODER_BIAS = NameEntry("decoder_bias.bias", ("cls.predictions.bias",))
 _SAMPLE_HEAD = {"head.pooler": "bert.pooler.dense", "head.classifier": "classifier"}
-TASK_HEADS = {"classification": _SAMPLE_HEAD, "span": {"head.span": "qa_outputs"}, "choice": _SAMPLE_HEAD}
+TASK_HEADS = {
+    "classification": _SAMPLE_HEAD,
+    "span": {"head.span": "qa_outputs"},
+    "choice": _SAMPLE_HEAD,
+}
 TASK_CLASSES = {
     "classification": "ForSequenceClassification",
     "span": "ForQuestionAnswering",
@@ -56,10 +69,15 @@ class HeadPlacement(NamedTuple):
     prefix: str  # of the names of their classes
 
 
-_POST_NORMS = {"attention_norm": "attention.output.LayerNorm", "mlp_norm": "output.LayerNorm"}
+_POST_NORMS = {
+    "attention_norm": "attention.output.LayerNorm",
+    "mlp_norm": "output.LayerNorm",
+}
 _PRE_NORMS = {"attention_norm": "attention.ln", "mlp_norm": "ln"}
 PLACEMENTS = {
-    "post": HeadPlacement({"embedding.norm": "bert.embeddings.LayerNorm"}, _POST_NORMS, "Bert"),
+    "post": HeadPlacement(
+        {"embedding.norm": "bert.embeddings.LayerNorm"}, _POST_NORMS, "Bert"
+    ),
     "pre": HeadPlacement({"final_norm": "bert.encoder.ln"}, _PRE_NORMS, "MegatronBert"),
 }
 
@@ -94,16 +112,24 @@ def name_map(model: Model) -> Iterator[NameEntry]:
     for i in range(model.layers):
         here = f"layers.{0 if model.shared_layers else i}."
         there = f"bert.encoder.layer.{i}."
-        modules.append(NameEntry(f"{here}attention.qkv", tuple(there + name for name in QKV_NAMES), QKV))
+        modules.append(
+            NameEntry(
+                f"{here}attention.qkv", tuple(there + name for name in QKV_NAMES), QKV
+            )
+        )
         one_to_one = {**PER_LAYER, **placement.per_layer}.items()
-        modules += [NameEntry(here + ours, (there + theirs,)) for ours, theirs in one_to_one]
+        modules += [
+            NameEntry(here + ours, (there + theirs,)) for ours, theirs in one_to_one
+        ]
     heads = TASK_HEADS.get(model.task_head) or MASKED_HEAD | (
         SENTENCE_HEAD if model.sentence_head != "none" else {}
     )
     modules += [NameEntry(ours, (theirs,)) for ours, theirs in heads.items()]
     for ours, theirs, form in modules:
         for leaf in ("weight", "bias"):
-            yield NameEntry(f"{ours}.{leaf}", tuple(f"{name}.{leaf}" for name in theirs), form)
+            yield NameEntry(
+                f"{ours}.{leaf}", tuple(f"{name}.{leaf}" for name in theirs), form
+            )
     if model.task_head == "none":
         yield DECODER_BIAS
 
@@ -113,8 +139,14 @@ def _rename(stored: str) -> str | None:
 
     Takes a bare `BertModel` (no prefix) and TensorFlow's gamma and beta of LayerNorm.
     """
-    name = stored if stored.startswith(("bert.", "cls.", "classifier.", "qa_outputs.")) else f"bert.{stored}"
-    name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+    name = (
+        stored
+        if stored.startswith(("bert.", "cls.", "classifier.", "qa_outputs."))
+        else f"bert.{stored}"
+    )
+    name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace(
+        "LayerNorm.beta", "LayerNorm.bias"
+    )
     return None if name in BUFFERS else name
 
 
@@ -126,7 +158,11 @@ def class_name(model: Model) -> str:
 
 
 def config(
-    model: Model, positions: int, dropout: Dropout = NO_DROPOUT, end: int | None = None, pad: int = 0
+    model: Model,
+    positions: int,
+    dropout: Dropout = NO_DROPOUT,
+    end: int | None = None,
+    pad: int = 0,
 ) -> transformers.PretrainedConfig:
     """Return the `BertConfig` or `MegatronBertConfig` of the model; `end` is GPT-2's and not used."""
     labels = model.head_classes if model.task_head == "classification" else 2
@@ -142,8 +178,11 @@ def config(
 
 def logits(model: Any, tokens: Tensor, token_types: Tensor, mask: Tensor) -> Logits:
     """Return the logits of every token that is not padding and of a sentence head; or those of samples."""
-    given = dict(input_ids=tokens, attention_mask=mask.long(), token_type_ids=token_types)
-    if type(model).__name__.endswith(TASK_CLASSES["choice"]):  # (N, C, S), where our choices are samples
+    given = dict(
+        input_ids=tokens, attention_mask=mask.long(), token_type_ids=token_types
+    )
+    # (N, C, S), where our choices are samples
+    if type(model).__name__.endswith(TASK_CLASSES["choice"]):
         given = {name: value[None] for name, value in given.items()}
     outcome = model(**given)
     if "start_logits" in outcome:
@@ -168,5 +207,8 @@ from transformers import {kind}, AutoTokenizer
 model = {kind}.from_pretrained("{{directory}}")
 tokenizer = AutoTokenizer.from_pretrained("{{directory}}")
 print(model(**tokenizer({{prompt}}, return_tensors="pt")))"""
-TASK_USAGE = {head: _TASK_USAGE.format(kind=f"AutoModel{name}") for head, name in TASK_CLASSES.items()}
+TASK_USAGE = {
+    head: _TASK_USAGE.format(kind=f"AutoModel{name}")
+    for head, name in TASK_CLASSES.items()
+}
 CONVERSION = Conversion(class_name, config, name_map, _rename, TIED, logits, USAGE)

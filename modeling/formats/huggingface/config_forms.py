@@ -9,7 +9,13 @@ from typing import Any
 from recipes.families import BERT_UNCASED_VOCABULARY, FAMILIES, GPT2_VOCABULARY
 from recipes.schema import Model
 
-SHAPE = ("model.layers", "model.hidden", "model.heads", "model.vocab_size", "model.positions")
+SHAPE = (
+    "model.layers",
+    "model.hidden",
+    "model.heads",
+    "model.vocab_size",
+    "model.positions",
+)
 Fixed = Mapping[str, tuple[Any, ...]]
 
 
@@ -61,15 +67,24 @@ _BERT_FIXED: Fixed = {
     "add_cross_attention": (False,),
     "tie_word_embeddings": (True,),
 }
-_GPT2_SHAPE = _shape("n_layer n_embd n_head vocab_size n_positions", 12, 768, 12, GPT2_VOCABULARY, 1024)
+_GPT2_SHAPE = _shape(
+    "n_layer n_embd n_head vocab_size n_positions", 12, 768, 12, GPT2_VOCABULARY, 1024
+)
 _BERT_KEYS = "num_hidden_layers hidden_size num_attention_heads vocab_size max_position_embeddings"
 _BERT_SHAPE = _shape(_BERT_KEYS, 12, 768, 12, BERT_UNCASED_VOCABULARY, 512)
 _MEGATRON_BERT_SHAPE = _shape(_BERT_KEYS, 24, 1024, 16, 29056, 512)
 FORMS = (
     ConfigForm("gpt2", "gpt2", _GPT2_SHAPE, ("n_inner", None), _GPT2_FIXED),
-    ConfigForm("bert", "bert", _BERT_SHAPE, ("intermediate_size", 3072), _BERT_FIXED, "post"),
     ConfigForm(
-        "megatron-bert", "bert", _MEGATRON_BERT_SHAPE, ("intermediate_size", 4096), _BERT_FIXED, "pre"
+        "bert", "bert", _BERT_SHAPE, ("intermediate_size", 3072), _BERT_FIXED, "post"
+    ),
+    ConfigForm(
+        "megatron-bert",
+        "bert",
+        _MEGATRON_BERT_SHAPE,
+        ("intermediate_size", 4096),
+        _BERT_FIXED,
+        "pre",
     ),
 )
 
@@ -87,15 +102,27 @@ _MEGATRON_FIXED: Fixed = {
     "use_rotary_position_embeddings": (False, None),
     "num_experts": (None, 1, [1]),
 }
-_MEGATRON_KEYS = "num_layers hidden_size num_attention_heads vocab_size max_position_embeddings"
+_MEGATRON_KEYS = (
+    "num_layers hidden_size num_attention_heads vocab_size max_position_embeddings"
+)
 _MEGATRON_SHAPE = _shape(_MEGATRON_KEYS, 0, 0, 0, 0, 0)
 _WIDTH = ("ffn_hidden_size", None)
 _ARGUMENTS = "its arguments say"
 _GPT_FIXED: Fixed = {**_MEGATRON_FIXED, "gelu": ("tanh",), "layernorm_epsilon": (1e-5,)}
 # Megatron's BERT always has another GELU and epsilon than ours: it is accepted, with a message.
 MEGATRON_FORMS = (
-    ConfigForm("megatron-lm-gpt", "gpt2", _MEGATRON_SHAPE, _WIDTH, _GPT_FIXED, None, _ARGUMENTS),
-    ConfigForm("megatron-lm-bert", "bert", _MEGATRON_SHAPE, _WIDTH, _MEGATRON_FIXED, "pre", _ARGUMENTS),
+    ConfigForm(
+        "megatron-lm-gpt", "gpt2", _MEGATRON_SHAPE, _WIDTH, _GPT_FIXED, None, _ARGUMENTS
+    ),
+    ConfigForm(
+        "megatron-lm-bert",
+        "bert",
+        _MEGATRON_SHAPE,
+        _WIDTH,
+        _MEGATRON_FIXED,
+        "pre",
+        _ARGUMENTS,
+    ),
 )
 
 
@@ -108,11 +135,17 @@ def run_forms() -> tuple[ConfigForm, ...]:
             called = f"megarecipes-{name}"
             if placement:
                 called += f"-{placement}-LN"
-            forms.append(ConfigForm(called, name, shape, ("", None), {}, placement, "its recipe says"))
+            forms.append(
+                ConfigForm(
+                    called, name, shape, ("", None), {}, placement, "its recipe says"
+                )
+            )
     return tuple(forms)
 
 
 def form_of(model: Model, forms: Sequence[ConfigForm]) -> ConfigForm | None:
     """Return the form of the model's own type, or None if it has none."""
     own = (form for form in forms if form.family == model.family)
-    return next((form for form in own if form.layer_norm in (None, model.layer_norm)), None)
+    return next(
+        (form for form in own if form.layer_norm in (None, model.layer_norm)), None
+    )

@@ -19,9 +19,11 @@ from modeling.lazy_weights import LazyWeights, same_numbers
 from recipes.schema import Dropout, Model
 
 NO_DROPOUT = Dropout()
-WITH_PADDING = ("word.weight", "decoder_bias.bias")  # a row for each token, then padding
+# a row for each token, then padding
+WITH_PADDING = ("word.weight", "decoder_bias.bias")
 Tensors = Mapping[str, Tensor]
-Logits = tuple[Tensor, ...]  # of tokens without padding (tokens, V); of a sentence head (B, 2)
+# of tokens without padding (tokens, V); of a sentence head (B, 2)
+Logits = tuple[Tensor, ...]
 
 
 class Form(NamedTuple):
@@ -50,8 +52,12 @@ class Selection(NamedTuple):
 
     def untied(self) -> list[tuple[str, str]]:
         """Return (copy, tensor) for each copy that differs from its tensor. Reads their numbers."""
-        pairs = ((names, copy, self.tensors[names[1]]) for names, copy in self.copies.items())
-        return [names for names, copy, tensor in pairs if not same_numbers(copy, tensor)]
+        pairs = (
+            (names, copy, self.tensors[names[1]]) for names, copy in self.copies.items()
+        )
+        return [
+            names for names, copy, tensor in pairs if not same_numbers(copy, tensor)
+        ]
 
 
 class NameEntry(NamedTuple):
@@ -100,13 +106,29 @@ class Conversion:
 
     def select(self, theirs: Tensors) -> Selection:
         """Select the tensors of a state dict, which may hold either name of a tied tensor, or both."""
-        named = [(name, tensor) for stored, tensor in theirs.items() if (name := self.rename(stored))]
+        named = [
+            (name, tensor)
+            for stored, tensor in theirs.items()
+            if (name := self.rename(stored))
+        ]
         found = dict(named)
         times = Counter(name for name, _ in named)
-        stored_copies = {names: found.pop(names[0]) for names in self.tied.items() if names[0] in found}
-        copies = {names: copy for names, copy in stored_copies.items() if names[1] in found}
-        found |= {names[1]: copy for names, copy in stored_copies.items() if names not in copies}
-        return Selection(found, copies, [name for name, count in times.items() if count > 1])
+        stored_copies = {
+            names: found.pop(names[0])
+            for names in self.tied.items()
+            if names[0] in found
+        }
+        copies = {
+            names: copy for names, copy in stored_copies.items() if names[1] in found
+        }
+        found |= {
+            names[1]: copy
+            for names, copy in stored_copies.items()
+            if names not in copies
+        }
+        return Selection(
+            found, copies, [name for name, count in times.items() if count > 1]
+        )
 
     def to_canonical(self, theirs: Tensors, model: Model) -> LazyWeights:
         """Turn a state dict of a class of this family into canonical float32 weights.
@@ -117,7 +139,9 @@ class Conversion:
         found = self.select(theirs).tensors
 
         def convert(entry: NameEntry) -> Tensor:
-            whole = entry.form.to_ours([found[name] for name in entry.theirs], model.heads)
+            whole = entry.form.to_ours(
+                [found[name] for name in entry.theirs], model.heads
+            )
             return whole[: model.vocab_size] if entry.ours in WITH_PADDING else whole
 
         def usable(entry: NameEntry) -> bool:
@@ -127,7 +151,11 @@ class Conversion:
             return own or found[entry.theirs[0]].shape[0] == head_outputs(model)
 
         return LazyWeights(
-            {each.ours: partial(convert, each) for each in self.name_map(model) if usable(each)}
+            {
+                each.ours: partial(convert, each)
+                for each in self.name_map(model)
+                if usable(each)
+            }
         )
 
 

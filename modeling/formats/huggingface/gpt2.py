@@ -40,7 +40,9 @@ def _qkv_to_theirs(ours: Tensor, heads: int) -> Sequence[Tensor]:
 
 def _qkv_to_ours(theirs: Sequence[Tensor], heads: int) -> Tensor:
     rows = theirs[0].t() if theirs[0].dim() == 2 else theirs[0]
-    return rows.reshape(3, heads, -1, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+    return (
+        rows.reshape(3, heads, -1, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+    )
 
 
 QKV = Form(_qkv_to_theirs, _qkv_to_ours)
@@ -63,19 +65,34 @@ def name_map(model: Model) -> Iterator[NameEntry]:
     for i in range(model.layers):
         own = f"layers.{0 if model.shared_layers else i}"
         for ours, (theirs, form) in PER_LAYER.items():
-            for leaf, its_form in (("weight", form), ("bias", QKV if form is QKV else SAME)):
-                yield NameEntry(f"{own}.{ours}.{leaf}", (f"transformer.h.{i}.{theirs}.{leaf}",), its_form)
+            for leaf, its_form in (
+                ("weight", form),
+                ("bias", QKV if form is QKV else SAME),
+            ):
+                yield NameEntry(
+                    f"{own}.{ours}.{leaf}",
+                    (f"transformer.h.{i}.{theirs}.{leaf}",),
+                    its_form,
+                )
 
 
 def _rename(stored: str) -> str | None:
     """Return the name in `GPT2LMHeadModel`, also of a bare `GPT2Model`; None for masks in old checkpoints."""
     if stored.endswith((".attn.bias", ".attn.masked_bias")):
         return None
-    return stored if stored.startswith(("transformer.", "lm_head.")) else f"transformer.{stored}"
+    return (
+        stored
+        if stored.startswith(("transformer.", "lm_head."))
+        else f"transformer.{stored}"
+    )
 
 
 def config(
-    model: Model, positions: int, dropout: Dropout = NO_DROPOUT, end: int | None = None, pad: int = 0
+    model: Model,
+    positions: int,
+    dropout: Dropout = NO_DROPOUT,
+    end: int | None = None,
+    pad: int = 0,
 ) -> transformers.GPT2Config:
     """Return the `GPT2Config` of the model; samples have no padding, so `pad` is not used."""
     return transformers.GPT2Config(

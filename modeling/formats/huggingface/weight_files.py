@@ -14,7 +14,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from recipes.files import FileError, named_kind, read_json_object, read_part, read_safetensors_header, refuse
+from recipes.files import (
+    FileError,
+    named_kind,
+    read_json_object,
+    read_part,
+    read_safetensors_header,
+    refuse,
+)
 from recipes.problems import Problem, some
 
 # In the order of `from_pretrained`, each whole or in shards listed by an index.
@@ -36,10 +43,20 @@ def read_state_dict(directory: str | Path) -> dict[str, Tensor]:
             tensors = _read(directory / file)
             absent = sorted(names - tensors.keys())
             if absent:
-                refuse(directory / file, f"lacks {some(absent)}", "the index says otherwise", AGAIN)
+                refuse(
+                    directory / file,
+                    f"lacks {some(absent)}",
+                    "the index says otherwise",
+                    AGAIN,
+                )
             twice = sorted(tensors.keys() & found.keys())
             if twice:
-                refuse(directory / file, f"holds {some(twice)}, as another shard does", "", AGAIN)
+                refuse(
+                    directory / file,
+                    f"holds {some(twice)}, as another shard does",
+                    "",
+                    AGAIN,
+                )
             found |= tensors
         except FileError as error:
             problems += error.problems
@@ -60,7 +77,12 @@ def _files(directory: Path) -> dict[str, set[str]]:
         others += (path.name for path in directory.glob(pattern))
     beside = f", but {some(sorted(others))}" if others else ""
     rule = f"transformers takes {' or '.join(NAMES)}, or shards with their index ({NAMES[0]}.index.json)"
-    refuse(directory, f"holds no weights{beside}", rule, "give a directory that save_pretrained wrote")
+    refuse(
+        directory,
+        f"holds no weights{beside}",
+        rule,
+        "give a directory that save_pretrained wrote",
+    )
 
 
 def _shards(index: Path) -> dict[str, set[str]]:
@@ -76,7 +98,12 @@ def _shards(index: Path) -> dict[str, set[str]]:
         shards.setdefault(file, set()).add(tensor)
     absent = sorted(file for file in shards if not os.path.lexists(index.parent / file))
     if absent:
-        refuse(index, f"names {some(absent)}, which the directory lacks", "every shard is needed", AGAIN)
+        refuse(
+            index,
+            f"names {some(absent)}, which the directory lacks",
+            "every shard is needed",
+            AGAIN,
+        )
     return shards
 
 
@@ -86,10 +113,18 @@ def _read(file: Path) -> dict[str, Tensor]:
         return _read_safetensors(file)
     zipped = read_part(file, 0, 4) == b"PK\x03\x04"
     try:
-        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True) if zipped else None
-    except Exception as error:  # of many types, for a pickle that is broken or no mere tensors
+        tensors = (
+            torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            if zipped
+            else None
+        )
+    # of many types, for a pickle that is broken or no mere tensors
+    except Exception as error:
         refuse(
-            file, f"cannot be read by torch.load ({type(error).__name__})", "it holds tensors alone", AGAIN
+            file,
+            f"cannot be read by torch.load ({type(error).__name__})",
+            "it holds tensors alone",
+            AGAIN,
         )
     if tensors is None:
         fix = f"{AGAIN}; if it loads, {CONVERT.format(file.parent)}"
@@ -97,7 +132,12 @@ def _read(file: Path) -> dict[str, Tensor]:
     named = isinstance(tensors, dict) and all(isinstance(name, str) for name in tensors)
     if not named or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         came = "holds something else than tensors by their names"
-        refuse(file, came, "it is a model's state dict", "give a directory that save_pretrained wrote")
+        refuse(
+            file,
+            came,
+            "it is a model's state dict",
+            "give a directory that save_pretrained wrote",
+        )
     return dict(tensors)
 
 

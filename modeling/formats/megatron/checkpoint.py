@@ -39,13 +39,23 @@ from recipes.problems import Problem, some
 from recipes.schema import Model
 
 # Modules of Python's library with classes in such checkpoints' arguments.
-STAND_IN_MODULES = ("argparse", "collections", "datetime", "enum", "pathlib", "signal", "types")
-ENUM_MEMBER = "builtins.getattr"  # by which Python 3.11.0 to 3.11.3 pickles a member of an enumeration
+STAND_IN_MODULES = (
+    "argparse",
+    "collections",
+    "datetime",
+    "enum",
+    "pathlib",
+    "signal",
+    "types",
+)
+# by which Python 3.11.0 to 3.11.3 pickles a member of an enumeration
+ENUM_MEMBER = "builtins.getattr"
 UNREAD = "in a form that is not read"  # instead of an argument's value
 KEYS = ("model", "module")  # of the state dict: Megatron-LM's, DeepSpeed's
 CHUNK = re.compile(r"model(\d+)")  # of an interleaved pipeline schedule
 BERT_ALONE = ("lm_head.", "pooler.", "binary_head.", "embedding.tokentype_embeddings.")
-SMALLEST_PADDING = 1024  # padding rows that are accepted in any case: 128 x 8 slices is common
+# padding rows that are accepted in any case: 128 x 8 slices is common
+SMALLEST_PADDING = 1024
 
 
 class StandIn:
@@ -55,7 +65,8 @@ class StandIn:
         pass
 
     def __setstate__(self, state: Any) -> None:
-        for part in state if isinstance(state, tuple) else (state,):  # attributes, and those in slots
+        # attributes, and those in slots
+        for part in state if isinstance(state, tuple) else (state,):
             if isinstance(part, dict):
                 vars(self).update(part)
 
@@ -115,7 +126,10 @@ class MegatronCheckpoint:
     @property
     def tanh_gelu(self) -> bool:
         """True if the MLP has the tanh form of GELU, as Megatron's default (fused with the bias) has."""
-        return bool(self.arguments.get("openai_gelu") or self.arguments.get("bias_gelu_fusion", True))
+        return bool(
+            self.arguments.get("openai_gelu")
+            or self.arguments.get("bias_gelu_fusion", True)
+        )
 
     @property
     def most_padding(self) -> int:
@@ -138,16 +152,24 @@ class MegatronCheckpoint:
         """
         rows = self.size(WORD, 0)
         padded = [v for v in vocabularies if rows and 0 <= rows - v < self.most_padding]
-        stated = {key: value for key, value in self.arguments.items() if value is not None}
+        stated = {
+            key: value for key, value in self.arguments.items() if value is not None
+        }
         own: dict[str, Any] = {
             "num_layers": self.layers,
             "hidden_size": self.size(WORD, 1),
             "max_position_embeddings": self.size(POSITION, 0),
         }
-        own |= {key: value for key, value in stated.items() if key not in own or value != UNREAD}
+        own |= {
+            key: value
+            for key, value in stated.items()
+            if key not in own or value != UNREAD
+        }
         own["model_type"] = "megatron-lm-bert" if self.is_bert else "megatron-lm-gpt"
         own["vocab_size"] = stated.get("orig_vocab_size") or next(iter(padded), rows)
-        gelus = [stated[key] for key in ("openai_gelu", "bias_gelu_fusion") if key in stated]
+        gelus = [
+            stated[key] for key in ("openai_gelu", "bias_gelu_fusion") if key in stated
+        ]
         if gelus:
             known = "tanh" if self.tanh_gelu else "exact"
             own["gelu"] = UNREAD if UNREAD in gelus else known
@@ -164,13 +186,17 @@ class MegatronCheckpoint:
     def weights(self, model: Model) -> LazyWeights:
         """Return the canonical weights of `model` from these tensors."""
         names = name_map(model).items()
-        return LazyWeights({ours: partial(self._canonical, theirs, model) for ours, theirs in names})
+        return LazyWeights(
+            {ours: partial(self._canonical, theirs, model) for ours, theirs in names}
+        )
 
     def _canonical(self, name: str, model: Model) -> Tensor:
         slices = self.tensors[name]
         if is_qkv(name):
             heads = model.heads // len(slices.parts)
-            parts = tuple(heads_first(part, heads, self.version) for part in slices.parts)
+            parts = tuple(
+                heads_first(part, heads, self.version) for part in slices.parts
+            )
             slices = slices._replace(parts=parts)
         whole = slices.join()
         return whole[: model.vocab_size] if name in WITH_PADDING else whole
@@ -180,7 +206,9 @@ def open_checkpoint(directory: str | Path) -> MegatronCheckpoint:
     """Open the newest iteration in a directory. Reads names, shapes and arguments; raises FileError."""
     files = find(Path(directory))
     problems: list[Problem] = []
-    paths = dict.fromkeys([files.stated, *(file for stage in files.stages for file in stage)])
+    paths = dict.fromkeys(
+        [files.stated, *(file for stage in files.stages for file in stage)]
+    )
     contents: dict[Path, dict[str, Any]] = {}
     for file in paths:
         try:
@@ -197,10 +225,20 @@ def open_checkpoint(directory: str | Path) -> MegatronCheckpoint:
             "load its `module` into the model of transformers that it is of, and give the directory that "
             "save_pretrained writes"
         )
-        refuse(files.where, "is a plain checkpoint of DeepSpeed, not of Megatron-DeepSpeed", rule, fix)
+        refuse(
+            files.where,
+            "is a plain checkpoint of DeepSpeed, not of Megatron-DeepSpeed",
+            rule,
+            fix,
+        )
     version = stated.get("checkpoint_version", 0)
     if type(version) not in (int, float) or not 0 <= version <= 3:
-        refuse(files.stated, f"has checkpoint_version {str(version)[:60]}", "versions 0 to 3 are known", "")
+        refuse(
+            files.stated,
+            f"has checkpoint_version {str(version)[:60]}",
+            "versions 0 to 3 are known",
+            "",
+        )
     tensors = dict[str, Slices]()
     copies = dict[tuple[str, str], Slices]()
     offset = 0
@@ -210,7 +248,9 @@ def open_checkpoint(directory: str | Path) -> MegatronCheckpoint:
     problems += _missing(files, arguments, layers, tensors)
     if problems:
         raise FileError(problems)
-    return MegatronCheckpoint(files.where, arguments, float(version), len(files.stages[0]), tensors, copies)
+    return MegatronCheckpoint(
+        files.where, arguments, float(version), len(files.stages[0]), tensors, copies
+    )
 
 
 def _load(file: Path) -> dict[str, Any]:
@@ -228,16 +268,28 @@ def _load(file: Path) -> dict[str, Any]:
             advice = "do not load it; get it from its source again"
             refuse(file, f"names {some(other, 4)[:200]}", rule, advice)
         # A class of its own for each name, as torch demands.
-        stand_ins: list[Any] = [(type(name.rpartition(".")[2], (StandIn,), {}), name) for name in named]
+        stand_ins: list[Any] = [
+            (type(name.rpartition(".")[2], (StandIn,), {}), name) for name in named
+        ]
         with torch.serialization.safe_globals(stand_ins):
             content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except FileError:
         raise
     except Exception as error:  # of many types, for a pickle that is broken
         came = f"cannot be read by torch.load ({type(error).__name__})"
-        refuse(file, came, "it is damaged, or pickled in another way than torch.save does by itself", fix)
+        refuse(
+            file,
+            came,
+            "it is damaged, or pickled in another way than torch.save does by itself",
+            fix,
+        )
     if not isinstance(content, dict):
-        refuse(file, f"holds a {type(content).__name__}", "a checkpoint is a dictionary", ANOTHER)
+        refuse(
+            file,
+            f"holds a {type(content).__name__}",
+            "a checkpoint is a dictionary",
+            ANOTHER,
+        )
     return content
 
 
@@ -248,14 +300,20 @@ def _has_attention(names: Iterable[object]) -> bool:
 def _may_stand_in(name: str) -> bool:
     """Check that a name is of no module of Python's library that can run a program."""
     module = name.partition(".")[0]
-    return name == ENUM_MEMBER or module in STAND_IN_MODULES or module not in sys.stdlib_module_names
+    return (
+        name == ENUM_MEMBER
+        or module in STAND_IN_MODULES
+        or module not in sys.stdlib_module_names
+    )
 
 
 def _arguments(stored: Any) -> dict[str, Any]:
     """Return the stored arguments, UNREAD instead of values that are not plain."""
     found = stored if isinstance(stored, dict) else getattr(stored, "__dict__", {})
     plain = (bool, int, float, str, list, type(None))
-    return {key: value if type(value) in plain else UNREAD for key, value in found.items()}
+    return {
+        key: value if type(value) in plain else UNREAD for key, value in found.items()
+    }
 
 
 def _stages(
@@ -270,7 +328,8 @@ def _stages(
         return
     chunks = {file: _chunks(content) for file, content in contents.items()}
     most = max(len(chunks[file]) for stage in files.stages for file in stage)
-    for number in range(most):  # chunk 0 of all stages comes before chunk 1 of the first
+    # chunk 0 of all stages comes before chunk 1 of the first
+    for number in range(most):
         for stage in files.stages:
             name = str(stage[0].relative_to(files.where))
             slices = []
@@ -285,8 +344,12 @@ def _prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _chunks(content: Mapping[str, Any]) -> list[Any]:
-    numbered = sorted((int(m[1]), key) for key in content if (m := CHUNK.fullmatch(str(key))))
-    return [content[key] for _, key in numbered] or [next((content[k] for k in KEYS if k in content), {})]
+    numbered = sorted(
+        (int(m[1]), key) for key in content if (m := CHUNK.fullmatch(str(key)))
+    )
+    return [content[key] for _, key in numbered] or [
+        next((content[k] for k in KEYS if k in content), {})
+    ]
 
 
 def _layer_prefix(tensors: Mapping[str, Tensor], file: Path) -> str:
@@ -302,7 +365,11 @@ def _flat(state: Any) -> dict[str, Tensor]:
     """Return the tensors of nested dictionaries, by their keys joined with dots."""
     leaves = flatten(state) if isinstance(state, dict) else ()
     every = ((name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor))
-    return {name: tensor.detach() for name, tensor in every if not name.endswith("_extra_state")}
+    return {
+        name: tensor.detach()
+        for name, tensor in every
+        if not name.endswith("_extra_state")
+    }
 
 
 def _take(
@@ -320,7 +387,9 @@ def _take(
             uneven.append(name)
     if uneven:
         came = f"{called}: its tensor-parallel slices differ in {some(uneven, 3)}"
-        problems.append(Problem(called, came, "each holds an equal part of the same tensors", WHOLE))
+        problems.append(
+            Problem(called, came, "each holds an equal part of the same tensors", WHOLE)
+        )
     layers = 0
     for stored in slices[0]:
         name = common_name(stored)
@@ -339,7 +408,10 @@ def _take(
 
 
 def _missing(
-    files: Files, arguments: Mapping[str, Any], layers: Collection[Path], tensors: Mapping[str, Slices]
+    files: Files,
+    arguments: Mapping[str, Any],
+    layers: Collection[Path],
+    tensors: Mapping[str, Slices],
 ) -> Iterator[Problem]:
     """Yield problems: ranks of the arguments without files, and gaps between the files in `layers`.
 
@@ -356,7 +428,13 @@ def _missing(
             stated = arguments.get("model_parallel_size")
         if type(stated) is int and stated != count:
             came = f"holds files of {count} {kind}-parallel ranks, and its arguments tell of {stated}"
-            yield Problem(str(files.where), came, "each has a part of the weights", WHOLE, str(files.where))
+            yield Problem(
+                str(files.where),
+                came,
+                "each has a part of the weights",
+                WHOLE,
+                str(files.where),
+            )
     present = set[int]()
     for file, *_ in files.stages:
         match = LAYER_FILE.fullmatch(file.name)
@@ -366,4 +444,6 @@ def _missing(
     gaps = [f"layer_{number:02d}" for number in between if number not in present]
     if gaps:
         came = f"lacks the files of {some(gaps, 4)}"
-        yield Problem(str(files.where), came, "every layer is needed", WHOLE, str(files.where))
+        yield Problem(
+            str(files.where), came, "every layer is needed", WHOLE, str(files.where)
+        )

@@ -28,7 +28,8 @@ DISTRIBUTED = re.compile(r".+\.distcp|common\.pt")
 SAVED = re.compile(r"iter_\d+|release|global_step\d+")
 TRACKER = "latest_checkpointed_iteration.txt"
 OPTIMIZER = "optim.pt"  # a rank's part of a distributed optimizer
-WEIGHTS = ("model_optim_rng.pt", "model_rng.pt")  # the second next to a distributed optimizer
+# the second next to a distributed optimizer
+WEIGHTS = ("model_optim_rng.pt", "model_rng.pt")
 WHOLE = "copy the whole directory again"
 ANOTHER = "give a checkpoint that Megatron-LM saved, with --ckpt-format torch"
 
@@ -53,9 +54,12 @@ def is_checkpoint(directory: Path) -> bool:
     """Check whether the directory has the file names of a Megatron checkpoint."""
     names = _names(directory)
     patterns = (SAVED, RANK, PLAIN, LAYER, PARTITIONED, DISTRIBUTED)
-    if "config.json" in names:  # transformers' Trainer leaves a global_stepN next to one
+    # transformers' Trainer leaves a global_stepN next to one
+    if "config.json" in names:
         return False
-    return TRACKER in names or any(next(_matches(pattern, names), None) for pattern in patterns)
+    return TRACKER in names or any(
+        next(_matches(pattern, names), None) for pattern in patterns
+    )
 
 
 def find(directory: Path) -> Files:
@@ -67,7 +71,12 @@ def find(directory: Path) -> Files:
         stated = where / "mp_rank_00_model_states.pt"
         if not is_file(stated):
             fix = "copy it next to the layers"
-            refuse(where, f"lacks {stated.name}", "it holds arguments and checkpoint version", fix)
+            refuse(
+                where,
+                f"lacks {stated.name}",
+                "it holds arguments and checkpoint version",
+                fix,
+            )
         return Files(where, _stages(where, layers), stated, by_layer=True)
     found = [(0, int(m[1]), where / m[0]) for m in _matches(PLAIN, names)]
     if not found:
@@ -100,35 +109,54 @@ def _matches(pattern: re.Pattern[str], names: Sequence[str]) -> Iterator[re.Matc
 def _iteration(directory: Path) -> Path:
     names = _names(directory)
     saved = [match[0] for match in _matches(SAVED, names)]
-    held = any(next(_matches(p, names), None) for p in (RANK, PLAIN, LAYER, PARTITIONED, DISTRIBUTED))
+    held = any(
+        next(_matches(p, names), None)
+        for p in (RANK, PLAIN, LAYER, PARTITIONED, DISTRIBUTED)
+    )
     if held:
         return directory
     if is_file(tracker := directory / TRACKER):
         said = read_text(tracker).strip()
         number = int(said) if re.fullmatch(r"\d{1,18}", said) else None
-        asked = [said] if number is None else [f"iter_{number:07d}", f"global_step{number}"]
+        asked = (
+            [said] if number is None else [f"iter_{number:07d}", f"global_step{number}"]
+        )
     elif is_file(tracker := directory / "latest"):
         asked = [read_text(tracker).strip()]
     elif len(saved) == 1:
         asked = saved
     else:
         rule = f"{TRACKER}, which says what is newest, is missing"
-        refuse(directory, f"holds {some(saved)}", rule, f"give one of them, {directory}/{saved[-1]}")
+        refuse(
+            directory,
+            f"holds {some(saved)}",
+            rule,
+            f"give one of them, {directory}/{saved[-1]}",
+        )
     chosen = [name for name in asked if name in names]
     if not chosen:
         came = f"says {asked[0][:60]!r}, and next to it is {some(saved) if saved else 'no iteration'}"
-        refuse(tracker, came, "it names the newest iteration", "give the directory of one iteration")
+        refuse(
+            tracker,
+            came,
+            "it names the newest iteration",
+            "give the directory of one iteration",
+        )
     return directory / chosen[0]
 
 
-def _stages(where: Path, found: Sequence[tuple[int, int, Path]]) -> Sequence[Sequence[Path]]:
+def _stages(
+    where: Path, found: Sequence[tuple[int, int, Path]]
+) -> Sequence[Sequence[Path]]:
     """Sort (stage or layer, slice, file) by stage; refuse a missing slice or stage."""
     by_stage: dict[int, dict[int, Path]] = {}
     for stage, index, file in found:
         other = by_stage.setdefault(stage, {}).setdefault(index, file)
         if other != file:
             came = f"holds {other.relative_to(where)} and {file.relative_to(where)}"
-            refuse(where, came, "a rank has one file", "leave out the one of another save")
+            refuse(
+                where, came, "a rank has one file", "leave out the one of another save"
+            )
     count = 1 + max(index for _, index, _ in found)
     by_layer = LAYER.fullmatch(found[0][2].name) is not None
     kind = "layer_" if by_layer else "pipeline stage "
@@ -136,21 +164,41 @@ def _stages(where: Path, found: Sequence[tuple[int, int, Path]]) -> Sequence[Seq
     stages = []
     for stage, slices in sorted(by_stage.items()):
         lacking = set(range(count)) - slices.keys()
-        missing += (f"slice {index} of {count} of {kind}{stage:02d}" for index in sorted(lacking))
+        missing += (
+            f"slice {index} of {count} of {kind}{stage:02d}"
+            for index in sorted(lacking)
+        )
         stages.append([slice_ for _, slice_ in sorted(slices.items())])
     if missing:
         refuse(where, f"lacks {some(missing, 4)}", "every slice is needed", WHOLE)
     if not by_layer and (absent := set(range(max(by_stage))) - by_stage.keys()):
-        refuse(where, f"lacks pipeline stage {min(absent)}", f"it holds stage {max(by_stage)}", WHOLE)
+        refuse(
+            where,
+            f"lacks pipeline stage {min(absent)}",
+            f"it holds stage {max(by_stage)}",
+            WHOLE,
+        )
     return stages
 
 
 def _refuse_form(where: Path, names: Sequence[str]) -> None:
     if next(_matches(PARTITIONED, names), None):
-        rule = "ZeRO-3 partitions weights over the ranks, and such files are not read here"
-        refuse(where, "was saved by DeepSpeed under ZeRO-3", rule, "save it under ZeRO stage 2 or less")
+        rule = (
+            "ZeRO-3 partitions weights over the ranks, and such files are not read here"
+        )
+        refuse(
+            where,
+            "was saved by DeepSpeed under ZeRO-3",
+            rule,
+            "save it under ZeRO stage 2 or less",
+        )
     if next(_matches(DISTRIBUTED, names), None):
         rule = f"only {WEIGHTS[0]} of each rank is read here"
         fix = "save it again by Megatron-LM with --ckpt-format torch"
         refuse(where, "is a distributed checkpoint (torch_dist)", rule, fix)
-    refuse(where, "holds no weights of Megatron", f"they are in mp_rank_00/{WEIGHTS[0]} and so on", ANOTHER)
+    refuse(
+        where,
+        "holds no weights of Megatron",
+        f"they are in mp_rank_00/{WEIGHTS[0]} and so on",
+        ANOTHER,
+    )

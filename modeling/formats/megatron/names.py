@@ -25,7 +25,8 @@ _PATTERNS = (
     (r"^(module\.)+", ""),
     (r"^language_model\.", ""),
     (r"^(transformer|decoder)\.", "encoder."),  # 1.0 to 2.2; Megatron core
-    (r"^word_embeddings_for_head\.", "embedding.word_embeddings."),  # the last stage's copy
+    # the last stage's copy
+    (r"^word_embeddings_for_head\.", "embedding.word_embeddings."),
     (r"^output_layer\.weight$", WORD),  # Megatron core's name of the copy
     (r"^output_layer\.bias$", "lm_head.bias"),
     (r"\.local_embeddings\.", "."),  # under sequence parallelism
@@ -89,10 +90,18 @@ def name_map(model: Model) -> Mapping[str, str]:
     """Map every parameter of the model: our name -> Megatron's."""
     modules = dict(_FINAL_NORM)
     for i in range(model.layers):
-        modules |= {f"layers.{i}.{a}": f"encoder.layers.{i}.{b}" for a, b in _PER_LAYER.items()}
+        modules |= {
+            f"layers.{i}.{a}": f"encoder.layers.{i}.{b}" for a, b in _PER_LAYER.items()
+        }
     if model.family == "bert":
-        modules |= _MASKED_HEAD | (SENTENCE_HEAD if model.sentence_head != "none" else {})
-    leaves = {f"{a}.{leaf}": f"{b}.{leaf}" for a, b in modules.items() for leaf in ("weight", "bias")}
+        modules |= _MASKED_HEAD | (
+            SENTENCE_HEAD if model.sentence_head != "none" else {}
+        )
+    leaves = {
+        f"{a}.{leaf}": f"{b}.{leaf}"
+        for a, b in modules.items()
+        for leaf in ("weight", "bias")
+    }
     return _TOP[model.family] | leaves
 
 
@@ -110,7 +119,9 @@ def is_whole(name: str, shape: Sequence[int]) -> bool:
     """Check that a layer's QKV matrix has its three parts; True for any other tensor."""
     rows = shape[:1]
     columns = shape[1:]
-    return not name.endswith(".query_key_value.weight") or [*rows] == [3 * size for size in columns]
+    return not name.endswith(".query_key_value.weight") or [*rows] == [
+        3 * size for size in columns
+    ]
 
 
 def heads_first(rows: Tensor, heads: int, version: float) -> Tensor:

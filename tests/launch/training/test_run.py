@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from launch.checkpoints.manifest import Progress
 from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.ranks.stop_request import REASONS
 from launch.ranks.watchdog import LONG, Phase, Watchdog
@@ -45,7 +46,7 @@ class FakeSaver:
     def __init__(self, events):
         self.events, self.problem, self.written = events, None, False
 
-    def save(self, progress, data, corpus):
+    def save(self, progress, data, corpus, known_loss):
         self.events.seen.append(("save", progress.step))
 
     def complete(self):
@@ -62,17 +63,21 @@ def start(monkeypatch):
     monkeypatch.setattr(runs, "StepExchange", lambda own, group: own)
     monkeypatch.setattr(runs, "held_out_batches", lambda samples, plan, grid: samples)
     monkeypatch.setattr(runs, "validate", lambda engine, samples, grid, forward: samples)
+    monkeypatch.setattr(runs, "short_sample", lambda held_out, recipe: {})
     monkeypatch.setattr("launch.checkpoints.reading.load", lambda engine, checkpoint: None)
+    monkeypatch.setattr(TrainingRun, "_prove", lambda run, checkpoint, weights: None)
 
     def made(*overrides, test=None, checkpoint=None):
         events = Events()
         monkeypatch.setattr(runs, "Saver", lambda *of: FakeSaver(events))
-        state = SimpleNamespace(adam_steps=0, scaler=lambda: None)
+        state = SimpleNamespace(progress=lambda: Progress(0, 0, 0))
         monkeypatch.setattr(runs, "EngineState", lambda *of: state)
         off = ("run.validate_every=0", "run.save_every=0", "run.check_every=0")
         recipe = catalog.load(overrides=[*off, *overrides], steps=6)
         plan = SimpleNamespace(recipe=recipe, precision="fp32")
-        job = SimpleNamespace(plan=plan, after_step=lambda run, record: None, checkpoints=None)
+        job = SimpleNamespace(
+            plan=plan, after_step=lambda run, record: None, checkpoints=None, initial_weights=None
+        )
         summary = {"train_tokens_crc32": "0"}
         corpus = SimpleNamespace(validation="held out", test=test, summary=summary, skipped=())
         batches, grid = SimpleNamespace(state=dict), SimpleNamespace(control_group=None)

@@ -258,7 +258,7 @@ REFUSED = {
     "--model 8.4b --hardware dgx2": "did you mean 8.7b or 8.3b",
     "--model 1.2b --hardware dgx2": "a100_blog_table4/1.2b .24 x 1920., megatron_paper",
     "--model 3.9b --hardware dgx2 --recipe openwebtext/gpt2-124m": "leave --recipe out",
-    "--model 13b --hardware v100-32x9": "did you mean v100-32x",
+    "--model 13b --hardware v100-32x9": "--hardware 8xv100-32 --nodes 2",
     f"{ONE} --global-batch 7": "data 8: a batch of 7 is not divisible",
     "--recipe default/sotu": "no --hardware",
     "--model 13b --hardware v100-32x8 --set parallel.tp=3": "40 heads are not divisible",
