@@ -41,6 +41,7 @@ USUAL_STEPS = 5  # a step may take so many times what steps usually take
 LONG = 25
 ANSWER_S = 10.0  # the most for an answer
 REMEMBERED = 20  # steps
+KEEP_S = 2.0  # that others have to begin their files of stacks
 SILENCE = "does not answer: its process is stopped, or its machine or network is down"
 # torch's files whose functions run only while it compiles, also a backward pass.
 COMPILING = ("torch/_dynamo/convert_frame.py", "torch/_inductor/graph.py")
@@ -217,6 +218,7 @@ class Watchdog:
         )
         self._meeting.tell_hanging(others - silent)
         self._keep_stacks()
+        self._await_stacks(others - silent)
         # the others find rank 0 silent by themselves, and a launcher ends them after this one
         if self._rank:
             time.sleep(3 * self._tick)
@@ -263,6 +265,15 @@ class Watchdog:
         dump = getattr(c10d, "_dump_nccl_trace", getattr(c10d, "_dump_fr_trace", bytes))
         with contextlib.suppress(OSError):
             (self._directory / f"{COLLECTIVES}{self._rank}").write_bytes(dump())
+
+    def _await_stacks(self, ranks: Collection[int]) -> None:
+        """Wait until these ranks have begun their files: a launcher ends them after this one."""
+        if self._directory is None:
+            return
+        files = [self._directory / STACKS.format(rank) for rank in ranks]
+        until = time.monotonic() + KEEP_S
+        while time.monotonic() < until and not all(file.exists() for file in files):
+            time.sleep(self._tick / 10)
 
     # --- what is printed
 
