@@ -20,9 +20,12 @@ def available() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
-def find(ds_path: str | Path) -> Path:
-    """Find a JSON by its path, or by its bare name in ds_configs/; ConfigError with near names."""
-    path = files.path_of(ds_path, "--ds_config")
+def find(ds_path: str | Path, flag: str = "--ds_config") -> Path:
+    """Find a JSON by its path, or by its bare name in ds_configs/; ConfigError with near names.
+
+    `flag`: where it was given.
+    """
+    path = files.path_of(ds_path, flag)
     tried = [path, FOLDER.parent / path]
     if path.name == str(path):
         tried += [FOLDER / path.name, FOLDER / f"{path.name}.json"]
@@ -36,7 +39,7 @@ def find(ds_path: str | Path) -> Path:
         else f"ds_configs/ has {', '.join(available())}"
     )
     kind = "is a directory, not a JSON file" if path.is_dir() else "no such file"
-    where = f"--ds_config {ds_path}"
+    where = f"{flag} {ds_path}"
     raise ConfigError([Problem(where, kind, fix=hint, where=where)])
 
 

@@ -108,7 +108,7 @@ def followed(recipe: Recipe, ds_path: str | Path, world: int | None) -> list[Sta
 
     What is wrong with the JSON is left to `resolve`. Raises ConfigError where it cannot be read.
     """
-    path = find(ds_path)
+    path = find(ds_path, "--follow")
     findings = Findings(str(path), read(path))
     known_keys.check(findings)
     return following.follow(findings.config, recipe, world)

@@ -24,6 +24,7 @@ from recipes.tables import FOLDER, RECORDED, RecordedTable, Table, read_table
 from recipes.tiny import tiny as shrink
 from recipes.validation import validate
 
+FLAG = "--recipe"
 DEFAULT_RECIPE = "default/sotu"
 # for given weights of that family
 BY_FAMILY = {"gpt2": DEFAULT_RECIPE, "bert": "bert/sotu"}
@@ -106,9 +107,9 @@ def load(
     return recipe.model_copy(update={"steps": steps, "schedule": schedule})
 
 
-def full_name(name: str | Path) -> str:
-    """Complete a recipe's name to table/row, as `load` reads it. Raises RecipeError if there is none."""
-    table, row = find(name)
+def full_name(name: str | Path, flag: str = FLAG) -> str:
+    """Complete a recipe's name, given with `flag`, to table/row. Raises RecipeError if there is none."""
+    table, row = find(name, flag)
     return f"{table.name}/{row}"
 
 
@@ -199,21 +200,24 @@ def recorded(name: str) -> Path | None:
     )
 
 
-def find(name: str | Path) -> tuple[Table, str]:
-    """Find the table and the row of a recipe's name, or of a run. Raises RecipeError if there is none."""
+def find(name: str | Path, flag: str = FLAG) -> tuple[Table, str]:
+    """Find the table and the row of a recipe's name, or of a run. Raises RecipeError if there is none.
+
+    `flag`: where the name was given.
+    """
     if isinstance(name, Path):
         return RecordedTable.of(name / RECORDED), name.name
-    outside = _outside(name)
+    outside = _outside(name, flag)
     if outside:
         path, row = outside
         if not files.is_file(path):
             fix = f"give the path of a table and a row, as in {path}/row"
-            raise _unfound(name, f"there is no file {path}", fix)
+            raise _unfound(flag, name, f"there is no file {path}", fix)
         own = read_table(path)
         key = f"{own.name}/{row}" if row else own.name
         return _row_of(
             [own],
-            name,
+            (flag, name),
             key,
             [],
             lambda key: f"{path}/{key.removeprefix(own.name + '/')}",
@@ -226,7 +230,7 @@ def find(name: str | Path) -> tuple[Table, str]:
             return only, row
     found, problems = _tables(FOLDER)
     try:
-        return _row_of(found, name, name, problems)
+        return _row_of(found, (flag, name), name, problems)
     except RecipeError:
         run = recorded(name)
         if run is None:
@@ -235,32 +239,30 @@ def find(name: str | Path) -> tuple[Table, str]:
 
 
 def _unfound(
-    asked: str, came: str, fix: str, others: Sequence[Problem] = ()
+    flag: str, asked: str, came: str, fix: str, others: Sequence[Problem] = ()
 ) -> RecipeError:
-    return RecipeError(
-        [Problem("--recipe", came, "", fix, where=f"--recipe {asked}"), *others]
-    )
+    return RecipeError([Problem(flag, came, "", fix, where=f"{flag} {asked}"), *others])
 
 
-def _outside(name: str) -> tuple[Path, str] | None:
+def _outside(name: str, flag: str) -> tuple[Path, str] | None:
     """Split `path.yaml/row` or `path.yaml:row` into path and row; None for a name of the catalog."""
     for suffix in (".yaml", ".yml"):
         before, found, after = name.rpartition(suffix)
         if found and after[:1] in ("", "/", ":"):
-            return files.path_of(before + suffix, "--recipe"), after[1:]
+            return files.path_of(before + suffix, flag), after[1:]
     return None
 
 
 def _row_of(
     tables: list[Table],
-    asked: str,
+    asked: tuple[str, str],
     name: str,
     problems: list[Problem],
     written: Callable[[str], str] = str,
 ) -> tuple[Table, str]:
     """Find the only row that matches `name`; other tables' problems are reported only if none matches.
 
-    `written` turns table/row into the user's form of the name.
+    `asked`: the flag, and the name as it was given; `written` turns table/row into the user's form of the name.
     """
     every = {
         f"{table.name}/{row}": (table, row) for table in tables for row in table.rows
@@ -272,8 +274,10 @@ def _row_of(
         return every[matching[0]]
     if matching:
         options = some([written(key) for key in matching])
-        raise _unfound(asked, f"can be {options}", "give the table and the row")
-    raise _unfound(asked, "no such recipe", _suggestion(name, every, written), problems)
+        raise _unfound(*asked, f"can be {options}", "give the table and the row")
+    raise _unfound(
+        *asked, "no such recipe", _suggestion(name, every, written), problems
+    )
 
 
 def _suggestion(

@@ -79,13 +79,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _show_nodes(args: argparse.Namespace) -> int:
     """Print the nodes that carry a recipe and return exit code 0; 1: none does. Raises ProblemsError."""
+    name = catalog.full_name(args.fits, "--fits")
     recipe = catalog.load(args.fits, args.set, tiny=args.tiny, steps=args.steps)
     names = [args.hardware] if args.hardware else hardware.names()
     nodes = [hardware.find(name) for name in names]
     found = carrying_nodes.carriers(recipe, args.ds_config, nodes, args.nodes)
-    print(
-        carrying_nodes.page(
-            recipe, catalog.full_name(args.fits), found, terminal.columns()
-        )
-    )
+    print(carrying_nodes.page(recipe, name, found, terminal.columns()))
     return 0 if any(each.fits for each in found) else 1
