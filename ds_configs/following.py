@@ -133,7 +133,8 @@ def _schedule(config: Mapping[str, Any], peak: float) -> Iterator[Stated]:
             yield Stated(
                 key, value, f"{_SCHEDULE}.{theirs}", by_default=theirs not in params
             )
-    for key in (f"schedule.{name}" for name in _OF_OTHERS):
+    for name in _OF_OTHERS:
+        key = f"schedule.{name}"
         if key not in values:
             yield Stated(key, None, "scheduler.type")
 

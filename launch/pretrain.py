@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,10 +39,10 @@ from recipes.tables import RecordedTable
 
 if TYPE_CHECKING:
     from data.corpus import Corpus
-    from ds_configs.following import Stated
-    from ds_configs.plan import Machine, Plan
+    from ds_configs.plan import Machine
     from launch.checkpoints.branching import BranchPoint
     from launch.records.recorded_run import RecordedRun
+    from launch.training.followed_json import FollowedJson
     from launch.training.job import InitialWeights, Job
     from launch.weights.starting_model import StartingModel
     from recipes.schema import Recipe
@@ -169,7 +168,7 @@ def training_of(args: argparse.Namespace) -> Training:
         )
         recipe_name = weights.recipe_name
         laid |= weights.settings(args.set)
-    follows = Followed.of(args, recipe_name, tiny) if args.follow else None
+    follows = follow(args, recipe_name, tiny)
     laid |= follows.settings if follows else {}
     original = source.original if source else catalog.load(recipe_name)
     if point:
@@ -253,38 +252,20 @@ def given_weights(
     return StartingModel(args.init_from, **how)
 
 
-@dataclass(frozen=True)
-class Followed:
-    """What a recipe takes from the DeepSpeed JSON of --follow. `unfollowed`: the recipe before."""
+def follow(
+    args: argparse.Namespace, recipe_name: str | Path, tiny: bool
+) -> FollowedJson | None:
+    """Read the JSON of --follow, which becomes that of the run; None without one. Raises ConfigError."""
+    if not args.follow:
+        return None
+    from launch.training.followed_json import FollowedJson
 
-    file: str
-    stated: Sequence[Stated]
-    unfollowed: Recipe
-
-    @classmethod
-    def of(
-        cls, args: argparse.Namespace, recipe_name: str | Path, tiny: bool
-    ) -> Followed:
-        """Read the JSON, which becomes that of the run. Raises ConfigError."""
-        from ds_configs.resolver import followed
-
-        args.ds_config = args.follow
-        degrees = [text for text in args.set if text.strip().startswith("parallel")]
-        unfollowed = catalog.load(recipe_name, degrees, tiny, args.steps)
-        anywhere = args.plan and not processes.launched()
-        world = args.processes if anywhere else processes.world_size()
-        return cls(args.follow, followed(unfollowed, args.follow, world), unfollowed)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {each.key: each.value for each in self.stated}
-
-    def noted(self, plan: Plan) -> Plan:
-        """Return the plan with a notice for each value that was taken."""
-        from ds_configs.following import notices
-
-        said = notices(self.stated, self.unfollowed, plan.recipe, Path(self.file).name)
-        return replace(plan, notices=(*said, *plan.notices))
+    args.ds_config = args.follow
+    degrees = [text for text in args.set if text.strip().startswith("parallel")]
+    unfollowed = catalog.load(recipe_name, degrees, tiny, args.steps)
+    anywhere = args.plan and not processes.launched()
+    world = args.processes if anywhere else processes.world_size()
+    return FollowedJson.read(args.follow, unfollowed, world)
 
 
 def job_with_hint(

@@ -58,7 +58,8 @@ def _check_adamw(recipe: Recipe, kind: str, findings: Findings) -> None:
     ):
         rule = "adds the decay to the gradient, while the recipe's adamw decays weights apart from it"
         findings.refuse(key, rule, "remove the key")
-    for key in (f"{PARAMS}.{each}" for each in _OF_LAMB):
+    for name in _OF_LAMB:
+        key = f"{PARAMS}.{name}"
         if findings.lookup(key) is not None and TYPES.get(kind) != "lamb":
             findings.refuse(key, "is a key of Lamb's, not of AdamW's", "remove the key")
 
@@ -72,7 +73,8 @@ def _check_lamb(recipe: Recipe, findings: Findings) -> None:
         findings.refuse(
             setting.key, "its Trainer steps AdamW", "set optimizer.name to adamw", came
         )
-    for key in (f"{PARAMS}.{each}" for each in _OF_ADAM):
+    for name in _OF_ADAM:
+        key = f"{PARAMS}.{name}"
         if findings.lookup(key) is not None:
             findings.refuse(
                 key, f"is a key of Adam's, not of {written}'s", "remove the key"
