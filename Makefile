@@ -2,6 +2,7 @@
 #   make pretrain      set up, then train the default recipe (goes on where an interrupted run stopped)
 #   make test          set up, then the tests
 #   make test-long     the second tier: every layout, kills, compiled layers
+#   make test-ci       the tests, and of the second tier what no quick test covers and minutes suffice for
 #   make test-all      both
 #   make check         lint, types and tests
 #   make constraints   renew constraints.txt: the newest versions of what the pinned packages need
@@ -15,7 +16,7 @@ ON_TWO_CORES := -n 2 --dist loadfile --no-loadscope-reorder
 ARGS ?=
 DS_CONFIG := ds_configs/zero3_offload.json
 
-.PHONY: setup pretrain test test-long test-all check lint constraints clean
+.PHONY: setup pretrain test test-ci test-long test-all check lint constraints clean
 
 setup: .venv/installed
 
@@ -38,6 +39,13 @@ test: setup
 
 test-long: setup
 	$(BIN)/pytest $(ON_TWO_CORES) -m long $(ARGS)
+
+# LAMB, ZeRO-0 and short steps against the paper and DeepSpeed, sparse and unpadded models, ranks that die or
+# hang, monitors: five minutes on two quiet cores.
+NEXT := tests/modeling tests/launch/deepspeed_fixes tests/launch/ranks tests/launch/records
+
+test-ci: test
+	$(BIN)/pytest $(ON_TWO_CORES) -m long $(NEXT)
 
 test-all: test test-long
 
