@@ -82,10 +82,7 @@ def read(
 
 def _counted(name: str) -> tuple[int | None, str]:
     """Take the number of GPUs off a name; None: it has none."""
-    for pattern in (_COUNT_BEFORE, _COUNT_BEHIND):
-        found = (
-            pattern.match(name) if pattern is _COUNT_BEFORE else pattern.search(name)
-        )
+    for found in (_COUNT_BEFORE.match(name), _COUNT_BEHIND.search(name)):
         if found:
             return int(found[1]), name[: found.start()] + name[found.end() :]
     return None, name
