@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -152,12 +153,7 @@ def _differences(
     parameters = {
         canonical_name(each): each for each in state.engine.module.parameters()
     }
-    rows = {
-        key: number
-        for number, key in enumerate(
-            (kind, name) for kind in kinds for name in parameters
-        )
-    }
+    rows = {key: row for row, key in enumerate(product(kinds, parameters))}
     # with squares
     table = torch.zeros(len(rows), 3, dtype=torch.float64, device=state.engine.device)
     types = {
