@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from launch.console import arguments, ends, new_output, quiet, terminal
+from launch.console import arguments, ends, new_output, terminal
 from launch.experiments.parity.comparison import compare, reasons, table
 from launch.experiments.parity.layout_cases import (
     CASES,
@@ -69,7 +69,7 @@ RULES = (("--list", UNLISTED, "it lists the layouts of every recipe and ends"),)
 
 def main() -> None:
     args = build_parser().parse_args()
-    quiet.quiet_libraries()
+    terminal.quiet_libraries()
     cases = chosen_cases(args)
     if args.list:
         print(

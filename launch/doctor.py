@@ -22,8 +22,8 @@ from pydantic import TypeAdapter
 from ds_configs import jsonfile, known_keys
 from ds_configs.plan import Plan
 from ds_configs.resolver import resolve
-from launch.console import arguments, ends, output, quiet, terminal
-from launch.machine import abilities, checks, description, doctor_checks, start_checks
+from launch.console import arguments, ends, output, terminal
+from launch.machine import abilities, checks, description, doctor_checks
 from launch.machine.checks import (
     Check,
     Function,
@@ -98,7 +98,7 @@ Hosts = Mapping[str, int]  # a hostfile: slots of each machine
 
 def main() -> int:
     args = build_parser().parse_args()
-    quiet.quiet_libraries()
+    terminal.quiet_libraries()
     launcher = checks.run({"launcher": check_launcher})
     recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
     config = jsonfile.find(args.ds_config or recipe.ds_config)
@@ -157,8 +157,8 @@ def table(
         "compiler": doctor_checks.compiler,
         "fused kernels": doctor_checks.fused_kernels,
         "CUDA compiler": doctor_checks.cuda_compiler,
-        **start_checks.quick(recipe, directory, ranks),
-        "packages": partial(start_checks.packages, recipe),
+        **checks.quick(recipe, directory, ranks),
+        "packages": partial(checks.packages, recipe),
         "versions": lambda: ok(
             ", ".join(f"{name} {of}" for name, of in description.versions().items())
         ),
@@ -268,7 +268,7 @@ def fits(plan: Plan, memory: Memory, ranks: int) -> Check:
 
 def open_files(world: int) -> Check:
     """Check the hard limit of open files; a run raises the soft limit up to it by itself."""
-    needed = start_checks.files_needed(world)
+    needed = checks.files_needed(world)
     take_file_handles(needed)
     return ok(f"{needed:,} are needed, and allowed")
 
@@ -317,7 +317,7 @@ def data(recipe: Recipe) -> Check:
 
 def gather_checks(own: list[Check], directory: Path) -> list[Check]:
     """Gather the checks of all machines on rank 0. Collective."""
-    place = start_checks.existing(directory)
+    place = checks.existing(directory)
     meeting = joining.meet(out=str(directory.absolute()))
     seen = shared_directory.seen_here(meeting, place)
 

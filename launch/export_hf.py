@@ -10,7 +10,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.console import arguments, ends, new_output, quiet, terminal
+from launch.console import arguments, ends, new_output, terminal
 from launch.ranks import ending
 from recipes.schema import Recipe
 
@@ -66,7 +66,7 @@ def build_parser() -> ArgumentParser:
 
 def main() -> None:
     args = build_parser().parse_args()
-    quiet.quiet_libraries()
+    terminal.quiet_libraries()
     from transformers.utils import logging
 
     from launch.weights.export import ExportMismatch

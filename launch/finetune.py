@@ -175,11 +175,11 @@ def check_flags(args: argparse.Namespace, several: bool) -> None:
 
 def several_runs(args: argparse.Namespace) -> None:
     """Run one seed after the other, median and ensemble. Exit with code 2 if the first would be refused."""
-    from launch.console import output, quiet, terminal
+    from launch.console import output, terminal
 
     terminal.outlast_readers()
     out = output.directory("--out", args.out or f"runs/finetune-{args.task}-seeds")
-    quiet.quiet_libraries()  # before the next line loads deepspeed
+    terminal.quiet_libraries()  # before the next line loads deepspeed
     from launch.evaluation import finetuning_seeds
     from launch.ranks import ending
 

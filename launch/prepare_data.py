@@ -23,7 +23,7 @@ from data.packages import package_directory
 from data.prepare import fork_server
 from data.prepare.settings import PreparationFailed, Settings, in_flags, options
 from data.text.given_text import text_settings
-from launch.console import arguments, ends, quiet, terminal
+from launch.console import arguments, ends, terminal
 from launch.ranks import ending
 from recipes.problems import Problem, ProblemsError
 from recipes.refused_by_system import problem, told_by
@@ -152,7 +152,7 @@ def run(args: argparse.Namespace, screen: Screen) -> None:
 
     It ends the process with code 2 where it refuses, and with 1 where the preparation failed.
     """
-    quiet.quiet_libraries()
+    terminal.quiet_libraries()
     fork_server.start("launch.prepare_data")
     try:
         with closing(screen):

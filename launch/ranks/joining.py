@@ -13,15 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from launch.console import quiet, terminal
-from launch.ranks import (
-    ending,
-    interfaces,
-    launch_environment,
-    orphans,
-    processes,
-    start_up,
-)
+from launch.console import terminal
+from launch.ranks import ending, interfaces, launch_environment, processes, start_up
 from launch.ranks.meeting import Meeting
 from recipes.refused_by_system import take_file_handles
 
@@ -31,7 +24,7 @@ def meet(check: Callable[[], None] = lambda: None, out: str | None = None) -> Me
 
     `check`: of flags, before a rank waits for others; raises ValueError. `out`: the run directory's flag.
     """
-    quiet.quiet_libraries()
+    terminal.quiet_libraries()
     try:
         processes.check_launch(start=True)
         check()
@@ -39,7 +32,7 @@ def meet(check: Callable[[], None] = lambda: None, out: str | None = None) -> Me
         ending.refuse(e)
     take_file_handles(0)  # rank 0 has a connection to each rank
     if processes.launched():
-        orphans.end_with_launcher()
+        start_up.end_with_launcher()
     elif said := launch_environment.forgotten_srun(os.environ):
         terminal.say(said, sys.stderr)
     meeting = Meeting(_existing(out))

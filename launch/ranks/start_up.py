@@ -1,22 +1,29 @@
-"""The time from a run's launch to its first optimizer step: its clock, and ways to shorten it."""
+"""The start of a rank: its clock until the first step, ways to shorten it, and its launcher, which ends it."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import re
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
 from data import cache
-from launch.ranks import orphans
+from launch.console import terminal
 
 # A command of deepspeed or torchrun: a program or a module of Python's, and no shell that runs it.
 LAUNCHER = re.compile(
     r"(\S*python\S* (-\S+ )*)?(\S*/)?(deepspeed(\.launcher\.\w+)?|torchrun|torch\.distributed\.run)( |$)"
 )
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+LOOK_EVERY_S = 1.0
+# what only torchrun and deepspeed set
+LAUNCHER_VARIABLES = {"TORCHELASTIC_RUN_ID", "CROSS_RANK"}
 
 
 class StartClock:
@@ -85,9 +92,7 @@ def resume_collections() -> None:
 def first_launcher() -> int:
     """Return the first launcher above this process, or this process itself."""
     first = above = os.getpid()
-    while (parent := orphans.parent_of(above)) and LAUNCHER.match(
-        orphans.command_of(parent)
-    ):
+    while (parent := parent_of(above)) and LAUNCHER.match(command_of(parent)):
         first = above = parent
     return first
 
@@ -97,4 +102,56 @@ def started(pid: int) -> float | None:
     with contextlib.suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return None
+
+
+def end_with_launcher() -> None:
+    """Send this rank SIGTERM when its launcher is gone: before training it ends, later it saves first.
+
+    Linux sends it at the parent's death. A thread looks as well, for other systems, and for the parent of
+    deepspeed's launcher (the command that was typed, or pdsh's remote shell), which the launcher outlives.
+    """
+    parent = os.getppid()
+    with contextlib.suppress(OSError, AttributeError):  # a system without prctl
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if (
+        parent == 1
+        and LAUNCHER_VARIABLES & {*os.environ}
+        and not re.search("torch|deepspeed", command_of(1))
+    ):
+        parent = 0  # it was killed already; unless it is a container's first process
+    grandparent = (
+        parent_of(parent) if "deepspeed.launcher.launch" in command_of(parent) else None
+    )
+    threading.Thread(
+        target=_look_for_parents, args=(parent, grandparent), daemon=True
+    ).start()
+
+
+def _look_for_parents(parent: int, grandparent: int | None) -> None:
+    while os.getppid() == parent and (
+        grandparent is None or parent_of(parent) == grandparent
+    ):
+        time.sleep(LOOK_EVERY_S)
+    with contextlib.suppress(OSError):  # the screen may be gone with the launcher
+        terminal.say("the launcher has ended: so does this rank", sys.stderr)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def command_of(pid: int) -> str:
+    """Return the command line of a process; "" if it is gone or the system does not say."""
+    with contextlib.suppress(OSError):
+        return (
+            Path(f"/proc/{pid}/cmdline")
+            .read_bytes()
+            .decode(errors="replace")
+            .replace("\0", " ")
+        )
+    return ""
+
+
+def parent_of(pid: int) -> int | None:
+    """Return the parent of a process; None if it is gone or the system does not say."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return None

@@ -18,8 +18,8 @@ from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread
 from torch.utils.tensorboard import SummaryWriter
 
 from launch.console import terminal
-from launch.console.numbers import short
 from launch.console.progress import Silent, screen
+from launch.console.text_table import short
 from launch.machine import description
 from launch.machine.memory import peak_cached_bytes, peak_memory
 from launch.ranks.start_up import StartClock

@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from data.durable_files import write_atomically
 from launch.console import new_output, output
-from launch.console.numbers import number
+from launch.console.text_table import number
 from launch.reports import csvfile, markdown
 from launch.reports.comparison import MOST_COMPARED
 from launch.reports.document import ReportDocument

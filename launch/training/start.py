@@ -16,21 +16,14 @@ from typing import TYPE_CHECKING
 from ds_configs.findings import lookup
 from ds_configs.jsonfile import find
 from ds_configs.plan import Machine
-from launch.console import arguments, output, quiet, terminal
-from launch.machine import checks, description, start_checks
-from launch.ranks import (
-    ending,
-    joining,
-    launch_environment,
-    out_of_memory,
-    processes,
-    start_up,
-)
+from launch.console import arguments, output, terminal
+from launch.machine import checks, description
+from launch.ranks import ending, joining, launch_environment, processes, start_up
 from launch.ranks.meeting import Meeting
-from launch.ranks.stop_request import stacks_at_quit
 from launch.records.facts import Ending, Entropies, RunFacts, SilentRecorder
 from launch.training import compile_choice
 from launch.training.compile_choice import WISHES
+from launch.training.early_ends import Diverged, EarlyEnd, stacks_at_quit
 from launch.training.job import InitialWeights, Job, assumed_machine, plan_job
 from recipes.files import path_of
 from recipes.problems import Problem, ProblemsError
@@ -138,7 +131,7 @@ def launch(args: argparse.Namespace, check: Callable[[], Training]) -> None:
     `check`: makes the checked training on every rank; raises ValueError with every problem.
     """
     if args.plan:
-        quiet.quiet_libraries()
+        terminal.quiet_libraries()
         try:
             processes.check_launch(start=False)
             check_processes(args)
@@ -215,9 +208,7 @@ def job_of(
 
     Raises ValueError with every problem of recipe and configuration.
     """
-    take_file_handles(
-        start_checks.files_needed(processes.world_size(), processes.rank())
-    )
+    take_file_handles(checks.files_needed(processes.world_size(), processes.rank()))
     plan = plan_job(
         recipe, args.ds_config, machine, compiled=args.compile == "on", initial_weights=weights,
         elsewhere=args.plan and not processes.launched(), planned=args.processes,
@@ -278,7 +269,7 @@ def open_run_directory(training: Training) -> RunDirectory | None:
 
 def make_quick_checks(job: Job) -> None:
     """Make the quick checks of doctor.py; rank 0 prints warnings. Raises ProblemsError."""
-    found = checks.run(start_checks.quick(job.plan.recipe, job.directory))
+    found = checks.run(checks.quick(job.plan.recipe, job.directory))
     checks.refuse(found)
     for check in found:
         if check.verdict == "warning":
@@ -331,7 +322,6 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
     import torch
 
     from launch.training import agreement
-    from launch.training.early_ends import Diverged, EarlyEnd
     from launch.training.loop import train
     from launch.training.run import Start
     from modeling import fusing
@@ -384,12 +374,12 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
             torch.distributed.barrier(group=grid.control_group)
             raise SystemExit(e.code) from None
         except (RuntimeError, MemoryError) as e:
-            said = out_of_memory.said_by(e)
+            said = ending.out_of_memory_said_by(e)
             # Another rank's end may cause this error: that rank has left its traceback before.
             because = (
                 f"rank {processes.rank()}: {said}"
                 if said
-                else out_of_memory.reason(job.directory)
+                else ending.out_of_memory_reason(job.directory)
             )
             if because:
                 recorder.finish(Ending("OOM", because))

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from launch.console import quiet
+from launch.console import terminal
 from launch.experiments.parity.layout_cases import LayoutCase
 from launch.experiments.parity.layout_runs import run_case
 from launch.machine import abilities
@@ -285,7 +285,7 @@ CONTROL = Breakage(_case("nothing broken", 2, 1, 1, "zero0"), nullcontext)
 
 def train(directory: Path, breakages: Sequence[Breakage] | None = None) -> None:
     """Train the recipe of the directory once under every breakage; None: those of its kind, then none."""
-    quiet.quiet_libraries()
+    terminal.quiet_libraries()
     recipe = catalog.load_resolved(directory / "recipe.yaml")
     machine = abilities.detect_machine()
     with ending.clean_exit():

@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 
 from ds_configs.plan import Device
-from launch.console import quiet
+from launch.console import terminal
 from launch.experiments.parity.groups import temporary_groups
 from launch.ranks import ending, processes
 
-quiet.quiet_libraries()
+terminal.quiet_libraries()
 
 import torch  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402

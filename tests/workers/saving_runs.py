@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 from unittest import mock
 
-from launch.console import quiet
+from launch.console import terminal
 from launch.machine import abilities
 from launch.ranks import ending, processes
 
-quiet.quiet_libraries()
+terminal.quiet_libraries()
 MACHINE = abilities.detect_machine()
 
 from data.corpus import build  # noqa: E402  (after the accelerator is chosen)

@@ -14,11 +14,11 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from launch.console import quiet
+from launch.console import terminal
 from launch.machine import abilities
 from launch.ranks import ending, processes
 
-quiet.quiet_libraries()
+terminal.quiet_libraries()
 MACHINE = abilities.detect_machine()
 
 # After the accelerator is chosen.

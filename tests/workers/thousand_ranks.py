@@ -24,10 +24,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launch.console import quiet
+from launch.console import terminal
 from launch.ranks import door, processes
 
-quiet.quiet_libraries()
+terminal.quiet_libraries()
 
 import deepspeed  # noqa: E402  (after the accelerator is chosen)
 import torch.distributed as dist  # noqa: E402

@@ -14,11 +14,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from launch.console import quiet
+from launch.console import terminal
 from launch.machine import abilities
 from launch.ranks import ending, processes
 
-quiet.quiet_libraries()
+terminal.quiet_libraries()
 MACHINE = abilities.detect_machine()
 
 import torch  # noqa: E402  (after the accelerator is chosen)
@@ -30,7 +30,7 @@ from launch.checkpoints.engine_state import EngineState  # noqa: E402
 from launch.experiments.parity.groups import temporary_groups  # noqa: E402
 from launch.training import engine as training  # noqa: E402
 from launch.training.job import Job  # noqa: E402
-from launch.training.training_batches import training_batches  # noqa: E402
+from launch.training.micro_batches import training_batches  # noqa: E402
 from modeling.formats.families import conversion_of  # noqa: E402
 from modeling.initialization import canonical_name  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402

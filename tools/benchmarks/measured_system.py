@@ -21,8 +21,8 @@ from launch.machine import abilities
 from launch.machine.memory import peak_memory
 from launch.ranks import processes
 from launch.training.job import plan_job
+from launch.training.micro_batches import training_batches
 from launch.training.run import next_batch
-from launch.training.training_batches import training_batches
 from modeling import cost
 from modeling.initialization import DTYPES
 from modeling.parallel.process_grid import ProcessGrid

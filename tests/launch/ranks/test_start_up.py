@@ -8,7 +8,7 @@ import time
 import pytest
 from launching import run
 
-from launch.ranks import orphans, start_up
+from launch.ranks import start_up
 from launch.ranks.start_up import StartClock
 
 # Everything that training imports until its first step, in the order of `pretrain.run`.
@@ -64,8 +64,8 @@ def test_importing_muon_loads_the_compiler(said):
 )
 def test_the_launch_is_that_of_the_launcher(monkeypatch, commands, first):
     above = {os.getpid(): 1, 1: 2, 2: 3, 3: None}
-    monkeypatch.setattr(orphans, "parent_of", above.get)
-    monkeypatch.setattr(orphans, "command_of", lambda pid: commands.get(pid, ""))
+    monkeypatch.setattr(start_up, "parent_of", above.get)
+    monkeypatch.setattr(start_up, "command_of", lambda pid: commands.get(pid, ""))
     assert start_up.first_launcher() == (first or os.getpid())
 
 
