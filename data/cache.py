@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from data.durable_files import DamagedFile, locked
-from recipes.refused_by_system import problem, told_by
+from recipes.problems import system_error, system_problem
 
 T = TypeVar("T")
 Say = Callable[[str], None]
@@ -79,6 +79,8 @@ def fetch(
             write()
             return read()
     except OSError as error:
-        if told_by(error) is None:
+        if system_error(error) is None:
             raise
-        raise UnwritableCache(str(problem(error, directory, elsewhere))) from error
+        raise UnwritableCache(
+            str(system_problem(error, directory, elsewhere))
+        ) from error

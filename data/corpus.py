@@ -15,7 +15,7 @@ from data import cache
 from data.cache import Say
 from data.samples.fields import HeldOut, Parts, TrainingSamples
 from data.samples.splits import Family, family_of, store_parts
-from data.text.held_out_end import END, EndHeldOut, with_held_out_text
+from data.text.held_out import END, EndHeldOut, with_held_out_text
 from data.text.records import SkippedRecords, Source
 from data.text.sources import files_of, open_source
 from data.text.vocabulary import build_vocabulary, vocabulary_digest

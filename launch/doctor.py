@@ -19,7 +19,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from ds_configs import jsonfile, known_keys
+from ds_configs import known_keys
+from ds_configs.findings import find, read
 from ds_configs.plan import Plan
 from ds_configs.resolver import resolve
 from launch.console import arguments, ends, output, terminal
@@ -40,8 +41,7 @@ from launch.ranks import interfaces, joining, launch_environment, processes
 from launch.records import shared_directory
 from recipes import catalog
 from recipes.files import path_of
-from recipes.problems import ProblemsError, counted
-from recipes.refused_by_system import take_file_handles
+from recipes.problems import ProblemsError, counted, take_file_handles
 from recipes.schema import Recipe
 
 SNUG = 0.08  # of the host's memory: a margin within the error of predictions
@@ -101,7 +101,7 @@ def main() -> int:
     terminal.quiet_libraries()
     launcher = checks.run({"launcher": check_launcher})
     recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
-    config = jsonfile.find(args.ds_config or recipe.ds_config)
+    config = find(args.ds_config or recipe.ds_config)
     hosts = doctor_checks.read_hosts(args.hostfile) if args.hostfile else {}
     name = catalog.full_name(args.recipe) + ("-tiny" if args.tiny else "")
     directory = (
@@ -212,7 +212,7 @@ def configuration(plan: Plan, config: Path) -> list[Check]:
             if notice.key == "unchecked"
             else warning(str(notice))
         )
-    sections = known_keys.unread(jsonfile.read(config))
+    sections = known_keys.unread(read(config))
     if sections:
         found.append(
             unchecked(f"{', '.join(sections)}: handed to DeepSpeed as written")
@@ -296,9 +296,9 @@ def run_directory(directory: Path) -> Check:
 
 def deepspeed_accepts(plan: Plan, config: Path) -> Check:
     """Check that DeepSpeed itself accepts the resolved JSON."""
-    from launch.training import deepspeed_judgement
+    from launch.training import job
 
-    deepspeed_judgement.check(plan, str(config))
+    job.check_by_deepspeed(plan, str(config))
     return ok("reads the resolved JSON without complaint")
 
 

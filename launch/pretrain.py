@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from ds_configs.findings import Disagreement
-from ds_configs.jsonfile import ConfigError
+from ds_configs.findings import ConfigError, Disagreement
 from ds_configs.plan import ANY_GPU
 from ds_configs.resolver import resolve
 from launch.console import arguments, ends

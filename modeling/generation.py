@@ -22,7 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.initialization import no_init_weights
 
 from modeling.formats.families import conversion_of
-from recipes.attention_patterns import Window
+from recipes.families import Window
 from recipes.schema import Recipe
 
 CONTINUED_TOKENS = 80

@@ -109,7 +109,7 @@ MISTAKES = (
     Mistake("data resumed a step back", "data/loader.py",
             "Prefetcher(self._produce, start_step,", "Prefetcher(self._produce, max(0, start_step - 1),",
             DATA + "loader.py::test_resuming_continues_with_the_same_batches_under_another_layout"),
-    Mistake("validation is trained on", "data/split_rule.py",
+    Mistake("validation is trained on", "data/text/held_out.py",
             "found == PARTS.index(part))", '(found == PARTS.index(part)) | (part == "train"))',
             DATA + "corpus.py::test_build_keeps_held_out_documents_out_of_training"),
     Mistake("no chosen token stays", "data/samples/masking.py",

@@ -44,7 +44,7 @@ LAUNCH = {
 }
 # rooms and files of data/, from the ground floor up; each may import what stands in an earlier line
 DATA = (
-    {"bit_sums", "durable_files", "keyed_random", "packages", "split_rule"},
+    {"bit_sums", "durable_files", "keyed_random"},
     {"cache"},
     {"text"},
     {"tokens"},

@@ -23,7 +23,7 @@ from data.samples.lanes import (
     lane_count,
 )
 from data.samples.splits import Family
-from data.split_rule import Part, part_of
+from data.text.held_out import Part, part_of
 from data.text.records import Source
 from recipes.problems import Key, Problem, ProblemsError, Setting
 from recipes.schema import Origin, Recipe

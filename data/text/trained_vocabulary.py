@@ -32,8 +32,8 @@ from transformers import PreTrainedTokenizerFast
 from data import cache, durable_files
 from data.cache import Say
 from data.durable_files import DamagedFile
-from data.split_rule import part_of
 from data.text.encoder import use_all_cores
+from data.text.held_out import part_of
 from data.text.records import Source
 from recipes.families import SMALLEST_BPE
 from recipes.problems import Key, Problem, ProblemsError, Setting

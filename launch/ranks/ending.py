@@ -22,8 +22,7 @@ from typing import NoReturn
 from launch.console import terminal
 from launch.ranks.launch_environment import HANG_REPORT
 from launch.ranks.processes import local_rank, rank, world_size
-from recipes.problems import ProblemsError
-from recipes.refused_by_system import problem, told_by
+from recipes.problems import ProblemsError, system_error, system_problem
 
 LEFT_PEER = re.compile("Connection (closed|reset) by peer|Broken pipe")
 LOST_PEER = re.compile(f"{LEFT_PEER.pattern}|Timed out waiting|NCCL|gloo")
@@ -169,9 +168,9 @@ def _tell(error: BaseException, note_failure: Callable[[str], None]) -> None:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)
-    told = told_by(error)
+    told = system_error(error)
     if told:
-        said = problem(
+        said = system_problem(
             told, Path.cwd(), "use another disk, with the run directory moved there"
         )
         text = f"{said} (the traceback is in error-rank-{rank()}.txt of the run directory, if it took it)\n"

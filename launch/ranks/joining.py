@@ -16,7 +16,7 @@ from typing import Any
 from launch.console import terminal
 from launch.ranks import ending, interfaces, launch_environment, processes, start_up
 from launch.ranks.meeting import Meeting
-from recipes.refused_by_system import take_file_handles
+from recipes.problems import take_file_handles
 
 
 def meet(check: Callable[[], None] = lambda: None, out: str | None = None) -> Meeting:

@@ -24,7 +24,7 @@ from launch.training.early_ends import BrokenData
 from modeling.hidden_dropout import salts_of
 from modeling.parallel.process_grid import ProcessGrid
 from recipes.families import fields_of
-from recipes.rank_order import model_groups
+from recipes.layout import model_groups
 
 Device = torch.device | str
 

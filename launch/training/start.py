@@ -13,21 +13,31 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_configs.findings import lookup
-from ds_configs.jsonfile import find
+from ds_configs.findings import find, lookup
 from ds_configs.plan import Machine
 from launch.console import arguments, output, terminal
 from launch.machine import checks, description
 from launch.ranks import ending, joining, launch_environment, processes, start_up
 from launch.ranks.meeting import Meeting
 from launch.records.facts import Ending, Entropies, RunFacts, SilentRecorder
-from launch.training import compile_choice
-from launch.training.compile_choice import WISHES
 from launch.training.early_ends import Diverged, EarlyEnd, stacks_at_quit
-from launch.training.job import InitialWeights, Job, assumed_machine, plan_job
+from launch.training.job import (
+    WISHES,
+    InitialWeights,
+    Job,
+    assumed_machine,
+    compiles,
+    explain_missing_compiler,
+    plan_job,
+)
 from recipes.files import path_of
-from recipes.problems import Problem, ProblemsError
-from recipes.refused_by_system import problem, take_file_handles, told_by
+from recipes.problems import (
+    Problem,
+    ProblemsError,
+    system_error,
+    system_problem,
+    take_file_handles,
+)
 from recipes.schema import Recipe
 
 if TYPE_CHECKING:
@@ -224,10 +234,10 @@ def job_of(
     )
     if args.out and processes.rank() == 0:
         output.directory("--out", directory)
-    missing = compile_choice.explain_missing(args.compile, plan, machine)
+    missing = explain_missing_compiler(args.compile, plan, machine)
     if missing is not None:
         say_on_rank_0(missing)
-    compiled = compile_choice.compiles(args.compile, plan, machine)
+    compiled = compiles(args.compile, plan, machine)
     given = find(args.ds_config or recipe.ds_config)
     return Job(
         plan,
@@ -282,16 +292,16 @@ def system_refusals(place: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        told = told_by(error)
+        told = system_error(error)
         if told:
             raise ProblemsError(
-                [problem(told, place, "name another directory with --out")]
+                [system_problem(told, place, "name another directory with --out")]
             ) from None
         raise
 
 
 def show_plan(job: Job) -> None:
-    from data.text.held_out_end import describe_text
+    from data.text.held_out import describe_text
     from launch.records.plan_text import Surroundings, describe_plan
 
     if processes.rank() == 0:

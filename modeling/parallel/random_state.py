@@ -21,7 +21,7 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import (
     get_cuda_rng_tracker,
 )
 
-from recipes.rank_order import Coordinates
+from recipes.layout import Coordinates
 
 # the name that DeepSpeed's tracker forks by default
 TENSOR_PARALLEL_STREAM = "model-parallel-rng"

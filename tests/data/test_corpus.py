@@ -26,8 +26,8 @@ from data.lengths import TextLengths, text_lengths
 from data.loader import validation_batches
 from data.samples import blend, splits
 from data.samples.bert import BertFields
-from data.split_rule import part_of
 from data.text.encoder import Encoder
+from data.text.held_out import part_of
 from data.text.records import Document
 from data.text.sources import PackagedSource
 from data.text.trained_vocabulary import END_OF_DOCUMENT, train_bpe

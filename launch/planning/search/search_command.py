@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.durable_files import write_atomically
-from ds_configs import jsonfile
+from ds_configs.findings import find, read
 from launch.console import arguments, launch_lines, new_output, output, terminal
 from launch.planning.page import Page
 from launch.planning.prediction import hardware, workload
@@ -180,7 +180,7 @@ def question_of(args: argparse.Namespace) -> tuple[RecipeFlags, SearchQuestion]:
     }
     flags = RecipeFlags(name, overrides, args.tiny, args.steps)
     recipe = flags.load([*OPEN, *overrides.values()])
-    base = jsonfile.read(jsonfile.find(args.ds_config)) if args.ds_config else None
+    base = read(find(args.ds_config)) if args.ds_config else None
     software = SYSTEMS[args.software] if args.software else OURS
     return flags, SearchQuestion(
         recipe, node, args.nodes, RECOMPUTATION in overrides, base, software

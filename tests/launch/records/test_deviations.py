@@ -11,7 +11,7 @@ from recorded import facts, plan
 from ds_configs.plan import HOST, Machine
 from launch import pretrain
 from launch.records.deviations import deviations
-from launch.training import deepspeed_judgement
+from launch.training.job import check_by_deepspeed
 from launch.training.start import show_plan
 from recipes import catalog
 from recipes.layout import Layout
@@ -117,7 +117,7 @@ def test_deepspeed_judges_what_is_handed_on():
     plan = pretrain.training_of(pretrain.build_parser().parse_args([])).job.plan
     later = {**plan.ds, "compile": {"passes": ["z1", "z4"]}}  # as a rule of another version
     with pytest.raises(ValueError) as refused:
-        deepspeed_judgement.check(dataclasses.replace(plan, ds=later), "mine.json")
+        check_by_deepspeed(dataclasses.replace(plan, ds=later), "mine.json")
     assert 'mine.json: compile.passes.1="z4": DeepSpeed refuses it (input should be' in str(refused.value)
 
 
