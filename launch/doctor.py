@@ -23,8 +23,8 @@ from ds_configs import known_keys
 from ds_configs.findings import find, read
 from ds_configs.plan import Plan
 from ds_configs.resolver import resolve
-from launch.console import arguments, ends, output, terminal
-from launch.machine import abilities, checks, description, doctor_checks
+from launch.console import arguments, ends, terminal
+from launch.machine import checks, description, doctor_checks
 from launch.machine.checks import (
     Check,
     Function,
@@ -107,7 +107,7 @@ def main() -> int:
     directory = (
         path_of(args.out, "--out")
         if args.out
-        else output.run_directory(name, config.stem)
+        else arguments.run_directory(name, config.stem)
     )
     with contextlib.redirect_stdout(sys.stderr):  # what libraries print is no JSON
         found = [*launcher, *checks.run(table(recipe, config, hosts, directory))]
@@ -146,7 +146,7 @@ def table(
     world = processes_of(recipe, hosts, memory)
     plan = None
     try:
-        plan = resolve(recipe, config, world, abilities.detect_machine())
+        plan = resolve(recipe, config, world, description.detect_machine())
         configured = configuration(plan, config)
     except ProblemsError as refused:
         configured = checks.refused(refused.problems)
@@ -288,7 +288,7 @@ def port(number: str) -> Check:
 
 def run_directory(directory: Path) -> Check:
     """Check by a file that the run directory is writable or can be made."""
-    output.directory("--out", directory)
+    arguments.directory("--out", directory)
     return ok(
         f"{directory} " + ("is writable" if directory.exists() else "can be made")
     )

@@ -125,7 +125,7 @@ def export(
 
 def describe(done: Export, recipe: Recipe) -> str:
     """Describe the export, with a few lines of Python to use it."""
-    from modeling.formats.families import conversion_of
+    from modeling.families import conversion_of
 
     if done.difference is None:
         checked = (

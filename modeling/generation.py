@@ -21,7 +21,7 @@ from transformers.generation.logits_process import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.initialization import no_init_weights
 
-from modeling.formats.families import conversion_of
+from modeling.families import conversion_of
 from recipes.families import Window
 from recipes.schema import Recipe
 

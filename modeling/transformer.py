@@ -19,9 +19,13 @@ from modeling.attention import attention
 from modeling.hidden_dropout import HiddenDropout, mixed
 from modeling.initialization import Init, Shard
 from modeling.parallel.collectives import in_sample_order, with_summed_gradients
-from modeling.parallel.layers import ColumnParallelLinear, RowParallelLinear, group_size
+from modeling.parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    group_size,
+    tensor_parallel_random,
+)
 from modeling.parallel.process_grid import Group
-from modeling.parallel.random_state import tensor_parallel_random
 from recipes.families import Fixed, Window
 
 if TYPE_CHECKING:

@@ -101,7 +101,7 @@ MISTAKES = (
             "self.stream.read(index * length, index * length + length + 1)",
             "self.stream.read(index * (length - 1), index * (length - 1) + length + 1)",
             "tests/data/tokens/test_stores.py"),
-    Mistake("one order for every epoch", "data/keyed_random.py",
+    Mistake("one order for every epoch", "data/samples/fields.py",
             "shuffled(self._samples, seed, epoch)", "shuffled(self._samples, seed, 0)",
             DATA + "loader.py::test_positions_are_looked_up_in_the_order_of_their_epoch"),
     Mistake("ranks read the same rows", "data/loader.py", "return rows[dp_rank]", "return rows[0]",

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter
 
-from data.cache import SAY_EVERY_S, Say
+from data.durable_files import SAY_EVERY_S, Say
 from data.samples.fields import HELD_OUT_SEED, Array, Fields, HeldOut, Parts
 from data.samples.lanes import (
     Lane,

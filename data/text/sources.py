@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data.cache import Say
+from data.durable_files import Say
 from data.text.file_types import ARROW, way_from
 from data.text.records import (
     MAX_RECORD_BYTES,

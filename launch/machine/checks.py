@@ -14,8 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from launch.machine.abilities import gpus
-from launch.machine.description import installed
+from launch.machine.description import gpus, installed
 from launch.ranks import processes
 from modeling import cost
 from recipes.problems import Problem, ProblemsError, nearest, pieces, some

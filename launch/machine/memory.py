@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_configs.plan import Plan
-from launch.machine.abilities import gpus
+from launch.machine.description import gpus, physical_memory
 from launch.ranks import processes
 from modeling import cost
 from recipes.problems import counted
@@ -111,10 +110,6 @@ def available(root: Path = Path("/")) -> float:
 
     left = (limit - used for limit, used in _control_groups(root))
     return max(0.0, min([float(psutil.virtual_memory().available), *left]))
-
-
-def physical_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _control_groups(root: Path) -> Iterator[tuple[float, float]]:

@@ -22,7 +22,7 @@ from launch.console.progress import Silent, screen
 from launch.console.text_table import short
 from launch.machine import description
 from launch.machine.memory import peak_cached_bytes, peak_memory
-from launch.ranks.start_up import StartClock
+from launch.ranks.joining import StartClock
 from launch.records import facts, metrics
 from launch.records.directory import RunDirectory
 from launch.records.facts import (

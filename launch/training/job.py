@@ -90,7 +90,7 @@ class Job:
     ds_config: Path | None = None  # the DeepSpeed JSON as it was given
     # the run whose recipe was taken; None: a row's, or the resumed run's
     recipe_of: Path | None = None
-    # of vocabularies and tokens; None: `data.cache.default_directory()`
+    # of vocabularies and tokens; None: `data.durable_files.cache_directory()`
     cache: Path | None = None
 
     @property

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from ds_configs.findings import find, lookup
 from ds_configs.plan import Machine
-from launch.console import arguments, output, terminal
+from launch.console import arguments, terminal
 from launch.machine import checks, description
-from launch.ranks import ending, joining, launch_environment, processes, start_up
+from launch.ranks import ending, joining, launch_environment, processes
 from launch.ranks.meeting import Meeting
 from launch.records.facts import Ending, Entropies, RunFacts, SilentRecorder
 from launch.training.early_ends import Diverged, EarlyEnd, stacks_at_quit
@@ -84,7 +84,7 @@ class Training:
     after: Callable[[TrainingRun], None] = lambda run: None
     # On rank 0 after a good end; makes the sample or the scores.
     outcome: Callable[[Corpus], Ending] = lambda corpus: Ending()
-    clock: start_up.StartClock = field(default_factory=start_up.StartClock)
+    clock: joining.StartClock = field(default_factory=joining.StartClock)
 
     @cached_property
     def facts(self) -> RunFacts:
@@ -151,7 +151,7 @@ def launch(args: argparse.Namespace, check: Callable[[], Training]) -> None:
         show_plan(job)
         return
     terminal.outlast_readers()
-    start_up.postpone_collections()
+    joining.postpone_collections()
     meeting = joining.meet(lambda: check_processes(args), args.out)
     training = meeting.settle(check)
     job = training.job
@@ -230,10 +230,10 @@ def job_of(
     directory = (
         path_of(args.out, "--out")
         if args.out
-        else output.run_directory(place, plan.ds_name)
+        else arguments.run_directory(place, plan.ds_name)
     )
     if args.out and processes.rank() == 0:
-        output.directory("--out", directory)
+        arguments.directory("--out", directory)
     missing = explain_missing_compiler(args.compile, plan, machine)
     if missing is not None:
         say_on_rank_0(missing)
@@ -337,7 +337,7 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
     from modeling import fusing
     from modeling.parallel.process_grid import ProcessGrid
 
-    start_up.resume_collections()
+    joining.resume_collections()
     training.clock.mark("imports")
     job = training.job
     layout = training.job.plan.layout

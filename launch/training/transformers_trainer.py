@@ -46,8 +46,8 @@ from launch.training.micro_batches import training_batches
 from launch.training.run import Start, TrainingRun, next_batch, run_watchdog
 from launch.training.schedule import LearningRateSchedule
 from modeling.parallel.cross_entropy import weighted_loss
+from modeling.parallel.layers import seed_step
 from modeling.parallel.process_grid import ProcessGrid
-from modeling.parallel.random_state import seed_step
 from recipes.schema import Recipe
 
 

@@ -8,9 +8,9 @@ from launching import run, run_ranks
 
 from ds_configs.plan import GPU, Machine
 from launch import doctor
-from launch.machine import abilities, checks, doctor_checks
-from launch.machine.abilities import VisibleGpu
+from launch.machine import checks, description, doctor_checks
 from launch.machine.checks import Check
+from launch.machine.description import VisibleGpu
 from launch.machine.memory import Memory
 from launch.planning import memory_fit
 from recipes import catalog
@@ -25,7 +25,7 @@ def diagnose(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(doctor.quiet, "quiet_libraries", lambda: None)  # for good, in this process
+    monkeypatch.setattr(doctor.terminal, "quiet_libraries", lambda: None)  # for good, in this process
     monkeypatch.setattr(doctor.processes, "check_port", lambda number: None)
 
     def call(*flags: str) -> tuple[int, list[Check]]:
@@ -43,7 +43,7 @@ def gpu_machine(monkeypatch):
     def put(gpu: VisibleGpu, count: int = 8, bf16: bool = True) -> None:
         found = [gpu] * count
         machine = Machine(GPU, fp16=True, bf16=bf16, compiler=True, libaio=True)
-        monkeypatch.setattr(abilities, "detect_machine", lambda: machine)
+        monkeypatch.setattr(description, "detect_machine", lambda: machine)
         monkeypatch.setattr(doctor, "this_machine", lambda: Memory(count, gpu.total, 1e12))
         monkeypatch.setattr(checks, "gpus", lambda with_free=False: found)
         monkeypatch.setattr(doctor_checks, "gpus", lambda with_free=False: found)

@@ -29,7 +29,7 @@ from modeling.gpt2 import GPT2Shape
 from modeling.hidden_dropout import HiddenDropout, salts_of
 from modeling.initialization import Init
 from modeling.layer_list import Family, Stack
-from modeling.parallel.random_state import seed_step
+from modeling.parallel.layers import seed_step
 from modeling.unpadding import PackedRow
 from recipes.families import Fixed
 from recipes.layout import Coordinates

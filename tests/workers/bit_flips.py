@@ -15,11 +15,11 @@ import sys
 from pathlib import Path
 
 from launch.console import terminal
-from launch.machine import abilities
+from launch.machine import description
 from launch.ranks import ending, processes
 
 terminal.quiet_libraries()
-MACHINE = abilities.detect_machine(emulated_fp16=True)
+MACHINE = description.detect_machine(emulated_fp16=True)
 
 import torch  # noqa: E402  (after the accelerator is chosen)
 

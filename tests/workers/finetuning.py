@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 from launch.console import terminal
-from launch.machine import abilities
+from launch.machine import description
 from launch.ranks import ending, processes
 
 terminal.quiet_libraries()
-MACHINE = abilities.detect_machine(emulated_fp16=False)
+MACHINE = description.detect_machine(emulated_fp16=False)
 
 from data.tasks.corpus import build  # noqa: E402  (after the accelerator is chosen)
 from ds_configs.resolver import resolve  # noqa: E402

@@ -15,11 +15,11 @@ from functools import partial
 from pathlib import Path
 
 from launch.console import terminal
-from launch.machine import abilities
+from launch.machine import description
 from launch.ranks import ending, processes
 
 terminal.quiet_libraries()
-MACHINE = abilities.detect_machine()
+MACHINE = description.detect_machine()
 
 # After the accelerator is chosen.
 from data.tasks.windows import overlapping_windows  # noqa: E402

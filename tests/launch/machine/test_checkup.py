@@ -9,9 +9,9 @@ import torch
 from launching import ROOT
 
 from launch.console import terminal
-from launch.machine import abilities, checks, doctor_checks
-from launch.machine.abilities import VisibleGpu
+from launch.machine import checks, description, doctor_checks
 from launch.machine.checks import Check, ok
+from launch.machine.description import VisibleGpu
 from recipes import catalog
 from recipes.problems import ProblemsError
 
@@ -159,7 +159,7 @@ def test_no_compiler_is_a_warning_that_names_what_is_missing(monkeypatch, tmp_pa
     monkeypatch.setenv("CXX", str(tmp_path / "none"))
     found = doctor_checks.compiler()
     assert found.verdict == "warning" and f"no {tmp_path / 'none'}:" in found.found and "g++" in found.fix
-    assert abilities.detect_machine().compiler is False
+    assert description.detect_machine().compiler is False
 
 
 def test_a_hostfile_is_read_by_the_launchers_own_rules(tmp_path):

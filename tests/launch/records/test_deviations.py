@@ -90,7 +90,7 @@ def test_what_a_recipe_says_of_itself_is_said_of_a_tiny_run_too_where_tiny_keeps
 @pytest.fixture
 def cpu(monkeypatch):
     machine = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=True)
-    monkeypatch.setattr("launch.machine.abilities.detect_machine", lambda emulate, **on_paper: machine)
+    monkeypatch.setattr("launch.machine.description.detect_machine", lambda emulate, **on_paper: machine)
 
 
 @pytest.mark.usefixtures("cpu")

@@ -14,7 +14,7 @@ def test_deepspeed_takes_our_configurations():
     """So a plan on paper need not ask it, which takes seconds; a user's own file is judged there too."""
     for name in available():
         plan = resolve_on_machine(catalog.load(), name)
-        job.check(plan, name)
+        job.check_by_deepspeed(plan, name)
 
 
 def test_a_users_configuration_is_judged_on_paper_too(tmp_path):
