@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from data import cache
-from data.cache import Say
+from data import durable_files
+from data.durable_files import Say
 from data.samples.fields import HeldOut, Parts, TrainingSamples
 from data.samples.splits import Family, family_of, store_parts
-from data.text.held_out_end import END, EndHeldOut, with_held_out_text
+from data.text.held_out import END, EndHeldOut, with_held_out_text
 from data.text.records import SkippedRecords, Source
 from data.text.sources import files_of, open_source
 from data.text.vocabulary import build_vocabulary, vocabulary_digest
@@ -60,13 +60,13 @@ def build(
     Every rank calls it; ranks with one cache directory share the work.
 
     Args:
-        cache_directory: where vocabularies and tokens are kept; by default `data.cache.default_directory()`.
+        cache_directory: of vocabularies and tokens; by default `data.durable_files.cache_directory()`.
         say: prints a line of progress.
         once: has one rank make the head of a stream for all ranks.
 
     Raises ValueError: a source cannot be read, or is too small for the recipe.
     """
-    directory = cache_directory or cache.default_directory()
+    directory = cache_directory or durable_files.cache_directory()
     origins = recipe.data.origins
     # first: a missing store is reported, not its missing vocabulary
     for origin in origins:
@@ -133,7 +133,7 @@ def check_sources(recipe: Recipe) -> None:
     tokenizer = None
     if known or sources:
         tokenizer = build_vocabulary(
-            recipe, sources, cache.default_directory(), lambda line: None
+            recipe, sources, durable_files.cache_directory(), lambda line: None
         )
     for origin in data.origins:
         if origin.source == "store":

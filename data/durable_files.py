@@ -1,7 +1,8 @@
-"""Crash-safe files, and locks for processes.
+"""Crash-safe files, locks for processes, and the cache of vocabularies and tokens.
 
 A file is written under a temporary name, flushed to disk and renamed, so that a reader sees all of it or
-nothing. The kernel drops a lock when its holder dies.
+nothing. The kernel drops a lock when its holder dies. What the cache holds is expensive to make and safe to
+delete; processes that want the same file take turns.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
-from typing import BinaryIO, ClassVar
+from typing import BinaryIO, ClassVar, TypeVar
+
+from recipes.problems import system_error, system_problem
 
 # With these errors a file system refuses to open or to flush directories.
 _NOT_OF_DIRECTORIES = {
@@ -27,6 +31,9 @@ _NOT_OF_DIRECTORIES = {
     errno.EACCES,
     errno.EPERM,
 }
+T = TypeVar("T")
+Say = Callable[[str], None]
+SAY_EVERY_S = 10.0  # between progress lines of a long job
 
 
 class DamagedFile(Exception):
@@ -130,3 +137,69 @@ class Lock:
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
+
+
+class UnwritableCache(ValueError):
+    """Failure to write to the cache; the message gives the place, the cause and the fix."""
+
+
+def cache_directory() -> Path:
+    """Return `$MEGARECIPES_CACHE`, or `megarecipes` in `$XDG_CACHE_HOME` or ~/.cache."""
+    chosen = os.environ.get("MEGARECIPES_CACHE")
+    if chosen:
+        return Path(chosen).expanduser()
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megarecipes"
+    )
+
+
+def cached(
+    paths: Sequence[Path],
+    read: Callable[[], T],
+    write: Callable[[], None],
+    what: str,
+    say: Say,
+) -> T:
+    """Return the result of `read`; call `write` before it where the files are missing or damaged.
+
+    Args:
+        paths: the files, in one directory; the first one's lock is held while they are made, and leftovers
+            of killed processes are removed.
+        read: opens and checks the files; raises OSError or Damaged.
+        write: makes the files.
+        what: name for messages.
+
+    Raises UnwritableCache: the files must be made and their directory cannot be written to.
+    """
+    with suppress(OSError, DamagedFile):
+        return read()
+    directory = paths[0].parent
+    elsewhere = "set MEGARECIPES_CACHE to a directory you can write to"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        rule = "vocabularies and tokens are kept there"
+        raise UnwritableCache(
+            f"cache directory {directory}: {error.strerror}: {rule}; {elsewhere}"
+        ) from error
+    try:
+        with locked(paths[0], what, say) as held:
+            try:
+                return read()  # made while we waited
+            except OSError:
+                pass
+            except DamagedFile as damage:
+                say(f"{what}: {damage}; making it again")
+            if held:
+                for leftover in chain.from_iterable(
+                    directory.glob(f"{path.name}.*.tmp") for path in paths
+                ):
+                    leftover.unlink(missing_ok=True)
+            write()
+            return read()
+    except OSError as error:
+        if system_error(error) is None:
+            raise
+        raise UnwritableCache(
+            str(system_problem(error, directory, elsewhere))
+        ) from error

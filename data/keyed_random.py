@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
-
-_ORDERS = 2  # orders of epochs: a step can straddle two
-
-
-def shuffled(values: np.ndarray | int, seed: int, number: int) -> np.ndarray:
-    """Shuffle the values, or the int64 numbers below `values`. Only (seed, number) decides the order."""
-    return np.random.Generator(np.random.PCG64([seed, number])).permutation(values)
 
 
 def generator(seed: int, first: int, second: int) -> np.random.Generator:
@@ -42,24 +33,3 @@ def mix(values: np.ndarray) -> np.ndarray:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
-
-
-class EpochOrders:
-    """Map from positions in training order to (epoch, sample); each epoch is a permutation of all samples.
-
-    Safe for several threads. It keeps two orders in memory, of 8 bytes per sample each.
-    """
-
-    def __init__(self, samples: int):
-        self._samples = samples
-        self._lock = threading.Lock()
-        self._orders: dict[tuple[int, int], np.ndarray] = {}
-
-    def locate(self, position: int, seed: int) -> tuple[int, int]:
-        """Return (epoch, index of the sample)."""
-        epoch, within = divmod(position, self._samples)
-        with self._lock:
-            if (seed, epoch) not in self._orders:
-                self._orders = dict([*self._orders.items()][1 - _ORDERS :])
-                self._orders[seed, epoch] = shuffled(self._samples, seed, epoch)
-            return epoch, int(self._orders[seed, epoch][within])

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from data import cache
-from data.cache import Say
+from data import durable_files
 from data.corpus import open_origin
+from data.durable_files import Say
 from data.samples.splits import family_of
 from data.samples.streamed_splits import interleave_files
 from data.text.encoder import BATCH_CHARACTERS
@@ -66,7 +66,7 @@ def text_lengths(
     `watch` wraps the documents of a stream, for a progress bar.
     """
     family = family_of(recipe, tokenizer)
-    directory = cache.default_directory()
+    directory = durable_files.cache_directory()
     sentences = recipe.model.facts.masked
     for origin in recipe.data.origins:
         source = open_origin(recipe, origin, say)

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from ds_configs.findings import Findings, lookup, shown
-from ds_configs.jsonfile import FOLDER
+from ds_configs.findings import FOLDER, Findings, lookup, shown
 from recipes.problems import did_you_mean, nearest
 
 _MOST = 2**63 - 1  # DeepSpeed puts numbers of elements into 64-bit integers

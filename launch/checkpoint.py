@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from launch.console import arguments, ends, quiet
+from launch.console import arguments, ends, terminal
 from recipes.files import path_of
 
 EXAMPLES = """\
@@ -67,7 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     args = build_parser().parse_args()
-    quiet.quiet_libraries()
+    terminal.quiet_libraries()
     from launch.checkpoints import showing  # with torch
 
     return getattr(showing, args.command)(path_of(args.run, "RUN"), args.step)

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from launch.console import arguments, ends, new_output, quiet, terminal
+from launch.console import arguments, ends, new_output, terminal
 from launch.experiments.parity.comparison import compare, reasons, table
 from launch.experiments.parity.layout_cases import (
     CASES,
@@ -23,7 +23,7 @@ from launch.experiments.parity.layout_cases import (
     why_impossible,
 )
 from launch.experiments.parity.layout_runs import run_cases
-from launch.machine import abilities
+from launch.machine import description
 from launch.ranks import ending, launch_environment
 from launch.ranks.processes import device_limit
 from launch.records.plan_text import titled
@@ -69,7 +69,7 @@ RULES = (("--list", UNLISTED, "it lists the layouts of every recipe and ends"),)
 
 def main() -> None:
     args = build_parser().parse_args()
-    quiet.quiet_libraries()
+    terminal.quiet_libraries()
     cases = chosen_cases(args)
     if args.list:
         print(
@@ -215,7 +215,7 @@ def impossible_cases(
 
     Raises ValueError if no layout is left, or if the one-process reference is impossible.
     """
-    machine = abilities.detect_machine()
+    machine = description.detect_machine()
     found = {
         case.name: why_impossible(recipe, case, machine, most)
         for case in (REFERENCE, *cases)

@@ -19,11 +19,12 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from ds_configs import jsonfile, known_keys
+from ds_configs import known_keys
+from ds_configs.findings import find, read
 from ds_configs.plan import Plan
 from ds_configs.resolver import resolve
-from launch.console import arguments, ends, output, quiet, terminal
-from launch.machine import abilities, checks, description, doctor_checks, start_checks
+from launch.console import arguments, ends, terminal
+from launch.machine import checks, description, doctor_checks
 from launch.machine.checks import (
     Check,
     Function,
@@ -40,8 +41,7 @@ from launch.ranks import interfaces, joining, launch_environment, processes
 from launch.records import shared_directory
 from recipes import catalog
 from recipes.files import path_of
-from recipes.problems import ProblemsError, counted
-from recipes.refused_by_system import take_file_handles
+from recipes.problems import ProblemsError, counted, take_file_handles
 from recipes.schema import Recipe
 
 SNUG = 0.08  # of the host's memory: a margin within the error of predictions
@@ -98,16 +98,16 @@ Hosts = Mapping[str, int]  # a hostfile: slots of each machine
 
 def main() -> int:
     args = build_parser().parse_args()
-    quiet.quiet_libraries()
+    terminal.quiet_libraries()
     launcher = checks.run({"launcher": check_launcher})
     recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
-    config = jsonfile.find(args.ds_config or recipe.ds_config)
+    config = find(args.ds_config or recipe.ds_config)
     hosts = doctor_checks.read_hosts(args.hostfile) if args.hostfile else {}
     name = catalog.full_name(args.recipe) + ("-tiny" if args.tiny else "")
     directory = (
         path_of(args.out, "--out")
         if args.out
-        else output.run_directory(name, config.stem)
+        else arguments.run_directory(name, config.stem)
     )
     with contextlib.redirect_stdout(sys.stderr):  # what libraries print is no JSON
         found = [*launcher, *checks.run(table(recipe, config, hosts, directory))]
@@ -146,7 +146,7 @@ def table(
     world = processes_of(recipe, hosts, memory)
     plan = None
     try:
-        plan = resolve(recipe, config, world, abilities.detect_machine())
+        plan = resolve(recipe, config, world, description.detect_machine())
         configured = configuration(plan, config)
     except ProblemsError as refused:
         configured = checks.refused(refused.problems)
@@ -157,8 +157,8 @@ def table(
         "compiler": doctor_checks.compiler,
         "fused kernels": doctor_checks.fused_kernels,
         "CUDA compiler": doctor_checks.cuda_compiler,
-        **start_checks.quick(recipe, directory, ranks),
-        "packages": partial(start_checks.packages, recipe),
+        **checks.quick(recipe, directory, ranks),
+        "packages": partial(checks.packages, recipe),
         "versions": lambda: ok(
             ", ".join(f"{name} {of}" for name, of in description.versions().items())
         ),
@@ -212,7 +212,7 @@ def configuration(plan: Plan, config: Path) -> list[Check]:
             if notice.key == "unchecked"
             else warning(str(notice))
         )
-    sections = known_keys.unread(jsonfile.read(config))
+    sections = known_keys.unread(read(config))
     if sections:
         found.append(
             unchecked(f"{', '.join(sections)}: handed to DeepSpeed as written")
@@ -268,7 +268,7 @@ def fits(plan: Plan, memory: Memory, ranks: int) -> Check:
 
 def open_files(world: int) -> Check:
     """Check the hard limit of open files; a run raises the soft limit up to it by itself."""
-    needed = start_checks.files_needed(world)
+    needed = checks.files_needed(world)
     take_file_handles(needed)
     return ok(f"{needed:,} are needed, and allowed")
 
@@ -288,7 +288,7 @@ def port(number: str) -> Check:
 
 def run_directory(directory: Path) -> Check:
     """Check by a file that the run directory is writable or can be made."""
-    output.directory("--out", directory)
+    arguments.directory("--out", directory)
     return ok(
         f"{directory} " + ("is writable" if directory.exists() else "can be made")
     )
@@ -296,9 +296,9 @@ def run_directory(directory: Path) -> Check:
 
 def deepspeed_accepts(plan: Plan, config: Path) -> Check:
     """Check that DeepSpeed itself accepts the resolved JSON."""
-    from launch.training import deepspeed_judgement
+    from launch.training import job
 
-    deepspeed_judgement.check(plan, str(config))
+    job.check_by_deepspeed(plan, str(config))
     return ok("reads the resolved JSON without complaint")
 
 
@@ -317,7 +317,7 @@ def data(recipe: Recipe) -> Check:
 
 def gather_checks(own: list[Check], directory: Path) -> list[Check]:
     """Gather the checks of all machines on rank 0. Collective."""
-    place = start_checks.existing(directory)
+    place = checks.existing(directory)
     meeting = joining.meet(out=str(directory.absolute()))
     seen = shared_directory.seen_here(meeting, place)
 

@@ -10,7 +10,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.console import arguments, ends, new_output, quiet, terminal
+from launch.console import arguments, ends, new_output, terminal
 from launch.ranks import ending
 from recipes.schema import Recipe
 
@@ -66,7 +66,7 @@ def build_parser() -> ArgumentParser:
 
 def main() -> None:
     args = build_parser().parse_args()
-    quiet.quiet_libraries()
+    terminal.quiet_libraries()
     from transformers.utils import logging
 
     from launch.weights.export import ExportMismatch
@@ -125,7 +125,7 @@ def export(
 
 def describe(done: Export, recipe: Recipe) -> str:
     """Describe the export, with a few lines of Python to use it."""
-    from modeling.formats.families import conversion_of
+    from modeling.families import conversion_of
 
     if done.difference is None:
         checked = (

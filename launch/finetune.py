@@ -175,11 +175,11 @@ def check_flags(args: argparse.Namespace, several: bool) -> None:
 
 def several_runs(args: argparse.Namespace) -> None:
     """Run one seed after the other, median and ensemble. Exit with code 2 if the first would be refused."""
-    from launch.console import output, quiet, terminal
+    from launch.console import terminal
 
     terminal.outlast_readers()
-    out = output.directory("--out", args.out or f"runs/finetune-{args.task}-seeds")
-    quiet.quiet_libraries()  # before the next line loads deepspeed
+    out = arguments.directory("--out", args.out or f"runs/finetune-{args.task}-seeds")
+    terminal.quiet_libraries()  # before the next line loads deepspeed
     from launch.evaluation import finetuning_seeds
     from launch.ranks import ending
 
@@ -238,10 +238,10 @@ def checked(args: argparse.Namespace) -> Training:
     from data.tasks import corpus as task_corpus
     from launch.evaluation import pretrained
     from launch.evaluation.finetuning_recipe import cut_to, recipe_of
-    from launch.machine import abilities
+    from launch.machine import description
     from launch.weights.initial_weights import InitialWeights
 
-    machine = abilities.detect_machine(args.emulate_fp16)
+    machine = description.detect_machine(args.emulate_fp16)
     given = InitialWeights(args.init, "--init", args.weights_args)
     of = (wishes(args), *pretrained.encoder_in(given), machine)
     first = recipe_of(*of)

@@ -167,7 +167,7 @@ def check_flags(args: argparse.Namespace) -> None:
 def checked_job(args: argparse.Namespace) -> WritingJob:
     """Make the job from the flags; of the weights only headers are read. Raises ValueError."""
     from launch.evaluation import trained_model, writing
-    from modeling.formats.families import conversion_of
+    from modeling.families import conversion_of
     from modeling.generation import Sampling
 
     processes.check_device()

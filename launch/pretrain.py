@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from ds_configs.findings import Disagreement
-from ds_configs.jsonfile import ConfigError
+from ds_configs.findings import ConfigError, Disagreement
 from ds_configs.plan import ANY_GPU
 from ds_configs.resolver import resolve
 from launch.console import arguments, ends
 from launch.console.text_table import aligned
-from launch.machine import abilities
+from launch.machine import description
 from launch.ranks import joining, processes
 from launch.ranks.meeting import Meeting
 from launch.records.facts import Ending
@@ -32,12 +31,15 @@ from launch.training.start import (
     launch,
     say_on_rank_0,
 )
+from modeling import cost
 from recipes import catalog
 from recipes.files import checked, path_of
 from recipes.problems import Problem, ProblemsError
 from recipes.tables import RecordedTable
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
     from data.corpus import Corpus
     from ds_configs.plan import Machine
     from launch.checkpoints.branching import BranchPoint
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
     from launch.weights.starting_model import StartingModel
     from recipes.schema import Recipe
 
+# parameters; rank 0 assembles no larger model for a sample
+LARGEST_SAMPLED = 2_000_000_000
 EXAMPLES = """\
 examples:
   deepspeed launch/pretrain.py --ds_config ds_configs/zero3_offload.json
@@ -190,7 +194,7 @@ def training_of(args: argparse.Namespace) -> Training:
             recipe, args.ds_config or recipe.ds_config, processes.world_size(), ANY_GPU
         )
         joining.order_kernels(plan.layout.tp)
-    machine = abilities.detect_machine(args.emulate_fp16, on_paper=args.plan)
+    machine = description.detect_machine(args.emulate_fp16, on_paper=args.plan)
     job = job_with_hint(args, recipe, name, machine, weights)
     if follows:
         job = replace(job, plan=follows.noted(job.plan))
@@ -206,11 +210,46 @@ def training_of(args: argparse.Namespace) -> Training:
         return build(job.plan.recipe, job.cache, say=say_on_rank_0, once=meeting.once)
 
     def outcome(corpus: Corpus) -> Ending:
-        from launch.training.sample import sample
-
         return Ending(sample=sample(job.plan.recipe, job.checkpoints, corpus.tokenizer))
 
     return Training(job, original, tiny, machine.emulated_fp16, corpus, outcome=outcome)
+
+
+def sample(
+    recipe: Recipe, checkpoints: Path, tokenizer: PreTrainedTokenizerFast
+) -> str | None:
+    """Return the final weights' continuation of run.prompt, or fillings of its masks; or why there is none.
+
+    None without a prompt.
+    """
+    from data.text.vocabulary import unused_numbers
+    from launch.checkpoints import run_checkpoints
+    from launch.checkpoints.stored import StoredTensors
+    from modeling.families import conversion_of
+    from modeling.generation import continue_prompt, fill_prompt, in_transformers
+
+    if recipe.run.prompt is None:
+        return None
+    if cost.parameters(recipe.model, recipe.positions) > LARGEST_SAMPLED:
+        return f"not sampled: more than {LARGEST_SAMPLED:,} parameters"
+    saved = run_checkpoints.newest(checkpoints)
+    if saved is None or saved.step < recipe.steps:
+        return (
+            "not sampled: there is no checkpoint of the last step (run.save_last=false); "
+            "--set run.save_last=true keeps one"
+        )
+    answer = fill_prompt if recipe.model.facts.masked else continue_prompt
+    try:
+        conversion_of(recipe.model)
+    except ValueError as error:
+        return f"not sampled: {error}"
+    model = in_transformers(recipe, StoredTensors(saved.directory, saved.manifest))
+    try:
+        return answer(
+            model, tokenizer, recipe.run.prompt, recipe.seed, unused_numbers(tokenizer)
+        )
+    except FloatingPointError as error:
+        return f"not sampled: {error}"
 
 
 def source_of(

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.console import arguments, ends, new_output
-from launch.console.output import place_problem
-from launch.machine import abilities
+from launch.console.arguments import place_problem
+from launch.machine import description
 from launch.ranks import joining, processes
 from recipes.problems import Problem, ProblemsError
 
@@ -201,7 +201,7 @@ def checked(args: Namespace) -> tuple[ScoringJob, Path | None]:
     job = checked_job(
         ScoringWishes(**flags, settings=args.set),
         processes.world_size(),
-        abilities.detect_machine(),
+        description.detect_machine(),
     )
     out = (
         new_output.new_file("--out", args.out, (".json",))

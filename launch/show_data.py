@@ -103,10 +103,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     args = build_parser().parse_args()
-    from launch.console import quiet
+    from launch.console import terminal
     from launch.ranks import ending
 
-    quiet.quiet_libraries()
+    terminal.quiet_libraries()
     try:
         laid = {}
         if args.text:

@@ -1,9 +1,10 @@
-"""The table of model families, and models made from recipes."""
+"""The table of model families, their conversions to and from `transformers`, and models made from recipes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import Parameter
@@ -14,6 +15,9 @@ from modeling.parallel.layers import group_size
 from modeling.parallel.process_grid import Group
 from recipes.layout import padded_vocab
 from recipes.schema import Model, Recipe
+
+if TYPE_CHECKING:
+    from modeling.formats.huggingface.conversion import Conversion
 
 
 def _gpt2() -> Family:
@@ -39,6 +43,23 @@ def family_of(model: Model) -> Family:
 
         return TASK_FAMILIES[model.task_head]
     return FAMILIES[model.family]()
+
+
+def conversion_of(model: Model) -> Conversion:
+    """Return the conversion of the model's family; ValueError if `transformers` has no such family."""
+    if model.family == "gpt2":
+        from modeling.formats.huggingface import gpt2
+
+        return gpt2.CONVERSION
+    if model.family != "bert":
+        raise ValueError(
+            f"model.family={model.family}: there is no conversion to transformers"
+        )
+    from modeling.formats.huggingface import bert
+
+    if model.task_head == "none":
+        return bert.CONVERSION
+    return replace(bert.CONVERSION, usage=bert.TASK_USAGE[model.task_head])
 
 
 def model_shape(recipe: Recipe, padded_vocab: int) -> ModelShape:

@@ -21,8 +21,8 @@ from transformers.generation.logits_process import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.initialization import no_init_weights
 
-from modeling.formats.families import conversion_of
-from recipes.attention_patterns import Window
+from modeling.families import conversion_of
+from recipes.families import Window
 from recipes.schema import Recipe
 
 CONTINUED_TOKENS = 80

@@ -23,7 +23,7 @@ from modeling.parallel.cross_entropy import weighted_loss
 from modeling.parallel.layers import group_size
 from modeling.parallel.process_grid import Group
 from modeling.transformer import LayerNorm, LayerShape
-from recipes.attention_patterns import Window
+from recipes.families import Window
 from recipes.schema import Recipe
 
 

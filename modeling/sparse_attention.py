@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from modeling.fusing import has_gpu_compiler
-from recipes.attention_patterns import Fixed, Window
+from recipes.families import Fixed, Window
 
 Kernel = Literal["flex_attention", "dense mask", "causal"]
 

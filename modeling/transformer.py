@@ -19,10 +19,14 @@ from modeling.attention import attention
 from modeling.hidden_dropout import HiddenDropout, mixed
 from modeling.initialization import Init, Shard
 from modeling.parallel.collectives import in_sample_order, with_summed_gradients
-from modeling.parallel.layers import ColumnParallelLinear, RowParallelLinear, group_size
+from modeling.parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    group_size,
+    tensor_parallel_random,
+)
 from modeling.parallel.process_grid import Group
-from modeling.parallel.random_state import tensor_parallel_random
-from recipes.attention_patterns import Fixed, Window
+from recipes.families import Fixed, Window
 
 if TYPE_CHECKING:
     from modeling.unpadding import PackedRow

@@ -1,4 +1,4 @@
-"""Facts of the families of models; needs no torch.
+"""Facts of the families of models, and patterns of their attention; needs no torch.
 
 Shapes of a micro-batch: B samples of S tokens; a masked family predicts P tokens of a sample; a task has N
 examples, B, or B / C for choices among C samples. Token ids, lengths and positions are int64, weights
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 GPT2_VOCABULARY = 50257  # Radford et al. 2019, section 2.2
 # of the published bert-base-uncased and bert-large-uncased
@@ -23,6 +23,7 @@ PUBLISHED_VOCABULARIES = {
 # kinds of vocabulary learnt from the text
 TRAINED = ("trained_bpe", "trained_wordpiece")
 SMALLEST_BPE = 257  # the 256 bytes, and the end-of-document token
+AttentionKind = Literal["dense", "banded", "fixed"]
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,8 @@ GPT2 = FamilyFacts(
     ),
     settings={"model.layer_norm": "pre", "model.sentence_head": "none"},
 )
+
+
 BERT = FamilyFacts(
     name="bert",
     title="BERT",
@@ -158,10 +161,17 @@ BERT = FamilyFacts(
     },
     placements=("pre", "post"),
 )
+
+
 FAMILIES: dict[str, FamilyFacts] = {family.name: family for family in (GPT2, BERT)}
 
+
 _TEXT = {"tokens": "BS", "token_types": "BS", "lengths": "B"}
+
+
 _CLASS = {"labels": "N", "weights": "N"}
+
+
 # By model.task_head of a BERT that is fine-tuned.
 TASK_FIELDS: Mapping[str, MicroBatchFields] = {
     "classification": MicroBatchFields(inputs=_TEXT, targets=_CLASS),
@@ -176,3 +186,21 @@ def fields_of(names: Collection[str]) -> MicroBatchFields:
     """Return the fields with exactly these names; families with equal names have equal fields."""
     every = (*(family.fields for family in FAMILIES.values()), *TASK_FIELDS.values())
     return next(fields for fields in every if set(fields.names) == set(names))
+
+
+class Fixed(NamedTuple):
+    """The fixed pattern (Child et al. 2019, arXiv 1904.10509, section 4.3), as DeepSpeed has had it.
+
+    A position sees its own window up to itself, and in every window before it the same few positions, the
+    global columns: the last `columns` of the window for the first head, those before them for the next, and
+    after `patterns` heads the last ones again.
+    """
+
+    window: int
+    columns: int
+    patterns: int = 1
+    # number of the first head at hand, on a tensor rank that has others than the first
+    first: int = 0
+
+
+Window = int | Fixed | None  # a band's positions, a fixed pattern, or None: dense

@@ -1,12 +1,27 @@
-"""Problems of inputs, errors that list all of them at once, and near matches for misspelt words."""
+"""Problems of inputs, errors that list all of them at once, and near matches for misspelt words.
+
+Refusals of the system (a full disk, a quota, rights, file handles) become problems with a fix, too.
+"""
 
 from __future__ import annotations
 
 import difflib
+import errno
+import os
+import resource
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 MOST = 10  # options in a message
+_SPACE = {errno.ENOSPC, errno.EDQUOT}
+_RIGHTS = {errno.EROFS, errno.EACCES, errno.EPERM}
+_HANDLES = {errno.EMFILE, errno.ENFILE}
+_DEVICE = {errno.EIO, errno.ESTALE}
+_MANY_FILES = 65536
+# names of files in errors of writing there
+OUTPUTS = ("standard output", "standard error")
+_KNOWN = {*_SPACE, *_RIGHTS, *_HANDLES, *_DEVICE, errno.EFBIG}
 
 
 class Key(str):
@@ -25,6 +40,8 @@ class Setting:
 
 
 Words = str | Key | Setting
+
+
 Text = Words | tuple[Words, ...]
 
 
@@ -130,3 +147,92 @@ def counted(number: int, thing: str) -> str:
     """Write a count as "1 process", "2 processes", "1,024 warm-up steps"."""
     plural = "" if number == 1 else "es" if thing.endswith(ES) else "s"
     return f"{number:,} {thing}{plural}"
+
+
+def take_file_handles(least: int) -> None:
+    """Raise this process's limit of open files. Raises ProblemsError if `least` is out of reach."""
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max(least, _MANY_FILES)
+    if most != resource.RLIM_INFINITY:
+        wanted = min(most, wanted)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    if wanted < least:
+        came = f"a process may have {most} files open here"
+        rule = (
+            f"{least} are needed, for files, threads and connections to other processes"
+        )
+        raise ProblemsError(
+            [
+                Problem(
+                    "ulimit -n", came, rule, f"raise the hard limit: ulimit -Hn {least}"
+                )
+            ]
+        )
+
+
+def system_error(error: BaseException) -> OSError | None:
+    """Return the known refusal of the system in an error and its causes, or None."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in _KNOWN:
+            return cause
+        cause = cause.__cause__
+    return None
+
+
+def system_problem(error: OSError, place: Path, elsewhere: str) -> Problem:
+    """Turn a refusal of the system into a problem with the file, the free space and the fix.
+
+    `place`: the file, if the error names none; `elsewhere`: advice to name another place.
+    """
+    path = (
+        Path(os.fsdecode(error.filename))
+        if isinstance(error.filename, str | bytes)
+        else place
+    )
+    said = error.strerror or str(error)
+    if error.filename in OUTPUTS:
+        fix = "redirect it to a file on another disk, or to /dev/null"
+        return Problem(
+            str(path),
+            f"{path} cannot be written ({said})",
+            "the command writes there",
+            fix,
+        )
+    if error.errno in _HANDLES:
+        came = f"cannot be opened ({said})"
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return Problem(str(path), came, f"a process may have {most} files open", "raise it: ulimit -n 65536",
+                       where=str(path))  # fmt: skip
+    came = f"cannot be opened or written ({said})"
+    fix = elsewhere
+    if error.errno == errno.EFBIG:
+        most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        rule = f"a file may have {most:,} bytes"
+        fix = f"raise it (ulimit -f unlimited), or {elsewhere}"
+    elif error.errno in _SPACE:
+        rule = _free(path)
+        fix = f"make room there, or {elsewhere}"
+    elif error.errno in _DEVICE:
+        rule = "the disk or its server does not answer"
+        fix = f"look at dmesg and the mount, or {elsewhere}"
+    else:
+        rule = "it has to be written"
+    return Problem(str(path), came, rule, fix, where=str(path))
+
+
+def _free(path: Path) -> str:
+    """Describe the room for this user on the file system of `path`."""
+    above = next(
+        (each for each in (path, *path.absolute().parents) if each.exists()), Path("/")
+    )
+    try:
+        facts = os.statvfs(above)
+    except OSError:
+        return "how much is free is not known"
+    free, total = (
+        count * facts.f_frsize / 1e6 for count in (facts.f_bavail, facts.f_blocks)
+    )
+    room = f"{free:,.1f} MB of {total:,.0f} MB are free"
+    return f"{room}, and {facts.f_favail:,} more files" if facts.f_files else room

@@ -16,8 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validat
 from pydantic.types import NonNegativeFloat, PositiveFloat
 from pydantic_core import PydanticCustomError
 
-from recipes.attention_patterns import AttentionKind, Fixed, Window
-from recipes.families import FAMILIES, FamilyFacts
+from recipes.families import FAMILIES, AttentionKind, FamilyFacts, Fixed, Window
 from recipes.layout import BatchSchedule, Stretch, batch_schedule, padded_vocab
 from recipes.problems import either
 

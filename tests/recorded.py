@@ -6,7 +6,7 @@ import io
 from pathlib import Path
 
 from ds_configs.plan import Plan
-from launch.ranks.start_up import StartClock
+from launch.ranks.joining import StartClock
 from launch.records.directory import RunDirectory
 from launch.records.facts import Entropies, RunFacts, StepRecord, finite
 from launch.records.recorder import Recorder

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ds_configs.jsonfile import FOLDER, ConfigError
+from ds_configs.findings import FOLDER, ConfigError
 from ds_configs.plan import HOST, Machine, Plan
 from ds_configs.resolver import resolve
 from recipes import catalog

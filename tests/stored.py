@@ -18,8 +18,7 @@ from launch.checkpoints.manifest import (
     joined,
 )
 from launch.checkpoints.tensor_file import TensorEntry
-from modeling.families import meta_parameters
-from modeling.formats.families import conversion_of
+from modeling.families import conversion_of, meta_parameters
 from modeling.formats.huggingface.conversion import SAME
 from recipes import catalog
 

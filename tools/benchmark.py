@@ -15,7 +15,7 @@ from typing import Any
 # run from a checkout: tools are not installed
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from launch.console import arguments, ends, new_output, quiet
+from launch.console import arguments, ends, new_output, terminal
 from launch.machine import description
 from launch.ranks import ending
 from tools.benchmarks import gpu_command, kernel_command, step_command
@@ -56,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = build_parser().parse_args()
-    quiet.quiet_libraries()
+    terminal.quiet_libraries()
     try:
         if args.out is not None:
             new_output.new_file("--out", args.out)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.durable_files import write_atomically
-from launch.console import arguments, ends, quiet, terminal
+from launch.console import arguments, ends, terminal
 from launch.console.new_output import new_file
 from launch.console.text_table import table
 from tools.tables.lines import CheckedRow, LineCheck
@@ -73,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(typed: Sequence[str] | None = None) -> int:
     """Verify, print the report, and return exit code 0 or 1. Raises ValueError for refusals."""
     args = build_parser().parse_args(typed)
-    quiet.quiet_libraries()
+    terminal.quiet_libraries()
     # models are built without memory: no GPU is looked for
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if args.csv:  # before minutes are spent

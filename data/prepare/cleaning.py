@@ -26,8 +26,8 @@ from typing import Any
 import ftfy
 from ftfy.badness import is_bad
 
-from data.packages import package_directory
 from data.text.encoder import UNSPACED
+from data.text.sources import package_directory
 from recipes.problems import Problem, ProblemsError
 
 # Characters to read; THEN only where the first answer is not certain, since they take time.

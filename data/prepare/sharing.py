@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from data.cache import Say
+from data.durable_files import Say
 
 BEAT = 5.0  # seconds from one count to the next
 LOST_AFTER = 90.0  # seconds without a count; NFS may show a file as it was a minute ago

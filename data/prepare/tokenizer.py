@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from data.cache import Say
+from data.durable_files import Say
 from data.prepare.cleaning import make_detector, repair
 from data.prepare.inputs import Cursor, Inputs
 from data.prepare.settings import Settings

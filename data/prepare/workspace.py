@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from data import durable_files
-from data.cache import Say
+from data.durable_files import Say
 from data.prepare.sharing import Claims
 from recipes import files
 from recipes.key_paths import differences

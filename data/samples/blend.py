@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from data.keyed_random import shuffled
-from data.samples.fields import Fields, HeldOut, Parts, TrainingSamples
+from data.samples.fields import Fields, HeldOut, Parts, TrainingSamples, shuffled
 from recipes.problems import Key, Problem, ProblemsError
 
 _ADDED_UP = frozenset({

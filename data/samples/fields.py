@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol, TypeVar
@@ -11,11 +12,11 @@ import numpy as np
 from pydantic import PlainSerializer, PlainValidator
 from transformers import PreTrainedTokenizerFast
 
-from data.keyed_random import EpochOrders
 from recipes.problems import Setting, Words, counted
 
 # not the recipe's: runs that differ in it are measured on the same held-out samples
 HELD_OUT_SEED = 0
+_ORDERS = 2  # orders of epochs: a step can straddle two
 F = TypeVar("F", bound="Fields")
 
 
@@ -95,6 +96,32 @@ class TrainingSamples(Protocol):
 
     def fresh(self) -> TrainingSamples:
         """Return an independent reader of the same samples, at their beginning."""
+
+
+def shuffled(values: np.ndarray | int, seed: int, number: int) -> np.ndarray:
+    """Shuffle the values, or the int64 numbers below `values`. Only (seed, number) decides the order."""
+    return np.random.Generator(np.random.PCG64([seed, number])).permutation(values)
+
+
+class EpochOrders:
+    """Map from positions in training order to (epoch, sample); each epoch is a permutation of all samples.
+
+    Safe for several threads. It keeps two orders in memory, of 8 bytes per sample each.
+    """
+
+    def __init__(self, samples: int):
+        self._samples = samples
+        self._lock = threading.Lock()
+        self._orders: dict[tuple[int, int], np.ndarray] = {}
+
+    def locate(self, position: int, seed: int) -> tuple[int, int]:
+        """Return (epoch, index of the sample)."""
+        epoch, within = divmod(position, self._samples)
+        with self._lock:
+            if (seed, epoch) not in self._orders:
+                self._orders = dict([*self._orders.items()][1 - _ORDERS :])
+                self._orders[seed, epoch] = shuffled(self._samples, seed, epoch)
+            return epoch, int(self._orders[seed, epoch][within])
 
 
 class StoredSamples(TrainingSamples):

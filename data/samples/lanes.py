@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
-from data.cache import Say
+from data.durable_files import Say
 from data.keyed_random import generator
 from data.samples.fields import Fields
 from data.text.records import Source

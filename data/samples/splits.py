@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from data.samples.fields import Parts, spread
 from data.samples.gpt import GptFamily, TokenStream
-from data.split_rule import Part, documents_of
 from data.text.encoder import end_of_document
+from data.text.held_out import Part, documents_of
 from data.tokens.opened import OpenedStore, outside_vocabulary
 from recipes.problems import ProblemsError, Setting, pieces
 from recipes.schema import Recipe

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter
 
-from data.cache import SAY_EVERY_S, Say
+from data.durable_files import SAY_EVERY_S, Say
 from data.samples.fields import HELD_OUT_SEED, Array, Fields, HeldOut, Parts
 from data.samples.lanes import (
     Lane,
@@ -23,7 +23,7 @@ from data.samples.lanes import (
     lane_count,
 )
 from data.samples.splits import Family
-from data.split_rule import Part, part_of
+from data.text.held_out import Part, part_of
 from data.text.records import Source
 from recipes.problems import Key, Problem, ProblemsError, Setting
 from recipes.schema import Origin, Recipe

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from data.cache import Say
 from data.corpus import Corpus, unigram_cross_entropy
+from data.durable_files import Say
 from data.samples.fields import HeldOut
 from data.tasks import choices, squad
 from data.tasks.choices import SplitScores

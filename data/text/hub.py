@@ -18,7 +18,7 @@ from functools import cached_property, partial
 from http.client import HTTPException
 from typing import Any
 
-from data.cache import Say
+from data.durable_files import Say
 from data.text.records import (
     BrokenRecord,
     Document,

@@ -1,16 +1,16 @@
-"""The sources of a recipe's `data` section: files, the packaged corpus, the hub."""
+"""The sources of a recipe's `data` section: files, packages that hold data, the hub."""
 
 from __future__ import annotations
 
 import glob
 import hashlib
+import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data.cache import Say
-from data.packages import package_directory
+from data.durable_files import Say
 from data.text.file_types import ARROW, way_from
 from data.text.records import (
     MAX_RECORD_BYTES,
@@ -22,7 +22,7 @@ from data.text.records import (
 )
 from data.text.text_files import JsonlFormat, ParquetFormat, TextFormat
 from recipes import files
-from recipes.problems import Problem, ProblemsError, Setting, some
+from recipes.problems import Problem, ProblemsError, Setting, Words, some
 from recipes.schema import Origin
 
 if TYPE_CHECKING:
@@ -198,3 +198,21 @@ def hub_source(
         origin.revision,
     )
     return HubSource(*named, say=say, skipped=skipped)
+
+
+def find_package(package: str) -> Path | None:
+    """Return the directory of a package without importing it; None where it is not installed."""
+    spec = importlib.util.find_spec(package)
+    places = spec.submodule_search_locations if spec else None
+    return Path(next(iter(places))) if places else None
+
+
+def package_directory(package: str, needed_for: Words) -> Path:
+    """Return the directory of a required package. Raises ProblemsError: it is not installed."""
+    found = find_package(package)
+    if found:
+        return found
+    came = (needed_for, f" needs the package {package}")
+    raise ProblemsError(
+        [Problem("", came, fix=f"pip install -r requirements.txt, or {package} alone")]
+    )

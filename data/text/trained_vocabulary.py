@@ -29,11 +29,10 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from data import cache, durable_files
-from data.cache import Say
-from data.durable_files import DamagedFile
-from data.split_rule import part_of
+from data import durable_files
+from data.durable_files import DamagedFile, Say
 from data.text.encoder import use_all_cores
+from data.text.held_out import part_of
 from data.text.records import Source
 from recipes.families import SMALLEST_BPE
 from recipes.problems import Key, Problem, ProblemsError, Setting
@@ -104,7 +103,7 @@ def trained_tokenizer(
         return Tokenizer.from_str(content.decode())
 
     return wrap_tokenizer(
-        data.tokenizer.kind, cache.fetch([path], read, write, what, say)
+        data.tokenizer.kind, durable_files.cached([path], read, write, what, say)
     )
 
 

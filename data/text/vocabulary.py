@@ -14,10 +14,10 @@ from pathlib import Path
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from data.cache import Say
-from data.packages import find_package, package_directory
+from data.durable_files import Say
 from data.text.encoder import end_of_document
 from data.text.records import Source
+from data.text.sources import find_package, package_directory
 from data.text.trained_vocabulary import (
     trained_tokenizer,
     wordpiece_tokenizer,

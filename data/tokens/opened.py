@@ -17,9 +17,8 @@ import numpy as np
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from data import cache, durable_files
-from data.cache import SAY_EVERY_S, Say
-from data.durable_files import DamagedFile, write_atomically
+from data import durable_files
+from data.durable_files import SAY_EVERY_S, DamagedFile, Say, write_atomically
 from data.text.encoder import Encoder, SentenceEncoder, end_of_document
 from data.text.file_types import RAW, looks_like, way_from
 from data.text.records import Document, SkippedRecords, Source
@@ -114,8 +113,10 @@ def checksum_of(store: Store, directory: Path, say: Say) -> Checksum:
         write_atomically(kept, json.dumps(store.checksum(say)._asdict()))
 
     try:
-        return cache.fetch((kept,), read, write, f"checksum of {store.prefix}", say)
-    except cache.UnwritableCache:  # then every process reads for itself
+        return durable_files.cached(
+            (kept,), read, write, f"checksum of {store.prefix}", say
+        )
+    except durable_files.UnwritableCache:  # then every process reads for itself
         return store.checksum(say)
 
 
@@ -177,7 +178,7 @@ def cached_store(
             say(f"{what}: {facts['left_out']}")
         return OpenedStore(source.name, store, facts["text_bytes"], f"{stated.bin:08x}")
 
-    return cache.fetch(
+    return durable_files.cached(
         (facts_path, bin_path(prefix), idx_path(prefix)), read, write, what, say
     )
 

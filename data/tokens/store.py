@@ -32,8 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data.cache import SAY_EVERY_S, Say
-from data.durable_files import DamagedFile, replacing
+from data.durable_files import SAY_EVERY_S, DamagedFile, Say, replacing
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1

@@ -1,19 +1,23 @@
-"""Parsers and common flags of the commands."""
+"""Parsers and common flags of the commands, and checks of the places at which they write.
+
+Nothing of the user's is ever overwritten.
+"""
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from launch.console import output
 from recipes import catalog
-from recipes.files import check_names
+from recipes.files import check_names, path_of
 from recipes.problems import Problem, ProblemsError, either, nearest
 
 HELP_WIDTH = 78  # columns of a description, as argparse fills 80
@@ -54,8 +58,11 @@ _OTHERS = {
     "--deepspeed_config": "did you mean --ds_config? (--follow takes its numbers into the recipe)",
 }
 
+
 # A flag; what it excludes ("*": all) or, after "+", needs one of: flags, "--flag value", "--set key"; why.
 Rule = tuple[str, str, str]
+
+
 RULES: tuple[Rule, ...] = (("--ds_config", "--set ds_config", "the flag decides it"),)
 
 
@@ -137,7 +144,7 @@ def command(
     Raises ProblemsError for a command line, or a working directory, with bytes that are no UTF-8.
     """
     check_names("argument", sys.argv)
-    check_names("working directory", [output.working_directory()])
+    check_names("working directory", [working_directory()])
     _refuse_another_checkout()
     about = textwrap.fill(description, HELP_WIDTH)
     parser = Parser(rules, description=about, epilog=examples)
@@ -182,6 +189,8 @@ TEXT = (
     "train on this text instead of the recipe's: a file, a directory or a glob of JSON lines, parquet or "
     "plain text, compressed or not"
 )
+
+
 TEXT_RULES: tuple[Rule, ...] = (
     (
         "--text",
@@ -255,3 +264,58 @@ def number(above: float, most: float = math.inf) -> Callable[[str], float]:
         return value
 
     return read
+
+
+def working_directory() -> str:
+    """Return the directory in which the command was started. Raises ProblemsError if it is gone."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        came = "the working directory was removed"
+        rule = "paths are seen from there"
+        raise ProblemsError(
+            [Problem("cd", came, rule, "cd to one that is there")]
+        ) from None
+
+
+def directory(flag: str, text: str | Path) -> Path:
+    """Check that the directory exists or can be made. Raises ProblemsError."""
+    path = path_of(text, flag)
+    problem = place_problem(path)
+    if not problem and path.exists() and not path.is_dir():
+        problem = "is a file", "a directory is made here"
+    if problem:
+        raise refusal(flag, text, *problem, "name another directory")
+    return path
+
+
+def place_problem(path: Path) -> tuple[str, str] | None:
+    """Try to make something at the path, as access rights mislead; return (what came, the rule) or None."""
+    try:
+        above = next(each for each in (path, *path.absolute().parents) if each.exists())
+        if path.is_symlink() and above != path:
+            return "is a link to nothing", "it has to be made"
+        if above == path and not path.is_dir():
+            return (
+                None
+                if os.access(path, os.W_OK)
+                else ("is not writable", "it has to be written")
+            )
+        if not above.is_dir():
+            return f"cannot be made ({above} is a file)", "it has to be made"
+        with tempfile.TemporaryFile(dir=above):
+            pass
+    except OSError as error:
+        return f"cannot be made ({error.strerror})", "it has to be made"
+    return None
+
+
+def refusal(flag: str, text: object, came: str, rule: str, fix: str) -> ProblemsError:
+    return ProblemsError([Problem(flag, f"{flag} {text} {came}", rule, fix)])
+
+
+def run_directory(recipe_name: str, ds_name: str) -> Path:
+    """Name the run directory without --out: runs/default-sotu-zero3_offload for "default/sotu"."""
+    return Path(
+        "runs", re.sub(r"[^A-Za-z0-9._]+", "-", f"{recipe_name}-{ds_name}").strip("-")
+    )

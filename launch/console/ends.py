@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from launch.console import terminal
-from recipes.problems import ProblemsError
-from recipes.refused_by_system import OUTPUTS, problem, told_by
+from recipes.problems import OUTPUTS, ProblemsError, system_error, system_problem
 
 INTERRUPTED = 130  # as shells report Ctrl-C
 
@@ -65,9 +64,9 @@ def _prepared_outputs() -> dict[str, TextIO]:
 
 def _refused(error: OSError) -> object:
     """Return what to say about a failing disk or device."""
-    told = told_by(error)
+    told = system_error(error)
     if told:
-        return problem(told, Path.cwd(), "name another place")
+        return system_problem(told, Path.cwd(), "name another place")
     return f"{error.filename or type(error).__name__}: {error.strerror or error}"
 
 

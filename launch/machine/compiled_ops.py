@@ -30,10 +30,9 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch.utils.cpp_extension import _get_build_directory, _import_module_from_library
 
-from data.cache import default_directory
-from data.durable_files import locked
+from data.durable_files import cache_directory, locked
 from ds_configs.findings import lookup
-from launch.machine import abilities, description
+from launch.machine import description
 from launch.ranks import ending, processes
 
 Say = Callable[[str], None]
@@ -93,7 +92,7 @@ def prepare(ds: dict[str, Any], group: dist.ProcessGroup, say: Say = print) -> N
 def use_own_directory() -> Path:
     """Set torch's directory of compiled ops to this environment's own, in this process."""
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
-    root = Path(chosen) if chosen else default_directory() / "compiled_ops"
+    root = Path(chosen) if chosen else cache_directory() / "compiled_ops"
     key = environment_key()
     if key in root.name:  # a second run in this process
         return root
@@ -110,7 +109,7 @@ def use_own_directory() -> Path:
 
 def environment_key() -> str:
     """Name the environment of a compiled op: interpreter, packages, compiler, processors."""
-    device = next((gpu.name for gpu in abilities.gpus()), "cpu")
+    device = next((gpu.name for gpu in description.gpus()), "cpu")
     installed = [
         os.stat(str(package.__file__)).st_mtime_ns for package in (torch, deepspeed)
     ]

@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from launch.machine import abilities
-from launch.machine.abilities import gpus
+from launch.machine import description
 from launch.machine.checks import Check, failed, ok, unchecked, warning
-from launch.machine.description import cores, installed
+from launch.machine.description import cores, gpus, installed
 from launch.ranks import processes
 from launch.ranks.interfaces import resolved
 from recipes import files
@@ -64,7 +63,7 @@ def no_gpu() -> Check:
 
 def compiler() -> Check:
     """Check for the C++ compiler of DeepSpeed's ops, ninja and headers."""
-    missing = abilities.missing_for_compiling()
+    missing = description.missing_for_compiling()
     if missing:
         slower = "torch's optimizer takes the place of DeepSpeed's compiled one, slower"
         fix = "apt-get install g++ ninja-build python3-dev (Debian, Ubuntu)"

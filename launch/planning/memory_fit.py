@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ds_configs.jsonfile import ConfigError
+from ds_configs.findings import ConfigError
 from ds_configs.plan import Plan
 from launch.machine.memory import Memory
 from launch.planning.prediction import hardware, rank_memory, workload

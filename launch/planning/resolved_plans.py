@@ -9,7 +9,7 @@ from pathlib import Path
 from ds_configs.plan import ANY_GPU, Machine, Plan
 from ds_configs.resolver import resolve
 from ds_configs.sections.zero import NVME_VARIABLE
-from launch.machine.model_states import offloads
+from launch.machine.memory import offloads
 from launch.planning.prediction.hardware import Node
 from recipes.schema import Recipe
 

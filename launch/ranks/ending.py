@@ -1,4 +1,8 @@
-"""The end of a process: a refusal, a clean end with the other ranks, or a failure with its cause last."""
+"""The end of a process: a refusal, a clean end with the other ranks, or a failure with its cause last.
+
+Only rank 0 writes results, and where another rank runs out of memory the launcher ends rank 0, often in a
+collective. So `error-rank-N.txt` tells it; the next launch into the directory removes that file.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +20,22 @@ from pathlib import Path
 from typing import NoReturn
 
 from launch.console import terminal
-from launch.ranks import out_of_memory
 from launch.ranks.launch_environment import HANG_REPORT
 from launch.ranks.processes import local_rank, rank, world_size
-from recipes.problems import ProblemsError
-from recipes.refused_by_system import problem, told_by
+from recipes.problems import ProblemsError, system_error, system_problem
 
 LEFT_PEER = re.compile("Connection (closed|reset) by peer|Broken pipe")
 LOST_PEER = re.compile(f"{LEFT_PEER.pattern}|Timed out waiting|NCCL|gloo")
 # attribute of an exception after a request to stop
 AFTER_STOP_REQUEST = "after_stop_request"
-
 # seconds that a launcher has, after another rank of the machine has refused, to end this one
 LATER = 5.0
+# torch on a GPU, cuBLAS, NCCL and pinned memory, torch and numpy on a CPU.
+OUT_OF_MEMORY = re.compile(
+    r"OutOfMemoryError|MemoryError|CU(BLAS|DNN)_STATUS_ALLOC_FAILED|(CUDA|Cuda|HIP)\b.*out of memory|"
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory"
+)
+ERROR_FILES = "error-rank-*.txt"
 
 
 class Failed(Exception):
@@ -76,7 +83,7 @@ def keep_error(directory: Path, text: str) -> None:
 
 def forget_errors(directory: Path) -> None:
     """Remove the tracebacks of former launches' ranks, and what their watchdogs reported."""
-    for pattern in (out_of_memory.FILES, HANG_REPORT, "hang-*rank-*", "stacks-rank-*"):
+    for pattern in (ERROR_FILES, HANG_REPORT, "hang-*rank-*", "stacks-rank-*"):
         for path in directory.glob(pattern):
             path.unlink(missing_ok=True)
 
@@ -98,7 +105,7 @@ def explain_out_of_memory(advice: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not advice or (said := out_of_memory.said_by(error)) is None:
+        if not advice or (said := out_of_memory_said_by(error)) is None:
             raise
         raise Failed(f"out of memory: {said}\n{advice}") from None
 
@@ -161,9 +168,9 @@ def _tell(error: BaseException, note_failure: Callable[[str], None]) -> None:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)
-    told = told_by(error)
+    told = system_error(error)
     if told:
-        said = problem(
+        said = system_problem(
             told, Path.cwd(), "use another disk, with the run directory moved there"
         )
         text = f"{said} (the traceback is in error-rank-{rank()}.txt of the run directory, if it took it)\n"
@@ -178,4 +185,38 @@ def lost_peers(error: BaseException) -> bool:
     """Check whether this rank fails because another one has ended."""
     lost = isinstance(error, RuntimeError) and LOST_PEER.search(str(error)) is not None
     # NCCL may be what found no memory
-    return lost and out_of_memory.said_by(error) is None
+    return lost and out_of_memory_said_by(error) is None
+
+
+def out_of_memory_line(text: str) -> str | None:
+    """Find the line of a traceback or message on an OOM, or None; indented source code does not count."""
+    for each in text.splitlines():
+        indented = not each[:1].strip()
+        if not indented and OUT_OF_MEMORY.search(each):
+            return each.strip()
+    return None
+
+
+def out_of_memory_said_by(error: BaseException) -> str | None:
+    """Return the line of an exception that shows an OOM, or None."""
+    if not isinstance(error, RuntimeError | MemoryError):
+        return None
+    return out_of_memory_line(f"{type(error).__name__}: {error}")
+
+
+def out_of_memory_reason(directory: Path) -> str | None:
+    """Name the lowest rank with an OOM traceback, its line and the number of others, or None."""
+    found = []
+    for path in directory.glob(ERROR_FILES):
+        number = path.stem.rpartition("-")[2]
+        with contextlib.suppress(OSError):
+            said = out_of_memory_line(
+                path.read_text(encoding="utf-8", errors="replace")
+            )
+            if said and number.isdecimal():
+                found.append((int(number), said))
+    if not found:
+        return None
+    first, said = min(found)
+    others = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return f"rank {first}: {said}{others}"

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import TypeAdapter
 
-from data import cache
+from data import durable_files
 from launch.console import terminal
 from launch.ranks import ending
 from launch.ranks.processes import TIMEOUT, rank, world_size
@@ -72,7 +72,7 @@ class Meeting:
         # What the watchdog answers, and what it does at the end of a run that hangs.
         self.status: Callable[[], Any] = lambda: None
         self.end_hanging: Callable[[], None] = lambda: os._exit(1)
-        self._secrets = [cache.default_directory(), place or Path.cwd()]
+        self._secrets = [durable_files.cache_directory(), place or Path.cwd()]
         self._exchanges = self._handed = 0
         self._connections: dict[int, Connection] = {}
         # by name of the exchange, and rank

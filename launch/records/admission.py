@@ -10,7 +10,7 @@ from pathlib import Path
 
 from data.durable_files import Lock, left_by_a_crash
 from ds_configs.plan import Plan, plan_to_json
-from launch.console import output
+from launch.console import arguments
 from launch.records.directory import Launch, RunDirectory
 from launch.records.facts import RECORDS_LOST, RunFacts
 from launch.records.metrics import Records, read_metrics, unused_name
@@ -51,8 +51,10 @@ def admit(
     refusal raises ValueError and changes nothing.
     """
     plan = run.plan
-    directory = RunDirectory(Path(path or output.run_directory(run.name, plan.ds_name)))
-    output.directory("--out", directory.path).mkdir(parents=True, exist_ok=True)
+    directory = RunDirectory(
+        Path(path or arguments.run_directory(run.name, plan.ds_name))
+    )
+    arguments.directory("--out", directory.path).mkdir(parents=True, exist_ok=True)
     odd = directory.of_another_kind
     if odd:
         raise ValueError(

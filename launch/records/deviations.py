@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ds_configs.findings import Findings, lookup
-from ds_configs.jsonfile import ConfigError, find, read
+from ds_configs.findings import ConfigError, Findings, find, lookup, read
 from ds_configs.plan import ANY_GPU, Plan
 from ds_configs.sections import zero
 from launch.records.facts import RunFacts

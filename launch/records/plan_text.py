@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ds_configs.plan import Plan
-from launch.console.numbers import short
 from launch.console.terminal import wrapped
-from launch.console.text_table import aligned
-from launch.machine.model_states import model_states
+from launch.console.text_table import aligned, short
+from launch.machine.memory import model_states
 from modeling import cost
 from recipes.layout import BatchSchedule
 from recipes.problems import counted

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_configs.jsonfile import FOLDER
+from ds_configs.findings import FOLDER
 from launch.records.directory import RunDirectory
 from recipes import catalog, files
 from recipes.schema import Recipe

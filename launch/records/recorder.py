@@ -18,11 +18,11 @@ from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread
 from torch.utils.tensorboard import SummaryWriter
 
 from launch.console import terminal
-from launch.console.numbers import short
 from launch.console.progress import Silent, screen
+from launch.console.text_table import short
 from launch.machine import description
 from launch.machine.memory import peak_cached_bytes, peak_memory
-from launch.ranks.start_up import StartClock
+from launch.ranks.joining import StartClock
 from launch.records import facts, metrics
 from launch.records.directory import RunDirectory
 from launch.records.facts import (
@@ -37,8 +37,7 @@ from launch.records.metrics import ValidationRecord, finite_parts
 from launch.records.plan_text import Surroundings, describe_plan
 from launch.records.result import Result, make_result, rates, write_result
 from launch.records.result_text import result_text
-from recipes.problems import counted
-from recipes.refused_by_system import problem, told_by
+from recipes.problems import counted, system_error, system_problem
 
 RANK_TIMES = (
     "rank_seconds_min",
@@ -407,9 +406,9 @@ class Recorder(SilentRecorder):
 
 def _failure(what: object, error: Exception) -> str:
     """Word what failed, with the fix."""
-    told = told_by(error)
+    told = system_error(error)
     if told:
-        return str(problem(told, Path(str(what)), ELSEWHERE))
+        return str(system_problem(told, Path(str(what)), ELSEWHERE))
     return f"{what}: {type(error).__name__}: {error}; {AGAIN}"
 
 

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from data.durable_files import write_atomically
 from ds_configs.plan import Plan
-from launch.console.numbers import gigabytes, number
+from launch.console.text_table import gigabytes, number
 from launch.records import metrics
 from launch.records.deviations import (
     Deviation,

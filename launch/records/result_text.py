@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from launch.console.numbers import number
 from launch.console.terminal import wrapped
-from launch.console.text_table import aligned, table
+from launch.console.text_table import aligned, number, table
 from launch.records.metrics import PART_NAMES, Parts
 from launch.records.result import OURS, TFLOPS_BY, Result
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-from launch.console import numbers
+from launch.console.text_table import NOTHING, loss, number, ratio
 from launch.reports.entries import QUANTITIES, SPEEDS, TIME, Column, spread
 from launch.reports.frames import ReportTable
 from launch.reports.runs import ReportedRun, differences
@@ -126,7 +126,7 @@ def result_rows(
         )
     for column, values in rows:
         if any(value is not None for value in values):
-            show = numbers.loss if column.change == "loss" else numbers.number
+            show = loss if column.change == "loss" else number
             changes = []
             for run, value, why in zip(runs[1:], values[1:], why_not, strict=True):
                 if column.change == "loss" and why:
@@ -291,9 +291,9 @@ def _facts(run: ReportedRun) -> dict[str, Any]:
 
 def _change(first: float | None, value: float | None, column: Column) -> str:
     if first is None or value is None or (column.change == "ratio" and not first):
-        return numbers.NOTHING
+        return NOTHING
     if column.change == "ratio":
-        return numbers.ratio(value / first)
+        return ratio(value / first)
     return (
         f"{value - first:+,}"
         if isinstance(value - first, int)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from launch.console import numbers
+from launch.console.text_table import gigabytes, loss, number, ratio
 from launch.records.deviations import (
     Deviation,
     Incomparable,
@@ -51,15 +51,15 @@ class Column(NamedTuple):
         """Write the value of a run, with the spread of its steps behind a time."""
         value = self.of(run.result)
         if self.key == TIME and run.result.speed.quartiles_s:
-            return f"{numbers.number(value)} ({spread(run.result)})"
-        return numbers.loss(value) if self.change == "loss" else numbers.number(value)
+            return f"{number(value)} ({spread(run.result)})"
+        return loss(value) if self.change == "loss" else number(value)
 
 
 def spread(result: Result) -> str:
     """Write between which seconds half of the steps lie; "" for too few steps."""
     if result.speed.quartiles_s is None:
         return ""
-    return " to ".join(map(numbers.number, result.speed.quartiles_s))
+    return " to ".join(map(number, result.speed.quartiles_s))
 
 
 def validation_loss(result: Result) -> float | None:
@@ -100,13 +100,9 @@ QUANTITIES = (
     Column(
         "exact_tflops", "TFLOPS per GPU, exact count", lambda r: r.speed.exact_tflops
     ),
+    Column("peak_gb", "peak memory (GB)", lambda r: gigabytes(r.memory.peak_bytes)),
     Column(
-        "peak_gb", "peak memory (GB)", lambda r: numbers.gigabytes(r.memory.peak_bytes)
-    ),
-    Column(
-        "cached_gb",
-        "cached per GPU (GB)",
-        lambda r: numbers.gigabytes(r.memory.cached_bytes),
+        "cached_gb", "cached per GPU (GB)", lambda r: gigabytes(r.memory.cached_bytes)
     ),
     Column("parameters", "parameters", lambda r: r.parameters),
 )
@@ -186,17 +182,14 @@ class RowEntry:
     def outcome(self) -> str:
         """Return the ratios as text, or why there are none; empty where nothing was published."""
         said = [
-            f"{RATIO_NAMES[key]} {numbers.ratio(value)}"
-            for key, value in self.ratios.items()
+            f"{RATIO_NAMES[key]} {ratio(value)}" for key, value in self.ratios.items()
         ]
         published = self.row.published
         run = self.run
         validation = run.result.losses.validation if run else None
         # No ratio: the held-out text differs, and the vocabulary may differ.
         if published and published.validation_loss is not None and validation:
-            measured = numbers.loss(
-                (validation.parts or {}).get("mlm_loss", validation.loss)
-            )
+            measured = loss((validation.parts or {}).get("mlm_loss", validation.loss))
             here = f"validation loss {measured} here, {published.validation_loss:g} published"
             said.append(f"{here} (each on its own held-out text)")
         return self.no_ratio or ", ".join(said)

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from ds_configs.plan import Plan
-from launch.console import numbers
+from launch.console.text_table import number
 from launch.planning.prediction import hardware, workload
 from launch.planning.prediction.forecast import MOST_SHARE, Forecast, forecast, speed
 from launch.planning.prediction.forecast_text import error
@@ -111,13 +111,13 @@ class PredictionLine:
         predicted = "not predicted"
         seconds = self.speed.seconds_per_step
         ratio = self.predicted_s / seconds if self.predicted_s and seconds else None
-        time = unknown if seconds is None else numbers.number(seconds)
+        time = unknown if seconds is None else number(seconds)
         no_mfu = "" if self.oom else unknown
         return (
             self.name,
             self.label,
             "OOM" if self.oom else time,
-            predicted if self.predicted_s is None else numbers.number(self.predicted_s),
+            predicted if self.predicted_s is None else number(self.predicted_s),
             "" if ratio is None else f"{ratio:.2f}",
             _share(self.mfu, no_mfu),
             _share(self.predicted_mfu, predicted),

@@ -15,7 +15,7 @@ from ds_configs.plan import Plan
 from launch.evaluation import pretrained
 from launch.evaluation.pretrained import Pretrained
 from launch.evaluation.scores import Score, read_scores
-from launch.ranks import out_of_memory
+from launch.ranks.ending import out_of_memory_reason
 from launch.records.deviations import Deviation
 from launch.records.directory import Launch, RunDirectory
 from launch.records.facts import Ending, RunFacts
@@ -179,7 +179,7 @@ def read_run(
         or label
     )
     name = name.removesuffix("-tiny") if tiny else name
-    oom = out_of_memory.reason(path)
+    oom = out_of_memory_reason(path)
     if written is None or _continued(records, written):
         # A resumed run keeps its old result.json until it ends again. It may resume from an earlier step.
         readable = written is not None or not at.result_json.exists()

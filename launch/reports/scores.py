@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from launch.console.numbers import number, ratio
+from launch.console.text_table import number, ratio
 from launch.evaluation import finetuning_seeds
 from launch.evaluation.finetuning_seeds import SUMMARY, Summary
 from launch.evaluation.pretrained import Pretrained

@@ -11,8 +11,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from data.durable_files import write_atomically
-from launch.console import new_output, output
-from launch.console.numbers import number
+from launch.console import arguments, new_output
+from launch.console.text_table import number
 from launch.reports import csvfile, markdown
 from launch.reports.comparison import MOST_COMPARED
 from launch.reports.document import ReportDocument
@@ -90,10 +90,12 @@ def check(directory: Path) -> list[str]:
     Raises:
         ProblemsError: the directory cannot be made or written, is a run, or holds other files of our names.
     """
-    if is_run(output.directory("--out", directory)):
+    if is_run(arguments.directory("--out", directory)):
         came = "is a run directory"
         rule = "it holds nothing but the run's own files"
-        raise output.refusal("--out", directory, came, rule, "name another directory")
+        raise arguments.refusal(
+            "--out", directory, came, rule, "name another directory"
+        )
     return new_output.own_files(
         "--out", directory, {name: own for name, (_, own) in FORMS.items()}
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from launch.console import arguments, quiet, terminal, text_table
+from launch.console import arguments, terminal, text_table
 from launch.machine.memory import Memory, this_machine
 from launch.planning.memory_fit import verdict
 from launch.planning.prediction import hardware
@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
             row.source != DEFAULT_TABLE,
         )
     )
-    quiet.quiet_libraries()
+    terminal.quiet_libraries()
     memory = None if args.fits is None else memory_of(args.fits)
     if memory:
         rows = [

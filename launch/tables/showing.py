@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ds_configs.jsonfile import ConfigError
+from ds_configs.findings import ConfigError
 from ds_configs.plan import Plan
 from launch.console import arguments, launch_lines, terminal
 from launch.console.launch_lines import SCRIPT, deepspeed, quoted

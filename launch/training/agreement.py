@@ -15,8 +15,8 @@ from data.corpus import Corpus
 from ds_configs.plan import Plan
 from launch.machine import description, memory
 from launch.ranks import processes
-from launch.ranks.stop_request import REASONS
 from launch.records.facts import Peaks
+from launch.training.early_ends import REASONS
 from modeling import fusing
 from recipes import catalog
 

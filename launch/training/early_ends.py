@@ -1,16 +1,32 @@
-"""The ends of training before its last step: exceptions, a result, and the watch over its figures."""
+"""The ends of training before its last step: requests, exceptions, a result, and a watch over figures."""
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import math
+import os
+import signal
 import statistics
+import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
+from launch.ranks.ending import AFTER_STOP_REQUEST
+from launch.ranks.processes import rank
 from launch.records.facts import Corruption, StepRecord
 
+# Launchers act on SIGUSR1, SIGUSR2 and SIGXCPU nowhere. SIGHUP: the terminal is gone.
+SIGNALS = (
+    signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGHUP,
+)  # fmt: skip
+STOP_FILE = "STOP file"
+REASONS = ("", *(number.name for number in SIGNALS), STOP_FILE)  # the last one wins
 MOST_NAMED = 3  # tensors of one rank
 KINDS = {
     "weight": "weights in full precision of",
@@ -24,12 +40,64 @@ LEAST = 20  # steps before there are bounds
 DEVIATIONS = 40  # median absolute deviations above the median, or the median once more
 END_FACTOR = 10.0  # times the first loss, or 1 nat: no training ends above
 LAST_STEPS = 10  # whose mean is the last loss
-
 DIVERGED_ADVICE = """Nothing more can be learned from here.
   - metrics.jsonl shows the grad norm before this step: if it grew, lower optimizer.lr, lengthen
     schedule.warmup_steps or set optimizer.clip
   - fp16 overflows where bf16, which needs no loss scale, does not: ds_configs/bf16.json, --set precision=bf16
   - --resume continues from the last checkpoint; if it ends so again at once, move that step-NNNNNN away"""
+
+
+class StopRequest:
+    """A request for an orderly stop after the current step, by signal or by `stop_file`."""
+
+    def __init__(self, stop_file: Path) -> None:
+        self.reason = ""  # of REASONS
+        self._stop_file = stop_file
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                if (
+                    number == signal.SIGHUP
+                    and signal.getsignal(number) == signal.SIG_IGN
+                ):
+                    continue  # nohup
+                self._previous[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        # the launcher is ending this rank because another one failed
+        if error is not None and self.reason:
+            setattr(error, AFTER_STOP_REQUEST, True)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.reason = signal.Signals(number).name
+
+    def look(self) -> str:
+        """Return the reason to stop, of REASONS. Rank 0 looks for the file and removes it."""
+        # False where a file system does not answer
+        if rank() == 0 and os.path.exists(self._stop_file):
+            # a directory, or another user's: a resumed run says so
+            with contextlib.suppress(OSError):
+                self._stop_file.unlink()  # so that a resumed run does not stop at once
+            self.reason = STOP_FILE
+        return self.reason
+
+
+@contextlib.contextmanager
+def stacks_at_quit(path: Path) -> Iterator[None]:
+    """Have SIGQUIT, which ends this process, leave the stacks of all threads in `path`."""
+    with open(path, "w") as file:
+        faulthandler.register(signal.SIGQUIT, file, chain=True)
+        try:
+            yield
+        finally:
+            faulthandler.unregister(signal.SIGQUIT)
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 class EarlyEnd(Exception):

@@ -1,25 +1,55 @@
-"""The job of a run with its plan, checked before anything is started."""
+"""The job of a run with its plan, checked before anything is started, and the choice of torch.compile.
+
+The choice is the user's word, else yes where compiling is paid back within the run. It depends on the run and
+the machine alone, not on a clock: a resumed run and all ranks choose alike.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from packaging.version import Version
+from pydantic import ValidationError
 
 from data.text.sources import open_source
-from ds_configs.findings import Notice
-from ds_configs.jsonfile import FOLDER, ConfigError, find
+from ds_configs.findings import FOLDER, ConfigError, Notice, find, shown
 from ds_configs.plan import ANY_GPU, Machine, Plan
 from ds_configs.resolver import resolve
 from launch.ranks import processes
-from launch.training import deepspeed_judgement
+from modeling import cost
+from recipes.problems import Problem, ProblemsError
 from recipes.schema import Recipe
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from launch.checkpoints.run_checkpoints import Checkpoint
+
+Wish = Literal["auto", "on", "off"]
+WISHES: tuple[Wish, ...] = ("auto", "on", "off")
+# Rough rates of eager training, operations per second: of one core, and of one GPU.
+CORE = {"fp32": 5e10, "bf16": 1e11, "fp16": 1e11}
+GPU = {"fp32": 1e13, "bf16": 1e14, "fp16": 1e14}
+# Compiling pays in runs of this many eager seconds or more, also where little lies between the products: it
+# takes 20 to 40 s, and saves 3 % of a step (fp32 on two cores) to a quarter.
+PAYS_FROM = 1000.0
+# DeepSpeed's models -> the sections that they read.
+_MODELS = {
+    "DeepSpeedZeroConfig": "zero_optimization",
+    "DeepSpeedFP16Config": "fp16",
+    "DeepSpeedBF16Config": "bf16",
+    "CommsLoggerConfig": "comms_logger",
+    "CompileConfig": "compile",
+    "DeepSpeedThroughputTimerConfig": "timers.throughput",
+}
+_FIX = "write what it takes, or remove the key"
 
 
 class InitialWeights(Protocol):
@@ -60,7 +90,7 @@ class Job:
     ds_config: Path | None = None  # the DeepSpeed JSON as it was given
     # the run whose recipe was taken; None: a row's, or the resumed run's
     recipe_of: Path | None = None
-    # of vocabularies and tokens; None: `data.cache.default_directory()`
+    # of vocabularies and tokens; None: `data.durable_files.cache_directory()`
     cache: Path | None = None
 
     @property
@@ -97,7 +127,7 @@ def plan_job(
         plan = resolve(recipe, config, processes.world_size(), machine)
     # ours are judged by a test: a plan waits for no torch
     if not elsewhere or find(config).parent != FOLDER:
-        deepspeed_judgement.check(plan, config)
+        check_by_deepspeed(plan, config)
     if compiled and recipe.model.implementation == "transformers":
         raise ValueError(
             "--compile with model.implementation=transformers: these rows run transformers' modules as their "
@@ -146,3 +176,123 @@ def assumed_machine(plan: Plan, here: str) -> str:
     if any(notice.key == "machine" for notice in plan.notices):
         return f"planned for GPUs that have fp16, bf16 and every op of DeepSpeed's; here: {here}"
     return f"planned for machines like this one: {here}"
+
+
+def compiles(wish: Wish, plan: Plan, machine: Machine) -> bool:
+    """Decide whether the run of `plan` is compiled on this machine. Raises ProblemsError."""
+    if wish == "on" and computes_wrong_gradients(plan):
+        came = f"--compile on with tp={plan.layout.tp} and torch {version('torch')}"
+        rule = (
+            "compiled by torch below 2.13, a tensor-parallel layer has wrong gradients"
+        )
+        raise ProblemsError(
+            [
+                Problem(
+                    "--compile",
+                    came,
+                    rule,
+                    "leave --compile out, or install torch 2.13",
+                )
+            ]
+        )
+    if wish != "auto":
+        return wish == "on"
+    return worth_compiling(plan, machine) and has_compiler(machine)
+
+
+def computes_wrong_gradients(plan: Plan) -> bool:
+    """Check for a torch that loses sums over tensor ranks in compiled backward passes (2.11 does)."""
+    return plan.layout.tp > 1 and Version(version("torch")) < Version("2.13")
+
+
+def worth_compiling(plan: Plan, machine: Machine) -> bool:
+    """Judge whether compiling is paid back within the run, if there is a compiler.
+
+    No under ZeRO-3 on a GPU, until it is measured there: DeepSpeed gathers parameters in hooks inside the
+    compiled layer, and each hook breaks its graph. No on GPUs without bf16 (NVIDIA's before Ampere), which
+    Triton no longer tests.
+    """
+    against = (
+        plan.recipe.model.implementation == "transformers",
+        machine.emulated_fp16,
+        computes_wrong_gradients(plan),
+        machine.device.own_memory and not machine.bf16,
+        plan.zero_stage == 3 and machine.device.asynchronous,
+    )
+    return not any(against) and eager_seconds(plan, machine) >= PAYS_FROM
+
+
+def has_compiler(machine: Machine) -> bool:
+    """Check for the compiler of torch.compile: a C++ compiler on a CPU, Triton on a GPU."""
+    if not machine.device.own_memory:
+        return machine.compiler
+    from modeling.fusing import has_gpu_compiler
+
+    return has_gpu_compiler()
+
+
+def explain_missing_compiler(wish: Wish, plan: Plan, machine: Machine) -> str | None:
+    """Return a warning that a needed compiler is missing, or None."""
+    if wish == "off" or not worth_compiling(plan, machine) or has_compiler(machine):
+        return None
+    needed = (
+        "Triton, a C compiler and Python.h"
+        if machine.device.own_memory
+        else "g++ and Python's headers"
+    )
+    return f"not compiled: torch.compile needs {needed}; some of it is missing, and the run is slower"
+
+
+def eager_seconds(plan: Plan, machine: Machine) -> float:
+    """Estimate the seconds that the run computes without torch.compile."""
+    recipe = plan.recipe
+    layout = plan.layout
+    samples = recipe.sizes.samples(recipe.steps)
+    operations = cost.operations_of(recipe, samples, plan.padded_vocab)
+    if machine.device.own_memory:
+        return operations / (GPU[plan.precision] * layout.world)
+    cores = max(1, len(os.sched_getaffinity(0)) // processes.local_world_size())
+    return operations / (CORE[plan.precision] * cores * layout.world)
+
+
+def check_by_deepspeed(plan: Plan, where: str) -> None:
+    """Check that DeepSpeed accepts the configuration; `where`: the JSON. Raises ConfigError.
+
+    `ds_configs` judges the keys that it knows first. DeepSpeed judges the rest, such as sections that are
+    handed on unread, and rules of another version.
+    """
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    ds = copy.deepcopy(plan.ds)
+    ds["train_batch_size"] = plan.layout.micro * plan.layout.accumulation
+    try:
+        DeepSpeedConfig(ds, SimpleNamespace(get_data_parallel_world_size=lambda: 1))
+    except ValidationError as error:
+        raise ConfigError(list(_refused_values(error, where))) from None
+    except Exception as error:  # its other checks raise exceptions of any type
+        came = f"DeepSpeed refuses it ({' '.join(str(error).split()) or type(error).__name__})"
+        raise ConfigError(
+            [Problem("--ds_config", came, fix=_FIX, where=where)]
+        ) from None
+
+
+def _refused_values(error: ValidationError, where: str) -> Iterator[Problem]:
+    section = _MODELS.get(error.title, "")
+    for each in error.errors():
+        key = ".".join(filter(None, (section, *map(str, each["loc"]))))
+        value: Any = each["input"]
+        came = (
+            f"{key}={shown(value)}"
+            if each["loc"] and not isinstance(value, Mapping)
+            else key
+        )
+        said = (
+            each["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        )
+        yield Problem(
+            key,
+            came,
+            f"DeepSpeed refuses it ({said[:1].lower()}{said[1:]})",
+            _FIX,
+            where=where,
+        )

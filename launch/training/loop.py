@@ -7,14 +7,12 @@ import time
 from collections.abc import Callable
 
 from launch.ranks import ending
-from launch.ranks.stop_request import StopRequest
 from launch.ranks.watchdog import Phase
-from launch.training.early_ends import EarlyEnd, EarlyStop
+from launch.training.early_ends import EarlyEnd, EarlyStop, StopRequest
 from launch.training.engine import build_engine, release_at_end, train_step
-from launch.training.micro_batches import salts_of_step
+from launch.training.micro_batches import salts_of_step, training_batches
 from launch.training.run import Start, TrainingRun, next_batch, run_watchdog
-from launch.training.training_batches import training_batches
-from modeling.parallel.random_state import seed_step
+from modeling.parallel.layers import seed_step
 
 
 def train(

@@ -31,7 +31,7 @@ from launch.training.agreement import all_gather
 from launch.training.early_ends import Corrupted
 from modeling.initialization import canonical_name
 from modeling.parallel.process_grid import ProcessGrid
-from recipes.rank_order import coordinates
+from recipes.layout import coordinates
 from recipes.schema import Recipe
 
 # of the time of steps, for checks of a chosen interval: half a percent with what noise adds

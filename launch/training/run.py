@@ -29,11 +29,11 @@ from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.checkpoints.saving import Saver
 from launch.ranks import ending, processes
 from launch.ranks.meeting import Meeting
-from launch.ranks.stop_request import REASONS, StopRequest
 from launch.ranks.watchdog import Phase, Watchdog
 from launch.records.facts import SilentRecorder, StepRecord, Validation, finite
 from launch.training.agreement import StepExchange, StepNews, StepReport
 from launch.training.early_ends import (
+    REASONS,
     BrokenData,
     Corrupted,
     Diverged,
@@ -41,6 +41,7 @@ from launch.training.early_ends import (
     FigureBounds,
     NotSavedError,
     SkipCounter,
+    StopRequest,
 )
 from launch.training.engine import (
     Forward,
@@ -51,8 +52,8 @@ from launch.training.engine import (
     validate,
 )
 from launch.training.job import Job
+from launch.training.micro_batches import end_together
 from launch.training.number_watch import NumberWatch
-from launch.training.training_batches import end_together
 from modeling.parallel.process_grid import ProcessGrid
 
 MONITOR = "DeepSpeed's monitor"

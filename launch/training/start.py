@@ -13,28 +13,31 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_configs.findings import lookup
-from ds_configs.jsonfile import find
+from ds_configs.findings import find, lookup
 from ds_configs.plan import Machine
-from launch.console import arguments, output, quiet, terminal
-from launch.machine import checks, description, start_checks
-from launch.ranks import (
-    ending,
-    joining,
-    launch_environment,
-    out_of_memory,
-    processes,
-    start_up,
-)
+from launch.console import arguments, terminal
+from launch.machine import checks, description
+from launch.ranks import ending, joining, launch_environment, processes
 from launch.ranks.meeting import Meeting
-from launch.ranks.stop_request import stacks_at_quit
 from launch.records.facts import Ending, Entropies, RunFacts, SilentRecorder
-from launch.training import compile_choice
-from launch.training.compile_choice import WISHES
-from launch.training.job import InitialWeights, Job, assumed_machine, plan_job
+from launch.training.early_ends import Diverged, EarlyEnd, stacks_at_quit
+from launch.training.job import (
+    WISHES,
+    InitialWeights,
+    Job,
+    assumed_machine,
+    compiles,
+    explain_missing_compiler,
+    plan_job,
+)
 from recipes.files import path_of
-from recipes.problems import Problem, ProblemsError
-from recipes.refused_by_system import problem, take_file_handles, told_by
+from recipes.problems import (
+    Problem,
+    ProblemsError,
+    system_error,
+    system_problem,
+    take_file_handles,
+)
 from recipes.schema import Recipe
 
 if TYPE_CHECKING:
@@ -81,7 +84,7 @@ class Training:
     after: Callable[[TrainingRun], None] = lambda run: None
     # On rank 0 after a good end; makes the sample or the scores.
     outcome: Callable[[Corpus], Ending] = lambda corpus: Ending()
-    clock: start_up.StartClock = field(default_factory=start_up.StartClock)
+    clock: joining.StartClock = field(default_factory=joining.StartClock)
 
     @cached_property
     def facts(self) -> RunFacts:
@@ -138,7 +141,7 @@ def launch(args: argparse.Namespace, check: Callable[[], Training]) -> None:
     `check`: makes the checked training on every rank; raises ValueError with every problem.
     """
     if args.plan:
-        quiet.quiet_libraries()
+        terminal.quiet_libraries()
         try:
             processes.check_launch(start=False)
             check_processes(args)
@@ -148,7 +151,7 @@ def launch(args: argparse.Namespace, check: Callable[[], Training]) -> None:
         show_plan(job)
         return
     terminal.outlast_readers()
-    start_up.postpone_collections()
+    joining.postpone_collections()
     meeting = joining.meet(lambda: check_processes(args), args.out)
     training = meeting.settle(check)
     job = training.job
@@ -215,9 +218,7 @@ def job_of(
 
     Raises ValueError with every problem of recipe and configuration.
     """
-    take_file_handles(
-        start_checks.files_needed(processes.world_size(), processes.rank())
-    )
+    take_file_handles(checks.files_needed(processes.world_size(), processes.rank()))
     plan = plan_job(
         recipe, args.ds_config, machine, compiled=args.compile == "on", initial_weights=weights,
         elsewhere=args.plan and not processes.launched(), planned=args.processes,
@@ -229,14 +230,14 @@ def job_of(
     directory = (
         path_of(args.out, "--out")
         if args.out
-        else output.run_directory(place, plan.ds_name)
+        else arguments.run_directory(place, plan.ds_name)
     )
     if args.out and processes.rank() == 0:
-        output.directory("--out", directory)
-    missing = compile_choice.explain_missing(args.compile, plan, machine)
+        arguments.directory("--out", directory)
+    missing = explain_missing_compiler(args.compile, plan, machine)
     if missing is not None:
         say_on_rank_0(missing)
-    compiled = compile_choice.compiles(args.compile, plan, machine)
+    compiled = compiles(args.compile, plan, machine)
     given = find(args.ds_config or recipe.ds_config)
     return Job(
         plan,
@@ -278,7 +279,7 @@ def open_run_directory(training: Training) -> RunDirectory | None:
 
 def make_quick_checks(job: Job) -> None:
     """Make the quick checks of doctor.py; rank 0 prints warnings. Raises ProblemsError."""
-    found = checks.run(start_checks.quick(job.plan.recipe, job.directory))
+    found = checks.run(checks.quick(job.plan.recipe, job.directory))
     checks.refuse(found)
     for check in found:
         if check.verdict == "warning":
@@ -291,16 +292,16 @@ def system_refusals(place: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        told = told_by(error)
+        told = system_error(error)
         if told:
             raise ProblemsError(
-                [problem(told, place, "name another directory with --out")]
+                [system_problem(told, place, "name another directory with --out")]
             ) from None
         raise
 
 
 def show_plan(job: Job) -> None:
-    from data.text.held_out_end import describe_text
+    from data.text.held_out import describe_text
     from launch.records.plan_text import Surroundings, describe_plan
 
     if processes.rank() == 0:
@@ -331,13 +332,12 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
     import torch
 
     from launch.training import agreement
-    from launch.training.early_ends import Diverged, EarlyEnd
     from launch.training.loop import train
     from launch.training.run import Start
     from modeling import fusing
     from modeling.parallel.process_grid import ProcessGrid
 
-    start_up.resume_collections()
+    joining.resume_collections()
     training.clock.mark("imports")
     job = training.job
     layout = training.job.plan.layout
@@ -384,12 +384,12 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
             torch.distributed.barrier(group=grid.control_group)
             raise SystemExit(e.code) from None
         except (RuntimeError, MemoryError) as e:
-            said = out_of_memory.said_by(e)
+            said = ending.out_of_memory_said_by(e)
             # Another rank's end may cause this error: that rank has left its traceback before.
             because = (
                 f"rank {processes.rank()}: {said}"
                 if said
-                else out_of_memory.reason(job.directory)
+                else ending.out_of_memory_reason(job.directory)
             )
             if because:
                 recorder.finish(Ending("OOM", because))

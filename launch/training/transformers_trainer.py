@@ -37,18 +37,17 @@ from launch.deepspeed_fixes.freed_gradients import keep_while_reduced
 from launch.deepspeed_fixes.loss_scale import postpone_growth
 from launch.machine import compiled_ops
 from launch.ranks import ending, processes
-from launch.ranks.stop_request import StopRequest
 from launch.ranks.watchdog import Phase, Watchdog
 from launch.training import engine as steps
 from launch.training import micro_batches, transformers_model
-from launch.training.early_ends import EarlyEnd, EarlyStop
+from launch.training.early_ends import EarlyEnd, EarlyStop, StopRequest
 from launch.training.engine import parameter_groups
+from launch.training.micro_batches import training_batches
 from launch.training.run import Start, TrainingRun, next_batch, run_watchdog
 from launch.training.schedule import LearningRateSchedule
-from launch.training.training_batches import training_batches
 from modeling.parallel.cross_entropy import weighted_loss
+from modeling.parallel.layers import seed_step
 from modeling.parallel.process_grid import ProcessGrid
-from modeling.parallel.random_state import seed_step
 from recipes.schema import Recipe
 
 

@@ -24,8 +24,7 @@ from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.checkpoints.stored import StoredTensors
 from launch.checkpoints.tensor_file import Reader, TensorEntry
 from launch.machine import memory
-from modeling.families import family_of, meta_parameters, whole_model
-from modeling.formats.families import conversion_of
+from modeling.families import conversion_of, family_of, meta_parameters, whole_model
 from modeling.formats.huggingface.conversion import (
     Conversion,
     Logits,

@@ -14,8 +14,12 @@ from launch.checkpoints.manifest import WEIGHT
 from launch.checkpoints.run_checkpoints import DamagedCheckpoint
 from launch.checkpoints.stored import StoredTensors
 from launch.ranks import processes
-from modeling.families import meta_parameters, with_few_layers, with_vocabulary
-from modeling.formats.families import conversion_of
+from modeling.families import (
+    conversion_of,
+    meta_parameters,
+    with_few_layers,
+    with_vocabulary,
+)
 from modeling.formats.huggingface import bert
 from modeling.formats.huggingface.config_forms import (
     FORMS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from modeling.cost.parameter_count import head_operations, parameters
-from recipes.attention_patterns import Fixed, Window
+from recipes.families import Fixed, Window
 from recipes.schema import Model, Recipe
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from modeling.cost.operation_count import pairs
-from recipes.attention_patterns import Window
+from recipes.families import Window
 from recipes.schema import Model
 
 

@@ -1,21 +1,35 @@
-"""Linear layers and the embedding, cut over a tensor-parallel group (Megatron-LM, 1909.08053, section 3).
+"""Linear layers and the embedding, cut over a tensor-parallel group, and the random state of such a cut.
 
-A product and its collective, f or g, form one autograd function: autograd itself would begin f's all-reduce
-only after both products of the backward pass.
+As in Megatron-LM (arXiv 1909.08053, section 3). A product and its collective, f or g, form one autograd
+function: autograd itself would begin f's all-reduce only after both products of the backward pass.
 
 Shapes: B samples, S positions, V vocabulary padded to a multiple of 128 x tp, H hidden size, t ranks of the
 tensor group. `group` is None when t = 1. Every parameter is drawn inside the leaf module that holds it,
 because `deepspeed.zero.Init` partitions parameters as soon as that module's constructor returns.
+
+The random state of attention dropout is a function of only (seed, step, rank's place). The attention kernel
+draws from a stream of the device, so its dropout follows the layout; dropout of the residual stream does not
+(`modeling/hidden_dropout.py`). There are two streams, as in Megatron-LM (appendix B.2). Tensor ranks hold
+different heads: each draws from its own stream in DeepSpeed's RNG tracker. A process with all heads draws from
+the accelerator's default stream, and so does all dropout of `transformers`' modules. DeepSpeed's activation
+checkpointing saves and restores both. Reseeding at every step makes resuming exact without storing any state,
+which matters because DeepSpeed's checkpoints do not hold the tracker.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.activation_checkpointing.checkpointing import (
+    get_cuda_rng_tracker,
+)
 from torch import Tensor, nn
 
 from modeling.initialization import Init, Shard
@@ -32,6 +46,10 @@ from modeling.parallel.collectives import (
     wait_for,
 )
 from modeling.parallel.process_grid import Group
+from recipes.layout import Coordinates
+
+# the name that DeepSpeed's tracker forks by default
+TENSOR_PARALLEL_STREAM = "model-parallel-rng"
 
 
 def group_size(group: Group) -> int:
@@ -238,3 +256,28 @@ def leave_out(model: nn.Module, numbers: Iterable[int]) -> None:
         if isinstance(module, VocabParallelEmbedding):
             rows = (number - module.first for number in numbers)
             module.unused = [row for row in rows if 0 <= row < module.rows]
+
+
+def _seed(*parts: object) -> int:
+    return int.from_bytes(
+        hashlib.sha256(":".join(map(str, parts)).encode()).digest()[:7], "little"
+    )
+
+
+def seed_step(seed: int, step: int, at: Coordinates) -> None:
+    """Set both streams for optimizer step `step` on the rank at `at`."""
+    get_accelerator().manual_seed(_seed(seed, step, "outside", at.pp, at.dp))
+    tracker = get_cuda_rng_tracker()
+    tracker.reset()
+    tracker.add(
+        TENSOR_PARALLEL_STREAM, _seed(seed, step, "inside", at.pp, at.dp, at.tp)
+    )
+
+
+def tensor_parallel_random(active: bool) -> contextlib.AbstractContextManager[Any]:
+    """Draw from this tensor rank's own stream within; without `active`, from the default stream."""
+    return (
+        get_cuda_rng_tracker().fork(TENSOR_PARALLEL_STREAM)
+        if active
+        else contextlib.nullcontext()
+    )

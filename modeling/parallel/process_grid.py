@@ -1,4 +1,4 @@
-"""The grid of processes: tensor x data x pipeline, in the rank order of `recipes/rank_order.py`."""
+"""The grid of processes: tensor x data x pipeline, in the rank order of `recipes/layout.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from recipes.rank_order import (
+from recipes.layout import (
     coordinates,
     data_groups,
     model_groups,

@@ -14,7 +14,7 @@ from texted import small_recipe, word_pieces
 from data.samples.bert import BertFamily, BertSamples, generator, segments, truncate
 from data.samples.chunks import Lengths, build_chunks, chunks_of_document
 from data.samples.masking import BertVocabulary, check_whole_words, choose, mask
-from data.split_rule import documents_of
+from data.text.held_out import documents_of
 from data.tokens.store import Store, StoreWriter, open_store
 from recipes.schema import Masking
 

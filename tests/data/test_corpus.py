@@ -19,15 +19,14 @@ import pytest
 from launching import ROOT, run
 from texted import jsonl, quiet, small_recipe
 
-from data.cache import default_directory
 from data.corpus import build, check_origin, check_sources
-from data.durable_files import locked
+from data.durable_files import cache_directory, locked
 from data.lengths import TextLengths, text_lengths
 from data.loader import validation_batches
 from data.samples import blend, splits
 from data.samples.bert import BertFields
-from data.split_rule import part_of
 from data.text.encoder import Encoder
+from data.text.held_out import part_of
 from data.text.records import Document
 from data.text.sources import PackagedSource
 from data.text.trained_vocabulary import END_OF_DOCUMENT, train_bpe
@@ -223,7 +222,7 @@ def test_empty_documents_keep_their_number(tmp_path):
 
 FETCH = """
 import pathlib, sys, time
-from data import cache
+from data import durable_files
 from data.durable_files import replacing
 path = pathlib.Path(sys.argv[1])
 
@@ -234,7 +233,7 @@ def write():
             file.write(b"part ")
             time.sleep(0.02)
 
-print(cache.fetch([path], path.read_bytes, write, "thing", lambda line: None).decode())
+print(durable_files.cached([path], path.read_bytes, write, "thing", lambda line: None).decode())
 """
 
 
@@ -341,10 +340,10 @@ def test_parts_shorter_than_a_sample_are_refused(corpus_file, tmp_path):
 
 def test_cache_directory_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("MEGARECIPES_CACHE", "/chosen")
-    assert default_directory() == Path("/chosen")
+    assert cache_directory() == Path("/chosen")
     monkeypatch.delenv("MEGARECIPES_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert default_directory() == Path("/xdg/megarecipes")
+    assert cache_directory() == Path("/xdg/megarecipes")
 
 
 def test_unusable_cache_directory_is_refused_with_the_fix(corpus_file, tmp_path):

@@ -18,7 +18,6 @@ import torch
 from launching import ROOT
 
 from data.corpus import unigram_cross_entropy
-from data.keyed_random import EpochOrders, shuffled
 from data.loader import (
     Prefetcher,
     StepBatches,
@@ -30,7 +29,7 @@ from data.loader import (
 )
 from data.samples.bert import BertFields
 from data.samples.blend import BLOCK, BlendedSamples, blended_held_out, largest_remainder
-from data.samples.fields import HeldOut, spread, window_count
+from data.samples.fields import EpochOrders, HeldOut, shuffled, spread, window_count
 from data.samples.gpt import GptFields
 
 Layout = namedtuple("Layout", "micro accumulation dp global_batch")

@@ -26,8 +26,8 @@ from data.samples.gpt import GptFamily
 from data.samples.gpt_lane import GptLane
 from data.samples.lanes import REMEMBERED, LaneReader, StreamedSamples, lane_count
 from data.samples.masking import BertVocabulary
-from data.split_rule import part_of
 from data.text.encoder import Encoder
+from data.text.held_out import part_of
 from data.text.hub import HubSource
 from data.text.records import Document
 from data.text.vocabulary import gpt2_tokenizer

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import pytest
 from resolved import CPU, only, plan, problems, written
 
-from ds_configs import jsonfile, known_keys
-from ds_configs.findings import lookup
-from ds_configs.jsonfile import FOLDER, ConfigError, available
+from ds_configs import known_keys
+from ds_configs.findings import FOLDER, ConfigError, available, find, lookup, read
 from ds_configs.plan import ANY_GPU as GPU
 from ds_configs.plan import FORM, Machine, Plan, plan_to_json
 from ds_configs.resolver import resolve
@@ -491,7 +490,7 @@ def test_chunks_go_to_the_host_in_parts_where_tensor_ranks_have_them_alike():
 def test_no_timer_waits_for_the_gpu():
     """DeepSpeed's synchronizes twice per micro-batch unless it is told not to."""
     for name in EVERY_CONFIG:
-        assert jsonfile.read(jsonfile.find(name))["timers"]["throughput"]["enabled"] is False
+        assert read(find(name))["timers"]["throughput"]["enabled"] is False
 
 
 # --- layout

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from ds_configs import following
-from ds_configs.findings import lookup
-from ds_configs.jsonfile import ConfigError
+from ds_configs.findings import ConfigError, lookup
 from ds_configs.plan import ANY_GPU, Plan
 from ds_configs.resolver import followed, resolve
 from recipes import catalog

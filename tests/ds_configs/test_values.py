@@ -10,8 +10,7 @@ import pytest
 from resolved import changed, only, plan, problems, shipped, written
 
 from ds_configs import known_keys
-from ds_configs.findings import Findings
-from ds_configs.jsonfile import ConfigError
+from ds_configs.findings import ConfigError, Findings
 from ds_configs.plan import ANY_GPU, HOST
 from ds_configs.resolver import resolve
 from recipes import catalog
@@ -254,7 +253,7 @@ def trials() -> Iterator[tuple[str, Any]]:
 
 def test_every_key_with_every_kind_of_value_is_refused_or_taken_by_deepspeed(made):
     """DeepSpeed's own models are the second judge; what it asserts later, a run of each key has shown."""
-    from launch.training import deepspeed_judgement
+    from launch.training.job import check_by_deepspeed
 
     refused, taken, left_to_deepspeed = 0, 0, []
     for key, value in trials():
@@ -270,7 +269,7 @@ def test_every_key_with_every_kind_of_value_is_refused_or_taken_by_deepspeed(mad
             assert all(each.rule and each.fix for each in error.problems), error
             continue
         try:
-            deepspeed_judgement.check(plan, "mine.json")
+            check_by_deepspeed(plan, "mine.json")
             taken += 1
         except ConfigError as error:
             left_to_deepspeed.append(key)

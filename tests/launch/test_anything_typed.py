@@ -26,7 +26,7 @@ from stored import write_checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from data.text.trained_vocabulary import train_bpe, wrap_tokenizer
-from ds_configs.jsonfile import ConfigError, available, find
+from ds_configs.findings import ConfigError, available, find
 from ds_configs.plan import HOST, Machine
 from ds_configs.resolver import resolve
 from launch.checkpoints import manifest, run_checkpoints, showing

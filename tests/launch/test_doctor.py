@@ -8,9 +8,9 @@ from launching import run, run_ranks
 
 from ds_configs.plan import GPU, Machine
 from launch import doctor
-from launch.machine import abilities, checks, doctor_checks, start_checks
-from launch.machine.abilities import VisibleGpu
+from launch.machine import checks, description, doctor_checks
 from launch.machine.checks import Check
+from launch.machine.description import VisibleGpu
 from launch.machine.memory import Memory
 from launch.planning import memory_fit
 from recipes import catalog
@@ -25,7 +25,7 @@ def diagnose(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(doctor.quiet, "quiet_libraries", lambda: None)  # for good, in this process
+    monkeypatch.setattr(doctor.terminal, "quiet_libraries", lambda: None)  # for good, in this process
     monkeypatch.setattr(doctor.processes, "check_port", lambda number: None)
 
     def call(*flags: str) -> tuple[int, list[Check]]:
@@ -43,14 +43,14 @@ def gpu_machine(monkeypatch):
     def put(gpu: VisibleGpu, count: int = 8, bf16: bool = True) -> None:
         found = [gpu] * count
         machine = Machine(GPU, fp16=True, bf16=bf16, compiler=True, libaio=True)
-        monkeypatch.setattr(abilities, "detect_machine", lambda: machine)
+        monkeypatch.setattr(description, "detect_machine", lambda: machine)
         monkeypatch.setattr(doctor, "this_machine", lambda: Memory(count, gpu.total, 1e12))
-        monkeypatch.setattr(start_checks, "gpus", lambda with_free=False: found)
+        monkeypatch.setattr(checks, "gpus", lambda with_free=False: found)
         monkeypatch.setattr(doctor_checks, "gpus", lambda with_free=False: found)
-        monkeypatch.setattr(start_checks, "built_for", lambda: ["sm_70", "sm_80", "sm_90"])
+        monkeypatch.setattr(checks, "built_for", lambda: ["sm_70", "sm_80", "sm_90"])
         monkeypatch.setattr(doctor_checks, "torch_cuda", lambda: "12.6")
         monkeypatch.setattr(doctor_checks, "nvcc_version", lambda: "12.4")
-        monkeypatch.setattr(start_checks, "free_bytes", lambda place: 1e9)
+        monkeypatch.setattr(checks, "free_bytes", lambda place: 1e9)
 
     return put
 
@@ -109,9 +109,7 @@ def test_all_that_the_resolver_refuses_is_listed(diagnose):
 
 def test_bf16_on_a_v100(diagnose, gpu_machine, monkeypatch):
     gpu_machine(V100, bf16=False)
-    monkeypatch.setattr(
-        start_checks, "free_bytes", lambda place: 64e6 if place == start_checks.SHARED else 1e12
-    )
+    monkeypatch.setattr(checks, "free_bytes", lambda place: 64e6 if place == checks.SHARED else 1e12)
     code, found = diagnose("--ds_config", "bf16")
     assert code == 1 and "bf16" in failed(found)["configuration"]
     assert failed(found).keys() == {"configuration", "shared memory"}, (
@@ -258,11 +256,11 @@ def test_a_start_without_kernels_or_room_is_refused(monkeypatch, tmp_path):
 
     job = Job(plan(), "default/sotu", tmp_path / "run")
     make_quick_checks(job)
-    monkeypatch.setattr(start_checks, "gpus", lambda: [V100])
+    monkeypatch.setattr(checks, "gpus", lambda: [V100])
     monkeypatch.setattr(doctor_checks, "gpus", lambda: [V100])
-    monkeypatch.setattr(start_checks, "built_for", lambda: ["sm_75"])
-    monkeypatch.setattr(start_checks, "free_bytes", lambda place: 1e3)
-    monkeypatch.setattr(start_checks, "installed", lambda name: "1.0")
+    monkeypatch.setattr(checks, "built_for", lambda: ["sm_75"])
+    monkeypatch.setattr(checks, "free_bytes", lambda place: 1e3)
+    monkeypatch.setattr(checks, "installed", lambda name: "1.0")
     with pytest.raises(ProblemsError, match=r"Tesla V100.*\n.*a checkpoint takes") as refused:
         make_quick_checks(job)
     assert len(refused.value.problems) == 2, "other versions are a warning"

@@ -30,7 +30,7 @@ from launch.checkpoints.stored import load_weights
 from launch.records import vocabulary
 from launch.records.metrics import read_metrics
 from launch.weights.export import ExportMismatch
-from modeling.formats.families import conversion_of
+from modeling.families import conversion_of
 from modeling.formats.huggingface import bert, gpt2
 from modeling.formats.huggingface.conversion import Form
 from modeling.formats.huggingface.weight_files import read_state_dict

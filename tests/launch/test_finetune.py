@@ -22,7 +22,7 @@ from launch import finetune as finetune_command
 from launch.checkpoints import manifest
 from launch.console import ends
 from launch.evaluation import pretrained
-from launch.ranks import start_up
+from launch.ranks import joining
 from recipes import catalog
 
 COMMAND = ROOT / "launch" / "finetune.py"
@@ -161,7 +161,7 @@ def test_seeds_median_and_ensemble(folder):
 @pytest.fixture
 def refusal(folder, monkeypatch, capsys):
     """What the command refuses in this process."""
-    monkeypatch.setattr(start_up, "postpone_collections", lambda: None)
+    monkeypatch.setattr(joining, "postpone_collections", lambda: None)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "never"))
 
     def refuse(*flags, task="sst2"):

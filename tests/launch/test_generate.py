@@ -23,7 +23,7 @@ from launch.console import ends
 from launch.console.terminal import visible
 from launch.evaluation import writing
 from launch.records import vocabulary
-from modeling.formats.families import conversion_of
+from modeling.families import conversion_of
 from recipes import catalog
 
 COMMAND = ROOT / "launch/generate.py"

@@ -11,7 +11,7 @@ from launching import ROOT, WORKERS, deepspeed, run, run_ranks
 from ds_configs.plan import HOST, Machine
 from launch import pretrain
 from launch.console import ends
-from launch.ranks import start_up
+from launch.ranks import joining
 from launch.records.metrics import read_metrics
 from launch.training.start import show_plan
 
@@ -66,7 +66,7 @@ WRONG_LAUNCHES = {
 @pytest.fixture
 def refusal(monkeypatch, capsys, tmp_path):
     """What pretrain.py refuses in this process, where a launcher sets these variables."""
-    monkeypatch.setattr(start_up, "postpone_collections", lambda: None)
+    monkeypatch.setattr(joining, "postpone_collections", lambda: None)
 
     def refuse(variables: str, *flags: str) -> str:
         for pair in variables.split():
@@ -113,7 +113,7 @@ def test_a_plan_of_two_processes_is_that_of_two_that_are_started(monkeypatch):
 
 def test_a_plan_on_paper_says_for_what_machine(monkeypatch, capsys):
     machine = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=True)
-    monkeypatch.setattr("launch.machine.abilities.detect_machine", lambda emulate, **on_paper: machine)
+    monkeypatch.setattr("launch.machine.description.detect_machine", lambda emulate, **on_paper: machine)
     parse = pretrain.build_parser().parse_args
     row = ["--recipe", "megatron_paper_table1/8.3b-mp-dp", "--set", "parallel.dp=null", "--plan"]
     for config, said in (("fp16_dynamic", "planned for GPUs that"), ("zero1", "planned for machines like")):

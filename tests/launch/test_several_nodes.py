@@ -15,7 +15,7 @@ from launching import ROOT, WORKERS, environment, run_ranks
 from rank_server import free_port
 from srun_task import srun_environment
 
-from data.cache import default_directory
+from data.durable_files import cache_directory
 from launch.records.metrics import read_metrics
 
 SCRIPT = str(ROOT / "launch" / "pretrain.py")
@@ -30,7 +30,7 @@ def losses(directory):
 @pytest.fixture(scope="module")
 def cache():
     """Where vocabulary and tokens are, which rank 0 alone is told."""
-    return {"MEGARECIPES_CACHE": str(default_directory())}
+    return {"MEGARECIPES_CACHE": str(cache_directory())}
 
 
 @pytest.fixture(scope="module")

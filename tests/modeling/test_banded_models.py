@@ -31,7 +31,7 @@ from modeling.gpt2 import FAMILY, GPT2Shape
 from modeling.initialization import Init
 from modeling.layer_list import Stack
 from recipes import catalog
-from recipes.attention_patterns import Fixed
+from recipes.families import Fixed
 from recipes.schema import Model
 
 BANDED = ("model.attention=[dense,banded]", "model.attention_window=24")

@@ -9,7 +9,7 @@ import torch
 from modeling import cost
 from modeling.sparse_attention import visible
 from recipes import catalog
-from recipes.attention_patterns import Fixed
+from recipes.families import Fixed
 from recipes.schema import Model
 
 

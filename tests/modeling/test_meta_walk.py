@@ -29,10 +29,10 @@ from modeling.gpt2 import GPT2Shape
 from modeling.hidden_dropout import HiddenDropout, salts_of
 from modeling.initialization import Init
 from modeling.layer_list import Family, Stack
-from modeling.parallel.random_state import seed_step
+from modeling.parallel.layers import seed_step
 from modeling.unpadding import PackedRow
-from recipes.attention_patterns import Fixed
-from recipes.rank_order import Coordinates
+from recipes.families import Fixed
+from recipes.layout import Coordinates
 from tools.benchmarks.random_batch import random_batch
 
 B, S, P, V, CHOICES = 4, 256, 8, 90, 2

@@ -13,7 +13,7 @@ from torch import Tensor
 from modeling import bert, cost, gpt2, transformer
 from modeling.bert import BertShape
 from modeling.cost import parameters
-from modeling.formats.families import conversion_of
+from modeling.families import conversion_of
 from modeling.gpt2 import GPT2Shape
 from modeling.hidden_dropout import salts_of
 from modeling.initialization import Init

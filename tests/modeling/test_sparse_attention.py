@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from modeling import sparse_attention as band
-from recipes.attention_patterns import Fixed
+from recipes.families import Fixed
 
 KERNELS = {"dense mask": band.by_dense_mask, "chosen": band.sparse_attention}
 SIZES = [  # positions, window, head size

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from ds_configs.jsonfile import ConfigError
+from ds_configs.findings import ConfigError
 from ds_configs.plan import HOST, Machine
 from ds_configs.resolver import resolve
 from launch.records.plan_text import Surroundings, describe_plan

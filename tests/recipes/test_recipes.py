@@ -11,7 +11,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from ds_configs.jsonfile import ConfigError
+from ds_configs.findings import ConfigError
 from ds_configs.plan import GPU, Machine
 from ds_configs.resolver import resolve
 from recipes import catalog

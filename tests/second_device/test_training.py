@@ -13,7 +13,7 @@ from launching import ROOT, WORKERS, environment, run, run_ranks
 from rank_server import free_port
 from second_device.running import needed, on_board, train_layouts
 
-from data.cache import default_directory
+from data.durable_files import cache_directory
 from launch.experiments.parity.layout_cases import LayoutCase
 from launch.planning import resolved_plans
 from launch.records.metrics import read_metrics
@@ -174,7 +174,7 @@ def test_two_machines_train_one_run(tmp_path):
     ]
     launcher = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1", *end]
     command = [sys.executable, *launcher, str(PRETRAIN), *flags, "--out", str(tmp_path / "two")]
-    given = {"BOARD_DEVICES": 1, "MEGARECIPES_CACHE": default_directory()}
+    given = {"BOARD_DEVICES": 1, "MEGARECIPES_CACHE": cache_directory()}
     machines = [
         subprocess.Popen(command, env=environment(on_board(HOME=tmp_path / home, **given)), cwd=ROOT)
         for home in ("first", "second")

@@ -12,12 +12,12 @@ import json
 import sys
 from pathlib import Path
 
-from launch.console import quiet
-from launch.machine import abilities
+from launch.console import terminal
+from launch.machine import description
 from launch.ranks import ending, processes
 
-quiet.quiet_libraries()
-MACHINE = abilities.detect_machine(emulated_fp16=True)
+terminal.quiet_libraries()
+MACHINE = description.detect_machine(emulated_fp16=True)
 
 from data.corpus import build  # noqa: E402  (after the accelerator is chosen)
 from ds_configs.resolver import resolve  # noqa: E402

@@ -14,12 +14,12 @@ import random
 import sys
 from pathlib import Path
 
-from launch.console import quiet
-from launch.machine import abilities
+from launch.console import terminal
+from launch.machine import description
 from launch.ranks import ending, processes
 
-quiet.quiet_libraries()
-MACHINE = abilities.detect_machine(emulated_fp16=True)
+terminal.quiet_libraries()
+MACHINE = description.detect_machine(emulated_fp16=True)
 
 import torch  # noqa: E402  (after the accelerator is chosen)
 
@@ -30,9 +30,8 @@ from launch.experiments.parity.groups import temporary_groups  # noqa: E402
 from launch.training.early_ends import Corrupted, Diverged  # noqa: E402
 from launch.training.engine import build_engine, release_at_end, train_step  # noqa: E402
 from launch.training.job import Job  # noqa: E402
-from launch.training.micro_batches import salts_of_step  # noqa: E402
+from launch.training.micro_batches import salts_of_step, training_batches  # noqa: E402
 from launch.training.number_watch import NumberWatch  # noqa: E402
-from launch.training.training_batches import training_batches  # noqa: E402
 from modeling.initialization import canonical_name  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 from recipes import catalog  # noqa: E402

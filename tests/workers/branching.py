@@ -11,12 +11,12 @@ import json
 import sys
 from pathlib import Path
 
-from launch.console import quiet
-from launch.machine import abilities
+from launch.console import terminal
+from launch.machine import description
 from launch.ranks import ending, processes
 
-quiet.quiet_libraries()
-MACHINE = abilities.detect_machine()
+terminal.quiet_libraries()
+MACHINE = description.detect_machine()
 
 import torch  # noqa: E402  (after the accelerator is chosen)
 

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from launch.console import quiet
+from launch.console import terminal
 from launch.experiments.parity.layout_cases import LayoutCase
 from launch.experiments.parity.layout_runs import run_case
-from launch.machine import abilities
+from launch.machine import description
 from launch.ranks import ending, processes
 from launch.training import loop, micro_batches
 from modeling import bert, gpt2
@@ -285,9 +285,9 @@ CONTROL = Breakage(_case("nothing broken", 2, 1, 1, "zero0"), nullcontext)
 
 def train(directory: Path, breakages: Sequence[Breakage] | None = None) -> None:
     """Train the recipe of the directory once under every breakage; None: those of its kind, then none."""
-    quiet.quiet_libraries()
+    terminal.quiet_libraries()
     recipe = catalog.load_resolved(directory / "recipe.yaml")
-    machine = abilities.detect_machine()
+    machine = description.detect_machine()
     with ending.clean_exit():
         processes.start_processes(timedelta(minutes=2))
         of_family = BREAKAGES if recipe.model.family == "gpt2" else BERT_BREAKAGES

@@ -11,17 +11,17 @@ import sys
 from pathlib import Path
 
 from ds_configs.plan import Device
-from launch.console import quiet
+from launch.console import terminal
 from launch.experiments.parity.groups import temporary_groups
 from launch.ranks import ending, processes
 
-quiet.quiet_libraries()
+terminal.quiet_libraries()
 
 import torch  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
 
 from ds_configs.resolver import resolve  # noqa: E402
-from launch.machine import abilities  # noqa: E402
+from launch.machine import description  # noqa: E402
 from launch.training import compiling  # noqa: E402
 from launch.training.engine import build_engine, release_at_end, train_step  # noqa: E402
 from launch.training.job import Job  # noqa: E402
@@ -35,7 +35,7 @@ def count(case: dict, out: Path) -> dict:
     processes.device = lambda: Device("cpu", case["asynchronous"], own_memory=False)
     settings = [f"model.layers={LAYERS}", "sequence_length=16", "precision=fp32"]
     recipe = catalog.load(catalog.DEFAULT_RECIPE, settings, tiny=True)
-    plan = resolve(recipe, case["ds_config"], 1, abilities.detect_machine())
+    plan = resolve(recipe, case["ds_config"], 1, description.detect_machine())
     draws = torch.Generator().manual_seed(0)
     text = torch.randint(0, recipe.model.vocab_size, (plan.layout.micro, 17), generator=draws)
     weights = torch.full((plan.layout.micro, 16), 1 / text[:, 1:].numel())

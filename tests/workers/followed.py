@@ -13,12 +13,12 @@ import json
 import sys
 from pathlib import Path
 
-from launch.console import quiet
-from launch.machine import abilities
+from launch.console import terminal
+from launch.machine import description
 from launch.ranks import ending, processes
 
-quiet.quiet_libraries()
-MACHINE = abilities.detect_machine()
+terminal.quiet_libraries()
+MACHINE = description.detect_machine()
 
 import deepspeed  # noqa: E402  (after the accelerator is chosen)
 
@@ -27,7 +27,7 @@ from ds_configs.resolver import followed, resolve  # noqa: E402
 from launch.training import engine as training  # noqa: E402
 from launch.training import micro_batches  # noqa: E402
 from launch.training.build_model import build_module  # noqa: E402
-from launch.training.training_batches import training_batches  # noqa: E402
+from launch.training.micro_batches import training_batches  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 from recipes import catalog  # noqa: E402
 

@@ -21,7 +21,7 @@ from ds_configs.resolver import resolve
 from launch.experiments.parity.groups import temporary_groups
 from launch.ranks import ending, processes
 from launch.ranks.meeting import Meeting
-from launch.training.training_batches import training_batches
+from launch.training.micro_batches import training_batches
 from modeling.parallel.process_grid import ProcessGrid
 from recipes import catalog
 

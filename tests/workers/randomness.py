@@ -13,8 +13,8 @@ from modeling.gpt2 import FAMILY, GPT2Shape
 from modeling.hidden_dropout import salts_of
 from modeling.initialization import Init
 from modeling.layer_list import Stack
+from modeling.parallel.layers import seed_step, tensor_parallel_random
 from modeling.parallel.process_grid import ProcessGrid
-from modeling.parallel.random_state import seed_step, tensor_parallel_random
 
 SEED = 11
 SHAPE = GPT2Shape(

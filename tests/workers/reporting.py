@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 
-from launch.console import quiet
+from launch.console import terminal
 from launch.ranks import ending, processes
 
 Checks = Mapping[str, Callable[[], None]]
@@ -22,7 +22,7 @@ def run_checks(prepare: Callable[[Path], Checks], directory: Path) -> None:
     A check makes all its collective calls before its first assertion, so that a rank that fails does not
     leave the others waiting. `prepare` builds the checks once the process group stands.
     """
-    quiet.quiet_libraries()
+    terminal.quiet_libraries()
     with ending.clean_exit():
         processes.start_processes(timedelta(minutes=1))
         found: dict[str, str | None] = {}

@@ -14,12 +14,12 @@ import time
 from pathlib import Path
 from unittest import mock
 
-from launch.console import quiet
-from launch.machine import abilities
+from launch.console import terminal
+from launch.machine import description
 from launch.ranks import ending, processes
 
-quiet.quiet_libraries()
-MACHINE = abilities.detect_machine()
+terminal.quiet_libraries()
+MACHINE = description.detect_machine()
 
 from data.corpus import build  # noqa: E402  (after the accelerator is chosen)
 from ds_configs.resolver import resolve  # noqa: E402

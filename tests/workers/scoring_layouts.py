@@ -14,12 +14,12 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from launch.console import quiet
-from launch.machine import abilities
+from launch.console import terminal
+from launch.machine import description
 from launch.ranks import ending, processes
 
-quiet.quiet_libraries()
-MACHINE = abilities.detect_machine()
+terminal.quiet_libraries()
+MACHINE = description.detect_machine()
 
 # After the accelerator is chosen.
 from data.tasks.windows import overlapping_windows  # noqa: E402

@@ -13,7 +13,7 @@ from modeling.gpt2 import GPT2Shape
 from modeling.initialization import Init
 from modeling.parallel.process_grid import ProcessGrid
 from modeling.transformer import Attention, LayerShape, TransformerLayer
-from recipes.attention_patterns import Fixed, Window
+from recipes.families import Fixed, Window
 
 B, S, H, HEADS, WINDOW = 2, 257, 16, 4, 40  # long enough for the kernel of blocks, and no multiple of a block
 SHAPE = GPT2Shape(

@@ -38,7 +38,7 @@ from modeling.parallel.cross_entropy import token_losses, token_scores
 from modeling.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from modeling.parallel.process_grid import ProcessGrid
 from modeling.transformer import MLP, Attention, LayerShape, TransformerLayer
-from recipes.rank_order import data_groups, tensor_groups
+from recipes.layout import data_groups, tensor_groups
 
 B, S, H, HEADS = 2, 8, 32, 4
 VOCAB, PADDED = (

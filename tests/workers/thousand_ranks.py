@@ -24,10 +24,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launch.console import quiet
+from launch.console import terminal
 from launch.ranks import door, processes
 
-quiet.quiet_libraries()
+terminal.quiet_libraries()
 
 import deepspeed  # noqa: E402  (after the accelerator is chosen)
 import torch.distributed as dist  # noqa: E402
@@ -47,8 +47,8 @@ from launch.training.engine import build_engine, release_at_end, train_step  # n
 from launch.training.job import Job  # noqa: E402
 from launch.training.micro_batches import salts_of_step  # noqa: E402
 from modeling.families import family_of, meta_parameters  # noqa: E402
+from modeling.parallel.layers import seed_step  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
-from modeling.parallel.random_state import seed_step  # noqa: E402
 from recipes import catalog  # noqa: E402
 from tools.benchmarks.random_batch import random_batch  # noqa: E402
 

@@ -14,12 +14,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from launch.console import quiet
-from launch.machine import abilities
+from launch.console import terminal
+from launch.machine import description
 from launch.ranks import ending, processes
 
-quiet.quiet_libraries()
-MACHINE = abilities.detect_machine()
+terminal.quiet_libraries()
+MACHINE = description.detect_machine()
 
 import torch  # noqa: E402  (after the accelerator is chosen)
 import torch.distributed as dist  # noqa: E402
@@ -30,8 +30,8 @@ from launch.checkpoints.engine_state import EngineState  # noqa: E402
 from launch.experiments.parity.groups import temporary_groups  # noqa: E402
 from launch.training import engine as training  # noqa: E402
 from launch.training.job import Job  # noqa: E402
-from launch.training.training_batches import training_batches  # noqa: E402
-from modeling.formats.families import conversion_of  # noqa: E402
+from launch.training.micro_batches import training_batches  # noqa: E402
+from modeling.families import conversion_of  # noqa: E402
 from modeling.initialization import canonical_name  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 from recipes import catalog  # noqa: E402

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from data.durable_files import write_atomically
-from launch.console import arguments, launch_lines, new_output, output, terminal
+from launch.console import arguments, launch_lines, new_output, terminal
 from launch.console.text_table import table
 from launch.experiments.launching import ROOT, own_environment
 from recipes import files
@@ -85,7 +85,7 @@ def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]
         came = "benchmark.py gpu without a GPU"
         fix = "--on cpu walks through the steps on tiny shapes"
         raise ProblemsError([Problem("--on", came, "its steps measure one", fix)])
-    folder = output.directory("--folder", args.folder).absolute()
+    folder = arguments.directory("--folder", args.folder).absolute()
     kept = read_results(folder, args.on, machine)
     folder.mkdir(parents=True, exist_ok=True)
     # from now on it is known as ours, whose steps are replaced

@@ -17,16 +17,16 @@ from torch.profiler import ProfilerActivity
 
 from data.corpus import build as build_corpus
 from data.loader import MicroBatch
-from launch.machine import abilities
+from launch.machine import description
 from launch.machine.memory import peak_memory
 from launch.ranks import processes
 from launch.training.job import plan_job
+from launch.training.micro_batches import training_batches
 from launch.training.run import next_batch
-from launch.training.training_batches import training_batches
 from modeling import cost
 from modeling.initialization import DTYPES
+from modeling.parallel.layers import seed_step
 from modeling.parallel.process_grid import ProcessGrid
-from modeling.parallel.random_state import seed_step
 from recipes.schema import Recipe
 from tools.benchmarks.specification import Specification
 
@@ -97,7 +97,7 @@ class MeasuredSystem:
         self.loss: float | None = math.nan
         self.said: list[str] = []
         self.recipe = spec.load()
-        machine = abilities.detect_machine()
+        machine = description.detect_machine()
         compiled = spec.compiled
         self.plan = plan_job(
             self.recipe,

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_configs.resolver import resolve
-from launch.console import arguments, new_output, output, terminal
-from launch.machine import abilities
+from launch.console import arguments, new_output, terminal
+from launch.machine import description
 from recipes.problems import Problem, ProblemsError
 from tools.benchmarks import step_speed, step_text
 from tools.benchmarks.specification import Specification
@@ -145,7 +145,9 @@ def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]
     if args.plot is not None:
         new_output.new_file("--plot", args.plot, PICTURES)
     folder = (
-        output.directory("--profile", args.profile).absolute() if args.profile else None
+        arguments.directory("--profile", args.profile).absolute()
+        if args.profile
+        else None
     )
     described = model_line(specs)
     terminal.say(described)
@@ -174,7 +176,7 @@ def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]
 
 def model_line(specs: Sequence[Specification]) -> str:
     """Describe the model and its batch in one line. Raises ValueError if a configuration refuses it."""
-    machine = abilities.detect_machine()
+    machine = description.detect_machine()
     plans = []
     for spec in specs:
         recipe = spec.load()

@@ -33,8 +33,7 @@ from launch.training.micro_batches import (
 )
 from launch.training.schedule import learning_rate
 from modeling.cost.products import Product, head_products, layer_products
-from modeling.families import family_of, model_shape
-from modeling.formats.families import conversion_of
+from modeling.families import conversion_of, family_of, model_shape
 from modeling.initialization import Init
 from recipes.schema import Recipe
 from tools.benchmarks.measured_system import Clock, MeasuredSystem, Work, now

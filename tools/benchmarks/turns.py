@@ -16,7 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from launch.machine import abilities
+from launch.machine import description
 from launch.ranks import joining
 from tools.benchmarks.specification import Specification
 
@@ -121,7 +121,7 @@ def build(spec: Specification) -> tuple[float, list[str]]:
     started = time.time()
     meeting = joining.meet()
     try:
-        abilities.detect_machine()  # before any other code uses the accelerator
+        description.detect_machine()  # before any other code uses the accelerator
         tp, _ = spec.load().parallel.model_parallel
         built["joined"] = joining.joined(meeting, tp)
         built["joined"].__enter__()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ds_configs.jsonfile import ConfigError
+from ds_configs.findings import ConfigError
 from launch.planning.prediction import hardware
 from launch.planning.prediction.published_step import (
     published_seconds,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ds_configs.jsonfile import ConfigError
+from ds_configs.findings import ConfigError
 from launch.planning.memory_fit import memory_of_plan
 from launch.planning.resolved_plans import published_plan
 from launch.tables.evidence import OtherRun, Part

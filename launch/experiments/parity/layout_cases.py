@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from ds_configs.jsonfile import ConfigError
+from ds_configs.findings import ConfigError
 from ds_configs.plan import Machine, Plan
 from ds_configs.resolver import resolve
 from recipes.problems import Problem

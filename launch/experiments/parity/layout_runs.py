@@ -20,7 +20,7 @@ from launch.experiments.launching import run_and_wait, torchrun
 from launch.experiments.parity.comparison import RunOutcome, read_outcome
 from launch.experiments.parity.groups import temporary_groups
 from launch.experiments.parity.layout_cases import LayoutCase, case_plan
-from launch.machine import abilities
+from launch.machine import description
 from launch.ranks import ending, joining
 from launch.ranks.processes import TIMEOUT, rank
 from recipes import catalog
@@ -85,7 +85,7 @@ def work(jobs: Path) -> None:
     out = jobs.parent
     current = out  # run directory of the current case
     meeting = joining.meet(out=str(out))
-    machine = abilities.detect_machine()
+    machine = description.detect_machine()
     cases = [LayoutCase(**case) for case in json.loads(jobs.read_text())]
     with joining.joined(
         meeting,

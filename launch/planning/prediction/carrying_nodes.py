@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ds_configs.jsonfile import ConfigError
+from ds_configs.findings import ConfigError
 from launch.planning.page import Page
 from launch.planning.prediction import workload
 from launch.planning.prediction.forecast import Forecast, forecast

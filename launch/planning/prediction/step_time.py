@@ -14,7 +14,7 @@ from launch.planning.prediction.constants import Constants
 from launch.planning.prediction.hardware import Node
 from launch.planning.prediction.workload import Workload
 from modeling.cost import products
-from recipes.attention_patterns import Window
+from recipes.families import Window
 
 WAITING = 0.1  # of a step's time, from which on the host counts as what limits it
 TILE = 128  # rows and columns that one multiprocessor computes at a time

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_configs.plan import Plan, Precision
-from launch.machine.model_states import places_of, state_widths
+from launch.machine.memory import places_of, state_widths
 from launch.planning.prediction.software import OURS, SYSTEMS, Software
 from modeling import cost
 from modeling.cost.activation_bytes import LayerActivations

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import NamedTuple
 
-from ds_configs.jsonfile import ConfigError
+from ds_configs.findings import ConfigError
 from launch.planning.prediction.forecast import largest_number
 from launch.planning.search import candidates, layout_search, shapes
 from launch.planning.search.candidates import Degrees, Exclusions, SearchQuestion

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import product
 
-from ds_configs.jsonfile import ConfigError
+from ds_configs.findings import ConfigError
 from launch.planning.prediction.forecast import Forecast, forecast
 from launch.planning.prediction.workload import Workload
 from launch.planning.search import candidates

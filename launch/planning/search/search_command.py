@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.durable_files import write_atomically
-from ds_configs import jsonfile
-from launch.console import arguments, launch_lines, new_output, output, terminal
+from ds_configs.findings import find, read
+from launch.console import arguments, launch_lines, new_output, terminal
 from launch.planning.page import Page
 from launch.planning.prediction import hardware, workload
 from launch.planning.prediction.forecast import forecast
@@ -141,7 +141,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Print the layouts, write the first, return exit code 0; 1: nothing fits. Raises ProblemsError."""
     out = path_of(args.out, "--out") if args.out else None
-    if out and output.directory("--out", out).exists():  # refused before the search
+    if out and arguments.directory("--out", out).exists():  # refused before the search
         new_output.new_file("--out", out / JSON_NAME)
     flags, question = question_of(args)
     if args.largest:
@@ -180,7 +180,7 @@ def question_of(args: argparse.Namespace) -> tuple[RecipeFlags, SearchQuestion]:
     }
     flags = RecipeFlags(name, overrides, args.tiny, args.steps)
     recipe = flags.load([*OPEN, *overrides.values()])
-    base = jsonfile.read(jsonfile.find(args.ds_config)) if args.ds_config else None
+    base = read(find(args.ds_config)) if args.ds_config else None
     software = SYSTEMS[args.software] if args.software else OURS
     return flags, SearchQuestion(
         recipe, node, args.nodes, RECOMPUTATION in overrides, base, software

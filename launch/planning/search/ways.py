@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_configs import jsonfile
+from ds_configs.findings import find, read
 from ds_configs.plan import Machine, Plan
 from ds_configs.resolver import resolve
 from recipes.layout import Layout
@@ -59,7 +59,7 @@ def config(
 
     With a layout its numbers stand in the JSON, so that the JSON is refused with any other.
     """
-    own = jsonfile.read(jsonfile.find(way.file))
+    own = read(find(way.file))
     if base is None:
         base = own
     document: dict[str, Any] = copy.deepcopy(base)
@@ -67,7 +67,7 @@ def config(
     kept = {key: value for key, value in given if key not in DECIDED_KEYS}
     zero = {**own["zero_optimization"], **kept, "stage": way.stage}
     if way.offload:
-        section = jsonfile.read(jsonfile.find(way.offload))["zero_optimization"]
+        section = read(find(way.offload))["zero_optimization"]
         zero["offload_optimizer"] = section["offload_optimizer"]
     document["zero_optimization"] = zero
     numbers: dict[str, Any] = dict.fromkeys(BATCH, "auto")

@@ -9,14 +9,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import transformers
 from torch import Tensor
 
 from modeling.cost.parameter_count import head_outputs
-from modeling.lazy_weights import LazyWeights, same_numbers
 from recipes.schema import Dropout, Model
+
+if TYPE_CHECKING:
+    from modeling.lazy_weights import LazyWeights
 
 NO_DROPOUT = Dropout()
 # a row for each token, then padding
@@ -34,6 +36,8 @@ class Form(NamedTuple):
 
 
 SAME = Form(lambda ours, heads: (ours,), lambda theirs, heads: theirs[0])
+
+
 TRANSPOSED = Form(lambda ours, heads: (ours.t(),), lambda theirs, heads: theirs[0].t())
 
 
@@ -52,6 +56,8 @@ class Selection(NamedTuple):
 
     def untied(self) -> list[tuple[str, str]]:
         """Return (copy, tensor) for each copy that differs from its tensor. Reads their numbers."""
+        from modeling.lazy_weights import same_numbers
+
         pairs = (
             (names, copy, self.tensors[names[1]]) for names, copy in self.copies.items()
         )
@@ -136,6 +142,8 @@ class Conversion:
         Parameters of the model that it lacks are absent, and so is a classifier of another task's classes.
         `launch/weights` refuses before what lacks more than a task's head.
         """
+        from modeling.lazy_weights import LazyWeights
+
         found = self.select(theirs).tensors
 
         def convert(entry: NameEntry) -> Tensor:

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data.text.given_text import text_settings
-from data.text.held_out_end import cut_end
+from data.text.held_out import cut_end
 from launch import prepare_data, pretrain
 from recipes import catalog
 from recipes.problems import ProblemsError

@@ -596,7 +596,7 @@ def test_the_command_refuses_in_its_own_flags(monkeypatch, capsys, error, proble
         raise error(problem)
 
     monkeypatch.setattr(prepare_data.fork_server, "start", lambda *modules: None)
-    monkeypatch.setattr(prepare_data.quiet, "quiet_libraries", lambda: None)
+    monkeypatch.setattr(prepare_data.terminal, "quiet_libraries", lambda: None)
     monkeypatch.setattr(pipeline, "prepare", refuse)
     args = prepare_data.build_parser().parse_args(["--tokenizer", "gpt2", "--out", "x"])
     with pytest.raises(SystemExit) as end:

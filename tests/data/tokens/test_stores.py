@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data.durable_files import DamagedFile
 from data.samples.gpt import GptSamples, TokenStream
-from data.split_rule import PARTS, documents_of, part_of, parts
+from data.text.held_out import PARTS, documents_of, part_of, parts
 from data.tokens.opened import ready_made_store
 from data.tokens.store import StoreWriter, open_store, token_dtype
 from recipes.problems import ProblemsError

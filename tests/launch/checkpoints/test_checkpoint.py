@@ -26,7 +26,7 @@ from launch.checkpoints.manifest import Series, joined
 from launch.checkpoints.run_checkpoints import DamagedCheckpoint
 from launch.checkpoints.stored import StoredTensors, TensorPlacement, load_weights
 from launch.checkpoints.tensor_file import TensorEntry
-from launch.training.sample import sample
+from launch.pretrain import sample
 from recipes import catalog
 from recipes.files import FileError
 from recipes.schema import Recipe

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from launching import ROOT, WORKERS, run_ranks
 
-from data.cache import default_directory
+from data.durable_files import cache_directory
 
 FOLDER = ROOT / "launch" / "cluster"
 SBATCH = (FOLDER / "pretrain.sbatch").read_text()
@@ -160,7 +160,7 @@ def test_the_batch_script_trains_on_every_task(checkout):
     assert {"--distribution=block", "--kill-on-bad-exit=1", "--cpus-per-task=16"} <= {*words}
     script, *flags = words[words.index("python") + 1 :]
     assert flags == ["--tiny", "--steps", "1", "--ds_config", "zero1", "--out", "runs/a b", "--resume"]
-    cache = {"MEGARECIPES_CACHE": str(default_directory())}
+    cache = {"MEGARECIPES_CACHE": str(cache_directory())}
     tasks = (2, checkout / "homes", ROOT / script)
     done = run_ranks(2, WORKERS / "srun_task.py", *tasks, *flags, cwd=checkout, env=cache)
     (checkout / "code").write_text(f"{done.returncode}\n")

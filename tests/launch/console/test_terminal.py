@@ -114,7 +114,7 @@ def test_one_thing_is_singular():
 
 def test_deepspeed_says_nothing_when_it_finds_no_gpu():
     program = """
-from launch.console.quiet import quiet_libraries
+from launch.console.terminal import quiet_libraries
 quiet_libraries()
 import deepspeed
 deepspeed.utils.logger.warning("chatter")

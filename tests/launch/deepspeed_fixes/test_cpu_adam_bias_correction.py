@@ -6,7 +6,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from launch.deepspeed_fixes.cpu_adam_bias_correction import replay_bias_correction
 from launch.machine import compiled_ops
-from launch.machine.abilities import detect_machine
+from launch.machine.description import detect_machine
 
 
 class Products:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from launching import ROOT
 
-from launch.console import quiet
-from launch.machine import abilities, checks, doctor_checks, start_checks
-from launch.machine.abilities import VisibleGpu
+from launch.console import terminal
+from launch.machine import checks, description, doctor_checks
 from launch.machine.checks import Check, ok
+from launch.machine.description import VisibleGpu
 from recipes import catalog
 from recipes.problems import ProblemsError
 
@@ -25,9 +25,9 @@ def gpus(monkeypatch):
     """Have the machine these GPUs."""
 
     def put(*found: VisibleGpu, built=CUDA_13, cuda="13.0") -> None:
-        monkeypatch.setattr(start_checks, "gpus", lambda with_free=False: list(found))
+        monkeypatch.setattr(checks, "gpus", lambda with_free=False: list(found))
         monkeypatch.setattr(doctor_checks, "gpus", lambda with_free=False: list(found))
-        monkeypatch.setattr(start_checks, "built_for", lambda: built)
+        monkeypatch.setattr(checks, "built_for", lambda: built)
         monkeypatch.setattr(doctor_checks, "torch_cuda", lambda: cuda)
 
     return put
@@ -70,20 +70,20 @@ def test_what_failed_is_refused_with_its_fix():
     ],
 )
 def test_which_code_runs_on_which_gpu(capability, built, runs):
-    assert start_checks.runs_on(capability, built) is runs
+    assert checks.runs_on(capability, built) is runs
 
 
 def test_a_torch_without_kernels_for_the_gpu_names_the_one_that_has_them(gpus):
     gpus(V100)
-    found = start_checks.kernels()
+    found = checks.kernels()
     assert found.verdict == "failed" and "Tesla V100-SXM2-32GB (sm_70)" in found.found
     assert re.search(
         r"pip install torch==[\d.]+ --index-url https://download.pytorch.org/whl/cu126;", found.fix
     )
     gpus(H200)
-    assert start_checks.kernels().verdict == "ok"
+    assert checks.kernels().verdict == "ok"
     gpus(V100, built=["sm_70", "sm_80"])
-    assert start_checks.kernels().verdict == "ok"
+    assert checks.kernels().verdict == "ok"
 
 
 def test_what_torch_itself_says_of_missing_kernels_is_not_hidden(monkeypatch):
@@ -95,7 +95,7 @@ def test_what_torch_itself_says_of_missing_kernels_is_not_hidden(monkeypatch):
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     with warnings.catch_warnings(record=True) as said:
-        quiet.quiet_libraries()
+        terminal.quiet_libraries()
         warnings.warn("whatever else a library has to say", stacklevel=1)
         torch.cuda._check_capability()
         torch.cuda._check_cubins()
@@ -123,26 +123,26 @@ def test_an_nvcc_of_another_major_version_fails(gpus, monkeypatch):
 
 
 def test_docker_gives_too_little_shared_memory_for_nccl(gpus, monkeypatch):
-    monkeypatch.setattr(start_checks, "free_bytes", lambda place: 64e6)
-    assert start_checks.shared_memory(8).verdict == "ok", "gloo needs none"
+    monkeypatch.setattr(checks, "free_bytes", lambda place: 64e6)
+    assert checks.shared_memory(8).verdict == "ok", "gloo needs none"
     gpus(H200, H200)
-    assert start_checks.shared_memory(1).verdict == "ok", "alone"
-    found = start_checks.shared_memory(2)
+    assert checks.shared_memory(1).verdict == "ok", "alone"
+    found = checks.shared_memory(2)
     assert found.verdict == "failed" and "--shm-size=1g" in found.fix
-    monkeypatch.setattr(start_checks, "free_bytes", lambda place: 5e8)
-    assert start_checks.shared_memory(2).verdict == "warning"
-    monkeypatch.setattr(start_checks, "free_bytes", lambda place: 1e9)
-    assert start_checks.shared_memory(2).verdict == "ok"
+    monkeypatch.setattr(checks, "free_bytes", lambda place: 5e8)
+    assert checks.shared_memory(2).verdict == "warning"
+    monkeypatch.setattr(checks, "free_bytes", lambda place: 1e9)
+    assert checks.shared_memory(2).verdict == "ok"
 
 
 def test_packages_that_are_missing_or_of_untested_versions(monkeypatch):
-    real = start_checks.installed
+    real = checks.installed
     ours, theirs = catalog.load(), catalog.load("jeanzay_hf_deepspeed_performance/48b-mb8-0525", tiny=True)
 
     def put(recipe=ours, **versions):
         names = {name.replace("_", "-"): version for name, version in versions.items()}
-        monkeypatch.setattr(start_checks, "installed", lambda name: names.get(name, real(name)))
-        return start_checks.packages(recipe)
+        monkeypatch.setattr(checks, "installed", lambda name: names.get(name, real(name)))
+        return checks.packages(recipe)
 
     assert put().verdict == "ok"
     assert put(torch="2.11.0+cu126", ruff=None, ftfy=None, jinja2=None).verdict == "ok"
@@ -159,7 +159,7 @@ def test_no_compiler_is_a_warning_that_names_what_is_missing(monkeypatch, tmp_pa
     monkeypatch.setenv("CXX", str(tmp_path / "none"))
     found = doctor_checks.compiler()
     assert found.verdict == "warning" and f"no {tmp_path / 'none'}:" in found.found and "g++" in found.fix
-    assert abilities.detect_machine().compiler is False
+    assert description.detect_machine().compiler is False
 
 
 def test_a_hostfile_is_read_by_the_launchers_own_rules(tmp_path):
@@ -195,31 +195,29 @@ def test_every_variable_of_the_project_is_known():
     for package in ("recipes", "ds_configs", "modeling", "data", "launch"):
         for file in (ROOT / package).rglob("*.py"):
             read |= set(re.findall(r"\bMEGARECIPES_[A-Z_]+[A-Z]\b", file.read_text()))
-    assert read == set(start_checks.VARIABLES)
+    assert read == set(checks.VARIABLES)
 
 
 def test_a_misspelt_variable_is_noticed(monkeypatch):
-    for name in start_checks.VARIABLES:
+    for name in checks.VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    assert start_checks.variables().verdict == "ok"
+    assert checks.variables().verdict == "ok"
     monkeypatch.setenv("MEGARECIPES_CAHCE", "/x")
-    found = start_checks.variables()
+    found = checks.variables()
     assert found.verdict == "warning" and found.fix == "did you mean MEGARECIPES_CACHE?"
     monkeypatch.delenv("MEGARECIPES_CAHCE")
     monkeypatch.setenv("MEGARECIPES_VERBOSE", "true")
-    assert "MEGARECIPES_VERBOSE=true does nothing" in start_checks.variables().found
+    assert "MEGARECIPES_VERBOSE=true does nothing" in checks.variables().found
     monkeypatch.setenv("MEGARECIPES_VERBOSE", "1")
-    assert start_checks.variables().found == "MEGARECIPES_VERBOSE=1"
+    assert checks.variables().found == "MEGARECIPES_VERBOSE=1"
 
 
 def test_a_small_disk(monkeypatch, tmp_path):
-    assert start_checks.space(tmp_path, 12.0, 3).verdict == "ok"
-    monkeypatch.setattr(start_checks, "free_bytes", lambda place: 25e9)
-    found = start_checks.space(tmp_path / "not" / "yet", 30e9, 3)
+    assert checks.space(tmp_path, 12.0, 3).verdict == "ok"
+    monkeypatch.setattr(checks, "free_bytes", lambda place: 25e9)
+    found = checks.space(tmp_path / "not" / "yet", 30e9, 3)
     assert found.verdict == "failed" and "25 GB free, and a checkpoint takes 30 GB" in found.found
-    found = start_checks.space(tmp_path, 10e9, 3)
+    found = checks.space(tmp_path, 10e9, 3)
     assert found.verdict == "warning" and "--set run.keep_checkpoints=" in found.fix
-    assert start_checks.space(tmp_path, 10e9, None).verdict == "warning", (
-        "nobody knows how many there will be"
-    )
-    assert start_checks.space(tmp_path, 30e9, 0).verdict == "ok", "none is saved"
+    assert checks.space(tmp_path, 10e9, None).verdict == "warning", "nobody knows how many there will be"
+    assert checks.space(tmp_path, 30e9, 0).verdict == "ok", "none is saved"

@@ -5,13 +5,13 @@ import subprocess
 
 import pytest
 
-from launch.machine import abilities, description
+from launch.machine import description
 from launch.ranks import processes
 
 
 @pytest.mark.skipif(processes.device().own_memory, reason="a device that is asked itself")
 def test_what_cores_can_do_is_the_same_on_paper(tmp_path):
-    assert abilities.detect_machine(on_paper=True) == abilities.detect_machine()
+    assert description.detect_machine(on_paper=True) == description.detect_machine()
     cores = {  # flags -> products in fp16, in bf16
         "sse2 avx2": (False, False),
         "avx2 avx512f avx512bw avx512vl avx512dq": (False, False),  # bf16 at a fifth of fp32's rate
@@ -21,8 +21,8 @@ def test_what_cores_can_do_is_the_same_on_paper(tmp_path):
     }
     for number, (flags, can) in enumerate(cores.items()):
         (file := tmp_path / str(number)).write_text(f"processor: 0\nflags\t\t: fpu {flags}\n")
-        assert abilities.halves_of_cores(file) == can
-    assert abilities.halves_of_cores(tmp_path / "none") is None, "torch is asked"
+        assert description.halves_of_cores(file) == can
+    assert description.halves_of_cores(tmp_path / "none") is None, "torch is asked"
 
 
 def test_the_hardware_is_described(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from launch.machine import memory
-from launch.machine.abilities import VisibleGpu
+from launch.machine.description import VisibleGpu
 
 
 @pytest.fixture

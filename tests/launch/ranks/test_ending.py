@@ -10,7 +10,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from launch.ranks import ending, stop_request
+from launch.ranks import ending
+from launch.training import early_ends
 
 
 def test_a_failure_is_kept_before_what_surrounds_it_is_released(tmp_path):
@@ -59,16 +60,16 @@ ASKING = "SIGTERM SIGINT SIGUSR1 SIGUSR2 SIGXCPU SIGHUP"
 
 @pytest.mark.parametrize("number", [getattr(signal, name) for name in ASKING.split()])
 def test_a_signal_asks_for_a_stop(tmp_path, number):
-    with stop_request.StopRequest(tmp_path / "STOP") as stop:
+    with early_ends.StopRequest(tmp_path / "STOP") as stop:
         assert stop.look() == ""
         os.kill(os.getpid(), number)
-        assert stop.look() == signal.Signals(number).name and stop.reason in stop_request.REASONS
+        assert stop.look() == signal.Signals(number).name and stop.reason in early_ends.REASONS
 
 
 def test_nohup_is_heard(tmp_path):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with stop_request.StopRequest(tmp_path / "STOP") as stop:
+        with early_ends.StopRequest(tmp_path / "STOP") as stop:
             os.kill(os.getpid(), signal.SIGHUP)
             assert stop.look() == ""
     finally:
@@ -80,7 +81,7 @@ def test_a_file_system_that_does_not_answer_asks_for_nothing(tmp_path, monkeypat
         raise OSError(errno.ESTALE, "Stale file handle")
 
     monkeypatch.setattr(os, "stat", stale)
-    assert stop_request.StopRequest(tmp_path / "STOP").look() == ""
+    assert early_ends.StopRequest(tmp_path / "STOP").look() == ""
 
 
 @pytest.mark.parametrize("quits", [True, False])
@@ -89,7 +90,7 @@ def test_a_rank_that_quits_leaves_the_stacks_of_all_threads(tmp_path, quits):
     left = tmp_path / "stacks-rank-0.txt"
     if (child := os.fork()) == 0:
         threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-        with stop_request.stacks_at_quit(left):
+        with early_ends.stacks_at_quit(left):
             if quits:
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
                 os.kill(os.getpid(), signal.SIGQUIT)
@@ -103,13 +104,13 @@ def test_a_rank_that_quits_leaves_the_stacks_of_all_threads(tmp_path, quits):
 
 def test_the_stop_file_asks_once(tmp_path):
     (tmp_path / "STOP").touch()
-    assert stop_request.StopRequest(tmp_path / "STOP").look() == "STOP file"
-    assert stop_request.StopRequest(tmp_path / "STOP").look() == ""
+    assert early_ends.StopRequest(tmp_path / "STOP").look() == "STOP file"
+    assert early_ends.StopRequest(tmp_path / "STOP").look() == ""
 
 
 def test_a_directory_in_its_place_asks_as_well(tmp_path):
     (tmp_path / "STOP").mkdir()
-    assert stop_request.StopRequest(tmp_path / "STOP").look() == "STOP file"
+    assert early_ends.StopRequest(tmp_path / "STOP").look() == "STOP file"
 
 
 def test_torchrun_ends_its_own_traceback_with_the_first_line_of_a_refusal(tmp_path, monkeypatch, capsys):

@@ -243,7 +243,7 @@ def test_a_training_by_tensor_ranks_says_so_before_it_asks_cuda_for_anything(mon
         asked.append(os.environ.pop(name, None))
         raise ProblemsError([Problem("x", "asked", "enough", "stop")])
 
-    monkeypatch.setattr(pretrain.abilities, "detect_machine", detect_machine)
+    monkeypatch.setattr(pretrain.description, "detect_machine", detect_machine)
     for flags in ("zero1", "zero1 --set parallel.tp=2", "3d", "no"):
         args = pretrain.build_parser().parse_args(["--tiny", "--ds_config", *flags.split()])
         with pytest.raises(ProblemsError):

@@ -10,7 +10,7 @@ import pytest
 from launching import WORKERS, run, run_ranks
 
 from launch import report
-from launch.ranks import ending, out_of_memory
+from launch.ranks import ending
 
 TINY = ["--recipe", "parallel_kinds/zero1", "--tiny", "--steps", "4", "--ds_config", "zero1"]
 
@@ -38,8 +38,10 @@ OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
     ],
 )
 def test_tracebacks_that_say_oom(said):
-    assert out_of_memory.line(TRACEBACK.format(said))
-    assert out_of_memory.line(TRACEBACK.format("ValueError: no")) is None, "a line of source code counts"
+    assert ending.out_of_memory_line(TRACEBACK.format(said))
+    assert ending.out_of_memory_line(TRACEBACK.format("ValueError: no")) is None, (
+        "a line of source code counts"
+    )
 
 
 def test_exceptions_that_are_an_oom():
@@ -50,13 +52,13 @@ def test_exceptions_that_are_an_oom():
         MemoryError(),
         RuntimeError("DefaultCPUAllocator: can't allocate memory"),
     ):
-        assert out_of_memory.said_by(error)
+        assert ending.out_of_memory_said_by(error)
     for error in (
         RuntimeError("Connection closed by peer"),
         ValueError("CUDA out of memory"),
         RuntimeError("out of tune"),
     ):
-        assert out_of_memory.said_by(error) is None
+        assert ending.out_of_memory_said_by(error) is None
     assert not ending.lost_peers(RuntimeError("NCCL error: Cuda failure 2 'out of memory'")), (
         "it would wait to be ended, and say nothing"
     )

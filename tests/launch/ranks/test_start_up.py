@@ -8,8 +8,8 @@ import time
 import pytest
 from launching import run
 
-from launch.ranks import orphans, start_up
-from launch.ranks.start_up import StartClock
+from launch.ranks import joining
+from launch.ranks.joining import StartClock
 
 # Everything that training imports until its first step, in the order of `pretrain.run`.
 BEFORE_THE_FIRST_STEP = """
@@ -64,15 +64,15 @@ def test_importing_muon_loads_the_compiler(said):
 )
 def test_the_launch_is_that_of_the_launcher(monkeypatch, commands, first):
     above = {os.getpid(): 1, 1: 2, 2: 3, 3: None}
-    monkeypatch.setattr(orphans, "parent_of", above.get)
-    monkeypatch.setattr(orphans, "command_of", lambda pid: commands.get(pid, ""))
-    assert start_up.first_launcher() == (first or os.getpid())
+    monkeypatch.setattr(joining, "parent_of", above.get)
+    monkeypatch.setattr(joining, "command_of", lambda pid: commands.get(pid, ""))
+    assert joining.first_launcher() == (first or os.getpid())
 
 
 def test_the_parts_of_a_start_are_all_of_its_time(monkeypatch):
-    monkeypatch.setattr(start_up, "first_launcher", lambda: os.getppid())
+    monkeypatch.setattr(joining, "first_launcher", lambda: os.getppid())
     started = {os.getpid(): 100.0, os.getppid(): 97.0}
-    monkeypatch.setattr(start_up, "started", started.get)
+    monkeypatch.setattr(joining, "started", started.get)
     now = iter([101.0, 104.0, 104.5, 106.0])
     monkeypatch.setattr(time, "clock_gettime", lambda clock: next(now))
     clock = StartClock()
@@ -85,7 +85,7 @@ def test_compiling_is_counted_apart(monkeypatch):
     clock = StartClock()
     now, spent = time.clock_gettime(time.CLOCK_BOOTTIME), iter([0.0, 2.0, 5.0])
     times = iter([now, now + 3, now + 8])
-    monkeypatch.setattr(start_up, "compiling_seconds", lambda: next(spent))
+    monkeypatch.setattr(joining, "compiling_seconds", lambda: next(spent))
     monkeypatch.setattr(time, "clock_gettime", lambda clock: next(times))
     for part in ("imports", "engine", "weights"):
         clock.mark(part)
@@ -95,16 +95,16 @@ def test_compiling_is_counted_apart(monkeypatch):
 
 def test_a_process_knows_when_it_was_started():
     """Linux says it in ticks of a clock that counts from the machine's start."""
-    done = run([sys.executable, "-c", "from launch.ranks.start_up import StartClock; import time\n"
+    done = run([sys.executable, "-c", "from launch.ranks.joining import StartClock; import time\n"
                 "time.sleep(0.5); c = StartClock(); c.mark('x'); print(c.parts['x'] >= 0.4)"])  # fmt: skip
     assert done.stdout.strip().endswith("True"), done.stdout
 
 
 def test_libraries_are_not_looked_through_for_garbage():
     try:
-        start_up.postpone_collections()
+        joining.postpone_collections()
         assert not gc.isenabled()
-        start_up.resume_collections()
+        joining.resume_collections()
         assert gc.isenabled() and gc.get_freeze_count() > 1000
     finally:
         gc.unfreeze()
@@ -115,7 +115,7 @@ def test_libraries_are_not_looked_through_for_garbage():
 def test_compiled_code_is_kept_with_what_is_prepared_once(tmp_path, monkeypatch):
     """torch's compiler settles on a temporary directory where none is named when it is imported."""
     code = (
-        "from launch.ranks import start_up; start_up.keep_compiled_code()\n"
+        "from launch.ranks import joining; joining.keep_compiled_code()\n"
         "import deepspeed, launch.training.compiling, torch, torch._dynamo\n"
         "print('CODE IN', torch._inductor.runtime.cache_dir_utils.cache_dir())"
     )

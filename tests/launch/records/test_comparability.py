@@ -7,7 +7,7 @@ import pytest
 from launching import ROOT
 from recorded import facts, plan
 
-from ds_configs.jsonfile import find, read
+from ds_configs.findings import find, read
 from ds_configs.plan import GPU, Machine
 from ds_configs.resolver import resolve
 from launch.records.deviations import Incomparable, not_comparable

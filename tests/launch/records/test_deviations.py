@@ -11,7 +11,7 @@ from recorded import facts, plan
 from ds_configs.plan import HOST, Machine
 from launch import pretrain
 from launch.records.deviations import deviations
-from launch.training import deepspeed_judgement
+from launch.training.job import check_by_deepspeed
 from launch.training.start import show_plan
 from recipes import catalog
 from recipes.layout import Layout
@@ -90,7 +90,7 @@ def test_what_a_recipe_says_of_itself_is_said_of_a_tiny_run_too_where_tiny_keeps
 @pytest.fixture
 def cpu(monkeypatch):
     machine = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=True)
-    monkeypatch.setattr("launch.machine.abilities.detect_machine", lambda emulate, **on_paper: machine)
+    monkeypatch.setattr("launch.machine.description.detect_machine", lambda emulate, **on_paper: machine)
 
 
 @pytest.mark.usefixtures("cpu")
@@ -117,7 +117,7 @@ def test_deepspeed_judges_what_is_handed_on():
     plan = pretrain.training_of(pretrain.build_parser().parse_args([])).job.plan
     later = {**plan.ds, "compile": {"passes": ["z1", "z4"]}}  # as a rule of another version
     with pytest.raises(ValueError) as refused:
-        deepspeed_judgement.check(dataclasses.replace(plan, ds=later), "mine.json")
+        check_by_deepspeed(dataclasses.replace(plan, ds=later), "mine.json")
     assert 'mine.json: compile.passes.1="z4": DeepSpeed refuses it (input should be' in str(refused.value)
 
 

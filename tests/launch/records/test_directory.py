@@ -19,7 +19,7 @@ from data import durable_files
 from data.durable_files import write_atomically
 from ds_configs.findings import Notice
 from ds_configs.plan import Plan
-from launch.console.output import run_directory
+from launch.console.arguments import run_directory
 from launch.machine import description
 from launch.records.admission import admit
 from launch.records.directory import RunDirectory

@@ -15,7 +15,7 @@ from recorded import outcome, plan, recipe, recorder, run_steps
 
 from launch.console.progress import LINES_PER_RUN
 from launch.machine import memory
-from launch.ranks.start_up import StartClock
+from launch.ranks.joining import StartClock
 from launch.records.facts import RECORDS_LOST, Ending, Peaks, SaveOutcome, Validation
 from launch.records.loss_plot import plot_loss
 from launch.records.metrics import START_PARTS, Records, curve, read_metrics

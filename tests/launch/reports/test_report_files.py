@@ -62,7 +62,7 @@ def test_a_directory_is_made_only_for_a_report(tables, tmp_path, capsys, monkeyp
     def denied(dir):
         raise PermissionError(13, "Permission denied", str(dir))
 
-    monkeypatch.setattr("launch.console.output.tempfile.TemporaryFile", denied)
+    monkeypatch.setattr("launch.console.arguments.tempfile.TemporaryFile", denied)
     assert report.main(["--table", "quiet", "--out", str(tmp_path / "theirs" / "out")], tables) == 2
     said = capsys.readouterr().err
     assert f"--out {tmp_path / 'theirs' / 'out'} cannot be made (Permission denied)" in said

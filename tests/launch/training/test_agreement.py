@@ -11,9 +11,9 @@ import torch.distributed as dist
 from ds_configs.plan import ANY_GPU
 from ds_configs.resolver import resolve
 from launch.machine import description
-from launch.ranks.stop_request import REASONS
 from launch.training import agreement
 from launch.training.agreement import StepReport
+from launch.training.early_ends import REASONS
 from recipes import catalog
 
 GPU = ANY_GPU

@@ -10,7 +10,7 @@ import torch
 from ds_configs.plan import GPU, HOST, Machine
 from ds_configs.resolver import resolve
 from launch.ranks import processes
-from launch.training import compile_choice, compiling
+from launch.training import compiling, job
 from modeling.layer_list import Stack
 from recipes import catalog
 from recipes.problems import ProblemsError
@@ -21,7 +21,7 @@ CPU = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=False)
 
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch):
-    monkeypatch.setattr(compile_choice.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(job.os, "sched_getaffinity", lambda _: {0, 1})
 
 
 def plan(steps: int | None = None, tiny: bool = False):
@@ -29,49 +29,49 @@ def plan(steps: int | None = None, tiny: bool = False):
 
 
 def test_a_long_run_is_compiled_and_a_short_or_an_emulated_one_is_not():
-    assert compile_choice.compiles("auto", plan(LONG), CPU)
-    assert not compile_choice.compiles("auto", plan(LONG), replace(CPU, emulated_fp16=True))
-    assert not compile_choice.compiles("auto", plan(), CPU)
-    assert not compile_choice.compiles("auto", plan(tiny=True), CPU)
+    assert job.compiles("auto", plan(LONG), CPU)
+    assert not job.compiles("auto", plan(LONG), replace(CPU, emulated_fp16=True))
+    assert not job.compiles("auto", plan(), CPU)
+    assert not job.compiles("auto", plan(tiny=True), CPU)
 
 
 def test_the_user_decides_where_they_say_so():
-    assert compile_choice.compiles("on", plan(tiny=True), CPU)
-    assert not compile_choice.compiles("off", plan(LONG), CPU)
+    assert job.compiles("on", plan(tiny=True), CPU)
+    assert not job.compiles("off", plan(LONG), CPU)
 
 
 def test_an_old_torch_compiles_no_tensor_parallel_layer(monkeypatch):
     halves = resolve(catalog.load("default/sotu", ["parallel.tp=2"], steps=LONG), "zero1", 2, CPU)
-    assert compile_choice.compiles("auto", halves, CPU)
-    monkeypatch.setattr(compile_choice, "version", lambda _: "2.11.0+cu130")
-    assert not compile_choice.compiles("auto", halves, CPU)
-    assert compile_choice.compiles("auto", plan(LONG), CPU)
+    assert job.compiles("auto", halves, CPU)
+    monkeypatch.setattr(job, "version", lambda _: "2.11.0+cu130")
+    assert not job.compiles("auto", halves, CPU)
+    assert job.compiles("auto", plan(LONG), CPU)
     with pytest.raises(ProblemsError, match="tp=2 and torch 2.11.0"):
-        compile_choice.compiles("on", halves, CPU)
+        job.compiles("on", halves, CPU)
 
 
 def test_a_missing_compiler_is_said_where_something_is_lost_by_it():
     lacking = replace(CPU, compiler=False)
-    assert not compile_choice.compiles("auto", plan(LONG), lacking)
-    said = compile_choice.explain_missing("auto", plan(LONG), lacking)
+    assert not job.compiles("auto", plan(LONG), lacking)
+    said = job.explain_missing_compiler("auto", plan(LONG), lacking)
     assert said is not None and "g++" in said
-    assert compile_choice.explain_missing("auto", plan(LONG), CPU) is None
-    assert compile_choice.explain_missing("off", plan(LONG), lacking) is None
-    assert compile_choice.explain_missing("auto", plan(), lacking) is None
+    assert job.explain_missing_compiler("auto", plan(LONG), CPU) is None
+    assert job.explain_missing_compiler("off", plan(LONG), lacking) is None
+    assert job.explain_missing_compiler("auto", plan(), lacking) is None
 
 
 def test_zero_3_on_a_gpu_is_compiled_on_request_alone(monkeypatch):
-    monkeypatch.setattr(compile_choice, "has_compiler", lambda machine: True)
+    monkeypatch.setattr(job, "has_compiler", lambda machine: True)
     gpu = Machine(GPU, fp16=True, bf16=True, compiler=True, libaio=False)
     recipe = catalog.load("default/sotu", steps=10**7)
     by_stage = {stage: resolve(recipe, f"zero{stage}", 1, gpu) for stage in (2, 3)}
-    assert compile_choice.compiles("auto", by_stage[2], gpu)
-    assert not compile_choice.compiles("auto", by_stage[3], gpu)
-    assert compile_choice.compiles("on", by_stage[3], gpu)
-    assert compile_choice.compiles("auto", by_stage[3], CPU)
+    assert job.compiles("auto", by_stage[2], gpu)
+    assert not job.compiles("auto", by_stage[3], gpu)
+    assert job.compiles("on", by_stage[3], gpu)
+    assert job.compiles("auto", by_stage[3], CPU)
     before_ampere = replace(gpu, bf16=False)
-    assert not compile_choice.compiles("auto", by_stage[2], before_ampere)
-    assert compile_choice.compiles("on", by_stage[2], before_ampere)
+    assert not job.compiles("auto", by_stage[2], before_ampere)
+    assert job.compiles("on", by_stage[2], before_ampere)
 
 
 WHOLE = [

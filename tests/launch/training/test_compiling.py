@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._inductor import cpp_builder
 from torch.nn import functional as F
 
-from launch.machine import abilities
+from launch.machine import description
 from launch.training import compiling
 from modeling.attention import attention
 
@@ -16,7 +16,7 @@ SAMPLES, POSITIONS, HEADS, HEAD_SIZE = 8, 256, 6, 64  # of the default recipe
 
 
 @pytest.mark.long
-@pytest.mark.skipif(bool(abilities.missing_for_compiling()), reason="there is no compiler")
+@pytest.mark.skipif(bool(description.missing_for_compiling()), reason="there is no compiler")
 def test_attention_in_bf16_is_that_of_eager_code(monkeypatch):
     monkeypatch.setattr(cpp_builder, "_get_optimization_cflags", cpp_builder._get_optimization_cflags)
     compiling.keep_gcc_from_joining_statements()

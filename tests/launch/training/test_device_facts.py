@@ -27,11 +27,11 @@ from data.corpus import build
 from ds_configs.plan import ANY_GPU, GPU, HOST, Device, Machine
 from ds_configs.resolver import resolve
 from launch.checkpoints import run_checkpoints
-from launch.machine import description, doctor_checks, memory, start_checks
+from launch.machine import checks, description, doctor_checks, memory
 from launch.ranks import processes
-from launch.training import compile_choice
+from launch.training import job
 from launch.training import run as training_run
-from launch.training.training_batches import training_batches
+from launch.training.micro_batches import training_batches
 from recipes import catalog
 
 BESIDE = Device("cpu", asynchronous=True, own_memory=False)
@@ -85,7 +85,7 @@ def test_zero_3_without_leaves_breaks_the_graph_of_a_layer_and_is_not_compiled_b
     tmp_path, monkeypatch
 ):
     """Compilation is "auto" only where a layer is one graph; the loss is another."""
-    monkeypatch.setattr(compile_choice, "has_compiler", lambda machine: True)
+    monkeypatch.setattr(job, "has_compiler", lambda machine: True)
     cases = [("zero3", HOST), ("zero3", BESIDE), ("zero1", BESIDE)]
     given = [{"ds_config": name, "asynchronous": device.asynchronous} for name, device in cases]
     (tmp_path / "cases.json").write_text(json.dumps(given))
@@ -96,7 +96,7 @@ def test_zero_3_without_leaves_breaks_the_graph_of_a_layer_and_is_not_compiled_b
     for (name, device), count in zip(cases, counts, strict=True):
         machine = Machine(device, fp16=False, bf16=True, compiler=True, libaio=False)
         plan = resolve(catalog.load("default/sotu", steps=10**7), name, 1, machine)
-        assert compile_choice.compiles("auto", plan, machine) is not bool(count["breaks"]), count
+        assert job.compiles("auto", plan, machine) is not bool(count["breaks"]), count
 
 
 @pytest.mark.parametrize("device", [HOST, GPU], ids=["cpu", "gpu"])
@@ -163,8 +163,8 @@ def test_memory_and_names_are_those_of_the_device_whoever_made_it(monkeypatch):
     assert (described["accelerators"], described["accelerator_memory_gb"]) == (2, 64.0)
     assert memory.peak_memory() == memory.PeakMemory(5, "GPU memory allocated")
     assert memory.peak_cached_bytes() == 7 and memory.this_machine().gpu_bytes == 64e9
-    monkeypatch.setattr(start_checks, "built_for", lambda: ["gfx90a"])
-    assert doctor_checks.accelerator().verdict == start_checks.kernels().verdict == "ok"
+    monkeypatch.setattr(checks, "built_for", lambda: ["gfx90a"])
+    assert doctor_checks.accelerator().verdict == checks.kernels().verdict == "ok"
     assert processes.device_identity() is None, "no serial number that ranks could share"
 
 

@@ -2,20 +2,19 @@
 
 import pytest
 
-from ds_configs import jsonfile
-from ds_configs.jsonfile import ConfigError
+from ds_configs.findings import ConfigError, available
 from ds_configs.plan import ANY_GPU, HOST, Machine
 from launch.planning.resolved_plans import resolve_on_machine
-from launch.training import deepspeed_judgement
+from launch.training import job
 from launch.training.job import plan_anywhere, plan_job
 from recipes import catalog
 
 
 def test_deepspeed_takes_our_configurations():
     """So a plan on paper need not ask it, which takes seconds; a user's own file is judged there too."""
-    for name in jsonfile.available():
+    for name in available():
         plan = resolve_on_machine(catalog.load(), name)
-        deepspeed_judgement.check(plan, name)
+        job.check_by_deepspeed(plan, name)
 
 
 def test_a_users_configuration_is_judged_on_paper_too(tmp_path):

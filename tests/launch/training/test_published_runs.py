@@ -3,7 +3,7 @@
 import pytest
 from launching import deepspeed, run
 
-from launch.machine.abilities import detect_machine
+from launch.machine.description import detect_machine
 from launch.planning import resolved_plans
 from launch.records.metrics import read_metrics
 from launch.records.result import read_result

@@ -8,13 +8,12 @@ import torch
 
 from launch.checkpoints.manifest import Progress
 from launch.checkpoints.run_checkpoints import Checkpoint
-from launch.ranks.stop_request import REASONS
 from launch.ranks.watchdog import LONG, Phase, Watchdog
 from launch.records.facts import SilentRecorder, StepRecord
-from launch.training import loop, training_batches
+from launch.training import loop, micro_batches
 from launch.training import run as runs
 from launch.training.agreement import StepNews, StepReport
-from launch.training.early_ends import STUCK_STEPS, BrokenData, Diverged, SkipCounter
+from launch.training.early_ends import REASONS, STUCK_STEPS, BrokenData, Diverged, SkipCounter
 from launch.training.run import Start, TrainingRun
 from recipes import catalog
 
@@ -204,7 +203,7 @@ def test_a_save_is_completed_once_all_ranks_have_written_their_files(start):
 def test_all_ranks_end_after_the_step_in_which_one_cannot_read_the_next(start, monkeypatch):
     run, events = start()
     run.batches.fetch = lambda: "line 7 is broken"
-    monkeypatch.setattr(training_batches, "gathered", lambda own, group: [None, own, own])
+    monkeypatch.setattr(micro_batches, "gathered", lambda own, group: [None, own, own])
     run.fetch_next(3)
     said = heard(StepReport(), run.exchange(0))
     with pytest.raises(BrokenData, match="^line 7 is broken"), run:
@@ -269,7 +268,7 @@ def test_ranks_tell_of_a_step_while_it_is_computed_and_hear_once_its_figures_are
 def test_the_ranks_of_a_model_copy_make_their_group_without_the_others(monkeypatch):
     made = []
     new_group = lambda *of, **more: made.append((*of, more)) or "group"  # noqa: E731
-    monkeypatch.setattr(training_batches.dist, "new_group", new_group)
+    monkeypatch.setattr(micro_batches.dist, "new_group", new_group)
     grid = SimpleNamespace(tp=2, pp=1, dp=512, rank=7, timeout="patience")
-    assert training_batches._copy_group(grid) == ("group", 6)
+    assert micro_batches._copy_group(grid) == ("group", 6)
     assert made == [([6, 7], "patience", "gloo", {"use_local_synchronization": True})]

@@ -3,7 +3,7 @@
 import pytest
 from compared import start_forked
 
-from ds_configs.jsonfile import ConfigError
+from ds_configs.findings import ConfigError
 from ds_configs.plan import ANY_GPU
 from ds_configs.resolver import resolve
 from launch.experiments.parity.layout_cases import FORCED, LayoutCase

@@ -12,7 +12,7 @@ import torch
 from launching import ROOT, WORKERS, deepspeed, environment, run, run_ranks
 from stored import complete_checkpoints
 
-from ds_configs.jsonfile import ConfigError
+from ds_configs.findings import ConfigError
 from ds_configs.plan import HOST, Machine
 from ds_configs.resolver import resolve
 from launch.checkpoints.run_checkpoints import newest

@@ -17,7 +17,7 @@ from launch.checkpoints.stored import StoredTensors
 from launch.machine import memory
 from launch.weights import export
 from launch.weights.export import ExportMismatch, compare
-from modeling.formats.families import conversion_of
+from modeling.families import conversion_of
 from recipes import catalog
 from recipes.problems import ProblemsError
 

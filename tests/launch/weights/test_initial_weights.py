@@ -22,7 +22,7 @@ from launch.training import build_model, transformers_model
 from launch.weights import export
 from launch.weights import foreign_weights as given_tensors
 from launch.weights.initial_weights import GivenModel, InitialWeights
-from modeling.formats.families import conversion_of
+from modeling.families import conversion_of
 from modeling.formats.huggingface.config_forms import SHAPE, form_of
 from modeling.formats.huggingface.weight_files import read_state_dict
 from recipes import catalog, families

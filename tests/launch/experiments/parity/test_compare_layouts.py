@@ -207,7 +207,7 @@ def test_a_failing_layout_keeps_no_other_from_running(tmp_path):
 )
 def test_what_cannot_be_compared_is_refused_before_training(flags, said, monkeypatch, capfd):
     monkeypatch.setattr(sys, "argv", [*COMMAND[1:], *flags])
-    monkeypatch.setattr(compare_layouts.quiet, "quiet_libraries", lambda: None)
+    monkeypatch.setattr(compare_layouts.terminal, "quiet_libraries", lambda: None)
     with pytest.raises(SystemExit) as ended:
         compare_layouts.main()
     printed = "".join(capfd.readouterr())

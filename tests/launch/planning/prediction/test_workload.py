@@ -6,7 +6,7 @@ import pytest
 from planned import plan
 from planned import work as step
 
-from launch.machine.model_states import state_widths
+from launch.machine.memory import state_widths
 from launch.planning.prediction import workload
 from launch.planning.prediction.constants import fitted_constants
 from launch.planning.prediction.forecast import speed

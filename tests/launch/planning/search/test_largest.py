@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from ds_configs.jsonfile import ConfigError
+from ds_configs.findings import ConfigError
 from launch.planning.search import candidates, largest, layout_search, search_command, shapes
 from launch.planning.search.candidates import Degrees, SearchQuestion
 from launch.planning.search.ways import WAYS

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from ds_configs.jsonfile import ConfigError
+from ds_configs.findings import ConfigError
 from ds_configs.plan import ANY_GPU
 from ds_configs.resolver import resolve
 from launch.planning.prediction import workload

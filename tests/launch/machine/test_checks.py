@@ -1,12 +1,12 @@
 """The checks that every start of a run makes."""
 
-from launch.machine import start_checks
+from launch.machine import checks
 from recipes import catalog
 
 
 def test_how_much_disk_the_checkpoints_take():
     def bytes_of(*settings):
-        return start_checks.checkpoint_bytes(catalog.load("default/sotu", [f"run.{s}" for s in settings]))
+        return checks.checkpoint_bytes(catalog.load("default/sotu", [f"run.{s}" for s in settings]))
 
     size, _ = bytes_of()
     assert size == 12 * 13_891_584
@@ -21,14 +21,14 @@ def test_how_much_disk_the_checkpoints_take():
 
 
 def test_rank_0_alone_has_files_for_all_ranks():
-    assert start_checks.files_needed(8) == start_checks.files_needed(8, 7) == 160
-    assert start_checks.files_needed(4096) == 16_512
-    assert start_checks.files_needed(4096, 1) == 512
+    assert checks.files_needed(8) == checks.files_needed(8, 7) == 160
+    assert checks.files_needed(4096) == 16_512
+    assert checks.files_needed(4096, 1) == 512
 
 
 def test_the_start_runs_the_quick_part(monkeypatch, tmp_path):
-    functions = start_checks.quick(catalog.load(), tmp_path)
+    functions = checks.quick(catalog.load(), tmp_path)
     assert {"packages", "GPU kernels", "variables", "disk"} <= set(functions)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "disk" not in start_checks.quick(catalog.load(), tmp_path), "rank 0 writes"
+    assert "disk" not in checks.quick(catalog.load(), tmp_path), "rank 0 writes"

@@ -5,8 +5,7 @@ import resource
 
 import pytest
 
-from recipes.problems import ProblemsError
-from recipes.refused_by_system import problem, take_file_handles, told_by
+from recipes.problems import ProblemsError, system_error, system_problem, take_file_handles
 
 
 @pytest.mark.parametrize(
@@ -23,7 +22,7 @@ from recipes.refused_by_system import problem, take_file_handles, told_by
 def test_a_refusal_of_the_system_says_where_why_and_what_to_do(tmp_path, number, said):
     error = OSError(number, "?" if number != errno.EROFS else "Read-only file system")
     for named in (error, OSError(number, error.strerror, str(tmp_path / "new" / "file"))):
-        text = str(problem(named, tmp_path / "place", "name another place"))
+        text = str(system_problem(named, tmp_path / "place", "name another place"))
         assert all(each in text for each in said) and str(named.filename or tmp_path / "place") in text
 
 
@@ -33,8 +32,9 @@ def test_only_such_errors_and_what_they_caused_go_without_a_traceback():
     caused.__cause__ = full
     met = RuntimeError("while handling")
     met.__context__ = full
-    assert told_by(full) is told_by(caused) is full
-    assert told_by(met) is told_by(ValueError()) is told_by(FileNotFoundError(errno.ENOENT, "")) is None
+    assert system_error(full) is system_error(caused) is full
+    for other in (met, ValueError(), FileNotFoundError(errno.ENOENT, "")):
+        assert system_error(other) is None
 
 
 def test_a_process_takes_the_file_handles_it_may_have(monkeypatch):

@@ -1,4 +1,8 @@
-"""The end of a text, held out where whole documents are too few or too short to be."""
+"""The documents held out of training: chosen by index, or the end of a text of too few or too short ones.
+
+Whole documents are held out, so that training sees no held-out text. The rule needs a document's index only,
+and not their number, so that it holds for streams too.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,68 @@ import hashlib
 from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import count
+from typing import TYPE_CHECKING, Literal
 
-from data.split_rule import part_of
 from data.text.records import Document, SkippedRecords, Source
 from data.text.sources import files_of, open_source
 from recipes.families import TRAINED
 from recipes.problems import counted
 from recipes.schema import Recipe
 
+if TYPE_CHECKING:
+    import numpy as np
+
+Part = Literal["train", "validation", "test"]
+PARTS: tuple[Part, ...] = ("train", "validation", "test")
+"""Names of the numbers in the result of `parts`."""
 END = "the end of the text is held out, since whole documents are too few or too short"
 _KINDS = {"packaged": "plain text", "text": "plain text", "jsonl": "JSON lines"}
 # of a token, at most where a vocabulary fits its text: English has 4.5 in GPT-2's
 CHARACTERS = 6
 _BLANKS = (" ", "\n", "\t")
 _LONGEST_WORD = 50  # characters, in which a blank is looked for
+
+
+def part_of(index: int, validation_every: int, test_every: int | None = None) -> Part:
+    """Return the part of the document at `index` of its source, from 0.
+
+    Every `validation_every`-th document (2 or more) is for validation. The others are counted anew, and every
+    `test_every`-th of them (2 or more; None: no test part) is for the test, beginning with the first.
+    """
+    if index % validation_every == validation_every - 1:
+        return "validation"
+    left_before = index - index // validation_every
+    return (
+        "test" if test_every is not None and left_before % test_every == 0 else "train"
+    )
+
+
+def parts(
+    indices: np.ndarray, validation_every: int, test_every: int | None = None
+) -> np.ndarray:
+    """Return the positions in `PARTS`, (N,) uint8, of documents `indices` (N,); see `part_of`."""
+    import numpy as np
+
+    assert validation_every >= 2 and (test_every is None or test_every >= 2), (
+        "the schema refuses 1"
+    )
+    found = (indices % validation_every == validation_every - 1).astype(np.uint8)
+    if test_every is not None:
+        # Counting what validation leaves, and not all documents, keeps 1/test_every of it whatever divisors
+        # the two have in common.
+        left_before = indices - indices // validation_every
+        found[(found == 0) & (left_before % test_every == 0)] = PARTS.index("test")
+    return found
+
+
+def documents_of(
+    part: Part, documents: int, validation_every: int, test_every: int | None = None
+) -> np.ndarray:
+    """Return the indices (N,) int64, ascending, of one part's documents among `documents` documents."""
+    import numpy as np
+
+    found = parts(np.arange(documents, dtype=np.int64), validation_every, test_every)
+    return np.flatnonzero(found == PARTS.index(part))
 
 
 class EndHeldOut:
