@@ -2,7 +2,7 @@
 
 universal_runs.py JOBS.json     a list; of each job: export (of `checkpoint.py export`), run (that it is of),
                                 out (losses by step, or what was refused), stage, precision, adam ("torch",
-                                "fused", "cpu", which offloads, "trainer's"), trainer (or a loop of one's own)
+                                "fused", "trainer's"), trainer (or a loop of one's own)
 """
 
 from __future__ import annotations
@@ -63,8 +63,6 @@ def config_of(recipe: Recipe, job: dict) -> dict:
         "bf16": {"enabled": job["precision"] == "bf16"},
         "checkpoint": {"load_universal": True},
     }
-    if job["adam"] == "cpu":
-        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     return config
 
 
