@@ -58,7 +58,8 @@ data are those of the JSON and of the script; DIR/export.json has the run's.
 Trainer skips as many batches of its own as there were steps
 (--ignore_data_skip leaves that out).
 
-What DeepSpeed 0.19.8 loads: ZeRO 1, 2 and 3, in fp32, bf16 and fp16.
+What DeepSpeed 0.19.8 loads: ZeRO 1, 2 and 3, in fp32 and bf16 (fp16, offload
+and GPUs were not tried).
 - ZeRO-0 loads none: it ends with KeyError: 'optimizer'.
 - ZeRO-3 needs DeepSpeed's own Adam (an "optimizer" section without
   torch_adam): torch's ends at the first step with `state_steps` argument must
