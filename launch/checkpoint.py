@@ -1,14 +1,17 @@
-"""Look into the checkpoints of a run: what there is, and whether it is whole.
+"""Look into the checkpoints of a run: what there is, and whether it is whole; hand one on to DeepSpeed.
 
 python launch/checkpoint.py show runs/default-sotu-zero3_offload
 python launch/checkpoint.py verify runs/default-sotu-zero3_offload
+python launch/checkpoint.py export runs/default-sotu-zero3_offload --universal universal
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 
 from launch.console import arguments, ends, terminal
+from launch.ranks import ending
 from recipes.files import path_of
 
 EXAMPLES = """\
@@ -21,6 +24,10 @@ examples:
   python launch/checkpoint.py verify runs/default-sotu-zero3_offload
       read every byte: checksums, tensors and shapes of the recipe's model,
       NaN and infinity
+  python launch/checkpoint.py export runs/default-sotu-zero3_offload@200 \\
+      --universal universal
+      weights, both moments and steps for your own DeepSpeed loop or
+      transformers' Trainer, under transformers' names
 
 RUN is a run directory, its checkpoints/, or one step-NNNNNN of them. No GPU
 is needed, and the memory of one tensor. Any layout reads any checkpoint:
@@ -31,6 +38,39 @@ SHOW = "exit codes: 0 shown, 2 refused."
 VERIFY = """\
 exit codes: 0 all whole; 1 damaged: each file is named, with the tensors it
 holds; 2 refused."""
+EXPORT = """\
+example:
+  python launch/checkpoint.py export runs/default-sotu-zero3_offload@200 \\
+      --universal universal
+
+DIR becomes a universal checkpoint of DeepSpeed (0.19.8), with the names of
+GPT2LMHeadModel, or of BERT's and MegatronBert's classes: weights and both
+moments of Adam in float32, its count of updates, the steps of the schedule
+and the learning rate of the next step. A run of any layout can be exported.
+With "checkpoint": {"load_universal": true} in the DeepSpeed JSON
+  model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("DIR"))
+  engine, *_ = deepspeed.initialize(model=model, ...)
+  engine.load_checkpoint("DIR")
+goes on from it on any number of ranks, and so does a script with Trainer:
+  --config_name DIR --tokenizer_name DIR --resume_from_checkpoint DIR
+Betas, weight decay, schedule, clipping, precision, batch and order of the
+data are those of the JSON and of the script; DIR/export.json has the run's.
+Trainer skips as many batches of its own as there were steps
+(--ignore_data_skip leaves that out).
+
+What DeepSpeed 0.19.8 loads: ZeRO 1, 2 and 3, in fp32 and bf16 (fp16, offload
+and GPUs were not tried).
+- ZeRO-0 loads none: it ends with KeyError: 'optimizer'.
+- ZeRO-3 needs DeepSpeed's own Adam (an "optimizer" section without
+  torch_adam): torch's ends at the first step with `state_steps` argument must
+  contain a list of singleton tensors, since all groups are given one count.
+- fp16 begins at the JSON's initial_scale_power, and not at the run's scale.
+- Names are those of transformers' model itself: a module around it has
+  others, and its files are not found.
+The checksums are compared first, and the disk must have room: 12 bytes a
+parameter. Without moments (step 0), with LAMB or shared layers it is refused;
+export_hf.py takes weights alone.
+exit codes: 0 exported; 1 a failing disk; 2 refused."""
 COMMANDS = (
     ("show", "what there is", "Show a run's checkpoints, or what is in one.", SHOW),
     (
@@ -45,7 +85,7 @@ COMMANDS = (
 def build_parser() -> argparse.ArgumentParser:
     parser = arguments.command(str(__doc__).split("\n\n")[0], EXAMPLES)
     commands = parser.add_subparsers(
-        required=True, dest="command", metavar="{show,verify}"
+        required=True, dest="command", metavar="{show,verify,export}"
     )
     for name, what, description, epilog in COMMANDS:
         add = arguments.subcommand(
@@ -62,12 +102,60 @@ def build_parser() -> argparse.ArgumentParser:
             metavar="N",
             help="the checkpoint after N optimizer steps",
         )
+    add = arguments.subcommand(
+        commands,
+        "export",
+        "to DeepSpeed or Trainer",
+        "Write a checkpoint as DeepSpeed's universal checkpoint.",
+        EXPORT,
+    ).add_argument
+    at = "run directory, and the step of a checkpoint (default: the newest whole one)"
+    add("run", metavar="RUN[@STEP]", help=at)
+    place = "directory to make; refused if there is something in it"
+    add("--universal", metavar="DIR", required=True, help=place)
     return parser
+
+
+def export(run_at: str, out: str) -> None:
+    """Export the checkpoint of RUN or RUN@STEP to the new directory `out`, and print how to go on from it.
+
+    Raises ProblemsError or ValueError for what cannot be exported.
+    """
+    from launch.checkpoints import branching, run_checkpoints
+    from launch.console import new_output
+    from launch.console.progress import bar
+    from launch.records import vocabulary
+    from launch.training.schedule import learning_rate
+    from launch.weights import universal
+    from launch.weights.export import recipe_of
+
+    run, step = branching.split(run_at, "RUN")
+    recipe = recipe_of(run)
+    checkpoint, damaged = run_checkpoints.newest_whole(run, step)
+    for each in damaged:
+        terminal.say(f"WARNING: {each}; step {checkpoint.step} is exported", sys.stderr)
+    held = checkpoint.manifest
+    place = new_output.new_directory(universal.FLAG, out).resolve()
+    universal.check_exportable(held, recipe, place)
+    tokenizer = vocabulary.load(run)
+    rate = learning_rate(recipe, held.progress.schedule)
+    size = held.bytes + universal.size_of(recipe)
+    with bar(sys.stderr, total=size, unit="B", unit_scale=True) as shown:
+        universal.write(
+            checkpoint, recipe, tokenizer, rate, place, run=run, seen=shown.update
+        )
+    print(universal.describe(checkpoint, place))
 
 
 def main() -> int:
     args = build_parser().parse_args()
     terminal.quiet_libraries()
+    if args.command == "export":
+        try:
+            export(args.run, args.universal)
+        except ValueError as error:
+            ending.refuse(error)
+        return 0
     from launch.checkpoints import showing  # with torch
 
     return getattr(showing, args.command)(path_of(args.run, "RUN"), args.step)

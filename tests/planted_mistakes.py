@@ -54,6 +54,7 @@ class Mistake(NamedTuple):
 STEP = "tests/launch/training/test_whole_step.py"
 MODELING, DATA, TRAINING = "tests/modeling/test_", "tests/data/test_", "tests/launch/training/test_"
 CHECKPOINTS, NORMS = "tests/launch/checkpoints/test_", "tests/launch/deepspeed_fixes/test_norms.py"
+UNIVERSAL = "tests/launch/weights/test_universal.py"
 MISTAKES = (
     # modeling
     Mistake("position offset", "modeling/gpt2.py",
@@ -157,6 +158,13 @@ MISTAKES = (
             "2 * self.gradient_clipping() / (self._global_grad_norm", NORMS),
     Mistake("sums in bf16", "launch/deepspeed_fixes/zero0.py",
             "super().get_data_types()[1] == torch.float32", "False", STEP),
+    # weights of others
+    Mistake("exported moments swapped", "launch/weights/universal.py",
+            "**{moment: moment for moment in MOMENTS}", "**dict(zip(MOMENTS, MOMENTS[::-1]))", UNIVERSAL),
+    Mistake("an exported update too few", "launch/weights/universal.py",
+            "float(progress.adam_steps)", "float(progress.adam_steps - 1)", UNIVERSAL),
+    Mistake("the exported schedule a step late", "launch/weights/universal.py",
+            "scheduler_state(progress.schedule,", "scheduler_state(progress.schedule - 1,", UNIVERSAL),
 )  # fmt: skip
 
 

@@ -3,7 +3,9 @@
 import zlib
 
 import torch
+from transformers import PreTrainedTokenizerFast
 
+from data.text.trained_vocabulary import train_bpe
 from launch.checkpoints import manifest, run_checkpoints, tensor_file
 from launch.checkpoints.geometry import share
 from launch.checkpoints.manifest import (
@@ -52,7 +54,8 @@ def write_checkpoint(  # noqa: PLR0913 - tests name what they change
             if count:
                 pieces[name].append(Series(rank, None, first, count, count))
             part = tensor.reshape(-1)[first : first + count]
-            of_kind = {kind: part.abs() if kind == MOMENTS[1] else part for kind in kinds}
+            every = {WEIGHT: part, MOMENTS[0]: part / 2, MOMENTS[1]: part.abs()}
+            of_kind = {kind: every[kind] for kind in kinds}
             entries += [
                 TensorEntry(f"{k}/{name}", p.dtype, (count,), lambda p=p: p) for k, p in of_kind.items()
             ]
@@ -69,6 +72,17 @@ def write_checkpoint(  # noqa: PLR0913 - tests name what they change
         values["model"]["implementation"] = form
     made = Manifest(progress, data or {"position": position}, corpus, values, {}, {}, files, held, kinds)
     return run_checkpoints.complete(directory, made)
+
+
+def write_run(path, recipe, **how):
+    """A run directory with a tokenizer and a checkpoint of step 4; `how` as in `write_checkpoint`."""
+    path.mkdir()
+    (path / "recipe.yaml").write_text(catalog.dump(recipe))
+    tokens = train_bpe(["the thin thing this there"] * 3, 262)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<|endoftext|>")
+    tokenizer.save_pretrained(path / "tokenizer")
+    write_checkpoint(path / "checkpoints", 4, model_tensors(recipe), recipe, ranks=2, **how)
+    return path
 
 
 def complete_checkpoints(root):

@@ -150,16 +150,19 @@ class BranchPoint:
             )
 
 
-def split(given: str) -> tuple[Path, int | None]:
-    """Return the absolute directory and the step of RUN or RUN@STEP; None: no step is given."""
+def split(given: str, flag: str = FLAG) -> tuple[Path, int | None]:
+    """Return the absolute directory and the step of RUN or RUN@STEP, which `flag` gives.
+
+    A step of None: no step is given.
+    """
     named = re.fullmatch(r"(.+)@([0-9]{1,9})", given, re.DOTALL)
     if named is None or os.path.isdir(given):
-        return absolute(given), None
-    return absolute(named[1]), int(named[2])
+        return absolute(given, flag), None
+    return absolute(named[1], flag), int(named[2])
 
 
-def absolute(path: str) -> Path:
-    return Path(os.path.abspath(files.path_of(path, FLAG)))
+def absolute(path: str, flag: str = FLAG) -> Path:
+    return Path(os.path.abspath(files.path_of(path, flag)))
 
 
 def with_tokenizer(recipe: Recipe, tokenizer: Tokenizer) -> Recipe:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
+from transformers import PretrainedConfig
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
+from data import durable_files
 from data.text.vocabulary import vocabulary_size
 from data.text.vocabulary_files import save_tokenizer
 from launch.checkpoints import inspection, tensor_file
@@ -25,12 +28,7 @@ from launch.checkpoints.stored import StoredTensors
 from launch.checkpoints.tensor_file import Reader, TensorEntry
 from launch.machine import memory
 from modeling.families import conversion_of, family_of, meta_parameters, whole_model
-from modeling.formats.huggingface.conversion import (
-    Conversion,
-    Logits,
-    Tensors,
-    check_convertible,
-)
+from modeling.formats.huggingface.conversion import Logits, Tensors, check_convertible
 from modeling.lazy_weights import LazyWeights
 from recipes import catalog
 from recipes.files import FileError, is_file, refuse
@@ -110,34 +108,13 @@ def export(  # noqa: PLR0913
         ExportMismatch: `transformers` computes other logits than our model from the same weights, or the
             files hold other numbers.
     """
-    tokens = vocabulary_size(tokenizer)
-    if tokens > recipe.model.vocab_size:
-        came = f"its tokenizer has {tokens} tokens, and model.vocab_size={recipe.model.vocab_size}"
-        fix = "restore tokenizer/ and recipe.yaml from a copy of the run"
-        refuse(run, came, "the model knows no more", fix)
-    problems = inspection.faults_of_kinds(
-        checkpoint.directory, (WEIGHT,), RESTORE, seen
-    )
-    if problems:
-        raise FileError(problems)
+    check_whole(checkpoint, recipe, tokenizer, run, (WEIGHT,), seen)
     master = StoredTensors(checkpoint.directory, checkpoint.manifest)
     kind = getattr(torch, dtype)
-    temporary = out.parent / f".{out.name}.{os.getpid()}.tmp"
-    try:
-        temporary.mkdir(parents=True)
-    except (OSError, ValueError) as error:
-        refuse(
-            f"--out {out}", f"cannot be made ({error})", fix="name another directory"
-        )
-    try:
+    with appearing("--out", out) as temporary:
         files = write_model(recipe, master, tokenizer, temporary, kind)
-        # Without this, GPT-2 of transformers takes a token's type for another token and adds its embedding.
-        types = ["token_type_ids"] if recipe.model.facts.masked else []
-        tokenizer.model_input_names = ["input_ids", *types, "attention_mask"]
-        save_tokenizer(tokenizer, temporary)
-        facts = dict(run=str(run), step=checkpoint.step, dtype=dtype)
-        facts |= dict(recipe_digest=catalog.digest(recipe), title=recipe.title)
-        (temporary / "export.json").write_text(json.dumps(facts, indent=2) + "\n")
+        write_tokenizer(recipe, tokenizer, temporary)
+        write_facts(checkpoint, recipe, temporary, run=str(run), dtype=dtype)
         difference = None
         rounding = 0.0
         needed = COMPARING * sum(p.numel() for p in meta_parameters(recipe).values())
@@ -154,9 +131,6 @@ def export(  # noqa: PLR0913
             compare_tensors(
                 recipe, master, kind, files, temporary, checkpoint.directory
             )
-        os.replace(temporary, out)  # onto nothing, or onto an empty directory
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     how = difference, rounding, needed, free
     return Export(
         out,
@@ -166,6 +140,47 @@ def export(  # noqa: PLR0913
         len(set(files.values())),
         *how,
     )
+
+
+def check_whole(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    run: Path,
+    kinds: tuple[str, ...],
+    seen: inspection.Seen,
+) -> None:
+    """Check tokenizer and files before an export of these kinds. Reads all files. Raises FileError."""
+    tokens = vocabulary_size(tokenizer)
+    if tokens > recipe.model.vocab_size:
+        came = f"its tokenizer has {tokens} tokens, and model.vocab_size={recipe.model.vocab_size}"
+        fix = "restore tokenizer/ and recipe.yaml from a copy of the run"
+        refuse(run, came, "the model knows no more", fix)
+    problems = inspection.faults_of_kinds(checkpoint.directory, kinds, RESTORE, seen)
+    if problems:
+        raise FileError(problems)
+
+
+@contextmanager
+def appearing(flag: str, out: Path) -> Iterator[Path]:
+    """Yield a temporary directory; rename it to `out` if the block succeeds, remove it if it fails.
+
+    `out`: new or empty, given by `flag`. Raises FileError if it cannot be made.
+    """
+    temporary = out.parent / f".{out.name}.{os.getpid()}.tmp"
+    try:
+        temporary.mkdir(parents=True)
+    except (OSError, ValueError) as error:
+        refuse(
+            f"{flag} {out}", f"cannot be made ({error})", fix="name another directory"
+        )
+    try:
+        yield temporary
+        durable_files.sync_names(temporary)
+        os.replace(temporary, out)  # onto nothing, or onto an empty directory
+        durable_files.sync_names(out.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 class RandomBatch(NamedTuple):
@@ -226,11 +241,8 @@ def write_model(
     model.safetensors, or shards with their index.
     """
     conversion = conversion_of(recipe.model)
-    special = dict(end=tokenizer.eos_token_id, pad=tokenizer.pad_token_id or 0)
-    config = conversion.config(
-        recipe.model, recipe.positions, recipe.dropout, **special
-    )
     kind = conversion.model_class(recipe.model)
+    config = model_config(recipe, tokenizer, dtype)
     with torch.device("meta"):
         model = kind(config)
     state = {
@@ -243,13 +255,11 @@ def write_model(
     assert (
         set(left.missing_keys) <= conversion.tied.keys() and not left.unexpected_keys
     ), left
-    config.architectures = [kind.__name__]
-    config.dtype = dtype
     config.save_pretrained(directory)
     if model.can_generate():
         model.generation_config.save_pretrained(directory)
     split = split_torch_state_dict_into_shards(state, max_shard_size=SHARD)
-    read = _Converted(weights, conversion, recipe, dtype).read
+    read = ConvertedTensors(weights, recipe, dtype).read
     for file, names in split.filename_to_tensors.items():
         entries = [
             TensorEntry(name, dtype, tuple(state[name].shape), partial(read, name))
@@ -267,23 +277,53 @@ def write_model(
     return split.tensor_to_filename
 
 
-class _Converted:
-    """Converter of canonical tensors to those of `transformers`, one at a time."""
+def model_config(
+    recipe: Recipe, tokenizer: Tokenizer, dtype: torch.dtype
+) -> PretrainedConfig:
+    """Return the config.json of the recipe's model in `transformers`."""
+    conversion = conversion_of(recipe.model)
+    special = dict(end=tokenizer.eos_token_id, pad=tokenizer.pad_token_id or 0)
+    config = conversion.config(
+        recipe.model, recipe.positions, recipe.dropout, **special
+    )
+    config.architectures = [conversion.class_name(recipe.model)]
+    config.dtype = dtype
+    return config
 
-    def __init__(
-        self,
-        weights: Tensors,
-        conversion: Conversion,
-        recipe: Recipe,
-        dtype: torch.dtype,
-    ):
-        self._weights = weights
+
+def write_tokenizer(recipe: Recipe, tokenizer: Tokenizer, directory: Path) -> None:
+    """Write the tokenizer as `transformers` uses it with the recipe's model."""
+    # Without this, GPT-2 of transformers takes a token's type for another token and adds its embedding.
+    types = ["token_type_ids"] if recipe.model.facts.masked else []
+    tokenizer.model_input_names = ["input_ids", *types, "attention_mask"]
+    save_tokenizer(tokenizer, directory)
+
+
+def write_facts(
+    checkpoint: Checkpoint, recipe: Recipe, directory: Path, **facts: Any
+) -> None:
+    """Write export.json, which says what was exported."""
+    of_recipe = dict(recipe_digest=catalog.digest(recipe), title=recipe.title)
+    text = json.dumps({"step": checkpoint.step, **of_recipe, **facts}, indent=2)
+    (directory / "export.json").write_text(text + "\n")
+
+
+class ConvertedTensors:
+    """Canonical tensors as those of `transformers`, converted one at a time.
+
+    Attributes:
+        names: their names, those of one canonical tensor after each other.
+    """
+
+    def __init__(self, tensors: Tensors, recipe: Recipe, dtype: torch.dtype):
+        self._tensors = tensors
         self._dtype = dtype
         self._heads = recipe.model.heads
-        entries = conversion.name_map(recipe.model)
+        entries = conversion_of(recipe.model).name_map(recipe.model)
         self._places = {
             name: (entry, i) for entry in entries for i, name in enumerate(entry.theirs)
         }
+        self.names = tuple(self._places)
         # of the newest canonical tensor, which may be several
         self._made: dict[str, list[Tensor]] = {}
 
@@ -291,7 +331,7 @@ class _Converted:
         entry, index = self._places[name]
         if entry.ours not in self._made:
             self._made.clear()  # before the next one is read
-            parts = entry.form.to_theirs(self._weights[entry.ours], self._heads)
+            parts = entry.form.to_theirs(self._tensors[entry.ours], self._heads)
             self._made[entry.ours] = [part.to(self._dtype) for part in parts]
         return self._made[entry.ours][index]
 

@@ -6,10 +6,9 @@ import weakref
 
 import pytest
 import torch
-from stored import model_tensors, write_checkpoint
-from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
+from stored import model_tensors, write_checkpoint, write_run
+from transformers import GPT2LMHeadModel
 
-from data.text.trained_vocabulary import train_bpe
 from launch import export_hf
 from launch.checkpoints import tensor_file
 from launch.checkpoints.manifest import MOMENTS, WEIGHT
@@ -22,16 +21,6 @@ from recipes import catalog
 from recipes.problems import ProblemsError
 
 GPT2, BERT = (catalog.load(name, ["model.layers=2"], tiny=True) for name in ("default/sotu", "bert/sotu"))
-
-
-def make_run(path, recipe, **how):
-    path.mkdir()
-    (path / "recipe.yaml").write_text(catalog.dump(recipe))
-    tokens = train_bpe(["the thin thing this there"] * 3, 262)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<|endoftext|>")
-    tokenizer.save_pretrained(path / "tokenizer")
-    write_checkpoint(path / "checkpoints", 4, model_tensors(recipe), recipe, ranks=2, **how)
-    return path
 
 
 @pytest.fixture
@@ -48,7 +37,7 @@ def no_memory(monkeypatch):
 def test_shards_are_written_and_read_again_with_one_tensor_in_memory(
     recipe, form, dtype, tmp_path, no_memory, monkeypatch
 ):
-    run = make_run(tmp_path / "run", recipe, form=form)
+    run = write_run(tmp_path / "run", recipe, form=form)
     alive, most = [], 0
     read = StoredTensors.canonical
 
@@ -79,13 +68,13 @@ def test_shards_are_written_and_read_again_with_one_tensor_in_memory(
 
 
 def test_a_flag_compares_logits_all_the_same(tmp_path, no_memory):
-    run = make_run(tmp_path / "run", GPT2)
+    run = write_run(tmp_path / "run", GPT2)
     done, _ = export_hf.export(run, tmp_path / "out", compare_logits=True)
     assert done.difference is not None and done.difference < 1e-5
 
 
 def test_the_config_is_that_of_save_pretrained(tmp_path):
-    done, _ = export_hf.export(make_run(tmp_path / "run", GPT2), tmp_path / "out")
+    done, _ = export_hf.export(write_run(tmp_path / "run", GPT2), tmp_path / "out")
     assert done.files == 1
     GPT2LMHeadModel.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "again")
     for name in ("config.json", "generation_config.json"):
@@ -94,7 +83,7 @@ def test_the_config_is_that_of_save_pretrained(tmp_path):
 
 
 def test_what_the_disk_changed_is_noticed_without_logits(tmp_path, no_memory, monkeypatch):
-    run = make_run(tmp_path / "run", GPT2)
+    run = write_run(tmp_path / "run", GPT2)
     write = tensor_file.write
 
     def written(path, entries, metadata=None):
@@ -112,7 +101,7 @@ def test_what_the_disk_changed_is_noticed_without_logits(tmp_path, no_memory, mo
 
 
 def test_only_whole_checkpoints_are_exported(tmp_path, capsys):
-    run = make_run(tmp_path / "run", GPT2, kinds=(WEIGHT, *MOMENTS))
+    run = write_run(tmp_path / "run", GPT2, kinds=(WEIGHT, *MOMENTS))
     root = run / "checkpoints"
     write_checkpoint(root, 8, model_tensors(GPT2), GPT2, ranks=2)
     (root / "step-000008" / "rank-00001.safetensors").unlink()
