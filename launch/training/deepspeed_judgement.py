@@ -9,9 +9,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ds_configs.findings import shown
+from ds_configs.findings import lookup, shown
 from ds_configs.jsonfile import ConfigError
 from ds_configs.plan import Plan
+from launch.deepspeed_fixes import versions
+from launch.ranks import processes
 from recipes.problems import Problem
 
 # DeepSpeed's models -> the sections that they read.
@@ -34,6 +36,7 @@ def check(plan: Plan, where: str) -> None:
     """
     from deepspeed.runtime.config import DeepSpeedConfig
 
+    _check_release(plan, where)
     ds = copy.deepcopy(plan.ds)
     ds["train_batch_size"] = plan.layout.micro * plan.layout.accumulation
     try:
@@ -45,6 +48,21 @@ def check(plan: Plan, where: str) -> None:
         raise ConfigError(
             [Problem("--ds_config", came, fix=_FIX, where=where)]
         ) from None
+
+
+def _check_release(plan: Plan, where: str) -> None:
+    """Refuse what the installed release does wrong. Raises ConfigError.
+
+    Before 0.19.8 `split_half_float_double` of runtime/zero/stage_1_and_2.py finds no type on a CPU, and
+    gradients that do not lie in one buffer are averaged over none of the ranks.
+    """
+    key = "zero_optimization.contiguous_gradients"
+    if lookup(plan.ds, key) is not False or versions.at_least("0.19.8"):
+        return
+    if plan.zero_stage in (1, 2) and not processes.device().own_memory:
+        rule = f"DeepSpeed {versions.installed()} then averages no gradient on a CPU"
+        fix = "set it to true, or pip install deepspeed==0.19.8"
+        raise ConfigError([Problem(key, f"{key}=false", rule, fix, where=where)])
 
 
 def _refused_values(error: ValidationError, where: str) -> Iterator[Problem]:

@@ -12,6 +12,7 @@ from ds_configs.findings import Notice
 from ds_configs.jsonfile import FOLDER, ConfigError, find
 from ds_configs.plan import ANY_GPU, Machine, Plan
 from ds_configs.resolver import resolve
+from launch.deepspeed_fixes import versions
 from launch.ranks import processes
 from launch.training import deepspeed_judgement
 from recipes.schema import Recipe
@@ -98,6 +99,9 @@ def plan_job(
     # ours are judged by a test: a plan waits for no torch
     if not elsewhere or find(config).parent != FOLDER:
         deepspeed_judgement.check(plan, config)
+    if not elsewhere and versions.is_newer_than_seen():
+        newer = f"DeepSpeed {versions.installed()}: newer than {versions.SEEN[-1]}, the newest seen to agree"
+        plan = replace(plan, notices=(*plan.notices, Notice("deepspeed", newer)))
     if compiled and recipe.model.implementation == "transformers":
         raise ValueError(
             "--compile with model.implementation=transformers: these rows run transformers' modules as their "
