@@ -31,7 +31,7 @@ by the rule of compare_layouts.py. Ops are compiled once for each release."""
 EXAMPLES = """\
 examples:
   python tools/deepspeed_versions.py --out versions
-      every release, about four minutes for each on two CPU cores
+      every release, about two minutes of computing for each
   python tools/deepspeed_versions.py --out versions --recipe bert/sotu \\
       --releases 0.19.7 0.19.8
       another recipe; what is installed or trained there already is kept

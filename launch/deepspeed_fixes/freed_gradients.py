@@ -1,8 +1,8 @@
 """ZeRO-2 frees a gradient larger than the bucket while another stream still reduces it.
 
-DeepSpeed 0.18.9 to 0.19.8, `runtime/zero/stage_1_and_2.py`: with overlap_comm, `average_tensor` reduces such a
-gradient in place on the reduction stream, and `clear_grad_attribute` drops it at once on each rank that owns
-no part of it. The allocator gives its memory to the backward pass, which overwrites what the reduction has
+DeepSpeed 0.19.8, and by their code 0.18.9 to 0.19.7, `runtime/zero/stage_1_and_2.py`: with overlap_comm,
+`average_tensor` reduces such a gradient in place on the reduction stream, and `clear_grad_attribute` drops it
+at once on each rank that owns no part of it. The allocator gives its memory to the backward pass, which overwrites what the reduction has
 not read yet, or is overwritten by it. DeepSpeed calls `record_stream` for an offloaded optimizer only.
 Upstream: https://github.com/deepspeedai/DeepSpeed/pull/7965 mended the same for the ranks that own the
     gradient; no issue found for the others. No longer needed when
