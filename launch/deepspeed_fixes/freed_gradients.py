@@ -2,8 +2,9 @@
 
 DeepSpeed 0.19.8, and by their code 0.18.9 to 0.19.7, `runtime/zero/stage_1_and_2.py`: with overlap_comm,
 `average_tensor` reduces such a gradient in place on the reduction stream, and `clear_grad_attribute` drops it
-at once on each rank that owns no part of it. The allocator gives its memory to the backward pass, which overwrites what the reduction has
-not read yet, or is overwritten by it. DeepSpeed calls `record_stream` for an offloaded optimizer only.
+at once on each rank that owns no part of it. The allocator gives its memory to the backward pass, which
+overwrites what the reduction has not read yet, or is overwritten by it. DeepSpeed calls `record_stream` for
+an offloaded optimizer only.
 Upstream: https://github.com/deepspeedai/DeepSpeed/pull/7965 mended the same for the ranks that own the
     gradient; no issue found for the others. No longer needed when
     `test_buckets.py::test_deepspeed_alone_frees_gradients_that_are_being_reduced` fails.
