@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -344,7 +345,7 @@ class EngineState:
         fragments = []
         for parameter in zero.fp16_groups[number]:
             _, offset, length = zero.grad_position[zero.get_param_id(parameter)]
-            first = length * zero._get_param_partition_rank(parameter)
+            first = length * dist.get_rank(parameter.ds_process_group)
             count = max(0, min(length, parameter.ds_numel - first))
             fragments.append(Fragment(parameter, first, offset, count))
 

@@ -1,11 +1,14 @@
-"""Corrections of DeepSpeed 0.19.8, one file each.
+"""Corrections of DeepSpeed, one file each; versions.py lists the releases, and what is overridden.
 
-Each docstring names the symptom, upstream's issue, and a test that fails once DeepSpeed is corrected.
+Each docstring names the release, the symptom, upstream's issue, and a test that fails once DeepSpeed is
+corrected.
 
     zero0                       stage 0 in fp16 and bf16 does not train as the JSON says, and its gradient
                                 norm in fp32 is too small on a CPU
     short_steps                 ZeRO 1 to 3 copy gradients, and look for infinities, more often than needed
+                                (before 0.19.8 DeepSpeed's own step stays, except that of BF16_Optimizer)
     freed_gradients             ZeRO-2 frees a gradient larger than the bucket while it is reduced
+    flat_weights                ZeRO 1 and 2 cannot gather the stepped weights (0.18.9 only)
     loss_scale                  a growing loss scale halves the gradients of its step; an overflow at the
                                 smallest one is a bare Exception
     cpu_adam_bias_correction    a resumed CPU Adam differs in the last bits

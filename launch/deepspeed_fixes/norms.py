@@ -7,9 +7,14 @@ from collections.abc import Sequence
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.utils import is_model_parallel_parameter
-from deepspeed.runtime.zero.utils import get_norm_dtype
 
 BLOCK = 512  # elements; float32 adds up so many squares without loss
+
+
+def norm_dtype() -> torch.dtype:
+    """Return float64, in which norms are added up; float32 where the device has no other (Apple's)."""
+    apples = get_accelerator().device_name() == "mps"
+    return torch.float32 if apples else torch.float64
 
 
 def sum_of_squares(
@@ -22,7 +27,7 @@ def sum_of_squares(
     many tensors.
     """
     device = get_accelerator().current_device_name()
-    total = torch.zeros((), dtype=get_norm_dtype(), device=device)
+    total = torch.zeros((), dtype=norm_dtype(), device=device)
     for tensors, weight in ((counted, 1.0), (others, 0.0)):
         if not tensors:
             continue
@@ -32,7 +37,7 @@ def sum_of_squares(
             norms = torch.stack(
                 torch._foreach_norm(list(tensors), 2, dtype=torch.float32)
             )
-            squares = torch.linalg.vector_norm(norms, dtype=get_norm_dtype()).square()
+            squares = torch.linalg.vector_norm(norms, dtype=norm_dtype()).square()
         total = total + weight * squares.to(device)
     return total
 
@@ -55,7 +60,7 @@ def squared_norm(gradient: torch.Tensor) -> torch.Tensor:
     norms = torch.cat(
         [torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts]
     )
-    return torch.linalg.vector_norm(norms, dtype=get_norm_dtype()).square()
+    return torch.linalg.vector_norm(norms, dtype=norm_dtype()).square()
 
 
 def divisor_of(scaled_norm: float, scale: float, largest: float) -> float:

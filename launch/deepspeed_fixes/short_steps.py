@@ -20,6 +20,7 @@ a group of one; and clips by a norm that is too small on a CPU (zero0.py has fig
 first micro-batch's gradient is copied, and each rank gets the sum of its own partition.
 
 The norm rounds otherwise than DeepSpeed's, and so do gradients divided in the kernel. Upstream: no issue.
+Releases before 0.19.8 have other methods in ZeRO's optimizers, and keep them (`versions.is_as_overridden`).
 `test_short_steps.py::test_deepspeed_has_what_the_short_steps_replace` fails when what they override changes.
 """
 
@@ -42,10 +43,16 @@ from deepspeed.runtime.zero.partition_parameters import (
 )
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.runtime.zero.utils import get_norm_dtype
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 
-from launch.deepspeed_fixes.norms import counts_here, divide, divisor_of, sum_of_squares
+from launch.deepspeed_fixes import versions
+from launch.deepspeed_fixes.norms import (
+    counts_here,
+    divide,
+    divisor_of,
+    norm_dtype,
+    sum_of_squares,
+)
 
 Runs = list[tuple[int, int]]  # start and end of neighbouring elements in a partition
 
@@ -77,6 +84,8 @@ def fragments_of(group: Sequence[torch.nn.Parameter]) -> list[Fragment]:
 def shorten_step(engine: DeepSpeedEngine) -> str | None:
     """Have the engine's optimizer step the short way; return the setting that stands against it, or None."""
     optimizer = engine.optimizer
+    if not versions.is_as_overridden(type(optimizer)):
+        return f"DeepSpeed {versions.installed()}"
     if type(optimizer) is DeepSpeedZeroOptimizer:
         obstacles = {
             "zero_optimization.contiguous_gradients=false": not optimizer.contiguous_gradients,
@@ -438,7 +447,7 @@ class OffloadedStep(OrderedEnd, DeepSpeedZeroOptimizer):
             if norm is not None:
                 kinds[not counts_here(p, self.model_parallel_rank)].append(norm)
         device = get_accelerator().current_device_name()
-        total = torch.zeros((), dtype=get_norm_dtype(), device=device)
+        total = torch.zeros((), dtype=norm_dtype(), device=device)
         for norms, weight in zip(kinds, (1.0, 0.0), strict=True):
             if norms:  # an infinity times 0 is not finite either
                 total = total + weight * torch.stack(norms).square().sum()

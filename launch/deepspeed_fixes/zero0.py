@@ -44,6 +44,7 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from launch.deepspeed_fixes import versions
 from launch.deepspeed_fixes.norms import counts_here, divide, divisor_of, sum_of_squares
 from modeling.parallel.process_grid import ProcessGrid
 
@@ -67,7 +68,8 @@ def initialize(
         "config_class": DeepSpeedConfig(config, mpu),
     }
     engine = DataParallelEngine(args=None, config=config, mpu=mpu, **arguments)
-    engine._configure_python_gc()
+    if versions.at_least("0.19.8"):
+        engine._configure_python_gc()
     if torch_ddp and mpu.get_data_parallel_world_size() > 1:
         torch._dynamo.config.optimize_ddp = False  # it would cut compiled layers
         group = mpu.get_data_parallel_group()

@@ -21,6 +21,7 @@ from typing import Any
 
 from ds_configs.plan import HOST, Device, Machine
 from ds_configs.sections import monitors
+from launch.deepspeed_fixes.versions import refuse_others
 from launch.ranks import processes
 from recipes.problems import counted
 
@@ -180,8 +181,11 @@ def emulate_fp16() -> None:
 def detect_machine(emulated_fp16: bool = False, *, on_paper: bool = False) -> Machine:
     """Return the abilities of this process's accelerator and system, from DeepSpeed and torch.
 
-    `on_paper`: for a plan, without torch where cores train.
+    `on_paper`: for a plan, without torch where cores train. Raises ProblemsError for a DeepSpeed that is older
+    than all that were seen to train.
     """
+    if not on_paper:
+        refuse_others()
     if emulated_fp16:
         emulate_fp16()
     elif on_paper and processes.device() == HOST and (known := halves_of_cores()):

@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from data.loader import MicroBatch, micro_batch
 from data.samples.fields import HeldOut
 from ds_configs.plan import Plan
+from launch.deepspeed_fixes import versions
 from launch.deepspeed_fixes.freed_gradients import keep_while_reduced
 from launch.deepspeed_fixes.muon_compilation import leave_out_compilation
 from launch.deepspeed_fixes.short_steps import shorten_step
@@ -123,6 +124,10 @@ def initialize(
         from launch.deepspeed_fixes import zero0
 
         return zero0.initialize(**how, torch_ddp=plan.recipe.parallel.torch_ddp)
+    if not versions.at_least("0.19.0"):
+        from launch.deepspeed_fixes.flat_weights import leave_out_of_graph
+
+        leave_out_of_graph()
     return deepspeed.initialize(**how)[0]
 
 

@@ -19,9 +19,10 @@ from packaging.version import Version
 from pydantic import ValidationError
 
 from data.text.sources import open_source
-from ds_configs.findings import FOLDER, ConfigError, Notice, find, shown
+from ds_configs.findings import FOLDER, ConfigError, Notice, find, lookup, shown
 from ds_configs.plan import ANY_GPU, Machine, Plan
 from ds_configs.resolver import resolve
+from launch.deepspeed_fixes import versions
 from launch.ranks import processes
 from modeling import cost
 from recipes.problems import Problem, ProblemsError
@@ -128,6 +129,9 @@ def plan_job(
     # ours are judged by a test: a plan waits for no torch
     if not elsewhere or find(config).parent != FOLDER:
         check_by_deepspeed(plan, config)
+    if not elsewhere and versions.is_newer_than_seen():
+        newer = f"DeepSpeed {versions.installed()}: newer than {versions.SEEN[-1]}, the newest seen to agree"
+        plan = replace(plan, notices=(*plan.notices, Notice("deepspeed", newer)))
     if compiled and recipe.model.implementation == "transformers":
         raise ValueError(
             "--compile with model.implementation=transformers: these rows run transformers' modules as their "
@@ -263,6 +267,7 @@ def check_by_deepspeed(plan: Plan, where: str) -> None:
     """
     from deepspeed.runtime.config import DeepSpeedConfig
 
+    _check_release(plan, where)
     ds = copy.deepcopy(plan.ds)
     ds["train_batch_size"] = plan.layout.micro * plan.layout.accumulation
     try:
@@ -274,6 +279,21 @@ def check_by_deepspeed(plan: Plan, where: str) -> None:
         raise ConfigError(
             [Problem("--ds_config", came, fix=_FIX, where=where)]
         ) from None
+
+
+def _check_release(plan: Plan, where: str) -> None:
+    """Refuse what the installed release does wrong. Raises ConfigError.
+
+    Before 0.19.8 `split_half_float_double` of runtime/zero/stage_1_and_2.py finds no type on a CPU, and
+    gradients that do not lie in one buffer are averaged over none of the ranks.
+    """
+    key = "zero_optimization.contiguous_gradients"
+    if lookup(plan.ds, key) is not False or versions.at_least("0.19.8"):
+        return
+    if plan.zero_stage in (1, 2) and not processes.device().own_memory:
+        rule = f"DeepSpeed {versions.installed()} then averages no gradient on a CPU"
+        fix = "set it to true, or pip install deepspeed==0.19.8"
+        raise ConfigError([Problem(key, f"{key}=false", rule, fix, where=where)])
 
 
 def _refused_values(error: ValidationError, where: str) -> Iterator[Problem]:

@@ -30,7 +30,7 @@ from launch.checkpoints import inspection
 from launch.checkpoints.manifest import MOMENTS, WEIGHT, Manifest
 from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.checkpoints.stored import StoredTensors
-from launch.machine.start_checks import amount, existing, free_bytes
+from launch.machine.checks import amount, existing, free_bytes
 from launch.weights import export
 from launch.weights.export import ConvertedTensors
 from modeling.families import meta_parameters

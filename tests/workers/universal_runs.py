@@ -12,11 +12,11 @@ import sys
 from pathlib import Path
 
 from launch.console import terminal
-from launch.machine import abilities
+from launch.machine import description
 from launch.ranks import ending, processes
 
 terminal.quiet_libraries()
-abilities.detect_machine(emulated_fp16=False)
+description.detect_machine(emulated_fp16=False)
 
 import deepspeed  # noqa: E402  (after the accelerator is chosen)
 import numpy as np  # noqa: E402
