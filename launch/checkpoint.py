@@ -110,11 +110,12 @@ def adopt(args: argparse.Namespace) -> int:
     from launch.training.run import checksum
     from launch.training.schedule import learning_rate
     from launch.training.start import Training, open_run_directory
-    from launch.weights.adoption import open_adoption
+    from launch.weights.adoption import Adoption
     from recipes import catalog
 
     named = args.recipe if "recipe" in args.given else None
-    adopts = open_adoption(args.directory, args.weights_args, named, args.data_from)
+    how = {"stated": args.weights_args, "named": named, "data_from": args.data_from}
+    adopts = Adoption(args.directory, **how)
     column = arguments.stated(args.set, "data.text_column")
     laid = text_settings(args.text, column) if args.text else {}
     recipe = adopts.begun(args.set, laid, args.steps)
@@ -126,7 +127,7 @@ def adopt(args: argparse.Namespace) -> int:
     name = catalog.full_name(adopts.recipe_name)
     given = find(args.ds_config or recipe.ds_config)
     job = Job(
-        adopted, name, path_of(args.out, "--out"), adopted=adopts, ds_config=given
+        adopted, name, path_of(args.out, "--out"), adopt=adopts.write, ds_config=given
     )
     original = catalog.load(adopts.recipe_name)
     training = Training(job, original, False, False, lambda meeting: corpus)

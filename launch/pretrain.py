@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -175,7 +174,7 @@ def training_of(args: argparse.Namespace) -> Training:
         args.ds_config = args.ds_config or source.ds_config
     laid = text_of(args)
     weights = weights_of(source) if source and args.resume and not point else None
-    adopts = adoption(args) if args.adopt is not None and source is None else None
+    adopts = None if source else adoption(args)
     recipe_name = adopts.recipe_name if adopts else recipe_name
     if args.init_from is not None:
         weights = given_weights(
@@ -207,7 +206,11 @@ def training_of(args: argparse.Namespace) -> Training:
         joining.order_kernels(plan.layout.tp)
     machine = abilities.detect_machine(args.emulate_fp16, on_paper=args.plan)
     job = job_with_hint(args, recipe, name, machine, weights)
-    job = adopted_job(job, adopts, args.set) if adopts else job
+    if adopts:
+        from launch.training.schedule import learning_rate
+
+        plan = adopts.noted(job.plan, args.set, learning_rate)
+        job = replace(job, plan=plan, adopt=adopts.write)
     if follows:
         job = replace(job, plan=follows.noted(job.plan))
     if source:
@@ -268,20 +271,15 @@ def given_weights(
     return StartingModel(args.init_from, **how)
 
 
-def adoption(args: argparse.Namespace) -> Adoption:
-    """Open the run of --adopt. Raises ProblemsError."""
-    from launch.weights.adoption import open_adoption
+def adoption(args: argparse.Namespace) -> Adoption | None:
+    """Open the run of --adopt; None without one. Raises ProblemsError."""
+    if args.adopt is None:
+        return None
+    from launch.weights.adoption import Adoption
 
     named = args.recipe if "recipe" in args.given else None
-    return open_adoption(args.adopt, args.weights_args, named, args.data_from)
-
-
-def adopted_job(job: Job, adopts: Adoption, settings: Sequence[str]) -> Job:
-    """Return the job of an adopted run, with remarks on it. Raises ProblemsError: it does not fit."""
-    from launch.training.schedule import learning_rate
-
-    plan = adopts.noted(job.plan, settings, learning_rate)
-    return replace(job, plan=plan, adopted=adopts)
+    how = {"stated": args.weights_args, "named": named, "data_from": args.data_from}
+    return Adoption(args.adopt, **how)
 
 
 def follow(

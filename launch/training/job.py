@@ -44,16 +44,6 @@ class InitialWeights(Protocol):
         """Return full tensors by canonical name; each is read on access."""
 
 
-class AdoptedRun(Protocol):
-    """A run of DeepSpeed's that goes on as ours (`launch.weights.adoption`)."""
-
-    def check(self, recipe: Recipe) -> tuple[Notice, ...]:
-        """Check that it fits the recipe; return remarks. Raises ProblemsError with every problem."""
-
-    def write(self, plan: Plan, checkpoints: Path, corpus: str) -> None:
-        """Write its state as a checkpoint of ours. Raises ValueError or OSError."""
-
-
 @dataclass(frozen=True)
 class Job:
     """The plan of one run, its directory and its options."""
@@ -67,7 +57,8 @@ class Job:
     # of (TrainingRun, StepRecord)
     after_step: Callable[[Any, Any], None] = lambda run, outcome: None
     initial_weights: InitialWeights | None = None  # None: random ones
-    adopted: AdoptedRun | None = None  # whose state is the first checkpoint
+    # writes the first checkpoint of an adopted run; takes the checksum of the training tokens
+    adopt: Callable[[Plan, Path, str], None] | None = None
     ds_config: Path | None = None  # the DeepSpeed JSON as it was given
     # the run whose recipe was taken; None: a row's, or the resumed run's
     recipe_of: Path | None = None

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -358,7 +358,11 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
         agreement.check(
             job.plan, corpus, grid.control_group, start_weights, job.compiled
         )
-        adopt(job, corpus, meeting)
+        if job.adopt:
+            from launch.training.run import checksum
+
+            write = partial(job.adopt, job.plan, job.checkpoints, checksum(corpus))
+            meeting.settle(system_refusals(job.directory)(write), PREPARATION)
         # once, before the records are cut back to it
         chosen = choose_checkpoint(job, grid, corpus)
     except ValueError as e:
@@ -408,22 +412,6 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
             raise SystemExit(NOT_RECORDED)
 
 
-def adopt(job: Job, corpus: Corpus, meeting: Meeting) -> None:
-    """Write the checkpoint of an adopted run on rank 0, unless it is there. Collective."""
-    adopted = job.adopted
-    if adopted is None:
-        return
-    from launch.checkpoints.run_checkpoints import newest
-    from launch.training.run import checksum
-
-    def write() -> None:
-        if processes.rank() == 0 and newest(job.checkpoints) is None:
-            with system_refusals(job.directory):
-                adopted.write(job.plan, job.checkpoints, checksum(corpus))
-
-    meeting.settle(write, PREPARATION)
-
-
 def choose_checkpoint(job: Job, grid: ProcessGrid, corpus: Corpus) -> CheckpointChoice:
     """Choose the checkpoint that a resume or a branch goes on from, if any. Collective. Raises ValueError."""
     from launch.checkpoints.run_checkpoints import CheckpointChoice
@@ -431,7 +419,7 @@ def choose_checkpoint(job: Job, grid: ProcessGrid, corpus: Corpus) -> Checkpoint
 
     recipe = job.plan.recipe
     chosen = CheckpointChoice(None)
-    if job.resume or job.adopted is not None:
+    if job.resume or job.adopt:
         from launch.checkpoints import reading
 
         with system_refusals(Path.cwd()):
@@ -477,7 +465,7 @@ def open_recorder(
     if branch is not None and done == branch.step:
         from launch.records import metrics
 
-        began = "branched off from" if job.adopted is None else "adopted as"
+        began = "adopted as" if job.adopt else "branched off from"
         metrics.begin_branch(directory.metrics_jsonl, branch)
     recorder = Recorder(directory, known, done, training.clock, sys.stdout)
     for newer in chosen.damaged:

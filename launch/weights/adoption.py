@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,17 +11,18 @@ from typing import Any
 
 from ds_configs.findings import Notice
 from ds_configs.plan import Plan
+from launch.checkpoints import run_checkpoints
+from launch.ranks import processes
 from launch.weights.deepspeed_weights import DeepSpeedWeights
 from launch.weights.foreign_weights import Saved
 from launch.weights.initial_weights import ARGUMENTS, TOKENIZERS, InitialWeights
-from launch.weights.starting_model import NAME_IT, StartingModel
+from launch.weights.starting_model import StartingModel
 from launch.weights.their_settings import TheirSettings
 from modeling.formats.deepspeed.states import DeepSpeedState
 from modeling.formats.megatron.checkpoint import UNREAD
 from recipes import catalog
-from recipes.files import FileError
 from recipes.key_paths import is_part
-from recipes.problems import Problem, ProblemsError
+from recipes.problems import Problem
 from recipes.schema import Branch, Recipe
 
 RateAfter = Callable[[Recipe, int], float]
@@ -58,9 +59,7 @@ class Adoption(StartingModel):
     data_from: str | None = None
 
     def saved(self) -> Saved:
-        if Path(self.directory).is_dir():
-            return self._weights
-        return super().saved()
+        return self._weights
 
     @cached_property
     def _weights(self) -> DeepSpeedWeights:
@@ -73,7 +72,9 @@ class Adoption(StartingModel):
 
     @property
     def recipe_name(self) -> str | Path:
-        return self.named or super().recipe_name
+        kind = str(self._weights.config(None).get("model_type"))
+        family = "bert" if kind.endswith("bert") else "gpt2"
+        return self.named or catalog.BY_FAMILY[family]
 
     @cached_property
     def theirs(self) -> TheirSettings:
@@ -89,96 +90,49 @@ class Adoption(StartingModel):
         `texts`: of --set; `text`: a text is given. Raises ProblemsError: of all that no file states and
         nobody says, with a command line that would do.
         """
-        if not Path(self.directory).is_dir():
-            self.saved()
-        heads = self._weights._config.get(self._heads_key)
-        if heads == UNREAD and not any(
-            each.startswith(self._heads_key) for each in self.stated
-        ):
-            asked = f"{ARGUMENTS} {self._heads_key}={max(1, self._hidden // HEAD)}"
-            self._ask(
-                [Problem(KEY, "no file states the number of heads", fix=asked)],
-                texts,
-                text,
-                [asked],
-            )
-        base = catalog.load(self.recipe_name)
-        found = {**super().settings(texts), **self.theirs.settings(base)}
-        self._ask([], texts, text, [], found)
-        return found
-
-    @property
-    def _hidden(self) -> int:
-        config = self._weights._config
-        return int(config.get("n_embd") or config.get("hidden_size") or HEAD)
-
-    @property
-    def _heads_key(self) -> str:
-        return (
-            "n_head"
-            if self._weights._config.get("model_type") == "gpt2"
-            else "num_attention_heads"
-        )
-
-    def _ask(
-        self, problems: Sequence[Problem], texts: Sequence[str], text: bool, flags: Sequence[str],
-        found: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
-        """Raise ProblemsError unless everything is stated."""
         keys = [each.partition("=")[0].strip() for each in texts]
-        missing = [*problems]
-        line = [*flags]
-        reads = (
-            text
-            or self.named is not None
-            or any(is_part(key, ("data",)) for key in keys)
-        )
-        if not reads:
-            missing.append(
-                Problem("--text", "no file states what text it read", fix="--text PATH")
-            )
+        lacking = dict[str, str]()  # flag -> what it says
+        if not (text or self.named or any(is_part(key, ("data",)) for key in keys)):
+            lacking["--text PATH"] = "what text it read"
         if self.data_from is None:
-            fix = f"{DATA_FROM} {FIRST} reads it from its beginning, {NEXT} after as many samples as were read"
-            came = "no file states where in our order of a text it stands"
-            missing.append(Problem(DATA_FROM, came, fix=fix))
-        if found is not None:
-            for problem, flag in self._open(found, keys):
-                missing.append(problem)
-                line.append(flag)
-        if not missing:
-            return
-        state = self.state
-        line = [
-            "python launch/pretrain.py", KEY, shlex.quote(self.directory), "--out RUN",
-            "" if reads else "--text PATH", "" if self.data_from else f"{DATA_FROM} {FIRST}", *line,
-        ]  # fmt: skip
-        came = f"is {state.form} after step {state.steps}, and states {_listed(found or {})}"
-        whole = " ".join(part for part in line if part)
-        missing.append(
-            Problem(KEY, came, "the rest has to be said", f"such as: {whole}")
-        )
-        raise self.error(missing)
-
-    def _open(
-        self, found: Mapping[str, Any], keys: Sequence[str]
-    ) -> Iterator[tuple[Problem, str]]:
-        """Yield a problem and a flag for each key that no file states; `keys`: of --set."""
-        for key, (what, example) in OPEN.items():
-            said = key in found or any(
-                is_part(key, (each,)) or each == key for each in keys
+            lacking[f"{DATA_FROM} {FIRST}"] = (
+                f"where in our order of a text it stands ({NEXT}: after the samples that it read)"
             )
-            if not said and not any(
-                is_part(each, (key.partition(".")[0],)) for each in keys
-            ):
-                flag = f"--set {key}={example}"
-                yield Problem(key, f"no file states {what}", fix=flag), flag
-        if "data.tokenizer" not in found and not any(
-            is_part(each, ("data.tokenizer",)) for each in keys
-        ):
-            rows = self.model().shape["model.vocab_size"]
-            if rows not in TOKENIZERS:
-                flag = "--set data.tokenizer.kind=file --set data.tokenizer.path=DIR"
-                yield Problem("data.tokenizer", "holds no tokenizer", fix=NAME_IT), flag
+        config = self._weights.config(None)
+        heads = next((key for key, value in config.items() if value == UNREAD), None)
+        found = dict[str, Any]()
+        if heads and not any(each.startswith(heads) for each in self.stated):
+            hidden = config.get("n_embd", config.get("hidden_size"))
+            flag = f"{ARGUMENTS} {heads}={max(1, int(hidden or HEAD) // HEAD)}"
+            lacking[flag] = "the number of heads"
+        else:
+            base = catalog.load(self.recipe_name)
+            found = {**super().settings(texts), **self.theirs.settings(base)}
+            lacking |= self._open({*found, *keys})
+        if not lacking:
+            return found
+        problems = [
+            Problem(KEY, f"no file states {what}", fix=flag)
+            for flag, what in lacking.items()
+        ]
+        line = f"{KEY} {shlex.quote(self.directory)} --out RUN {' '.join(lacking)}"
+        state = self.state
+        came = f"is {state.form} after step {state.steps}, and states {_listed(found)}"
+        such = f"such as: python launch/pretrain.py {line}"
+        last = Problem(KEY, came, "the rest has to be said", such)
+        raise self.error([*problems, last])
+
+    def _open(self, said: Collection[str]) -> dict[str, str]:
+        """Return the flags of keys that nothing states; `said`: keys that files or --set state."""
+        found = {}
+        for key, (what, example) in OPEN.items():
+            if not any(is_part(key, (each,)) for each in said):
+                found[f"--set {key}={example}"] = what
+        tokenizer = any(is_part(each, ("data.tokenizer",)) for each in said)
+        if not tokenizer and self.model().shape["model.vocab_size"] not in TOKENIZERS:
+            key = "data.tokenizer"
+            found[f"--set {key}.kind=file --set {key}.path=DIR"] = "its tokenizer"
+        return found
 
     def begun(
         self, texts: Sequence[str], laid: Mapping[str, Any], steps: int | None
@@ -221,10 +175,14 @@ class Adoption(StartingModel):
         return tuple(Notice("adopt", f"adopted: {each}") for each in said)
 
     def write(self, plan: Plan, checkpoints: Path, corpus: str) -> None:
-        """Write its state as the first checkpoint of a run; see `adopted_checkpoint.write`."""
+        """Write its state as the first checkpoint of a run on rank 0, unless there is one.
+
+        Raises as `adopted_checkpoint.write`.
+        """
         from launch.weights import adopted_checkpoint
 
-        adopted_checkpoint.write(self._weights, plan, checkpoints, corpus)
+        if processes.rank() == 0 and run_checkpoints.newest(checkpoints) is None:
+            adopted_checkpoint.write(self._weights, plan, checkpoints, corpus)
 
     def noted(self, plan: Plan, texts: Sequence[str], rate_after: RateAfter) -> Plan:
         """Return the plan with remarks on the run. Raises ProblemsError: it does not fit the plan's recipe.
@@ -258,29 +216,11 @@ class Adoption(StartingModel):
 
 
 def _listed(found: Mapping[str, Any]) -> str:
-    """List the settings that files state, but for those that are usual."""
-    shown = []
-    for key, value in found.items():
-        if value is not None and key.split(".")[0] in (
-            "batch",
-            "optimizer",
-            "schedule",
-            "precision",
-            "steps",
-        ):
-            shown.append(f"{key}={value}")
+    """List the settings of the training that files state."""
+    sections = ("batch", "optimizer", "schedule", "precision", "steps")
+    shown = [
+        f"{key}={value}"
+        for key, value in found.items()
+        if value is not None and key.split(".")[0] in sections
+    ]
     return ", ".join(shown) or "no settings"
-
-
-def open_adoption(
-    directory: str, stated: Sequence[str], named: str | None, data_from: str | None
-) -> Adoption:
-    """Find the DeepSpeed run in a directory. Raises ProblemsError."""
-    found = Adoption(directory, stated=stated, named=named, data_from=data_from)
-    try:
-        found.saved()
-        if Path(directory).is_dir():
-            _ = found.state
-    except FileError as error:
-        raise ProblemsError(error.problems) from None
-    return found

@@ -31,6 +31,7 @@ SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "constant_with_warmup": {"kind": "constant"},
     "inverse_sqrt": {"kind": "inverse_sqrt"},
 }
+ENDLESS = ("constant", "inverse_sqrt")
 # keys of lr_scheduler_kwargs -> ours
 SCHEDULE_KEYS = {"lr_end": "min_lr", "min_lr": "min_lr", "power": "power"}
 # dropout in config.json: of the residual stream, at all its places, and of attention
@@ -184,23 +185,12 @@ class TheirSettings:
         share = given.pop("min_lr_rate", None)
         if known is None or given.keys() - SCHEDULE_KEYS.keys():
             return {}
-        values = {
-            **known,
-            "warmup_steps": self._warmup(str(kind)),
-            "decay_steps": self.steps,
-        }
+        values = {**known, "warmup_steps": self._warmup(str(kind))}
         values |= {SCHEDULE_KEYS[key]: value for key, value in given.items()}
+        if known["kind"] not in ENDLESS:
+            values["decay_steps"] = self.steps
         if share is not None:
             values["min_lr"] = share * self._peak()
-        needs_warmup = kind == "inverse_sqrt" and not values["warmup_steps"]
-        needs_end = (
-            kind not in ("constant", "constant_with_warmup", "inverse_sqrt")
-            and self.steps is None
-        )
-        if needs_warmup or needs_end:
-            return {}
-        if kind in ("constant", "constant_with_warmup", "inverse_sqrt"):
-            values["decay_steps"] = None
         return _laid(Schedule.model_validate(values))
 
     def _warmup(self, kind: str) -> int:
@@ -216,29 +206,22 @@ class TheirSettings:
     def remarks(self) -> list[str]:
         """Return what of its optimizer is otherwise here, in words."""
         said = []
+        decay = self.group.get("weight_decay", 0.0)
         rates = {float(group["lr"]) for group in self.state.groups}
-        decays = sorted(
-            {float(group.get("weight_decay", 0.0)) for group in self.state.groups}
-        )
         if len(rates) > 1:
             named = some([f"{rate:g}" for rate in sorted(rates)])
             said.append(
                 f"its groups of parameters have the rates {named}, here all have one"
             )
-        if len(decays) > 2 or (len(decays) == 2 and decays[0]):
-            named = some([f"{decay:g}" for decay in decays])
-            said.append(
-                f"its groups decay by {named}, here matrices by the largest and vectors not at all"
-            )
         odd = [
             name
             for name, parameter in self.state.parameters.items()
             if parameter.decay is not None
-            and bool(parameter.decay) != (len(parameter.shape) > 1 and bool(decays[-1]))
+            and parameter.decay != (len(parameter.shape) > 1) * decay
         ]
         if odd:
             said.append(
-                f"its weight decay is otherwise on {some(odd, 3)}: here on all matrices alone"
+                f"its weight decay differs on {some(odd, 3)}: here matrices have {decay:g}, vectors none"
             )
         return said
 

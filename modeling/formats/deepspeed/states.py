@@ -49,7 +49,7 @@ class TheirParameter:
     shape: torch.Size
     read: Callable[[str], Tensor]
     decay: float | None = None
-    dtype: torch.dtype = torch.float32
+    dtype = torch.float32
 
 
 class Piece(NamedTuple):
@@ -73,7 +73,6 @@ class DeepSpeedState:
         steps, skipped, samples: as DeepSpeed's engine counts them.
         updates: as the optimizer counts them, to correct its moments' bias.
         config: DeepSpeed's configuration; {} where the engine got it from a file.
-        scheduler: the state of a learning-rate schedule that DeepSpeed stepped; None without one.
         scaler: of fp16, by DeepSpeed's names; {} in other precisions.
     """
 
@@ -87,7 +86,6 @@ class DeepSpeedState:
     samples: int
     updates: int
     config: Mapping[str, Any]
-    scheduler: Mapping[str, Any] | None
     scaler: Mapping[str, Any]
 
 
@@ -125,17 +123,15 @@ def _common(where: Path, stated: Mapping[str, Any]) -> DeepSpeedState:
         not odd, where, f"does not say {some(odd)}", "DeepSpeed's engine counts them"
     )
     config = stated.get("ds_config")
-    scheduler = stated.get("lr_scheduler")
     frozen = stated.get("frozen_param_shapes") or {}
     expect(not frozen, where, f"has frozen parameters, {some([*frozen], 3)}", "all of them are trained here",
            "give a run that trained them all")  # fmt: skip
     module = stated.get("module") or {}
     return DeepSpeedState(
         where, "", {}, (),
-        {name: tensor for name, tensor in module.items() if isinstance(tensor, Tensor) and tensor.numel()},
+        {name: tensor for name, tensor in module.items() if tensor.numel()},
         stated["global_steps"], stated["skipped_steps"], stated["global_samples"], 0,
         config if isinstance(config, dict) else {},
-        scheduler if isinstance(scheduler, dict) else None,
         {},
     )  # fmt: skip
 

@@ -21,7 +21,7 @@ from launch.checkpoints.stored import load_weights
 from launch.records.metrics import read_metrics
 from launch.training.schedule import learning_rate
 from launch.weights import adopted_checkpoint
-from launch.weights.adoption import open_adoption
+from launch.weights.adoption import Adoption
 from modeling.formats.deepspeed import files
 from modeling.formats.families import conversion_of
 from recipes import catalog
@@ -69,7 +69,8 @@ def opened(directory, *settings, stated=(), data_from="next"):
     """The adoption and its recipe."""
     config = directory / "config.json"
     bert = config.exists() and "bert" in config.read_text()
-    found = open_adoption(str(directory), stated, "bert/sotu" if bert else "default/sotu", data_from)
+    named = "bert/sotu" if bert else "default/sotu"
+    found = Adoption(str(directory), stated=stated, named=named, data_from=data_from)
     said = [*settings]
     if not (directory / "training_args.bin").exists():
         said += ["steps=12", "schedule.kind=constant", "schedule.warmup_steps=0", "schedule.min_lr=0"]
@@ -135,7 +136,7 @@ def test_a_universal_checkpoint_gives_the_same(theirs, universal, tmp_path):
 
 def test_what_files_state_is_taken_and_the_rest_is_asked_for_at_once(theirs):
     with pytest.raises(ProblemsError) as refused:
-        open_adoption(str(theirs / "loop"), (), None, None).begun([], {}, None)
+        Adoption(str(theirs / "loop")).begun([], {}, None)
     said = str(refused.value)
     for wanted in (
         "ZeRO-2 of 2 ranks after step 6", "optimizer.betas=[0.9, 0.95]", "optimizer.clip=0.5",
@@ -152,7 +153,7 @@ def test_what_files_state_is_taken_and_the_rest_is_asked_for_at_once(theirs):
 
 def test_heads_and_dropout_are_asked_for_where_no_config_states_them(copied):
     (copied / "config.json").unlink()
-    with pytest.raises(ProblemsError, match=r"heads; --weights_args n_head=1"):
+    with pytest.raises(ProblemsError, match="heads; --weights_args n_head=1"):
         opened(copied)
     with pytest.raises(ProblemsError, match=r"dropout\.hidden"):
         opened(copied, stated=["n_head=4"])
