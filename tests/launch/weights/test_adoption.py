@@ -8,21 +8,24 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from deepspeed.checkpoint import ds_to_universal
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from launching import ROOT, WORKERS, run, run_ranks
 
 from ds_configs.plan import ANY_GPU
 from ds_configs.resolver import resolve
 from launch.checkpoints import run_checkpoints
+from launch.checkpoints.manifest import ScalerState
 from launch.checkpoints.stored import load_weights
 from launch.records.metrics import read_metrics
 from launch.training.schedule import learning_rate
 from launch.weights import adopted_checkpoint
 from launch.weights.adoption import Adoption
-from modeling.formats.deepspeed import files
+from modeling.formats.deepspeed import files, states
 from modeling.formats.families import conversion_of
 from recipes import catalog
 from recipes.problems import ProblemsError
@@ -293,6 +296,15 @@ def test_a_pickle_is_read_without_its_classes(theirs):
     address = found["param_slice_mappings"][0]["transformer.wte.weight"]
     assert isinstance(address, files.StandIn) and address.start == 0
     assert type(found["zero_stage"]).__module__ != "deepspeed.runtime.zero.config"
+
+
+def test_a_loss_scaler_goes_on_in_fp16(copied):
+    scaler = DynamicLossScaler(2.0**24, 1000, 1, 2, False)
+    scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter = 2.0**20, 6, 3
+    changed(lambda values: values["optimizer_state_dict"].update(loss_scaler=scaler))(copied)
+    state = states.read(copied)
+    found = [adopted_checkpoint._scaler(SimpleNamespace(precision=half), state) for half in ("fp16", "bf16")]
+    assert found == [ScalerState(2.0**20, 6, 3, 2), None]
 
 
 # --- the next losses
