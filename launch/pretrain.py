@@ -113,6 +113,7 @@ was started, 3 diverged,
 def build_parser() -> argparse.ArgumentParser:
     rules = (
         ("--list", "*", "it lists the recipes and ends"),
+        ("--weights_args", "+--init_from, --adopt", "it is about what they hold"),
         ("--new_vocabulary", "+--init_from", "it is about the weights in --init_from"),
         ("--branch", "+--out", "a branch is a run of its own"),
         (
