@@ -1,7 +1,8 @@
-"""Look into the checkpoints of a run: what there is, and whether it is whole; hand one on to DeepSpeed.
+"""Look into the checkpoints of a run; go on with a run of DeepSpeed's, or hand one on to DeepSpeed.
 
 python launch/checkpoint.py show runs/default-sotu-zero3_offload
 python launch/checkpoint.py verify runs/default-sotu-zero3_offload
+python launch/checkpoint.py adopt trainer/checkpoint-500 --out runs/mine
 python launch/checkpoint.py export runs/default-sotu-zero3_offload --universal universal
 """
 
@@ -28,6 +29,10 @@ examples:
       --universal universal
       weights, both moments and steps for your own DeepSpeed loop or
       transformers' Trainer, under transformers' names
+  python launch/checkpoint.py adopt trainer/checkpoint-500 --out runs/mine \\
+      --text my.jsonl --data_from first
+      make a run of a DeepSpeed run, for any layout to go on with; says what
+      the files leave open
 
 RUN is a run directory, its checkpoints/, or one step-NNNNNN of them. No GPU
 is needed, and the memory of one tensor. Any layout reads any checkpoint:
@@ -71,6 +76,22 @@ The checksums are compared first, and the disk must have room: 12 bytes a
 parameter. Without moments (step 0), with LAMB or shared layers it is refused;
 export_hf.py takes weights alone.
 exit codes: 0 exported; 1 a failing disk; 2 refused."""
+ADOPT = """\
+examples:
+  python launch/checkpoint.py adopt trainer/checkpoint-500 --out runs/mine
+      show what its files state, and a command line for the rest
+  python launch/checkpoint.py adopt deepspeed_run/ --out runs/mine \\
+      --text my.jsonl --data_from first --set steps=2000 \\
+      --set schedule.kind=constant --weights_args n_head=12
+  torchrun --nproc_per_node 2 launch/pretrain.py --resume --out runs/mine \\
+      --set parallel.tp=2
+      then go on from it, under any layout
+
+ZeRO 0 to 3, offloaded or not, and universal checkpoints, of transformers'
+GPT-2, BERT and MegatronBert. `pretrain.py --adopt` takes the same flags, and
+trains at once. No pickle is run.
+exit codes: 0 adopted, 2 refused."""
+ADOPT_RULES = (("--out", "--tiny", "an adopted run has its own model and batch"),)
 COMMANDS = (
     ("show", "what there is", "Show a run's checkpoints, or what is in one.", SHOW),
     (
@@ -85,7 +106,7 @@ COMMANDS = (
 def build_parser() -> argparse.ArgumentParser:
     parser = arguments.command(str(__doc__).split("\n\n")[0], EXAMPLES)
     commands = parser.add_subparsers(
-        required=True, dest="command", metavar="{show,verify,export}"
+        required=True, dest="command", metavar="{show,verify,adopt,export}"
     )
     for name, what, description, epilog in COMMANDS:
         add = arguments.subcommand(
@@ -113,10 +134,23 @@ def build_parser() -> argparse.ArgumentParser:
     add("run", metavar="RUN[@STEP]", help=at)
     place = "directory to make; refused if there is something in it"
     add("--universal", metavar="DIR", required=True, help=place)
+    what = "make a run of one of DeepSpeed's"
+    title = "Make a run directory of a DeepSpeed run, with its moments and step."
+    adopted = arguments.subcommand(
+        commands, "adopt", what, title, ADOPT, (*arguments.TEXT_RULES, *ADOPT_RULES)
+    )
+    says = "directory of save_checkpoint, of Trainer (checkpoint-N), or universal"
+    adopted.add_argument("directory", metavar="DIR", help=says)
+    adopted.add_argument("--out", required=True, metavar="RUN", help="run directory")
+    arguments.add_recipe_arguments(adopted, text=True)
+    config = "DeepSpeed JSON of the run (default: the recipe's own)"
+    adopted.add_argument("--ds_config", metavar="FILE", help=config)
+    arguments.add_weights_arguments(adopted.add_argument)
+    arguments.add_adoption_arguments(adopted.add_argument, flag=None)
     return parser
 
 
-def export(run_at: str, out: str) -> None:
+def export(run_at: str, out: str) -> int:
     """Export the checkpoint of RUN or RUN@STEP to the new directory `out`, and print how to go on from it.
 
     Raises ProblemsError or ValueError for what cannot be exported.
@@ -145,17 +179,67 @@ def export(run_at: str, out: str) -> None:
             checkpoint, recipe, tokenizer, rate, place, run=run, seen=shown.update
         )
     print(universal.describe(checkpoint, place))
+    return 0
+
+
+def adopt(args: argparse.Namespace) -> int:
+    """Write the run directory. Raises ValueError with every problem."""
+    from data.corpus import build
+    from data.text.given_text import text_settings
+    from ds_configs.findings import find
+    from launch.machine import description
+    from launch.records import metrics, vocabulary
+    from launch.training.job import Job, plan_job
+    from launch.training.run import checksum
+    from launch.training.schedule import learning_rate
+    from launch.training.start import Training, open_run_directory
+    from launch.weights.adoption import Adoption
+    from recipes import catalog
+
+    named = args.recipe if "recipe" in args.given else None
+    how = {"stated": args.weights_args, "named": named, "data_from": args.data_from}
+    adopts = Adoption(args.directory, **how)
+    column = arguments.stated(args.set, "data.text_column")
+    laid = text_settings(args.text, column) if args.text else {}
+    recipe = adopts.begun(args.set, laid, args.steps)
+    machine = description.detect_machine(on_paper=True)
+    plan = plan_job(
+        recipe, args.ds_config, machine, compiled=False, initial_weights=None, elsewhere=True
+    )  # fmt: skip
+    adopted = adopts.noted(plan, args.set, learning_rate)
+    name = catalog.full_name(adopts.recipe_name)
+    given = find(args.ds_config or recipe.ds_config)
+    job = Job(
+        adopted, name, path_of(args.out, "--out"), adopt=adopts.write, ds_config=given
+    )
+    original = catalog.load(adopts.recipe_name)
+    training = Training(job, original, False, False, lambda meeting: corpus)
+    corpus = build(recipe, say=terminal.say)
+    directory = open_run_directory(training)
+    assert directory is not None
+    assert recipe.branch is not None
+    vocabulary.keep(directory.path, corpus.tokenizer)
+    metrics.begin_branch(directory.metrics_jsonl, recipe.branch)
+    adopts.write(adopted, job.checkpoints, checksum(corpus))
+    directory.close()
+    for notice in adopted.notices:
+        terminal.say(str(notice))
+    print(
+        f"{directory.path}: step {recipe.branch.step}; pretrain.py --resume --out goes on from it"
+    )
+    return 0
 
 
 def main() -> int:
     args = build_parser().parse_args()
     terminal.quiet_libraries()
-    if args.command == "export":
-        try:
-            export(args.run, args.universal)
-        except ValueError as error:
-            ending.refuse(error)
-        return 0
+    try:
+        if args.command == "adopt":
+            return adopt(args)
+        if args.command == "export":
+            return export(args.run, args.universal)
+    except ValueError as error:
+        ending.refuse(error)
     from launch.checkpoints import showing  # with torch
 
     return getattr(showing, args.command)(path_of(args.run, "RUN"), args.step)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from launch.records.recorded_run import RecordedRun
     from launch.training.followed_json import FollowedJson
     from launch.training.job import InitialWeights, Job
+    from launch.weights.adoption import Adoption
     from launch.weights.starting_model import StartingModel
     from recipes.schema import Recipe
 
@@ -72,6 +74,9 @@ examples:
   python launch/pretrain.py --init_from my_gpt2 --text my.jsonl
       go on from weights of transformers, Megatron or a run: shape, positions
       and vocabulary are theirs
+  python launch/pretrain.py --adopt my_trainer/checkpoint-500 --out runs/mine
+      go on from a DeepSpeed run of transformers' GPT-2 or BERT, with moments,
+      step and schedule; says what its files do not, and shows a whole line
   python launch/pretrain.py --follow my_deepspeed.json
       batch, optimizer, clipping, schedule and precision as that JSON states
       them, each in a line of the plan
@@ -112,7 +117,7 @@ was started, 3 diverged,
 def build_parser() -> argparse.ArgumentParser:
     rules = (
         ("--list", "*", "it lists the recipes and ends"),
-        ("--weights_args", "+--init_from", "it is about the weights in --init_from"),
+        ("--weights_args", "+--init_from, --adopt", "it is about what they hold"),
         ("--new_vocabulary", "+--init_from", "it is about the weights in --init_from"),
         ("--branch", "+--out", "a branch is a run of its own"),
         (
@@ -120,6 +125,13 @@ def build_parser() -> argparse.ArgumentParser:
             "--recipe, --init_from, --tiny",
             "a branch has the recipe and the weights of its run",
         ),
+        ("--adopt", "+--out", "the adopted run is a run of its own"),
+        (
+            "--adopt",
+            "--init_from, --branch, --follow, --tiny",
+            "its files decide weights, shape and settings",
+        ),
+        ("--data_from", "+--adopt", "it is about the run in --adopt"),
         ("--follow", "--ds_config, --set ds_config", "both name the DeepSpeed JSON"),
         *arguments.TEXT_RULES,
         *RUN_RULES,
@@ -146,6 +158,7 @@ def build_parser() -> argparse.ArgumentParser:
         "weights, moments, step and place in the data, under RUN's recipe and what is changed of it"
     )
     keep.add_argument("--branch", metavar="RUN[@STEP]", help=branch)
+    arguments.add_adoption_arguments(keep.add_argument)
     return parser
 
 
@@ -166,6 +179,8 @@ def training_of(args: argparse.Namespace) -> Training:
         args.ds_config = args.ds_config or source.ds_config
     laid = text_of(args)
     weights = weights_of(source) if source and args.resume and not point else None
+    adopts = None if source else adoption(args)
+    recipe_name = adopts.recipe_name if adopts else recipe_name
     if args.init_from is not None:
         weights = given_weights(
             args, recipe_name if source or "recipe" in args.given else None
@@ -178,9 +193,9 @@ def training_of(args: argparse.Namespace) -> Training:
     if point:
         recipe = point.recipe(args.set, laid, args.steps)
     else:
-        recipe = titled(
-            catalog.load(recipe_name, args.set, tiny, args.steps, laid), original
-        )
+        load = partial(catalog.load, recipe_name, tiny=tiny)
+        begin = adopts.begun if adopts else load
+        recipe = titled(begin(args.set, steps=args.steps, laid=laid), original)
     if recipe.task is not None:
         fix = f"python launch/finetune.py --task {recipe.task.name} --init DIR"
         raise ProblemsError(
@@ -196,6 +211,11 @@ def training_of(args: argparse.Namespace) -> Training:
         joining.order_kernels(plan.layout.tp)
     machine = description.detect_machine(args.emulate_fp16, on_paper=args.plan)
     job = job_with_hint(args, recipe, name, machine, weights)
+    if adopts:
+        from launch.training.schedule import learning_rate
+
+        plan = adopts.noted(job.plan, args.set, learning_rate)
+        job = replace(job, plan=plan, adopt=adopts.write)
     if follows:
         job = replace(job, plan=follows.noted(job.plan))
     if source:
@@ -289,6 +309,17 @@ def given_weights(
         "insists": args.new_vocabulary,
     }
     return StartingModel(args.init_from, **how)
+
+
+def adoption(args: argparse.Namespace) -> Adoption | None:
+    """Open the run of --adopt; None without one. Raises ProblemsError."""
+    if args.adopt is None:
+        return None
+    from launch.weights.adoption import Adoption
+
+    named = args.recipe if "recipe" in args.given else None
+    how = {"stated": args.weights_args, "named": named, "data_from": args.data_from}
+    return Adoption(args.adopt, **how)
 
 
 def follow(

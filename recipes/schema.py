@@ -646,6 +646,9 @@ class Branch(Strict):
     """its batches up to there: steps and samples before each stretch of equal steps, samples of each step"""
     data_from: CountOrZero = 0
     """samples that were read before the present order of the data began"""
+    more_updates: CountOrZero = 0
+    """updates that the optimizer has counted besides those of its steps: DeepSpeed's stage 0 in bf16 makes one
+    before the first step"""
 
     def __str__(self) -> str:
         return f"{self.run} from step {self.step:,} on"

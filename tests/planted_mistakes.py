@@ -55,6 +55,7 @@ STEP = "tests/launch/training/test_whole_step.py"
 MODELING, DATA, TRAINING = "tests/modeling/test_", "tests/data/test_", "tests/launch/training/test_"
 CHECKPOINTS, NORMS = "tests/launch/checkpoints/test_", "tests/launch/deepspeed_fixes/test_norms.py"
 UNIVERSAL = "tests/launch/weights/test_universal.py"
+ADOPTION = "tests/launch/weights/test_adoption.py"
 MISTAKES = (
     # modeling
     Mistake("position offset", "modeling/gpt2.py",
@@ -165,6 +166,19 @@ MISTAKES = (
             "float(progress.adam_steps)", "float(progress.adam_steps - 1)", UNIVERSAL),
     Mistake("the exported schedule a step late", "launch/weights/universal.py",
             "scheduler_state(progress.schedule,", "scheduler_state(progress.schedule - 1,", UNIVERSAL),
+    # adopted runs of DeepSpeed
+    Mistake("places in a partition", "modeling/formats/deepspeed/states.py",
+            "Piece(flat, address.start, address.numel)", "Piece(flat, address.start // 2, address.numel)",
+            f"{ADOPTION}::test_weights_and_moments_are_those_of_deepspeeds_own_tool"),
+    Mistake("moment of another kind", "launch/weights/deepspeed_weights.py",
+            "parameter.read(kind)", "parameter.read('exp_avg' if kind == 'exp_avg_sq' else kind)",
+            f"{ADOPTION}::test_weights_and_moments_are_those_of_deepspeeds_own_tool"),
+    Mistake("updates of theirs", "modeling/formats/deepspeed/states.py",
+            "len(counted) == 1 and counted <= {made, made + built}", "len(counted) > 0",
+            f"{ADOPTION}::test_faults_are_refused"),
+    Mistake("data of an adopted run", "launch/weights/adoption.py",
+            "read if self.data_from == FIRST else 0", "0",
+            f"{ADOPTION}::test_what_files_state_is_taken_and_the_rest_is_asked_for_at_once"),
 )  # fmt: skip
 
 

@@ -76,6 +76,7 @@ class BranchPoint:
         changes = catalog.branch_changes(there, now)
         read = there.sizes.samples(self.step)
         data_from = there.branch.data_from if there.branch else 0
+        more = there.branch.more_updates if there.branch else 0
         reordered = [
             key for key, _, _ in changes.allowed if is_part(key, catalog.ORDER)
         ]
@@ -98,6 +99,7 @@ class BranchPoint:
             changed=changed,
             stretches=there.sizes.until(self.step),
             data_from=data_from,
+            more_updates=more,
         )
         return now.model_copy(update={"branch": branch})
 

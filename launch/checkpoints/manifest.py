@@ -266,8 +266,9 @@ class Manifest:
         """
         at = self.progress
         updates = at.step - at.skipped
+        more = recipe.branch.more_updates if recipe.branch else 0
         expected: dict[str, tuple[object, object]] = {
-            "adam_steps": (at.adam_steps, updates), "schedule": (at.schedule, updates),
+            "adam_steps": (at.adam_steps, updates + more), "schedule": (at.schedule, updates),
             "the last step": (max(at.step, recipe.steps), recipe.steps),
         }  # fmt: skip
         if named is not None:

@@ -232,6 +232,24 @@ def add_weights_arguments(add: Callable[..., argparse.Action]) -> None:
     add("--weights_args", action="append", default=[], metavar="KEY=VALUE", help=says)
 
 
+def add_adoption_arguments(
+    add: Callable[..., argparse.Action], flag: str | None = "--adopt"
+) -> None:
+    """Add the flags of an adopted run; `flag` None: the directory is named otherwise."""
+    adopt = (
+        "go on from a DeepSpeed run of transformers' GPT-2, BERT or MegatronBert, by save_checkpoint, Trainer "
+        "(checkpoint-N) or ds_to_universal: with weights, moments, step, loss scale, and the recipe as far as "
+        "its files state it"
+    )
+    if flag:
+        add(flag, metavar="DIR", help=adopt)
+    places = (
+        "with --adopt: read the text in our order from its first sample, or from the next one after as many "
+        "samples as the run has read"
+    )
+    add("--data_from", choices=("first", "next"), help=places)
+
+
 def whole(least: int = 1, most: int = 10**9) -> Callable[[str], int]:
     """Make a reader of whole numbers within bounds, for `add_argument(type=...)`."""
 

@@ -88,6 +88,8 @@ class Job:
     # of (TrainingRun, StepRecord)
     after_step: Callable[[Any, Any], None] = lambda run, outcome: None
     initial_weights: InitialWeights | None = None  # None: random ones
+    # writes the first checkpoint of an adopted run; takes the checksum of the training tokens
+    adopt: Callable[[Plan, Path, str], None] | None = None
     ds_config: Path | None = None  # the DeepSpeed JSON as it was given
     # the run whose recipe was taken; None: a row's, or the resumed run's
     recipe_of: Path | None = None

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -358,6 +358,11 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
         agreement.check(
             job.plan, corpus, grid.control_group, start_weights, job.compiled
         )
+        if job.adopt:
+            from launch.training.run import checksum
+
+            write = partial(job.adopt, job.plan, job.checkpoints, checksum(corpus))
+            meeting.settle(system_refusals(job.directory)(write), PREPARATION)
         # once, before the records are cut back to it
         chosen = choose_checkpoint(job, grid, corpus)
     except ValueError as e:
@@ -414,7 +419,7 @@ def choose_checkpoint(job: Job, grid: ProcessGrid, corpus: Corpus) -> Checkpoint
 
     recipe = job.plan.recipe
     chosen = CheckpointChoice(None)
-    if job.resume:
+    if job.resume or job.adopt:
         from launch.checkpoints import reading
 
         with system_refusals(Path.cwd()):
@@ -460,7 +465,7 @@ def open_recorder(
     if branch is not None and done == branch.step:
         from launch.records import metrics
 
-        began = "branched off from"
+        began = "adopted as" if job.adopt else "branched off from"
         metrics.begin_branch(directory.metrics_jsonl, branch)
     recorder = Recorder(directory, known, done, training.clock, sys.stdout)
     for newer in chosen.damaged:

@@ -1,7 +1,8 @@
 """Trains runs one after the other, each from its beginning or from a checkpoint of another one.
 
 any_layout.py JOBS.json     a list; of each job: out (a directory), steps, source (null, or a directory like
-                            step-000004), case (ds_config, tp, pp, dp, precision, recipe, settings)
+                            step-000004), case (ds_config, tp, pp, dp, precision, recipe, settings; or
+                            ds_config, tp, pp, dp, and resolved, the recipe.yaml of a run)
 
 Leaves losses.json next to the checkpoint of the last step in `out`.
 """
@@ -45,6 +46,12 @@ class Records(SilentRecorder):
 
 
 def plan_of(case: dict, steps: int):
+    if "resolved" in case:
+        recipe = catalog.load_resolved(case["resolved"])
+        degrees = {degree: case.get(degree, 1) for degree in ("tp", "pp", "dp")}
+        parallel = recipe.parallel.model_copy(update=degrees)
+        recipe = recipe.model_copy(update={"parallel": parallel})
+        return resolve(recipe, case["ds_config"], processes.world_size(), MACHINE)
     settings = [
         *(f"parallel.{degree}={case.get(degree, 1)}" for degree in ("tp", "pp", "dp")),
         f"precision={case.get('precision', 'fp32')}", *case.get("settings", ()),

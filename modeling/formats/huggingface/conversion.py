@@ -110,7 +110,7 @@ class Conversion:
                 converted[name] = part.contiguous()
         return converted
 
-    def select(self, theirs: Tensors) -> Selection:
+    def select(self, theirs: Mapping[str, Any]) -> Selection:
         """Select the tensors of a state dict, which may hold either name of a tied tensor, or both."""
         named = [
             (name, tensor)
@@ -136,9 +136,15 @@ class Conversion:
             found, copies, [name for name, count in times.items() if count > 1]
         )
 
-    def to_canonical(self, theirs: Tensors, model: Model) -> LazyWeights:
+    def to_canonical(
+        self,
+        theirs: Mapping[str, Any],
+        model: Model,
+        read: Callable[[Any], Tensor] = lambda tensor: tensor,
+    ) -> LazyWeights:
         """Turn a state dict of a class of this family into canonical float32 weights.
 
+        `read`: returns the tensor of one that is read on use, with a `shape`.
         Parameters of the model that it lacks are absent, and so is a classifier of another task's classes.
         `launch/weights` refuses before what lacks more than a task's head.
         """
@@ -147,9 +153,8 @@ class Conversion:
         found = self.select(theirs).tensors
 
         def convert(entry: NameEntry) -> Tensor:
-            whole = entry.form.to_ours(
-                [found[name] for name in entry.theirs], model.heads
-            )
+            parts = [read(found[name]) for name in entry.theirs]
+            whole = entry.form.to_ours(parts, model.heads)
             return whole[: model.vocab_size] if entry.ours in WITH_PADDING else whole
 
         def usable(entry: NameEntry) -> bool:

@@ -1,0 +1,182 @@
+"""The first checkpoint of an adopted run: weights, moments and counters of a DeepSpeed run in our form.
+
+What is written is checked while it is read. Master weights that are rounded are the module's own weights,
+where the save holds both. Each element's moments satisfy |m| <= c sqrt(v): m and v are weighted sums of the
+same gradients and of their squares, and the inequality of Cauchy and Schwarz bounds the one by the other.
+Moments of another tensor, or transposed ones, do not.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ds_configs.plan import Plan, plan_facts
+from launch.checkpoints import run_checkpoints, tensor_file
+from launch.checkpoints.manifest import (
+    MOMENTS,
+    WEIGHT,
+    Kind,
+    ListedTensor,
+    Manifest,
+    Progress,
+    ScalerState,
+    Series,
+    file_name,
+    kinds_after,
+)
+from launch.checkpoints.saving import Sums, finite, with_sums
+from launch.checkpoints.sums import sums_of
+from launch.checkpoints.tensor_file import TensorEntry
+from launch.machine import description
+from launch.weights.deepspeed_weights import DeepSpeedWeights
+from modeling.families import meta_parameters
+from modeling.formats.deepspeed import states
+from recipes.files import refuse
+
+SLACK = 1.01  # of the bound, for rounding
+SMALLEST = 1e-16  # of a moment whose square is a float32
+FIX = (
+    "give another save of the run: this one is damaged, or was put together of several"
+)
+
+
+def write(saved: DeepSpeedWeights, plan: Plan, root: Path, corpus: str) -> None:
+    """Write the checkpoint below `root`. `corpus`: checksum of the training tokens.
+
+    Raises FileError: tensors are not what DeepSpeed wrote; OSError.
+    """
+    recipe = plan.recipe
+    state = saved.state
+    directory = run_checkpoints.directory_of(root, state.steps).with_suffix(
+        run_checkpoints.WRITING
+    )
+    run_checkpoints.begin(directory)
+    try:
+        check_rounding(state)
+        progress = Progress(
+            state.steps,
+            state.updates,
+            state.steps - state.skipped,
+            state.skipped,
+            _scaler(plan, state),
+        )
+        kinds = kinds_after(state.updates)
+        sums = Sums()
+        entries, tensors = _contents(saved, plan, kinds, sums)
+        name = file_name(0)
+        stored = tensor_file.write(directory / name, entries)
+        tensors = {key: finite(each) for key, each in with_sums(tensors, sums).items()}
+        held = Manifest(
+            progress, {"position": recipe.sizes_in_data.samples(state.steps)}, corpus,
+            recipe.model_dump(mode="json", by_alias=True), plan_facts(plan), description.versions(),
+            {name: stored}, tensors, kinds, saved=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        )  # fmt: skip
+        run_checkpoints.complete(directory, held)
+    finally:  # it has another name if it is whole
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _contents(
+    saved: DeepSpeedWeights, plan: Plan, kinds: tuple[Kind, ...], sums: Sums
+) -> tuple[list[TensorEntry], dict[str, ListedTensor]]:
+    """Return the entries of the one file, and the tensors in it; `sums` gets those of each entry."""
+    state = saved.state
+    theirs = {WEIGHT: states.WEIGHT, **{moment: moment for moment in MOMENTS}}
+    by_kind = {kind: saved.canonical(plan.recipe, theirs[kind]) for kind in kinds}
+    bound = moment_bound(state.groups[0]["betas"], state.updates)
+
+    def add_up(key: str, parameter: torch.nn.Parameter, numbers: Tensor) -> None:
+        sums[key] = sums_of(numbers, parameter, 0)
+
+    def read(kind: Kind, name: str) -> Tensor:
+        numbers = by_kind[kind][name]
+        if not numbers.isfinite().all():
+            refuse(
+                state.where,
+                f"{kind} of {name} holds NaN or infinity",
+                "training ended there",
+                FIX,
+            )
+        if kind == MOMENTS[1]:
+            check_moments(state.where, name, by_kind[MOMENTS[0]][name], numbers, bound)
+        return numbers.reshape(-1)
+
+    entries = []
+    tensors = {}
+    for name, parameter in meta_parameters(plan.recipe).items():
+        elements = parameter.numel()
+        series = Series(0, None, 0, elements, elements)
+        tensors[name] = ListedTensor(tuple(parameter.shape), (series,))
+        for kind in kinds:
+            key = f"{kind}/{name}"
+            reading = partial(read, kind, name)
+            seen = partial(add_up, key, parameter)
+            entries.append(TensorEntry(key, torch.float32, (elements,), reading, seen))
+    return entries, tensors
+
+
+def moment_bound(betas: tuple[float, float], updates: int) -> float:
+    """Return the largest |m| / sqrt(v) of Adam's moments after so many updates (Kingma and Ba 2014, section 2).
+
+    By Cauchy and Schwarz, with m = (1 - b1) sum b1^i g_i and v = (1 - b2) sum b2^i g_i^2.
+    """
+    first, second = betas
+    ratio = first * first / second if second else math.inf
+    if ratio >= 1:
+        return math.inf
+    total = (1 - ratio**updates) / (1 - ratio)
+    return (1 - first) * math.sqrt(total / (1 - second))
+
+
+def check_moments(
+    where: Path, name: str, first: Tensor, second: Tensor, bound: float
+) -> None:
+    """Check that both moments are of the same gradients. Raises FileError."""
+    if (second < 0).any():
+        refuse(
+            where,
+            f"{MOMENTS[1]} of {name} has negative numbers",
+            "it is a mean of squares",
+            FIX,
+        )
+    odd = int((first.abs() > SLACK * bound * second.sqrt() + SMALLEST).sum())
+    if odd:
+        came = f"{odd:,} elements of {name} have moments that no gradients give"
+        rule = f"|{MOMENTS[0]}| is at most {bound:.4g} sqrt({MOMENTS[1]})"
+        refuse(where, came, rule, FIX)
+
+
+def check_rounding(state: states.DeepSpeedState) -> None:
+    """Check the rounded master weights against the module's. Raises FileError."""
+    for name, rounded in state.module.items():
+        parameter = state.parameters.get(name)
+        if parameter is None:
+            continue
+        own = parameter.read(states.WEIGHT).to(rounded.dtype)
+        if own.shape != rounded.shape or not torch.equal(own, rounded):
+            came = f"{name} differs between the optimizer's and the model's file"
+            refuse(
+                state.where,
+                came,
+                "a step writes the rounded master weights into the model",
+                FIX,
+            )
+
+
+def _scaler(plan: Plan, state: states.DeepSpeedState) -> ScalerState | None:
+    """Return the state of the loss scaler, where both runs are in fp16."""
+    found: Mapping[str, float] = state.scaler
+    if plan.precision != "fp16" or not found:
+        return None
+    return ScalerState(
+        float(found["cur_scale"]), int(found["cur_iter"]), int(found["last_overflow_iter"]),
+        max(1, int(found.get("cur_hysteresis", 1))),
+    )  # fmt: skip

@@ -1,0 +1,226 @@
+"""The adoption of a DeepSpeed run: what its files decide, and what has to be said besides."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ds_configs.findings import Notice
+from ds_configs.plan import Plan
+from launch.checkpoints import run_checkpoints
+from launch.ranks import processes
+from launch.weights.deepspeed_weights import DeepSpeedWeights
+from launch.weights.foreign_weights import Saved
+from launch.weights.initial_weights import ARGUMENTS, TOKENIZERS, InitialWeights
+from launch.weights.starting_model import StartingModel
+from launch.weights.their_settings import TheirSettings
+from modeling.formats.deepspeed.states import DeepSpeedState
+from modeling.formats.megatron.checkpoint import UNREAD
+from recipes import catalog
+from recipes.key_paths import is_part
+from recipes.problems import Problem
+from recipes.schema import Branch, Recipe
+
+RateAfter = Callable[[Recipe, int], float]
+KEY = "--adopt"
+DATA_FROM = "--data_from"
+FIRST, NEXT = "first", "next"
+HEAD = 64  # usual channels of an attention head
+RATE = 1e-6  # relative difference of one learning rate in two computations
+# Keys that the files may leave open -> what nothing states, and an example of a value.
+OPEN = {
+    "batch.global": ("samples of a step", "256"),
+    "optimizer.clip": ("whether gradients are clipped", "1.0"),
+    "precision": ("the precision", "bf16"),
+    "steps": ("the last step", "100000"),
+    "dropout.hidden": ("dropout of the residual stream", "0.1"),
+    "dropout.attention": ("dropout of attention", "0.1"),
+    "schedule.kind": ("the learning rate's schedule", "constant"),
+}
+
+
+@dataclass(frozen=True)
+class Adoption(StartingModel):
+    """A DeepSpeed run in a directory, which goes on as a run of ours.
+
+    Attributes:
+        key: the flag that names the directory.
+        named: the recipe of what the files leave open; None: the default one of the family.
+        data_from: FIRST: our order of the data is read from its beginning; NEXT: after as many samples as the
+            run has read. None: not said yet.
+    """
+
+    key: str = KEY
+    named: str | Path | None = None
+    data_from: str | None = None
+
+    def saved(self) -> Saved:
+        return self._weights
+
+    @cached_property
+    def _weights(self) -> DeepSpeedWeights:
+        return DeepSpeedWeights(Path(self.directory))
+
+    @property
+    def state(self) -> DeepSpeedState:
+        """The run's state. Raises FileError."""
+        return self._weights.state
+
+    @property
+    def recipe_name(self) -> str | Path:
+        kind = str(self._weights.config(None).get("model_type"))
+        family = "bert" if kind.endswith("bert") else "gpt2"
+        return self.named or catalog.BY_FAMILY[family]
+
+    @cached_property
+    def theirs(self) -> TheirSettings:
+        """What its files state of its recipe."""
+        family = self.model().form.family
+        described = self._weights.described is not None
+        config = self._weights._config if described else {}
+        return TheirSettings(Path(self.directory), self.state, family, config)
+
+    def settings(self, texts: Sequence[str], text: bool = False) -> dict[str, Any]:
+        """Return the keys of a recipe that the files decide, and their values.
+
+        `texts`: of --set; `text`: a text is given. Raises ProblemsError: of all that no file states and
+        nobody says, with a command line that would do.
+        """
+        keys = [each.partition("=")[0].strip() for each in texts]
+        lacking = dict[str, str]()  # flag -> what it says
+        if not (text or self.named or any(is_part(key, ("data",)) for key in keys)):
+            lacking["--text PATH"] = "what text it read"
+        if self.data_from is None:
+            lacking[f"{DATA_FROM} {FIRST}"] = (
+                f"where in our order of a text it stands ({NEXT}: after the samples that it read)"
+            )
+        config = self._weights.config(None)
+        heads = next((key for key, value in config.items() if value == UNREAD), None)
+        found = dict[str, Any]()
+        if heads and not any(each.startswith(heads) for each in self.stated):
+            hidden = config.get("n_embd", config.get("hidden_size"))
+            flag = f"{ARGUMENTS} {heads}={max(1, int(hidden or HEAD) // HEAD)}"
+            lacking[flag] = "the number of heads"
+        else:
+            base = catalog.load(self.recipe_name)
+            found = {**super().settings(texts), **self.theirs.settings(base)}
+            lacking |= self._open({*found, *keys})
+        if not lacking:
+            return found
+        problems = [
+            Problem(KEY, f"no file states {what}", fix=flag)
+            for flag, what in lacking.items()
+        ]
+        line = f"{KEY} {shlex.quote(self.directory)} --out RUN {' '.join(lacking)}"
+        state = self.state
+        came = f"is {state.form} after step {state.steps}, and states {_listed(found)}"
+        such = f"such as: python launch/pretrain.py {line}"
+        last = Problem(KEY, came, "the rest has to be said", such)
+        raise self.error([*problems, last])
+
+    def _open(self, said: Collection[str]) -> dict[str, str]:
+        """Return the flags of keys that nothing states; `said`: keys that files or --set state."""
+        found = {}
+        for key, (what, example) in OPEN.items():
+            if not any(is_part(key, (each,)) for each in said):
+                found[f"--set {key}={example}"] = what
+        tokenizer = any(is_part(each, ("data.tokenizer",)) for each in said)
+        if not tokenizer and self.model().shape["model.vocab_size"] not in TOKENIZERS:
+            key = "data.tokenizer"
+            found[f"--set {key}.kind=file --set {key}.path=DIR"] = "its tokenizer"
+        return found
+
+    def begun(
+        self, texts: Sequence[str], laid: Mapping[str, Any], steps: int | None
+    ) -> Recipe:
+        """Return the recipe of the run that goes on: `laid` and the files' settings, then `texts` over it.
+
+        `laid`: the settings of a given text; {} without one. Raises ProblemsError with every problem.
+        """
+        laid = {**laid, **self.settings(texts, text=bool(laid))}
+        recipe = catalog.load(self.recipe_name, texts, steps=steps, laid=laid)
+        state = self.state
+        each = self.theirs.batch or recipe.batch.global_
+        read = each * state.steps
+        if recipe.steps <= state.steps:
+            came = f"steps={recipe.steps}, and the run has made {state.steps}"
+            raise self.error(
+                [Problem("steps", came, fix=f"--set steps={state.steps + 1} or more")]
+            )
+        branch = Branch(
+            run=str(Path(self.directory).absolute()),
+            step=state.steps,
+            stretches=((0, 0, each),),
+            data_from=read if self.data_from == FIRST else 0,
+            more_updates=state.updates - state.steps + state.skipped,
+        )
+        return recipe.model_copy(update={"branch": branch})
+
+    def check(self, recipe: Recipe) -> tuple[Notice, ...]:
+        """Check that the run fits the recipe; return remarks."""
+        InitialWeights.check(self, recipe)
+        problems = list(self._vocabulary_problems(recipe))
+        if problems:
+            raise self.error(problems)
+        state = self.state
+        said = [
+            f"{state.form} of {self.directory}, after step {state.steps} and {state.samples:,} samples"
+        ]
+        said += self.saved().remarks(recipe)
+        said += self.theirs.remarks()
+        return tuple(Notice("adopt", f"adopted: {each}") for each in said)
+
+    def write(self, plan: Plan, checkpoints: Path, corpus: str) -> None:
+        """Write its state as the first checkpoint of a run on rank 0, unless there is one.
+
+        Raises as `adopted_checkpoint.write`.
+        """
+        from launch.weights import adopted_checkpoint
+
+        if processes.rank() == 0 and run_checkpoints.newest(checkpoints) is None:
+            adopted_checkpoint.write(self._weights, plan, checkpoints, corpus)
+
+    def noted(self, plan: Plan, texts: Sequence[str], rate_after: RateAfter) -> Plan:
+        """Return the plan with remarks on the run. Raises ProblemsError: it does not fit the plan's recipe.
+
+        `texts`: of --set; `rate_after`: (recipe, completed steps) -> the next learning rate.
+        """
+        recipe = plan.recipe
+        rate = rate_after(recipe, self.state.steps - self.state.skipped)
+        notices = (*self.check(recipe), *self._other_rate(recipe, texts, rate))
+        return replace(plan, notices=(*plan.notices, *notices))
+
+    def _other_rate(
+        self, recipe: Recipe, texts: Sequence[str], rate: float
+    ) -> Iterator[Notice]:
+        """Yield a remark where the schedule's next learning rate is not the run's.
+
+        Raises ProblemsError where the files alone decided the schedule.
+        """
+        theirs = self.theirs.rate
+        if abs(rate - theirs) <= RATE * abs(theirs):
+            return
+        gives = f"{recipe.schedule.kind} gives {rate:.7g}"
+        came = f"the learning rate of its next step is {theirs:.7g}, and {gives}"
+        keys = [each.partition("=")[0].strip() for each in texts]
+        if not any(is_part(key, ("schedule", "optimizer", "steps")) for key in keys):
+            fix = "say the schedule with --set schedule.kind=... and its other keys"
+            raise self.error(
+                [Problem("schedule", came, "its files state another schedule", fix)]
+            )
+        yield Notice("adopt", f"adopted: {came}")
+
+
+def _listed(found: Mapping[str, Any]) -> str:
+    """List the settings of the training that files state."""
+    sections = ("batch", "optimizer", "schedule", "precision", "steps")
+    shown = [
+        f"{key}={value}"
+        for key, value in found.items()
+        if value is not None and key.split(".")[0] in sections
+    ]
+    return ", ".join(shown) or "no settings"

@@ -1,0 +1,413 @@
+"""DeepSpeed runs of `transformers` models are adopted: weights, moments, counters, settings, next losses."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from launching import ROOT, WORKERS, run, run_ranks
+
+from ds_configs.plan import ANY_GPU
+from ds_configs.resolver import resolve
+from launch.checkpoints import run_checkpoints
+from launch.checkpoints.manifest import ScalerState
+from launch.checkpoints.stored import load_weights
+from launch.records.metrics import read_metrics
+from launch.training.schedule import learning_rate
+from launch.weights import adopted_checkpoint
+from launch.weights.adoption import Adoption
+from modeling.families import conversion_of
+from modeling.formats.deepspeed import files, states
+from recipes import catalog
+from recipes.problems import ProblemsError
+
+AUTO = {
+    "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+    "train_batch_size": "auto", "gradient_clipping": "auto", "zero_allow_untested_optimizer": True,
+}  # fmt: skip
+ADAM = {
+    "type": "AdamW",
+    "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True},
+}
+LOOP = {"optimizer": ADAM, "gradient_clipping": 0.5}
+SAID = ["--data_from", "next", "--recipe"]
+BF16 = {"bf16": {"enabled": True}}
+
+
+def zero(stage, **more):
+    return {"zero_optimization": {"stage": stage, **more}}
+
+
+def train(out, ranks, cases):
+    out.mkdir(exist_ok=True)
+    (out / "cases.json").write_text(json.dumps([{"micro": 3, **case} for case in cases]))
+    done = run_ranks(ranks, WORKERS / "their_runs.py", out, out / "cases.json", timeout=900)
+    assert done.returncode == 0, done.stdout[-5000:]
+
+
+@pytest.fixture(scope="session")
+def theirs(tmp_path_factory):
+    """Loops of two ranks: GPT-2 under stage 2 with a config.json."""
+    out = tmp_path_factory.mktemp("theirs")
+    train(out, 2, [{"name": "loop", "model": "gpt2", "loop": True, "ds": {**LOOP, **zero(2)}}])
+    return out
+
+
+@pytest.fixture
+def copied(theirs, tmp_path):
+    """A copy of the loop's directory, to be damaged."""
+    return Path(shutil.copytree(theirs / "loop", tmp_path / "copy"))
+
+
+def opened(directory, *settings, stated=(), data_from="next"):
+    """The adoption and its recipe."""
+    config = directory / "config.json"
+    bert = config.exists() and "bert" in config.read_text()
+    named = "bert/sotu" if bert else "default/sotu"
+    found = Adoption(str(directory), stated=stated, named=named, data_from=data_from)
+    said = [*settings]
+    if not (directory / "training_args.bin").exists():
+        said += ["steps=12", "schedule.kind=constant", "schedule.warmup_steps=0", "schedule.min_lr=0"]
+    return found, found.begun(said, {}, None)
+
+
+def adopt(directory, out, *arguments, recipe=catalog.DEFAULT_RECIPE):
+    command = [
+        sys.executable,
+        "launch/checkpoint.py",
+        "adopt",
+        str(directory),
+        "--out",
+        str(out),
+        *SAID,
+        recipe,
+    ]
+    return run([*command, *arguments], timeout=400)
+
+
+def written(directory, root, *settings):
+    """Write the checkpoint of an adopted run; return its directory."""
+    found, recipe = opened(directory, *settings)
+    plan = found.noted(resolve(recipe, "zero1", 1, ANY_GPU), ["schedule.kind"], learning_rate)
+    root.mkdir(parents=True, exist_ok=True)
+    found.write(plan, root, "0")
+    (root / "recipe.yaml").write_text(catalog.dump(recipe))
+    return run_checkpoints.directory_of(root, 6)
+
+
+@pytest.fixture(scope="session")
+def universal(theirs):
+    """What DeepSpeed's own tool makes of the loop."""
+    out = theirs / "universal"
+    ds_to_universal.main(argparse.Namespace(
+        input_folder=str(theirs / "loop" / "global_step6"), output_folder=str(out), num_extract_workers=1,
+        num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=True,
+    ))  # fmt: skip
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(theirs / "loop" / name, out)
+    return out
+
+
+def test_weights_and_moments_are_those_of_deepspeeds_own_tool(theirs, universal, tmp_path):
+    directory = written(theirs / "loop", tmp_path)
+    _, recipe = opened(theirs / "loop")
+    for kind, named in {"weight": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}.items():
+        own = {each.parent.name: torch.load(each)["param"] for each in universal.glob(f"zero/*/{named}.pt")}
+        expected = dict(conversion_of(recipe.model).to_canonical(own, recipe.model))
+        found = load_weights(directory, kind)
+        assert found.keys() == expected.keys() and len(found) > 40
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    held = run_checkpoints.read(directory).manifest
+    assert (held.progress.step, held.progress.adam_steps, held.data) == (6, 6, {"position": 72})
+    assert all(len(tensor.sums) == 3 for tensor in held.tensors.values())
+
+
+def test_a_universal_checkpoint_gives_the_same(theirs, universal, tmp_path):
+    one, other = written(theirs / "loop", tmp_path / "one"), written(universal, tmp_path / "other")
+    held, same = run_checkpoints.read(one).manifest, run_checkpoints.read(other).manifest
+    assert held.progress == same.progress and held.files == same.files and held.tensors == same.tensors
+
+
+def test_what_files_state_is_taken_and_the_rest_is_asked_for_at_once(theirs):
+    with pytest.raises(ProblemsError) as refused:
+        Adoption(str(theirs / "loop")).begun([], {}, None)
+    said = str(refused.value)
+    for wanted in (
+        "ZeRO-2 of 2 ranks after step 6", "optimizer.betas=[0.9, 0.95]", "optimizer.clip=0.5",
+        "batch.global=12", "--text PATH", "--data_from first", "--set steps=", "--set schedule.kind=",
+    ):  # fmt: skip
+        assert wanted in said, said
+    assert "python launch/pretrain.py --adopt" in said
+    _, recipe = opened(theirs / "loop")
+    assert (recipe.batch.global_, recipe.optimizer.lr, recipe.precision) == (12, 1e-3, "fp32")
+    assert recipe.branch.data_from == 0 and recipe.sizes_in_data.samples(6) == 72
+    _, anew = opened(theirs / "loop", data_from="first")
+    assert anew.sizes_in_data.samples(6) == 0
+
+
+def test_heads_and_dropout_are_asked_for_where_no_config_states_them(copied):
+    (copied / "config.json").unlink()
+    with pytest.raises(ProblemsError, match="heads; --weights_args n_head=1"):
+        opened(copied)
+    with pytest.raises(ProblemsError, match=r"dropout\.hidden"):
+        opened(copied, stated=["n_head=4"])
+    _, recipe = opened(copied, "dropout.hidden=0", "dropout.attention=0", stated=["n_head=4"])
+    assert (recipe.model.layers, recipe.model.hidden, recipe.model.heads) == (4, 64, 4)
+
+
+class Runs:
+    """What a hostile pickle would have run."""
+
+    def __reduce__(self):
+        return os.system, ("true",)
+
+
+def changed(change, name="zero_pp_rank_0_mp_rank_00_optim_states.pt"):
+    """Change a file of the save: `change` is given its values."""
+
+    def damage(copy):
+        file = copy / "global_step6" / name
+        values = torch.load(file, weights_only=False)
+        change(values)
+        torch.save(values, file)
+
+    return damage
+
+
+def optimizer(values):
+    return values["optimizer_state_dict"]["base_optimizer_state"]["state"]
+
+
+def pieces(values, kind, name, other):
+    """Flat numbers of two parameters in a rank's partition."""
+    addresses = values["optimizer_state_dict"]["param_slice_mappings"][0]
+    flat = optimizer(values)[0][kind]
+    spans = [slice(a.start, a.start + a.numel) for a in (addresses[name], addresses[other])]
+    return [flat[span] for span in spans]
+
+
+def moment_of_another(values):
+    one, other = pieces(
+        values, "exp_avg", "transformer.h.0.attn.c_attn.weight", "transformer.h.1.attn.c_attn.weight"
+    )
+    one.copy_(other.clone())
+
+
+def transposed(values):
+    one, _ = pieces(values, "exp_avg", "transformer.h.0.attn.c_proj.weight", "transformer.wpe.weight")
+    one.copy_(one.clone().view(64, 64).t().reshape(-1))
+
+
+def weights_swapped(values):
+    flat = values["optimizer_state_dict"]["single_partition_of_fp32_groups"][0]
+    flat.data.copy_(flat.data.roll(64))
+
+
+def other_step(values):
+    for held in optimizer(values).values():
+        held["step"] = held["step"] - 1
+
+
+def hostile(values):
+    values["client"] = Runs()
+
+
+def truncated(copy):
+    file = copy / "global_step6" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def without(pattern):
+    def damage(copy):
+        for path in copy.glob(pattern):
+            path.unlink()
+
+    return damage
+
+
+def half_written(copy):
+    shutil.copytree(copy / "global_step6", copy / "global_step12")
+    (copy / "global_step12" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    (copy / "latest").write_text("global_step12")
+
+
+def more_ranks(values):
+    values["optimizer_state_dict"]["partition_count"] = [4, 4]
+
+
+def no_number(values):
+    optimizer(values)[0]["exp_avg"][3] = float("nan")
+
+
+FAULTS = {
+    "moment of another tensor": (changed(moment_of_another), "moments that no gradients give"),
+    "transposed moment": (changed(transposed), "moments that no gradients give"),
+    "weights of another place": (changed(weights_swapped), "differs between the optimizer's and the model's"),
+    "another step": (changed(other_step), "Adam has counted"),
+    "a missing rank": (without("*/zero_pp_rank_1*"), "lacks the optimizer's file of rank 1"),
+    "more ranks": (changed(more_ranks), "lacks the optimizer's file of rank 2, 3"),
+    "no model": (without("*/mp_rank_00*"), "lacks mp_rank_00_model_states.pt"),
+    "truncated": (truncated, "cut off"),
+    "os.system": (changed(hostile), r"names (posix|os)\.system"),
+    "half-written": (half_written, "lacks the optimizer's file of rank 1"),
+    "no latest": (without("latest"), "latest"),
+    "NaN": (changed(no_number), "NaN"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_refused(fault, copied, tmp_path):
+    damage, said = FAULTS[fault]
+    damage(copied)
+    with pytest.raises(ProblemsError, match=said):
+        written(copied, tmp_path / "new")
+    assert not [*(tmp_path / "new").glob("step-*")]
+
+
+def test_the_bound_of_the_moments_holds_for_any_gradients_and_is_reached():
+    torch.manual_seed(0)
+    for betas, updates in (((0.9, 0.999), 1), ((0.9, 0.999), 50), ((0.9, 0.95), 6), ((0.0, 0.5), 9)):
+        bound = adopted_checkpoint.moment_bound(betas, updates)
+        first = second = torch.zeros(2000, dtype=torch.float64)
+        for step in range(updates):
+            gradients = torch.randn(2000, dtype=torch.float64) * 10.0 ** torch.randint(-4, 4, (2000,))
+            gradients[0] = (betas[0] / betas[1]) ** (
+                updates - 1 - step
+            )  # parallel: Cauchy and Schwarz are equal
+            first = betas[0] * first + (1 - betas[0]) * gradients
+            second = betas[1] * second + (1 - betas[1]) * gradients**2
+        ratio = first.abs() / second.sqrt()
+        assert ratio.max() <= bound * (1 + 1e-9)
+        assert ratio[0] == pytest.approx(bound, rel=1e-9)
+
+
+def test_a_pickle_is_read_without_its_classes(theirs):
+    file = theirs / "loop" / "global_step6" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    found = files.load(file)["optimizer_state_dict"]
+    address = found["param_slice_mappings"][0]["transformer.wte.weight"]
+    assert isinstance(address, files.StandIn) and address.start == 0
+    assert type(found["zero_stage"]).__module__ != "deepspeed.runtime.zero.config"
+
+
+def test_a_loss_scaler_goes_on_in_fp16(copied):
+    scaler = DynamicLossScaler(2.0**24, 1000, 1, 2, False)
+    scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter = 2.0**20, 6, 3
+    changed(lambda values: values["optimizer_state_dict"].update(loss_scaler=scaler))(copied)
+    state = states.read(copied)
+    found = [adopted_checkpoint._scaler(SimpleNamespace(precision=half), state) for half in ("fp16", "bf16")]
+    assert found == [ScalerState(2.0**20, 6, 3, 2), None]
+
+
+# --- the next losses
+
+
+LAYOUTS = {
+    "1": (1, {"ds_config": "zero1"}),
+    "tp2": (2, {"ds_config": "zero1", "tp": 2}),
+    "pp2": (2, {"ds_config": "pipeline", "pp": 2}),
+    "dp3": (3, {"ds_config": "zero3", "dp": 3}),
+}
+TRAINERS = {
+    f"zero{stage}{'-bf16' * bf16}": {"model": "gpt2", "ds": {**AUTO, **zero(stage), **(BF16 if bf16 else {})}}
+    for stage in (1, 2, 3) for bf16 in (False, True)
+}  # fmt: skip
+LOOPS = {
+    "offloaded": {**zero(2, offload_optimizer={"device": "cpu"}), "zero_force_ds_cpu_optimizer": False},
+    "sub-groups": zero(3, sub_group_size=50_000),
+    "stage 0": zero(0),
+    "stage 0 in bf16": {**zero(0), **BF16},
+    "BF16_Optimizer": {**zero(1), **BF16, "data_types": {"grad_accum_dtype": "fp32"}},
+}
+FP32, IN_BF16 = 2e-6, 2e-3
+
+
+def go_on(runs, layouts, out):
+    """Train runs, by name, from their adopted checkpoints to step 12; differences from their own losses."""
+    apart = {}
+    for layout in layouts:
+        ranks, case = LAYOUTS[layout]
+        jobs = []
+        for name, (_, directory, *settings) in runs.items():
+            adopted = out / name / "adopted"
+            if not adopted.is_dir():
+                written(directory, adopted, *settings)
+            case = {**case, "resolved": str(adopted / "recipe.yaml")}
+            source = str(run_checkpoints.directory_of(adopted, 6))
+            jobs.append({"out": str(out / name / layout), "steps": 12, "source": source, "case": case})
+        (out / "jobs.json").write_text(json.dumps(jobs))
+        done = run_ranks(ranks, WORKERS / "any_layout.py", out / "jobs.json", timeout=900)
+        assert done.returncode == 0, done.stdout[-5000:]
+        for name, (losses, *_) in runs.items():
+            found = json.loads((out / name / layout / "losses.json").read_text())
+            expected = json.loads((losses / "losses.json").read_text())
+            assert [*found] == [str(step) for step in range(7, 13)]
+            apart[name, layout] = max(abs(found[str(n)] - expected[n - 1]) for n in range(7, 13))
+    return apart
+
+
+def within(apart):
+    return {
+        key: value for key, value in apart.items() if value > (IN_BF16 if "bf16" in key[0].lower() else FP32)
+    }
+
+
+@pytest.mark.long
+def test_trainers_of_four_ranks_go_on_under_every_layout(tmp_path):
+    train(tmp_path, 4, [{"name": name, **case} for name, case in TRAINERS.items()])
+    runs = {name: (tmp_path / name, tmp_path / name / "checkpoint-6") for name in TRAINERS}
+    apart = go_on(runs, LAYOUTS, tmp_path / "ours")
+    print(apart)
+    assert not within(apart)
+
+
+@pytest.mark.long
+def test_loops_go_on_with_every_form_of_the_optimizer_and_every_model(tmp_path):
+    cases = [
+        {"name": name, "model": "gpt2", "loop": True, "ds": {**LOOP, **ds}} for name, ds in LOOPS.items()
+    ]
+    for model in ("bert", "megatron-bert"):
+        cases.append({"name": model, "model": model, "loop": True, "ds": {**LOOP, **zero(3)}})
+    train(tmp_path, 2, cases)
+    runs = {case["name"]: (tmp_path / case["name"],) * 2 for case in cases}
+    apart = go_on(runs, ["1", "tp2"], tmp_path / "ours")
+    print(apart)
+    assert not within(apart)
+
+
+@pytest.mark.long
+def test_the_commands_adopt_and_go_on(theirs, tmp_path):
+    said = ["--set", "steps=8", "--set", "schedule.kind=constant", "--set", "schedule.warmup_steps=0"]
+    asked = run(
+        [sys.executable, "launch/checkpoint.py", "adopt", str(theirs / "loop"), "--out", str(tmp_path / "a")]
+    )
+    assert asked.returncode == 2 and "--data_from first" in asked.stdout, asked.stdout
+    done = adopt(theirs / "loop", tmp_path / "a", *said)
+    assert done.returncode == 0, done.stdout
+    more = ["--resume", "--out", tmp_path / "a", "--set", "parallel.tp=2", "--compile", "off"]
+    done = run_ranks(2, ROOT / "launch/pretrain.py", *more, timeout=400)
+    assert done.returncode == 0, done.stdout
+    command = [
+        "launch/pretrain.py",
+        "--adopt",
+        str(theirs / "loop"),
+        "--out",
+        str(tmp_path / "b"),
+        "--compile",
+        "off",
+    ]
+    done = run([sys.executable, *command, *SAID, catalog.DEFAULT_RECIPE, *said], timeout=400)
+    assert done.returncode == 0, done.stdout
+    expected = json.loads((theirs / "loop" / "losses.json").read_text())
+    for name in ("a", "b"):
+        losses = {step.step: step.loss for step in read_metrics(tmp_path / name / "metrics.jsonl").steps}
+        assert [*losses] == [7, 8]
+        assert all(abs(loss - expected[step - 1]) < FP32 for step, loss in losses.items())
