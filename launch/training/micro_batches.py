@@ -13,17 +13,20 @@ from data.loader import MicroBatch, rank_rows
 from ds_configs.plan import Plan
 from modeling.hidden_dropout import salts_of
 from modeling.parallel.process_grid import ProcessGrid
-from recipes.families import fields_of
+from recipes.families import PLACES, fields_of
 
 Device = torch.device | str
 
 
 def move_unpadded(batches: Sequence[MicroBatch], device: Device) -> None:
-    """Move micro-batches of full length to `device`, in place; the host still reads the lengths of others."""
+    """Move micro-batches of full length to `device`, in place.
+
+    The host still reads the lengths of others, and the places of tokens in their documents.
+    """
     for batch in batches:
         if not fields_of(batch).padded:
-            for name, values in batch.items():
-                batch[name] = values.to(device, non_blocking=True)
+            for name in batch.keys() - {PLACES}:
+                batch[name] = batch[name].to(device, non_blocking=True)
 
 
 def normalise(
@@ -79,7 +82,7 @@ def for_plain(
     device: Device,
     salts: Tensor | None = None,
     position_ranks: int = 1,
-) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return positional and named arguments of the plain model on `device`; `salts`: of hidden dropout.
 
     Nothing is computed for padding: the samples of a padded micro-batch become one row without it. Where a
@@ -95,7 +98,12 @@ def for_plain(
             return row
     given = padded_arguments(batch, device, position_ranks)
     assert given[0] is not None
-    return given, {} if salts is None else {"salts": salts[:, : given[0].shape[1]]}
+    named: Any = {} if salts is None else {"salts": salts[:, : given[0].shape[1]]}
+    if PLACES in batch:
+        from modeling.documents import row_of_documents
+
+        named[PLACES] = row_of_documents(batch[PLACES], device)
+    return given, named
 
 
 def padded_arguments(
@@ -129,7 +137,7 @@ def for_pipeline(
     fields = fields_of(batch)
     batch = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
     inputs = (
-        *(batch[name] for name in fields.inputs),
+        *(batch[name] for name in (*fields.inputs, PLACES) if name in batch),
         *(() if salts is None else (salts,)),
     )
     return inputs if len(inputs) > 1 else inputs[0], tuple(
