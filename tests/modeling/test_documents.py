@@ -5,6 +5,8 @@ Under layouts: tests/launch/experiments/parity/test_documents.py.
 
 from __future__ import annotations
 
+import statistics
+import time
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -298,3 +300,38 @@ def test_torch_compile_makes_one_graph_for_all_borders(whole):
             given[PLACES] = torch.from_numpy(places_in_documents(given["tokens"].numpy(), 0))
             same(*(losses_and_gradients(m, *for_plain(given, "cpu", salts)) for m in (model, compiled)))
     torch._dynamo.reset()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_what_borders_cost(dtype):
+    """Prints processor time of a pass and its backward pass, in turns; time decides nothing here."""
+    length, samples, turns = 1024, 2, 3
+    g = torch.Generator().manual_seed(0)
+    begins = torch.randint(100, 301, (2 * samples * length // 200,), generator=g).cumsum(0)
+    tokens = torch.randint(1, V, (samples, length), generator=g)
+    tokens.view(-1)[begins[begins < tokens.numel()]] = 0
+    row = row_of_documents(torch.from_numpy(places_in_documents(tokens.numpy(), 0)), "cpu")
+    shape = dict(layers=2, hidden=384, heads=6, positions=length)
+    models = {"window": gpt2(**shape, **WINDOWS).to(dtype), "document": gpt2(**shape).to(dtype)}
+    given = torch.randn(samples, length, 6, 3, 64, generator=g).to(dtype).requires_grad_()
+    passes = {
+        "model": lambda kind: models[kind](tokens, places=row).float().square().sum().backward(),
+        "attention": lambda kind: (
+            attention_within_documents(given, row if kind == "document" else None, 0.0).sum().backward()
+        ),
+    }
+    seconds: dict[tuple[str, str], list[float]] = {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for _ in range(1 + turns):
+        for what, once in passes.items():
+            for kind in models:
+                began = time.process_time()
+                once(kind)
+                seconds.setdefault((what, kind), []).append(time.process_time() - began)
+    torch.set_num_threads(threads)
+    for what in passes:
+        window, document = (statistics.median(seconds[what, kind][1:]) for kind in models)
+        told = f"{what}: window {window:.3f} s, document {document:.3f} s, {document / window:.2f} times"
+        print(f"{dtype}, {len(row.offsets) - 1} documents, {told}")
