@@ -24,13 +24,18 @@ def places_in_documents(tokens: np.ndarray, border: int) -> np.ndarray:
 
 
 def described(
-    tokens: np.ndarray, places: np.ndarray, tokenizer: PreTrainedTokenizerFast
+    window: np.ndarray, places: np.ndarray, tokenizer: PreTrainedTokenizerFast
 ) -> str:
-    """Show the documents of a window, (T,) both, each behind the number of its first token."""
+    """Show the documents of a window (T + 1,), each behind the number of its first token.
+
+    places (T,): of its input tokens.
+    """
     begins = np.flatnonzero(places == 0)
-    places_of_borders = ", ".join(map(str, begins))
-    shown = [f"{counted(len(begins), 'document')}, from tokens {places_of_borders} on"]
-    parts = np.split(tokens, begins[1:])
+    numbers = ", ".join(map(str, begins))
+    documents = f"{counted(len(begins), 'document')}, from tokens {numbers} on"
+    last = f"the label of the last one is {tokenizer.decode(window[-1:])!r}"
+    shown = [f"{len(places)} input tokens in {documents}; {last}"]
+    parts = np.split(window[:-1], begins[1:])
     for begin, part in zip(begins, parts, strict=True):
         shown.append(f"[{begin}] {tokenizer.decode(part)}")
     return "\n".join(shown)

@@ -60,10 +60,6 @@ class GptFields(Fields):
         ends = int((window[:-1] == tokenizer.eos_token_id).sum())
         last = f"the label of the last one is {tokenizer.decode(window[-1:])!r}"
         facts = f"{len(window) - 1} input tokens, {ends} ends of documents among them; {last}"
-        if PLACES in self:
-            from data.samples.documents import described
-
-            return f"{facts}\n{described(window[:-1], self[PLACES][row], tokenizer)}"
         return f"{facts}\n{tokenizer.decode(window[:-1])}"
 
 

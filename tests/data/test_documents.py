@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from texted import jsonl, quiet, small_recipe
 
 from data.corpus import Corpus, build
 from data.loader import StepBatches, micro_batch
-from data.samples.documents import places_in_documents
+from data.samples.documents import described, places_in_documents
 from data.samples.fields import Fields
+from launch.show_data import show_samples
 from recipes.families import PLACES
 from recipes.layout import Layout
 
@@ -116,11 +118,18 @@ def test_a_stream_is_known_by_its_text_whatever_the_borders(corpus_of):
 def test_documents_are_shown_behind_the_number_of_their_first_token(corpus_of):
     corpus = corpus_of()
     fields = in_order(corpus.train, 1)
-    facts, borders, *documents = fields.describe(0, corpus.tokenizer, "none").splitlines()
-    begins = np.flatnonzero(fields[PLACES][0] == 0).tolist()
-    assert (
-        borders == f"{len(begins)} documents, from tokens {', '.join(map(str, begins))} on"
-        and "16 input" in facts
+    window, places = fields["window"][0], fields[PLACES][0]
+    facts, *documents = described(window, places, corpus.tokenizer).splitlines()
+    begins = np.flatnonzero(places == 0).tolist()
+    assert facts.startswith(
+        f"16 input tokens in {len(begins)} documents, from tokens {str(begins)[1:-1]} on; "
     )
     assert [line.split("]")[0] for line in documents] == [f"[{begin}" for begin in begins]
     assert documents[1].startswith(f"[{begins[1]}] <|endoftext|>word0")
+
+
+def test_show_data_shows_the_borders(corpus_of, capsys):
+    made = small_recipe({"vocab_size": 50257}, {"tokenizer": {"kind": "gpt2"}, "attend": "document"})
+    show_samples(made, corpus_of(), SimpleNamespace(step=0, samples=1, split="validation"))
+    shown = capsys.readouterr().out
+    assert "--- validation sample 0 of " in shown and "16 input tokens in " in shown and "\n[0] " in shown
