@@ -61,7 +61,8 @@ class BranchPoint:
         there = self.run.recipe
         kept = there.data.tokenizer
         keys = [*laid, *(text.partition("=")[0].strip() for text in settings)]
-        if kept.kind in TRAINED and any(is_part(key, ("data",)) for key in keys):
+        other_text = {key for key in keys if is_part(key, ("data",))} - SAME_ORDER
+        if kept.kind in TRAINED and other_text:
             # other text trains another
             kept = Tokenizer(kind="file", path=str(self.run.path / "tokenizer"))
         there = with_tokenizer(there, kept)
