@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from launch.console import arguments, ends
 from launch.console.text_table import table
 from recipes import catalog
+from recipes.families import PLACES
 from recipes.layout import Layout
 from recipes.schema import MOST_LOADER_WORKERS, Batch, Recipe
 
@@ -162,7 +163,14 @@ def show_samples(recipe: Recipe, corpus: Corpus, args: argparse.Namespace) -> in
         f"{corpus.summary['source']}: {recipe.sequence_length} tokens per sample, {vocabulary}"
     )
     for row in range(count):
-        shown = fields.describe(row, corpus.tokenizer, recipe.model.sentence_head)
+        if PLACES in fields:
+            from data.samples.documents import described
+
+            window = fields["window"][row]
+            shown = described(window, fields[PLACES][row], corpus.tokenizer)
+        else:
+            head = recipe.model.sentence_head
+            shown = fields.describe(row, corpus.tokenizer, head)
         print(f"\n--- {where.format(row)}: {shown}")
     return 0
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modeling.hidden_dropout import HiddenDropout
 from modeling.initialization import Init
 from modeling.layer_list import (
+    Apply,
     Family,
     LayerDefinition,
     ModelShape,
@@ -33,18 +35,28 @@ class GPT2Shape(ModelShape):
 
     # of sparse attention, by layer; None: dense; (): all layers are dense
     windows: tuple[Window, ...] = ()
+    # with borders: layers attend within documents, positions begin anew with each
+    within_documents: bool = False
+    restarts_positions: bool = False
 
     def layer_at(self, index: int) -> LayerShape:
         assert len(self.windows) in (0, self.layers), (
             f"{len(self.windows)} windows for {self.layers} layers"
         )
         window = self.windows[index] if self.windows else None
-        return LayerShape(**self.of_every_layer, window=window)
+        return LayerShape(
+            **self.of_every_layer, window=window, within_documents=self.within_documents
+        )
 
 
 def shape_of(recipe: Recipe, padded_vocab: int) -> GPT2Shape:
     """Return the shape of the recipe's model, with `padded_vocab` rows of the embedding."""
-    return GPT2Shape(**common_shape(recipe, padded_vocab), windows=recipe.model.windows)
+    return GPT2Shape(
+        **common_shape(recipe, padded_vocab),
+        windows=recipe.model.windows,
+        within_documents=recipe.data.attend == "document",
+        restarts_positions=recipe.data.positions == "document",
+    )
 
 
 class PositionEmbedding(nn.Module):
@@ -61,16 +73,24 @@ class PositionEmbedding(nn.Module):
             shape.hidden, shape.hidden_dropout, init=init.child("dropout")
         )
 
-    def forward(self, x: Tensor, salts: Tensor | None = None) -> Tensor:
-        """x (B, S, H), S <= positions; salts (B, S, 2) of hidden dropout in training."""
+    def forward(
+        self, x: Tensor, salts: Tensor | None = None, places: Tensor | None = None
+    ) -> Tensor:
+        """x (B, S, H), S <= positions; salts (B, S, 2) of hidden dropout in training.
+
+        places (B, S): positions of the tokens; None: 0, 1, ...
+        """
         (weight,) = with_summed_gradients(self.cut_over, self.weight)
-        length = x.shape[1] * group_size(self.cut_over)
-        return self.dropout(
-            x + own_positions(weight[None, :length], self.cut_over), salts
-        )
+        if places is None:
+            length = x.shape[1] * group_size(self.cut_over)
+            of_places = own_positions(weight[None, :length], self.cut_over)
+        else:
+            of_places = F.embedding(places, weight)
+        return self.dropout(x + of_places, salts)
 
 
 # Streams: tokens -> x -> logits; with salts of hidden dropout (tokens, salts) -> (x, salts) -> logits
+# With borders of documents `modeling.documents` says what they are.
 
 
 def _add_positions(layer: nn.Module, stream: Stream, cut_over: Group) -> Stream:
@@ -102,15 +122,17 @@ def layer_list(shape: GPT2Shape, *, group: Group, init: Init) -> list[LayerDefin
     final_norm = dict(
         hidden=shape.hidden, init=init.child("final_norm"), cut_over=cut_over
     )
+    add_positions: Apply = partial(_add_positions, cut_over=cut_over)
+    attend: Apply = _drop
+    if shape.borders:
+        from modeling.documents import applied
+
+        within = shape.within_documents
+        add_positions, attend = applied(within, shape.restarts_positions, cut_over)
     return [
         word_layer(shape, group, init, cut=cut),
-        LayerDefinition(
-            "position",
-            PositionEmbedding,
-            position,
-            partial(_add_positions, cut_over=cut_over),
-        ),
-        *transformer_layers(shape, group, init, _drop),
+        LayerDefinition("position", PositionEmbedding, position, add_positions),
+        *transformer_layers(shape, group, init, attend),
         LayerDefinition("final_norm", LayerNorm, final_norm, _finish),
         word_layer(shape, group, init, cut=cut, project=True),
     ]

@@ -87,6 +87,7 @@ class ModelShape:
     recomputes_core: bool = False  # of attention, in every layer
     sequence_parallel: bool = False  # under tensor parallelism
     shared_layers: bool = False  # all have the parameters of one
+    borders: bool = False  # places of tokens in their documents are in the stream
 
     def layer_at(self, index: int) -> LayerShape:
         """Return the shape of one transformer layer."""
@@ -217,14 +218,19 @@ class Stack(nn.Module):
         # the last layer takes so many of the stream; None: all
         self.last_positions: int | None = None
 
-    def forward(self, *tensors: Any, salts: Tensor | None = None) -> Any:
+    def forward(
+        self, *tensors: Any, salts: Tensor | None = None, places: Any = None
+    ) -> Any:
         """Return a micro-batch's loss, or (the loss, its parts); without targets the last layer's output.
 
         tensors: inputs, then targets, in the order of the family's `fields`; missing inputs at the end are
-        None. salts (B, S, 2): of hidden dropout in training. On one rank the output has only the logits of
-        tokens; in a tensor group it is this rank's block, -inf at padding of the vocabulary.
+        None. salts (B, S, 2): of hidden dropout in training. places: of documents with borders, a
+        `PackedRow`; None: a sample is one document. On one rank the output has only the logits of tokens; in
+        a tensor group it is this rank's block, -inf at padding of the vocabulary.
         """
         given = [*tensors[: self.inputs], *[None] * (self.inputs - len(tensors))]
+        if self.shape.borders:
+            given.append(places)
         if salts is not None:
             given.append(salts)
         stream = tuple(given) if len(given) > 1 else given[0]
@@ -472,4 +478,5 @@ def common_shape(recipe: Recipe, padded_vocab: int) -> dict[str, Any]:
         hidden_dropout=recipe.dropout.hidden, attention_dropout=recipe.dropout.attention,
         checkpoint_interval=recipe.checkpoint_interval, recomputes_core=recipe.recomputes_core,
         sequence_parallel=recipe.parallel.sequence, shared_layers=model.shared_layers,
+        borders=recipe.data.borders,
     )  # fmt: skip

@@ -31,8 +31,8 @@ from recipes.families import Fixed, Window
 if TYPE_CHECKING:
     from modeling.unpadding import PackedRow
 
-# Which tokens attend to which: lengths (B,), a Row of samples, or None: all tokens of a sample, or in a
-# causal layer the earlier ones.
+# Which tokens attend to which: lengths (B,), a Row of samples or of documents, or None: all tokens of a
+# sample, or in a causal layer the earlier ones.
 Seen: TypeAlias = "Tensor | PackedRow | None"
 _TWICE = 2 * math.sqrt(2 / math.pi)
 # of the original implementations
@@ -57,6 +57,8 @@ class LayerShape:
     norm_eps: float = GPT2_NORM_EPS
     # causal: what each position sees of itself and those before; None: all
     window: Window = None
+    # causal: each position sees only its document
+    within_documents: bool = False
     # Under tensor parallelism a rank holds 1/t of the positions between attention and MLP.
     sequence_parallel: bool = False
     # attention's scores, softmax and values again in the backward pass
@@ -110,9 +112,14 @@ class Attention(nn.Module):
             )
         self.block_mask: Any = None  # flex_attention's; see prepare
         assert self.causal or self.window is None, "sparse patterns look back only"
-        self.of_samples: Any = None  # attention within padded samples
+        # attention within padded samples, or within documents
+        self.of_samples: Any = None
         self.sparse: Any = None
-        if not self.causal:
+        if shape.within_documents:
+            from modeling.documents import attention_within_documents
+
+            self.of_samples = attention_within_documents
+        elif not self.causal:
             from modeling.unpadding import attention_within_samples
 
             self.of_samples = attention_within_samples
@@ -154,7 +161,7 @@ class Attention(nn.Module):
             qkv = in_sample_order(qkv, self.cut_over)
         B, S, _ = qkv.shape
         qkv_BSN3D = qkv.view(B, S, self.local_heads, 3, -1)
-        assert not self.causal or lengths is None, (
+        assert self.of_samples is not None or lengths is None, (
             "causal samples are packed and have no padding"
         )
         # It encloses the recomputation, too, which restores the state of the stream current here.

@@ -102,16 +102,25 @@ def unpadded_attention(qkv: Tensor, row: PackedRow, dropout: float = 0.0) -> Ten
     """
     if dropout == 0 and qkv.device.type == "cpu":
         return attention_of_samples(qkv, row.offsets)
-    if _has_varlen(qkv):
-        # The operator of torch's `varlen_attn`, which has no argument for dropout.
-        places = (row.offsets, row.offsets, row.longest, row.longest)
-        return torch.ops.aten._flash_attention_forward(
-            *qkv.unbind(2), *places, dropout, False, False
-        )[0]
+    if has_varlen(qkv):
+        return varlen_attention(qkv, row, dropout, causal=False)
     return _padded_attention(qkv, row, dropout)
 
 
-def _has_varlen(qkv: Tensor) -> bool:
+def varlen_attention(
+    qkv: Tensor, row: PackedRow, dropout: float, *, causal: bool
+) -> Tensor:
+    """Attend within each sample by FlashAttention, (T, N, 3, D) -> (T, N, D).
+
+    The operator of torch's `varlen_attn`, which has no argument for dropout.
+    """
+    places = (row.offsets, row.offsets, row.longest, row.longest)
+    return torch.ops.aten._flash_attention_forward(
+        *qkv.unbind(2), *places, dropout, causal, False
+    )[0]
+
+
+def has_varlen(qkv: Tensor) -> bool:
     """Check that torch's FlashAttention for samples of different lengths takes `qkv`."""
     sizes = qkv.shape[-1] <= VARLEN_HEAD_SIZE and qkv.shape[-1] % 8 == 0
     return qkv.dtype in VARLEN_DTYPES and sizes and _has_flash(qkv.device)

@@ -244,6 +244,13 @@ def _attention(recipe: Recipe) -> Found:
             "sparse patterns look back only",
             "set model.attention to [dense]",
         )
+    if sparse and recipe.data.attend == "document":
+        yield (
+            "data.attend",
+            f"{{data.attend}} with {sparse} layers",
+            "sparse patterns have no borders of documents",
+            "set data.attend to window, or model.attention to [dense]",
+        )
     if model.shared_layers and len({*kinds}) > 1:
         rule = "one layer cannot have several kinds"
         fix = "give one kind, or leave it unshared"
@@ -309,6 +316,7 @@ def _implementation(recipe: Recipe) -> Found:
     """Check what GPT-2 of transformers has not."""
     if recipe.model.implementation != "transformers":
         return
+    data = recipe.data
     tp, pp = recipe.parallel.model_parallel
     full = recipe.activation_checkpointing in ("none", "full")
     for key, wrong, rule, fix in (
@@ -324,6 +332,8 @@ def _implementation(recipe: Recipe) -> Found:
             "has layers of their own",
             "false",
         ),
+        ("data.attend", data.attend == "document", "sees windows", "window"),
+        ("data.positions", data.positions == "document", "sees windows", "window"),
         ("parallel.tp", tp > 1, "is cut by ZeRO alone", "1"),
         ("parallel.pp", pp > 1, "is cut by ZeRO alone", "1"),
         (

@@ -20,6 +20,8 @@ PUBLISHED_VOCABULARIES = {
     "bert_uncased": BERT_UNCASED_VOCABULARY,
     "bert_cased": BERT_CASED_VOCABULARY,
 }
+# (B, S) place of each token in its document; in a micro-batch of documents with borders
+PLACES = "places"
 # kinds of vocabulary learnt from the text
 TRAINED = ("trained_bpe", "trained_wordpiece")
 SMALLEST_BPE = 257  # the 256 bytes, and the end-of-document token
@@ -118,8 +120,7 @@ GPT2 = FamilyFacts(
     ),
     settings={"model.layer_norm": "pre", "model.sentence_head": "none"},
 )
-
-
+_OWN_SAMPLES = "a BERT's samples are made of segments, not cut out of joined documents"
 BERT = FamilyFacts(
     name="bert",
     title="BERT",
@@ -151,6 +152,8 @@ BERT = FamilyFacts(
             "transformers' Trainer is run with its GPT-2",
             "set model.family to gpt2",
         ),
+        Refused("data.attend", ("document",), _OWN_SAMPLES, "set it to window"),
+        Refused("data.positions", ("document",), _OWN_SAMPLES, "set it to window"),
     ),
     settings={
         "model.implementation": "megarecipes",
@@ -158,6 +161,8 @@ BERT = FamilyFacts(
         "model.attention_window": None,
         "model.attention_columns": None,
         "model.attention_patterns": 1,
+        "data.attend": "window",
+        "data.positions": "window",
     },
     placements=("pre", "post"),
 )
@@ -183,9 +188,10 @@ TASK_FIELDS: Mapping[str, MicroBatchFields] = {
 
 
 def fields_of(names: Collection[str]) -> MicroBatchFields:
-    """Return the fields with exactly these names; families with equal names have equal fields."""
+    """Return the fields with exactly these names, `PLACES` aside; equal names have equal fields."""
     every = (*(family.fields for family in FAMILIES.values()), *TASK_FIELDS.values())
-    return next(fields for fields in every if set(fields.names) == set(names))
+    own = {*names} - {PLACES}
+    return next(fields for fields in every if {*fields.names} == own)
 
 
 class Fixed(NamedTuple):

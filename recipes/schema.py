@@ -419,8 +419,17 @@ class Data(Origin):
     broken_records: Literal["refuse", "skip"] = "refuse"
     """refuse: a record that cannot be read ends the run, saved, with its place; skip: it is left out, counted
     and said, and the split of every other document stays; may change on --resume"""
+    attend: Literal["window", "document"] = "window"
+    """gpt2: what a position attends to: all of its sample up to itself, or only its document there"""
+    positions: Literal["window", "document"] = "window"
+    """gpt2: where positions are counted from: the beginning of the sample, or of each document in it"""
     tokenizer: Tokenizer = Tokenizer()
     masking: Masking = Masking()
+
+    @property
+    def borders(self) -> bool:
+        """True if the model sees where documents begin."""
+        return "document" in (self.attend, self.positions)
 
     @property
     def origins(self) -> tuple[Origin, ...]:

@@ -59,7 +59,12 @@ def tiny(recipe: Recipe) -> Recipe:
             update={"lr": max(LEAST_LR, recipe.optimizer.lr)}
         ),
         "activation_checkpointing": min(2, chunk) if isinstance(chunk, int) else chunk,
-        "data": Data(tokenizer=tokenizer, masking=recipe.data.masking),
+        "data": Data(
+            tokenizer=tokenizer,
+            masking=recipe.data.masking,
+            attend=recipe.data.attend,
+            positions=recipe.data.positions,
+        ),
         "run": recipe.run.model_copy(update=run),
     }
     return recipe.model_copy(update=shrunk)

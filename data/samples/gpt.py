@@ -25,6 +25,7 @@ from data.samples.fields import (
 )
 from data.text.encoder import Encoder, end_of_document
 from data.tokens.store import Store
+from recipes.families import PLACES
 from recipes.problems import Key, Problem, ProblemsError, Words, counted
 from recipes.schema import Origin, Recipe
 
@@ -47,7 +48,10 @@ class GptFields(Fields):
         weights = np.repeat(
             (row_weights / length).astype(np.float32)[:, None], length, axis=1
         )
-        return {"tokens": windows[:, :-1], "labels": windows[:, 1:], "weights": weights}
+        made = {"tokens": windows[:, :-1], "labels": windows[:, 1:], "weights": weights}
+        if PLACES in self:
+            made[PLACES] = self[PLACES]
+        return made
 
     def describe(
         self, row: int, tokenizer: PreTrainedTokenizerFast, sentence_head: str
@@ -57,6 +61,16 @@ class GptFields(Fields):
         last = f"the label of the last one is {tokenizer.decode(window[-1:])!r}"
         facts = f"{len(window) - 1} input tokens, {ends} ends of documents among them; {last}"
         return f"{facts}\n{tokenizer.decode(window[:-1])}"
+
+
+def fields_of_windows(windows: np.ndarray, border: int | None) -> GptFields:
+    """Make the fields of windows (n, T + 1); `border`: the token that begins a document, or None."""
+    if border is None:
+        return GptFields(window=windows)
+    from data.samples.documents import places_in_documents
+
+    places = places_in_documents(windows[:, :-1], border)
+    return GptFields(window=windows, places=places)
 
 
 class TokenStream:
@@ -133,9 +147,15 @@ def _without_end(store: Store, ends: np.ndarray, end_token: int) -> np.ndarray:
 class GptSamples(StoredSamples):
     """Windows over a stream, in another order every epoch; safe for several threads."""
 
-    def __init__(self, stream: TokenStream, sequence_length: int):
-        """Cut a stream into windows. Raises ProblemsError: the stream is shorter than one window."""
+    def __init__(
+        self, stream: TokenStream, sequence_length: int, border: int | None = None
+    ):
+        """Cut a stream into windows; `border` as for `fields_of_windows`.
+
+        Raises ProblemsError: the stream is shorter than one window.
+        """
         self.stream = stream
+        self._border = border
         self._length = sequence_length
         count = window_count(len(stream), sequence_length)
         if not count:
@@ -159,7 +179,7 @@ class GptSamples(StoredSamples):
         windows = np.empty((len(indices), length + 1), dtype=np.int64)
         for row, index in enumerate(indices):
             windows[row] = self.stream.read(index * length, index * length + length + 1)
-        return GptFields(window=windows)
+        return fields_of_windows(windows, self._border)
 
 
 @dataclass(frozen=True)
@@ -169,10 +189,13 @@ class GptFamily:
     fields: ClassVar = GptFields
     tokenizer: PreTrainedTokenizerFast
     sequence_length: int
+    # the token that begins a document; None: the model sees no borders
+    border: int | None = None
 
     @classmethod
     def of(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> GptFamily:
-        return cls(tokenizer, recipe.sequence_length)
+        border = end_of_document(tokenizer) if recipe.data.borders else None
+        return cls(tokenizer, recipe.sequence_length, border)
 
     def stored_samples(self, store: Store, documents: np.ndarray) -> GptSamples:
         """Make the samples of `documents` (D,) int64, ascending.
@@ -182,6 +205,7 @@ class GptFamily:
         return GptSamples(
             TokenStream(store, documents, end_of_document(self.tokenizer)),
             self.sequence_length,
+            self.border,
         )
 
     def never_predicted(self) -> list[int]:
@@ -199,7 +223,7 @@ class GptFamily:
 
     def stack(self, samples: Sequence[np.ndarray]) -> GptFields:
         """Stack the items of lanes into fields."""
-        return GptFields(window=np.stack(samples))
+        return fields_of_windows(np.stack(samples), self.border)
 
     def for_held_out(self) -> GptFamily:
         """Return the family without the recipe's seed."""

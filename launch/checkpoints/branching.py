@@ -25,6 +25,8 @@ from recipes.problems import Problem, ProblemsError, RecipeError
 from recipes.schema import Branch, Change, Recipe, Tokenizer
 
 FLAG = "--branch"
+# of the sections that decide the order of the data
+SAME_ORDER = {"data.broken_records", "data.attend", "data.positions"}
 KEPT = "a branch keeps the model, its vocabulary and the kind of its optimizer"
 
 
@@ -59,7 +61,8 @@ class BranchPoint:
         there = self.run.recipe
         kept = there.data.tokenizer
         keys = [*laid, *(text.partition("=")[0].strip() for text in settings)]
-        if kept.kind in TRAINED and any(is_part(key, ("data",)) for key in keys):
+        other_text = {key for key in keys if is_part(key, ("data",))} - SAME_ORDER
+        if kept.kind in TRAINED and other_text:
             # other text trains another
             kept = Tokenizer(kind="file", path=str(self.run.path / "tokenizer"))
         there = with_tokenizer(there, kept)
@@ -80,7 +83,7 @@ class BranchPoint:
         reordered = [
             key for key, _, _ in changes.allowed if is_part(key, catalog.ORDER)
         ]
-        if set(reordered) - {"data.broken_records"}:
+        if set(reordered) - SAME_ORDER:
             data_from = read
         for key, was, is_now in changes.refused:
             came = f"{key}={is_now}, and the run has {was}"

@@ -258,7 +258,11 @@ def _other_loss(held: Manifest, sample: ProofSample) -> Iterator[str]:
     """Yield a loss that is not the known one, in words. Collective."""
     known = held.known_loss
     saved, here = (
-        each.model.model_dump(exclude={"implementation"})
+        (
+            each.model.model_dump(exclude={"implementation"}),
+            each.data.attend,
+            each.data.positions,
+        )
         for each in (Recipe.model_validate(held.recipe), sample.recipe)
     )
     if known is None or saved != here or known.batch.keys() != sample.batch.keys():

@@ -83,6 +83,7 @@ class Scorer:
         model: of `load_model`.
         watchdog: is told of each step.
         title: of the progress bar.
+        border: the token that begins a document, for a model with borders; None: it has none.
     """
 
     model: Stack
@@ -90,6 +91,7 @@ class Scorer:
     grid: ProcessGrid
     watchdog: Watchdog
     title: str = ""
+    border: int | None = None
 
     @torch.no_grad()
     def score(self, windows: Sequence[Window]) -> list[WindowScore]:
@@ -113,7 +115,9 @@ class Scorer:
                 tensors = _tensors([windows[i] for i in indices], step)
                 self.watchdog.enter(Phase.COMPUTING)
                 self.model.last_positions = step.scored
-                scores = self.model(*(each.to(self._device) for each in tensors)).cpu()
+                places = self._places(tensors[0])
+                moved = [each.to(self._device) for each in tensors]
+                scores = self.model(*moved, places=places).cpu()
                 self.watchdog.enter(Phase.COMPUTED)
                 if number % MEETING == 0:
                     dist.barrier(self.grid.control_group)
@@ -138,6 +142,16 @@ class Scorer:
     @property
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+    def _places(self, tokens: Tensor) -> Any:
+        """Return the row of the documents in windows (B, length), or None without borders."""
+        if self.border is None:
+            return None
+        from data.samples.documents import places_in_documents
+        from modeling.documents import row_of_documents
+
+        places = torch.from_numpy(places_in_documents(tokens.numpy(), self.border))
+        return row_of_documents(places, self._device)
 
     def _everyones(self, own: dict[int, Any], form: Any) -> list[Any]:
         """Return the values of all ranks in the order of their numbers."""
@@ -202,7 +216,7 @@ class Scorer:
             tokens[row, : len(text)] = torch.tensor(text)
         first = min(lengths) - 1  # position with logits
         self.model.last_positions = length - first
-        logits = self.model(tokens.to(self._device))
+        logits = self.model(tokens.to(self._device), places=self._places(tokens))
         last = torch.tensor(lengths, device=logits.device) - 1 - first
         rows = torch.arange(len(texts), device=logits.device)
         chosen = likeliest_tokens(logits[rows, last][:, None], self.model.group)

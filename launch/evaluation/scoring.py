@@ -143,7 +143,9 @@ def run(job: ScoringJob, out: Path | None, meeting: Meeting) -> None:
     )
     leave_out(model, unused_numbers(job.model.tokenizer))
     watchdog = Watchdog(None, job.plan.recipe.run.hang_after, meeting)
-    scorer = Scorer(model, job.plan, grid, watchdog)
+    borders = job.plan.recipe.data.borders
+    border = end_of_document(job.model.tokenizer) if borders else None
+    scorer = Scorer(model, job.plan, grid, watchdog, border=border)
     made: list[Score] = []
     with watchdog.running():
         for task in tasks:

@@ -23,7 +23,7 @@ from launch.ranks.processes import gathered
 from launch.training.early_ends import BrokenData
 from modeling.hidden_dropout import salts_of
 from modeling.parallel.process_grid import ProcessGrid
-from recipes.families import fields_of
+from recipes.families import PLACES, fields_of
 from recipes.layout import model_groups
 
 Device = torch.device | str
@@ -162,11 +162,14 @@ def _copy_group(grid: ProcessGrid) -> tuple[dist.ProcessGroup | None, int]:
 
 
 def move_unpadded(batches: Sequence[MicroBatch], device: Device) -> None:
-    """Move micro-batches of full length to `device`, in place; the host still reads the lengths of others."""
+    """Move micro-batches of full length to `device`, in place.
+
+    The host still reads the lengths of others, and the places of tokens in their documents.
+    """
     for batch in batches:
         if not fields_of(batch).padded:
-            for name, values in batch.items():
-                batch[name] = values.to(device, non_blocking=True)
+            for name in batch.keys() - {PLACES}:
+                batch[name] = batch[name].to(device, non_blocking=True)
 
 
 def normalise(
@@ -222,7 +225,7 @@ def for_plain(
     device: Device,
     salts: Tensor | None = None,
     position_ranks: int = 1,
-) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return positional and named arguments of the plain model on `device`; `salts`: of hidden dropout.
 
     Nothing is computed for padding: the samples of a padded micro-batch become one row without it. Where a
@@ -238,7 +241,12 @@ def for_plain(
             return row
     given = padded_arguments(batch, device, position_ranks)
     assert given[0] is not None
-    return given, {} if salts is None else {"salts": salts[:, : given[0].shape[1]]}
+    named: Any = {} if salts is None else {"salts": salts[:, : given[0].shape[1]]}
+    if PLACES in batch:
+        from modeling.documents import row_of_documents
+
+        named[PLACES] = row_of_documents(batch[PLACES], device)
+    return given, named
 
 
 def padded_arguments(
@@ -272,7 +280,7 @@ def for_pipeline(
     fields = fields_of(batch)
     batch = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
     inputs = (
-        *(batch[name] for name in fields.inputs),
+        *(batch[name] for name in (*fields.inputs, PLACES) if name in batch),
         *(() if salts is None else (salts,)),
     )
     return inputs if len(inputs) > 1 else inputs[0], tuple(

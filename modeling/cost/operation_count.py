@@ -28,6 +28,7 @@ def exact_flops_per_step(
         B (f L (24 S h^2 + 4 S^2 h) + 6 S h V),  f = 3, or 4 with checkpointing,
     which for f = 4 is 96 B S L h^2 (1 + S / 6h + V / 16 L h), the count of Narayanan et al. (arXiv
     2104.04473, section 5.1 and appendix).
+    With borders of documents (data.attend) the square is counted all the same, as in windows.
     A banded or fixed layer counts the pairs of a query and a key inside its pattern, `pairs`, instead of S^2:
     a kernel's further operations, in blocks on the edge of a band or under a mask, are not counted. BERT's
     own heads replace 2 S h V; they see only P = `predictions` positions of a sample

@@ -289,6 +289,7 @@ WRONG = {
     "model={attention: [fixed], attention_window: 4, attention_columns: 4}": "not all of them; set "
     "model.attention_columns to 3 or less",
     "model={attention: [fixed], attention_window: 8, attention_columns: 3, attention_patterns: 3}": "to 2 or",
+    "data.attend=documents": "should be 'window' or 'document'",
     "model.positions=255": "model.positions=255 is below sequence_length=256: every token of a sample has a "
     "position of its own; set sequence_length to 255 or less, or model.positions to 256 or more",
     "model.positions=0": "model.positions=0: should be greater than or equal to 1",
@@ -306,6 +307,8 @@ WRONG_FOR_BERT = {
     "data={source: hub, name: x, tokenizer: {kind: trained_wordpiece}}": "and model.vocab_size to 30522",
     "model.implementation=transformers": "Trainer is run with its GPT-2; set model.family to gpt2",
     "model.attention=[banded]": "banded layers and model.family=bert: sparse patterns look back only",
+    "data.attend=document": "with model.family=bert: a BERT's samples are made of segments",
+    "data.positions=document": "not cut out of joined documents; set it to window",
     "sequence_length=7": "a sample is [CLS] A [SEP] B [SEP]; set it to 8 or more",
     "data.masking.probability=0": "should be greater than 0",
 }
@@ -323,6 +326,26 @@ def test_inconsistent_values_are_refused(name, override, said):
 def test_gpt2_of_transformers_is_cut_by_zero_only(degree):
     (found,) = problems("default", "model.implementation=transformers", f"parallel.{degree}=2")
     assert f"its GPT-2 is cut by ZeRO alone; set parallel.{degree} to 1" in found
+
+
+def test_borders_of_documents_are_refused_where_they_cannot_be():
+    borders = "data.attend=document", "data.positions=document"
+    patterns = "model.attention=[dense, banded]", "model.attention_window=4"
+    (found,) = problems("default", *borders, *patterns)
+    assert "data.attend=document with banded layers: sparse patterns have no borders" in found
+    assert "set data.attend to window, or model.attention to [dense]" in found
+    load(overrides=[*borders[1:], *patterns])
+    found = problems("default", *borders, "model.implementation=transformers")
+    assert [line.split(": ")[1].split(" with")[0] for line in found] == [*borders]
+    assert all("its GPT-2 sees windows; set data." in line for line in found)
+
+
+def test_tiny_keeps_the_borders_of_documents():
+    for overrides in (["data.attend=document"], ["data.positions=document"], []):
+        data = load(overrides=overrides).data
+        small = shrink(load(overrides=overrides)).data
+        assert (small.attend, small.positions) == (data.attend, data.positions)
+        assert small.borders == bool(overrides)
 
 
 def test_messages_name_the_keys_of_a_pattern_of_attention():
@@ -463,7 +486,7 @@ SAME = ("parallel.tp=2", "batch.micro=4", "batch.accumulation=2", "ds_config=zer
         "model.positions=256")  # fmt: skip
 OTHER = ("batch.global=16", "optimizer.lr=2e-3", "seed=1", "model.layers=5", "precision=fp32",
          "dropout.hidden=0.1", "schedule.warmup_steps=21", "data.validation_every=7", "data.shuffle_buffer=7",
-         "sequence_length=128", "init_std=0.01",
+         "sequence_length=128", "init_std=0.01", "data.attend=document", "data.positions=document",
          "activation_checkpointing=full", "model.positions=257")  # fmt: skip
 
 

@@ -22,6 +22,7 @@ FREE = ["batch.micro=null", "batch.accumulation=null"]
 CHANGED = {
     "rate": ["optimizer.lr=5e-4", "schedule.kind=wsd", "schedule.wsd_decay_steps=2"],
     "batch": ["batch.global=4"],
+    "borders": ["data.attend=document", "data.positions=document"],
     "long": ["sequence_length=96", "steps=5"],
     "text": ["data.validation_every=10", "steps=5"],
 }
@@ -81,6 +82,12 @@ def test_a_branch_with_another_batch_reads_on_where_its_run_was(runs):
     assert branch.data["position"] == 3 * 8 + 3 * 4
     assert told(runs, "batch", "batches").keys() == {4, 5, 6}
     assert branch.recipe["branch"]["stretches"] == [[0, 0, 8]]
+
+
+def test_a_branch_with_borders_of_documents_reads_on_where_its_run_was(runs):
+    branch = manifest.read(runs / "borders" / "checkpoints" / "step-000006")
+    assert branch.data["position"] == 6 * 8 and branch.recipe["branch"]["data_from"] == 0
+    assert branch.known_loss.batch.keys() == {"tokens", "labels", "weights", "places"}
 
 
 def test_a_branch_with_longer_samples_or_other_text_reads_its_data_from_their_beginning(runs):

@@ -7,6 +7,7 @@ import math
 import shutil
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,16 +16,21 @@ from launching import ROOT, run, run_ranks
 from scored import PASSAGES, make_run, tokenizer_of, write_passages
 from transformers import GPT2LMHeadModel
 
+from data.samples.documents import places_in_documents
 from data.tasks.windows import Window
 from ds_configs.plan import HOST, Machine
 from launch import export_hf, report
-from launch.evaluation import protocols, scoring_plan
-from launch.evaluation.scorer import ScoringStep, steps_of
+from launch.evaluation import protocols, scorer, scoring_plan
+from launch.evaluation.scorer import Scorer, ScoringStep, _scores, steps_of
 from launch.evaluation.scores import Score, describe, keep, read_scores, to_json
 from launch.evaluation.scoring import own_text
 from launch.evaluation.scoring_plan import ScoringWishes, checked_job
 from launch.ranks.ending import Failed, explain_out_of_memory
+from launch.ranks.watchdog import Watchdog
 from launch.score import LESS_MEMORY, build_parser, checked
+from modeling.documents import row_of_documents
+from modeling.gpt2 import FAMILY, GPT2Shape
+from modeling.initialization import Init
 from recipes.problems import ProblemsError
 
 needs_lm_eval = pytest.mark.skipif(
@@ -376,6 +382,33 @@ def test_logits_are_computed_where_targets_count(made):
     whole = [ScoringStep([0, 3], 64, 64), ScoringStep([5, 6], 64, 64)]
     cut = [ScoringStep([1, 2], 64, 32), ScoringStep([4, 4], 64, 32)]
     assert list(steps_of(windows, 2, plan)) == [*whole, *cut, ScoringStep([7, 7], 32, 32)]
+
+
+def test_windows_of_a_model_with_borders_have_them(made, monkeypatch):
+    """So that held-out samples have the losses of the training's validation."""
+    plan = checked_job(ScoringWishes(str(made / "run"), batch=2), 1, CPU).plan
+    shape = GPT2Shape(
+        layers=1, hidden=16, heads=2, vocab=50, padded_vocab=64, positions=64,
+        borders=True, within_documents=True, restarts_positions=True,
+    )  # fmt: skip
+    model = FAMILY.plain(shape, group=None, init=Init(seed=0, std=0.5, layers=1)).eval()
+    tokens = torch.arange(1, 34)[None] % 50
+    tokens[0, 12] = 0
+    place = torch.from_numpy(places_in_documents(tokens[:, :-1].numpy(), 0))
+    with torch.no_grad():
+        expected = model(
+            *(tokens[:, :-1], tokens[:, 1:], torch.ones(1, 32)), places=row_of_documents(place, "cpu")
+        )
+    model.loss = _scores
+    monkeypatch.setattr(scorer, "gathered", lambda value, group, form=None: [value])
+    monkeypatch.setattr(scorer.dist, "barrier", lambda group: None)
+    grid = SimpleNamespace(at=SimpleNamespace(dp=0), dp=1, control_group=None)
+    losses = {}
+    for border in (0, None):
+        used = Scorer(model, plan, grid, Watchdog(None, 0), border=border)
+        (found,) = used.score([Window(tokens[0].numpy(), 32)])
+        losses[border] = found.nll
+    assert losses[0] == pytest.approx(float(expected), rel=1e-6) != pytest.approx(losses[None], rel=1e-3)
 
 
 def test_running_out_of_memory_is_explained():
