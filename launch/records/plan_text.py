@@ -17,7 +17,7 @@ from recipes.layout import BatchSchedule
 from recipes.problems import counted
 from recipes.schema import DEEPSPEED_SCHEDULES, Branch, Model, Recipe
 
-OPTIMIZERS = {"adamw": "AdamW", "lamb": "LAMB"}
+OPTIMIZERS = {"adamw": "AdamW", "lamb": "LAMB", "muon": "Muon and AdamW"}
 
 
 @dataclass(frozen=True)
