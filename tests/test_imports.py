@@ -209,10 +209,7 @@ CHOSEN = (
         "launch.checkpoints.reading",
         "launch.weights",
     ),
-    *(
-        f"launch.deepspeed_fixes.{fix}"
-        for fix in ("lamb", "zero0", "loss_scale", "train_batch_timer")
-    ),
+    *(f"launch.deepspeed_fixes.{fix}" for fix in ("lamb", "zero0", "loss_scale", "train_batch_timer")),
     *("launch.deepspeed_fixes.cpu_adam_bias_correction", "launch.records.shared_directory"),
     *(f"launch.training.{file}" for file in ("compiling", "padded_batches", "profiling")),
     "launch.training.transformers_trainer",
