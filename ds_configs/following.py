@@ -27,6 +27,7 @@ _OPTIMIZER = {
     "weight_decay": 0.0,
     "bias_correction": True,
 }
+OF_MUON = ("momentum", "adam_lr", "adjust_lr")
 _OF_LAMB = {"min_coeff": 0.01, "max_coeff": 10.0}
 _SCHEDULE = "scheduler.params"
 _OF_OTHERS = (
@@ -68,6 +69,8 @@ def numbers(config: Mapping[str, Any], recipe: Recipe) -> Iterator[Stated]:
     if name:
         yield Stated("optimizer.name", name, "optimizer.type")
     usual = _OPTIMIZER | (_OF_LAMB if name == "lamb" else {})
+    if recipe.optimizer.name == "muon":
+        usual = usual | dict.fromkeys(OF_MUON)
     if stated(config, f"{PARAMS}.torch_adam"):
         usual["weight_decay"] = 0.01  # torch's default
     if rate is not None and not any(each.key == "optimizer.lr" for each in schedule):

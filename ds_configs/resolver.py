@@ -73,7 +73,7 @@ def resolve(
     layout = parallel.layout(recipe, world, stage, findings)
     offload = zero.offload(stage, machine, findings)
     zero.check_rest(stage, layout, findings)
-    optimizer.check(recipe, stage, findings)
+    optimizer.check(recipe, stage, offload, findings)
     recomputation.check(recipe, layout, machine, findings)
     monitors.check(layout, machine, findings)
     values = optimizer.fills(recipe, offload, machine, findings)

@@ -222,6 +222,8 @@ def find(name: str | Path, flag: str = FLAG) -> tuple[Table, str]:
             [],
             lambda key: f"{path}/{key.removeprefix(own.name + '/')}",
         )
+    if DEFAULT_RECIPE.startswith(f"{name}/"):
+        name = DEFAULT_RECIPE
     table, _, row = name.partition("/")
     path = FOLDER / f"{table}.yaml"
     if path in FOLDER.glob("*.yaml"):  # a full name needs no other table

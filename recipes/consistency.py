@@ -135,17 +135,30 @@ def _schedule(recipe: Recipe) -> Found:
         )
 
 
+_READ_BY_ONE = {
+    "min_coeff": "lamb",
+    "max_coeff": "lamb",
+    "adam_lr": "muon",
+    "momentum": "muon",
+    "adjust_lr": "muon",
+}
+
+
 def _optimizer(recipe: Recipe) -> Found:
     optimizer = recipe.optimizer
-    for name in ("min_coeff", "max_coeff"):
+    for name, reader in _READ_BY_ONE.items():
         key = f"optimizer.{name}"
-        if optimizer.name != "lamb" and getattr(optimizer, name) is not None:
+        if optimizer.name != reader and getattr(optimizer, name) is not None:
             yield (
                 key,
                 f"{{{key}}} with {{optimizer.name}}",
-                "only lamb reads it",
+                f"only {reader} reads it",
                 "set it to null",
             )
+    if optimizer.name == "muon" and not optimizer.bias_correction:
+        came = "{optimizer.bias_correction} with {optimizer.name}"
+        rule = "torch's AdamW steps what Muon does not, and corrects"
+        yield "optimizer.bias_correction", came, rule, "set it to true"
     least, most = optimizer.trust_ratios
     if least > most:
         came = f"{{optimizer.min_coeff!k}} {least:g} is above {{optimizer.max_coeff!k}} {most:g}"

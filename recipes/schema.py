@@ -255,23 +255,23 @@ class Batch(Strict):
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-def _optimizer(name: Any) -> str:
-    if name in ("adamw", "lamb"):
-        return str(name)
-    why = "DeepSpeed's Muon takes embeddings and tensor ranks' slices for matrices, and ZeRO clips its update"
-    told = (
-        f"'adamw' or 'lamb' ({why} instead of the gradient; no recipe has its others)"
-    )
-    raise PydanticCustomError("literal_error", "Input should be {told}", {"told": told})
-
-
 class Optimizer(Strict):
-    """AdamW or LAMB; biases and LayerNorms are not decayed."""
+    """AdamW, LAMB or Muon; biases and LayerNorms are not decayed."""
 
-    name: Annotated[str, PlainValidator(_optimizer)] = "adamw"
-    """adamw, or lamb: You et al. 2019, arXiv 1904.00962: each parameter's step is scaled by the size of its
-    weights; with ZeRO-0 only, which keeps parameters whole"""
+    name: Literal["adamw", "lamb", "muon"] = "adamw"
+    """adamw; lamb: You et al. 2019, arXiv 1904.00962: each parameter's step is scaled by the size of its
+    weights; with ZeRO-0 only, which keeps parameters whole; muon: Jordan et al. 2024, of the layers' matrices,
+    whose directions it orthogonalises, and AdamW of all others; with nothing offloaded"""
     lr: PositiveFloat = Field(description="peak learning rate")
+    adam_lr: PositiveFloat | None = None
+    """muon: peak learning rate of AdamW's embeddings, heads, biases and norms; null: lr. It follows the same
+    schedule, of which min_lr is a share of lr"""
+    momentum: Beta | None = Field(
+        default=None, description="muon: decay of the averaged gradient; null: 0.95"
+    )
+    adjust_lr: Literal["match_rms_adamw", "original"] | None = None
+    """muon: factor of a matrix's rate; match_rms_adamw: 0.2 sqrt(max(rows, columns)), so that rates of AdamW
+    fit; original: sqrt(max(1, rows / columns)); null: match_rms_adamw"""
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), strict=False)
     """decay of the two moments, each in [0, 1)"""
     eps: PositiveFloat = 1e-8
@@ -290,6 +290,13 @@ class Optimizer(Strict):
         """Smallest and largest trust ratio of LAMB."""
         least = 0.01 if self.min_coeff is None else self.min_coeff
         return least, 10.0 if self.max_coeff is None else self.max_coeff
+
+    @property
+    def of_muon(self) -> dict[str, float | str]:
+        """Muon's numbers without null."""
+        momentum = 0.95 if self.momentum is None else self.momentum
+        rule = self.adjust_lr or "match_rms_adamw"
+        return dict(adam_lr=self.adam_lr or self.lr, momentum=momentum, adjust_lr=rule)
 
 
 class Schedule(Strict):

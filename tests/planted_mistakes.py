@@ -56,6 +56,7 @@ MODELING, DATA, TRAINING = "tests/modeling/test_", "tests/data/test_", "tests/la
 CHECKPOINTS, NORMS = "tests/launch/checkpoints/test_", "tests/launch/deepspeed_fixes/test_norms.py"
 UNIVERSAL = "tests/launch/weights/test_universal.py"
 ADOPTION = "tests/launch/weights/test_adoption.py"
+MUON = "tests/launch/deepspeed_fixes/test_muon.py"
 MISTAKES = (
     # modeling
     Mistake("position offset", "modeling/gpt2.py",
@@ -172,6 +173,16 @@ MISTAKES = (
     Mistake("clipped at twice the norm in fp32", "launch/deepspeed_fixes/zero0.py",
             "self.gradient_clipping() / (self._global_grad_norm",
             "2 * self.gradient_clipping() / (self._global_grad_norm", NORMS),
+    Mistake("Muon's gradients not clipped", "launch/deepspeed_fixes/muon.py",
+            'self.defaults["fused"] = False', 'self.defaults["fused"] = True', MUON),
+    Mistake("Muon's momentum", "launch/deepspeed_fixes/muon.py",
+            "lerp_(gradient, 1 - momentum)", "lerp_(gradient, momentum)", MUON),
+    Mistake("QKV orthogonalised as one", "launch/deepspeed_fixes/muon.py",
+            "if not self.heads:", "if self.heads >= 0:", MUON),
+    Mistake("slices orthogonalised", "launch/deepspeed_fixes/muon.py",
+            "update = matrix.orthogonalised(matrix.joined(parts))",
+            "update = matrix.joined([orthogonalise(p.view(matrix.local_shape)).reshape(-1) for p in parts])",
+            MUON),
     Mistake("sums in bf16", "launch/deepspeed_fixes/zero0.py",
             "super().get_data_types()[1] == torch.float32", "False", STEP),
     # weights of others

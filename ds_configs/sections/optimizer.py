@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from ds_configs import following
 from ds_configs.findings import Disagreement, Findings, lookup, shown, to_set
-from ds_configs.following import PARAMS, TYPES
+from ds_configs.following import OF_MUON, PARAMS, TYPES
 from ds_configs.plan import Machine, Offload
 from recipes.problems import Setting, Text
 from recipes.schema import DEEPSPEED_SCHEDULES, Recipe
 
-_WRITTEN = {"adamw": "AdamW", "lamb": "Lamb"}  # the recipe's name -> DeepSpeed's
+_WRITTEN = {
+    "adamw": "AdamW",
+    "lamb": "Lamb",
+    "muon": "Muon",
+}  # the recipe's name -> DeepSpeed's
 _ON_GPU = ("none", "parameters")  # where the accelerator steps the optimizer
 _OF_ADAM = ("torch_adam", "fused", "foreach", "fp32_optimizer_states")
 _OF_LAMB = ("min_coeff", "max_coeff")
+_OF_ONE = {"lamb": _OF_LAMB, "muon": OF_MUON}
 
 
-def check(recipe: Recipe, stage: int | None, findings: Findings) -> None:
-    """Refuse another optimizer and other numbers than the recipe's, and LAMB on sharded parameters."""
+def check(
+    recipe: Recipe, stage: int | None, offload: Offload, findings: Findings
+) -> None:
+    """Refuse another optimizer and other numbers than the recipe's, and layouts that one cannot have."""
     name = recipe.optimizer.name
     key = "optimizer.type"
     setting = Setting("optimizer.name", name)
@@ -31,9 +39,22 @@ def check(recipe: Recipe, stage: int | None, findings: Findings) -> None:
         fix = "--ds_config zero0, or set optimizer.name to adamw"
         findings.refuse(setting.key, rule, fix, came)
         return
+    if name == "muon" and offload != "none":
+        came = (setting, f" with {offload} offloaded")
+        rule = "Muon's products of matrices are the accelerator's work, and the host would make them"
+        fix = "--ds_config zero1, zero2 or zero3, or set optimizer.name to adamw"
+        findings.refuse(setting.key, rule, fix, came)
+        return
     kind = findings.stated(key)
     theirs = TYPES.get(str(kind).lower())
-    if kind is not None and theirs != name:
+    if str(kind).lower() == "muon" and name != "muon":
+        rule = (
+            "DeepSpeed's takes embeddings and tensor ranks' slices for matrices, and clips the update; ours "
+            "is the recipe's"
+        )
+        fix = 'write "auto" and set optimizer.name to muon'
+        findings.refuse(key, rule, fix)
+    elif kind is not None and name not in (theirs, str(kind).lower()):
         rule = f"the recipe's optimizer.name is {name}, and another rule of descent is another recipe"
         own: tuple[Setting, ...] = (
             (Setting("optimizer.name", theirs),) if theirs else ()
@@ -42,14 +63,18 @@ def check(recipe: Recipe, stage: int | None, findings: Findings) -> None:
         findings.refuse(
             key, rule, (f'write "auto" or "{written}"', *to_set(own), elsewhere)
         )
+    for reader, keys in _OF_ONE.items():
+        if reader not in (name, str(kind).lower()):
+            told = f"{_WRITTEN[reader]}'s, not of {_WRITTEN[name]}'s"
+            _refuse_keys(keys, told, findings)
     if name == "adamw":
         _check_adamw(recipe, str(kind).lower(), findings)
     else:
-        _check_lamb(recipe, findings)
+        _check_own(recipe, findings)
 
 
 def _check_adamw(recipe: Recipe, kind: str, findings: Findings) -> None:
-    """Refuse decay that is added to the gradient, and keys of LAMB's. `kind`: as the JSON names it."""
+    """Refuse decay that is added to the gradient. `kind`: as the JSON names it."""
     key = f"{PARAMS}.adam_w_mode"
     if (
         findings.stated(key) is False
@@ -58,14 +83,17 @@ def _check_adamw(recipe: Recipe, kind: str, findings: Findings) -> None:
     ):
         rule = "adds the decay to the gradient, while the recipe's adamw decays weights apart from it"
         findings.refuse(key, rule, "remove the key")
-    for name in _OF_LAMB:
+
+
+def _refuse_keys(names: Iterable[str], told: str, findings: Findings) -> None:
+    for name in names:
         key = f"{PARAMS}.{name}"
-        if findings.lookup(key) is not None and TYPES.get(kind) != "lamb":
-            findings.refuse(key, "is a key of Lamb's, not of AdamW's", "remove the key")
+        if findings.lookup(key) is not None:
+            findings.refuse(key, f"is a key of {told}", "remove the key")
 
 
-def _check_lamb(recipe: Recipe, findings: Findings) -> None:
-    """Refuse keys of Adam's, a fixed loss scale, and the model of transformers."""
+def _check_own(recipe: Recipe, findings: Findings) -> None:
+    """Refuse keys of Adam's, LAMB with a fixed loss scale, and the model of transformers."""
     setting = Setting("optimizer.name", recipe.optimizer.name)
     written = _WRITTEN[recipe.optimizer.name]
     if recipe.model.implementation == "transformers":
@@ -73,13 +101,8 @@ def _check_lamb(recipe: Recipe, findings: Findings) -> None:
         findings.refuse(
             setting.key, "its Trainer steps AdamW", "set optimizer.name to adamw", came
         )
-    for name in _OF_ADAM:
-        key = f"{PARAMS}.{name}"
-        if findings.lookup(key) is not None:
-            findings.refuse(
-                key, f"is a key of Adam's, not of {written}'s", "remove the key"
-            )
-    if findings.stated("fp16.loss_scale"):
+    _refuse_keys(_OF_ADAM, f"Adam's, not of {written}'s", findings)
+    if recipe.optimizer.name == "lamb" and findings.stated("fp16.loss_scale"):
         rule = "DeepSpeed runs LAMB with a loss scale that moves, and with no fixed one"
         fix = "write 0, and the first scale as fp16.initial_scale_power"
         findings.refuse("fp16.loss_scale", rule, fix)
@@ -123,8 +146,10 @@ def _check_numbers(recipe: Recipe, findings: Findings) -> None:
 
 
 def _own(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe as plain data, with LAMB's trust ratios spelt out."""
+    """Return the recipe as plain data, with the numbers of LAMB or Muon spelt out."""
     own = recipe.model_dump(mode="json", by_alias=True)
+    if recipe.optimizer.name == "muon":
+        own["optimizer"] |= recipe.optimizer.of_muon
     if recipe.optimizer.name == "lamb":
         own["optimizer"] |= dict(
             zip(_OF_LAMB, recipe.optimizer.trust_ratios, strict=True)
@@ -141,22 +166,17 @@ def fills(
     DeepSpeed's compiled CPU Adam. DeepSpeed's Adam steps only if DeepSpeed or the JSON demands it.
     """
     own = _own(recipe)["optimizer"]
-    lamb = recipe.optimizer.name == "lamb"
-    names = (
-        "lr",
-        "betas",
-        "eps",
-        "weight_decay",
-        *(("bias_correction", *_OF_LAMB) if lamb else ()),
-    )
-    values: dict[str, Any] = {f"{PARAMS}.{name}": own[name] for name in names}
+    name = recipe.optimizer.name
+    more = {"lamb": ("bias_correction", *_OF_LAMB), "muon": OF_MUON}
+    names = ("lr", "betas", "eps", "weight_decay", *more.get(name, ()))
+    values: dict[str, Any] = {f"{PARAMS}.{each}": own[each] for each in names}
     values["gradient_clipping"] = own["clip"]
-    values["optimizer.type"] = _WRITTEN[recipe.optimizer.name]
+    values["optimizer.type"] = _WRITTEN[name]
     # Held against the recipe, which decides.
     params = findings.lookup(PARAMS) or {}
     for key in ("lr", "adam_w_mode", "bias_correction"):
         params.pop(key, None)
-    if not lamb:
+    if name == "adamw":
         values |= _adamw(recipe, offload, machine, findings)
     return values
 

@@ -27,8 +27,10 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from launch.checkpoints.geometry import share
-from launch.checkpoints.manifest import WEIGHT, Progress, ScalerState
+from launch.checkpoints.manifest import MOMENTS, WEIGHT, Kind, Progress, ScalerState
+from launch.checkpoints.stored import TensorPlacement
 from launch.deepspeed_fixes.short_steps import Fragment, fragments_of
+from modeling.cost.parameter_count import is_hidden_matrix
 from modeling.initialization import shard_of
 from modeling.parallel.process_grid import ProcessGrid
 
@@ -202,6 +204,14 @@ class EngineState:
             if fragment.elements:
                 yield fragment
 
+    def held(self, partition: Partition, kinds: Iterable[Kind]) -> list[Kind]:
+        """Return those of `kinds` that a partition has: Muon's matrices have one moment."""
+        if partition.fragments and hasattr(self.adam, "matrices"):
+            place = TensorPlacement.of(partition.fragments[0].parameter)
+            if is_hidden_matrix(place.name, len(place.shape)):
+                return [kind for kind in kinds if kind != MOMENTS[1]]
+        return list(kinds)
+
     def dtype(self, partition: Partition, kind: str) -> torch.dtype:
         """Return the type of the numbers from `read`."""
         if kind == WEIGHT:
@@ -266,10 +276,13 @@ class EngineState:
             raise ValueError(
                 f"a checkpoint cannot be read into an optimizer of type {type(adam).__name__}"
             )
-        moments: dict[str, Any] = {
+        state: dict[str, Any] = {
             name: torch.zeros_like(master.data, dtype=dtype) for name in names
         }
-        adam.state[master] = {"step": step, **moments}
+        # Muon corrects no bias, and counts no steps.
+        if MOMENTS[1] in state:
+            state["step"] = step
+        adam.state[master] = state
 
     def finish(self) -> None:
         """Round the master weights into the model's, once all partitions are filled. Collective."""

@@ -145,11 +145,10 @@ def file_faults(
     if problem:
         yield Fault(path.name, problem, names)
         return
-    expected = {
-        f"{kind}/{tensor}": count
-        for kind in held.kinds
-        for tensor, count in counts.items()
-    }
+    expected = {}
+    for tensor, count in counts.items():
+        for kind in held.kinds_of(tensor):
+            expected[f"{kind}/{tensor}"] = count
     yield from _header_faults(path.name, header, expected)
     if odd:
         said = "holds numbers that are not finite, or negative squares"

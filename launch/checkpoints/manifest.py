@@ -30,6 +30,7 @@ from launch.checkpoints.geometry import (
     rectangles,
     run_around,
 )
+from modeling.cost.parameter_count import is_hidden_matrix
 from recipes import files
 from recipes.problems import some
 from recipes.schema import Recipe
@@ -220,7 +221,7 @@ class Manifest:
         versions: versions of the packages that wrote it.
         files: files by name.
         tensors: tensors by canonical name.
-        kinds: weight and moments that are stored of every tensor.
+        kinds: weight and moments that are stored of every tensor, but for those that `kinds_of` leaves out.
         known_loss: None in older checkpoints.
         format: version of the manifest's format.
     """
@@ -246,6 +247,13 @@ class Manifest:
     def bytes(self) -> int:
         """The size of all files together."""
         return sum(file.bytes for file in self.files.values())
+
+    def kinds_of(self, name: str) -> tuple[Kind, ...]:
+        """Return the kinds that are stored of a tensor: Muon's matrices have one moment."""
+        by_muon = self.recipe["optimizer"].get("name") == "muon"
+        if by_muon and is_hidden_matrix(name, len(self.tensors[name].shape)):
+            return tuple(kind for kind in self.kinds if kind != MOMENTS[1])
+        return self.kinds
 
     def held_by(self, file: str) -> dict[str, int]:
         """Map each tensor with a piece in `file` to its number of elements there."""

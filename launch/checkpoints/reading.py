@@ -102,7 +102,7 @@ def load(state: EngineState, checkpoint: Checkpoint) -> None:
         state.open(partition)
         master = partition.master()
         buffers = {WEIGHT: master.data}
-        moments = checkpoint.manifest.kinds[1:]
+        moments = state.held(partition, checkpoint.manifest.kinds[1:])
         if moments:
             state.new_moments(partition, progress.adam_steps, moments)
             buffers |= {name: state.adam.state[master][name] for name in moments}

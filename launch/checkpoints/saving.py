@@ -34,6 +34,7 @@ from ds_configs.plan import Plan, plan_facts
 from launch.checkpoints import run_checkpoints, tensor_file
 from launch.checkpoints.engine_state import EngineState
 from launch.checkpoints.manifest import (
+    Kind,
     KnownLoss,
     ListedTensor,
     Manifest,
@@ -301,7 +302,7 @@ class Saver:
 
 
 def contents(
-    state: EngineState, kinds: Sequence[str], rank: int, sums: Sums | None = None
+    state: EngineState, kinds: Sequence[Kind], rank: int, sums: Sums | None = None
 ) -> tuple[list[TensorEntry], Tensors]:
     """Return the entries of `rank`'s file, in the order of its partitions, and the tensors' pieces in it.
 
@@ -322,7 +323,7 @@ def contents(
                 rank, place.cut, fragment.first, fragment.elements, fragment.elements
             )
             tensors[place.name] = ListedTensor(place.shape, (piece,), place.form)
-            for kind in kinds:
+            for kind in state.held(partition, kinds):
                 read = partial(state.read, partition, fragment, kind)
                 dtype = state.dtype(partition, kind)
                 key = f"{kind}/{place.name}"

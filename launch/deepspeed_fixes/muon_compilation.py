@@ -14,6 +14,6 @@ from deepspeed.runtime import compiler
 
 
 def leave_out_compilation() -> None:
-    """Import Muon now, uncompiled: no run steps it (recipes/schema.py says why)."""
+    """Import Muon now, uncompiled: no run steps it (muon.py says why)."""
     with mock.patch.object(compiler, "compile", lambda: lambda function: function):
         importlib.import_module("deepspeed.runtime.zero.muon.original_muon")

@@ -57,7 +57,7 @@ def needed(ds: dict[str, Any]) -> tuple[str, ...]:
         for kind in ("optimizer", "param")
     ]
     adam = "CPUAdamBuilder" if offloaded[0] in ("cpu", "nvme") else "FusedAdamBuilder"
-    ours = str(lookup(ds, "optimizer.type")).lower() == "lamb"
+    ours = str(lookup(ds, "optimizer.type")).lower() in ("lamb", "muon")
     by_torch = ours or lookup(ds, "optimizer.params.torch_adam") is True
     ops = () if by_torch or "optimizer" not in ds else (adam,)
     return (*ops, *NVME_OPS) if "nvme" in offloaded else ops

@@ -159,6 +159,7 @@ def model_states(plan: Plan) -> cost.StateBytes:
     zero = plan.ds.get("zero_optimization") or {}
     last = layout.pp - 1
     fullest = 0
+    widths = state_widths(plan)
     for stage, layers in enumerate(
         cost.stages_of(recipe, plan.padded_vocab, layout.pp)
     ):
@@ -171,12 +172,16 @@ def model_states(plan: Plan) -> cost.StateBytes:
             first=stage == 0,
             last=stage == last,
         )
-        fullest = max(fullest, parameters)
+        if parameters > fullest:
+            fullest = parameters
+            matrices = cost.hidden_matrices(recipe.model, layers, layout.tp)
+    if recipe.optimizer.name == "muon":
+        widths = widths.of_muon(fullest, matrices)
     return cost.placed_state_bytes(
         fullest,
         plan.zero_stage,
         layout.dp,
-        widths=state_widths(plan),
+        widths=widths,
         places=places_of(plan),
         accumulates=layout.accumulation > 1,
         sub_group=zero.get("sub_group_size", 1e9),

@@ -16,7 +16,7 @@ from recipes.layout import BatchSchedule
 from recipes.problems import counted
 from recipes.schema import DEEPSPEED_SCHEDULES, Branch, Model, Recipe
 
-OPTIMIZERS = {"adamw": "AdamW", "lamb": "LAMB"}
+OPTIMIZERS = {"adamw": "AdamW", "lamb": "LAMB", "muon": "Muon and AdamW"}
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,9 @@ def describe_plan(
         f"lr {o.lr:g}, betas {o.betas[0]:g} {o.betas[1]:g}, weight decay {o.weight_decay:g}, clip {o.clip:g}"
         f"{', no bias correction' * (not o.bias_correction)}"
     )
+    if o.name == "muon":
+        own = o.of_muon
+        rule += f"; AdamW's lr {own['adam_lr']:g}, Muon's momentum {own['momentum']:g}"
     first = recipe.branch.step if recipe.branch else 0
     samples = recipe.sizes.samples(recipe.steps) - recipe.sizes.samples(first)
     read = samples * model.sequences * length

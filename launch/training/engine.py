@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from data.loader import MicroBatch, micro_batch
 from data.samples.fields import HeldOut
 from ds_configs.plan import Plan
+from launch.checkpoints.engine_state import EngineState
 from launch.deepspeed_fixes import versions
 from launch.deepspeed_fixes.freed_gradients import keep_while_reduced
 from launch.deepspeed_fixes.muon_compilation import leave_out_compilation
@@ -106,41 +107,56 @@ def initialize(
     plan: Plan, module: torch.nn.Module, grid: ProcessGrid
 ) -> DeepSpeedEngine:
     """Make DeepSpeed's engine of a module, ours or another, with our groups of parameters and schedule."""
-    own = own_optimizer(plan.ds, grid)
+    own = own_optimizer(plan, grid)
+    config = plan.ds
+    if own:
+        # Asked for by ZeRO where it does not know the optimizer's class.
+        config = {**config, "zero_allow_untested_optimizer": True}
+    by_muon = plan.recipe.optimizer.name == "muon"
+    if by_muon:
+        # DeepSpeed would mark parameters for its own Muon.
+        del config["optimizer"]
     how: dict[str, Any] = {
         "model": module,
         "model_parameters": parameter_groups(
             module, plan.recipe.optimizer.weight_decay
         ),
         "mpu": None if isinstance(module, PipelineModule) else grid,
-        # Asked for by ZeRO where it does not know the optimizer's class.
-        "config": {**plan.ds, "zero_allow_untested_optimizer": True}
-        if own
-        else plan.ds,
+        "config": config,
         "optimizer": own,
         "lr_scheduler": lambda optimizer: LearningRateSchedule(optimizer, plan.recipe),
     }
     if plan.zero_stage == 0:
         from launch.deepspeed_fixes import zero0
 
-        return zero0.initialize(**how, torch_ddp=plan.recipe.parallel.torch_ddp)
-    if not versions.at_least("0.19.0"):
-        from launch.deepspeed_fixes.flat_weights import leave_out_of_graph
+        engine = zero0.initialize(**how, torch_ddp=plan.recipe.parallel.torch_ddp)
+    else:
+        if not versions.at_least("0.19.0"):
+            from launch.deepspeed_fixes.flat_weights import leave_out_of_graph
 
-        leave_out_of_graph()
-    return deepspeed.initialize(**how)[0]
+            leave_out_of_graph()
+        engine = deepspeed.initialize(**how)[0]
+    if by_muon:
+        engine.basic_optimizer.locate(EngineState(engine, grid).partitions)
+    return engine
 
 
 def own_optimizer(
-    ds: dict[str, Any], grid: ProcessGrid
+    plan: Plan, grid: ProcessGrid
 ) -> Callable[..., torch.optim.Optimizer] | None:
-    """Return what makes our LAMB, or Adam without bias correction, of groups of parameters.
+    """Return what makes our LAMB, Muon, or Adam without bias correction, of groups of parameters.
 
     None: DeepSpeed makes AdamW.
     """
-    optimizer = ds["optimizer"]
+    optimizer = plan.ds["optimizer"]
     params = dict(optimizer["params"])
     torch_adam = params.pop("torch_adam", False)
+    if optimizer["type"].lower() == "muon":
+        from launch.deepspeed_fixes.muon import Muon
+
+        dtype = torch.float32 if plan.precision == "fp32" else torch.bfloat16
+        heads = plan.recipe.model.heads
+        return functools.partial(Muon, grid=grid, heads=heads, dtype=dtype, **params)
     if optimizer["type"].lower() == "lamb":
         from launch.deepspeed_fixes.lamb import Lamb
 

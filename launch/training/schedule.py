@@ -95,8 +95,9 @@ class LearningRateSchedule:
         self._apply()
 
     def _apply(self) -> None:
+        rate = learning_rate(self.recipe, self.completed)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.recipe, self.completed)
+            group["lr"] = rate * group.get("lr_share", 1.0)
 
     def step(self, *_: Any, **__: Any) -> None:
         self.completed += 1

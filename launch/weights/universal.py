@@ -60,7 +60,7 @@ def check_exportable(held: Manifest, recipe: Recipe, out: Path) -> None:
         problems.append(Problem(FLAG, came, rule, fix))
     if recipe.optimizer.name != "adamw":
         came = f"optimizer.name={recipe.optimizer.name}"
-        rule = "it trains under ZeRO-0, where DeepSpeed loads no universal checkpoint"
+        rule = "DeepSpeed loads universal checkpoints of AdamW, under ZeRO 1 to 3"
         problems.append(Problem("optimizer.name", came, rule, ALONE))
     if recipe.model.shared_layers:
         rule = "the layers of transformers' model would be trained apart"

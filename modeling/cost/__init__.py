@@ -19,7 +19,12 @@ from modeling.cost.operation_count import (
     stages_of,
     tflops,
 )
-from modeling.cost.parameter_count import head_outputs, parameters, parameters_per_rank
+from modeling.cost.parameter_count import (
+    head_outputs,
+    hidden_matrices,
+    parameters,
+    parameters_per_rank,
+)
 from modeling.cost.state_bytes import (
     FP32,
     MIXED,

@@ -124,3 +124,16 @@ def parameters_per_rank(
         if model.layer_norm == "pre":
             total += 2 * hidden
     return total
+
+
+# What Muon steps (launch/deepspeed_fixes/muon.py)
+
+
+def is_hidden_matrix(name: str, dimensions: int) -> bool:
+    """Check whether a parameter of this canonical name is a matrix of a transformer layer."""
+    return dimensions == 2 and name.startswith("layers.")
+
+
+def hidden_matrices(model: Model, layers: int, tp: int) -> int:
+    """Count the parameters of the matrices of `layers` layers on one tensor rank, 12 h^2 / t a layer."""
+    return model.different_layers(layers) * 12 * model.hidden**2 // tp

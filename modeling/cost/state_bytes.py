@@ -22,12 +22,17 @@ class Widths(NamedTuple):
     weight: int = 2
     gradient: int = 2  # while it is accumulated
     master: int = 4  # the optimizer's copy of a weight, and its gradient
-    moment: int = 4  # each of the two of Adam and LAMB
+    moment: int = 4
+    moments: float = 2  # of Adam and LAMB; on average over the parameters
 
     @property
-    def saved(self) -> int:
+    def saved(self) -> float:
         """Bytes of a parameter in a checkpoint: weight and moments of the optimizer, shared over ranks."""
-        return self.master + 2 * self.moment
+        return self.master + self.moments * self.moment
+
+    def of_muon(self, parameters: float, matrices: float) -> Widths:
+        """Return the widths of Muon's states: `matrices` of the `parameters` have one moment."""
+        return self._replace(moments=2 - matrices / parameters)
 
 
 class Places(NamedTuple):
@@ -126,7 +131,7 @@ def sharded_bytes(
     """
     assert zero_stage in (0, 1, 2, 3), f"no such ZeRO stage: {zero_stage}"
     copied = zero_stage > 0 or widths.weight < widths.master
-    optimizer = 2 * widths.moment + (widths.master if copied else 0)
+    optimizer = widths.moments * widths.moment + (widths.master if copied else 0)
     ranks = [dp if zero_stage >= least else 1 for least in (3, 2, 1)]
     sizes = (widths.weight, widths.gradient, optimizer)
     weights, gradients, states = (

@@ -318,6 +318,8 @@ AUTOS = {
     "zero_optimization.stage3_param_persistence_threshold": 3840,
 }
 OFFLOAD = "zero_optimization.offload_optimizer"
+PARAMS, BY_MUON = "optimizer.params", "optimizer.name=muon"
+OF_MUON = {"optimizer.type": "Muon", f"{PARAMS}.momentum": 0.95, f"{PARAMS}.adjust_lr": "match_rms_adamw"}
 # JSON of ds_configs/, what is changed in it, settings of the recipe, keys of the plan's JSON.
 FILLED: tuple[tuple[str, dict[str, Any], str, dict[str, Any]], ...] = (
     *((name, {}, "", BY_TORCH) for name in ("zero0", "zero1", "zero3", "fp32")),
@@ -330,6 +332,8 @@ FILLED: tuple[tuple[str, dict[str, Any], str, dict[str, Any]], ...] = (
     ("zero3", {}, "optimizer.clip=0.5 optimizer.eps=1e-6", AUTOS),
     ("zero1", EQUAL, "", EQUAL),
     ("zero0", {}, "optimizer.name=lamb", {"optimizer.type": "Lamb", TORCH: None, FUSED: None, LR: 1e-3}),
+    ("zero2", {}, f"{BY_MUON} optimizer.adam_lr=2e-3", {**OF_MUON, f"{PARAMS}.adam_lr": 2e-3, TORCH: None}),
+    ("zero3", OF_MUON, BY_MUON, OF_MUON),
     ("zero1", SHARES, "", SHARES),
     *(("zero0", FP32_SUMS, f"precision={each}", FP32_SUMS) for each in ("fp32", "bf16", "fp16")),
     ("zero1", SCALER, "precision=fp16", SCALER),
@@ -668,6 +672,13 @@ REFUSALS = (
     Refusal("zero0", "", "optimizer.type", '"auto" or "AdamW"', changes={"optimizer.type": "Lamb"}),
     Refusal("zero0", LAMB, "fp16.loss_scale", "the first scale as fp16.initial_scale_power",
             changes={"fp16.loss_scale": 1024}),
+    Refusal("zero2_offload", BY_MUON, "optimizer.name", "--ds_config zero1, zero2 or zero3"),
+    Refusal("zero1", f"{BY_MUON} {TRANSFORMERS}", "optimizer.name", "set optimizer.name to adamw"),
+    Refusal("zero1", "", "optimizer.type", "set optimizer.name to muon", changes={"optimizer.type": "Muon"}),
+    Refusal("zero1", "", f"{PARAMS}.momentum", "is a key of Muon's", changes={f"{PARAMS}.momentum": 0.9}),
+    Refusal("zero1", BY_MUON, f"{PARAMS}.momentum", "optimizer.momentum=0.9", "optimizer.momentum=0.9",
+            {f"{PARAMS}.momentum": 0.9}),
+    Refusal("zero1", BY_MUON, TORCH, "not of Muon's", changes={TORCH: True}),
     # precision
     Refusal("fp16_dynamic", "", "fp16.enabled", "--ds_config bf16"),
     Refusal("bf16", "", "bf16.enabled", "--ds_config fp32", machine=OLD),

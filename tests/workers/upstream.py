@@ -21,11 +21,14 @@ import torch  # noqa: E402
 from deepspeed.runtime.utils import clip_grad_norm_  # noqa: E402
 
 from launch.deepspeed_fixes.loss_scale import postpone_growth  # noqa: E402
+from launch.deepspeed_fixes.muon_compilation import leave_out_compilation  # noqa: E402
 from launch.deepspeed_fixes.zero0 import gradient_norm  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 
 
-def engine_of(stage: int, precision: str | None = None, lr: float = 0.1, **scaling):
+def engine_of(
+    stage: int, precision: str | None = None, lr: float = 0.1, muon_clip: float | None = None, **scaling
+):
     """DeepSpeed's engine for a linear layer, whose weight and bias are two groups of parameters."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 3)
@@ -36,6 +39,9 @@ def engine_of(stage: int, precision: str | None = None, lr: float = 0.1, **scali
         "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": {"lr": lr, "torch_adam": True}},
     }
+    if muon_clip is not None:
+        config |= {"optimizer": {"type": "Muon", "params": {"lr": lr, "torch_adam": True}}}
+        config["gradient_clipping"] = muon_clip
     if precision:
         config[precision] = {"enabled": True, **scaling}
     return deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]
@@ -97,6 +103,18 @@ def plain_fp32_norm_where_nothing_is_clipped() -> float | None:
     return engine.get_global_grad_norm()
 
 
+def changes_by_muon() -> list[float]:
+    """Norms of a matrix's first change by DeepSpeed's Muon under ZeRO-1, with clipping and without."""
+    leave_out_compilation()
+    found = []
+    for clip in (0.01, 0.0):
+        engine = engine_of(1, muon_clip=clip)
+        before = engine.module.weight.detach().clone()
+        step(engine)
+        found.append(float((engine.module.weight.detach() - before).norm()))
+    return found
+
+
 if __name__ == "__main__":
     with ending.clean_exit():
         processes.start_processes()
@@ -106,6 +124,7 @@ if __name__ == "__main__":
             "steps_when_built": steps_when_built(),
             "plain_fp16_moments": plain_fp16_moments(),
             "plain_fp32_norms": plain_fp32_norms(),
+            "muon": changes_by_muon(),
             "plain_fp32_norm_unclipped": plain_fp32_norm_where_nothing_is_clipped(),
         }
         Path(sys.argv[1]).write_text(json.dumps(facts))

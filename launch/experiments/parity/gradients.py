@@ -14,6 +14,7 @@ from launch.checkpoints.saving import Part, contents
 from launch.ranks.processes import gathered, merged
 from launch.records.facts import StepRecord
 from launch.training.run import TrainingRun
+from modeling.cost.parameter_count import is_hidden_matrix
 
 DIRECTORY = "first-gradients"  # in a run directory
 KIND = MOMENTS[0]
@@ -22,7 +23,8 @@ KIND = MOMENTS[0]
 def save_first_gradients(run: TrainingRun, record: StepRecord) -> None:
     """Write the gradient of every parameter, before clipping, after the first optimizer step. Collective.
 
-    They are read from Adam's first moment, which after one step is (1 - beta1) times the clipped gradient.
+    They are read from Adam's first moment, which after one step is (1 - beta1) times the clipped gradient;
+    Muon's is 1 - momentum times it.
     This works under every ZeRO stage and in the pipeline, which makes backward pass and step in one call.
     """
     if run.done != 1:
@@ -31,15 +33,18 @@ def save_first_gradients(run: TrainingRun, record: StepRecord) -> None:
     adam = run.recipe.optimizer
     norm = record.grad_norm
     clipped = min(1.0, adam.clip / (norm + 1e-6)) if adam.clip and norm else 1.0
-    scale = (1 - adam.betas[0]) * clipped
+    of_adam = (1 - adam.betas[0]) * clipped
+    of_muon = (1 - float(adam.of_muon["momentum"])) * clipped
     directory = run.job.directory / DIRECTORY
     if grid.rank == 0:
         directory.mkdir()
     gathered(None, grid.control_group)
     entries, tensors = contents(run.state, (KIND,), grid.rank)
-    scaled = [
-        replace(entry, read=partial(_divided, entry.read, scale)) for entry in entries
-    ]
+    scaled = []
+    for entry, (name, tensor) in zip(entries, tensors.items(), strict=True):
+        matrix = is_hidden_matrix(name, len(tensor.shape))
+        scale = of_muon if adam.name == "muon" and matrix else of_adam
+        scaled.append(replace(entry, read=partial(_divided, entry.read, scale)))
     written = tensor_file.write(directory / file_name(grid.rank), scaled)
     run.state.close()
     own = Part(grid.rank, {file_name(grid.rank): written}, tensors, {})

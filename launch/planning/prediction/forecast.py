@@ -360,7 +360,10 @@ def _of_machine(found: Forecast) -> Iterator[Remark]:
         yield Remark("host memory", dict(needed=host, there=room))
     copy = (
         found.host
-        + found.ranks_here * work.widths.saved * work.parameters_of(0) / work.layout.dp
+        + found.ranks_here
+        * work.widths_of(0).saved
+        * work.parameters_of(0)
+        / work.layout.dp
     )
     if host <= room < copy / 1e9:
         yield Remark("saving waits", dict(needed=copy / 1e9, there=room))

@@ -161,7 +161,7 @@ def _states(work: Workload, stage: int) -> tuple[cost.PlacedStates, float]:
         parameters,
         work.zero_stage,
         dp,
-        widths=work.widths,
+        widths=work.widths_of(stage),
         places=cost.Places(work.optimizer_at, work.weights_at),
         accumulates=work.layout.accumulation > 1,
         sub_group=work.sub_group,

@@ -286,7 +286,10 @@ def _offload_seconds(work: Workload, machine: NodeRates) -> float:
 
 
 def _update_seconds(work: Workload, machine: NodeRates) -> float:
-    """Predict the seconds of Adam over a rank's share, at the rate of the GPU's or host's memory."""
+    """Predict the seconds of Adam over a rank's share, at the rate of the GPU's or host's memory.
+
+    Muon's products are divided over the data- and tensor-parallel ranks.
+    """
     layout = work.layout
     node = machine.node
     parameters = max(work.parameters_of(stage) for stage in {0, layout.pp - 1})
@@ -296,7 +299,15 @@ def _update_seconds(work: Workload, machine: NodeRates) -> float:
         tensors = TENSORS * work.model.different_layers(work.layers_of(0)) / sharing
         started = work.software.update_kernels * tensors * machine.kernel_seconds
         moved = work.software.update_bytes * share / (node.gpu.memory_gb_s * 1e9)
-        return max(moved, started)
+        seconds = max(moved, started)
+        if work.muon:
+            hidden = work.model.hidden
+            count = products.OF_MUON * work.model.different_layers(work.layers_of(0))
+            one = machine.product_seconds(
+                products.Product(hidden, hidden, hidden), work.precision
+            )
+            seconds += count * one / (layout.dp * layout.tp)
+        return seconds
     return (
         HOST_UPDATE_BYTES * share * machine.ranks_here / (node.host.memory_gb_s * 1e9)
     )

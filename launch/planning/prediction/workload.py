@@ -37,6 +37,7 @@ class Workload:
         selective: only attention's scores are recomputed (Korthikanti et al. 2022, section 5).
         sequence_parallel: the residual stream is cut over tensor ranks (there, section 4.2.2).
         interleave: chunks of layers per pipeline stage (Narayanan et al. 2021, section 2.2); 1: plain 1F1B.
+        muon: it steps the layers' matrices.
         optimizer_at, weights_at: place of the optimizer's states and step, and of stage 3's weights.
         checkpoints_at: place of the inputs of recomputed chunks.
         cuts_checkpoints: each tensor rank keeps 1/t of them.
@@ -63,6 +64,7 @@ class Workload:
     selective: bool = False
     sequence_parallel: bool = False
     interleave: int = 1
+    muon: bool = False
 
     @property
     def width(self) -> int:
@@ -124,6 +126,14 @@ class Workload:
             first=stage == 0,
             last=stage == self.layout.pp - 1,
         )
+
+    def widths_of(self, stage: int) -> cost.Widths:
+        """Return the bytes of one number of each kind of model state on a rank of a pipeline stage."""
+        if not self.muon:
+            return self.widths
+        layers = self.layers_of(stage)
+        matrices = cost.hidden_matrices(self.model, layers, self.layout.tp)
+        return self.widths.of_muon(self.parameters_of(stage), matrices)
 
     def in_flight(self, stage: int) -> float:
         """Return the most micro-batches with activations in a stage at once.
@@ -223,6 +233,7 @@ def of_plan(plan: Plan) -> Workload:
         overlaps_gradients=bool(zero.get("overlap_comm")),
         selective=recipe.recomputes_core,
         sequence_parallel=recipe.parallel.sequence,
+        muon=recipe.optimizer.name == "muon",
     )
 
 

@@ -128,6 +128,21 @@ def test_a_run_goes_on_under_one_layout_after_the_other(tmp_path):
     check_ring(tmp_path, RING, each=1)
 
 
+BY_MUON = ["optimizer.name=muon", "optimizer.lr=0.004"]
+
+
+def test_muon_goes_on_under_another_layout(tmp_path):
+    """Its matrices have one moment."""
+    check_ring(tmp_path, ["dp2 zero2", "tp2"], settings=BY_MUON)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", [None, "bert/sotu"])
+def test_muon_goes_on_under_every_layout(tmp_path, recipe):
+    ring = ["one", "dp2 zero1", "dp2 zero0", "tp2", "dp2 zero3", "pp2", "tp2 dp2 zero3", "tp2 pp2", "zero0"]
+    check_ring(tmp_path, ring, recipe, BY_MUON)
+
+
 @pytest.mark.long
 def test_a_run_goes_on_under_unequal_stages_and_in_one_process_again(tmp_path):
     """A larger vocabulary takes layers from the last stage."""

@@ -46,6 +46,12 @@ def test_stage_0_adds_up_fp32_gradients_in_float32(facts):
     assert facts["plain_fp32_norm_unclipped"] is None, "_take_model_step of zero0 can go"
 
 
+def test_muon_under_zero_has_its_update_clipped_instead_of_the_gradient(facts):
+    """An orthogonalised direction is the same for a smaller gradient: clipping must not change the first."""
+    clipped, free = facts["muon"]
+    assert clipped < free / 2, "look at muon again"
+
+
 def overflow_at_the_floor():
     rules = {"init_scale": 4.0, "scale_window": 2, "min_scale": 4.0, "delayed_shift": 1}
     rules |= {"consecutive_hysteresis": False}

@@ -27,7 +27,7 @@ from stored import layers_of_files
 
 from launch.experiments.parity import comparison
 from launch.experiments.parity.comparison import RunOutcome, compare
-from launch.experiments.parity.layout_cases import REFERENCE
+from launch.experiments.parity.layout_cases import CASES, REFERENCE
 from launch.records.metrics import read_metrics
 from modeling.bert import LOSS_PARTS
 from recipes import catalog
@@ -249,6 +249,18 @@ def test_without_a_sentence_head_layouts_agree(tmp_path, reference):
 )
 def test_all_layouts_agree_over_twenty_steps(tmp_path, recipe, setting):
     check_all_layouts(tmp_path, "--recipe", recipe, *(["--set", setting] if setting else []))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("recipe", [GPT2, BERT])
+def test_all_layouts_agree_by_muon(recipe):
+    """All but those that it refuses."""
+    flags = ["--recipe", recipe, "--set", "optimizer.name=muon", "--set", "optimizer.lr=0.004"]
+    done = run([*COMMAND, *flags, "--steps", "8"], timeout=1700)
+    assert done.returncode == 0, done.stdout[-6000:]
+    apart = {name: verdict for name, verdict in rows_of(done.stdout).items() if verdict != "yes"}
+    assert apart == {case.name: "not run" for case in CASES if case.name == "tp3" or "offload" in case.name}
 
 
 @pytest.mark.long

@@ -1,0 +1,69 @@
+"""Muon: its arithmetic, and whole steps of two ranks, against torch.optim.Muon and AdamW in one process."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from launching import WORKERS, run_ranks
+from torch.optim import _muon as theirs
+
+from launch.deepspeed_fixes import muon
+
+SHAPES = ((48, 48), (48, 192), (192, 48), (7, 5))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_matrix_is_orthogonalised_as_by_torch(shape):
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    coefficients = (theirs.DEFAULT_A, theirs.DEFAULT_B, theirs.DEFAULT_C)
+    right = theirs._zeropower_via_newtonschulz(gradient, coefficients, theirs.DEFAULT_NS_STEPS, theirs.EPS)
+    assert torch.equal(muon.orthogonalise(gradient.bfloat16()), right)
+    sizes = torch.linalg.svdvals(muon.orthogonalise(gradient))
+    assert sizes.min() > 0.6 and sizes.max() < 1.3, "it orthogonalises"
+    assert not muon.orthogonalise(torch.zeros(shape)).any()
+
+
+@pytest.mark.parametrize("rule", ["match_rms_adamw", "original"])
+def test_the_rate_is_adjusted_as_by_torch(rule):
+    for shape in SHAPES:
+        assert muon.adjusted(rule, *shape) == pytest.approx(theirs._adjust_lr(1.0, rule, shape), rel=1e-12)
+
+
+def test_the_work_is_divided():
+    costs = [9, 9, 3, 3, 1, 9, 9, 3, 3, 1]
+    owners = muon.share_out(costs, 4)
+    loads = [
+        sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(4)
+    ]
+    assert max(loads) <= 13 and sum(loads) == sum(costs)
+    assert muon.share_out([], 2) == []
+
+
+CASES = {
+    "dp2 zero0": {"ds_config": "zero0"},
+    "dp2 zero2": {"ds_config": "zero2"},
+    "dp2 zero3": {"ds_config": "zero3"},
+    "tp2 zero1, original": {"ds_config": "zero1", "tp": 2, "settings": ["optimizer.adjust_lr=original"]},
+    "bert tp2 zero1": {"ds_config": "zero1", "tp": 2, "recipe": "bert/sotu"},
+}
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory):
+    """Distances from torch's steps by case; one launch of two ranks makes all."""
+    out = tmp_path_factory.mktemp("muon")
+    (out / "cases.json").write_text(json.dumps([*CASES.values()]))
+    launched = run_ranks(2, WORKERS / "muon.py", out / "steps.json", out / "cases.json")
+    assert launched.returncode == 0, launched.stdout[-4000:]
+    return dict(zip(CASES, json.loads((out / "steps.json").read_text()), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_whole_steps_are_torchs_under_every_layout(steps, case):
+    """Of three clipped steps: losses, norms, weights and moments."""
+    far = steps[case]
+    assert far["losses"] < 2e-6 and far["norms"] < 1e-5
+    for kind in ("weight", "exp_avg", "exp_avg_sq"):
+        assert {name: value for name, value in far[kind].items() if value > 2e-5} == {}, kind
