@@ -66,7 +66,12 @@ WORK = {
     ],
     "report": ["launch.reports.document:assemble"],
     "export_hf": ["launch.checkpoints.run_checkpoints:newest_whole"],
-    "checkpoint": ["launch.checkpoints.inspection:faults", "launch.checkpoints.showing:_dtypes"],
+    "checkpoint": [
+        "launch.checkpoints.inspection:faults",
+        "launch.checkpoints.showing:_dtypes",
+        "launch.weights.universal:write",
+        "data.corpus:build",
+    ],
     "prepare_data": ["data.prepare.pipeline:ChunkWork"],
     "show_data": ["data.corpus:build"],
     "generate": ["launch.evaluation.writing:run"],
@@ -206,7 +211,7 @@ def command_lines(draw: st.DrawFn, parser: argparse.ArgumentParser) -> list[str]
             line += draw(typed(action)) if draw(st.integers(0, 9)) else []
         elif action.dest not in ("help", "local_rank"):
             optional.append(action)
-    for action in draw(st.lists(st.sampled_from(optional), max_size=3)):
+    for action in draw(st.lists(st.sampled_from(optional), max_size=3)) if optional else ():
         line += draw(typed(action))
     return line
 

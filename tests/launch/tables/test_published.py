@@ -285,7 +285,7 @@ def test_show_of_a_users_row(capsys, tmp_path):
     with pytest.raises(SystemExit):
         command.main()
     rows = list(listed("--table", str(table), "--table", "default"))
-    assert rows == [f"{table}/small", f"{table}/own", "default/sotu"]
+    assert rows == [f"{table}/small", f"{table}/own", "default/sotu", "default/sotu-muon"]
     text = output(capsys, "show", rows[0])
     assert "hardware    any" in text and "\npublished" not in text and f"--recipe '{table}/small'" in text
     assert f"--ds_config {tmp_path}/own.json --recipe" in output(capsys, "show", f"{table}/own")
