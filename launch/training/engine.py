@@ -31,7 +31,6 @@ from data.samples.fields import HeldOut
 from ds_configs.plan import Plan
 from launch.checkpoints.engine_state import EngineState
 from launch.deepspeed_fixes import versions
-from launch.deepspeed_fixes.freed_gradients import keep_while_reduced
 from launch.deepspeed_fixes.muon_compilation import leave_out_compilation
 from launch.deepspeed_fixes.short_steps import shorten_step
 from launch.machine import compiled_ops, memory
@@ -96,7 +95,10 @@ def build_engine(
         from launch.deepspeed_fixes.loss_scale import postpone_growth
 
         postpone_growth(engine)
-    keep_while_reduced(engine.optimizer)
+    if processes.device().asynchronous:
+        from launch.deepspeed_fixes.freed_gradients import keep_while_reduced
+
+        keep_while_reduced(engine.optimizer)
     setting = shorten_step(engine)
     if setting:
         say(f"{setting}: DeepSpeed's own step, with its copies of the gradients")

@@ -3,8 +3,8 @@
 import sys
 
 from launch import pretrain
-from launch.training import engine
+from launch.deepspeed_fixes import freed_gradients
 
-engine.keep_while_reduced = lambda optimizer: None
+freed_gradients.keep_while_reduced = lambda optimizer: None
 sys.argv[0] = pretrain.__file__
 pretrain.main()
