@@ -55,6 +55,9 @@ def ours(plan, grid, corpus) -> list[float]:
 def plain(config: dict, plan, grid, corpus) -> list[float]:
     module = build_module(plan, grid, None)
     groups = training.parameter_groups(module, plan.recipe.optimizer.weight_decay)
+    config = copy.deepcopy(config)
+    if config["optimizer"]["params"].get("torch_adam"):
+        config["optimizer"]["params"]["fused"] = True  # as ours: torch's other kernels round otherwise
     engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=config)
     losses = []
     with training.release_at_end(engine):
