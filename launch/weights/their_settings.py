@@ -80,14 +80,15 @@ class TheirSettings:
         found = max(groups, key=lambda group: group.get("weight_decay", 0.0))
         kind = lookup(self.state.config, "optimizer.type")
         other = isinstance(kind, str) and kind.lower() not in ADAM
-        plain = isinstance(found.get("betas"), (tuple, list)) and not found.get(
-            "amsgrad"
-        )
-        if other or not plain:
-            came = (
-                f"was trained with {kind}" if other else "was trained with another Adam"
-            )
-            rule = "AdamW's moments are taken, without amsgrad"
+        came = None
+        if other:
+            came = f"was trained with {kind}"
+        elif found.get("amsgrad"):
+            came = "was trained with amsgrad"
+        elif not isinstance(found.get("betas"), (tuple, list)):
+            came = "states no betas of its Adam"
+        if came is not None:
+            rule = "AdamW's moments are taken, with their betas, without amsgrad"
             refuse(self.state.where, came, rule, "take its weights with --init_from")
         return found
 
