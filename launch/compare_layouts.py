@@ -28,6 +28,7 @@ from launch.ranks import ending, launch_environment
 from launch.ranks.processes import device_limit
 from launch.records.plan_text import titled
 from recipes import catalog
+from recipes.key_paths import key_of
 from recipes.problems import Problem, ProblemsError, Setting, counted
 from recipes.schema import Recipe
 
@@ -185,7 +186,7 @@ def most_processes(asked_for: int) -> int:
 
 def chosen_recipe(args: argparse.Namespace) -> Recipe:
     """Return the recipe for all layouts. Raises ProblemsError."""
-    keys = {setting: setting.partition("=")[0].strip() for setting in args.set}
+    keys = {setting: key_of(setting) for setting in args.set}
     decided = tuple(f"{key}." for key in DECIDED)
     rule = "every layout decides it"
     fix = "leave it out, and name layouts with --only (--list shows them)"

@@ -15,6 +15,7 @@ from launch.console import arguments, ends, new_output
 from launch.console.arguments import place_problem
 from launch.machine import description
 from launch.ranks import joining, processes
+from recipes.key_paths import key_of
 from recipes.problems import Problem, ProblemsError
 
 if TYPE_CHECKING:
@@ -223,7 +224,7 @@ def check_settings(args: Namespace) -> None:
     """Refuse --set of keys decided by flags or weights, or used in training only. Raises ProblemsError."""
     problems = []
     for setting in args.set:
-        key = setting.partition("=")[0].strip()
+        key = key_of(setting)
         section = key.partition(".")[0]
         flag = BY_FLAGS.get(section)
         came = f"--set {setting}"

@@ -155,6 +155,11 @@ def differences(old: Any, new: Any) -> list[tuple[str, Any, Any]]:
     return [pair for pair in pairs if pair[1] != pair[2]]
 
 
+def key_of(setting: str) -> str:
+    """Return the dotted key of a `key=value` as --set takes it."""
+    return setting.partition("=")[0].strip()
+
+
 def is_part(key: str, parts: Iterable[str]) -> bool:
     """Check whether a dotted key is one of `parts`, or lies below one."""
     return any(key == part or key.startswith(f"{part}.") for part in parts)

@@ -20,7 +20,7 @@ from launch.records.recorded_run import RecordedRun
 from modeling.parallel.process_grid import ProcessGrid
 from recipes import catalog, files
 from recipes.families import TRAINED
-from recipes.key_paths import is_part
+from recipes.key_paths import is_part, key_of
 from recipes.problems import Problem, ProblemsError, RecipeError
 from recipes.schema import Branch, Change, Recipe, Tokenizer
 
@@ -60,7 +60,7 @@ class BranchPoint:
         """
         there = self.run.recipe
         kept = there.data.tokenizer
-        keys = [*laid, *(text.partition("=")[0].strip() for text in settings)]
+        keys = [*laid, *map(key_of, settings)]
         other_text = {key for key in keys if is_part(key, ("data",))} - SAME_ORDER
         if kept.kind in TRAINED and other_text:
             # other text trains another

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_configs.plan import Machine
+from recipes.key_paths import key_of
 from recipes.schema import Recipe, TaskName
 from recipes.tasks import TASKS
 from recipes.validation import validate
@@ -77,7 +78,7 @@ def recipe_of(
     if examples is None:
         return first
     per_epoch = examples / first.batch.global_
-    asked = {text.partition("=")[0].strip() for text in wishes.settings}
+    asked = {key_of(text) for text in wishes.settings}
     values["steps"] = (
         first.steps
         if "steps" in asked

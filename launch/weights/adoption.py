@@ -21,7 +21,7 @@ from launch.weights.their_settings import TheirSettings
 from modeling.formats.deepspeed.states import DeepSpeedState
 from modeling.formats.megatron.checkpoint import UNREAD
 from recipes import catalog
-from recipes.key_paths import is_part
+from recipes.key_paths import is_part, key_of
 from recipes.problems import Problem
 from recipes.schema import Branch, Recipe
 
@@ -90,7 +90,7 @@ class Adoption(StartingModel):
         `texts`: of --set; `text`: a text is given. Raises ProblemsError: of all that no file states and
         nobody says, with a command line that would do.
         """
-        keys = [each.partition("=")[0].strip() for each in texts]
+        keys = [key_of(each) for each in texts]
         lacking = dict[str, str]()  # flag -> what it says
         if not (text or self.named or any(is_part(key, ("data",)) for key in keys)):
             lacking["--text PATH"] = "what text it read"
@@ -206,7 +206,7 @@ class Adoption(StartingModel):
             return
         gives = f"{recipe.schedule.kind} gives {rate:.7g}"
         came = f"the learning rate of its next step is {theirs:.7g}, and {gives}"
-        keys = [each.partition("=")[0].strip() for each in texts]
+        keys = [key_of(each) for each in texts]
         if not any(is_part(key, ("schedule", "optimizer", "steps")) for key in keys):
             fix = "say the schedule with --set schedule.kind=... and its other keys"
             raise self.error(

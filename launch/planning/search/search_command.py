@@ -30,6 +30,7 @@ from launch.planning.search.layout_search import Candidate
 from launch.planning.search.ways import JSON_NAME
 from recipes import catalog
 from recipes.files import path_of
+from recipes.key_paths import key_of
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Recipe
 
@@ -175,9 +176,7 @@ def question_of(args: argparse.Namespace) -> tuple[RecipeFlags, SearchQuestion]:
     if args.largest:
         shape = [f"precision={half}", "batch.micro=1"]
     batch = [f"batch.global={args.global_batch}"] if args.global_batch else []
-    overrides = {
-        text.partition("=")[0].strip(): text for text in (*shape, *args.set, *batch)
-    }
+    overrides = {key_of(text): text for text in (*shape, *args.set, *batch)}
     flags = RecipeFlags(name, overrides, args.tiny, args.steps)
     recipe = flags.load([*OPEN, *overrides.values()])
     base = read(find(args.ds_config)) if args.ds_config else None
