@@ -12,6 +12,7 @@ Upstream: https://github.com/deepspeedai/DeepSpeed/pull/7965 mended the same for
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -29,8 +30,9 @@ def keep_while_reduced(optimizer: Any) -> None:
         return
     if not versions.at_least("0.19.8"):
         # No method there is called for it: under ZeRO-2 nothing computes while gradients are reduced.
-        sizes = [each.numel() for group in optimizer.bit16_groups for each in group]
-        if optimizer.partition_gradients and max(sizes) > optimizer.reduce_bucket_size:
+        parameters = itertools.chain(*optimizer.bit16_groups)
+        largest = max(each.numel() for each in parameters)
+        if optimizer.partition_gradients and largest > optimizer.reduce_bucket_size:
             optimizer.overlap_comm = False
         return
     if optimizer._offload_gradient_safety_enabled:

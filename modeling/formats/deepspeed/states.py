@@ -321,10 +321,9 @@ def _unpartitioned(common: DeepSpeedState, stated: Mapping[str, Any]) -> DeepSpe
         if name not in buffers
     }
     states = base["state"]
-    members = [
-        [states.get(key, {}) for key in group["params"]]
-        for group in base["param_groups"]
-    ]
+    members = []
+    for group in base["param_groups"]:
+        members.append([states.get(key, {}) for key in group["params"]])
     flats = optimizer.get("fp32_groups_flat")
     masters = optimizer.get("fp32_groups")
     if flats is not None:
@@ -332,14 +331,22 @@ def _unpartitioned(common: DeepSpeedState, stated: Mapping[str, Any]) -> DeepSpe
         groups = _groups(
             named, lambda names: sum(named[name].numel() for name in names), sizes
         )
-        shapes = [{name: named[name].shape for name in group} for group in groups]
+        shapes = []
+        for group in groups:
+            shapes.append({name: named[name].shape for name in group})
         pieces = _equal_pieces(shapes, [_flats(where, 0, base, flats)])
     else:
-        moments = [[_moment(where, held).shape for held in group] for group in members]
+        moments = []
+        for group in members:
+            moments.append([_moment(where, held).shape for held in group])
         groups = _groups(
             named, lambda names: [named[name].shape for name in names], moments
         )
-        own = masters or [[named[name] for name in group] for group in groups]
+        own = masters
+        if not own:
+            own = []
+            for group in groups:
+                own.append([named[name] for name in group])
         pieces = {}
         for names, held, weights in zip(groups, members, own, strict=False):
             for name, state, weight in zip(names, held, weights, strict=True):
