@@ -1,8 +1,8 @@
 # Everything runs in a virtual environment of the checkout; the first use of any target makes it.
 #   make pretrain      set up, then train the default recipe (goes on where an interrupted run stopped)
 #   make test          set up, then the tests
+#   make test-ci       the tests, and those of the second tier that take minutes
 #   make test-long     the second tier: every layout, kills, compiled layers
-#   make test-ci       the tests, and of the second tier what no quick test covers and minutes suffice for
 #   make test-all      both
 #   make check         lint, types and tests
 #   make constraints   renew constraints.txt: the newest versions of what the pinned packages need
@@ -35,17 +35,13 @@ pretrain: setup
 	$(BIN)/deepspeed --quiet launch/pretrain.py --ds_config $(DS_CONFIG) --resume $(ARGS)
 
 test: setup
-	$(BIN)/pytest $(ON_TWO_CORES) -m "not long" $(ARGS)
-
-test-long: setup
-	$(BIN)/pytest $(ON_TWO_CORES) -m long $(ARGS)
-
-# LAMB, ZeRO-0 and short steps against the paper and DeepSpeed, sparse and unpadded models, ranks that die or
-# hang, monitors: five minutes on two quiet cores.
-NEXT := tests/modeling tests/launch/deepspeed_fixes tests/launch/ranks tests/launch/records
+	$(BIN)/pytest $(ON_TWO_CORES) -m "not ci and not long" $(ARGS)
 
 test-ci: test
-	$(BIN)/pytest $(ON_TWO_CORES) -m long $(NEXT)
+	$(BIN)/pytest $(ON_TWO_CORES) -m ci $(ARGS)
+
+test-long: setup
+	$(BIN)/pytest $(ON_TWO_CORES) -m "ci or long" $(ARGS)
 
 test-all: test test-long
 

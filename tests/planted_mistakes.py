@@ -2,7 +2,7 @@
 
     python tests/planted_mistakes.py                        every mistake, by the test that is to notice it
     python tests/planted_mistakes.py --only warm-up "label shift"
-    python tests/planted_mistakes.py --find --only warm-up  by which quick test of its room, at first
+    python tests/planted_mistakes.py --find --only warm-up  by which test of its room, at first
     python tests/planted_mistakes.py --list
 
 A mistake is one replacement of code. Its test has to pass in the copy without it, and to fail with it; the
@@ -219,7 +219,7 @@ def copy_of_tree(target: Path) -> None:
 
 
 def tested(tree: Path, *tests: str) -> tuple[str, float]:
-    """Run quick tests in the copy up to the first failure; return its name ("": all pass) and the seconds."""
+    """Run the tests up to the first failure; return its name ("": all pass) and the seconds. None is long."""
     started = time.monotonic()
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not long", "-p", "no:cacheprovider"]
     command += [f"--basetemp={tree.parent / 'temporary'}", *tests]
@@ -235,7 +235,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these mistakes (default: all)")
-    parser.add_argument("--find", action="store_true", help="run the quick tests of the mistake's room")
+    parser.add_argument("--find", action="store_true", help="run CI's tests of the mistake's room")
     parser.add_argument("--list", action="store_true", help="show the mistakes and their tests")
     args = parser.parse_args()
     names = [mistake.name for mistake in MISTAKES]

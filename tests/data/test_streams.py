@@ -170,7 +170,7 @@ def run_with_resumes(sizes, kind, steps, plan, workers, buffer=0):
     return digests, said
 
 
-@pytest.mark.parametrize("kind", ["gpt", "nsp"])
+@pytest.mark.parametrize("kind", ["gpt", pytest.param("nsp", marks=pytest.mark.ci)])
 @pytest.mark.parametrize("sizes", SOURCES.values(), ids=SOURCES)
 def test_batches_depend_neither_on_ranks_nor_on_workers_nor_on_resumes(sizes, kind):
     steps = 40

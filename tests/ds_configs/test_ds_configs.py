@@ -72,7 +72,12 @@ def own_world(recipe: Recipe) -> int:
     return math.prod(recipe.parallel.model_parallel) * (recipe.parallel.dp or 1)
 
 
-@pytest.mark.parametrize("config", EVERY_CONFIG)
+QUICK = ("zero0", "zero2_offload", "zero3", "3d", "fp16_dynamic", "pure_bf16")
+
+
+@pytest.mark.parametrize(
+    "config", [pytest.param(name, marks=() if name in QUICK else pytest.mark.ci) for name in EVERY_CONFIG]
+)
 def test_every_recipe_resolves_or_is_refused_with_reasons(config, nvme, recipes_and_worlds):
     resolved = dict.fromkeys((GPU, CPU, OLD), 0)
     for machine, (recipe, worlds) in itertools.product(resolved, recipes_and_worlds):

@@ -31,7 +31,7 @@ def defined(q, k, v, causal, mask, kept):
     [
         *((kind, dropout, "eager") for kind in ("causal", "padded", "whole") for dropout in (0.0, 0.25)),
         ("causal", 0.25, "compiled"),
-        pytest.param("padded", 0.0, "compiled", marks=pytest.mark.long),
+        pytest.param("padded", 0.0, "compiled", marks=pytest.mark.ci),
     ],
 )
 def test_output_and_gradients_are_those_of_the_definition(kind, dropout, how):

@@ -148,7 +148,7 @@ def check_layout(reference: RunOutcome, found: RunOutcome) -> None:
     assert difference.loss <= 2e-6 and difference.norm <= 1e-5 and difference.gradient <= 1e-4, difference
 
 
-@pytest.mark.long
+@pytest.mark.ci
 @pytest.mark.parametrize("case", sparse_layouts.CASES, ids=lambda case: case.name)
 def test_layout_agrees(layouts, in_one_process, case):
     found = outcome(layouts, case.name)
@@ -158,7 +158,7 @@ def test_layout_agrees(layouts, in_one_process, case):
     )
 
 
-@pytest.mark.long
+@pytest.mark.ci
 @pytest.mark.parametrize("case", sparse_layouts.BROKEN, ids=lambda case: case.name)
 def test_a_broken_pattern_under_a_layout_is_noticed(layouts, in_one_process, case):
     with pytest.raises(AssertionError, match="Difference"):

@@ -277,7 +277,7 @@ def test_no_mask_and_no_scores_of_all_positions_are_kept_or_made():
     assert largest == given.numel() < length**2
 
 
-@pytest.mark.long
+@pytest.mark.ci
 @pytest.mark.parametrize("whole", [True, False])
 def test_torch_compile_makes_one_graph_for_all_borders(whole):
     """By the backend that generates no code. Of a pipeline each layer is compiled by itself."""
@@ -302,7 +302,7 @@ def test_torch_compile_makes_one_graph_for_all_borders(whole):
     torch._dynamo.reset()
 
 
-@pytest.mark.long
+@pytest.mark.ci
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_what_borders_cost(dtype):
     """Prints processor time of a pass and its backward pass, in turns; time decides nothing here."""

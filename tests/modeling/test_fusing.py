@@ -55,7 +55,7 @@ def test_a_first_kernel_that_does_not_compile_is_told_by_all_ranks_and_the_docto
 
 
 @needed
-@pytest.mark.parametrize("headers", [False, True])
+@pytest.mark.parametrize("headers", [pytest.param(False, marks=pytest.mark.ci), True])
 def test_a_training_starts_eagerly_where_kernels_do_not_compile(tmp_path, headers):
     """The second device has no Triton: where one is said to be there, its first kernel fails."""
     script = tmp_path / "train.py"

@@ -81,25 +81,43 @@ def canonical(model: Stack) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def on_ranks(theirs, tokens, tmp_path_factory) -> list[dict[str, str | None]]:
-    """What each rank of the one launch found: check -> traceback, or None."""
-    directory = tmp_path_factory.mktemp("modeling")
+    return launched(theirs, tokens, tmp_path_factory.mktemp("modeling"))
+
+
+@pytest.fixture(scope="module")
+def graphs_on_ranks(theirs, tokens, tmp_path_factory) -> list[dict[str, str | None]]:
+    return launched(theirs, tokens, tmp_path_factory.mktemp("graphs"), "graphs")
+
+
+def launched(theirs, tokens, directory, *which) -> list[dict[str, str | None]]:
+    """What each rank of one launch found: check -> traceback, or None."""
     ours = to_canonical(theirs.state_dict(), MODEL)
     save_file(
         {**ours, "tokens": tokens, "logits": logits_of(theirs, tokens)},
         directory / "transformers.safetensors",
     )
-    done = run_ranks(modeling_checks.PROCESSES, WORKERS / "modeling_checks.py", directory, timeout=300)
+    done = run_ranks(
+        modeling_checks.PROCESSES, WORKERS / "modeling_checks.py", directory, *which, timeout=300
+    )
     assert done.returncode == 0, done.stdout[-5000:]
     return [json.loads(file.read_text()) for file in sorted(directory.glob("rank-*.json"))]
 
 
+def check_on_ranks(ranks, name):
+    assert len(ranks) == modeling_checks.PROCESSES
+    failures = [f"rank {rank}:\n{found[name]}" for rank, found in enumerate(ranks) if found[name] is not None]
+    assert not failures, "\n".join(failures)
+
+
 @pytest.mark.parametrize("name", modeling_checks.NAMES)
 def test_on_ranks(on_ranks, name):
-    assert len(on_ranks) == modeling_checks.PROCESSES
-    failures = [
-        f"rank {rank}:\n{found[name]}" for rank, found in enumerate(on_ranks) if found[name] is not None
-    ]
-    assert not failures, "\n".join(failures)
+    check_on_ranks(on_ranks, name)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", modeling_checks.GRAPHS)
+def test_graphs_on_ranks(graphs_on_ranks, name):
+    check_on_ranks(graphs_on_ranks, name)
 
 
 def test_grid_of_eight_is_the_picture():

@@ -131,7 +131,7 @@ LAYOUTS = {  # name: (processes, layout, from the last checkpoint of which)
 }
 
 
-@pytest.mark.long
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["default/sotu", "bert/sotu"])
 def test_layouts_train_the_same_and_go_on_from_each_other(name, tmp_path):
     """With dropout; gradients of the copies on several stages are summed, and recomputation adds to none."""

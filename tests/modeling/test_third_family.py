@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from launching import WORKERS, run_ranks
 
 LAYOUTS = {
@@ -11,6 +12,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.ci
 def test_it_learns_as_in_one_process(tmp_path):
     def job(name, case, *settings):
         return {

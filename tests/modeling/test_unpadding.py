@@ -170,7 +170,7 @@ def test_dropout_on_attention_weights_drops_some():
     assert (all_of_it - without)[real].abs().max() > 0.1
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_torch_compile_makes_one_graph_for_rows_of_all_lengths_and_all_numbers_of_predictions():
     """By the backend that generates no code, which takes no time."""
     import torch._dynamo

@@ -43,6 +43,7 @@ def check_equal(tmp_path, recipe, settings, cases, steps=3, tolerance=2e-6):
         assert outcome.losses == pytest.approx(there[name].losses, abs=tolerance), name
 
 
+@pytest.mark.ci
 def test_losses_of_every_stage_and_of_two_ranks_are_the_cpus(tmp_path):
     check_equal(tmp_path, GPT2, FP32, [*STAGES, *TWO_RANKS])
 

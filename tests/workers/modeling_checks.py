@@ -1,6 +1,8 @@
 """Four ranks that check the modeling, with tp 2 (two groups side by side) and tp 4.
 
 Started by tests/modeling/test_modeling.py.
+
+    modeling_checks.py OUT [graphs]     graphs: those that trace a layer, instead of the others
 """
 
 from __future__ import annotations
@@ -41,16 +43,18 @@ def checks_of(tp: int) -> dict[str, Callable[[ProcessGrid, Path], None]]:
     return found
 
 
-NAMES = [f"{name}, tp {tp}" for tp in DEGREES for name in checks_of(tp)] + [*shared_draws.CHECKS]
+EVERY = [f"{name}, tp {tp}" for tp in DEGREES for name in checks_of(tp)] + [*shared_draws.CHECKS]
+GRAPHS = [name for name in EVERY if "one graph" in name]
+NAMES = [name for name in EVERY if name not in GRAPHS]
 
 
-def prepare(directory: Path) -> Checks:
+def prepare(names: list[str], directory: Path) -> Checks:
     checks = {**shared_draws.CHECKS}
     for tp in DEGREES:
         grid = ProcessGrid(tp, 1, dist.get_world_size() // tp)
         for name, check in checks_of(tp).items():
             checks[f"{name}, tp {tp}"] = partial(configured, check, grid, directory)
-    return checks
+    return {name: checks[name] for name in names}
 
 
 def configured(check: Callable[[ProcessGrid, Path], None], grid: ProcessGrid, directory: Path) -> None:
@@ -59,4 +63,4 @@ def configured(check: Callable[[ProcessGrid, Path], None], grid: ProcessGrid, di
 
 
 if __name__ == "__main__":
-    run_checks(prepare, Path(sys.argv[1]))
+    run_checks(partial(prepare, GRAPHS if "graphs" in sys.argv else NAMES), Path(sys.argv[1]))

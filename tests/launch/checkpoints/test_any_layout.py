@@ -124,6 +124,11 @@ def check_ring(tmp_path, names, recipe=None, settings=(), each=2):
     assert largest(runs.weights(before), runs.weights("whole")) < WEIGHTS
 
 
+def test_a_run_goes_on_under_other_layouts(tmp_path):
+    check_ring(tmp_path, ["tp2", "dp2 zero3", "one"], each=1)
+
+
+@pytest.mark.ci
 def test_a_run_goes_on_under_one_layout_after_the_other(tmp_path):
     check_ring(tmp_path, RING, each=1)
 

@@ -10,6 +10,8 @@ from launching import WORKERS, run_ranks
 from launch.checkpoints import manifest, run_checkpoints
 from launch.checkpoints.stored import load_weights
 
+pytestmark = pytest.mark.ci
+
 LOSS = 2e-6  # nats, between layouts
 # How each run is laid out, and the next one its branch under another layout.
 LAYOUTS = {

@@ -71,11 +71,11 @@ def whole(compiled):
     return adam_after(60)
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_with_the_replay_a_resumed_optimizer_is_the_uninterrupted_one(whole):
     assert torch.equal(adam_after(60, resumed_at=44), whole)
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_deepspeed_alone_does_not_resume_bit_for_bit(whole):
     assert not torch.equal(adam_after(60, resumed_at=44, replay=False), whole), "the replay can go"

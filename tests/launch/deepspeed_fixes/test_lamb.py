@@ -69,7 +69,7 @@ def test_bounds_and_bias_correction_are_as_asked(bounds):
     assert {"step", "exp_avg", "exp_avg_sq"} == set(optimizer.state[weight]), "the states of torch's AdamW"
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_deepspeed_has_lamb_for_cuda_alone():
     """In a process of its own: the accelerator is chosen once."""
     script = "import torch; from deepspeed.ops.lamb import FusedLamb; FusedLamb([torch.ones(2)])"
@@ -110,20 +110,20 @@ def whole(tmp_path_factory) -> dict[int, float]:
     return found
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_tensor_ranks_train_as_one(whole, tmp_path):
     assert losses(tmp_path / "parts", *IN_FP32, "--set", "parallel.tp=2", ranks=2) == pytest.approx(
         whole, rel=3e-6
     )
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_data_parallel_ranks_train_as_one(whole, tmp_path):
     """Each takes the norms of whole parameters and of gradients that are averaged over all."""
     assert losses(tmp_path / "parts", *IN_FP32, ranks=2) == pytest.approx(whole, rel=3e-6)
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_fp16_trains_as_fp32_whatever_the_loss_scale(whole, tmp_path):
     """A scale too high is halved until a step is made; those that overflow are skipped, not counted."""
 
@@ -145,7 +145,7 @@ def test_fp16_trains_as_fp32_whatever_the_loss_scale(whole, tmp_path):
     assert too_high[6]["loss"] < too_high[1]["loss"]
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path):
     whole = losses(tmp_path / "whole", "--steps", "6")
     losses(tmp_path / "parts", "--steps", "3")

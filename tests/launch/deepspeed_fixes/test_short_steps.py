@@ -60,7 +60,7 @@ QUICK = (
 
 
 @pytest.mark.parametrize(
-    "names", [QUICK, pytest.param([*CASES], marks=pytest.mark.long)], ids=["quick", "every"]
+    "names", [QUICK, pytest.param([*CASES], marks=pytest.mark.ci)], ids=["quick", "every"]
 )
 def test_one_infinity_on_one_rank_skips_the_step_on_all(names, tmp_path):
     """Three steps each, the second with one infinity on one rank."""

@@ -9,6 +9,8 @@ from launching import WORKERS, run_ranks
 
 from launch.deepspeed_fixes.loss_scale import is_at_floor
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory):

@@ -71,12 +71,13 @@ def fast(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("zero0"), 2, FAST)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", FAST)
 def test_trains_like_zero_1(fast, name):
     check_equal(fast[name], FAST[name][2])
 
 
-@pytest.mark.long
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("ranks", "table"), [(1, ONE_RANK), (2, TWO_RANKS), (4, FOUR_RANKS)], ids=["1 rank", "2 ranks", "4 ranks"]
 )

@@ -13,6 +13,8 @@ from transformers import GPT2LMHeadModel
 
 from launch import export_hf
 
+pytestmark = pytest.mark.ci
+
 ONE = [
     dict(name="one"),
     dict(name="batch 1", batch=1),

@@ -90,6 +90,7 @@ def test_a_rank_that_quits_leaves_the_stacks_of_all_threads(tmp_path, quits):
     left = tmp_path / "stacks-rank-0.txt"
     if (child := os.fork()) == 0:
         threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # a shell's background job begins by ignoring it
         with early_ends.stacks_at_quit(left):
             if quits:
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -81,8 +81,16 @@ def ranks_of(program, world, *given, environ=None):
     return started
 
 
-@pytest.mark.parametrize("dying", [1, 0])
-@pytest.mark.parametrize("how", ["dies", "in order"])
+@pytest.mark.parametrize(
+    ("how", "dying"),
+    [
+        ("dies", 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.ci)
+            for case in (("dies", 0), ("in order", 1), ("in order", 0))
+        ),
+    ],
+)
 def test_a_death_ends_all_and_is_told_once(dying, how):
     ranks = ranks_of(DYING, 3, dying, how)
     said = [rank.communicate(timeout=90)[1] for rank in ranks]
@@ -112,6 +120,7 @@ met.settle(refuse)
 """
 
 
+@pytest.mark.ci
 def test_ranks_exchange_json_and_rank_0_refuses_before_it_makes_what_others_wait_for():
     ranks = ranks_of(MEETING, 3)
     said = [rank.communicate(timeout=90) for rank in ranks]

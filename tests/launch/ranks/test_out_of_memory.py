@@ -70,7 +70,7 @@ def status_in_report(directory: Path, out: Path) -> str:
     return (out / "report.csv").read_text()
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_an_oom_of_rank_1_is_in_the_results_and_the_next_launch_forgets_it(tmp_path):
     directory = tmp_path / "run"
     done = run_ranks(2, WORKERS / "out_of_memory.py", *TINY, "--out", directory)

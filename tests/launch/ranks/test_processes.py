@@ -45,7 +45,7 @@ def test_joined_processes_leave_no_shared_memory(tmp_path):
     assert left_behind(2, "corrected", tmp_path) == set()
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_deepspeed_alone_leaves_shared_memory_behind(tmp_path):
     assert left_behind(2, "alone", tmp_path), "switch_shared_memory_op_off can go"
 

@@ -39,12 +39,12 @@ def said():
     return done.stdout
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_the_first_step_waits_for_no_library_that_it_does_not_use(said):
     assert "TOO EARLY []" in said, said
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_importing_muon_loads_the_compiler(said):
     """DeepSpeed's own decorator does; else `deepspeed_fixes/muon_compilation.py` can go."""
     assert "UPSTREAM True" in said, said
@@ -111,7 +111,7 @@ def test_libraries_are_not_looked_through_for_garbage():
         gc.enable()
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_compiled_code_is_kept_with_what_is_prepared_once(tmp_path, monkeypatch):
     """torch's compiler settles on a temporary directory where none is named when it is imported."""
     code = (

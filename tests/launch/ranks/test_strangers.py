@@ -37,6 +37,7 @@ def children_of(pid) -> list[int]:
     return [int(child) for child in text.split()]
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="ports are found as Linux tells them")
 def test_a_stranger_changes_nothing(tmp_path):
     out, harm = tmp_path / "run", tmp_path / "open" / "harm"

@@ -17,7 +17,7 @@ def watched(tmp_path, what, rank, hang_after=1, ranks=3):
     return run_ranks(ranks, WORKERS / "watched.py", *how, timeout=60, kill_after=0.1)
 
 
-@pytest.mark.parametrize("stopped", [0, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("stopped", [0, pytest.param(2, marks=pytest.mark.ci)])
 def test_a_stopped_rank_is_named_and_the_others_end(tmp_path, stopped):
     """Also where it is rank 0, whose process serves the store of the process group, and asks the others."""
     done = watched(tmp_path, "stopped", stopped)

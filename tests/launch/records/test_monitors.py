@@ -37,8 +37,8 @@ def monitored_run(folder: Path, ds_config: str, ranks: int, launches: Sequence[i
     "how",
     [
         ("zero1", 1, (4,)),
-        pytest.param(("zero1", 1, (2, 4)), marks=pytest.mark.long),
-        pytest.param(("pipeline", 2, (2, 4)), marks=pytest.mark.long),
+        pytest.param(("zero1", 1, (2, 4)), marks=pytest.mark.ci),
+        pytest.param(("pipeline", 2, (2, 4)), marks=pytest.mark.ci),
     ],
     ids=str,
 )

@@ -49,6 +49,7 @@ def shapes_in(graphs) -> list[tuple[int, ...]]:
     return [tuple(value.shape) for value in values if isinstance(value, torch.Tensor)]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("prepared", [True, False])
 def test_the_block_mask_is_made_once_and_outside_of_the_graph(prepared, made):
     """A prepared layer is one graph; another is cut, and right all the same."""

@@ -67,6 +67,7 @@ def trained(tmp_path_factory):
     return {name: SimpleNamespace(losses=read(name)[0], **read(name)[1]) for name in steps}
 
 
+@pytest.mark.ci
 def test_training_beside_the_host(trained):
     """ZeRO-1 in bf16 takes the optimizer that it takes on a GPU; no layer of ZeRO-3 is gathered whole."""
     assert trained["bf16"].optimizer == "FlatStep" and trained["bf16"].overlaps

@@ -31,7 +31,9 @@ GOOD_STATIC = {"loss_scale": 512.0}
 TWO_RANKS = {"tp": 1, "pp": 1, "dp": 2}
 KINDS = {"moving": (MOVING, 14), "floor": (FLOOR, 8), "growing": (GROWING, 8), "fixed": (GOOD_STATIC, 8)}
 REPEATED = ("zero2", "zero3", "zero3_offload", "tensor", "pipeline")  # of the second tier
-EVERY = [pytest.param(name, marks=pytest.mark.long if name in REPEATED else ()) for name in LAYOUTS]
+EVERY = [
+    pytest.param(name, marks=pytest.mark.long if name in REPEATED else pytest.mark.ci) for name in LAYOUTS
+]
 
 
 def run_cases(out, layouts, more=()):
@@ -135,7 +137,7 @@ def test_a_growing_scale_changes_nothing_but_itself(results, layout):
         assert a["norm"] == pytest.approx(b["norm"], rel=1e-3)
 
 
-@pytest.mark.parametrize("layout", ["zero0", *EVERY])
+@pytest.mark.parametrize("layout", [pytest.param("zero0", marks=pytest.mark.ci), *EVERY])
 def test_a_scale_at_its_floor_stops_the_run(results, layout):
     result = results[f"{layout}-floor"]
     assert len(result["steps"]) < 8

@@ -103,6 +103,7 @@ def settings(*keys):
     return [word for key in keys for word in ("--set", key)]
 
 
+@pytest.mark.ci
 def test_a_run_ends_with_5_and_goes_on_from_its_last_sound_checkpoint(tmp_path):
     """The bit flips before the save of step 10, which is thrown away; no check changes a number."""
     flags = ["--tiny", "--ds_config", "zero1", *settings("run.save_every=5")]
@@ -121,6 +122,7 @@ def test_a_run_ends_with_5_and_goes_on_from_its_last_sound_checkpoint(tmp_path):
     assert read_result(flipped / "result.json").status == "ok"
 
 
+@pytest.mark.ci
 def test_no_false_alarm_with_skipped_steps_a_ramp_and_saves(tmp_path):
     config = json.loads((ROOT / "ds_configs/zero3.json").read_text())
     config["fp16"] = {"enabled": True, "initial_scale_power": 30, "loss_scale_window": 10, "hysteresis": 1}

@@ -27,6 +27,7 @@ def check_equal(tmp_path, recipe: str, cases, *settings: str) -> None:
         assert all(torchs.weights[name].equal(deepspeeds.weights[name]) for name in deepspeeds.weights)
 
 
+@pytest.mark.ci
 def test_both_averages_are_equal(tmp_path):
     check_equal(tmp_path, "default/sotu", ACCUMULATED)
 

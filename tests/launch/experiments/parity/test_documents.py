@@ -52,12 +52,14 @@ def reference(layouts) -> RunOutcome:
     return found
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("case", documents_layouts.CASES, ids=lambda case: case.name)
 def test_layout_agrees(layouts, reference, case):
     difference = compare(reference, outcome(layouts, case))
     assert difference.agrees and difference.loss <= 2e-6, f"{difference}"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("breakage", documents_layouts.BROKEN, ids=lambda broken: broken.case.name)
 def test_broken_borders_are_noticed(layouts, reference, breakage):
     difference = check_noticed(reference, outcome(layouts, breakage.case), breakage)

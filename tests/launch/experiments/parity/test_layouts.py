@@ -84,15 +84,18 @@ KINDS = {
 SECOND_TIER = ("bert, post-LN", "bert, dropout")
 
 
-def tier(kind: str, *first_tier: str) -> tuple[pytest.MarkDecorator, ...]:
-    return (pytest.mark.long,) if kind in SECOND_TIER or (first_tier and kind not in first_tier) else ()
+def tier(kind: str, broken: bool = False) -> tuple[pytest.MarkDecorator, ...]:
+    """Return the marks of tests of a kind, or of its `broken` layouts."""
+    if kind in SECOND_TIER or (broken and kind != "gpt2"):
+        return (pytest.mark.long,)
+    return (pytest.mark.ci,) if broken else ()
 
 
 EVERY_LAYOUT = [
     pytest.param(kind, name, marks=tier(kind)) for kind, each in KINDS.items() for name in each.names
 ]
 EVERY_BREAKAGE = [
-    pytest.param(kind, breakage, id=f"{kind}: {breakage.case.name}", marks=tier(kind, "gpt2"))
+    pytest.param(kind, breakage, id=f"{kind}: {breakage.case.name}", marks=tier(kind, broken=True))
     for kind, each in KINDS.items()
     for breakage in each.breakages
 ]
@@ -170,7 +173,8 @@ def test_breakage_is_noticed(broken, reference, kind, breakage):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=tier(kind, "gpt2")) for kind, each in KINDS.items() if each.breakages]
+    "kind",
+    [pytest.param(kind, marks=tier(kind, broken=True)) for kind, each in KINDS.items() if each.breakages],
 )
 def test_unbroken_layout_agrees(broken, reference, kind):
     difference = compare(reference(kind), outcome(broken(kind), broken_layouts.CONTROL.case.name))
