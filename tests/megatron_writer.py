@@ -381,13 +381,17 @@ def write_universal(
             for name, tensor in of_program(recipe, weights, rank, form, program).items():
                 flat = tensor.reshape(-1)
                 ds_to_universal.dump_param_fragment(slices, rank, 0, kind, flat, name, 0, len(flat))
-                ds_to_universal.dump_param_fragment(slices, rank, 0, "step", torch.tensor(6.0), name, 0, 0)
+                if program is not NEOX:
+                    step = torch.tensor(6.0)
+                    ds_to_universal.dump_param_fragment(slices, rank, 0, "step", step, name, 0, 0)
                 if kind == "fp32":
                     shapes.setdefault(name, []).append(tensor.shape)
     for each in shapes.items():
         ds_to_universal.merge_tp_slices(info, directory / "zero", slices, tp, each)
     shutil.rmtree(slices)
     group = {"lr": 7.5e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    if program is NEOX:  # as apex counts
+        group["step"] = 6
     scale = DynamicLossScaler(2.0**24, 1000, 1, 2, False)
     torch.save({"param_groups": [group], "loss_scaler": scale}, directory / "zero/optimizer_state.pt")
     engine = {

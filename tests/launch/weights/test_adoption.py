@@ -335,7 +335,7 @@ LOOPS = {
     "sub-groups": zero(3, sub_group_size=50_000),
     "stage 0": zero(0),
     "stage 0 in bf16": {**zero(0), **BF16},
-    "fp16": {**zero(2), "fp16": {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 4}},
+    "fp16": {**zero(2), "fp16": {"enabled": True, "initial_scale_power": 20}},
     "BF16_Optimizer": {**zero(1), **BF16, "data_types": {"grad_accum_dtype": "fp32"}},
 }
 FP32, ROUNDED = 2e-6, 2e-3
