@@ -77,10 +77,17 @@ def write(
         name = file_name(0)
         stored = tensor_file.write(directory / name, entries)
         held = Manifest(
-            progress, {"position": recipe.sizes_in_data.samples(state.steps)}, corpus,
-            recipe.model_dump(mode="json", by_alias=True), plan_facts(plan), description.versions(),
-            {name: stored}, with_sums(tensors, sums), kinds, saved=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        )  # fmt: skip
+            progress,
+            {"position": recipe.sizes_in_data.samples(state.steps)},
+            corpus,
+            recipe.model_dump(mode="json", by_alias=True),
+            plan_facts(plan),
+            description.versions(),
+            {name: stored},
+            with_sums(tensors, sums),
+            kinds,
+            saved=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        )
         run_checkpoints.complete(directory, held)
     finally:  # it has another name if it is whole
         shutil.rmtree(directory, ignore_errors=True)
@@ -165,6 +172,8 @@ def _scaler(plan: Plan, state: states.DeepSpeedState) -> ScalerState | None:
     if plan.precision != "fp16" or not found:
         return None
     return ScalerState(
-        float(found["cur_scale"]), int(found["cur_iter"]), int(found["last_overflow_iter"]),
+        float(found["cur_scale"]),
+        int(found["cur_iter"]),
+        int(found["last_overflow_iter"]),
         max(1, int(found.get("cur_hysteresis", 1))),
-    )  # fmt: skip
+    )

@@ -116,16 +116,17 @@ class Adoption(StartingModel):
             lacking |= self._open({*found, *keys})
         if not lacking:
             return found
-        problems = [
-            Problem(KEY, f"no file states {what}", fix=flag)
-            for flag, what in lacking.items()
-        ]
+        problems = []
+        for flag, what in lacking.items():
+            problems.append(Problem(KEY, f"no file states {what}", fix=flag))
         line = f"{KEY} {shlex.quote(self.directory)} --out RUN {' '.join(lacking)}"
         state = self.state
-        stated = [f"{key}={value}" for key, value in found.items() if value is not None]
-        came = (
-            f"is {state.form} after step {state.steps}, and states {', '.join(stated)}"
-        )
+        stated = []
+        for key, value in found.items():
+            if value is not None:
+                stated.append(f"{key}={value}")
+        came = f"is {state.form} after step {state.steps}"
+        came += f", and states {', '.join(stated)}"
         such = f"such as: python launch/pretrain.py {line}"
         last = Problem(KEY, came, "the rest has to be said", such)
         raise self.error([*problems, last])
@@ -156,9 +157,8 @@ class Adoption(StartingModel):
         read = each * state.steps
         if recipe.steps <= state.steps:
             came = f"steps={recipe.steps}, and the run has made {state.steps}"
-            raise self.error(
-                [Problem("steps", came, fix=f"--set steps={state.steps + 1} or more")]
-            )
+            fix = f"--set steps={state.steps + 1} or more"
+            raise self.error([Problem("steps", came, fix=fix)])
         branch = Branch(
             run=str(Path(self.directory).absolute()),
             step=state.steps,
@@ -172,9 +172,8 @@ class Adoption(StartingModel):
         """Check that the run fits the recipe; return remarks."""
         super().check(recipe)
         state = self.state
-        said = [
-            f"{state.form} of {self.directory}, after step {state.steps} and {state.samples:,} samples"
-        ]
+        at = f"after step {state.steps} and {state.samples:,} samples"
+        said = [f"{state.form} of {self.directory}, {at}"]
         said += self.saved().remarks(recipe)
         said += self.theirs.remarks()
         return tuple(Notice("adopt", f"adopted: {each}") for each in said)
@@ -197,8 +196,10 @@ class Adoption(StartingModel):
         """
         recipe = plan.recipe
         rate = rate_after(recipe, self.state.steps - self.state.skipped)
-        notices = (*self.check(recipe), *self._other_rate(recipe, texts, rate))
-        return replace(plan, notices=(*plan.notices, *notices))
+        notices = [*plan.notices]
+        notices += self.check(recipe)
+        notices += self._other_rate(recipe, texts, rate)
+        return replace(plan, notices=tuple(notices))
 
     def _other_rate(
         self, recipe: Recipe, texts: Sequence[str], rate: float
@@ -215,7 +216,6 @@ class Adoption(StartingModel):
         keys = [key_of(each) for each in texts]
         if not any(is_part(key, ("schedule", "optimizer", "steps")) for key in keys):
             fix = "say the schedule with --set schedule.kind=... and its other keys"
-            raise self.error(
-                [Problem("schedule", came, "its files state another schedule", fix)]
-            )
+            rule = "its files state another schedule"
+            raise self.error([Problem("schedule", came, rule, fix)])
         yield Notice("adopt", f"adopted: {came}")

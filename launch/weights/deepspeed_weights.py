@@ -133,10 +133,14 @@ def _config_by_shapes(
             continue
         named = "megatron-bert" if PRE_NORM in parameters else kind
         form = next(each for each in FORMS if each.model_type == named)
-        layers = [LAYER.match(name) for name in parameters]
+        layers = set()
+        for name in parameters:
+            match = LAYER.match(name)
+            if match:
+                layers.add(match[1])
         rows, hidden = parameters[words].shape
         sizes = {
-            "model.layers": len({match[1] for match in layers if match}),
+            "model.layers": len(layers),
             "model.hidden": hidden,
             "model.heads": UNREAD,
             "model.vocab_size": rows,

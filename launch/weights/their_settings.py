@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,11 +30,26 @@ SCHEDULES = {
     "constant": "constant",
     "constant_with_warmup": "constant",
 }
-# in Megatron-DeepSpeed's scheduler, which counts samples, and gpt-neox's: kind, count, warm-up, end
+# ours -> keys in the state of Megatron-DeepSpeed's scheduler, which counts samples, and of gpt-neox's
 MEGATRON_SCHEDULES = (
-    ("lr_decay_style", "num_steps", "lr_warmup_steps", "lr_decay_steps"),
-    ("decay_style", "num_iters", "warmup_iter", "end_iter"),
+    {
+        "kind": "lr_decay_style",
+        "count": "num_steps",
+        "lr": "max_lr",
+        "min_lr": "min_lr",
+        "warmup": "lr_warmup_steps",
+        "end": "lr_decay_steps",
+    },
+    {
+        "kind": "decay_style",
+        "count": "num_iters",
+        "lr": "start_lr",
+        "min_lr": "min_lr",
+        "warmup": "warmup_iter",
+        "end": "end_iter",
+    },
 )
+BY_TOKENS = ("lr_warmup_tokens", "lr_decay_tokens")
 # dropout of transformers' GPT-2 and BERT, and of Megatron: at all places of the residual stream; of attention
 DROPOUT = (
     (("resid_pdrop", "embd_pdrop"), "attn_pdrop"),
@@ -60,7 +75,11 @@ class TheirSettings:
         """What `checkpoint.py export` has told of the recipe of a run of ours; {} of others."""
         path = self.directory / "export.json"
         told = read_json_object(path) if is_file(path) else {}
-        return {key: told[key] for key in TOLD if key in told}
+        found = {}
+        for key in TOLD:
+            if key in told:
+                found[key] = told[key]
+        return found
 
     @cached_property
     def steps(self) -> int | None:
@@ -112,7 +131,9 @@ class TheirSettings:
     def batch(self) -> int | None:
         """Samples of a step; None: they were not always the same."""
         each, rest = divmod(self.state.samples, max(1, self.state.steps))
-        return None if rest or not each else each
+        if rest:
+            return None
+        return each or None
 
     def settings(self, base: Recipe) -> dict[str, Any]:
         """Return what its files state, by the recipe's keys. `base`: the recipe of all else."""
@@ -138,14 +159,19 @@ class TheirSettings:
                 found[ours] = self.config[theirs]
         if self.steps is not None:
             found["steps"] = self.steps
-        found |= self._model_settings() | self._schedule(base)
-        return found | (dict(flatten(self.exported)) if self.exported else {})
+        found |= self._model_settings()
+        found |= self._schedule(base)
+        if self.exported:
+            found |= dict(flatten(self.exported))
+        return found
 
     def _model_settings(self) -> dict[str, Any]:
         """Return precision and dropout."""
         found: dict[str, Any] = {}
         config = self.state.config
-        types = {PRECISIONS.get(tensor.dtype) for tensor in self.state.module.values()}
+        types = set()
+        for tensor in self.state.module.values():
+            types.add(PRECISIONS.get(tensor.dtype))
         if config:
             types = {"fp32"}
         for half in ("fp16", "bf16"):
@@ -154,7 +180,10 @@ class TheirSettings:
         if len(types) == 1:
             found["precision"] = types.pop()
         for hidden, attention in DROPOUT:
-            rates = {self.config[key] for key in hidden if key in self.config}
+            rates = set()
+            for key in hidden:
+                if key in self.config:
+                    rates.add(self.config[key])
             if len(rates) == 1:
                 found["dropout.hidden"] = rates.pop()
                 found["dropout.attention"] = self.config.get(attention, 0.0)
@@ -164,48 +193,52 @@ class TheirSettings:
         """Return the peak learning rate: where a schedule began with it, or what an optimizer got."""
         stated = self.group.get("initial_lr")
         stated = stated or lookup(self.state.config, "optimizer.params.lr")
-        return float(stated) if isinstance(stated, (int, float)) else self.rate
+        if isinstance(stated, (int, float)):
+            return float(stated)
+        return self.rate
 
     def _schedule(self, base: Recipe) -> dict[str, Any]:
         """Return all keys of the schedule; {}: no file says which it is."""
         if lookup(self.state.config, "scheduler"):
-            stated = following.numbers(self.state.config, base)
-            own = ("schedule.", "optimizer.lr")
-            values = {
-                each.key: each.value for each in stated if each.key.startswith(own)
-            }
-            return {**_laid(Schedule()), **values} if "schedule.kind" in values else {}
+            values = {}
+            for each in following.numbers(self.state.config, base):
+                if each.key.startswith(("schedule.", "optimizer.lr")):
+                    values[each.key] = each.value
+            if "schedule.kind" not in values:
+                return {}
+            return {**_laid(Schedule()), **values}
         scheduler = self.state.stated.get("lr_scheduler") or {}
-        for style, *counts in MEGATRON_SCHEDULES:
-            if style in scheduler:
-                return self._megatron_schedule(scheduler, style, counts)
+        for keys in MEGATRON_SCHEDULES:
+            if keys["kind"] in scheduler:
+                return self._megatron_schedule(scheduler, keys)
         kind = self.arguments.get("lr_scheduler_type")
         if isinstance(kind, StandIn):
             kind = next(iter(kind.arguments), None)
         # a number of steps, or a share of all
-        warmup = self.arguments.get("warmup_steps") or self.arguments.get(
-            "warmup_ratio"
-        )
-        warmup = warmup or 0
+        warmup = 0
+        for key in ("warmup_ratio", "warmup_steps"):
+            warmup = self.arguments.get(key) or warmup
         if warmup < 1:
             warmup = math.ceil(warmup * (self.steps or 0))
         return _of(kind, int(warmup), self.steps)
 
     def _megatron_schedule(
-        self, scheduler: Mapping[str, Any], kind: str, counts: Sequence[str]
+        self, scheduler: Mapping[str, Any], keys: Mapping[str, str]
     ) -> dict[str, Any]:
         """Return the schedule of Megatron-DeepSpeed's or gpt-neox's scheduler; {}: not in whole steps."""
-        made, warmup, end = (scheduler[key] for key in counts)
-        each = made / max(1, self.state.steps - self.state.skipped)
-        by_tokens = scheduler.get("lr_decay_tokens") or scheduler.get(
-            "lr_warmup_tokens"
-        )
-        if by_tokens or not each or warmup % each or end % each:
+        stated = {ours: scheduler[theirs] for ours, theirs in keys.items()}
+        each = stated["count"] / max(1, self.state.steps - self.state.skipped)
+        if not each or any(scheduler.get(key) for key in BY_TOKENS):
             return {}
-        peak = scheduler.get("max_lr", scheduler.get("start_lr"))
-        found = _of(scheduler[kind], int(warmup / each), int(end / each))
-        least = {"schedule.min_lr": scheduler["min_lr"], "optimizer.lr": peak}
-        return found and found | least
+        warmup = stated["warmup"] / each
+        end = stated["end"] / each
+        if warmup % 1 or end % 1:
+            return {}
+        found = _of(stated["kind"], int(warmup), int(end))
+        if found:
+            found["schedule.min_lr"] = stated["min_lr"]
+            found["optimizer.lr"] = stated["lr"]
+        return found
 
     def remarks(self) -> list[str]:
         """Return what of its optimizer is otherwise here, in words."""
@@ -214,9 +247,8 @@ class TheirSettings:
         rates = {float(group["lr"]) for group in self.state.groups}
         if len(rates) > 1:
             named = some([f"{rate:g}" for rate in sorted(rates)])
-            said.append(
-                f"its groups of parameters have the rates {named}, here all have one"
-            )
+            has = f"its groups of parameters have the rates {named}"
+            said.append(f"{has}, here all have one")
         odd = []
         groups = self.state.stated.get("param_shapes") or ()
         if len(groups) == len(self.state.groups):  # stage 3 may cut one into several
@@ -226,9 +258,8 @@ class TheirSettings:
                     if theirs != (len(shape) > 1) * decay:
                         odd.append(name)
         if odd:
-            said.append(
-                f"its weight decay differs on {some(odd, 3)}: here matrices have {decay:g}, vectors none"
-            )
+            has = f"its weight decay differs on {some(odd, 3)}"
+            said.append(f"{has}: here matrices have {decay:g}, vectors none")
         return said
 
 

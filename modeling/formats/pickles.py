@@ -58,9 +58,10 @@ def load(file: Path) -> Any:
         other = sorted(name for name in named if not _may_stand_in(name))
         if not other:
             # A class of its own for each name, as torch demands.
-            stand_ins: list[Any] = [
-                (type(name.rpartition(".")[2], (StandIn,), {}), name) for name in named
-            ]
+            stand_ins: list[Any] = []
+            for name in named:
+                kind = type(name.rpartition(".")[2], (StandIn,), {})
+                stand_ins.append((kind, name))
             with torch.serialization.safe_globals(stand_ins):
                 return torch.load(
                     file, map_location="cpu", weights_only=True, mmap=True

@@ -115,10 +115,10 @@ def read(directory: Path) -> DeepSpeedState:
     files = find(directory)
     where = files.where
     stated = load_dict(files.models[min(files.models)])
-    counts = [stated.get(key) for key in COUNTS]
-    sound = all(type(count) is int and count >= 0 for count in counts)
-    rule = f"DeepSpeed's engine counts {some(COUNTS)}"
-    expect(sound, where, f"counts {counts}", rule)
+    for key in COUNTS:
+        count = stated.get(key)
+        sound = type(count) is int and count >= 0
+        expect(sound, where, f"says {key}={count}", "DeepSpeed's engine counts it")
     slices = {rank for _, rank in files.models}
     module = stated.get("module") or {}
     if (where / UNIVERSAL).is_dir():
@@ -160,11 +160,14 @@ def _updates(where: Path, stated: Mapping[str, Any], optimizer: Optimizer) -> in
     for base in optimizer.bases:
         # some kernels count in the group
         last = base["param_groups"][0].get("step", -1)
-        counted |= {int(held.get("step", last)) for held in base["state"].values()}
+        for held in base["state"].values():
+            counted.add(int(held.get("step", last)))
     counted = counted or {int(last)}
-    steps, skipped, _ = (stated[key] for key in COUNTS)
+    steps = stated["global_steps"]
+    skipped = stated["skipped_steps"]
     made = steps - skipped
-    came = f"Adam has counted {some([str(count) for count in sorted(counted)])} updates"
+    found = [str(count) for count in sorted(counted)]
+    came = f"Adam has counted {some(found)} updates"
     rule = f"after {steps} steps, of them {skipped} skipped, it has made {made}"
     sound = len(counted) == 1 and counted <= {made, made + optimizer.built}
     expect(sound, where, came, rule)
@@ -181,12 +184,15 @@ def _partitioned(files: SaveFiles, stated: Mapping[str, Any]) -> Optimizer:
         ranks.append(load_dict(file).get("optimizer_state_dict") or {})
     first = ranks[0] if ranks else {}
     by_parameter = "fp32_flat_groups" in first
-    base_key, flat_key = "base_optimizer_state", "single_partition_of_fp32_groups"
+    base_key = "base_optimizer_state"
+    flat_key = "single_partition_of_fp32_groups"
     if by_parameter:
-        base_key, flat_key = "optimizer_state_dict", "fp32_flat_groups"
-    bases: list[Any] = [rank.get(base_key) for rank in ranks]
+        base_key = "optimizer_state_dict"
+        flat_key = "fp32_flat_groups"
     count = first.get("partition_count")
-    count = max(count) if isinstance(count, (list, tuple)) and count else count
+    if isinstance(count, (list, tuple)):
+        count = max(count, default=None)
+    bases: list[Any] = [rank.get(base_key) for rank in ranks]
     sound = all(isinstance(base, dict) and "state" in base for base in bases)
     rule = "each rank's has an Adam, flat master weights and the number of ranks"
     fix = f"{COPY}; elastic checkpoints become universal ones by ds_to_universal.py"
@@ -204,7 +210,9 @@ def _partitioned(files: SaveFiles, stated: Mapping[str, Any]) -> Optimizer:
     if by_parameter:
         runs = _equal_pieces(groups, partitions)
     else:
-        mappings = [rank.get("param_slice_mappings") or () for rank in ranks]
+        mappings = []
+        for rank in ranks:
+            mappings.append(rank.get("param_slice_mappings") or ())
         runs = _mapped_pieces(mappings, partitions)
     parameters = {}
     for group in groups:
@@ -253,7 +261,8 @@ def _equal_pieces(
             each = -(-elements // ranks)
             for rank, flats in enumerate(partitions):
                 count = max(0, min(each, elements - rank * each))
-                runs.setdefault(name, []).append(Piece(flats[number], offset, count))
+                piece = Piece(flats[number], offset, count)
+                runs.setdefault(name, []).append(piece)
             offset += each
     return runs
 
@@ -305,7 +314,9 @@ def _unpartitioned(files: SaveFiles, stated: Mapping[str, Any]) -> Optimizer:
     buffers: list[list[Flat]] = []
     counts = {}
     for number, group in enumerate(base["param_groups"]):
-        states = [base["state"].get(key, {}) for key in group["params"]]
+        states = []
+        for key in group["params"]:
+            states.append(base["state"].get(key, {}))
         steps = [held.get("step", 0) for held in states]
         counts[number] = {"step": max(steps, default=0)}
         if masters:
@@ -326,7 +337,9 @@ def _unpartitioned(files: SaveFiles, stated: Mapping[str, Any]) -> Optimizer:
                 flat = next(left)
                 start = 0
             shape = named[name].shape
-            held = flat if WEIGHT in flat else {**flat, WEIGHT: named[name]}
+            held = flat
+            if WEIGHT not in held:
+                held = {**flat, WEIGHT: named[name]}
             piece = Piece(held, start, shape.numel())
             parameters[name] = _parameter(files.where, name, shape, [piece])
             start += piece.length
@@ -353,8 +366,13 @@ def _groups(named: Mapping[str, Tensor], sizes: Sequence[int]) -> list[list[str]
 
     `sizes`: elements of each group; [] where no such groups are.
     """
-    matrices = [name for name, tensor in named.items() if tensor.dim() > 1]
-    vectors = [name for name, tensor in named.items() if tensor.dim() <= 1]
+    matrices = []
+    vectors = []
+    for name, tensor in named.items():
+        if tensor.dim() > 1:
+            matrices.append(name)
+        else:
+            vectors.append(name)
     for groups in ([[*named]], [matrices, vectors], [vectors, matrices]):
         found = []
         for group in groups:
@@ -381,9 +399,9 @@ def _universal(folder: Path, stated: Mapping[str, Any]) -> Optimizer:
         if not all(file.is_file() for file in own.values()):
             continue
         weight = load(own[WEIGHT])
-        # of ZeRO-3 it is flat
-        shape = shapes.get(name) if isinstance(weight, Tensor) else None
-        shape = torch.Size(shape or _param(own[WEIGHT]).shape)
+        shape = _param(own[WEIGHT]).shape
+        if isinstance(weight, Tensor):  # of ZeRO-3 it is flat
+            shape = torch.Size(shapes.get(name, shape))
         parameters[name] = TheirParameter(shape, partial(_read_param, own, shape))
         if (place / "step.pt").is_file():
             states[name] = {"step": load(place / "step.pt")}

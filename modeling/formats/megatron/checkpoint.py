@@ -245,14 +245,20 @@ def of_universal(
     ranks = _stated_ranks(arguments, "tensor") or 1
     layers: dict[int, dict[str, Tensor]] = {}
     for name, tensor in parameters.items():
+        number = NO_PIPELINE
+        leaf = name
         match = _OF_LAYER.fullmatch(name)
-        number = int(match[1] or EMBEDDING) if match else NO_PIPELINE
-        layers.setdefault(number, {})[match[2] if match else name] = tensor
+        if match:
+            number = int(match[1] or EMBEDDING)
+            leaf = match[2]
+        layers.setdefault(number, {})[leaf] = tensor
     tensors = dict[str, Slices]()
     offset = 0
     for number, layer in sorted(layers.items()):
         called = f"layer {number}"
-        prefix = "" if number == NO_PIPELINE else _layer_prefix(layer, called)
+        prefix = ""
+        if number != NO_PIPELINE:
+            prefix = _layer_prefix(layer, called)
         whole = _prefixed(prefix, layer)
         offset += _take(called, [whole], offset, tensors, {}, [])
     for name, joined in tensors.items():
@@ -275,14 +281,19 @@ def _arguments(where: Path, stated: Mapping[str, Any]) -> dict[str, Any]:
     if _is_neox(stated):
         found = {**_neox_settings(where), **found}
     plain = (bool, int, float, str, list, type(None))
-    return {
-        key: value if type(value) in plain else UNREAD for key, value in found.items()
-    }
+    read = {}
+    for key, value in found.items():
+        if type(value) not in plain:
+            value = UNREAD
+        read[key] = value
+    return read
 
 
 def _version(file: Path, stated: Mapping[str, Any]) -> float:
     """Return the checkpoint's version, by the order of QKV's rows. Raises FileError."""
-    version = stated.get("checkpoint_version", NEOX_VERSION if _is_neox(stated) else 0)
+    version = stated.get("checkpoint_version", 0)
+    if _is_neox(stated):
+        version = NEOX_VERSION
     if hasattr(stated.get("args"), FPDT):
         version = 0
     if type(version) not in (int, float) or not 0 <= version <= 3:
