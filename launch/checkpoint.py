@@ -88,8 +88,9 @@ examples:
       then go on from it, under any layout
 
 ZeRO 0 to 3, offloaded or not, and universal checkpoints, of transformers'
-GPT-2, BERT and MegatronBert. `pretrain.py --adopt` takes the same flags, and
-trains at once. No pickle is run.
+GPT-2, BERT and MegatronBert; universal checkpoints of Megatron-DeepSpeed's and
+gpt-neox's GPT. `pretrain.py --adopt` takes the same flags, and trains at once.
+No pickle is run.
 exit codes: 0 adopted, 2 refused."""
 ADOPT_RULES = (("--out", "--tiny", "an adopted run has its own model and batch"),)
 COMMANDS = (
@@ -196,9 +197,7 @@ def adopt(args: argparse.Namespace) -> int:
     from launch.weights.adoption import Adoption
     from recipes import catalog
 
-    named = args.recipe if "recipe" in args.given else None
-    how = {"stated": args.weights_args, "named": named, "data_from": args.data_from}
-    adopts = Adoption(args.directory, **how)
+    adopts = Adoption.of(args.directory, args)
     column = arguments.stated(args.set, "data.text_column")
     laid = text_settings(args.text, column) if args.text else {}
     recipe = adopts.begun(args.set, laid, args.steps)

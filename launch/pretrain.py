@@ -317,9 +317,7 @@ def adoption(args: argparse.Namespace) -> Adoption | None:
         return None
     from launch.weights.adoption import Adoption
 
-    named = args.recipe if "recipe" in args.given else None
-    how = {"stated": args.weights_args, "named": named, "data_from": args.data_from}
-    return Adoption(args.adopt, **how)
+    return Adoption.of(args.adopt, args)
 
 
 def follow(

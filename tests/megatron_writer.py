@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from torch import Tensor
 
 from modeling.families import family_of, model_shape
@@ -293,3 +296,137 @@ def random_weights(recipe: Recipe) -> dict[str, Tensor]:
     module = family_of(recipe.model).plain(shape, group=None, init=init)
     parameters = {parameter.canonical_name: parameter for parameter in module.parameters()}
     return {name: torch.randn(p.shape, generator=generator) for name, p in parameters.items()}
+
+
+# --- DeepSpeed's universal checkpoints
+
+
+@dataclass(frozen=True)
+class Program:
+    """Whose run it is. `order`: of QKV's rows, by a version; `names`: of `Form`."""
+
+    name: str
+    order: float = 3.0
+    names: str = "legacy"
+    pipeline: bool = True
+
+
+MEGATRON_2023 = Program("Megatron-DeepSpeed of 2023")
+MEGATRON = Program("Megatron-DeepSpeed", order=0)
+WITHOUT_PIPELINE = Program("without a pipeline", order=0, pipeline=False)
+NEOX = Program("gpt-neox", names="v1")
+# gpt_model.py, UniversalCheckpointInfo: of the pipeline's modules
+REPLICATED = [
+    r"\d+.input_layernorm.weight", r"\d+.input_layernorm.bias", r"\d+.post_attention_layernorm.weight",
+    r"\d+.post_attention_layernorm.bias", r"\d+.self_attention.dense.bias", r"\d+.mlp.dense_4h_to_h.bias",
+    r"\d+.weight", r"\d+.bias",
+    "tied_modules.embed.position_embeddings.weight",
+]  # fmt: skip
+BY_COLUMNS = [r"\d+.mlp.dense_4h_to_h.weight", r"\d+.self_attention.dense.weight"]
+
+
+def of_program(recipe: Recipe, weights: dict[str, Tensor], rank: int, form: Form, program: Program):
+    """A tensor rank's parameters by the names of the program's modules."""
+    writer = _Writer(recipe, weights, form)
+    out = {f"tied_modules.embed.{m}.weight": t["weight"] for m, t in writer.embedding(rank).items()}
+    for i in range(recipe.model.layers):
+        own = layer(weights, i, rank, recipe.model.heads, form)
+        out |= {f"{2 + i}.{name}": tensor for name, tensor in own.items()}
+    norm = f"{3 + recipe.model.layers}."
+    norm += "norm." if program is NEOX else ""
+    out |= {f"{norm}{leaf}": tensor for leaf, tensor in writer.final_norm().items()}
+    if program is NEOX:
+        new = {"dense_h_to_4h": "linear1", "dense_4h_to_h": "linear2"}
+        for old, name in new.items():
+            out = {n.replace(old, name): t for n, t in out.items()}
+    if program.pipeline:
+        return out
+    names = {"tied_modules.embed.": "embedding.", norm: "encoder.final_layernorm."}
+    names |= {f"{2 + i}.": f"encoder.layers.{i}." for i in range(recipe.model.layers)}
+    starts = ((name, next(start for start in names if name.startswith(start))) for name in out)
+    return {f"language_model.{names[start]}{name.removeprefix(start)}": out[name] for name, start in starts}
+
+
+def patterns_of(tp: int, program: Program) -> dict[str, list[str]]:
+    """How DeepSpeed's tool joins what is not cut along dimension 0; gpt-neox does not say it."""
+    if program is NEOX:
+        return {}
+    found = {"vocabulary_parameter_patterns": ["tied_modules.embed.word_embeddings.weight"]}
+    if tp > 1:
+        found["tp_replicated_parameter_patterns"] = REPLICATED
+        found["parameter_with_row_parallelism_patterns"] = BY_COLUMNS
+    if program.pipeline:
+        return found
+    layers = (r"\d+.", r"language_model.encoder.layers.\d+.")
+    norm = {rf"\d+.{leaf}": f"language_model.encoder.final_layernorm.{leaf}" for leaf in ("weight", "bias")}
+    for key, patterns in found.items():
+        moved = [p.replace("tied_modules.embed", "language_model.embedding") for p in patterns]
+        found[key] = [norm.get(p) or p.replace(*layers) for p in moved]
+    return found
+
+
+def write_universal(
+    directory: Path, recipe: Recipe, by_kind: dict[str, dict[str, Tensor]], tp: int, program: Program,
+    **stated: Any,
+) -> Path:  # fmt: skip
+    """What DeepSpeed's own functions make of a run's slices; `by_kind`: canonical tensors."""
+    form = Form(version=program.order, tp=tp, names=program.names, divisible=1 if program is NEOX else 16)
+    info = {"universal_checkpoint_version": 0.4, "original_vocab_size": recipe.model.vocab_size}
+    info |= patterns_of(tp, program)
+    slices = directory / "slices"
+    shapes: dict[str, list[Any]] = {}
+    for kind, weights in by_kind.items():
+        for rank in range(tp):
+            torch.manual_seed(5)
+            for name, tensor in of_program(recipe, weights, rank, form, program).items():
+                flat = tensor.reshape(-1)
+                ds_to_universal.dump_param_fragment(slices, rank, 0, kind, flat, name, 0, len(flat))
+                if program is not NEOX:
+                    step = torch.tensor(6.0)
+                    ds_to_universal.dump_param_fragment(slices, rank, 0, "step", step, name, 0, 0)
+                if kind == "fp32":
+                    shapes.setdefault(name, []).append(tensor.shape)
+    for each in shapes.items():
+        ds_to_universal.merge_tp_slices(info, directory / "zero", slices, tp, each)
+    shutil.rmtree(slices)
+    group = {"lr": 7.5e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    if program is NEOX:  # as apex counts
+        group["step"] = 6
+    scale = DynamicLossScaler(2.0**24, 1000, 1, 2, False)
+    torch.save({"param_groups": [group], "loss_scaler": scale}, directory / "zero/optimizer_state.pt")
+    engine = {
+        "global_steps": 6, "skipped_steps": 0, "global_samples": 72, "ds_version": "0.19.8", "module": None,
+        "ds_config": {"gradient_clipping": 0.5, "fp16": {"enabled": True}},
+        **_program_state(recipe, tp, program, stated),
+    }  # fmt: skip
+    if program is not NEOX:
+        engine["universal_checkpoint_info"] = info
+    for rank in range(2):
+        torch.save(engine, directory / f"mp_rank_{rank:02d}_model_states.pt")
+    return directory
+
+
+def _program_state(recipe: Recipe, tp: int, program: Program, stated: dict[str, Any]) -> dict[str, Any]:
+    """What a program adds to DeepSpeed's state: arguments, scheduler, version."""
+    model = recipe.model
+    args = dict(
+        num_layers=model.layers, hidden_size=model.hidden, num_attention_heads=model.heads,
+        max_position_embeddings=recipe.positions,
+    )  # fmt: skip
+    if program is NEOX:
+        args |= dict(model_parallel_size=tp, tokenizer_type="HFTokenizer", **stated)
+        schedule = dict(
+            decay_style="cosine", num_iters=6, start_lr=1e-3, warmup_iter=3, end_iter=12, min_lr=0.0
+        )
+        return {"args": args, "lr_scheduler": schedule}
+    args |= dict(
+        tensor_model_parallel_size=tp, bias_gelu_fusion=True, normalization="layernorm", train_iters=12,
+        seq_length=recipe.sequence_length, hidden_dropout=0.1, attention_dropout=0.0,
+        params_dtype=torch.float16,
+    ) | stated  # fmt: skip
+    if program.order == 0:
+        args["ds_sequence_parallel_fpdt"] = False
+    schedule = dict(
+        lr_decay_style="cosine", num_steps=72, max_lr=1e-3, lr_warmup_steps=36, lr_decay_steps=144, min_lr=0.0
+    )
+    return {"args": argparse.Namespace(**args), "lr_scheduler": schedule, "checkpoint_version": 3.0}

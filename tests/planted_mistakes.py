@@ -56,6 +56,7 @@ MODELING, DATA, TRAINING = "tests/modeling/test_", "tests/data/test_", "tests/la
 CHECKPOINTS, NORMS = "tests/launch/checkpoints/test_", "tests/launch/deepspeed_fixes/test_norms.py"
 UNIVERSAL = "tests/launch/weights/test_universal.py"
 ADOPTION = "tests/launch/weights/test_adoption.py"
+MEGATRON = "tests/launch/weights/test_adopted_megatron.py"
 MUON = "tests/launch/deepspeed_fixes/test_muon.py"
 MISTAKES = (
     # modeling
@@ -197,10 +198,17 @@ MISTAKES = (
             "Piece(flat, address.start, address.numel)", "Piece(flat, address.start // 2, address.numel)",
             f"{ADOPTION}::test_weights_and_moments_are_those_of_deepspeeds_own_tool"),
     Mistake("moment of another kind", "launch/weights/deepspeed_weights.py",
-            "parameter.read(kind)", "parameter.read('exp_avg' if kind == 'exp_avg_sq' else kind)",
+            "lambda parameter: parameter.read(kind)",
+            "lambda parameter: parameter.read('exp_avg' if kind == 'exp_avg_sq' else kind)",
             f"{ADOPTION}::test_weights_and_moments_are_those_of_deepspeeds_own_tool"),
+    Mistake("order of new Megatron-DeepSpeed's QKV", "modeling/formats/megatron/checkpoint.py",
+            'hasattr(stated.get("args"), FPDT)', "False",
+            f"{MEGATRON}::test_every_program_and_split_is_read_to_the_bit"),
+    Mistake("slices that gpt-neox does not describe", "modeling/formats/megatron/checkpoint.py",
+            '"universal_checkpoint_info" not in stated', "False",
+            f"{MEGATRON}::test_every_program_and_split_is_read_to_the_bit"),
     Mistake("updates of theirs", "modeling/formats/deepspeed/states.py",
-            "len(counted) == 1 and counted <= {made, made + built}", "len(counted) > 0",
+            "len(counted) == 1 and counted <= {made, made + optimizer.built}", "len(counted) > 0",
             f"{ADOPTION}::test_faults_are_refused"),
     Mistake("data of an adopted run", "launch/weights/adoption.py",
             "read if self.data_from == FIRST else 0", "0",

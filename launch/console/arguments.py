@@ -238,8 +238,8 @@ def add_adoption_arguments(
     """Add the flags of an adopted run; `flag` None: the directory is named otherwise."""
     adopt = (
         "go on from a DeepSpeed run of transformers' GPT-2, BERT or MegatronBert, by save_checkpoint, Trainer "
-        "(checkpoint-N) or ds_to_universal: with weights, moments, step, loss scale, and the recipe as far as "
-        "its files state it"
+        "(checkpoint-N) or ds_to_universal, or of a universal checkpoint of Megatron-DeepSpeed's or gpt-neox's "
+        "GPT: with weights, moments, step, loss scale, and the recipe as far as its files state it"
     )
     if flag:
         add(flag, metavar="DIR", help=adopt)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -32,11 +32,11 @@ from launch.checkpoints.manifest import (
     file_name,
     kinds_after,
 )
-from launch.checkpoints.saving import Sums, finite, with_sums
+from launch.checkpoints.saving import Sums, with_sums
 from launch.checkpoints.sums import sums_of
 from launch.checkpoints.tensor_file import TensorEntry
 from launch.machine import description
-from launch.weights.deepspeed_weights import DeepSpeedWeights
+from launch.weights.deepspeed_weights import OfDeepSpeed
 from modeling.families import meta_parameters
 from modeling.formats.deepspeed import states
 from recipes.files import refuse
@@ -48,50 +48,58 @@ FIX = (
 )
 
 
-def write(saved: DeepSpeedWeights, plan: Plan, root: Path, corpus: str) -> None:
-    """Write the checkpoint below `root`. `corpus`: checksum of the training tokens.
+def write(
+    saved: OfDeepSpeed, betas: Sequence[float], plan: Plan, root: Path, corpus: str
+) -> None:
+    """Write the checkpoint below `root`.
+
+    Args:
+        betas: of their Adam.
+        corpus: checksum of the training tokens.
 
     Raises FileError: tensors are not what DeepSpeed wrote; OSError.
     """
     recipe = plan.recipe
     state = saved.state
-    directory = run_checkpoints.directory_of(root, state.steps).with_suffix(
-        run_checkpoints.WRITING
-    )
+    made = state.steps - state.skipped
+    directory = run_checkpoints.directory_of(root, state.steps)
+    directory = directory.with_suffix(run_checkpoints.WRITING)
     run_checkpoints.begin(directory)
     try:
         check_rounding(state)
         progress = Progress(
-            state.steps,
-            state.updates,
-            state.steps - state.skipped,
-            state.skipped,
-            _scaler(plan, state),
+            state.steps, state.updates, made, state.skipped, _scaler(plan, state)
         )
         kinds = kinds_after(state.updates)
         sums = Sums()
-        entries, tensors = _contents(saved, plan, kinds, sums)
+        bound = moment_bound(betas, state.updates)
+        entries, tensors = _contents(saved, plan, kinds, sums, bound)
         name = file_name(0)
         stored = tensor_file.write(directory / name, entries)
-        tensors = {key: finite(each) for key, each in with_sums(tensors, sums).items()}
         held = Manifest(
-            progress, {"position": recipe.sizes_in_data.samples(state.steps)}, corpus,
-            recipe.model_dump(mode="json", by_alias=True), plan_facts(plan), description.versions(),
-            {name: stored}, tensors, kinds, saved=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        )  # fmt: skip
+            progress,
+            {"position": recipe.sizes_in_data.samples(state.steps)},
+            corpus,
+            recipe.model_dump(mode="json", by_alias=True),
+            plan_facts(plan),
+            description.versions(),
+            {name: stored},
+            with_sums(tensors, sums),
+            kinds,
+            saved=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        )
         run_checkpoints.complete(directory, held)
     finally:  # it has another name if it is whole
         shutil.rmtree(directory, ignore_errors=True)
 
 
 def _contents(
-    saved: DeepSpeedWeights, plan: Plan, kinds: tuple[Kind, ...], sums: Sums
+    saved: OfDeepSpeed, plan: Plan, kinds: tuple[Kind, ...], sums: Sums, bound: float
 ) -> tuple[list[TensorEntry], dict[str, ListedTensor]]:
     """Return the entries of the one file, and the tensors in it; `sums` gets those of each entry."""
-    state = saved.state
+    where = saved.state.where
     theirs = {WEIGHT: states.WEIGHT, **{moment: moment for moment in MOMENTS}}
     by_kind = {kind: saved.canonical(plan.recipe, theirs[kind]) for kind in kinds}
-    bound = moment_bound(state.groups[0]["betas"], state.updates)
 
     def add_up(key: str, parameter: torch.nn.Parameter, numbers: Tensor) -> None:
         sums[key] = sums_of(numbers, parameter, 0)
@@ -99,14 +107,10 @@ def _contents(
     def read(kind: Kind, name: str) -> Tensor:
         numbers = by_kind[kind][name]
         if not numbers.isfinite().all():
-            refuse(
-                state.where,
-                f"{kind} of {name} holds NaN or infinity",
-                "training ended there",
-                FIX,
-            )
+            came = f"{kind} of {name} holds NaN or infinity"
+            refuse(where, came, "training ended there", FIX)
         if kind == MOMENTS[1]:
-            check_moments(state.where, name, by_kind[MOMENTS[0]][name], numbers, bound)
+            check_moments(where, name, by_kind[MOMENTS[0]][name], numbers, bound)
         return numbers.reshape(-1)
 
     entries = []
@@ -123,7 +127,7 @@ def _contents(
     return entries, tensors
 
 
-def moment_bound(betas: tuple[float, float], updates: int) -> float:
+def moment_bound(betas: Sequence[float], updates: int) -> float:
     """Return the largest |m| / sqrt(v) of Adam's moments after so many updates (Kingma and Ba 2014, section 2).
 
     By Cauchy and Schwarz, with m = (1 - b1) sum b1^i g_i and v = (1 - b2) sum b2^i g_i^2.
@@ -140,14 +144,11 @@ def check_moments(
     where: Path, name: str, first: Tensor, second: Tensor, bound: float
 ) -> None:
     """Check that both moments are of the same gradients. Raises FileError."""
-    if (second < 0).any():
-        refuse(
-            where,
-            f"{MOMENTS[1]} of {name} has negative numbers",
-            "it is a mean of squares",
-            FIX,
-        )
-    odd = int((first.abs() > SLACK * bound * second.sqrt() + SMALLEST).sum())
+    if not second.any():
+        # so are positions that DeepSpeed's tool takes from gpt-neox's last pipeline stage
+        refuse(where, f"{name} never had a gradient", "all weights are trained", FIX)
+    most = SLACK * bound * second.sqrt() + SMALLEST
+    odd = int((~(first.abs() <= most)).sum())  # of negative numbers the root is NaN
     if odd:
         came = f"{odd:,} elements of {name} have moments that no gradients give"
         rule = f"|{MOMENTS[0]}| is at most {bound:.4g} sqrt({MOMENTS[1]})"
@@ -156,19 +157,13 @@ def check_moments(
 
 def check_rounding(state: states.DeepSpeedState) -> None:
     """Check the rounded master weights against the module's. Raises FileError."""
-    for name, rounded in state.module.items():
-        parameter = state.parameters.get(name)
-        if parameter is None:
-            continue
-        own = parameter.read(states.WEIGHT).to(rounded.dtype)
-        if own.shape != rounded.shape or not torch.equal(own, rounded):
+    for name in sorted(state.module.keys() & state.parameters.keys()):
+        rounded = state.module[name]
+        own = state.parameters[name].read(states.WEIGHT).to(rounded.dtype)
+        if not torch.equal(own, rounded):
             came = f"{name} differs between the optimizer's and the model's file"
-            refuse(
-                state.where,
-                came,
-                "a step writes the rounded master weights into the model",
-                FIX,
-            )
+            rule = "a step writes the rounded master weights into the model"
+            refuse(state.where, came, rule, FIX)
 
 
 def _scaler(plan: Plan, state: states.DeepSpeedState) -> ScalerState | None:
@@ -177,6 +172,8 @@ def _scaler(plan: Plan, state: states.DeepSpeedState) -> ScalerState | None:
     if plan.precision != "fp16" or not found:
         return None
     return ScalerState(
-        float(found["cur_scale"]), int(found["cur_iter"]), int(found["last_overflow_iter"]),
+        float(found["cur_scale"]),
+        int(found["cur_iter"]),
+        int(found["last_overflow_iter"]),
         max(1, int(found.get("cur_hysteresis", 1))),
-    )  # fmt: skip
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,9 +14,8 @@ from ds_configs.findings import Notice
 from ds_configs.plan import Plan
 from launch.checkpoints import run_checkpoints
 from launch.ranks import processes
-from launch.weights.deepspeed_weights import DeepSpeedWeights
-from launch.weights.foreign_weights import Saved
-from launch.weights.initial_weights import ARGUMENTS, TOKENIZERS, InitialWeights
+from launch.weights.deepspeed_weights import OfDeepSpeed, open_run
+from launch.weights.initial_weights import ARGUMENTS, TOKENIZERS
 from launch.weights.starting_model import StartingModel
 from launch.weights.their_settings import TheirSettings
 from modeling.formats.deepspeed.states import DeepSpeedState
@@ -30,6 +30,7 @@ KEY = "--adopt"
 DATA_FROM = "--data_from"
 FIRST, NEXT = "first", "next"
 HEAD = 64  # usual channels of an attention head
+HEADS = ("n_head", "num_attention_heads")
 RATE = 1e-6  # relative difference of one learning rate in two computations
 # Keys that the files may leave open -> what nothing states, and an example of a value.
 OPEN = {
@@ -58,12 +59,19 @@ class Adoption(StartingModel):
     named: str | Path | None = None
     data_from: str | None = None
 
-    def saved(self) -> Saved:
-        return self._weights
-
     @cached_property
-    def _weights(self) -> DeepSpeedWeights:
-        return DeepSpeedWeights(Path(self.directory))
+    def _weights(self) -> OfDeepSpeed:
+        return open_run(Path(self.directory))
+
+    @classmethod
+    def of(cls, directory: str, args: argparse.Namespace) -> Adoption:
+        """Open the run in a directory by the flags of a command. Raises ProblemsError."""
+        named = args.recipe if "recipe" in args.given else None
+        how = {"stated": args.weights_args, "data_from": args.data_from}
+        return cls(directory, named=named, **how)
+
+    def saved(self) -> OfDeepSpeed:
+        return self._weights
 
     @property
     def state(self) -> DeepSpeedState:
@@ -79,10 +87,7 @@ class Adoption(StartingModel):
     @cached_property
     def theirs(self) -> TheirSettings:
         """What its files state of its recipe."""
-        family = self.model().form.family
-        described = self._weights.described is not None
-        config = self._weights._config if described else {}
-        return TheirSettings(Path(self.directory), self.state, family, config)
+        return TheirSettings(Path(self.directory), self.state, self._weights.stated)
 
     def settings(self, texts: Sequence[str], text: bool = False) -> dict[str, Any]:
         """Return the keys of a recipe that the files decide, and their values.
@@ -99,7 +104,7 @@ class Adoption(StartingModel):
                 f"where in our order of a text it stands ({NEXT}: after the samples that it read)"
             )
         config = self._weights.config(None)
-        heads = next((key for key, value in config.items() if value == UNREAD), None)
+        heads = next((key for key in HEADS if config.get(key) == UNREAD), None)
         found = dict[str, Any]()
         if heads and not any(each.startswith(heads) for each in self.stated):
             hidden = config.get("n_embd", config.get("hidden_size"))
@@ -111,13 +116,17 @@ class Adoption(StartingModel):
             lacking |= self._open({*found, *keys})
         if not lacking:
             return found
-        problems = [
-            Problem(KEY, f"no file states {what}", fix=flag)
-            for flag, what in lacking.items()
-        ]
+        problems = []
+        for flag, what in lacking.items():
+            problems.append(Problem(KEY, f"no file states {what}", fix=flag))
         line = f"{KEY} {shlex.quote(self.directory)} --out RUN {' '.join(lacking)}"
         state = self.state
-        came = f"is {state.form} after step {state.steps}, and states {_listed(found)}"
+        stated = []
+        for key, value in found.items():
+            if value is not None:
+                stated.append(f"{key}={value}")
+        came = f"is {state.form} after step {state.steps}"
+        came += f", and states {', '.join(stated)}"
         such = f"such as: python launch/pretrain.py {line}"
         last = Problem(KEY, came, "the rest has to be said", such)
         raise self.error([*problems, last])
@@ -148,9 +157,8 @@ class Adoption(StartingModel):
         read = each * state.steps
         if recipe.steps <= state.steps:
             came = f"steps={recipe.steps}, and the run has made {state.steps}"
-            raise self.error(
-                [Problem("steps", came, fix=f"--set steps={state.steps + 1} or more")]
-            )
+            fix = f"--set steps={state.steps + 1} or more"
+            raise self.error([Problem("steps", came, fix=fix)])
         branch = Branch(
             run=str(Path(self.directory).absolute()),
             step=state.steps,
@@ -162,14 +170,10 @@ class Adoption(StartingModel):
 
     def check(self, recipe: Recipe) -> tuple[Notice, ...]:
         """Check that the run fits the recipe; return remarks."""
-        InitialWeights.check(self, recipe)
-        problems = list(self._vocabulary_problems(recipe))
-        if problems:
-            raise self.error(problems)
+        super().check(recipe)
         state = self.state
-        said = [
-            f"{state.form} of {self.directory}, after step {state.steps} and {state.samples:,} samples"
-        ]
+        at = f"after step {state.steps} and {state.samples:,} samples"
+        said = [f"{state.form} of {self.directory}, {at}"]
         said += self.saved().remarks(recipe)
         said += self.theirs.remarks()
         return tuple(Notice("adopt", f"adopted: {each}") for each in said)
@@ -182,7 +186,8 @@ class Adoption(StartingModel):
         from launch.weights import adopted_checkpoint
 
         if processes.rank() == 0 and run_checkpoints.newest(checkpoints) is None:
-            adopted_checkpoint.write(self._weights, plan, checkpoints, corpus)
+            betas = self.theirs.group["betas"]
+            adopted_checkpoint.write(self._weights, betas, plan, checkpoints, corpus)
 
     def noted(self, plan: Plan, texts: Sequence[str], rate_after: RateAfter) -> Plan:
         """Return the plan with remarks on the run. Raises ProblemsError: it does not fit the plan's recipe.
@@ -191,8 +196,10 @@ class Adoption(StartingModel):
         """
         recipe = plan.recipe
         rate = rate_after(recipe, self.state.steps - self.state.skipped)
-        notices = (*self.check(recipe), *self._other_rate(recipe, texts, rate))
-        return replace(plan, notices=(*plan.notices, *notices))
+        notices = [*plan.notices]
+        notices += self.check(recipe)
+        notices += self._other_rate(recipe, texts, rate)
+        return replace(plan, notices=tuple(notices))
 
     def _other_rate(
         self, recipe: Recipe, texts: Sequence[str], rate: float
@@ -209,18 +216,6 @@ class Adoption(StartingModel):
         keys = [key_of(each) for each in texts]
         if not any(is_part(key, ("schedule", "optimizer", "steps")) for key in keys):
             fix = "say the schedule with --set schedule.kind=... and its other keys"
-            raise self.error(
-                [Problem("schedule", came, "its files state another schedule", fix)]
-            )
+            rule = "its files state another schedule"
+            raise self.error([Problem("schedule", came, rule, fix)])
         yield Notice("adopt", f"adopted: {came}")
-
-
-def _listed(found: Mapping[str, Any]) -> str:
-    """List the settings of the training that files state."""
-    sections = ("batch", "optimizer", "schedule", "precision", "steps")
-    shown = [
-        f"{key}={value}"
-        for key, value in found.items()
-        if value is not None and key.split(".")[0] in sections
-    ]
-    return ", ".join(shown) or "no settings"

@@ -1,90 +1,146 @@
-"""Weights and moments of a `transformers` model that DeepSpeed saved."""
+"""Weights and moments that DeepSpeed saved of a model of transformers, Megatron-DeepSpeed or gpt-neox."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from launch.weights.foreign_weights import MessageWords, TransformersWeights
+from launch.weights.foreign_weights import (
+    MegatronWeights,
+    MessageWords,
+    Saved,
+    TransformersWeights,
+)
 from modeling.families import conversion_of
 from modeling.formats.deepspeed import states
 from modeling.formats.deepspeed.states import DeepSpeedState, TheirParameter
 from modeling.formats.huggingface.config_forms import FORMS
-from modeling.formats.megatron.checkpoint import UNREAD
+from modeling.formats.megatron.checkpoint import (
+    UNREAD,
+    MegatronCheckpoint,
+    of_universal,
+)
+from modeling.formats.megatron.names import is_qkv
 from modeling.lazy_weights import LazyWeights
 from recipes.files import is_file, read_json_object, refuse
 from recipes.schema import Model, Recipe
 
 CONFIG = "config.json"
-# model_type -> names of its embeddings of tokens and positions, and the beginning of its layers' names
+# model_type -> names of its embeddings of tokens and positions
 KNOWN_BY = {
-    "gpt2": ("transformer.wte.weight", "transformer.wpe.weight", "transformer.h."),
+    "gpt2": ("transformer.wte.weight", "transformer.wpe.weight"),
     "bert": (
         "bert.embeddings.word_embeddings.weight",
         "bert.embeddings.position_embeddings.weight",
-        "bert.encoder.layer.",
     ),
 }
+LAYER = re.compile(r"(?:transformer\.h|bert\.encoder\.layer)\.(\d+)\.")
 PRE_NORM = "bert.encoder.ln.weight"  # of a MegatronBert
 
 
-class DeepSpeedWeights(TransformersWeights):
-    """The newest save of DeepSpeed in a directory."""
+class OfDeepSpeed(Saved):
+    """Those of a run in a state.
+
+    Attributes:
+        stated: the config.json of the model, or its arguments; {}: there are none.
+    """
+
+    stated: Mapping[str, Any]
+
+    def __init__(self, directory: Path, state: DeepSpeedState):
+        super().__init__(directory)
+        self.state = state
+
+    def canonical(self, recipe: Recipe, kind: str) -> LazyWeights:
+        """Return canonical tensors of weights or a moment, by DeepSpeed's name of the kind."""
+        raise NotImplementedError
+
+
+class DeepSpeedWeights(OfDeepSpeed, TransformersWeights):
+    """Those of a model of `transformers`."""
 
     @cached_property
-    def state(self) -> DeepSpeedState:
-        """The run. Raises FileError."""
-        return states.read(self.directory)
-
-    @cached_property
-    def described(self) -> Path | None:
-        """The config.json of the directory, or next to it; None: there is none."""
-        places = (self.directory, self.directory.absolute().parent)
-        return next((at / CONFIG for at in places if is_file(at / CONFIG)), None)
+    def stated(self) -> Mapping[str, Any]:  # type: ignore[override]
+        for place in (self.directory, self.directory.absolute().parent):
+            if is_file(place / CONFIG):
+                return read_json_object(place / CONFIG)
+        return {}
 
     @cached_property
     def _config(self) -> dict[str, Any]:
-        if self.described is not None:
-            return read_json_object(self.described)
+        if self.stated:
+            return dict(self.stated)
         return _config_by_shapes(self.directory, self.state.parameters)
 
-    @cached_property
+    @property
     def _state_dict(self) -> Mapping[str, TheirParameter]:  # type: ignore[override] # read on use
         return self.state.parameters
 
     def words(self, model: Model) -> MessageWords:
         kind = conversion_of(model).class_name(model)
-        source = CONFIG if self.described else "its embeddings"
+        source = CONFIG if self.stated else "its embeddings"
         return MessageWords(f"a {kind}", source, f"give a run of a whole {kind}")
 
     def untied(self, model: Model) -> list[tuple[str, str]]:
         """Return each copy that the optimizer has apart from its tied tensor."""
         return [*conversion_of(model).select(self._state_dict).copies]
 
-    def weights(self, recipe: Recipe) -> LazyWeights:
-        return self.canonical(recipe, states.WEIGHT)
-
     def canonical(self, recipe: Recipe, kind: str) -> LazyWeights:
-        """Return canonical tensors of weights or a moment, by DeepSpeed's name of the kind."""
         return conversion_of(recipe.model).to_canonical(
             self._state_dict, recipe.model, lambda parameter: parameter.read(kind)
         )
+
+
+class DeepSpeedMegatronWeights(OfDeepSpeed, MegatronWeights):
+    """Those of a GPT of Megatron-DeepSpeed or gpt-neox, from a universal checkpoint."""
+
+    @cached_property
+    def checkpoint(self) -> MegatronCheckpoint:
+        return self._of(states.WEIGHT)
+
+    @property
+    def stated(self) -> Mapping[str, Any]:  # type: ignore[override]
+        return self.checkpoint.arguments
+
+    def canonical(self, recipe: Recipe, kind: str) -> LazyWeights:
+        return self._of(kind).weights(recipe.model)
+
+    def _of(self, kind: str) -> MegatronCheckpoint:
+        tensors = {}
+        for name, parameter in self.state.parameters.items():
+            tensors[name] = parameter.read(kind)
+        return of_universal(self.state.where, self.state.stated, tensors)
+
+
+def open_run(directory: Path) -> OfDeepSpeed:
+    """Open the newest save of DeepSpeed in a directory. Raises FileError."""
+    state = states.read(directory)
+    megatrons = any(map(is_qkv, state.parameters))
+    if megatrons and not is_file(directory / CONFIG):
+        return DeepSpeedMegatronWeights(directory, state)
+    return DeepSpeedWeights(directory, state)
 
 
 def _config_by_shapes(
     directory: Path, parameters: Mapping[str, TheirParameter]
 ) -> dict[str, Any]:
     """Describe a model by its tensors; they do not say the number of heads. Raises FileError."""
-    for kind, (words, positions, layers) in KNOWN_BY.items():
+    for kind, (words, positions) in KNOWN_BY.items():
         if words not in parameters or positions not in parameters:
             continue
         named = "megatron-bert" if PRE_NORM in parameters else kind
         form = next(each for each in FORMS if each.model_type == named)
+        layers = set()
+        for name in parameters:
+            match = LAYER.match(name)
+            if match:
+                layers.add(match[1])
         rows, hidden = parameters[words].shape
         sizes = {
-            "model.layers": len(_layers(parameters, layers)),
+            "model.layers": len(layers),
             "model.hidden": hidden,
             "model.heads": UNREAD,
             "model.vocab_size": rows,
@@ -95,12 +151,3 @@ def _config_by_shapes(
     came = "holds no GPT-2, BERT or MegatronBert of transformers"
     rule = f"there is no {CONFIG}, and its tensors have other names"
     refuse(directory, came, rule, f"put the model's {CONFIG} next to them")
-
-
-def _layers(names: Iterable[str], beginning: str) -> set[str]:
-    """Return the numbers of the layers in names."""
-    found = set()
-    for name in names:
-        if name.startswith(beginning):
-            found.add(name.removeprefix(beginning).split(".")[0])
-    return found

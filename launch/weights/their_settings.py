@@ -1,4 +1,4 @@
-"""What a DeepSpeed run states of its own recipe: in its configuration, its optimizer and Trainer's files."""
+"""What a DeepSpeed run states of its own recipe: its configuration, optimizer, arguments, Trainer's files."""
 
 from __future__ import annotations
 
@@ -13,83 +13,113 @@ import torch
 
 from ds_configs import following
 from ds_configs.findings import lookup
-from modeling.formats.deepspeed import files
+from modeling.formats.deepspeed.files import COPY
 from modeling.formats.deepspeed.states import DeepSpeedState
+from modeling.formats.pickles import StandIn, load
 from recipes.files import FileError, is_file, read_json_object, refuse
+from recipes.key_paths import flatten
 from recipes.problems import some
 from recipes.schema import Recipe, Schedule
 
 ADAM = ("adam", "adamw")
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-# transformers' schedules -> the keys of ours, if their warm-up and end are the run's
-SCHEDULES: Mapping[str, Mapping[str, Any]] = {
-    "linear": {"kind": "linear"},
-    "cosine": {"kind": "cosine"},
-    "cosine_with_min_lr": {"kind": "cosine"},
-    "polynomial": {"kind": "polynomial", "power": 1.0, "min_lr": 1e-7},
-    "constant": {"kind": "constant"},
-    "constant_with_warmup": {"kind": "constant"},
-    "inverse_sqrt": {"kind": "inverse_sqrt"},
+# schedules of transformers and Megatron -> ours
+SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
 }
-ENDLESS = ("constant", "inverse_sqrt")
-# keys of lr_scheduler_kwargs -> ours
-SCHEDULE_KEYS = {"lr_end": "min_lr", "min_lr": "min_lr", "power": "power"}
-# dropout in config.json: of the residual stream, at all its places, and of attention
-DROPOUT = {
-    "gpt2": (("resid_pdrop", "embd_pdrop"), "attn_pdrop"),
-    "bert": (("hidden_dropout_prob",), "attention_probs_dropout_prob"),
-}
+# ours -> keys in the state of Megatron-DeepSpeed's scheduler, which counts samples, and of gpt-neox's
+MEGATRON_SCHEDULES = (
+    {
+        "kind": "lr_decay_style",
+        "count": "num_steps",
+        "lr": "max_lr",
+        "min_lr": "min_lr",
+        "warmup": "lr_warmup_steps",
+        "end": "lr_decay_steps",
+    },
+    {
+        "kind": "decay_style",
+        "count": "num_iters",
+        "lr": "start_lr",
+        "min_lr": "min_lr",
+        "warmup": "warmup_iter",
+        "end": "end_iter",
+    },
+)
+BY_TOKENS = ("lr_warmup_tokens", "lr_decay_tokens")
+# dropout of transformers' GPT-2 and BERT, and of Megatron: at all places of the residual stream; of attention
+DROPOUT = (
+    (("resid_pdrop", "embd_pdrop"), "attn_pdrop"),
+    (("hidden_dropout_prob",), "attention_probs_dropout_prob"),
+    (("hidden_dropout",), "attention_dropout"),
+)
+# of the recipe, in what `checkpoint.py export` writes, since DeepSpeed takes it from its own JSON
+TOLD = ("batch", "optimizer", "schedule", "steps", "seed", "precision")
+# of Megatron's arguments -> ours
+ARGUMENTS = {"train_iters": "steps", "seq_length": "sequence_length"}
 
 
 @dataclass(frozen=True)
 class TheirSettings:
-    """The files of a run. `config`: of its model; `{}` where nothing states its dropout."""
+    """The files of a run. `config`: of its model, or its arguments; {} where there are none."""
 
     directory: Path
     state: DeepSpeedState
-    family: str
     config: Mapping[str, Any]
 
     @cached_property
-    def trainer(self) -> Mapping[str, Any]:
-        """Trainer's state; {} without one. Raises FileError: it is at another step."""
-        path = self.directory / "trainer_state.json"
-        if not is_file(path):
-            return {}
-        found = read_json_object(path)
-        if found.get("global_step") != self.state.steps:
-            came = f"says global_step={found.get('global_step')}"
-            rule = f"{self.state.where} is after step {self.state.steps}"
-            refuse(path, came, rule, files.COPY)
+    def exported(self) -> Mapping[str, Any]:
+        """What `checkpoint.py export` has told of the recipe of a run of ours; {} of others."""
+        path = self.directory / "export.json"
+        told = read_json_object(path) if is_file(path) else {}
+        found = {}
+        for key in TOLD:
+            if key in told:
+                found[key] = told[key]
         return found
 
     @cached_property
+    def steps(self) -> int | None:
+        """The last step by Trainer's state; None: none says it. Raises FileError: it is at another step."""
+        path = self.directory / "trainer_state.json"
+        found = read_json_object(path) if is_file(path) else {}
+        step = found.get("global_step", self.state.steps)
+        if step != self.state.steps:
+            rule = f"{self.state.where} is after step {self.state.steps}"
+            refuse(path, f"says global_step={step}", rule, COPY)
+        return found.get("max_steps")
+
+    @cached_property
     def arguments(self) -> Mapping[str, Any]:
-        """Trainer's arguments; {} without them, or where their file names more than plain settings."""
+        """Trainer's arguments; {} without them, or where their file cannot be read."""
         path = self.directory / "training_args.bin"
         try:
-            found = files.load(path, files.TRAINER) if is_file(path) else None
-        except FileError:
+            return vars(load(path)) if is_file(path) else {}
+        except (FileError, TypeError):
             return {}
-        return vars(found) if isinstance(found, files.StandIn) else {}
 
     @cached_property
     def group(self) -> Mapping[str, Any]:
         """The optimizer's settings for decayed parameters. Raises FileError: it is no Adam of ours."""
-        groups = self.state.groups
-        found = max(groups, key=lambda group: group.get("weight_decay", 0.0))
+        ours = self.exported.get("optimizer") or {}
+        own = max(self.state.groups, key=lambda group: group.get("weight_decay", 0.0))
+        found = {**ours, "initial_lr": ours.get("lr"), **own}
         kind = lookup(self.state.config, "optimizer.type")
-        other = isinstance(kind, str) and kind.lower() not in ADAM
-        came = None
-        if other:
-            came = f"was trained with {kind}"
-        elif found.get("amsgrad"):
-            came = "was trained with amsgrad"
-        elif not isinstance(found.get("betas"), (tuple, list)):
-            came = "states no betas of its Adam"
-        if came is not None:
-            rule = "AdamW's moments are taken, with their betas, without amsgrad"
-            refuse(self.state.where, came, rule, "take its weights with --init_from")
+        added = found.get("decoupled_weight_decay") is False
+        faults = {
+            f"was trained with {kind}": kind and str(kind).lower() not in ADAM,
+            "was trained with amsgrad": found.get("amsgrad"),
+            "adds weight decay to gradients": added and found.get("weight_decay"),
+            "states no betas of its Adam": "betas" not in found,
+        }
+        for came, fault in faults.items():
+            if fault:
+                rule = "AdamW's moments are taken, with their betas, without amsgrad"
+                fix = "take its weights with --init_from"
+                refuse(self.state.where, came, rule, fix)
         return found
 
     @property
@@ -98,16 +128,12 @@ class TheirSettings:
         return float(self.group["lr"])
 
     @property
-    def steps(self) -> int | None:
-        """Its last step; None: no file says it."""
-        planned = self.trainer.get("max_steps") or self.arguments.get("max_steps")
-        return planned if type(planned) is int and planned > 0 else None
-
-    @property
     def batch(self) -> int | None:
         """Samples of a step; None: they were not always the same."""
         each, rest = divmod(self.state.samples, max(1, self.state.steps))
-        return None if rest or not each else each
+        if rest:
+            return None
+        return each or None
 
     def settings(self, base: Recipe) -> dict[str, Any]:
         """Return what its files state, by the recipe's keys. `base`: the recipe of all else."""
@@ -121,88 +147,98 @@ class TheirSettings:
             "optimizer.bias_correction": bool(group.get("bias_correction", True)),
             "optimizer.lr": self._peak(),
         }
-        clip = lookup(config, "gradient_clipping")
         if config:
+            clip = lookup(config, "gradient_clipping")
             found["optimizer.clip"] = float(clip or 0.0)
-        found |= self._model_settings()
         if self.batch is not None:
-            found |= {
-                "batch.global": self.batch,
-                "batch.micro": None,
-                "batch.accumulation": None,
-                "batch.rampup": None,
-            }
+            found["batch.global"] = self.batch
+            for key in ("micro", "accumulation", "rampup"):
+                found[f"batch.{key}"] = None
+        for theirs, ours in ARGUMENTS.items():
+            if type(self.config.get(theirs)) is int:
+                found[ours] = self.config[theirs]
         if self.steps is not None:
             found["steps"] = self.steps
-        return found | self._schedule(base)
+        found |= self._model_settings()
+        found |= self._schedule(base)
+        if self.exported:
+            found |= dict(flatten(self.exported))
+        return found
 
     def _model_settings(self) -> dict[str, Any]:
         """Return precision and dropout."""
         found: dict[str, Any] = {}
-        on = [
-            half
-            for half in ("fp16", "bf16")
-            if lookup(self.state.config, f"{half}.enabled") is True
-        ]
-        types = {tensor.dtype for tensor in self.state.module.values()}
-        if on:
-            found["precision"] = on[0]
-        elif self.state.config:
-            found["precision"] = "fp32"
-        elif len(types) == 1:
-            found["precision"] = PRECISIONS.get(types.pop(), "fp32")
-        hidden, attention = DROPOUT[self.family]
-        rates = {self.config.get(key, 0.1) for key in hidden}
-        if self.config and len(rates) == 1:
-            found["dropout.hidden"] = rates.pop()
-            found["dropout.attention"] = self.config.get(attention, 0.1)
+        config = self.state.config
+        types = set()
+        for tensor in self.state.module.values():
+            types.add(PRECISIONS.get(tensor.dtype))
+        if config:
+            types = {"fp32"}
+        for half in ("fp16", "bf16"):
+            if lookup(config, f"{half}.enabled") is True:
+                types = {half}
+        if len(types) == 1:
+            found["precision"] = types.pop()
+        for hidden, attention in DROPOUT:
+            rates = set()
+            for key in hidden:
+                if key in self.config:
+                    rates.add(self.config[key])
+            if len(rates) == 1:
+                found["dropout.hidden"] = rates.pop()
+                found["dropout.attention"] = self.config.get(attention, 0.0)
         return found
 
     def _peak(self) -> float:
         """Return the peak learning rate: where a schedule began with it, or what an optimizer got."""
-        stated = (
-            self.group.get("initial_lr"),
-            self.arguments.get("learning_rate"),
-            lookup(self.state.config, "optimizer.params.lr"),
-        )
-        return next(
-            (float(rate) for rate in stated if isinstance(rate, (int, float))),
-            self.rate,
-        )
+        stated = self.group.get("initial_lr")
+        stated = stated or lookup(self.state.config, "optimizer.params.lr")
+        if isinstance(stated, (int, float)):
+            return float(stated)
+        return self.rate
 
     def _schedule(self, base: Recipe) -> dict[str, Any]:
         """Return all keys of the schedule; {}: no file says which it is."""
         if lookup(self.state.config, "scheduler"):
-            stated = following.numbers(self.state.config, base)
-            taken = {each.key: each.value for each in stated}
-            values = {k: v for k, v in taken.items() if k.startswith("schedule.")}
-            peak = {k: v for k, v in taken.items() if k == "optimizer.lr"}
-            return {**_laid(Schedule()), **values, **peak} if values else {}
+            values = {}
+            for each in following.numbers(self.state.config, base):
+                if each.key.startswith(("schedule.", "optimizer.lr")):
+                    values[each.key] = each.value
+            if "schedule.kind" not in values:
+                return {}
+            return {**_laid(Schedule()), **values}
+        scheduler = self.state.stated.get("lr_scheduler") or {}
+        for keys in MEGATRON_SCHEDULES:
+            if keys["kind"] in scheduler:
+                return self._megatron_schedule(scheduler, keys)
         kind = self.arguments.get("lr_scheduler_type")
-        if isinstance(kind, files.StandIn):
+        if isinstance(kind, StandIn):
             kind = next(iter(kind.arguments), None)
-        known = SCHEDULES.get(str(kind))
-        given = dict(self.arguments.get("lr_scheduler_kwargs") or {})
-        share = given.pop("min_lr_rate", None)
-        if known is None or given.keys() - SCHEDULE_KEYS.keys():
-            return {}
-        values = {**known, "warmup_steps": self._warmup(str(kind))}
-        values |= {SCHEDULE_KEYS[key]: value for key, value in given.items()}
-        if known["kind"] not in ENDLESS:
-            values["decay_steps"] = self.steps
-        if share is not None:
-            values["min_lr"] = share * self._peak()
-        return _laid(Schedule.model_validate(values))
+        # a number of steps, or a share of all
+        warmup = 0
+        for key in ("warmup_ratio", "warmup_steps"):
+            warmup = self.arguments.get(key) or warmup
+        if warmup < 1:
+            warmup = math.ceil(warmup * (self.steps or 0))
+        return _of(kind, int(warmup), self.steps)
 
-    def _warmup(self, kind: str) -> int:
-        """Return the steps of warm-up, which Trainer takes as a number or as a share of all steps."""
-        if kind == "constant":
-            return 0
-        steps = self.arguments.get("warmup_steps") or 0
-        share = self.arguments.get("warmup_ratio") or 0.0
-        if 0 < steps < 1:
-            share, steps = steps, 0
-        return int(steps) or math.ceil((self.steps or 0) * share)
+    def _megatron_schedule(
+        self, scheduler: Mapping[str, Any], keys: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Return the schedule of Megatron-DeepSpeed's or gpt-neox's scheduler; {}: not in whole steps."""
+        stated = {ours: scheduler[theirs] for ours, theirs in keys.items()}
+        each = stated["count"] / max(1, self.state.steps - self.state.skipped)
+        if not each or any(scheduler.get(key) for key in BY_TOKENS):
+            return {}
+        warmup = stated["warmup"] / each
+        end = stated["end"] / each
+        if warmup % 1 or end % 1:
+            return {}
+        found = _of(stated["kind"], int(warmup), int(end))
+        if found:
+            found["schedule.min_lr"] = stated["min_lr"]
+            found["optimizer.lr"] = stated["lr"]
+        return found
 
     def remarks(self) -> list[str]:
         """Return what of its optimizer is otherwise here, in words."""
@@ -211,20 +247,31 @@ class TheirSettings:
         rates = {float(group["lr"]) for group in self.state.groups}
         if len(rates) > 1:
             named = some([f"{rate:g}" for rate in sorted(rates)])
-            said.append(
-                f"its groups of parameters have the rates {named}, here all have one"
-            )
-        odd = [
-            name
-            for name, parameter in self.state.parameters.items()
-            if parameter.decay is not None
-            and parameter.decay != (len(parameter.shape) > 1) * decay
-        ]
+            has = f"its groups of parameters have the rates {named}"
+            said.append(f"{has}, here all have one")
+        odd = []
+        groups = self.state.stated.get("param_shapes") or ()
+        if len(groups) == len(self.state.groups):  # stage 3 may cut one into several
+            for shapes, group in zip(groups, self.state.groups, strict=True):
+                theirs = group.get("weight_decay", 0.0)
+                for name, shape in shapes.items():
+                    if theirs != (len(shape) > 1) * decay:
+                        odd.append(name)
         if odd:
-            said.append(
-                f"its weight decay differs on {some(odd, 3)}: here matrices have {decay:g}, vectors none"
-            )
+            has = f"its weight decay differs on {some(odd, 3)}"
+            said.append(f"{has}: here matrices have {decay:g}, vectors none")
         return said
+
+
+def _of(kind: Any, warmup: int, end: int | None) -> dict[str, Any]:
+    """Return all keys of a schedule of theirs; {}: it is none of ours."""
+    ours = SCHEDULES.get(str(kind))
+    if ours is None:
+        return {}
+    values = {"kind": ours, "warmup_steps": warmup * (kind != "constant")}
+    if ours != "constant":
+        values["decay_steps"] = end
+    return _laid(Schedule.model_validate(values))
 
 
 def _laid(schedule: Schedule) -> dict[str, Any]:

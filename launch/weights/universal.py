@@ -33,6 +33,7 @@ from launch.checkpoints.stored import StoredTensors
 from launch.machine.checks import amount, existing, free_bytes
 from launch.weights import export
 from launch.weights.export import ConvertedTensors
+from launch.weights.their_settings import TOLD
 from modeling.families import meta_parameters
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Recipe
@@ -43,8 +44,6 @@ FILES = {WEIGHT: "fp32", **{moment: moment for moment in MOMENTS}}
 BYTES = 4 * len(FILES)  # of a parameter
 BYTES_OF_FILES = 8192  # of a tensor, besides its numbers: names, and blocks of the disk
 ALONE = "launch/export_hf.py exports the weights alone"
-# of the recipe, which DeepSpeed takes from its own JSON
-TOLD = {"batch", "optimizer", "schedule", "steps", "seed"}
 
 
 def check_exportable(held: Manifest, recipe: Recipe, out: Path) -> None:
@@ -163,7 +162,7 @@ def write(  # noqa: PLR0913
         config = export.model_config(recipe, tokenizer, torch.float32)
         config.save_pretrained(directory)
         export.write_tokenizer(recipe, tokenizer, directory)
-        told = recipe.model_dump(mode="json", by_alias=True, include=TOLD)
+        told = recipe.model_dump(mode="json", by_alias=True, include={*TOLD})
         export.write_facts(checkpoint, recipe, directory, run=str(run), **told)
         durable_files.write_atomically(directory / "latest_universal", tag)
 

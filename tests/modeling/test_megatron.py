@@ -67,6 +67,16 @@ def test_every_version_and_split_is_read_to_the_bit(name, form, tmp_path):
     assert bool(found.copies) == (form.pp > 1 or form.deepspeed == "pipeline") and not found.untied()
 
 
+def test_newer_megatron_deepspeed_has_another_order_by_the_same_version(tmp_path):
+    """Since its commit 676a482c; an argument of that commit tells it."""
+    recipe, weights = tiny(), random_weights(tiny())
+    told = {"ds_sequence_parallel_fpdt": False}
+    write(tmp_path, recipe, weights, Form(version=0, tp=2, deepspeed="plain", arguments=told))
+    for file in tmp_path.glob("global_step7/*.pt"):
+        torch.save({**torch.load(file, weights_only=False), "checkpoint_version": 3.0}, file)
+    assert equal(open_checkpoint(tmp_path).weights(recipe.model), weights)
+
+
 def test_half_precision_and_classes_of_megatron_are_read(tmp_path, monkeypatch):
     """Arguments hold enumerations of modules that nobody has installed, of which nothing is called."""
     recipe = tiny()
@@ -243,7 +253,7 @@ DAMAGED = {
     "weights of another kind": (
         TP2, renamed("model_weights.ckpt"), "mp_rank_00: holds model_weights.ckpt, .*; give a checkpoint",
     ),
-    "pickled otherwise": (TP2, pickled_otherwise, "pickled in another way .*save it again with Megatron-LM"),
+    "pickled otherwise": (TP2, pickled_otherwise, "pickled in another way .*save it again with its own"),
     "no iteration": (TP2, gone("iter*"), "says 'iter_0000007', and next to it is no iteration"),
     "one slice lacks a tensor": (
         TP2, in_one(lambda c: encoder(c).pop("layers.0.input_layernorm.bias")),

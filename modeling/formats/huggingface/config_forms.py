@@ -101,6 +101,14 @@ _MEGATRON_FIXED: Fixed = {
     "position_embedding_type": ("learned_absolute", "absolute", None),
     "use_rotary_position_embeddings": (False, None),
     "num_experts": (None, 1, [1]),
+    # of gpt-neox's configuration
+    "norm": ("layernorm", None),
+    "pos_emb": ("learned", None),
+    "activation": ("gelu", None),
+    "gpt_j_residual": (False, None),
+    "no_weight_tying": (False, None),
+    "use_mup": (False, None),
+    "attention_config": (None,),
 }
 _MEGATRON_KEYS = (
     "num_layers hidden_size num_attention_heads vocab_size max_position_embeddings"

@@ -1,13 +1,8 @@
-"""A checkpoint of Megatron-LM or Megatron-DeepSpeed, mapped into memory: its arguments and its tensors.
-
-Its files are pickles that name classes of Megatron-LM, numpy, converters and others. None of them is imported
-or called: a `StandIn` takes the place of each. A file that names functions of Python's library is refused.
-"""
+"""A checkpoint of Megatron-LM, Megatron-DeepSpeed or gpt-neox, mapped into memory: arguments and tensors."""
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from modeling.formats.megatron.files import ANOTHER, WHOLE, Files, find
 from modeling.formats.megatron.files import LAYER as LAYER_FILE
+from modeling.formats.megatron.files import WHOLE, Files, find
 from modeling.formats.megatron.names import (
     LAST,
     LAYER,
@@ -32,43 +27,32 @@ from modeling.formats.megatron.names import (
     is_whole,
     name_map,
 )  # fmt: skip
+from modeling.formats.pickles import load_dict
 from modeling.lazy_weights import LazyWeights, same_numbers
-from recipes.files import FileError, read_part, refuse
+from recipes import yaml_lines
+from recipes.files import FileError, refuse
 from recipes.key_paths import flatten
 from recipes.problems import Problem, some
 from recipes.schema import Model
 
-# Modules of Python's library with classes in such checkpoints' arguments.
-STAND_IN_MODULES = (
-    "argparse",
-    "collections",
-    "datetime",
-    "enum",
-    "pathlib",
-    "signal",
-    "types",
-)
-# by which Python 3.11.0 to 3.11.3 pickles a member of an enumeration
-ENUM_MEMBER = "builtins.getattr"
 UNREAD = "in a form that is not read"  # instead of an argument's value
+NO_PIPELINE, EMBEDDING = -2, -1
+# Argument of Megatron-DeepSpeed since its commit 676a482c of December 2024, which states version 3.0 and has
+# QKV's rows in the order of version 0.
+FPDT = "ds_sequence_parallel_fpdt"
+# of gpt-neox, which states no version and few arguments
+NEOX_ARGUMENTS = {"model_parallel_size", "tokenizer_type"}
+NEOX_VERSION = 2
+# of its configuration, whose settings are no tensors
+NEOX_DEFAULTS = {"bias_gelu_fusion": False, "gpt_j_residual": False}
+NEOX_DENSE = {"global", "flash"}
 KEYS = ("model", "module")  # of the state dict: Megatron-LM's, DeepSpeed's
 CHUNK = re.compile(r"model(\d+)")  # of an interleaved pipeline schedule
+# of parameters in DeepSpeed's pipelines; the tied embedding has no number, and stands first
+_OF_LAYER = re.compile(r"(?:tied_modules\.embed|(?:sequential\.)?(\d+))\.(.+)")
 BERT_ALONE = ("lm_head.", "pooler.", "binary_head.", "embedding.tokentype_embeddings.")
 # padding rows that are accepted in any case: 128 x 8 slices is common
 SMALLEST_PADDING = 1024
-
-
-class StandIn:
-    """Stand-in for a class in a checkpoint: accepts any arguments, and keeps the attributes of its state."""
-
-    def __init__(self, *args: Any, **more: Any):
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        # attributes, and those in slots
-        for part in state if isinstance(state, tuple) else (state,):
-            if isinstance(part, dict):
-                vars(self).update(part)
 
 
 class Slices(NamedTuple):
@@ -212,13 +196,13 @@ def open_checkpoint(directory: str | Path) -> MegatronCheckpoint:
     contents: dict[Path, dict[str, Any]] = {}
     for file in paths:
         try:
-            contents[file] = _load(file)
+            contents[file] = load_dict(file)
         except FileError as error:
             problems += error.problems
     if problems:
         raise FileError(problems)
     stated = contents[files.stated]
-    arguments = _arguments(stated.get("args"))
+    arguments = _arguments(files.where, stated)
     if "ds_version" in stated and not arguments:
         rule = "it holds the tensors of a program's own modules, and does not say of which model"
         fix = (
@@ -231,14 +215,7 @@ def open_checkpoint(directory: str | Path) -> MegatronCheckpoint:
             rule,
             fix,
         )
-    version = stated.get("checkpoint_version", 0)
-    if type(version) not in (int, float) or not 0 <= version <= 3:
-        refuse(
-            files.stated,
-            f"has checkpoint_version {str(version)[:60]}",
-            "versions 0 to 3 are known",
-            "",
-        )
+    version = _version(files.stated, stated)
     tensors = dict[str, Slices]()
     copies = dict[tuple[str, str], Slices]()
     offset = 0
@@ -249,71 +226,106 @@ def open_checkpoint(directory: str | Path) -> MegatronCheckpoint:
     if problems:
         raise FileError(problems)
     return MegatronCheckpoint(
-        files.where, arguments, float(version), len(files.stages[0]), tensors, copies
+        files.where, arguments, version, len(files.stages[0]), tensors, copies
     )
 
 
-def _load(file: Path) -> dict[str, Any]:
-    """Load the dictionary in a file of torch.save; its tensors are mapped into memory."""
-    again = f"torch.save(torch.load(f, map_location='cpu', weights_only=False), f) with f={str(file)!r}"
-    fix = f"copy it again; or, which runs what the file says, save it again with Megatron-LM: {again}"
-    if read_part(file, 0, 4) != b"PK\x03\x04":
-        rule = "it is no file of torch.save, or one of before torch 1.6, which cannot be mapped into memory"
-        refuse(file, "cannot be read", rule, fix)
-    try:
-        named = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-        other = sorted(name for name in named if not _may_stand_in(name))
-        if other:
-            rule = "a checkpoint of Megatron names none of it, and loading it might run a program"
-            advice = "do not load it; get it from its source again"
-            refuse(file, f"names {some(other, 4)[:200]}", rule, advice)
-        # A class of its own for each name, as torch demands.
-        stand_ins: list[Any] = [
-            (type(name.rpartition(".")[2], (StandIn,), {}), name) for name in named
-        ]
-        with torch.serialization.safe_globals(stand_ins):
-            content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except FileError:
-        raise
-    except Exception as error:  # of many types, for a pickle that is broken
-        came = f"cannot be read by torch.load ({type(error).__name__})"
-        refuse(
-            file,
-            came,
-            "it is damaged, or pickled in another way than torch.save does by itself",
-            fix,
-        )
-    if not isinstance(content, dict):
-        refuse(
-            file,
-            f"holds a {type(content).__name__}",
-            "a checkpoint is a dictionary",
-            ANOTHER,
-        )
-    return content
+def of_universal(
+    where: Path, stated: Mapping[str, Any], parameters: Mapping[str, Tensor]
+) -> MegatronCheckpoint:
+    """Return the checkpoint in a universal one of DeepSpeed, whose tensors are joined. Raises FileError.
+
+    Of a program that does not state how it cuts them (gpt-neox), all are joined along dimension 0.
+
+    Args:
+        stated: values of its model's file.
+        parameters: by their names in the program's modules.
+    """
+    arguments = _arguments(where, stated)
+    ranks = _stated_ranks(arguments, "tensor") or 1
+    layers: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in parameters.items():
+        number = NO_PIPELINE
+        leaf = name
+        match = _OF_LAYER.fullmatch(name)
+        if match:
+            number = int(match[1] or EMBEDDING)
+            leaf = match[2]
+        layers.setdefault(number, {})[leaf] = tensor
+    tensors = dict[str, Slices]()
+    offset = 0
+    for number, layer in sorted(layers.items()):
+        called = f"layer {number}"
+        prefix = ""
+        if number != NO_PIPELINE:
+            prefix = _layer_prefix(layer, called)
+        whole = _prefixed(prefix, layer)
+        offset += _take(called, [whole], offset, tensors, {}, [])
+    for name, joined in tensors.items():
+        if is_qkv(name) or "universal_checkpoint_info" not in stated:
+            slices = joined.parts[0].chunk(ranks)
+            tensors[name] = joined._replace(parts=slices)
+    return MegatronCheckpoint(
+        where, arguments, _version(where, stated), ranks, tensors, {}
+    )
 
 
 def _has_attention(names: Iterable[object]) -> bool:
     return any(".query_key_value." in str(name) for name in names)
 
 
-def _may_stand_in(name: str) -> bool:
-    """Check that a name is of no module of Python's library that can run a program."""
-    module = name.partition(".")[0]
-    return (
-        name == ENUM_MEMBER
-        or module in STAND_IN_MODULES
-        or module not in sys.stdlib_module_names
-    )
-
-
-def _arguments(stored: Any) -> dict[str, Any]:
+def _arguments(where: Path, stated: Mapping[str, Any]) -> dict[str, Any]:
     """Return the stored arguments, UNREAD instead of values that are not plain."""
+    stored = stated.get("args")
     found = stored if isinstance(stored, dict) else getattr(stored, "__dict__", {})
+    if _is_neox(stated):
+        found = {**_neox_settings(where), **found}
     plain = (bool, int, float, str, list, type(None))
-    return {
-        key: value if type(value) in plain else UNREAD for key, value in found.items()
-    }
+    read = {}
+    for key, value in found.items():
+        if type(value) not in plain:
+            value = UNREAD
+        read[key] = value
+    return read
+
+
+def _version(file: Path, stated: Mapping[str, Any]) -> float:
+    """Return the checkpoint's version, by the order of QKV's rows. Raises FileError."""
+    version = stated.get("checkpoint_version", 0)
+    if _is_neox(stated):
+        version = NEOX_VERSION
+    if hasattr(stated.get("args"), FPDT):
+        version = 0
+    if type(version) not in (int, float) or not 0 <= version <= 3:
+        came = f"has checkpoint_version {str(version)[:60]}"
+        refuse(file, came, "versions 0 to 3 are known")
+    return float(version)
+
+
+def _is_neox(stated: Mapping[str, Any]) -> bool:
+    stored = stated.get("args")
+    return isinstance(stored, dict) and stored.keys() >= NEOX_ARGUMENTS
+
+
+def _neox_settings(where: Path) -> dict[str, Any]:
+    """Return gpt-neox's configuration, which it saves beside its files; UNREAD where it is not there.
+
+    ds_to_universal.py leaves it in the save that it reads.
+    """
+    for place in (where, where.with_name(where.name.removesuffix("_universal"))):
+        files = sorted((place / "configs").glob("*.yml"))
+        found: dict[str, Any] = dict(NEOX_DEFAULTS)
+        for file in files:
+            for key, value in yaml_lines.read(file, str(file)).value.items():
+                found[key.replace("-", "_")] = value
+        kinds = set()
+        for pattern, _ in found.get("attention_config") or ():
+            kinds |= {*pattern}
+        if kinds <= NEOX_DENSE:
+            found["attention_config"] = None
+        if files:
+            return found
+    return dict.fromkeys(NEOX_DEFAULTS, UNREAD)
 
 
 def _stages(
@@ -323,7 +335,7 @@ def _stages(
     if files.by_layer:
         for stage in files.stages:
             slices = [_flat(contents[file]) for file in stage]
-            prefix = _layer_prefix(slices[0], stage[0])
+            prefix = _layer_prefix(slices[0], stage[0].stem)
             yield stage[0].name, [_prefixed(prefix, tensors) for tensors in slices]
         return
     chunks = {file: _chunks(content) for file, content in contents.items()}
@@ -352,13 +364,15 @@ def _chunks(content: Mapping[str, Any]) -> list[Any]:
     ]
 
 
-def _layer_prefix(tensors: Mapping[str, Tensor], file: Path) -> str:
-    """Return the prefix for a layer file of DeepSpeed's pipeline; its own names do not tell the layer."""
+def _layer_prefix(tensors: Mapping[str, Tensor], called: str) -> str:
+    """Return the prefix for a layer of DeepSpeed's pipeline; its own names do not tell the layer."""
     if any(name.startswith("word_embeddings.") for name in tensors):
         return "embedding."
     if tensors.keys() == {"weight", "bias"}:
         return "encoder.final_layernorm."
-    return "encoder.layers.0." if _has_attention(tensors) else f"{file.stem}."
+    if tensors.keys() == {"norm.weight", "norm.bias"}:
+        return "encoder.final_"
+    return "encoder.layers.0." if _has_attention(tensors) else f"{called}."
 
 
 def _flat(state: Any) -> dict[str, Tensor]:
@@ -407,6 +421,14 @@ def _take(
     return layers
 
 
+def _stated_ranks(arguments: Mapping[str, Any], kind: str) -> int | None:
+    """Return the number of tensor- or pipeline-parallel ranks by the arguments; None: they do not say it."""
+    stated = arguments.get(f"{kind}_model_parallel_size")
+    if kind == "tensor" and stated is None:
+        stated = arguments.get("model_parallel_size")
+    return stated if type(stated) is int else None
+
+
 def _missing(
     files: Files,
     arguments: Mapping[str, Any],
@@ -423,10 +445,8 @@ def _missing(
     if not files.by_layer and LAST not in tensors:
         found["pipeline"] = len(files.stages)
     for kind, count in found.items():
-        stated = arguments.get(f"{kind}_model_parallel_size")
-        if kind == "tensor" and stated is None:
-            stated = arguments.get("model_parallel_size")
-        if type(stated) is int and stated != count:
+        stated = _stated_ranks(arguments, kind)
+        if stated not in (None, count):
             came = f"holds files of {count} {kind}-parallel ranks, and its arguments tell of {stated}"
             yield Problem(
                 str(files.where),

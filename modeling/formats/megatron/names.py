@@ -2,7 +2,8 @@
 
 Facts from https://github.com/NVIDIA/Megatron-LM: tags v1.0, v2.0, 23.04 (`megatron/model`,
 `megatron/checkpointing.py`), core_v0.8.0 (`megatron/legacy/model`, `megatron/core/models`), and
-https://github.com/deepspeedai/Megatron-DeepSpeed (`megatron/model/gpt_model.py`, the pipeline's layers).
+https://github.com/deepspeedai/Megatron-DeepSpeed and https://github.com/EleutherAI/gpt-neox
+(`megatron/model/gpt_model.py`, `gpt2_model.py`, the pipelines' layers).
 Every version has the same tensors, linear weights as (outputs, inputs); names and the rows of QKV differ.
 """
 
@@ -43,8 +44,8 @@ _PATTERNS = (
     (r"\.mlp\.linear_fc1\.layer_norm_", ".post_attention_layernorm."),
     (r"\.(linear|layernorm)_qkv\.", ".query_key_value."),
     (r"\.self_attention\.(linear_)?proj\.", ".self_attention.dense."),
-    (r"\.linear_fc1\.", ".dense_h_to_4h."),
-    (r"\.linear_fc2\.", ".dense_4h_to_h."),
+    (r"\.linear(_fc)?1\.", ".dense_h_to_4h."),  # Megatron core; gpt-neox
+    (r"\.linear(_fc)?2\.", ".dense_4h_to_h."),
 )
 _RENAMES = tuple((re.compile(pattern), name) for pattern, name in _PATTERNS)
 

@@ -26,7 +26,8 @@ from launch.training.schedule import learning_rate
 from launch.weights import adopted_checkpoint
 from launch.weights.adoption import Adoption
 from modeling.families import conversion_of
-from modeling.formats.deepspeed import files, states
+from modeling.formats import pickles
+from modeling.formats.deepspeed import states
 from recipes import catalog
 from recipes.problems import ProblemsError
 
@@ -56,9 +57,11 @@ def train(out, ranks, cases):
 
 @pytest.fixture(scope="session")
 def theirs(tmp_path_factory):
-    """Loops of two ranks: GPT-2 under stage 2 with a config.json."""
+    """Loops of two ranks: GPT-2 under stages 2 and 3 with a config.json."""
     out = tmp_path_factory.mktemp("theirs")
-    train(out, 2, [{"name": "loop", "model": "gpt2", "loop": True, "ds": {**LOOP, **zero(2)}}])
+    stages = {"loop": 2, "loop3": 3}
+    cases = [{"name": n, "model": "gpt2", "loop": True, "ds": {**LOOP, **zero(s)}} for n, s in stages.items()]
+    train(out, 2, cases)
     return out
 
 
@@ -104,17 +107,21 @@ def written(directory, root, *settings):
     return run_checkpoints.directory_of(root, 6)
 
 
-@pytest.fixture(scope="session")
-def universal(theirs):
-    """What DeepSpeed's own tool makes of the loop."""
-    out = theirs / "universal"
+def converted(loop):
+    """What DeepSpeed's own tool makes of a loop."""
+    out = loop.with_name(f"{loop.name}-universal")
     ds_to_universal.main(argparse.Namespace(
-        input_folder=str(theirs / "loop" / "global_step6"), output_folder=str(out), num_extract_workers=1,
+        input_folder=str(loop / "global_step6"), output_folder=str(out), num_extract_workers=1,
         num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=True,
     ))  # fmt: skip
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(theirs / "loop" / name, out)
+        shutil.copy(loop / name, out)
     return out
+
+
+@pytest.fixture(scope="session")
+def universal(theirs):
+    return converted(theirs / "loop")
 
 
 def test_weights_and_moments_are_those_of_deepspeeds_own_tool(theirs, universal, tmp_path):
@@ -132,9 +139,12 @@ def test_weights_and_moments_are_those_of_deepspeeds_own_tool(theirs, universal,
 
 
 def test_a_universal_checkpoint_gives_the_same(theirs, universal, tmp_path):
-    one, other = written(theirs / "loop", tmp_path / "one"), written(universal, tmp_path / "other")
-    held, same = run_checkpoints.read(one).manifest, run_checkpoints.read(other).manifest
-    assert held.progress == same.progress and held.files == same.files and held.tensors == same.tensors
+    """Of stage 3 its tensors are flat."""
+    pairs = {"loop": universal, "loop3": converted(theirs / "loop3")}
+    for name, other in pairs.items():
+        one, other = written(theirs / name, tmp_path / name), written(other, tmp_path / other.name)
+        held, same = run_checkpoints.read(one).manifest, run_checkpoints.read(other).manifest
+        assert held.progress == same.progress and held.files == same.files and held.tensors == same.tensors
 
 
 def test_what_files_state_is_taken_and_the_rest_is_asked_for_at_once(theirs):
@@ -292,9 +302,9 @@ def test_the_bound_of_the_moments_holds_for_any_gradients_and_is_reached():
 
 def test_a_pickle_is_read_without_its_classes(theirs):
     file = theirs / "loop" / "global_step6" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    found = files.load(file)["optimizer_state_dict"]
+    found = pickles.load(file)["optimizer_state_dict"]
     address = found["param_slice_mappings"][0]["transformer.wte.weight"]
-    assert isinstance(address, files.StandIn) and address.start == 0
+    assert isinstance(address, pickles.StandIn) and address.start == 0
     assert type(found["zero_stage"]).__module__ != "deepspeed.runtime.zero.config"
 
 
@@ -325,9 +335,10 @@ LOOPS = {
     "sub-groups": zero(3, sub_group_size=50_000),
     "stage 0": zero(0),
     "stage 0 in bf16": {**zero(0), **BF16},
+    "fp16": {**zero(2), "fp16": {"enabled": True, "initial_scale_power": 20}},
     "BF16_Optimizer": {**zero(1), **BF16, "data_types": {"grad_accum_dtype": "fp32"}},
 }
-FP32, IN_BF16 = 2e-6, 2e-3
+FP32, ROUNDED = 2e-6, 2e-3
 
 
 def go_on(runs, layouts, out):
@@ -356,7 +367,7 @@ def go_on(runs, layouts, out):
 
 def within(apart):
     return {
-        key: value for key, value in apart.items() if value > (IN_BF16 if "bf16" in key[0].lower() else FP32)
+        key: value for key, value in apart.items() if value > (ROUNDED if "16" in key[0].lower() else FP32)
     }
 
 
@@ -381,6 +392,11 @@ def test_loops_go_on_with_every_form_of_the_optimizer_and_every_model(tmp_path):
     apart = go_on(runs, ["1", "tp2"], tmp_path / "ours")
     print(apart)
     assert not within(apart)
+    theirs = states.read(tmp_path / "fp16").scaler
+    adopted = run_checkpoints.read(run_checkpoints.directory_of(tmp_path / "ours/fp16/adopted", 6))
+    scaler = adopted.manifest.progress.loss_scaler
+    assert scaler.cur_scale == theirs["cur_scale"] != 2.0**20
+    assert scaler.cur_iter == theirs["cur_iter"] == 6
 
 
 @pytest.mark.long

@@ -12,12 +12,16 @@ from launching import ROOT, WORKERS, run, run_ranks
 from stored import model_tensors, write_run
 from transformers import AutoConfig, AutoTokenizer, TrainerState
 
+from ds_configs.plan import ANY_GPU
+from ds_configs.resolver import resolve
 from launch import checkpoint
 from launch.checkpoints import run_checkpoints
 from launch.checkpoints.manifest import MOMENTS, WEIGHT
+from launch.checkpoints.stored import load_weights
 from launch.records.metrics import read_metrics
 from launch.training.schedule import learning_rate
 from launch.weights import universal
+from launch.weights.adoption import Adoption
 from modeling.families import conversion_of
 from recipes import catalog
 from recipes.problems import ProblemsError
@@ -86,6 +90,32 @@ def test_steps_schedule_and_rate_are_those_after_the_checkpoint(tmp_path):
     assert TrainerState.load_from_json(tmp_path / "out" / "trainer_state.json").global_step == 4
     told = json.loads((tmp_path / "out" / "export.json").read_text())
     assert told["step"] == 4 and told["optimizer"]["betas"] == [*recipe.optimizer.betas]
+
+
+# --- out and in again
+
+
+def test_an_exported_run_is_adopted_with_its_recipe(tmp_path):
+    """Rows beyond its tokenizer's are padding."""
+    recipe = GPT2
+    own = write_run(tmp_path / "run", recipe, kinds=KINDS)
+    checkpoint.export(str(own), str(tmp_path / "out"))
+    adopts = Adoption(str(tmp_path / "out"), named="default/sotu", data_from="next")
+    again = adopts.begun([], {}, None)
+    same = ("optimizer", "schedule", "batch", "steps", "seed", "precision", "dropout", "sequence_length")
+    for section in same:
+        assert getattr(again, section) == getattr(recipe, section), section
+    assert again.sizes_in_data.samples(STEP) == recipe.sizes.samples(STEP)
+    plan = adopts.noted(resolve(again, "zero1", 1, ANY_GPU), [], learning_rate)
+    (tmp_path / "again").mkdir()
+    adopts.write(plan, tmp_path / "again", "0")
+    tensors = model_tensors(recipe)
+    kept = {WEIGHT: lambda x: x, MOMENTS[0]: lambda x: x / 2, MOMENTS[1]: torch.abs}
+    for kind, of in kept.items():
+        found = load_weights(run_checkpoints.directory_of(tmp_path / "again", STEP), kind)
+        assert found.keys() == tensors.keys()
+        for key, tensor in tensors.items():
+            assert torch.equal(found[key], of(tensor[: len(found[key])])), (kind, key)
 
 
 # --- refusals

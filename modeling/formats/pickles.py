@@ -1,0 +1,94 @@
+"""Files of torch.save, read without running what they name: a `StandIn` takes the place of each class.
+
+They name classes of Megatron-LM, DeepSpeed, transformers, numpy, converters and others. None is imported or
+called. A file that names functions of Python's library is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recipes.files import read_part, refuse
+from recipes.problems import some
+
+# Modules of Python's library with classes in the arguments of trainings.
+STAND_IN_MODULES = (
+    "argparse",
+    "collections",
+    "datetime",
+    "enum",
+    "pathlib",
+    "signal",
+    "types",
+)
+# by which Python 3.11.0 to 3.11.3 pickles a member of an enumeration
+ENUM_MEMBER = "builtins.getattr"
+
+
+class StandIn:
+    """Stand-in for a class in a pickle: keeps the arguments of its call, and the attributes of its state."""
+
+    arguments: tuple[Any, ...]
+
+    def __new__(cls, *arguments: Any, **more: Any) -> StandIn:
+        made = super().__new__(cls)
+        made.arguments = arguments
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        # attributes, and those in slots
+        for part in state if isinstance(state, tuple) else (state,):
+            if isinstance(part, dict):
+                vars(self).update(part)
+
+
+def load(file: Path) -> Any:
+    """Read a file of torch.save; its tensors are mapped into memory. Raises FileError."""
+    again = f"torch.save(torch.load(f, map_location='cpu', weights_only=False), f) with f={str(file)!r}"
+    fix = f"copy it again; or, which runs what the file says, save it again with its own program: {again}"
+    if read_part(file, 0, 4) != b"PK\x03\x04":
+        rule = "it is no file of torch.save, or one of before torch 1.6, which cannot be mapped into memory"
+        refuse(file, "cannot be read", rule, fix)
+    try:
+        named = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        other = sorted(name for name in named if not _may_stand_in(name))
+        if not other:
+            # A class of its own for each name, as torch demands.
+            stand_ins: list[Any] = []
+            for name in named:
+                kind = type(name.rpartition(".")[2], (StandIn,), {})
+                stand_ins.append((kind, name))
+            with torch.serialization.safe_globals(stand_ins):
+                return torch.load(
+                    file, map_location="cpu", weights_only=True, mmap=True
+                )
+    except Exception as error:  # of many types, for a pickle that is broken
+        came = f"cannot be read by torch.load ({type(error).__name__})"
+        rule = "it was cut off or changed, or is pickled in another way than torch.save does by itself"
+        refuse(file, came, rule, fix)
+    rule = "a checkpoint names none of it, and loading it might run a program"
+    advice = "do not load it; get it from its source again"
+    refuse(file, f"names {some(other, 4)[:200]}", rule, advice)
+
+
+def load_dict(file: Path) -> dict[str, Any]:
+    """Read a file that holds values by name. Raises FileError."""
+    found = load(file)
+    if not isinstance(found, dict):
+        came = f"holds a {type(found).__name__}"
+        refuse(file, came, "a checkpoint is a dictionary", "give another save")
+    return found
+
+
+def _may_stand_in(name: str) -> bool:
+    """Check that a name is of no module of Python's library that can run a program."""
+    module = name.partition(".")[0]
+    return (
+        name == ENUM_MEMBER
+        or module in STAND_IN_MODULES
+        or module not in sys.stdlib_module_names
+    )
