@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 # run from a checkout: tools are not installed
@@ -20,7 +21,7 @@ from launch.console.text_table import table
 from launch.deepspeed_fixes.versions import SEEN
 from launch.experiments.launching import ROOT, own_environment
 from launch.experiments.parity.comparison import RunOutcome, compare, read_outcome
-from launch.experiments.parity.layout_cases import CASES, REFERENCE
+from launch.experiments.parity.layout_cases import CASES, FORCED, REFERENCE
 from recipes import catalog
 
 ABOUT = """\
@@ -35,6 +36,8 @@ examples:
   python tools/deepspeed_versions.py --out versions --recipe bert/sotu \\
       --releases 0.19.7 0.19.8
       another recipe; what is installed or trained there already is kept
+  python tools/deepspeed_versions.py --out versions --set precision=bf16
+      another precision
 exit codes: 0 all agree, 1 some do not or failed, 2 refused."""
 # ZeRO 0 to 3 with and without offload, tensor and pipeline parallelism, on at most two processes
 LAYOUTS = (
@@ -59,6 +62,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     recipe = "trained with --tiny (default: %(default)s)"
     add("--recipe", default=catalog.DEFAULT_RECIPE, metavar="TABLE/ROW", help=recipe)
+    setting = "override one field of the recipe; repeatable"
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help=setting)
     layouts = "of launch/compare_layouts.py --list (default: ten)"
     add("--only", nargs="+", default=LAYOUTS, metavar="LAYOUT", help=layouts)
     add("--steps", type=arguments.whole(), default=8, metavar="N", help="default: 8")
@@ -82,11 +87,15 @@ def main() -> int:
 
 def outcomes(args: argparse.Namespace, release: str, out: Path) -> list[RunOutcome]:
     """Return what every layout came to under a release; trained first unless its runs are there."""
-    runs = out / args.recipe.replace("/", "-") / release
+    name = "-".join([args.recipe, *args.set]).replace("/", "-")
+    runs = out / name / release
     if not runs.exists():
         runs.parent.mkdir(parents=True, exist_ok=True)
         train(args, release, out, runs)
     cases = [REFERENCE, *(case for case in CASES if case.name in args.only)]
+    recipe = catalog.load(args.recipe, [*FORCED, *args.set], tiny=True)
+    if recipe.precision != "fp32":  # of the products, which decides as that of weights
+        cases = [replace(case, states="bf16") for case in cases]
     return [read_outcome(case, runs / case.folder, log_of(runs)) for case in cases]
 
 
@@ -113,6 +122,7 @@ def train(args: argparse.Namespace, release: str, out: Path, runs: Path) -> None
     terminal.say(f"training under DeepSpeed {release}")
     script = str(ROOT / "launch" / "compare_layouts.py")
     what = ["--tiny", "--recipe", args.recipe, "--steps", str(args.steps)]
+    what += [f"--set={setting}" for setting in args.set]
     command = [sys.executable, script, *what, "--only", *args.only, "--out", str(runs)]
     with log_of(runs).open("w") as log:
         subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)

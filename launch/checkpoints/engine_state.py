@@ -222,9 +222,10 @@ class EngineState:
         return next(every, torch.float32)
 
     def read(self, partition: Partition, fragment: Fragment, kind: str) -> torch.Tensor:
-        """Read a fragment's flat elements of master weights or a moment; valid until the next `read`.
+        """Read a fragment's flat elements of master weights or a moment.
 
-        The partition stays open for its next fragment, until `close`. Raises KeyError for an absent moment.
+        They are valid while the partition is open: until `close`, or a `read` of another one. Raises KeyError
+        for an absent moment.
         """
         self.open(partition)
         master = partition.master()
@@ -358,8 +359,10 @@ class EngineState:
         fragments = []
         for parameter in zero.fp16_groups[number]:
             _, offset, length = zero.grad_position[zero.get_param_id(parameter)]
-            first = length * dist.get_rank(parameter.ds_process_group)
-            count = max(0, min(length, parameter.ds_numel - first))
+            rank = dist.get_rank(parameter.ds_process_group)
+            # Of two numbers on four ranks the last ones hold padding, behind the end.
+            first = min(length * rank, parameter.ds_numel)
+            count = min(length, parameter.ds_numel - first)
             fragments.append(Fragment(parameter, first, offset, count))
 
         def write_back() -> None:

@@ -7,8 +7,10 @@ tensor is compared: those of tensor-parallel ranks, of tied stages, of every dat
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import NamedTuple
@@ -35,6 +37,7 @@ from recipes.schema import Recipe
 LOSS = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 3e-2}
 EXACT = 2.0**-45  # of float64 sums: 256 times its rounding
 DEVIATIONS = 6.0  # of a sum of rounding errors with random factors
+LEAST_NORM = 1e-15  # of which float32 holds all squares that count
 SHOWN = 4  # tensors and pieces
 RULE = "the engine has to hold what was saved"
 FIX = "take the layout that saved it, or an older checkpoint (--resume does once this one is moved away)"
@@ -51,6 +54,14 @@ class ProofDifference(NamedTuple):
     saved: Sums
     found: Sums
     pieces: list[str]
+
+
+class Piece(NamedTuple):
+    """Numbers of one kind of a fragment, flat."""
+
+    kind: Kind
+    numbers: Tensor
+    fragment: Fragment
 
 
 class ProofReport(NamedTuple):
@@ -160,22 +171,14 @@ def _differences(
         kind: coarsest(dtype, *(state.dtype(each, kind) for each in state.partitions))
         for kind in kinds
     }
-    for partition in state.partitions:
-        for fragment in partition.fragments:
-            parameter = fragment.parameter
-            for kind in kinds:
-                numbers = _numbers(state, partition, fragment, kind)
-                if numbers is None:
-                    continue
-                row = rows[kind, canonical_name(parameter)]
-                table[row, :2] += sums_of(numbers, parameter, fragment.first).to(
-                    table.device
-                )
-                table[row, 2] += (
-                    torch.linalg.vector_norm(numbers, dtype=torch.float32)
-                    .double()
-                    .square()
-                )
+    with host_threads() as pool:
+        for partition in state.partitions:
+            pieces = list(_pieces(state, partition, kinds))
+            on_host = all(numbers.device.type == "cpu" for _, numbers, _ in pieces)
+            added = (pool.map if on_host else map)(_three_sums, pieces)
+            for (kind, _, fragment), sums in zip(pieces, added, strict=True):
+                row = rows[kind, canonical_name(fragment.parameter)]
+                table[row] += sums.to(table.device)
     state.close()
     grid = state.grid
     if not state.shared and grid.dp > 1:
@@ -201,6 +204,48 @@ def _differences(
         errors = abs(plain - saved[0]), abs(weighted - saved[1])
         if not (errors[0] <= most[0] and errors[1] <= most[1]):
             yield ProofDifference(kind, name, saved, (plain, weighted), [])
+
+
+@contextlib.contextmanager
+def host_threads() -> Iterator[ThreadPoolExecutor]:
+    """Yield a pool of as many threads as torch has; torch computes on one in each of them, and in this one.
+
+    Its own threads wait for each other after every short operation: on busy cores for 16 times as long as
+    they compute.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _pieces(
+    state: EngineState, partition: Partition, kinds: Sequence[Kind]
+) -> Iterator[Piece]:
+    """Yield this rank's numbers of a partition; valid until the next one is opened."""
+    for fragment in partition.fragments:
+        for kind in kinds:
+            numbers = _numbers(state, partition, fragment, kind)
+            if numbers is not None:
+                yield Piece(kind, numbers, fragment)
+
+
+def _three_sums(piece: Piece) -> Tensor:
+    """Return both sums and that of the squares (3,) in float64."""
+    numbers = piece.numbers
+    sums = sums_of(numbers, piece.fragment.parameter, piece.fragment.first)
+    return torch.cat([sums, squares_of(numbers).view(1)])
+
+
+def squares_of(numbers: Tensor) -> Tensor:
+    """Return the sum of the squares in float64; added up in float32 where that can hold them."""
+    norm = torch.linalg.vector_norm(numbers, dtype=torch.float32)
+    if not LEAST_NORM < norm < 1 / LEAST_NORM:
+        norm = torch.linalg.vector_norm(numbers, dtype=torch.float64)
+    return norm.double().square()
 
 
 def coarsest(*types: torch.dtype) -> torch.dtype:

@@ -10,6 +10,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,10 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of a new file; `read` gives its numbers at the time of writing, and `seen` is given them."""
+    """A tensor of a new file; `read` gives its numbers at the time of writing, and `seen` is given them.
+
+    On the host `seen` is called in another thread, while the numbers are written.
+    """
 
     name: str
     dtype: torch.dtype
@@ -59,12 +63,12 @@ def write(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     checksum = 0
-    with open(path, "xb") as file:
+    with open(path, "xb") as file, ThreadPoolExecutor(1) as beside:
         for part in (len(text).to_bytes(8, "little"), text):
             checksum = zlib.crc32(part, checksum)
             file.write(part)
         for entry in entries:
-            checksum = _write_tensor(file.write, entry, checksum)
+            checksum = _write_tensor(file.write, entry, checksum, beside)
         file.flush()
         os.fsync(file.fileno())
         size = file.tell()
@@ -133,15 +137,23 @@ class Reader:
 
 
 def _write_tensor(
-    write: Callable[[memoryview], object], entry: TensorEntry, checksum: int
+    write: Callable[[memoryview], object],
+    entry: TensorEntry,
+    checksum: int,
+    beside: ThreadPoolExecutor,
 ) -> int:
     """Write the numbers of one tensor, a bucket at a time; return the updated checksum."""
     tensor = entry.read().detach()
     found = tensor.dtype, tuple(tensor.shape)
     assert found == (entry.dtype, entry.shape), f"{entry.name}: {found}"
-    entry.seen(tensor)
+    on_host = tensor.device.type == "cpu"
+    if not on_host:
+        entry.seen(tensor)  # on the stream of this thread
+    seeing = beside.submit(entry.seen, tensor) if on_host else None
     for bucket in tensor.contiguous().view(-1).split(BUCKET // entry.dtype.itemsize):
         part = memoryview(bucket.cpu().view(torch.uint8).numpy())
         checksum = zlib.crc32(part, checksum)
         write(part)
+    if seeing:
+        seeing.result()
     return checksum

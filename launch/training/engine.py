@@ -45,7 +45,7 @@ from modeling.parallel.process_grid import ProcessGrid
 from recipes.families import fields_of
 from recipes.schema import Recipe
 
-SAMPLE_POSITIONS = 64
+SAMPLE_POSITIONS = 32
 # (engine, micro-batch) -> (loss) or (loss, parts of it)
 Forward = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -373,7 +373,6 @@ def short_sample(held_out: HeldOut, recipe: Recipe) -> MicroBatch:
 def sample_loss(
     engine: DeepSpeedEngine,
     sample: MicroBatch,
-    micro: int,
     grid: ProcessGrid,
     forward: Forward,
     *,
@@ -381,27 +380,31 @@ def sample_loss(
 ) -> float:
     """Return the loss of a micro-batch of one row in evaluation mode, the same on each rank. Collective.
 
-    `micro`: rows of a micro-batch in training; `compiled`: the model is, and not for this shape.
+    `compiled`: the model is, and not for this shape.
     """
-    rows = 1
     fields = fields_of(sample)
-    if isinstance(engine, PipelineEngine):  # stages exchange one shape
-        rows = micro
-    elif not (fields.uneven or fields.padded):
+    if not (fields.uneven or fields.padded):
         counted = int(sample["weights"].nonzero()[-1, 1]) + 1
-        position_ranks = getattr(engine.module, "position_ranks", 1)
-        counted += -counted % position_ranks
+        counted += -counted % grid.tp  # which may share the positions
         sample = {name: values[:, :counted] for name, values in sample.items()}
-    batch = {}
-    for name, values in sample.items():
-        repeated = values.repeat(rows, *[1] * (values.ndim - 1))
-        batch[name] = repeated / rows if values.is_floating_point() else repeated
-    with (
+    eager = (
         torch.compiler.set_stance("force_eager")
         if compiled
         else contextlib.nullcontext()
-    ):
-        return validate(engine, [[batch]], grid, forward).loss
+    )
+    with eager, other_shape(engine):
+        return validate(engine, [[sample]], grid, forward).loss
+
+
+@contextlib.contextmanager
+def other_shape(engine: DeepSpeedEngine) -> Iterator[None]:
+    """Have stages of a pipeline, which agree on one shape, exchange another one during the block."""
+    stages = isinstance(engine, PipelineEngine)
+    if stages:
+        engine.reset_activation_shape()
+    yield
+    if stages:
+        engine.reset_activation_shape()
 
 
 def _unused_salts(engine: PipelineEngine, batch: MicroBatch) -> torch.Tensor | None:

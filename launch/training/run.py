@@ -328,10 +328,8 @@ class TrainingRun:
         return None if loss is None else KnownLoss(loss, self.job.plan.precision, batch)
 
     def _sample_loss(self, sample: MicroBatch) -> float:
-        job = self.job
-        micro = job.plan.layout.micro
         return sample_loss(
-            self.engine, sample, micro, self.grid, self.forward, compiled=job.compiled
+            self.engine, sample, self.grid, self.forward, compiled=self.job.compiled
         )
 
     def _prove(self, checkpoint: Checkpoint, *, weights: bool) -> None:

@@ -27,6 +27,7 @@ CASES = {  # name: processes, case
         {"ds_config": "zero3", "dp": 2, "settings": ["model.implementation=transformers"]},
     ),
     "dp2 zero3 offload": (2, {"ds_config": "zero3_offload", "dp": 2}),
+    "dp4 zero3": (4, {"ds_config": "zero3", "dp": 4}),
     "tp2 dp2 zero3": (4, {"ds_config": "zero3", "tp": 2, "dp": 2}),
     "tp2 pp2": (4, {"ds_config": "3d", "tp": 2, "pp": 2}),
     "tp2 pp2 dp2": (8, {"ds_config": "3d", "tp": 2, "pp": 2, "dp": 2}),
@@ -229,6 +230,12 @@ def test_a_run_goes_on_from_nvme_and_to_it(tmp_path, monkeypatch):
 @pytest.mark.long
 def test_a_bert_goes_on_under_one_layout_after_the_other(tmp_path):
     check_ring(tmp_path, ["pp2", "tp2", "dp2 zero3"], recipe="bert/sotu")
+
+
+@pytest.mark.long
+def test_a_bert_goes_on_where_ranks_hold_nothing_of_a_tensor(tmp_path):
+    """The bias of its sentence head has two elements: under ZeRO-3 two of four ranks hold padding alone."""
+    check_ring(tmp_path, ["one", "dp4 zero3", "one"], recipe="bert/sotu", each=1)
 
 
 @pytest.mark.long

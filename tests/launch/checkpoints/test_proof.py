@@ -9,6 +9,7 @@ from launching import WORKERS, run_ranks
 
 from launch.checkpoints import run_checkpoints
 from launch.checkpoints.geometry import share
+from launch.checkpoints.proof import squares_of
 from launch.checkpoints.sums import sums_of
 from modeling.initialization import Shard, label
 
@@ -67,7 +68,8 @@ REFUSED = {  # fault: what its refusal names
 def jobs_of(out: Path, layouts: dict, source: Path):
     return [
         {
-            "name": name, "out": str(out / name), "case": CASES[name], "steps": 2, "source": str(source),
+            "name": name, "out": str(out / name), "case": CASES[name], "source": str(source),
+            "steps": 3 if name == "pp2" else 2,  # stages exchange longer samples after the one of the proof
             "faults": ["sound", *faults, "sound"],
         }
         for name, faults in layouts.items()
@@ -137,3 +139,8 @@ def test_sums_of_a_transposed_or_permuted_tensor_are_others():
         numbers = other.reshape(-1)
         found = sums_of(numbers, labelled(full, None), 0).tolist()
         assert found[0] == pytest.approx(first, abs=1e-12) and abs(found[1] - second) > 0.01
+
+
+@pytest.mark.parametrize("size", [1e-25, 1.0, 1e25, 0.0])
+def test_squares_of_any_size_bound_the_rounding_of_a_sum(size):
+    assert squares_of(torch.full((1000,), size)).item() == pytest.approx(1000 * size**2, rel=1e-5, abs=0)
