@@ -420,7 +420,9 @@ def span_loss(
     of_ends = F.cross_entropy(logits[..., 1].float(), ends, reduction="none")
     losses = of_starts + of_ends
     best = logits.argmax(1)
-    right = (((best[:, 0] == starts) & (best[:, 1] == ends)) * weights).sum()
+    begins_right = best[:, 0] == starts
+    ends_right = best[:, 1] == ends
+    right = ((begins_right & ends_right) * weights).sum()
     return (losses * weights).sum() / 2, right.detach().view(1)
 
 

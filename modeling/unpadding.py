@@ -60,7 +60,8 @@ def row_of(
 
     T is a multiple of `multiple`.
     """
-    real = (torch.arange(positions) < lengths[:, None]).flatten().nonzero().squeeze(1)
+    is_real = torch.arange(positions) < lengths[:, None]
+    real = is_real.flatten().nonzero().squeeze(1)
     indices = fill_up(real, multiple)
     offsets = F.pad(lengths.cumsum(0), (1, 1))
     offsets[-1] = indices.numel()
@@ -71,7 +72,9 @@ def row_of(
 
 def fill_up(x: Tensor, multiple: int) -> Tensor:
     """Fill x (n,) up with zeros to a multiple above 0."""
-    return F.pad(x, (0, round_up(max(1, x.numel()), multiple) - x.numel()))
+    count = x.numel()
+    padded = round_up(max(1, count), multiple)
+    return F.pad(x, (0, padded - count))
 
 
 def round_up(number: int, multiple: int) -> int:

@@ -127,22 +127,26 @@ def end_together(problem: str | None, group: dist.ProcessGroup) -> None:
 
 def _packed(batches: Sequence[MicroBatch]) -> torch.Tensor:
     """Pack the bytes of a step's micro-batches into one tensor."""
-    return torch.cat(
-        [x.view(-1).view(torch.uint8) for batch in batches for x in batch.values()]
-    )
+    octets = []
+    for batch in batches:
+        for tensor in batch.values():
+            octets.append(tensor.view(-1).view(torch.uint8))
+    return torch.cat(octets)
 
 
 def _unpacked(packed: torch.Tensor, like: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Return the micro-batches of `_packed`, in the form of those that are `like` them."""
-    parts = iter(packed.split([x.nbytes for batch in like for x in batch.values()]))
-    # Copies, since a view of another type has to begin at a multiple of its size.
-    return [
-        {
-            name: next(parts).clone().view(x.dtype).view(x.shape)
-            for name, x in batch.items()
-        }
-        for batch in like
-    ]
+    unpacked = []
+    at = 0
+    for batch in like:
+        found = {}
+        for name, tensor in batch.items():
+            part = packed[at : at + tensor.nbytes]
+            # A copy, since a view of another type has to begin at a multiple of its size.
+            found[name] = part.clone().view(tensor.dtype).view(tensor.shape)
+            at += tensor.nbytes
+        unpacked.append(found)
+    return unpacked
 
 
 def _copy_group(grid: ProcessGrid) -> tuple[dist.ProcessGroup | None, int]:
@@ -241,7 +245,10 @@ def for_plain(
             return row
     given = padded_arguments(batch, device, position_ranks)
     assert given[0] is not None
-    named: Any = {} if salts is None else {"salts": salts[:, : given[0].shape[1]]}
+    named: Any = {}
+    if salts is not None:
+        positions = given[0].shape[1]
+        named["salts"] = salts[:, :positions]
     if PLACES in batch:
         from modeling.documents import row_of_documents
 
@@ -279,10 +286,8 @@ def for_pipeline(
     """
     fields = fields_of(batch)
     batch = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
-    inputs = (
-        *(batch[name] for name in (*fields.inputs, PLACES) if name in batch),
-        *(() if salts is None else (salts,)),
-    )
-    return inputs if len(inputs) > 1 else inputs[0], tuple(
-        batch[name] for name in fields.targets
-    )
+    inputs = [batch[name] for name in (*fields.inputs, PLACES) if name in batch]
+    if salts is not None:
+        inputs.append(salts)
+    targets = tuple(batch[name] for name in fields.targets)
+    return tuple(inputs) if len(inputs) > 1 else inputs[0], targets

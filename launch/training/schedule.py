@@ -33,7 +33,9 @@ def learning_rate(recipe: Recipe, step: int) -> float:
     if warmup and step <= warmup:
         return peak * step / warmup
     if chosen.kind == "inverse_sqrt":
-        return max(low, peak * math.sqrt(max(count(1), warmup) / max(count(1), step)))
+        first = max(count(1), warmup)
+        now = max(count(1), step)
+        return max(low, peak * math.sqrt(first / now))
     if end_step is None:
         return peak
     if step > (end := count(end_step)):

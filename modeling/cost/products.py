@@ -11,6 +11,7 @@ from recipes.schema import Model
 # Products (h, h) x (h, h) of Muon's step for a layer: each of 5 iterations takes 4 m^2 n + 2 m^3 operations for
 # a matrix (m, n), m <= n; 6 h^3 each for queries, keys, values and the projection, 18 h^3 for each MLP matrix.
 OF_MUON = 5 * (4 * 6 + 2 * 18) // 2
+OF_LARGEST_MATRIX = 5 * 18 // 2
 
 
 class Product(NamedTuple):

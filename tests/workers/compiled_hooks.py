@@ -6,14 +6,14 @@ compiled_hooks.py OUT.json CASES.json      cases: ds_config, asynchronous
 from __future__ import annotations
 
 import functools
-import json
-import sys
 from pathlib import Path
+
+from cases import write_found
 
 from ds_configs.plan import Device
 from launch.console import terminal
 from launch.experiments.parity.groups import temporary_groups
-from launch.ranks import ending, processes
+from launch.ranks import processes
 
 terminal.quiet_libraries()
 
@@ -53,7 +53,4 @@ if __name__ == "__main__":
     # Graphs are traced and run as they are: what is counted is where they end.
     torch.compile = functools.partial(torch.compile, backend="eager")
     compiling._compiles_whole = lambda plan: False
-    with ending.clean_exit():
-        processes.start_processes()
-        found = [count(case, Path(sys.argv[1])) for case in json.loads(Path(sys.argv[2]).read_text())]
-        Path(sys.argv[1]).write_text(json.dumps(found))
+    write_found(count)

@@ -8,12 +8,13 @@ However many there are, their mean is the gradient of one: what differs was lost
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
+
+from cases import write_found
 
 from launch.console import terminal
 from launch.machine import description
-from launch.ranks import ending, processes
+from launch.ranks import processes
 
 terminal.quiet_libraries()
 MACHINE = description.detect_machine()
@@ -54,8 +55,4 @@ def norm(case: dict, out: Path) -> float | None:
 
 
 if __name__ == "__main__":
-    with ending.clean_exit():
-        processes.start_processes()
-        found = [norm(case, Path(sys.argv[1])) for case in json.loads(Path(sys.argv[2]).read_text())]
-        if processes.rank() == 0:
-            Path(sys.argv[1]).write_text(json.dumps(found))
+    write_found(norm)

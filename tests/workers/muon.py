@@ -8,28 +8,29 @@ Writes of each case the distances of losses, norms, weights and momenta after `S
 from __future__ import annotations
 
 import itertools
-import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+from cases import write_found
+
 from launch.console import terminal
 from launch.machine import description
-from launch.ranks import ending, processes
+from launch.ranks import processes
 
 terminal.quiet_libraries()
 MACHINE = description.detect_machine()
 
 import torch  # noqa: E402  (after the accelerator is chosen)
 import torch.distributed as dist  # noqa: E402
+from full_state import full_state  # noqa: E402
 
 from data.corpus import build  # noqa: E402
 from ds_configs.resolver import resolve  # noqa: E402
 from launch.checkpoints.engine_state import EngineState  # noqa: E402
 from launch.checkpoints.manifest import MOMENTS, WEIGHT  # noqa: E402
-from launch.checkpoints.stored import TensorPlacement  # noqa: E402
 from launch.experiments.parity.groups import temporary_groups  # noqa: E402
+from launch.planning.prediction import workload  # noqa: E402
 from launch.training import engine as training  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.micro_batches import (  # noqa: E402
@@ -131,35 +132,20 @@ class Plain:
         return found
 
 
-def our_state(state: EngineState):
-    """(kind, name) -> the full tensor, joined over the ranks."""
-    pieces = []
-    for partition in state.partitions:
-        for fragment in state.owned(partition):
-            place = TensorPlacement.of(fragment.parameter)
-            for kind in state.held(partition, (WEIGHT, *MOMENTS)):
-                numbers = state.read(partition, fragment, kind).clone()
-                cut = place.cut and (place.cut.dim, place.cut.start)
-                pieces.append(((kind, place.name), cut, fragment.first, numbers, place.shape))
-    of_ranks: list = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, pieces)
-    slices: dict = {}
-    for key, cut, first, numbers, shape in itertools.chain(*of_ranks):
-        slices.setdefault((key, shape), {}).setdefault(cut, []).append((first, numbers))
-    found = {}
-    for (key, shape), of_cuts in slices.items():
-        whole = []
-        for cut in sorted(of_cuts, key=lambda each: each or ()):
-            flat = torch.cat([numbers for _, numbers in sorted(of_cuts[cut], key=lambda each: each[0])])
-            if cut is not None:
-                rest = [n for dim, n in enumerate(shape) if dim != cut[0]]
-                count = flat.numel() // (rest[0] if rest else 1)
-                flat = flat.view([count if dim == cut[0] else n for dim, n in enumerate(shape)])
-            whole.append(flat)
-        dim = next(iter(of_cuts))[0] if None not in of_cuts else 0
-        full = torch.cat(whole, dim=dim)
-        found[key] = full.view(-1, *shape[1:])[: shape[0]]
+def moment_bytes(engine) -> int:
+    """The bytes of all moments on this rank."""
+    found = 0
+    for state in engine.basic_optimizer.state.values():
+        found += sum(state[kind].nbytes for kind in MOMENTS if kind in state)
     return found
+
+
+def planned_bytes(plan) -> float:
+    """What the planner counts of them."""
+    work = workload.of_plan(plan)
+    widths = work.widths_of(0)
+    share = work.parameters_of(0) / (work.layout.dp if work.zero_stage else 1)
+    return widths.moments * widths.moment * share
 
 
 def compare(case: dict, out: Path) -> dict:
@@ -184,18 +170,16 @@ def compare(case: dict, out: Path) -> dict:
                 loss, norm = plain.step([*itertools.chain(*of_ranks[::tp])])
                 losses.append(abs(outcome.loss - loss))
                 norms.append(abs(outcome.grad_norm / norm - 1))
-            ours, theirs = our_state(EngineState(engine, grid)), plain.state()
+            ours, theirs = full_state(EngineState(engine, grid)), plain.state()
+            held = moment_bytes(engine)
     assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
     far = {kind: {} for kind, _ in theirs}
     for (kind, name), right in theirs.items():
         right = right[: len(ours[kind, name])]
         far[kind][name] = float((ours[kind, name] - right).norm() / (right.norm() + 1e-12))
-    return {"losses": max(losses), "norms": max(norms), **far}
+    bytes_ = {"held": held, "planned": planned_bytes(plan)}
+    return {"losses": max(losses), "norms": max(norms), "moments": bytes_, **far}
 
 
 if __name__ == "__main__":
-    with ending.clean_exit():
-        processes.start_processes()
-        found = [compare(case, Path(sys.argv[1])) for case in json.loads(Path(sys.argv[2]).read_text())]
-        if processes.rank() == 0:
-            Path(sys.argv[1]).write_text(json.dumps(found))
+    write_found(compare)

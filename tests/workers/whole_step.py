@@ -8,21 +8,22 @@ takes one text 1 + `LIGHT` times; after the first with so little weight that a s
 
 from __future__ import annotations
 
-import itertools
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+from cases import write_found
+
 from launch.console import terminal
 from launch.machine import description
-from launch.ranks import ending, processes
+from launch.ranks import processes
 
 terminal.quiet_libraries()
 MACHINE = description.detect_machine()
 
 import torch  # noqa: E402  (after the accelerator is chosen)
 import torch.distributed as dist  # noqa: E402
+from full_state import full_state  # noqa: E402
 
 from data.corpus import build  # noqa: E402
 from ds_configs.resolver import resolve  # noqa: E402
@@ -32,7 +33,6 @@ from launch.training import engine as training  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.micro_batches import training_batches  # noqa: E402
 from modeling.families import conversion_of  # noqa: E402
-from modeling.initialization import canonical_name  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 from recipes import catalog  # noqa: E402
 
@@ -110,33 +110,16 @@ def their_step(theirs, recipe, loss: torch.Tensor) -> tuple[float, torch.optim.A
     return float(norm), adam
 
 
-def our_state(state: EngineState) -> dict[str, dict[str, torch.Tensor]]:
-    """Kind -> flat fp32 tensors by canonical name, joined over the ranks."""
-    pieces = []
-    for partition in state.partitions:
-        for fragment in state.owned(partition):
-            for kind in ("weight", "exp_avg", "exp_avg_sq"):
-                numbers = state.read(partition, fragment, kind).cpu().clone()
-                pieces.append((kind, canonical_name(fragment.parameter), fragment.first, numbers))
-    state.close()
-    of_ranks: list = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, pieces)
-    found: dict[str, dict[str, torch.Tensor]] = {}
-    for kind, name, _, numbers in sorted(itertools.chain(*of_ranks), key=lambda piece: piece[:3]):
-        tensors = found.setdefault(kind, {})
-        tensors[name] = torch.cat([tensors[name], numbers]) if name in tensors else numbers
-    return found
-
-
-def apart(ours: dict[str, torch.Tensor], theirs, values, recipe) -> dict[str, float]:
-    """Distance of every tensor from theirs, next to the length of theirs."""
+def apart(ours: dict[tuple[str, str], torch.Tensor], kind: str, theirs, values, recipe) -> dict[str, float]:
+    """Distance of every tensor of a kind from theirs, next to the length of theirs."""
     named = {name: values(parameter).detach() for name, parameter in theirs.named_parameters()}
     expected = conversion_of(recipe.model).to_canonical(named, recipe.model)
-    assert set(expected) == set(ours)
+    assert {(kind, name) for name in expected} == {key for key in ours if key[0] == kind}
     found = {}
     for name in expected:
         right = expected[name].flatten()
-        found[name] = float((ours[name][: right.numel()] - right).norm() / (right.norm() + 1e-12))
+        mine = ours[kind, name].flatten()[: right.numel()]
+        found[name] = float((mine - right).norm() / (right.norm() + 1e-12))
     return found
 
 
@@ -161,7 +144,7 @@ def compare(case: dict, out: Path) -> dict:
         engine = training.build_engine(Job(plan, "step", out.parent, initial_weights=given), grid, print)
         with training.release_at_end(engine):
             read_outcome = training.train_step(engine, batches, grid, [None] * len(batches))
-            outcome, ours = read_outcome(), our_state(EngineState(engine, grid))
+            outcome, ours = read_outcome(), full_state(EngineState(engine, grid))
     of_ranks: list = [None] * world
     dist.all_gather_object(of_ranks, kept)
     if half:
@@ -176,15 +159,11 @@ def compare(case: dict, out: Path) -> dict:
         "losses": {name: abs(mine[name] / float(value) - 1) for name, value in losses.items()},
         "norm": abs(outcome.grad_norm / norm - 1),
         # After one step these are the clipped gradient and its square, times 1 - beta.
-        "gradients": apart(ours["exp_avg"], theirs, lambda p: adam.state[p]["exp_avg"], recipe),
-        "squares": apart(ours["exp_avg_sq"], theirs, lambda p: adam.state[p]["exp_avg_sq"], recipe),
-        "weights": apart(ours["weight"], theirs, lambda p: p, recipe),
+        "gradients": apart(ours, "exp_avg", theirs, lambda p: adam.state[p]["exp_avg"], recipe),
+        "squares": apart(ours, "exp_avg_sq", theirs, lambda p: adam.state[p]["exp_avg_sq"], recipe),
+        "weights": apart(ours, "weight", theirs, lambda p: p, recipe),
     }
 
 
 if __name__ == "__main__":
-    with ending.clean_exit():
-        processes.start_processes()
-        found = [compare(case, Path(sys.argv[1])) for case in json.loads(Path(sys.argv[2]).read_text())]
-        if processes.rank() == 0:
-            Path(sys.argv[1]).write_text(json.dumps(found))
+    write_found(compare)

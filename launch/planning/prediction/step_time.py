@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from launch.planning.prediction.constants import Constants
 from launch.planning.prediction.hardware import Node
 from launch.planning.prediction.workload import Workload
+from modeling import cost
 from modeling.cost import products
 from recipes.families import Window
 
@@ -286,10 +287,7 @@ def _offload_seconds(work: Workload, machine: NodeRates) -> float:
 
 
 def _update_seconds(work: Workload, machine: NodeRates) -> float:
-    """Predict the seconds of Adam over a rank's share, at the rate of the GPU's or host's memory.
-
-    Muon's products are divided over the data- and tensor-parallel ranks.
-    """
+    """Predict the seconds of Adam over a rank's share, at the rate of the GPU's or host's memory."""
     layout = work.layout
     node = machine.node
     parameters = max(work.parameters_of(stage) for stage in {0, layout.pp - 1})
@@ -299,18 +297,33 @@ def _update_seconds(work: Workload, machine: NodeRates) -> float:
         tensors = TENSORS * work.model.different_layers(work.layers_of(0)) / sharing
         started = work.software.update_kernels * tensors * machine.kernel_seconds
         moved = work.software.update_bytes * share / (node.gpu.memory_gb_s * 1e9)
-        seconds = max(moved, started)
-        if work.muon:
-            hidden = work.model.hidden
-            count = products.OF_MUON * work.model.different_layers(work.layers_of(0))
-            one = machine.product_seconds(
-                products.Product(hidden, hidden, hidden), work.precision
-            )
-            seconds += count * one / (layout.dp * layout.tp)
-        return seconds
+        muon = _muon_seconds(work, machine) if work.muon else 0.0
+        return max(moved, started) + muon
     return (
         HOST_UPDATE_BYTES * share * machine.ranks_here / (node.host.memory_gb_s * 1e9)
     )
+
+
+def _muon_seconds(work: Workload, machine: NodeRates) -> float:
+    """Predict Muon's products, and the exchange of what they take and make.
+
+    The ranks of a stage share them by whole matrices. A rank's pieces go to the matrices' owners and come
+    back; under ZeRO-0 it has them already, and only gets the updates.
+    """
+    model = work.model
+    layout = work.layout
+    layers = work.layers_of(0)
+    square = products.Product(model.hidden, model.hidden, model.hidden)
+    each = products.OF_MUON * model.different_layers(layers) / (layout.dp * layout.tp)
+    count = max(each, products.OF_LARGEST_MATRIX)
+    held = work.width * cost.hidden_matrices(model, layers, layout.tp)
+    share = held / layout.dp
+    if work.zero_stage:
+        data = machine.collective_seconds(share, layout.dp, layout.tp)
+    else:
+        data = machine.collective_seconds(held, layout.dp, layout.tp, passes=1)
+    tensor = machine.collective_seconds(share, layout.tp, 1)
+    return count * machine.product_seconds(square, work.precision) + data + tensor
 
 
 @dataclass(frozen=True)

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import json
+from unittest import mock
 
 import pytest
 import torch
 from launching import WORKERS, run_ranks
 from torch.optim import _muon as theirs
+from torch.utils.flop_counter import FlopCounterMode
 
 from launch.deepspeed_fixes import muon
+from modeling.cost import products
 
 SHAPES = ((48, 48), (48, 192), (192, 48), (7, 5))
+
+
+def by_torch(matrix: torch.Tensor) -> torch.Tensor:
+    coefficients = (theirs.DEFAULT_A, theirs.DEFAULT_B, theirs.DEFAULT_C)
+    return theirs._zeropower_via_newtonschulz(matrix, coefficients, theirs.DEFAULT_NS_STEPS, theirs.EPS)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_matrix_is_orthogonalised_as_by_torch(shape):
     gradient = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    coefficients = (theirs.DEFAULT_A, theirs.DEFAULT_B, theirs.DEFAULT_C)
-    right = theirs._zeropower_via_newtonschulz(gradient, coefficients, theirs.DEFAULT_NS_STEPS, theirs.EPS)
-    assert torch.equal(muon.orthogonalise(gradient.bfloat16()), right)
+    assert torch.equal(muon.orthogonalise(gradient.bfloat16()), by_torch(gradient))
+    decades = torch.logspace(0, -4, max(shape))
+    uneven = decades[:, None] * gradient if shape[0] > shape[1] else gradient * decades
+    for matrix in (gradient, uneven):
+        with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.double):
+            right = by_torch(matrix)
+        assert (muon.orthogonalise(matrix) - right).norm() < 1e-5 * right.norm()
     sizes = torch.linalg.svdvals(muon.orthogonalise(gradient))
     assert sizes.min() > 0.6 and sizes.max() < 1.3, "it orthogonalises"
     assert not muon.orthogonalise(torch.zeros(shape)).any()
@@ -67,3 +79,22 @@ def test_whole_steps_are_torchs_under_every_layout(steps, case):
     assert far["losses"] < 2e-6 and far["norms"] < 1e-5
     for kind in ("weight", "exp_avg", "exp_avg_sq"):
         assert {name: value for name, value in far[kind].items() if value > 2e-5} == {}, kind
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_planner_counts_the_moments_that_are_held(steps, case):
+    """One of a matrix, two of all else; buffers are padded by little."""
+    moments = steps[case]["moments"]
+    assert moments["planned"] == pytest.approx(moments["held"], rel=0.01)
+
+
+def test_the_planner_counts_the_products_that_are_made():
+    hidden = 48
+    matrices = [(hidden, hidden)] * 4 + [(4 * hidden, hidden), (hidden, 4 * hidden)]
+    made = []
+    for shape in matrices:
+        with FlopCounterMode(display=False) as counter:
+            muon.orthogonalise(torch.ones(shape, dtype=torch.bfloat16))
+        made.append(counter.get_total_flops())
+    assert sum(made) == products.OF_MUON * products.Product(hidden, hidden, hidden).operations
+    assert max(made) == products.OF_LARGEST_MATRIX * products.Product(hidden, hidden, hidden).operations

@@ -262,6 +262,7 @@ def test_all_layouts_agree_by_muon(recipe):
     """All but those that it refuses."""
     flags = ["--recipe", recipe, "--set", "optimizer.name=muon", "--set", "optimizer.lr=0.004"]
     done = run([*COMMAND, *flags, "--steps", "8"], timeout=1700)
+    print(done.stdout)
     assert done.returncode == 0, done.stdout[-6000:]
     apart = {name: verdict for name, verdict in rows_of(done.stdout).items() if verdict != "yes"}
     assert apart == {case.name: "not run" for case in CASES if case.name == "tp3" or "offload" in case.name}

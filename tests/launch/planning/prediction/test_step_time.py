@@ -18,7 +18,7 @@ from launch.planning.prediction.step_time import (
     StageTimes,
     step_time,
 )
-from modeling.cost.products import Product
+from modeling.cost.products import OF_LARGEST_MATRIX, OF_MUON, Product
 
 DGX2, JEAN_ZAY, A100 = find("dgx2"), find("v100-32x4"), find("a100-80x8")
 PIPELINE = "jeanzay_megatron_performance/48b-pp16-ga256-mb4-0527"
@@ -125,6 +125,19 @@ def test_offload_pays_for_pcie_and_the_hosts_memory():
     assert here.offload == 0 < away.offload and away.update > 2 * here.update
     held = step.parameters_of(0) / 64
     assert away.offload == pytest.approx((2 * held * 2 + 2 * 2 * held) / 12e9)
+
+
+@pytest.mark.parametrize("degrees", [{}, {"dp": 2}, {"tp": 2}, {"dp": 64}], ids=str)
+def test_muon_shares_its_products_by_whole_matrices(degrees):
+    """And moves a rank's share of them to their owners and back."""
+    step = laid(work("default/sotu", "ds_config=zero1", "precision=bf16"), **{"dp": 1, **degrees})
+    ranks, hidden, layers = step.layout.world, step.model.hidden, step.model.layers
+    machine = NodeRates(A100, fitted_constants(), ranks)
+    count = max(OF_MUON * layers / ranks, OF_LARGEST_MATRIX)
+    computed = count * machine.product_seconds(Product(hidden, hidden, hidden), "bf16")
+    moved = machine.collective_seconds(2 * 12 * hidden**2 * layers / ranks, ranks, 1)
+    added = seconds(replace(step, muon=True), A100).update - seconds(step, A100).update
+    assert added == pytest.approx(computed + moved)
 
 
 def test_banded_layers_cost_their_band():
