@@ -23,6 +23,7 @@ from launch.experiments.launching import ROOT, own_environment
 from launch.experiments.parity.comparison import RunOutcome, compare, read_outcome
 from launch.experiments.parity.layout_cases import CASES, FORCED, REFERENCE
 from recipes import catalog
+from recipes.schema import Recipe
 
 ABOUT = """\
 Install each release of DeepSpeed but the pinned one, which is there, in a
@@ -75,6 +76,7 @@ def main() -> int:
     args = build_parser().parse_args()
     terminal.quiet_libraries()
     arguments.directory("--out", args.out)
+    recipe_of(args)  # refuses what it cannot be, before anything is trained
     out = Path(args.out).absolute()
     pinned = outcomes(args, SEEN[-1], out)
     rows = []
@@ -93,10 +95,16 @@ def outcomes(args: argparse.Namespace, release: str, out: Path) -> list[RunOutco
         runs.parent.mkdir(parents=True, exist_ok=True)
         train(args, release, out, runs)
     cases = [REFERENCE, *(case for case in CASES if case.name in args.only)]
-    recipe = catalog.load(args.recipe, [*FORCED, *args.set], tiny=True)
-    if recipe.precision != "fp32":  # of the products, which decides as that of weights
+    if (
+        recipe_of(args).precision != "fp32"
+    ):  # of the products, which decides as that of weights
         cases = [replace(case, states="bf16") for case in cases]
     return [read_outcome(case, runs / case.folder, log_of(runs)) for case in cases]
+
+
+def recipe_of(args: argparse.Namespace) -> Recipe:
+    """Return the recipe that is trained. Raises ProblemsError."""
+    return catalog.load(args.recipe, [*FORCED, *args.set], tiny=True)
 
 
 def install(release: str, out: Path) -> Path:
