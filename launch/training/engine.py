@@ -399,11 +399,13 @@ def sample_loss(
 @contextlib.contextmanager
 def other_shape(engine: DeepSpeedEngine) -> Iterator[None]:
     """Have stages of a pipeline, which agree on one shape, exchange another one during the block."""
-    stages = isinstance(engine, PipelineEngine)
-    if stages:
-        engine.reset_activation_shape()
-    yield
-    if stages:
+    if not isinstance(engine, PipelineEngine):
+        yield
+        return
+    engine.reset_activation_shape()
+    try:
+        yield
+    finally:
         engine.reset_activation_shape()
 
 
