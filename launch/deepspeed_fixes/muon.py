@@ -34,7 +34,6 @@ from modeling.parallel.process_grid import Group, ProcessGrid
 LINEAR, CUBIC, QUINTIC = 3.4445, -4.7750, 2.0315
 ITERATIONS = 5
 LEAST_NORM = 1e-7
-ROUNDS = (3, 2)  # iterations between products with a wide matrix, in fp32
 QKV = ".attention.qkv.weight"  # rows in the order (head, q/k/v, D)
 
 
@@ -171,58 +170,16 @@ def adjusted(rule: str, rows: int, columns: int) -> float:
 def orthogonalise(matrix: Tensor) -> Tensor:
     """Return the matrix (rows, columns) with all singular values near 1, in its type.
 
-    A quintic Newton-Schulz iteration on the smaller side, with the arithmetic of torch.optim.Muon; of wide
-    matrices in fp32 it is the same to rounding.
+    A quintic Newton-Schulz iteration on the smaller side, with the arithmetic of torch.optim.Muon.
     """
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.t() if tall else matrix
     x = x / x.norm().clamp(min=LEAST_NORM)
-    if x.dtype == torch.float32 and x.shape[0] < x.shape[1]:
-        x = _iterated(x)
-    else:
-        for _ in range(ITERATIONS):
-            gram = x @ x.t()
-            factor = torch.addmm(gram, gram, gram, beta=CUBIC, alpha=QUINTIC)
-            x = torch.addmm(x, factor, x, beta=LINEAR)
+    for _ in range(ITERATIONS):
+        gram = x @ x.t()
+        factor = torch.addmm(gram, gram, gram, beta=CUBIC, alpha=QUINTIC)
+        x = torch.addmm(x, factor, x, beta=LINEAR)
     return x.t() if tall else x
-
-
-def _iterated(x: Tensor) -> Tensor:
-    """Iterate on a wide matrix with half of the operations.
-
-    Each iteration multiplies x by a polynomial of its Gram matrix x x^T, and that matrix by its square.
-    Polynomials of one matrix are symmetric and commute; those of a round are multiplied by each other first.
-    Five in one round differ from five rounds by 5e-4 where singular values lie 4 decades apart, three and two
-    by 1e-5, as rounding does (384 x 1536).
-    """
-    for iterations in ROUNDS:
-        gram = _symmetric_product(x, x)
-        factor = _factor(gram)
-        product = factor
-        for _ in range(iterations - 1):
-            gram = _symmetric_product(_symmetric_product(factor, gram), factor)
-            factor = _factor(gram)
-            product = _symmetric_product(factor, product)
-        x = product @ x
-    return x
-
-
-def _factor(gram: Tensor) -> Tensor:
-    """Return what an iteration multiplies a matrix by, given its Gram matrix."""
-    factor = _symmetric_product(gram, gram).mul_(QUINTIC).add_(gram, alpha=CUBIC)
-    factor.diagonal().add_(LINEAR)
-    return factor
-
-
-def _symmetric_product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a b^T, which is symmetric: three quarters are computed, and one is copied."""
-    product = a.new_empty(len(a), len(a))
-    half = len(a) // 2
-    upper = b[:half].t()
-    torch.mm(a[:half], upper, out=product[:half, :half])
-    torch.mm(a[half:], b.t(), out=product[half:])
-    product[:half, half:] = product[half:, :half].t()
-    return product
 
 
 def _local_shape(parameter: torch.nn.Parameter) -> torch.Size:
