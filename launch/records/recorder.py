@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import re
 import textwrap
 import threading
 import time
@@ -262,7 +263,9 @@ class Recorder(SilentRecorder):
         width = terminal.columns(self._stream)
         text = [f"\n{result_text(result, width)}"] if result else []
         if ending.sample:
-            sample = textwrap.indent(terminal.visible(ending.sample), "  ")
+            # a young model writes many empty lines; result.json has them all
+            sample = re.sub(r"\n{3,}", "\n\n", terminal.visible(ending.sample))
+            sample = textwrap.indent(sample, "  ")
             text += ["\nsample", terminal.wrapped(sample, width, hang=0)]
         text.append(
             f"\n{self.directory.path}: result.json, loss.png, metrics.jsonl{self._checkpoints()}"

@@ -222,6 +222,13 @@ class TestTheEnd:
         assert result.status == "ok" and result.deviations == () and result.sample == "We the people"
 
 
+def test_the_empty_lines_of_a_young_model_do_not_fill_the_screen(tmp_path):
+    stream = io.StringIO()
+    records = recorder(tmp_path, plan(recipe()), stream=stream)
+    records.finish(Ending(peaks=Peaks(1), sample="We\n\nthe" + 30 * "\n" + "people"))
+    assert "sample\n  We\n\n  the\n\n  people\n" in stream.getvalue()
+
+
 @pytest.mark.parametrize(
     "save_last, saved, said",
     [
