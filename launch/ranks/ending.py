@@ -26,8 +26,8 @@ from recipes.problems import ProblemsError, system_error, system_problem
 
 LEFT_PEER = re.compile("Connection (closed|reset) by peer|Broken pipe")
 LOST_PEER = re.compile(f"{LEFT_PEER.pattern}|Timed out waiting|NCCL|gloo")
-# attribute of an exception after a request to stop
-AFTER_STOP_REQUEST = "after_stop_request"
+# attribute of an exception, with the `StopRequest` that it left
+STOP_REQUEST = "stop_request"
 # seconds that a launcher has, after another rank of the machine has refused, to end this one
 LATER = 5.0
 # torch on a GPU, cuBLAS, NCCL and pinned memory, torch and numpy on a CPU.
@@ -155,12 +155,12 @@ def _tell(error: BaseException, note_failure: Callable[[str], None]) -> None:
     """Print and note this rank's traceback, unless another rank's end caused it."""
     text = "".join(traceback.format_exception(error))
     if world_size() > 1 and lost_peers(error):
-        if getattr(error, AFTER_STOP_REQUEST, False):
-            return
         # A consequence of another rank's end. Say nothing, so that the cause stays last on the screen, and
         # let the launcher or the lifeline end this process; speak up only if nothing does.
-        with contextlib.suppress(ValueError):
-            signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
+        request = getattr(error, STOP_REQUEST, None)
+        if request and request.reason:
+            return  # the launcher has asked already
         time.sleep(20)
     note_failure(text)
     # torchrun prints what is in there as the root cause

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from launch.ranks.ending import AFTER_STOP_REQUEST
+from launch.ranks.ending import STOP_REQUEST
 from launch.ranks.processes import rank
 from launch.records.facts import Corruption, StepRecord
 
@@ -48,7 +48,11 @@ DIVERGED_ADVICE = """Nothing more can be learned from here.
 
 
 class StopRequest:
-    """A request for an orderly stop after the current step, by signal or by `stop_file`."""
+    """A request for an orderly stop after the current step, by signal or by `stop_file`.
+
+    After an error signals are still only noted: this process writes its results and ends, and a launcher that
+    ends it because another rank failed must not be quicker.
+    """
 
     def __init__(self, stop_file: Path) -> None:
         self.reason = ""  # of REASONS
@@ -67,11 +71,11 @@ class StopRequest:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            setattr(error, STOP_REQUEST, self)
+            return
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        # the launcher is ending this rank because another one failed
-        if error is not None and self.reason:
-            setattr(error, AFTER_STOP_REQUEST, True)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.reason = signal.Signals(number).name

@@ -66,6 +66,20 @@ def test_a_signal_asks_for_a_stop(tmp_path, number):
         assert stop.look() == signal.Signals(number).name and stop.reason in early_ends.REASONS
 
 
+def test_a_signal_after_an_error_does_not_end_a_rank_before_its_results(tmp_path):
+    """A launcher sends it to rank 0, which has lost another rank and writes why."""
+    before = signal.getsignal(signal.SIGTERM)
+    error = RuntimeError("Connection closed by peer")
+    try:
+        with pytest.raises(RuntimeError), early_ends.StopRequest(tmp_path / "STOP"):
+            raise error
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert getattr(error, ending.STOP_REQUEST).reason == "SIGTERM"
+    finally:
+        for name in ASKING.split():
+            signal.signal(getattr(signal, name), before if name != "SIGINT" else signal.default_int_handler)
+
+
 def test_nohup_is_heard(tmp_path):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

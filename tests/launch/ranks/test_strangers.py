@@ -1,5 +1,6 @@
 """Another user of the machine reaches nothing of a run by its ports, and does not disturb it."""
 
+import contextlib
 import os
 import re
 import signal
@@ -21,7 +22,12 @@ LISTENING = "0A"  # linux/net/tcp_states.h
 def listening_ports(pids) -> dict[int, str]:
     """Return the ports at which processes listen, and their addresses in the kernel's hexadecimal form."""
     links = [link for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir()]
-    inodes = {found[1] for link in links if (found := re.match(r"socket:\[(\d+)\]", os.readlink(link)))}
+    inodes = set()
+    for link in links:
+        with contextlib.suppress(FileNotFoundError):  # a file that is closed by now is no listening socket
+            found = re.match(r"socket:\[(\d+)\]", os.readlink(link))
+            if found:
+                inodes.add(found[1])
     ports = {}
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
