@@ -86,8 +86,12 @@ def _kind(words: str) -> Kind:
 
 def _range(words: re.Match[str]) -> _Fits:
     step = {"a": 0, "a whole": 1, "an even": 2}[words[1]]
-    least = float(words[3]) + (math.ulp(0.0) if words[2] == "above" else 0)
-    most = float(words[4].replace(",", "")) if words[4] else _MOST if step else math.inf
+    least = float(words[3])
+    if words[2] == "above":
+        least += math.ulp(0.0)
+    most = _MOST if step else math.inf
+    if words[4]:
+        most = float(words[4].replace(",", ""))
 
     def fits(value: Any) -> bool:
         number = type(value) is int or (type(value) is float and math.isfinite(value))
@@ -113,12 +117,12 @@ def _read() -> tuple[
 ]:
     """Read the kinds by section and key, the rule and the fix of refused keys, and other names."""
     table = yaml.safe_load((FOLDER / "keys.yaml").read_text(encoding="utf-8"))
-    keys = {
-        section: {
-            key: _kind(words) for words, names in kinds.items() for key in names.split()
-        }
-        for section, kinds in table["keys"].items()
-    }
+    keys: dict[str, dict[str, Kind]] = {}
+    for section, kinds in table["keys"].items():
+        keys[section] = {}
+        for words, names in kinds.items():
+            for key in names.split():
+                keys[section][key] = _kind(words)
     for dotted, (one, why) in table["only"].items():
         section, _, key = dotted.rpartition(".")
         keys[section][key] = _only(one, why)

@@ -67,12 +67,11 @@ def _words(recipe: Recipe, text: str) -> Iterator[Words]:
             yield before
         if key:
             value, _ = Formatter().get_field(key, (), vars(recipe))
-            value = str(value).lower() if isinstance(value, bool) else value
-            yield (
-                Key(key)
-                if form
-                else Setting(key, list(value) if isinstance(value, tuple) else value)
-            )
+            if isinstance(value, bool):
+                value = str(value).lower()
+            if isinstance(value, tuple):
+                value = [*value]
+            yield Key(key) if form else Setting(key, value)
 
 
 # Keys of the schedule that some kinds alone read: (key, kinds, what it says if it must be there).

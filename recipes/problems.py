@@ -145,7 +145,9 @@ ES = ("s", "x", "ch", "sh")
 
 def counted(number: int, thing: str) -> str:
     """Write a count as "1 process", "2 processes", "1,024 warm-up steps"."""
-    plural = "" if number == 1 else "es" if thing.endswith(ES) else "s"
+    if number == 1:
+        return f"{number:,} {thing}"
+    plural = "es" if thing.endswith(ES) else "s"
     return f"{number:,} {thing}{plural}"
 
 

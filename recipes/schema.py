@@ -115,13 +115,9 @@ class Model(Strict):
     @property
     def predicted(self) -> str:
         """Unit of the mean in its losses: example, masked token or token."""
-        return (
-            "example"
-            if self.task_head != "none"
-            else "masked token"
-            if self.facts.masked
-            else "token"
-        )
+        if self.task_head != "none":
+            return "example"
+        return "masked token" if self.facts.masked else "token"
 
     @property
     def sequences(self) -> int:

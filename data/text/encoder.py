@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -161,8 +162,11 @@ class Encoder:
         texts = [sentence for document in documents for sentence in document]
         batches = group_items(texts, len, self._batch_characters)
         tokens = (found for batch in batches for found in self._tokens(batch, []))
-        encoded = [[next(tokens) for _ in document] for document in documents]
-        return [[found for found in document if found.size] for document in encoded]
+        encoded = []
+        for document in documents:
+            of_sentences = itertools.islice(tokens, len(document))
+            encoded.append([found for found in of_sentences if found.size])
+        return encoded
 
     def _tokens(self, texts: list[str], end: list[int]) -> Iterator[np.ndarray]:
         """Return (tokens,) uint32 of each text, followed by `end`, as views of one array."""

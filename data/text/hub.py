@@ -220,13 +220,15 @@ def is_temporary(error: BaseException) -> bool:
     if status is not None:
         return status in (408, 429) or status >= 500
     return any(
-        isinstance(cause, _NETWORK_ERRORS)
-        or any(
-            base.__module__.split(".")[0] in _NETWORK_MODULES
-            for base in type(cause).__mro__
-        )
+        isinstance(cause, _NETWORK_ERRORS) or _is_of_network(type(cause))
         for cause in _chain(error)
     )
+
+
+def _is_of_network(kind: type[BaseException]) -> bool:
+    """Check that a class, or one that it inherits from, is of a library for networks."""
+    packages = {base.__module__.split(".")[0] for base in kind.__mro__}
+    return not packages.isdisjoint(_NETWORK_MODULES)
 
 
 def _status(error: BaseException) -> int | None:

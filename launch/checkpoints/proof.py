@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -99,58 +99,60 @@ def check(
     FileError on all ranks with each tensor, its ranks and pieces that differ.
     """
     held = checkpoint.manifest
-    if held.known_loss is None and not any(
-        tensor.sums for tensor in held.tensors.values()
-    ):
-        say(
-            f"{checkpoint.directory} holds no sums and no loss: what was read of it is not proven"
-        )
+    summed = any(tensor.sums for tensor in held.tensors.values())
+    if not summed and held.known_loss is None:
+        lacks = f"{checkpoint.directory} holds no sums and no loss"
+        say(f"{lacks}: what was read of it is not proven")
         return
     kinds = held.kinds[:1] if weights else held.kinds
     dtype = DTYPES[sample.precision] if weights else torch.float32
     stored = StoredTensors(checkpoint.directory, held)
-    found = [
-        each._replace(pieces=list(_differing_pieces(state, stored, each, dtype)))
-        for each in _differences(state, held, kinds, dtype)
-    ]
-    own = ProofReport(
-        found, [] if weights else list(_other_counts(state, held.progress))
-    )
+    own = ProofReport([], [])
+    for each in _differences(state, held, kinds, dtype):
+        pieces = [*_differing_pieces(state, stored, each, dtype)]
+        own.differences.append(each._replace(pieces=pieces))
+    if not weights:
+        own.counts.extend(_other_counts(state, held.progress))
     reports = gathered(own, state.grid.control_group, ProofReport)
     came = [*_said(reports), *_other_loss(held, sample)]
     if came:
         where = str(checkpoint.directory)
         problems = [Problem(where, each, where=where) for each in came]
-        raise FileError([*problems[:-1], replace(problems[-1], rule=RULE, fix=FIX)])
+        problems[-1] = replace(problems[-1], rule=RULE, fix=FIX)
+        raise FileError(problems)
 
 
 def _said(reports: Sequence[ProofReport]) -> Iterator[str]:
     """Say what all ranks, in rank order, found."""
-    by_tensor: dict[tuple[str, str], dict[int, ProofDifference]] = {}
+    by_tensor: dict[str, dict[int, ProofDifference]] = {}
     for rank, report in enumerate(reports):
         for each in report.differences:
-            by_tensor.setdefault((each.kind, each.name), {})[rank] = each
-    tensors = [f"{kind} of {name}" for kind, name in by_tensor]
-    for tensor, by_rank in zip(tensors[:SHOWN], by_tensor.values(), strict=False):
-        first = next(iter(by_rank.values()))
-        pieces = [
-            f"rank {rank}: {piece}"
-            for rank, each in by_rank.items()
-            for piece in each.pieces
-        ]
-        which = (
-            some(pieces, SHOWN)
-            or f"rank {some([*map(str, by_rank)], SHOWN)}: each piece is as in the files"
-        )
-        sums = (
-            ", ".join(f"{value:.9g}" for value in pair)
-            for pair in (first.found, first.saved)
-        )
-        yield f"{tensor} has sums {next(sums)}, and {next(sums)} were saved ({which})"
-    if tensors[SHOWN:]:
-        yield f"so have {counted(len(tensors) - SHOWN, 'more tensor')}: {some(tensors[SHOWN:], SHOWN)}"
+            tensor = f"{each.kind} of {each.name}"
+            by_tensor.setdefault(tensor, {})[rank] = each
+    for tensor in [*by_tensor][:SHOWN]:
+        yield f"{tensor} has {_sums_said(by_tensor[tensor])}"
+    others = [*by_tensor][SHOWN:]
+    if others:
+        yield f"so have {counted(len(others), 'more tensor')}: {some(others, SHOWN)}"
     for rank, report in enumerate(reports):
-        yield from (f"rank {rank}: {each}" for each in report.counts)
+        for count in report.counts:
+            yield f"rank {rank}: {count}"
+
+
+def _sums_said(by_rank: Mapping[int, ProofDifference]) -> str:
+    """Say the sums of a tensor, of the first rank that found it, and where all ranks found it."""
+    pieces = []
+    for rank, difference in by_rank.items():
+        for piece in difference.pieces:
+            pieces.append(f"rank {rank}: {piece}")
+    which = some(pieces, SHOWN)
+    if not pieces:
+        ranks = some([str(rank) for rank in by_rank], SHOWN)
+        which = f"rank {ranks}: each piece is as in the files"
+    first = next(iter(by_rank.values()))
+    found = ", ".join(f"{value:.9g}" for value in first.found)
+    saved = ", ".join(f"{value:.9g}" for value in first.saved)
+    return f"sums {found}, and {saved} were saved ({which})"
 
 
 def _differences(
@@ -167,10 +169,10 @@ def _differences(
     rows = {key: row for row, key in enumerate(product(kinds, parameters))}
     # with squares
     table = torch.zeros(len(rows), 3, dtype=torch.float64, device=state.engine.device)
-    types = {
-        kind: coarsest(dtype, *(state.dtype(each, kind) for each in state.partitions))
-        for kind in kinds
-    }
+    types = {}
+    for kind in kinds:
+        held_as = [state.dtype(each, kind) for each in state.partitions]
+        types[kind] = coarsest(dtype, *held_as)
     with host_threads() as pool:
         for partition in state.partitions:
             pieces = list(_pieces(state, partition, kinds))
@@ -192,11 +194,9 @@ def _differences(
         kind, name = key
         stored = held.tensors.get(name)
         elements = math.prod(TensorPlacement.of(parameters[name]).shape)
-        if (
-            stored is None
-            or kind not in stored.sums
-            or elements != math.prod(stored.shape)
-        ):
+        if stored is None or kind not in stored.sums:
+            continue
+        if elements != math.prod(stored.shape):
             continue  # of another model's size, which `--init_from` cuts or fills up
         plain, weighted, squares = row
         saved = stored.sums[kind]
@@ -302,26 +302,26 @@ def _other_counts(state: EngineState, saved: Progress) -> Iterator[str]:
 def _other_loss(held: Manifest, sample: ProofSample) -> Iterator[str]:
     """Yield a loss that is not the known one, in words. Collective."""
     known = held.known_loss
-    saved, here = (
-        (
-            each.model.model_dump(exclude={"implementation"}),
-            each.data.attend,
-            each.data.positions,
-        )
-        for each in (Recipe.model_validate(held.recipe), sample.recipe)
-    )
-    if known is None or saved != here or known.batch.keys() != sample.batch.keys():
+    if known is None or known.batch.keys() != sample.batch.keys():
         return
-    batch = {
-        name: torch.tensor(known.batch[name], dtype=like.dtype)
-        for name, like in sample.batch.items()
-    }
-    if any(batch[name].shape != like.shape for name, like in sample.batch.items()):
+    saved = Recipe.model_validate(held.recipe)
+    if _what_decides_loss(saved) != _what_decides_loss(sample.recipe):
         return
+    batch = {}
+    for name, like in sample.batch.items():
+        batch[name] = torch.tensor(known.batch[name], dtype=like.dtype)
+        if batch[name].shape != like.shape:
+            return
     loss = sample.loss(batch)
     most = max(LOSS[known.precision], LOSS[sample.precision])
     if not abs(loss - known.loss) <= most:
         yield f"the loss of its sample is {loss:.7g}, and {known.loss:.7g} was saved (within {most:g})"
+
+
+def _what_decides_loss(recipe: Recipe) -> tuple[object, ...]:
+    """Return what decides the loss of given weights on a given batch."""
+    model = recipe.model.model_dump(exclude={"implementation"})
+    return model, recipe.data.attend, recipe.data.positions
 
 
 def _differing_pieces(
@@ -342,21 +342,16 @@ def _differing_pieces(
             if canonical_name(parameter) != difference.name:
                 continue
             place = TensorPlacement.of(parameter)
-            shard = shard_of(parameter)
-            theirs = (
-                full
-                if place.form == "canonical"
-                else shard.form.to_theirs(full, shard.heads)[0]
-            )
-            part = (
-                place.slice_of(theirs).reshape(-1)[first : first + elements].to(dtype)
-            )
+            theirs = full
+            if place.form != "canonical":
+                shard = shard_of(parameter)
+                theirs = shard.form.to_theirs(full, shard.heads)[0]
+            slice_ = place.slice_of(theirs).reshape(-1)
+            part = slice_[first : first + elements].to(dtype)
             numbers = _numbers(state, partition, fragment, kind)
-            count = (
-                elements
-                if numbers is None
-                else int((numbers.cpu() != part.to(numbers.dtype)).sum())
-            )
+            count = elements
+            if numbers is not None:
+                count = int((numbers.cpu() != part.to(numbers.dtype)).sum())
             if count:
                 yield f"{count:,} of elements {first} to {first + elements - 1} of its slice"
     state.close()

@@ -59,6 +59,9 @@ def recipe_of(
     """
     facts = TASKS[wishes.task]
     batch = wishes.batch or facts.batch
+    precision = "fp32"
+    if machine.device.own_memory:
+        precision = "bf16" if machine.bf16 else "fp16"
     values: dict[str, Any] = {
         "title": f"{facts.title}, {wishes.epochs:g} epochs",
         "model": {**model, "task_head": facts.head, "head_classes": facts.classes},
@@ -68,7 +71,7 @@ def recipe_of(
         "optimizer": {"lr": wishes.lr or facts.lr, **OPTIMIZER},
         "schedule": {"kind": "linear"},
         "dropout": {"hidden": 0.1, "attention": 0.1},
-        "precision": ("bf16" if machine.bf16 else "fp16") if machine.device.own_memory else "fp32",
+        "precision": precision,
         "seed": wishes.seed,
         "data": {"tokenizer": {"kind": "file", "path": str(vocabulary)}},
         "task": {"name": wishes.task, "epochs": float(wishes.epochs), **wishes.files},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,13 +75,15 @@ class Likelihoods:
 
     def of_texts(self, texts: Sequence[str]) -> list[float]:
         """Return the log-likelihood of each whole text."""
-        of_texts = [
-            list(self._rolling(tokens)) for tokens in encode_texts(self._encoder, texts)
-        ]
-        scores = iter(
-            self._scored([window for windows in of_texts for window in windows])
-        )
-        return [-math.fsum(next(scores).nll for _ in windows) for windows in of_texts]
+        of_texts = []
+        for tokens in encode_texts(self._encoder, texts):
+            of_texts.append([*self._rolling(tokens)])
+        scores = iter(self._scored([*itertools.chain(*of_texts)]))
+        found = []
+        for windows in of_texts:
+            own = itertools.islice(scores, len(windows))
+            found.append(-math.fsum(score.nll for score in own))
+        return found
 
     def _from_the_end_token(self, tokens: np.ndarray) -> Iterator[Window]:
         return full_context_windows(

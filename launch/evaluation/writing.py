@@ -352,10 +352,9 @@ def summary(done: Sequence[WrittenText], seconds: float, job: WritingJob) -> str
         "end": "at the end-of-text token",
         "positions": positions,
     }
-    counts = {
-        why: sum(written.ended == ended for written in done)
-        for ended, why in reasons.items()
-    }
-    return f"{said}; ended " + ", ".join(
-        f"{count:,} {why}" for why, count in counts.items() if count
-    )
+    ends = []
+    for ended, why in reasons.items():
+        count = sum(written.ended == ended for written in done)
+        if count:
+            ends.append(f"{count:,} {why}")
+    return f"{said}; ended {', '.join(ends)}"

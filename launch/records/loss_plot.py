@@ -161,7 +161,9 @@ def write_in_margin(
         "textcoords": "offset points",
     }
     for height, (_, y, text) in zip(heights, found, strict=True):
-        arrow = " ↑" if y > high else " ↓" if y < low else ""
+        arrow = " ↑" if y > high else ""
+        if y < low:
+            arrow = " ↓"
         axes.annotate(
             f"{text}{arrow}", (1, height), fontsize=size, color=color, va="center", **at
         )

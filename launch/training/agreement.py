@@ -62,14 +62,13 @@ def check(
         },
     }
     facts = processes.gathered(own, group)
-    differing = [
-        key for key in own if key != "host" and len({str(f[key]) for f in facts}) > 1
-    ]
-    if differing:
-        lines = [
-            f"  {k}: " + ", ".join(sorted({f"{f[k]} on {f['host']}" for f in facts}))
-            for k in differing
-        ]
+    lines = []
+    for key in own:
+        values = {str(fact[key]) for fact in facts}
+        if key != "host" and len(values) > 1:
+            found = {f"{fact[key]} on {fact['host']}" for fact in facts}
+            lines.append(f"  {key}: {', '.join(sorted(found))}")
+    if lines:
         first = "the ranks of this run do not train on the same thing; make the machines equal in:"
         raise ValueError("\n".join([first, *lines]))
 

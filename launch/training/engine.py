@@ -293,13 +293,9 @@ def read_outcome(
     overflowed = skipped and engine.fp16_enabled()
     mean, *parts = figures.read()
     if not math.isfinite(mean) and not overflowed:
-        precision = (
-            "fp16"
-            if engine.fp16_enabled()
-            else "bf16"
-            if engine.bfloat16_enabled()
-            else "fp32"
-        )
+        precision = "bf16" if engine.bfloat16_enabled() else "fp32"
+        if engine.fp16_enabled():
+            precision = "fp16"
         raise Diverged(f"the loss is {mean} in {precision}")
     return StepRecord(
         step=engine.global_steps,

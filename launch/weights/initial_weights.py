@@ -360,10 +360,6 @@ def shown(value: Any) -> str:
 
 def _setting(value: Any) -> str:
     """Write a value for --set."""
-    return (
-        "null"
-        if value is None
-        else f"[{','.join(value)}]"
-        if isinstance(value, tuple)
-        else str(value)
-    )
+    if isinstance(value, tuple):
+        return f"[{','.join(value)}]"
+    return "null" if value is None else str(value)
