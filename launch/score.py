@@ -97,67 +97,55 @@ def build_parser() -> ArgumentParser:
     parser = arguments.command((__doc__ or "").split("\n\n")[0], EXAMPLES, RULES)
     model = "a run, its checkpoints/step-NNNNNN, or a GPT-2 of transformers or Megatron"
     parser.add_argument("model", metavar="MODEL", help=model)
-    what = parser.add_argument_group("on what")
+    add = parser.add_argument_group("on what").add_argument
     tasks = "perplexity, wikitext103, lambada, or tasks of lm-eval, with commas (default: perplexity)"
-    what.add_argument(
-        "--tasks", type=names(), default=("perplexity",), metavar="NAMES", help=tasks
-    )
+    add("--tasks", type=names(), default=("perplexity",), metavar="NAMES", help=tasks)
     text = (
         "text for perplexity instead of the recipe's held-out one: a file, a directory or a glob of JSON "
         "lines, parquet or plain text"
     )
-    what.add_argument("--text", metavar="PATH", help=text)
+    add("--text", metavar="PATH", help=text)
     variant = "of lambada: the authors' text, or OpenAI's (default: original)"
-    what.add_argument("--variant", choices=("original", "openai"), help=variant)
+    add("--variant", choices=("original", "openai"), help=variant)
     data = "a local file for wikitext103 or lambada instead of the hub's: .jsonl, .parquet or text"
-    what.add_argument("--data", metavar="FILE", help=data)
+    add("--data", metavar="FILE", help=data)
     column = (
         "field with the text (default: text; of --text the one that is surely the text)"
     )
-    what.add_argument("--column", metavar="NAME", help=column)
+    add("--column", metavar="NAME", help=column)
     include = "directory with task files of your own, in lm-eval's form"
-    what.add_argument("--include_path", metavar="DIR", help=include)
+    add("--include_path", metavar="DIR", help=include)
     window = "tokens that are read at once (default: those of a sample in its training, else its positions)"
-    what.add_argument(
-        "--window", type=arguments.whole(most=10**7), metavar="N", help=window
-    )
+    add("--window", type=arguments.whole(most=10**7), metavar="N", help=window)
     stride = (
         "tokens from one window to the next (default: wikitext103 32, else the window)"
     )
-    what.add_argument(
-        "--stride", type=arguments.whole(most=10**7), metavar="N", help=stride
-    )
+    add("--stride", type=arguments.whole(most=10**7), metavar="N", help=stride)
     limit = (
         "score only the first N documents or passages, of wikitext103 the first N lines"
     )
-    what.add_argument("--limit", type=arguments.whole(), metavar="N", help=limit)
+    add("--limit", type=arguments.whole(), metavar="N", help=limit)
     scratch = "take only shape and vocabulary of MODEL, and draw all weights by its seed: the control"
-    what.add_argument("--from_scratch", action="store_true", help=scratch)
-    how = parser.add_argument_group("how to run it")
+    add("--from_scratch", action="store_true", help=scratch)
+    add = parser.add_argument_group("how to run it").add_argument
     setting = "a field of the recipe, e.g. --set parallel.tp=2 --set data.name=FILE; repeatable"
-    how.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help=setting
-    )
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help=setting)
     batch = (
         "windows of a forward pass, of each data-parallel rank (default: %(default)s)"
     )
-    how.add_argument(
-        "--batch", type=arguments.whole(most=10**5), default=8, metavar="N", help=batch
-    )
+    add("--batch", type=arguments.whole(most=10**5), default=8, metavar="N", help=batch)
     precision = (
         "of weights and products (default: %(default)s); losses are summed in float64"
     )
-    how.add_argument(
-        "--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help=precision
-    )
+    add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help=precision)
     tokenizer = (
         "directory of the model's tokenizer, where it is not next to the weights"
     )
-    how.add_argument("--tokenizer", metavar="DIR", help=tokenizer)
-    arguments.add_weights_arguments(how.add_argument)
-    keep = parser.add_argument_group("where it is kept")
+    add("--tokenizer", metavar="DIR", help=tokenizer)
+    arguments.add_weights_arguments(add)
+    add = parser.add_argument_group("where it is kept").add_argument
     out = "also write the result to this .json; several results as a list"
-    keep.add_argument("--out", metavar="FILE", help=out)
+    add("--out", metavar="FILE", help=out)
     return parser
 
 

@@ -164,7 +164,8 @@ class _Blocks(torch.autograd.Function):
             incoming = gradient[..., block, :]
             scores = _scores(queries, keys, mask, start, ctx.causal)
             exponentials = torch.exp(scores - largest[..., block, :])
-            weights = kept_weights = (exponentials / total[..., block, :]).to(v.dtype)
+            weights = (exponentials / total[..., block, :]).to(v.dtype)
+            kept_weights = weights
             of_weights = (incoming @ v[..., seen, :].mT).float()
             if rows is not None:
                 of_block = rows[..., block, :]

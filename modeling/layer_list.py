@@ -199,12 +199,10 @@ class Stack(nn.Module):
     ):
         super().__init__()
         self.inputs = inputs
-        self.shape, self.group, self.loss, self.loss_parts = (
-            shape,
-            group,
-            loss,
-            loss_parts,
-        )
+        self.shape = shape
+        self.group = group
+        self.loss = loss
+        self.loss_parts = loss_parts
         # The length of the inputs is a multiple of it.
         self.position_ranks = group_size(shape.positions_group(group))
         built = build(definitions)

@@ -209,7 +209,8 @@ def _family(recipe: Recipe) -> Found:
         value, _ = Formatter().get_field(key, (), vars(recipe))
         if value in values:
             yield key, f"{{{key}}} with {{model.family}}", why, fix
-    if recipe.sequence_length < (shortest := recipe.model.facts.shortest):
+    shortest = recipe.model.facts.shortest
+    if recipe.sequence_length < shortest:
         rule = "a sample is [CLS] A [SEP] B [SEP]"
         fix = f"set it to {shortest} or more"
         yield "sequence_length", "{sequence_length} with {model.family}", rule, fix
@@ -567,11 +568,9 @@ def _branch(recipe: Recipe) -> Found:
 
 def _batch(recipe: Recipe) -> Found:
     """Check the shares of the batch, if the row states dp."""
-    batch, dp, (_, pp) = (
-        recipe.batch,
-        recipe.parallel.dp,
-        recipe.parallel.model_parallel,
-    )
+    batch = recipe.batch
+    dp = recipe.parallel.dp
+    _, pp = recipe.parallel.model_parallel
     if dp:
         shares = share_batch(
             batch.micro, batch.accumulation, batch.global_, dp, pp, dp_is_stated=True

@@ -331,11 +331,9 @@ def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
 def _stored_tensor(path: Path, name: str, entry: Any, data: int) -> StoredTensor:
     """Check a tensor's entry in the header; `data`: byte at which the numbers begin."""
     try:
-        dtype, shape, (start, end) = (
-            entry["dtype"],
-            entry["shape"],
-            entry["data_offsets"],
-        )
+        dtype = entry["dtype"]
+        shape = entry["shape"]
+        start, end = entry["data_offsets"]
         whole = all(type(n) is int and 0 <= n < 2**63 for n in (*shape, start, end))
         if whole and end - start == math.prod(shape) * DTYPE_BITS[dtype] // 8:
             return StoredTensor(dtype, tuple(shape), data + start, data + end)

@@ -263,9 +263,12 @@ class BertFamily:
         a = len(first)
         cls = np.array([self.vocabulary.cls])
         sep = np.array([self.vocabulary.sep])
-        texts = [cls, first, sep] if second is None else [cls, first, sep, second, sep]
+        texts = [cls, first, sep]
+        special = [0, a + 1]
+        if second is not None:
+            texts += [second, sep]
+            special.append(a + 2 + len(second))
         tokens = np.concatenate(texts, dtype=np.int64)
-        special = [0, a + 1] if second is None else [0, a + 1, len(tokens) - 1]
         positions, labels = mask(
             rng, tokens, special, self.vocabulary, self.masking, self.predictions
         )
@@ -506,7 +509,8 @@ class BertLane(Lane):
         if state["chunk"] is not None:
             self._current = self._read()
             self._chunk = state["chunk"]
-            if self._chunk > (chunks := len(self._current.starts)):
+            chunks = len(self._current.starts)
+            if self._chunk > chunks:
                 refuse_state(
                     self.reader.source,
                     state,

@@ -119,7 +119,8 @@ class BlendedSamples:
         places = [
             part.get("position") if isinstance(part, dict) else None for part in found
         ]
-        if places != (before := self._before(state["position"])):
+        before = self._before(state["position"])
+        if places != before:
             was = f"the checkpoint read a blend of {len(found)} parts, at {str(places)[:100]}, and "
             came = (was, Key("data.blend"), f" has {len(self._parts)}, at {before}")
             raise ProblemsError(

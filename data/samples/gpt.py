@@ -90,7 +90,9 @@ class TokenStream:
         self._end_token = end_token
         starts = store.sequence_starts(store.document_index[documents])
         ends = store.sequence_starts(store.document_index[documents + 1])
-        starts, ends = starts[ends > starts], ends[ends > starts]
+        has_tokens = ends > starts
+        starts = starts[has_tokens]
+        ends = ends[has_tokens]
         self.documents = len(starts)
         without_end = _without_end(store, ends, end_token)
         # Neighbours in the store are one piece if nothing is put in between.

@@ -120,7 +120,8 @@ def read_head(
     for lane, name in enumerate(splits, _FIRST_HELD_OUT):
         held[name] = _HeldOutDocuments(family.for_held_out(), lane, wanted)
     counts = np.zeros(vocabulary, dtype=np.int64)
-    counted = documents = 0
+    counted = 0
+    documents = 0
     last = time.monotonic()
 
     def needed() -> Iterator[PlacedDocument]:

@@ -173,7 +173,8 @@ class HubSource:
 
     def _with_retries(self, read: Callable[[int], Iterator[Any]]) -> Iterator[Any]:
         """Yield the items of `read(0)`; after n items and a network error continue with `read(n)`."""
-        done = failures = 0
+        done = 0
+        failures = 0
         while True:
             try:
                 for item in read(done):
@@ -219,16 +220,11 @@ def is_temporary(error: BaseException) -> bool:
     status = _status(error)
     if status is not None:
         return status in (408, 429) or status >= 500
-    return any(
-        isinstance(cause, _NETWORK_ERRORS) or _is_of_network(type(cause))
-        for cause in _chain(error)
-    )
-
-
-def _is_of_network(kind: type[BaseException]) -> bool:
-    """Check that a class, or one that it inherits from, is of a library for networks."""
-    packages = {base.__module__.split(".")[0] for base in kind.__mro__}
-    return not packages.isdisjoint(_NETWORK_MODULES)
+    for cause in _chain(error):
+        packages = {base.__module__.split(".")[0] for base in type(cause).__mro__}
+        if isinstance(cause, _NETWORK_ERRORS) or packages & _NETWORK_MODULES:
+            return True
+    return False
 
 
 def _status(error: BaseException) -> int | None:

@@ -188,7 +188,8 @@ def field_text(record: Any, column: str, raw: RawRecord) -> str | BrokenRecord |
         return unusable_record(
             raw, f"no field {column!r}", choose_column(sorted(map(str, record))[:20])
         )
-    if not isinstance(text := record[column], str):
+    text = record[column]
+    if not isinstance(text, str):
         return unusable_record(
             raw,
             f"field {column!r} is {type(text).__name__}, not a string",

@@ -60,7 +60,8 @@ def files_of(origin: Origin) -> list[Path]:
     """
     if origin.source == "packaged":
         return packaged_files()
-    named, (literal, found) = Setting("data.name", origin.name), named_path(origin)
+    named = Setting("data.name", origin.name)
+    literal, found = named_path(origin)
     if literal.is_dir():
         if any(literal.rglob("*.arrow")):
             rule = f"it is a directory with {ARROW}"

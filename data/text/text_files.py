@@ -44,7 +44,8 @@ class JsonlFormat(RecordFormat):
         )
 
     def parse(self, raw: RawRecord) -> str | BrokenRecord | None:
-        if isinstance(text := decode_payload(raw), BrokenRecord):
+        text = decode_payload(raw)
+        if isinstance(text, BrokenRecord):
             return text
         try:
             record = json.loads(text)
@@ -127,7 +128,8 @@ class TextFormat(RecordFormat):
         return RawRecord(str(path), number, bytes(block))
 
     def parse(self, raw: RawRecord) -> str | BrokenRecord | None:
-        if isinstance(text := decode_payload(raw), BrokenRecord):
+        text = decode_payload(raw)
+        if isinstance(text, BrokenRecord):
             return text
         text = text.replace("\r\n", "\n")
         return text if text.strip() else None

@@ -266,9 +266,9 @@ def ready_made_store(
         rule = "it has changed since prepare_data wrote it"
         fix = "copy the whole directory again, or prepare the store again"
         raise ProblemsError(Problem("data.name", one, rule, fix) for one in came)
-    text_bytes = (
-        text_bytes if isinstance(text_bytes := facts.get("text_bytes"), int) else None
-    )
+    text_bytes = facts.get("text_bytes")
+    if not isinstance(text_bytes, int):
+        text_bytes = None
     return OpenedStore(str(origin.name), store, text_bytes, now["bin"])
 
 
@@ -396,7 +396,8 @@ def store_prefix(origin: Origin, sequences: Sequences) -> Path:
     preferred = [
         prefix for prefix in found if sequences.removesuffix("s") in prefix.name
     ]
-    if len(chosen := preferred if len(found) > 1 else found) != 1:
+    chosen = preferred if len(found) > 1 else found
+    if len(chosen) != 1:
         names = ", ".join(prefix.name for prefix in found) or "none"
         rule = f"a directory with {len(found)} token stores ({names})"
         raise _refused(origin, rule, f"name one of them, as {path / 'NAME'}")

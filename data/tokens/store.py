@@ -111,14 +111,16 @@ def _check_sequences(
     """Count the tokens of all sequences; check that these follow one another without gaps."""
     tokens = 0
     for start, part in _blocks(sizes):
-        if (wrong := np.flatnonzero(part < 0)).size:
+        wrong = np.flatnonzero(part < 0)
+        if wrong.size:
             raise DamagedFile(
                 f"{path}: sequence {start + wrong[0]} has {part[wrong[0]]} tokens"
             )
         ends = tokens + np.cumsum(part, dtype=np.int64)
         expected = (ends - part) * itemsize
         found = pointers[start : start + len(part)]
-        if (wrong := np.flatnonzero(found != expected)).size:
+        wrong = np.flatnonzero(found != expected)
+        if wrong.size:
             first = wrong[0]
             rule = f"and the sizes of those before it say {expected[first]}"
             raise DamagedFile(
@@ -136,7 +138,8 @@ def _check_documents(path: Path, documents: np.ndarray, sequences: int) -> None:
     last = 0
     for start, part in _blocks(documents):
         before = np.concatenate([[last], part[:-1]])
-        if (wrong := np.flatnonzero(part < before)).size:
+        wrong = np.flatnonzero(part < before)
+        if wrong.size:
             first = wrong[0]
             found = f"{part[first]}, below the {before[first]} before it"
             raise DamagedFile(
@@ -242,7 +245,8 @@ def open_store(prefix: Path) -> Store:
             f"{missing[0]} is missing: a token store is a .bin and an .idx of one name"
         )
     path = idx_path(prefix)
-    (dtype, sequences, ends), raw = read_header(path), _mapped(path)
+    dtype, sequences, ends = read_header(path)
+    raw = _mapped(path)
     sizes = raw[HEADER.size : ends[0]].view("<i4")
     pointers = raw[ends[0] : ends[1]].view("<i8")
     documents = raw[ends[1] : ends[2]].view("<i8")

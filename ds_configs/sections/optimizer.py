@@ -203,13 +203,14 @@ def _adamw(
         findings.refuse(
             key, rule, fix, f"{asked or f'{key}=false'}, but {missing} is missing"
         )
-    foreach, fused = both = f"{PARAMS}.foreach", f"{PARAMS}.fused"
+    foreach = f"{PARAMS}.foreach"
+    fused = f"{PARAMS}.fused"
     corrects = recipe.optimizer.bias_correction
     if not corrects:
         values[f"{PARAMS}.bias_correction"] = False
     if torch_adam and corrects and not findings.stated(foreach):
         values[fused] = True
-    if all(findings.stated(key) for key in both):
+    if findings.stated(foreach) and findings.stated(fused):
         came = f"{foreach} and {fused} are both true"
         findings.refuse(
             fused,

@@ -112,9 +112,8 @@ class Series:
     def extended(self, by: Series) -> Series | None:
         """Return this series continued by one that begins at its end; None if both together are no series."""
         step = by.rank - self.ranks[-1]
-        spaced = step > 0 and all(
-            len(each) == 1 or each.step == step for each in (self, by)
-        )
+        steps = {each.step for each in (self, by) if len(each) > 1}
+        spaced = step > 0 and steps <= {step}
         even = by.count <= self.each if len(by) == 1 else by.each == self.each
         if not spaced or not even or self.count % self.each:
             return None

@@ -20,7 +20,9 @@ from modeling.initialization import shard_of
 
 ON_HOST = 2**17  # elements of a block, which stay in a core's cache
 ON_DEVICE = 2**22
-ROWS, COLUMNS = 1, 2  # streams of factors
+# streams of factors
+ROWS = 1
+COLUMNS = 2
 
 
 def sums_of(numbers: Tensor, parameter: torch.nn.Parameter, first: int) -> Tensor:

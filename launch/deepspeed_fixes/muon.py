@@ -31,7 +31,9 @@ from modeling.initialization import canonical_name, shard_of
 from modeling.parallel.process_grid import Group, ProcessGrid
 
 # of the quintic iteration, and its number; as in torch.optim.Muon
-LINEAR, CUBIC, QUINTIC = 3.4445, -4.7750, 2.0315
+LINEAR = 3.4445
+CUBIC = -4.7750
+QUINTIC = 2.0315
 ITERATIONS = 5
 LEAST_NORM = 1e-7
 QKV = ".attention.qkv.weight"  # rows in the order (head, q/k/v, D)

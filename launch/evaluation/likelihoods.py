@@ -75,14 +75,12 @@ class Likelihoods:
 
     def of_texts(self, texts: Sequence[str]) -> list[float]:
         """Return the log-likelihood of each whole text."""
-        of_texts = []
-        for tokens in encode_texts(self._encoder, texts):
-            of_texts.append([*self._rolling(tokens)])
+        encoded = encode_texts(self._encoder, texts)
+        of_texts = [[*self._rolling(tokens)] for tokens in encoded]
         scores = iter(self._scored([*itertools.chain(*of_texts)]))
         found = []
         for windows in of_texts:
-            own = itertools.islice(scores, len(windows))
-            found.append(-math.fsum(score.nll for score in own))
+            found.append(-math.fsum(next(scores).nll for _ in windows))
         return found
 
     def _from_the_end_token(self, tokens: np.ndarray) -> Iterator[Window]:

@@ -63,10 +63,10 @@ def pin_no_more_than_asked() -> None:
     key = "pinned_max_round_threshold_mb"
     # torch 2.11 has no such setting
     with contextlib.suppress(AttributeError, ValueError):
-        if key not in (given := torch._C._accelerator_getAllocatorSettings()):
-            torch._C._accelerator_setAllocatorSettings(
-                ",".join(filter(None, [given, f"{key}:1"]))
-            )
+        given = torch._C._accelerator_getAllocatorSettings()
+        if key not in given:
+            settings = ",".join(filter(None, [given, f"{key}:1"]))
+            torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def return_unused_pinned() -> None:

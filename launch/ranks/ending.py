@@ -105,7 +105,8 @@ def explain_out_of_memory(advice: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not advice or (said := out_of_memory_said_by(error)) is None:
+        said = out_of_memory_said_by(error)
+        if not advice or said is None:
             raise
         raise Failed(f"out of memory: {said}\n{advice}") from None
 

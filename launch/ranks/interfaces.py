@@ -57,15 +57,15 @@ def nccl_interfaces(nccl: str, interfaces: Sequence[str]) -> list[str]:
     documentation of environment variables).
     """
     sign = next((each for each in ("^=", "=^", "^", "=") if nccl.startswith(each)), "")
-    listed = [name for name in nccl[len(sign) :].split(",") if name]
-
-    def meant(interface: str) -> bool:
-        return any(
-            interface == name if "=" in sign else interface.startswith(name)
-            for name in listed
-        )
-
-    return [interface for interface in interfaces if meant(interface) != ("^" in sign)]
+    listed = tuple(name for name in nccl[len(sign) :].split(",") if name)
+    found = []
+    for interface in interfaces:
+        meant = interface in listed
+        if "=" not in sign:
+            meant = interface.startswith(listed)
+        if meant != ("^" in sign):
+            found.append(interface)
+    return found
 
 
 def check_named(environ: Mapping[str, str]) -> None:

@@ -121,7 +121,8 @@ def _differences(run: RunFacts, steps: int) -> Iterator[Deviation]:  # noqa: C90
         yield Deviation("tiny")
     if original is not None:
         yield from _changed_fields(original, recipe, tiny)
-    if plan.ds_name != (own := Path(reference.ds_config).name.removesuffix(".json")):
+    own = Path(reference.ds_config).name.removesuffix(".json")
+    if plan.ds_name != own:
         yield Deviation("ds_config", "ds_config", own, plan.ds_name)
     yield from _changed_layout(reference, plan, tiny)
     for kind, texts in (("differs", recipe.differs), ("unknown", recipe.unknown)):

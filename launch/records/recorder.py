@@ -186,7 +186,8 @@ class Recorder(SilentRecorder):
         if self._clock and step == self._start_step + 1:
             self._clock.mark("first_step")
             parts: dict[str, Any] = self._clock.parts
-            self._write(start := metrics.StartRecord(step, **parts, time=time.time()))
+            start = metrics.StartRecord(step, **parts, time=time.time())
+            self._write(start)
             self._screen.line(str(start))
 
     @_guarded
@@ -291,7 +292,8 @@ class Recorder(SilentRecorder):
             fix = "curve and result are written all the same; restore it from a copy"
             self._lose(before.metrics_jsonl, f"{gone}: {fix}")
             return
-        self.directory = now = dataclasses.replace(before, path=Path(place).parent)
+        now = dataclasses.replace(before, path=Path(place).parent)
+        self.directory = now
         came = f"{before.path} was renamed while the run trains: its records are in {now.path}"
         fix = f"move {before.checkpoints}/* to {now.checkpoints}, and --resume with --out {now.path}"
         self._lose(

@@ -77,10 +77,10 @@ def without_paths(ds: dict[str, Any]) -> dict[str, Any]:
     """Return the resolved JSON without the NVMe paths, which machines choose for themselves."""
     zero = dict(ds.get("zero_optimization") or {})
     for kind in ("offload_optimizer", "offload_param"):
-        if isinstance(section := zero.get(kind), dict):
-            zero[kind] = {
-                key: value for key, value in section.items() if key != "nvme_path"
-            }
+        section = zero.get(kind)
+        if isinstance(section, dict):
+            zero[kind] = {**section}
+            zero[kind].pop("nvme_path", None)
     return {**ds, "zero_optimization": zero}
 
 

@@ -106,7 +106,8 @@ class StreamBatches(StepBatches):
         if self._fetched is None:
             end_together(self.fetch(), self._all_ranks)
         assert self._fetched is not None
-        (self.last, self._state, self.bit_sum), self._fetched = self._fetched, None
+        self.last, self._state, self.bit_sum = self._fetched
+        self._fetched = None
         self.step += 1
         if self._arrival is not None:
             self._arrival.wait()

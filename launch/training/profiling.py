@@ -56,7 +56,8 @@ class StepProfiler:
             self._folder / f"steps-{step}-{self._steps[-1]}-rank-{rank}.json.gz"
         )
         for module in self._engine.module.modules():
-            if ANNOTATED.search(name := type(module).__name__):
+            name = type(module).__name__
+            if ANNOTATED.search(name):
                 enter = module.register_forward_pre_hook(
                     lambda *_, name=name: self._enter(OWN + name)
                 )

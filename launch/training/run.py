@@ -102,11 +102,9 @@ class TrainingRun:
 
         `batches`: of this rank, after the checkpoint's step; `forward`: computes the loss.
         """
-        self.job, self.recorder, self.corpus = job, recorder, corpus = (
-            start.job,
-            start.recorder,
-            start.corpus,
-        )
+        self.job = job = start.job
+        self.recorder = recorder = start.recorder
+        self.corpus = corpus = start.corpus
         self.grid = grid = start.grid
         self.recipe = job.plan.recipe
         self.engine = engine
@@ -243,7 +241,8 @@ class TrainingRun:
         self, group: str, outcome: StepRecord | Validation, **more: float | None
     ) -> None:
         """Give finite values to DeepSpeed's monitor, which has the rate alone by itself."""
-        if (monitor := self.engine.monitor).enabled:
+        monitor = self.engine.monitor
+        if monitor.enabled:
             values = {"loss": outcome.loss, **outcome.parts, **more}
             at = self.engine.global_samples
             known = (

@@ -38,7 +38,8 @@ def learning_rate(recipe: Recipe, step: int) -> float:
         return max(low, peak * math.sqrt(first / now))
     if end_step is None:
         return peak
-    if step > (end := count(end_step)):
+    end = count(end_step)
+    if step > end:
         return low
     shape: str = chosen.kind
     length = max(1, end - warmup)

@@ -100,11 +100,11 @@ class Training:
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Add the flags of every run, how to run it and where it is kept; return the second group."""
-    how = parser.add_argument_group("how to run it")
+    add = parser.add_argument_group("how to run it").add_argument
     config = "DeepSpeed JSON, as a path or the bare name of one in ds_configs/ (default: the recipe's own)"
-    how.add_argument("--ds_config", metavar="FILE", help=config)
+    add("--ds_config", metavar="FILE", help=config)
     compiled = "use torch.compile; auto (default): where the run is long enough to pay that back"
-    how.add_argument(
+    add(
         "--compile",
         nargs="?",
         choices=WISHES,
@@ -115,15 +115,13 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
     emulated = (
         "let a CPU run fp16, to exercise the loss scaler: slow, and said in the results"
     )
-    how.add_argument("--emulate_fp16", action="store_true", help=emulated)
+    add("--emulate_fp16", action="store_true", help=emulated)
     same = "use kernels that give the same bits in every run on GPUs too; an error where there is none"
-    how.add_argument("--deterministic", action="store_true", help=same)
+    add("--deterministic", action="store_true", help=same)
     plan = "check everything, show the resolved plan (without a launcher: of all processes it needs) and exit"
-    how.add_argument("--plan", action="store_true", help=plan)
+    add("--plan", action="store_true", help=plan)
     planned = "with --plan: of N processes, on machines like this one, or on GPUs where it cannot train the row"
-    how.add_argument(
-        "--processes", type=arguments.whole(most=10**6), metavar="N", help=planned
-    )
+    add("--processes", type=arguments.whole(most=10**6), metavar="N", help=planned)
     keep = parser.add_argument_group("where it is kept")
     keep.add_argument(
         "--out",

@@ -28,7 +28,8 @@ from recipes.schema import Branch, Recipe
 RateAfter = Callable[[Recipe, int], float]
 KEY = "--adopt"
 DATA_FROM = "--data_from"
-FIRST, NEXT = "first", "next"
+FIRST = "first"
+NEXT = "next"
 HEAD = 64  # usual channels of an attention head
 HEADS = ("n_head", "num_attention_heads")
 RATE = 1e-6  # relative difference of one learning rate in two computations

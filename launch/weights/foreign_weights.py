@@ -116,65 +116,37 @@ class Saved:
         found = self.stored(model)
         words = self.words(model)
         expected = self.expected(with_few_layers(recipe, len(found)))
-        if model.task_head != "none":  # its head is drawn
-            expected = {
-                n: (ours, s)
-                for n, (ours, s) in expected.items()
-                if not ours.startswith(NEW_HEADS)
-            }
-            found = {name: tensor for name, tensor in found.items() if name in expected}
-        elif model.sentence_head == "none":
-            found = {
-                name: tensor
-                for name, tensor in found.items()
-                if not name.startswith(self.sentence_head)
-            }
-        missing = {
-            name: ours for name, (ours, _) in expected.items() if name not in found
-        }
+        missing = {}
+        held = {}
+        for name, (ours, shape) in expected.items():
+            if model.task_head != "none" and ours.startswith(NEW_HEADS):
+                continue  # it is drawn
+            if name in found:
+                held[name] = found[name], shape
+            else:
+                missing[name] = ours
         if missing:
             rule, fix = _why_missing([*missing.values()])
             rule = rule or f"{words.model} has {'it' if len(missing) == 1 else 'them'}"
-            yield Problem(
-                KEY, f"lacks {some([*missing], SHOWN)}", rule, fix or words.fix
-            )
-        unexpected = [name for name in found if name not in expected]
-        if unexpected:
+            came = f"lacks {some([*missing], SHOWN)}"
+            yield Problem(KEY, came, rule, fix or words.fix)
+        left = self.sentence_head if model.sentence_head == "none" else ()
+        unexpected = []
+        for name in found:
+            if name not in expected and not name.startswith(left):
+                unexpected.append(name)
+        if unexpected and model.task_head == "none":
             came = f"holds {some(unexpected, SHOWN)}"
             yield Problem(KEY, came, f"{words.model} has no such tensor", words.fix)
-        both = {
-            name: (found[name], shape)
-            for name, (_, shape) in expected.items()
-            if name in found
-        }
-        odd = [
-            f"{name} ({str(tensor.dtype).removeprefix('torch.')})"
-            for name, (tensor, _) in both.items()
-            if tensor.dtype not in READABLE
-            or getattr(tensor, "layout", torch.strided) is not torch.strided
-        ]
-        if odd:
-            rule = "weights are float32, bfloat16, float16 or float64"
-            fix = "give them as they were before they were packed"
-            yield Problem(KEY, f"holds {some(odd, SHOWN)}", rule, fix)
-        elif differing := [
-            f"{name} of {list(tensor.shape)} instead of {list(shape)}"
-            for name, (tensor, shape) in both.items()
-            if tensor.shape != shape
-        ]:
-            came = f"holds {some(differing, SHOWN)}"
-            rule = f"that is its shape by {words.source}"
-            yield Problem(KEY, came, rule, words.fix)
-        for copy, original in self.untied(model) if processes.local_rank() == 0 else ():
-            rule = (
-                f"our {model.family} has one tensor for both, and would lose the other"
-            )
-            yield Problem(
-                KEY,
-                f"{copy} differs from {original}",
-                rule,
-                "give weights with tied embeddings",
-            )
+        yield from _form_problems(held, words)
+        if processes.local_rank() == 0:
+            yield from self._untied_problems(model)
+
+    def _untied_problems(self, model: Model) -> Iterator[Problem]:
+        rule = f"our {model.family} has one tensor for both, and would lose the other"
+        for copy, original in self.untied(model):
+            came = f"{copy} differs from {original}"
+            yield Problem(KEY, came, rule, "give weights with tied embeddings")
 
     def remarks(self, recipe: Recipe) -> Iterator[str]:
         """Yield remarks for the user on fitting weights."""
@@ -196,6 +168,30 @@ class Saved:
         came = f"holds numbers that are not finite, in {some(odd)}"
         where = str(self.directory)
         return [Problem(where, came, rule, "give other weights", where)] if odd else []
+
+
+def _form_problems(
+    held: Mapping[str, tuple[Any, torch.Size]], words: MessageWords
+) -> Iterator[Problem]:
+    """Yield problems of tensors next to their expected shapes."""
+    packed = []
+    differing = []
+    for name, (tensor, shape) in held.items():
+        layout = getattr(tensor, "layout", torch.strided)
+        if tensor.dtype not in READABLE or layout != torch.strided:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            packed.append(f"{name} ({dtype})")
+        if tensor.shape != shape:
+            sizes = f"{list(tensor.shape)} instead of {list(shape)}"
+            differing.append(f"{name} of {sizes}")
+    if packed:
+        rule = "weights are float32, bfloat16, float16 or float64"
+        fix = "give them as they were before they were packed"
+        yield Problem(KEY, f"holds {some(packed, SHOWN)}", rule, fix)
+    elif differing:
+        came = f"holds {some(differing, SHOWN)}"
+        rule = f"that is its shape by {words.source}"
+        yield Problem(KEY, came, rule, words.fix)
 
 
 def _why_missing(names: Sequence[str]) -> tuple[str, str]:

@@ -53,33 +53,24 @@ class GivenModel:
             )
             fix = f"the types that can be trained here are {', '.join(known)}"
             raise FileError([Problem(KEY, came, fix=fix)])
-        sizes = {
-            key: config.get(theirs, default)
-            for key, (theirs, default) in form.shape.items()
-        }
-        said = {
-            key: f"{form.shape[key][0]}={shown(size)}" for key, size in sizes.items()
-        }
-        odd = [
-            key
-            for key, size in sizes.items()
-            if type(size) is not int or not 0 < size <= LARGEST
-        ]
-        rule = f"it is a whole number from 1 to {LARGEST:,}"
+        sizes = {}
+        said = {}
         problems = list[Problem]()
-        for key in odd:
-            theirs, default = form.shape[key]
+        for key, (theirs, default) in form.shape.items():
+            size = sizes[key] = config.get(theirs, default)
+            said[key] = f"{theirs}={shown(size)}"
             if config.get(theirs, default or UNREAD) == UNREAD:
                 came = f"does not say {theirs}"
                 fix = f"state it with {ARGUMENTS} {theirs}=N"
                 problems.append(Problem(KEY, came, "nothing else decides it", fix))
-            else:
-                problems.append(Problem(KEY, f"{form.says} {said[key]}", rule, SAVED))
-        if not odd and sizes["model.hidden"] % sizes["model.heads"]:
+            elif type(size) is not int or not 0 < size <= LARGEST:
+                came = f"{form.says} {said[key]}"
+                rule = f"it is a whole number from 1 to {LARGEST:,}"
+                problems.append(Problem(KEY, came, rule, SAVED))
+        if not problems and sizes["model.hidden"] % sizes["model.heads"]:
             came = f"{form.says} {said['model.hidden']} and {said['model.heads']}"
-            problems = [
-                Problem(KEY, came, "the first is divisible by the second", SAVED)
-            ]
+            rule = "the first is divisible by the second"
+            problems.append(Problem(KEY, came, rule, SAVED))
         if problems:
             raise FileError(problems)
         return cls(form, sizes, config.get(SHARED, False))
@@ -179,7 +170,8 @@ class GivenModel:
         allowed_by_key = {
             key: (allowed, allowed[0]) for key, allowed in self.form.fixed.items()
         }
-        (width, standard), wide = self.form.width, 4 * self.shape["model.hidden"]
+        width, standard = self.form.width
+        wide = 4 * self.shape["model.hidden"]
         allowed_by_key[width] = ((wide,) if standard else (wide, None), standard)
         for key, (allowed, default) in allowed_by_key.items():
             value = config.get(key, default)

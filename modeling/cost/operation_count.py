@@ -69,7 +69,8 @@ def pairs(length: int, window: Window) -> int:
     if window is None:
         return length**2
     if isinstance(window, Fixed):
-        size, (whole, rest) = window.window, divmod(length, window.window)
+        size = window.window
+        whole, rest = divmod(length, size)
         own = whole * size * (size + 1) + rest * (rest + 1)
         return own // 2 + window.columns * (
             size * whole * (whole - 1) // 2 + whole * rest

@@ -70,7 +70,8 @@ def _files(directory: Path) -> dict[str, set[str]]:
     for name in NAMES:
         if os.path.lexists(directory / name):
             return {name: set()}
-        if os.path.lexists(index := directory / f"{name}.index.json"):
+        index = directory / f"{name}.index.json"
+        if os.path.lexists(index):
             return _shards(index)
     others = list[str]()
     for pattern in ("*.safetensors", "*.bin", "*.h5"):

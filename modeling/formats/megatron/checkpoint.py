@@ -36,7 +36,8 @@ from recipes.problems import Problem, some
 from recipes.schema import Model
 
 UNREAD = "in a form that is not read"  # instead of an argument's value
-NO_PIPELINE, EMBEDDING = -2, -1
+NO_PIPELINE = -2
+EMBEDDING = -1
 # Argument of Megatron-DeepSpeed since its commit 676a482c of December 2024, which states version 3.0 and has
 # QKV's rows in the order of version 0.
 FPDT = "ds_sequence_parallel_fpdt"
@@ -439,6 +440,7 @@ def _missing(
 
     Ranks whose parts are there are not missed: converters leave the arguments of other layouts.
     """
+    where = str(files.where)
     found = dict[str, int]()
     if not all(is_whole(name, slices.shape) for name, slices in tensors.items()):
         found["tensor"] = len(files.stages[0])
@@ -448,13 +450,8 @@ def _missing(
         stated = _stated_ranks(arguments, kind)
         if stated not in (None, count):
             came = f"holds files of {count} {kind}-parallel ranks, and its arguments tell of {stated}"
-            yield Problem(
-                str(files.where),
-                came,
-                "each has a part of the weights",
-                WHOLE,
-                str(files.where),
-            )
+            rule = "each has a part of the weights"
+            yield Problem(where, came, rule, WHOLE, where)
     present = set[int]()
     for file, *_ in files.stages:
         match = LAYER_FILE.fullmatch(file.name)
@@ -464,6 +461,4 @@ def _missing(
     gaps = [f"layer_{number:02d}" for number in between if number not in present]
     if gaps:
         came = f"lacks the files of {some(gaps, 4)}"
-        yield Problem(
-            str(files.where), came, "every layer is needed", WHOLE, str(files.where)
-        )
+        yield Problem(where, came, "every layer is needed", WHOLE, where)
