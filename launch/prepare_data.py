@@ -94,13 +94,13 @@ class StopSignal(BaseException):
 def build_parser() -> argparse.ArgumentParser:
     """Make the flags of `Origin` and `Tokenizer` of `recipes.schema` and of `Settings`."""
     parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES, RULES)
-    group = parser.add_argument_group("what is read")
+    add = parser.add_argument_group("what is read").add_argument
     kinds = get_type_hints(Origin)
     path = "a file, a directory or a glob, whose kind is found out, in place of --source and --name"
-    group.add_argument("--text", metavar="PATH", help=path)
+    add("--text", metavar="PATH", help=path)
     for name, field in Origin.model_fields.items():
         if name == "name":
-            group.add_argument(
+            add(
                 "--name",
                 nargs="+",
                 default=[],
@@ -108,25 +108,28 @@ def build_parser() -> argparse.ArgumentParser:
                 help=_help(Origin, name),
             )
         elif name != "streaming":  # a preparation reads everything once
-            _add(group, name, kinds[name], field.default, _help(Origin, name))
-    _add_options(group, "read")
-    group = parser.add_argument_group("what is made")
-    group.add_argument("--out", required=True, metavar="DIR", help="directory to make")
-    group.add_argument(
+            _add(add, name, kinds[name], field.default, _help(Origin, name))
+    _add_options(add, "read")
+    add = parser.add_argument_group("what is made").add_argument
+    add("--out", required=True, metavar="DIR", help="directory to make")
+    add(
         "--tokenizer",
         required=True,
         metavar="KIND[:PATH]",
         help=_help(Tokenizer, "kind"),
     )
-    _add_options(group, "made")
-    _add_options(parser.add_argument_group("what is left out"), "left out")
-    group = parser.add_argument_group("how it runs (changes no byte of the store)")
-    _add_options(group, "run")
+    _add_options(add, "made")
+    add = parser.add_argument_group("what is left out").add_argument
+    _add_options(add, "left out")
+    add = parser.add_argument_group(
+        "how it runs (changes no byte of the store)"
+    ).add_argument
+    _add_options(add, "run")
     force = (
         "give up the unfinished work of another command in OUT.partial, and replace an OUT that another "
         "command made once the new one is complete"
     )
-    group.add_argument("--force", action="store_true", help=force)
+    add("--force", action="store_true", help=force)
     parser.set_defaults(workers=len(os.sched_getaffinity(0)))
     return parser
 
@@ -188,14 +191,14 @@ def _stop(number: int, frame: object) -> None:
     raise StopSignal(number)
 
 
-def _add_options(group: argparse._ArgumentGroup, chosen: str) -> None:
+def _add_options(add: arguments.AddArgument, chosen: str) -> None:
     """Add the flags of one group of `Settings`."""
     kinds = get_type_hints(Settings)
     for field in options():
         shown = field.metadata["option"]
         if shown.group == chosen:
             _add(
-                group,
+                add,
                 field.name,
                 kinds[field.name],
                 field.default,
@@ -205,7 +208,7 @@ def _add_options(group: argparse._ArgumentGroup, chosen: str) -> None:
 
 
 def _add(
-    group: argparse._ArgumentGroup,
+    add: arguments.AddArgument,
     name: str,
     kind: Any,
     default: Any,
@@ -213,38 +216,30 @@ def _add(
     metavar: str | None = None,
 ) -> None:
     """Add a flag for a field of this type; for an optional field the word none means None."""
-    kinds = (
-        [k for k in get_args(kind) if k is not type(None)]
-        if get_origin(kind) is UnionType
-        else [kind]
-    )
+    optional = get_origin(kind) is UnionType  # with None, the last
     flag = f"--{name}"
     if default not in (None, True, False, ()) and "default:" not in help:
         help += f" (default: {default})"
     if kind is bool and default:
-        group.add_argument(
-            flag, action=argparse.BooleanOptionalAction, default=True, help=help
-        )
-        group.add_argument(
-            f"--no_{name}", dest=name, action="store_false", help=argparse.SUPPRESS
-        )
+        add(flag, action=argparse.BooleanOptionalAction, default=True, help=help)
+        add(f"--no_{name}", dest=name, action="store_false", help=argparse.SUPPRESS)
     elif kind is bool:
-        group.add_argument(flag, action="store_true", help=help)
+        add(flag, action="store_true", help=help)
     elif get_origin(kind) is tuple:
-        group.add_argument(flag, nargs="+", default=[], metavar=metavar, help=help)
+        add(flag, nargs="+", default=[], metavar=metavar, help=help)
     elif get_origin(kind) is Literal:
         # a store holds tokens, not text
         choices = [choice for choice in get_args(kind) if choice != "store"]
-        group.add_argument(flag, choices=choices, default=default, help=help)
+        add(flag, choices=choices, default=default, help=help)
     else:
-        optional = len(kinds) < len(get_args(kind))
+        plain = get_args(kind)[0] if optional else kind
 
         def read(text: str) -> Any:
-            return None if optional and text == "none" else kinds[0](text)
+            return None if optional and text == "none" else plain(text)
 
         # The name appears in argparse's message about a wrong value.
-        read.__name__ = f"{kinds[0].__name__}{' or none' if optional else ''}"
-        group.add_argument(flag, type=read, default=default, metavar=metavar, help=help)
+        read.__name__ = f"{plain.__name__}{' or none' if optional else ''}"
+        add(flag, type=read, default=default, metavar=metavar, help=help)
 
 
 def _help(model: type[BaseModel], name: str) -> str:

@@ -144,21 +144,21 @@ def build_parser() -> argparse.ArgumentParser:
         "takes, with DeepSpeed's defaults beside an optimizer"
     )
     parser.add_argument("--follow", metavar="FILE", help=follow)
-    keep = add_run_arguments(parser)
+    add = add_run_arguments(parser)
     given = (
         "start from the weights in DIR instead of random ones, with their shape, positions and tokenizer: a "
         "run or one of its checkpoints, or a GPT-2 or BERT of transformers or Megatron"
     )
-    keep.add_argument("--init_from", metavar="DIR", help=given)
-    arguments.add_weights_arguments(keep.add_argument)
+    add("--init_from", metavar="DIR", help=given)
+    arguments.add_weights_arguments(add)
     insist = "train the weights in --init_from with another vocabulary than theirs: the loss starts high"
-    keep.add_argument("--new_vocabulary", action="store_true", help=insist)
+    add("--new_vocabulary", action="store_true", help=insist)
     branch = (
         "go on from the newest checkpoint of RUN, or from that of a STEP, as another run in --out: with "
         "weights, moments, step and place in the data, under RUN's recipe and what is changed of it"
     )
-    keep.add_argument("--branch", metavar="RUN[@STEP]", help=branch)
-    arguments.add_adoption_arguments(keep.add_argument)
+    add("--branch", metavar="RUN[@STEP]", help=branch)
+    arguments.add_adoption_arguments(add)
     return parser
 
 

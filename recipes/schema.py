@@ -702,26 +702,26 @@ class Recipe(Strict):
     """keys that no source gives -> why the value here stands in for them; a run states them as deviations"""
     note: str | None = None
     branch: Branch | None = None
-    """where a run goes on from another one's checkpoint: written by --branch alone"""
+    """where a run goes on from another one's checkpoint: written by --branch and --adopt alone"""
+
+    @property
+    def begins_after(self) -> int:
+        """Steps before its first one: those of the run that it goes on from, or 0."""
+        return self.branch.step if self.branch else 0
 
     @property
     def sizes(self) -> BatchSchedule:
         """Samples of each step of the run, and of the steps before the branch that it is."""
-        branch = self.branch
-        return (
-            self.batch.schedule(branch.stretches, branch.step)
-            if branch
-            else self.batch.schedule()
-        )
+        if self.branch is None:
+            return self.batch.schedule()
+        return self.batch.schedule(self.branch.stretches, self.branch.step)
 
     @property
     def sizes_in_data(self) -> BatchSchedule:
         """The same, with samples counted from the beginning of the present order of the data."""
-        return (
-            self.sizes.counted_from(self.branch.data_from)
-            if self.branch
-            else self.sizes
-        )
+        if self.branch is None:
+            return self.sizes
+        return self.sizes.counted_from(self.branch.data_from)
 
     @property
     def positions(self) -> int:

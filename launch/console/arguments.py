@@ -20,6 +20,9 @@ from recipes import catalog
 from recipes.files import check_names, path_of
 from recipes.problems import Problem, ProblemsError, either, nearest
 
+AddArgument = Callable[
+    ..., argparse.Action
+]  # `add_argument` of a parser or of a group of it
 HELP_WIDTH = 78  # columns of a description, as argparse fills 80
 # descriptions and examples keep their lines
 HELP = argparse.RawDescriptionHelpFormatter
@@ -226,15 +229,13 @@ def stated(settings: Sequence[str], key: str) -> str | None:
     )
 
 
-def add_weights_arguments(add: Callable[..., argparse.Action]) -> None:
+def add_weights_arguments(add: AddArgument) -> None:
     """Add the flag that says of weights what their files do not."""
     says = "what the files of foreign weights do not say, e.g. num_attention_heads=16; repeatable"
     add("--weights_args", action="append", default=[], metavar="KEY=VALUE", help=says)
 
 
-def add_adoption_arguments(
-    add: Callable[..., argparse.Action], flag: str | None = "--adopt"
-) -> None:
+def add_adoption_arguments(add: AddArgument, flag: str | None = "--adopt") -> None:
     """Add the flags of an adopted run; `flag` None: the directory is named otherwise."""
     adopt = (
         "go on from a DeepSpeed run of transformers' GPT-2, BERT or MegatronBert, by save_checkpoint, Trainer "

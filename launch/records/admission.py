@@ -122,8 +122,7 @@ def _admit_locked(
         )
     if newest is None:
         _refuse_lost(directory, saved.recipe, damaged, records)
-        branch = plan.recipe.branch
-        return False, _rename_metrics(directory, records, branch.step if branch else 0)
+        return False, _rename_metrics(directory, records, plan.recipe.begins_after)
     done = max(newest, steps[-1].step if steps else 0)
     if plan.recipe.steps < done:
         raise ValueError(

@@ -343,12 +343,14 @@ def read_metrics(path: Path, problems: list[str] | None = None) -> Records:
     )
 
 
-def truncate(path: Path, step: int, problems: list[str]) -> list[int]:
+def truncate(
+    path: Path, step: int, problems: list[str], begins_after: int = 0
+) -> list[int]:
     """Drop broken lines and the records of later steps than `step`, or all for 0.
 
     A resumed run repeats the steps after its checkpoint: their old lines, and a torn last line, must not
     stand next to the new ones. Broken lines are kept in a copy of the file, and named in `problems`. Return
-    the steps up to `step` without a record. Raises OSError.
+    the steps up to `step` without a record, as `missing`. Raises OSError.
     """
     broken: list[files.FileError] = []
     found: list[tuple[bytes, Record]] = []
@@ -367,9 +369,8 @@ def truncate(path: Path, step: int, problems: list[str]) -> list[int]:
         ]
     if path.exists():
         write_atomically(path, b"".join(line for line, _ in found).decode())
-    return missing(
-        (record for _, record in found if isinstance(record, StepRecord)), step
-    )
+    steps = (record for _, record in found if isinstance(record, StepRecord))
+    return missing(steps, step, begins_after)
 
 
 def begin_branch(path: Path, branch: Branch) -> None:
@@ -386,10 +387,17 @@ def begin_branch(path: Path, branch: Branch) -> None:
     )
 
 
-def missing(steps: Iterable[StepRecord], last: int) -> list[int]:
-    """Return the steps from 1 to `last` without a record."""
+def missing(steps: Iterable[StepRecord], last: int, begins_after: int = 0) -> list[int]:
+    """Return the steps from 1 to `last` without a record.
+
+    `begins_after`: steps before the run's first one, of which there are records if another run of ours made
+    them; an adopted run has none.
+    """
     recorded = {record.step for record in steps}
-    return [number for number in range(1, last + 1) if number not in recorded]
+    first = begins_after + 1
+    if any(number < first for number in recorded):
+        first = 1
+    return [number for number in range(first, last + 1) if number not in recorded]
 
 
 def unused_name(path: Path) -> Path:

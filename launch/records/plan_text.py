@@ -73,7 +73,7 @@ def describe_plan(
     if o.name == "muon":
         own = o.of_muon
         rule += f"; AdamW's lr {own['adam_lr']:g}, Muon's momentum {own['momentum']:g}"
-    first = recipe.branch.step if recipe.branch else 0
+    first = recipe.begins_after
     samples = recipe.sizes.samples(recipe.steps) - recipe.sizes.samples(first)
     read = samples * model.sequences * length
     tokens = f"{counted(recipe.steps - first, 'step')} = {read:,} tokens"

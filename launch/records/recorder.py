@@ -93,7 +93,10 @@ class Recorder(SilentRecorder):
         self._step = start_step
         self._show_plan()
         problems: list[str] = []
-        self._missing = metrics.truncate(directory.metrics_jsonl, start_step, problems)
+        self._begins_after = run.plan.recipe.begins_after
+        self._missing = metrics.truncate(
+            directory.metrics_jsonl, start_step, problems, self._begins_after
+        )
         if self._missing:
             problems.append(_lacking(directory.metrics_jsonl, self._missing))
         # Unbuffered: after a full disk, Python would write the rest of its buffer again at the end.
@@ -334,7 +337,8 @@ class Recorder(SilentRecorder):
         problems: list[str] = []
         source = place if os.path.exists(place) else self._link
         records = metrics.read_metrics(source, problems)
-        missing = {*metrics.missing(records.steps, self._step)} - {*self._missing}
+        lacking = metrics.missing(records.steps, self._step, self._begins_after)
+        missing = {*lacking} - {*self._missing}
         if missing:
             problems.append(_lacking(place, sorted(missing)))
         if problems:

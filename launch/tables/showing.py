@@ -44,19 +44,16 @@ def add_parser(commands: Any) -> None:
         commands, "show", "everything about one recipe", ABOUT
     )
     name = "a row of recipes/, or of your own YAML file as file.yaml/row"
-    parser.add_argument("recipe", metavar="TABLE/ROW", help=name)
+    add = parser.add_argument
+    add("recipe", metavar="TABLE/ROW", help=name)
     override = "override one field, as in pretrain.py; repeatable"
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help=override
-    )
-    parser.add_argument(
-        "--tiny", action="store_true", help="the recipe as --tiny shrinks it"
-    )
-    form = parser.add_mutually_exclusive_group()
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help=override)
+    add("--tiny", action="store_true", help="the recipe as --tiny shrinks it")
+    form = parser.add_mutually_exclusive_group().add_argument
     as_yaml = "the recipe as YAML, every value written out, and nothing else"
-    form.add_argument("--yaml", action="store_true", help=as_yaml)
+    form("--yaml", action="store_true", help=as_yaml)
     ds_json = "the DeepSpeed JSON as it would be resolved, and nothing else"
-    form.add_argument("--ds_json", action="store_true", help=ds_json)
+    form("--ds_json", action="store_true", help=ds_json)
     parser.set_defaults(run=run)
 
 

@@ -78,8 +78,7 @@ class Start:
     @property
     def first(self) -> bool:
         """Whether the run has made no step of its own; a branch begins at one of another run's."""
-        branch = self.job.plan.recipe.branch
-        return self.done == (branch.step if branch else 0)
+        return self.done == self.job.plan.recipe.begins_after
 
 
 class TrainingRun:

@@ -98,8 +98,8 @@ class Training:
         )  # fmt: skip
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add the flags of every run, how to run it and where it is kept; return the second group."""
+def add_run_arguments(parser: argparse.ArgumentParser) -> arguments.AddArgument:
+    """Add the flags of every run, how to run it and where it is kept; return what adds to the second group."""
     add = parser.add_argument_group("how to run it").add_argument
     config = "DeepSpeed JSON, as a path or the bare name of one in ds_configs/ (default: the recipe's own)"
     add("--ds_config", metavar="FILE", help=config)
@@ -122,15 +122,15 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
     add("--plan", action="store_true", help=plan)
     planned = "with --plan: of N processes, on machines like this one, or on GPUs where it cannot train the row"
     add("--processes", type=arguments.whole(most=10**6), metavar="N", help=planned)
-    keep = parser.add_argument_group("where it is kept")
-    keep.add_argument(
+    add = parser.add_argument_group("where it is kept").add_argument
+    add(
         "--out",
         metavar="DIR",
         help="run directory (default: runs/<recipe>-<ds_config>)",
     )
     resume = "continue from the newest complete checkpoint of the run directory"
-    keep.add_argument("--resume", action="store_true", help=resume)
-    return keep
+    add("--resume", action="store_true", help=resume)
+    return add
 
 
 def launch(args: argparse.Namespace, check: Callable[[], Training]) -> None:

@@ -323,6 +323,28 @@ def test_missing_records_of_a_resumed_run_are_told(tmp_path, left, said):
     assert note.text.split(":")[0] in " ".join(shown.getvalue().split())
 
 
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        ((), ""),  # an adopted run, whose steps another program recorded in its own way
+        ((5,), ""),
+        ((6,), "1 step, the first 5"),
+        ((1, 2, 4), "1 step, the first 3"),
+    ],
+)
+def test_the_steps_of_the_run_before_a_branch_are_told_if_that_was_ours(tmp_path, kept, said):
+    branch = {"run": "other", "step": 4, "stretches": [(0, 0, 16)]}
+    run = run_steps(tmp_path, plan(), 6)
+    lines = {json.loads(line).get("step"): line for line in run.metrics_jsonl.read_text().splitlines(True)}
+    run.metrics_jsonl.write_text("".join(lines[step] for step in kept))
+    last = max(kept, default=4)
+    shown = io.StringIO()
+    recorder(tmp_path, plan(recipe(branch=branch)), start=last, stream=shown).__exit__(None, None, None)
+    notes = [note.text for note in read_metrics(run.metrics_jsonl).notes]
+    assert len(notes) == bool(said)
+    assert not said or f"has no record of {said}" in notes[0]
+
+
 def test_a_run_that_starts_over_forgets_its_first_validation(tmp_path):
     with recorder(tmp_path, plan()) as records:
         records.validation(0, outcome(6.0))
