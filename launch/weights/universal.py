@@ -16,7 +16,6 @@ BF16_Optimizer), runtime/zero/stage3.py and runtime/engine.py.
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from typing import Any
 import deepspeed
 import torch
 from transformers import PreTrainedTokenizerFast as Tokenizer
+from transformers import TrainerControl, TrainerState
 
 from data import durable_files
 from launch.checkpoints import inspection
@@ -95,6 +95,7 @@ in your loop
   engine.load_checkpoint("{out}")
 in a script with transformers' Trainer
   --config_name {out} --tokenizer_name {out} --resume_from_checkpoint {out}
+which logs, evaluates and saves as {out / "trainer_state.json"} says, every 500 steps: edit it
 JSON and script decide all else; the run's optimizer, schedule and batch stand in {out / "export.json"}"""
 
 
@@ -157,8 +158,14 @@ def write(  # noqa: PLR0913
         _save(folder / "zero_pp_rank_0_mp_rank_00_model_states.pt", engine)
         _save(directory / "scheduler.pt", scheduler)
         micro = checkpoint.manifest.plan.get("layout", {}).get("micro", 1)
-        state = json.dumps({"global_step": step, "train_batch_size": micro})
-        durable_files.write_atomically(directory / "trainer_state.json", state + "\n")
+        # Trainer's first save looks up the state of each of its callbacks
+        state = TrainerState(
+            global_step=step,
+            max_steps=recipe.steps,
+            train_batch_size=micro,
+            stateful_callbacks=[TrainerControl()],  # type: ignore[list-item]
+        )
+        state.save_to_json(str(directory / "trainer_state.json"))
         config = export.model_config(recipe, tokenizer, torch.float32)
         config.save_pretrained(directory)
         export.write_tokenizer(recipe, tokenizer, directory)

@@ -181,7 +181,7 @@ def by_trainer(recipe: Recipe, job: dict) -> dict[int, float]:
         adam_beta2=chosen.betas[1], adam_epsilon=chosen.eps, weight_decay=chosen.weight_decay,
         optim="adamw_torch", max_grad_norm=chosen.clip, bf16=job["precision"] == "bf16",
         lr_scheduler_type="linear", warmup_steps=recipe.schedule.warmup_steps, logging_strategy="no",
-        save_strategy="no", report_to=[], disable_tqdm=True,
+        save_strategy="steps", report_to=[], disable_tqdm=True,
     )  # fmt: skip
     trainer = InOrder(
         model_of(job["export"]), arguments, train_dataset=Rows(samples_of(recipe)),

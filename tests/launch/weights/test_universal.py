@@ -87,7 +87,8 @@ def test_steps_schedule_and_rate_are_those_after_the_checkpoint(tmp_path):
     assert all(group == {"lr": rate} for group in groups)
     of_zero3 = optimizer["optimizer_state_dict"]
     assert of_zero3 == {"state": {0: {"step": 4}}, "param_groups": [{"lr": rate}]}
-    assert TrainerState.load_from_json(tmp_path / "out" / "trainer_state.json").global_step == 4
+    state = TrainerState.load_from_json(tmp_path / "out" / "trainer_state.json")
+    assert state.global_step == 4 and [*state.stateful_callbacks] == ["TrainerControl"], "it is saved with it"
     told = json.loads((tmp_path / "out" / "export.json").read_text())
     assert told["step"] == 4 and told["optimizer"]["betas"] == [*recipe.optimizer.betas]
 
