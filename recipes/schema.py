@@ -665,6 +665,11 @@ class Branch(Strict):
     def __str__(self) -> str:
         return f"{self.run} from step {self.step:,} on"
 
+    @property
+    def changes(self) -> str:
+        """What differs from there on, in words; "" for nothing."""
+        return "; ".join(map(str, self.changed))
+
 
 class Recipe(Strict):
     title: str = Field(description="one line for lists")

@@ -115,8 +115,10 @@ def _differences(run: RunFacts, steps: int) -> Iterator[Deviation]:  # noqa: C90
     reference = original or recipe
     for notice in plan.notices:
         yield Deviation("notice", notice.key, is_=notice.text)
-    if recipe.branch is not None:
-        yield Deviation("branch", "branch", is_=str(recipe.branch))
+    branch = recipe.branch
+    if branch is not None:
+        changes = branch.changes or "nothing changed"
+        yield Deviation("branch", "branch", is_=f"{branch}: {changes}")
     if tiny:
         yield Deviation("tiny")
     if original is not None:

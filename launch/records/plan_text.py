@@ -124,7 +124,7 @@ def describe_branch(branch: Branch | None) -> list[tuple[str, str]]:
     """Name the run that a branch goes on from, what is changed and where its data go on; [] without."""
     if branch is None:
         return []
-    changed = "; ".join(map(str, branch.changed)) or "nothing is changed"
+    changed = branch.changes or "nothing is changed"
     read = BatchSchedule(branch.stretches).samples(branch.step)
     data = f"the data go on after {read - branch.data_from:,} samples"
     if branch.data_from == read:

@@ -117,15 +117,13 @@ class Adoption(StartingModel):
             lacking |= self._open({*found, *keys})
         if not lacking:
             return found
-        problems = []
-        for flag, what in lacking.items():
-            problems.append(Problem(KEY, f"no file states {what}", fix=flag))
+        problems = [
+            Problem(KEY, f"no file states {what}", fix=flag)
+            for flag, what in lacking.items()
+        ]
         line = f"{KEY} {shlex.quote(self.directory)} --out RUN {' '.join(lacking)}"
         state = self.state
-        stated = []
-        for key, value in found.items():
-            if value is not None:
-                stated.append(f"{key}={value}")
+        stated = [f"{key}={found[key]}" for key in found if found[key] is not None]
         came = f"is {state.form} after step {state.steps}"
         came += f", and states {', '.join(stated)}"
         such = f"such as: python launch/pretrain.py {line}"
@@ -163,6 +161,7 @@ class Adoption(StartingModel):
         branch = Branch(
             run=str(Path(self.directory).absolute()),
             step=state.steps,
+            changed=self.theirs.changes(),
             stretches=((0, 0, each),),
             data_from=read if self.data_from == FIRST else 0,
             more_updates=state.updates - state.steps + state.skipped,
@@ -176,7 +175,6 @@ class Adoption(StartingModel):
         at = f"after step {state.steps} and {state.samples:,} samples"
         said = [f"{state.form} of {self.directory}, {at}"]
         said += self.saved().remarks(recipe)
-        said += self.theirs.remarks()
         return tuple(Notice("adopt", f"adopted: {each}") for each in said)
 
     def write(self, plan: Plan, checkpoints: Path, corpus: str) -> None:

@@ -19,7 +19,7 @@ from modeling.formats.pickles import StandIn, load
 from recipes.files import FileError, is_file, read_json_object, refuse
 from recipes.key_paths import flatten
 from recipes.problems import some
-from recipes.schema import Recipe, Schedule
+from recipes.schema import Change, Recipe, Schedule
 
 ADAM = ("adam", "adamw")
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -75,11 +75,7 @@ class TheirSettings:
         """What `checkpoint.py export` has told of the recipe of a run of ours; {} of others."""
         path = self.directory / "export.json"
         told = read_json_object(path) if is_file(path) else {}
-        found = {}
-        for key in TOLD:
-            if key in told:
-                found[key] = told[key]
-        return found
+        return {key: told[key] for key in TOLD if key in told}
 
     @cached_property
     def steps(self) -> int | None:
@@ -169,9 +165,8 @@ class TheirSettings:
         """Return precision and dropout."""
         found: dict[str, Any] = {}
         config = self.state.config
-        types = set()
-        for tensor in self.state.module.values():
-            types.add(PRECISIONS.get(tensor.dtype))
+        module = self.state.module.values()
+        types = {PRECISIONS.get(tensor.dtype) for tensor in module}
         if config:
             types = {"fp32"}
         for half in ("fp16", "bf16"):
@@ -180,10 +175,7 @@ class TheirSettings:
         if len(types) == 1:
             found["precision"] = types.pop()
         for hidden, attention in DROPOUT:
-            rates = set()
-            for key in hidden:
-                if key in self.config:
-                    rates.add(self.config[key])
+            rates = {self.config[key] for key in hidden if key in self.config}
             if len(rates) == 1:
                 found["dropout.hidden"] = rates.pop()
                 found["dropout.attention"] = self.config.get(attention, 0.0)
@@ -200,10 +192,11 @@ class TheirSettings:
     def _schedule(self, base: Recipe) -> dict[str, Any]:
         """Return all keys of the schedule; {}: no file says which it is."""
         if lookup(self.state.config, "scheduler"):
-            values = {}
-            for each in following.numbers(self.state.config, base):
-                if each.key.startswith(("schedule.", "optimizer.lr")):
-                    values[each.key] = each.value
+            values = {
+                each.key: each.value
+                for each in following.numbers(self.state.config, base)
+                if each.key.startswith(("schedule.", "optimizer.lr"))
+            }
             if "schedule.kind" not in values:
                 return {}
             return {**_laid(Schedule()), **values}
@@ -240,27 +233,26 @@ class TheirSettings:
             found["optimizer.lr"] = stated["lr"]
         return found
 
-    def remarks(self) -> list[str]:
-        """Return what of its optimizer is otherwise here, in words."""
-        said = []
+    def changes(self) -> tuple[Change, ...]:
+        """Return what of its optimizer is otherwise here."""
+        found = []
         decay = self.group.get("weight_decay", 0.0)
         rates = {float(group["lr"]) for group in self.state.groups}
         if len(rates) > 1:
-            named = some([f"{rate:g}" for rate in sorted(rates)])
-            has = f"its groups of parameters have the rates {named}"
-            said.append(f"{has}, here all have one")
-        odd = []
+            found.append(Change(key="optimizer.lr", was=sorted(rates), now=self.rate))
+        odd = {}
         groups = self.state.stated.get("param_shapes") or ()
         if len(groups) == len(self.state.groups):  # stage 3 may cut one into several
             for shapes, group in zip(groups, self.state.groups, strict=True):
                 theirs = group.get("weight_decay", 0.0)
                 for name, shape in shapes.items():
                     if theirs != (len(shape) > 1) * decay:
-                        odd.append(name)
+                        odd[name] = theirs
         if odd:
-            has = f"its weight decay differs on {some(odd, 3)}"
-            said.append(f"{has}: here matrices have {decay:g}, vectors none")
-        return said
+            key = f"optimizer.weight_decay of {some([*odd], 3)}"
+            now = f"{decay:g} of matrices, none of vectors"
+            found.append(Change(key=key, was=sorted({*odd.values()}), now=now))
+        return tuple(found)
 
 
 def _of(kind: Any, warmup: int, end: int | None) -> dict[str, Any]:

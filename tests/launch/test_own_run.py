@@ -147,7 +147,8 @@ def test_a_branch_keeps_what_it_is_of_and_what_it_changes(runs):
         "schedule.wsd_decay_steps": (None, 2),
         "schedule.decay_steps": (None, 6),
     }
-    assert any("branch: of" in str(each) for each in result.deviations)
+    (said,) = (str(each) for each in result.deviations if str(each).startswith("branch: of"))
+    assert "schedule.kind: constant -> wsd" in said
     assert result.speed.steps == 3 and result.losses.training.steps == 4, "of its own steps alone"
     lines = dict(describe_branch(branch))
     assert "schedule.kind: constant -> wsd" in lines["  changed"] and "32 samples" in lines["  data"]

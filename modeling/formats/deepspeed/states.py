@@ -147,11 +147,11 @@ def read(directory: Path) -> DeepSpeedState:
 
 def _tensors(module: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of a module; Megatron's are nested, and ZeRO-3's are empty."""
-    found = {}
-    for name, tensor in module.items():
-        if isinstance(tensor, Tensor) and tensor.numel():
-            found[name] = tensor
-    return found
+    return {
+        name: tensor
+        for name, tensor in module.items()
+        if isinstance(tensor, Tensor) and tensor.numel()
+    }
 
 
 def _updates(where: Path, stated: Mapping[str, Any], optimizer: Optimizer) -> int:

@@ -25,6 +25,7 @@ from launch.records.metrics import read_metrics
 from launch.training.schedule import learning_rate
 from launch.weights import adopted_checkpoint
 from launch.weights.adoption import Adoption
+from launch.weights.their_settings import TheirSettings
 from modeling.families import conversion_of
 from modeling.formats import pickles
 from modeling.formats.deepspeed import states
@@ -160,8 +161,29 @@ def test_what_files_state_is_taken_and_the_rest_is_asked_for_at_once(theirs):
     _, recipe = opened(theirs / "loop")
     assert (recipe.batch.global_, recipe.optimizer.lr, recipe.precision) == (12, 1e-3, "fp32")
     assert recipe.branch.data_from == 0 and recipe.sizes_in_data.samples(6) == 72
+    assert recipe.branch.changed == (), "it decays matrices alone, as we do"
     _, anew = opened(theirs / "loop", data_from="first")
     assert anew.sizes_in_data.samples(6) == 0
+
+
+def test_what_its_optimizer_does_otherwise_is_a_change_of_the_recipe():
+    """Trainer has one group of all parameters where the JSON has an optimizer."""
+    shapes = {"wte.weight": (9, 4), "ln.weight": (4,), "ln.bias": (4,)}
+    adam = {"lr": 1e-3, "betas": (0.9, 0.95)}
+
+    def changes(*groups):
+        stated = {"param_shapes": [group for group, _ in groups]}
+        state = SimpleNamespace(stated=stated, groups=[{**adam, **own} for _, own in groups], config={})
+        found = TheirSettings(Path("nowhere"), state, {}).changes()
+        return {change.key: (change.was, change.now) for change in found}
+
+    decayed = {"weight_decay": 0.1}
+    key = "optimizer.weight_decay of ln.weight, ln.bias"
+    assert changes((shapes, decayed)) == {key: ([0.1], "0.1 of matrices, none of vectors")}
+    matrices, vectors = {"wte.weight": (9, 4)}, {"ln.weight": (4,), "ln.bias": (4,)}
+    assert changes((matrices, decayed), (vectors, {"weight_decay": 0.0})) == {}
+    slower = {"weight_decay": 0.0, "lr": 1e-4}
+    assert changes((matrices, decayed), (vectors, slower)) == {"optimizer.lr": ([1e-4, 1e-3], 1e-3)}
 
 
 def test_heads_and_dropout_are_asked_for_where_no_config_states_them(copied):
