@@ -100,8 +100,8 @@ def stacks_at_quit(path: Path) -> Iterator[None]:
             yield
         finally:
             faulthandler.unregister(signal.SIGQUIT)
-    with contextlib.suppress(OSError):
-        path.unlink()
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 class EarlyEnd(Exception):

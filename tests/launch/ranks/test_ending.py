@@ -117,6 +117,13 @@ def test_a_rank_that_quits_leaves_the_stacks_of_all_threads(tmp_path, quits):
         assert left.read_text().count("hread 0x") == 2 and "test_a_rank_that_quits" in left.read_text()
 
 
+def test_a_rank_that_fails_leaves_no_empty_file_of_stacks(tmp_path):
+    left = tmp_path / "stacks-rank-0.txt"
+    with pytest.raises(RuntimeError), early_ends.stacks_at_quit(left):
+        raise RuntimeError
+    assert not left.exists()
+
+
 def test_the_stop_file_asks_once(tmp_path):
     (tmp_path / "STOP").touch()
     assert early_ends.StopRequest(tmp_path / "STOP").look() == "STOP file"
