@@ -37,6 +37,20 @@ TENSORS = {"word.weight": torch.arange(60.0).view(10, 6), "final_norm.bias": tor
 # --- pieces
 
 
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=8))
+def test_a_piece_stays_with_its_rank_however_the_ranks_are_spaced(gaps):
+    """`gaps`: ranks from one piece to the next, and the elements of each piece."""
+    alone = []
+    rank = 0
+    first = 0
+    for gap, count in gaps:
+        rank += gap
+        alone.append(Series(rank, None, first, count, count))
+        first += count
+    found = [piece for series in joined(alone) for piece in series.pieces()]
+    assert found == alone
+
+
 @st.composite
 def layouts(draw, shape):
     """Pieces of a tensor: cut over tensor-parallel ranks, and each slice over data-parallel ones."""
