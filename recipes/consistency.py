@@ -581,15 +581,14 @@ def _batch(recipe: Recipe) -> Found:
 
 def _cells(recipe: Recipe, columns: Sequence[str]) -> Found:
     row = recipe.published.row if recipe.published else None
-    if row is None or not columns or (count := row.count("|") + 1) == len(columns):
+    if row is None or not columns:
         return
-    cells = itertools.zip_longest(
-        columns, (cell.strip() for cell in row.split("|")), fillvalue="?"
-    )
+    printed = row.split("|")
+    if len(printed) == len(columns):
+        return
+    cells = itertools.zip_longest(columns, map(str.strip, printed), fillvalue="?")
     shown = ", ".join(f"{name}: {cell}" for name, cell in cells)
-    came = (
-        f" has {counted(count, 'cell')} for {counted(len(columns), 'column')} ({shown})"
-    )
+    came = f" has {counted(len(printed), 'cell')} for {counted(len(columns), 'column')} ({shown})"
     rule = (
         "one cell for each heading, separated by |, blank where the source prints none"
     )

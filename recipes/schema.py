@@ -667,8 +667,8 @@ class Branch(Strict):
 
     @property
     def changes(self) -> str:
-        """What differs from there on, in words; "" for nothing."""
-        return "; ".join(map(str, self.changed))
+        """What differs from there on, in words."""
+        return "; ".join(map(str, self.changed)) or "nothing is changed"
 
 
 class Recipe(Strict):

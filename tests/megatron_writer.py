@@ -343,8 +343,11 @@ def of_program(recipe: Recipe, weights: dict[str, Tensor], rank: int, form: Form
         return out
     names = {"tied_modules.embed.": "embedding.", norm: "encoder.final_layernorm."}
     names |= {f"{2 + i}.": f"encoder.layers.{i}." for i in range(recipe.model.layers)}
-    starts = ((name, next(start for start in names if name.startswith(start))) for name in out)
-    return {f"language_model.{names[start]}{name.removeprefix(start)}": out[name] for name, start in starts}
+    found = {}
+    for name, tensor in out.items():
+        start = next(start for start in names if name.startswith(start))
+        found[f"language_model.{names[start]}{name.removeprefix(start)}"] = tensor
+    return found
 
 
 def patterns_of(tp: int, program: Program) -> dict[str, list[str]]:

@@ -194,7 +194,8 @@ def _read_through(
     bucket = memoryview(bytearray(min(BUCKET, size)))
     for key, dtype, left in spans:
         while left:
-            count = file.readinto(part := bucket[: min(left, BUCKET)])  # type: ignore[attr-defined]
+            part = bucket[: min(left, BUCKET)]
+            count = file.readinto(part)  # type: ignore[attr-defined]
             if count < len(part):
                 raise OSError(0, "it became shorter meanwhile")
             checksum = zlib.crc32(part, checksum)

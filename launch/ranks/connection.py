@@ -26,7 +26,9 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-TOKEN_BYTES = NONCE_BYTES = PROOF_BYTES = 32
+TOKEN_BYTES = 32
+NONCE_BYTES = 32
+PROOF_BYTES = 32
 HELLO = struct.Struct(f">I{NONCE_BYTES}s")  # of another rank: its number, and a nonce
 HEADER = struct.Struct(f">I{PROOF_BYTES}s")  # of a message: its length and its proof
 MOST_BYTES = 1 << 28  # of a message

@@ -158,7 +158,8 @@ def _tell(error: BaseException, note_failure: Callable[[str], None]) -> None:
     if world_size() > 1 and lost_peers(error):
         # A consequence of another rank's end. Say nothing, so that the cause stays last on the screen, and
         # let the launcher or the lifeline end this process; speak up only if nothing does.
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
+        with contextlib.suppress(ValueError):  # not in the main thread
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
         request = getattr(error, STOP_REQUEST, None)
         if request and request.reason:
             return  # the launcher has asked already

@@ -73,7 +73,8 @@ class Meeting:
         self.status: Callable[[], Any] = lambda: None
         self.end_hanging: Callable[[], None] = lambda: os._exit(1)
         self._secrets = [durable_files.cache_directory(), place or Path.cwd()]
-        self._exchanges = self._handed = 0
+        self._exchanges = 0
+        self._handed = 0
         self._connections: dict[int, Connection] = {}
         # by name of the exchange, and rank
         self._heard: dict[tuple[str, int], Any] = {}

@@ -117,8 +117,7 @@ def _differences(run: RunFacts, steps: int) -> Iterator[Deviation]:  # noqa: C90
         yield Deviation("notice", notice.key, is_=notice.text)
     branch = recipe.branch
     if branch is not None:
-        changes = branch.changes or "nothing changed"
-        yield Deviation("branch", "branch", is_=f"{branch}: {changes}")
+        yield Deviation("branch", "branch", is_=f"{branch}: {branch.changes}")
     if tiny:
         yield Deviation("tiny")
     if original is not None:

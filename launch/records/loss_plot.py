@@ -87,8 +87,7 @@ def plot_loss(
 def mark_branch(axes: Axes, branch: Branch) -> None:
     """Draw a line where a branch begins, and write along it whose it is and what it changes."""
     axes.axvline(branch.step, color="tab:green", linewidth=1.2)
-    changes = branch.changes or "nothing changed"
-    text = f"branch of {Path(branch.run).name} from step {branch.step:,} on: {changes}"
+    text = f"branch of {Path(branch.run).name} from step {branch.step:,} on: {branch.changes}"
     label = textwrap.fill(text, LABEL_WIDTH, max_lines=LABEL_LINES, placeholder=" …")
     across = axes.get_xaxis_transform()
     how: dict[str, Any] = dict(

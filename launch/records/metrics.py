@@ -344,7 +344,7 @@ def read_metrics(path: Path, problems: list[str] | None = None) -> Records:
 
 
 def truncate(
-    path: Path, step: int, problems: list[str], begins_after: int = 0
+    path: Path, step: int, problems: list[str], begins_after: int
 ) -> list[int]:
     """Drop broken lines and the records of later steps than `step`, or all for 0.
 
@@ -387,7 +387,7 @@ def begin_branch(path: Path, branch: Branch) -> None:
     )
 
 
-def missing(steps: Iterable[StepRecord], last: int, begins_after: int = 0) -> list[int]:
+def missing(steps: Iterable[StepRecord], last: int, begins_after: int) -> list[int]:
     """Return the steps from 1 to `last` without a record.
 
     `begins_after`: steps before the run's first one, of which there are records if another run of ours made

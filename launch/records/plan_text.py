@@ -124,12 +124,11 @@ def describe_branch(branch: Branch | None) -> list[tuple[str, str]]:
     """Name the run that a branch goes on from, what is changed and where its data go on; [] without."""
     if branch is None:
         return []
-    changed = branch.changes or "nothing is changed"
     read = BatchSchedule(branch.stretches).samples(branch.step)
     data = f"the data go on after {read - branch.data_from:,} samples"
     if branch.data_from == read:
         data = f"the data are read from their beginning, after {read:,} samples of the other run"
-    return [("branch of", str(branch)), ("  changed", changed), ("  data", data)]
+    return [("branch of", str(branch)), ("  changed", branch.changes), ("  data", data)]
 
 
 def describe_precision(plan: Plan) -> str:

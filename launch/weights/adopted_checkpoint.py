@@ -35,8 +35,7 @@ from launch.checkpoints.saving import Sums, with_sums
 from launch.checkpoints.sums import sums_of
 from launch.checkpoints.tensor_file import TensorEntry
 from launch.machine import description
-from launch.weights.deepspeed_weights import OfDeepSpeed
-from launch.weights.universal import FILES
+from launch.weights.deepspeed_weights import NAMES, OfDeepSpeed
 from modeling.families import meta_parameters
 from modeling.formats.deepspeed import states
 from recipes.files import refuse
@@ -98,7 +97,7 @@ def _contents(
 ) -> tuple[list[TensorEntry], dict[str, ListedTensor]]:
     """Return the entries of the one file, and the tensors in it; `sums` gets those of each entry."""
     where = saved.state.where
-    by_kind = {kind: saved.canonical(plan.recipe, FILES[kind]) for kind in kinds}
+    by_kind = {kind: saved.canonical(plan.recipe, NAMES[kind]) for kind in kinds}
 
     def add_up(key: str, parameter: torch.nn.Parameter, numbers: Tensor) -> None:
         sums[key] = sums_of(numbers, parameter, 0)

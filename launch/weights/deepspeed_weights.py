@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from launch.checkpoints.manifest import MOMENTS, WEIGHT
 from launch.weights.foreign_weights import (
     MegatronWeights,
     MessageWords,
@@ -28,6 +29,8 @@ from modeling.lazy_weights import LazyWeights
 from recipes.files import is_file, read_json_object, refuse
 from recipes.schema import Model, Recipe
 
+# DeepSpeed's names of our kinds of tensors
+NAMES = dict(zip((WEIGHT, *MOMENTS), states.KINDS, strict=True))
 CONFIG = "config.json"
 # model_type -> names of its embeddings of tokens and positions
 KNOWN_BY = {

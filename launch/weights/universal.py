@@ -27,11 +27,12 @@ from transformers import TrainerControl, TrainerState
 
 from data import durable_files
 from launch.checkpoints import inspection
-from launch.checkpoints.manifest import MOMENTS, WEIGHT, Manifest
+from launch.checkpoints.manifest import MOMENTS, Manifest
 from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.checkpoints.stored import StoredTensors
 from launch.machine.checks import amount, existing, free_bytes
 from launch.weights import export
+from launch.weights.deepspeed_weights import NAMES
 from launch.weights.export import ConvertedTensors
 from launch.weights.their_settings import TOLD
 from modeling.families import meta_parameters
@@ -39,9 +40,7 @@ from recipes.problems import Problem, ProblemsError
 from recipes.schema import Recipe
 
 FLAG = "--universal"
-# what DeepSpeed's loader calls our kinds of tensors
-FILES = {WEIGHT: "fp32", **{moment: moment for moment in MOMENTS}}
-BYTES = 4 * len(FILES)  # of a parameter
+BYTES = 4 * len(NAMES)  # of a parameter
 BYTES_OF_FILES = 8192  # of a tensor, besides its numbers: names, and blocks of the disk
 ALONE = "launch/export_hf.py exports the weights alone"
 
@@ -119,13 +118,13 @@ def write(  # noqa: PLR0913
 
     Raises FileError: checkpoint or tokenizer are damaged, or `out` cannot be made.
     """
-    export.check_whole(checkpoint, recipe, tokenizer, run, tuple(FILES), seen)
+    export.check_whole(checkpoint, recipe, tokenizer, run, tuple(NAMES), seen)
     step = checkpoint.step
     tag = f"global_step{step}_universal"
     with export.appearing(FLAG, out) as directory:
         folder = directory / tag
         zero = folder / "zero"
-        for kind, file in FILES.items():
+        for kind, file in NAMES.items():
             stored = StoredTensors(checkpoint.directory, checkpoint.manifest, kind)
             converted = ConvertedTensors(stored, recipe, torch.float32)
             for name in converted.names:

@@ -69,7 +69,8 @@ def test_every_version_and_split_is_read_to_the_bit(name, form, tmp_path):
 
 def test_newer_megatron_deepspeed_has_another_order_by_the_same_version(tmp_path):
     """Since its commit 676a482c; an argument of that commit tells it."""
-    recipe, weights = tiny(), random_weights(tiny())
+    recipe = tiny()
+    weights = random_weights(recipe)
     told = {"ds_sequence_parallel_fpdt": False}
     write(tmp_path, recipe, weights, Form(version=0, tp=2, deepspeed="plain", arguments=told))
     for file in tmp_path.glob("global_step7/*.pt"):
@@ -131,7 +132,8 @@ def test_arguments_are_read_in_every_container_of_converters(kind, tmp_path, mon
 
 
 def test_a_distributed_optimizer_of_one_stage_is_left(tmp_path):
-    recipe, weights = tiny(), random_weights(tiny())
+    recipe = tiny()
+    weights = random_weights(recipe)
     write(tmp_path, recipe, weights, Form(tp=2))
     for file in tmp_path.glob("*/mp_rank*/*"):
         file.rename(file.with_name("model_rng.pt"))
@@ -146,7 +148,8 @@ def test_a_distributed_optimizer_of_one_stage_is_left(tmp_path):
 
 def test_what_is_whole_need_not_be_as_its_arguments_say(tmp_path):
     """Merged over ranks and stages by a converter that kept the arguments of the training."""
-    recipe, weights = tiny(), random_weights(tiny())
+    recipe = tiny()
+    weights = random_weights(recipe)
     told = {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 3}
     found = open_checkpoint(write(tmp_path, recipe, weights, Form(tp=2, pp=2, arguments=told)))
     assert equal(found.weights(recipe.model), weights)
@@ -277,7 +280,8 @@ def test_what_is_not_whole_is_refused(case, tmp_path):
 
 
 def test_iterations_are_found_where_megatron_looks_for_them(tmp_path):
-    recipe, weights = tiny(), random_weights(tiny())
+    recipe = tiny()
+    weights = random_weights(recipe)
     write(tmp_path, recipe, weights, Form())
     assert open_checkpoint(tmp_path / "iter_0000007").where == tmp_path / "iter_0000007"
     shutil.copytree(tmp_path / "iter_0000007", tmp_path / "release")
@@ -293,7 +297,8 @@ def test_iterations_are_found_where_megatron_looks_for_them(tmp_path):
 
 
 def test_weights_are_read_one_by_one_and_let_go(tmp_path):
-    recipe, weights = tiny(), random_weights(tiny())
+    recipe = tiny()
+    weights = random_weights(recipe)
     lazy = open_checkpoint(write(tmp_path, recipe, weights, Form(tp=2))).weights(recipe.model)
     first = lazy["position.weight"]
     held = weakref.ref(first)

@@ -43,7 +43,8 @@ def checks_of(tp: int) -> dict[str, Callable[[ProcessGrid, Path], None]]:
     return found
 
 
-EVERY = [f"{name}, tp {tp}" for tp in DEGREES for name in checks_of(tp)] + [*shared_draws.CHECKS]
+EVERY = [f"{name}, tp {tp}" for tp in DEGREES for name in checks_of(tp)]
+EVERY += shared_draws.CHECKS
 GRAPHS = [name for name in EVERY if "one graph" in name]
 NAMES = [name for name in EVERY if name not in GRAPHS]
 

@@ -115,7 +115,8 @@ def _iteration(directory: Path) -> Path:
     )
     if held:
         return directory
-    if is_file(tracker := directory / TRACKER):
+    tracker = directory / TRACKER
+    if is_file(tracker):
         said = read_text(tracker).strip()
         number = int(said) if re.fullmatch(r"\d{1,18}", said) else None
         asked = (

@@ -56,7 +56,8 @@ def test_every_program_and_split_is_read_to_the_bit(program, tp, tmp_path, token
     said = {}
     if program is NEOX:
         said = {"settings": UNSTATED, "stated": ["gelu=tanh", "gpt_j_residual=false"]}
-    recipe, directory = adopted(given, tmp_path / "run", *said.pop("settings", ()), **said)
+    settings = said.pop("settings", ())
+    recipe, directory = adopted(given, tmp_path / "run", *settings, **said)
     for kind, theirs in KINDS.items():
         found = load_weights(directory, kind)
         assert found.keys() == expected[theirs].keys()

@@ -143,8 +143,8 @@ def test_a_universal_checkpoint_gives_the_same(theirs, universal, tmp_path):
     """Of stage 3 its tensors are flat."""
     pairs = {"loop": universal, "loop3": converted(theirs / "loop3")}
     for name, other in pairs.items():
-        one, other = written(theirs / name, tmp_path / name), written(other, tmp_path / other.name)
-        held, same = run_checkpoints.read(one).manifest, run_checkpoints.read(other).manifest
+        held = run_checkpoints.read(written(theirs / name, tmp_path / name)).manifest
+        same = run_checkpoints.read(written(other, tmp_path / other.name)).manifest
         assert held.progress == same.progress and held.files == same.files and held.tensors == same.tensors
 
 
@@ -180,7 +180,8 @@ def test_what_its_optimizer_does_otherwise_is_a_change_of_the_recipe():
     decayed = {"weight_decay": 0.1}
     key = "optimizer.weight_decay of ln.weight, ln.bias"
     assert changes((shapes, decayed)) == {key: ([0.1], "0.1 of matrices, none of vectors")}
-    matrices, vectors = {"wte.weight": (9, 4)}, {"ln.weight": (4,), "ln.bias": (4,)}
+    matrices = {"wte.weight": (9, 4)}
+    vectors = {"ln.weight": (4,), "ln.bias": (4,)}
     assert changes((matrices, decayed), (vectors, {"weight_decay": 0.0})) == {}
     slower = {"weight_decay": 0.0, "lr": 1e-4}
     assert changes((matrices, decayed), (vectors, slower)) == {"optimizer.lr": ([1e-4, 1e-3], 1e-3)}
