@@ -188,7 +188,7 @@ MISTAKES = (
             "super().get_data_types()[1] == torch.float32", "False", STEP),
     # weights of others
     Mistake("exported moments swapped", "launch/weights/universal.py",
-            "**{moment: moment for moment in MOMENTS}", "**dict(zip(MOMENTS, MOMENTS[::-1]))", UNIVERSAL),
+            "in NAMES.items()", "in zip(NAMES, ('fp32', *MOMENTS[::-1]))", UNIVERSAL),
     Mistake("an exported update too few", "launch/weights/universal.py",
             "float(progress.adam_steps)", "float(progress.adam_steps - 1)", UNIVERSAL),
     Mistake("the exported schedule a step late", "launch/weights/universal.py",
