@@ -46,9 +46,8 @@ from modeling.parallel.layers import ColumnParallelLinear, group_size
 from modeling.parallel.process_grid import Group
 from modeling.transformer import BERT_NORM_EPS, LayerNorm, LayerShape
 from modeling.unpadding import PackedRow, padding_mask
+from recipes.families import MASKED_FIGURES, TASK_FIGURES, parts_of
 from recipes.schema import Recipe
-
-LOSS_PARTS = ("mlm_loss", "sentence_loss", "sentence_accuracy")
 
 
 @dataclass(frozen=True)
@@ -267,7 +266,7 @@ def pretraining_loss(
     sentence_weights: Tensor,
     group: Group,
 ) -> tuple[Tensor, Tensor]:
-    """Return (masked-token loss + sentence loss, the `LOSS_PARTS` without gradient), float32.
+    """Return (masked-token loss + sentence loss, its parts without gradient), float32.
 
     Without a sentence head the masked-token loss is the only part.
 
@@ -285,12 +284,13 @@ def pretraining_loss(
     return mlm + sentence, torch.stack([mlm, sentence, right]).detach()
 
 
-def loss_parts(shape: BertShape) -> tuple[str, ...]:
-    """Return the names of the parts of `pretraining_loss`."""
-    return LOSS_PARTS[:1] if shape.sentence_head == "none" else LOSS_PARTS
-
-
-FAMILY = Family("bert", shape_of, layer_list, pretraining_loss, loss_parts)
+FAMILY = Family(
+    "bert",
+    shape_of,
+    layer_list,
+    pretraining_loss,
+    lambda shape: parts_of(MASKED_FIGURES[shape.sentence_head]),
+)
 
 
 # Fine-tuning: the encoder with a head for a task
@@ -439,7 +439,7 @@ def _task_family(head: str) -> Family:
         task_shape_of,
         task_layer_list,
         TASK_LOSSES[head],
-        lambda shape: ("accuracy",),
+        lambda shape: parts_of(TASK_FIGURES),
     )
 
 

@@ -66,6 +66,22 @@ class Refused(NamedTuple):
 
 
 @dataclass(frozen=True)
+class LossFigure:
+    """A loss, or a share of right answers: its key in the records, its name and its unit."""
+
+    key: str
+    name: str
+    unit: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.unit})"
+
+    def of(self, record: Any) -> float | None:
+        """Return its value in a step, a validation or a result; None: not finite, or not there."""
+        return values_of(record).get(self.key)
+
+
+@dataclass(frozen=True)
 class FamilyFacts:
     """Facts of one family; the defaults suit models of the next token.
 
@@ -192,6 +208,46 @@ def fields_of(names: Collection[str]) -> MicroBatchFields:
     every = (*(family.fields for family in FAMILIES.values()), *TASK_FIELDS.values())
     own = {*names} - {PLACES}
     return next(fields for fields in every if {*fields.names} == own)
+
+
+MINIMISED = "loss"  # key of the loss whose gradient trains the model
+
+
+def values_of(record: Any) -> dict[str, float | None]:
+    """Return what a step, a validation or a result has of losses and accuracies, by key."""
+    return {MINIMISED: record.loss, **(record.parts or {})}
+
+
+MASKED_LOSS = LossFigure("mlm_loss", "masked-token loss", "nats per masked token")
+
+
+def _with_sentences(objective: str) -> tuple[LossFigure, ...]:
+    return (
+        MASKED_LOSS,
+        LossFigure("sentence_loss", f"{objective} loss", "nats per sample"),
+        LossFigure("sentence_accuracy", f"{objective} accuracy", "share of samples"),
+        LossFigure(MINIMISED, "total loss", "nats"),
+    )
+
+
+# Figures of a model. The first one is a mean over predicted tokens or examples, with which the losses of
+# uniform and unigram models compare.
+TOKEN_FIGURES = (LossFigure(MINIMISED, "loss", "nats per token"),)
+# by model.sentence_head
+MASKED_FIGURES = {
+    "none": (MASKED_LOSS,),
+    "nsp": _with_sentences("next-sentence"),
+    "sop": _with_sentences("sentence-order"),
+}
+TASK_FIGURES = (
+    LossFigure(MINIMISED, "loss", "nats per example"),
+    LossFigure("accuracy", "accuracy", "share of examples"),
+)
+
+
+def parts_of(figures: Collection[LossFigure]) -> tuple[str, ...]:
+    """Return the keys of the figures that a model returns next to its loss, in its order."""
+    return tuple(each.key for each in figures if each.key != MINIMISED)
 
 
 class Fixed(NamedTuple):

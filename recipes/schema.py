@@ -16,7 +16,17 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validat
 from pydantic.types import NonNegativeFloat, PositiveFloat
 from pydantic_core import PydanticCustomError
 
-from recipes.families import FAMILIES, AttentionKind, FamilyFacts, Fixed, Window
+from recipes.families import (
+    FAMILIES,
+    MASKED_FIGURES,
+    TASK_FIGURES,
+    TOKEN_FIGURES,
+    AttentionKind,
+    FamilyFacts,
+    Fixed,
+    LossFigure,
+    Window,
+)
 from recipes.layout import BatchSchedule, Stretch, batch_schedule, padded_vocab
 from recipes.problems import either
 
@@ -113,11 +123,12 @@ class Model(Strict):
         return FAMILIES[self.family]
 
     @property
-    def predicted(self) -> str:
-        """Unit of the mean in its losses: example, masked token or token."""
+    def figures(self) -> tuple[LossFigure, ...]:
+        """Its losses and accuracies; first the loss of predicted tokens or examples."""
         if self.task_head != "none":
-            return "example"
-        return "masked token" if self.facts.masked else "token"
+            return TASK_FIGURES
+        masked = self.facts.masked
+        return MASKED_FIGURES[self.sentence_head] if masked else TOKEN_FIGURES
 
     @property
     def sequences(self) -> int:

@@ -198,7 +198,7 @@ class KnownLoss:
     """The loss of one sample of held-out text in evaluation mode.
 
     Attributes:
-        loss: nats per predicted token.
+        loss: what is minimised, in nats (`StepRecord.loss`).
         precision: of the engine that computed it.
         batch: the micro-batch, as nested lists by name.
     """

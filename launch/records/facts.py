@@ -16,7 +16,7 @@ from launch.machine import description
 from recipes.schema import Recipe
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-# of a loss, by the names of `launch.records.metrics.PART_NAMES`
+# figures next to a loss, by their keys (`recipes.families.LossFigure`)
 Parts = dict[str, Finite | None]
 # status of a run that is trained and saved, but not recorded as a whole
 RECORDS_LOST = "records lost"
@@ -31,8 +31,8 @@ class StepRecord:
     """
 
     step: int
-    # Mean over the global batch, nats per token (per predicted token of a BERT, plus its sentence loss per
-    # sample).
+    # What is minimised, a mean over the global batch in nats: per token or example, or of a BERT per masked
+    # token, plus its sentence loss per sample.
     loss: Finite | None
     skipped: bool  # gradients were not finite, and no weight changed
     seconds: Finite = 0.0  # wall time, with the wait for the batch
@@ -57,7 +57,6 @@ class StepRecord:
     rank_seconds_median: Finite | None = None
     rank_seconds_max: Finite | None = None
     slowest_rank: int | None = None
-    # of the loss (`modeling.bert.LOSS_PARTS`)
     parts: Parts = field(default_factory=dict)
     profiled: bool = False  # torch's profiler made it slower
     time: float = 0.0
@@ -107,7 +106,7 @@ class Peaks:
 
 @dataclass(frozen=True)
 class Entropies:
-    """The losses of a uniform and a unigram model on the validation text, nats per token."""
+    """The losses of a uniform and a unigram model on the validation text, nats per predicted token."""
 
     uniform: Finite | None = None
     unigram: Finite | None = None

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from launch.records.metrics import Records, curve
+from recipes.families import LossFigure
 from recipes.schema import Branch
 
 LABEL_WIDTH = 48  # characters along the line of a branch
@@ -26,21 +27,19 @@ def plot_loss(
     records: Records,
     out_png: Path,
     reference_lines: Mapping[str, float],
+    figure: LossFigure,
     title: str = "",
-    per: str = "token",
 ) -> None:
-    """Draw training loss, its moving average, validation points and reference lines.
+    """Draw a loss in training, its moving average, validation points and reference lines.
 
-    Of a BERT it draws the masked-token loss. `reference_lines`: label -> nats, such as the entropies of a
-    uniform and a unigram model; `per`: the unit of the loss: token, masked token or example.
+    `reference_lines`: label -> nats, such as the entropies of a uniform and a unigram model.
     """
-    train, validation = (
-        curve(each, records.part) for each in (records.steps, records.validations)
-    )
+    train = curve(records.steps, figure)
+    validation = curve(records.validations, figure)
     # Figure and canvas by hand: pyplot would keep a global state and ask for a display.
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    picture = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(picture)
+    axes = picture.add_subplot()
     if train:
         steps, losses = zip(*train, strict=True)
         axes.plot(
@@ -76,12 +75,12 @@ def plot_loss(
     )
     axes.xaxis.set_major_locator(step_ticks())
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel(f"loss (nats per {per})")
+    axes.set_ylabel(str(figure))
     axes.set_title(title)
     axes.grid(alpha=0.2)
     if train or validation:
         axes.legend(loc="upper right")
-    figure.savefig(out_png, dpi=120)
+    picture.savefig(out_png, dpi=120)
 
 
 def mark_branch(axes: Axes, branch: Branch) -> None:

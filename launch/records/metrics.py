@@ -29,15 +29,11 @@ from launch.records.facts import (
     finite,
 )
 from recipes import files
+from recipes.families import MASKED_FIGURES, TASK_FIGURES, LossFigure, parts_of
 from recipes.layout import Layout
 from recipes.schema import Branch
 
-PART_NAMES = dict(
-    mlm_loss="masked tokens",
-    sentence_loss="sentence objective",
-    sentence_accuracy="sentence accuracy",
-    accuracy="accuracy",
-)
+PARTS = (*parts_of(MASKED_FIGURES["nsp"]), *parts_of(TASK_FIGURES))
 # What a line of metrics.jsonl says of every step.
 STEP_KEYS = (
     "loss",
@@ -62,7 +58,7 @@ MOST_LINE = 2**20  # bytes
 
 @dataclass(frozen=True, slots=True)
 class ValidationRecord:
-    """The loss on held-out text (nats per token) after `step` steps; `kind` "test": on the test split."""
+    """The loss on held-out text, as of a step, after `step` steps; `kind` "test": on the test split."""
 
     step: int
     loss: Finite | None
@@ -225,15 +221,6 @@ class Records:
         kinds = self.steps, self.validations, self.tests, self.saves, self.notes
         return sum(map(len, kinds))
 
-    @property
-    def part(self) -> str:
-        """The field of the loss per token: "mlm_loss" of a BERT, else "loss"."""
-        every = (
-            *(step.parts for step in self.steps),
-            *(each.parts for each in self.validations),
-        )
-        return "mlm_loss" if any("mlm_loss" in parts for parts in every) else "loss"
-
 
 @dataclass(frozen=True)
 class Stretch:
@@ -268,13 +255,10 @@ def stretches(records: Records) -> list[Stretch]:
 
 
 def curve(
-    records: Sequence[StepRecord | ValidationRecord], part: str = "loss"
-) -> list[tuple[int, float]]:
-    """Return (step, nats) of the records with a finite loss, or with a finite `part` of it."""
-    found = (
-        (record.step, record.loss if part == "loss" else record.parts.get(part))
-        for record in records
-    )
+    records: Sequence[StepRecord | ValidationRecord], figure: LossFigure
+) -> list[tuple[float, float]]:
+    """Return (step, value) of the records with a finite figure."""
+    found = ((record.step, figure.of(record)) for record in records)
     return [(step, value) for step, value in found if value is not None]
 
 
@@ -316,7 +300,7 @@ def from_line(line: bytes, where: str | Path, number: int) -> Record:
             files.refuse(
                 where, f"a step without {', '.join(missing_keys)}", line=number
             )
-    values["parts"] = {name: values[name] for name in PART_NAMES if name in values}
+    values["parts"] = {name: values[name] for name in PARTS if name in values}
     record: Record = files.checked(_KINDS[kind][0], values, where, number)
     return record
 

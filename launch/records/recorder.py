@@ -10,7 +10,7 @@ import re
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO, TypeVar, cast
@@ -38,6 +38,7 @@ from launch.records.metrics import ValidationRecord, finite_parts
 from launch.records.plan_text import Surroundings, describe_plan
 from launch.records.result import Result, make_result, rates, write_result
 from launch.records.result_text import result_text
+from recipes.families import LossFigure
 from recipes.problems import counted, system_error, system_problem
 
 RANK_TIMES = (
@@ -89,6 +90,7 @@ class Recorder(SilentRecorder):
         self._clock = clock
         self._stream = stream
         self._sizes = run.plan.recipe.sizes
+        self._figures = run.plan.recipe.model.figures
         self._memory_kind = peak_memory().kind
         self._step = start_step
         self._show_plan()
@@ -185,7 +187,7 @@ class Recorder(SilentRecorder):
         self._event("speed", record, speed)
         self._event("ranks", record, RANK_TIMES)
         self._event("memory", record, ("peak_memory_bytes",))
-        self._screen.step(step, shown_fields(record, scale=bool(scale)))
+        self._screen.step(step, shown_fields(record, self._figures, scale=bool(scale)))
         if self._clock and step == self._start_step + 1:
             self._clock.mark("first_step")
             parts: dict[str, Any] = self._clock.parts
@@ -204,11 +206,8 @@ class Recorder(SilentRecorder):
         )
         self._write(record)
         self._event(kind, record, ("loss", *parts))
-        names = metrics.PART_NAMES
-        shown = "".join(
-            f", {names[name]} {value:.4f}" for name, value in outcome.parts.items()
-        )
-        self._screen.line(f"step {step}: {kind} loss {outcome.loss:.4f}{shown}")
+        shown = ", ".join(shown_figures(record, self._figures).values())
+        self._screen.line(f"step {step}: {kind} {shown}")
 
     @_guarded
     def save(self, saved: SaveOutcome) -> None:
@@ -318,11 +317,10 @@ class Recorder(SilentRecorder):
         text = describe_plan(
             run.plan, run.name, surroundings, terminal.columns(self._stream)
         )
-        token = run.plan.recipe.model.predicted
         beat = ", ".join(
             f"{kind} {nats:.4f}" for kind, nats in vars(run.entropies).items()
         )
-        to_beat = f"to beat on the validation text, in nats per {token}: {beat}"
+        to_beat = f"to beat on the validation text by the {self._figures[0]}: {beat}"
         terminal.say(f"\n{text}\n\n{to_beat}\n", self._stream)
 
     def _checkpoints(self) -> str:
@@ -365,11 +363,7 @@ class Recorder(SilentRecorder):
             kind: nats for kind, nats in vars(run.entropies).items() if nats is not None
         }
         plot_loss(
-            records,
-            self.directory.loss_png,
-            references,
-            run.name,
-            run.plan.recipe.model.predicted,
+            records, self.directory.loss_png, references, self._figures[0], run.name
         )
 
     def _close(self) -> None:
@@ -427,15 +421,26 @@ def _lacking(path: Path, missing: list[int]) -> str:
     return f"{lost}, and no checkpoint holds one: curve and means go without them; restore it from a copy"
 
 
-def shown_fields(record: StepRecord, *, scale: bool) -> dict[str, str]:
+def shown_figures(
+    record: StepRecord | ValidationRecord, figures: Sequence[LossFigure]
+) -> dict[str, str]:
+    """Return losses and accuracies with their names, by key."""
+    shown = {}
+    for figure in figures:
+        value = figure.of(record)
+        text = "not finite" if value is None else f"{value:.4f}"
+        shown[figure.key] = f"{figure.name} {text}"
+    return shown
+
+
+def shown_fields(
+    record: StepRecord, figures: Sequence[LossFigure], *, scale: bool
+) -> dict[str, str]:
     """Return the numbers of a step for the screen, in their order; `scale`: with the loss scale."""
-    loss = record.loss
-    masked = record.parts.get("mlm_loss")
     norm = record.grad_norm
     shown = {
         "skipped": "SKIPPED (overflow)" if record.skipped else "",
-        "loss": f"loss {'not finite' if loss is None else f'{loss:.4f}'}",
-        "mlm": "" if masked is None else f"mlm {masked:.4f}",
+        **shown_figures(record, figures),
         "lr": f"lr {record.lr:.1e}",
         "norm": f"grad norm {'-' if norm is None else f'{norm:.3g}'}",
         "scale": f"scale {short(record.loss_scale)}" if scale else "",

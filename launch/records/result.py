@@ -39,6 +39,7 @@ from launch.records.facts import (
 from launch.records.metrics import Records
 from modeling import cost
 from recipes import files
+from recipes.families import MINIMISED, LossFigure
 from recipes.layout import Layout
 from recipes.problems import counted
 from recipes.schema import Branch, Published
@@ -50,6 +51,7 @@ TFLOPS_BY: dict[str, tuple[str, Literal["tflops", "exact_tflops"]]] = {
     "exact": ("TFLOPS per GPU, exact count", "exact_tflops"),
 }
 NOT_RECORDED = "what was not recorded"
+UNNAMED = LossFigure(MINIMISED, "loss", "nats")  # of an older result without its recipe
 # Steps of a launch left out of its throughput: allocation, compilation and caches make them slower.
 WARMUP_STEPS = 5
 LEAST_OF_QUARTILES = 8  # steps
@@ -59,7 +61,7 @@ LAST_STEPS = 10
 
 @dataclass(frozen=True)
 class TrainingLoss:
-    """The mean over the last `steps` steps, in nats per token; None: no step, or a loss was not finite."""
+    """The mean over the last `steps` steps; None: no step, or a loss was not finite."""
 
     loss: Finite | None = None
     parts: Parts | None = None
@@ -68,9 +70,9 @@ class TrainingLoss:
 
 @dataclass(frozen=True)
 class HeldOutLoss:
-    """The loss on held-out text after `step` steps, in nats per token; None: not finite."""
+    """The loss on held-out text after `step` steps; None: not finite."""
 
-    loss: Finite | None
+    loss: Finite | None = None
     parts: Parts | None = None
     step: int | None = None
 
@@ -182,7 +184,8 @@ class Result:
     sample: str | None = None
     start: metrics.StartRecord | None = None  # of the last launch with a step
     task_scores: tuple[TaskScore, ...] = ()
-    loss_per: str = "token"
+    # names and units of the losses and their parts, that of predicted tokens or examples first
+    figures: tuple[LossFigure, ...] = (UNNAMED,)
     # the run that it goes on from; None: it began by itself
     branch: Branch | None = None
     version: Literal[2] = 2
@@ -279,7 +282,7 @@ def make_result(run: RunFacts, records: Records, ending: Ending) -> Result:
         sample=ending.sample,
         start=records.starts[-1] if records.starts else None,
         task_scores=ending.task_scores,
-        loss_per=recipe.model.predicted,
+        figures=recipe.model.figures,
         branch=recipe.branch,
         **{**vars(how), "implementation": how.implementation + version},
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from launch.console.terminal import wrapped
 from launch.console.text_table import aligned, number, table
-from launch.records.metrics import PART_NAMES, Parts
-from launch.records.result import OURS, TFLOPS_BY, Result
+from launch.records.result import OURS, TFLOPS_BY, HeldOutLoss, Result, TrainingLoss
 
 NOT_MEASURED = "not measured"
 EXACT = (
@@ -27,7 +28,6 @@ def result_text(result: Result, width: int | None = None) -> str:
 
 def _lines(result: Result) -> list[tuple[str, str]]:
     layout = result.layout
-    losses = result.losses
     speed = result.speed
     memory = result.memory
     tensor = (
@@ -45,7 +45,6 @@ def _lines(result: Result) -> list[tuple[str, str]]:
         f"checkpointing {result.activation_checkpointing}"
     )
     skipped = f" ({result.skipped_steps:,} skipped)" if result.skipped_steps else ""
-    training = f"{_last(losses.training.steps)}, nats per {result.loss_per}"
     waited = speed.data_wait_share
     peak = memory.peak_bytes
     samples = _number(speed.samples_per_s, " samples/s")
@@ -64,20 +63,8 @@ def _lines(result: Result) -> list[tuple[str, str]]:
         ("hardware", str(result.hardware)),
         ("parameters", number(result.parameters)),
         ("steps", f"{result.steps:,}{skipped}"),
-        ("training loss", _loss(losses.training.loss, training)),
-        ("validation loss", _validation(result)),
-        *_parts(
-            "of validation", losses.validation.parts if losses.validation else None
-        ),
+        *_losses(result),
     ]
-    if losses.test and losses.test.loss:
-        lines.append(
-            (
-                "test loss",
-                _loss(losses.test.loss, "held-out test documents, after the last step"),
-            )
-        )
-        lines += _parts("of test", losses.test.parts)
     lines += [(f"score on {each.split}", str(each)) for each in result.task_scores]
     return [
         *lines,
@@ -135,27 +122,32 @@ def _comparison(result: Result, width: int | None) -> list[str]:
     return [*lines, f"source: {result.published_source}"]
 
 
-def _validation(result: Result) -> str:
-    validation = result.losses.validation
-    if validation is None:
-        return NOT_MEASURED
-    entropies = vars(result.entropies).items()
+def _losses(result: Result) -> Iterator[tuple[str, str]]:
+    """Yield the losses and accuracies of the splits that were read."""
+    losses = result.losses
+    validation = losses.validation or HeldOutLoss()
+    over = f"{_last(losses.training.steps)}, {result.figures[0].unit}"
+    yield from _split(result, "training", losses.training, over)
     references = [
-        f"{kind} {entropy:.4f}" for kind, entropy in entropies if entropy is not None
+        f"{kind} {entropy:.4f}"
+        for kind, entropy in vars(result.entropies).items()
+        if entropy is not None
     ]
-    if references and "mlm_loss" in (validation.parts or {}):
-        references[0] = f"of masked tokens: {references[0]}"
-    return _loss(
-        validation.loss, ", ".join([f"after step {validation.step}", *references])
-    )
+    after = ", ".join([f"after step {validation.step}", *references])
+    yield from _split(result, "validation", validation, after)
+    if losses.test:
+        documents = "held-out test documents, after the last step"
+        yield from _split(result, "test", losses.test, documents)
 
 
-def _parts(what: str, parts: Parts | None) -> list[tuple[str, str]]:
-    shown = [
-        f"{PART_NAMES[name]} {NOT_MEASURED if value is None else f'{value:.4f}'}"
-        for name, value in (parts or {}).items()
-    ]
-    return [(f"  {what}", ", ".join(shown))] if shown else []
+def _split(
+    result: Result, split: str, loss: TrainingLoss | HeldOutLoss, remark: str
+) -> Iterator[tuple[str, str]]:
+    """Yield the figures of one split; `remark`: on the first of them."""
+    first, *others = result.figures
+    yield f"{split} {first.name}", _loss(first.of(loss), remark)
+    for figure in others:
+        yield f"  {figure.name}", _loss(figure.of(loss), figure.unit)
 
 
 def _loss(value: float | None, remark: str) -> str:

@@ -8,7 +8,16 @@ from operator import itemgetter
 from typing import Any
 
 from launch.console.text_table import NOTHING, loss, number, ratio
-from launch.reports.entries import QUANTITIES, SPEEDS, TIME, Column, spread
+from launch.reports.entries import (
+    COUNTS,
+    QUANTITIES,
+    SPEEDS,
+    SPLITS,
+    TIME,
+    Column,
+    loss_columns,
+    spread,
+)
 from launch.reports.frames import ReportTable
 from launch.reports.runs import ReportedRun, differences
 from recipes import key_paths
@@ -33,7 +42,14 @@ OMITTED = {
     "branch",
 }
 # Keys that decide the text and the tokens of the loss.
-SAME_TEXT = ("data", "model.vocab_size", "model.family", "model.sentence_head")
+SAME_TEXT = (
+    "data",
+    "model.vocab_size",
+    "model.family",
+    "model.sentence_head",
+    "model.task_head",
+    "task.name",
+)
 SAME_TEXT_BUT = ("data.streaming",)
 OF_BERT = "data.masking."
 
@@ -112,19 +128,10 @@ def result_rows(
         *statuses,
         *("" if status == statuses[0] else "differs" for status in statuses[1:]),
     )
-    parts = [
-        (run.result.losses.validation and run.result.losses.validation.parts) or {}
-        for run in runs
-    ]
-    rows = []
-    for column in QUANTITIES:
-        rows.append((column, [column.of(run.result) for run in runs]))
-    for name in dict.fromkeys(name for each in parts for name in each):
-        values = [each.get(name) for each in parts]
-        rows.append(
-            (Column(name, f"of validation: {name}", lambda r: None, "loss"), values)
-        )
-    for column, values in rows:
+    figures = [figure for run in runs for figure in run.result.figures]
+    losses = [column for split in SPLITS for column in loss_columns(split, figures)]
+    for column in (*COUNTS, *losses, *QUANTITIES):
+        values = [column.of(run.result) for run in runs]
         if any(value is not None for value in values):
             show = loss if column.change == "loss" else number
             changes = []
@@ -170,7 +177,10 @@ def incomparable(a: ReportedRun, b: ReportedRun) -> str | None:
         return f"{beginning}: the recipe of {unread.label} cannot be read"
     both_gpt = a.recipe.model.family == b.recipe.model.family == "gpt2"
     same = (*SAME_TEXT_BUT, *([OF_BERT] if both_gpt else []))
-    both = (recipe.compared() for recipe in (a.recipe, b.recipe))
+    both = (a.recipe.compared(), b.recipe.compared())
+    for run, values in zip((a, b), both, strict=True):
+        if run.vocabulary:  # where it was read from does not matter
+            values["data"]["tokenizer"] = {"content": run.vocabulary}
     changed = []
     for key, one, other in key_paths.differences(*both):
         if key_paths.is_part(key, SAME_TEXT) and not key.startswith(same):
@@ -245,7 +255,8 @@ def curve_findings(a: ReportedRun, b: ReportedRun) -> Iterator[str]:
         first = dict(getattr(a, name))
         second = dict(getattr(b, name))
         apart = differences(getattr(a, name), getattr(b, name))
-        beginning = f"{name} loss of {a.label} and {b.label}, {counted(len(apart), f'common {what}')}"
+        loss_name = f"{name} {a.result.figures[0].name}"
+        beginning = f"{loss_name} of {a.label} and {b.label}, {counted(len(apart), f'common {what}')}"
         if not apart:
             yield f"{beginning}: nothing to compare"
             continue

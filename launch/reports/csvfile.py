@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from launch.records.metrics import PARTS
+from launch.records.result import Result
 from launch.reports.document import ReportDocument
-from launch.reports.entries import MEASURED, RATIO_NAMES, RowEntry
+from launch.reports.entries import MEASURED, RATIO_NAMES, SPLITS, RowEntry
 from launch.reports.predictions import PREDICTED, PredictionLine
 from launch.reports.predictions import PUBLISHED as OF_ROW
 from launch.reports.scores import NOT_RUN, NOT_SCORED, FinetunedLine
 from launch.tables.scores import scores
+from recipes.families import MINIMISED, values_of
 
 PUBLISHED = (
     *(
@@ -28,6 +31,8 @@ PUBLISHED = (
     ),
     *("weak_scaling_percent", "peak_percent", "tflops_by", "validation_loss", "oom"),
 )
+# by the keys of metrics.jsonl: "loss" is what is minimised
+LOSSES = [f"{split}_{key}" for split in SPLITS.values() for key in (MINIMISED, *PARTS)]
 # half of the steps lie between them
 SPREAD = ("time_quartile_1_s", "time_quartile_3_s")
 COLUMNS = (
@@ -36,8 +41,9 @@ COLUMNS = (
     "published_scores",
     *("errata", "run", "started", "status", "tiny"),
     *(column.key for column in MEASURED),
+    *LOSSES,
     *SPREAD,
-    *("parameters_summed_over_tp_ranks", "train_loss"),
+    "parameters_summed_over_tp_ranks",
     *(f"ratio_{key}" for key in RATIO_NAMES),
     *("no_ratio", "hardware", "precision", "ds_config", "deviations"),
     *(f"published_{key}" for key in PREDICTED),  # of the row, and of the run
@@ -87,7 +93,7 @@ def _cells(entry: RowEntry) -> dict[str, Any]:
         "tiny": run.tiny,
         **{column.key: column.of(result) for column in MEASURED},
         **dict(zip(SPREAD, result.speed.quartiles_s or (None, None), strict=True)),
-        "train_loss": result.losses.training.loss,
+        **dict(_losses(result)),
         "parameters_summed_over_tp_ranks": result.parameters_summed_over_tp_ranks,
         **{f"ratio_{key}": value for key, value in entry.ratios.items()},
         "no_ratio": entry.no_ratio,
@@ -96,6 +102,14 @@ def _cells(entry: RowEntry) -> dict[str, Any]:
         "ds_config": result.ds_config,
         "deviations": "; ".join(map(str, entry.deviations)),
     }
+
+
+def _losses(result: Result) -> Iterator[tuple[str, float | None]]:
+    for split, name in SPLITS.items():
+        found = getattr(result.losses, split)
+        if found:
+            for key, value in values_of(found).items():
+                yield f"{name}_{key}", value
 
 
 def _finetuned(line: FinetunedLine) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from launch.console.text_table import gigabytes, loss, number, ratio
@@ -17,6 +18,7 @@ from launch.records.result import TFLOPS_BY, ComparedQuantity, Result, compare_w
 from launch.records.result_text import EXACT
 from launch.reports.runs import OOM, ReportedRun
 from launch.reports.tables import PublishedRow, PublishedTable
+from recipes.families import LossFigure
 
 # size of a run compared with its row
 Scale = Literal["full", "tiny", "other", "unknown"]
@@ -62,27 +64,14 @@ def spread(result: Result) -> str:
     return " to ".join(map(number, result.speed.quartiles_s))
 
 
-def validation_loss(result: Result) -> float | None:
-    return result.losses.validation.loss if result.losses.validation else None
-
-
-# Shown where runs are compared.
-QUANTITIES = (
+# Shown where runs are compared, the losses between the counts and the others.
+COUNTS = (
     Column("steps", "steps", lambda r: r.steps, "difference"),
     Column("skipped_steps", "skipped steps", lambda r: r.skipped_steps, "difference"),
-    Column(
-        "train_loss",
-        "training loss (nats, last 10 steps)",
-        lambda r: r.losses.training.loss,
-        "loss",
-    ),
-    Column("validation_loss", "validation loss (nats)", validation_loss, "loss"),
-    Column(
-        "test_loss",
-        "test loss (nats)",
-        lambda r: r.losses.test and r.losses.test.loss,
-        "loss",
-    ),
+)
+# splits of a result -> in names of columns
+SPLITS = {"training": "train", "validation": "validation", "test": "test"}
+QUANTITIES = (
     Column(
         "time_per_iteration_s",
         "time per iteration (s)",
@@ -106,7 +95,7 @@ QUANTITIES = (
     ),
     Column("parameters", "parameters", lambda r: r.parameters),
 )
-COLUMNS = {column.key: column for column in QUANTITIES}
+COLUMNS = {column.key: column for column in (*COUNTS, *QUANTITIES)}
 TIME = "time_per_iteration_s"
 SPEEDS = (TIME, "samples_per_s", "tokens_per_s", "tflops", "exact_tflops")
 # Shown next to published rows, and in the CSV.
@@ -119,9 +108,26 @@ _MEASURED_KEYS = (
         "exact_tflops",
         "cached_gb",
     ),
-    *("parameters", "validation_loss"),
+    "parameters",
 )
 MEASURED = tuple(COLUMNS[key] for key in _MEASURED_KEYS)
+
+
+def loss_columns(split: str, figures: Iterable[LossFigure]) -> list[Column]:
+    """Return a column for each different figure of a split, empty for results without it."""
+    found = []
+    over = ", last 10 steps" if split == "training" else ""
+    for figure in dict.fromkeys(figures):
+        heading = f"{split} {figure.name} ({figure.unit}{over})"
+        of = partial(told, split=split, figure=figure)
+        found.append(Column(f"{SPLITS[split]}_{figure.key}", heading, of, "loss"))
+    return found
+
+
+def told(result: Result, split: str, figure: LossFigure) -> float | None:
+    """Return a figure of a split; None: the run does not have it."""
+    found = getattr(result.losses, split)
+    return figure.of(found) if found and figure in result.figures else None
 
 
 @dataclass(frozen=True)
@@ -186,12 +192,14 @@ class RowEntry:
         ]
         published = self.row.published
         run = self.run
-        validation = run.result.losses.validation if run else None
+        validation = run and run.result.losses.validation
         # No ratio: the held-out text differs, and the vocabulary may differ.
-        if published and published.validation_loss is not None and validation:
-            measured = loss((validation.parts or {}).get("mlm_loss", validation.loss))
-            here = f"validation loss {measured} here, {published.validation_loss:g} published"
-            said.append(f"{here} (each on its own held-out text)")
+        printed = published and published.validation_loss
+        if run and validation and printed:
+            figure = run.result.figures[0]
+            here = f"validation {figure.name} {loss(figure.of(validation))} here"
+            there = f"{printed:g} published (each on its own held-out text)"
+            said.append(f"{here}, {there}")
         return self.no_ratio or ", ".join(said)
 
     @property
@@ -208,11 +216,12 @@ class RowEntry:
 def measured_columns(
     table: PublishedTable, runs: Sequence[ReportedRun]
 ) -> list[Column]:
-    """Return the columns of MEASURED with a value in any run; mark the TFLOPS counted as published."""
+    """Return the columns with a value in any run; mark the TFLOPS counted as published."""
     published = [row.published for row in table.rows if row.published]
     counted = {TFLOPS_BY[each.tflops_by][1] for each in published if each.tflops}
     found = []
-    for column in MEASURED:
+    firsts = [run.result.figures[0] for run in runs]
+    for column in (*MEASURED, *loss_columns("validation", firsts)):
         if column.key in counted:
             column = column._replace(heading=f"{column.heading} (as published)")
         if any(column.of(run.result) is not None for run in runs):

@@ -138,11 +138,11 @@ def losses(
 
 
 def _comparable(runs: Iterable[ReportedRun]) -> list[list[ReportedRun]]:
-    """Group runs by whether their losses can be compared: the same unit, text and vocabulary."""
+    """Group runs by whether their losses can be compared."""
     groups: list[list[ReportedRun]] = []
     for run in runs:
         for group in groups:
-            if group[0].loss_per == run.loss_per and not incomparable(group[0], run):
+            if not incomparable(group[0], run):
                 group.append(run)
                 break
         else:
@@ -162,11 +162,15 @@ def of_comparison(runs: Sequence[ReportedRun], over: Over = "steps") -> list[Plo
             (step, by) for step, by in differences(first.training, run.training) if by
         ]
         apart.append(Curve(index, run, points))
+    figure = first.result.figures[0]
     difference = (
-        f"Absolute difference of the loss of every step from that of {first.label}; steps without any "
+        f"Absolute difference of the {figure.name} of every step from that of {first.label}; steps without any "
         "difference are not drawn, nor runs whose losses are not comparable."
     )
-    names = (f"Training loss next to {first.label}", "absolute difference (nats)")
+    names = (
+        f"Training {figure.name} next to {first.label}",
+        f"absolute difference ({figure.unit})",
+    )
     time = "Time per step"
     return [
         *losses(runs, over, "Losses"),
@@ -297,7 +301,7 @@ def _throughput(entries: Sequence[RowEntry], key: str) -> Plot:
 
 
 def _losses(runs: Sequence[ReportedRun], over: Over, title: str) -> Plot:
-    unit = f"loss (nats per {runs[0].loss_per})"
+    unit = str(runs[0].result.figures[0])
     figure = Figure(
         figsize=(8, 4.6 + 0.2 * ((len(runs) + 1) // 2)), layout="constrained"
     )

@@ -46,11 +46,12 @@ class ReportedRun:
         name: its recipe, table/row, without "-tiny".
         result: for an unfinished run made from its metrics; empty where the files do not suffice.
         plan, launch: of the newest launch; None if unreadable.
-        training, validation: (step, nats) with finite losses; for BERT pretraining the masked-token loss.
+        training, validation: (step, nats) of the finite losses per predicted token or example.
         seconds: (step, wall time in seconds).
         hours: (step, hours of all steps up to it, also of those before a branch).
         scores: from scores.json, written by launch/score.py.
         pretrained: the pretraining run of a fine-tuning run's weights; None without one.
+        vocabulary: beginning of the digest of its content; None if the run holds none.
     """
 
     path: Path
@@ -66,11 +67,7 @@ class ReportedRun:
     problems: tuple[str, ...]
     scores: tuple[Score, ...] = ()
     pretrained: Pretrained | None = None
-
-    @property
-    def loss_per(self) -> str:
-        """Return the unit of its mean losses: token, masked token or example."""
-        return self.recipe.model.predicted if self.recipe else self.result.loss_per
+    vocabulary: str | None = None
 
     @property
     def tiny(self) -> bool:
@@ -207,12 +204,11 @@ def read_run(
         if oom and result.status not in ("ok", OOM):
             stated = (Deviation("status", OOM, is_=oom), *result.deviations)
             result = replace(result, status=OOM, reason=oom, deviations=stated)
-    training = [
-        (float(step), loss) for step, loss in curve(records.steps, records.part)
-    ]
-    validation = [
-        (float(step), loss) for step, loss in curve(records.validations, records.part)
-    ]
+    if plan:  # an older result does not name its figures
+        result = replace(result, figures=plan.recipe.model.figures)
+    figure = result.figures[0]
+    training = curve(records.steps, figure)
+    validation = curve(records.validations, figure)
     seconds = [
         (float(step.step), step.seconds)
         for step in records.own_steps
@@ -226,6 +222,7 @@ def read_run(
     points = (training, validation, seconds, hours)
     scores = _read(lambda: read_scores(path), problems) or ()
     before = _read(lambda: pretrained.read(path), problems)
+    digest = _read(lambda: _digest(at), problems)
     return ReportedRun(
         path,
         label,
@@ -237,7 +234,18 @@ def read_run(
         tuple(problems),
         scores,
         before,
+        digest,
     )
+
+
+def _digest(run: RunDirectory) -> str | None:
+    """Return the beginning of the digest of the run's vocabulary; None: it holds none. Raises FileError."""
+    if not run.tokenizer.is_dir():
+        return None
+    # with transformers, which a report without runs does not need
+    from launch.records import vocabulary
+
+    return vocabulary.vocabulary_digest(vocabulary.load(run.path))[:12]
 
 
 def _continued(records: Records, result: Result) -> bool:

@@ -20,7 +20,7 @@ from launch.tables import evidence
 from launch.tables.scores import scores
 from modeling import cost
 from recipes import catalog, files
-from recipes.families import FAMILIES
+from recipes.families import FAMILIES, MASKED_LOSS
 from recipes.problems import Problem, ProblemsError, RecipeError, counted, did_you_mean
 from recipes.schema import Published, Recipe
 from recipes.tables import Table, read_table
@@ -34,7 +34,7 @@ MEASURED = {  # of a row, as its line says them
     "samples_per_s": "{:g} samples/s",
     "tflops": "{:g} TFLOPS",
     "cached_gb": "{:g} GB",
-    "validation_loss": "loss {:g}",
+    "validation_loss": f"{MASKED_LOSS.name} {{:g}}",
 }
 
 

@@ -22,6 +22,7 @@ from launch.tables import evidence
 from launch.tables.scores import score_lines
 from modeling import cost
 from recipes import catalog
+from recipes.families import MASKED_LOSS
 from recipes.problems import RecipeError, counted
 from recipes.schema import Published, Recipe
 from recipes.tables import Table
@@ -249,7 +250,8 @@ def _published(
         ("cannot have been", f"{key} = {value}")
         for key, value in published.printed.items()
     ]
-    more = [("ran", published.framework), ("held-out loss", published.validation_loss)]
+    loss = (f"held-out {MASKED_LOSS.name}", published.validation_loss)
+    more = [("ran", published.framework), loss]
     more += score_lines(published)
     more += [("date", published.date), ("source", published.source)]
     printed += [(name, str(value)) for name, value in more if value]

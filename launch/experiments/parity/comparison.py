@@ -24,7 +24,7 @@ from recipes.problems import Problem, counted
 class Tolerances(NamedTuple):
     """Largest differences from the reference of a layout that agrees."""
 
-    loss: float = 1e-4  # nats per token, at every step
+    loss: float = 1e-4  # nats, at every step
     norm: float = 1e-4  # relative, at every step
     gradient: float = 1e-4  # L2 norm of the difference, relative to that of the tensor
     # the same, of the final weights: Adam amplifies rounding where gradients are small

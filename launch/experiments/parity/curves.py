@@ -16,7 +16,7 @@ LEAST = 1e-9  # smaller differences, zero included, are drawn at the lower edge
 def draw_curves(
     reference: RunOutcome, others: Sequence[RunOutcome], path: Path, title: str
 ) -> None:
-    """Draw the losses per step and, below, their absolute differences from the reference, in nats per token.
+    """Draw the losses per step, in nats, and below their absolute differences from the reference.
 
     Layouts without a full training are left out. `path` ends in .png, .svg or .pdf.
     """
@@ -35,7 +35,7 @@ def draw_curves(
             color=color,
             linewidth=0.8,
         )
-    above.set(ylabel="loss, nats per token", title=title)
+    above.set(ylabel="minimised loss (nats)", title=title)
     above.legend(
         [f"one process, and on top of it {len(compared)} layouts"], frameon=False
     )

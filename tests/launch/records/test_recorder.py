@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from matplotlib.figure import Figure
 from recorded import outcome, plan, recipe, recorder, run_steps
 
 from launch.console.progress import LINES_PER_RUN
@@ -18,10 +19,11 @@ from launch.machine import memory
 from launch.ranks.joining import StartClock
 from launch.records.facts import RECORDS_LOST, Ending, Peaks, SaveOutcome, Validation
 from launch.records.loss_plot import plot_loss
-from launch.records.metrics import START_PARTS, Records, curve, read_metrics
+from launch.records.metrics import START_PARTS, Records, read_metrics
 from launch.records.result import rates, read_result
 from launch.training.engine import read_outcome
 from modeling import cost
+from recipes.families import TOKEN_FIGURES
 
 PARTS = {"mlm_loss": 5.0, "sentence_loss": 0.69, "sentence_accuracy": 0.5}
 
@@ -183,7 +185,7 @@ def test_the_plan_and_what_to_beat_are_shown_first(tmp_path):
     records.__exit__(None, None, None)
     shown = stream.getvalue()
     assert "recipe         table/small: small" in shown and "  sparse by    blocks (why)" in shown
-    assert "in nats per token: uniform 5.7000, unigram 5.0000" in shown
+    assert "by the loss (nats per token): uniform 5.7000, unigram 5.0000" in shown
 
 
 class TestTheEnd:
@@ -355,21 +357,25 @@ def test_a_run_that_starts_over_forgets_its_first_validation(tmp_path):
 
 def test_the_loss_curve_is_a_picture(tmp_path):
     run = run_steps(tmp_path, plan(), 5)
-    plot_loss(read_metrics(run.metrics_jsonl), run.loss_png, {"uniform": 5.7, "unigram": 5.0})
+    plot_loss(read_metrics(run.metrics_jsonl), run.loss_png, {"uniform": 5.7, "unigram": 5.0}, *TOKEN_FIGURES)
     assert run.loss_png.read_bytes().startswith(b"\x89PNG")
-    plot_loss(Records(), tmp_path / "empty.png", {})
+    plot_loss(Records(), tmp_path / "empty.png", {}, *TOKEN_FIGURES)
 
 
-def test_the_curve_of_a_bert_is_its_masked_token_loss(tmp_path):
-    with recorder(tmp_path, plan()) as run:
+def test_the_curve_of_a_bert_is_its_masked_token_loss(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda picture, *_, **__: drawn.append(picture.axes[0]))
+    bert = {**recipe().model.model_dump(), "family": "bert", "sentence_head": "sop"}
+    with recorder(tmp_path, plan(recipe(model=bert))) as run:
         run.step(outcome(6.59, {**PARTS, "mlm_loss": 5.9}, step=1, seconds=0.5, data_seconds=0.0))
         run.validation(1, outcome(5.69, PARTS))
         run.validation(1, outcome(5.89, PARTS), kind="test")
-    records = read_metrics(tmp_path / "metrics.jsonl")
-    assert curve(records.steps, records.part) == [(1, 5.9)]
-    assert curve(records.validations, records.part) == [(1, 5.0)], "the test split is no validation"
-    plot_loss(records, tmp_path / "loss.png", {"unigram": 6.5})
-    assert (tmp_path / "loss.png").stat().st_size > 10_000
+        run.finish(Ending())
+    (axes,) = drawn
+    assert axes.get_ylabel() == "masked-token loss (nats per masked token)"
+    heights = [list(line.get_ydata()) for line in axes.get_lines()]
+    trained, validated, uniform, unigram = [5.9], [5.0], [5.7] * 2, [5.0] * 2
+    assert heights == [trained, trained, validated, uniform, unigram], "the test split is no validation"
 
 
 @contextlib.contextmanager

@@ -1,7 +1,9 @@
 """What a run concludes: its result, the file that holds it, and the lines that show it."""
 
+import io
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,6 +14,7 @@ from launch.records.directory import RunDirectory
 from launch.records.facts import Ending, Entropies, Peaks, StepRecord
 from launch.records.metrics import read_metrics
 from launch.records.result import (
+    UNNAMED,
     HeldOutLoss,
     Result,
     Speed,
@@ -204,16 +207,20 @@ def test_skipped_steps_are_counted(tmp_path):
 # --- BERT: parts of the loss, the test split, waiting for data
 
 
+def bert_plan(head="sop"):
+    return plan(recipe(model={**recipe().model.model_dump(), "family": "bert", "sentence_head": head}))
+
+
 @pytest.fixture
 def bert(tmp_path) -> Result:
-    with recorder(tmp_path, plan()) as records:
+    with recorder(tmp_path, bert_plan()) as records:
         for step in range(1, 21):
             parts = {**PARTS, "mlm_loss": 6.0 - 0.1 * step}
             waited = 0.4 if step <= 5 else 0.01
             records.step(outcome(6.69 - 0.1 * step, parts, step=step, data_seconds=waited))
         records.validation(20, outcome(5.69, PARTS))
         records.validation(20, outcome(5.89, {**PARTS, "mlm_loss": 5.2}), kind="test")
-    return result_of(RunDirectory(tmp_path), plan(), entropies=Entropies(unigram=6.5))
+    return result_of(RunDirectory(tmp_path), bert_plan(), entropies=Entropies(6.8, 6.5))
 
 
 def test_parts_of_the_loss_stand_next_to_it(bert):
@@ -221,9 +228,50 @@ def test_parts_of_the_loss_stand_next_to_it(bert):
     assert losses.validation == HeldOutLoss(5.69, PARTS, 20)
     assert losses.test.loss == 5.89 and losses.test.parts["mlm_loss"] == 5.2
     assert losses.training.parts["mlm_loss"] == pytest.approx(6.0 - 0.1 * 15.5), "mean of the last ten steps"
-    text = result_text(bert)
-    assert "masked tokens 5.0000, sentence objective 0.6900, sentence accuracy 0.5000" in text
-    assert "of masked tokens: unigram 6.5" in text and "test loss" in text
+    lines = [" ".join(line.split()) for line in result_text(bert).splitlines()]
+    first = lines.index(
+        "training masked-token loss 4.4500 (mean of the last 10 steps, nats per masked token)"
+    )
+    assert lines[first + 1 : first + 9] == [
+        "sentence-order loss 0.6900 (nats per sample)",
+        "sentence-order accuracy 0.5000 (share of samples)",
+        "total loss 5.1400 (nats)",
+        "validation masked-token loss 5.0000 (after step 20, uniform 6.8000, unigram 6.5000)",
+        "sentence-order loss 0.6900 (nats per sample)",
+        "sentence-order accuracy 0.5000 (share of samples)",
+        "total loss 5.6900 (nats)",
+        "test masked-token loss 5.2000 (held-out test documents, after the last step)",
+    ]
+
+
+@pytest.mark.parametrize(
+    "head, sentences", (("none", ""), ("nsp", "next-sentence"), ("sop", "sentence-order"))
+)
+def test_each_objective_of_a_bert_has_its_name(tmp_path, head, sentences):
+    """In the live line, at a validation, in what is to beat and in the result."""
+    used = bert_plan(head)
+    parts = PARTS if sentences else {"mlm_loss": 5.0}
+    with recorder(tmp_path, used, stream=(stream := io.StringIO())) as records:
+        records.step(outcome(sum([*parts.values()][:2]), parts, step=1, data_seconds=0.0))
+        records.validation(1, outcome(sum([*parts.values()][:2]), parts))
+    each = "masked-token loss 5.0000"
+    if sentences:
+        each += f", {sentences} loss 0.6900, {sentences} accuracy 0.5000, total loss 5.6900"
+    text = stream.getvalue()
+    assert f"| {each.replace(', ', ' | ')} | lr" in text and f"step 1: validation {each}\n" in text
+    assert "by the masked-token loss (nats per masked token): uniform 5.7000, unigram 5.0000" in text
+    shown = result_text(result_of(RunDirectory(tmp_path), used))
+    names = [line.strip() for line in re.findall(r"^[a-z -]+ loss", shown, re.M)]
+    others = [f"{sentences} loss", "total loss"] if sentences else []
+    assert names == ["training masked-token loss", *others, "validation masked-token loss", *others]
+
+
+def test_a_result_of_before_the_figures_had_names_is_read(bert, tmp_path):
+    write_result(tmp_path / "result.json", bert)
+    values = json.loads((tmp_path / "result.json").read_text())
+    assert [each["key"] for each in values.pop("figures")] == ["mlm_loss", *[*PARTS][1:], "loss"]
+    (tmp_path / "result.json").write_text(json.dumps({**values, "loss_per": "masked token"}))
+    assert read_result(tmp_path / "result.json") == replace(bert, figures=(UNNAMED,))
 
 
 def test_waiting_for_data_is_a_share_of_the_steady_time(bert):

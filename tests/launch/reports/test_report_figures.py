@@ -49,7 +49,8 @@ def test_losses_of_other_units_are_in_other_figures(tables, tmp_path):
     assert run.plan is not None
     tuned = run.recipe.model.model_copy(update={"family": "bert", "task_head": "classification"})
     recipe = run.plan.recipe.model_copy(update={"model": tuned})
-    other = replace(run, label="tuned", plan=replace(run.plan, recipe=recipe))
+    result = replace(run.result, figures=tuned.figures)
+    other = replace(run, label="tuned", plan=replace(run.plan, recipe=recipe), result=result)
     found = [figure.svg for figure in losses([run, other])]
     shown = ("pretrained", "tuned", "nats per token", "nats per example")
     held = [[word for word in shown if word in svg] for svg in found]
@@ -113,7 +114,7 @@ def test_a_comparison_on_the_page(tables, tmp_path, capsys):
     assert "What differs in how they were made" in text
     drawn = [[label.text for label in plot.iter("{http://www.w3.org/2000/svg}text")] for plot in plots(html)]
     assert any({" _a", "b$x$"} <= set(labels) for labels in drawn)
-    assert any("absolute difference (nats)" in labels for labels in drawn)
+    assert any("absolute difference (nats per token)" in labels for labels in drawn)
     assert any("Time per step" in labels for labels in drawn)
     assert "first differ by more than rounding (3.9e-03 of the loss)" in capsys.readouterr().out
 

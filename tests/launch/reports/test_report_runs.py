@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from reported import lines, make_run, read_of, step, validations
+from reported import Page, lines, make_run, plots, read_of, step, validations
+from texted import word_pieces
 
 from launch import report
+from launch.records import vocabulary
 from launch.records.metrics import MOST_NAMED
 from launch.reports import comparison
 from launch.reports import runs as reading
-from launch.reports.entries import entry_of
+from launch.reports.comparison import incomparable
+from launch.reports.entries import RowEntry, entry_of
 from launch.reports.tables import Tables
 from recipes.layout import Layout
+from recipes.schema import Task
 
 
 @pytest.mark.parametrize(
@@ -217,7 +223,7 @@ def test_where_two_runs_part(tables, tmp_path):
     ]
     outcomes = {name: values for name, *values in found.results.rows}
     assert outcomes["time per iteration (s)"] == ["0.5", "1", "2.000x"]
-    assert outcomes["training loss (nats, last 10 steps)"][2:] == ["+0.25"] and not found.remarks
+    assert outcomes["training loss (nats per token, last 10 steps)"][2:] == ["+0.25"] and not found.remarks
 
 
 def test_losses_on_other_text_are_not_compared(tables, tmp_path):
@@ -227,7 +233,118 @@ def test_losses_on_other_text_are_not_compared(tables, tmp_path):
         "none / x.txt)" in found.remarks[0]
     )
     assert "different seeds (1234 / 7)" in found.remarks[1] and not found.findings
-    assert {row[0]: row[-1] for row in found.results.rows}["validation loss (nats)"] == "not comparable"
+    assert {row[0]: row[-1] for row in found.results.rows}[
+        "validation loss (nats per token)"
+    ] == "not comparable"
+
+
+FILE_A, FILE_B = ({"data": {"tokenizer": {"kind": "file", "path": f"/vocabularies/{name}"}}} for name in "ab")
+
+
+@pytest.mark.parametrize(
+    "words, settings, why",
+    [
+        ("xx", {}, None),
+        ("xx", FILE_B, None),
+        ("xy", FILE_B, r"\(data.tokenizer.content: [0-9a-f]{12} / [0-9a-f]{12}\)$"),
+        ("xy", {}, r"\(data.tokenizer.content: [0-9a-f]{12} / [0-9a-f]{12}\)$"),
+        ("", FILE_B, r"\(data.tokenizer.path: /vocabularies/a / /vocabularies/b\)$"),
+        ("x", {}, r"data.tokenizer.content: [0-9a-f]{12} / "),
+    ],
+    ids=("same", "same, from elsewhere", "other, as large", "changed in its place", "unknown", "half known"),
+)
+def test_vocabularies_are_compared_by_their_content(tables, tmp_path, words, settings, why):
+    runs = []
+    for name, own in {"a": FILE_A, "b": settings or FILE_A}.items():
+        run = make_run(tmp_path / name, tables, "widgets/fast", overrides=own)
+        runs.append((run, name))
+    for (run, _), word in zip(runs, words, strict=False):
+        vocabulary.keep(run, word_pieces({"[UNK]": 0, "the": 1, word: 2}))
+    found = incomparable(*(read_of(run, tables, name) for run, name in runs))
+    assert found is None if why is None else re.search(why, found)
+
+
+def test_losses_on_other_tasks_are_not_compared(tables, tmp_path):
+    run = read_of(make_run(tmp_path / "a", tables, "widgets/fast"), tables)
+    tuned = [with_recipe(run, "classification", name) for name in ("sst2", "rte")]
+    assert "task.name: sst2 / rte" in incomparable(*tuned)
+    assert "model.task_head: none / classification" in incomparable(run, tuned[0])
+
+
+def with_recipe(run, head, task):
+    model = run.recipe.model.model_copy(update={"task_head": head})
+    recipe = run.recipe.model_copy(update={"model": model, "task": Task(name=task)})
+    return replace(run, plan=replace(run.plan, recipe=recipe))
+
+
+BERT = {
+    "model": {"layers": 2, "hidden": 32, "heads": 2, "vocab_size": 300, "family": "bert"},
+    "data": {"tokenizer": {"kind": "trained_wordpiece"}},
+}
+
+
+# Losses in a comparison, without what stands behind their unit.
+NAMES = (
+    *("masked-token loss (nats per masked token", "sentence-order loss (nats per sample"),
+    *("next-sentence loss (nats per sample", "total loss (nats", "loss (nats per token"),
+)
+SVG_TEXT = "{http://www.w3.org/2000/svg}text"
+
+
+def of_bert(head: str) -> dict:
+    """What makes a run of widgets that of a BERT: worse than uniform in total alone."""
+    parts = {"mlm_loss": 5.6}
+    if head != "none":
+        parts |= {"sentence_loss": 0.7, "sentence_accuracy": 0.5}
+    loss = parts["mlm_loss"] + parts.get("sentence_loss", 0.0)
+    records = [replace(step(n, loss), parts=parts) for n in range(1, 41)]
+    records += [replace(each, parts=parts) for each in validations(40, loss)]
+    return {"overrides": {**BERT, "model": {**BERT["model"], "sentence_head": head}}, "records": records}
+
+
+def test_every_objective_has_its_name_in_a_report(tables, tmp_path):
+    """Of a GPT-2 and of three BERTs, one of them from before results named their losses."""
+    for head in ("sop", "nsp", "none"):
+        make_run(tmp_path / "runs" / head, tables, "widgets/fast", **of_bert(head))
+    make_run(tmp_path / "runs" / "gpt2", tables, "widgets/slow")
+    old = tmp_path / "runs" / "nsp" / "result.json"
+    values = json.loads(old.read_text())
+    del values["figures"]
+    old.write_text(json.dumps({**values, "loss_per": "masked token"}))
+    assert report.main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")], tables) == 0
+    html, md = ((tmp_path / "out" / f"report.{kind}").read_text() for kind in ("html", "md"))
+    page = Page()
+    page.feed(html)
+    by_name = {row[0]: row[1:5] for table in page.tables for row in table}
+    assert by_name["status"][:4] == ["measured"] * 4
+    for split, over in (("training", ", last 10 steps"), ("validation", "")):
+        of = {name: by_name[f"{split} {name}{over})"] for name in NAMES}
+        masked, order, following, total, token = of.values()
+        assert masked[1:] == ["5.6000"] * 3, "runs stand in the order of their names: gpt2, none, nsp, sop"
+        assert order[2:] == ["–", "0.7000"] and following[2:] == ["0.7000", "–"]
+        assert total == ["–", "–", "6.3000", "6.3000"] and token[0] != "–" and token[1:] == ["–"] * 3
+    assert "| validation masked-token loss (nats per masked token) | validation loss (nats per token) |" in md
+    assert "mlm" not in md
+    drawn = [" ".join(text.itertext()) for plot in plots(html) for text in plot.iter(SVG_TEXT)]
+    assert drawn.count("masked-token loss (nats per masked token)") == 3 and "loss (nats per token)" in drawn
+    lines = list(csv.DictReader((tmp_path / "out" / "report.csv").read_text().splitlines()))
+    cells = {Path(line["run"]).name: line for line in lines if line["run"]}
+    for name, of_run in (
+        ("sop", ("6.3", "5.6", "0.7")),
+        ("none", ("5.6", "5.6", "")),
+        ("gpt2", ("5.0", "", "")),
+    ):
+        keys = ("validation_loss", "validation_mlm_loss", "validation_sentence_loss")
+        assert tuple(cells[name][key][:3] for key in keys) == of_run
+        assert float(cells[name]["train_loss"] or 0) > 0
+
+
+def test_a_published_loss_stands_next_to_that_of_masked_tokens(tables, tmp_path):
+    run = read_of(make_run(tmp_path / "r", tables, "widgets/fast", **of_bert("sop")), tables)
+    row = Tables(tables).get("widgets").row("fast")
+    published = row.published.model_copy(update={"validation_loss": 1.58})
+    entry = RowEntry(replace(row, recipe=row.recipe.model_copy(update={"published": published})), run)
+    assert entry.outcome.startswith("validation masked-token loss 5.6000 here, 1.58 published (each")
 
 
 def test_losses_with_other_entropies_are_not_compared(tables, tmp_path):
