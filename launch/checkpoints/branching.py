@@ -19,6 +19,7 @@ from launch.ranks.processes import from_rank_0
 from launch.records.recorded_run import RecordedRun
 from modeling.parallel.process_grid import ProcessGrid
 from recipes import catalog, files
+from recipes.consistency import schedule_problems
 from recipes.families import TRAINED
 from recipes.key_paths import is_part, key_of
 from recipes.problems import Problem, ProblemsError, RecipeError
@@ -56,9 +57,18 @@ class BranchPoint:
     ) -> Recipe:
         """Return the recipe of a branch: the run's, with `laid`, then `settings` over it, and its `branch`.
 
-        Raises ProblemsError with every problem.
+        Where `settings` give a cool-down and not its end, that is the last step. Raises ProblemsError with
+        every problem.
         """
         there = self.run.recipe
+        cut = steps is not None
+        said = {*map(key_of, settings)}
+        cools = said & {"schedule", "schedule.wsd_decay_steps"}
+        if cools and "schedule.decay_steps" not in said:
+            laid = {**laid, "schedule.decay_steps": None}
+            if cut:
+                settings = [*settings, f"steps={steps}"]
+                steps = None
         kept = there.data.tokenizer
         keys = [*laid, *map(key_of, settings)]
         other_text = {key for key in keys if is_part(key, ("data",))} - SAME_ORDER
@@ -69,8 +79,8 @@ class BranchPoint:
         laid = {**laid, "data.tokenizer": kept.model_dump()}
         problems = list[Problem]()
         now, wrong = self._laid_over(settings, laid, steps)
+        problems += wrong
         if now is None:
-            problems += wrong
             sound = [text for text in settings if self._laid_over([text], laid)[0]]
             now = self._laid_over(sound, laid, steps)[0] or there
         # where data is set as a whole
@@ -91,8 +101,6 @@ class BranchPoint:
                 Problem(key, came, KEPT, "leave it out", f"{FLAG} {self.run.path}")
             )
         problems += self._misfits(there, now, anew=data_from == read)
-        if problems:
-            raise ProblemsError(problems)
         changed = tuple(
             Change(key=key, was=was, now=is_now) for key, was, is_now in changes.allowed
         )
@@ -104,28 +112,28 @@ class BranchPoint:
             data_from=data_from,
             more_updates=more,
         )
-        return now.model_copy(update={"branch": branch})
+        now = now.model_copy(update={"branch": branch})
+        where = f"{FLAG} {self.run.path}@{self.step}"
+        if not wrong or now.steps <= self.step:
+            problems += schedule_problems(now, where, cut=cut)
+        if problems:
+            raise ProblemsError(problems)
+        return now
 
     def _laid_over(
         self, settings: Sequence[str], laid: Mapping[str, Any], steps: int | None = None
     ) -> tuple[Recipe | None, tuple[Problem, ...]]:
         """Return the run's recipe with changes, or None and all that is wrong with them."""
         try:
-            return catalog.load(self.run.path, settings, steps=steps, laid=laid), ()
+            loaded = catalog.load(
+                self.run.path, settings, steps=steps, laid=laid, trained=False
+            )
+            return loaded, ()
         except RecipeError as error:
             return None, error.problems
 
     def _misfits(self, there: Recipe, now: Recipe, anew: bool) -> Iterator[Problem]:
         where = f"{FLAG} {self.run.path}@{self.step}"
-        if now.steps <= self.step:
-            fix = f"give --set steps={self.step + 1} or more"
-            yield Problem(
-                "steps",
-                f"steps={now.steps}",
-                f"the branch begins after {self.step}",
-                fix,
-                where,
-            )
         if now.positions < there.positions:
             left = f"{now.positions} of {there.positions} positions"
             came = f"sequence_length={now.sequence_length} leaves {left}"
