@@ -109,7 +109,7 @@ def load(
         raise RecipeError([Problem("--steps", f"steps={steps}", rule, fix)])
     recipe = cut_to(recipe, steps)
     keys = [*map(key_of, overrides)]
-    own = any(is_part(key, ("schedule",)) for key in keys)
+    own = any(key.startswith("schedule") for key in keys)
     stands = isinstance(table, RecordedTable) or recipe.published
     stretched = "steps" in keys or not stands
     if trained and (own or (stretched and not cut)):

@@ -139,8 +139,10 @@ def untrained(recipe: Recipe) -> Iterator[tuple[str, dict[str, int]]]:
     after = recipe.begins_after
     if recipe.steps <= after:
         more = {"steps": after + 1}
+        for _, besides in untrained(recipe.model_copy(update=more)):
+            more |= besides
         yield f"the branch begins after step {after}", more
-        recipe = recipe.model_copy(update=more)
+        return
     schedule = recipe.schedule
     last = recipe.steps
     end = recipe.decay_steps
@@ -151,17 +153,17 @@ def untrained(recipe: Recipe) -> Iterator[tuple[str, dict[str, int]]]:
     spare = 0 if schedule.kind in ("constant", "WarmupLR") else 2
     late = begins > last - spare
     if late and not part:
-        why = f"the warm-up ends after step {warm}, and training after step {last}"
-        yield why, {"steps": warm + spare}
-    elif late or (end and after >= max(end, warm)):
-        why = f"the decay takes steps {begins + 1} to {end}, and training {after + 1} to {last}"
+        said = f"the warm-up ends after step {warm}, and training after step {last}"
+        yield said, {"steps": warm + spare}
+    elif late or (end and after >= end):
+        said = f"the decay takes steps {begins + 1} to {end}, and training {after + 1} to {last}"
         last = max(last, warm + spare)
         more = {"schedule.decay_steps": last}
         if last > recipe.steps:
             more["steps"] = last
         if part and part != (fits := max(2, min(part, last - warm))):
             more["schedule.wsd_decay_steps"] = fits
-        yield why, more
+        yield said, more
 
 
 def schedule_problems(

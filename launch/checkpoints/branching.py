@@ -70,7 +70,7 @@ class BranchPoint:
                 settings = [*settings, f"steps={steps}"]
                 steps = None
         kept = there.data.tokenizer
-        keys = [*laid, *map(key_of, settings)]
+        keys = {*laid, *said}
         other_text = {key for key in keys if is_part(key, ("data",))} - SAME_ORDER
         if kept.kind in TRAINED and other_text:
             # other text trains another
@@ -90,10 +90,10 @@ class BranchPoint:
         read = there.sizes.samples(self.step)
         data_from = there.branch.data_from if there.branch else 0
         more = there.branch.more_updates if there.branch else 0
-        reordered = [
+        reordered = {
             key for key, _, _ in changes.allowed if is_part(key, catalog.ORDER)
-        ]
-        if set(reordered) - SAME_ORDER:
+        }
+        if reordered - SAME_ORDER:
             data_from = read
         for key, was, is_now in changes.refused:
             came = f"{key}={is_now}, and the run has {was}"
@@ -125,10 +125,9 @@ class BranchPoint:
     ) -> tuple[Recipe | None, tuple[Problem, ...]]:
         """Return the run's recipe with changes, or None and all that is wrong with them."""
         try:
-            loaded = catalog.load(
+            return catalog.load(
                 self.run.path, settings, steps=steps, laid=laid, trained=False
-            )
-            return loaded, ()
+            ), ()
         except RecipeError as error:
             return None, error.problems
 

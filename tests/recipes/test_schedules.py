@@ -8,7 +8,7 @@ import pytest
 
 from launch.records.plan_text import describe_schedule
 from launch.training.schedule import learning_rate
-from recipes.catalog import load
+from recipes.catalog import dump, load
 from recipes.consistency import schedule_problems, untrained
 from recipes.problems import Problem, RecipeError, Setting
 from recipes.schema import Branch, Recipe
@@ -68,6 +68,15 @@ def test_a_row_that_times_iterations_and_a_beginning_stand_and_say_what_they_lac
     assert describe_schedule(timed).endswith(lacks)
     assert describe_schedule(tried).endswith("; the warm-up ends after step 20, and training after step 5")
     assert ";" not in describe_schedule(load()) + describe_schedule(load(steps=100))
+
+
+def test_a_run_stands_as_it_was_and_other_steps_of_it_are_checked(tmp_path):
+    (tmp_path / "recipe.yaml").write_text(dump(load(steps=5)))
+    assert load(tmp_path).steps == 5 and load(tmp_path, steps=6).steps == 6
+    for name in (tmp_path, "hpe1270_v100_pcie/gpt2-b32-ckpt"):
+        with pytest.raises(RecipeError, match="give --steps=9 to train the beginning of its schedule"):
+            load(name, ["steps=9"])
+        assert load(name, ["steps=9"], steps=9).steps == 9
 
 
 def begun(recipe: Recipe, after: int) -> Recipe:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from launching import ROOT
 
 from launch.checkpoints.branching import BranchPoint
 from launch.records.recorded_run import RecordedRun
+from launch.training.schedule import learning_rate
 from recipes.catalog import dump, load
 from recipes.problems import ProblemsError
 from recipes.schema import Recipe
@@ -49,6 +53,17 @@ def test_a_cool_down_ends_with_its_branch_unless_an_end_is_given(branch, started
     assert recipe.steps == steps or steps is None
 
 
+def test_the_readme_branches_off_a_step_that_its_run_keeps(branch):
+    step, setting = re.search(
+        r"--branch RUN@(\d+) --out NEW --set (\S+)", (ROOT / "README.md").read_text()
+    ).groups()
+    run = load()
+    saved = range(run.run.save_every, run.steps + 1, run.run.save_every)
+    assert int(step) in saved[-run.run.keep_checkpoints :]
+    recipe = branch(run, int(step), [setting])
+    assert learning_rate(recipe, recipe.steps - 1) < learning_rate(recipe, int(step))
+
+
 @pytest.mark.parametrize(
     ("started", "settings", "steps", "line"),
     [
@@ -65,7 +80,7 @@ def test_a_cool_down_ends_with_its_branch_unless_an_end_is_given(branch, started
         (load(steps=100), [], None, "steps=101"),
         (load(steps=200), ["schedule.kind=linear"], 100, "steps=101"),
         (load(overrides=["steps=100"]), [], None, "steps=101"),
-        (load(overrides=[*OVER, "steps=100"]), [], None, "steps=101,schedule.decay_steps=101"),
+        (load(overrides=[*OVER, "steps=100"]), [], None, "steps=101 schedule.decay_steps=101"),
     ],
 )  # fmt: skip
 def test_a_branch_that_would_not_do_what_its_schedule_says_has_a_line_that_works(
@@ -73,11 +88,13 @@ def test_a_branch_that_would_not_do_what_its_schedule_says_has_a_line_that_works
 ):
     with pytest.raises(ProblemsError) as error:
         branch(started, 100, settings, steps)
-    for setting, problem in zip(line.split(","), error.value.problems, strict=True):
-        flag, key = "--set ", setting.partition("=")[0]
-        if key == "steps" and steps:
-            flag, steps = "--", int(setting.partition("=")[2])
+    (problem,) = error.value.problems
+    flag = "--" if steps and line.startswith("steps=") else "--set "
+    assert str(problem).endswith(f"; give {flag}{' --set '.join(line.split())}"), problem
+    for setting in line.split():
+        key, _, value = setting.partition("=")
+        if flag == "--":
+            steps = int(value)
         else:
             settings = [*(text for text in settings if not text.startswith(f"{key}=")), setting]
-        assert str(problem).endswith(f"give {flag}{setting}"), problem
     assert branch(started, 100, settings, steps).branch.step == 100
