@@ -61,14 +61,11 @@ class BranchPoint:
         every problem.
         """
         there = self.run.recipe
-        cut = steps is not None
         said = {*map(key_of, settings)}
-        cools = said & {"schedule", "schedule.wsd_decay_steps"}
-        if cools and "schedule.decay_steps" not in said:
+        if said & {"schedule", "schedule.wsd_decay_steps"}:
             laid = {**laid, "schedule.decay_steps": None}
-            if cut:
+            if steps:
                 settings = [*settings, f"steps={steps}"]
-                steps = None
         kept = there.data.tokenizer
         keys = {*laid, *said}
         other_text = {key for key in keys if is_part(key, ("data",))} - SAME_ORDER
@@ -115,7 +112,7 @@ class BranchPoint:
         now = now.model_copy(update={"branch": branch})
         where = f"{FLAG} {self.run.path}@{self.step}"
         if not wrong or now.steps <= self.step:
-            problems += schedule_problems(now, where, cut=cut)
+            problems += schedule_problems(now, where, cut=steps is not None)
         if problems:
             raise ProblemsError(problems)
         return now

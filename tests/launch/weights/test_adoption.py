@@ -175,7 +175,7 @@ def test_an_adopted_run_of_no_step_or_of_no_decay_is_refused_with_a_line_that_wo
         ([*ended, "steps=12"], None, "--set schedule.decay_steps=12"),
         (["schedule={kind: constant, warmup_steps: 20}", "steps=12"], None, "--set steps=20"),
     ):
-        with pytest.raises(ProblemsError, match=f"; give {line}$"):
+        with pytest.raises(ProblemsError, match=f"^--adopt .*; give {line}$"):
             found.begun(settings, {}, steps)
         if line.startswith("--set"):
             settings = [*settings, line.removeprefix("--set ")]
