@@ -20,6 +20,7 @@ from launch.training.start import (
     launch,
     say_on_rank_0,
 )
+from recipes.catalog import cut_to
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Task
 from recipes.tasks import TASKS
@@ -237,7 +238,7 @@ def checked(args: argparse.Namespace) -> Training:
     """
     from data.tasks import corpus as task_corpus
     from launch.evaluation import pretrained
-    from launch.evaluation.finetuning_recipe import cut_to, recipe_of
+    from launch.evaluation.finetuning_recipe import recipe_of
     from launch.machine import description
     from launch.weights.initial_weights import InitialWeights
 

@@ -100,7 +100,8 @@ examples:
       --set schedule.kind=wsd --set schedule.wsd_decay_steps=200 \\
       --set steps=1200
       go on from a checkpoint of another run with another schedule, learning
-      rate, batch or text, or longer samples; here a cool-down of 200 steps
+      rate, batch or text, or longer samples; here a cool-down of 200 steps,
+      whose end is the branch's unless schedule.decay_steps is given
 
 to stop: Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU, SIGHUP (not under nohup)
 or `touch <run directory>/STOP` finish the step, save and exit 0. (The

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import yaml
 
 from recipes import files
-from recipes.key_paths import differences, is_part
+from recipes.consistency import schedule_problems
+from recipes.key_paths import differences, is_part, key_of
 from recipes.problems import Problem, ProblemsError, RecipeError, nearest, some
 from recipes.schema import Recipe
 from recipes.tables import FOLDER, RECORDED, RecordedTable, Table, read_table
@@ -77,6 +78,7 @@ def load(
     tiny: bool = False,
     steps: int | None = None,
     laid: Mapping[str, Any] | None = None,
+    trained: bool = True,
 ) -> Recipe:
     """Load the recipe `name`; shrink it, lay values over it, override keys, cut it to `steps`, in this order.
 
@@ -86,6 +88,9 @@ def load(
     `overrides` are texts like "batch.micro=4", the value in YAML; they have the last word over `tiny`.
     `steps` ends the run earlier or later and keeps the recipe's schedule, so that a short run is the
     beginning of the long one; to stretch the schedule as well, override `steps=`.
+
+    `trained`: refuse a schedule that is `untrained`, but for one that is not set here: a published row's, a
+    run's, or one that `steps` cuts.
 
     Raises RecipeError: no such recipe, or all its problems, one line each.
     """
@@ -97,12 +102,27 @@ def load(
             validate(values, where, table.document, table.paths(row))
         ).model_dump(by_alias=True)
     recipe = validate(values, where, table.document, table.paths(row), overrides, laid)
-    if steps is None:
-        return recipe
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+    cut = steps is not None
+    if steps is not None and steps < 1:
         rule = "a run has at least one optimizer step"
         fix = "give --steps a whole number from 1"
-        raise RecipeError([Problem("--steps", f"steps={steps!r}", rule, fix)])
+        raise RecipeError([Problem("--steps", f"steps={steps}", rule, fix)])
+    recipe = cut_to(recipe, steps)
+    keys = [*map(key_of, overrides)]
+    own = any(key.startswith("schedule") for key in keys)
+    stands = isinstance(table, RecordedTable) or recipe.published
+    stretched = "steps" in keys or not stands
+    if trained and (own or (stretched and not cut)):
+        problems = [*schedule_problems(recipe, where, own=own, cut=cut)]
+        if problems:
+            raise RecipeError(problems)
+    return recipe
+
+
+def cut_to(recipe: Recipe, steps: int | None) -> Recipe:
+    """Cut the recipe to `steps` steps, with an unchanged schedule."""
+    if steps is None:
+        return recipe
     schedule = recipe.schedule.model_copy(update={"decay_steps": recipe.decay_steps})
     return recipe.model_copy(update={"steps": steps, "schedule": schedule})
 

@@ -120,7 +120,7 @@ def _schedule(recipe: Recipe) -> Found:
         return
     if schedule.warmup_steps >= end_step:
         end = "{schedule.decay_steps}" if schedule.decay_steps else "{steps}"
-        fix = f"set schedule.warmup_steps to {end_step - 1} or less"
+        fix = f"set schedule.warmup_steps to {max(0, end_step - 2)} or less"
         came = f"{{schedule.warmup_steps}} is not below {end}"
         rule = "the warm-up ends before the decay does"
         yield "schedule.warmup_steps", came, rule, fix
@@ -132,6 +132,56 @@ def _schedule(recipe: Recipe) -> Found:
             "it is the last part of them",
             f"set it to {left} or less",
         )
+
+
+def untrained(recipe: Recipe) -> Iterator[tuple[str, dict[str, int]]]:
+    """Yield what of its schedule the trained steps lack, and settings under which they have it."""
+    after = recipe.begins_after
+    if recipe.steps <= after:
+        more = {"steps": after + 1}
+        for _, besides in untrained(recipe.model_copy(update=more)):
+            more |= besides
+        yield f"the branch begins after step {after}", more
+        return
+    schedule = recipe.schedule
+    last = recipe.steps
+    end = recipe.decay_steps
+    warm = schedule.warmup_steps
+    part = schedule.wsd_decay_steps
+    begins = end - part if end and part else warm
+    # a step's rate is that after the steps before it
+    spare = 0 if schedule.kind in ("constant", "WarmupLR") else 2
+    late = begins > last - spare
+    if late and not part:
+        said = f"the warm-up ends after step {warm}, and training after step {last}"
+        yield said, {"steps": warm + spare}
+    elif late or (end and after >= end):
+        said = f"the decay takes steps {begins + 1} to {end}, and training {after + 1} to {last}"
+        last = max(last, warm + spare)
+        more = {"schedule.decay_steps": last}
+        if last > recipe.steps:
+            more["steps"] = last
+        if part and part != (fits := max(2, min(part, last - warm))):
+            more["schedule.wsd_decay_steps"] = fits
+        yield said, more
+
+
+def schedule_problems(
+    recipe: Recipe, where: str, *, own: bool = True, cut: bool = False
+) -> Iterator[Problem]:
+    """Yield a problem for each that is `untrained`.
+
+    `own`: the user set the schedule, or branched it off; `cut`: --steps gave the last step.
+    """
+    came = Setting("steps", recipe.steps)
+    for why, settings in untrained(recipe):
+        fix = list[Words](["give"])
+        for key, value in settings.items():
+            flag = " --" if cut and key == "steps" else " --set "
+            fix += flag, Setting(key, value)
+        if not own:
+            fix = ["give --", came, " to train the beginning of its schedule"]
+        yield Problem("steps", came, why, tuple(fix), where)
 
 
 _READ_BY_ONE = {

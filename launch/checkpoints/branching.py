@@ -19,6 +19,7 @@ from launch.ranks.processes import from_rank_0
 from launch.records.recorded_run import RecordedRun
 from modeling.parallel.process_grid import ProcessGrid
 from recipes import catalog, files
+from recipes.consistency import schedule_problems
 from recipes.families import TRAINED
 from recipes.key_paths import is_part, key_of
 from recipes.problems import Problem, ProblemsError, RecipeError
@@ -56,11 +57,17 @@ class BranchPoint:
     ) -> Recipe:
         """Return the recipe of a branch: the run's, with `laid`, then `settings` over it, and its `branch`.
 
-        Raises ProblemsError with every problem.
+        Where `settings` give a cool-down and not its end, that is the last step. Raises ProblemsError with
+        every problem.
         """
         there = self.run.recipe
+        said = {*map(key_of, settings)}
+        if said & {"schedule", "schedule.wsd_decay_steps"}:
+            laid = {**laid, "schedule.decay_steps": None}
+            if steps:
+                settings = [*settings, f"steps={steps}"]
         kept = there.data.tokenizer
-        keys = [*laid, *map(key_of, settings)]
+        keys = {*laid, *said}
         other_text = {key for key in keys if is_part(key, ("data",))} - SAME_ORDER
         if kept.kind in TRAINED and other_text:
             # other text trains another
@@ -69,8 +76,8 @@ class BranchPoint:
         laid = {**laid, "data.tokenizer": kept.model_dump()}
         problems = list[Problem]()
         now, wrong = self._laid_over(settings, laid, steps)
+        problems += wrong
         if now is None:
-            problems += wrong
             sound = [text for text in settings if self._laid_over([text], laid)[0]]
             now = self._laid_over(sound, laid, steps)[0] or there
         # where data is set as a whole
@@ -80,10 +87,10 @@ class BranchPoint:
         read = there.sizes.samples(self.step)
         data_from = there.branch.data_from if there.branch else 0
         more = there.branch.more_updates if there.branch else 0
-        reordered = [
+        reordered = {
             key for key, _, _ in changes.allowed if is_part(key, catalog.ORDER)
-        ]
-        if set(reordered) - SAME_ORDER:
+        }
+        if reordered - SAME_ORDER:
             data_from = read
         for key, was, is_now in changes.refused:
             came = f"{key}={is_now}, and the run has {was}"
@@ -91,8 +98,6 @@ class BranchPoint:
                 Problem(key, came, KEPT, "leave it out", f"{FLAG} {self.run.path}")
             )
         problems += self._misfits(there, now, anew=data_from == read)
-        if problems:
-            raise ProblemsError(problems)
         changed = tuple(
             Change(key=key, was=was, now=is_now) for key, was, is_now in changes.allowed
         )
@@ -104,28 +109,27 @@ class BranchPoint:
             data_from=data_from,
             more_updates=more,
         )
-        return now.model_copy(update={"branch": branch})
+        now = now.model_copy(update={"branch": branch})
+        where = f"{FLAG} {self.run.path}@{self.step}"
+        if not wrong or now.steps <= self.step:
+            problems += schedule_problems(now, where, cut=steps is not None)
+        if problems:
+            raise ProblemsError(problems)
+        return now
 
     def _laid_over(
         self, settings: Sequence[str], laid: Mapping[str, Any], steps: int | None = None
     ) -> tuple[Recipe | None, tuple[Problem, ...]]:
         """Return the run's recipe with changes, or None and all that is wrong with them."""
         try:
-            return catalog.load(self.run.path, settings, steps=steps, laid=laid), ()
+            return catalog.load(
+                self.run.path, settings, steps=steps, laid=laid, trained=False
+            ), ()
         except RecipeError as error:
             return None, error.problems
 
     def _misfits(self, there: Recipe, now: Recipe, anew: bool) -> Iterator[Problem]:
         where = f"{FLAG} {self.run.path}@{self.step}"
-        if now.steps <= self.step:
-            fix = f"give --set steps={self.step + 1} or more"
-            yield Problem(
-                "steps",
-                f"steps={now.steps}",
-                f"the branch begins after {self.step}",
-                fix,
-                where,
-            )
         if now.positions < there.positions:
             left = f"{now.positions} of {there.positions} positions"
             came = f"sequence_length={now.sequence_length} leaves {left}"

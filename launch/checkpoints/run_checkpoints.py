@@ -134,7 +134,7 @@ def below(path: Path, step: int | None = None) -> list[Checkpoint | DamagedCheck
     chosen = [each for each in every if step in (None, each.step)]
     if not chosen:
         steps = some([str(each.step) for each in reversed(every)])
-        fix = "give one of these steps"
+        fix = "give one of these steps: a run keeps its newest run.keep_checkpoints"
         files.refuse(
             path, f"holds no checkpoint of step {step}", f"only of {steps}", fix
         )

@@ -99,11 +99,3 @@ def _validated(values: Mapping[str, Any], wishes: Wishes) -> Recipe:
     return validate(
         values, f"finetune/{wishes.task}", YamlDocument("", {}), ((),), wishes.settings
     )
-
-
-def cut_to(recipe: Recipe, steps: int | None) -> Recipe:
-    """Cut the recipe to `steps` steps, with an unchanged schedule."""
-    if steps is None:
-        return recipe
-    schedule = recipe.schedule.model_copy(update={"decay_steps": recipe.decay_steps})
-    return recipe.model_copy(update={"steps": steps, "schedule": schedule})

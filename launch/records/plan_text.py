@@ -12,6 +12,7 @@ from launch.console.terminal import wrapped
 from launch.console.text_table import aligned, short
 from launch.machine.memory import model_states
 from modeling import cost
+from recipes.consistency import untrained
 from recipes.layout import BatchSchedule
 from recipes.problems import counted
 from recipes.schema import DEEPSPEED_SCHEDULES, Branch, Model, Recipe
@@ -144,7 +145,7 @@ def describe_precision(plan: Plan) -> str:
 
 
 def describe_schedule(recipe: Recipe) -> str:
-    """Name the kind of the learning rate's schedule, its warm-up and its decay."""
+    """Name the kind of the learning rate's schedule, its warm-up and decay, and what is not trained of it."""
     s = recipe.schedule
     end = recipe.decay_steps
     last = counted(s.wsd_decay_steps or 0, "step")
@@ -160,7 +161,8 @@ def describe_schedule(recipe: Recipe) -> str:
     if s.kind in DEEPSPEED_SCHEDULES:
         first = s.warmup_min_lr if s.kind == "WarmupCosineLR" else s.min_lr
         kind = f"DeepSpeed's {kind}, {s.warmup_type or 'log'} from {first or 0:g}"
-    return f"{kind}, {counted(s.warmup_steps, 'warm-up step')}{shape}{power}{to}"
+    lacks = "".join(f"; {why}" for why, _ in untrained(recipe))
+    return f"{kind}, {counted(s.warmup_steps, 'warm-up step')}{shape}{power}{to}{lacks}"
 
 
 def describe_states(plan: Plan) -> str:

@@ -21,6 +21,7 @@ from launch.weights.their_settings import TheirSettings
 from modeling.formats.deepspeed.states import DeepSpeedState
 from modeling.formats.megatron.checkpoint import UNREAD
 from recipes import catalog
+from recipes.consistency import schedule_problems
 from recipes.key_paths import is_part, key_of
 from recipes.problems import Problem
 from recipes.schema import Branch, Recipe
@@ -150,14 +151,12 @@ class Adoption(StartingModel):
         `laid`: the settings of a given text; {} without one. Raises ProblemsError with every problem.
         """
         laid = {**laid, **self.settings(texts, text=bool(laid))}
-        recipe = catalog.load(self.recipe_name, texts, steps=steps, laid=laid)
+        recipe = catalog.load(
+            self.recipe_name, texts, steps=steps, laid=laid, trained=False
+        )
         state = self.state
         each = self.theirs.batch or recipe.batch.global_
         read = each * state.steps
-        if recipe.steps <= state.steps:
-            came = f"steps={recipe.steps}, and the run has made {state.steps}"
-            fix = f"--set steps={state.steps + 1} or more"
-            raise self.error([Problem("steps", came, fix=fix)])
         branch = Branch(
             run=str(Path(self.directory).absolute()),
             step=state.steps,
@@ -166,7 +165,11 @@ class Adoption(StartingModel):
             data_from=read if self.data_from == FIRST else 0,
             more_updates=state.updates - state.steps + state.skipped,
         )
-        return recipe.model_copy(update={"branch": branch})
+        recipe = recipe.model_copy(update={"branch": branch})
+        problems = [*schedule_problems(recipe, "", cut=steps is not None)]
+        if problems:
+            raise self.error(problems)
+        return recipe
 
     def check(self, recipe: Recipe) -> tuple[Notice, ...]:
         """Check that the run fits the recipe; return remarks."""

@@ -17,14 +17,15 @@ from launch.records.metrics import read_metrics
 from launch.records.plan_text import describe_branch
 from launch.records.result import read_result
 from launch.reports.runs import read_run
+from launch.training.schedule import learning_rate
 from launch.training.start import Training
 from recipes.problems import ProblemsError
 
 PRETRAIN = [sys.executable, str(ROOT / "launch" / "pretrain.py")]
-SETTINGS = ["--set", "schedule.kind=constant", "--set", "run.save_every=2", "--set", "optimizer.lr=5e-4"]
+SETTINGS = ["--set", "run.save_every=2", "--set", "optimizer.lr=5e-4"]
 KEEP = ["--set", "run.keep_checkpoints=null", "--set", "run.prompt=null"]
-COOLED = ["--set", "schedule.kind=wsd", "--set", "schedule.wsd_decay_steps=2"]
-COOLED += ["--set", "schedule.decay_steps=6"]
+# As the examples of --help have it: the run was started with --steps, and its own decay ends at step 20.
+COOLED = ["--set", "schedule.kind=wsd", "--set", "schedule.wsd_decay_steps=2", "--set", "steps=8"]
 
 
 def launched(*words: object) -> str:
@@ -55,6 +56,11 @@ def contents(directory: Path) -> dict[Path, tuple[int, int]]:
 
 def losses(directory: Path) -> dict[int, float]:
     return {step.step: step.loss for step in read_metrics(directory / "metrics.jsonl").steps}
+
+
+def rates(directory: Path) -> list[float]:
+    """Of a branch's own steps, 5 to 8."""
+    return [step.lr for step in read_metrics(directory / "metrics.jsonl").steps if step.step > 4]
 
 
 def planned(*words: object) -> Training:
@@ -101,7 +107,7 @@ def test_a_branch_that_was_interrupted_is_resumed_with_its_directory_alone(runs,
     branch = shutil.copytree(runs / "cooled", tmp_path / "branch")
     shutil.rmtree(branch / "checkpoints" / "step-000008")
     assert f"resumed from {branch}/checkpoints/step-000006" in launched("--resume", "--out", branch)
-    assert losses(branch) == losses(runs / "cooled")
+    assert losses(branch) == losses(runs / "cooled") and rates(branch) == rates(runs / "cooled")
     assert len(read_metrics(branch / "metrics.jsonl").branches) == 1
 
 
@@ -143,24 +149,34 @@ def test_a_branch_keeps_what_it_is_of_and_what_it_changes(runs):
     branch = result.branch
     assert branch is not None and (branch.run, branch.step) == (str(runs / "stable"), 4)
     assert {change.key: (change.was, change.now) for change in branch.changed} == {
-        "schedule.kind": ("constant", "wsd"),
+        "schedule.kind": ("cosine", "wsd"),
         "schedule.wsd_decay_steps": (None, 2),
-        "schedule.decay_steps": (None, 6),
+        "schedule.decay_steps": (20, None),
     }
     (said,) = (str(each) for each in result.deviations if str(each).startswith("branch: of"))
-    assert "schedule.kind: constant -> wsd" in said
+    assert "schedule.kind: cosine -> wsd" in said
     assert result.speed.steps == 3 and result.losses.training.steps == 4, "of its own steps alone"
     lines = dict(describe_branch(branch))
-    assert "schedule.kind: constant -> wsd" in lines["  changed"] and "32 samples" in lines["  data"]
+    assert "schedule.kind: cosine -> wsd" in lines["  changed"] and "32 samples" in lines["  data"]
     read = read_run(runs / "cooled", "cooled", lambda name: None)
     assert not read.problems and [step for step, _ in read.training] == [*range(1, 9)]
 
 
 def test_a_branch_goes_on_to_the_bit_until_its_rate_differs(runs):
     whole, cooled = losses(runs / "stable"), losses(runs / "cooled")
-    assert [step for step in whole if whole[step] != cooled[step]] == [7, 8]
-    rates = [step.lr for step in read_metrics(runs / "cooled" / "metrics.jsonl").steps]
-    assert rates[4] == 5e-4 and rates[5] < 5e-4
+    assert [step for step in whole if whole[step] != cooled[step]] == [6, 7, 8]
+
+
+def test_a_cool_down_is_constant_and_then_falls_to_its_last_step(runs):
+    """The last step takes the rate after seven steps; that after eight is schedule.min_lr."""
+    recipe = RunDirectory(runs / "cooled").plan().recipe
+    half = 1e-4 + 4e-4 * (2 * 0.5**0.5 - 1)
+    assert rates(runs / "cooled") == pytest.approx([5e-4, 5e-4, 5e-4, half])
+    assert rates(runs / "stable")[0] < 5e-4, "its cosine had begun to fall"
+    assert (recipe.decay_steps, learning_rate(recipe, 8)) == (8, pytest.approx(1e-4))
+    words = ["--branch", f"{runs / 'stable'}@4", "--out", runs / "new", *COOLED[:4], "--steps", 9]
+    flagged = planned("--plan", *words).job.plan.recipe
+    assert (flagged.steps, flagged.decay_steps, learning_rate(flagged, 7)) == (9, 9, 5e-4)
 
 
 def test_every_problem_of_a_branch_is_refused_at_once(runs):
@@ -178,7 +194,7 @@ def test_every_problem_of_a_branch_is_refused_at_once(runs):
     for expected in (
         "model.hidden=32, and the run has 64",
         "optimizer.name=lamb, and the run has adamw",
-        "steps=4: the branch begins after 4; give --set steps=5 or more",
+        "steps=4: the branch begins after step 4; give --set steps=5",
         "add --set model.positions=64",
         "a: unknown key",
         "seed='x'",
@@ -193,6 +209,7 @@ def test_a_step_without_a_checkpoint_is_refused_with_those_that_are_there(runs):
     stable = runs / "stable"
     said = refused("--branch", f"{stable}@5", "--out", runs / "new")
     assert f"{stable}: holds no checkpoint of step 5: only of 2, 4, 6, 8" in said
+    assert "a run keeps its newest run.keep_checkpoints" in said
     assert "holds no run" in refused("--branch", runs / "none@4", "--out", runs / "new")
     plan = planned("--branch", stable, "--out", runs / "new", "--set", "steps=9").job.plan
     assert plan.recipe.branch.step == 8, "the newest"

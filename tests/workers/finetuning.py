@@ -19,7 +19,7 @@ MACHINE = description.detect_machine(emulated_fp16=False)
 from data.tasks.corpus import build  # noqa: E402  (after the accelerator is chosen)
 from ds_configs.resolver import resolve  # noqa: E402
 from launch.evaluation.finetuning_predictions import predict  # noqa: E402
-from launch.evaluation.finetuning_recipe import Wishes, cut_to, recipe_of  # noqa: E402
+from launch.evaluation.finetuning_recipe import Wishes, recipe_of  # noqa: E402
 from launch.evaluation.pretrained import encoder_in  # noqa: E402
 from launch.experiments.parity.groups import temporary_groups  # noqa: E402
 from launch.records.facts import SilentRecorder  # noqa: E402
@@ -28,6 +28,7 @@ from launch.training.loop import train  # noqa: E402
 from launch.training.run import Start  # noqa: E402
 from launch.weights.initial_weights import InitialWeights  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
+from recipes.catalog import cut_to  # noqa: E402
 
 
 class Records(SilentRecorder):

@@ -128,7 +128,7 @@ def test_inverse_square_root_goes_on_in_a_longer_run():
         recipe("inverse_sqrt", steps=100),
         ["schedule.kind=inverse_sqrt", "schedule.warmup_steps=20"],
     )
-    longer = catalog.load(catalog.DEFAULT_RECIPE, other, steps=7)
+    longer = catalog.load(catalog.DEFAULT_RECIPE, other, steps=700)
     assert chosen.decay_steps is None and longer.schedule.decay_steps is None
     assert learning_rate(chosen, 400) == learning_rate(recipe("inverse_sqrt", steps=5000), 400)
 

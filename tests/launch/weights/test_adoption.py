@@ -166,6 +166,22 @@ def test_what_files_state_is_taken_and_the_rest_is_asked_for_at_once(theirs):
     assert anew.sizes_in_data.samples(6) == 0
 
 
+def test_an_adopted_run_of_no_step_or_of_no_decay_is_refused_with_a_line_that_works(theirs):
+    found, _ = opened(theirs / "loop")
+    ended = ["schedule={kind: linear, decay_steps: 5}"]
+    for settings, steps, line in (
+        (["schedule={kind: constant}", "steps=6"], None, "--set steps=7"),
+        (["schedule.kind=constant", "steps=99"], 6, "--steps=20"),
+        ([*ended, "steps=12"], None, "--set schedule.decay_steps=12"),
+        (["schedule={kind: constant, warmup_steps: 20}", "steps=12"], None, "--set steps=20"),
+    ):
+        with pytest.raises(ProblemsError, match=f"^--adopt .*; give {line}$"):
+            found.begun(settings, {}, steps)
+        if line.startswith("--set"):
+            settings = [*settings, line.removeprefix("--set ")]
+        assert found.begun(settings, {}, steps and 20).steps > 6
+
+
 def test_what_its_optimizer_does_otherwise_is_a_change_of_the_recipe():
     """Trainer has one group of all parameters where the JSON has an optimizer."""
     shapes = {"wte.weight": (9, 4), "ln.weight": (4,), "ln.bias": (4,)}
