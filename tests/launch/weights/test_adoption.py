@@ -19,7 +19,7 @@ from launching import ROOT, WORKERS, run, run_ranks
 from ds_configs.plan import ANY_GPU
 from ds_configs.resolver import resolve
 from launch.checkpoints import run_checkpoints
-from launch.checkpoints.manifest import ScalerState
+from launch.checkpoints.manifest import Progress, ScalerState
 from launch.checkpoints.stored import load_weights
 from launch.records.metrics import read_metrics
 from launch.training.schedule import learning_rate
@@ -338,6 +338,19 @@ def test_a_loss_scaler_goes_on_in_fp16(copied):
     state = states.read(copied)
     found = [adopted_checkpoint._scaler(SimpleNamespace(precision=half), state) for half in ("fp16", "bf16")]
     assert found == [ScalerState(2.0**20, 6, 3, 2), None]
+
+
+def test_steps_that_fp16_skipped_are_steps_without_updates(copied, tmp_path):
+    counts = {"global_steps": 8, "skipped_steps": 2, "global_samples": 96}
+    changed(lambda values: values.update(counts), "mp_rank_00_model_states.pt")(copied)
+    written(copied, tmp_path / "new")
+    held = run_checkpoints.newest(tmp_path / "new").manifest
+    assert held.progress == Progress(step=8, adam_steps=6, schedule=6, skipped=2)
+    assert held.data == {"position": 96}
+    found, recipe = opened(copied)
+    asked = []
+    found.noted(resolve(recipe, "zero1", 1, ANY_GPU), [], lambda _, done: asked.append(done) or 1e-3)
+    assert asked == [6], "the next rate is that of the updates"
 
 
 # --- the next losses
