@@ -57,6 +57,9 @@ CHECKPOINTS, NORMS = "tests/launch/checkpoints/test_", "tests/launch/deepspeed_f
 UNIVERSAL = "tests/launch/weights/test_universal.py"
 ADOPTION = "tests/launch/weights/test_adoption.py"
 MEGATRON = "tests/launch/weights/test_adopted_megatron.py"
+FOLLOWING = "tests/ds_configs/test_following.py"
+RATIOS = "test_the_ratios_of_a_cosine_are_shares_of_the_rate_and_have_deepspeeds_defaults"
+BRANCHES = "tests/launch/checkpoints/test_branch_points.py"
 MEETING = "tests/launch/ranks/test_meeting.py"
 MUON = "tests/launch/deepspeed_fixes/test_muon.py"
 MISTAKES = (
@@ -110,10 +113,19 @@ MISTAKES = (
     Mistake("positions not begun anew", "modeling/documents.py",
             "if restarts and seen is not None:", "if restarts and seen is None:",
             MODELING + "documents.py::test_a_document_has_the_losses_and_gradients_of_itself_alone"),
+    Mistake("no dropout within documents", "modeling/documents.py",
+            "causal=True, dropout_p=dropout)\n        outs", "causal=True, dropout_p=0.0)\n        outs",
+            MODELING + "documents.py::test_dropout_on_attention_weights_drops_some_within_documents"),
+    Mistake("scores of later tokens in gradients", "modeling/documents.py",
+            "of_document, logsumexp, 0.0, True)", "of_document, logsumexp, 0.0, False)",
+            MODELING + "documents.py::test_the_gradient_is_exact"),
     # data
     Mistake("borders one token late", "data/samples/documents.py",
             "np.where(tokens == border, places, 0)", "np.where(np.roll(tokens, 1, 1) == border, places, 0)",
             DATA + "documents.py"),
+    Mistake("places over samples", "data/samples/documents.py",
+            "np.maximum.accumulate(begins, axis=1)", "np.maximum.accumulate(begins, axis=0)",
+            DATA + "documents.py::test_places_begin_anew_at_the_token_between_documents_and_with_a_window"),
     Mistake("label shift", "data/samples/gpt.py",
             '"labels": windows[:, 1:], "weights"', '"labels": windows[:, :-1], "weights"',
             DATA + "loader.py::test_gpt_micro_batches_have_labels_one_token_on_and_the_documented_types"),
@@ -154,7 +166,24 @@ MISTAKES = (
             TRAINING + "engine.py"),
     Mistake("schedule begins anew", "launch/training/schedule.py",
             'self.completed = state["completed"]', "self.completed = 0", TRAINING + "schedule.py"),
+    # what a JSON states
+    Mistake("least rate of a cosine by default", "ds_configs/following.py",
+            '("cos_min_ratio", 0.0001)', '("cos_min_ratio", 0.001)', f"{FOLLOWING}::{RATIOS}"),
+    Mistake("ratios without the rate", "ds_configs/following.py",
+            'value * peak if theirs.endswith("_ratio") else value', "value", f"{FOLLOWING}::{RATIOS}"),
     # checkpoints and optimizers
+    Mistake("data of a branch's branch", "launch/checkpoints/branching.py",
+            "data_from = there.branch.data_from if there.branch else 0", "data_from = 0",
+            f"{BRANCHES}::test_a_branch_of_a_branch_keeps_its_place_in_the_data_and_the_updates_of_its_optimizer"),
+    Mistake("batches before a branch", "launch/checkpoints/branching.py",
+            "stretches=there.sizes.until(self.step)", "stretches=there.sizes.until(1)",
+            f"{BRANCHES}::test_a_branch_of_a_branch_keeps_its_place_in_the_data_and_the_updates_of_its_optimizer"),
+    Mistake("a branch trains on other tokens", "launch/checkpoints/branching.py",
+            "if goes_on and trained_on != corpus:", "if False:",
+            f"{BRANCHES}::test_a_branch_goes_on_with_the_tokens_of_its_run_or_reads_its_data_anew"),
+    Mistake("a stream shared out by another batch", "launch/checkpoints/branching.py",
+            "if streamed and not anew and", "if False and",
+            f"{BRANCHES}::test_a_stream_keeps_its_batch_unless_it_is_read_anew"),
     Mistake("moments not loaded", "launch/checkpoints/reading.py",
             "for name in moments}", "for name in moments[1:]}", CHECKPOINTS + "any_layout.py"),
     Mistake("bias correction begins anew", "launch/checkpoints/engine_state.py",
@@ -210,6 +239,10 @@ MISTAKES = (
             'self.defaults["fused"] = False', 'self.defaults["fused"] = True', MUON),
     Mistake("Muon's momentum", "launch/deepspeed_fixes/muon.py",
             "lerp_(gradient, 1 - momentum)", "lerp_(gradient, momentum)", MUON),
+    Mistake("Muon without Nesterov", "launch/deepspeed_fixes/muon.py",
+            "gradient.lerp(average, momentum)", "average", MUON),
+    Mistake("Adam's share of Muon's rate", "launch/deepspeed_fixes/muon.py",
+            'share = adam_lr / numbers["lr"]', 'share = numbers["lr"] / adam_lr', MUON),
     Mistake("QKV orthogonalised as one", "launch/deepspeed_fixes/muon.py",
             "if not self.heads:", "if self.heads >= 0:", MUON),
     Mistake("slices orthogonalised", "launch/deepspeed_fixes/muon.py",
@@ -245,6 +278,15 @@ MISTAKES = (
     Mistake("the adopted rate counts skipped steps", "launch/weights/adoption.py",
             "rate_after(recipe, self.state.steps - self.state.skipped)", "rate_after(recipe, self.state.steps)",
             f"{ADOPTION}::test_steps_that_fp16_skipped_are_steps_without_updates"),
+    Mistake("decay of vectors for matrices", "launch/weights/their_settings.py",
+            "own = max(self.state.groups", "own = min(self.state.groups",
+            f"{ADOPTION}::test_the_decay_is_that_of_the_decayed_parameters_in_whatever_group"),
+    Mistake("warm-up's share rounded down", "launch/weights/their_settings.py",
+            "math.ceil(warmup * (self.steps or 0))", "math.floor(warmup * (self.steps or 0))",
+            f"{ADOPTION}::test_a_share_of_warm_up_is_rounded_up_as_by_trainer"),
+    Mistake("skipped steps of Megatron's scheduler", "launch/weights/their_settings.py",
+            "max(1, self.state.steps - self.state.skipped)", "max(1, self.state.steps)",
+            f"{ADOPTION}::test_megatrons_scheduler_counts_the_steps_that_were_made"),
     Mistake("updates of theirs", "modeling/formats/deepspeed/states.py",
             "len(counted) == 1 and counted <= {made, made + optimizer.built}", "len(counted) > 0",
             f"{ADOPTION}::test_faults_are_refused"),

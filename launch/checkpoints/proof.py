@@ -122,7 +122,7 @@ def check(
         own.counts.extend(_other_step(held, sample))
         if held.next_step is None:
             say(f"{where} holds no sum of the next step: its data are not proven")
-    stale = list(state.stale_weights())
+    stale = [*state.stale_weights()]
     if stale:
         own.counts.append(
             f"the model's weights are not its master weights in {some(stale, SHOWN)}"

@@ -157,10 +157,11 @@ class Saver:
         known = known_loss()
         sums = Sums()
         entries, tensors = contents(self.state, kinds, self.grid.rank, sums)
-        background = self._fits([entry.bytes for entry in entries])
+        sizes = [entry.bytes for entry in entries]
+        background = self._fits(sizes)
         file = directory / file_name(self.grid.rank)
         written: Future[StoredFile] = Future()
-        room = sum(entry.bytes for entry in entries) * dist.get_world_size()
+        room = sum(sizes) * dist.get_world_size()
         if background:
             entries = [self._staging.copy(entry) for entry in entries]
             threading.Thread(

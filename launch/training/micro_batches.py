@@ -248,9 +248,8 @@ def next_step(
     """
     own = None
     with contextlib.suppress(Exception):  # the step itself will tell
-        recipe = plan.recipe
-        rows = rank_rows(plan.layout, grid.at.dp, recipe.sizes.size(step))
-        salts = salts_of(recipe.seed, step, torch.from_numpy(rows), 1)[..., 0, 0]
+        rows = rank_rows(plan.layout, grid.at.dp, plan.recipe.sizes.size(step))
+        salts = salts_of(plan.recipe.seed, step, torch.from_numpy(rows), 1)[..., 0, 0]
         own = samples_sum(batches.peek()[0], salts.tolist())
     every: list[Any] = gathered(own, grid.control_group)
     if None in every:
