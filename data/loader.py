@@ -34,7 +34,7 @@ from recipes.problems import Key, Problem, ProblemsError, Setting
 T = TypeVar("T")
 MicroBatch = dict[str, torch.Tensor]
 # batches of a step, state after it, sum of their bits
-Made = tuple[list[MicroBatch], dict[str, Any], int]
+Made = tuple[list[MicroBatch], dict[str, Any] | None, int]
 _WEIGHTS = ("weights", "sentence_weights")
 JOIN_TIMEOUT_S = 5.0  # for a thread that waits for the network
 
@@ -64,6 +64,16 @@ def batch_digest(batches: Iterable[MicroBatch]) -> str:
         found = np.concatenate(joined[key])
         digest.update(f"{key} {found.shape}\n".encode() + found.tobytes())
     return digest.hexdigest()
+
+
+def samples_sum(batches: Iterable[MicroBatch], factors: Iterable[list[int]]) -> int:
+    """Return the sum of the samples' digests, each times its factor, of micro-batches and their factors."""
+    total = 0
+    for batch, of_rows in zip(batches, factors, strict=True):
+        for row, factor in enumerate(of_rows):
+            sample = {name: values[row : row + 1] for name, values in batch.items()}
+            total += factor * int(batch_digest([sample]), 16)
+    return total
 
 
 def rank_rows(layout: Layout, dp_rank: int, samples: int | None = None) -> np.ndarray:
@@ -194,6 +204,7 @@ class StepBatches:
         self.step = start_step
         self.last: list[MicroBatch] = []
         self.bit_sum = 0
+        self._made: Made | None = None  # of the next step, once it is peeked at
         self._sizes = sizes or batch_schedule(
             layout.global_batch, layout.global_batch, 1, 1
         )
@@ -224,9 +235,16 @@ class StepBatches:
         return self
 
     def __next__(self) -> list[MicroBatch]:
-        self.last, self._state, self.bit_sum = self._take()
+        self.last, self._state, self.bit_sum = self.peek()
+        self._made = None
         self.step += 1
         return self.last
+
+    def peek(self) -> Made:
+        """Make the next step, which stays the next. Collective where ranks share it."""
+        if self._made is None:
+            self._made = self._take()
+        return self._made
 
     def _take(self) -> Made:
         """Wait for the batches of the next step, the state after it and the sum of their bits."""

@@ -31,7 +31,7 @@ from launch.checkpoints.manifest import MOMENTS, WEIGHT, Kind, Progress, ScalerS
 from launch.checkpoints.stored import TensorPlacement
 from launch.deepspeed_fixes.short_steps import Fragment, fragments_of
 from modeling.cost.parameter_count import is_hidden_matrix
-from modeling.initialization import shard_of
+from modeling.initialization import canonical_name, shard_of
 from modeling.parallel.process_grid import ProcessGrid
 
 if TYPE_CHECKING:
@@ -233,6 +233,21 @@ class EngineState:
         return buffer.detach().view(-1)[
             fragment.offset : fragment.offset + fragment.elements
         ]
+
+    def stale_weights(self) -> Iterator[str]:
+        """Yield names of tensors whose weights in the model are not this rank's master weights, rounded.
+
+        ZeRO-3 has this rank's part of them, which is empty on NVMe.
+        """
+        for partition in self.partitions:
+            for fragment in partition.fragments:
+                parameter, first, _, elements = fragment
+                whole = parameter.view(-1)[first:]
+                weights = getattr(parameter, "ds_tensor", whole).view(-1)[:elements]
+                master = self.read(partition, fragment, WEIGHT)
+                if len(weights) and not torch.equal(weights, master.to(weights)):
+                    yield canonical_name(parameter)
+        self.close()
 
     def open(self, partition: Partition) -> None:
         """Hold a partition in memory, and no other."""

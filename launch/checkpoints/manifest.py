@@ -222,6 +222,8 @@ class Manifest:
         tensors: tensors by canonical name.
         kinds: weight and moments that are stored of every tensor, but for those that `kinds_of` leaves out.
         known_loss: None in older checkpoints.
+        next_step: sum of the next step's batch and dropout (`launch.training.micro_batches.next_step`); None in
+            older checkpoints, and where the step was not read before the save.
         format: version of the manifest's format.
     """
 
@@ -235,6 +237,7 @@ class Manifest:
     tensors: dict[str, ListedTensor]
     kinds: tuple[Kind, ...] = (WEIGHT, *MOMENTS)
     known_loss: KnownLoss | None = None
+    next_step: int | None = None
     format: Literal[2] = 2
     saved: str = field(default="", compare=False)  # local time
 

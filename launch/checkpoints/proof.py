@@ -2,7 +2,8 @@
 
 What is compared is read back from the engine: the sums of each tensor of weights and moments (`sums`), what
 the engine has counted, and the loss of the sample that the checkpoint knows the loss of. Each copy of a
-tensor is compared: those of tensor-parallel ranks, of tied stages, of every data-parallel rank under stage 0.
+tensor is compared: those of tensor-parallel ranks, of tied stages, of every data-parallel rank under stage 0,
+and the model's weights with the master weights. Of the next step, its batch and its dropout are compared.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from launch.checkpoints.sums import sums_of
 from launch.deepspeed_fixes.short_steps import Fragment
 from launch.ranks.processes import gathered
 from modeling.initialization import DTYPES, canonical_name, shard_of
+from recipes.catalog import ORDER
 from recipes.files import FileError
-from recipes.key_paths import flatten
+from recipes.key_paths import differences, flatten, is_part
 from recipes.problems import Problem, counted, some
 from recipes.schema import Recipe
 
@@ -39,7 +41,9 @@ EXACT = 2.0**-45  # of float64 sums: 256 times its rounding
 DEVIATIONS = 6.0  # of a sum of rounding errors with random factors
 LEAST_NORM = 1e-15  # of which float32 holds all squares that count
 SHOWN = 4  # tensors and pieces
-RULE = "the engine has to hold what was saved"
+RULE = "a run goes on with what was saved"
+# of a recipe: without changes of these the next step is the same
+NEXT = (*ORDER, "batch.global", "batch.rampup")
 FIX = "take the layout that saved it, or an older checkpoint (--resume does once this one is moved away)"
 
 
@@ -73,15 +77,17 @@ class ProofReport(NamedTuple):
 
 @dataclass(frozen=True)
 class ProofSample:
-    """A sample of held-out text, and how this run computes its loss.
+    """A sample of held-out text, how this run computes its loss, and what it trains on next.
 
-    `batch`: the sample as a micro-batch of one row; `loss`: of such a micro-batch, in nats. Collective.
+    `batch`: the sample as a micro-batch of one row; `loss`: of such a micro-batch, in nats. `next_step`: None
+    where it cannot be read. Both are collective.
     """
 
     recipe: Recipe
     precision: str
     batch: MicroBatch
     loss: Callable[[MicroBatch], float]
+    next_step: Callable[[], int | None]
 
 
 @torch.no_grad()
@@ -99,24 +105,31 @@ def check(
     FileError on all ranks with each tensor, its ranks and pieces that differ.
     """
     held = checkpoint.manifest
+    where = str(checkpoint.directory)
     summed = any(tensor.sums for tensor in held.tensors.values())
     if not summed and held.known_loss is None:
-        lacks = f"{checkpoint.directory} holds no sums and no loss"
-        say(f"{lacks}: what was read of it is not proven")
+        say(f"{where} holds no sums and no loss: what was read of it is not proven")
         return
     kinds = held.kinds[:1] if weights else held.kinds
     dtype = DTYPES[sample.precision] if weights else torch.float32
     stored = StoredTensors(checkpoint.directory, held)
     own = ProofReport([], [])
-    for each in _differences(state, held, kinds, dtype):
+    for each in _differences(state, stored, kinds, dtype):
         pieces = [*_differing_pieces(state, stored, each, dtype)]
         own.differences.append(each._replace(pieces=pieces))
     if not weights:
         own.counts.extend(_other_counts(state, held.progress))
+        own.counts.extend(_other_step(held, sample))
+        if held.next_step is None:
+            say(f"{where} holds no sum of the next step: its data are not proven")
+    stale = [*state.stale_weights()]
+    if stale:
+        own.counts.append(
+            f"the model's weights are not its master weights in {some(stale, SHOWN)}"
+        )
     reports = gathered(own, state.grid.control_group, ProofReport)
     came = [*_said(reports), *_other_loss(held, sample)]
     if came:
-        where = str(checkpoint.directory)
         problems = [Problem(where, each, where=where) for each in came]
         problems[-1] = replace(problems[-1], rule=RULE, fix=FIX)
         raise FileError(problems)
@@ -156,7 +169,7 @@ def _sums_said(by_rank: Mapping[int, ProofDifference]) -> str:
 
 
 def _differences(
-    state: EngineState, held: Manifest, kinds: Sequence[Kind], dtype: torch.dtype
+    state: EngineState, files: StoredTensors, kinds: Sequence[Kind], dtype: torch.dtype
 ) -> Iterator[ProofDifference]:
     """Yield this rank's tensors whose copy has other sums than the checkpoint.
 
@@ -192,7 +205,7 @@ def _differences(
         table[cut] = joined[cut]
     for key, row in zip(rows, table.tolist(), strict=True):
         kind, name = key
-        stored = held.tensors.get(name)
+        stored = files.manifest.tensors.get(name)
         elements = math.prod(TensorPlacement.of(parameters[name]).shape)
         if stored is None or kind not in stored.sums:
             continue
@@ -200,7 +213,8 @@ def _differences(
             continue  # of another model's size, which `--init_from` cuts or fills up
         plain, weighted, squares = row
         saved = stored.sums[kind]
-        most = _tolerances(squares, elements, types[kind])
+        was = files.dtype(name, kind)
+        most = _tolerances(squares, elements, was, types[kind])
         errors = abs(plain - saved[0]), abs(weighted - saved[1])
         if not (errors[0] <= most[0] and errors[1] <= most[1]):
             yield ProofDifference(kind, name, saved, (plain, weighted), [])
@@ -264,9 +278,9 @@ def _numbers(
 
 
 def _tolerances(
-    squares: float, elements: int, dtype: torch.dtype
+    squares: float, elements: int, was: torch.dtype, dtype: torch.dtype
 ) -> tuple[float, float]:
-    """Return the largest differences of both sums of numbers that are rounded to `dtype`.
+    """Return the largest differences of both sums of numbers of type `was` that are rounded to `dtype`.
 
     The same numbers differ by float64's rounding in the order of the additions. Errors of rounding to fewer
     bits may all have one sign; times random factors, they add up as their squares.
@@ -274,7 +288,7 @@ def _tolerances(
     norm = squares**0.5
     root = elements**0.5
     exact = EXACT * root * norm
-    if dtype == torch.float32:
+    if torch.promote_types(was, dtype) == dtype:
         return exact, exact
     about = torch.finfo(dtype)
     error = about.eps / 2 * norm + about.smallest_normal * about.eps / 2 * root
@@ -285,8 +299,7 @@ def _other_counts(state: EngineState, saved: Progress) -> Iterator[str]:
     """Yield, in words, what this rank's engine counts otherwise than the checkpoint."""
     found = state.progress()
     # else the JSON begins afresh
-    scaled = found.loss_scaler is not None and saved.loss_scaler is not None
-    if not scaled:
+    if None in (found.loss_scaler, saved.loss_scaler):
         found = replace(found, loss_scaler=None)
         saved = replace(saved, loss_scaler=None)
     here = dict(flatten(asdict(found)))
@@ -297,6 +310,17 @@ def _other_counts(state: EngineState, saved: Progress) -> Iterator[str]:
     if odd and saved.adam_steps and found.adam_steps == saved.adam_steps:
         updates = some([str(count) for count in sorted(odd)])
         yield f"Adam corrects its bias for {updates} updates, and {saved.adam_steps} were made"
+
+
+def _other_step(held: Manifest, sample: ProofSample) -> Iterator[str]:
+    """Yield, in words, what the next step trains on otherwise than the step after the save. Collective."""
+    saved = held.next_step
+    then = Recipe.model_validate(held.recipe).compared()
+    changed = differences(then, sample.recipe.compared())
+    if saved is None or any(is_part(key, NEXT) for key, _, _ in changed):
+        return
+    if sample.next_step() not in (saved, None):
+        yield "the next step has other samples or other dropout than the step after the save"
 
 
 def _other_loss(held: Manifest, sample: ProofSample) -> Iterator[str]:

@@ -90,14 +90,14 @@ class Part:
 
 @dataclass
 class _Pending:
-    """A save in progress. `written`: this rank's file; `sums`: of its tensors by key, once it is written."""
+    """A save in progress.
+
+    `held`: the manifest of this rank's share, without versions and files; `written`: this rank's file;
+    `sums`: of its tensors by key, once it is written.
+    """
 
     directory: Path
-    progress: Progress
-    data: dict[str, Any]
-    corpus: str
-    tensors: Tensors
-    known_loss: KnownLoss | None
+    held: Manifest
     sums: Sums
     written: Future[StoredFile]
     started: float
@@ -136,6 +136,7 @@ class Saver:
         data: dict[str, Any],
         corpus: str,
         known_loss: Callable[[], KnownLoss | None] = lambda: None,
+        next_step: int | None = None,
     ) -> None:
         """Begin a save after the end of the one before.
 
@@ -156,10 +157,11 @@ class Saver:
         known = known_loss()
         sums = Sums()
         entries, tensors = contents(self.state, kinds, self.grid.rank, sums)
-        background = self._fits([entry.bytes for entry in entries])
+        sizes = [entry.bytes for entry in entries]
+        background = self._fits(sizes)
         file = directory / file_name(self.grid.rank)
         written: Future[StoredFile] = Future()
-        room = sum(entry.bytes for entry in entries) * dist.get_world_size()
+        room = sum(sizes) * dist.get_world_size()
         if background:
             entries = [self._staging.copy(entry) for entry in entries]
             threading.Thread(
@@ -168,19 +170,22 @@ class Saver:
         else:
             _write(file, entries, room, written)
         self.state.close()
-        blocked = time.perf_counter() - started
-        self._pending = _Pending(
-            directory,
+        held = Manifest(
             progress,
             data,
             corpus,
+            self.plan.recipe.model_dump(mode="json", by_alias=True),
+            plan_facts(self.plan),
+            {},
+            {},
             tensors,
+            kinds,
             known,
-            sums,
-            written,
-            started,
-            blocked,
-            background,
+            next_step,
+        )
+        blocked = time.perf_counter() - started
+        self._pending = _Pending(
+            directory, held, sums, written, started, blocked, background
         )
 
     @property
@@ -210,8 +215,8 @@ class Saver:
         own = Part(
             rank,
             files,
-            with_sums(pending.tensors, pending.sums),
-            pending.data,
+            with_sums(pending.held.tensors, pending.sums),
+            pending.held.data,
             problems,
         )
         whole = merged(
@@ -225,7 +230,7 @@ class Saver:
         took = time.perf_counter() - pending.started
         self._report(
             SaveOutcome(
-                pending.progress.step,
+                pending.held.step,
                 written,
                 pending.blocked,
                 took,
@@ -249,27 +254,20 @@ class Saver:
         try:
             if whole.problems:
                 return "; ".join(whole.problems)
-            run_checkpoints.complete(pending.directory, self._manifest(pending, whole))
+            held = replace(
+                pending.held,
+                data=whole.data,
+                versions=description.versions(),
+                files=whole.files,
+                tensors={name: finite(each) for name, each in whole.tensors.items()},
+                saved=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            )
+            run_checkpoints.complete(pending.directory, held)
         finally:  # it has another name if it is whole
             shutil.rmtree(pending.directory, ignore_errors=True)
         kept = self.plan.recipe.run.keep_checkpoints
         self._removed = self._remover.submit(run_checkpoints.prune, self.root, kept)
         return None
-
-    def _manifest(self, pending: _Pending, whole: Part) -> Manifest:
-        return Manifest(
-            pending.progress,
-            whole.data,
-            pending.corpus,
-            self.plan.recipe.model_dump(mode="json", by_alias=True),
-            plan_facts(self.plan),
-            description.versions(),
-            whole.files,
-            {name: finite(tensor) for name, tensor in whole.tensors.items()},
-            kinds_after(pending.progress.adam_steps),
-            pending.known_loss,
-            saved=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        )
 
     def _fits(self, sizes: list[int]) -> bool:
         """Check that this machine's memory holds copies of its ranks' entries; if not, say so once."""

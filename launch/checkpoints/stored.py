@@ -14,7 +14,7 @@ import torch
 from launch.checkpoints import manifest
 from launch.checkpoints.geometry import Copy, Cut, copies, rectangles
 from launch.checkpoints.manifest import WEIGHT, Form, ListedTensor, Manifest
-from launch.checkpoints.tensor_file import Reader
+from launch.checkpoints.tensor_file import DTYPES, Reader
 from modeling.initialization import Shard, canonical_name, padded_slice, shard_of
 from recipes import files
 from recipes.schema import Recipe
@@ -107,6 +107,11 @@ class StoredTensors(Mapping[str, torch.Tensor]):
             return full
         form, heads = self._forms[name]
         return form.to_ours([full], heads).contiguous()
+
+    def dtype(self, name: str, kind: str) -> torch.dtype:
+        """Return the type of a tensor's stored numbers."""
+        first = self.manifest.tensors[name].series[0]
+        return DTYPES[self._reader(first.file).tensors[f"{kind}/{name}"].dtype]
 
     def fill(
         self, target: torch.Tensor, place: TensorPlacement, first: int, kind: str

@@ -5,6 +5,7 @@ Of a stream, one rank of each model copy reads for all of it. `recipes.families`
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,15 @@ from torch import Tensor
 
 from data.bit_sums import batch_sum
 from data.corpus import Corpus
-from data.loader import MicroBatch, StepBatches, micro_batch, pin_batches, rank_rows
+from data.loader import (
+    Made,
+    MicroBatch,
+    StepBatches,
+    micro_batch,
+    pin_batches,
+    rank_rows,
+    samples_sum,
+)
 from ds_configs.plan import Plan
 from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.ranks import processes
@@ -72,7 +81,7 @@ class StreamBatches(StepBatches):
         self._copy, self._reader = _copy_group(grid)
         self._reads = grid.rank == self._reader
         super().__init__(workers=workers if self._reads else 0, **how)
-        self._fetched: tuple[list[MicroBatch], dict[str, Any] | None, int] | None = None
+        self._problem: str | None = None  # why the next step cannot be read
         self._packed = torch.empty(0, dtype=torch.uint8)
         self._arrival: dist.Work | None = None
 
@@ -80,10 +89,10 @@ class StreamBatches(StepBatches):
         """Read the next step, and begin to send it to this copy's ranks; return why that fails."""
         count = len(rank_rows(self._layout, 0, self._sizes.size(self.step)))
         problem = None
-        self._fetched = ([self._like] * count, None, 0)
+        self._made = ([self._like] * count, None, 0)
         try:
             if self._reads:
-                self._fetched = self._take()
+                self._made = self._take()
         except MemoryError:
             raise
         # of threads, tokenizers, file systems, networks: each has its own
@@ -92,30 +101,34 @@ class StreamBatches(StepBatches):
             problem = str(error) if known else f"{type(error).__name__}: {error}"
         # the others wait for something, also where there is nothing to read
         if self._copy is not None:
-            self._packed = _packed(self._fetched[0])
+            self._packed = _packed(self._made[0])
             self._arrival = dist.broadcast(
                 self._packed, self._reader, self._copy, async_op=True
             )
+        self._problem = problem
         return problem
 
-    def __next__(self) -> list[MicroBatch]:
-        """Hand out the fetched step; fetch a launch's first one. Collective.
+    def peek(self) -> Made:
+        """Return the fetched step; fetch a launch's first one. Collective.
 
-        Raises BrokenData on all ranks if one of them cannot read that first step.
+        Raises BrokenData if this rank cannot read the step, and for that first step on all ranks.
         """
-        if self._fetched is None:
-            end_together(self.fetch(), self._all_ranks)
-        assert self._fetched is not None
-        self.last, self._state, self.bit_sum = self._fetched
-        self._fetched = None
-        self.step += 1
+        if self._made is None:
+            try:
+                end_together(self.fetch(), self._all_ranks)
+            except BrokenData as error:
+                self._problem = error.why
+        if self._problem:
+            raise BrokenData(self._problem)
+        assert self._made is not None
         if self._arrival is not None:
             self._arrival.wait()
-        if not self._reads:
-            received = _unpacked(self._packed, self.last)
-            self.last = pin_batches(received) if self._pinned else received
-            self.bit_sum = int(batch_sum(received))
-        return self.last
+            self._arrival = None
+            if not self._reads:
+                received = _unpacked(self._packed, self._made[0])
+                batches = pin_batches(received) if self._pinned else received
+                self._made = (batches, None, int(batch_sum(received)))
+        return self._made
 
 
 def end_together(problem: str | None, group: dist.ProcessGroup) -> None:
@@ -223,6 +236,26 @@ def salts_of_step(
         choices = torch.arange(recipe.model.head_classes, device=device)
         samples = (samples[..., None] * recipe.model.head_classes + choices).flatten(1)
     return list(salts_of(recipe.seed, step, samples, recipe.sequence_length))
+
+
+def next_step(
+    plan: Plan, batches: StepBatches, grid: ProcessGrid, step: int
+) -> int | None:
+    """Return a sum modulo 2**64 of the step after `step`, the same under every layout. Collective.
+
+    It adds up the samples of this rank's data-parallel group, each times a salt of hidden dropout: a function
+    of place, seed and step, as all dropout is. None: a rank cannot read the step.
+    """
+    own = None
+    with contextlib.suppress(Exception):  # the step itself will tell
+        rows = rank_rows(plan.layout, grid.at.dp, plan.recipe.sizes.size(step))
+        salts = salts_of(plan.recipe.seed, step, torch.from_numpy(rows), 1)[..., 0, 0]
+        own = samples_sum(batches.peek()[0], salts.tolist())
+    every: list[Any] = gathered(own, grid.control_group)
+    if None in every:
+        return None
+    ranks = dist.get_process_group_ranks(grid.data_group)
+    return sum(every[rank] for rank in ranks) % 2**64
 
 
 def for_plain(

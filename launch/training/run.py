@@ -52,7 +52,7 @@ from launch.training.engine import (
     validate,
 )
 from launch.training.job import Job
-from launch.training.micro_batches import end_together
+from launch.training.micro_batches import end_together, next_step
 from launch.training.number_watch import NumberWatch
 from modeling.parallel.process_grid import ProcessGrid
 
@@ -308,7 +308,11 @@ class TrainingRun:
     def _save(self, step: int) -> None:
         progress = replace(self.state.progress(), step=step)
         self.saver.save(
-            progress, self.batches.state(), checksum(self.corpus), self._known_loss
+            progress,
+            self.batches.state(),
+            checksum(self.corpus),
+            self._known_loss,
+            self._next_step(),
         )
         if self.watch:
             try:
@@ -319,6 +323,12 @@ class TrainingRun:
                 raise
         self.saved = step
         self._saved_at = time.monotonic()
+
+    def _next_step(self) -> int | None:
+        # no stream has to answer for the last checkpoint
+        if self.done < self.recipe.steps or self.corpus.train.random_access:
+            return next_step(self.job.plan, self.batches, self.grid, self.done)
+        return None
 
     def _known_loss(self) -> KnownLoss | None:
         loss = finite(self._sample_loss(self._sample))
@@ -335,7 +345,11 @@ class TrainingRun:
         from launch.checkpoints import proof
 
         sample = proof.ProofSample(
-            self.recipe, self.job.plan.precision, self._sample, self._sample_loss
+            self.recipe,
+            self.job.plan.precision,
+            self._sample,
+            self._sample_loss,
+            self._next_step,
         )
         proof.check(self.state, checkpoint, sample, self.recorder.say, weights=weights)
 

@@ -25,6 +25,7 @@ from data.loader import (
     merge_states,
     micro_batch,
     rank_rows,
+    samples_sum,
     validation_batches,
 )
 from data.samples.bert import BertFields
@@ -386,3 +387,32 @@ def test_unigram_cross_entropy_against_its_definition():
     shares = [(train.count(label) + 1) / (len(train) + vocabulary) for label in labels.flatten()]
     found = unigram_cross_entropy(np.bincount(train, minlength=vocabulary), labels)
     assert found == pytest.approx(-np.mean(np.log(shares)), rel=1e-12)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_sum_of_a_steps_samples_is_that_of_every_layout_and_of_no_other_step(family):
+    factors = [3 + 2 * row for row in range(GLOBAL)]
+
+    def sum_under(layout, step, factors=factors):
+        total = 0
+        for rank in range(layout.dp):
+            (made, *_) = StepBatches(Counted(family), 1, layout, rank, start_step=step).peek()
+            of_rows = [[factors[row] for row in rows] for rows in rank_rows(layout, rank)]
+            total += samples_sum(made, of_rows)
+        return total
+
+    assert len({sum_under(layout, 2) for layout in LAYOUTS}) == 1
+    swapped = [factors[1], factors[0], *factors[2:]]
+    assert len({sum_under(WHOLE, 2), sum_under(WHOLE, 3), sum_under(WHOLE, 2, swapped)}) == 3
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_to_peek_at_a_step_does_not_move_on(workers):
+    batches = StepBatches(Counted(), 1, WHOLE, 0, workers=workers)
+    next(batches)
+    for step in (1, 2):
+        state = batches.state()
+        peeked = batch_digest(batches.peek()[0])
+        assert batch_digest(batches.peek()[0]) == peeked and batches.state() == state and batches.step == step
+        assert batch_digest(next(batches)) == peeked
+    batches.close()

@@ -237,3 +237,24 @@ def test_every_value_that_changes_is_a_notice(path):
         key, _, value = text.removeprefix("follow: ").partition(",")[0].partition("=")
         assert lookup(own, key) != lookup(new, key), text
     assert not any("schedule.kind" in text for text in texts), "--set has the last word over a default"
+
+
+def test_the_ratios_of_a_cosine_are_shares_of_the_rate_and_have_deepspeeds_defaults(path):
+    def schedule(**ratios):
+        params = {"warmup_num_steps": 7, "total_num_steps": 90, **ratios}
+        recipe = follow(path(adam(lr=2e-3) | {"scheduler": {"type": "WarmupCosineLR", "params": params}}))
+        found = recipe.schedule
+        assert (found.kind, found.warmup_steps, found.decay_steps) == ("WarmupCosineLR", 7, 90)
+        assert recipe.optimizer.lr == 2e-3 and recipe.precision == "fp32"
+        return found.warmup_min_lr, found.min_lr
+
+    assert schedule() == pytest.approx((0.0, 0.0001 * 2e-3))
+    assert schedule(warmup_min_ratio=0.2, cos_min_ratio=0.1) == pytest.approx((4e-4, 2e-4))
+
+
+def test_a_json_that_leaves_both_halves_out_trains_in_fp32(path):
+    file = path(adam(lr=3e-5))
+    for before in ("bf16", "fp16"):
+        recipe = catalog.load("default/sotu", [f"precision={before}"])
+        (taken,) = [each for each in followed(recipe, file, 1) if each.key == "precision"]
+        assert (taken.value, taken.by_default) == ("fp32", True)

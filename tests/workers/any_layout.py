@@ -27,6 +27,7 @@ from launch.experiments.parity.groups import temporary_groups  # noqa: E402
 from launch.records.facts import SilentRecorder  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.loop import train as train_run  # noqa: E402
+from launch.training.micro_batches import training_batches  # noqa: E402
 from launch.training.run import Start  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 from recipes import catalog  # noqa: E402
@@ -58,6 +59,13 @@ def plan_of(case: dict, steps: int):
     ]  # fmt: skip
     recipe = catalog.load(case.get("recipe", catalog.DEFAULT_RECIPE), settings, tiny=True, steps=steps)
     return resolve(recipe, case["ds_config"], processes.world_size(), MACHINE)
+
+
+def go_to(run, checkpoint) -> None:
+    """Have a run read its data from where a checkpoint was saved. Collective."""
+    run.batches.close()
+    run.batches = training_batches(run.job.plan, run.corpus, run.grid, checkpoint)
+    run.done = checkpoint.step
 
 
 def train(out: Path, case: dict, steps: int, source: str | None) -> None:

@@ -75,6 +75,7 @@ class Trials:
 
     def watch_anew(self) -> None:
         self.engine._take_model_step = self.take_step
+        self.checked = self.step
         self.watch = NumberWatch(self.state, self.batches, self.grid, self.plan.recipe, self.step, print)
         before = self.engine._take_model_step
 
@@ -102,7 +103,10 @@ class Trials:
             read()
         except Diverged:  # then a run checks at once
             self.watch.check(self.step, again=True)
+            self.checked = self.step
         self.watch.check_if_due(self.step, 0.01)
+        if self.step % EVERY == 0:
+            self.checked = self.step
 
     def tensors(self) -> dict[str, list]:
         """This rank's (kind, tensor, names by element); "batch" is made anew in every step."""
@@ -130,12 +134,13 @@ class Trials:
                 hit.append(self.flip(kind, place, bit, draws))
 
         self.flip_at = moment, flip
-        flipped, found, named = self.step + 1, None, False
+        flipped, found, named, sound = self.step + 1, None, False, True
         try:
             for _ in range(EVERY + 1):
                 self.make_step()
         except Corrupted as end:
             found = self.step
+            sound = end.sound == self.checked
             first = end.found[0]
             own = not hit or first.kind == "batch" or hit[0] in first.tensors
             named = first.kind == kind and own and (first.among_copies or first.rank == rank)
@@ -145,7 +150,8 @@ class Trials:
             tensor.copy_(numbers)
         self.watch_anew()
         late = found is not None and found - flipped > EVERY
-        return {"kind": kind, "moment": moment, "found": found is not None, "late": late, "named": named}
+        found = {"found": found is not None, "late": late, "named": named, "sound": sound}
+        return {"kind": kind, "moment": moment, **found}
 
     def flip(self, kind: str, place: float, bit: float, draws: random.Random) -> str:
         """Flip a bit of this rank's numbers of a kind; return the tensor's name."""

@@ -21,7 +21,8 @@ from ds_configs.resolver import resolve
 from launch.experiments.parity.groups import temporary_groups
 from launch.ranks import ending, processes
 from launch.ranks.meeting import Meeting
-from launch.training.micro_batches import training_batches
+from launch.training.early_ends import BrokenData
+from launch.training.micro_batches import next_step, training_batches
 from modeling.parallel.process_grid import ProcessGrid
 from recipes import catalog
 
@@ -47,10 +48,29 @@ def batches_of(case: dict, settings: list[str], meeting: Meeting) -> dict:
         grid = ProcessGrid(*case.values(), processes.TIMEOUT)
         built = meeting.settle(lambda: corpus.build(recipe, say=lambda line: None, once=meeting.once))
         batches = training_batches(plan, built, grid, None)
-        digests = [batch_digest(next(batches)) for _ in range(STEPS)]
+        digests = []
+        for _ in range(STEPS):
+            peeked = batch_digest(batches.peek()[0])
+            digests.append(batch_digest(next(batches)))
+            assert peeked == digests[-1], "to look at a step leaves it the next one"
         found = {"digests": digests, "step": batches.step, "state": batches.state(), "read": dict(READ)}
+        found["next"] = next_step(plan, batches, grid, batches.step)
+        next(batches)
         batches.close()
+        found["refused"] = refused(batches, lambda: next_step(plan, batches, grid, batches.step))
     return found
+
+
+def refused(batches, sum_of_next) -> list:
+    """What this rank hears once the first rank's loader is closed: of a peek, a sum and the step."""
+
+    def told(ask):
+        try:
+            return ask()
+        except BrokenData as error:
+            return error.why
+
+    return [told(batches.peek), told(sum_of_next), told(lambda: next(batches))]
 
 
 if __name__ == "__main__":

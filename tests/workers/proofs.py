@@ -1,7 +1,8 @@
 """Reads a checkpoint into engines, soundly and with faults in reader, maps and shards, and notes refusals.
 
 proofs.py JOBS.json     a list; of each job: name, out, case (as in any_layout.py), steps, source (a
-                        checkpoint after so many; null: the job trains them), faults (names of `FAULTS`)
+                        checkpoint after so many; null: the job trains them), faults (names of `FAULTS`;
+                        TABLE: all of `TABLE`)
 
 Leaves found.json in `out`: fault -> the refusal, or null; "sound" is a reading without a fault.
 """
@@ -32,6 +33,7 @@ from modeling.parallel.process_grid import ProcessGrid
 from recipes.files import FileError
 
 QKV, FC, POSITION = "layers.1.attention.qkv.weight", "layers.1.mlp.expand.weight", "position.weight"
+FC_BIAS, NORM = "layers.1.mlp.expand.bias", "layers.1.mlp_norm.bias"
 FILL = StoredTensors.fill
 
 
@@ -143,6 +145,51 @@ def doubled_scale(state, scaler):
     SET_SCALER(state, replace(scaler, cur_scale=2 * scaler.cur_scale))
 
 
+def in_place(name, kind, change):
+    """Have a tensor of one kind changed in the engine's own type, where it is read from its beginning."""
+
+    def fill(self, target, place, first, read):
+        FILL(self, target, place, first, read)
+        if (place.name, read, first) == (name, kind, 0):
+            change(target)
+
+    return mock.patch.object(StoredTensors, "fill", fill)
+
+
+def one_bit(target):
+    """Move the first number to the next one of its type."""
+    target.view({2: torch.int16, 4: torch.int32}[target.itemsize])[0] += 1
+
+
+def halved(change):
+    """Change the second half of a tensor alone."""
+    return lambda full: torch.cat([full[: len(full) // 2], change(full[len(full) // 2 :])])
+
+
+def swapped(full):
+    return full[[1, 0, *range(2, len(full))]]
+
+
+def of_earlier_step(name):
+    """Have a tensor's weights read from the checkpoint of the step before."""
+
+    def fill(self, target, place, first, kind):
+        source = self
+        if place.name == name and kind == "weight":
+            source = StoredTensors(run_checkpoints.directory_of(self.directory.parent, 1))
+        FILL(source, target, place, first, kind)
+
+    return mock.patch.object(StoredTensors, "fill", fill)
+
+
+@torch.no_grad()
+def stale_model(state):
+    """Move one weight of the model, not of the master weights, to the next number."""
+    for parameter in state.engine.module.parameters():
+        if parameter.canonical_name == FC:
+            one_bit(getattr(parameter, "ds_tensor", parameter.data).view(-1))
+
+
 NEW_MOMENTS = EngineState.new_moments
 SET_SCALER = EngineState.set_scaler
 PLACES = {
@@ -154,15 +201,41 @@ PLACES = {
     ),
     "moments swapped": lambda p, f, k: (p, f, {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}.get(k, k)),
 }  # fmt: skip
+TABLE = {  # each in every precision, of fp32, fp16, bf16 and pure bf16
+    "rows of weights": lambda: changed(FC, swapped, ["weight"]),
+    "rows of a moment": lambda: changed(FC, swapped, ["exp_avg"]),
+    "columns of weights": lambda: changed(FC, lambda full: swapped(full.t()).t(), ["weight"]),
+    "columns of a moment": lambda: changed(FC, lambda full: swapped(full.t()).t(), ["exp_avg_sq"]),
+    "half a norm is zero": lambda: changed(NORM, halved(torch.zeros_like), ["weight"]),
+    "half a norm's moment is zero": lambda: changed(NORM, halved(torch.zeros_like), ["exp_avg"]),
+    "a moment is zero": lambda: changed(FC_BIAS, torch.zeros_like, ["exp_avg"]),
+    "moments of one tensor swapped": lambda: elsewhere(
+        lambda p, f, k: (p, f, {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}[k])
+        if p.name == FC and k != "weight" else (p, f, k)
+    ),
+    "bias of another layer": lambda: elsewhere(
+        lambda p, f, k: (p._replace(name=p.name.replace("1", "2")) if p.name == FC_BIAS else p, f, k)
+    ),
+    "weights of the step before": lambda: of_earlier_step(FC),
+    "a sign": lambda: in_place(FC, "weight", lambda target: target[:1].neg_()),
+    "next number of a weight": lambda: in_place(FC, "weight", one_bit),
+    "next number of a moment": lambda: in_place(FC, "exp_avg_sq", one_bit),
+    "next number of the model's weight": lambda: after("finish", stale_model),
+    "a batch on": contextlib.nullcontext,
+    "dropout of the step before": contextlib.nullcontext,
+}  # fmt: skip
 FAULTS = {
+    **TABLE,
     "sound": contextlib.nullcontext,
     "without sums": contextlib.nullcontext,
+    "without a sum of the step": contextlib.nullcontext,
+    "a batch on, of another seed": contextlib.nullcontext,
     "initial weights": lambda: after("finish", round_weights),
     "transposed initial weights": rounded_and_transposed,
     "transposed QKV": lambda: changed(QKV, transposed),
     "QKV in another order": lambda: changed(QKV, lambda full: full.view(4, 3, -1, 64).transpose(0, 1)),
     "positions shifted": lambda: changed(POSITION, lambda full: full.roll(1, 0)),
-    "two rows swapped": lambda: changed(FC, lambda full: full[[1, 0, *range(2, len(full))]], ["exp_avg"]),
+    "two rows swapped": lambda: changed(FC, swapped, ["exp_avg"]),
     **{name: lambda place=place: elsewhere(place) for name, place in PLACES.items()},
     "step of Adam": lambda: mock.patch.object(EngineState, "new_moments", steps_before),
     "step of one tensor": lambda: after("finish", odd_step),
@@ -186,11 +259,21 @@ def prove(run, checkpoint, fault):
         held = checkpoint.manifest
         tensors = {name: replace(tensor, sums={}) for name, tensor in held.tensors.items()}
         checkpoint = replace(checkpoint, manifest=replace(held, known_loss=None, tensors=tensors))
+    any_layout.go_to(run, checkpoint)
+    held = checkpoint.manifest
+    if fault == "without a sum of the step":
+        checkpoint = replace(checkpoint, manifest=replace(held, next_step=None))
+    if fault == "a batch on, of another seed":
+        checkpoint = replace(checkpoint, manifest=replace(held, recipe=held.recipe | {"seed": 99}))
+    if fault.startswith("a batch on"):
+        next(run.batches)
+    if fault == "dropout of the step before":
+        run.done -= 1
     try:
         run._prove(checkpoint, weights="initial weights" in fault)
     except FileError as error:
         return str(error)
-    return run.recorder.said[-1] if fault == "without sums" else None
+    return run.recorder.said[-1] if fault.startswith("without") else None
 
 
 def work(job):
@@ -203,7 +286,9 @@ def work(job):
     found = {}
 
     def prove_all(run):
-        found.update({fault: prove(run, source, fault) for fault in job["faults"]})
+        for fault in job["faults"]:
+            for each in TABLE if fault == "TABLE" else [fault]:
+                found[each] = prove(run, source, each)
 
     train(Start(Job(plan, job["name"], out), records, corpus, grid, source), prove_all)
     if processes.rank() == 0:

@@ -34,6 +34,7 @@ def refusal_of(run, checkpoint):
         run.state.adam.state.clear()  # of the reading before: a new engine has none
     try:
         reading.load(run.state, checkpoint)
+        any_layout.go_to(run, checkpoint)
         run._prove(checkpoint, weights=False)
     except FileError as error:
         return str(error)

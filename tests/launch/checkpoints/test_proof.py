@@ -13,6 +13,7 @@ from launch.checkpoints.proof import squares_of
 from launch.checkpoints.sums import sums_of
 from modeling.initialization import Shard, label
 
+STALE = "next number of the model's weight"
 FIRST = {  # layout: faults
     "fp16": ["loss scale", "step of Adam"],
     "bf16": ["rounded weights", "moments swapped", "initial weights", "transposed initial weights"],
@@ -22,13 +23,15 @@ FIRST = {  # layout: faults
         "positions shifted",
         "two rows swapped",
         "without sums",
+        "without a sum of the step",
+        "a batch on, of another seed",
     ],
-    "one zero3": ["moment of another tensor", "layer norm of another layer"],
+    "one zero3": ["moment of another tensor", "layer norm of another layer", STALE],
 }
 SECOND = {
     "pp2": ["stage off by one", "tied copy"],
-    "tp2": ["heads of ranks permuted", "copy of a tensor rank"],
-    "dp2 zero2": ["shard twice", "shard missing"],
+    "tp2": ["heads of ranks permuted", "copy of a tensor rank", "a batch on"],
+    "dp2 zero2": ["shard twice", "shard missing", STALE, "a batch on", "dropout of the step before"],
     "dp2 zero0": ["copy of a data rank", "step of one tensor"],
 }
 CASES = {
@@ -41,8 +44,15 @@ CASES = {
     "dp2 zero2": {"ds_config": "zero2", "dp": 2},
     "dp2 zero0": {"ds_config": "zero0", "dp": 2},
 }
+IN_EVERY_PRECISION = {  # of one rank; each of `proofs.TABLE`
+    "fp32": {"ds_config": "zero1"},
+    "fp16": {"ds_config": "fp16_dynamic", "precision": "fp16"},
+    "bf16": {"ds_config": "zero2", "precision": "bf16"},
+    "pure bf16": {"ds_config": "pure_bf16", "precision": "bf16"},
+}
 REFUSED = {  # fault: what its refusal names
     "without sums": "holds no sums and no loss: what was read of it is not proven",
+    "without a sum of the step": "holds no sum of the next step: its data are not proven",
     "transposed initial weights": "weight of layers.1.attention.qkv.weight",
     "transposed QKV": "weight of layers.1.attention.qkv.weight",
     "QKV in another order": "weight of layers.1.attention.qkv.weight",
@@ -55,6 +65,9 @@ REFUSED = {  # fault: what its refusal names
     "step of one tensor": "rank 1: Adam corrects its bias for 1 updates, and 2 were made",
     "loss scale": "loss_scaler.cur_scale is 131072.0, and 65536.0 was saved",
     "rounded weights": "the loss of its sample is ",
+    STALE: "the model's weights are not its master weights in layers.1.mlp.expand.weight",
+    "a batch on": "rank 1: the next step has other samples or other dropout than the step after the save",
+    "dropout of the step before": "the next step has other samples or other dropout",
     "stage off by one": "weight of layers.2.attention_norm.weight",
     "tied copy": "weight of word.weight",
     "shard twice": "exp_avg of layers.1.mlp.expand.weight",
@@ -107,9 +120,39 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize("layout", FIRST | SECOND)
 def test_faults_are_refused_and_sound_readings_are_not(found, layout):
     refusals = found[layout]
-    assert refusals.pop("sound") is None and refusals.pop("initial weights", None) is None
+    for sound in ("sound", "initial weights", "a batch on, of another seed"):
+        assert refusals.pop(sound, None) is None, sound
     for fault, refusal in refusals.items():
         assert refusal and REFUSED[fault] in refusal, f"{fault}: {refusal}"
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    """Precision -> fault -> refusal."""
+    out = tmp_path_factory.mktemp("table")
+    settings = ["run.save_every=1", "run.keep_checkpoints=2", "dropout.hidden=0.1"]
+    jobs = []
+    for name, case in IN_EVERY_PRECISION.items():
+        made = {"name": name, "out": str(out / "made" / name), "case": {**case, "settings": settings}}
+        source = run_checkpoints.directory_of(out / "made" / name / "checkpoints", 2)
+        jobs.append({**made, "steps": 2, "source": None, "faults": []})
+        faults = {"source": str(source), "faults": ["sound", "TABLE", "sound"]}
+        jobs.append({**jobs[-1], **faults, "out": str(out / name)})
+    file = out / "jobs.json"
+    file.write_text(json.dumps(jobs))
+    done = run_ranks(1, WORKERS / "proofs.py", file, timeout=400)
+    assert done.returncode == 0, done.stdout[-4000:]
+    return {name: json.loads((out / name / "found.json").read_text()) for name in IN_EVERY_PRECISION}
+
+
+def test_each_fault_is_noticed_in_every_precision(table):
+    for fault in table["fp32"]:
+        noticed = [f"{name}: {bool(found[fault])}" for name, found in table.items()]
+        print(f"{fault:40} {', '.join(noticed)}")
+    for precision, refusals in table.items():
+        assert refusals.pop("sound") is None, precision
+        passed = [fault for fault, refusal in refusals.items() if not refusal]
+        assert len(refusals) == 16 and not passed, (precision, passed)
 
 
 @pytest.mark.parametrize(("dim", "ranks", "parts"), [(0, 1, 3), (0, 2, 5), (1, 3, 4), (0, 4, 1)])

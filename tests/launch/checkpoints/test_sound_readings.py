@@ -30,6 +30,7 @@ def model(draw):
     settings = [f"model.heads={heads}", f"model.hidden={heads * draw.choice([8, 12, 16])}"]
     settings += [f"model.layers={draw.choice([2, 3, 4])}", f"optimizer.name={optimizer}"]
     settings += [f"sequence_length={draw.choice([24, 32, 48])}", "batch.global=4", "run.check_every=0"]
+    settings += [f"seed={draw.randrange(10**6)}", f"dropout.hidden={draw.choice([0, 0.1])}"]
     settings += ["optimizer.adam_lr=2e-3"] if optimizer == "muon" else []
     return recipe, settings, optimizer
 
@@ -47,7 +48,7 @@ def case(draw, ranks, recipe, settings, optimizer):
 
 def training(draw):
     values = {
-        "seed": draw.randrange(10**6), "optimizer.lr": draw.choice([1e-4, 1e-3, 1e-2, 5e-2]),
+        "optimizer.lr": draw.choice([1e-4, 1e-3, 1e-2, 5e-2]),
         "optimizer.weight_decay": draw.choice([0, 0.1]), "init_std": draw.choice([0.005, 0.02, 0.06]),
         "run.save_every": 1, "run.keep_checkpoints": STATES,
     }  # fmt: skip

@@ -184,6 +184,35 @@ def test_messages_are_heard_and_a_changed_repeated_or_foreign_one_ends_the_conne
     assert pair(of_others=b"x" * 32) is None, "another secret"
 
 
+def test_a_message_that_comes_back_to_its_sender_is_refused():
+    """Its number is the one that is due: by the direction alone it differs from the other rank's."""
+    for mine in (0, 1):
+        ends = pair()
+        sender, other = ends[mine], ends[1 - mine]
+        sender.send(Message("death").encoded())
+        other.socket.sendall(other.socket.recv(1000))
+        with pytest.raises(ConnectionAbortedError):
+            sender.take()
+
+
+def test_a_rank_that_is_admitted_keeps_its_connection():
+    server = socket.create_server(("127.0.0.1", 0))
+    port = server.getsockname()[1]
+    admitted, token = {}, b"t" * 32
+    over = threading.Event()
+    door = threading.Thread(target=lambda: admitted.update(connection.admit(server, token, 3, over.is_set)))
+    door.start()
+    try:
+        first, again, _ = [connection.connect("127.0.0.1", port, rank, token) for rank in (1, 1, 2)]
+        door.join(20)
+    finally:
+        over.set()
+        door.join(20)
+    again.send(Message("death").encoded())
+    first.send(Message("value", "a", 1).encoded())
+    assert admitted.keys() == {1, 2} and admitted[1].take() == [Message("value", "a", 1)]
+
+
 def test_a_secret_is_read_from_a_file_of_this_account_alone(tmp_path):
     token = b"s" * 32
     places = [tmp_path / "missing" / "place", tmp_path]

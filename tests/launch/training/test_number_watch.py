@@ -68,6 +68,10 @@ def test_a_flipped_bit_between_updates_is_found_within_one_interval_and_named(fo
     assert [each for each in found[(*case, "between")] if not each["named"]] == []
 
 
+def test_the_last_sound_step_is_that_of_the_check_before(found):
+    assert [each for outcomes in found.values() for each in outcomes if not each["sound"]] == []
+
+
 def test_copies_tell_of_a_bit_that_flips_within_the_update(found):
     within = [each for each in found["zero0 dp2", "fp32", "within"] if each["moment"] in WITHIN]
     assert within and all(each["found"] and each["named"] for each in within)

@@ -45,7 +45,7 @@ class FakeSaver:
     def __init__(self, events):
         self.events, self.problem, self.written = events, None, False
 
-    def save(self, progress, data, corpus, known_loss):
+    def save(self, progress, data, corpus, known_loss, next_step):
         self.events.seen.append(("save", progress.step))
 
     def complete(self):
@@ -65,6 +65,7 @@ def start(monkeypatch):
     monkeypatch.setattr(runs, "short_sample", lambda held_out, recipe: {})
     monkeypatch.setattr("launch.checkpoints.reading.load", lambda engine, checkpoint: None)
     monkeypatch.setattr(TrainingRun, "_prove", lambda run, checkpoint, weights: None)
+    monkeypatch.setattr(TrainingRun, "_next_step", lambda run: None)
 
     def made(*overrides, test=None, checkpoint=None):
         events = Events()

@@ -81,6 +81,10 @@ def test_one_rank_of_a_model_copy_reads_and_the_others_have_its_batches(stream, 
         assert all(rank[case]["step"] == whole["step"] for rank in found)
     assert all(rank[0]["digests"] == whole["digests"] for rank in found), "tp 4: all of the global batch"
     assert merge_states([rank[0]["state"] for rank in found]) == whole["state"]
+    sums = {whole["next"], *(rank[case]["next"] for rank in found for case in range(3))}
+    assert len(sums) == 1 and None not in sums, "the sum of a step is the same under every layout"
+    for heard in (case["refused"] for rank in [[whole], *found] for case in rank):
+        assert heard == ["RuntimeError: the loader is closed", None, "RuntimeError: the loader is closed"]
     for case, copies in (1, ([0, 1], [2, 3])), (2, ([0, 2], [1, 3])):
         assert len({str(found[rank][case]["digests"]) for rank in range(4)}) == 2
         for first, second in copies:

@@ -19,7 +19,7 @@ from launching import ROOT, WORKERS, run, run_ranks
 from ds_configs.plan import ANY_GPU
 from ds_configs.resolver import resolve
 from launch.checkpoints import run_checkpoints
-from launch.checkpoints.manifest import ScalerState
+from launch.checkpoints.manifest import Progress, ScalerState
 from launch.checkpoints.stored import load_weights
 from launch.records.metrics import read_metrics
 from launch.training.schedule import learning_rate
@@ -356,6 +356,19 @@ def test_a_loss_scaler_goes_on_in_fp16(copied):
     assert found == [ScalerState(2.0**20, 6, 3, 2), None]
 
 
+def test_steps_that_fp16_skipped_are_steps_without_updates(copied, tmp_path):
+    counts = {"global_steps": 8, "skipped_steps": 2, "global_samples": 96}
+    changed(lambda values: values.update(counts), "mp_rank_00_model_states.pt")(copied)
+    written(copied, tmp_path / "new")
+    held = run_checkpoints.newest(tmp_path / "new").manifest
+    assert held.progress == Progress(step=8, adam_steps=6, schedule=6, skipped=2)
+    assert held.data == {"position": 96}
+    found, recipe = opened(copied)
+    asked = []
+    found.noted(resolve(recipe, "zero1", 1, ANY_GPU), [], lambda _, done: asked.append(done) or 1e-3)
+    assert asked == [6], "the next rate is that of the updates"
+
+
 # --- the next losses
 
 
@@ -466,3 +479,46 @@ def test_the_commands_adopt_and_go_on(theirs, tmp_path):
         losses = {step.step: step.loss for step in read_metrics(tmp_path / name / "metrics.jsonl").steps}
         assert [*losses] == [7, 8]
         assert all(abs(loss - expected[step - 1]) < FP32 for step, loss in losses.items())
+
+
+# --- what files state, without a save
+
+
+def their_settings(config=None, arguments=None, steps=None, groups=({},), skipped=0, **stated):
+    """Of a run of six steps whose groups, arguments and scheduler are these."""
+    groups = [{"lr": 1e-3, "betas": (0.9, 0.95), **each} for each in groups]
+    module = {"wte.weight": torch.zeros(1)}
+    state = SimpleNamespace(
+        stated=stated, groups=groups, config={}, steps=6, skipped=skipped, samples=72, module=module
+    )
+    found = TheirSettings(Path("nowhere"), state, config or {})
+    vars(found).update(arguments=arguments or {}, steps=steps)
+    return found.settings(catalog.load("default/sotu", tiny=True))
+
+
+def test_the_decay_is_that_of_the_decayed_parameters_in_whatever_group():
+    decayed, others = {"weight_decay": 0.1, "eps": 1e-6}, {"weight_decay": 0.0, "eps": 1e-6}
+    for groups in ((decayed, others), (others, decayed)):
+        assert their_settings(groups=groups)["optimizer.weight_decay"] == 0.1
+
+
+def test_a_share_of_warm_up_is_rounded_up_as_by_trainer():
+    arguments = {"lr_scheduler_type": "linear", "warmup_ratio": 0.1}
+    found = their_settings(arguments=arguments, steps=15)
+    assert (found["schedule.kind"], found["schedule.warmup_steps"], found["schedule.decay_steps"]) == (
+        "linear", 2, 15,
+    )  # fmt: skip
+    assert their_settings(arguments={**arguments, "warmup_steps": 4}, steps=15)["schedule.warmup_steps"] == 4
+
+
+def test_dropout_of_attention_is_stated_apart():
+    found = their_settings({"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.2})
+    assert (found["dropout.hidden"], found["dropout.attention"]) == (0.1, 0.2)
+    assert "dropout.hidden" not in their_settings({"resid_pdrop": 0.1, "embd_pdrop": 0.3, "attn_pdrop": 0.2})
+
+
+def test_megatrons_scheduler_counts_the_steps_that_were_made():
+    schedule = {"lr_decay_style": "cosine", "max_lr": 1e-3, "min_lr": 0.0}
+    schedule |= {"num_steps": 48, "lr_warmup_steps": 36, "lr_decay_steps": 144}
+    found = their_settings(skipped=2, lr_scheduler=schedule)
+    assert (found["schedule.warmup_steps"], found["schedule.decay_steps"]) == (3, 12)
