@@ -12,6 +12,8 @@ from recipes import files
 from recipes.problems import Problem, ProblemsError, Setting, Text, Words, nearest
 
 FOLDER = Path(__file__).resolve().parent
+# Key of ours, a list of others: "auto" here, and left out for Hugging Face's Trainer, which cannot fill them.
+FILLS = "megarecipes_fills"
 
 
 class ConfigError(ProblemsError):
@@ -47,11 +49,31 @@ def find(ds_path: str | Path, flag: str = "--ds_config") -> Path:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read the JSON object in `path`; ConfigError, with line and column, for a malformed one."""
+    """Read the JSON object in `path`, with "auto" at the keys of FILLS that it leaves out.
+
+    Raises ConfigError, with line and column, for a malformed one.
+    """
     try:
-        return files.read_json_object(path)
+        config = files.read_json_object(path)
     except files.FileError as error:
         raise ConfigError(error.problems) from None
+    keys = config.get(FILLS)
+    # What is no list of texts stays, to be refused among the other values.
+    if isinstance(keys, list) and all(isinstance(key, str) for key in keys):
+        del config[FILLS]
+        for key in keys:
+            _leave_open(config, key)
+    return config
+
+
+def _leave_open(section: Any, key: str) -> None:
+    """Write "auto" at a.b.c if it is absent or null; a value for a section is left to be refused."""
+    name, dot, rest = key.partition(".")
+    if isinstance(section, dict):
+        if section.get(name) is None:
+            section[name] = {} if dot else "auto"
+        if dot:
+            _leave_open(section[name], rest)
 
 
 @dataclass(frozen=True)

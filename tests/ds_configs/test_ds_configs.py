@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import pytest
-from resolved import CPU, only, plan, problems, written
+from resolved import CPU, only, plan, problems, shipped, written
 
 from ds_configs import known_keys
 from ds_configs.findings import FOLDER, ConfigError, available, find, lookup, read
@@ -193,7 +193,7 @@ def test_the_known_top_level_keys_are_those_that_deepspeed_reads(deepspeed_confi
     deepspeed_config.DeepSpeedConfig(Recorder({"train_batch_size": 1}))
     ours = {*known_keys.KEYS[""]} | {key for key in known_keys.REFUSED if "." not in key}
     ours |= {"bfloat16"}  # an older name
-    not_read = {"parallel", "sequence_parallel_size"}  # ours; only once a process group runs
+    not_read = {"parallel", "megarecipes_fills", "sequence_parallel_size"}  # ours; once a process group runs
     assert Recorder.seen == ours - not_read
     removed = {key for key in REMOVED if "." not in key}
     assert removed == set(deepspeed_config._REMOVED_TOP_LEVEL_CONFIG_KEYS)
@@ -281,6 +281,46 @@ def test_malformed_json_says_where(tmp_path, text):
 
 
 # --- filling
+
+
+FILLS = "megarecipes_fills"
+
+
+@pytest.mark.parametrize("name", EVERY_CONFIG)
+def test_a_copy_is_filled_alike_and_what_a_file_leaves_out_of_its_list_is_deepspeeds_default(
+    name, nvme, mine
+):
+    ours = plan(name, world=8, machine=GPU, environ=nvme)
+    assert plan(mine({}, name), world=8, machine=GPU, environ=nvme).ds == ours.ds
+    listed = {key for key in shipped(name)[FILLS] if not key.endswith("nvme_path")}
+    bare = plan(mine({FILLS: None}, name), world=8, machine=GPU, environ=nvme).ds
+    for key in listed:
+        assert lookup(shipped(name), key) is None and lookup(bare, key) is None
+        section = key.partition(".")[0]
+        off = section == "fp16" and ours.ds["fp16"] == {"enabled": False}
+        assert lookup(ours.ds, key) is not None or off, key
+
+
+def test_what_a_file_states_is_not_filled(mine):
+    sums = "communication_data_type"
+    listed = [sums, "data_types.grad_accum_dtype", "fp16.hysteresis"]
+    ds = plan(mine({FILLS: listed, sums: "bf16", "data_types": None}), "precision=fp32").ds
+    assert (ds[sums], ds["data_types"], ds["fp16"]["hysteresis"]) == ("bf16", {"grad_accum_dtype": "fp32"}, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({FILLS: "overlap_comm"}, 'megarecipes_fills="overlap_comm": must be a list of texts'),
+        ({FILLS: ["overlap_comm", 1]}, "must be a list of texts"),
+        ({FILLS: ["zero_optimization.overlap_com"]}, "did you mean overlap_comm"),
+        ({FILLS: ["scheduler"]}, 'scheduler="auto": must be a section'),
+        ({FILLS: ["fp16.enabled"], "fp16": True}, "fp16=true: must be a section"),
+        ({FILLS: ["zero_optimization.sub_group_size"]}, 'sub_group_size="auto": nothing fills it here'),
+    ],
+)
+def test_a_list_that_cannot_be_filled_is_refused(changes, said, mine):
+    assert said in only(mine(changes))
 
 
 def test_what_passes_through(mine):
@@ -428,7 +468,7 @@ def test_the_megatron_scaler_halves_at_once_and_doubles_after_2000_steps(monkeyp
 
 
 def test_the_megatron_scaler_is_all_that_sets_its_config_apart():
-    ours, plain = (json.loads((FOLDER / f"{name}.json").read_text()) for name in ("zero0_megatron", "zero0"))
+    ours, plain = (read(FOLDER / f"{name}.json") for name in ("zero0_megatron", "zero0"))
     scaler = {"initial_scale_power", "loss_scale_window", "hysteresis"}
     assert {key for key in plain["fp16"] if plain["fp16"][key] != ours["fp16"][key]} == scaler
     assert {**ours, "fp16": None} == {**plain, "fp16": None}

@@ -41,8 +41,7 @@ def with_bucket(folder: Path, name: str, size: int, **more: object) -> Path:
         zero |= {"overlap_comm": True, "reduce_bucket_size": size, "allgather_bucket_size": size}
     if zero["stage"] == 3:
         zero["stage3_prefetch_bucket_size"] = size
-    if "initial_scale_power" in config["fp16"]:
-        config["fp16"]["initial_scale_power"] = 10  # no step is skipped
+    config["fp16"]["initial_scale_power"] = 10  # no step is skipped
     path = folder / f"{name}-{size}.json"
     path.write_text(json.dumps(config | more))
     return path

@@ -38,7 +38,7 @@ def norm(case: dict, out: Path) -> float | None:
     ]  # fmt: skip
     recipe = catalog.load(catalog.DEFAULT_RECIPE, settings, tiny=True)
     config = json.loads((Path("ds_configs") / f"{case['ds_config']}.json").read_text())
-    config["data_types"]["grad_accum_dtype"] = case["sums"]
+    config["data_types"] = {"grad_accum_dtype": case["sums"]}
     path = out.with_name(f"{case['ds_config']}-{processes.rank()}.json")
     path.write_text(json.dumps(config))
     plan = resolve(recipe, path, world, MACHINE)

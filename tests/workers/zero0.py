@@ -67,7 +67,7 @@ def train(case: dict, ds_config: str, out: Path) -> dict:
     config = json.loads((Path("ds_configs") / f"{ds_config}.json").read_text())
     config["fp16"].update(case["fp16"])
     # For sums in fp32 DeepSpeed has another optimizer, which rounds where it clips.
-    config["data_types"]["grad_accum_dtype"] = case["precision"]
+    config["data_types"] = {"grad_accum_dtype": case["precision"]}
     directory = out / f"{case['name']}-{ds_config}"
     if processes.rank() == 0:
         directory.mkdir()

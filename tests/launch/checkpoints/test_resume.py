@@ -69,7 +69,7 @@ def resume_cases(tmp_path_factory, ranks, table):
     config["fp16"] |= {"initial_scale_power": 4, "loss_scale_window": 3}
     (out / "fp16.json").write_text(json.dumps(config))
     config = json.loads((ROOT / "ds_configs" / "zero2_offload.json").read_text())
-    config["optimizer"]["params"]["torch_adam"] = False
+    config["optimizer"] = {"params": {"torch_adam": False}}
     (out / "compiled-adam.json").write_text(json.dumps(config))
     for case in cases:
         case["ds_config"] = case["ds_config"].replace("OUT", str(out))

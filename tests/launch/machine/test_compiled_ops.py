@@ -48,7 +48,7 @@ def test_ops_that_a_configuration_needs(ds_config, accelerator, compiler, builde
 def compiling_adam(base: str, directory: Path) -> str:
     """A configuration of ours with DeepSpeed's own Adam, as a file in `directory`."""
     config = json.loads((ROOT / "ds_configs" / f"{base}.json").read_text())
-    config["optimizer"]["params"]["torch_adam"] = False
+    config["optimizer"] = {"params": {"torch_adam": False}}
     path = directory / f"{base}.json"
     path.write_text(json.dumps(config))
     return str(path)
