@@ -371,11 +371,10 @@ def finish(
     duplicates = None
     dedup = None
     if bands is not None and settings.dedup is not None:
-        screen.phase("duplicates", bands.count, "bands")
+        screen.phase("duplicates", 100, "%")
         started = time.perf_counter()
-        tick = partial(next, map(screen.at, count(1)))
         duplicates = find_duplicates(
-            index.digests, index.marks, bands, settings.dedup, tick
+            index.digests, index.marks, index.sets, bands, settings.dedup, screen.at
         )
         run.tally.step("deduplicate").seconds = time.perf_counter() - started
         dedup = {
