@@ -15,7 +15,7 @@ file, whose pages the system may drop; so do the sets of shingles, 4 bytes a wor
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,10 +25,9 @@ from data.prepare.words import Bands
 
 _ROWS_AT_ONCE = 1 << 16
 # newest kept documents of a bucket to compare with
-MOST_MET = 16
+MOST_MET = 8
 # standard errors below the threshold to which an estimate leaves the similarity open
 _LIKELY = 3.0
-_COUNTED_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
@@ -54,15 +53,11 @@ class ShingleSets:
         first = self.ends[document - 1] if document else 0
         return self.hashes[first : self.ends[document]]
 
-    def jaccard(self, document: int, others: Sequence[int]) -> np.ndarray:
-        """Count the Jaccard similarity (others,) of a document to each of others."""
-        own = self[document]
-        sets = [self[other] for other in others]
-        joined = np.concatenate(sets)
-        places = np.minimum(own.searchsorted(joined), len(own) - 1)
-        sizes = np.array([len(each) for each in sets])
-        common = np.add.reduceat(own[places] == joined, np.cumsum(sizes) - sizes)
-        return common / (len(own) + sizes - common)
+    def jaccard(self, one: int, other: int) -> float:
+        """Count the Jaccard similarity of two documents."""
+        sets = self[one], self[other]
+        common = np.intersect1d(*sets, assume_unique=True).size
+        return common / (len(sets[0]) + len(sets[1]) - common)
 
 
 def find_duplicates(
@@ -196,14 +191,11 @@ def _drop_in_order(
                 met.add(kept[entry])
                 entry = older[entry]
         compared += len(met)
-        near = _near(marks, document, sorted(met), likely)
-        for start in range(0, len(near), _COUNTED_AT_ONCE):
-            some = near[start : start + _COUNTED_AT_ONCE]
-            counted = sets.jaccard(document, some)
-            k = int(counted.argmax())
-            if counted[k] >= threshold:
-                of[document] = some[k]
-                jaccard[document] = counted[k]
+        for earlier in _near(marks, document, sorted(met), likely):
+            similarity = sets.jaccard(document, earlier)
+            if similarity >= threshold:
+                of[document] = earlier
+                jaccard[document] = similarity
                 break
         else:
             for bucket in buckets:

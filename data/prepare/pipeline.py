@@ -29,7 +29,7 @@ from data.prepare.words import choose_bands
 from data.prepare.work import Answer, WorkPlan, peak_memory
 from data.prepare.workspace import REPORT, Workspace
 from data.text.encoder import Encoder
-from data.text.vocabulary import vocabulary_digest, vocabulary_size
+from data.text.vocabulary import unknown_token, vocabulary_digest, vocabulary_size
 from data.text.vocabulary_files import save_tokenizer
 from recipes.families import TRAINED
 
@@ -179,9 +179,7 @@ def assemble_result(
     plan = begun.plan
     space = begun.space
     warnings = begun.warnings
-    unknown = vocabulary.unk_token_id
-    if unknown == vocabulary.eos_token_id:
-        unknown = None  # GPT-2 knows every byte, and names its end token
+    unknown = unknown_token(vocabulary)
     try:
         run.tally = tally_of_all(plan, run.chunks)
         check_broken(run.tally, plan.settings.max_broken, space.chunks, run.chunks)

@@ -48,6 +48,10 @@ _OF_BERT = (
     "MobileBertTokenizer",
 )
 _KNOWN = ("PreTrainedTokenizer", "TokenizersBackend", *_OF_GPT2, *_OF_BERT)
+# adds no token to a text
+AS_IT_IS = processors.TemplateProcessing(
+    single="$A:0", pair="$A:0 $B:1", special_tokens=[]
+)
 _CONVERT = "convert it with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(NEW)"
 
 
@@ -166,6 +170,11 @@ def _of_json(file: Path) -> Tokenizer:
         files.refuse(
             file, f"its model has dropout {dropout}", rule, 'set "dropout" to null'
         )
+    unknown = model.get("unk_token")
+    words = model.get("type") in ("WordPiece", "WordLevel")
+    if words and unknown not in model["vocab"]:
+        rule = "each word that it lacks becomes that token"
+        files.refuse(file, f"its model lacks its unk_token {unknown}", rule)
     return Tokenizer.from_file(str(file))
 
 
@@ -207,9 +216,7 @@ def byte_level_backend(
     backend = Tokenizer(models.BPE.from_file(str(vocabulary), str(merges), **whole))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     backend.decoder = decoders.ByteLevel()
-    backend.post_processor = processors.TemplateProcessing(
-        single="$A:0", pair="$A:0 $B:1", special_tokens=[]
-    )
+    backend.post_processor = AS_IT_IS
     return backend
 
 

@@ -268,9 +268,9 @@ def ready_made_store(
         raise ProblemsError(Problem("data.name", one, rule, fix) for one in came)
     tokens = vocabulary_size(tokenizer)
     if checksum.largest >= tokens:
-        token, document, place = store.first_outside(tokens)
-        where = f"{origin.name}: token {token} (document {document:,}, place {place:,})"
-        raise outside_vocabulary(where, tokens)
+        place = store.outside(tokens)
+        what = f"{origin.name}: token {store.tokens_array[place]} at place {place:,}"
+        raise outside_vocabulary(what, tokens)
     text_bytes = facts.get("text_bytes")
     if not isinstance(text_bytes, int):
         text_bytes = None

@@ -24,7 +24,6 @@ import struct
 import tempfile
 import time
 import zlib
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -223,20 +222,12 @@ class Store:
         idx, _ = _read_through(idx_path(self.prefix), say)
         return Checksum(idx, *_read_through(bin_path(self.prefix), say, self.dtype))
 
-    def first_outside(self, vocab_size: int) -> tuple[int, int, int]:
-        """Return the first token outside a vocabulary, its document and its place there.
-
-        Raises ValueError: there is none.
-        """
+    def outside(self, vocab_size: int) -> int:
+        """Return the place of the first token outside a vocabulary. Raises ValueError: there is none."""
         for start, part in _blocks(self.tokens_array):
             wrong = np.flatnonzero((part < 0) | (part >= vocab_size))
             if wrong.size:
-                place = start + int(wrong[0])
-                at = bisect_right(self.pointers, place * self.dtype.itemsize) - 1
-                document = bisect_right(self.document_index, at) - 1
-                edges = self.document_index[document : document + 1]
-                within = place - int(self.sequence_starts(edges)[0])
-                return int(part[wrong[0]]), document, within
+                return start + int(wrong[0])
         raise ValueError("every token is in the vocabulary")
 
 

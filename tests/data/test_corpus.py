@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from launching import ROOT, run
 from texted import jsonl, quiet, small_recipe
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from data.corpus import build, check_origin, check_sources
 from data.durable_files import cache_directory, locked
@@ -483,9 +484,22 @@ def test_a_token_outside_of_the_vocabulary_is_found_wherever_it_stands(
         tokens[92 * 33 + 90] = token
         tokens.flush()
         check_sources(recipe)
-        here = rf"token {token} \(document 33, place 90\) is outside the vocabulary of model.vocab_size=50257"
+        here = f"token {token} at place 3,126 is outside the vocabulary of model.vocab_size=50257"
         with pytest.raises(ProblemsError, match=here):
             build(recipe, tmp_path / "cache", quiet)
+
+
+def test_a_plan_says_which_share_of_a_text_its_vocabulary_does_not_know(corpus_file, tmp_path):
+    words = {"[UNK]": 0, "</s>": 1, "word": 2}
+    backend = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    (tmp_path / "text.txt").write_text("word 中文 word\n")
+    kind = {"kind": "file", "path": str(tmp_path)}
+    (said,) = check_sources(make_recipe(tmp_path / "text.txt", 3, source="text", tokenizer=kind))
+    assert said == "25.00% of the first tokens are [UNK]"
+    assert not check_sources(make_recipe(corpus_file))
 
 
 def test_missing_and_damaged_stores_are_refused(tmp_path):
