@@ -275,6 +275,21 @@ def test_words_without_a_token_for_unknown_ones_are_refused(tmp_path):
         read_tokenizer(write(tmp_path / "words", backend))
 
 
+OF_OTHERS = {
+    "tokenizer.model": (b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02", "is of SentencePiece: .*save_pretrained"),
+    "qwen.tiktoken": (b"IQ== 0\nIg== 1\n", "is of tiktoken: it lacks the pattern .*TikTokenConverter"),
+}
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_vocabularies_of_other_libraries_are_named_with_the_way(name, tmp_path):
+    content, said = OF_OTHERS[name]
+    (tmp_path / name).write_bytes(content)
+    for path in (tmp_path, tmp_path / name):
+        with pytest.raises(ProblemsError, match=said):
+            read_tokenizer(path)
+
+
 def test_merges_left_out_at_random_are_refused(tmp_path):
     random_merges = bytes_bpe()
     random_merges.model.dropout = 0.1
