@@ -177,7 +177,10 @@ def _drop_in_order(
                 met.add(kept[entry])
                 entry = older[entry]
         compared += len(met)
-        for earlier in _near(marks, document, sorted(met), likely):
+        others = sorted(met)
+        shares = (marks[others] == marks[document]).mean(axis=1)
+        for k in np.argsort(-shares, kind="stable")[: np.sum(shares >= likely)]:
+            earlier = others[k]
             similarity = sets.jaccard(document, earlier)
             if similarity >= threshold:
                 of[document] = earlier
@@ -190,12 +193,3 @@ def _drop_in_order(
                 kept.append(document)
         step(50 + 50 * (number + 1) / count)
     return compared
-
-
-def _near(
-    marks: np.ndarray, document: int, others: list[int], least: float
-) -> list[int]:
-    """Return those whose signature agrees by `least` with the document's, the best estimates first."""
-    shares = (marks[others] == marks[document]).mean(axis=1)
-    order = np.argsort(-shares, kind="stable")
-    return [others[k] for k in order if shares[k] >= least]

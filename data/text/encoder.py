@@ -126,10 +126,7 @@ def _alphabet(backend: Tokenizer) -> set[str] | None:
     unknown = rules.get("unk_token") in known or rules.get("unk_id") is not None
     if unknown or rules.get("byte_fallback") or known >= {*ByteLevel.alphabet()}:
         return None
-    prefix = rules.get("continuing_subword_prefix") or ""
-    suffix = rules.get("end_of_word_suffix") or ""
-    bare = {token.removeprefix(prefix).removesuffix(suffix) for token in known}
-    return {token for token in bare if len(token) == 1}
+    return {token for token in known if len(token) == 1}
 
 
 class Encoder:
@@ -213,15 +210,13 @@ class Encoder:
 
     def _check_spelling(self, text: str, alphabet: set[str]) -> None:
         """Check that the alphabet has all that the rules leave of a text."""
-        left = text
-        if self._backend.normalizer is not None:
-            left = self._backend.normalizer.normalize_str(left)
-        if self._backend.pre_tokenizer is not None:
-            pieces = self._backend.pre_tokenizer.pre_tokenize_str(left)
-            left = "".join(piece for piece, _ in pieces)
-        lost = sorted({*left} - alphabet)
+        normalizer = self._backend.normalizer
+        splitter = self._backend.pre_tokenizer
+        left = normalizer.normalize_str(text) if normalizer else text
+        pieces = splitter.pre_tokenize_str(left) if splitter else [(left, (0, 0))]
+        lost = {*"".join(piece for piece, _ in pieces)} - alphabet
         if lost:
-            came = f"the vocabulary would lose {some([*map(repr, lost)], 8)}"
+            came = f"the vocabulary would lose {some(sorted(map(repr, lost)), 8)}"
             rule = "it has neither every byte nor a token for what it does not know"
             kind = Setting("data.tokenizer.kind", "trained_bpe")
             fix = ("give another one, or set ", kind)

@@ -308,6 +308,10 @@ class NanoGptWeights(TransformersWeights):
     def config(self, vocabulary: int | None) -> Mapping[str, Any]:
         return super().config(vocabulary or GPT2_VOCABULARY)
 
+    def words(self, model: Model) -> MessageWords:
+        fix = "give a whole ckpt.pt"
+        return MessageWords("a GPT of nanoGPT", "its model_args", fix)
+
     def remarks(self, recipe: Recipe) -> Iterator[str]:
         yield from super().remarks(recipe)
         came = "a checkpoint of nanoGPT, which has the exact GELU since May 2023 (594068e7)"

@@ -25,10 +25,11 @@ def read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read the arguments, with transformers' keys among them, and the tensors. Raises FileError."""
     file = directory / FILE
     saved = load_dict(file)
-    stated = saved.get("model_args")
-    stored = saved.get("model")
-    if not isinstance(stated, dict) or not isinstance(stored, dict):
-        rule = 'a checkpoint of nanoGPT has "model" and "model_args"'
+    stated: Any = saved.get("model_args")
+    stored: Any = saved.get("model")
+    sound = isinstance(stated, dict) and isinstance(stored, dict)
+    if not sound or not all(isinstance(each, Tensor) for each in stored.values()):
+        rule = 'a checkpoint of nanoGPT has tensors in "model", and "model_args"'
         refuse(file, "is of another program", rule, "give another file")
     config = {"bias": True, **dict.fromkeys(_SIZES, UNREAD), **stated}
     config |= {"model_type": "gpt2", "n_positions": config["block_size"]}
