@@ -18,7 +18,7 @@ from data.samples.splits import Family, family_of, store_parts
 from data.text.held_out import END, EndHeldOut, with_held_out_text
 from data.text.records import SkippedRecords, Source
 from data.text.sources import files_of, open_source
-from data.text.vocabulary import build_vocabulary, vocabulary_digest
+from data.text.vocabulary import build_vocabulary, unknown_share, vocabulary_digest
 from data.tokens.opened import (
     check_ready_made,
     opened_store,
@@ -118,13 +118,16 @@ def open_origin(recipe: Recipe, origin: Origin, say: Say) -> Source | None:
     return with_held_out_text(recipe, open_source(origin, say, skipped))
 
 
-def check_sources(recipe: Recipe) -> None:
+def check_sources(recipe: Recipe) -> list[str]:
     """Check that a recipe's sources and vocabulary exist and fit it, without reading them whole.
+
+    Return remarks for the user.
 
     Raises ValueError: files or packages are missing, or a store is damaged or of another vocabulary.
     """
     data = recipe.data
     family = recipe.model.family
+    said: list[str] = []
     for origin in data.origins:
         check_origin(origin, family)
     # the others are published, or trained
@@ -141,6 +144,13 @@ def check_sources(recipe: Recipe) -> None:
             check_ready_made(
                 data.tokenizer.kind, sequences_of(family), origin, size, tokenizer
             )
+        elif tokenizer and origin.source not in ("packaged", "hub"):
+            source = open_source(origin, lambda line: None, SkippedRecords())
+            share = unknown_share(tokenizer, source)
+            if share:
+                unknown = tokenizer.unk_token
+                said.append(f"{share:.2%} of the first tokens are {unknown}")
+    return said
 
 
 def _short_texts(recipe: Recipe) -> list[Source]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from launch.console import arguments, ends, new_output, terminal
 from launch.ranks import ending
+from recipes.problems import some
 from recipes.schema import Recipe
 
 if TYPE_CHECKING:
@@ -140,6 +141,9 @@ def describe(done: Export, recipe: Recipe) -> str:
             else ""
         )
         checked = f"logits of transformers and of our model differ by at most {done.difference:.1e}{rounding}"
+    if done.left_out:
+        added = some(done.left_out)
+        checked += f"\nthe tokenizer adds no {added} to a text: training did not"
     files = f" in {done.files} files" if done.files > 1 else ""
     usage = conversion_of(recipe.model).usage
     prompt = recipe.run.prompt or recipe.model.facts.prompt

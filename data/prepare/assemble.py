@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import compress, pairwise
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 
 from data.prepare import chunk_file
 from data.prepare.chunk_file import Tally, json_line
-from data.prepare.duplicates import Duplicates
+from data.prepare.duplicates import Duplicates, ShingleSets
 from data.tokens.store import StoreWriter
 
 STORE = "store"  # prefix of the store's two files
@@ -21,6 +22,8 @@ SENTENCES = "sentences.jsonl"
 REJECTED = "rejected"
 EXACT = "exact copy of an earlier document"
 NEAR = "near-duplicate of an earlier document"
+# columns of chunks and their types
+_COLUMNS = "files i4 numbers i8 digests u8 marks u4 shingles u4 set_sizes i8"
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,8 @@ class Index:
     numbers: np.ndarray  # (n,) int64
     digests: np.ndarray  # (n,) uint64
     marks: np.ndarray  # (n, permutations) uint32
-
-    @property
-    def bytes(self) -> int:
-        return sum(
-            array.nbytes
-            for array in (self.files, self.numbers, self.digests, self.marks)
-        )
+    sets: ShingleSets
+    bytes: int  # of all these
 
 
 def gather(
@@ -58,24 +56,28 @@ def gather(
         count: number of chunks.
     """
     directory.mkdir(exist_ok=True)
-    columns = {"files": "i4", "numbers": "i8", "digests": "u8", "marks": "u4"}
+    columns = dict(zip(_COLUMNS.split()[::2], _COLUMNS.split()[1::2], strict=True))
+    starts = [0]
+    with ExitStack() as stack:
+        files = {}
+        for name in columns:
+            file = open(directory / f"{name}.array", "wb")  # noqa: SIM115 - closed with the others
+            files[name] = stack.enter_context(file)
+        for number in range(count):
+            found = chunk_file.read_arrays(chunks, number, list(columns))
+            starts.append(starts[-1] + len(found["files"]))
+            for name, file in files.items():
+                found[name].tofile(file)
+    assert starts[-1] == documents, (starts[-1], documents)
     arrays = {}
     for name, dtype in columns.items():
-        shape = (documents, permutations) if name == "marks" else (documents,)
-        path = directory / f"{name}.array"  # an empty file cannot be mapped
-        arrays[name] = (
-            np.memmap(path, dtype, "w+", shape=shape)
-            if all(shape)
-            else np.zeros(shape, dtype)
-        )
-    starts = [0]
-    for number in range(count):
-        found = chunk_file.read_arrays(chunks, number, list(arrays))
-        starts.append(starts[-1] + len(found["files"]))
-        for name, array in arrays.items():
-            array[starts[-2] : starts[-1]] = found[name]
-    assert starts[-1] == documents, (starts[-1], documents)
-    return Index(chunks, names, starts, **arrays)
+        path = directory / f"{name}.array"
+        empty = not path.stat().st_size  # it cannot be mapped
+        arrays[name] = np.zeros(0, dtype) if empty else np.memmap(path, dtype, "r")
+    size = sum(array.nbytes for array in arrays.values())
+    sets = ShingleSets(arrays.pop("shingles"), np.cumsum(arrays.pop("set_sizes")))
+    marks = arrays.pop("marks").reshape(documents, permutations)
+    return Index(chunks, names, starts, marks=marks, sets=sets, bytes=size, **arrays)
 
 
 def write(
@@ -144,8 +146,8 @@ def write(
                         "reason": reason,
                         "of": original,
                     }
-                    agreement = round(float(duplicates.agreement[start + k]), 4)
-                    dropped.append(json_line(**facts, agreement=agreement))
+                    jaccard = round(float(duplicates.jaccard[start + k]), 4)
+                    dropped.append(json_line(**facts, jaccard=jaccard))
                 if dropped:
                     append(f"{REJECTED}/deduplicate.jsonl", b"".join(dropped))
             tally.step("write").enter(*left)

@@ -105,6 +105,9 @@ class FinishedChunk:
     digests: np.ndarray  # (d,) uint64 of the text
     # (d, permutations) uint32; (d, 0): no near-duplicates are looked for
     marks: np.ndarray
+    # (shingles,) uint32: the documents' sets, one after the other
+    shingles: np.ndarray
+    set_sizes: np.ndarray  # (d,) int64; or (0,)
     sequences: np.ndarray  # (d,) int32: sequences of each document
     lengths: np.ndarray  # (sequences,) int32: tokens of each sequence
     tokens: np.ndarray  # (tokens,) of the store's type

@@ -1,13 +1,15 @@
 """Search for duplicates of earlier documents: exact copies, and near-duplicates by banded MinHash.
 
-Documents are taken in their order. One is dropped if and only if an earlier kept document shares a band with
-it and its signature agrees with that one's by the threshold or more. So the result depends on nothing but the
-documents, their order and the arguments.
+Documents are taken in their order. One is dropped if and only if its Jaccard similarity to an earlier kept
+document reaches the threshold, which is counted wherever the two share a band and their signatures do not
+agree by much less. Of documents with one band, many of one template, only the newest kept ones are met. So
+the result depends on nothing but the documents, their order and the arguments, and the work on a document is
+bounded.
 
-Memory, measured on a million random signatures with 5 % near-duplicates: 47 MB per million documents, in 3 s
-(the hashes of one band and their order, then 2 MB of buckets). A document with a match in all of 32 bands
-takes up to 450 bytes more. The signatures, 512 MB per million documents at 128 permutations, stay in a mapped
-file, whose pages the system may drop.
+Memory, measured on a million random signatures with 5 % near-duplicates: 173 MB per million documents, in 5 s
+(the hashes of one band, their order and their numbers, then the buckets). A document with a match in all of
+32 bands takes up to 450 bytes more. The signatures, 512 MB per million documents at 128 permutations, stay in
+a mapped file, whose pages the system may drop; so do the sets of shingles, 4 bytes a word.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from data.keyed_random import mix
 from data.prepare.words import Bands
 
 _ROWS_AT_ONCE = 1 << 16
-_COMPARED_AT_ONCE = 1 << 14
+# newest kept documents of a bucket to compare with
+MOST_MET = 8
+# standard errors below the threshold to which an estimate leaves the similarity open
+_LIKELY = 3.0
 
 
 @dataclass(frozen=True)
@@ -31,50 +36,56 @@ class Duplicates:
 
     # (n,) int64: number of the earlier document; -1: the document is kept
     of: np.ndarray
-    # (n,) float32: share of equal signature entries; 1 for exact copies; 0: kept
-    agreement: np.ndarray
+    # (n,) float32: Jaccard similarity to it; 1 for exact copies; 0: kept
+    jaccard: np.ndarray
     exact: np.ndarray  # (n,) bool: an exact copy, byte for byte
-    candidates: int  # compared pairs: those with a common band
+    candidates: int  # pairs whose signatures were compared
+
+
+@dataclass(frozen=True)
+class ShingleSets:
+    """The sets of shingles of n documents, one after the other."""
+
+    hashes: np.ndarray  # uint32, of each document ascending; mapped or in memory
+    ends: np.ndarray  # (n,) int64
+
+    def __getitem__(self, document: int) -> np.ndarray:
+        first = self.ends[document - 1] if document else 0
+        return self.hashes[first : self.ends[document]]
+
+    def jaccard(self, one: int, other: int) -> float:
+        """Count the Jaccard similarity of two documents."""
+        sets = self[one], self[other]
+        common = np.intersect1d(*sets, assume_unique=True).size
+        return common / (len(sets[0]) + len(sets[1]) - common)
 
 
 def find_duplicates(
     digests: np.ndarray,
     marks: np.ndarray,
+    sets: ShingleSets,
     bands: Bands,
     threshold: float,
-    step: Callable[[], None] = lambda: None,
+    step: Callable[[float], None] = lambda done: None,
 ) -> Duplicates:
     """Find the duplicates among n documents.
 
     Args:
         digests: (n,) uint64 hash of each document's text.
         marks: (n, permutations) uint32 signatures, mapped or in memory.
-        step: called after each band, for a progress bar.
+        step: called with the percentage that is done, for a progress bar.
     """
-    n = len(digests)
-    of = np.full(n, -1, dtype=np.int64)
-    agreement = np.zeros(n, dtype=np.float32)
-    exact = _repeat_earlier(digests, of)
-    agreement[exact] = 1
-    candidates = _drop_in_order(
-        _meetings(marks, bands, ~exact, step), marks, threshold, of, agreement
-    )
+    _, firsts, texts = np.unique(digests, return_index=True, return_inverse=True)
+    of = firsts[texts]
+    exact = of < np.arange(len(digests))
+    of[~exact] = -1
+    jaccard = exact.astype(np.float32)
+    meetings = _meetings(marks, bands, ~exact, step)
+    candidates = _drop_in_order(meetings, marks, sets, threshold, of, jaccard, step)
     # A copy of a dropped document repeats the original of that one, which is no copy.
     copies = np.flatnonzero(exact & (of[of] >= 0))
     of[copies] = of[of[copies]]
-    return Duplicates(of, agreement, exact, candidates)
-
-
-def _repeat_earlier(values: np.ndarray, of: np.ndarray) -> np.ndarray:
-    """Mark values with an earlier occurrence, (n,) bool; write their first place into `of`."""
-    order = np.argsort(values, kind="stable")
-    same = values[order[1:]] == values[order[:-1]]
-    places = np.flatnonzero(same) + 1  # of repeated values, in `order`
-    firsts = np.flatnonzero(np.concatenate([[True], ~same]))
-    repeats = np.zeros(len(values), dtype=bool)
-    repeats[order[places]] = True
-    of[order[places]] = order[firsts[np.searchsorted(firsts, places) - 1]]
-    return repeats
+    return Duplicates(of, jaccard, exact, candidates)
 
 
 def band_hashes(marks: np.ndarray, band: int, rows: int) -> np.ndarray:
@@ -100,7 +111,10 @@ class _Meetings:
 
 
 def _meetings(
-    marks: np.ndarray, bands: Bands, considered: np.ndarray, step: Callable[[], None]
+    marks: np.ndarray,
+    bands: Bands,
+    considered: np.ndarray,
+    step: Callable[[float], None],
 ) -> _Meetings:
     columns = []  # per band: documents that share a bucket, and its number
     meets = np.zeros(len(marks), dtype=bool)
@@ -110,9 +124,9 @@ def _meetings(
             band_hashes(marks, band, bands.rows), considered
         )
         columns.append((members, numbers + np.int32(count)))
-        count += int(numbers[-1]) + 1 if len(numbers) else 0
+        count += int(numbers.max(initial=-1)) + 1
         meets[members] = True
-        step()
+        step(50 * (band + 1) / bands.count)
     documents = np.flatnonzero(meets)
     buckets = np.full((len(documents), bands.count), -1, dtype=np.int32)
     for band, (members, numbers) in enumerate(columns):
@@ -124,62 +138,58 @@ def _shared_buckets(
     hashes: np.ndarray, considered: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the documents with a common hash, and int32 bucket numbers 0, 1, ..., one per hash."""
-    order = np.argsort(hashes)
-    order = order[considered[order]]
-    ordered = hashes[order]
-    same = ordered[1:] == ordered[:-1]
-    begins = np.concatenate([[True], ~same])[: len(order)]
-    shared = ~begins
-    shared[:-1] |= same
-    return order[shared], np.cumsum(begins[shared], dtype=np.int32) - np.int32(1)
+    _, buckets, sizes = np.unique(
+        hashes[considered], return_inverse=True, return_counts=True
+    )
+    numbers = np.cumsum(sizes > 1, dtype=np.int32) - np.int32(1)
+    shared = sizes[buckets] > 1
+    return np.flatnonzero(considered)[shared], numbers[buckets[shared]]
 
 
 def _drop_in_order(
     meetings: _Meetings,
     marks: np.ndarray,
+    sets: ShingleSets,
     threshold: float,
     of: np.ndarray,
-    agreement: np.ndarray,
+    jaccard: np.ndarray,
+    step: Callable[[float], None],
 ) -> int:
-    """Fill `of` and `agreement`, document after document; return the number of compared pairs."""
+    """Fill `of` and `jaccard`, document after document; return the number of compared pairs."""
     # The kept documents of each bucket, as linked lists in three flat arrays: a dict of lists would take 20
     # times the memory.
     newest = array("i", [-1]) * meetings.count
     kept = array("q")
     older = array("i")
     compared = 0
-    for document, row in zip(
-        meetings.documents.tolist(), meetings.buckets, strict=True
-    ):
+    error = np.sqrt(threshold * (1 - threshold) / max(marks.shape[1], 1))
+    likely = threshold - _LIKELY * error
+    count = len(meetings.documents)
+    for number, document in enumerate(meetings.documents.tolist()):
+        row = meetings.buckets[number]
         buckets = row[row >= 0].tolist()
         met: set[int] = set()
         for bucket in buckets:
             entry = newest[bucket]
-            while entry >= 0:
+            for _ in range(MOST_MET):
+                if entry < 0:
+                    break
                 met.add(kept[entry])
                 entry = older[entry]
         compared += len(met)
-        share, earlier = _best(marks, document, sorted(met))
-        if share >= threshold:
-            of[document] = earlier
-            agreement[document] = share
-            continue
-        for bucket in buckets:
-            older.append(newest[bucket])
-            newest[bucket] = len(kept)
-            kept.append(document)
+        others = sorted(met)
+        shares = (marks[others] == marks[document]).mean(axis=1)
+        for k in np.argsort(-shares, kind="stable")[: np.sum(shares >= likely)]:
+            earlier = others[k]
+            similarity = sets.jaccard(document, earlier)
+            if similarity >= threshold:
+                of[document] = earlier
+                jaccard[document] = similarity
+                break
+        else:
+            for bucket in buckets:
+                older.append(newest[bucket])
+                newest[bucket] = len(kept)
+                kept.append(document)
+        step(50 + 50 * (number + 1) / count)
     return compared
-
-
-def _best(marks: np.ndarray, document: int, others: list[int]) -> tuple[float, int]:
-    """Return the largest agreement with one of `others`, and the first one with it; (-1, -1) without any."""
-    best = -1.0
-    where = -1
-    for start in range(0, len(others), _COMPARED_AT_ONCE):
-        some = others[start : start + _COMPARED_AT_ONCE]
-        shares = (marks[some] == marks[document]).mean(axis=1)
-        k = int(shares.argmax())
-        if shares[k] > best:
-            best = float(shares[k])
-            where = some[k]
-    return best, where

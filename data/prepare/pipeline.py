@@ -29,7 +29,7 @@ from data.prepare.words import choose_bands
 from data.prepare.work import Answer, WorkPlan, peak_memory
 from data.prepare.workspace import REPORT, Workspace
 from data.text.encoder import Encoder
-from data.text.vocabulary import vocabulary_digest, vocabulary_size
+from data.text.vocabulary import unknown_token, vocabulary_digest, vocabulary_size
 from data.text.vocabulary_files import save_tokenizer
 from recipes.families import TRAINED
 
@@ -179,9 +179,7 @@ def assemble_result(
     plan = begun.plan
     space = begun.space
     warnings = begun.warnings
-    unknown = vocabulary.unk_token_id
-    if unknown == vocabulary.eos_token_id:
-        unknown = None  # GPT-2 knows every byte, and names its end token
+    unknown = unknown_token(vocabulary)
     try:
         run.tally = tally_of_all(plan, run.chunks)
         check_broken(run.tally, plan.settings.max_broken, space.chunks, run.chunks)
@@ -371,11 +369,10 @@ def finish(
     duplicates = None
     dedup = None
     if bands is not None and settings.dedup is not None:
-        screen.phase("duplicates", bands.count, "bands")
+        screen.phase("duplicates", 100, "%")
         started = time.perf_counter()
-        tick = partial(next, map(screen.at, count(1)))
         duplicates = find_duplicates(
-            index.digests, index.marks, bands, settings.dedup, tick
+            index.digests, index.marks, index.sets, bands, settings.dedup, screen.at
         )
         run.tally.step("deduplicate").seconds = time.perf_counter() - started
         dedup = {

@@ -167,6 +167,7 @@ def _store(report: dict[str, Any]) -> list[str]:
         f"store       {store['prefix']}.bin, .idx: {made}",
         f"            CRC-32 of .idx {store['crc32']['idx']}, of .bin {store['crc32']['bin']}",
         f"tokenizer   {tokenizer['kind']}, {tokenizer['vocab_size']:,} tokens, SHA-256 {tokenizer['digest']}",
+        f"            {_share(store['unknown_tokens'], store['tokens']):.2%} of the tokens are unknown",
     ]
     if tokenizer["trained_on"]:
         lines.append(f"            trained on {tokenizer['trained_on']}")

@@ -15,7 +15,7 @@ from recipes.families import SMALLEST_BPE, TRAINED
 from recipes.problems import Key, Problem, ProblemsError, Setting, Words
 from recipes.schema import Origin, Tokenizer
 
-FORMAT_VERSION = 3  # of chunk files and of the manifest
+FORMAT_VERSION = 4  # of chunk files and of the manifest
 
 
 class PreparationFailed(RuntimeError):

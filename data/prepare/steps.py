@@ -46,6 +46,8 @@ class Documents:
     # per document its sequences, uint32
     tokens: list[list[np.ndarray]] = field(default_factory=list)
     marks: list[np.ndarray] = field(default_factory=list)  # (permutations,) uint32 each
+    # each document's set of shingles, uint32
+    sets: list[np.ndarray] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -209,10 +211,13 @@ def sign(
     permutations: int,
     seed: int,
 ) -> Documents:
-    blocks = (
-        signatures(words, shingle, permutations, seed) for words in documents.words
-    )
-    return replace(documents, marks=[row for block in blocks for row in block])
+    marks: list[np.ndarray] = []
+    sets: list[np.ndarray] = []
+    for words in documents.words:
+        rows, found = signatures(words, shingle, permutations, seed)
+        marks += [*rows]
+        sets += found
+    return replace(documents, marks=marks, sets=sets)
 
 
 def digests(texts: list[str]) -> np.ndarray:

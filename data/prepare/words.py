@@ -19,6 +19,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import rensa
@@ -140,13 +141,23 @@ def _powers(base: np.uint64, count: int) -> np.ndarray:
 RECALL = 0.99  # least probability that two documents at the threshold meet in a band
 
 
-def signatures(words: Words, shingle: int, permutations: int, seed: int) -> np.ndarray:
-    """Compute MinHash signatures (texts, permutations) uint32; a shorter text is one shingle."""
+def signatures(
+    words: Words, shingle: int, permutations: int, seed: int
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Compute MinHash signatures; a text shorter than a shingle is one shingle.
+
+    Returns:
+        signatures (texts, permutations) uint32; each text's set of shingles, uint32 ascending.
+    """
     hashes, offsets = shingles(words, shingle)
     digests = rensa.RMinHash.digest_matrix_from_flat_token_hashes(
         hashes, offsets.astype(np.uint64), permutations, seed
     )
-    return np.array(digests.to_rows(), dtype=np.uint32).reshape(-1, permutations)
+    # Half of each hash: of two sets of 10^5 shingles, about two are then taken for equal.
+    halves = hashes.astype(np.uint32)
+    sets = [np.unique(halves[a:b]) for a, b in pairwise(offsets)]
+    marks = np.array(digests.to_rows(), dtype=np.uint32).reshape(-1, permutations)
+    return marks, sets
 
 
 @dataclass(frozen=True)

@@ -150,6 +150,8 @@ class Worker:
             marks=np.array(documents.marks, dtype=np.uint32).reshape(
                 len(documents), permutations
             ),
+            shingles=np.concatenate([np.empty(0, np.uint32), *documents.sets]),
+            set_sizes=np.array([len(each) for each in documents.sets], dtype=np.int64),
             sequences=np.array(
                 [len(sequences) for sequences in documents.tokens], dtype=np.int32
             ),

@@ -14,7 +14,7 @@ from data.samples.fields import Parts, spread
 from data.samples.gpt import GptFamily, TokenStream
 from data.text.encoder import end_of_document
 from data.text.held_out import Part, documents_of
-from data.tokens.opened import OpenedStore, outside_vocabulary
+from data.tokens.opened import OpenedStore
 from recipes.problems import ProblemsError, Setting, pieces
 from recipes.schema import Recipe
 
@@ -44,12 +44,11 @@ def store_parts(
     Args:
         wanted: samples of each held-out split, spread evenly over its documents.
 
-    Raises ProblemsError: a split is shorter than one sample, or a token lies outside the vocabulary.
+    Raises ProblemsError: a split is shorter than one sample.
     """
     data = recipe.data
     store = opened.store
     name = opened.name
-    vocab_size = recipe.model.vocab_size
     splits: tuple[Part, ...] = (
         ("train", "validation", "test") if data.test_every else ("train", "validation")
     )
@@ -61,7 +60,7 @@ def store_parts(
     train_stream = TokenStream(
         store, documents["train"], end_of_document(family.tokenizer)
     )
-    counts = token_counts(train_stream.read, len(train_stream), vocab_size, name)
+    counts = token_counts(train_stream.read, len(train_stream), recipe.model.vocab_size)
     counts[family.never_predicted()] = 0
     with _naming(recipe, name, "train"):
         train = family.stored_samples(store, documents["train"])
@@ -70,9 +69,6 @@ def store_parts(
         with _naming(recipe, name, split):
             samples = family.for_held_out().stored_samples(store, documents[split])
             held_out[split] = samples.fixed(wanted)
-    largest = max(int(samples.labels.max(initial=0)) for samples in held_out.values())
-    if largest >= vocab_size:
-        raise outside_vocabulary(name, largest, vocab_size)
     summary: dict[str, Any] = {
         "source": name,
         "documents": store.documents,
@@ -115,21 +111,14 @@ def _naming(recipe: Recipe, source: str, split: Part) -> Iterator[None]:
 
 
 def token_counts(
-    read: Callable[[int, int], np.ndarray], tokens: int, vocab_size: int, name: str
+    read: Callable[[int, int], np.ndarray], tokens: int, vocab_size: int
 ) -> np.ndarray:
-    """Count each token in a run of tokens, or in COUNTED_TOKENS spread over it: (V,) int64.
-
-    Raises ProblemsError: a token is outside the vocabulary.
-    """
+    """Count each token in a run of tokens, or in COUNTED_TOKENS spread over it: (V,) int64."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     blocks = -(-tokens // _COUNTED_AT_ONCE)
     for start in (
         spread(blocks, COUNTED_TOKENS // _COUNTED_AT_ONCE) * _COUNTED_AT_ONCE
     ).tolist():
-        found = np.bincount(
-            read(start, min(start + _COUNTED_AT_ONCE, tokens)), minlength=vocab_size
-        )
-        if found.size > vocab_size:
-            raise outside_vocabulary(name, found.size - 1, vocab_size)
-        counts += found
+        found = read(start, min(start + _COUNTED_AT_ONCE, tokens))
+        counts += np.bincount(found, minlength=vocab_size)
     return counts

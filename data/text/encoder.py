@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 import numpy as np
 import sentencex
 from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 
-from recipes.problems import Key, Problem, ProblemsError
+from recipes.problems import Key, Problem, ProblemsError, Setting, some
 
 LANGUAGE = "en"
 Ends = Literal["split", "lines"]  # how to find the ends of sentences
@@ -114,8 +116,24 @@ def end_of_document(tokenizer: PreTrainedTokenizerFast) -> int:
     )
 
 
+def _alphabet(backend: Tokenizer) -> set[str] | None:
+    """Return the characters of a vocabulary that would lose others; None: it loses none.
+
+    Such a one has neither every byte nor a token for what it does not know.
+    """
+    rules = json.loads(backend.to_str())["model"]
+    known = backend.get_vocab(with_added_tokens=False).keys()
+    unknown = rules.get("unk_token") in known or rules.get("unk_id") is not None
+    if unknown or rules.get("byte_fallback") or known >= {*ByteLevel.alphabet()}:
+        return None
+    return {token for token in known if len(token) == 1}
+
+
 class Encoder:
-    """Encoder of documents, on all cores; a special token spelled out in a text is text. Picklable."""
+    """Encoder of documents, on all cores; a special token spelled out in a text is text. Picklable.
+
+    Raises ProblemsError as it encodes: the vocabulary would lose characters of a text.
+    """
 
     def __init__(
         self,
@@ -125,6 +143,7 @@ class Encoder:
         self._end = end_of_document(tokenizer)
         self._batch_characters = batch_characters
         self._load(tokenizer.backend_tokenizer.to_str())
+        self._alphabet = _alphabet(self._backend)
 
     def _load(self, backend: str) -> None:
         self._backend = Tokenizer.from_str(backend)
@@ -171,6 +190,9 @@ class Encoder:
     def _tokens(self, texts: list[str], end: list[int]) -> Iterator[np.ndarray]:
         """Return (tokens,) uint32 of each text, followed by `end`, as views of one array."""
         use_all_cores()
+        if self._alphabet is not None:
+            for text in texts:
+                self._check_spelling(text, self._alphabet)
         flat = array(_UINT32)
         bounds = [0]
         for encoding in self._backend.encode_batch_fast(
@@ -185,6 +207,20 @@ class Encoder:
             else np.zeros(0, dtype=np.uint32)
         )
         return (whole[a:b] for a, b in zip(bounds, bounds[1:], strict=False))
+
+    def _check_spelling(self, text: str, alphabet: set[str]) -> None:
+        """Check that the alphabet has all that the rules leave of a text."""
+        normalizer = self._backend.normalizer
+        splitter = self._backend.pre_tokenizer
+        left = normalizer.normalize_str(text) if normalizer else text
+        pieces = splitter.pre_tokenize_str(left) if splitter else [(left, (0, 0))]
+        lost = {*"".join(piece for piece, _ in pieces)} - alphabet
+        if lost:
+            came = f"the vocabulary would lose {some(sorted(map(repr, lost)), 8)}"
+            rule = "it has neither every byte nor a token for what it does not know"
+            kind = Setting("data.tokenizer.kind", "trained_bpe")
+            fix = ("give another one, or set ", kind)
+            raise ProblemsError([Problem("data.tokenizer.path", came, rule, fix)])
 
 
 class SentenceEncoder:

@@ -11,11 +11,12 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from data.durable_files import Say
-from data.text.encoder import end_of_document
+from data.text.encoder import Encoder, end_of_document, group_items
 from data.text.records import Source
 from data.text.sources import find_package, package_directory
 from data.text.trained_vocabulary import (
@@ -34,6 +35,8 @@ from recipes.families import (
 from recipes.problems import Key, Problem, ProblemsError, Setting
 from recipes.schema import Recipe
 from recipes.schema import Tokenizer as TokenizerSettings
+
+LOOKED_AT = 1 << 17  # characters of a source to look for unknown tokens in
 
 
 def build_vocabulary(
@@ -104,6 +107,25 @@ def missing_roles(tokenizer: PreTrainedTokenizerFast) -> list[str]:
 def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
     """Return the rows of an embedding: the largest token id plus one, since ids may leave gaps."""
     return max(tokenizer.get_vocab().values()) + 1
+
+
+def unknown_token(tokenizer: PreTrainedTokenizerFast) -> int | None:
+    """Return the token of what the vocabulary lacks; None: there is none, as where it has every byte."""
+    unknown = tokenizer.unk_token_id
+    # GPT-2 knows every byte, and names its end token
+    return None if unknown == tokenizer.eos_token_id else unknown
+
+
+def unknown_share(tokenizer: PreTrainedTokenizerFast, source: Source) -> float:
+    """Return the share of unknown tokens in the beginning of a source.
+
+    Raises ProblemsError: the vocabulary would lose characters of it.
+    """
+    groups = group_items(source.documents(), lambda each: len(each.text), LOOKED_AT)
+    encoded = [ids for _, ids in Encoder(tokenizer)(next(groups, []))]
+    tokens = np.concatenate([np.empty(0, np.uint32), *encoded])
+    unknown = np.count_nonzero(tokens == unknown_token(tokenizer))
+    return unknown / max(tokens.size, 1)
 
 
 def unused_numbers(tokenizer: PreTrainedTokenizerFast) -> list[int]:

@@ -9,6 +9,7 @@ nothing: each version of transformers makes other rules of it.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,17 @@ _OF_BERT = (
 )
 _KNOWN = ("PreTrainedTokenizer", "TokenizersBackend", *_OF_GPT2, *_OF_BERT)
 _CONVERT = "convert it with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(NEW)"
+_TIKTOKEN = (
+    "with the package tiktoken: from transformers.convert_slow_tokenizer import TikTokenConverter as C; "
+    "C(FILE, pattern=PATTERN).converted().save('tokenizer.json'), with the pattern of its program"
+)
+# beginnings of files
+_SENTENCEPIECE_MARK = re.compile(rb"\n[\0-@]\n[\0-\x1f]")
+_TIKTOKEN_MARK = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
+# adds no token to a text
+AS_IT_IS = processors.TemplateProcessing(
+    single="$A:0", pair="$A:0 $B:1", special_tokens=[]
+)
 
 
 def read_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
@@ -92,8 +104,9 @@ def _read(path: Path) -> PreTrainedTokenizerFast:
     """Read a tokenizer for `read_tokenizer`. Raises FileError: a file is evidently something else."""
     folder = path if path.is_dir() else path.parent
     places = [folder / name for name in ("tokenizer.json", "vocab.txt", "merges.txt")]
+    others = [*folder.glob("*.model"), *folder.glob("*.tiktoken")]
     file = (
-        next((place for place in places if place.is_file()), None)
+        next((place for place in [*places, *others] if place.is_file()), None)
         if path.is_dir()
         else path
     )
@@ -102,6 +115,12 @@ def _read(path: Path) -> PreTrainedTokenizerFast:
             path,
             "holds no tokenizer.json, no vocab.txt, and no vocab.json with a merges.txt",
         )
+    head = files.read_part(file, 0, 200)
+    if _SENTENCEPIECE_MARK.match(head):
+        files.refuse(file, "is of SentencePiece", "it is not read here", _CONVERT)
+    if _TIKTOKEN_MARK.match(head):
+        rule = "it lacks the pattern by which texts are split"
+        files.refuse(file, "is of tiktoken", rule, _TIKTOKEN)
     stated = _stated(folder) if file in places else {}
     if file.name == "merges.txt":
         backend = _of_bytes(file, stated)
@@ -166,6 +185,11 @@ def _of_json(file: Path) -> Tokenizer:
         files.refuse(
             file, f"its model has dropout {dropout}", rule, 'set "dropout" to null'
         )
+    unknown = model.get("unk_token")
+    words = model.get("type") in ("WordPiece", "WordLevel")
+    if words and unknown not in model["vocab"]:
+        rule = "each word that it lacks becomes that token"
+        files.refuse(file, f"its model lacks its unk_token {unknown}", rule)
     return Tokenizer.from_file(str(file))
 
 
@@ -207,9 +231,7 @@ def byte_level_backend(
     backend = Tokenizer(models.BPE.from_file(str(vocabulary), str(merges), **whole))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     backend.decoder = decoders.ByteLevel()
-    backend.post_processor = processors.TemplateProcessing(
-        single="$A:0", pair="$A:0 $B:1", special_tokens=[]
-    )
+    backend.post_processor = AS_IT_IS
     return backend
 
 

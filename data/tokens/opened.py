@@ -169,14 +169,14 @@ def cached_store(
         facts = json.loads(content)
         store = open_store(prefix)
         if (store.documents, store.tokens) != (facts["documents"], facts["tokens"]):
-            found = f"{store.documents} documents and {store.tokens} tokens"
-            raise DamagedFile(f"{prefix} has {found}, not those of {facts_path.name}")
-        stated = Checksum(facts["idx_crc32"], facts["bin_crc32"])
-        if checksum_of(store, directory, say) != stated:
+            has = f"{store.documents} documents and {store.tokens} tokens"
+            raise DamagedFile(f"{prefix} has {has}, not those of {facts_path.name}")
+        found = checksum_of(store, directory, say)
+        if (found.idx, found.bin) != (facts["idx_crc32"], facts["bin_crc32"]):
             raise DamagedFile(f"{prefix} does not match its checksum")
         if facts.get("left_out"):
             say(f"{what}: {facts['left_out']}")
-        return OpenedStore(source.name, store, facts["text_bytes"], f"{stated.bin:08x}")
+        return OpenedStore(source.name, store, facts["text_bytes"], f"{found.bin:08x}")
 
     return durable_files.cached(
         (facts_path, bin_path(prefix), idx_path(prefix)), read, write, what, say
@@ -230,8 +230,8 @@ def ready_made_store(
         sequences: content of one sequence; a GPT can train from either.
         directory: cache for the checksums of large stores.
 
-    Raises ValueError: there is no sound store, it differs from its report, its tokens are of another
-    vocabulary, or a BERT's store has no sentences.
+    Raises ValueError: there is no sound store, it differs from its report, any token is outside the
+    vocabulary or all are of another, or a BERT's store has no sentences.
     """
     prefix = store_prefix(origin, sequences)
     try:
@@ -266,6 +266,11 @@ def ready_made_store(
         rule = "it has changed since prepare_data wrote it"
         fix = "copy the whole directory again, or prepare the store again"
         raise ProblemsError(Problem("data.name", one, rule, fix) for one in came)
+    tokens = vocabulary_size(tokenizer)
+    if checksum.largest >= tokens:
+        place = store.outside(tokens)
+        what = f"{origin.name}: token {store.tokens_array[place]} at place {place:,}"
+        raise outside_vocabulary(what, tokens)
     text_bytes = facts.get("text_bytes")
     if not isinstance(text_bytes, int):
         text_bytes = None
@@ -304,16 +309,14 @@ def check_ready_made(
         raise ProblemsError([Problem("model.vocab_size", came, rule, fix)])
     if tokenizer is not None:
         _check_digest(kind, origin, facts, tokenizer)
-    if tokens.size and int(tokens.max()) >= vocab_size:
-        raise outside_vocabulary(str(origin.name), int(tokens.max()), vocab_size)
+    if (wrong := tokens[(tokens < 0) | (tokens >= vocab_size)]).size:
+        raise outside_vocabulary(f"{origin.name}: token {wrong[0]}", vocab_size)
 
 
-def outside_vocabulary(name: str, token: int, vocab_size: int) -> ProblemsError:
+def outside_vocabulary(what: str, vocab_size: int) -> ProblemsError:
     """Make the error for a token of a store outside the recipe's vocabulary."""
-    came = (
-        f"{name}: token {token} is outside the vocabulary of ",
-        Setting("model.vocab_size", vocab_size),
-    )
+    size = Setting("model.vocab_size", vocab_size)
+    came = (f"{what} is outside the vocabulary of ", size)
     vocabulary = ("set ", Key("data.tokenizer.kind"), " and ", Key("model.vocab_size"))
     fix = (*vocabulary, " to the vocabulary that the store was made with")
     return ProblemsError([Problem("model.vocab_size", came, fix=fix)])

@@ -169,10 +169,11 @@ def idx_path(prefix: Path) -> Path:
 
 
 class Checksum(NamedTuple):
-    """CRC-32 of the two files."""
+    """CRC-32 of the two files, and the largest token; a negative one counts as unsigned."""
 
     idx: int
     bin: int
+    largest: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,10 +218,17 @@ class Store:
         return starts
 
     def checksum(self, say: Say = lambda line: None) -> Checksum:
-        """Compute the CRC-32 of both files; `say` the progress every few seconds."""
-        return Checksum(
-            _file_crc(idx_path(self.prefix), say), _file_crc(bin_path(self.prefix), say)
-        )
+        """Read both files; `say` the progress every few seconds."""
+        idx, _ = _read_through(idx_path(self.prefix), say)
+        return Checksum(idx, *_read_through(bin_path(self.prefix), say, self.dtype))
+
+    def outside(self, vocab_size: int) -> int:
+        """Return the place of the first token outside a vocabulary. Raises ValueError: there is none."""
+        for start, part in _blocks(self.tokens_array):
+            wrong = np.flatnonzero((part < 0) | (part >= vocab_size))
+            if wrong.size:
+                return start + int(wrong[0])
+        raise ValueError("every token is in the vocabulary")
 
 
 def open_store(prefix: Path) -> Store:
@@ -281,7 +289,7 @@ class StoreWriter:
         self.checksum: Checksum | None = None  # of the two files, once finished
         self._prefix = prefix
         self._vocab_size = vocab_size
-        self._bin_crc = 0
+        self._bin_crc = self._largest = 0
         self._files = ExitStack()
         # Files take their names in reverse order: .idx, which a reader looks at first, comes last.
         self._idx = self._files.enter_context(replacing(idx_path(prefix)))
@@ -321,6 +329,7 @@ class StoreWriter:
         payload = tokens.astype(self.dtype).tobytes()
         self._bin.write(payload)
         self._bin_crc = zlib.crc32(payload, self._bin_crc)
+        self._largest = max(self._largest, int(tokens.max(initial=0)))
         self._idx.write(sizes[filled].astype("<i4").tobytes())
         self._index.write(ends.astype("<i8").tobytes())
         self.tokens += len(tokens)
@@ -351,7 +360,8 @@ class StoreWriter:
             )
         )
         self._idx.flush()
-        self.checksum = Checksum(_file_crc(Path(self._idx.name)), self._bin_crc)
+        idx, _ = _read_through(Path(self._idx.name))
+        self.checksum = Checksum(idx, self._bin_crc, self._largest)
         # Between the two renames no .idx may stand next to a .bin that is not its own.
         idx_path(self._prefix).unlink(missing_ok=True)
         self._files.close()
@@ -367,14 +377,20 @@ class StoreWriter:
                 self.finish()
 
 
-def _file_crc(path: Path, say: Say = lambda line: None) -> int:
-    found = 0
+def _read_through(
+    path: Path, say: Say = lambda line: None, dtype: np.dtype | None = None
+) -> tuple[int, int]:
+    """Return the CRC-32 of a file and, of tokens of a type, the largest as unsigned; 0 without one."""
+    found = largest = 0
+    unsigned = dtype and f"<u{dtype.itemsize}"
     said = time.monotonic()
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         while part := file.read(_READ):
             found = zlib.crc32(part, found)
+            if unsigned:
+                largest = max(largest, int(np.frombuffer(part, unsigned).max()))
             if time.monotonic() - said >= SAY_EVERY_S:
                 said = time.monotonic()
                 say(f"{path}: {file.tell() / 1e9:.1f} of {size / 1e9:.1f} GB checked")
-    return found
+    return found, largest

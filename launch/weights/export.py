@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from data import durable_files
 from data.text.vocabulary import vocabulary_size
-from data.text.vocabulary_files import save_tokenizer
+from data.text.vocabulary_files import AS_IT_IS, save_tokenizer
 from launch.checkpoints import inspection, tensor_file
 from launch.checkpoints.manifest import WEIGHT
 from launch.checkpoints.run_checkpoints import Checkpoint
@@ -54,6 +54,7 @@ class Export:
             export and our model with the same, rounded, weights; None: not compared.
         rounding: largest absolute difference of our model's logits with rounded and with float32 weights.
         needed, free: bytes of memory for comparing logits: needed, and available.
+        left_out: tokens that the run's vocabulary adds to a text, and training and the export do not.
     """
 
     directory: Path
@@ -65,6 +66,7 @@ class Export:
     rounding: float
     needed: int
     free: int
+    left_out: tuple[str, ...] = ()
 
 
 class ExportMismatch(RuntimeError):
@@ -113,7 +115,7 @@ def export(  # noqa: PLR0913
     kind = getattr(torch, dtype)
     with appearing("--out", out) as temporary:
         files = write_model(recipe, master, tokenizer, temporary, kind)
-        write_tokenizer(recipe, tokenizer, temporary)
+        left_out = write_tokenizer(recipe, tokenizer, temporary)
         write_facts(checkpoint, recipe, temporary, run=str(run), dtype=dtype)
         difference = None
         rounding = 0.0
@@ -131,7 +133,7 @@ def export(  # noqa: PLR0913
             compare_tensors(
                 recipe, master, kind, files, temporary, checkpoint.directory
             )
-    how = difference, rounding, needed, free
+    how = difference, rounding, needed, free, left_out
     return Export(
         out,
         checkpoint.directory,
@@ -291,12 +293,27 @@ def model_config(
     return config
 
 
-def write_tokenizer(recipe: Recipe, tokenizer: Tokenizer, directory: Path) -> None:
-    """Write the tokenizer as `transformers` uses it with the recipe's model."""
+def write_tokenizer(
+    recipe: Recipe, tokenizer: Tokenizer, directory: Path
+) -> tuple[str, ...]:
+    """Write the tokenizer as `transformers` uses it with the recipe's model.
+
+    Return the tokens that it no longer adds to a text, since a GPT is trained without them.
+    """
     # Without this, GPT-2 of transformers takes a token's type for another token and adds its embedding.
     types = ["token_type_ids"] if recipe.model.facts.masked else []
     tokenizer.model_input_names = ["input_ids", *types, "attention_mask"]
+    backend = tokenizer.backend_tokenizer
+    left_out: tuple[str, ...] = ()
+    if not recipe.model.facts.masked:
+        bare = backend.encode("a", add_special_tokens=False).tokens
+        left_out = tuple(
+            each for each in backend.encode("a").tokens if each not in bare
+        )
+    if left_out:
+        backend.post_processor = AS_IT_IS
     save_tokenizer(tokenizer, directory)
+    return left_out
 
 
 def write_facts(

@@ -20,6 +20,7 @@ from modeling.families import (
     with_few_layers,
     with_vocabulary,
 )
+from modeling.formats import nanogpt
 from modeling.formats.huggingface import bert
 from modeling.formats.huggingface.config_forms import (
     FORMS,
@@ -39,8 +40,8 @@ from modeling.formats.megatron.checkpoint import (
 from modeling.initialization import NEW_HEADS
 from modeling.lazy_weights import LazyWeights
 from modeling.transformer import BERT_NORM_EPS
-from recipes.families import PUBLISHED_VOCABULARIES
-from recipes.files import FileError, read_json_object, refuse
+from recipes.families import GPT2_VOCABULARY, PUBLISHED_VOCABULARIES
+from recipes.files import FileError, is_file, read_json_object, refuse
 from recipes.key_paths import flatten
 from recipes.problems import Problem, counted, some
 from recipes.schema import Model, Recipe
@@ -211,6 +212,8 @@ def saved_in(directory: str | Path) -> Saved:
     path = Path(directory)
     if run_checkpoints.holds_ours(path):
         return RunWeights(path)
+    if is_file(path / nanogpt.FILE) and not is_file(path / "config.json"):
+        return NanoGptWeights(path)
     return (
         MegatronWeights(path)
         if files.is_checkpoint(path)
@@ -293,6 +296,28 @@ class TransformersWeights(Saved):
 
     def weights(self, recipe: Recipe) -> LazyWeights:
         return conversion_of(recipe.model).to_canonical(self._state_dict, recipe.model)
+
+
+class NanoGptWeights(TransformersWeights):
+    """A ckpt.pt of nanoGPT, under transformers' names."""
+
+    def __init__(self, directory: Path):
+        super().__init__(directory)
+        self._config, self._state_dict = nanogpt.read(directory)
+
+    def config(self, vocabulary: int | None) -> Mapping[str, Any]:
+        return super().config(vocabulary or GPT2_VOCABULARY)
+
+    def words(self, model: Model) -> MessageWords:
+        fix = "give a whole ckpt.pt"
+        return MessageWords("a GPT of nanoGPT", "its model_args", fix)
+
+    def remarks(self, recipe: Recipe) -> Iterator[str]:
+        yield from super().remarks(recipe)
+        came = "a checkpoint of nanoGPT, which has the exact GELU since May 2023 (594068e7)"
+        yield f"{came}, and ours the tanh form: its outputs may differ a little at first"
+        if not self._config["bias"]:
+            yield "it has no biases: they are zero at first, and trained here"
 
 
 class MegatronWeights(Saved):

@@ -12,6 +12,7 @@ from typing import Any
 
 from ds_configs.findings import Notice
 from launch.checkpoints.run_checkpoints import Checkpoint
+from launch.weights import unread_kinds
 from launch.weights.foreign_weights import KEY, RunWeights, Saved, read, saved_in
 from modeling.formats.huggingface.config_forms import ConfigForm, form_of
 from modeling.formats.megatron.checkpoint import UNREAD
@@ -273,6 +274,9 @@ class InitialWeights:
     def saved(self) -> Saved:
         """Recognize the kind of weights. Raises ProblemsError if there is no directory."""
         path = Path(self.directory)
+        came, fix = unread_kinds.named(path)
+        if came:
+            raise self.error([Problem(KEY, came, fix=fix)])
         try:
             if path.is_dir():
                 return saved_in(path)

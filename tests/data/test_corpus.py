@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from launching import ROOT, run
 from texted import jsonl, quiet, small_recipe
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from data.corpus import build, check_origin, check_sources
 from data.durable_files import cache_directory, locked
@@ -124,13 +125,11 @@ def test_tokens_of_large_stores_are_counted_in_a_part_that_is_spread_over_all(mo
     monkeypatch.setattr(splits, "COUNTED_TOKENS", 400_000)
     monkeypatch.setattr(splits, "_COUNTED_AT_ONCE", 1000)
     tokens = np.arange(4_000_000) * 50 // 4_000_000
-    counts = splits.token_counts(lambda start, end: tokens[start:end], len(tokens), 50, "x")
+    counts = splits.token_counts(lambda start, end: tokens[start:end], len(tokens), 50)
     assert counts.sum() == 400_000 and counts.min() > 0.9 * counts.max()
     monkeypatch.undo()
-    exact = splits.token_counts(lambda start, end: tokens[start:end], len(tokens), 50, "x")
+    exact = splits.token_counts(lambda start, end: tokens[start:end], len(tokens), 50)
     assert exact.tolist() == np.bincount(tokens).tolist()
-    with pytest.raises(ValueError, match="x: token 49 is outside the vocabulary of model.vocab_size=49"):
-        splits.token_counts(lambda start, end: tokens[start:end], len(tokens), 49, "x")
 
 
 def test_validation_samples_are_spread_over_the_held_out_part(corpus_file, tmp_path):
@@ -465,12 +464,42 @@ def test_a_foreign_store_is_named_by_its_prefix_or_either_file_and_its_tokens_ar
     for name in ("my_text_document", "my_text_document.bin", "my_text_document.idx", "."):
         corpus = build(store_recipe(tmp_path / name, 50257, {"kind": "gpt2"}), tmp_path / "cache", quiet)
         assert "text_bytes" not in corpus.summary and len(corpus.validation) == 6
-    (tmp_path / "larger").mkdir()
-    write_store(tmp_path / "larger" / "foreign", gpt2_tokenizer())
-    recipe = store_recipe(tmp_path / "larger", 300, {"kind": "file", "path": "x"})
-    opened = splits.OpenedStore("foreign", open_store(tmp_path / "larger" / "foreign"), None, "")
-    with pytest.raises(ValueError, match="foreign: token .* outside the vocabulary of model.vocab_size=300"):
-        splits.store_parts(recipe, splits.family_of(recipe, gpt2_tokenizer()), opened, 6)
+
+
+@pytest.mark.parametrize("kept_in_the_cache", [False, True])
+def test_a_token_outside_of_the_vocabulary_is_found_wherever_it_stands(
+    kept_in_the_cache, tmp_path, monkeypatch
+):
+    # Neither at the beginning, nor among those that are counted, nor held out: it once reached the model.
+    monkeypatch.setattr(opened_stores, "LOOKED_AT", 100)
+    if kept_in_the_cache:
+        monkeypatch.setattr(opened_stores, "READ_BY_ALL", 0)
+    with StoreWriter(tmp_path / "store", 70000) as writer:
+        for _ in range(60):
+            writer.add_document([np.array([5, 6, 7] * 30), np.array([8, 50256])])
+    tokens = np.memmap(tmp_path / "store.bin", "<i4", "r+")
+    recipe = store_recipe(tmp_path / "store", 50257, {"kind": "gpt2"})
+    build(recipe, tmp_path / "cache", quiet)
+    for token in (50257, -1):
+        tokens[92 * 33 + 90] = token
+        tokens.flush()
+        check_sources(recipe)
+        here = f"token {token} at place 3,126 is outside the vocabulary of model.vocab_size=50257"
+        with pytest.raises(ProblemsError, match=here):
+            build(recipe, tmp_path / "cache", quiet)
+
+
+def test_a_plan_says_which_share_of_a_text_its_vocabulary_does_not_know(corpus_file, tmp_path):
+    words = {"[UNK]": 0, "</s>": 1, "word": 2}
+    backend = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    (tmp_path / "text.txt").write_text("word 中文 word\n")
+    kind = {"kind": "file", "path": str(tmp_path)}
+    (said,) = check_sources(make_recipe(tmp_path / "text.txt", 3, source="text", tokenizer=kind))
+    assert said == "25.00% of the first tokens are [UNK]"
+    assert not check_sources(make_recipe(corpus_file))
 
 
 def test_missing_and_damaged_stores_are_refused(tmp_path):

@@ -217,6 +217,27 @@ def test_the_export_holds_the_runs_weights_bit_for_bit_and_its_vocabulary(traine
     assert (config.eos_token_id, config.n_positions, config.vocab_size) == (tokenizer.eos_token_id, 64, 509)
 
 
+def test_the_exported_tokenizer_adds_no_token_that_training_never_saw(trained, tmp_path):
+    run = shutil.copytree(trained("one process"), tmp_path / "run")
+    place = run / "tokenizer" / "tokenizer.json"
+    content = json.loads(place.read_text())
+    end = "<|endoftext|>"
+    special = {end: {"id": end, "ids": [0], "tokens": [end]}}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    first = {"SpecialToken": {"id": end, "type_id": 0}}
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        **{"single": [first, text], "pair": [first, text, text], "special_tokens": special},
+    }
+    place.write_text(json.dumps(content))
+    assert AutoTokenizer.from_pretrained(place.parent).encode("a")[0] == 0
+    done, recipe = export_hf.export(run, tmp_path / "out")
+    assert 0 not in AutoTokenizer.from_pretrained(tmp_path / "out").encode("My fellow citizens")
+    assert "adds no <|endoftext|> to a text" in export_hf.describe(done, recipe)
+    plain, recipe = export_hf.export(trained("one process"), tmp_path / "plain")
+    assert "adds no" not in export_hf.describe(plain, recipe)
+
+
 def test_half_precision_exports_are_rounded_and_still_checked(trained, tmp_path):
     done, _ = export_hf.export(trained("one process"), tmp_path / "out", dtype="bfloat16")
     assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}

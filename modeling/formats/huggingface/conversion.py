@@ -5,6 +5,7 @@ A family's map (`gpt2.py`, `bert.py`) lists every parameter: our name, theirs (s
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ NO_DROPOUT = Dropout()
 # a row for each token, then padding
 WITH_PADDING = ("word.weight", "decoder_bias.bias")
 Tensors = Mapping[str, Tensor]
+# what DistributedDataParallel and torch.compile put before names
+_WRAPPED = re.compile(r"^(module\.|_orig_mod\.)+")
 # of tokens without padding (tokens, V); of a sentence head (B, 2)
 Logits = tuple[Tensor, ...]
 
@@ -115,7 +118,7 @@ class Conversion:
         named = [
             (name, tensor)
             for stored, tensor in theirs.items()
-            if (name := self.rename(stored))
+            if (name := self.rename(_WRAPPED.sub("", stored)))
         ]
         found = dict(named)
         times = Counter(name for name, _ in named)

@@ -204,6 +204,7 @@ def test_text_of_many_scripts_is_decontaminated(vocabulary, tmp_path):
     assert list(dropped(report).values()) == [3] and report["store"]["documents"] == 4
     (warning,) = report["warnings"]  # of a vocabulary trained on English
     assert re.match(r"[4-9]\d\.\d% of the tokens are \[UNK\]", warning)
+    assert re.search(r"[4-9]\d\.\d\d% of the tokens are unknown", (tmp_path / "out/report.txt").read_text())
 
 
 def test_steps_account_for_every_document_and_byte(finished):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 from pathlib import Path
 from typing import Any
@@ -239,6 +240,54 @@ def test_vocabularies_without_rules_are_refused(files, said, tmp_path):
         (tmp_path / name).write_text(content)
     with pytest.raises(ProblemsError, match=said):
         read_tokenizer(tmp_path)
+
+
+LETTERS_ALONE = dict(zip("abé", range(3), strict=True))
+CANNOT_SPELL = {  # a vocabulary, what it spells, and what it would lose
+    "letters": (models.BPE(LETTERS_ALONE, []), SPLIT.Whitespace(), "ab é", "ab <中>", "'<', '>', '中'"),
+    "no such unknown token": (models.BPE(LETTERS_ALONE, [], unk_token="?"), None, "abé", "a中", "'中'"),
+    "ends of words": (
+        models.BPE({"a": 0, "b": 1, "b</w>": 2}, [], end_of_word_suffix="</w>"),
+        SPLIT.Whitespace(), "ab", "ab<", "'<'",
+    ),
+    "scores": (models.Unigram([("a", -1.0), ("ab", -1.0)], unk_id=None), None, "aab", "aba b", "' ', 'b'"),
+    "few bytes": (models.BPE(LETTERS_ALONE, []), SPLIT.ByteLevel(False), "ab", "abé", "'©', 'Ã'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CANNOT_SPELL)
+def test_a_vocabulary_that_would_lose_characters_is_refused_where_a_text_has_them(case, tmp_path):
+    model, splitter, spelled, beyond, lost = CANNOT_SPELL[case]
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = splitter
+    backend.add_special_tokens([END])
+    encoder = Encoder(read_tokenizer(write(tmp_path / "own", backend, eos_token=END)))
+    if case != "scores":
+        ((_, ids),) = encoder([Document(0, spelled)])
+        assert ids.size == len(spelled.replace(" ", "")) + 1
+    with pytest.raises(ProblemsError, match=f"would lose {lost}: .*data.tokenizer.kind=trained_bpe"):
+        [*pickle.loads(pickle.dumps(encoder))([Document(0, beyond)])]
+
+
+def test_words_without_a_token_for_unknown_ones_are_refused(tmp_path):
+    backend = Tokenizer(models.WordLevel({"the": 0, END: 1}, unk_token="<none>"))
+    with pytest.raises(ProblemsError, match="lacks its unk_token <none>"):
+        read_tokenizer(write(tmp_path / "words", backend))
+
+
+OF_OTHERS = {
+    "tokenizer.model": (b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02", "is of SentencePiece: .*save_pretrained"),
+    "qwen.tiktoken": (b"IQ== 0\nIg== 1\n", "is of tiktoken: it lacks the pattern .*TikTokenConverter"),
+}
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_vocabularies_of_other_libraries_are_named_with_the_way(name, tmp_path):
+    content, said = OF_OTHERS[name]
+    (tmp_path / name).write_bytes(content)
+    for path in (tmp_path, tmp_path / name):
+        with pytest.raises(ProblemsError, match=said):
+            read_tokenizer(path)
 
 
 def test_merges_left_out_at_random_are_refused(tmp_path):

@@ -211,6 +211,77 @@ def test_what_is_no_directory_of_weights_is_refused(name, tmp_path, monkeypatch)
     assert (f"hf download {name} --local-dir DIR" in said) == (name in ("gpt2", "org/model"))
 
 
+UNREAD = {  # files in a directory, and what is said of them and of the first one alone
+    "lora": (
+        ("adapter_config.json", "adapter_model.safetensors"),
+        r"is an adapter \(LoRA\).*merge_and_unload",
+    ),
+    "gguf": (("q8_0.gguf", "config.json"), "is in GGUF; .*gguf_file='q8_0.gguf'"),
+    "tensorflow": (("tf_model.h5", "config.json"), "is of TensorFlow; .*from_tf=True"),
+    "bert's own": (("bert_model.ckpt.index", "bert_model.ckpt.meta"), "is of TensorFlow"),
+    "nanochat": (("meta_000650.json", "model_000650.pt"), "is of nanochat, whose model is no GPT-2"),
+    "llm.c": (("model_00019552.bin", "DONE_00019552"), "is of llm.c; .*given/model_00019552.bin -o NEW"),
+    "llm.c's start": (("gpt2_124M.bin",), "is of llm.c; .*export_hf.py"),
+}
+
+
+@pytest.mark.parametrize("case", UNREAD)
+def test_weights_of_other_programs_are_named_with_the_way(case, tmp_path):
+    names, said = UNREAD[case]
+    (tmp_path / "given").mkdir()
+    for name in names:
+        (tmp_path / "given" / name).write_bytes(bytes(8))
+    assert re.search(said, refusal(tmp_path / "given", tiny()))
+    assert re.search(said.split(";")[0], refusal(tmp_path / "given" / names[0], tiny()))
+
+
+def test_a_file_of_another_program_beside_the_weights_is_passed_over(copy):
+    directory = copy(tiny())
+    for name in ("tf_model.h5", "adapter_config.json"):
+        (directory / name).touch()
+    assert planned(directory, tiny())
+
+
+@pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module._orig_mod."])
+def test_a_checkpoint_of_nanogpt_is_read_to_the_bit(prefix, saved, tmp_path):
+    recipe = tiny()
+    biased = prefix != ""
+    linear = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+    stored = read_state_dict(saved(recipe))
+    model = {}
+    for name, tensor in stored.items():
+        rows = torch.ones(51, tensor.shape[-1]) if "wte" in name else tensor[:0]  # of padding
+        if biased or not name.endswith("bias"):
+            model[prefix + name] = tensor.t() if name.endswith(linear) else torch.cat([tensor, rows])
+    model[f"{prefix}lm_head.weight"] = model[f"{prefix}transformer.wte.weight"]
+    shape = recipe.model
+    sizes = dict(n_layer=shape.layers, n_head=shape.heads, n_embd=shape.hidden, block_size=recipe.positions)
+    sizes |= dict(bias=biased, vocab_size=shape.vocab_size + 51, dropout=0.0)
+    torch.save({"model": model, "model_args": sizes, "iter_num": 3}, tmp_path / "ckpt.pt")
+    said = "\n".join(map(str, notices(planned(tmp_path, recipe))))
+    assert "nanoGPT" in said and "the rest pads" in said and ("has no biases" in said) == (not biased)
+    found = InitialWeights(str(tmp_path)).read(recipe)
+    expected = InitialWeights(str(saved(recipe))).read(recipe)
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        bias = name.endswith("bias") and not biased
+        assert torch.equal(tensor, torch.zeros_like(tensor) if bias else expected[name]), name
+
+
+@pytest.mark.parametrize("content", [{"model": {}}, {"model_args": {}, "model": {"wte": 5}}])
+def test_another_programs_ckpt_is_refused(content, tmp_path):
+    torch.save(content, tmp_path / "ckpt.pt")
+    assert 'a checkpoint of nanoGPT has tensors in "model"' in refusal(tmp_path, tiny())
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_names_of_wrapped_modules_are_read(prefix, copy, saved):
+    state(lambda t: [t.update({prefix + name: t.pop(name)}) for name in [*t]])(directory := copy(tiny()))
+    planned(directory, tiny())
+    found, expected = (InitialWeights(str(each)).read(tiny()) for each in (directory, saved(tiny())))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 def test_a_pipe_in_place_of_weights_is_refused(copy):
     directory = copy(tiny())
     (directory / "model.safetensors").unlink()

@@ -80,7 +80,7 @@ def test_shape_positions_and_tokenizer_are_theirs_and_all_else_the_recipes(folde
     assert (recipe.optimizer, recipe.schedule, recipe.batch) == (own.optimizer, own.schedule, own.batch)
     assert model.layer_norm == ("post" if name in ("bert", "masked") else "pre")
     assert model.sentence_head == {"bert": "sop", "megatron": "sop"}.get(name, "none")
-    said = str(job.plan.notices[-1])
+    said = str([notice for notice in job.plan.notices if notice.key == "init_from"][-1])
     assert f"theirs are weights, shape, positions, tokenizer; all else is of {job.name}" in said
 
 
