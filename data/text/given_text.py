@@ -2,41 +2,62 @@
 
 from __future__ import annotations
 
+import glob
 import json
+import re
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from data.durable_files import SAY_EVERY_S, Say, quiet
 from data.text.file_types import type_of, way_from
-from data.text.records import BrokenRecord, read_strictly
-from data.text.sources import files_of, format_of
-from data.text.text_files import numbered_lines
-from recipes.problems import Problem, ProblemsError, Setting, counted, some
+from data.text.listing import splits_of
+from data.text.records import FoundFile, read_strictly
+from data.text.sources import files_of, format_of, named_path
+from data.text.text_files import JsonlFormat
+from recipes.files import named_kind
+from recipes.problems import Problem, ProblemsError, Setting, Words, either, some
 from recipes.schema import Origin
 
 COLUMNS = ("text", "content")  # of a document, by their usual names
 _SHOWN = 5  # files of each problem
+_RECORDS = 20  # of a file, by which its column is chosen
+_LEAST_TEXT = (
+    80  # bytes of a document, in the mean, where the column's name says nothing
+)
+_WITHOUT_TEXT = "name other files by a glob, or give each record a field text, as jq -c '{text: ...}' FILE does"
+_OF_TEXT = re.compile(
+    "(text|content|body|article|document|passage|sentence|story|abstract|review)s?$",
+    re.IGNORECASE,
+)
 
 
 def text_settings(
-    text: str, column: str | None = None, flag: str = "--text"
+    text: str, column: str | None = None, say: Say = quiet
 ) -> dict[str, Any]:
     """Return dotted keys of a recipe, and their values, for the text in a file, a directory or a glob.
 
-    `column`: the one that the user stated. Raises ProblemsError: there is no text, text of several kinds, or
-    no column that is surely the text.
+    `column`: the one that the user stated; `say` gets lines of progress. Raises ProblemsError: there is no
+    text, text of several kinds or splits, or no column that is surely the text.
     """
-    where = f"{flag} {text}"
+    where = f"--text {text}"
     try:
-        files = files_of(Origin(source="text", name=text))
-        source = _source_of(text, files)
+        origin = Origin(source="text", name=text)
+        files = files_of(origin, say)
+        if named_path(origin)[0].is_dir():
+            _check_splits(text, files)
+        source = _source_of(text, files, say)
+        by_folder = {file.path.parent: file for file in reversed(files)}
+        first = files[:1] if source == "text" else [*reversed(by_folder.values())]
         if column is None and source != "text":
-            column = _column_of(files)
+            column = [_column_of(file.path) for file in first][0]
         stated = {"text_column": column} if column else {}
         origin = Origin.model_validate({"source": source, "name": text, **stated})
-        # its first record is sound
-        next(read_strictly(files[:1], format_of(origin), 0), None)
+        for file in first:  # their first records are sound
+            next(read_strictly([file], format_of(origin), 0), None)
     except ProblemsError as error:
         raise ProblemsError(
             replace(problem, where=where) for problem in error.problems
@@ -48,14 +69,34 @@ def text_settings(
     }
 
 
-def _source_of(text: str, files: Sequence[Path]) -> Any:
+def _check_splits(text: str, files: Sequence[FoundFile]) -> None:
+    """Refuse a directory with files of several splits. A glob states what is trained on."""
+    splits = splits_of(files)
+    if not splits:
+        return
+    every = f"{glob.escape(text.rstrip('/'))}/**/*"
+    globs = []
+    for word, path in splits.items():
+        inside = "" if word in path.name else "/**/*"
+        globs.append(f"'{every}{word}*{inside}'")
+    came = f"holds files named {either(splits)}"
+    rule = "a test of what a model was trained on says nothing"
+    fix = f"name one split by a glob, {either(globs)}, or all of them: '{every}'"
+    raise ProblemsError([Problem("--text", came, rule, fix)])
+
+
+def _source_of(text: str, files: Sequence[FoundFile], say: Say) -> Any:
     """Return the one source that reads all files. Raises ProblemsError."""
     by_type: dict[str, list[str]] = {}
     sources: dict[str, str | None] = {}
-    for file in files:
-        name, source = type_of(file)
+    said = time.monotonic()
+    for number, file in enumerate(files, 1):
+        name, source = type_of(file.path)
         sources[name] = source
-        by_type.setdefault(name, []).append(str(file))
+        by_type.setdefault(name, []).append(str(file.path))
+        if time.monotonic() - said >= SAY_EVERY_S:
+            said = time.monotonic()
+            say(f"{text}: looked into {number:,} of {len(files):,} files")
     problems = []
     for name, paths in by_type.items():
         if sources[name] == "store":
@@ -92,45 +133,82 @@ def _source_of(text: str, files: Sequence[Path]) -> Any:
     return next(iter(sources.values()))
 
 
-def _column_of(files: Sequence[Path]) -> str:
-    """Return the column with the text, by the first record of the first file. Raises ProblemsError."""
-    columns, texts = _columns(files[0])
-    usual = [name for name in COLUMNS if name in texts]
-    chosen = usual or texts
-    if usual or len(texts) == 1 or not columns:
-        return chosen[0] if chosen else COLUMNS[0]
-    came = f"{files[0]} has the columns {some(columns, 20)}"
-    rule = f"none is called {' or '.join(COLUMNS)}, and {counted(len(texts), 'column')} of them hold text"
-    fix = ("set ", Setting("data.text_column", (texts or columns)[0]), " or another")
+def _column_of(file: Path) -> str:
+    """Return the column with the text of a file's first records. Raises ProblemsError: none surely is."""
+    values: dict[str, list[Any]] = {}
+    for record in _first_records(file):
+        for name, value in record.items():
+            values.setdefault(name, []).append(value)
+    for name in COLUMNS:
+        # its reader says what is wrong, here and where nothing can be read
+        if not values or isinstance(values.get(name, [0])[0], str | bytes | None):
+            return name
+    texts = dict[str, list[str]]()
+    for name, of_name in values.items():
+        own = [value for value in of_name if isinstance(value, str)]
+        if own:
+            texts[name] = own
+    others = _characters(values) - _characters(texts)
+    likely = [name for name, own in texts.items() if _is_text(name, own, others)]
+    if len(texts) == len(likely) == 1:
+        return likely[0]
+    kinds = [f"{name} ({named_kind(own[0])})" for name, own in values.items()]
+    came = f"{file} has the columns {some(kinds, 20)}"
+    rule = (
+        f"none is called {' or '.join(COLUMNS)}, or surely is the text by what it holds"
+    )
+    fix: tuple[Words, ...] = (_WITHOUT_TEXT,)
+    if texts:
+        best = max(likely or texts, key=lambda name: _characters(texts[name]))
+        named = Setting("data.text_column", best)
+        fix = ("set ", named, " if that is what to train on, or ", *fix)
     raise ProblemsError([Problem("data.text_column", came, rule, fix)])
 
 
-def _columns(file: Path) -> tuple[list[str], list[str]]:
-    """Return all columns of a file's first record, and those with text; none where it cannot be read."""
+def _is_text(name: str, values: Sequence[str], others: int) -> bool:
+    """Tell by its name, or else by its values, whether a column is the text of documents.
+
+    `others`: characters in lists and objects of the same records. Ids, addresses and titles have no blanks, or
+    are short; letters beyond ASCII may do without blanks.
+    """
+    in_words = [value for value in values if not value.isascii() or " " in value]
+    size = sum(len(value.encode("utf-8", "replace")) for value in in_words)
+    long = size >= _LEAST_TEXT * len(values) and size >= others
+    return long or bool(_OF_TEXT.search(name))
+
+
+def _characters(value: Any) -> int:
+    """Count the characters of all texts in a value, but for keys."""
+    found = 0
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            found += len(value)
+        elif isinstance(value, dict | list):
+            waiting += value.values() if isinstance(value, dict) else value
+    return found
+
+
+def _first_records(file: Path) -> list[dict[str, Any]]:
+    """Return the first records of a file, none where it cannot be read."""
     if type_of(file)[1] == "parquet":
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         try:
-            schema = pq.read_schema(file)
+            with pq.ParquetFile(file) as opened:
+                batch = next(opened.iter_batches(_RECORDS), None)
+                return batch.to_pylist() if batch else []
         except (pa.ArrowException, OSError):
-            return [], []
-        return schema.names, [
-            each.name for each in schema if "string" in str(each.type)
-        ]
-    lines = (line for line in numbered_lines(file, 64 << 20))
-    first = next(
-        (
-            line
-            for line in lines
-            if isinstance(line, BrokenRecord) or line.payload.strip()
-        ),
-        None,
-    )
-    try:
-        record = json.loads(getattr(first, "payload", ""))
-    except (ValueError, RecursionError):
-        return [], []
-    if not isinstance(record, dict):
-        return [], []
-    return [*record], [name for name, value in record.items() if isinstance(value, str)]
+            return []
+    lines = JsonlFormat().records(file)
+    found = []
+    for line in islice(lines, _RECORDS):
+        try:
+            record = json.loads(getattr(line, "payload", ""))
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict):
+            found.append(record)
+    return found

@@ -24,7 +24,7 @@ from data.text.records import (
     oversized_record,
     unusable_record,
 )
-from recipes.problems import Setting, Text
+from recipes.problems import Setting, Text, pieces
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,14 @@ class ParquetFormat(RecordFormat):
         import pyarrow.types as types
 
         schema = file.schema_arrow
-        if self.text_column not in schema.names:
+        count = schema.names.count(self.text_column)
+        if count > 1:
+            rule = "give the file with one of them, or "
+            return f"{count} fields {self.text_column!r}", (
+                rule,
+                *pieces(choose_column(())),
+            )
+        if not count:
             return f"no field {self.text_column!r}", choose_column(sorted(schema.names))
         kind = schema.field(self.text_column).type
         kind = kind.value_type if types.is_dictionary(kind) else kind
@@ -211,6 +218,8 @@ class ParquetFormat(RecordFormat):
             types.is_large_string,
             types.is_binary,
             types.is_large_binary,
+            types.is_string_view,
+            types.is_binary_view,
         )
         if not any(is_text(kind) for is_text in texts):
             return f"field {self.text_column!r} is {kind}, not a string", choose_column(
