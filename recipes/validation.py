@@ -69,15 +69,11 @@ def _override(
 
 
 def _value(path: KeyPath, written: str, where: str) -> Any:
-    """Read a value as YAML; where the key takes any text, what is typed is one (2024, 7e12345, yes, *.txt)."""
-    text = is_text(path)
-    try:
-        value = parse(written, where).value
-    except YamlError:
-        if not text or "\0" in written:
-            raise
-        return written
-    return value if isinstance(value, str | None) or not text else written.strip()
+    """Read a value as YAML; for a key that takes any text, it is what is typed: 2024, 7e12345, yes, *.txt."""
+    plain = written.strip()
+    if is_text(path) and plain not in ("", "~", "null") and plain[0] not in "'\"":
+        return plain
+    return parse(written, where).value
 
 
 def _blend_instead(values: dict[str, Any], keys: set[KeyPath]) -> None:

@@ -251,9 +251,10 @@ class _Streams(io.RawIOBase):
         while not content:
             packed = b""
             if self._stream.eof:
-                packed = self._next_stream()
+                packed = self._behind(self._stream.unused_data)
                 if not packed:
-                    break
+                    return 0
+                self._stream = self._begin()
             elif self._stream.needs_input:
                 packed = self._file.read(BUFFER)
                 if not packed:
@@ -262,21 +263,16 @@ class _Streams(io.RawIOBase):
         buffer[: len(content)] = content
         return len(content)
 
-    def _next_stream(self) -> bytes:
-        """Begin the next stream; return its first bytes, none at the end of the file."""
-        packed = self._stream.unused_data
+    def _behind(self, packed: bytes) -> bytes:
+        """Return what comes behind a stream and its padding, with the zeros that are too many for it."""
         zeros = 0
-        while packed.count(0) == len(packed):
+        while not (begun := packed.lstrip(b"\0")):
             zeros += len(packed)
             packed = self._file.read(BUFFER)
             if not packed:
                 break
-        begun = packed.lstrip(b"\0")
         zeros += len(packed) - len(begun)
-        begun = b"\0" * (zeros % 4) + begun  # which is no stream if there are zeros
-        if begun:
-            self._stream = self._begin()
-        return begun
+        return bytes(zeros % 4) + begun
 
 
 def open_file(path: Path) -> io.BufferedReader:

@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -54,8 +55,7 @@ def text_settings(
         first = files[:1] if source == "text" else [*reversed(by_folder.values())]
         if column is None and source != "text":
             column = [_column_of(file.path) for file in first][0]
-        stated = {"text_column": column} if column else {}
-        origin = Origin.model_validate({"source": source, "name": text, **stated})
+        origin = Origin(source=source, name=text, text_column=column or COLUMNS[0])
         for file in first:  # their first records are sound
             next(read_strictly([file], format_of(origin), 0), None)
     except ProblemsError as error:
@@ -75,62 +75,43 @@ def _check_splits(text: str, files: Sequence[FoundFile]) -> None:
     if not splits:
         return
     every = f"{glob.escape(text.rstrip('/'))}/**/*"
-    globs = []
-    for word, path in splits.items():
-        inside = "" if word in path.name else "/**/*"
-        globs.append(f"'{every}{word}*{inside}'")
+    word = next(iter(splits))
+    inside = "" if word in splits[word].name else "/**/*"
     came = f"holds files named {either(splits)}"
     rule = "a test of what a model was trained on says nothing"
-    fix = f"name one split by a glob, {either(globs)}, or all of them: '{every}'"
+    fix = f"name one split by a glob, as '{every}{word}*{inside}', or all: '{every}'"
     raise ProblemsError([Problem("--text", came, rule, fix)])
 
 
 def _source_of(text: str, files: Sequence[FoundFile], say: Say) -> Any:
     """Return the one source that reads all files. Raises ProblemsError."""
-    by_type: dict[str, list[str]] = {}
-    sources: dict[str, str | None] = {}
+    kinds: dict[tuple[str, str | None], list[str]] = {}
     said = time.monotonic()
     for number, file in enumerate(files, 1):
-        name, source = type_of(file.path)
-        sources[name] = source
-        by_type.setdefault(name, []).append(str(file.path))
+        kinds.setdefault(type_of(file.path), []).append(str(file.path))
         if time.monotonic() - said >= SAY_EVERY_S:
             said = time.monotonic()
             say(f"{text}: looked into {number:,} of {len(files):,} files")
     problems = []
-    for name, paths in by_type.items():
-        if sources[name] == "store":
+    for (name, source), paths in kinds.items():
+        if source == "store":
             fix = f"train from it with --set data.source=store --set data.name={text}"
             raise ProblemsError(
                 [Problem("--text", "is a token store, and no text", fix=fix)]
             )
-        if sources[name] is None:
+        if source is None:
+            came = f"{some(paths, _SHOWN)}: {name}"
             fix = way_from(name).replace("FILE", paths[0])
-            problems.append(
-                Problem(
-                    "--text", f"{some(paths, _SHOWN)}: {name}", "it is not read", fix
-                )
-            )
+            problems.append(Problem("--text", came, "it is not read", fix))
+    if not problems and len(kinds) > 1:
+        told = [f"{name} ({some(paths, 2)})" for (name, _), paths in kinds.items()]
+        globs = [f"'{text}/**/*{Path(paths[0]).suffix}'" for paths in kinds.values()]
+        fix = f"name one by a glob: {either(globs)}"
+        came = f"holds {' and '.join(told)}"
+        problems.append(Problem("--text", came, "text is of one kind", fix))
     if problems:
         raise ProblemsError(problems)
-    if len(by_type) > 1:
-        kinds = " and ".join(
-            f"{name} ({some(paths, 2)})" for name, paths in by_type.items()
-        )
-        globs = " or ".join(
-            f"'{text}/**/*{Path(paths[0]).suffix}'" for paths in by_type.values()
-        )
-        raise ProblemsError(
-            [
-                Problem(
-                    "--text",
-                    f"holds {kinds}",
-                    "text is of one kind",
-                    f"name one by a glob: {globs}",
-                )
-            ]
-        )
-    return next(iter(sources.values()))
+    return next(iter(kinds))[1]
 
 
 def _column_of(file: Path) -> str:
@@ -181,12 +162,13 @@ def _characters(value: Any) -> int:
     """Count the characters of all texts in a value, but for keys."""
     found = 0
     waiting = [value]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, str):
-            found += len(value)
-        elif isinstance(value, dict | list):
-            waiting += value.values() if isinstance(value, dict) else value
+    for each in waiting:  # which grows
+        if isinstance(each, str):
+            found += len(each)
+        elif isinstance(each, dict):
+            waiting += each.values()
+        elif isinstance(each, list):
+            waiting += each
     return found
 
 
@@ -196,19 +178,12 @@ def _first_records(file: Path) -> list[dict[str, Any]]:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        try:
-            with pq.ParquetFile(file) as opened:
-                batch = next(opened.iter_batches(_RECORDS), None)
-                return batch.to_pylist() if batch else []
-        except (pa.ArrowException, OSError):
-            return []
-    lines = JsonlFormat().records(file)
+        with suppress(pa.ArrowException, OSError), pq.ParquetFile(file) as opened:
+            for batch in opened.iter_batches(_RECORDS):
+                return batch.to_pylist()
+        return []
     found = []
-    for line in islice(lines, _RECORDS):
-        try:
-            record = json.loads(getattr(line, "payload", ""))
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict):
-            found.append(record)
-    return found
+    for line in islice(JsonlFormat().records(file), _RECORDS):
+        with suppress(ValueError, RecursionError):
+            found.append(json.loads(getattr(line, "payload", "")))
+    return [record for record in found if isinstance(record, dict)]

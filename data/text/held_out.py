@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from itertools import count
 from typing import TYPE_CHECKING, Literal
 
-from data.text.listing import splits_of
 from data.text.records import Document, SkippedRecords, Source
 from data.text.sources import files_of, open_source
 from recipes.families import TRAINED
@@ -186,8 +185,12 @@ def describe_text(recipe: Recipe) -> str:
             else ""
         )
         kind = _KINDS.get(origin.source, origin.source)
-        splits = splits_of(files)
-        named = f", named {' and '.join(splits)}" if splits else ""
+        named = ""
+        if origin.source != "packaged":
+            from data.text.listing import splits_of
+
+            splits = splits_of(files)
+            named = f", named {' and '.join(splits)}" if splits else ""
         told.append(
             f"{source.name}: {counted(len(files), 'file')} of {kind}{column}{named}, {size:,} bytes"
         )

@@ -6,17 +6,17 @@ its lookup and its reading is named.
 
 from __future__ import annotations
 
-import fnmatch
 import glob
 import os
 import re
 import stat
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from data.durable_files import SAY_EVERY_S, Say
-from data.text.records import FoundFile
+from data.text.records import VERSION, FoundFile
 from recipes import files
 from recipes.problems import Problem, ProblemsError, some
 
@@ -41,7 +41,7 @@ def find(path: Path, say: Say) -> list[FoundFile]:
     cannot be listed, or a file is no ordinary one.
     """
     key = (os.getcwd(), path)
-    if not FOUND.get(key):
+    if path.is_file() or not FOUND.get(key):
         FOUND[key] = _each_once(path, _look_up(path, say), say)
     return FOUND[key]
 
@@ -69,15 +69,15 @@ def _look_up(path: Path, say: Say) -> list[FoundFile]:
     found = []
     strange = []
     said = time.monotonic()
-    for name in _names(path):
-        try:
+    pattern = f"{glob.escape(str(path))}/**/*" if path.is_dir() else str(path)
+    for name in [pattern] if path.is_file() else _matching(pattern):
+        mode = 0
+        with suppress(FileNotFoundError):
             facts = os.stat(name)
-        except FileNotFoundError:
-            strange.append(name)
-            continue
-        if stat.S_ISREG(facts.st_mode):
-            found.append(FoundFile.of(Path(name), facts))
-        elif not stat.S_ISDIR(facts.st_mode):
+            mode = facts.st_mode
+        if stat.S_ISREG(mode):
+            found.append(FoundFile(Path(name), VERSION(facts)))
+        elif not stat.S_ISDIR(mode):
             strange.append(name)
         if time.monotonic() - said >= SAY_EVERY_S:
             said = time.monotonic()
@@ -100,11 +100,8 @@ def _each_once(path: Path, found: list[FoundFile], say: Say) -> list[FoundFile]:
     for file in found:
         name = str(file.path)
         original = _COPY.sub("", name)
-        if (
-            original != name
-            and original in there
-            or kept.setdefault(file.version, file).path != file.path
-        ):
+        copied = original != name and original in there
+        if copied or kept.setdefault(file.version, file).path != file.path:
             others.append(name)
     if others:
         told = "passed over, as other names or copies of files in it"
@@ -112,44 +109,32 @@ def _each_once(path: Path, found: list[FoundFile], say: Say) -> list[FoundFile]:
     return [*kept.values()]
 
 
-def _names(path: Path) -> Iterator[str]:
-    """Yield the names that a path, a directory or a glob stands for."""
-    if path.is_dir():
-        return _matching(f"{glob.escape(str(path))}/**/*")
-    return iter([str(path)]) if path.exists() else _matching(str(path))
-
-
 def _matching(pattern: str) -> Iterator[str]:
-    """Yield the paths that match a glob; below its "**" every directory is listed once."""
+    """Yield the paths that match a glob; below its "**" every directory counts once."""
     before, recursive, rest = f"/{pattern}/".partition("/**/")
     if not recursive:
         found = glob.iglob(pattern)
         yield from (name for name in found if not _NOT_READ.match(Path(name).name))
         return
-    rest = rest.strip("/") or "*"
     for top in filter(os.path.isdir, glob.iglob(before[1:] or before or ".")):
-        for directory, names in _tree(top):
-            if "/" in rest or rest == "**":
-                yield from _matching(os.path.join(glob.escape(directory), rest))
-            else:
-                matching = fnmatch.filter(names, rest)
-                yield from (os.path.join(directory, name) for name in matching)
+        for directory in _tree(top):
+            yield from _matching(f"{glob.escape(directory)}/{rest.strip('/') or '*'}")
 
 
-def _tree(top: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the directories at and below `top` with the names of their files.
+def _tree(top: str) -> Iterator[str]:
+    """Yield the directories at and below `top`.
 
     Links are followed, but neither to a directory that was met nor to one that `top` lies in.
     """
-    met = {str(parent) for parent in Path(top).resolve().parents}
-    for directory, below, names in os.walk(top, onerror=_refuse, followlinks=True):
+    met = set(map(str, Path(top).resolve().parents))
+    for directory, below, _ in os.walk(top, onerror=_refuse, followlinks=True):
         place = os.path.realpath(directory)
         if place in met:
             below.clear()
             continue
         met.add(place)
         below[:] = sorted(name for name in below if not _NOT_READ.match(name))
-        yield directory, [name for name in names if not _NOT_READ.match(name)]
+        yield directory
 
 
 def _refuse(error: OSError) -> None:

@@ -12,7 +12,6 @@ every other document stays in its split. launch/prepare_data.py keeps such recor
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -37,7 +36,8 @@ from recipes.problems import (
 MAX_RECORD_BYTES = 64 << 20
 EXCERPT_BYTES = 64 << 10
 
-_VERSION = attrgetter("st_dev", "st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
+# of a file, by what the system says of it
+VERSION = attrgetter("st_dev", "st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
 CHECKED_EVERY = 1024  # records of a file, after which it is looked at again
 
 Payload = bytes | bytearray | str
@@ -84,11 +84,6 @@ class FoundFile(NamedTuple):
     path: Path
     version: tuple[int, ...]
 
-    @classmethod
-    def of(cls, path: Path, facts: os.stat_result) -> FoundFile:
-        """Make it of a path and what the system says of it."""
-        return cls(path, _VERSION(facts))
-
     @property
     def size(self) -> int:
         """Bytes."""
@@ -100,11 +95,11 @@ class FoundFile(NamedTuple):
         Of inode and last time one may differ: some file systems number a file anew, a new link sets the time.
         """
         try:
-            now = _VERSION(self.path.stat())
+            now = VERSION(self.path.stat())
         except FileNotFoundError:
             now = (0,) * len(self.version)
-        _, inode, *content, changed = self.version
-        if now[2:4] != (*content,) or (now[1] != inode and now[4] != changed):
+        then = self.version
+        if now[2:4] != then[2:4] or (now[1] != then[1] and now[4] != then[4]):
             came = f"{self.path}: was changed, replaced or removed while it was read"
             rule = "documents are numbered and held out by their places in the files"
             fix = "put it back as it was, or begin anew with what is there now"

@@ -14,6 +14,7 @@ from data.durable_files import Say, quiet
 from data.text.file_types import ARROW, way_from
 from data.text.records import (
     MAX_RECORD_BYTES,
+    VERSION,
     Document,
     FoundFile,
     RecordFormat,
@@ -60,10 +61,10 @@ def files_of(origin: Origin, say: Say = quiet) -> list[FoundFile]:
     A directory stands for all files in it and below it. `say` gets what is told of many files. Raises
     ProblemsError: there are none.
     """
-    from data.text import listing
-
     if origin.source == "packaged":
         return packaged_files()
+    from data.text import listing
+
     named = Setting("data.name", origin.name)
     path, found = named_path(origin)
     paths = listing.find(path, say)
@@ -91,7 +92,7 @@ def packaged_files() -> list[FoundFile]:
         raise ProblemsError(
             [Problem("data.source", source, f"no *.txt in {directory}", fix)]
         )
-    return [FoundFile.of(path, path.stat()) for path in paths]
+    return [FoundFile(path, VERSION(path.stat())) for path in paths]
 
 
 class FileSource:
