@@ -72,7 +72,7 @@ def _look_up(path: Path, say: Say) -> list[FoundFile]:
     pattern = f"{glob.escape(str(path))}/**/*" if path.is_dir() else str(path)
     for name in [pattern] if path.is_file() else _matching(pattern):
         mode = 0
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             facts = os.stat(name)
             mode = facts.st_mode
         if stat.S_ISREG(mode):
