@@ -75,9 +75,9 @@ def _check_splits(text: str, files: Sequence[FoundFile]) -> None:
     if not splits:
         return
     every = f"{glob.escape(text.rstrip('/'))}/**/*"
-    word = next(iter(splits))
+    word = next(word for word in splits if word.lower().startswith("train"))
     inside = "" if word in splits[word].name else "/**/*"
-    came = f"holds files named {either(splits)}"
+    came = f"holds files named {' and '.join(splits)}"
     rule = "a test of what a model was trained on says nothing"
     fix = f"name one split by a glob, as '{every}{word}*{inside}', or all: '{every}'"
     raise ProblemsError([Problem("--text", came, rule, fix)])

@@ -150,11 +150,13 @@ def test_splits_are_refused_together_and_can_be_chosen(tmp_path):
             path.write_bytes(lines({"text": split}))
         message = refused(top)
         assert "files named" in message and all(name in message for name in ("train", "dev", "Test"))
-        *one, every = re.findall(r"'(/.*?)'", message)
-        for pattern in (*one, every):
-            source = open_source(Origin(**{k[5:]: v for k, v in text_settings(pattern).items() if v}))
+        one, every = re.findall(r"'(/.*?)'", message)
+        for pattern, count in ((one, 1), (every, 3)):
+            listing.FOUND.clear()
+            settings = text_settings(pattern)
+            source = open_source(Origin(source="jsonl", name=settings["data.name"]))
             texts = [document.text for document in source.documents()]
-            assert len(texts) == (3 if pattern == every else 1)
+            assert len(texts) == count and "train" in texts
         assert splits_of(files_of(Origin(source="text", name=every))).keys() == {"train", "dev", "Test"}
     code = tmp_path / "code"
     code.mkdir()
