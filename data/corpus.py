@@ -12,7 +12,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from data import durable_files
-from data.durable_files import Say
+from data.durable_files import Say, quiet
 from data.samples.fields import HeldOut, Parts, TrainingSamples
 from data.samples.splits import Family, family_of, store_parts
 from data.text.held_out import END, EndHeldOut, with_held_out_text
@@ -118,10 +118,10 @@ def open_origin(recipe: Recipe, origin: Origin, say: Say) -> Source | None:
     return with_held_out_text(recipe, open_source(origin, say, skipped))
 
 
-def check_sources(recipe: Recipe) -> list[str]:
+def check_sources(recipe: Recipe, say: Say = quiet) -> list[str]:
     """Check that a recipe's sources and vocabulary exist and fit it, without reading them whole.
 
-    Return remarks for the user.
+    `say`: gets what is told of many files. Return remarks for the user.
 
     Raises ValueError: files or packages are missing, or a store is damaged or of another vocabulary.
     """
@@ -129,14 +129,14 @@ def check_sources(recipe: Recipe) -> list[str]:
     family = recipe.model.family
     said: list[str] = []
     for origin in data.origins:
-        check_origin(origin, family)
+        check_origin(origin, family, say)
     # the others are published, or trained
     known = data.tokenizer.kind in ("file", "store")
     sources = [] if known else _short_texts(recipe)
     tokenizer = None
     if known or sources:
         tokenizer = build_vocabulary(
-            recipe, sources, durable_files.cache_directory(), lambda line: None
+            recipe, sources, durable_files.cache_directory(), quiet
         )
     for origin in data.origins:
         if origin.source == "store":
@@ -162,21 +162,19 @@ def _short_texts(recipe: Recipe) -> list[Source]:
         return []
     size = 0
     for origin in data.origins:
-        size += sum(file.stat().st_size for file in files_of(origin))
+        size += sum(file.size for file in files_of(origin))
     if size > SHORT_TEXT:
         return []
-    sources = (
-        open_origin(recipe, origin, lambda line: None) for origin in data.origins
-    )
+    sources = (open_origin(recipe, origin, quiet) for origin in data.origins)
     return [source for source in sources if source]
 
 
-def check_origin(origin: Origin, family: str = "gpt2") -> None:
+def check_origin(origin: Origin, family: str = "gpt2", say: Say = quiet) -> None:
     """Open the source of an origin. Raises ValueError: its files or packages are missing."""
     if origin.source == "store":
         store_prefix(origin, sequences_of(family))
     else:
-        open_source(origin)
+        open_source(origin, say)
 
 
 def _all_parts(

@@ -36,6 +36,10 @@ Say = Callable[[str], None]
 SAY_EVERY_S = 10.0  # between progress lines of a long job
 
 
+def quiet(line: str) -> None:
+    """Say nothing."""
+
+
 class DamagedFile(Exception):
     """A truncated or changed file; the message says what is wrong with it."""
 

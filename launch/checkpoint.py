@@ -199,7 +199,7 @@ def adopt(args: argparse.Namespace) -> int:
 
     adopts = Adoption.of(args.directory, args)
     column = arguments.stated(args.set, "data.text_column")
-    laid = text_settings(args.text, column) if args.text else {}
+    laid = text_settings(args.text, column, terminal.say) if args.text else {}
     recipe = adopts.begun(args.set, laid, args.steps)
     machine = description.detect_machine(on_paper=True)
     plan = plan_job(

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TextIO, get_args, get_origin, get_type_hints
@@ -255,7 +256,9 @@ def settings_of(args: argparse.Namespace) -> Settings:
     problems = []
     if args.text:
         column = args.text_column if "text_column" in args.given else None
-        found = text_settings(args.text, column)
+        found = text_settings(
+            args.text, column, partial(terminal.say, stream=sys.stderr)
+        )
         args.name = [args.text]
         args.source = found["data.source"]
         args.text_column = found["data.text_column"]

@@ -295,7 +295,8 @@ def text_of(args: argparse.Namespace) -> dict[str, Any]:
         return {}
     from data.text.given_text import text_settings
 
-    return {**text_settings(args.text, arguments.stated(args.set, "data.text_column"))}
+    column = arguments.stated(args.set, "data.text_column")
+    return text_settings(args.text, column, say_on_rank_0)
 
 
 def given_weights(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from launch.console import arguments, ends
@@ -110,17 +111,17 @@ def main() -> int:
     terminal.quiet_libraries()
     try:
         laid = {}
+        say = partial(print, file=sys.stderr)
         if args.text:
             from data.text.given_text import text_settings
 
-            laid = text_settings(
-                args.text, arguments.stated(args.set, "data.text_column")
-            )
+            column = arguments.stated(args.set, "data.text_column")
+            laid = text_settings(args.text, column, say)
         recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, laid=laid)
         check(args, recipe)
         from data.corpus import build
 
-        corpus = build(recipe, say=lambda line: print(line, file=sys.stderr))
+        corpus = build(recipe, say=say)
         if args.summary:
             return show_lengths(recipe, corpus, args.summary)
         return (

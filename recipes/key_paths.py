@@ -93,6 +93,13 @@ def list_rule(path: Path) -> str:
     return f"a list of parts, each with {', '.join(needed)}"
 
 
+def is_text(path: Path) -> bool:
+    """Tell whether the value of a known key is any text, or nothing."""
+    level = _model_at(path[:-1])
+    assert level
+    return children(level)[str(path[-1])].annotation in (str, str | None)
+
+
 def suggestion(path: Path) -> str:
     """Suggest keys for an unknown one: siblings spelt alike, or the same word elsewhere."""
     for end in range(1, len(path)):

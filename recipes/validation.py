@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from recipes import consistency
 from recipes.key_paths import (
+    is_text,
     known_prefix,
     list_rule,
     paths,
@@ -58,13 +59,21 @@ def _override(
             )
         else:
             try:
-                _put(values, path, parse(written, where).value)
+                _put(values, path, _value(path, written, where))
                 keys.add(path)
             except YamlError as error:
                 fix = "put the value in quotes if it is text"
                 problems += [replace(each, fix=fix) for each in error.problems]
     _blend_instead(values, keys)
     return keys, problems
+
+
+def _value(path: KeyPath, written: str, where: str) -> Any:
+    """Read a value as YAML; for a key that takes any text, it is what is typed: 2024, 7e12345, yes, *.txt."""
+    plain = written.strip()
+    if is_text(path) and plain not in ("", "~", "null") and plain[0] not in "'\"":
+        return plain
+    return parse(written, where).value
 
 
 def _blend_instead(values: dict[str, Any], keys: set[KeyPath]) -> None:

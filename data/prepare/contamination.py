@@ -111,7 +111,7 @@ def _strings(path: Path) -> Iterator[str]:
         text = raw if isinstance(raw, BrokenRecord) else lines.parse(raw)
         if not isinstance(text, str):
             why = text.reason if text else "the file is empty"
-            if kind:
+            if kind and not is_json:
                 why = f"it is {kind}: {way_from(kind)}"
             raise ValueError(f"--decontaminate {path}: {why}")
         yield from (_json_strings(path, text) if is_json else text.splitlines())

@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
+from data.durable_files import Say, quiet
 from data.prepare.settings import Settings
 from data.text.file_types import looks_like, way_from
-from data.text.records import BrokenRecord, RawRecord, RecordFormat
+from data.text.listing import splits_of
+from data.text.records import BrokenRecord, FoundFile, RawRecord, RecordFormat
 from data.text.sources import files_of, format_of, hub_source
-from recipes.problems import Problem, ProblemsError, Text
+from recipes.problems import Problem, ProblemsError, Text, some
 
 # before any work is done
 FILES_LOOKED_AT = 8
@@ -45,12 +46,6 @@ class Chunk:
     progress: float
 
 
-class InputFile(NamedTuple):
-    name: str
-    size: int | None  # bytes; None: streamed
-    modified_ns: int | None
-
-
 class HubFormat(RecordFormat):
     """Format of the hub's records; they hold text, and need no parsing."""
 
@@ -71,25 +66,27 @@ class Inputs:
     Raises ValueError: there are none, or one cannot be opened.
     """
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: Settings, say: Say = quiet):
+        """Find the files; `say` gets what is told of many."""
         self._settings = settings
         origins = settings.origins
         self._hub = settings.origin.source == "hub"
         self.format: RecordFormat
         if self._hub:
             self.format = HubFormat(settings)
-            self.paths = [Path(str(origin.name)) for origin in origins]
+            self.files = [FoundFile(Path(str(each.name)), ()) for each in origins]
         else:
             self.format = format_of(settings.origin, settings.max_record_mb << 20)
-            self.paths = [path for origin in origins for path in files_of(origin)]
-        repeated = sorted(
-            str(path) for path, count in Counter(self.paths).items() if count > 1
-        )
-        if repeated and len(origins) > 1:
+            self.files = [file for each in origins for file in files_of(each, say)]
+        self.paths = [file.path for file in self.files]
+        times = Counter(file.version or file.path for file in self.files)
+        if max(times.values()) > 1:
+            repeated = {
+                str(f.path) for f in self.files if times[f.version or f.path] > 1
+            }
             raise ValueError(
-                f"--name matches {', '.join(repeated)} more than once: give each file one time"
+                f"--name matches {some(sorted(repeated))} more than once: give each file one time"
             )
-        self.files = self.look()
 
     def check_beginning(self) -> list[str]:
         """Read the first records of some files; return warnings for the user.
@@ -99,6 +96,9 @@ class Inputs:
         own = self._settings.origin.source
         warnings = list[str]()
         refused = list[Problem]()
+        splits = {} if self._hub else splits_of(self.files)
+        if splits:
+            warnings.append(f"files named {' and '.join(splits)} become one store")
         for path in () if self._hub else self.paths[:FILES_LOOKED_AT]:
             problem = self._first_problem(path)
             if problem:
@@ -138,19 +138,14 @@ class Inputs:
         rule = "all its records are empty" if empty else "it has no records"
         return str(path), f"no text in it: {rule}"
 
-    def look(self) -> list[InputFile]:
-        """Return the current names, sizes and times of the files."""
-        if self._hub:
-            return [InputFile(str(path), None, None) for path in self.paths]
-        facts = ((path, path.stat()) for path in self.paths)
-        return [
-            InputFile(str(path.resolve()), stat.st_size, stat.st_mtime_ns)
-            for path, stat in facts
-        ]
+    def check_unchanged(self) -> None:
+        """Check that the files are those of the beginning. Raises ProblemsError."""
+        for file in () if self._hub else self.files:
+            file.check_unchanged()
 
     @property
     def bytes(self) -> int | None:
-        return None if self._hub else sum(file.size or 0 for file in self.files)
+        return None if self._hub else sum(file.size for file in self.files)
 
     def records(
         self, start: Cursor
@@ -194,8 +189,10 @@ class Inputs:
             yield Chunk(number, items, at, float(self.bytes or 0))
 
     def _progress(self, at: Cursor, in_file: int) -> float:
-        before = sum(file.size or 0 for file in self.files[: at.file])
-        size = self.files[at.file].size or 0
+        if self._hub:
+            return 0.0
+        before = sum(file.size for file in self.files[: at.file])
+        size = self.files[at.file].size
         return before + min(
             size, in_file / _EXPANSION.get(self.paths[at.file].suffix, 1.0)
         )

@@ -104,7 +104,7 @@ def prepare(
     space = Workspace(out)
     if settings.language is not None:
         check_code(settings.language)
-    inputs = Inputs(settings)
+    inputs = Inputs(settings, screen.say)
     bands = (
         choose_bands(settings.permutations, settings.dedup)
         if settings.dedup is not None
@@ -183,10 +183,7 @@ def assemble_result(
     try:
         run.tally = tally_of_all(plan, run.chunks)
         check_broken(run.tally, plan.settings.max_broken, space.chunks, run.chunks)
-        if begun.inputs.look() != begun.inputs.files:
-            raise ValueError(
-                "input files changed while they were read: begin again with --force"
-            )
+        begun.inputs.check_unchanged()
         result = space.new_result()
         store, dedup = finish(begun, run, unknown, screen)
     except chunk_file.DamagedChunk as damage:

@@ -12,7 +12,7 @@ from typing import Any
 from tabulate import tabulate
 
 from data.prepare.chunk_file import BROKEN, Tally
-from data.prepare.inputs import InputFile
+from data.text.records import FoundFile
 from recipes.problems import counted
 
 _TITLES = {
@@ -31,18 +31,15 @@ def file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def describe_inputs(files: Sequence[InputFile], threads: int) -> list[dict[str, Any]]:
+def describe_inputs(files: Sequence[FoundFile], threads: int) -> list[dict[str, Any]]:
     """Return name, size and SHA-256 of each file; of streams only the name."""
 
-    def describe(file: InputFile) -> dict[str, Any]:
-        if file.size is None:
-            return {"name": file.name, "identified_by": "name"}
-        facts = {"name": file.name, "bytes": file.size, "modified_ns": file.modified_ns}
-        return {
-            **facts,
-            "identified_by": "sha256",
-            "sha256": file_digest(Path(file.name)),
-        }
+    def describe(file: FoundFile) -> dict[str, Any]:
+        if not file.version:
+            return {"name": str(file.path), "identified_by": "name"}
+        name = str(file.path.resolve())
+        facts = {"name": name, "bytes": file.size, "modified_ns": file.version[3]}
+        return {**facts, "identified_by": "sha256", "sha256": file_digest(file.path)}
 
     with ThreadPoolExecutor(threads) as pool:  # hashing leaves the interpreter's lock
         return list(pool.map(describe, files))

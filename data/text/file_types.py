@@ -9,9 +9,11 @@ import io
 import lzma
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from backports import zstd  # in Python 3.14's standard library: compression.zstd
 
@@ -127,12 +129,9 @@ def looks_like(path: Path) -> tuple[str, str | None] | None:
     Only unmistakable types: by the first bytes, decompressed, or else by the suffix.
     """
     try:
-        with open_decompressed(path) as file:
-            head = file.read(4096)
+        return _shown_type(path, _head(path))
     except (*READ_ERRORS, ValueError):
         return None
-    name = _by_content(head) or _by_suffix(path, head)
-    return (name, _SOURCES.get(name)) if name else None
 
 
 def type_of(path: Path) -> tuple[str, str | None]:
@@ -140,12 +139,11 @@ def type_of(path: Path) -> tuple[str, str | None]:
 
     Raises ValueError: the file cannot be opened.
     """
-    found = looks_like(path)
-    if found:
-        return found
     try:
-        with open_decompressed(path) as file:
-            head = file.read(4096)
+        head = _head(path)
+        found = _shown_type(path, head)
+        if found:
+            return found
         codecs.getincrementaldecoder("utf-8")().decode(head)
     except UnicodeDecodeError:
         return _NOT_UTF8, None
@@ -159,6 +157,16 @@ def type_of(path: Path) -> tuple[str, str | None]:
     if suffix in _BY_NAME:
         return f"not {_BY_NAME[suffix]}, as its name says", None
     return _PLAIN, "text"
+
+
+def _head(path: Path) -> bytes:
+    with open_decompressed(path) as file:
+        return file.read(4096)
+
+
+def _shown_type(path: Path, head: bytes) -> tuple[str, str | None] | None:
+    name = _by_content(head) or _by_suffix(path, head)
+    return (name, _SOURCES.get(name)) if name else None
 
 
 def way_from(name: str) -> str:
@@ -207,9 +215,11 @@ def open_decompressed(path: Path) -> Iterator[io.BufferedIOBase]:
         if head.startswith(b"\x1f\x8b"):
             content = gzip.GzipFile(fileobj=file)
         elif head.startswith(b"BZh") and head[4:] in _BZIP2_BLOCKS:
-            content = bz2.BZ2File(file)
+            content = io.BufferedReader(_Streams(file, bz2.BZ2Decompressor))
         elif head.startswith(b"\xfd7zXZ\0"):
-            content = lzma.LZMAFile(file)  # noqa: SIM115 - closed below
+            content = io.BufferedReader(
+                _Streams(file, partial(lzma.LZMADecompressor, lzma.FORMAT_XZ))
+            )
         elif head.startswith(b"\x28\xb5\x2f\xfd") or (
             head[1:4] == b"\x2a\x4d\x18" and head[0] >> 4 == 5
         ):
@@ -217,6 +227,52 @@ def open_decompressed(path: Path) -> Iterator[io.BufferedIOBase]:
             content = zstd.ZstdFile(file, options=_LONG_WINDOWS)
         with content:
             yield content
+
+
+class _Streams(io.RawIOBase):
+    """Content of the bzip2 or xz streams of a file, one after another.
+
+    Zeros may stand behind a stream by fours, as xz pads it. All else has to be a stream: Python's own readers
+    take whatever they cannot read there for the end.
+    """
+
+    def __init__(self, file: io.BufferedReader, begin: Callable[[], Any]) -> None:
+        """Read `file`; `begin` makes the decompressor of a stream."""
+        self._file = file
+        self._begin = begin
+        self._stream = begin()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Raises OSError, LZMAError, EOFError: the file is damaged or cut off."""
+        content = b""
+        while not content:
+            packed = b""
+            if self._stream.eof:
+                packed = self._behind(self._stream.unused_data)
+                if not packed:
+                    return 0
+                self._stream = self._begin()
+            elif self._stream.needs_input:
+                packed = self._file.read(BUFFER)
+                if not packed:
+                    raise EOFError("it ends within a stream")
+            content = self._stream.decompress(packed, len(buffer))
+        buffer[: len(content)] = content
+        return len(content)
+
+    def _behind(self, packed: bytes) -> bytes:
+        """Return what comes behind a stream and its padding, with the zeros that are too many for it."""
+        zeros = 0
+        while not (begun := packed.lstrip(b"\0")):
+            zeros += len(packed)
+            packed = self._file.read(BUFFER)
+            if not packed:
+                break
+        zeros += len(packed) - len(begun)
+        return bytes(zeros % 4) + begun
 
 
 def open_file(path: Path) -> io.BufferedReader:

@@ -2,41 +2,62 @@
 
 from __future__ import annotations
 
+import glob
 import json
+import re
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from data.durable_files import SAY_EVERY_S, Say, quiet
 from data.text.file_types import type_of, way_from
-from data.text.records import BrokenRecord, read_strictly
-from data.text.sources import files_of, format_of
-from data.text.text_files import numbered_lines
-from recipes.problems import Problem, ProblemsError, Setting, counted, some
+from data.text.listing import splits_of
+from data.text.records import FoundFile, read_strictly
+from data.text.sources import files_of, format_of, named_path
+from data.text.text_files import JsonlFormat
+from recipes.files import named_kind
+from recipes.problems import Problem, ProblemsError, Setting, Words, either, some
 from recipes.schema import Origin
 
 COLUMNS = ("text", "content")  # of a document, by their usual names
 _SHOWN = 5  # files of each problem
+_RECORDS = 20  # of a file, by which its column is chosen
+_LEAST_TEXT = (
+    80  # bytes of a document, in the mean, where the column's name says nothing
+)
+_WITHOUT_TEXT = "name other files by a glob, or give each record a field text, as jq -c '{text: ...}' FILE does"
+_OF_TEXT = re.compile(
+    "(text|content|body|article|document|passage|sentence|story|abstract|review)s?$",
+    re.IGNORECASE,
+)
 
 
 def text_settings(
-    text: str, column: str | None = None, flag: str = "--text"
+    text: str, column: str | None = None, say: Say = quiet
 ) -> dict[str, Any]:
     """Return dotted keys of a recipe, and their values, for the text in a file, a directory or a glob.
 
-    `column`: the one that the user stated. Raises ProblemsError: there is no text, text of several kinds, or
-    no column that is surely the text.
+    `column`: the one that the user stated; `say` gets lines of progress. Raises ProblemsError: there is no
+    text, text of several kinds or splits, or no column that is surely the text.
     """
-    where = f"{flag} {text}"
+    where = f"--text {text}"
     try:
-        files = files_of(Origin(source="text", name=text))
-        source = _source_of(text, files)
+        origin = Origin(source="text", name=text)
+        files = files_of(origin, say)
+        if named_path(origin)[0].is_dir():
+            _check_splits(text, files)
+        source = _source_of(text, files, say)
+        by_folder = {file.path.parent: file for file in reversed(files)}
+        first = files[:1] if source == "text" else [*reversed(by_folder.values())]
         if column is None and source != "text":
-            column = _column_of(files)
-        stated = {"text_column": column} if column else {}
-        origin = Origin.model_validate({"source": source, "name": text, **stated})
-        # its first record is sound
-        next(read_strictly(files[:1], format_of(origin), 0), None)
+            column = [_column_of(file.path) for file in first][0]
+        origin = Origin(source=source, name=text, text_column=column or COLUMNS[0])
+        for file in first:  # their first records are sound
+            next(read_strictly([file], format_of(origin), 0), None)
     except ProblemsError as error:
         raise ProblemsError(
             replace(problem, where=where) for problem in error.problems
@@ -48,89 +69,121 @@ def text_settings(
     }
 
 
-def _source_of(text: str, files: Sequence[Path]) -> Any:
+def _check_splits(text: str, files: Sequence[FoundFile]) -> None:
+    """Refuse a directory with files of several splits. A glob states what is trained on."""
+    splits = splits_of(files)
+    if not splits:
+        return
+    every = f"{glob.escape(text.rstrip('/'))}/**/*"
+    word = next(word for word in splits if word.lower().startswith("train"))
+    inside = "" if word in splits[word].name else "/**/*"
+    came = f"holds files named {' and '.join(splits)}"
+    rule = "a test of what a model was trained on says nothing"
+    fix = f"name one split by a glob, as '{every}{word}*{inside}', or all: '{every}'"
+    raise ProblemsError([Problem("--text", came, rule, fix)])
+
+
+def _source_of(text: str, files: Sequence[FoundFile], say: Say) -> Any:
     """Return the one source that reads all files. Raises ProblemsError."""
-    by_type: dict[str, list[str]] = {}
-    sources: dict[str, str | None] = {}
-    for file in files:
-        name, source = type_of(file)
-        sources[name] = source
-        by_type.setdefault(name, []).append(str(file))
+    kinds: dict[tuple[str, str | None], list[str]] = {}
+    said = time.monotonic()
+    for number, file in enumerate(files, 1):
+        kinds.setdefault(type_of(file.path), []).append(str(file.path))
+        if time.monotonic() - said >= SAY_EVERY_S:
+            said = time.monotonic()
+            say(f"{text}: looked into {number:,} of {len(files):,} files")
     problems = []
-    for name, paths in by_type.items():
-        if sources[name] == "store":
+    for (name, source), paths in kinds.items():
+        if source == "store":
             fix = f"train from it with --set data.source=store --set data.name={text}"
             raise ProblemsError(
                 [Problem("--text", "is a token store, and no text", fix=fix)]
             )
-        if sources[name] is None:
+        if source is None:
+            came = f"{some(paths, _SHOWN)}: {name}"
             fix = way_from(name).replace("FILE", paths[0])
-            problems.append(
-                Problem(
-                    "--text", f"{some(paths, _SHOWN)}: {name}", "it is not read", fix
-                )
-            )
+            problems.append(Problem("--text", came, "it is not read", fix))
+    if not problems and len(kinds) > 1:
+        told = [f"{name} ({some(paths, 2)})" for (name, _), paths in kinds.items()]
+        globs = [f"'{text}/**/*{Path(paths[0]).suffix}'" for paths in kinds.values()]
+        fix = f"name one by a glob: {either(globs)}"
+        came = f"holds {' and '.join(told)}"
+        problems.append(Problem("--text", came, "text is of one kind", fix))
     if problems:
         raise ProblemsError(problems)
-    if len(by_type) > 1:
-        kinds = " and ".join(
-            f"{name} ({some(paths, 2)})" for name, paths in by_type.items()
-        )
-        globs = " or ".join(
-            f"'{text}/**/*{Path(paths[0]).suffix}'" for paths in by_type.values()
-        )
-        raise ProblemsError(
-            [
-                Problem(
-                    "--text",
-                    f"holds {kinds}",
-                    "text is of one kind",
-                    f"name one by a glob: {globs}",
-                )
-            ]
-        )
-    return next(iter(sources.values()))
+    return next(iter(kinds))[1]
 
 
-def _column_of(files: Sequence[Path]) -> str:
-    """Return the column with the text, by the first record of the first file. Raises ProblemsError."""
-    columns, texts = _columns(files[0])
-    usual = [name for name in COLUMNS if name in texts]
-    chosen = usual or texts
-    if usual or len(texts) == 1 or not columns:
-        return chosen[0] if chosen else COLUMNS[0]
-    came = f"{files[0]} has the columns {some(columns, 20)}"
-    rule = f"none is called {' or '.join(COLUMNS)}, and {counted(len(texts), 'column')} of them hold text"
-    fix = ("set ", Setting("data.text_column", (texts or columns)[0]), " or another")
+def _column_of(file: Path) -> str:
+    """Return the column with the text of a file's first records. Raises ProblemsError: none surely is."""
+    values: dict[str, list[Any]] = {}
+    for record in _first_records(file):
+        for name, value in record.items():
+            values.setdefault(name, []).append(value)
+    for name in COLUMNS:
+        # its reader says what is wrong, here and where nothing can be read
+        if not values or isinstance(values.get(name, [0])[0], str | bytes | None):
+            return name
+    texts = dict[str, list[str]]()
+    for name, of_name in values.items():
+        own = [value for value in of_name if isinstance(value, str)]
+        if own:
+            texts[name] = own
+    others = _characters(values) - _characters(texts)
+    likely = [name for name, own in texts.items() if _is_text(name, own, others)]
+    if len(texts) == len(likely) == 1:
+        return likely[0]
+    kinds = [f"{name} ({named_kind(own[0])})" for name, own in values.items()]
+    came = f"{file} has the columns {some(kinds, 20)}"
+    rule = (
+        f"none is called {' or '.join(COLUMNS)}, or surely is the text by what it holds"
+    )
+    fix: tuple[Words, ...] = (_WITHOUT_TEXT,)
+    if texts:
+        best = max(likely or texts, key=lambda name: _characters(texts[name]))
+        named = Setting("data.text_column", best)
+        fix = ("set ", named, " if that is what to train on, or ", *fix)
     raise ProblemsError([Problem("data.text_column", came, rule, fix)])
 
 
-def _columns(file: Path) -> tuple[list[str], list[str]]:
-    """Return all columns of a file's first record, and those with text; none where it cannot be read."""
+def _is_text(name: str, values: Sequence[str], others: int) -> bool:
+    """Tell by its name, or else by its values, whether a column is the text of documents.
+
+    `others`: characters in lists and objects of the same records. Ids, addresses and titles have no blanks, or
+    are short; letters beyond ASCII may do without blanks.
+    """
+    in_words = [value for value in values if not value.isascii() or " " in value]
+    size = sum(len(value.encode("utf-8", "replace")) for value in in_words)
+    long = size >= _LEAST_TEXT * len(values) and size >= others
+    return long or bool(_OF_TEXT.search(name))
+
+
+def _characters(value: Any) -> int:
+    """Count the characters of all texts in a value, but for keys."""
+    found = 0
+    waiting = [value]
+    for each in waiting:  # which grows
+        if isinstance(each, str):
+            found += len(each)
+        elif isinstance(each, dict):
+            waiting += each.values()
+        elif isinstance(each, list):
+            waiting += each
+    return found
+
+
+def _first_records(file: Path) -> list[dict[str, Any]]:
+    """Return the first records of a file, none where it cannot be read."""
     if type_of(file)[1] == "parquet":
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        try:
-            schema = pq.read_schema(file)
-        except (pa.ArrowException, OSError):
-            return [], []
-        return schema.names, [
-            each.name for each in schema if "string" in str(each.type)
-        ]
-    lines = (line for line in numbered_lines(file, 64 << 20))
-    first = next(
-        (
-            line
-            for line in lines
-            if isinstance(line, BrokenRecord) or line.payload.strip()
-        ),
-        None,
-    )
-    try:
-        record = json.loads(getattr(first, "payload", ""))
-    except (ValueError, RecursionError):
-        return [], []
-    if not isinstance(record, dict):
-        return [], []
-    return [*record], [name for name, value in record.items() if isinstance(value, str)]
+        with suppress(pa.ArrowException, OSError), pq.ParquetFile(file) as opened:
+            for batch in opened.iter_batches(_RECORDS):
+                return batch.to_pylist()
+        return []
+    found = []
+    for line in islice(JsonlFormat().records(file), _RECORDS):
+        with suppress(ValueError, RecursionError):
+            found.append(json.loads(getattr(line, "payload", "")))
+    return [record for record in found if isinstance(record, dict)]

@@ -178,15 +178,21 @@ def describe_text(recipe: Recipe) -> str:
         skipped = SkippedRecords() if data.broken_records == "skip" else None
         source = with_held_out_text(recipe, open_source(origin, skipped=skipped))
         files = files_of(origin)
-        size = sum(file.stat().st_size for file in files)
+        size = sum(file.size for file in files)
         column = (
             f", column {origin.text_column}"
             if origin.source in ("jsonl", "parquet")
             else ""
         )
         kind = _KINDS.get(origin.source, origin.source)
+        named = ""
+        if origin.source != "packaged":
+            from data.text.listing import splits_of
+
+            splits = splits_of(files)
+            named = f", named {' and '.join(splits)}" if splits else ""
         told.append(
-            f"{source.name}: {counted(len(files), 'file')} of {kind}{column}, {size:,} bytes"
+            f"{source.name}: {counted(len(files), 'file')} of {kind}{column}{named}, {size:,} bytes"
         )
         ends |= isinstance(source, EndHeldOut)
     kind = data.tokenizer.kind

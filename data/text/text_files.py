@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -25,6 +26,9 @@ from data.text.records import (
     unusable_record,
 )
 from recipes.problems import Setting, Text
+
+# types of Arrow; views are Polars'
+_TEXTS = re.compile(r"(dictionary<values=)?(large_)?(string|binary)(_view)?\b")
 
 
 @dataclass(frozen=True)
@@ -199,20 +203,14 @@ class ParquetFormat(RecordFormat):
 
     def _column_problem(self, file: Any) -> tuple[str, Text] | None:
         """Return (kind, detail) of a fault of the column in every row; None for a sound column."""
-        import pyarrow.types as types
-
         schema = file.schema_arrow
-        if self.text_column not in schema.names:
+        count = schema.names.count(self.text_column)
+        if count > 1:
+            return f"{count} fields {self.text_column!r}", "give files with one of them"
+        if not count:
             return f"no field {self.text_column!r}", choose_column(sorted(schema.names))
         kind = schema.field(self.text_column).type
-        kind = kind.value_type if types.is_dictionary(kind) else kind
-        texts = (
-            types.is_string,
-            types.is_large_string,
-            types.is_binary,
-            types.is_large_binary,
-        )
-        if not any(is_text(kind) for is_text in texts):
+        if not _TEXTS.match(str(kind)):
             return f"field {self.text_column!r} is {kind}, not a string", choose_column(
                 ()
             )

@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from packaging.version import Version
 from pydantic import ValidationError
 
+from data.durable_files import quiet
 from data.text.sources import open_source
 from ds_configs.findings import FOLDER, ConfigError, Notice, find, lookup, shown
 from ds_configs.plan import ANY_GPU, Machine, Plan
 from ds_configs.resolver import resolve
+from launch.console import terminal
 from launch.deepspeed_fixes import versions
 from launch.ranks import processes
 from modeling import cost
@@ -148,8 +150,10 @@ def plan_job(
     if own or data.tokenizer.kind in ("file", "store"):
         from data.corpus import check_sources  # with transformers
 
-        said = [Notice("data", f"data: {text}") for text in check_sources(recipe)]
-        plan = replace(plan, notices=(*plan.notices, *said))
+        say = terminal.say if processes.rank() == 0 else quiet
+        remarks = check_sources(recipe, say)
+        told = tuple(Notice("data", f"data: {text}") for text in remarks)
+        plan = replace(plan, notices=(*plan.notices, *told))
     else:
         for origin in data.origins:
             open_source(origin)

@@ -286,7 +286,7 @@ def test_trained_vocabulary_is_deterministic_exact_and_covers_all_text():
 
 def test_packaged_corpus_is_chronological_and_held_out_in_every_century():
     documents = list(PackagedSource().documents())
-    years = [int(path.name[:4]) for path in PackagedSource()._paths]
+    years = [int(file.path.name[:4]) for file in PackagedSource()._files]
     assert len(documents) == len(years) >= 240 and years == sorted(years)
     held = {years[d.index] // 100 for d in documents if part_of(d.index, 20) == "validation"}
     assert held == {year // 100 for year in years if year >= 1800}

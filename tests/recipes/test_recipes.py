@@ -626,6 +626,22 @@ def test_set_has_the_last_word_over_tiny():
     assert load("default", ["model.layers=3", "batch.global=12"], tiny=True).model.layers == 3
 
 
+@pytest.mark.parametrize(
+    "written", ["2024", "7e12345", "yes", "2024-01-01", "*.jsonl", "[a].txt", "a: b", "1"]
+)
+def test_a_key_that_takes_a_text_takes_what_is_typed(written):
+    keys = ("name", "revision", "text_column", "config", "tokenizer.path")
+    data = load(overrides=["data.source=jsonl", *(f"data.{key}={written}" for key in keys)]).data
+    assert {data.name, data.revision, data.text_column, data.config, data.tokenizer.path} == {written}
+
+
+def test_a_text_may_be_quoted_or_nothing():
+    data = load(overrides=["data.source=jsonl", "data.name='2024'", "data.config=null"]).data
+    assert (data.name, data.config) == ("2024", None)
+    with pytest.raises(RecipeError, match="data.source=2024: should be 'packaged'"):
+        load(overrides=["data.source=2024"])
+
+
 # --- the planning side is light
 
 

@@ -57,7 +57,7 @@ class Quiet:
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
     """English documents of 1 to 3 KB, all different."""
-    files = (path.read_text(encoding="utf-8") for path in packaged_files()[::40])
+    files = (file.path.read_text(encoding="utf-8") for file in packaged_files()[::40])
     paragraphs = [p for text in files for p in text.split("\n\n") if len(p) > 300]
     return ["\n\n".join(paragraphs[k : k + 3]) for k in range(0, 240, 3)]
 

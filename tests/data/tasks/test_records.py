@@ -62,6 +62,10 @@ GLUE = {
         "index\t#1 ID\t#2 ID\t#1 String\t#2 String", "3\tx\tx\tone\ttwo",
         {"idx": 3, "sentence1": "one", "sentence2": "two"},
     ),
+    ("mrpc", "train"): (  # in .txt, with a byte-order mark
+        "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String", "1\tx\tx\tone\ttwo",
+        {"sentence1": "one", "sentence2": "two", "label": 1},
+    ),
     ("qqp", "train"): (
         "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate", "5\tx\tx\tone\ttwo\t0",
         {"question1": "one", "question2": "two", "label": 0, "idx": 5},
@@ -88,7 +92,7 @@ GLUE = {
 def test_glues_own_tables_are_the_hubs_schema(name, split, tmp_path):
     """A quotation mark is text."""
     (header, row, fields), facts = GLUE[name, split], TASKS[name]
-    path = tmp_path / "a.tsv"
+    path = tmp_path / ("a.txt" if "\ufeff" in header else "a.tsv")
     path.write_text("\n".join([header, row, row, "torn", ""]), newline="")
     found = read_split(facts, split, str(path))
     assert all(fields.items() <= each.value.items() for each in found[:2])

@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import time
 import tracemalloc
 import zipfile
 from types import SimpleNamespace
@@ -28,10 +29,12 @@ from backports import zstd
 
 from data.prepare import pipeline
 from data.prepare.chunk_file import ChunkStep, Tally
+from data.prepare.contamination import read_evaluation
 from data.prepare.inputs import Cursor, Inputs
 from data.prepare.pipeline import check_broken
 from data.prepare.settings import PreparationFailed, Settings, in_flags
-from data.text import encoder, hub
+from data.tasks.rows import read_rows
+from data.text import encoder, hub, listing, records
 from data.text.hub import HubSource, is_temporary
 from data.text.records import EXCERPT_BYTES, BrokenRecord, RawRecord, SkippedRecords
 from data.text.sources import FileSource, PackagedSource, files_of, format_of, open_source
@@ -90,8 +93,35 @@ def test_of_a_damaged_archive_comes_out_what_can_be_read_and_then_the_damage(tmp
     assert found[0] == "early"
     if damage in rest:
         assert "damaged file" in [each[1] for each in found if isinstance(each, tuple)]
-    elif kind in ("gz", "zst"):
+    else:
         assert found[201:] == [(202, "damaged file")], "what stands before it is read"
+
+
+@pytest.mark.parametrize("kind", ["bz2", "xz"])
+def test_a_later_stream_that_cannot_be_read_is_damage_to_every_reader(tmp_path, kind):
+    streams = [COMPRESS[kind](jsonl(*(f"{n} {i} some words of it" for i in range(5)))) for n in range(3)]
+    path = tmp_path / f"a.jsonl.{kind}"
+    for padding in (0, 4, 8, 1 << 21):
+        path.write_bytes((b"\0" * padding).join([*streams, b""]))
+        assert len(texts(JsonlFormat(), path)) == 15
+    flipped = bytes([streams[1][3] ^ 1, streams[1][4] ^ 1])
+    damaged = (
+        b"".join([streams[0], streams[1][:3], flipped, streams[1][5:], streams[2]]),
+        b"".join([streams[0], b"\0\0\0", streams[1]]),
+        b"".join([streams[0], b"\0\0\0"]),
+        b"".join([streams[0], streams[1][:3]]),
+    )
+    for content in damaged:
+        path.write_bytes(content)
+        listing.FOUND.clear()
+        assert texts(JsonlFormat(), path)[5:] == [(6, "damaged file")]
+        assert [each.kind for each in TextFormat().frame(path)] == ["damaged file"]
+        with pytest.raises(ProblemsError, match="jsonl.*:6: damaged file"):
+            list(open_source(Origin(source="jsonl", name=str(path))).documents())
+        with pytest.raises(ValueError, match="--decontaminate .*: damaged file: cannot be read to its end"):
+            read_evaluation([str(path)], 3)
+        rows = read_rows(path)
+        assert len(rows.texts) == 5 and "damaged file" in rows.broken[0]
 
 
 @pytest.mark.parametrize(
@@ -286,10 +316,13 @@ def test_parquet_rows(tmp_path):
     form = ParquetFormat(max_record_bytes=100, batch_rows=2)
     for start in range(10):
         assert texts(form, path, start) == expected[start:]
-    for kind in (pa.large_string(), pa.dictionary(pa.int32(), pa.string()), pa.binary()):
-        column = pa.array(["a", "b"]).cast(pa.string()).dictionary_encode().cast(kind)
+    views = (pa.string_view(), pa.binary_view())  # as Polars writes
+    for kind in (pa.large_string(), pa.dictionary(pa.int32(), pa.string()), pa.binary(), *views):
+        column = pa.array(["a", "b"]).dictionary_encode().cast(pa.string()).cast(kind)
         pq.write_table(pa.table({"text": column}), path)
         assert texts(form, path) == ["a", "b"]
+    pq.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), path)
+    assert texts(form, path) == [(1, "2 fields 'text'")]
 
 
 def test_parquet_that_cannot_be_used_counts_every_row(tmp_path):
@@ -349,15 +382,72 @@ def test_names_are_sorted_globs_or_directories(tmp_path, monkeypatch):
         (tmp_path / name).write_bytes(jsonl(name))
 
     def names(pattern):
-        return [str(path.relative_to(tmp_path)) for path in files_of(Origin(source="jsonl", name=pattern))]
+        found = files_of(Origin(source="jsonl", name=pattern))
+        return [str(file.path.relative_to(tmp_path)) for file in found]
 
     monkeypatch.setenv("HOME", str(tmp_path))
     assert names("~/[ab].jsonl*") == ["a.jsonl.gz", "b.jsonl"]
     assert names(f"{tmp_path}/**/*.jsonl") == ["b.jsonl", "deep/er/c.jsonl", "x[1].jsonl"]
     assert names(f"{tmp_path}/x[1].jsonl") == ["x[1].jsonl"], "a name that exists is no glob"
     assert names(f"{tmp_path}/deep") == ["deep/d", "deep/er/c.jsonl"]
+    assert names(f"{tmp_path}/**/e*/**") == ["deep/er/c.jsonl"]
+    monkeypatch.chdir(tmp_path)
+    assert [str(f.path) for f in files_of(Origin(source="jsonl", name="**/c*"))] == ["deep/er/c.jsonl"]
     with pytest.raises(ValueError, match="absent.*: no such file .*glob of jsonl files"):
         names("absent*.jsonl")
+
+
+def test_a_file_is_read_once_whatever_its_names(tmp_path):
+    top = tmp_path / "data"
+    (top / "2024").mkdir(parents=True)
+    (top / "2024" / "a.jsonl").write_bytes(jsonl("a"))
+    (top / "b.jsonl").write_bytes(jsonl("b"))
+    said = []
+
+    def names(pattern="") -> list[str]:
+        listing.FOUND.clear()
+        said.clear()
+        found = files_of(Origin(source="jsonl", name=f"{top}{pattern}"), said.append)
+        return [str(file.path.relative_to(top)) for file in found]
+
+    assert names() == names("/**/*") == ["2024/a.jsonl", "b.jsonl"] and not said
+    (top / "latest").symlink_to("2024")
+    (top / "2024" / "up").symlink_to("..")  # which leads to itself, and out of the folder
+    (top / "2024" / "out").symlink_to(tmp_path)
+    assert names() == names("/**/*.jsonl") == ["2024/a.jsonl", "b.jsonl"] and not said
+    (top / "b.jsonl.gz").write_bytes(gzip.compress(jsonl("b")))
+    for name in ("b.jsonl~", "b.jsonl.~1~", "b.jsonl.bak"):
+        (top / name).write_bytes(jsonl("old"))
+    os.link(top / "b.jsonl", top / "c.jsonl")
+    (top / "d.jsonl").symlink_to("2024/a.jsonl")
+    for name in ("_SUCCESS", "_temporary/part.jsonl", ".part.jsonl.crc", "_committed_123"):
+        (top / name).parent.mkdir(exist_ok=True)
+        (top / name).write_bytes(b"")
+    assert names() == ["2024/a.jsonl", "b.jsonl"]
+    assert len(said) == 1 and f"{top}/b.jsonl.bak" in said[0] and "and 3 more: passed over" in said[0]
+    assert names("/*") == ["b.jsonl", "d.jsonl"] and names("/_SUCCESS") == ["_SUCCESS"]
+    settings = Settings(
+        tuple(Origin(source="jsonl", name=str(top / name)) for name in ("b.jsonl", "c.jsonl")),
+        "gpt",
+        Tokenizer(kind="gpt2"),
+    )
+    with pytest.raises(ValueError, match="b.jsonl, .*c.jsonl more than once"):
+        Inputs(settings)
+
+
+def test_a_directory_that_cannot_be_listed_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "a.jsonl").write_bytes(jsonl("a"))
+    listed = os.scandir
+
+    def scandir(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(ProblemsError, match="closed: cannot be listed: Permission denied"):
+        files_of(Origin(source="jsonl", name=str(tmp_path)))
 
 
 # ---- sources ----
@@ -402,9 +492,47 @@ def test_a_source_reads_its_files_in_order_and_each_as_a_shard(tmp_path):
     before = source.fingerprint()
     assert before == open_source(Origin(source="jsonl", name=source.name)).fingerprint()
     assert before != open_source(Origin(source="jsonl", name=source.name, text_column="body")).fingerprint()
-    (tmp_path / "b.jsonl").write_bytes(jsonl("b1"))
-    os.utime(tmp_path / "b.jsonl", ns=(1, 1))
-    assert before != source.fingerprint()
+    for edit in (edited, lambda path: path.write_bytes(jsonl("longer"))):
+        edit(tmp_path / "b.jsonl")
+        listing.FOUND.clear()
+        now = open_source(Origin(source="jsonl", name=source.name)).fingerprint()
+        assert before != now
+        before = now
+
+
+def edited(path) -> None:
+    """Change a file and keep its size and time, as cp -p does."""
+    facts = path.stat()
+    time.sleep(0.02)  # a clock of the system that ticks every 10 ms
+    path.write_bytes(path.read_bytes()[::-1])
+    os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+
+
+@pytest.mark.parametrize("change", ["longer", "renamed", "removed", "broken", "linked"])
+def test_a_file_that_is_replaced_while_it_is_read_is_named(tmp_path, monkeypatch, change):
+    monkeypatch.setattr(records, "CHECKED_EVERY", 4)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(jsonl(*(f"text {i:05}" * 100 for i in range(4000))))
+    source = open_source(Origin(source="jsonl", name=str(path), streaming=True))
+    found = source.shard_documents(0)
+    next(found)
+    if change == "longer":
+        path.write_bytes(jsonl(*("more" for i in range(9000))))
+    elif change == "broken":
+        path.write_bytes(b"x" * path.stat().st_size)
+    elif change == "renamed":
+        (tmp_path / "b").write_bytes(path.read_bytes())
+        edited(tmp_path / "b")
+        os.utime(tmp_path / "b", ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+        os.replace(tmp_path / "b", path)
+    elif change == "removed":
+        path.unlink()
+    else:  # a backup's link changes nothing
+        os.link(path, tmp_path / "c")
+        assert len(list(found)) == 3999
+        return
+    with pytest.raises(ProblemsError, match="a.jsonl: was changed, replaced or removed while it was read"):
+        list(found)
 
 
 def test_the_packaged_corpus_is_one_shard():
@@ -412,7 +540,7 @@ def test_the_packaged_corpus_is_one_shard():
     documents = list(source.documents())
     assert (source.shards, len(documents)) == (1, 249)
     assert list(source.shard_documents(0, 240)) == documents[240:] == list(source.documents(240))
-    assert files_of(Origin()) == source._paths
+    assert files_of(Origin()) == source._files
 
 
 @pytest.mark.parametrize("source", ["packaged", "jsonl", "parquet", "text"])
