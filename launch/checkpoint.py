@@ -83,7 +83,7 @@ examples:
   python launch/checkpoint.py adopt deepspeed_run/ --out runs/mine \\
       --text my.jsonl --data_from first --set steps=2000 \\
       --set schedule.kind=constant --weights_args n_head=12
-  torchrun --nproc_per_node 2 launch/pretrain.py --resume --out runs/mine \\
+  deepspeed --num_gpus 2 launch/pretrain.py --resume --out runs/mine \\
       --set parallel.tp=2
       then go on from it, under any layout
 

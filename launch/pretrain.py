@@ -61,7 +61,7 @@ examples:
   deepspeed --num_gpus 2 launch/pretrain.py \\
       --ds_config ds_configs/zero2.json --tiny
       two processes, on GPUs or on a CPU, with the recipe shrunk to seconds
-  torchrun --nproc_per_node 8 launch/pretrain.py \\
+  deepspeed --num_gpus 8 launch/pretrain.py \\
       --ds_config ds_configs/3d.json --recipe parallel_kinds/3d
       2 x 2 x 2 tensor, pipeline and data parallel
   srun --ntasks-per-node 4 python launch/pretrain.py --ds_config zero1 \\
@@ -90,7 +90,7 @@ examples:
       --resume
       continue from the newest complete checkpoint; a first start if there is
       none
-  torchrun --nproc_per_node 2 launch/pretrain.py --resume --out runs/try1 \\
+  deepspeed --num_gpus 2 launch/pretrain.py --resume --out runs/try1 \\
       --set parallel.tp=2 --ds_config zero3
       continue a run with its own recipe, --set's and JSON, here under another
       layout; --resume --out RUN is enough where nothing changes

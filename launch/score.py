@@ -65,7 +65,7 @@ examples:
   python launch/score.py RUN --tasks lambada --from_scratch
       the control: the run's shape and vocabulary with the weights that it
       began with
-  torchrun --nproc_per_node 8 launch/score.py RUN --tasks wikitext103 \\
+  deepspeed --num_gpus 8 launch/score.py RUN --tasks wikitext103 \\
       --set parallel.tp=8 --precision bf16
       a model too large for one GPU, whatever layout trained it; deepspeed and
       srun start it as well

@@ -14,11 +14,12 @@ from launching import ROOT, WORKERS, deepspeed, environment, run, run_ranks
 from scored import make_run, write_passages
 from stored import complete_checkpoints
 
+from launch.experiments.launching import torchrun
 from launch.ranks.watchdog import HANGING
 from launch.records.metrics import read_metrics
 from launch.training.start import NOT_RECORDED
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+TORCHRUN = torchrun(2)
 TINY = ["--tiny", "--ds_config", "zero1", "--set", "precision=fp32"]
 ENDLESS = [*TINY, "--set", "steps=100000", "--set", "run.save_every=5", "--set", "run.keep_checkpoints=1"]
 
