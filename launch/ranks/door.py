@@ -214,9 +214,12 @@ def _token(door: Door, places: list[Path]) -> bytes | None:
 
 
 def _warn_of_pickles(store: Any) -> None:
-    """Say so where torchrun keeps its rendezvous c10d in the store, from which it unpickles what it finds."""
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
-    if agent_has_store() and store.check([f"torch.rendezvous.{run_id}"]):
+    """Say so where torchrun's rendezvous is not static: c10d unpickles what lies in a store of its own.
+
+    A static one keeps what agents agree on in this store.
+    """
+    agreed = f"{os.environ.get('TORCHELASTIC_RUN_ID')}/torchelastic/role_info/0"
+    if agent_has_store() and not store.check([agreed]):
         terminal.say(PICKLES, sys.stderr)
 
 

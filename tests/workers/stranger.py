@@ -123,5 +123,5 @@ if __name__ == "__main__":
         for each in tries:
             each.start()
         for each in tries:
-            each.join(2 * SECONDS)
+            each.join(5 * SECONDS)
     os._exit(0)  # torch's store may still wait for an answer
