@@ -102,7 +102,7 @@ class Trials:
             read()
         except Diverged:  # then a run checks at once
             self.watch.check(self.step, again=True)
-        self.watch.check_if_due(self.step, 0.01)
+        self.watch.check_if_due(self.step)
 
     def tensors(self) -> dict[str, list]:
         """This rank's (kind, tensor, names by element); "batch" is made anew in every step."""
