@@ -49,7 +49,7 @@ def find(ds_path: str | Path, flag: str = "--ds_config") -> Path:
 def read(path: Path) -> dict[str, Any]:
     """Read the JSON object in `path`; ConfigError, with line and column, for a malformed one."""
     try:
-        return files.read_json_object(path)
+        return files.read_settings(path)
     except files.FileError as error:
         raise ConfigError(error.problems) from None
 

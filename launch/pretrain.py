@@ -283,6 +283,7 @@ def source_of(
         from launch.checkpoints.branching import BranchPoint
 
         point = BranchPoint.of(args.branch)
+        arguments.check_outside("--out", args.out, point.run.path)
         return point.run, point
     named = "recipe" in getattr(args, "given", ())
     return (run_of_recipe(args.recipe) if named else None), None
@@ -317,6 +318,7 @@ def adoption(args: argparse.Namespace) -> Adoption | None:
         return None
     from launch.weights.adoption import Adoption
 
+    arguments.check_outside("--out", args.out, args.adopt)
     return Adoption.of(args.adopt, args)
 
 
