@@ -54,7 +54,7 @@ def read(path: Path) -> dict[str, Any]:
     Raises ConfigError, with line and column, for a malformed one.
     """
     try:
-        config = files.read_json_object(path)
+        config = files.read_settings(path)
     except files.FileError as error:
         raise ConfigError(error.problems) from None
     keys = config.get(FILLS)

@@ -30,8 +30,7 @@ def start() -> int:
         print(
             textwrap.fill(line, terminal.columns() or 100, subsequent_indent=" " * 19)
         )
-    print("\nseveral ranks: torchrun --nproc_per_node 8 -m launch.pretrain ...")
-    print("               deepspeed --module launch.pretrain ...")
+    print("\nseveral ranks: deepspeed --num_gpus 8 --module launch.pretrain ...")
     if not wanted:
         print(f"\n{name}: no such command", file=sys.stderr)
     return 0 if wanted else 2

@@ -83,7 +83,7 @@ examples:
   python launch/checkpoint.py adopt deepspeed_run/ --out runs/mine \\
       --text my.jsonl --data_from first --set steps=2000 \\
       --set schedule.kind=constant --weights_args n_head=12
-  torchrun --nproc_per_node 2 launch/pretrain.py --resume --out runs/mine \\
+  deepspeed --num_gpus 2 launch/pretrain.py --resume --out runs/mine \\
       --set parallel.tp=2
       then go on from it, under any layout
 
@@ -197,6 +197,7 @@ def adopt(args: argparse.Namespace) -> int:
     from launch.weights.adoption import Adoption
     from recipes import catalog
 
+    arguments.check_outside("--out", args.out, args.directory)
     adopts = Adoption.of(args.directory, args)
     column = arguments.stated(args.set, "data.text_column")
     laid = text_settings(args.text, column, terminal.say) if args.text else {}

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from launch.console import arguments, ends
+from launch.experiments.launching import torchrun
 from launch.records.facts import Ending, TaskScore
 from launch.training.start import (
     RUN_RULES,
@@ -43,7 +44,7 @@ examples:
   python launch/finetune.py --task rte --init ./bert-base --from_scratch \\
       --train train.jsonl --dev dev.jsonl
       the control: the same shape and vocabulary, weights drawn at random
-  torchrun --nproc_per_node 4 launch/finetune.py --task mnli --init RUN \\
+  deepspeed --num_gpus 4 launch/finetune.py --task mnli --init RUN \\
       --ds_config zero3 --set parallel.tp=2
       any layout: tensor and pipeline parallelism, ZeRO 0 to 3, offload
   python launch/finetune.py --task squad1 --init RUN --seeds 5 --ensemble \\
@@ -73,7 +74,7 @@ RULES = (
     *RUN_RULES,
     ("--plan", SEVERAL, "a plan is that of one run"),
     ("--ensemble", "+--seeds", "the seeds' models answer together, 2 at least"),
-    ("--ranks", f"+{SEVERAL}", "it is of several runs; torchrun --nproc_per_node N starts one"),
+    ("--ranks", f"+{SEVERAL}", "it is of several runs; deepspeed --num_gpus N starts one"),
     *(
         (flag, f"--set {key}", "both decide it")
         for flag, key in (
@@ -194,10 +195,7 @@ def several_runs(args: argparse.Namespace) -> None:
         finetuning_seeds.keep_arguments(out, common)
     except ValueError as e:
         ending.refuse(e)
-    place = (
-        f"--rdzv_backend c10d --rdzv_endpoint localhost:0 --nproc_per_node {args.ranks}"
-    )
-    launcher = ["-m", "torch.distributed.run", *place.split()] if args.ranks > 1 else []
+    launcher = torchrun(args.ranks)[1:] if args.ranks > 1 else []
     outcomes = []
     for seed in range(args.seed, args.seed + args.seeds):
         made = finetuning_seeds.run_seed(out, seed, [*launcher, __file__, *common])

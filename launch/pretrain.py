@@ -61,7 +61,7 @@ examples:
   deepspeed --num_gpus 2 launch/pretrain.py \\
       --ds_config ds_configs/zero2.json --tiny
       two processes, on GPUs or on a CPU, with the recipe shrunk to seconds
-  torchrun --nproc_per_node 8 launch/pretrain.py \\
+  deepspeed --num_gpus 8 launch/pretrain.py \\
       --ds_config ds_configs/3d.json --recipe parallel_kinds/3d
       2 x 2 x 2 tensor, pipeline and data parallel
   srun --ntasks-per-node 4 python launch/pretrain.py --ds_config zero1 \\
@@ -90,7 +90,7 @@ examples:
       --resume
       continue from the newest complete checkpoint; a first start if there is
       none
-  torchrun --nproc_per_node 2 launch/pretrain.py --resume --out runs/try1 \\
+  deepspeed --num_gpus 2 launch/pretrain.py --resume --out runs/try1 \\
       --set parallel.tp=2 --ds_config zero3
       continue a run with its own recipe, --set's and JSON, here under another
       layout; --resume --out RUN is enough where nothing changes
@@ -284,6 +284,7 @@ def source_of(
         from launch.checkpoints.branching import BranchPoint
 
         point = BranchPoint.of(args.branch)
+        arguments.check_outside("--out", args.out, point.run.path)
         return point.run, point
     named = "recipe" in getattr(args, "given", ())
     return (run_of_recipe(args.recipe) if named else None), None
@@ -319,6 +320,7 @@ def adoption(args: argparse.Namespace) -> Adoption | None:
         return None
     from launch.weights.adoption import Adoption
 
+    arguments.check_outside("--out", args.out, args.adopt)
     return Adoption.of(args.adopt, args)
 
 

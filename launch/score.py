@@ -65,7 +65,7 @@ examples:
   python launch/score.py RUN --tasks lambada --from_scratch
       the control: the run's shape and vocabulary with the weights that it
       began with
-  torchrun --nproc_per_node 8 launch/score.py RUN --tasks wikitext103 \\
+  deepspeed --num_gpus 8 launch/score.py RUN --tasks wikitext103 \\
       --set parallel.tp=8 --precision bf16
       a model too large for one GPU, whatever layout trained it; deepspeed and
       srun start it as well
@@ -113,7 +113,7 @@ def build_parser() -> ArgumentParser:
         "field with the text (default: text; of --text the one that is surely the text)"
     )
     add("--column", metavar="NAME", help=column)
-    include = "directory with task files of your own, in lm-eval's form"
+    include = "directory with task files of your own, in lm-eval's form: their Python runs, so trust it"
     add("--include_path", metavar="DIR", help=include)
     window = "tokens that are read at once (default: those of a sample in its training, else its positions)"
     add("--window", type=arguments.whole(most=10**7), metavar="N", help=window)

@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 MIB = 2**20
 MOST_TEXT = 16 * MIB  # bytes of a file that people write, or of a run's facts
+MOST_VALUES = 100_000  # of a file that people write; the largest table here has 3000
 MOST_DEPTH = 50  # objects and lists within each other
 MOST_BITS = 1024  # of an integer; Python itself refuses texts of much longer ones
 MOST_HEADER = 100_000_000  # bytes of a safetensors header, by its format
@@ -160,6 +161,24 @@ def decode(content: bytes, where: str | Path, line: int | None = None) -> str:
 def read_json(path: Path, most: int = MOST_TEXT) -> Any:
     """Read the value in a JSON file. Raises FileError."""
     return parse_json(read_text(path, most), path)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read the object in a JSON file that people write. Raises FileError."""
+    value = read_json_object(path)
+    waiting: list[Any] = [value]
+    for each in waiting:
+        waiting += each.values() if isinstance(each, dict) else ()
+        waiting += each if isinstance(each, list) else ()
+        if len(waiting) > MOST_VALUES:
+            rule = "no such file has more"
+            refuse(
+                path,
+                f"holds more than {MOST_VALUES} values",
+                rule,
+                "is it the right one?",
+            )
+    return value
 
 
 def read_json_object(path: Path, most: int = MOST_TEXT) -> dict[str, Any]:

@@ -183,11 +183,13 @@ def share_batch(
         if taken == per_rank:
             return micro, accumulation
         options = {"batch.global": [taken * dp]}
-        for key, dividend, divisor in (
+        quotients = [
             ("batch.accumulation", per_rank, micro),
             ("batch.micro", per_rank, accumulation),
-            ("parallel.dp", total if dp_is_stated else 1, taken),
-        ):
+        ]
+        if dp_is_stated:
+            quotients.append(("parallel.dp", total, taken))
+        for key, dividend, divisor in quotients:
             if dividend % divisor == 0:
                 options[key] = [dividend // divisor]
         shares = (

@@ -9,6 +9,7 @@ import difflib
 import errno
 import os
 import resource
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,20 @@ _RIGHTS = {errno.EROFS, errno.EACCES, errno.EPERM}
 _HANDLES = {errno.EMFILE, errno.ENFILE}
 _DEVICE = {errno.EIO, errno.ESTALE}
 _MANY_FILES = 65536
+_OBEYED = ("Cc", "Cf", "Cs")  # kinds of characters, by Unicode
 # names of files in errors of writing there
 OUTPUTS = ("standard output", "standard error")
 _KNOWN = {*_SPACE, *_RIGHTS, *_HANDLES, *_DEVICE, errno.EFBIG}
+
+
+def visible(text: str) -> str:
+    """Write characters that a screen would obey as escapes, such as \\x1b; line ends stay."""
+    shown = []
+    for character in text:
+        hidden = character != "\n" and unicodedata.category(character) in _OBEYED
+        escaped = character.encode("unicode_escape").decode()
+        shown.append(escaped if hidden else character)
+    return "".join(shown)
 
 
 class Key(str):
@@ -79,7 +91,7 @@ class Problem:
         )
         sentence = ": ".join(part for part in (self.where, came, rule) if part)
         sentence = "; ".join(part for part in (sentence, fix) if part)
-        return f"{sentence} ({self.place})" if self.place else sentence
+        return visible(f"{sentence} ({self.place})" if self.place else sentence)
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -16,9 +16,8 @@ import yaml
 from recipes import files
 from recipes.problems import Problem, RecipeError
 
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 KeyPath = tuple[str, ...]
-# of one document with its aliases; the largest table here has 3000
-MOST_VALUES = 100_000
 
 
 class YamlError(RecipeError):
@@ -132,16 +131,16 @@ def _check_text(text: str, where: str, kind: Any) -> None:
 
 
 def _check_size(values: int, depth: int, place: str) -> None:
-    if values > MOST_VALUES or depth > files.MOST_DEPTH:
-        came = f"holds more than {MOST_VALUES} values, or is nested too deeply"
-        rule = f"at most {MOST_VALUES} values within {files.MOST_DEPTH} others, aliases followed"
+    if values > files.MOST_VALUES or depth > files.MOST_DEPTH:
+        came = f"holds more than {files.MOST_VALUES} values, or is nested too deeply"
+        rule = f"at most {files.MOST_VALUES} values within {files.MOST_DEPTH} others, aliases followed"
         raise YamlError(place, came, rule, "is it the right file?")
 
 
 def _lines_of(root: yaml.Node, where: str) -> dict[KeyPath, int]:
     """Return the line of each key, the document read as with every alias written out.
 
-    Refuses what is beyond the bounds, a key twice in one mapping, and a NUL.
+    Refuses what is beyond the bounds, a key twice in one mapping, and control characters.
     """
     found = dict[KeyPath, int]()
     values = 0
@@ -155,13 +154,11 @@ def _lines_of(root: yaml.Node, where: str) -> dict[KeyPath, int]:
         values += 1
         _check_size(values, depth, f"{where}:{line}")
         if isinstance(node, yaml.ScalarNode):
-            if "\0" in node.value:
-                raise YamlError(
-                    f"{where}:{line}",
-                    "holds a NUL",
-                    "no name or text has one",
-                    "remove it",
-                )
+            control = CONTROL.search(node.value)
+            if control:
+                rule = "no name or text has a character that a screen obeys"
+                came = f"holds {ascii(control[0])}"
+                raise YamlError(f"{where}:{line}", came, rule, "remove it")
         # keys in lists have no path of their own
         elif isinstance(node, yaml.SequenceNode):
             waiting += [(child, path, {}, depth + 1, line) for child in node.value]

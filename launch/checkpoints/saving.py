@@ -12,7 +12,6 @@ ZeRO partition is up to three boxes, and each would be a tensor to plan, save an
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import shutil
 import threading
@@ -54,6 +53,7 @@ from launch.machine import description, memory
 from launch.ranks.processes import from_rank_0, local_world_size, merged
 from launch.records.facts import SaveOutcome, SilentRecorder
 from modeling.parallel.process_grid import ProcessGrid
+from recipes.problems import system_error, system_problem
 
 STAGING_BYTES = 256 << 20  # of pinned memory
 SPARE = 0.1  # share of a machine's memory that a copy of the state must leave free
@@ -423,11 +423,9 @@ def _join_visible(directory: Path, ours: Part, theirs: Part) -> Part:
 
 
 def _reason(error: BaseException, directory: Path) -> str:
-    """Give the reason why a file could not be written, with the free room."""
-    if not isinstance(error, OSError):
+    """Give the reason why a file could not be written, with the fix that cures it."""
+    refusal = system_error(error)
+    if refusal is None:
         return str(error)
-    free = ""
-    with contextlib.suppress(OSError):
-        there = next(path for path in (directory, *directory.parents) if path.exists())
-        free = f", {shutil.disk_usage(there).free / 1e6:,.3g} MB are free"
-    return f"{error.filename or directory}: {error.strerror or error}{free}"
+    fewer = "keep fewer checkpoints (--set run.keep_checkpoints=2)"
+    return str(system_problem(refusal, directory, fewer))

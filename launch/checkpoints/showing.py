@@ -154,7 +154,13 @@ def verify(path: Path, step: int | None) -> int:
     with bar(sys.stderr, total=total, unit="B", unit_scale=True) as shown:
         for directory in every:
             shown.set_description_str(directory.name)
-            found[directory] = list(inspection.faults(directory, shown.update))
+            faults = list(inspection.faults(directory, shown.update))
+            if directory.exists():
+                found[directory] = faults
+            else:
+                terminal.say(
+                    f"{directory}: removed meanwhile, as the run keeps newer ones"
+                )
     for directory, faults in found.items():
         terminal.say(f"{directory}: {'damaged' if faults else 'whole'}")
         for fault in faults:

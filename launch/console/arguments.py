@@ -57,7 +57,7 @@ class _Given(argparse.Action):
 
 # Flags of other scripts that run DeepSpeed -> what to do here.
 _OTHERS = {
-    "--deepspeed": "leave it out: DeepSpeed always trains here",
+    "--deepspeed": "DeepSpeed always trains here; did you mean --ds_config?",
     "--deepspeed_config": "did you mean --ds_config? (--follow takes its numbers into the recipe)",
 }
 
@@ -306,6 +306,14 @@ def directory(flag: str, text: str | Path) -> Path:
     if problem:
         raise refusal(flag, text, *problem, "name another directory")
     return path
+
+
+def check_outside(flag: str, text: str | Path, parent: str | Path) -> None:
+    """Check that a new run does not lie in the run that it comes from. Raises ProblemsError."""
+    above = Path(os.path.realpath(parent))
+    if Path(os.path.realpath(path_of(text, flag))).is_relative_to(above):
+        rule = "the new run is one of its own, and nothing is written there"
+        raise refusal(flag, text, f"lies in {above}", rule, "name another directory")
 
 
 def place_problem(path: Path) -> tuple[str, str] | None:

@@ -8,9 +8,10 @@ import os
 import re
 import sys
 import textwrap
-import unicodedata
 import warnings
 from typing import Any, TextIO
+
+from recipes.problems import visible
 
 GLUE = "\N{NO-BREAK SPACE}"  # keeps a flag and its value together
 LEAST = 40  # columns; with fewer, each word would have its own line
@@ -74,21 +75,6 @@ def wrapped(text: str, width: int | None, hang: int = 2) -> str:
     return "\n".join(lines)
 
 
-def visible(text: str) -> str:
-    """Write characters that a screen would obey as escapes, such as \\x1b; line ends stay."""
-    shown = []
-    for character in text:
-        hidden = character != "\n" and unicodedata.category(character) in (
-            "Cc",
-            "Cf",
-            "Cs",
-        )
-        shown.append(
-            character.encode("unicode_escape").decode() if hidden else character
-        )
-    return "".join(shown)
-
-
 def command(line: str, width: int | None, hang: int = 2) -> str:
     """Break a command of a shell before its flags, so that it can still be pasted."""
     if width is None or len(line) <= width:
@@ -101,7 +87,7 @@ def command(line: str, width: int | None, hang: int = 2) -> str:
 
 def say(text: str, stream: TextIO | None = None) -> None:
     """Print the text at once, at the width of `stream` (standard output)."""
-    print(wrapped(text, columns(stream)), file=stream, flush=True)
+    print(wrapped(visible(text), columns(stream)), file=stream, flush=True)
 
 
 def _wrap(line: str, width: int, indent: int) -> list[str]:

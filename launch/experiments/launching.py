@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from launch.ranks.launch_environment import FIRST_PORT, PORTS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,9 +28,19 @@ def torchrun(processes: int) -> list[str]:
         sys.executable,
         "-m",
         "torch.distributed.run",
-        "--standalone",
+        # with a port its rendezvous is static: c10d reads pickles of everyone (launch/ranks/door.py)
+        f"--master_port={free_port()}",
         f"--nproc_per_node={processes}",
     ]
+
+
+def free_port() -> int:
+    """Return a port at which nobody listens now, and that no outgoing connection is given."""
+    while True:
+        port = FIRST_PORT + secrets.randbelow(PORTS)
+        with contextlib.suppress(OSError), socket.socket() as tried:
+            tried.bind(("", port))
+            return port
 
 
 def run_and_wait(command: Sequence[str], log: Path) -> int:

@@ -1,14 +1,17 @@
-"""Connections between rank 0 and the other ranks, on which every message proves the launch's secret.
+"""Connections between rank 0 and the other ranks, which no other account takes part in.
 
-The secret is a token that rank 0 draws for this launch. It lies for a moment in a file that only rank 0's
-account can read, in a directory that all ranks see. Nobody else can make a rank believe a byte: of a stranger
-rank 0 reads `HELLO` and one proof at most, for `PATIENCE_S`, and then closes. Messages can be read on the
-network. Nobody but the two ranks can write, change, repeat or leave out one of them.
+On one machine they are Unix sockets, of which the kernel tells the peer's account; the secret is empty.
+Between machines every message proves the launch's secret: a token from MEGARECIPES_SECRET, or one that rank 0
+draws and keeps, until all ranks have come, in a file that only its account can read. Nobody else can make a
+rank believe a byte: of a stranger rank 0 reads `HELLO` and one proof at most, for `PATIENCE_S`, and then
+closes. Messages can be read on the network. Nobody but the two ranks can write, change, repeat or leave out
+one of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import hmac
 import json
 import os
@@ -36,9 +39,15 @@ READ_BYTES = 1 << 16
 PATIENCE_S = 10.0  # for a stranger's proof, and for a connection
 SEND_S = 60.0  # for a message; the system buffers those of a rank that is busy
 MOST_STRANGERS = 512  # at once; of more the oldest goes
+PEER = struct.Struct("3i")  # linux/socket.h, ucred: process, user and group
+SECRET = "MEGARECIPES_SECRET"
 
 
 Kind = Literal["value", "ask", "status", "hangs", "death", "bye"]
+
+
+class OtherSecretError(ConnectionAbortedError):
+    """Rank 0, or who listens in its place, and this rank know different secrets."""
 
 
 @dataclass(frozen=True)
@@ -247,13 +256,48 @@ def _accepted(server: socket.socket) -> Iterator[socket.socket]:
     with contextlib.suppress(OSError):
         for _ in range(MOST_STRANGERS):
             connected, _ = server.accept()
-            yield connected
+            if is_own(connected):
+                yield connected
+            else:
+                connected.close()
 
 
-def connect(address: str, port: int, rank: int, token: bytes) -> Connection:
-    """Connect to rank 0. Raises OSError, also where another process than rank 0 listens."""
-    connected = socket.create_connection((address, port), timeout=PATIENCE_S)
+def is_own(connected: socket.socket) -> bool:
+    """Check that the peer of a Unix socket is of this account; of other sockets the proof tells it."""
+    if connected.family != socket.AF_UNIX:
+        return True
+    peer = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
+    _, account, _ = PEER.unpack(peer)
+    return account == os.geteuid()
+
+
+def listen_here(name: str) -> socket.socket:
+    """Listen at an abstract Unix socket: it is no file, and gone with its process. Raises OSError."""
+    server = socket.socket(socket.AF_UNIX)
+    server.bind("\0" + name)
+    server.listen(socket.SOMAXCONN)
+    return server
+
+
+def connect_here(name: str) -> socket.socket:
+    """Connect to rank 0's socket of that name on this machine. Raises OSError, also for another account's."""
+    connected = socket.socket(socket.AF_UNIX)
+    connected.settimeout(PATIENCE_S)
     try:
+        connected.connect("\0" + name)
+        if not is_own(connected):
+            raise ConnectionAbortedError("who listens there is of another account")
+    except OSError:
+        connected.close()
+        raise
+    return connected
+
+
+def prove(connected: socket.socket, rank: int, token: bytes | None) -> Connection:
+    """Exchange proofs with rank 0; `token` None: this rank knows none. Raises OtherSecretError, OSError."""
+    try:
+        if token is None:
+            raise OtherSecretError
         hello = HELLO.pack(rank, secrets.token_bytes(NONCE_BYTES))
         connected.sendall(hello)
         answer = _read_exactly(connected, NONCE_BYTES + PROOF_BYTES)
@@ -261,7 +305,7 @@ def connect(address: str, port: int, rank: int, token: bytes) -> Connection:
         if not hmac.compare_digest(
             answer[NONCE_BYTES:], _proof(token, b"I am rank 0", told)
         ):
-            raise ConnectionAbortedError("who listens there does not know the secret")
+            raise OtherSecretError
         connected.sendall(_proof(token, b"I am another rank", told))
     except OSError:
         connected.close()
@@ -290,6 +334,12 @@ def keep_secret(places: Sequence[Path], name: str, token: bytes) -> list[Path]:
             else:  # a file system without owners and modes
                 path.unlink(missing_ok=True)
     return kept
+
+
+def stated_secret() -> bytes | None:
+    """Return the token of the launcher's environment; None without one."""
+    text = os.environ.get(SECRET)
+    return hashlib.sha256(text.encode()).digest() if text else None
 
 
 def find_secret(places: Sequence[Path], name: str) -> bytes | None:

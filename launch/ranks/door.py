@@ -1,8 +1,8 @@
 """The door of rank 0: where the other ranks reach it, and how both sides know each other.
 
-Rank 0 listens, and writes its port and the name of a file with a secret into torch's store. The others read
-the file and prove the secret (launch/ranks/connection.py). A rank takes nothing else from the store, where
-anyone may write. One process needs no door.
+Rank 0 listens, and writes into torch's store where, and how it knows the others: by their account on one
+machine, by a secret between machines (launch/ranks/connection.py). A rank takes nothing else from the store,
+where anyone may write. One process needs no door.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import errno
 import os
 import secrets
 import socket
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import StringConstraints, TypeAdapter, ValidationError
 
+from launch.console import terminal
 from launch.ranks import connection, interfaces
 from launch.ranks.connection import Connection
 from launch.ranks.launch_environment import LOOPBACK
@@ -32,19 +34,31 @@ from launch.ranks.processes import (
 )
 from recipes.problems import Problem, ProblemsError, some
 
+PICKLES = (
+    "torchrun's rendezvous c10d (its default on one machine) runs code that any account sends to its port: "
+    "where others use this machine give it --master_port 29500, which makes it static"
+)
 LOOK_FOR_S = 30.0  # network file systems may show a new file late
 EVERY_S = 0.1
 
 
 @dataclass(frozen=True)
 class Door:
-    """The way to rank 0, as it stands in torch's store, where anyone may write: a port, and a file's name."""
+    """The way to rank 0, as it stands in torch's store, where anyone may write.
 
-    port: int
-    secret: Annotated[str, StringConstraints(pattern="^meeting-[0-9a-f]{16}$")]
+    Attributes:
+        name: of a Unix socket, or of a file with the secret.
+        known_by: what ranks know each other by: the account, or a secret in the environment or in a file.
+        port: of rank 0 on several machines.
+    """
+
+    name: Annotated[str, StringConstraints(pattern=r"^meeting\.[0-9a-f]{8}\.tmp$")]
+    known_by: Literal["account", "environment", "file"]
+    port: int = 0
 
 
 DOOR = TypeAdapter(Door)
+DOOR_NAME = "door"  # in the store
 
 
 def connections_of(places: list[Path]) -> tuple[Any, dict[int, Connection]]:
@@ -55,6 +69,7 @@ def connections_of(places: list[Path]) -> tuple[Any, dict[int, Connection]]:
     try:
         store = _open_store()
         if rank() == 0:
+            _warn_of_pickles(store)
             return store, _let_others_in(store, places)
         return store, {0: _reach_rank_0(store, places)}
     except RuntimeError as error:  # torch's
@@ -112,31 +127,32 @@ def _open_store() -> Any:
     return TCPStore(_address(), port, world_size(), is_master=rank() == 0, **how)
 
 
-def _door_name() -> str:
-    """Name the entry of the store, at which torchrun starts ranks anew after a death (--max_restarts)."""
-    return f"door {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-
-
-def _blind_name() -> str:
-    return f"{_door_name()}: a rank does not see the secret"
-
-
 def _let_others_in(store: Any, places: list[Path]) -> dict[int, Connection]:
     """Let the others in on rank 0. Raises ProblemsError: no place keeps a secret, or ranks do not come."""
-    name = f"meeting-{secrets.token_hex(8)}"
-    token = secrets.token_bytes(connection.TOKEN_BYTES)
-    kept = connection.keep_secret(places, name, token)
-    if not kept:
-        raise _no_secret("keeps a file of mode 600 for rank 0", places)
+    name = f"meeting.{secrets.token_hex(4)}.tmp"  # in the form of `left_by_a_crash`
+    kept = list[Path]()
+    token = b""
+    if one_machine():
+        server = connection.listen_here(name)
+        door = Door(name, "account")
+    else:
+        server = listen()
+        port = server.getsockname()[1]
+        stated = connection.stated_secret()
+        door = Door(name, "environment" if stated else "file", port)
+        token = stated or secrets.token_bytes(connection.TOKEN_BYTES)
+    if door.known_by == "file":
+        kept = connection.keep_secret(places, name, token)
+        if not kept:
+            server.close()
+            raise _no_secret("keeps a file of mode 600 for rank 0", places)
     until = time.monotonic() + TIMEOUT.total_seconds()
 
     def over() -> bool:
-        return time.monotonic() > until or store.check([_blind_name()])
+        return time.monotonic() > until or store.check([_blind_name(door)])
 
     try:
-        server = listen()
-        door = Door(server.getsockname()[1], name)
-        store.set(_door_name(), DOOR.dump_json(door))
+        store.set(DOOR_NAME, DOOR.dump_json(door))
         connections = connection.admit(server, token, world_size(), over)
     finally:
         for path in kept:
@@ -146,44 +162,90 @@ def _let_others_in(store: Any, places: list[Path]) -> dict[int, Connection]:
     ]
     if missing:
         raise _met_nobody(
-            f"ranks {some(missing)} of {world_size()} have not come, or do not see {kept[-1]}"
+            f"ranks {some(missing)} of {world_size()} have not come, or do not know its secret"
         )
     return connections
 
 
 def _reach_rank_0(store: Any, places: list[Path]) -> Connection:
-    """Connect to rank 0, once the store says how. Raises ProblemsError."""
+    """Connect to rank 0, once the store says how. Raises ProblemsError.
+
+    torchrun starts ranks anew (--max_restarts) and keeps its store, so that the door there may be that of a
+    rank 0 that has ended: nobody listens behind it. A secret is missing only where somebody does.
+    """
     until = time.monotonic() + TIMEOUT.total_seconds()
     told = b""
     since = time.monotonic()
     while time.monotonic() < until:
-        now_told = store.get(_door_name())
+        now_told = store.get(DOOR_NAME)
         if now_told != told:
             told = now_told
             since = time.monotonic()
-        try:
+        # nobody listens, or another process wrote the door
+        with contextlib.suppress(OSError, ValidationError):
             door = DOOR.validate_json(told)
-            token = connection.find_secret(places, door.secret)
-        except ValidationError:  # another process wrote it
-            token = None
-        if token is not None:
-            with contextlib.suppress(OSError):
-                return connection.connect(_address(), door.port, rank(), token)
-        elif time.monotonic() - since > LOOK_FOR_S:
-            store.set(_blind_name(), "")  # rank 0 waits no longer
-            raise _no_secret(
-                f"shows rank {rank()} on {socket.gethostname()} the file of rank 0",
-                places,
-            )
+            connected = _knock(door)
+            try:
+                return connection.prove(connected, rank(), _token(door, places))
+            except connection.OtherSecretError:
+                if time.monotonic() - since > LOOK_FOR_S:
+                    store.set(_blind_name(door), "")  # rank 0 waits no longer
+                    raise _unknown_secret(door, places) from None
         time.sleep(EVERY_S)
     raise _met_nobody("rank 0 lets it in nowhere")
 
 
+def _knock(door: Door) -> socket.socket:
+    """Connect to the socket of a door. Raises OSError."""
+    if door.known_by == "account":
+        return connection.connect_here(door.name)
+    return socket.create_connection(
+        (_address(), door.port), timeout=connection.PATIENCE_S
+    )
+
+
+def _token(door: Door, places: list[Path]) -> bytes | None:
+    """Return the token of a door; None if this rank does not know it."""
+    if door.known_by == "account":
+        return b""
+    if door.known_by == "environment":
+        return connection.stated_secret()
+    return connection.find_secret(places, door.name)
+
+
+def _warn_of_pickles(store: Any) -> None:
+    """Say so where torchrun's rendezvous is not static: c10d unpickles what lies in a store of its own.
+
+    A static one keeps what agents agree on in this store.
+    """
+    agreed = f"{os.environ.get('TORCHELASTIC_RUN_ID')}/torchelastic/role_info/0"
+    if agent_has_store() and not store.check([agreed]):
+        terminal.say(PICKLES, sys.stderr)
+
+
+def _blind_name(door: Door) -> str:
+    return f"{door.name}: a rank does not know the secret"
+
+
+def _unknown_secret(door: Door, places: list[Path]) -> ProblemsError:
+    who = f"rank {rank()} on {socket.gethostname()}"
+    if door.known_by == "file":
+        return _no_secret(f"shows {who} the file of rank 0", places)
+    came = f"{who} has another {connection.SECRET} than rank 0, or none"
+    fix = "pass the same on to all ranks, as launch/cluster/ does"
+    return ProblemsError(
+        [Problem(connection.SECRET, came, "ranks of a launch know one secret", fix)]
+    )
+
+
 def _no_secret(what: str, places: list[Path]) -> ProblemsError:
     came = f"none of {', '.join(map(str, places))} {what}"
-    rule = "ranks prove to each other that they are of one launch by a secret in a file of mode 600"
-    fix = "set MEGARECIPES_CACHE or --out to a directory that all machines share, with owners of files"
-    return ProblemsError([Problem("MEGARECIPES_CACHE", came, rule, fix)])
+    rule = "ranks on several machines prove to each other that they are of one launch by a secret"
+    fix = (
+        f"set {connection.SECRET} to random text on all ranks (openssl rand -hex 32), or MEGARECIPES_CACHE or "
+        "--out to a directory that all machines share, with owners and modes of files"
+    )
+    return ProblemsError([Problem(connection.SECRET, came, rule, fix)])
 
 
 def _met_nobody(rule: str) -> ProblemsError:

@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import socket
+import stat
 import sys
 import threading
 import time
@@ -24,7 +25,7 @@ from data import durable_files
 from launch.console import terminal
 from launch.ranks import ending, interfaces, launch_environment, processes
 from launch.ranks.meeting import Meeting
-from recipes.problems import take_file_handles
+from recipes.problems import Problem, ProblemsError, take_file_handles
 
 # A command of deepspeed or torchrun: a program or a module of Python's, and no shell that runs it.
 LAUNCHER = re.compile(
@@ -44,6 +45,7 @@ def meet(check: Callable[[], None] = lambda: None, out: str | None = None) -> Me
     terminal.quiet_libraries()
     try:
         processes.check_launch(start=True)
+        check_cache_is_own()
         check()
     except ValueError as e:
         ending.refuse(e)
@@ -169,6 +171,16 @@ def compiling_seconds() -> float:
     # A backward pass is compiled in the first of these, with its forward pass, or when it is needed.
     phases = ("_compile.compile_inner", "backward._backward_impl")
     return sum(sum(spent.get(phase, ())) for phase in phases)
+
+
+def check_cache_is_own() -> None:
+    """Check that no other account writes what this one runs and reads from there. Raises ProblemsError."""
+    cache = durable_files.cache_directory()
+    if cache.is_dir() and cache.stat().st_mode & stat.S_IWOTH:
+        rule = "a run executes compiled code from there, and every account may write it"
+        fix = f"chmod o-w {cache}, or set MEGARECIPES_CACHE to another directory"
+        came = f"cache directory {cache}"
+        raise ProblemsError([Problem("MEGARECIPES_CACHE", came, rule, fix)])
 
 
 def keep_compiled_code() -> None:

@@ -31,7 +31,7 @@ CARRIED = (
     *("MEGARECIPES_", "HF_", "GLOO_", "NCCL_", "PYTORCH_", "TORCH_FR_", "TORCH_NCCL_"),
     *("TORCH_EXTENSIONS_DIR", "CUDA_DEVICE_MAX_CONNECTIONS"),
 )
-NOT_CARRIED = ("TOKEN", "MEGARECIPES_LOCAL_RANK", "NCCL_HOSTID")
+NOT_CARRIED = ("TOKEN", "SECRET", "MEGARECIPES_LOCAL_RANK", "NCCL_HOSTID")
 
 # Rank, size, rank on the machine, size on the machine.
 _KINDS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
@@ -278,7 +278,7 @@ def _check_launcher(environ: Environ, start: LaunchStart) -> None:
         rule = f"{start.by} started {start.size} launches of {world}, which would all train for themselves"
         fix = (
             f"{unset} for plain `srun python`; or start torchrun once on each machine, "
-            "with --nnodes, --rdzv_backend c10d and --rdzv_endpoint"
+            "with --nnodes, --node_rank, --master_addr and --master_port"
         )
         raise _refused("WORLD_SIZE", came, rule, fix)
     if launches == world == str(start.size) and rank != str(start.rank):

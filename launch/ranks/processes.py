@@ -116,7 +116,10 @@ def check_launch(start: bool) -> None:
     if start and launched and missing and not problems:
         there = ", ".join(name for name in needed if name not in missing)
         came = f"{there} without {', '.join(missing)}"
-        problems.append(Problem(missing[0], came, "a launcher sets all of them", UNSET))
+        fix = UNSET
+        if missing == ["LOCAL_RANK"]:
+            fix = "export LOCAL_RANK, the process's number on its machine, from 0"
+        problems.append(Problem(missing[0], came, "a launcher sets all of them", fix))
     if problems:
         raise ProblemsError(problems)
     if start and launched:

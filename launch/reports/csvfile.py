@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from launch.records.metrics import PARTS
@@ -33,6 +34,7 @@ PUBLISHED = (
 )
 # by the keys of metrics.jsonl: "loss" is what is minimised
 LOSSES = [f"{split}_{key}" for split in SPLITS.values() for key in (MINIMISED, *PARTS)]
+COMPUTED = ("=", "+", "-", "@", "\t", "\r")  # beginnings of formulas
 # half of the steps lie between them
 SPREAD = ("time_quartile_1_s", "time_quartile_3_s")
 COLUMNS = (
@@ -64,10 +66,20 @@ def write(document: ReportDocument) -> str:
         }
         lines = {(line.name, line.label): line for line in section.predicted}
         for entry in section.entries:
-            writer.writerow({**table, **_cells(entry), **_predicted(entry, lines)})
+            cells = {**table, **_cells(entry), **_predicted(entry, lines)}
+            writer.writerow(_inert(cells))
         for each in section.finetuned:
-            writer.writerow({**table, **_finetuned(each)})
+            writer.writerow(_inert({**table, **_finetuned(each)}))
     return buffer.getvalue()
+
+
+def _inert(cells: Mapping[str, Any]) -> dict[str, Any]:
+    """Put an apostrophe before texts that a spreadsheet would compute."""
+    found = dict(cells)
+    for key, value in cells.items():
+        if isinstance(value, str | Path) and str(value).startswith(COMPUTED):
+            found[key] = f"'{value}"
+    return found
 
 
 def _cells(entry: RowEntry) -> dict[str, Any]:

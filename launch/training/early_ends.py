@@ -179,8 +179,7 @@ class NotSavedError(EarlyEnd):
     status = "not saved"
 
     def __str__(self) -> str:
-        fix = "make room, or keep fewer (--set run.keep_checkpoints=2), and resume with --resume"
-        return f"the last checkpoint could not be written: {self.why}; {fix}"
+        return f"the last checkpoint could not be written: {self.why}; then resume with --resume"
 
 
 @dataclass(frozen=True)

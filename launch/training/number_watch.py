@@ -9,6 +9,7 @@ and change all the time: they are not watched (docs/running.md says what that wo
 
 from __future__ import annotations
 
+import itertools
 import math
 import socket
 import statistics
@@ -119,7 +120,7 @@ class NumberWatch:
         # steps from one check to the next
         self.every = recipe.run.check_every or self._trial
         self.always = True  # sums are kept after every step, not only before a check
-        self._seconds: list[float] = []  # of the steps up to the trial
+        self._times = [clock()]  # at the ends of the steps up to the trial
         self._step = step  # completed steps
         self.sound = step  # completed steps at the last check that found nothing
         self._watched: list[Watched] = []
@@ -131,10 +132,10 @@ class NumberWatch:
         engine = state.engine
         engine._take_model_step = partial(self._update, engine._take_model_step)
 
-    def check_if_due(self, step: int, seconds: float) -> None:
-        """Check after a step of so many seconds, if it is due. Raises Corrupted on all ranks."""
+    def check_if_due(self, step: int) -> None:
+        """Check after a step, if it is due. Raises Corrupted on all ranks."""
         if step <= self._trial:
-            self._seconds.append(seconds)
+            self._times.append(clock())
         if self._due(step):
             self.check(step)
         if step == self._trial:
@@ -242,18 +243,22 @@ class NumberWatch:
 
     def _choose(self) -> None:
         """Choose the interval by the slowest rank's times. Collective."""
-        step = statistics.median(self._seconds[1:])
+        steps = [end - begin for begin, end in itertools.pairwise(self._times)]
+        step = statistics.median(steps[1:])
         sums = seconds_of(self._add_up)
         exchange = seconds_of(self._exchange)
         ranks = processes.gathered((step, sums, exchange), self._grid.control_group)
         slowest = [max(times) for times in zip(*ranks, strict=True)]
         self.every, self.always = interval(*slowest)
-        when = (
-            f"every {self.every} steps"
-            if self.always
-            else f"around one step of {self.every}"
+        if self.always:
+            when = f"after every step and told each {self.every}"
+            seen = "a flip between steps is seen"
+        else:
+            when = f"around one step of {self.every}"
+            seen = f"a single flip is seen with a chance of 1 in {self.every}"
+        self._say(
+            f"numbers are checked for changed bits {when}: {seen} (run.check_every)"
         )
-        self._say(f"numbers are checked for changed bits {when} (run.check_every)")
 
     def _add_up(self) -> None:
         for watched in self._watched:
@@ -271,15 +276,21 @@ def interval(step: float, sums: float, exchange: float) -> tuple[int, bool]:
     return math.ceil((2 * sums + exchange) / (SHARE * step)), False
 
 
+def clock() -> float:
+    """Return seconds of this process's work: a host's own, which no neighbour changes, or a device's."""
+    if processes.device().own_memory:
+        get_accelerator().synchronize()
+        return time.perf_counter()
+    return time.process_time()
+
+
 def seconds_of(work: Callable[[], object]) -> float:
-    """Return the largest time of three calls, with the device's: between steps, caches are cold."""
+    """Return the largest time of three calls: between steps, caches are cold."""
     times = []
     for _ in range(3):
-        get_accelerator().synchronize()
-        started = time.perf_counter()
+        started = clock()
         work()
-        get_accelerator().synchronize()
-        times.append(time.perf_counter() - started)
+        times.append(clock() - started)
     return max(times)
 
 

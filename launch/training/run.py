@@ -234,7 +234,7 @@ class TrainingRun:
         self.bounds.see(record)
         self.job.after_step(self, record)
         if self.watch:
-            self.watch.check_if_due(step, seconds)
+            self.watch.check_if_due(step)
 
     def _monitor(
         self, group: str, outcome: StepRecord | Validation, **more: float | None

@@ -347,7 +347,7 @@ def test_a_flag_that_would_be_ignored_is_refused(line):
     ("line", "said"),
     [
         ("--ds-config zero1", "--ds-config: did you mean --ds_config?"),
-        ("--deepspeed", "--deepspeed: leave it out"),
+        ("--deepspeed", "--deepspeed: DeepSpeed always trains here; did you mean --ds_config?"),
         ("--deepspeed_config x.json", "--deepspeed_config: did you mean --ds_config?"),
         ("--init-from x --plam", "--plam: did you mean --plan?"),
     ],

@@ -14,11 +14,12 @@ from launching import ROOT, WORKERS, deepspeed, environment, run, run_ranks
 from scored import make_run, write_passages
 from stored import complete_checkpoints
 
+from launch.experiments.launching import free_port, torchrun
 from launch.ranks.watchdog import HANGING
 from launch.records.metrics import read_metrics
 from launch.training.start import NOT_RECORDED
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+TORCHRUN = torchrun(2)
 TINY = ["--tiny", "--ds_config", "zero1", "--set", "precision=fp32"]
 ENDLESS = [*TINY, "--set", "steps=100000", "--set", "run.save_every=5", "--set", "run.keep_checkpoints=1"]
 
@@ -185,3 +186,39 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed(tmp_path):
     assert "resumed from" in done.stdout and "step-000002" in done.stdout
     assert [record.step for record in read_metrics(out / "metrics.jsonl").steps] == [1, 2, 3, 4, 5, 6]
     assert len(json.loads((out / "environment.json").read_text())["launches"]) == 2
+
+
+def worker_of(out, rank):
+    """Process id of a rank that trains into `out`, by its environment."""
+    for pid in ranks_of(out):
+        with contextlib.suppress(OSError):
+            if f"RANK={rank}" in Path(f"/proc/{pid}/environ").read_text().split("\0"):
+                return pid
+    return None
+
+
+@pytest.mark.ci
+def test_two_agents_restart_all_ranks_when_one_dies(tmp_path):
+    """The agent whose worker lives restarts it too, and does not count that: the ranks' counts differ.
+
+    127.0.0.2 is no name of one machine: the ranks know each other by a secret in a file.
+    """
+    out = tmp_path / "run"
+    flags = [*ENDLESS, "--set", "run.prompt=null", "--resume", "--out", str(out)]
+    place = ["--nnodes", "2", "--nproc_per_node", "1", "--max_restarts", "3", "--local_addr", "127.0.0.2"]
+    meet = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{free_port()}"]
+    agent = [sys.executable, "-m", "torch.distributed.run", *place, *meet, "launch/pretrain.py", *flags]
+    with started(agent, out) as first, started(agent, out) as second:
+        for rank, launches in ((1, 1), (0, 2)):
+            wait_for(lambda: len(launches_of(out)) == launches and steps_of(out) > 6, "training")  # noqa: B023
+            os.kill(worker_of(out, rank), signal.SIGKILL)
+            wait_for(lambda: len(launches_of(out)) > launches, "the restart")  # noqa: B023
+        (out / "STOP").touch()
+        assert (first.wait(120), second.wait(120)) == (0, 0)
+    assert json.loads((out / "result.json").read_text())["status"] == "interrupted"
+
+
+def launches_of(out):
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads((out / "environment.json").read_text())["launches"]
+    return []

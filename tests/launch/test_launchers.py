@@ -11,11 +11,12 @@ from launching import ROOT, WORKERS, deepspeed, run, run_ranks
 from ds_configs.plan import HOST, Machine
 from launch import pretrain
 from launch.console import ends
+from launch.experiments.launching import torchrun
 from launch.ranks import joining
 from launch.records.metrics import read_metrics
 from launch.training.start import show_plan
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+TORCHRUN = torchrun(2)
 TINY = ["launch/pretrain.py", "--tiny", "--steps", "4", "--set", "precision=fp32"]
 
 
@@ -27,7 +28,7 @@ def losses(directory):
 def test_every_launcher_trains_the_same(tmp_path):
     launches = {
         "python": [sys.executable, *TINY, "--ds_config", "zero1"],
-        "torchrun": [*TORCHRUN, "2", *TINY, "--ds_config", "ds_configs/zero2.json"],
+        "torchrun": [*TORCHRUN, *TINY, "--ds_config", "ds_configs/zero2.json"],
         "deepspeed": [*deepspeed(2), *TINY, "--ds_config", str(ROOT / "ds_configs" / "pipeline.json")],
     }
     found = {}
@@ -142,7 +143,7 @@ def test_the_partitioned_activations_of_a_json_are_honoured(tmp_path):
     (tmp_path / "partitioned.json").write_text(json.dumps(config))
     settings = ("--set", "parallel.tp=2", "--set", "activation_checkpointing=full")
     for name, path in {"plain": "zero1", "partitioned": str(tmp_path / "partitioned.json")}.items():
-        done = run([*TORCHRUN, "2", *TINY, *settings, "--ds_config", path, "--out", str(tmp_path / name)])
+        done = run([*TORCHRUN, *TINY, *settings, "--ds_config", path, "--out", str(tmp_path / name)])
         assert done.returncode == 0, done.stdout[-3000:]
     assert losses(tmp_path / "partitioned") == pytest.approx(losses(tmp_path / "plain"), abs=1e-5)
 
@@ -164,7 +165,7 @@ def test_a_lost_loss_ends_every_rank_with_one_explanation(tmp_path):
     """In bf16 DeepSpeed skips such steps in silence; the first of two ranks has to finish its report."""
     out = tmp_path / "run"
     flags = ("--ds_config", "bf16", "--set", "optimizer.lr=1e30", "--out", str(out))
-    done = run([*TORCHRUN, "2", *TINY[:2], *flags])
+    done = run([*TORCHRUN, *TINY[:2], *flags])
     assert done.returncode != 0
     assert done.stdout.count("the loss is nan in bf16") == 1 and "optimizer.lr" in done.stdout, done.stdout
     assert json.loads((out / "result.json").read_text())["status"] == "diverged"
@@ -188,7 +189,7 @@ def test_a_start_that_failed_does_not_block_its_directory(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
 def test_a_failing_rank_is_the_last_on_the_screen(tmp_path, launcher):
-    command = deepspeed(2) if launcher == "deepspeed" else [*TORCHRUN, "2"]
+    command = deepspeed(2) if launcher == "deepspeed" else TORCHRUN
     flags = (*TINY[1:], "--ds_config", "zero3", "--out", str(tmp_path / "run"))
     done = run([*command, str(WORKERS / "failing_rank.py"), *flags])
     assert done.returncode != 0

@@ -30,7 +30,8 @@ YAML = {
     "a: !!int x": "not YAML",
     "a: 0x" + "f" * 1000: "an integer of 4000 bits",
     "a: " + "9" * 5000: "not YAML",
-    'a: "\\0"': "y:1: holds a NUL",
+    'a: "\\0"': r"y:1: holds '\x00': no name or text has a character that a screen obeys",
+    '"a\\e[2J": b': r"y:1: holds '\x1b'",
     'a: "\\ud800"': "half of a surrogate pair",
     "a: \x01": "not YAML",
     "? [a]\n: b": "not YAML",
@@ -149,3 +150,12 @@ def test_damaged_tensors_are_refused_by_their_header(tmp_path, case):
         write_tensors(path, header, data)
     with pytest.raises(FileError, match=said):
         files.read_safetensors_header(path)
+
+
+def test_a_file_of_settings_has_a_bound_of_values(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({f"key{number}": [1] for number in range(60_000)}))
+    with pytest.raises(FileError, match="holds more than 100000 values"):
+        files.read_settings(path)
+    path.write_text(json.dumps({f"key{number}": [1] for number in range(40_000)}))
+    assert len(files.read_settings(path)) == 40_000

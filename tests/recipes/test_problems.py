@@ -5,7 +5,7 @@ import resource
 
 import pytest
 
-from recipes.problems import ProblemsError, system_error, system_problem, take_file_handles
+from recipes.problems import Problem, ProblemsError, system_error, system_problem, take_file_handles
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,7 @@ def test_a_process_takes_the_file_handles_it_may_have(monkeypatch):
     limits[:] = [(64, resource.RLIM_INFINITY)]
     take_file_handles(128)
     assert limits[-1] == (65_536, resource.RLIM_INFINITY)
+
+
+def test_a_refusal_shows_what_a_screen_would_obey():
+    assert str(Problem("a", "\x1b[2Jgone", "rule\x07", "fix")) == r"\x1b[2Jgone: rule\x07; fix"

@@ -104,7 +104,7 @@ class Trials:
         except Diverged:  # then a run checks at once
             self.watch.check(self.step, again=True)
             self.checked = self.step
-        self.watch.check_if_due(self.step, 0.01)
+        self.watch.check_if_due(self.step)
         if self.step % EVERY == 0:
             self.checked = self.step
 

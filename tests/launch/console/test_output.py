@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from launching import environment
 
+from launch.console.arguments import check_outside
 from launch.console.new_output import new_directory, new_file, own_files
 from recipes.problems import ProblemsError
 
@@ -43,6 +44,14 @@ def test_another_directory_is_refused(place, name):
     with pytest.raises(ProblemsError) as caught:
         new_directory("--out", place / name)
     assert str(caught.value).startswith("--out ") and DIRECTORIES[name] in str(caught.value)
+
+
+def test_a_new_run_does_not_lie_in_the_one_it_comes_from(place):
+    (place / "by_link").symlink_to(place / "full")
+    for inside in ("full", "full/new", "by_link/new"):
+        with pytest.raises(ProblemsError, match="lies in .*full"):
+            check_outside("--out", place / inside, place / "full")
+    check_outside("--out", place / "fuller", place / "full")
 
 
 FILES = {

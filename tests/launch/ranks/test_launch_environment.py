@@ -155,7 +155,7 @@ def without(environ: dict[str, str], lost: str) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name != lost}
 
 
-# `srun -n 2 torchrun --standalone --nproc_per_node 4`: each would write into the run directory.
+# `srun -n 2 torchrun --nproc_per_node 4`: each would write into the run directory.
 APART = {**srun_environment(1, 2, 1), **without(TORCHRUN, "GROUP_WORLD_SIZE"), "WORLD_SIZE": "4"}
 LEFT = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # by a shell: each task would take itself for all
 TWO_MACHINES = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}

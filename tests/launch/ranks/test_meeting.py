@@ -66,18 +66,23 @@ met.end()
 """
 
 
-def ranks_of(program, world, *given, environ=None):
-    """Start a program on ranks that meet at a free port of this machine; return the processes."""
+def ranks_of(program, world, *given, own=None):
+    """Start a program on ranks that meet at a free port of this machine; return the processes.
+
+    `own`: more of the environment, for each rank.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
     started = []
     for rank in range(world):
-        own = environment({**launch, "RANK": str(rank), "LOCAL_WORLD_SIZE": str(world), **(environ or {})})
+        place = {**launch, "RANK": str(rank), "LOCAL_WORLD_SIZE": str(world), **(own[rank] if own else {})}
         command = [sys.executable, "-c", program, *map(str, given)]
         piped = subprocess.PIPE
-        started.append(subprocess.Popen(command, env=own, stdout=piped, stderr=piped, text=True))
+        started.append(
+            subprocess.Popen(command, env=environment(place), stdout=piped, stderr=piped, text=True)
+        )
     return started
 
 
@@ -143,10 +148,11 @@ def pair(token=b"t" * 32, of_others=None):
     door = threading.Thread(target=lambda: admitted.update(connection.admit(server, token, 2, over.is_set)))
     door.start()
     try:
-        other = connection.connect("127.0.0.1", port, 1, of_others or token)
+        connected = socket.create_connection(("127.0.0.1", port), timeout=20)
+        other = connection.prove(connected, 1, of_others or token)
         door.join(20)
         return admitted[1], other
-    except ConnectionAbortedError:
+    except connection.OtherSecretError:
         return None
     finally:
         over.set()
@@ -203,7 +209,9 @@ def test_a_rank_that_is_admitted_keeps_its_connection():
     door = threading.Thread(target=lambda: admitted.update(connection.admit(server, token, 3, over.is_set)))
     door.start()
     try:
-        first, again, _ = [connection.connect("127.0.0.1", port, rank, token) for rank in (1, 1, 2)]
+        callers = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(3)]
+        ranks = zip(callers, (1, 1, 2), strict=True)
+        first, again, _ = [connection.prove(caller, rank, token) for caller, rank in ranks]
         door.join(20)
     finally:
         over.set()
@@ -213,19 +221,84 @@ def test_a_rank_that_is_admitted_keeps_its_connection():
     assert admitted.keys() == {1, 2} and admitted[1].take() == [Message("value", "a", 1)]
 
 
+PEER = """
+import os, sys
+from launch.ranks import connection
+if sys.argv[2] == "another":
+    os.setgid(65534)
+    os.setuid(65534)
+try:
+    if sys.argv[1] == "listens":
+        server = connection.listen_here("test-of-peers-1")
+        print("there", flush=True)
+        server.accept()
+    else:
+        connection.prove(connection.connect_here("test-of-peers-2"), 1, b"")
+        print("admitted", flush=True)
+except OSError:
+    print("turned away", flush=True)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root alone becomes another account")
+@pytest.mark.parametrize("account", ["this", "another"])
+def test_on_one_machine_the_kernel_says_who_calls_and_who_listens(account):
+    def peer(does):
+        program = [sys.executable, "-c", PEER, does, account]
+        return subprocess.Popen(program, env=environment(), stdout=subprocess.PIPE, text=True)
+
+    listening = peer("listens")
+    assert listening.stdout.readline() == "there\n"
+    if account == "this":
+        connection.connect_here("test-of-peers-1").close()
+    else:
+        with pytest.raises(ConnectionAbortedError, match="another account"):
+            connection.connect_here("test-of-peers-1")
+    listening.communicate(timeout=60)
+    calling = []
+    server = connection.listen_here("test-of-peers-2")
+    over = lambda: bool(calling) and calling[0].poll() is not None  # noqa: E731
+    calling.append(peer("calls"))
+    admitted = connection.admit(server, b"", 2, over)
+    said = calling[0].communicate(timeout=60)[0]
+    assert (said, [*admitted]) == (("admitted\n", [1]) if account == "this" else ("turned away\n", []))
+
+
+HASTY = "from launch.ranks import door\ndoor.LOOK_FOR_S = 1.0\n"
+STATED = HASTY + MEETING.replace("met.settle(refuse)", "met.end()")
+
+
+@pytest.mark.parametrize("others", ["same", "other", ""])
+def test_ranks_on_several_machines_know_each_other_by_a_secret_of_the_environment(tmp_path, others):
+    """No disk is shared: each rank has a cache and a directory of its own."""
+    between = {"MASTER_ADDR": "127.0.0.2", "LOCAL_WORLD_SIZE": "1"}
+    own = [
+        {"MEGARECIPES_CACHE": str(tmp_path / name), "MEGARECIPES_SECRET": secret, **between}
+        for name, secret in (("a", "same"), ("b", others))
+    ]
+    ranks = ranks_of(STATED, 2, own=own)
+    said = [rank.communicate(timeout=90) for rank in ranks]
+    if others == "same":
+        assert [json.loads(out)[1] for out, _ in said] == [5, 5], said
+    else:
+        assert all(rank.returncode for rank in ranks)
+        assert "another MEGARECIPES_SECRET than rank 0, or none" in said[1][1], said
+    assert not [*tmp_path.rglob("meeting*")]
+
+
 def test_a_secret_is_read_from_a_file_of_this_account_alone(tmp_path):
     token = b"s" * 32
     places = [tmp_path / "missing" / "place", tmp_path]
-    kept = connection.keep_secret(places, "meeting-1", token)
-    assert kept == [places[0] / "meeting-1", tmp_path / "meeting-1"]
+    kept = connection.keep_secret(places, "meeting.1.tmp", token)
+    assert kept == [places[0] / "meeting.1.tmp", tmp_path / "meeting.1.tmp"]
     assert {path.stat().st_mode & 0o777 for path in kept} == {0o600}
-    assert connection.keep_secret([tmp_path], "meeting-1", token) == [], "what lies there is not written over"
-    assert connection.find_secret([tmp_path], "meeting-1") == token
+    assert connection.keep_secret([tmp_path], "meeting.1.tmp", token) == [], "nothing is written over"
+    assert connection.find_secret([tmp_path], "meeting.1.tmp") == token
     kept[1].chmod(0o640)
-    assert connection.find_secret([tmp_path], "meeting-1") is None
+    assert connection.find_secret([tmp_path], "meeting.1.tmp") is None
     kept[1].chmod(0o600)
     (tmp_path / "link").symlink_to(kept[1])
     assert connection.find_secret([tmp_path], "link") is None
     if os.geteuid() == 0:
         os.chown(kept[1], 65534, 65534)
-        assert connection.find_secret([tmp_path], "meeting-1") is None
+        assert connection.find_secret([tmp_path], "meeting.1.tmp") is None

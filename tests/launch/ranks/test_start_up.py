@@ -10,6 +10,7 @@ from launching import run
 
 from launch.ranks import joining
 from launch.ranks.joining import StartClock
+from recipes.problems import ProblemsError
 
 # Everything that training imports until its first step, in the order of `pretrain.run`.
 BEFORE_THE_FIRST_STEP = """
@@ -124,3 +125,13 @@ def test_compiled_code_is_kept_with_what_is_prepared_once(tmp_path, monkeypatch)
         env = {"MEGARECIPES_CACHE": str(tmp_path), **given}
         done = run([sys.executable, "-c", code], env=env, timeout=120)
         assert f"CODE IN {place}" in done.stdout, done.stdout
+
+
+def test_a_cache_that_every_account_may_write_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGARECIPES_CACHE", str(tmp_path / "cache"))
+    joining.check_cache_is_own()
+    (tmp_path / "cache").mkdir()
+    joining.check_cache_is_own()
+    (tmp_path / "cache").chmod(0o777)
+    with pytest.raises(ProblemsError, match="chmod o-w"):
+        joining.check_cache_is_own()

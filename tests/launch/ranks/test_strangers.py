@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from launching import ROOT, WORKERS, environment
 
+from launch.experiments.launching import torchrun
 from launch.records.metrics import read_metrics
 from launch.records.result import read_result
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+TORCHRUN = torchrun(2)
 LISTENING = "0A"  # linux/net/tcp_states.h
 
 
@@ -79,7 +80,7 @@ def test_a_stranger_changes_nothing(tmp_path):
         made = subprocess.run(
             command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True, timeout=100
         )
-        assert made.returncode == 0 and made.stdout.count("\n") == 8, made.stdout
+        assert made.returncode == 0 and made.stdout.count("\n") == 9, made.stdout
         before = len(read_metrics(out / "metrics.jsonl").steps)
         time.sleep(6.5)  # a death is told after 5 s
         assert run.poll() is None and len(read_metrics(out / "metrics.jsonl").steps) > before

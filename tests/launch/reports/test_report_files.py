@@ -7,7 +7,7 @@ from pathlib import Path
 from reported import make_run
 
 from launch import report
-from launch.reports import runs, writing
+from launch.reports import csvfile, runs, writing
 
 
 def test_what_cannot_be_reported_is_refused_at_once(tables, tmp_path, capsys):
@@ -99,3 +99,9 @@ def test_finding_runs(tmp_path, monkeypatch):
     assert runs.labels(found) == ["a/x", "b/x", "c"]
     monkeypatch.chdir(tmp_path)
     assert runs.find(["[ab]/x"]) == [Path("a/x"), Path("b/x")]
+
+
+def test_no_cell_of_the_csv_is_computed_by_a_spreadsheet():
+    cells = {"run": Path("=1+2"), "status": "@x", "loss": -1.5, "empty": "", "note": "a=b", "none": None}
+    inert = {**cells, "run": "'=1+2", "status": "'@x"}
+    assert csvfile._inert(cells) == inert
