@@ -62,18 +62,21 @@ def read(path: Path) -> dict[str, Any]:
     if isinstance(keys, list) and all(isinstance(key, str) for key in keys):
         del config[FILLS]
         for key in keys:
-            _leave_open(config, key)
+            if lookup(config, key) is None:
+                put(config, key, "auto")
     return config
 
 
-def _leave_open(section: Any, key: str) -> None:
-    """Write "auto" at a.b.c if it is absent or null; a value for a section is left to be refused."""
-    name, dot, rest = key.partition(".")
-    if isinstance(section, dict):
-        if section.get(name) is None:
-            section[name] = {} if dot else "auto"
-        if dot:
-            _leave_open(section[name], rest)
+def put(config: dict[str, Any], dotted: str, value: Any) -> None:
+    """Set the value at a.b.c, unless another value stands for a section: that is left to be refused."""
+    *sections, last = dotted.split(".")
+    for name in sections:
+        if config.get(name) is None:
+            config[name] = {}
+        config = config[name]
+        if not isinstance(config, dict):
+            return
+    config[last] = value
 
 
 @dataclass(frozen=True)

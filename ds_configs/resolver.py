@@ -24,6 +24,7 @@ from ds_configs.findings import (
     Findings,
     find,
     lookup,
+    put,
     read,
     stated,
 )
@@ -139,14 +140,6 @@ def _filled(
         if written == "auto" or (written is None and key in values):
             put(filled, key, value)
     return filled
-
-
-def put(config: dict[str, Any], key: str, value: Any) -> None:
-    """Set the value at a.b.c."""
-    *sections, last = key.split(".")
-    for name in sections:
-        config = config.setdefault(name, {})
-    config[last] = value
 
 
 def _autos(value: Any, prefix: str = "") -> Iterator[str]:
