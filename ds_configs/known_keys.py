@@ -81,7 +81,7 @@ def _kind(words: str) -> Kind:
     fits = _FITS.get(what) or (_range(number) if number else _choice(what))
     whole = number is not None and number[1] != "a"
     fix = "write one"
-    if number and number[2] == "from" and not number[4]:
+    if number and whole and not number[4]:
         fix = f"write {number[3]} or more"
     return Kind(
         f"must be {words}",
@@ -220,10 +220,7 @@ def _unknown(name: str, key: str, value: Any, findings: Findings) -> None:
     elif name not in _LENIENT:
         findings.refuse(dotted, "unknown key", did_you_mean(key, known), came=dotted)
     elif homes:
-        findings.notice(
-            dotted,
-            f"without effect: DeepSpeed reads it in {homes[0]}, where it belongs",
-        )
+        findings.notice(dotted, f"without effect: it belongs into {homes[0]}")
     elif nearest(key, known, cutoff=0.8):
         rule = "unknown key, which DeepSpeed would ignore"
         findings.refuse(dotted, rule, did_you_mean(key, known), came=dotted)

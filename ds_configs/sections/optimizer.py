@@ -158,7 +158,8 @@ def _check_schedule(kind: Any, recipe: Recipe, findings: Findings) -> None:
     for name in params:
         if name not in (*takes, "last_batch_iteration"):
             key = f"{section}.{name}"
-            findings.refuse(key, rule, "write what it takes (a ratio is a share of lr)")
+            fix = "write these instead: a ratio is a share of lr, the highest rate"
+            findings.refuse(key, rule, fix)
     if params and END in takes and END not in params:
         fix = 'write it, or "auto": the recipe\'s'
         findings.refuse(f"{section}.{END}", f"{kind} fails without it", fix)
