@@ -45,7 +45,7 @@ class Kind(NamedTuple):
 
     rule: str
     fits: _Fits
-    fix: str = "write one"
+    fix: str
     whole: bool = False
     null: bool = False
     section: bool = False
