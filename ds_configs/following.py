@@ -30,6 +30,7 @@ _OPTIMIZER = {
     "weight_decay": 0.0,
     "bias_correction": True,
 }
+_RATE = 1e-3
 OF_MUON = ("momentum", "adam_lr", "adjust_lr")
 _OF_LAMB = {"min_coeff": 0.01, "max_coeff": 10.0}
 _SCHEDULE = "scheduler.params"
@@ -79,25 +80,26 @@ class Stated:
     left_open: bool = False
 
 
-def numbers(
-    config: Mapping[str, Any], recipe: Recipe, follows: bool = False
-) -> Iterator[Stated]:
+def numbers(config: Mapping[str, Any], recipe: Recipe) -> Iterator[Stated]:
     """Yield what a checked JSON states of optimizer, clipping and schedule, and what follows by default.
 
-    Args:
-        config: the JSON.
-        recipe: gives the rate of which an "auto" leaves shares.
-        follows: the recipe takes the kind of a schedule whose numbers the JSON leaves to it, too.
+    `recipe`: gives the rate of which an "auto" leaves shares.
     """
+    unscheduled = is_open(config)
+    for each in _numbers(config, recipe):
+        scheduled = each.source.startswith("scheduler.")
+        if not (each.left_open or (unscheduled and scheduled)):
+            yield each
+
+
+def _numbers(config: Mapping[str, Any], recipe: Recipe) -> Iterator[Stated]:
+    """Yield `numbers`, and those that the JSON leaves to the recipe."""
     kind = stated(config, "optimizer.type")
     name = TYPES.get(str(kind).lower())
-    rate = stated(config, f"{PARAMS}.lr")
-    decides = name is not None and rate is not None
+    rate = lookup(config, f"{PARAMS}.lr")
+    by_default = name is not None and rate is None
+    rate = _RATE if by_default else stated(config, f"{PARAMS}.lr")
     schedule = list(_schedule(config, recipe, rate or recipe.optimizer.lr))
-    if not follows:
-        schedule = [
-            each for each in schedule if not (each.left_open or is_open(config))
-        ]
     if name:
         yield Stated("optimizer.name", name, "optimizer.type")
     usual = _OPTIMIZER | (_OF_LAMB if name == "lamb" else {})
@@ -107,34 +109,41 @@ def numbers(
         usual["weight_decay"] = 0.01  # torch's default
     scheduled = {each.key for each in schedule if not each.left_open}
     if rate is not None and "optimizer.lr" not in scheduled:
-        yield Stated("optimizer.lr", rate, f"{PARAMS}.lr")
+        yield Stated("optimizer.lr", rate, f"{PARAMS}.lr", by_default)
     for key, default in usual.items():
         source = f"{PARAMS}.{key}"
         value = lookup(config, source)
-        if value is None and decides:
+        if value is None and name:
             yield Stated(f"optimizer.{key}", default, source, by_default=True)
         elif value not in (None, "auto"):
             yield Stated(f"optimizer.{key}", value, source)
-    yield from _clipping(config, decides)
+    yield _clipping(config, recipe, name)
     yield from schedule
-    if decides and not lookup(config, "scheduler"):
-        yield from _constant()
+    if not lookup(config, "scheduler"):
+        yield from _unscheduled(recipe, constant=bool(name and rate is not None))
 
 
-def _constant() -> Iterator[Stated]:
-    """Yield the schedule of a JSON without one."""
-    constant = {"kind": "constant", "warmup_steps": 0, "min_lr": 0.0}
-    for key, value in {**constant, **dict.fromkeys(_OF_OTHERS)}.items():
-        yield Stated(f"schedule.{key}", value, "scheduler", by_default=True)
+def _unscheduled(recipe: Recipe, constant: bool) -> Iterator[Stated]:
+    """Yield the schedule of a JSON without one; `constant`: it has a rate."""
+    key = "schedule.kind"
+    if not constant:
+        yield Stated(key, recipe.schedule.kind, "scheduler", left_open=True)
+        return
+    values = {key: "constant", "schedule.warmup_steps": 0, "schedule.min_lr": 0.0}
+    values |= {f"schedule.{name}": None for name in _OF_OTHERS}
+    for key, value in values.items():
+        yield Stated(key, value, "scheduler", by_default=True)
 
 
-def _clipping(config: Mapping[str, Any], decides: bool) -> Iterator[Stated]:
-    """Yield the clipping; `decides`: what the JSON leaves out follows by default."""
-    clip = lookup(config, "gradient_clipping")
-    if clip is not None and clip != "auto":
-        yield Stated("optimizer.clip", clip, "gradient_clipping")
-    elif clip is None and decides:
-        yield Stated("optimizer.clip", 0.0, "gradient_clipping", by_default=True)
+def _clipping(config: Mapping[str, Any], recipe: Recipe, name: str | None) -> Stated:
+    """Return the clipping; `name`: the JSON's optimizer."""
+    source = "gradient_clipping"
+    clip = lookup(config, source)
+    if clip is None and name:
+        return Stated("optimizer.clip", 0.0, source, by_default=True)
+    if clip in (None, "auto"):
+        return Stated("optimizer.clip", recipe.optimizer.clip, source, left_open=True)
+    return Stated("optimizer.clip", clip, source)
 
 
 def is_open(config: Mapping[str, Any]) -> bool:
@@ -200,7 +209,7 @@ def follow(
         recipe: without the JSON, for its degrees of parallelism, and for what the JSON leaves to it.
         world: processes; None: as many as the JSON's batch needs.
     """
-    found = list(numbers(config, recipe, follows=True))
+    found = list(_numbers(config, recipe))
     taken = {each.key: each.value for each in found}
     peak = taken.get("optimizer.lr")
     if peak is not None and "schedule.min_lr" not in taken:
@@ -231,14 +240,14 @@ def _batch(
     if micro is None and accumulation is None and total is None:
         return
     dp = _data_parallel(config, recipe, world)
-    alone = micro is None and total is None
-    if alone:
-        micro = _micro_batch(config, recipe, dp)
     if dp is None:
         dp = recipe.parallel.dp or 1
         if micro and accumulation and total and total % (micro * accumulation) == 0:
             dp = total // (micro * accumulation)
             yield Stated("parallel.dp", dp, "train_batch_size")
+    alone = micro is None and total is None
+    if alone:
+        micro = _micro_batch(config, recipe, dp)
     left_open = "auto" in (
         lookup(config, "train_batch_size"),
         lookup(config, "gradient_accumulation_steps"),
@@ -263,15 +272,13 @@ def _batch(
         yield Stated(key, values[key], source, absent, of_recipe)
 
 
-def _micro_batch(
-    config: Mapping[str, Any], recipe: Recipe, dp: int | None
-) -> int | None:
+def _micro_batch(config: Mapping[str, Any], recipe: Recipe, dp: int) -> int | None:
     """Return the micro-batch that the recipe has on `dp` data-parallel ranks, for an accumulation alone."""
     shares = share_batch(
         recipe.batch.micro,
         recipe.batch.accumulation,
         recipe.batch.global_,
-        dp or recipe.parallel.dp or 1,
+        dp,
         _degree(config, "pipeline", recipe.parallel.pp),
     )
     return recipe.batch.micro if isinstance(shares, Problem) else shares[0]

@@ -232,8 +232,20 @@ def test_what_an_optimizer_leaves_out_is_deepspeeds_default_and_may_be_set(path)
     with pytest.raises(ConfigError, match="disagrees with the recipe's optimizer.lr=0.0001"):
         planned(file, "optimizer.lr=1e-4")
     assert follow(path(adam(lr=3e-5, torch_adam=True))).optimizer.weight_decay == 0.01, "torch's default"
-    nothing = follow(path({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}))
-    assert nothing.optimizer == catalog.load().optimizer and nothing.schedule == catalog.load().schedule
+    own = catalog.load()
+    file = path({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
+    nothing = follow(file)
+    assert nothing.optimizer.model_dump(include={"weight_decay", "betas", "clip", "lr"}) == {
+        **{"weight_decay": 0.0, "betas": (0.9, 0.999), "clip": 0.0, "lr": own.optimizer.lr}
+    }
+    assert nothing.schedule == own.schedule
+    assert "follow: schedule.kind=cosine (mine.json leaves scheduler to the recipe)" in told(file)
+    assert (
+        follow(path({"optimizer": {"type": "AdamW"}}), name="a100_blog_bert_base/110m").optimizer.lr == 1e-3
+    )
+    client = path({"train_batch_size": 16})
+    assert follow(client).optimizer == own.optimizer and follow(client).schedule == own.schedule
+    assert "follow: optimizer.clip=1.0 (mine.json leaves gradient_clipping to the recipe)" in told(client)
 
 
 def test_lamb_has_its_bounds(path):
