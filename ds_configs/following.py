@@ -24,15 +24,17 @@ BATCH = {  # of the JSON -> of the recipe
     "gradient_accumulation_steps": "batch.accumulation",
     "train_batch_size": "batch.global",
 }
-_OPTIMIZER = {
+OPTIMIZER = {
     "betas": [0.9, 0.999],
     "eps": 1e-8,
     "weight_decay": 0.0,
     "bias_correction": True,
 }
-_RATE = 1e-3
+# what DeepSpeed does without the key
+CLIP = 1.0
+RATE = 1e-3
 OF_MUON = ("momentum", "adam_lr", "adjust_lr")
-_OF_LAMB = {"min_coeff": 0.01, "max_coeff": 10.0}
+OF_LAMB = {"min_coeff": 0.01, "max_coeff": 10.0}
 _SCHEDULE = "scheduler.params"
 _WARMUP = {
     "warmup_num_steps": ("schedule.warmup_steps", 1000),
@@ -98,11 +100,11 @@ def _numbers(config: Mapping[str, Any], recipe: Recipe) -> Iterator[Stated]:
     name = TYPES.get(str(kind).lower())
     rate = lookup(config, f"{PARAMS}.lr")
     by_default = name is not None and rate is None
-    rate = _RATE if by_default else stated(config, f"{PARAMS}.lr")
+    rate = RATE if by_default else stated(config, f"{PARAMS}.lr")
     schedule = list(_schedule(config, recipe, rate or recipe.optimizer.lr))
     if name:
         yield Stated("optimizer.name", name, "optimizer.type")
-    usual = _OPTIMIZER | (_OF_LAMB if name == "lamb" else {})
+    usual = OPTIMIZER | (OF_LAMB if name == "lamb" else {})
     if recipe.optimizer.name == "muon":
         usual = usual | dict.fromkeys(OF_MUON)
     if stated(config, f"{PARAMS}.torch_adam"):
@@ -140,7 +142,7 @@ def _clipping(config: Mapping[str, Any], recipe: Recipe, name: str | None) -> St
     source = "gradient_clipping"
     clip = lookup(config, source)
     if clip is None and name:
-        return Stated("optimizer.clip", 0.0, source, by_default=True)
+        return Stated("optimizer.clip", CLIP, source, by_default=True)
     if clip in (None, "auto"):
         return Stated("optimizer.clip", recipe.optimizer.clip, source, left_open=True)
     return Stated("optimizer.clip", clip, source)

@@ -225,7 +225,7 @@ def test_what_an_optimizer_leaves_out_is_deepspeeds_default_and_may_be_set(path)
     file = path(adam(lr=3e-5))
     recipe = follow(file)
     assert recipe.optimizer.model_dump(include={"weight_decay", "betas", "clip", "lr"}) == {
-        **{"weight_decay": 0.0, "betas": (0.9, 0.999), "clip": 0.0, "lr": 3e-5}
+        **{"weight_decay": 0.0, "betas": (0.9, 0.999), "clip": 1.0, "lr": 3e-5}
     }
     assert (recipe.schedule.kind, recipe.schedule.warmup_steps) == ("constant", 0)
     assert planned(file, "schedule.kind=cosine", "optimizer.weight_decay=0.1").layout.dp == 1
@@ -236,7 +236,7 @@ def test_what_an_optimizer_leaves_out_is_deepspeeds_default_and_may_be_set(path)
     file = path({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
     nothing = follow(file)
     assert nothing.optimizer.model_dump(include={"weight_decay", "betas", "clip", "lr"}) == {
-        **{"weight_decay": 0.0, "betas": (0.9, 0.999), "clip": 0.0, "lr": own.optimizer.lr}
+        **{"weight_decay": 0.0, "betas": (0.9, 0.999), "clip": 1.0, "lr": own.optimizer.lr}
     }
     assert nothing.schedule == own.schedule
     assert "follow: schedule.kind=cosine (mine.json leaves scheduler to the recipe)" in told(file)
@@ -312,6 +312,19 @@ def test_parameters_and_defaults_of_the_schedules_are_deepspeeds():
         for name, (_, default) in takes.items():
             theirs_default = theirs[name].default
             assert default == (None if theirs_default is inspect.Parameter.empty else theirs_default), name
+
+
+def test_defaults_of_the_optimizer_are_deepspeeds():
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.ops.lamb import FusedLamb
+    from deepspeed.runtime import constants
+
+    assert constants.GRADIENT_CLIPPING_DEFAULT == following.CLIP
+    own = following.OPTIMIZER | {"betas": (0.9, 0.999), "lr": following.RATE}
+    lamb = own | following.OF_LAMB
+    for kind, defaults in ((FusedAdam, own), (DeepSpeedCPUAdam, own), (FusedLamb, lamb)):
+        theirs = inspect.signature(kind).parameters
+        assert {name: theirs[name].default for name in defaults} == defaults, kind
 
 
 def test_a_warm_up_without_a_number_takes_a_thousand_steps(path):

@@ -36,6 +36,8 @@ FILLED = {"WarmupLR": RATES, "WarmupDecayLR": {**RATES, "total_num_steps": RECIP
 for kind, params in FILLED.items():
     filled = config(1, kind, params)
     PLAIN[f"{kind}, all auto"] = config(1, kind, dict.fromkeys(params, "auto"), filled=filled)
+# norms of gradients are above 1
+PLAIN["clipped by default"] = PLAIN["DeepSpeed's defaults"] | {"train_batch_size": 4}
 UNCORRECTED = {"type": "Adam", "params": {"lr": 5e-4, "weight_decay": 0.01, "bias_correction": False}}
 COMPILED = {f"uncorrected, stage {stage}": config(stage, optimizer=UNCORRECTED) for stage in (0, 1, 2, 3)}
 
