@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_configs.findings import Notice, lookup, plain, stated
-from recipes.schema import DEEPSPEED_SCHEDULES, Recipe
+from ds_configs.plan import Plan
+from recipes.layout import share_batch
+from recipes.problems import Problem
+from recipes.schema import Recipe
 
 PARAMS = "optimizer.params"
 # DeepSpeed's, in lower case -> the recipe's
@@ -21,15 +24,36 @@ BATCH = {  # of the JSON -> of the recipe
     "gradient_accumulation_steps": "batch.accumulation",
     "train_batch_size": "batch.global",
 }
-_OPTIMIZER = {
+OPTIMIZER = {
     "betas": [0.9, 0.999],
     "eps": 1e-8,
     "weight_decay": 0.0,
     "bias_correction": True,
 }
+# what DeepSpeed does without the key
+CLIP = 1.0
+RATE = 1e-3
 OF_MUON = ("momentum", "adam_lr", "adjust_lr")
-_OF_LAMB = {"min_coeff": 0.01, "max_coeff": 10.0}
+OF_LAMB = {"min_coeff": 0.01, "max_coeff": 10.0}
 _SCHEDULE = "scheduler.params"
+_WARMUP = {
+    "warmup_num_steps": ("schedule.warmup_steps", 1000),
+    "warmup_type": ("schedule.warmup_type", "log"),
+}
+_RATES = {"warmup_min_lr": ("schedule.min_lr", 0.0), **_WARMUP}
+END = "total_num_steps"
+_END = {END: ("schedule.decay_steps", None)}
+# DeepSpeed's schedules: the parameters of each, the recipe's key, the default (None: the optimizer's, or none)
+SCHEDULES: dict[str, dict[str, tuple[str, Any]]] = {
+    "WarmupLR": {**_RATES, "warmup_max_lr": ("optimizer.lr", None)},
+    "WarmupDecayLR": {**_RATES, **_END, "warmup_max_lr": ("optimizer.lr", 0.001)},
+    "WarmupCosineLR": {
+        **_WARMUP,
+        **_END,
+        "warmup_min_ratio": ("schedule.warmup_min_lr", 0.0),
+        "cos_min_ratio": ("schedule.min_lr", 0.0001),
+    },
+}
 _OF_OTHERS = (
     "power",
     "wsd_decay_steps",
@@ -48,12 +72,14 @@ class Stated:
         value: as plain data.
         source: the JSON's key.
         by_default: the JSON leaves the key out, and this is what DeepSpeed does then.
+        left_open: the JSON leaves the value to the recipe.
     """
 
     key: str
     value: Any
     source: str
     by_default: bool = False
+    left_open: bool = False
 
 
 def numbers(config: Mapping[str, Any], recipe: Recipe) -> Iterator[Stated]:
@@ -61,85 +87,109 @@ def numbers(config: Mapping[str, Any], recipe: Recipe) -> Iterator[Stated]:
 
     `recipe`: gives the rate of which an "auto" leaves shares.
     """
+    unscheduled = is_open(config)
+    for each in _numbers(config, recipe):
+        scheduled = each.source.startswith("scheduler.")
+        if not (each.left_open or (unscheduled and scheduled)):
+            yield each
+
+
+def _numbers(config: Mapping[str, Any], recipe: Recipe) -> Iterator[Stated]:
+    """Yield `numbers`, and those that the JSON leaves to the recipe."""
     kind = stated(config, "optimizer.type")
     name = TYPES.get(str(kind).lower())
-    rate = stated(config, f"{PARAMS}.lr")
-    decides = name is not None and rate is not None
-    schedule = list(_schedule(config, rate or recipe.optimizer.lr))
+    rate = lookup(config, f"{PARAMS}.lr")
+    by_default = name is not None and rate is None
+    rate = RATE if by_default else stated(config, f"{PARAMS}.lr")
+    schedule = list(_schedule(config, recipe, rate or recipe.optimizer.lr))
     if name:
         yield Stated("optimizer.name", name, "optimizer.type")
-    usual = _OPTIMIZER | (_OF_LAMB if name == "lamb" else {})
+    usual = OPTIMIZER | (OF_LAMB if name == "lamb" else {})
     if recipe.optimizer.name == "muon":
         usual = usual | dict.fromkeys(OF_MUON)
     if stated(config, f"{PARAMS}.torch_adam"):
         usual["weight_decay"] = 0.01  # torch's default
-    if rate is not None and not any(each.key == "optimizer.lr" for each in schedule):
-        yield Stated("optimizer.lr", rate, f"{PARAMS}.lr")
+    scheduled = {each.key for each in schedule if not each.left_open}
+    if rate is not None and "optimizer.lr" not in scheduled:
+        yield Stated("optimizer.lr", rate, f"{PARAMS}.lr", by_default)
     for key, default in usual.items():
         source = f"{PARAMS}.{key}"
         value = lookup(config, source)
-        if value is None and decides:
+        if value is None and name:
             yield Stated(f"optimizer.{key}", default, source, by_default=True)
         elif value not in (None, "auto"):
             yield Stated(f"optimizer.{key}", value, source)
-    yield from _clipping(config, decides)
+    yield _clipping(config, recipe, name)
     yield from schedule
-    if decides and not lookup(config, "scheduler"):
-        constant = {
-            "kind": "constant",
-            "warmup_steps": 0,
-            "min_lr": 0.0,
-            **dict.fromkeys(_OF_OTHERS),
-        }
-        for key, value in constant.items():
-            yield Stated(f"schedule.{key}", value, "scheduler", by_default=True)
+    if not lookup(config, "scheduler"):
+        yield from _unscheduled(recipe, constant=bool(name and rate is not None))
 
 
-def _clipping(config: Mapping[str, Any], decides: bool) -> Iterator[Stated]:
-    """Yield the clipping; `decides`: what the JSON leaves out follows by default."""
-    clip = lookup(config, "gradient_clipping")
-    if clip is not None and clip != "auto":
-        yield Stated("optimizer.clip", clip, "gradient_clipping")
-    elif clip is None and decides:
-        yield Stated("optimizer.clip", 0.0, "gradient_clipping", by_default=True)
-
-
-def _schedule(config: Mapping[str, Any], peak: float) -> Iterator[Stated]:
-    """Yield the schedule of the section `scheduler`, nothing where all of it is "auto"; `peak`: the rate."""
-    kind = stated(config, "scheduler.type")
-    params = lookup(config, _SCHEDULE) or {}
-    if kind not in DEEPSPEED_SCHEDULES or (
-        params and all(value == "auto" for value in params.values())
-    ):
+def _unscheduled(recipe: Recipe, constant: bool) -> Iterator[Stated]:
+    """Yield the schedule of a JSON without one; `constant`: it has a rate."""
+    key = "schedule.kind"
+    if not constant:
+        yield Stated(key, recipe.schedule.kind, "scheduler", left_open=True)
         return
-    values: dict[str, tuple[str, Any]] = {
-        "schedule.warmup_steps": ("warmup_num_steps", 1000),
-        "schedule.warmup_type": ("warmup_type", "log"),
-    }
-    if kind == "WarmupCosineLR":
-        values["schedule.warmup_min_lr"] = ("warmup_min_ratio", 0.0)
-        values["schedule.min_lr"] = ("cos_min_ratio", 0.0001)
-    else:
-        values["schedule.min_lr"] = ("warmup_min_lr", 0.0)
-        values["optimizer.lr"] = (
-            "warmup_max_lr",
-            0.001 if kind == "WarmupDecayLR" else None,
-        )
-    if kind != "WarmupLR":
-        values["schedule.decay_steps"] = ("total_num_steps", None)
+    values = {key: "constant", "schedule.warmup_steps": 0, "schedule.min_lr": 0.0}
+    values |= {f"schedule.{name}": None for name in _OF_OTHERS}
+    for key, value in values.items():
+        yield Stated(key, value, "scheduler", by_default=True)
+
+
+def _clipping(config: Mapping[str, Any], recipe: Recipe, name: str | None) -> Stated:
+    """Return the clipping; `name`: the JSON's optimizer."""
+    source = "gradient_clipping"
+    clip = lookup(config, source)
+    if clip is None and name:
+        return Stated("optimizer.clip", CLIP, source, by_default=True)
+    if clip in (None, "auto"):
+        return Stated("optimizer.clip", recipe.optimizer.clip, source, left_open=True)
+    return Stated("optimizer.clip", clip, source)
+
+
+def is_open(config: Mapping[str, Any]) -> bool:
+    """Check if the section `scheduler` states a type alone: all its numbers are "auto"."""
+    params = lookup(config, _SCHEDULE) or {}
+    return bool(params) and all(value == "auto" for value in params.values())
+
+
+def _schedule(
+    config: Mapping[str, Any], recipe: Recipe, peak: float
+) -> Iterator[Stated]:
+    """Yield the schedule of the section `scheduler`; `peak`: the rate."""
+    kind = stated(config, "scheduler.type")
+    if kind not in SCHEDULES:
+        return
+    params = lookup(config, _SCHEDULE) or {}
     yield Stated("schedule.kind", kind, "scheduler.type")
     yield Stated("schedule.counts", "steps", "scheduler.type")
-    for key, (theirs, default) in values.items():
+    taken = set[str]()
+    for theirs, (key, default) in SCHEDULES[kind].items():
+        taken.add(key)
+        source = f"{_SCHEDULE}.{theirs}"
         value = params.get(theirs, default)
-        if value is not None and value != "auto":
+        if value == "auto":
+            value = _left_open(recipe, kind, key, peak)
+            value = default if value is None else value
+            yield Stated(key, value, source, left_open=True)
+        elif value is not None:
             value = value * peak if theirs.endswith("_ratio") else value
-            yield Stated(
-                key, value, f"{_SCHEDULE}.{theirs}", by_default=theirs not in params
-            )
+            yield Stated(key, value, source, by_default=theirs not in params)
     for name in _OF_OTHERS:
         key = f"schedule.{name}"
-        if key not in values:
+        if key not in taken:
             yield Stated(key, None, "scheduler.type")
+
+
+def _left_open(recipe: Recipe, kind: str, key: str, peak: float) -> Any:
+    """Return the recipe's value for an "auto"; where it begins lower than it ends, its warm-up begins at 0."""
+    if key == "optimizer.lr":
+        return peak
+    if key == "schedule.min_lr":
+        begins_there = kind != "WarmupCosineLR" and recipe.schedule.kind != kind
+        return 0.0 if begins_there else lowest_rate(recipe, peak)
+    return getattr(recipe.schedule, key.partition(".")[2])
 
 
 def lowest_rate(recipe: Recipe, peak: float) -> float:
@@ -161,7 +211,7 @@ def follow(
         recipe: without the JSON, for its degrees of parallelism, and for what the JSON leaves to it.
         world: processes; None: as many as the JSON's batch needs.
     """
-    found = list(numbers(config, recipe))
+    found = list(_numbers(config, recipe))
     taken = {each.key: each.value for each in found}
     peak = taken.get("optimizer.lr")
     if peak is not None and "schedule.min_lr" not in taken:
@@ -197,16 +247,19 @@ def _batch(
         if micro and accumulation and total and total % (micro * accumulation) == 0:
             dp = total // (micro * accumulation)
             yield Stated("parallel.dp", dp, "train_batch_size")
+    alone = micro is None and total is None
+    if alone:
+        micro = _micro_batch(config, recipe, dp)
     left_open = "auto" in (
         lookup(config, "train_batch_size"),
         lookup(config, "gradient_accumulation_steps"),
     )
     fits = micro is not None and recipe.batch.global_ % (micro * dp) == 0
     if micro and total is None and (accumulation or not (left_open and fits)):
+        source = "gradient_accumulation_steps"
+        source = source if alone else "train_micro_batch_size_per_gpu"
         accumulation = accumulation or 1
-        yield Stated(
-            "batch.global", micro * accumulation * dp, "train_micro_batch_size_per_gpu"
-        )
+        yield Stated("batch.global", micro * accumulation * dp, source)
     elif total is not None:
         yield Stated("batch.global", total, "train_batch_size")
         accumulation = accumulation or (1 if micro is None and not left_open else None)
@@ -216,42 +269,90 @@ def _batch(
         "batch.rampup": None,
     }
     for key, source in zip(values, BATCH, strict=True):
-        yield Stated(
-            key, values[key], source, by_default=lookup(config, source) is None
-        )
+        of_recipe = alone and key == "batch.micro"
+        absent = lookup(config, source) is None and not of_recipe
+        yield Stated(key, values[key], source, absent, of_recipe)
+
+
+def _micro_batch(config: Mapping[str, Any], recipe: Recipe, dp: int) -> int | None:
+    """Return the micro-batch that the recipe has on `dp` data-parallel ranks, for an accumulation alone."""
+    shares = share_batch(
+        recipe.batch.micro,
+        recipe.batch.accumulation,
+        recipe.batch.global_,
+        dp,
+        _degree(config, "pipeline", recipe.parallel.pp),
+    )
+    return recipe.batch.micro if isinstance(shares, Problem) else shares[0]
 
 
 def _data_parallel(
     config: Mapping[str, Any], recipe: Recipe, world: int | None
 ) -> int | None:
     """Return the data-parallel ranks of `world` processes; None: any number may be started."""
-    degrees = 1
-    for theirs, own in (
-        ("tensor", recipe.parallel.tp),
-        ("pipeline", recipe.parallel.pp),
-    ):
-        degrees *= (
-            own
-            or stated(config, f"parallel.{theirs}")
-            or lookup(config, f"parallel.default_{theirs}")
-            or 1
-        )
-    return None if world is None else max(1, world // degrees)
+    tp = _degree(config, "tensor", recipe.parallel.tp)
+    pp = _degree(config, "pipeline", recipe.parallel.pp)
+    return None if world is None else max(1, world // (tp * pp))
+
+
+def _degree(config: Mapping[str, Any], theirs: str, own: int | None) -> int:
+    """Return a degree of parallelism: the recipe's `own`, else the JSON's."""
+    written = stated(config, f"parallel.{theirs}")
+    return own or written or lookup(config, f"parallel.default_{theirs}") or 1
 
 
 def notices(
-    taken: Sequence[Stated], before: Recipe, now: Recipe, where: str
+    taken: Sequence[Stated],
+    before: Recipe,
+    plan: Plan,
+    where: str,
+    written: Mapping[str, Any],
 ) -> Iterator[Notice]:
-    """Yield a notice of every value that the recipe `now` has from the JSON `where`, and `before` had not."""
+    """Yield notices of all values of a JSON, but those with a notice in the plan.
+
+    Args:
+        taken: what the plan's recipe has of it.
+        before: the recipe without it.
+        plan: as it is resolved.
+        where: name of the JSON.
+        written: the JSON as it stands.
+    """
+    told = {notice.key for notice in plan.notices}
     old = before.model_dump(mode="json", by_alias=True)
-    new = now.model_dump(mode="json", by_alias=True)
+    new = plan.recipe.model_dump(mode="json", by_alias=True)
     for each in taken:
         was = lookup(old, each.key)
-        if was != lookup(new, each.key) == each.value:
+        differs = was != each.value
+        if lookup(new, each.key) == each.value and (differs or each.left_open):
+            told.add(each.source)
             source = f"{where}: {each.source}"
             if each.by_default:
                 source = f"{where} has no {each.source}: DeepSpeed's default"
-            yield Notice(
-                "follow",
-                f"follow: {each.key}={plain(each.value)}, was {plain(was)} ({source})",
-            )
+            if each.left_open:
+                source = f"{where} leaves {each.source} to the recipe"
+            value = f"{plain(each.value)}{f', was {plain(was)}' * differs}"
+            yield Notice("follow", f"follow: {each.key}={value} ({source})")
+    unchanged = {each.source for each in taken}
+    found: dict[str, list[str]] = {}
+    for key, value in leaves(written):
+        passed = lookup(plan.ds, key)
+        if key in told or key.startswith(("parallel.", "bfloat16.")):
+            continue
+        if key in unchanged:
+            what, word = "as the recipe has it", f"{key}={plain(value)}"
+        elif passed is not None and value in (passed, "auto"):
+            what, word = "passed on to DeepSpeed", f"{key}={plain(passed)}"
+        else:
+            what, word = "without effect", key
+        found.setdefault(what, []).append(word)
+    for what, words in found.items():
+        yield Notice("follow", f"follow: {what}: {', '.join(words)}")
+
+
+def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted keys and values of the sections of a JSON."""
+    if not isinstance(value, Mapping) or not value:
+        yield key, value
+        return
+    for name, below in value.items():
+        yield from leaves(below, f"{key}.{name}" if key else name)

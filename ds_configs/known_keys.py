@@ -21,6 +21,11 @@ from recipes.problems import did_you_mean, nearest
 _MOST = 2**63 - 1  # DeepSpeed puts numbers of elements into 64-bit integers
 _NUMBER = re.compile(r"(a|a whole|an even) number (from|above) (\S+?)(?: to (\S+))?")
 _SECTION = "a section, {...}"
+# Sections of which DeepSpeed ignores unknown keys; in the others it fails at them.
+_LENIENT = (
+    *("", "optimizer", "scheduler", "activation_checkpointing"),
+    *("aio", "data_types", "pipeline", "flops_profiler"),
+)
 # the beginning of a key that comments
 _COMMENT = re.compile(r"[_#$]|//|comments?$", re.IGNORECASE)
 _Fits = Callable[[Any], bool]
@@ -40,7 +45,7 @@ class Kind(NamedTuple):
 
     rule: str
     fits: _Fits
-    fix: str = "write one, or remove the key"
+    fix: str
     whole: bool = False
     null: bool = False
     section: bool = False
@@ -75,9 +80,13 @@ def _kind(words: str) -> Kind:
     number = _NUMBER.fullmatch(what)
     fits = _FITS.get(what) or (_range(number) if number else _choice(what))
     whole = number is not None and number[1] != "a"
+    fix = "write one"
+    if number and whole and not number[4]:
+        fix = f"write {number[3]} or more"
     return Kind(
         f"must be {words}",
         fits,
+        fix,
         whole=whole,
         null=what != words,
         section=what == _SECTION,
@@ -108,14 +117,19 @@ def _choice(words: str) -> _Fits:
 
 def _only(one: Any, why: str) -> Kind:
     return Kind(
-        why, lambda value: type(value) is type(one) and value == one, "remove the key"
+        why,
+        lambda value: type(value) is type(one) and value == one,
+        f"write {shown(one)}",
     )
 
 
 def _read() -> tuple[
-    dict[str, dict[str, Kind]], dict[str, tuple[str, str]], dict[str, list[Any]]
+    dict[str, dict[str, Kind]],
+    dict[str, tuple[str, str]],
+    dict[str, list[Any]],
+    dict[str, str],
 ]:
-    """Read the kinds by section and key, the rule and the fix of refused keys, and other names."""
+    """Read the kinds by section and key, rule and fix of refused keys, other names, and idle keys."""
     table = yaml.safe_load((FOLDER / "keys.yaml").read_text(encoding="utf-8"))
     keys: dict[str, dict[str, Kind]] = {}
     for section, kinds in table["keys"].items():
@@ -129,10 +143,10 @@ def _read() -> tuple[
     removed = "was removed from DeepSpeed or is deprecated"
     refused = {key: (removed, fix) for key, fix in table["removed"].items()}
     refused |= {key: (rule, fix) for key, (rule, fix) in table["refused"].items()}
-    return keys, refused, table["renamed"]
+    return keys, refused, table["renamed"], table["idle"]
 
 
-KEYS, REFUSED, RENAMED = _read()
+KEYS, REFUSED, RENAMED, IDLE = _read()
 
 
 def check(findings: Findings) -> None:
@@ -141,7 +155,12 @@ def check(findings: Findings) -> None:
     The copy lacks refused keys, null ones (DeepSpeed fails on some), comments and the contents of what is
     off; it has today's names, and integers for 5e8 and such.
     """
-    findings.config = _usable("", findings.config, findings)
+    config = dict(findings.config)
+    zero = config.get("zero_optimization")
+    if isinstance(zero, bool):  # DeepSpeed's first form
+        config["zero_optimization"] = {"stage": int(zero)}
+        findings.notice("zero_optimization", f"{shown(zero)} is stage {int(zero)}")
+    findings.config = _usable("", config, findings)
 
 
 def unread(config: Mapping[str, Any]) -> list[str]:
@@ -167,18 +186,8 @@ def _usable(
     for key, value in _renamed(name, section, findings):
         dotted = _join(name, key)
         if key not in known:
-            if _COMMENT.match(key) or (dotted in REFUSED and _is_off(value)):
-                continue
-            unknown = (
-                "unknown key" if name else "unknown key, which DeepSpeed would ignore"
-            )
-            if dotted not in REFUSED and not (name or nearest(key, known)):
-                findings.notice(
-                    dotted, "DeepSpeed reads no such key, and it does nothing here"
-                )
-                continue
-            rule, fix = REFUSED.get(dotted) or (unknown, did_you_mean(key, known))
-            findings.refuse(dotted, rule, fix, came=dotted)
+            if not (_COMMENT.match(key) or (dotted in REFUSED and _is_off(value))):
+                _unknown(name, key, value, findings)
             continue
         kind = known[key]
         if value is None and not kind.null:
@@ -196,6 +205,27 @@ def _usable(
                 int(value) if kind.whole and isinstance(value, float) else value
             )
     return usable
+
+
+def _unknown(name: str, key: str, value: Any, findings: Findings) -> None:
+    """Refuse a key at which DeepSpeed fails, or which looks misspelt; notice one without effect."""
+    dotted = _join(name, key)
+    known = KEYS[name]
+    homes = [each for each in KEYS if key in KEYS[each] or _join(each, key) in RENAMED]
+    if dotted in IDLE:
+        if value != "auto" and not _is_off(value):
+            findings.notice(dotted, f"without effect: {IDLE[dotted]}")
+    elif dotted in REFUSED:
+        findings.refuse(dotted, *REFUSED[dotted], came=dotted)
+    elif name not in _LENIENT:
+        findings.refuse(dotted, "unknown key", did_you_mean(key, known), came=dotted)
+    elif homes:
+        findings.notice(dotted, f"without effect: it belongs into {homes[0]}")
+    elif nearest(key, known, cutoff=0.8):
+        rule = "unknown key, which DeepSpeed would ignore"
+        findings.refuse(dotted, rule, did_you_mean(key, known), came=dotted)
+    else:
+        findings.notice(dotted, "without effect: DeepSpeed reads no such key")
 
 
 def _renamed(

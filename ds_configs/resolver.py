@@ -37,7 +37,9 @@ from recipes.layout import Layout
 from recipes.schema import Recipe
 
 # DeepSpeed gives "auto" a meaning of its own here.
-_OWN_AUTO = ("data_types.keep_in_fp32_modules", "pipeline.stages")
+_OWN_AUTO = ("data_types.keep_in_fp32_modules",)
+# sections in which it stands for the default
+_DROPS_AUTO = ("zero_optimization.", "fp16.", "bf16.")
 # Elements of a bucket large enough that latency hardly counts in a GPU's collective.
 _BUCKET = 50_000_000
 # Bits by which the first loss scale exceeds 1, for one micro-batch.
@@ -94,14 +96,14 @@ def resolve(
         ds.pop(section, None)
     for half in ("fp16", "bf16"):
         ds.setdefault(half, {})["enabled"] = chosen == half
-    for key in _autos(ds):
-        if key not in _OWN_AUTO and not key.endswith("nvme_path"):
-            findings.refuse(
-                key,
-                "nothing fills it here",
-                "write a value, or remove the key",
-                f'{key}="auto"',
-            )
+    for key in list(_autos(ds)):
+        if key.startswith(_DROPS_AUTO) and not key.endswith("nvme_path"):
+            section, _, last = key.rpartition(".")
+            lookup(ds, section).pop(last)
+            findings.notice(key, '"auto" is DeepSpeed\'s default')
+        elif key not in _OWN_AUTO and not key.endswith("nvme_path"):
+            fix = "write a value; without the key it is DeepSpeed's default"
+            findings.refuse(key, "nothing fills it here", fix, f'{key}="auto"')
     if findings.problems:
         raise ConfigError(findings.problems)
     assert layout is not None and chosen is not None and stage is not None

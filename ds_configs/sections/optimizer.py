@@ -8,10 +8,10 @@ from typing import Any
 
 from ds_configs import following
 from ds_configs.findings import Disagreement, Findings, lookup, shown, to_set
-from ds_configs.following import OF_MUON, PARAMS, TYPES
+from ds_configs.following import END, OF_MUON, PARAMS, SCHEDULES, TYPES
 from ds_configs.plan import Machine, Offload
 from recipes.problems import Setting, Text
-from recipes.schema import DEEPSPEED_SCHEDULES, Recipe
+from recipes.schema import Recipe
 
 _WRITTEN = {
     "adamw": "AdamW",
@@ -82,7 +82,7 @@ def _check_adamw(recipe: Recipe, kind: str, findings: Findings) -> None:
         and recipe.optimizer.weight_decay
     ):
         rule = "adds the decay to the gradient, while the recipe's adamw decays weights apart from it"
-        findings.refuse(key, rule, "remove the key")
+        findings.refuse(key, rule, "write true: the decay is then apart from it")
 
 
 def _refuse_keys(names: Iterable[str], told: str, findings: Findings) -> None:
@@ -111,11 +111,7 @@ def _check_own(recipe: Recipe, findings: Findings) -> None:
 def _check_numbers(recipe: Recipe, findings: Findings) -> None:
     """Refuse other numbers than the recipe's, and a schedule that is not the recipe's."""
     kind = findings.stated("scheduler.type")
-    params = findings.lookup("scheduler.params") or {}
-    left_open = params and all(value == "auto" for value in params.values())
-    if kind not in (None, *DEEPSPEED_SCHEDULES) and not left_open:
-        rule = f"a recipe has DeepSpeed's schedules {', '.join(DEEPSPEED_SCHEDULES)}, and Megatron-LM's"
-        findings.refuse("scheduler.type", rule, "remove the section")
+    _check_schedule(kind, recipe, findings)
     own = _own(recipe)
     schedule = list[Setting]()
     for each in following.numbers(findings.config, recipe):
@@ -134,7 +130,8 @@ def _check_numbers(recipe: Recipe, findings: Findings) -> None:
             if lowest not in (None, recipe.schedule.min_lr):
                 settings.append(Setting("schedule.min_lr", lowest))
             findings.disagreement(each.source, Setting(each.key, value), settings)
-    if schedule:
+    wrong = any(each.key.startswith("scheduler.") for each in findings.problems)
+    if schedule and not wrong:
         fix = "remove the section", *to_set(schedule)
         came = (
             f"scheduler.type={shown(kind)} disagrees with the recipe's ",
@@ -143,6 +140,33 @@ def _check_numbers(recipe: Recipe, findings: Findings) -> None:
         findings.problems.append(
             Disagreement("scheduler", came, "one of them decides", fix, findings.where)
         )
+
+
+def _check_schedule(kind: Any, recipe: Recipe, findings: Findings) -> None:
+    """Refuse schedules and parameters that there are not; notice that the recipe's kind trains."""
+    if kind is None:
+        return
+    section = "scheduler.params"
+    takes = SCHEDULES.get(kind)
+    if takes is None:
+        rule = f"a recipe has DeepSpeed's schedules {', '.join(SCHEDULES)}, and Megatron-LM's"
+        fix = "take one of these; without the section the rate is constant under --follow, else the recipe's"
+        findings.refuse("scheduler.type", rule, fix)
+        return
+    params = findings.lookup(section) or {}
+    rule = f"DeepSpeed's {kind} takes {', '.join(takes)}, and fails at another"
+    for name in params:
+        if name not in (*takes, "last_batch_iteration"):
+            key = f"{section}.{name}"
+            fix = "write these instead: a ratio is a share of lr, the highest rate"
+            findings.refuse(key, rule, fix)
+    if params and END in takes and END not in params:
+        fix = 'write it, or "auto": the recipe\'s'
+        findings.refuse(f"{section}.{END}", f"{kind} fails without it", fix)
+    own = recipe.schedule.kind
+    if following.is_open(findings.config) and kind != own:
+        does = f'all numbers are "auto", and the recipe\'s {own} is what trains, not {kind}'
+        findings.notice("scheduler", f"{does}; --follow takes the kind")
 
 
 def _own(recipe: Recipe) -> dict[str, Any]:
@@ -237,7 +261,7 @@ def _adamw(
         key = "zero_force_ds_cpu_optimizer"
         if findings.stated(key):
             rule = "demands DeepSpeed's compiled CPU Adam"
-            fix = "remove the key, or torch_adam"
+            fix = "write false, or set torch_adam to false"
             findings.refuse(key, rule, fix, beside=" with torch's AdamW")
         values[key] = False
     return values

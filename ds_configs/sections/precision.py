@@ -136,10 +136,10 @@ def _check_types(chosen: Precision, stage: int | None, findings: Findings) -> No
     key = "fp16.min_loss_scale"
     first = "fp16.initial_scale_power"
     power = 16 if findings.stated(first) is None else findings.stated(first)
-    if (
-        not findings.stated("fp16.loss_scale")
-        and (findings.stated(key) or 1) > 2**power
-    ):
+    searched = not findings.stated("fp16.loss_scale")
+    if searched and chosen == "fp16" and findings.stated(key) == 0:
+        findings.refuse(key, "a scale that is searched for ends above 0", "write 1")
+    if searched and (findings.stated(key) or 1) > 2**power:
         rule = f"the search starts at 2^{power} = {2**power:,}, which is below"
         findings.refuse(key, rule, f"set {key} to 1", beside=f" with {first}={power}")
 
@@ -162,13 +162,13 @@ def _check_masters(chosen: Precision, stage: int | None, findings: Findings) -> 
             )
         elif stage == 0:
             beside = " with zero_optimization.stage=0"
-            fix = "remove the key, or take stage 1, 2 or 3"
+            fix = "remove the key (they are then fp32), or take stage 1, 2 or 3"
             findings.refuse(key, "is for sharded states", fix, beside=beside)
         elif not (offloaded or states) or (
             offloaded and stated("optimizer.params.torch_adam")
         ):
             rule = "only DeepSpeed's compiled CPU Adam steps such weights"
-            fix = "offload the optimizer (offload_optimizer) without torch_adam, or remove the key"
+            fix = "offload the optimizer (offload_optimizer) without torch_adam, or remove the key: fp32"
             findings.refuse(key, rule, fix)
         elif (
             offloaded

@@ -53,6 +53,12 @@ def offload(stage: int | None, machine: Machine, findings: Findings) -> Offload:
         findings.stated(f"{section}.device") or "none"
         for section in (_OPTIMIZER, _PARAM)
     )
+    if parameters != "none" and stage in (0, 1, 2):
+        findings.lookup(_ZERO).pop("offload_param")
+        findings.notice(
+            _PARAM, f"without effect: stage {stage} does not shard parameters"
+        )
+        parameters = "none"
     if stage is not None:
         _check_stage(optimizer, parameters, stage, findings)
     for key, why in () if machine.device.own_memory else _OF_GPUS.items():
@@ -153,9 +159,6 @@ def _check_stage(
             "DeepSpeed swaps to NVMe in stage 3 only",
             fix,
         )
-    if parameters != "none" and stage != 3:
-        fix = "use stage 3 (--ds_config zero3_offload), or remove offload_param"
-        refuse("offload_param", "only stage 3 shards parameters", fix)
     ratio = findings.stated(f"{_OPTIMIZER}.ratio")
     if ratio is not None and ratio < 1 and stage != 3:
         rule = "partial offload works in stage 3 only"

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ds_configs.following import Stated, notices
+from ds_configs import following
+from ds_configs.findings import find, read
+from ds_configs.following import Stated
 from ds_configs.plan import Plan
 from ds_configs.resolver import followed
 from recipes.schema import Recipe
@@ -32,6 +34,8 @@ class FollowedJson:
         return {each.key: each.value for each in self.stated}
 
     def noted(self, plan: Plan) -> Plan:
-        """Return the plan with a notice for each value that was taken."""
-        said = notices(self.stated, self.unfollowed, plan.recipe, Path(self.file).name)
+        """Return the plan with a notice for each value that was taken, and for those that were not."""
+        where = Path(self.file).name
+        written = read(find(self.file, "--follow"))
+        said = following.notices(self.stated, self.unfollowed, plan, where, written)
         return replace(plan, notices=(*said, *plan.notices))

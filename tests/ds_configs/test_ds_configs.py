@@ -193,6 +193,7 @@ def test_the_known_top_level_keys_are_those_that_deepspeed_reads(deepspeed_confi
     deepspeed_config.DeepSpeedConfig(Recorder({"train_batch_size": 1}))
     ours = {*known_keys.KEYS[""]} | {key for key in known_keys.REFUSED if "." not in key}
     ours |= {"bfloat16"}  # an older name
+    ours |= {key for key in known_keys.IDLE if "." not in key}
     not_read = {"parallel", "megarecipes_fills", "sequence_parallel_size"}  # ours; once a process group runs
     assert Recorder.seen == ours - not_read
     removed = {key for key in REMOVED if "." not in key}
@@ -230,9 +231,10 @@ def test_the_known_section_keys_are_deepspeeds(deepspeed_config):
         field.alias or name: (field.json_schema_extra or {})
         for name, field in DeepSpeedZeroConfig.model_fields.items()
     }
+    idle = {key.removeprefix("zero_optimization.") for key in known_keys.IDLE if key.startswith("zero_opt")}
     assert {name for name, extra in fields.items() if not extra.get("deprecated")} == {
-        *known_keys.KEYS["zero_optimization"]
-    }
+        *known_keys.KEYS["zero_optimization"], *idle
+    }  # fmt: skip
     deprecated = {name for name, extra in fields.items() if extra.get("deprecated")}
     removed = deprecated | set(deepspeed_config._REMOVED_ZERO_CONFIG_KEYS)
     renamed = {key.removeprefix("zero_optimization.") for key in known_keys.RENAMED}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from ds_configs import following
 from ds_configs.findings import ConfigError, lookup
 from ds_configs.plan import ANY_GPU, Plan
 from ds_configs.resolver import followed, resolve
+from launch.training.followed_json import FollowedJson
 from recipes import catalog
 from recipes.schema import Recipe
 
@@ -39,8 +41,18 @@ def planned(path: Path, *sets: str, world: int | None = 1) -> Plan:
     return resolve(follow(path, *sets, world=world), path, world, ANY_GPU)
 
 
+def told(path: Path, *sets: str) -> list[str]:
+    """The notices of a plan under --follow."""
+    taken = FollowedJson.read(str(path), catalog.load(), 1)
+    return [notice.text for notice in taken.noted(planned(path, *sets)).notices]
+
+
 def adam(**params: Any) -> dict[str, Any]:
     return {"optimizer": {"type": "AdamW", "params": params}}
+
+
+def schedule(kind: str, **params: Any) -> dict[str, Any]:
+    return {"scheduler": {"type": kind, "params": params}}
 
 
 # A JSON -> what its plan says in a notice ("" for nothing), as it stands and followed.
@@ -53,8 +65,6 @@ TAKEN: tuple[tuple[Any, str], ...] = (
     ({"fp16": {"enabled": False, "no_such_key": 1}}, ""),
     ({"compile": {"deepcompile": False}}, ""),
     ({"_comment": "for two nodes", "//": 1, "fp16": {"#": "off", "enabled": False}}, ""),
-    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto"}}}, ""),
-    ({"scheduler": {"type": "OneCycle", "params": {"warmup_max_lr": "auto"}}}, ""),
     ({"zero_optimization": {"stage": 3, "sub_group_size": 0}}, ""),
     ({"zero_optimization": {"stage": 3, "max_live_parameters": 0}}, "stage3_max_live_parameters"),
     ({"aio": {"thread_count": 1}}, "another name of intra_op_parallelism"),
@@ -95,6 +105,14 @@ REFUSED: tuple[tuple[Any, str], ...] = (
     ({"compile": {"deepcompile": True}}, "torch.compile is --compile"),
     ({"zero_optimization": {"cpu_offload": 1}}, "cpu_offload=1: must be true or false"),
     ({"scheduler": {"type": "OneCycle"}}, "a recipe has DeepSpeed's schedules WarmupLR"),
+    (schedule("OneCycle", warmup_max_lr="auto"), "a recipe has DeepSpeed's schedules WarmupLR"),
+    (
+        schedule("WarmupCosineLR", total_num_steps=9, warmup_min_lr=0),
+        "takes warmup_num_steps, warmup_type, total",
+    ),
+    (schedule("WarmupLR", total_num_steps=9), "DeepSpeed's WarmupLR takes warmup_min_lr, warmup_num_steps"),
+    (schedule("WarmupDecayLR", warmup_num_steps=2), "total_num_steps=null: WarmupDecayLR fails without it"),
+    (schedule("WarmupLR", warmup_num_steps=0), "must be a whole number from 1; write 1 or more"),
     (adam(lr=1e-3, amsgrad=True), "another rule of descent"),
     ('{"fp16": {"enabled": True}}', "True is Python's word: JSON writes true"),
     ('{"fp16": None}', "None is Python's word: JSON writes null"),
@@ -173,7 +191,9 @@ TOTAL, MICRO, ACCUMULATION = (
         ({TOTAL: 64, MICRO: 4, ACCUMULATION: 2}, None, (4, 2, 8)),
         ({TOTAL: "auto", MICRO: 2, ACCUMULATION: "auto"}, 1, (2, 4, 1)),
         ({TOTAL: "auto", MICRO: 5, ACCUMULATION: "auto"}, 1, (5, 1, 1)),
-        ({ACCUMULATION: 4}, 1, (2, 4, 1)),
+        ({ACCUMULATION: 4}, 1, (8, 4, 1)),
+        ({ACCUMULATION: 4}, 2, (4, 4, 2)),
+        ({TOTAL: "auto", ACCUMULATION: 32}, None, (8, 32, 1)),
     ],
 )
 def test_a_batch_is_completed_as_by_deepspeed(path, config, world, expected):
@@ -205,15 +225,27 @@ def test_what_an_optimizer_leaves_out_is_deepspeeds_default_and_may_be_set(path)
     file = path(adam(lr=3e-5))
     recipe = follow(file)
     assert recipe.optimizer.model_dump(include={"weight_decay", "betas", "clip", "lr"}) == {
-        **{"weight_decay": 0.0, "betas": (0.9, 0.999), "clip": 0.0, "lr": 3e-5}
+        **{"weight_decay": 0.0, "betas": (0.9, 0.999), "clip": 1.0, "lr": 3e-5}
     }
     assert (recipe.schedule.kind, recipe.schedule.warmup_steps) == ("constant", 0)
     assert planned(file, "schedule.kind=cosine", "optimizer.weight_decay=0.1").layout.dp == 1
     with pytest.raises(ConfigError, match="disagrees with the recipe's optimizer.lr=0.0001"):
         planned(file, "optimizer.lr=1e-4")
     assert follow(path(adam(lr=3e-5, torch_adam=True))).optimizer.weight_decay == 0.01, "torch's default"
-    nothing = follow(path({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}))
-    assert nothing.optimizer == catalog.load().optimizer and nothing.schedule == catalog.load().schedule
+    own = catalog.load()
+    file = path({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
+    nothing = follow(file)
+    assert nothing.optimizer.model_dump(include={"weight_decay", "betas", "clip", "lr"}) == {
+        **{"weight_decay": 0.0, "betas": (0.9, 0.999), "clip": 1.0, "lr": own.optimizer.lr}
+    }
+    assert nothing.schedule == own.schedule
+    assert "follow: schedule.kind=cosine (mine.json leaves scheduler to the recipe)" in told(file)
+    assert (
+        follow(path({"optimizer": {"type": "AdamW"}}), name="a100_blog_bert_base/110m").optimizer.lr == 1e-3
+    )
+    client = path({"train_batch_size": 16})
+    assert follow(client).optimizer == own.optimizer and follow(client).schedule == own.schedule
+    assert "follow: optimizer.clip=1.0 (mine.json leaves gradient_clipping to the recipe)" in told(client)
 
 
 def test_lamb_has_its_bounds(path):
@@ -229,11 +261,13 @@ def test_every_value_that_changes_is_a_notice(path):
     file = path(adam(lr=3e-5) | {"train_batch_size": 16})
     before = catalog.load()
     now = follow(file, "schedule.kind=cosine")
-    texts = [notice.text for notice in following.notices(followed(before, file, 1), before, now, "my.json")]
-    assert "follow: optimizer.lr=3e-05, was 0.001 (my.json: optimizer.params.lr)" in texts
-    assert "follow: batch.global=16, was 8 (my.json: train_batch_size)" in texts
+    texts = told(file, "schedule.kind=cosine")
+    assert "follow: optimizer.lr=3e-05, was 0.001 (mine.json: optimizer.params.lr)" in texts
+    assert "follow: batch.global=16, was 8 (mine.json: train_batch_size)" in texts
     own, new = (recipe.model_dump(mode="json", by_alias=True) for recipe in (before, now))
     for text in texts:
+        if ": " in text.removeprefix("follow: ").partition("(")[0] or not text.startswith("follow"):
+            continue
         key, _, value = text.removeprefix("follow: ").partition(",")[0].partition("=")
         assert lookup(own, key) != lookup(new, key), text
     assert not any("schedule.kind" in text for text in texts), "--set has the last word over a default"
@@ -258,3 +292,86 @@ def test_a_json_that_leaves_both_halves_out_trains_in_fp32(path):
         recipe = catalog.load("default/sotu", [f"precision={before}"])
         (taken,) = [each for each in followed(recipe, file, 1) if each.key == "precision"]
         assert (taken.value, taken.by_default) == ("fp32", True)
+
+
+OPEN = {
+    "WarmupLR": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"),
+    "WarmupDecayLR": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps", "warmup_type"),
+    "WarmupCosineLR": ("warmup_min_ratio", "cos_min_ratio", "warmup_num_steps", "total_num_steps"),
+}
+
+
+@pytest.mark.parametrize("kind", OPEN)
+def test_a_schedule_of_nothing_but_auto_has_the_kind_of_the_json_and_the_numbers_of_the_recipe(path, kind):
+    file = path(schedule(kind, **dict.fromkeys(OPEN[kind], "auto")))
+    cosine = kind == "WarmupCosineLR"
+    own = follow(file).schedule
+    lowest = catalog.load().schedule.min_lr if cosine else 0.0
+    assert (own.kind, own.warmup_steps, own.min_lr, own.decay_steps) == (kind, 20, lowest, None)
+    texts = told(file)
+    assert f"follow: schedule.kind={kind}, was cosine (mine.json: scheduler.type)" in texts
+    for name in OPEN[kind]:
+        assert any(f"mine.json leaves scheduler.params.{name} to the recipe" in text for text in texts), name
+    plan = resolve(catalog.load(), file, 1, ANY_GPU)
+    (notice,) = [notice.text for notice in plan.notices if notice.key == "scheduler"]
+    assert f"the recipe's cosine is what trains, not {kind}" in notice
+    assert not any(text.startswith("scheduler:") for text in texts)
+
+
+def test_an_auto_beside_numbers_is_the_recipes_too(path):
+    rates = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": 7}
+    recipe = follow(path(adam(lr=3e-5) | schedule("WarmupLR", **rates)))
+    assert (recipe.optimizer.lr, recipe.schedule.min_lr, recipe.schedule.warmup_steps) == (3e-5, 0.0, 7)
+
+
+def test_parameters_and_defaults_of_the_schedules_are_deepspeeds():
+    from deepspeed.runtime import lr_schedules
+
+    for kind, takes in following.SCHEDULES.items():
+        theirs = inspect.signature(getattr(lr_schedules, kind)).parameters
+        assert takes.keys() == theirs.keys() - {"optimizer", "last_batch_iteration"}, kind
+        for name, (_, default) in takes.items():
+            theirs_default = theirs[name].default
+            assert default == (None if theirs_default is inspect.Parameter.empty else theirs_default), name
+
+
+def test_defaults_of_the_optimizer_are_deepspeeds():
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.ops.lamb import FusedLamb
+    from deepspeed.runtime import constants
+
+    assert constants.GRADIENT_CLIPPING_DEFAULT == following.CLIP
+    own = following.OPTIMIZER | {"betas": (0.9, 0.999), "lr": following.RATE}
+    lamb = own | following.OF_LAMB
+    for kind, defaults in ((FusedAdam, own), (DeepSpeedCPUAdam, own), (FusedLamb, lamb)):
+        theirs = inspect.signature(kind).parameters
+        assert {name: theirs[name].default for name in defaults} == defaults, kind
+
+
+def test_a_warm_up_without_a_number_takes_a_thousand_steps(path):
+    own = follow(path(schedule("WarmupLR", warmup_max_lr=1e-3))).schedule
+    assert (own.warmup_steps, own.warmup_type, own.min_lr) == (1000, "log", 0.0)
+
+
+def test_every_value_of_a_json_is_in_a_line(path):
+    config = {
+        **{"train_batch_size": "auto", "steps_per_print": 7, "project": "mine", "_comment": "x"},
+        **adam(lr=3e-5, betas=[0.9, 0.95], eps="auto", adam_w_mode=True),
+        **schedule("WarmupLR", warmup_max_lr=2e-4, warmup_num_steps="auto", last_batch_iteration=-1),
+        "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}, "reduce_bucket_size": 5e8},
+        **{"bf16": {"enabled": True}, "fp16": {"enabled": False, "loss_scale": 0, "auto_cast": "auto"}},
+        **{"checkpoint": {"tag_validation": "Warn"}, "offload_param": {"device": "cpu"}},
+    }
+    config["optimizer"]["eps"] = 1e-6
+    texts = told(path(config))
+    for key, _ in following.leaves(config):
+        assert any(re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.]*\w)", text) for text in texts), key
+    (passed,) = [text for text in texts if text.startswith("follow: passed on to DeepSpeed: ")]
+    assert (
+        "zero_optimization.reduce_bucket_size=500000000" in passed and "optimizer.params.eps=1e-08" in passed
+    )
+    (idle,) = [text for text in texts if text.startswith("follow: without effect: ")]
+    # the schedule's rate is what trains
+    assert "optimizer.params.lr," in idle and "zero_optimization.offload_param.device" in idle
+    (same,) = [text for text in texts if text.startswith("follow: as the recipe has it: ")]
+    assert "optimizer.params.betas=[0.9,0.95]" in same and "3e-05" not in passed + same

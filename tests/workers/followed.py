@@ -1,6 +1,6 @@
 """Losses of recipes that follow DeepSpeed JSONs, next to those of plain `deepspeed.initialize` loops.
 
-    followed.py OUT.json CASES.json      cases: name -> JSON of DeepSpeed
+    followed.py OUT.json CASES.json      cases: name -> JSON of DeepSpeed; its "filled": for the plain loop
 
 Both train the same module on the same batches in fp32. The plain engine has DeepSpeed's own optimizer,
 schedule, clipping and accumulation.
@@ -75,6 +75,7 @@ def plain(config: dict, plan, grid, corpus) -> list[float]:
 
 def compare(config: dict, out: Path) -> dict[str, list[float]]:
     """The losses of both."""
+    filled = config.pop("filled", config)
     path = out.parent / "followed.json"
     path.write_text(json.dumps(config))
     recipe = catalog.load(overrides=SETTINGS, tiny=True)
@@ -83,7 +84,7 @@ def compare(config: dict, out: Path) -> dict[str, list[float]]:
     plan = resolve(recipe, path, 1, MACHINE)
     grid = ProcessGrid(1, 1, 1)
     corpus = build(recipe, say=lambda text: None)
-    return {"ours": ours(plan, grid, corpus), "plain": plain(config, plan, grid, corpus)}
+    return {"ours": ours(plan, grid, corpus), "plain": plain(filled, plan, grid, corpus)}
 
 
 if __name__ == "__main__":

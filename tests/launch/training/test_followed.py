@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from launching import WORKERS, run_ranks
 
+from recipes import catalog
+
 ADAMW = {"lr": 2e-3, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}
 
 
@@ -27,6 +29,15 @@ PLAIN = {
     "WarmupCosineLR": config(3, "WarmupCosineLR", {**FEW, "warmup_min_ratio": 0.1, "cos_min_ratio": 0.05}),
     "DeepSpeed's defaults": config(1, optimizer={"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}}),
 }
+# as transformers fills them, from the recipe's numbers
+RECIPE = catalog.load(tiny=True)
+RATES = {"warmup_min_lr": 0, "warmup_max_lr": ADAMW["lr"], "warmup_num_steps": RECIPE.schedule.warmup_steps}
+FILLED = {"WarmupLR": RATES, "WarmupDecayLR": {**RATES, "total_num_steps": RECIPE.decay_steps}}
+for kind, params in FILLED.items():
+    filled = config(1, kind, params)
+    PLAIN[f"{kind}, all auto"] = config(1, kind, dict.fromkeys(params, "auto"), filled=filled)
+# norms of gradients are above 1
+PLAIN["clipped by default"] = PLAIN["DeepSpeed's defaults"] | {"train_batch_size": 4}
 UNCORRECTED = {"type": "Adam", "params": {"lr": 5e-4, "weight_decay": 0.01, "bias_correction": False}}
 COMPILED = {f"uncorrected, stage {stage}": config(stage, optimizer=UNCORRECTED) for stage in (0, 1, 2, 3)}
 
