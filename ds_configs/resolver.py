@@ -124,11 +124,14 @@ def resolve(
 def followed(recipe: Recipe, ds_path: str | Path, world: int | None) -> list[Stated]:
     """Return the values that `recipe` takes from a JSON of one's own; `world`: as `following.follow` has it.
 
-    What is wrong with the JSON is left to `resolve`. Raises ConfigError where it cannot be read.
+    Raises ConfigError: it cannot be read, or what it states is no value. The rest is left to `resolve`.
     """
     path = find(ds_path, "--follow")
     findings = Findings(str(path), read(path))
     known_keys.check(findings)
+    optimizer.check_schedule(findings.stated("scheduler.type"), recipe, findings)
+    if findings.problems:
+        raise ConfigError(findings.problems)
     return following.follow(findings.config, recipe, world)
 
 

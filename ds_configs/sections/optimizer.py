@@ -111,7 +111,7 @@ def _check_own(recipe: Recipe, findings: Findings) -> None:
 def _check_numbers(recipe: Recipe, findings: Findings) -> None:
     """Refuse other numbers than the recipe's, and a schedule that is not the recipe's."""
     kind = findings.stated("scheduler.type")
-    _check_schedule(kind, recipe, findings)
+    check_schedule(kind, recipe, findings)
     own = _own(recipe)
     schedule = list[Setting]()
     for each in following.numbers(findings.config, recipe):
@@ -142,7 +142,7 @@ def _check_numbers(recipe: Recipe, findings: Findings) -> None:
         )
 
 
-def _check_schedule(kind: Any, recipe: Recipe, findings: Findings) -> None:
+def check_schedule(kind: Any, recipe: Recipe, findings: Findings) -> None:
     """Refuse schedules and parameters that there are not; notice that the recipe's kind trains."""
     if kind is None:
         return

@@ -318,7 +318,7 @@ def test_what_a_file_states_is_not_filled(mine):
         ({FILLS: ["zero_optimization.overlap_com"]}, "did you mean overlap_comm"),
         ({FILLS: ["scheduler"]}, 'scheduler="auto": must be a section'),
         ({FILLS: ["fp16.enabled"], "fp16": True}, "fp16=true: must be a section"),
-        ({FILLS: ["zero_optimization.sub_group_size"]}, 'sub_group_size="auto": nothing fills it here'),
+        ({FILLS: ["gradient_predivide_factor"]}, 'gradient_predivide_factor="auto": nothing fills it here'),
     ],
 )
 def test_a_list_that_cannot_be_filled_is_refused(changes, said, mine):

@@ -349,7 +349,7 @@ def test_defaults_of_the_optimizer_are_deepspeeds():
 
 
 def test_a_warm_up_without_a_number_takes_a_thousand_steps(path):
-    own = follow(path(schedule("WarmupLR", warmup_max_lr=1e-3))).schedule
+    own = follow(path(schedule("WarmupLR", warmup_max_lr=1e-3)), "steps=2000").schedule
     assert (own.warmup_steps, own.warmup_type, own.min_lr) == (1000, "log", 0.0)
 
 
