@@ -62,10 +62,6 @@ GLUE = {
         "index\t#1 ID\t#2 ID\t#1 String\t#2 String", "3\tx\tx\tone\ttwo",
         {"idx": 3, "sentence1": "one", "sentence2": "two"},
     ),
-    ("mrpc", "train"): (  # in .txt, with a byte-order mark
-        "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String", "1\tx\tx\tone\ttwo",
-        {"sentence1": "one", "sentence2": "two", "label": 1},
-    ),
     ("qqp", "train"): (
         "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate", "5\tx\tx\tone\ttwo\t0",
         {"question1": "one", "question2": "two", "label": 0, "idx": 5},

@@ -158,6 +158,11 @@ def test_splits_are_refused_together_and_can_be_chosen(tmp_path):
             texts = [document.text for document in source.documents()]
             assert len(texts) == count and "train" in texts
         assert splits_of(files_of(Origin(source="text", name=every))).keys() == {"train", "dev", "Test"}
+    held_out = tmp_path / "held_out"
+    held_out.mkdir()
+    for name in ("dev.txt", "test.txt"):
+        (held_out / name).write_text("words")
+    assert found(held_out) == ("text", "text")
     code = tmp_path / "code"
     code.mkdir()
     for name in ("train.py", "test.py", "a.py", "latest.py", "trainer.py"):

@@ -99,7 +99,7 @@ def test_of_a_damaged_archive_comes_out_what_can_be_read_and_then_the_damage(tmp
 
 @pytest.mark.parametrize("kind", ["bz2", "xz"])
 def test_a_later_stream_that_cannot_be_read_is_damage_to_every_reader(tmp_path, kind):
-    streams = [COMPRESS[kind](jsonl(*(f"{n} {i} some words of it" for i in range(5)))) for n in range(3)]
+    streams = [COMPRESS[kind](jsonl(*(f"{n} {i} some words of it" * 99 for i in range(5)))) for n in range(3)]
     path = tmp_path / f"a.jsonl.{kind}"
     for padding in (0, 4, 8, 1 << 21):
         path.write_bytes((b"\0" * padding).join([*streams, b""]))
@@ -411,6 +411,7 @@ def test_a_file_is_read_once_whatever_its_names(tmp_path):
         return [str(file.path.relative_to(top)) for file in found]
 
     assert names() == names("/**/*") == ["2024/a.jsonl", "b.jsonl"] and not said
+    (tmp_path / "outside.jsonl").write_bytes(jsonl("outside"))
     (top / "latest").symlink_to("2024")
     (top / "2024" / "up").symlink_to("..")  # which leads to itself, and out of the folder
     (top / "2024" / "out").symlink_to(tmp_path)
@@ -498,6 +499,10 @@ def test_a_source_reads_its_files_in_order_and_each_as_a_shard(tmp_path):
         now = open_source(Origin(source="jsonl", name=source.name)).fingerprint()
         assert before != now
         before = now
+    edited(tmp_path / "a.jsonl")
+    (tmp_path / "b.jsonl").write_bytes(jsonl("b2"))
+    with pytest.raises(ProblemsError, match="b.jsonl: was changed"):  # since the name was looked up
+        open_source(Origin(source="jsonl", name=source.name)).fingerprint()
 
 
 def edited(path) -> None:
@@ -508,9 +513,20 @@ def edited(path) -> None:
     os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
 
 
-@pytest.mark.parametrize("change", ["longer", "renamed", "removed", "broken", "linked"])
-def test_a_file_that_is_replaced_while_it_is_read_is_named(tmp_path, monkeypatch, change):
-    monkeypatch.setattr(records, "CHECKED_EVERY", 4)
+@pytest.mark.parametrize(
+    ("change", "every"),
+    [
+        ("longer", 4),
+        ("longer", 1 << 20),
+        ("renamed", 4),
+        ("renamed", 1 << 20),
+        ("removed", 4),
+        ("broken", 1 << 20),
+        ("linked", 4),
+    ],
+)
+def test_a_file_that_is_replaced_while_it_is_read_is_named(tmp_path, monkeypatch, change, every):
+    monkeypatch.setattr(records, "CHECKED_EVERY", every)
     path = tmp_path / "a.jsonl"
     path.write_bytes(jsonl(*(f"text {i:05}" * 100 for i in range(4000))))
     source = open_source(Origin(source="jsonl", name=str(path), streaming=True))
