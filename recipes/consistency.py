@@ -180,7 +180,7 @@ def schedule_problems(
             flag = " --" if cut and key == "steps" else " --set "
             fix += flag, Setting(key, value)
         if not own:
-            fix = ["give --", came, " to train the beginning of its schedule"]
+            fix += ", or --", came, " to train the beginning of its schedule"
         yield Problem("steps", came, why, tuple(fix), where)
 
 

@@ -41,8 +41,8 @@ def given(problem: Problem, settings: list[str], steps: int | None) -> tuple[lis
         (["schedule.kind=linear"], 10, {}, "the warm-up ends after step 20, and training after step 10"),
         (["schedule={kind: constant, warmup_steps: 301}"], None, {}, "give --set steps=301"),
         (["steps=50", "schedule={kind: cosine, warmup_steps: 60, decay_steps: 99}"], None, {}, "set steps=62"),
-        (["steps=21"], None, {}, "give --steps=21 to train the beginning of its schedule"),
-        ([], None, JSON, "give --steps=300 to train the beginning"),
+        (["steps=21"], None, {}, ", or --steps=21 to train the beginning of its schedule"),
+        ([], None, JSON, "give --set steps=1000, or --steps=300 to train the beginning"),
     ],
 )  # fmt: skip
 def test_what_is_said_is_trained_or_refused_with_a_line_that_works(settings, steps, laid, said):
@@ -74,7 +74,7 @@ def test_a_run_stands_as_it_was_and_other_steps_of_it_are_checked(tmp_path):
     (tmp_path / "recipe.yaml").write_text(dump(load(steps=5)))
     assert load(tmp_path).steps == 5 and load(tmp_path, steps=6).steps == 6
     for name in (tmp_path, "hpe1270_v100_pcie/gpt2-b32-ckpt"):
-        with pytest.raises(RecipeError, match="give --steps=9 to train the beginning of its schedule"):
+        with pytest.raises(RecipeError, match="or --steps=9 to train the beginning of its schedule"):
             load(name, ["steps=9"])
         assert load(name, ["steps=9"], steps=9).steps == 9
 
