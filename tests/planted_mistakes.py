@@ -7,7 +7,7 @@
 
 A mistake is one replacement of code. Its test has to pass in the copy without it, and to fail with it; the
 exit code is 1 if one is not noticed. To add one: an entry of `MISTAKES`, with code that stands once in its
-file; `--find` tells the test, or that one has to be written. All of them take a quarter of an hour on two
+file; `--find` tells the test, or that one has to be written. All of them take about half an hour on two
 busy cores.
 """
 
@@ -171,6 +171,9 @@ MISTAKES = (
             '("cos_min_ratio", 0.0001)', '("cos_min_ratio", 0.001)', f"{FOLLOWING}::{RATIOS}"),
     Mistake("ratios without the rate", "ds_configs/following.py",
             'value * peak if theirs.endswith("_ratio") else value', "value", f"{FOLLOWING}::{RATIOS}"),
+    Mistake("precision of a JSON without halves", "ds_configs/following.py",
+            'elif "auto" not in switches.values():', "elif False:",
+            f"{FOLLOWING}::test_a_json_that_leaves_both_halves_out_trains_in_fp32"),
     # checkpoints and optimizers
     Mistake("data of a branch's branch", "launch/checkpoints/branching.py",
             "data_from = there.branch.data_from if there.branch else 0", "data_from = 0",
@@ -281,6 +284,8 @@ MISTAKES = (
     Mistake("decay of vectors for matrices", "launch/weights/their_settings.py",
             "own = max(self.state.groups", "own = min(self.state.groups",
             f"{ADOPTION}::test_the_decay_is_that_of_the_decayed_parameters_in_whatever_group"),
+    Mistake("attention's dropout dropped", "launch/weights/their_settings.py",
+            "self.config.get(attention, 0.0)", "0.0", f"{ADOPTION}::test_dropout_of_attention_is_stated_apart"),
     Mistake("warm-up's share rounded down", "launch/weights/their_settings.py",
             "math.ceil(warmup * (self.steps or 0))", "math.floor(warmup * (self.steps or 0))",
             f"{ADOPTION}::test_a_share_of_warm_up_is_rounded_up_as_by_trainer"),
