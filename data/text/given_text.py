@@ -20,7 +20,7 @@ from data.text.records import FoundFile, read_strictly
 from data.text.sources import files_of, format_of, named_path
 from data.text.text_files import JsonlFormat
 from recipes.files import named_kind
-from recipes.problems import Problem, ProblemsError, Setting, Words, either, some
+from recipes.problems import Key, Problem, ProblemsError, Setting, Words, either, some
 from recipes.schema import Origin
 
 COLUMNS = ("text", "content")  # of a document, by their usual names
@@ -29,7 +29,11 @@ _RECORDS = 20  # of a file, by which its column is chosen
 _LEAST_TEXT = (
     80  # bytes of a document, in the mean, where the column's name says nothing
 )
-_WITHOUT_TEXT = "name other files by a glob, or give each record a field text, as jq -c '{text: ...}' FILE does"
+_WITHOUT_TEXT: tuple[Words, ...] = (
+    "name the column with ",
+    Key("data.text_column"),
+    " if one is the text, other files by a glob, or give each record a field text, as jq -c '{text: ...}' does",
+)
 _OF_TEXT = re.compile(
     "(text|content|body|article|document|passage|sentence|story|abstract|review)s?$",
     re.IGNORECASE,
@@ -138,11 +142,15 @@ def _column_of(file: Path) -> str:
     rule = (
         f"none is called {' or '.join(COLUMNS)}, or surely is the text by what it holds"
     )
-    fix: tuple[Words, ...] = (_WITHOUT_TEXT,)
-    if texts:
-        best = max(likely or texts, key=lambda name: _characters(texts[name]))
-        named = Setting("data.text_column", best)
-        fix = ("set ", named, " if that is what to train on, or ", *fix)
+    fix = _WITHOUT_TEXT
+    if likely:
+        best = max(likely, key=lambda name: _characters(texts[name]))
+        fix = (
+            "set ",
+            Setting("data.text_column", best),
+            " if that is the text, or ",
+            *fix,
+        )
     raise ProblemsError([Problem("data.text_column", came, rule, fix)])
 
 

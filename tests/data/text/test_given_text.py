@@ -60,7 +60,7 @@ def test_the_kind_is_told_by_first_bytes_and_suffix_and_the_column_by_its_name(t
         (
             "t.jsonl",
             lines({"a": "x", "b": "y", "c": 3}),
-            ("the columns a (a text), b (a text), c (a number)", "data.text_column=a"),
+            ("the columns a (a text), b (a text), c (a number)", "data.text_column"),
         ),
         ("t.json", b'[{"text": "a"}]', ("one JSON list", "jq -c '.[]' {}")),
         ("t.json", b'{\n  "text": "a"\n}', ("t.json:1: not a JSON object",)),
