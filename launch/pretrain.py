@@ -194,7 +194,8 @@ def training_of(args: argparse.Namespace) -> Training:
     if point:
         recipe = point.recipe(args.set, laid, args.steps)
     else:
-        load = partial(catalog.load, recipe_name, tiny=tiny)
+        trained = not (follows and args.plan)  # else the plan tells it
+        load = partial(catalog.load, recipe_name, tiny=tiny, trained=trained)
         begin = adopts.begun if adopts else load
         recipe = titled(begin(args.set, steps=args.steps, laid=laid), original)
     if recipe.task is not None:
@@ -218,7 +219,8 @@ def training_of(args: argparse.Namespace) -> Training:
         plan = adopts.noted(job.plan, args.set, learning_rate)
         job = replace(job, plan=plan, adopt=adopts.write)
     if follows:
-        job = replace(job, plan=follows.noted(job.plan))
+        on_paper = args.plan and args.steps is None
+        job = replace(job, plan=follows.noted(job.plan, on_paper=on_paper))
     if source:
         tiny = tiny or source.tiny
         job = replace(

@@ -375,3 +375,13 @@ def test_every_value_of_a_json_is_in_a_line(path):
     assert "optimizer.params.lr," in idle and "zero_optimization.offload_param.device" in idle
     (same,) = [text for text in texts if text.startswith("follow: as the recipe has it: ")]
     assert "optimizer.params.betas=[0.9,0.95]" in same and "3e-05" not in passed + same
+
+
+def test_a_plan_tells_what_a_start_refuses_for_want_of_steps(path):
+    file = path(schedule("WarmupLR", warmup_max_lr=1e-3))
+    taken = FollowedJson.read(str(file), catalog.load(), 1)
+    plan = resolve(catalog.load(laid=taken.settings, trained=False), file, 1, ANY_GPU)
+    asked = [notice.text for notice in taken.noted(plan, on_paper=True).notices if notice.key == "steps"]
+    (text,) = asked
+    assert text.startswith("a start is refused: steps=300") and "--set steps=1000" in text
+    assert not [notice for notice in taken.noted(plan).notices if notice.key == "steps"]
