@@ -76,10 +76,12 @@ _FITS: dict[str, _Fits] = {
 
 def _kind(words: str) -> Kind:
     """Make the kind from its words in keys.yaml."""
-    what = words.removesuffix(", or null")
+    what, _, also = words.partition(", or ")
     number = _NUMBER.fullmatch(what)
     fits = _FITS.get(what) or (_range(number) if number else _choice(what))
     whole = number is not None and number[1] != "a"
+    if also == "false":
+        fits = _or_false(fits)
     fix = "write one"
     if number and whole and not number[4]:
         fix = f"write {number[3]} or more"
@@ -88,9 +90,13 @@ def _kind(words: str) -> Kind:
         fits,
         fix,
         whole=whole,
-        null=what != words,
+        null=also == "null",
         section=what == _SECTION,
     )
+
+
+def _or_false(fits: _Fits) -> _Fits:
+    return lambda value: value is False or fits(value)
 
 
 def _range(words: re.Match[str]) -> _Fits:

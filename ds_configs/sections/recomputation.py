@@ -38,6 +38,8 @@ def check(
         section["partition_activations"] = layout is not None and partitions(
             recipe, layout, machine
         )
+    if any(problem.key == PARTITION for problem in findings.problems):
+        section["partition_activations"] = True  # what follows from it is no second one
     effective = (
         "partition_activations",
         "cpu_checkpointing",
@@ -60,6 +62,7 @@ def check(
     if on_host and chunk and not section["partition_activations"]:
         rule = "on a CPU DeepSpeed 0.19 empties whole activations before it has copied them"
         findings.refuse(f"{_SECTION}.cpu_checkpointing", rule, _TO_PARTITION)
+        section["partition_activations"] = True
     if section["contiguous_memory_optimization"]:
         _check_contiguous(recipe, section, findings)
     by_torch = [key for key, value in section.items() if value]

@@ -67,6 +67,7 @@ TAKEN: tuple[tuple[Any, str], ...] = (
     ({"_comment": "for two nodes", "//": 1, "fp16": {"#": "off", "enabled": False}}, ""),
     ({"zero_optimization": {"stage": 3, "sub_group_size": 0}}, ""),
     ({"zero_optimization": {"stage": 3, "max_live_parameters": 0}}, "stage3_max_live_parameters"),
+    ({"activation_checkpointing": {"partition_activations": False, "number_checkpoints": False}}, ""),
     ({"aio": {"thread_count": 1}}, "another name of intra_op_parallelism"),
     ({"fp32_allreduce": True}, "another name of communication_data_type"),
     ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, "another name of offload_optimizer"),

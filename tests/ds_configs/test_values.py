@@ -151,6 +151,19 @@ REFUSED: tuple[tuple[Any, ...], ...] = (
         {f"{CHECKPOINTS}.number_checkpoints": 9, f"{CHECKPOINTS}.contiguous_memory_optimization": True},
         "activation_checkpointing=full",
     ),
+    # what follows from another problem is none of its own
+    (
+        1,
+        {f"{CHECKPOINTS}.contiguous_memory_optimization": True, f"{CHECKPOINTS}.cpu_checkpointing": True}
+        | {f"{CHECKPOINTS}.number_checkpoints": 99, f"{CHECKPOINTS}.partition_activations": "yes"},
+        "activation_checkpointing=full",
+    ),
+    (
+        1,
+        {f"{CHECKPOINTS}.contiguous_memory_optimization": True, f"{CHECKPOINTS}.number_checkpoints": 99}
+        | {f"{CHECKPOINTS}.cpu_checkpointing": True},
+        "activation_checkpointing=full",
+    ),
     # what the recipe says otherwise
     (1, {"optimizer.type": "OneBitAdam"}),
     (1, {"optimizer.params.adam_w_mode": False}),
