@@ -517,6 +517,16 @@ def test_lanes_with_equal_files_mask_other_tokens():
     assert equal and any(not np.array_equal(fields["positions"][a], fields["positions"][b]) for a, b in equal)
 
 
+def test_items_of_a_lane_with_equal_text_mask_other_tokens():
+    class Same(Made):
+        def tokens(self, shard, index):
+            return super().tokens(0, 3)
+
+    fields = streamed(Same([20]), "none").take(range(GLOBAL), seed=1)
+    equal = [(a, b) for b in range(GLOBAL) for a in range(b) if unmasked(fields, a) == unmasked(fields, b)]
+    assert equal and any(not np.array_equal(fields["positions"][a], fields["positions"][b]) for a, b in equal)
+
+
 def test_samples_of_a_bert_depend_on_seed_lane_and_item():
     one, two, other = (streamed(Made([20, 20]), "sop").take(range(16), seed=seed) for seed in (1, 1, 2))
     assert all(np.array_equal(one[key], two[key]) for key in one)
