@@ -39,6 +39,8 @@ READ_BYTES = 1 << 16
 PATIENCE_S = 10.0  # for a stranger's proof, and for a connection
 SEND_S = 60.0  # for a message; the system buffers those of a rank that is busy
 MOST_STRANGERS = 512  # at once; of more the oldest goes
+SECRETS = "meeting.*.tmp"  # names of files with a secret
+OLD_S = 7200.0  # ranks meet within half an hour
 PEER = struct.Struct("3i")  # linux/socket.h, ucred: process, user and group
 SECRET = "MEGARECIPES_SECRET"
 
@@ -323,6 +325,9 @@ def keep_secret(places: Sequence[Path], name: str, token: bytes) -> list[Path]:
         path = place / name
         with contextlib.suppress(OSError):
             place.mkdir(parents=True, exist_ok=True)
+            for left in place.glob(SECRETS):  # by a start that was killed
+                if time.time() - left.stat().st_mtime > OLD_S:
+                    left.unlink()
             descriptor = os.open(
                 path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600
             )

@@ -292,6 +292,11 @@ def test_a_secret_is_read_from_a_file_of_this_account_alone(tmp_path):
     kept = connection.keep_secret(places, "meeting.1.tmp", token)
     assert kept == [places[0] / "meeting.1.tmp", tmp_path / "meeting.1.tmp"]
     assert {path.stat().st_mode & 0o777 for path in kept} == {0o600}
+    os.utime(kept[0], (0, 0))
+    connection.keep_secret(places[:1], "meeting.2.tmp", token)
+    assert [path.name for path in places[0].iterdir()] == ["meeting.2.tmp"], (
+        "what a killed start left is gone"
+    )
     assert connection.keep_secret([tmp_path], "meeting.1.tmp", token) == [], "nothing is written over"
     assert connection.find_secret([tmp_path], "meeting.1.tmp") == token
     kept[1].chmod(0o640)
