@@ -153,6 +153,13 @@ MISTAKES = (
             TRAINING + "engine.py"),
     Mistake("schedule begins anew", "launch/training/schedule.py",
             'self.completed = state["completed"]', "self.completed = 0", TRAINING + "schedule.py"),
+    Mistake("cool-down after the branch", "launch/checkpoints/branching.py",
+            'if said & {"schedule", "schedule.wsd_decay_steps"}:', "if False:",
+            CHECKPOINTS + "branched_schedules.py"),
+    Mistake("branch of no steps", "recipes/consistency.py",
+            "if recipe.steps <= after:", "if recipe.steps < after:", CHECKPOINTS + "branched_schedules.py"),
+    Mistake("adopted run of no steps", "launch/weights/adoption.py",
+            'schedule_problems(recipe, "", cut=steps is not None)', "()", ADOPTION),
     # checkpoints and optimizers
     Mistake("moments not loaded", "launch/checkpoints/reading.py",
             "for name in moments}", "for name in moments[1:]}", CHECKPOINTS + "any_layout.py"),
