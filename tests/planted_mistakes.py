@@ -177,6 +177,13 @@ MISTAKES = (
     Mistake("precision of a JSON without halves", "ds_configs/following.py",
             'elif "auto" not in switches.values():', "elif False:",
             f"{FOLLOWING}::test_a_json_that_leaves_both_halves_out_trains_in_fp32"),
+    Mistake("cool-down after the branch", "launch/checkpoints/branching.py",
+            'if said & {"schedule", "schedule.wsd_decay_steps"}:', "if False:",
+            CHECKPOINTS + "branched_schedules.py"),
+    Mistake("branch of no steps", "recipes/consistency.py",
+            "if recipe.steps <= after:", "if recipe.steps < after:", CHECKPOINTS + "branched_schedules.py"),
+    Mistake("adopted run of no steps", "launch/weights/adoption.py",
+            'schedule_problems(recipe, "", cut=steps is not None)', "()", ADOPTION),
     # checkpoints and optimizers
     Mistake("data of a branch's branch", "launch/checkpoints/branching.py",
             "data_from = there.branch.data_from if there.branch else 0", "data_from = 0",
