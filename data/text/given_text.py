@@ -55,10 +55,12 @@ def text_settings(
         if named_path(origin)[0].is_dir():
             _check_splits(text, files)
         source = _source_of(text, files, say)
-        by_folder = {file.path.parent: file for file in reversed(files)}
-        first = files[:1] if source == "text" else [*reversed(by_folder.values())]
-        if column is None and source != "text":
-            column = [_column_of(file.path) for file in first][0]
+        first = files[:1]
+        if source != "text":
+            by_folder = {file.path.parent: file for file in reversed(files)}
+            first = sorted(by_folder.values())
+            columns = [column or _column_of(file.path) for file in first]
+            column = columns[0]
         origin = Origin(source=source, name=text, text_column=column or COLUMNS[0])
         for file in first:  # their first records are sound
             next(read_strictly([file], format_of(origin), 0), None)

@@ -74,8 +74,11 @@ def _look_up(path: Path, say: Say) -> list[FoundFile]:
     found = []
     strange = []
     said = time.monotonic()
-    pattern = f"{glob.escape(str(path))}/**/*" if path.is_dir() else str(path)
-    for name in [pattern] if path.is_file() else _matching(pattern):
+    pattern = str(path)
+    if path.is_dir():
+        pattern = f"{glob.escape(pattern)}/**/*"
+    names = [pattern] if path.is_file() else _matching(pattern)
+    for name in names:
         mode = 0
         with suppress(OSError):
             facts = os.stat(name)

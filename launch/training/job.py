@@ -150,7 +150,8 @@ def plan_job(
     if own or data.tokenizer.kind in ("file", "store"):
         from data.corpus import check_sources  # with transformers
 
-        check_sources(recipe, terminal.say if processes.rank() == 0 else quiet)
+        say = terminal.say if processes.rank() == 0 else quiet
+        check_sources(recipe, say)
     else:
         for origin in data.origins:
             open_source(origin)
