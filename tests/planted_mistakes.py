@@ -61,6 +61,7 @@ FOLLOWING = "tests/ds_configs/test_following.py"
 RATIOS = "test_the_ratios_of_a_cosine_are_shares_of_the_rate_and_have_deepspeeds_defaults"
 BRANCHES = "tests/launch/checkpoints/test_branch_points.py"
 MEETING = "tests/launch/ranks/test_meeting.py"
+TEXT = "tests/data/text/test_sources.py::test_"
 MUON = "tests/launch/deepspeed_fixes/test_muon.py"
 MISTAKES = (
     # modeling
@@ -147,6 +148,15 @@ MISTAKES = (
     Mistake("validation is trained on", "data/text/held_out.py",
             "found == PARTS.index(part))", '(found == PARTS.index(part)) | (part == "train"))',
             DATA + "corpus.py::test_build_keeps_held_out_documents_out_of_training"),
+    Mistake("damage behind a stream is the end of a file", "data/text/file_types.py",
+            "io.BufferedReader(_Streams(file, bz2.BZ2Decompressor))", "bz2.BZ2File(file)",
+            TEXT + "a_later_stream_that_cannot_be_read_is_damage_to_every_reader"),
+    Mistake("an edit of the same size and time is not seen", "data/text/sources.py",
+            "*file.version[2:]", "*file.version[2:4]",
+            TEXT + "a_source_reads_its_files_in_order_and_each_as_a_shard"),
+    Mistake("a file is trained on under each of its names", "data/text/listing.py",
+            "kept.setdefault(file.version, file)", "kept.setdefault(file.version + (len(kept),), file)",
+            TEXT + "a_file_is_read_once_whatever_its_names"),
     Mistake("no chosen token stays", "data/samples/masking.py",
             "MASKED = 0.8", "MASKED = 0.9",
             DATA + "bert_samples.py::test_of_chosen_tokens_80_percent_are_masked_10_random_10_kept"),

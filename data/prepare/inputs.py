@@ -80,12 +80,14 @@ class Inputs:
             self.files = [file for each in origins for file in files_of(each, say)]
         self.paths = [file.path for file in self.files]
         times = Counter(file.version or file.path for file in self.files)
-        if max(times.values()) > 1:
-            repeated = {
-                str(f.path) for f in self.files if times[f.version or f.path] > 1
-            }
+        repeated = set[str]()
+        for file in self.files:
+            if times[file.version or file.path] > 1:
+                repeated.add(str(file.path))
+        if repeated:
+            told = some(sorted(repeated))
             raise ValueError(
-                f"--name matches {some(sorted(repeated))} more than once: give each file one time"
+                f"--name matches {told} more than once: give each file one time"
             )
 
     def check_beginning(self) -> list[str]:

@@ -55,10 +55,12 @@ def text_settings(
         if named_path(origin)[0].is_dir():
             _check_splits(text, files)
         source = _source_of(text, files, say)
-        by_folder = {file.path.parent: file for file in reversed(files)}
-        first = files[:1] if source == "text" else [*reversed(by_folder.values())]
-        if column is None and source != "text":
-            column = [_column_of(file.path) for file in first][0]
+        first = files[:1]
+        if source != "text":
+            by_folder = {file.path.parent: file for file in reversed(files)}
+            first = sorted(by_folder.values())
+            columns = [column or _column_of(file.path) for file in first]
+            column = columns[0]
         origin = Origin(source=source, name=text, text_column=column or COLUMNS[0])
         for file in first:  # their first records are sound
             next(read_strictly([file], format_of(origin), 0), None)
@@ -121,18 +123,16 @@ def _source_of(text: str, files: Sequence[FoundFile], say: Say) -> Any:
 def _column_of(file: Path) -> str:
     """Return the column with the text of a file's first records. Raises ProblemsError: none surely is."""
     values: dict[str, list[Any]] = {}
+    texts: dict[str, list[str]] = {}
     for record in _first_records(file):
         for name, value in record.items():
             values.setdefault(name, []).append(value)
+            if isinstance(value, str):
+                texts.setdefault(name, []).append(value)
     for name in COLUMNS:
         # its reader says what is wrong, here and where nothing can be read
         if not values or isinstance(values.get(name, [0])[0], str | bytes | None):
             return name
-    texts = dict[str, list[str]]()
-    for name, of_name in values.items():
-        own = [value for value in of_name if isinstance(value, str)]
-        if own:
-            texts[name] = own
     others = _characters(values) - _characters(texts)
     likely = [name for name, own in texts.items() if _is_text(name, own, others)]
     if len(texts) == len(likely) == 1:

@@ -51,17 +51,22 @@ def splits_of(found: Sequence[FoundFile]) -> dict[str, Path]:
 
     It is a word of a file's name, or else of its nearest directory with one.
     """
-    top = len(os.path.commonpath([str(file.path.parent) for file in found]))
+    folders = [str(file.path.parent) for file in found]
+    top = len(os.path.commonpath(folders))
     splits: dict[str, Path] = {}
     trained = set()
     named = 0
     for file in found:
-        words = [*_SPLIT.finditer(str(file.path)[top:])]
+        below = str(file.path)[top:]
+        words = [*_SPLIT.finditer(below)]
         if words:
+            word = words[-1]
             named += 1
-            splits.setdefault(words[-1][0], file.path)
-            trained.add(bool(words[-1][1]))
-    return splits if len(trained) == 2 and named > len(found) / 2 else {}
+            splits.setdefault(word[0], file.path)
+            trained.add(bool(word[1]))
+    if len(trained) < 2 or named <= len(found) / 2:
+        return {}
+    return splits
 
 
 def _look_up(path: Path, say: Say) -> list[FoundFile]:
@@ -69,8 +74,11 @@ def _look_up(path: Path, say: Say) -> list[FoundFile]:
     found = []
     strange = []
     said = time.monotonic()
-    pattern = f"{glob.escape(str(path))}/**/*" if path.is_dir() else str(path)
-    for name in [pattern] if path.is_file() else _matching(pattern):
+    pattern = str(path)
+    if path.is_dir():
+        pattern = f"{glob.escape(pattern)}/**/*"
+    names = [pattern] if path.is_file() else _matching(pattern)
+    for name in names:
         mode = 0
         with suppress(OSError):
             facts = os.stat(name)
@@ -113,12 +121,14 @@ def _matching(pattern: str) -> Iterator[str]:
     """Yield the paths that match a glob; below its "**" every directory counts once."""
     before, recursive, rest = f"/{pattern}/".partition("/**/")
     if not recursive:
-        found = glob.iglob(pattern)
-        yield from (name for name in found if not _NOT_READ.match(Path(name).name))
+        for name in glob.iglob(pattern):
+            if not _NOT_READ.match(Path(name).name):
+                yield name
         return
-    for top in filter(os.path.isdir, glob.iglob(before[1:] or before or ".")):
+    rest = rest.strip("/") or "*"
+    for top in glob.iglob(before[1:] or before or "."):
         for directory in _tree(top):
-            yield from _matching(f"{glob.escape(directory)}/{rest.strip('/') or '*'}")
+            yield from _matching(f"{glob.escape(directory)}/{rest}")
 
 
 def _tree(top: str) -> Iterator[str]:
@@ -126,6 +136,8 @@ def _tree(top: str) -> Iterator[str]:
 
     Links are followed, but neither to a directory that was met nor to one that `top` lies in.
     """
+    if not os.path.isdir(top):
+        return
     met = set(map(str, Path(top).resolve().parents))
     for directory, below, _ in os.walk(top, onerror=_refuse, followlinks=True):
         place = os.path.realpath(directory)

@@ -13,6 +13,7 @@ every other document stays in its split. launch/prepare_data.py keeps such recor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from operator import attrgetter
@@ -94,16 +95,17 @@ class FoundFile(NamedTuple):
 
         Of inode and last time one may differ: some file systems number a file anew, a new link sets the time.
         """
-        try:
-            now = VERSION(self.path.stat())
-        except FileNotFoundError:
-            now = (0,) * len(self.version)
         then = self.version
-        if now[2:4] != then[2:4] or (now[1] != then[1] and now[4] != then[4]):
-            came = f"{self.path}: was changed, replaced or removed while it was read"
-            rule = "documents are numbered and held out by their places in the files"
-            fix = "put it back as it was, or begin anew with what is there now"
-            raise ProblemsError([Problem("data.name", came, rule, fix)])
+        now = then[:0]
+        with suppress(FileNotFoundError):
+            now = VERSION(self.path.stat())
+        same = now[1:2] == then[1:2] or now[4:] == then[4:]
+        if same and now[2:4] == then[2:4]:
+            return
+        came = f"{self.path}: was changed, replaced or removed while it was read"
+        rule = "documents are numbered and held out by their places in the files"
+        fix = "put it back as it was, or begin anew with what is there now"
+        raise ProblemsError([Problem("data.name", came, rule, fix)])
 
 
 class RecordFormat:
