@@ -201,15 +201,19 @@ def adopt(args: argparse.Namespace) -> int:
     column = arguments.stated(args.set, "data.text_column")
     laid = text_settings(args.text, column) if args.text else {}
     recipe = adopts.begun(args.set, laid, args.steps)
+    ds_config = adopts.with_scaling(args.ds_config or recipe.ds_config)
     machine = description.detect_machine(on_paper=True)
     plan = plan_job(
-        recipe, args.ds_config, machine, compiled=False, initial_weights=None, elsewhere=True
+        recipe, ds_config, machine, compiled=False, initial_weights=None, elsewhere=True
     )  # fmt: skip
     adopted = adopts.noted(plan, args.set, learning_rate)
     name = catalog.full_name(adopts.recipe_name)
-    given = find(args.ds_config or recipe.ds_config)
     job = Job(
-        adopted, name, path_of(args.out, "--out"), adopt=adopts.write, ds_config=given
+        adopted,
+        name,
+        path_of(args.out, "--out"),
+        adopt=adopts.write,
+        ds_config=find(ds_config),
     )
     original = catalog.load(adopts.recipe_name)
     training = Training(job, original, False, False, lambda meeting: corpus)
