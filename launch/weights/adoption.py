@@ -52,7 +52,7 @@ OPEN = {
     "batch.global": ("samples of a step", "256"),
     "optimizer.clip": ("whether gradients are clipped", "1.0"),
     "precision": ("the precision", "bf16"),
-    "steps": ("the last step", "100000"),
+    "steps": ("the last step", "{later}"),
     "dropout.hidden": ("dropout of the residual stream", "0.1"),
     "dropout.attention": ("dropout of attention", "0.1"),
     KIND: ("the learning rate's schedule", "constant"),
@@ -139,7 +139,7 @@ class Adoption(StartingModel):
             lacking[f"{DATA_FROM} {FIRST}"] = (
                 f"where in our order of a text it stands ({NEXT}: after the samples that it read)"
             )
-        if not (self.adamw or self.theirs.kind):
+        if not (self.adamw or self.theirs.is_adamw):
             lacking[f"{OPTIMIZER} adamw"] = "that its optimizer is AdamW"
         told = self._untold()
         for each, what in told.items():
@@ -206,7 +206,8 @@ class Adoption(StartingModel):
         found = {}
         for key, (what, example) in OPEN.items():
             if not any(is_part(key, (each,)) for each in said):
-                found[f"--set {key}={example}"] = what
+                value = example.format(later=2 * self.state.steps)
+                found[f"--set {key}={value}"] = what
         tokenizer = any(is_part(each, ("data.tokenizer",)) for each in said)
         if not tokenizer and self.model().shape["model.vocab_size"] not in TOKENIZERS:
             key = "data.tokenizer"

@@ -20,7 +20,7 @@ from launch.weights.foreign_weights import (
     read,
     saved_in,
 )
-from modeling.formats.deepspeed.files import instead_of_weights
+from modeling.formats.deepspeed.files import elsewhere
 from modeling.formats.huggingface.config_forms import ConfigForm, form_of
 from modeling.formats.megatron.checkpoint import UNREAD
 from modeling.lazy_weights import LazyWeights
@@ -287,7 +287,7 @@ class InitialWeights:
             if path.is_dir():
                 found = saved_in(path)
             if isinstance(found, TransformersWeights):
-                other = instead_of_weights(path)
+                other = elsewhere(path, KEY)
             came = "is a file" if path.exists() else "does not exist"
         except (OSError, ValueError) as error:  # a name too long, a NUL, no permission
             came = f"cannot be read ({error})"

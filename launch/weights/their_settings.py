@@ -23,7 +23,13 @@ from recipes.schema import Change, Recipe, Schedule
 
 ADAM = ("adam", "adamw")
 # Trainer's names of AdamW, its argument `optim`
-TRAINERS = ("adamw_hf", "adamw_torch", "adamw_torch_fused", "adamw_apex_fused")
+ADAMW = ("adamw_hf", "adamw_torch", "adamw_torch_fused", "adamw_apex_fused")
+# of a JSON's optimizer -> Trainer's arguments
+TRAINERS = {
+    "lr": "learning_rate",
+    "eps": "adam_epsilon",
+    "weight_decay": "weight_decay",
+}
 # of torch's and DeepSpeed's Adams each group has one of these keys
 OF_ADAM = {"amsgrad", "bias_correction", "correct_bias"}
 # of a JSON's optimizer -> of a group; schedules of DeepSpeed's own keep no `initial_lr`
@@ -121,49 +127,49 @@ class TheirSettings:
     def config(self) -> Mapping[str, Any]:
         """DeepSpeed's configuration, completed by Trainer's arguments. Raises FileError: another loss."""
         said = self.arguments
-        told: dict[str, Any] = {}
-        if said:
-            kind = _name(said.get("optim"))
-            params = {
-                "lr": said.get("learning_rate"),
-                "betas": [said.get("adam_beta1"), said.get("adam_beta2")],
-                "eps": said.get("adam_epsilon"),
-                "weight_decay": said.get("weight_decay"),
-            }
-            kind = "adamw" if kind in TRAINERS else kind
-            told["optimizer"] = {"type": kind, "params": params}
-        if said and not self.state.config:
-            told["gradient_clipping"] = said.get("max_grad_norm")
-            for half in HALVES:
-                told[half] = {"enabled": said.get(half)}
+        if not said:
+            return self.state.config
         for key in OTHER_LOSSES:
             if said.get(key):
                 came = f"was trained with {key}={said[key]}"
                 rule = "our loss is the cross-entropy alone"
                 refuse(self.directory, came, rule, WEIGHTS_ALONE)
+        kind = _name(said.get("optim"))
+        params = {key: said.get(theirs) for key, theirs in TRAINERS.items()}
+        params["betas"] = [said.get("adam_beta1"), said.get("adam_beta2")]
+        kind = "adamw" if kind in ADAMW else kind
+        told: dict[str, Any] = {"optimizer": {"type": kind, "params": params}}
+        if not self.state.config:
+            told["gradient_clipping"] = said.get("max_grad_norm")
+            for half in HALVES:
+                told[half] = {"enabled": said.get(half)}
         return {**told, **self.state.config}
 
+    @cached_property
+    def stated(self) -> str:
+        """The optimizer's type by the files, in lower case; "" where none states it."""
+        kind = lookup(self.config, "optimizer.type") or self.model.get("optimizer")
+        return str(kind or "").lower()
+
     @property
-    def kind(self) -> str | None:
-        """The optimizer that files state, in lower case; None: none does, or its groups are not of an Adam."""
-        stated = lookup(self.config, "optimizer.type") or self.model.get("optimizer")
+    def is_adamw(self) -> bool:
+        """True if files state it, and each group has what groups of an Adam have."""
         looks = all(OF_ADAM & group.keys() for group in self.state.groups)
-        return str(stated).lower() if stated and (looks or self.exported) else None
+        return bool(self.exported or (self.stated and looks))
 
     @cached_property
     def group(self) -> Mapping[str, Any]:
         """The optimizer's settings for decayed parameters. Raises FileError: it is no Adam of ours."""
         ours = self.exported.get("optimizer") or {}
-        own = max(self.state.groups, key=lambda group: group.get("weight_decay", 0.0))
+        groups = self.state.groups
+        own = max(groups, key=lambda group: group.get("weight_decay", 0.0))
         found = {**ours, "initial_lr": ours.get("lr"), **own}
-        kind = lookup(self.config, "optimizer.type")
-        kind = kind and str(kind).lower()
         params = lookup(self.config, "optimizer.params") or {}
-        added = kind == "adam" and params.get("adam_w_mode") is False
+        added = self.stated == "adam" and params.get("adam_w_mode") is False
         added = added or own.get("decoupled_weight_decay") is False
-        others = own.keys() >= {"decoupled_weight_decay"} and "amsgrad" not in own
+        others = "decoupled_weight_decay" in own and "amsgrad" not in own
         faults = {
-            f"was trained with {kind}": kind and kind not in ADAM,
+            f"was trained with {self.stated}": self.stated not in ("", *ADAM),
             "has groups as RAdam and NAdam of torch have": others,
             "was trained with amsgrad": found.get("amsgrad"),
             "was trained with maximize": found.get("maximize"),
@@ -172,9 +178,9 @@ class TheirSettings:
         }
         for key, held in STATED.items():
             stated = _plain(params.get(key))
-            values = [_plain(each[held]) for each in self.state.groups if held in each]
+            values = [_plain(group[held]) for group in groups if held in group]
             came = f"states {key}={stated}, and its groups have {values}"
-            faults[came] = stated not in (None, "auto", *values) and values
+            faults[came] = values and stated not in (None, "auto", *values)
         for came, fault in faults.items():
             if fault:
                 rule = "AdamW's moments are taken, with their betas, without amsgrad"
@@ -189,10 +195,10 @@ class TheirSettings:
     @property
     def batch(self) -> int | None:
         """Samples of a step; None: they were not always the same, or no file states them."""
-        if not self.state.samples and self.arguments:
-            each = self.trainer["train_batch_size"]
-            each *= self.arguments["gradient_accumulation_steps"]
-            return each * self.arguments["distributed_state"].num_processes
+        processes = getattr(self.arguments.get("distributed_state"), "num_processes", 0)
+        micro = self.trainer.get("train_batch_size")
+        if micro and processes and not self.state.samples:
+            return micro * processes * self.arguments["gradient_accumulation_steps"]
         each, rest = divmod(self.state.samples, max(1, self.state.steps))
         if rest:
             return None
@@ -307,13 +313,11 @@ class TheirSettings:
             return ()
         found = []
         for key in ("lr", "betas", "eps", "bias_correction"):
-            values = []
-            for group in groups:
-                value = _plain(group.get(key))
-                if value not in values:
-                    values.append(value)
+            values = [
+                *{str(group.get(key)): group.get(key) for group in groups}.values()
+            ]
             if len(values) > 1:
-                now = _plain(self.group[key])
+                now = self.group.get(key)
                 found.append(Change(key=f"optimizer.{key}", was=values, now=now))
         decay = self.group.get("weight_decay", 0.0)
         odd = {}

@@ -13,9 +13,8 @@ one file, optimizer.pt of Trainer or optimizer.bin of accelerate's save_state.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from recipes.files import is_file, read_text, refuse
 from recipes.problems import some
@@ -25,18 +24,29 @@ OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states
 TRACKERS = ("latest", "latest_universal")
 CONFIG = "config.json"
 WHOLE_OPTIMIZER = ("optimizer.pt", "optimizer.bin")
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "iter_*", "release")
-SAVES = ("latest", "mp_rank_*_model_states.pt", "zero_pp_rank_*_model_states.pt")
+# flag -> patterns of what it reads; what such a directory is for the other flag, and why
+READERS = {
+    "--adopt": (
+        ("latest*", "*_model_states.pt", *WHOLE_OPTIMIZER),
+        "is a save of a run",
+        "its weights are in the optimizer's files",
+    ),
+    "--init_from": (
+        ("*.safetensors", "pytorch_model*.bin", "iter_*", "release"),
+        "holds weights alone",
+        "a run goes on with the moments of its optimizer",
+    ),
+}
 UNIVERSAL = "zero"  # directory of a universal checkpoint's tensors
 COPY = "copy the whole directory again, or give an older save"
 
 
 class SaveFiles(NamedTuple):
-    """The files of one save. `models` and `optimizers`: by (data-parallel rank, model-parallel rank)."""
+    """The files of one save, by model-parallel rank, then by data-parallel rank."""
 
     where: Path
-    models: dict[tuple[int, int], Path]
-    optimizers: dict[tuple[int, int], Path]
+    models: dict[int, dict[int, Path]]
+    optimizers: dict[int, dict[int, Path]]
 
 
 def find(directory: Path) -> SaveFiles:
@@ -46,7 +56,10 @@ def find(directory: Path) -> SaveFiles:
         trackers = (directory / name for name in TRACKERS)
         tracker = next((file for file in trackers if is_file(file)), None)
         if tracker is None:
-            _refuse_other(directory)
+            rule = "`latest` is written last and names what is whole"
+            fix = "give the directory in which save_checkpoint or Trainer wrote, or one of its global_stepN"
+            other = "holds no file `latest`", rule, fix
+            refuse(directory, *(elsewhere(directory, "--adopt") or other))
         where = directory / read_text(tracker).strip()
     models = _found(where, MODEL)
     if not models:
@@ -61,51 +74,34 @@ def whole_optimizer(directory: Path) -> Path | None:
     return next((file for file in files if is_file(file)), None)
 
 
-def instead_of_weights(directory: Path) -> tuple[str, str, str] | None:
-    """Return what came, the rule and the fix for a directory of saves without weights; None: it is none."""
-    if _holds(directory, WEIGHTS):
-        return None
-    if _holds(directory, SAVES):
-        rule = "the weights are in the optimizer's files"
-        fix = f"go on with the run: launch/pretrain.py --adopt {directory}"
-        return "is a save of DeepSpeed", rule, fix
-    found = {}
-    for path in directory.glob("checkpoint-*"):
-        number = path.name.removeprefix("checkpoint-")
-        if number.isdecimal():
-            found[int(number)] = str(path)
-    below = [found[number] for number in sorted(found, reverse=True)]
-    if not below:
-        return None
-    fix = f"give one of them, such as {below[0]}"
-    return f"holds {some(below, 4)}", "each is a save of its own", fix
+def elsewhere(directory: Path, flag: str) -> tuple[str, str, str] | None:
+    """Return what came, the rule and the fix where a directory has nothing for a flag, and something else."""
+    found = None
+    for reader, (patterns, came, rule) in READERS.items():
+        if any(next(directory.glob(pattern), None) for pattern in patterns):
+            if reader == flag:
+                return None
+            found = came, rule, f"launch/pretrain.py {reader} {directory} reads it"
+    below = sorted(
+        directory.glob("checkpoint-*"), key=lambda path: (len(path.name), path)
+    )
+    if found is None and below:
+        came = f"holds {some([str(path) for path in below], 4)}"
+        found = (
+            came,
+            "each is a save of its own",
+            f"give one of them, such as {below[-1]}",
+        )
+    return found
 
 
-def _holds(directory: Path, patterns: Iterable[str]) -> bool:
-    return any(next(directory.glob(pattern), None) for pattern in patterns)
-
-
-def _refuse_other(directory: Path) -> NoReturn:
-    """Refuse a directory without a save. Raises FileError, which says what to do with it instead."""
-    came = "holds no file `latest`"
-    rule = "`latest` is written last and names what is whole"
-    fix = "give the directory in which save_checkpoint or Trainer wrote, or one of its global_stepN"
-    if _holds(directory, WEIGHTS):
-        came = "holds weights alone"
-        rule = "a run goes on with the moments of its optimizer"
-        fix = f"start from the weights: --init_from {directory}"
-    elif not _holds(directory, SAVES):
-        came, rule, fix = instead_of_weights(directory) or (came, rule, fix)
-    refuse(directory, came, rule, fix)
-
-
-def _found(where: Path, pattern: re.Pattern[str]) -> dict[tuple[int, int], Path]:
-    """Return the files of this pattern by (data-parallel rank, model-parallel rank)."""
-    found = {}
+def _found(where: Path, pattern: re.Pattern[str]) -> dict[int, dict[int, Path]]:
+    """Return the files of this pattern by model-parallel and data-parallel rank."""
+    found: dict[int, dict[int, Path]] = {}
     for path in sorted(where.glob("*_states.pt")):
         match = pattern.fullmatch(path.name)
         if match:
-            found[int(match[1] or 0), int(match[2])] = path
+            found.setdefault(int(match[2]), {})[int(match[1] or 0)] = path
     return found
 
 

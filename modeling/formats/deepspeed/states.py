@@ -123,7 +123,7 @@ def read(directory: Path) -> DeepSpeedState:
     """Read the newest save in a directory, or the save that it is. Raises FileError."""
     files = find(directory)
     where = files.where
-    stated = load_dict(files.models[min(files.models)])
+    stated = _stated(files, min(files.models))
     for key in COUNTS:
         count = stated.get(key)
         sound = type(count) is int and count >= 0
@@ -189,49 +189,47 @@ def _updates(where: Path, stated: Mapping[str, Any], optimizer: Optimizer) -> in
 
 def _joined(files: SaveFiles, stated: Mapping[str, Any]) -> Optimizer:
     """Join what tensor and pipeline parallel ranks have; of tied tensors the first stage's."""
-    ranks = sorted({rank for _, rank in files.models})
+    where = files.where
     count = stated.get("mp_world_size", 1)
-    came = f"holds {len(ranks)} model-parallel ranks"
-    expect(len(ranks) == count, files.where, came, f"{count} ranks saved it")
+    came = f"holds {len(files.models)} model-parallel ranks"
+    expect(len(files.models) == count, where, came, f"{count} ranks saved it")
     if stated.get("optimizer"):
         rule = "of several, stage 0 does not say which moments are whose"
-        expect(count == 1, files.where, came, rule, ZERO_1)
-        return unpartitioned(files.where, stated)
+        expect(count == 1, where, came, rule, ZERO_1)
+        return unpartitioned(where, stated)
     found = []
-    parts: dict[str, list[TheirParameter]] = {}
-    for rank in ranks:
-        models = {key: file for key, file in files.models.items() if key[1] == rank}
-        optimizers = {
-            key: file for key, file in files.optimizers.items() if key[1] == rank
-        }
-        own = SaveFiles(files.where, models, optimizers)
-        found.append(_partitioned(own, load_dict(models[min(models)])))
-        for name, parameter in found[-1].parameters.items():
-            parts.setdefault(name, []).append(parameter)
+    for rank in sorted(files.models):
+        optimizers = files.optimizers.get(rank, {})
+        found.append(_partitioned(where, optimizers, _stated(files, rank)))
+    first = found[0]
     if count == 1:
-        return found[0]
-    slices = min(map(len, parts.values()))
-    parameters = {}
-    for name, own_parts in parts.items():
-        first, *_ = whole = own_parts[:slices]
-        shape = torch.Size((slices * first.shape[0], *first.shape[1:]))
-        parameters[name] = TheirParameter(shape, partial(_read_slices, whole))
-    bases = list[Mapping[str, Any]]()
+        return first
+    parts: dict[str, list[TheirParameter]] = {}
     numbered: dict[str, int] = {}
+    bases = list[Mapping[str, Any]]()
     for each in found:
         bases += each.bases
         numbered |= each.numbered
-    return found[0]._replace(
-        form=f"{found[0].form} for each of {count} model-parallel ones",
-        parameters=parameters,
-        numbered=numbered,
-        bases=bases,
-        slices=slices,
+        for name, parameter in each.parameters.items():
+            parts.setdefault(name, []).append(parameter)
+    slices = min(map(len, parts.values()))
+    parameters = {name: _whole(own[:slices]) for name, own in parts.items()}
+    form = f"{first.form} for each of {count} model-parallel ones"
+    return Optimizer(form, parameters, numbered, bases, first.scaler, slices=slices)
+
+
+def _stated(files: SaveFiles, rank: int) -> dict[str, Any]:
+    """Read what the model's file of a model-parallel rank states."""
+    of_rank = files.models[rank]
+    return load_dict(of_rank[min(of_rank)])
+
+
+def _whole(slices: Sequence[TheirParameter]) -> TheirParameter:
+    rows, *rest = slices[0].shape
+    shape = torch.Size((len(slices) * rows, *rest))
+    return TheirParameter(
+        shape, lambda kind: torch.cat([each.read(kind) for each in slices])
     )
-
-
-def _read_slices(slices: Sequence[TheirParameter], kind: str) -> Tensor:
-    return torch.cat([each.read(kind) for each in slices])
 
 
 def _numbered(
@@ -248,10 +246,12 @@ def _numbered(
     return found
 
 
-def _partitioned(files: SaveFiles, stated: Mapping[str, Any]) -> Optimizer:
-    where = files.where
+def _partitioned(
+    where: Path, optimizers: Mapping[int, Path], stated: Mapping[str, Any]
+) -> Optimizer:
+    """Read ranks by their files."""
     ranks = []
-    for _, file in sorted(files.optimizers.items()):
+    for _, file in sorted(optimizers.items()):
         ranks.append(load_dict(file).get("optimizer_state_dict") or {})
     first = ranks[0] if ranks else {}
     by_parameter = "fp32_flat_groups" in first
@@ -270,7 +270,7 @@ def _partitioned(files: SaveFiles, stated: Mapping[str, Any]) -> Optimizer:
     came = "has no optimizer's files, or files in another form"
     expect(sound and isinstance(count, int), where, came, rule, fix)
     assert isinstance(count, int)
-    odd = {*range(count)} ^ {rank for rank, _ in files.optimizers}
+    odd = {*range(count)} ^ optimizers.keys()
     named = some([str(rank) for rank in sorted(odd)], 4)
     came = f"lacks the optimizer's file of rank {named}, or has one too many"
     expect(not odd, where, came, f"{count} ranks saved it")
@@ -471,8 +471,8 @@ def _universal(folder: Path, files: SaveFiles) -> Optimizer:
     groups = optimizer["param_groups"]
     shapes: dict[str, Any] = {}
     numbered: dict[str, int] = {}
-    for file in files.models.values():  # each of a pipeline's stages has its own
-        buffers = load_dict(file).get("param_shapes") or ()
+    for rank in files.models:  # each of a pipeline's stages has its own
+        buffers = _stated(files, rank).get("param_shapes") or ()
         numbered |= _numbered(groups, buffers)
         for buffer in buffers:
             shapes |= buffer

@@ -301,7 +301,7 @@ def test_a_save_without_deepspeed_is_read_by_the_models_own_order(tmp_path):
 def test_directories_lead_to_the_flag_that_reads_them(theirs, tmp_path):
     for number in (6, 12):
         (tmp_path / f"checkpoint-{number}").mkdir()
-    named = "holds .*/checkpoint-12, .*/checkpoint-6: .*give one of them, such as .*/checkpoint-12"
+    named = "holds .*/checkpoint-6, .*/checkpoint-12: .*give one of them, such as .*/checkpoint-12"
     for openly in (open_run, lambda path: InitialWeights(str(path)).saved()):
         with pytest.raises(ProblemsError, match=named):
             openly(tmp_path)
@@ -503,7 +503,7 @@ LOOPS = {
     "stage 0 in bf16": {**zero(0), **BF16},
     "fp16": {**zero(2), "fp16": {"enabled": True, "initial_scale_power": 20}},
     "fp16 of another window": {**zero(2), "fp16": WINDOW, "gradient_clipping": 0.05},
-    "no JSON's AdamW": {**zero(1), "zero_allow_untested_optimizer": True},
+    "torch's AdamW, by no JSON": {**zero(1), "zero_allow_untested_optimizer": True},
     "BF16_Optimizer": {**zero(1), **BF16, "data_types": {"grad_accum_dtype": "fp32"}},
 }
 FP32, ROUNDED = 2e-6, 2e-3
@@ -541,6 +541,32 @@ def within(apart):
     }
 
 
+def plain_cases():
+    """Runs without DeepSpeed: a Trainer's in two precisions, and accelerate's of GPT-2 and BERT."""
+    cases = [{"name": "Trainer", "model": "gpt2", "ds": None}]
+    cases += [{"name": "Trainer in bf16", "model": "gpt2", "ds": None, "half": BF16}]
+    for model in ("gpt2", "bert"):
+        loop = {"loop": True, "accelerate": True, "client": "adamw"}
+        cases.append({"name": f"accelerate {model}", "model": model, "ds": None, **loop})
+    return cases
+
+
+@pytest.mark.ci
+def test_runs_without_deepspeed_go_on(tmp_path):
+    """Of two ranks. accelerate states neither batch nor clipping nor precision, nor which optimizer it was."""
+    train(tmp_path, 2, plain_cases())
+    told = ["batch.global=12", "optimizer.clip=0.5", "precision=fp32", {"adamw": True}]
+    runs = {}
+    for case in plain_cases():
+        name = case["name"]
+        runs[name] = (tmp_path / name, tmp_path / name, *told)
+        if "Trainer" in name:
+            runs[name] = (tmp_path / name, tmp_path / name / "checkpoint-6")
+    apart = go_on(runs, ["1", "tp2"], tmp_path / "ours")
+    print(apart)
+    assert not within(apart)
+
+
 @pytest.mark.long
 def test_trainers_of_four_ranks_go_on_under_every_layout(tmp_path):
     train(tmp_path, 4, [{"name": name, **case} for name, case in TRAINERS.items()])
@@ -555,10 +581,13 @@ def test_loops_go_on_with_every_form_of_the_optimizer_and_every_model(tmp_path):
     cases = [
         {"name": name, "model": "gpt2", "loop": True, "ds": {**LOOP, **ds}} for name, ds in LOOPS.items()
     ]
+    cases[-1]["client"] = "adamw"
+    del cases[-1]["ds"]["optimizer"]
     for model in ("bert", "megatron-bert"):
         cases.append({"name": model, "model": model, "loop": True, "ds": {**LOOP, **zero(3)}})
     train(tmp_path, 2, cases)
     runs = {case["name"]: (tmp_path / case["name"],) * 2 for case in cases}
+    runs[cases[-3]["name"]] += ({"adamw": True},)
     apart = go_on(runs, ["1", "tp2"], tmp_path / "ours")
     print(apart)
     assert not within(apart)
