@@ -82,14 +82,16 @@ examples:
       show what its files state, and a command line for the rest
   python launch/checkpoint.py adopt deepspeed_run/ --out runs/mine \\
       --text my.jsonl --data_from first --set steps=2000 \\
-      --set schedule.kind=constant --weights_args n_head=12
+      --set schedule.kind=constant --set schedule.warmup_steps=0 \\
+      --set schedule.min_lr=0 --weights_args n_head=12
   torchrun --nproc_per_node 2 launch/pretrain.py --resume --out runs/mine \\
       --set parallel.tp=2
       then go on from it, under any layout
 
 ZeRO 0 to 3, offloaded or not, and universal checkpoints, of transformers'
-GPT-2, BERT and MegatronBert; universal checkpoints of Megatron-DeepSpeed's and
-gpt-neox's GPT. `pretrain.py --adopt` takes the same flags, and trains at once.
+GPT-2, BERT and MegatronBert, and runs of Trainer and accelerate without
+DeepSpeed; saves of gpt-neox's GPT, and universal checkpoints of it and of
+Megatron-DeepSpeed's. `pretrain.py --adopt` takes the same flags, and trains at once.
 No pickle is run.
 exit codes: 0 adopted, 2 refused."""
 ADOPT_RULES = (("--out", "--tiny", "an adopted run has its own model and batch"),)
