@@ -444,11 +444,11 @@ def _program_state(recipe: Recipe, tp: int, program: Program, stated: dict[str, 
 
 
 def write_sliced(
-    directory: Path, recipe: Recipe, by_kind: dict[str, dict[str, Tensor]], tp: int, pp: int
+    directory: Path, recipe: Recipe, by_kind: dict[str, dict[str, Tensor]], tp: int, pp: int, program: Program
 ) -> Path:
-    """What gpt-neox's save_checkpoint leaves under ZeRO-1, of one data-parallel rank."""
+    """What DeepSpeed's save_checkpoint leaves of a program under ZeRO-1, of one data-parallel rank."""
     directory.mkdir()
-    form = Form(tp=tp, names=NEOX.names, divisible=1)
+    form = Form(version=program.order, tp=tp, names=program.names, divisible=1 if program is NEOX else 16)
     after = 2 + recipe.model.layers // pp  # the first layer of the second stage
     for rank in range(tp * pp):
         stage = rank // tp
@@ -456,7 +456,8 @@ def write_sliced(
         addresses: list[dict[str, Any]] = [{}, {}]
         for kind, weights in by_kind.items():
             addresses, starts = [{}, {}], [0, 0]
-            for name, tensor in of_program(recipe, weights, rank % tp, form, NEOX).items():
+            torch.manual_seed(5)  # of padding rows
+            for name, tensor in of_program(recipe, weights, rank % tp, form, program).items():
                 tied = name.startswith("tied_modules.")
                 if not tied and (int(name.split(".")[0]) >= after) != stage and pp > 1:
                     continue
@@ -490,7 +491,9 @@ def write_sliced(
             "global_steps": 6, "skipped_steps": 0, "global_samples": 72, "module": None,
             "mp_world_size": tp * pp, "param_shapes": shapes,
             "ds_config": {"gradient_clipping": 0.5, "optimizer": optimizer},
-            **_program_state(recipe, tp, NEOX, {}),
+            **_program_state(recipe, tp, program, {}),
         }  # fmt: skip
+        if program is not NEOX:
+            engine["universal_checkpoint_info"] = patterns_of(tp, program)
         torch.save(engine, directory / f"mp_rank_{rank:02d}_model_states.pt")
     return directory

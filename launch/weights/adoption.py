@@ -17,6 +17,7 @@ from typing import Any
 from ds_configs.findings import FOLDER, Notice, find, lookup, read
 from ds_configs.plan import Plan
 from launch.checkpoints import run_checkpoints
+from launch.console.arguments import stated
 from launch.ranks import processes
 from launch.weights.deepspeed_weights import OfDeepSpeed, open_run
 from launch.weights.initial_weights import ARGUMENTS, TOKENIZERS
@@ -147,6 +148,8 @@ class Adoption(StartingModel):
         whole = replace(self, stated=(*self.stated, *told))
         base = catalog.load(self.recipe_name)
         found = {**super(Adoption, whole).settings(texts), **self.theirs.settings(base)}
+        if stated(texts, KIND) == "constant":
+            found.setdefault("schedule.min_lr", 0.0)  # which has no effect there
         said = {*found, *keys}
         if steps is not None:
             said.add("steps")
@@ -174,8 +177,8 @@ class Adoption(StartingModel):
             lacking[REGROUP] = ""
         line = f"python {shlex.join(self.typed)} {' '.join(lacking)}"
         state = self.state
-        stated = {key: value for key, value in found.items() if value is not None}
-        came = f"is {state.form} after step {state.steps}, and states {_listed(stated)}"
+        known = {key: value for key, value in found.items() if value is not None}
+        came = f"is {state.form} after step {state.steps}, and states {_listed(known)}"
         last = Problem(KEY, came, "the rest has to be said", f"such as: {line}")
         raise self.error([*problems, last])
 
@@ -263,9 +266,9 @@ class Adoption(StartingModel):
         }
         if not other:
             return ds_config
-        stated = [f"fp16.{key}={scaled[key]}" for key in other if key in scaled]
-        if stated and path.parent != FOLDER:
-            came = f"--ds_config {ds_config} has {', '.join(stated)}"
+        own = [f"fp16.{key}={scaled[key]}" for key in other if key in scaled]
+        if own and path.parent != FOLDER:
+            came = f"--ds_config {ds_config} has {', '.join(own)}"
             rule = f"the run's loss scaler has {_listed(other)}"
             raise self.error([Problem("fp16", came, rule, "write these numbers there")])
         config["fp16"] = {**scaled, **other}

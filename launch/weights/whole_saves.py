@@ -33,21 +33,27 @@ CLASSES = {
 def read(directory: Path, optimizer: Path) -> DeepSpeedState:
     """Read the save whose Adam is in a file. Raises FileError."""
     weights = read_state_dict(directory)
-    module = {name: weights[name] for name in _parameters(directory, {*weights})}
-    for name, weight in module.items():
+    rule = "Adam steps weights in float32 here"
+    fix = "start from the weights: --init_from"
+    module = {}
+    for name in _parameters(directory, {*weights}):
+        weight = weights[name]
         came = f"holds {name} in {weight.dtype}"
-        rule = "Adam steps weights in float32 here"
-        fix = "start from the weights: --init_from"
         expect(weight.dtype == torch.float32, directory, came, rule, fix)
+        module[name] = weight
     stated = {"optimizer": load_dict(optimizer), "module": module}
     found = states.unpartitioned(directory, stated, "torch's Adam")
     updates = int(found.bases[0]["state"][0]["step"])
     trainer = directory / "trainer_state.json"
-    told = read_json_object(trainer) if is_file(trainer) else {}
-    steps = told.get("global_step", updates)
+    steps = updates
+    if is_file(trainer):
+        steps = read_json_object(trainer).get("global_step", updates)
     scaler = _scaler(directory / "scaler.pt")
-    skipped = steps - updates if scaler else 0
-    counts = {"global_steps": steps, "skipped_steps": skipped, "global_samples": 0}
+    counts = {
+        "global_steps": steps,
+        "skipped_steps": steps - updates if scaler else 0,
+        "global_samples": 0,
+    }
     return states.state_of(directory, counts, found._replace(scaler=scaler))
 
 

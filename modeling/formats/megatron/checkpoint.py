@@ -206,7 +206,10 @@ def open_checkpoint(directory: str | Path) -> MegatronCheckpoint:
     arguments = _arguments(files.where, stated)
     if "ds_version" in stated and not arguments:
         rule = "it holds the tensors of a program's own modules, and does not say of which model"
-        fix = f"go on with the run: launch/pretrain.py --adopt {directory}"
+        fix = (
+            f"go on with the run: launch/pretrain.py --adopt {directory}; or load its `module` into the model "
+            "of transformers that it is of, and give the directory that save_pretrained writes"
+        )
         refuse(
             files.where,
             "is a plain checkpoint of DeepSpeed, not of Megatron-DeepSpeed",

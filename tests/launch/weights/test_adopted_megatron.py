@@ -122,12 +122,14 @@ def test_other_models_are_refused(case, tmp_path, tokenized):
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-def test_slices_and_stages_of_gpt_neox_are_read_without_a_conversion(pp, tmp_path, tokenized):
-    """ds_to_universal converts none of its pipelines. The last stage's copy of the embedding never trained."""
+@pytest.mark.parametrize("program", [MEGATRON_2023, MEGATRON, NEOX], ids=lambda p: p.name)
+def test_slices_and_stages_are_read_without_a_conversion(program, pp, tmp_path, tokenized):
+    """ds_to_universal converts no pipeline of gpt-neox. A last stage's copy of the embedding never trained."""
     expected = tensors()
-    given = write_sliced(tmp_path / "save", RECIPE, expected, 2, pp)
-    said = {"stated": ["gelu=tanh", "gpt_j_residual=false"]}
-    _, directory = adopted(given, tmp_path / "run", *UNSTATED, **said)
+    given = write_sliced(tmp_path / "save", RECIPE, expected, 2, pp, program)
+    said = {"stated": ["gelu=tanh", "gpt_j_residual=false"]} if program is NEOX else {}
+    told = [*UNSTATED, "model.vocab_size=500"]
+    _, directory = adopted(given, tmp_path / "run", *told, **said)
     for kind, theirs in KINDS.items():
         found = load_weights(directory, kind)
         assert all(torch.equal(found[name], tensor) for name, tensor in expected[theirs].items()), kind

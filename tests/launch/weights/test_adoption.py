@@ -605,6 +605,20 @@ def test_the_commands_adopt_and_go_on(theirs, tmp_path):
         [sys.executable, "launch/checkpoint.py", "adopt", str(theirs / "loop"), "--out", str(tmp_path / "a")]
     )
     assert asked.returncode == 2 and "--data_from first" in asked.stdout, asked.stdout
+    command = [
+        "launch/pretrain.py",
+        "--adopt",
+        str(theirs / "loop"),
+        "--out",
+        str(tmp_path / "c"),
+        "--recipe",
+    ]
+    command += [catalog.DEFAULT_RECIPE, "--data_from", "next", "--steps", "8", "--compile", "off"]
+    asked = run([sys.executable, *command])
+    line = shlex.split(asked.stdout.split("such as: python ")[1])
+    assert line[: len(command)] == command and len(line) > len(command), line
+    done = run([sys.executable, *line], timeout=400)
+    assert done.returncode == 0, done.stdout
     done = adopt(theirs / "loop", tmp_path / "a", *said)
     assert done.returncode == 0, done.stdout
     more = ["--resume", "--out", tmp_path / "a", "--set", "parallel.tp=2", "--compile", "off"]
@@ -622,7 +636,7 @@ def test_the_commands_adopt_and_go_on(theirs, tmp_path):
     done = run([sys.executable, *command, *SAID, catalog.DEFAULT_RECIPE, *said], timeout=400)
     assert done.returncode == 0 and "has no record of" not in done.stdout, done.stdout
     expected = json.loads((theirs / "loop" / "losses.json").read_text())
-    for name in ("a", "b"):
+    for name in ("a", "b", "c"):
         losses = {step.step: step.loss for step in read_metrics(tmp_path / name / "metrics.jsonl").steps}
         assert [*losses] == [7, 8]
         assert all(abs(loss - expected[step - 1]) < FP32 for step, loss in losses.items())
