@@ -90,8 +90,8 @@ examples:
 
 ZeRO 0 to 3, offloaded or not, and universal checkpoints, of transformers'
 GPT-2, BERT and MegatronBert, and runs of Trainer and accelerate without
-DeepSpeed; GPTs of Megatron-DeepSpeed and gpt-neox. `pretrain.py --adopt` takes the same flags, and trains at once.
-No pickle is run.
+DeepSpeed; GPTs of Megatron-DeepSpeed and gpt-neox. `pretrain.py --adopt` takes
+the same flags, and trains at once. No pickle is run.
 exit codes: 0 adopted, 2 refused."""
 ADOPT_RULES = (("--out", "--tiny", "an adopted run has its own model and batch"),)
 COMMANDS = (

@@ -239,8 +239,8 @@ def add_adoption_arguments(add: AddArgument, flag: str | None = "--adopt") -> No
     """Add the flags of an adopted run; `flag` None: the directory is named otherwise."""
     adopt = (
         "go on from a run of transformers' GPT-2, BERT or MegatronBert by DeepSpeed's save_checkpoint, Trainer "
-        "(checkpoint-N) or accelerate, of Megatron-DeepSpeed's or gpt-neox's GPT, or from a universal checkpoint: with "
-        "weights, moments, step, loss scale, and the recipe as far as its files state it"
+        "(checkpoint-N) or accelerate, of Megatron-DeepSpeed's or gpt-neox's GPT, or from a universal "
+        "checkpoint: with weights, moments, step, loss scale, and the recipe as far as its files state it"
     )
     if flag:
         add(flag, metavar="DIR", help=adopt)

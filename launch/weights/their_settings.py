@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -51,24 +51,10 @@ SCHEDULES = {
     "constant": "constant",
     "constant_with_warmup": "constant",
 }
-# ours -> keys in the state of Megatron-DeepSpeed's scheduler, which counts samples, and of gpt-neox's
+# keys in the state of Megatron-DeepSpeed's scheduler, which counts samples, and of gpt-neox's
 MEGATRON_SCHEDULES = (
-    {
-        "kind": "lr_decay_style",
-        "count": "num_steps",
-        "lr": "max_lr",
-        "min_lr": "min_lr",
-        "warmup": "lr_warmup_steps",
-        "end": "lr_decay_steps",
-    },
-    {
-        "kind": "decay_style",
-        "count": "num_iters",
-        "lr": "start_lr",
-        "min_lr": "min_lr",
-        "warmup": "warmup_iter",
-        "end": "end_iter",
-    },
+    "lr_decay_style num_steps max_lr min_lr lr_warmup_steps lr_decay_steps",
+    "decay_style num_iters start_lr min_lr warmup_iter end_iter",
 )
 BY_TOKENS = ("lr_warmup_tokens", "lr_decay_tokens")
 # dropout of transformers' GPT-2 and BERT, and of Megatron: at all places of the residual stream; of attention
@@ -276,9 +262,10 @@ class TheirSettings:
                 return {}
             return {**_laid(Schedule()), **values}
         scheduler = self.state.stated.get("lr_scheduler") or {}
-        for keys in MEGATRON_SCHEDULES:
-            if keys["kind"] in scheduler:
-                return self._megatron_schedule(scheduler, keys)
+        for names in MEGATRON_SCHEDULES:
+            keys = names.split()
+            if scheduler.keys() >= {*keys}:
+                return self._megatron_schedule([scheduler[key] for key in keys])
         kind = _name(self.arguments.get("lr_scheduler_type"))
         # a number of steps, or a share of all
         warmup = 0
@@ -288,22 +275,19 @@ class TheirSettings:
             warmup = math.ceil(warmup * (self.steps or 0))
         return _of(kind, int(warmup), self.steps)
 
-    def _megatron_schedule(
-        self, scheduler: Mapping[str, Any], keys: Mapping[str, str]
-    ) -> dict[str, Any]:
-        """Return the schedule of Megatron-DeepSpeed's or gpt-neox's scheduler; {}: not in whole steps."""
-        stated = {ours: scheduler[theirs] for ours, theirs in keys.items()}
-        each = stated["count"] / max(1, self.state.steps - self.state.skipped)
+    def _megatron_schedule(self, stated: Sequence[Any]) -> dict[str, Any]:
+        """Return the schedule of values by MEGATRON_SCHEDULES; {}: not in whole steps."""
+        scheduler = self.state.stated["lr_scheduler"]
+        kind, count, rate, lowest, warmup, end = stated
+        each = count / max(1, self.state.steps - self.state.skipped)
         if not each or any(scheduler.get(key) for key in BY_TOKENS):
             return {}
-        warmup = stated["warmup"] / each
-        end = stated["end"] / each
-        if warmup % 1 or end % 1:
+        if warmup / each % 1 or end / each % 1:
             return {}
-        found = _of(stated["kind"], int(warmup), int(end))
+        found = _of(kind, int(warmup / each), int(end / each))
         if found:
-            found["schedule.min_lr"] = stated["min_lr"]
-            found["optimizer.lr"] = stated["lr"]
+            found["schedule.min_lr"] = lowest
+            found["optimizer.lr"] = rate
         return found
 
     def changes(self) -> tuple[Change, ...]:
