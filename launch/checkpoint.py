@@ -82,15 +82,16 @@ examples:
       show what its files state, and a command line for the rest
   python launch/checkpoint.py adopt deepspeed_run/ --out runs/mine \\
       --text my.jsonl --data_from first --set steps=2000 \\
-      --set schedule.kind=constant --weights_args n_head=12
+      --set schedule.kind=constant --set schedule.warmup_steps=0 \\
+      --set schedule.min_lr=0 --weights_args n_head=12
   deepspeed --num_gpus 2 launch/pretrain.py --resume --out runs/mine \\
       --set parallel.tp=2
       then go on from it, under any layout
 
 ZeRO 0 to 3, offloaded or not, and universal checkpoints, of transformers'
-GPT-2, BERT and MegatronBert; universal checkpoints of Megatron-DeepSpeed's and
-gpt-neox's GPT. `pretrain.py --adopt` takes the same flags, and trains at once.
-No pickle is run.
+GPT-2, BERT and MegatronBert, and runs of Trainer and accelerate without
+DeepSpeed; GPTs of Megatron-DeepSpeed and gpt-neox. `pretrain.py --adopt` takes
+the same flags, and trains at once. No pickle is run.
 exit codes: 0 adopted, 2 refused."""
 ADOPT_RULES = (("--out", "--tiny", "an adopted run has its own model and batch"),)
 COMMANDS = (
@@ -202,15 +203,19 @@ def adopt(args: argparse.Namespace) -> int:
     column = arguments.stated(args.set, "data.text_column")
     laid = text_settings(args.text, column, terminal.say) if args.text else {}
     recipe = adopts.begun(args.set, laid, args.steps)
+    ds_config = adopts.with_scaling(args.ds_config or recipe.ds_config)
     machine = description.detect_machine(on_paper=True)
     plan = plan_job(
-        recipe, args.ds_config, machine, compiled=False, initial_weights=None, elsewhere=True
+        recipe, ds_config, machine, compiled=False, initial_weights=None, elsewhere=True
     )  # fmt: skip
     adopted = adopts.noted(plan, args.set, learning_rate)
     name = catalog.full_name(adopts.recipe_name)
-    given = find(args.ds_config or recipe.ds_config)
     job = Job(
-        adopted, name, path_of(args.out, "--out"), adopt=adopts.write, ds_config=given
+        adopted,
+        name,
+        path_of(args.out, "--out"),
+        adopt=adopts.write,
+        ds_config=find(ds_config),
     )
     original = catalog.load(adopts.recipe_name)
     training = Training(job, original, False, False, lambda meeting: corpus)

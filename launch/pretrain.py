@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 # parameters; rank 0 assembles no larger model for a sample
 LARGEST_SAMPLED = 2_000_000_000
+OF_ADOPTED = "it is about the run in --adopt"
 EXAMPLES = """\
 examples:
   deepspeed launch/pretrain.py --ds_config ds_configs/zero3_offload.json
@@ -132,7 +133,9 @@ def build_parser() -> argparse.ArgumentParser:
             "--init_from, --branch, --follow, --tiny",
             "its files decide weights, shape and settings",
         ),
-        ("--data_from", "+--adopt", "it is about the run in --adopt"),
+        ("--data_from", "+--adopt", OF_ADOPTED),
+        ("--adopt_optimizer", "+--adopt", OF_ADOPTED),
+        ("--regroup", "+--adopt", OF_ADOPTED),
         ("--follow", "--ds_config, --set ds_config", "both name the DeepSpeed JSON"),
         *arguments.TEXT_RULES,
         *RUN_RULES,
@@ -212,7 +215,7 @@ def training_of(args: argparse.Namespace) -> Training:
         )
         joining.order_kernels(plan.layout.tp)
     machine = description.detect_machine(args.emulate_fp16, on_paper=args.plan)
-    job = job_with_hint(args, recipe, name, machine, weights)
+    job = job_with_hint(args, recipe, name, machine, weights, adopts)
     if adopts:
         from launch.training.schedule import learning_rate
 
@@ -348,8 +351,11 @@ def job_with_hint(
     name: str,
     machine: Machine,
     weights: InitialWeights | None,
+    adopts: Adoption | None,
 ) -> Job:
     """Plan the job. Where the JSON says otherwise than the recipe, the refusal names --follow."""
+    if adopts:
+        args.ds_config = adopts.with_scaling(args.ds_config or recipe.ds_config)
     try:
         return job_of(args, recipe, name, machine, weights)
     except ConfigError as refused:

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -392,17 +393,24 @@ def write_universal(
     for each in shapes.items():
         ds_to_universal.merge_tp_slices(info, directory / "zero", slices, tp, each)
     shutil.rmtree(slices)
-    group = {"lr": 7.5e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    group = {"lr": 7.5e-4, "betas": (0.9, 0.95), "eps": 1e-8, "bias_correction": True}
     if program is NEOX:  # as apex counts
         group["step"] = 6
+    groups = [{**group, "weight_decay": decay, "params": [number]} for number, decay in enumerate([0.1, 0.0])]
+    grouped = [
+        {name: own[0] for name, own in shapes.items() if (len(own[0]) > 1) == decayed}
+        for decayed in (True, False)
+    ]
     scale = DynamicLossScaler(2.0**24, 1000, 1, 2, False)
-    torch.save({"param_groups": [group], "loss_scaler": scale}, directory / "zero/optimizer_state.pt")
+    torch.save({"param_groups": groups, "loss_scaler": scale}, directory / "zero/optimizer_state.pt")
     engine = {
         "global_steps": 6, "skipped_steps": 0, "global_samples": 72, "ds_version": "0.19.8", "module": None,
-        "ds_config": {"gradient_clipping": 0.5, "fp16": {"enabled": True}},
+        "ds_config": {"gradient_clipping": 0.5, "fp16": {"enabled": True}}, "param_shapes": grouped,
         **_program_state(recipe, tp, program, stated),
     }  # fmt: skip
-    if program is not NEOX:
+    if program is NEOX:
+        engine["ds_config"]["optimizer"] = {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}}
+    else:
         engine["universal_checkpoint_info"] = info
     for rank in range(2):
         torch.save(engine, directory / f"mp_rank_{rank:02d}_model_states.pt")
@@ -424,7 +432,7 @@ def _program_state(recipe: Recipe, tp: int, program: Program, stated: dict[str, 
         return {"args": args, "lr_scheduler": schedule}
     args |= dict(
         tensor_model_parallel_size=tp, bias_gelu_fusion=True, normalization="layernorm", train_iters=12,
-        seq_length=recipe.sequence_length, hidden_dropout=0.1, attention_dropout=0.0,
+        seq_length=recipe.sequence_length, optimizer="adam", hidden_dropout=0.1, attention_dropout=0.0,
         params_dtype=torch.float16,
     ) | stated  # fmt: skip
     if program.order == 0:
@@ -433,3 +441,59 @@ def _program_state(recipe: Recipe, tp: int, program: Program, stated: dict[str, 
         lr_decay_style="cosine", num_steps=72, max_lr=1e-3, lr_warmup_steps=36, lr_decay_steps=144, min_lr=0.0
     )
     return {"args": argparse.Namespace(**args), "lr_scheduler": schedule, "checkpoint_version": 3.0}
+
+
+def write_sliced(
+    directory: Path, recipe: Recipe, by_kind: dict[str, dict[str, Tensor]], tp: int, pp: int, program: Program
+) -> Path:
+    """What DeepSpeed's save_checkpoint leaves of a program under ZeRO-1, of one data-parallel rank."""
+    directory.mkdir()
+    form = Form(version=program.order, tp=tp, names=program.names, divisible=1 if program is NEOX else 16)
+    after = 2 + recipe.model.layers // pp  # the first layer of the second stage
+    for rank in range(tp * pp):
+        stage = rank // tp
+        flats = {kind: [[], []] for kind in by_kind}
+        addresses: list[dict[str, Any]] = [{}, {}]
+        for kind, weights in by_kind.items():
+            addresses, starts = [{}, {}], [0, 0]
+            torch.manual_seed(5)  # of padding rows
+            for name, tensor in of_program(recipe, weights, rank % tp, form, program).items():
+                tied = name.startswith("tied_modules.")
+                if not tied and (int(name.split(".")[0]) >= after) != stage and pp > 1:
+                    continue
+                own = torch.zeros_like(tensor) if tied and stage else tensor
+                group = int(tensor.dim() == 1)
+                flats[kind][group].append(own.flatten())
+                place = SimpleNamespace(start=starts[group], numel=own.numel(), shape=own.shape)
+                addresses[group][name] = place
+                starts[group] += own.numel()
+        joined = {kind: [torch.cat(parts) for parts in groups] for kind, groups in flats.items()}
+        shapes = [{name: place.shape for name, place in group.items()} for group in addresses]
+        state = {
+            number: {
+                "step": 6,
+                "exp_avg": joined["exp_avg"][number],
+                "exp_avg_sq": joined["exp_avg_sq"][number],
+            }
+            for number in (0, 1)
+        }
+        group = {"lr": 7.5e-4, "betas": (0.9, 0.95), "eps": 1e-8, "bias_correction": True}
+        groups = [{**group, "weight_decay": decay, "params": [n]} for n, decay in enumerate([0.1, 0.0])]
+        held = {
+            "base_optimizer_state": {"state": state, "param_groups": groups},
+            "single_partition_of_fp32_groups": joined["fp32"], "param_slice_mappings": addresses,
+            "partition_count": [1, 1], "zero_stage": 1,
+        }  # fmt: skip
+        file = directory / f"zero_pp_rank_0_mp_rank_{rank:02d}_optim_states.pt"
+        torch.save({"optimizer_state_dict": held}, file)
+        optimizer = {"type": "Adam", "params": {"lr": 1e-3}}
+        engine = {
+            "global_steps": 6, "skipped_steps": 0, "global_samples": 72, "module": None,
+            "mp_world_size": tp * pp, "param_shapes": shapes,
+            "ds_config": {"gradient_clipping": 0.5, "optimizer": optimizer},
+            **_program_state(recipe, tp, program, {}),
+        }  # fmt: skip
+        if program is not NEOX:
+            engine["universal_checkpoint_info"] = patterns_of(tp, program)
+        torch.save(engine, directory / f"mp_rank_{rank:02d}_model_states.pt")
+    return directory

@@ -318,6 +318,19 @@ MISTAKES = (
     Mistake("data of an adopted run", "launch/weights/adoption.py",
             "read if self.data_from == FIRST else 0", "0",
             f"{ADOPTION}::test_what_files_state_is_taken_and_the_rest_is_asked_for_at_once"),
+    Mistake("decay that was added to gradients", "launch/weights/their_settings.py",
+            'params.get("adam_w_mode") is False', "False",
+            f"{ADOPTION}::test_another_optimizer_is_refused_or_asked_for"),
+    Mistake("order of torch's Adam", "launch/weights/whole_saves.py",
+            "[name for name, _ in model.named_parameters()]",
+            "sorted(name for name, _ in model.named_parameters())",
+            f"{ADOPTION}::test_a_save_without_deepspeed_is_read_by_the_models_own_order"),
+    Mistake("a warm-up that no file states", "launch/weights/adoption.py",
+            '"schedule.warmup_steps": ("its warm-up", "0"),', "",
+            f"{ADOPTION}::test_the_line_of_the_refusal_trains_at_the_adopted_rate"),
+    Mistake("slices of a last stage", "modeling/formats/deepspeed/states.py",
+            "_whole(own[:slices])", "_whole(own[-slices:])",
+            f"{MEGATRON}::test_slices_and_stages_are_read_without_a_conversion"),
 )  # fmt: skip
 
 

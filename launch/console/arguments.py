@@ -238,9 +238,9 @@ def add_weights_arguments(add: AddArgument) -> None:
 def add_adoption_arguments(add: AddArgument, flag: str | None = "--adopt") -> None:
     """Add the flags of an adopted run; `flag` None: the directory is named otherwise."""
     adopt = (
-        "go on from a DeepSpeed run of transformers' GPT-2, BERT or MegatronBert, by save_checkpoint, Trainer "
-        "(checkpoint-N) or ds_to_universal, or of a universal checkpoint of Megatron-DeepSpeed's or gpt-neox's "
-        "GPT: with weights, moments, step, loss scale, and the recipe as far as its files state it"
+        "go on from a run of transformers' GPT-2, BERT or MegatronBert by DeepSpeed's save_checkpoint, Trainer "
+        "(checkpoint-N) or accelerate, of Megatron-DeepSpeed's or gpt-neox's GPT, or from a universal "
+        "checkpoint: with weights, moments, step, loss scale, and the recipe as far as its files state it"
     )
     if flag:
         add(flag, metavar="DIR", help=adopt)
@@ -249,6 +249,13 @@ def add_adoption_arguments(add: AddArgument, flag: str | None = "--adopt") -> No
         "samples as the run has read"
     )
     add("--data_from", choices=("first", "next"), help=places)
+    kind = "with --adopt: the run's optimizer, where no file states it"
+    add("--adopt_optimizer", choices=("adamw",), help=kind)
+    groups = (
+        "with --adopt: train on with one learning rate, and weight decay of matrices alone, where the run's "
+        "groups of parameters have others"
+    )
+    add("--regroup", action="store_true", help=groups)
 
 
 def whole(least: int = 1, most: int = 10**9) -> Callable[[str], int]:

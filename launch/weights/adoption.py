@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import shlex
+import sys
+import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ds_configs.findings import Notice
+from ds_configs.findings import FOLDER, Notice, find, lookup, read
 from ds_configs.plan import Plan
 from launch.checkpoints import run_checkpoints
+from launch.console.arguments import stated
 from launch.ranks import processes
 from launch.weights.deepspeed_weights import OfDeepSpeed, open_run
 from launch.weights.initial_weights import ARGUMENTS, TOKENIZERS
@@ -29,20 +34,32 @@ from recipes.schema import Branch, Recipe
 RateAfter = Callable[[Recipe, int], float]
 KEY = "--adopt"
 DATA_FROM = "--data_from"
+OPTIMIZER = "--adopt_optimizer"
+REGROUP = "--regroup"
 FIRST = "first"
 NEXT = "next"
+KIND = "schedule.kind"
+LR = "optimizer.lr"
 HEAD = 64  # usual channels of an attention head
-HEADS = ("n_head", "num_attention_heads")
 RATE = 1e-6  # relative difference of one learning rate in two computations
-# Keys that the files may leave open -> what nothing states, and an example of a value.
+# of a JSON's fp16 -> of DeepSpeed's loss scaler
+SCALING = {
+    "loss_scale_window": "scale_window",
+    "hysteresis": "delayed_shift",
+    "min_loss_scale": "min_scale",
+    "consecutive_hysteresis": "consecutive_hysteresis",
+}
+# Keys that the files may leave open -> what nothing states, and an example of a value. The rate stays as it is.
 OPEN = {
     "batch.global": ("samples of a step", "256"),
     "optimizer.clip": ("whether gradients are clipped", "1.0"),
     "precision": ("the precision", "bf16"),
-    "steps": ("the last step", "100000"),
+    "steps": ("the last step", "{later}"),
     "dropout.hidden": ("dropout of the residual stream", "0.1"),
     "dropout.attention": ("dropout of attention", "0.1"),
-    "schedule.kind": ("the learning rate's schedule", "constant"),
+    KIND: ("the learning rate's schedule", "constant"),
+    "schedule.warmup_steps": ("its warm-up", "0"),
+    "schedule.min_lr": ("the rate at which it ends", "0"),
 }
 
 
@@ -55,11 +72,17 @@ class Adoption(StartingModel):
         named: the recipe of what the files leave open; None: the default one of the family.
         data_from: FIRST: our order of the data is read from its beginning; NEXT: after as many samples as the
             run has read. None: not said yet.
+        adamw: the user says that its optimizer is AdamW.
+        regroups: the user wants the rate and the decay of our optimizer where its groups have others.
+        typed: the command line.
     """
 
     key: str = KEY
     named: str | Path | None = None
     data_from: str | None = None
+    adamw: bool = False
+    regroups: bool = False
+    typed: Sequence[str] = ("launch/pretrain.py",)
 
     @cached_property
     def _weights(self) -> OfDeepSpeed:
@@ -69,8 +92,15 @@ class Adoption(StartingModel):
     def of(cls, directory: str, args: argparse.Namespace) -> Adoption:
         """Open the run in a directory by the flags of a command. Raises ProblemsError."""
         named = args.recipe if "recipe" in args.given else None
-        how = {"stated": args.weights_args, "data_from": args.data_from}
-        return cls(directory, named=named, **how)
+        return cls(
+            directory,
+            stated=args.weights_args,
+            named=named,
+            data_from=args.data_from,
+            adamw=args.adopt_optimizer is not None,
+            regroups=args.regroup,
+            typed=tuple(sys.argv),
+        )
 
     def saved(self) -> OfDeepSpeed:
         return self._weights
@@ -91,11 +121,17 @@ class Adoption(StartingModel):
         """What its files state of its recipe."""
         return TheirSettings(Path(self.directory), self.state, self._weights.stated)
 
-    def settings(self, texts: Sequence[str], text: bool = False) -> dict[str, Any]:
+    def settings(
+        self, texts: Sequence[str], text: bool = False, steps: int | None = None
+    ) -> dict[str, Any]:
         """Return the keys of a recipe that the files decide, and their values.
 
-        `texts`: of --set; `text`: a text is given. Raises ProblemsError: of all that no file states and
-        nobody says, with a command line that would do.
+        Args:
+            texts: of --set.
+            text: a text is given.
+            steps: of --steps.
+
+        Raises ProblemsError: of all that no file states and nobody says, with a command line that would do.
         """
         keys = [key_of(each) for each in texts]
         lacking = dict[str, str]()  # flag -> what it says
@@ -105,38 +141,77 @@ class Adoption(StartingModel):
             lacking[f"{DATA_FROM} {FIRST}"] = (
                 f"where in our order of a text it stands ({NEXT}: after the samples that it read)"
             )
-        config = self._weights.config(None)
-        heads = next((key for key in HEADS if config.get(key) == UNREAD), None)
-        found = dict[str, Any]()
-        if heads and not any(each.startswith(heads) for each in self.stated):
-            hidden = config.get("n_embd", config.get("hidden_size"))
-            flag = f"{ARGUMENTS} {heads}={max(1, int(hidden or HEAD) // HEAD)}"
-            lacking[flag] = "the number of heads"
-        else:
-            base = catalog.load(self.recipe_name)
-            found = {**super().settings(texts), **self.theirs.settings(base)}
-            lacking |= self._open({*found, *keys})
-        if not lacking:
+        if not (self.adamw or self.theirs.is_adamw):
+            lacking[f"{OPTIMIZER} adamw"] = "that its optimizer is AdamW"
+        told = self._untold()
+        for each, what in told.items():
+            lacking[f"{ARGUMENTS} {each}"] = what
+        whole = replace(self, stated=(*self.stated, *told))
+        base = catalog.load(self.recipe_name)
+        found = {**super(Adoption, whole).settings(texts), **self.theirs.settings(base)}
+        if stated(texts, KIND) == "constant":
+            found.setdefault("schedule.min_lr", 0.0)  # which has no effect there
+        said = {*found, *keys}
+        if steps is not None:
+            said.add("steps")
+        asked = whole._open(said)
+        lacking |= asked
+        rate = self.theirs.rate
+        kind = f"--set {KIND}={OPEN[KIND][1]}"
+        if kind in asked and rate != found[LR] and LR not in keys:
+            what = f"the schedule by which the learning rate is {rate:g} now"
+            lacking[f"--set {LR}={rate!r}"] = what
+        changed = () if self.regroups else self.theirs.changes()
+        if not (lacking or changed):
             return found
         problems = [
             Problem(KEY, f"no file states {what}", fix=flag)
             for flag, what in lacking.items()
         ]
-        line = f"{KEY} {shlex.quote(self.directory)} --out RUN {' '.join(lacking)}"
+        for change in changed:
+            came = f"its groups of parameters differ in {change.key}: {change.was}"
+            rule = f"our optimizer has {change.now}"
+            fix = f"insist with {REGROUP}"
+            problems.append(
+                Problem(KEY, came, rule, f"{fix}, or take its weights with --init_from")
+            )
+            lacking[REGROUP] = ""
+        line = f"python {shlex.join(self.typed)} {' '.join(lacking)}"
         state = self.state
-        stated = [f"{key}={found[key]}" for key in found if found[key] is not None]
-        came = f"is {state.form} after step {state.steps}"
-        came += f", and states {', '.join(stated)}"
-        such = f"such as: python launch/pretrain.py {line}"
-        last = Problem(KEY, came, "the rest has to be said", such)
+        known = {key: value for key, value in found.items() if value is not None}
+        came = f"is {state.form} after step {state.steps}, and states {_listed(known)}"
+        last = Problem(KEY, came, "the rest has to be said", f"such as: {line}")
         raise self.error([*problems, last])
 
+    def _untold(self) -> dict[str, str]:
+        """Return the --weights_args of what the model's description leaves open, and what each says."""
+        config = self._weights.config(None)
+        kind = config.get("model_type")
+        said = [text.partition("=")[0] for text in self.stated]
+        found = {}
+        for form in self._weights.forms:
+            if form.model_type != kind:
+                continue
+            heads = form.shape["model.heads"][0]
+            hidden = config.get(form.shape["model.hidden"][0], HEAD)
+            examples = {heads: math.gcd(hidden, max(1, hidden // HEAD))}
+            for key, allowed in form.fixed.items():
+                examples[key] = allowed[0]
+            for key, value in examples.items():
+                unread = config.get(key, UNREAD if key == heads else None) == UNREAD
+                if unread and key not in said:
+                    written = json.dumps(value).strip('"')
+                    what = "the number of heads" if key == heads else f"its {key}"
+                    found[f"{key}={written}"] = what
+        return found
+
     def _open(self, said: Collection[str]) -> dict[str, str]:
-        """Return the flags of keys that nothing states; `said`: keys that files or --set state."""
+        """Return the flags of keys that nothing states; `said`: keys that are stated."""
         found = {}
         for key, (what, example) in OPEN.items():
             if not any(is_part(key, (each,)) for each in said):
-                found[f"--set {key}={example}"] = what
+                value = example.format(later=2 * self.state.steps)
+                found[f"--set {key}={value}"] = what
         tokenizer = any(is_part(each, ("data.tokenizer",)) for each in said)
         if not tokenizer and self.model().shape["model.vocab_size"] not in TOKENIZERS:
             key = "data.tokenizer"
@@ -150,7 +225,7 @@ class Adoption(StartingModel):
 
         `laid`: the settings of a given text; {} without one. Raises ProblemsError with every problem.
         """
-        laid = {**laid, **self.settings(texts, text=bool(laid))}
+        laid = {**laid, **self.settings(texts, text=bool(laid), steps=steps)}
         recipe = catalog.load(
             self.recipe_name, texts, steps=steps, laid=laid, trained=False
         )
@@ -171,14 +246,51 @@ class Adoption(StartingModel):
             raise self.error(problems)
         return recipe
 
+    @property
+    def scaling(self) -> dict[str, Any]:
+        """Rules of its fp16 loss scaler, by a JSON's keys; {} in other precisions."""
+        held = self.state.scaler
+        rules = {key: held[name] for key, name in SCALING.items() if name in held}
+        fixed = lookup(self.theirs.config, "fp16.loss_scale")
+        if lookup(self.theirs.config, "fp16.enabled") is True and fixed:
+            rules["loss_scale"] = fixed
+        return rules
+
+    def with_scaling(self, ds_config: str) -> str:
+        """Return a DeepSpeed JSON that scales losses as the run did: the given one, or a copy.
+
+        Raises ProblemsError: a JSON of one's own has other rules.
+        """
+        path = find(ds_config)
+        config = read(path)
+        scaled = config.get("fp16") or {}
+        other = {
+            key: each for key, each in self.scaling.items() if scaled.get(key) != each
+        }
+        if not other:
+            return ds_config
+        own = [f"fp16.{key}={scaled[key]}" for key in other if key in scaled]
+        if own and path.parent != FOLDER:
+            came = f"--ds_config {ds_config} has {', '.join(own)}"
+            rule = f"the run's loss scaler has {_listed(other)}"
+            raise self.error([Problem("fp16", came, rule, "write these numbers there")])
+        config["fp16"] = {**scaled, **other}
+        copy = Path(tempfile.mkdtemp()) / path.name
+        copy.write_text(json.dumps(config, indent=2))
+        return str(copy)
+
     def check(self, recipe: Recipe) -> tuple[Notice, ...]:
         """Check that the run fits the recipe; return remarks."""
         super().check(recipe)
         state = self.state
-        at = f"after step {state.steps} and {state.samples:,} samples"
+        at = f"after step {state.steps}"
+        if state.samples:
+            at += f" and {state.samples:,} samples"
         said = [f"{state.form} of {self.directory}, {at}"]
         said += self.saved().remarks(recipe)
-        return tuple(Notice("adopt", f"adopted: {each}") for each in said)
+        if self.scaling and recipe.precision == "fp16":
+            said.append(f"its loss scaler has fp16 of {_listed(self.scaling)}")
+        return (Notice("adopt", f"adopted: {'; '.join(said)}"),)
 
     def write(self, plan: Plan, checkpoints: Path, corpus: str) -> None:
         """Write its state as the first checkpoint of a run on rank 0, unless there is one.
@@ -221,3 +333,7 @@ class Adoption(StartingModel):
             rule = "its files state another schedule"
             raise self.error([Problem("schedule", came, rule, fix)])
         yield Notice("adopt", f"adopted: {came}")
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in values.items())

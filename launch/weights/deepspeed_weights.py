@@ -17,6 +17,7 @@ from launch.weights.foreign_weights import (
 )
 from modeling.families import conversion_of
 from modeling.formats.deepspeed import states
+from modeling.formats.deepspeed.files import CONFIG, expect, whole_optimizer
 from modeling.formats.deepspeed.states import DeepSpeedState, TheirParameter
 from modeling.formats.huggingface.config_forms import FORMS
 from modeling.formats.megatron.checkpoint import (
@@ -31,7 +32,6 @@ from recipes.schema import Model, Recipe
 
 # DeepSpeed's names of our kinds of tensors
 NAMES = dict(zip((WEIGHT, *MOMENTS), states.KINDS, strict=True))
-CONFIG = "config.json"
 # model_type -> names of its embeddings of tokens and positions
 KNOWN_BY = {
     "gpt2": ("transformer.wte.weight", "transformer.wpe.weight"),
@@ -115,15 +115,25 @@ class DeepSpeedMegatronWeights(OfDeepSpeed, MegatronWeights):
         tensors = {}
         for name, parameter in self.state.parameters.items():
             tensors[name] = parameter.read(kind)
-        return of_universal(self.state.where, self.state.stated, tensors)
+        sliced = self.state.slices > 1
+        return of_universal(self.state.where, self.state.stated, tensors, sliced)
 
 
 def open_run(directory: Path) -> OfDeepSpeed:
-    """Open the newest save of DeepSpeed in a directory. Raises FileError."""
+    """Open the save in a directory, of DeepSpeed the newest. Raises FileError."""
+    optimizer = whole_optimizer(directory)
+    if optimizer is not None:
+        from launch.weights import whole_saves
+
+        return DeepSpeedWeights(directory, whole_saves.read(directory, optimizer))
     state = states.read(directory)
     megatrons = any(map(is_qkv, state.parameters))
     if megatrons and not is_file(directory / CONFIG):
         return DeepSpeedMegatronWeights(directory, state)
+    rule = "of transformers' models, such ranks are read from universal checkpoints"
+    fix = "make one with DeepSpeed's ds_to_universal.py, and give its directory"
+    came = f"holds {state.slices} tensor-parallel ranks"
+    expect(state.slices == 1, state.where, came, rule, fix)
     return DeepSpeedWeights(directory, state)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -160,7 +161,9 @@ class Saved:
             yield f"{layers} ({model.sparse_keys}), so the loss starts above that of the dense model"
         if self.rows > model.vocab_size:
             taken = f"the first {model.vocab_size:,}: the rest pads"
-            yield f"of their {self.rows:,} rows of the vocabulary {taken}"
+            more = math.log(self.rows / model.vocab_size)
+            softmax = f"their softmax counted it, which makes a loss higher, at first by {more:.1g}"
+            yield f"of their {self.rows:,} rows of the vocabulary {taken}; {softmax}"
 
     def damage(self, weights: LazyWeights) -> list[Problem]:
         """Read all numbers and return their problems."""

@@ -13,7 +13,15 @@ from typing import Any
 from ds_configs.findings import Notice
 from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.weights import unread_kinds
-from launch.weights.foreign_weights import KEY, RunWeights, Saved, read, saved_in
+from launch.weights.foreign_weights import (
+    KEY,
+    RunWeights,
+    Saved,
+    TransformersWeights,
+    read,
+    saved_in,
+)
+from modeling.formats.deepspeed.files import elsewhere
 from modeling.formats.huggingface.config_forms import ConfigForm, form_of
 from modeling.formats.megatron.checkpoint import UNREAD
 from modeling.lazy_weights import LazyWeights
@@ -277,12 +285,20 @@ class InitialWeights:
         came, fix = unread_kinds.named(path)
         if came:
             raise self.error([Problem(KEY, came, fix=fix)])
+        found = None
+        other = None
         try:
             if path.is_dir():
-                return saved_in(path)
+                found = saved_in(path)
+            if isinstance(found, TransformersWeights):
+                other = elsewhere(path, KEY)
             came = "is a file" if path.exists() else "does not exist"
         except (OSError, ValueError) as error:  # a name too long, a NUL, no permission
             came = f"cannot be read ({error})"
+        if other:
+            raise self.error([Problem(KEY, *other)])
+        if found:
+            return found
         name = str(path)
         hub = (
             re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,27 @@ from recipes.problems import some
 from recipes.schema import Change, Recipe, Schedule
 
 ADAM = ("adam", "adamw")
+# Trainer's names of AdamW, its argument `optim`
+ADAMW = ("adamw_hf", "adamw_torch", "adamw_torch_fused", "adamw_apex_fused")
+# of a JSON's optimizer -> Trainer's arguments
+TRAINERS = {
+    "lr": "learning_rate",
+    "eps": "adam_epsilon",
+    "weight_decay": "weight_decay",
+}
+# of torch's and DeepSpeed's Adams each group has one of these keys
+OF_ADAM = {"amsgrad", "bias_correction", "correct_bias"}
+# of a JSON's optimizer -> of a group; schedules of DeepSpeed's own keep no `initial_lr`
+STATED = {
+    "lr": "initial_lr",
+    "betas": "betas",
+    "eps": "eps",
+    "weight_decay": "weight_decay",
+}
+# Trainer's arguments by which another loss is trained
+OTHER_LOSSES = ("label_smoothing_factor", "neftune_noise_alpha")
+WEIGHTS_ALONE = "take its weights alone with --init_from; zero_to_fp32.py writes those of a DeepSpeed save"
+HALVES = ("fp16", "bf16")
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # schedules of transformers and Megatron -> ours
 SCHEDULES = {
@@ -30,24 +51,10 @@ SCHEDULES = {
     "constant": "constant",
     "constant_with_warmup": "constant",
 }
-# ours -> keys in the state of Megatron-DeepSpeed's scheduler, which counts samples, and of gpt-neox's
+# keys in the state of Megatron-DeepSpeed's scheduler, which counts samples, and of gpt-neox's
 MEGATRON_SCHEDULES = (
-    {
-        "kind": "lr_decay_style",
-        "count": "num_steps",
-        "lr": "max_lr",
-        "min_lr": "min_lr",
-        "warmup": "lr_warmup_steps",
-        "end": "lr_decay_steps",
-    },
-    {
-        "kind": "decay_style",
-        "count": "num_iters",
-        "lr": "start_lr",
-        "min_lr": "min_lr",
-        "warmup": "warmup_iter",
-        "end": "end_iter",
-    },
+    "lr_decay_style num_steps max_lr min_lr lr_warmup_steps lr_decay_steps",
+    "decay_style num_iters start_lr min_lr warmup_iter end_iter",
 )
 BY_TOKENS = ("lr_warmup_tokens", "lr_decay_tokens")
 # dropout of transformers' GPT-2 and BERT, and of Megatron: at all places of the residual stream; of attention
@@ -64,11 +71,11 @@ ARGUMENTS = {"train_iters": "steps", "seq_length": "sequence_length"}
 
 @dataclass(frozen=True)
 class TheirSettings:
-    """The files of a run. `config`: of its model, or its arguments; {} where there are none."""
+    """The files of a run. `model`: its model's config, or arguments; {} where there are none."""
 
     directory: Path
     state: DeepSpeedState
-    config: Mapping[str, Any]
+    model: Mapping[str, Any]
 
     @cached_property
     def exported(self) -> Mapping[str, Any]:
@@ -78,15 +85,20 @@ class TheirSettings:
         return {key: told[key] for key in TOLD if key in told}
 
     @cached_property
-    def steps(self) -> int | None:
-        """The last step by Trainer's state; None: none says it. Raises FileError: it is at another step."""
+    def trainer(self) -> Mapping[str, Any]:
+        """Trainer's state; {} without one. Raises FileError: it is at another step."""
         path = self.directory / "trainer_state.json"
         found = read_json_object(path) if is_file(path) else {}
         step = found.get("global_step", self.state.steps)
         if step != self.state.steps:
             rule = f"{self.state.where} is after step {self.state.steps}"
             refuse(path, f"says global_step={step}", rule, COPY)
-        return found.get("max_steps")
+        return found
+
+    @property
+    def steps(self) -> int | None:
+        """The last step by Trainer's state; None: none says it."""
+        return self.trainer.get("max_steps")
 
     @cached_property
     def arguments(self) -> Mapping[str, Any]:
@@ -98,24 +110,67 @@ class TheirSettings:
             return {}
 
     @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """DeepSpeed's configuration, completed by Trainer's arguments. Raises FileError: another loss."""
+        said = self.arguments
+        if not said:
+            return self.state.config
+        for key in OTHER_LOSSES:
+            if said.get(key):
+                came = f"was trained with {key}={said[key]}"
+                rule = "our loss is the cross-entropy alone"
+                refuse(self.directory, came, rule, WEIGHTS_ALONE)
+        kind = _name(said.get("optim"))
+        params = {key: said.get(theirs) for key, theirs in TRAINERS.items()}
+        params["betas"] = [said.get("adam_beta1"), said.get("adam_beta2")]
+        kind = "adamw" if kind in ADAMW else kind
+        told: dict[str, Any] = {"optimizer": {"type": kind, "params": params}}
+        if not self.state.config:
+            told["gradient_clipping"] = said.get("max_grad_norm")
+            for half in HALVES:
+                told[half] = {"enabled": said.get(half)}
+        return {**told, **self.state.config}
+
+    @cached_property
+    def stated(self) -> str:
+        """The optimizer's type by the files, in lower case; "" where none states it."""
+        kind = lookup(self.config, "optimizer.type") or self.model.get("optimizer")
+        return str(kind or "").lower()
+
+    @property
+    def is_adamw(self) -> bool:
+        """True if files state it, and each group has what groups of an Adam have."""
+        looks = all(OF_ADAM & group.keys() for group in self.state.groups)
+        return bool(self.exported or (self.stated and looks))
+
+    @cached_property
     def group(self) -> Mapping[str, Any]:
         """The optimizer's settings for decayed parameters. Raises FileError: it is no Adam of ours."""
         ours = self.exported.get("optimizer") or {}
-        own = max(self.state.groups, key=lambda group: group.get("weight_decay", 0.0))
+        groups = self.state.groups
+        own = max(groups, key=lambda group: group.get("weight_decay", 0.0))
         found = {**ours, "initial_lr": ours.get("lr"), **own}
-        kind = lookup(self.state.config, "optimizer.type")
-        added = found.get("decoupled_weight_decay") is False
+        params = lookup(self.config, "optimizer.params") or {}
+        added = self.stated == "adam" and params.get("adam_w_mode") is False
+        added = added or own.get("decoupled_weight_decay") is False
+        others = "decoupled_weight_decay" in own and "amsgrad" not in own
         faults = {
-            f"was trained with {kind}": kind and str(kind).lower() not in ADAM,
+            f"was trained with {self.stated}": self.stated not in ("", *ADAM),
+            "has groups as RAdam and NAdam of torch have": others,
             "was trained with amsgrad": found.get("amsgrad"),
+            "was trained with maximize": found.get("maximize"),
             "adds weight decay to gradients": added and found.get("weight_decay"),
             "states no betas of its Adam": "betas" not in found,
         }
+        for key, held in STATED.items():
+            stated = _plain(params.get(key))
+            values = [_plain(group[held]) for group in groups if held in group]
+            came = f"states {key}={stated}, and its groups have {values}"
+            faults[came] = values and stated not in (None, "auto", *values)
         for came, fault in faults.items():
             if fault:
                 rule = "AdamW's moments are taken, with their betas, without amsgrad"
-                fix = "take its weights with --init_from"
-                refuse(self.state.where, came, rule, fix)
+                refuse(self.state.where, came, rule, WEIGHTS_ALONE)
         return found
 
     @property
@@ -125,7 +180,11 @@ class TheirSettings:
 
     @property
     def batch(self) -> int | None:
-        """Samples of a step; None: they were not always the same."""
+        """Samples of a step; None: they were not always the same, or no file states them."""
+        processes = getattr(self.arguments.get("distributed_state"), "num_processes", 0)
+        micro = self.trainer.get("train_batch_size")
+        if micro and processes and not self.state.samples:
+            return micro * processes * self.arguments["gradient_accumulation_steps"]
         each, rest = divmod(self.state.samples, max(1, self.state.steps))
         if rest:
             return None
@@ -134,7 +193,7 @@ class TheirSettings:
     def settings(self, base: Recipe) -> dict[str, Any]:
         """Return what its files state, by the recipe's keys. `base`: the recipe of all else."""
         group = self.group
-        config = self.state.config
+        config = self.config
         found: dict[str, Any] = {
             "optimizer.name": "adamw",
             "optimizer.betas": [*group["betas"]],
@@ -151,8 +210,8 @@ class TheirSettings:
             for key in ("micro", "accumulation", "rampup"):
                 found[f"batch.{key}"] = None
         for theirs, ours in ARGUMENTS.items():
-            if type(self.config.get(theirs)) is int:
-                found[ours] = self.config[theirs]
+            if type(self.model.get(theirs)) is int:
+                found[ours] = self.model[theirs]
         if self.steps is not None:
             found["steps"] = self.steps
         found |= self._model_settings()
@@ -164,27 +223,29 @@ class TheirSettings:
     def _model_settings(self) -> dict[str, Any]:
         """Return precision and dropout."""
         found: dict[str, Any] = {}
-        config = self.state.config
+        config = self.config
         module = self.state.module.values()
         types = {PRECISIONS.get(tensor.dtype) for tensor in module}
         if config:
             types = {"fp32"}
-        for half in ("fp16", "bf16"):
+        for half in HALVES:
             if lookup(config, f"{half}.enabled") is True:
                 types = {half}
+        if lookup(config, "torch_autocast.enabled") is True:
+            types = set()
         if len(types) == 1:
             found["precision"] = types.pop()
         for hidden, attention in DROPOUT:
-            rates = {self.config[key] for key in hidden if key in self.config}
+            rates = {self.model[key] for key in hidden if key in self.model}
             if len(rates) == 1:
                 found["dropout.hidden"] = rates.pop()
-                found["dropout.attention"] = self.config.get(attention, 0.0)
+                found["dropout.attention"] = self.model.get(attention, 0.0)
         return found
 
     def _peak(self) -> float:
         """Return the peak learning rate: where a schedule began with it, or what an optimizer got."""
         stated = self.group.get("initial_lr")
-        stated = stated or lookup(self.state.config, "optimizer.params.lr")
+        stated = stated or lookup(self.config, "optimizer.params.lr")
         if isinstance(stated, (int, float)):
             return float(stated)
         return self.rate
@@ -201,12 +262,11 @@ class TheirSettings:
                 return {}
             return {**_laid(Schedule()), **values}
         scheduler = self.state.stated.get("lr_scheduler") or {}
-        for keys in MEGATRON_SCHEDULES:
-            if keys["kind"] in scheduler:
-                return self._megatron_schedule(scheduler, keys)
-        kind = self.arguments.get("lr_scheduler_type")
-        if isinstance(kind, StandIn):
-            kind = next(iter(kind.arguments), None)
+        for names in MEGATRON_SCHEDULES:
+            keys = names.split()
+            if scheduler.keys() >= {*keys}:
+                return self._megatron_schedule([scheduler[key] for key in keys])
+        kind = _name(self.arguments.get("lr_scheduler_type"))
         # a number of steps, or a share of all
         warmup = 0
         for key in ("warmup_ratio", "warmup_steps"):
@@ -215,44 +275,57 @@ class TheirSettings:
             warmup = math.ceil(warmup * (self.steps or 0))
         return _of(kind, int(warmup), self.steps)
 
-    def _megatron_schedule(
-        self, scheduler: Mapping[str, Any], keys: Mapping[str, str]
-    ) -> dict[str, Any]:
-        """Return the schedule of Megatron-DeepSpeed's or gpt-neox's scheduler; {}: not in whole steps."""
-        stated = {ours: scheduler[theirs] for ours, theirs in keys.items()}
-        each = stated["count"] / max(1, self.state.steps - self.state.skipped)
+    def _megatron_schedule(self, stated: Sequence[Any]) -> dict[str, Any]:
+        """Return the schedule of values by MEGATRON_SCHEDULES; {}: not in whole steps."""
+        scheduler = self.state.stated["lr_scheduler"]
+        kind, count, rate, lowest, warmup, end = stated
+        each = count / max(1, self.state.steps - self.state.skipped)
         if not each or any(scheduler.get(key) for key in BY_TOKENS):
             return {}
-        warmup = stated["warmup"] / each
-        end = stated["end"] / each
-        if warmup % 1 or end % 1:
+        if warmup / each % 1 or end / each % 1:
             return {}
-        found = _of(stated["kind"], int(warmup), int(end))
+        found = _of(kind, int(warmup / each), int(end / each))
         if found:
-            found["schedule.min_lr"] = stated["min_lr"]
-            found["optimizer.lr"] = stated["lr"]
+            found["schedule.min_lr"] = lowest
+            found["optimizer.lr"] = rate
         return found
 
     def changes(self) -> tuple[Change, ...]:
         """Return what of its optimizer is otherwise here."""
+        groups = self.state.groups
+        if self.exported:
+            return ()
         found = []
+        for key in ("lr", "betas", "eps", "bias_correction"):
+            values = [
+                *{str(group.get(key)): group.get(key) for group in groups}.values()
+            ]
+            if len(values) > 1:
+                now = self.group.get(key)
+                found.append(Change(key=f"optimizer.{key}", was=values, now=now))
         decay = self.group.get("weight_decay", 0.0)
-        rates = {float(group["lr"]) for group in self.state.groups}
-        if len(rates) > 1:
-            found.append(Change(key="optimizer.lr", was=sorted(rates), now=self.rate))
         odd = {}
-        groups = self.state.stated.get("param_shapes") or ()
-        if len(groups) == len(self.state.groups):  # stage 3 may cut one into several
-            for shapes, group in zip(groups, self.state.groups, strict=True):
-                theirs = group.get("weight_decay", 0.0)
-                for name, shape in shapes.items():
-                    if theirs != (len(shape) > 1) * decay:
-                        odd[name] = theirs
+        for name, parameter in self.state.parameters.items():
+            number = self.state.numbered.get(name)
+            theirs = "unknown"
+            if number is not None or not decay:
+                theirs = groups[number or 0].get("weight_decay", 0.0)
+            if theirs != (len(parameter.shape) > 1) * decay:
+                odd[name] = theirs
         if odd:
             key = f"optimizer.weight_decay of {some([*odd], 3)}"
             now = f"{decay:g} of matrices, none of vectors"
-            found.append(Change(key=key, was=sorted({*odd.values()}), now=now))
+            found.append(Change(key=key, was=[*{*odd.values()}], now=now))
         return tuple(found)
+
+
+def _plain(value: Any) -> Any:
+    return [*value] if isinstance(value, tuple) else value
+
+
+def _name(kind: Any) -> Any:
+    """Return the value of a member of an enumeration."""
+    return next(iter(kind.arguments), None) if isinstance(kind, StandIn) else kind
 
 
 def _of(kind: Any, warmup: int, end: int | None) -> dict[str, Any]:

@@ -1,6 +1,8 @@
-"""Trains models of `transformers` under plain DeepSpeed, by Trainer or by a loop, and saves after six steps.
+"""Trains models of `transformers`, by Trainer or by a loop, and saves after six steps.
 
-their_runs.py OUT CASES.json    cases: name, model (gpt2, bert, megatron-bert), ds (a DeepSpeed JSON), loop,
+their_runs.py OUT CASES.json    cases: name, model (gpt2, bert, megatron-bert), ds (a DeepSpeed JSON; null:
+                                without DeepSpeed), loop (by deepspeed.initialize) or accelerate (its
+                                save_state), client (the loop's own optimizer), decay (of all parameters),
                                 settings of the recipe whose batches are read, in its order
 
 Leaves OUT/NAME/losses.json, of twelve steps, and what Trainer or DeepSpeed saved.
@@ -24,6 +26,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 import transformers  # noqa: E402
+from accelerate import Accelerator  # noqa: E402
 from transformers import Trainer, TrainingArguments, default_data_collator  # noqa: E402
 from transformers.trainer_pt_utils import get_parameter_names  # noqa: E402
 
@@ -78,17 +81,21 @@ class Losses(Trainer):
 
 
 def by_trainer(case, recipe, tokenizer, samples, out):
-    micro, accumulation = case["micro"], recipe.batch.global_ // case["micro"] // processes.world_size()
+    ds, micro, accumulation = (
+        case["ds"],
+        case["micro"],
+        recipe.batch.global_ // case["micro"] // processes.world_size(),
+    )
     rows = [
         {"input_ids": one["tokens"], "labels": one["labels"], "shift_labels": one["labels"]}
         for one in samples
     ]
     arguments = TrainingArguments(
-        output_dir=str(out), deepspeed=case["ds"], use_cpu=True, max_steps=STEPS, save_steps=SAVED,
+        output_dir=str(out), deepspeed=ds, use_cpu=True, max_steps=STEPS, save_steps=SAVED,
         per_device_train_batch_size=micro, gradient_accumulation_steps=accumulation, learning_rate=2e-3,
         warmup_steps=2, lr_scheduler_type="cosine", weight_decay=0.1, adam_beta2=0.95, max_grad_norm=0.5,
         train_sampling_strategy="sequential", remove_unused_columns=False, report_to=[], disable_tqdm=True,
-        bf16="bf16" in case["ds"], fp16="fp16" in case["ds"], seed=11, logging_steps=1,
+        bf16="bf16" in case.get("half", ds or {}), fp16="fp16" in (ds or {}), seed=11, logging_steps=1,
     )  # fmt: skip
     how = {"data_collator": default_data_collator, "processing_class": tokenizer}
     trainer = Losses(model_of(recipe), arguments, train_dataset=rows, **how)
@@ -108,23 +115,90 @@ def labels_of(batch):
     return labels
 
 
-def by_loop(case, recipe, tokenizer, samples, out):
-    model = model_of(recipe)
+class Lamb(torch.optim.Optimizer):
+    """A LAMB of one's own, with moments and settings by Adam's names."""
+
+    def __init__(self, params, lr, betas, eps=1e-8, weight_decay=0.0):
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                held = self.state[p]
+                if not held:
+                    held.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                held["step"] += 1
+                (b1, b2), m, v = group["betas"], held["exp_avg"], held["exp_avg_sq"]
+                m.lerp_(p.grad, 1 - b1)
+                v.mul_(b2).addcmul_(p.grad, p.grad, value=1 - b2)
+                way = m / (v.sqrt() + group["eps"]) + group["weight_decay"] * p
+                p.sub_(group["lr"] * p.norm() / way.norm().clamp_min(1e-12) * way)
+
+
+CLIENTS = {"lamb": Lamb, "radam": torch.optim.RAdam, "nadam": torch.optim.NAdam, "adamw": torch.optim.AdamW}
+
+
+def grouped(model, case):
+    """Matrices and vectors apart, unless all are decayed alike."""
     decayed = set(get_parameter_names(model, [torch.nn.LayerNorm], ["bias"]))
     named = list(model.named_parameters())
-    groups = [
+    if "decay" in case:
+        return [{"params": [p for _, p in named], "weight_decay": case["decay"]}]
+    return [
         {"params": [p for n, p in named if n in decayed], "weight_decay": 0.1},
         {"params": [p for n, p in named if n not in decayed], "weight_decay": 0.0},
     ]
+
+
+class Accelerated:
+    """A model under accelerate without DeepSpeed, with the calls of DeepSpeed's engine."""
+
+    def __init__(self, model, optimizer, accumulation):
+        self.accelerator, self.accumulation, self.made = Accelerator(cpu=True), accumulation, 0
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+
+    def __call__(self, **given):
+        return self.model(**given)
+
+    def backward(self, loss):
+        self.accelerator.backward(loss / self.accumulation)
+
+    def step(self):
+        self.made += 1
+        if self.made % self.accumulation == 0:
+            self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def save_checkpoint(self, out):
+        self.accelerator.save_state(out)
+
+    def destroy(self):
+        self.accelerator.free_memory()
+
+
+def engine_of(case, model, accumulation):
+    groups = grouped(model, case)
+    client = None
+    if "client" in case:
+        client = CLIENTS[case["client"]](groups, lr=1e-3, betas=(0.9, 0.95))
+    if case.get("accelerate"):
+        return Accelerated(model, client, accumulation)
     config = {**case["ds"], "train_micro_batch_size_per_gpu": case["micro"], "train_batch_size": 12}
-    engine = deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]
+    return deepspeed.initialize(model=model, config=config, optimizer=client, model_parameters=groups)[0]
+
+
+def by_loop(case, recipe, tokenizer, samples, out):
+    model = model_of(recipe)
     ranks, micro, losses = processes.world_size(), case["micro"], []
+    count = 12 // ranks // micro
+    engine = engine_of(case, model, count)
     for step in range(STEPS):
         whole = {name: torch.stack([one[name] for one in samples[12 * step : 12 * step + 12]])
                  for name in samples[0]}  # fmt: skip
         labels = labels_of(whole) if "positions" in whole else whole["labels"]
         predicted, total = int((labels != -100).sum()), torch.zeros(())
-        count = 12 // ranks // micro
         for number in range(count):
             at = (number * ranks + processes.rank()) * micro
             part = slice(at, at + micro)
@@ -135,8 +209,8 @@ def by_loop(case, recipe, tokenizer, samples, out):
                 given["token_type_ids"] = whole["token_types"][part]
             logits = engine(**given).logits.float()
             loss = F.cross_entropy(logits.flatten(0, 1), labels[part].flatten(), reduction="sum") / predicted
-            engine.backward(loss * count * ranks)
             total += loss.detach()
+            engine.backward(loss * count * ranks)
             engine.step()
         dist.all_reduce(total)
         losses.append(float(total))
@@ -154,7 +228,9 @@ def train(case, out):
     tokenizer, samples = samples_of(recipe)
     out.mkdir(exist_ok=True)
     with _isolate_accelerate():
-        losses = (by_loop if case.get("loop") else by_trainer)(case, recipe, tokenizer, samples, out)
+        losses = (by_loop if case.get("loop") or case.get("accelerate") else by_trainer)(
+            case, recipe, tokenizer, samples, out
+        )
     dist.barrier()
     if processes.rank() == 0:
         (out / "losses.json").write_text(json.dumps(losses))

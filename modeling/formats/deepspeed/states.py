@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ WEIGHT = "fp32"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = (WEIGHT, *MOMENTS)
 Flat = Mapping[str, Tensor]  # by kind
+ZERO_1 = "save once under DeepSpeed's ZeRO-1"
 # of the engine, in the model's file
 COUNTS = ("global_steps", "skipped_steps", "global_samples")
 
@@ -56,16 +58,20 @@ class Optimizer(NamedTuple):
     Attributes:
         form: the kind of the save, in words.
         parameters: by name, each once.
+        numbered: number of the group of each parameter; {}: the save does not say it.
         bases: the state dict of each rank's Adam.
         scaler: the loss scaler, or its state.
         built: updates that stage 0 may have made before the first step.
+        slices: tensor-parallel ranks, whose slices follow each other along dimension 0 of `parameters`.
     """
 
     form: str
     parameters: Mapping[str, TheirParameter]
+    numbered: Mapping[str, int]
     bases: Sequence[Mapping[str, Any]]
     scaler: Any
     built: int = 0
+    slices: int = 1
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ class DeepSpeedState:
     Attributes:
         where: the directory of the save.
         stated: values of the model's file: the engine's, and those of the training script.
-        form, parameters: of its `Optimizer`.
+        form, parameters, numbered, slices: of its `Optimizer`.
         groups: the optimizer's groups of parameters, with its settings.
         module: rounded weights by name, next to the master weights; {} where a save has none.
         updates: as the optimizer counts them, to correct its moments' bias.
@@ -87,9 +93,11 @@ class DeepSpeedState:
     form: str
     parameters: Mapping[str, TheirParameter]
     groups: Sequence[Mapping[str, Any]]
+    numbered: Mapping[str, int]
     module: Mapping[str, Tensor]
     updates: int
     scaler: Mapping[str, Any]
+    slices: int
 
     @property
     def steps(self) -> int:
@@ -101,6 +109,7 @@ class DeepSpeedState:
 
     @property
     def samples(self) -> int:
+        """Samples that were read; 0: no file states it."""
         return self.stated["global_samples"]
 
     @property
@@ -114,34 +123,35 @@ def read(directory: Path) -> DeepSpeedState:
     """Read the newest save in a directory, or the save that it is. Raises FileError."""
     files = find(directory)
     where = files.where
-    stated = load_dict(files.models[min(files.models)])
+    stated = _stated(files, min(files.models))
     for key in COUNTS:
         count = stated.get(key)
         sound = type(count) is int and count >= 0
         expect(sound, where, f"says {key}={count}", "DeepSpeed's engine counts it")
-    slices = {rank for _, rank in files.models}
-    module = stated.get("module") or {}
     if (where / UNIVERSAL).is_dir():
-        optimizer = _universal(where / UNIVERSAL, stated)
-    else:
-        rule = "of tensor or pipeline parallel ranks universal checkpoints alone are read here"
-        fix = "make one with DeepSpeed's ds_to_universal.py, and give its directory"
-        came = f"holds {len(slices)} model-parallel ranks"
-        expect(slices == {0}, where, came, rule, fix)
-        of_stage = _unpartitioned if stated.get("optimizer") else _partitioned
-        optimizer = of_stage(files, stated)
+        return state_of(where, stated, _universal(where / UNIVERSAL, files))
+    return state_of(where, stated, _joined(files, stated))
+
+
+def state_of(
+    where: Path, stated: Mapping[str, Any], optimizer: Optimizer
+) -> DeepSpeedState:
+    """Return the state of a run. Raises FileError: its counts contradict each other."""
     scaler = optimizer.scaler or {}
     if isinstance(scaler, StandIn):
         scaler = vars(scaler)
+    module = stated.get("module") or {}
     return DeepSpeedState(
         where,
         stated,
         optimizer.form,
         optimizer.parameters,
         optimizer.bases[0]["param_groups"],
-        _tensors(module) if slices == {0} else {},
+        optimizer.numbered,
+        _tensors(module) if optimizer.slices == 1 else {},
         _updates(where, stated, optimizer),
         scaler if "cur_iter" in scaler else {},
+        optimizer.slices,
     )
 
 
@@ -177,10 +187,71 @@ def _updates(where: Path, stated: Mapping[str, Any], optimizer: Optimizer) -> in
 # --- partitions of ranks
 
 
-def _partitioned(files: SaveFiles, stated: Mapping[str, Any]) -> Optimizer:
+def _joined(files: SaveFiles, stated: Mapping[str, Any]) -> Optimizer:
+    """Join what tensor and pipeline parallel ranks have; of tied tensors the first stage's."""
     where = files.where
+    count = stated.get("mp_world_size", 1)
+    came = f"holds {len(files.models)} model-parallel ranks"
+    expect(len(files.models) == count, where, came, f"{count} ranks saved it")
+    if stated.get("optimizer"):
+        rule = "of several, stage 0 does not say which moments are whose"
+        expect(count == 1, where, came, rule, ZERO_1)
+        return unpartitioned(where, stated)
+    found = []
+    for rank in sorted(files.models):
+        optimizers = files.optimizers.get(rank, {})
+        found.append(_partitioned(where, optimizers, _stated(files, rank)))
+    first = found[0]
+    if count == 1:
+        return first
+    parts: dict[str, list[TheirParameter]] = {}
+    numbered: dict[str, int] = {}
+    bases = list[Mapping[str, Any]]()
+    for each in found:
+        bases += each.bases
+        numbered |= each.numbered
+        for name, parameter in each.parameters.items():
+            parts.setdefault(name, []).append(parameter)
+    slices = min(map(len, parts.values()))
+    parameters = {name: _whole(own[:slices]) for name, own in parts.items()}
+    form = f"{first.form} for each of {count} model-parallel ones"
+    return Optimizer(form, parameters, numbered, bases, first.scaler, slices=slices)
+
+
+def _stated(files: SaveFiles, rank: int) -> dict[str, Any]:
+    """Read what the model's file of a model-parallel rank states."""
+    of_rank = files.models[rank]
+    return load_dict(of_rank[min(of_rank)])
+
+
+def _whole(slices: Sequence[TheirParameter]) -> TheirParameter:
+    rows, *rest = slices[0].shape
+    shape = torch.Size((len(slices) * rows, *rest))
+    return TheirParameter(
+        shape, lambda kind: torch.cat([each.read(kind) for each in slices])
+    )
+
+
+def _numbered(
+    groups: Sequence[Mapping[str, Any]], buffers: Sequence[Mapping[str, Any]]
+) -> dict[str, int]:
+    """Return the group of each parameter in the buffers that Adam numbers; stage 3 may cut one into several."""
+    counts = [len(group.get("params", ())) for group in groups]
+    found: dict[str, int] = {}
+    left = iter(buffers)
+    if sum(counts) == len(buffers):
+        for number, count in enumerate(counts):
+            for buffer in islice(left, count):
+                found |= dict.fromkeys(buffer, number)
+    return found
+
+
+def _partitioned(
+    where: Path, optimizers: Mapping[int, Path], stated: Mapping[str, Any]
+) -> Optimizer:
+    """Read ranks by their files."""
     ranks = []
-    for _, file in sorted(files.optimizers.items()):
+    for _, file in sorted(optimizers.items()):
         ranks.append(load_dict(file).get("optimizer_state_dict") or {})
     first = ranks[0] if ranks else {}
     by_parameter = "fp32_flat_groups" in first
@@ -199,7 +270,7 @@ def _partitioned(files: SaveFiles, stated: Mapping[str, Any]) -> Optimizer:
     came = "has no optimizer's files, or files in another form"
     expect(sound and isinstance(count, int), where, came, rule, fix)
     assert isinstance(count, int)
-    odd = {*range(count)} ^ {rank for rank, _ in files.optimizers}
+    odd = {*range(count)} ^ optimizers.keys()
     named = some([str(rank) for rank in sorted(odd)], 4)
     came = f"lacks the optimizer's file of rank {named}, or has one too many"
     expect(not odd, where, came, f"{count} ranks saved it")
@@ -223,7 +294,8 @@ def _partitioned(files: SaveFiles, stated: Mapping[str, Any]) -> Optimizer:
     if isinstance(stage, StandIn):
         stage = stage.arguments[0]
     form = f"ZeRO-{stage} of {count} rank{'s' * (count > 1)}"
-    return Optimizer(form, parameters, bases, first.get("loss_scaler"))
+    numbered = _numbered(bases[0]["param_groups"], groups)
+    return Optimizer(form, parameters, numbered, bases, first.get("loss_scaler"))
 
 
 def _flats(base: Mapping[str, Any], weights: Sequence[Tensor]) -> list[Flat]:
@@ -298,8 +370,10 @@ def _parameter(
 # --- whole parameters
 
 
-def _unpartitioned(files: SaveFiles, stated: Mapping[str, Any]) -> Optimizer:
-    """Read stage 0, whose optimizer numbers its parameters and does not name them.
+def unpartitioned(
+    where: Path, stated: Mapping[str, Any], form: str = "ZeRO-0"
+) -> Optimizer:
+    """Read stage 0, or torch's own Adam, which numbers its parameters and does not name them.
 
     In fp16 and bf16 it makes an update of zero gradients when it is built. FusedAdam counts the updates in the
     last parameter of a group alone.
@@ -310,7 +384,7 @@ def _unpartitioned(files: SaveFiles, stated: Mapping[str, Any]) -> Optimizer:
     if masters is not None:
         masters = [[flat] for flat in masters]
     masters = masters or optimizer.get("fp32_groups")
-    named = _distinct(stated["module"])
+    named = _distinct(stated.get("module") or {})
     buffers: list[list[Flat]] = []
     counts = {}
     for number, group in enumerate(base["param_groups"]):
@@ -324,11 +398,13 @@ def _unpartitioned(files: SaveFiles, stated: Mapping[str, Any]) -> Optimizer:
             states = [{**held, WEIGHT: weight} for held, weight in pairs]
         buffers.append(states)
     groups = _groups(named, [sum(map(_elements, states)) for states in buffers])
-    rule = "stage 0 does not name the optimizer's parameters, and they are no known groups of Adam's"
+    rule = "its optimizer does not name its parameters, and they are no known groups of Adam's"
     came = "does not say which moments are whose"
-    expect(bool(groups), files.where, came, rule, "save once under ZeRO-1")
+    expect(bool(groups), where, came, rule, ZERO_1)
     parameters = {}
-    for names, states in zip(groups, buffers, strict=True):
+    numbered: dict[str, int] = {}
+    for number, (names, states) in enumerate(zip(groups, buffers, strict=True)):
+        numbered |= dict.fromkeys(names, number)
         left = iter(states)
         flat = next(left, {})
         start = 0
@@ -340,12 +416,16 @@ def _unpartitioned(files: SaveFiles, stated: Mapping[str, Any]) -> Optimizer:
             held = flat
             if WEIGHT not in held:
                 held = {**flat, WEIGHT: named[name]}
+            moment = held.get(MOMENTS[0])
+            if isinstance(moment, Tensor) and moment.dim() > 1:
+                expect(moment.shape == shape, where, came, rule, ZERO_1)
             piece = Piece(held, start, shape.numel())
-            parameters[name] = _parameter(files.where, name, shape, [piece])
+            parameters[name] = _parameter(where, name, shape, [piece])
             start += piece.length
     scaler = optimizer if optimizer.get("dynamic_loss_scale") else None
     base = {**base, "state": counts}
-    return Optimizer("ZeRO-0", parameters, [base], scaler, int(masters is not None))
+    built = int(masters is not None)
+    return Optimizer(form, parameters, numbered, [base], scaler, built)
 
 
 def _elements(held: Mapping[str, Any]) -> int:
@@ -385,12 +465,17 @@ def _groups(named: Mapping[str, Tensor], sizes: Sequence[int]) -> list[list[str]
 # --- universal checkpoints
 
 
-def _universal(folder: Path, stated: Mapping[str, Any]) -> Optimizer:
+def _universal(folder: Path, files: SaveFiles) -> Optimizer:
     """Read the parameters that have all kinds of files; second names of tied ones have none of moments."""
     optimizer = load_dict(folder / "optimizer_state.pt")
+    groups = optimizer["param_groups"]
     shapes: dict[str, Any] = {}
-    for group in stated.get("param_shapes") or ():
-        shapes |= group
+    numbered: dict[str, int] = {}
+    for rank in files.models:  # each of a pipeline's stages has its own
+        buffers = _stated(files, rank).get("param_shapes") or ()
+        numbered |= _numbered(groups, buffers)
+        for buffer in buffers:
+            shapes |= buffer
     parameters = {}
     states = {}
     for place in sorted(folder.glob("*/")):
@@ -406,10 +491,9 @@ def _universal(folder: Path, stated: Mapping[str, Any]) -> Optimizer:
         if (place / "step.pt").is_file():
             states[name] = {"step": load(place / "step.pt")}
     inner = optimizer.get("optimizer_state_dict") or {}
-    groups = optimizer["param_groups"]
     base = {"state": states or inner.get("state", {}), "param_groups": groups}
     scaler = optimizer.get("loss_scaler")
-    return Optimizer("a universal checkpoint", parameters, [base], scaler)
+    return Optimizer("a universal checkpoint", parameters, numbered, [base], scaler)
 
 
 def _read_param(own: Mapping[str, Path], shape: torch.Size, kind: str) -> Tensor:

@@ -207,8 +207,8 @@ def open_checkpoint(directory: str | Path) -> MegatronCheckpoint:
     if "ds_version" in stated and not arguments:
         rule = "it holds the tensors of a program's own modules, and does not say of which model"
         fix = (
-            "load its `module` into the model of transformers that it is of, and give the directory that "
-            "save_pretrained writes"
+            f"go on with the run: launch/pretrain.py --adopt {directory}; or load its `module` into the model "
+            "of transformers that it is of, and give the directory that save_pretrained writes"
         )
         refuse(
             files.where,
@@ -232,11 +232,15 @@ def open_checkpoint(directory: str | Path) -> MegatronCheckpoint:
 
 
 def of_universal(
-    where: Path, stated: Mapping[str, Any], parameters: Mapping[str, Tensor]
+    where: Path,
+    stated: Mapping[str, Any],
+    parameters: Mapping[str, Tensor],
+    sliced: bool,
 ) -> MegatronCheckpoint:
-    """Return the checkpoint in a universal one of DeepSpeed, whose tensors are joined. Raises FileError.
+    """Return the checkpoint of DeepSpeed with these tensors, whose slices are joined. Raises FileError.
 
-    Of a program that does not state how it cuts them (gpt-neox), all are joined along dimension 0.
+    All are joined along dimension 0 if `sliced`, and in a universal checkpoint of a program that does not
+    state how it cuts them (gpt-neox).
 
     Args:
         stated: values of its model's file.
@@ -263,7 +267,7 @@ def of_universal(
         whole = _prefixed(prefix, layer)
         offset += _take(called, [whole], offset, tensors, {}, [])
     for name, joined in tensors.items():
-        if is_qkv(name) or "universal_checkpoint_info" not in stated:
+        if is_qkv(name) or sliced or "universal_checkpoint_info" not in stated:
             slices = joined.parts[0].chunk(ranks)
             tensors[name] = joined._replace(parts=slices)
     return MegatronCheckpoint(

@@ -191,7 +191,7 @@ def _refuse_form(where: Path, names: Sequence[str]) -> None:
             where,
             "was saved by DeepSpeed under ZeRO-3",
             rule,
-            "save it under ZeRO stage 2 or less",
+            f"go on with the run: launch/pretrain.py --adopt {where}",
         )
     if next(_matches(DISTRIBUTED, names), None):
         rule = f"only {WEIGHTS[0]} of each rank is read here"

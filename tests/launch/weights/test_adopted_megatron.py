@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megatron_writer import MEGATRON, MEGATRON_2023, NEOX, WITHOUT_PIPELINE, random_weights, write_universal
+from megatron_writer import (
+    MEGATRON,
+    MEGATRON_2023,
+    NEOX,
+    WITHOUT_PIPELINE,
+    random_weights,
+    write_sliced,
+    write_universal,
+)
 
 from ds_configs.plan import ANY_GPU
 from ds_configs.resolver import resolve
@@ -76,7 +84,7 @@ CONFIGS = {
     "parallel blocks": ('{"bias_gelu_fusion": true, "gpt_j_residual": true}', "gpt_j_residual=true"),
     "other norms": ('{"bias_gelu_fusion": true, "norm": "rmsnorm"}', 'norm="rmsnorm"'),
     "sparse": ('{"bias_gelu_fusion": true, "attention_config": [[["local"], 4]]}', "attention_config="),
-    "none": (None, "--weights_args gpt_j_residual=VALUE(.|\n)*--weights_args gelu=VALUE"),
+    "none": (None, "--weights_args gpt_j_residual=false(.|\n)*--weights_args gelu=tanh"),
 }
 
 
@@ -111,6 +119,23 @@ def test_other_models_are_refused(case, tmp_path, tokenized):
     given = write_universal(tmp_path / "universal", RECIPE, tensors(), 1, MEGATRON, **told)
     with pytest.raises(ProblemsError, match=said):
         adopted(given, tmp_path / "run")
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("program", [MEGATRON_2023, MEGATRON, NEOX], ids=lambda p: p.name)
+def test_slices_and_stages_are_read_without_a_conversion(program, pp, tmp_path, tokenized):
+    """ds_to_universal converts no pipeline of gpt-neox. A last stage's copy of the embedding never trained."""
+    expected = tensors()
+    given = write_sliced(tmp_path / "save", RECIPE, expected, 2, pp, program)
+    said = {"stated": ["gelu=tanh", "gpt_j_residual=false"]} if program is NEOX else {}
+    told = [*UNSTATED, "model.vocab_size=500"]
+    _, directory = adopted(given, tmp_path / "run", *told, **said)
+    for kind, theirs in KINDS.items():
+        found = load_weights(directory, kind)
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected[theirs].items()), kind
+    (given / f"mp_rank_{2 * pp - 1:02d}_model_states.pt").unlink()
+    with pytest.raises(ProblemsError, match=f"holds {2 * pp - 1} model-parallel ranks"):
+        adopted(given, tmp_path / "other", *UNSTATED, **said)
 
 
 def test_positions_of_a_stage_that_never_trained_are_refused(tmp_path, tokenized):

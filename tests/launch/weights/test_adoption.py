@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -15,9 +16,11 @@ import torch
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from launching import ROOT, WORKERS, run, run_ranks
+from transformers import BertConfig, BertForMaskedLM
 
 from ds_configs.plan import ANY_GPU
 from ds_configs.resolver import resolve
+from launch import pretrain
 from launch.checkpoints import run_checkpoints
 from launch.checkpoints.manifest import Progress, ScalerState
 from launch.checkpoints.stored import load_weights
@@ -25,6 +28,8 @@ from launch.records.metrics import read_metrics
 from launch.training.schedule import learning_rate
 from launch.weights import adopted_checkpoint
 from launch.weights.adoption import Adoption
+from launch.weights.deepspeed_weights import open_run
+from launch.weights.initial_weights import InitialWeights
 from launch.weights.their_settings import TheirSettings
 from modeling.families import conversion_of
 from modeling.formats import pickles
@@ -72,12 +77,12 @@ def copied(theirs, tmp_path):
     return Path(shutil.copytree(theirs / "loop", tmp_path / "copy"))
 
 
-def opened(directory, *settings, stated=(), data_from="next"):
+def opened(directory, *settings, stated=(), data_from="next", **how):
     """The adoption and its recipe."""
     config = directory / "config.json"
     bert = config.exists() and "bert" in config.read_text()
     named = "bert/sotu" if bert else "default/sotu"
-    found = Adoption(str(directory), stated=stated, named=named, data_from=data_from)
+    found = Adoption(str(directory), stated=stated, named=named, data_from=data_from, **how)
     said = [*settings]
     if not (directory / "training_args.bin").exists():
         said += ["steps=12", "schedule.kind=constant", "schedule.warmup_steps=0", "schedule.min_lr=0"]
@@ -98,9 +103,9 @@ def adopt(directory, out, *arguments, recipe=catalog.DEFAULT_RECIPE):
     return run([*command, *arguments], timeout=400)
 
 
-def written(directory, root, *settings):
+def written(directory, root, *settings, **how):
     """Write the checkpoint of an adopted run; return its directory."""
-    found, recipe = opened(directory, *settings)
+    found, recipe = opened(directory, *settings, **how)
     plan = found.noted(resolve(recipe, "zero1", 1, ANY_GPU), ["schedule.kind"], learning_rate)
     root.mkdir(parents=True, exist_ok=True)
     found.write(plan, root, "0")
@@ -157,7 +162,7 @@ def test_what_files_state_is_taken_and_the_rest_is_asked_for_at_once(theirs):
         "batch.global=12", "--text PATH", "--data_from first", "--set steps=", "--set schedule.kind=",
     ):  # fmt: skip
         assert wanted in said, said
-    assert "python launch/pretrain.py --adopt" in said
+    assert "such as: python launch/pretrain.py" in said
     _, recipe = opened(theirs / "loop")
     assert (recipe.batch.global_, recipe.optimizer.lr, recipe.precision) == (12, 1e-3, "fp32")
     assert recipe.branch.data_from == 0 and recipe.sizes_in_data.samples(6) == 72
@@ -188,8 +193,10 @@ def test_what_its_optimizer_does_otherwise_is_a_change_of_the_recipe():
     adam = {"lr": 1e-3, "betas": (0.9, 0.95)}
 
     def changes(*groups):
-        stated = {"param_shapes": [group for group, _ in groups]}
-        state = SimpleNamespace(stated=stated, groups=[{**adam, **own} for _, own in groups], config={})
+        numbered = {name: number for number, (group, _) in enumerate(groups) for name in group}
+        parameters = {name: torch.empty(shape) for name, shape in shapes.items()}
+        own = [{**adam, **own} for _, own in groups]
+        state = SimpleNamespace(numbered=numbered, parameters=parameters, groups=own, config={})
         found = TheirSettings(Path("nowhere"), state, {}).changes()
         return {change.key: (change.was, change.now) for change in found}
 
@@ -200,12 +207,131 @@ def test_what_its_optimizer_does_otherwise_is_a_change_of_the_recipe():
     vectors = {"ln.weight": (4,), "ln.bias": (4,)}
     assert changes((matrices, decayed), (vectors, {"weight_decay": 0.0})) == {}
     slower = {"weight_decay": 0.0, "lr": 1e-4}
-    assert changes((matrices, decayed), (vectors, slower)) == {"optimizer.lr": ([1e-4, 1e-3], 1e-3)}
+    assert changes((matrices, decayed), (vectors, slower)) == {"optimizer.lr": ([1e-3, 1e-4], 1e-3)}
+
+
+TORCH = {"amsgrad": False, "decoupled_weight_decay": True}
+
+
+def other_optimizer(copy, json=None, drop=(), second=None, **groups):
+    """Change the JSON's optimizer (False: there is none) and the groups of a save; `second`: of its second."""
+
+    def in_json(values):
+        del values["ds_config"]["optimizer"]
+        if json is not False:
+            values["ds_config"]["optimizer"] = json or ADAM
+
+    def in_groups(values):
+        for number, group in enumerate(
+            values["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]
+        ):
+            for key in drop:
+                group.pop(key, None)
+            group.update(groups, **(second or {}) if number else {})
+
+    changed(in_json, "mp_rank_00_model_states.pt")(copy)
+    for rank in (0, 1):
+        changed(in_groups, f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")(copy)
+
+
+BARE = {"drop": ["amsgrad", "decoupled_weight_decay", "fused"]}
+L2 = {**ADAM, "type": "Adam", "params": {**ADAM["params"], "adam_w_mode": False}}
+OTHER_BETAS = {**ADAM, "params": {**ADAM["params"], "betas": [0.9, 0.99]}}
+OTHERS = {
+    "L2": (dict(json=L2, **BARE, bias_correction=True), "adds weight decay to gradients"),
+    "RAdam": (dict(json=False, drop=["amsgrad"], decoupled_weight_decay=False), "RAdam and NAdam of torch"),
+    "RAdam instead of the JSON's": (dict(drop=["amsgrad"]), "RAdam and NAdam of torch"),
+    "other betas": (dict(json=OTHER_BETAS), r"states betas=\[0.9, 0.99\], and its groups have"),
+    "a client's": (dict(json=False), "that its optimizer is AdamW; --adopt_optimizer adamw"),
+    "a client's with settings like Adam's": (BARE, "that its optimizer is AdamW; --adopt_optimizer adamw"),
+    "another rate": (dict(second={"lr": 1e-4}), r"differ in optimizer.lr: \[0.001, 0.0001\].*with --regroup"),
+    "other eps": (dict(second={"eps": 1e-6}), "differ in optimizer.eps"),
+    "decay of vectors": (dict(second={"weight_decay": 0.1}), "differ in optimizer.weight_decay of"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_another_optimizer_is_refused_or_asked_for(case, copied):
+    how, said = OTHERS[case]
+    other_optimizer(copied, **how)
+    with pytest.raises(ProblemsError, match=said):
+        opened(copied)
+    if "--" in said or "differ" in said:
+        assert opened(copied, adamw=True, regroups=True)[1].optimizer.name == "adamw"
+
+
+def test_the_line_of_the_refusal_trains_at_the_adopted_rate(copied, tmp_path, monkeypatch):
+    """Also where the rate had begun to fall by a schedule that no file states."""
+    other_optimizer(copied, json=False, lr=7.5e-4, initial_lr=1e-3)
+    (copied / "config.json").unlink()
+    (tmp_path / "mine.txt").write_text("words " * 99)
+    words = ["launch/pretrain.py", "--plan", "--adopt", str(copied), "--out", str(tmp_path / "run")]
+    words += ["--text", str(tmp_path / "mine.txt"), "--set", "run.seed=3", "--steps", "9"]
+    monkeypatch.setattr(sys, "argv", words[:-4] + words[-2:])
+
+    def plan(line):
+        return pretrain.training_of(pretrain.build_parser().parse_args(line)).job.plan
+
+    with pytest.raises(ProblemsError) as refused:
+        plan(sys.argv[1:])
+    line = shlex.split(str(refused.value).split("such as: python ")[1])
+    assert line[: len(sys.argv)] == sys.argv
+    for flag in ("n_head=1", "dropout.hidden=0.1", "--adopt_optimizer", "--data_from"):
+        assert flag in line, line
+    recipe = plan(line[1:]).recipe
+    assert learning_rate(recipe, 6) == learning_rate(recipe, 8) == 7.5e-4
+    assert (recipe.steps, recipe.batch.global_) == (9, 12)
+
+
+def test_a_save_without_deepspeed_is_read_by_the_models_own_order(tmp_path):
+    """BERT's query, key and value are three tensors, which ours joins."""
+    config = BertConfig(
+        num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=32, vocab_size=99,
+        max_position_embeddings=8,
+    )  # fmt: skip
+    model = BertForMaskedLM(config)
+    model.save_pretrained(tmp_path)
+    named = dict(model.named_parameters())
+    groups = [[p for p in named.values() if (p.dim() > 1) == decayed] for decayed in (True, False)]
+    adam = torch.optim.AdamW([{"params": group} for group in groups])
+    for _ in range(3):
+        model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+        adam.step()
+    model.save_pretrained(tmp_path)
+    torch.save(adam.state_dict(), tmp_path / "optimizer.bin")
+    scaler = {"scale": 1024.0, "growth_factor": 2.0, "growth_interval": 50, "_growth_tracker": 2}
+    torch.save(scaler, tmp_path / "scaler.pt")
+    state = open_run(tmp_path).state
+    assert state.parameters.keys() == named.keys() and (state.steps, state.updates) == (3, 3)
+    for name, parameter in named.items():
+        held = {"fp32": parameter, **adam.state[parameter]}
+        assert all(torch.equal(state.parameters[name].read(kind), held[kind]) for kind in states.KINDS)
+    half = SimpleNamespace(precision="fp16")
+    assert adopted_checkpoint._scaler(half, state) == ScalerState(1024.0, 3, -1, 1)
+    assert Adoption(str(tmp_path)).scaling["loss_scale_window"] == 50
+    (tmp_path / "optimizer.bin").unlink()
+    with pytest.raises(ProblemsError, match="weights alone.*--init_from"):
+        open_run(tmp_path)
+
+
+def test_directories_lead_to_the_flag_that_reads_them(theirs, tmp_path):
+    for number in (6, 12):
+        (tmp_path / f"checkpoint-{number}").mkdir()
+    named = "holds .*/checkpoint-6, .*/checkpoint-12: .*give one of them, such as .*/checkpoint-12"
+    for openly in (open_run, lambda path: InitialWeights(str(path)).saved()):
+        with pytest.raises(ProblemsError, match=named):
+            openly(tmp_path)
+    with pytest.raises(ProblemsError, match=r"pretrain\.py --adopt .*/loop"):
+        InitialWeights(str(theirs / "loop")).saved()
+    for stage in ("loop", "loop3"):
+        weights = InitialWeights(str(theirs / stage / "global_step6"))
+        with pytest.raises(ProblemsError, match=r"pretrain\.py --adopt .*/global_step6"):
+            weights.model()
 
 
 def test_heads_and_dropout_are_asked_for_where_no_config_states_them(copied):
     (copied / "config.json").unlink()
-    with pytest.raises(ProblemsError, match="heads; --weights_args n_head=1"):
+    with pytest.raises(ProblemsError, match=r"heads; --weights_args n_head=1(.|\n)*dropout\.hidden"):
         opened(copied)
     with pytest.raises(ProblemsError, match=r"dropout\.hidden"):
         opened(copied, stated=["n_head=4"])
@@ -369,6 +495,22 @@ def test_steps_that_fp16_skipped_are_steps_without_updates(copied, tmp_path):
     assert asked == [6], "the next rate is that of the updates"
 
 
+def test_its_rules_come_along(copied, tmp_path):
+    """In a copy of the JSON, unless that is the user's own and says otherwise."""
+    scaler = DynamicLossScaler(2.0**24, 7, 1, 1, False)
+    changed(lambda values: values["optimizer_state_dict"].update(loss_scaler=scaler))(copied)
+    adoption = Adoption(str(copied))
+    config = json.loads(Path(adoption.with_scaling("zero1")).read_text())
+    ours = json.loads((ROOT / "ds_configs/zero1.json").read_text())
+    assert config == {**ours, "fp16": {**ours["fp16"], "loss_scale_window": 7, "hysteresis": 1}}
+    own = tmp_path / "mine.json"
+    own.write_text(json.dumps({**ours, "fp16": {"loss_scale_window": 500}}))
+    with pytest.raises(ProblemsError, match="has fp16.loss_scale_window=500.*scaler has loss_scale_window=7"):
+        adoption.with_scaling(str(own))
+    own.write_text(json.dumps(config))
+    assert adoption.with_scaling(str(own)) == str(own)
+
+
 # --- the next losses
 
 
@@ -382,12 +524,15 @@ TRAINERS = {
     f"zero{stage}{'-bf16' * bf16}": {"model": "gpt2", "ds": {**AUTO, **zero(stage), **(BF16 if bf16 else {})}}
     for stage in (1, 2, 3) for bf16 in (False, True)
 }  # fmt: skip
+WINDOW = {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 2, "hysteresis": 1}
 LOOPS = {
     "offloaded": {**zero(2, offload_optimizer={"device": "cpu"}), "zero_force_ds_cpu_optimizer": False},
     "sub-groups": zero(3, sub_group_size=50_000),
     "stage 0": zero(0),
     "stage 0 in bf16": {**zero(0), **BF16},
     "fp16": {**zero(2), "fp16": {"enabled": True, "initial_scale_power": 20}},
+    "fp16 of another window": {**zero(2), "fp16": WINDOW, "gradient_clipping": 0.05},
+    "torch's AdamW, by no JSON": {**zero(1), "zero_allow_untested_optimizer": True},
     "BF16_Optimizer": {**zero(1), **BF16, "data_types": {"grad_accum_dtype": "fp32"}},
 }
 FP32, ROUNDED = 2e-6, 2e-3
@@ -401,11 +546,13 @@ def go_on(runs, layouts, out):
         jobs = []
         for name, (_, directory, *settings) in runs.items():
             adopted = out / name / "adopted"
+            how = settings.pop() if settings and isinstance(settings[-1], dict) else {}
             if not adopted.is_dir():
-                written(directory, adopted, *settings)
-            case = {**case, "resolved": str(adopted / "recipe.yaml")}
+                written(directory, adopted, *settings, **how)
+            config = opened(directory, *settings, **how)[0].with_scaling(case["ds_config"])
+            resolved = {**case, "resolved": str(adopted / "recipe.yaml"), "ds_config": config}
             source = str(run_checkpoints.directory_of(adopted, 6))
-            jobs.append({"out": str(out / name / layout), "steps": 12, "source": source, "case": case})
+            jobs.append({"out": str(out / name / layout), "steps": 12, "source": source, "case": resolved})
         (out / "jobs.json").write_text(json.dumps(jobs))
         done = run_ranks(ranks, WORKERS / "any_layout.py", out / "jobs.json", timeout=900)
         assert done.returncode == 0, done.stdout[-5000:]
@@ -423,6 +570,32 @@ def within(apart):
     }
 
 
+def plain_cases():
+    """Runs without DeepSpeed: a Trainer's in two precisions, and accelerate's of GPT-2 and BERT."""
+    cases = [{"name": "Trainer", "model": "gpt2", "ds": None}]
+    cases += [{"name": "Trainer in bf16", "model": "gpt2", "ds": None, "half": BF16}]
+    for model in ("gpt2", "bert"):
+        loop = {"loop": True, "accelerate": True, "client": "adamw"}
+        cases.append({"name": f"accelerate {model}", "model": model, "ds": None, **loop})
+    return cases
+
+
+@pytest.mark.ci
+def test_runs_without_deepspeed_go_on(tmp_path):
+    """Of two ranks. accelerate states neither batch nor clipping nor precision, nor which optimizer it was."""
+    train(tmp_path, 2, plain_cases())
+    told = ["batch.global=12", "optimizer.clip=0.5", "precision=fp32", {"adamw": True}]
+    runs = {}
+    for case in plain_cases():
+        name = case["name"]
+        runs[name] = (tmp_path / name, tmp_path / name, *told)
+        if "Trainer" in name:
+            runs[name] = (tmp_path / name, tmp_path / name / "checkpoint-6")
+    apart = go_on(runs, ["1", "tp2"], tmp_path / "ours")
+    print(apart)
+    assert not within(apart)
+
+
 @pytest.mark.long
 def test_trainers_of_four_ranks_go_on_under_every_layout(tmp_path):
     train(tmp_path, 4, [{"name": name, **case} for name, case in TRAINERS.items()])
@@ -437,10 +610,13 @@ def test_loops_go_on_with_every_form_of_the_optimizer_and_every_model(tmp_path):
     cases = [
         {"name": name, "model": "gpt2", "loop": True, "ds": {**LOOP, **ds}} for name, ds in LOOPS.items()
     ]
+    cases[-1]["client"] = "adamw"
+    del cases[-1]["ds"]["optimizer"]
     for model in ("bert", "megatron-bert"):
         cases.append({"name": model, "model": model, "loop": True, "ds": {**LOOP, **zero(3)}})
     train(tmp_path, 2, cases)
     runs = {case["name"]: (tmp_path / case["name"],) * 2 for case in cases}
+    runs[cases[-3]["name"]] += ({"adamw": True},)
     apart = go_on(runs, ["1", "tp2"], tmp_path / "ours")
     print(apart)
     assert not within(apart)
@@ -458,6 +634,20 @@ def test_the_commands_adopt_and_go_on(theirs, tmp_path):
         [sys.executable, "launch/checkpoint.py", "adopt", str(theirs / "loop"), "--out", str(tmp_path / "a")]
     )
     assert asked.returncode == 2 and "--data_from first" in asked.stdout, asked.stdout
+    command = [
+        "launch/pretrain.py",
+        "--adopt",
+        str(theirs / "loop"),
+        "--out",
+        str(tmp_path / "c"),
+        "--recipe",
+    ]
+    command += [catalog.DEFAULT_RECIPE, "--data_from", "next", "--steps", "8", "--compile", "off"]
+    asked = run([sys.executable, *command])
+    line = shlex.split(asked.stdout.split("such as: python ")[1])
+    assert line[: len(command)] == command and len(line) > len(command), line
+    done = run([sys.executable, *line], timeout=400)
+    assert done.returncode == 0, done.stdout
     done = adopt(theirs / "loop", tmp_path / "a", *said)
     assert done.returncode == 0, done.stdout
     more = ["--resume", "--out", tmp_path / "a", "--set", "parallel.tp=2", "--compile", "off"]
@@ -475,7 +665,7 @@ def test_the_commands_adopt_and_go_on(theirs, tmp_path):
     done = run([sys.executable, *command, *SAID, catalog.DEFAULT_RECIPE, *said], timeout=400)
     assert done.returncode == 0 and "has no record of" not in done.stdout, done.stdout
     expected = json.loads((theirs / "loop" / "losses.json").read_text())
-    for name in ("a", "b"):
+    for name in ("a", "b", "c"):
         losses = {step.step: step.loss for step in read_metrics(tmp_path / name / "metrics.jsonl").steps}
         assert [*losses] == [7, 8]
         assert all(abs(loss - expected[step - 1]) < FP32 for step, loss in losses.items())
