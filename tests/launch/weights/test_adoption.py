@@ -309,6 +309,7 @@ def test_a_save_without_deepspeed_is_read_by_the_models_own_order(tmp_path):
     half = SimpleNamespace(precision="fp16")
     assert adopted_checkpoint._scaler(half, state) == ScalerState(1024.0, 3, -1, 1)
     assert Adoption(str(tmp_path)).scaling["loss_scale_window"] == 50
+    assert InitialWeights(str(tmp_path)).model().shape["model.vocab_size"] == 99, "its weights are there, too"
     (tmp_path / "optimizer.bin").unlink()
     with pytest.raises(ProblemsError, match="weights alone.*--init_from"):
         open_run(tmp_path)
