@@ -33,8 +33,13 @@ def block_sums(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def batch_sum(batches: Iterable[dict[str, torch.Tensor]]) -> torch.Tensor:
-    """Add up the bits of a step's micro-batches; a scalar in int64."""
-    sums: list[torch.Tensor] = []
+    """Add up the bits of a step's micro-batches, each where it lies; a scalar in int64, on the device."""
+    sums: dict[torch.device, list[torch.Tensor]] = {}
     for batch in batches:
-        sums += [block_sums(tensor).sum() for tensor in batch.values()]
-    return torch.stack(sums).sum()
+        for tensor in batch.values():
+            sums.setdefault(tensor.device, []).append(block_sums(tensor).sum())
+    totals = [torch.stack(each).sum() for each in sums.values()]
+    if len(totals) == 1:
+        return totals[0]
+    on_host, on_device = sorted(totals, key=lambda total: total.device.type != "cpu")
+    return on_device + on_host.item()

@@ -48,6 +48,19 @@ def test_losses_of_every_stage_and_of_two_ranks_are_the_cpus(tmp_path):
     check_equal(tmp_path, GPT2, FP32, [*STAGES, *TWO_RANKS])
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("settings", "cases"),
+    [
+        (["data.attend=document", "run.check_every=1"], [STAGES[1], TWO_RANKS[2]]),
+        (["optimizer.name=muon", "run.check_every=1"], [STAGES[1], STAGES[3]]),
+    ],
+    ids=["borders", "muon"],
+)
+def test_newer_features_train_there_as_on_the_cpu(tmp_path, settings, cases):
+    check_equal(tmp_path, GPT2, [*FP32, *settings], cases)
+
+
 def test_a_buffer_left_on_the_host_ends_zero3_with_dropout(tmp_path):
     """zero.Init moves parameters alone."""
     flags = ["--tiny", "--steps", 1, "--ds_config", "zero3", "--set", DROPPED[0], "--out", tmp_path / "run"]
