@@ -148,8 +148,9 @@ def plan_job(
     if own or data.tokenizer.kind in ("file", "store"):
         from data.corpus import check_sources  # with transformers
 
-        said = [Notice("data", f"data: {text}") for text in check_sources(recipe)]
-        plan = replace(plan, notices=(*plan.notices, *said))
+        for text in check_sources(recipe):
+            said = Notice("data", f"data: {text}")
+            plan = replace(plan, notices=(*plan.notices, said))
     else:
         for origin in data.origins:
             open_source(origin)
