@@ -123,8 +123,13 @@ def _alphabet(backend: Tokenizer) -> set[str] | None:
     """
     rules = json.loads(backend.to_str())["model"]
     known = backend.get_vocab(with_added_tokens=False).keys()
-    unknown = rules.get("unk_token") in known or rules.get("unk_id") is not None
-    if unknown or rules.get("byte_fallback") or known >= {*ByteLevel.alphabet()}:
+    if rules.get("unk_token") in known:
+        return None
+    if rules.get("unk_id") is not None:
+        return None
+    if rules.get("byte_fallback"):
+        return None
+    if known >= {*ByteLevel.alphabet()}:
         return None
     return {token for token in known if len(token) == 1}
 
@@ -212,15 +217,22 @@ class Encoder:
         """Check that the alphabet has all that the rules leave of a text."""
         normalizer = self._backend.normalizer
         splitter = self._backend.pre_tokenizer
-        left = normalizer.normalize_str(text) if normalizer else text
-        pieces = splitter.pre_tokenize_str(left) if splitter else [(left, (0, 0))]
-        lost = {*"".join(piece for piece, _ in pieces)} - alphabet
+        if normalizer:
+            text = normalizer.normalize_str(text)
+        found = {*text}
+        if splitter:
+            found.clear()
+            for piece, _ in splitter.pre_tokenize_str(text):
+                found.update(piece)
+        lost = sorted(found - alphabet)
         if lost:
-            came = f"the vocabulary would lose {some(sorted(map(repr, lost)), 8)}"
+            shown = some([*map(repr, lost)], 8)
+            came = f"the vocabulary would lose {shown}"
             rule = "it has neither every byte nor a token for what it does not know"
             kind = Setting("data.tokenizer.kind", "trained_bpe")
             fix = ("give another one, or set ", kind)
-            raise ProblemsError([Problem("data.tokenizer.path", came, rule, fix)])
+            problem = Problem("data.tokenizer.path", came, rule, fix)
+            raise ProblemsError([problem])
 
 
 class SentenceEncoder:

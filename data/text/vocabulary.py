@@ -112,8 +112,9 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
 def unknown_token(tokenizer: PreTrainedTokenizerFast) -> int | None:
     """Return the token of what the vocabulary lacks; None: there is none, as where it has every byte."""
     unknown = tokenizer.unk_token_id
-    # GPT-2 knows every byte, and names its end token
-    return None if unknown == tokenizer.eos_token_id else unknown
+    if unknown == tokenizer.eos_token_id:
+        return None  # GPT-2 knows every byte, and names its end token
+    return unknown
 
 
 def unknown_share(tokenizer: PreTrainedTokenizerFast, source: Source) -> float:
@@ -121,11 +122,16 @@ def unknown_share(tokenizer: PreTrainedTokenizerFast, source: Source) -> float:
 
     Raises ProblemsError: the vocabulary would lose characters of it.
     """
-    groups = group_items(source.documents(), lambda each: len(each.text), LOOKED_AT)
-    encoded = [ids for _, ids in Encoder(tokenizer)(next(groups, []))]
-    tokens = np.concatenate([np.empty(0, np.uint32), *encoded])
-    unknown = np.count_nonzero(tokens == unknown_token(tokenizer))
-    return unknown / max(tokens.size, 1)
+    documents = source.documents()
+    groups = group_items(documents, lambda each: len(each.text), LOOKED_AT)
+    encode = Encoder(tokenizer)
+    encoded = [np.empty(0, np.uint32)]
+    for _, ids in encode(next(groups, [])):
+        encoded.append(ids)
+    tokens = np.concatenate(encoded)
+    unknown = unknown_token(tokenizer)
+    found = np.count_nonzero(tokens == unknown)
+    return found / max(tokens.size, 1)
 
 
 def unused_numbers(tokenizer: PreTrainedTokenizerFast) -> list[int]:

@@ -269,7 +269,8 @@ def ready_made_store(
     tokens = vocabulary_size(tokenizer)
     if checksum.largest >= tokens:
         place = store.outside(tokens)
-        what = f"{origin.name}: token {store.tokens_array[place]} at place {place:,}"
+        token = store.tokens_array[place]
+        what = f"{origin.name}: token {token} at place {place:,}"
         raise outside_vocabulary(what, tokens)
     text_bytes = facts.get("text_bytes")
     if not isinstance(text_bytes, int):
@@ -309,7 +310,9 @@ def check_ready_made(
         raise ProblemsError([Problem("model.vocab_size", came, rule, fix)])
     if tokenizer is not None:
         _check_digest(kind, origin, facts, tokenizer)
-    if (wrong := tokens[(tokens < 0) | (tokens >= vocab_size)]).size:
+    beyond = tokens >= vocab_size
+    wrong = tokens[beyond | (tokens < 0)]
+    if wrong.size:
         raise outside_vocabulary(f"{origin.name}: token {wrong[0]}", vocab_size)
 
 

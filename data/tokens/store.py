@@ -225,7 +225,8 @@ class Store:
     def outside(self, vocab_size: int) -> int:
         """Return the place of the first token outside a vocabulary. Raises ValueError: there is none."""
         for start, part in _blocks(self.tokens_array):
-            wrong = np.flatnonzero((part < 0) | (part >= vocab_size))
+            beyond = part >= vocab_size
+            wrong = np.flatnonzero(beyond | (part < 0))
             if wrong.size:
                 return start + int(wrong[0])
         raise ValueError("every token is in the vocabulary")
@@ -389,7 +390,8 @@ def _read_through(
         while part := file.read(_READ):
             found = zlib.crc32(part, found)
             if unsigned:
-                largest = max(largest, int(np.frombuffer(part, unsigned).max()))
+                tokens = np.frombuffer(part, unsigned)
+                largest = max(largest, int(tokens.max()))
             if time.monotonic() - said >= SAY_EVERY_S:
                 said = time.monotonic()
                 say(f"{path}: {file.tell() / 1e9:.1f} of {size / 1e9:.1f} GB checked")

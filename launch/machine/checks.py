@@ -40,6 +40,7 @@ VARIABLES = (
     "MEGARECIPES_CACHE",
     "MEGARECIPES_LOCAL_RANK",
     "MEGARECIPES_NVME",
+    "MEGARECIPES_SECRET",
     "MEGARECIPES_VERBOSE",
 )
 FILES = 128  # open files of a process, for libraries and data
@@ -248,6 +249,8 @@ def variables() -> Check:
         for name, value in os.environ.items()
         if name.startswith("MEGARECIPES_")
     }
+    if "MEGARECIPES_SECRET" in given:
+        given["MEGARECIPES_SECRET"] = "(a secret)"
     came = []
     fixes = []
     for name in sorted(given.keys() - VARIABLES):

@@ -151,9 +151,9 @@ def plan_job(
         from data.corpus import check_sources  # with transformers
 
         say = terminal.say if processes.rank() == 0 else quiet
-        remarks = check_sources(recipe, say)
-        told = tuple(Notice("data", f"data: {text}") for text in remarks)
-        plan = replace(plan, notices=(*plan.notices, *told))
+        for text in check_sources(recipe, say):
+            said = Notice("data", f"data: {text}")
+            plan = replace(plan, notices=(*plan.notices, said))
     else:
         for origin in data.origins:
             open_source(origin)

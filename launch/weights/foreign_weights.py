@@ -215,7 +215,8 @@ def saved_in(directory: str | Path) -> Saved:
     path = Path(directory)
     if run_checkpoints.holds_ours(path):
         return RunWeights(path)
-    if is_file(path / nanogpt.FILE) and not is_file(path / "config.json"):
+    stated = is_file(path / "config.json")
+    if is_file(path / nanogpt.FILE) and not stated:
         return NanoGptWeights(path)
     return (
         MegatronWeights(path)

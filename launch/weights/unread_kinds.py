@@ -38,10 +38,17 @@ _KINDS["gpt2_*.bin"] = _KINDS["model_[0-9]*.bin"]
 
 def named(path: Path) -> tuple[str, str]:
     """Say what a directory or a file holds that is not read, and the way; "" for all else."""
-    folder = path if os.path.isdir(path) else path.parent
-    names = sorted(os.listdir(path)) if folder == path else [path.name]
+    folder = path.parent
+    names = [path.name]
+    if os.path.isdir(path):
+        folder = path
+        names = sorted(os.listdir(path))
+    if any(name.startswith(NAMES) for name in names):
+        return "", ""
     for pattern, (came, fix) in _KINDS.items():
         found = fnmatch.filter(names, pattern)
-        if found and not any(name.startswith(NAMES) for name in names):
-            return came, fix.replace("DIR", str(folder)).replace("FILE", found[0])
+        if found:
+            fix = fix.replace("DIR", str(folder))
+            fix = fix.replace("FILE", found[0])
+            return came, fix
     return "", ""

@@ -28,15 +28,22 @@ def read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     stated: Any = saved.get("model_args")
     stored: Any = saved.get("model")
     sound = isinstance(stated, dict) and isinstance(stored, dict)
-    if not sound or not all(isinstance(each, Tensor) for each in stored.values()):
+    if sound:
+        sound = all(isinstance(each, Tensor) for each in stored.values())
+    if not sound:
         rule = 'a checkpoint of nanoGPT has tensors in "model", and "model_args"'
         refuse(file, "is of another program", rule, "give another file")
     config = {"bias": True, **dict.fromkeys(_SIZES, UNREAD), **stated}
-    config |= {"model_type": "gpt2", "n_positions": config["block_size"]}
+    config["model_type"] = "gpt2"
+    config["n_positions"] = config["block_size"]
     tensors = {}
     for name, tensor in stored.items():
         linear = name.endswith(_LINEAR)
-        tensors[name] = tensor.t() if linear else tensor
-        if not config["bias"] and (linear or ".ln_" in name):
-            tensors[name.removesuffix("weight") + "bias"] = torch.zeros(len(tensor))
+        tensors[name] = tensor
+        if linear:
+            tensors[name] = tensor.t()
+        biased = linear or ".ln_" in name
+        if biased and not config["bias"]:
+            module = name.removesuffix("weight")
+            tensors[f"{module}bias"] = torch.zeros(len(tensor))
     return config, tensors

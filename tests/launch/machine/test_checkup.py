@@ -207,6 +207,8 @@ def test_a_misspelt_variable_is_noticed(monkeypatch):
     found = checks.variables()
     assert found.verdict == "warning" and found.fix == "did you mean MEGARECIPES_CACHE?"
     monkeypatch.delenv("MEGARECIPES_CAHCE")
+    monkeypatch.setenv("MEGARECIPES_SECRET", "known to few")
+    assert checks.variables().found == "MEGARECIPES_SECRET=(a secret)"
     monkeypatch.setenv("MEGARECIPES_VERBOSE", "true")
     assert "MEGARECIPES_VERBOSE=true does nothing" in checks.variables().found
     monkeypatch.setenv("MEGARECIPES_VERBOSE", "1")
