@@ -212,7 +212,7 @@ def test_a_misspelt_variable_is_noticed(monkeypatch):
     monkeypatch.setenv("MEGARECIPES_VERBOSE", "true")
     assert "MEGARECIPES_VERBOSE=true does nothing" in checks.variables().found
     monkeypatch.setenv("MEGARECIPES_VERBOSE", "1")
-    assert checks.variables().found == "MEGARECIPES_VERBOSE=1"
+    assert checks.variables().found == "MEGARECIPES_SECRET=(a secret), MEGARECIPES_VERBOSE=1"
 
 
 def test_a_small_disk(monkeypatch, tmp_path):
