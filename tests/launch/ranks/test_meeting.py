@@ -10,6 +10,7 @@ import threading
 import pytest
 from launching import WORKERS, environment, run_ranks
 
+from data.durable_files import left_by_a_crash
 from launch.ranks import connection
 from launch.ranks.connection import Message
 from launch.ranks.meeting import sentences
@@ -292,6 +293,7 @@ def test_a_secret_is_read_from_a_file_of_this_account_alone(tmp_path):
     kept = connection.keep_secret(places, "meeting.1.tmp", token)
     assert kept == [places[0] / "meeting.1.tmp", tmp_path / "meeting.1.tmp"]
     assert {path.stat().st_mode & 0o777 for path in kept} == {0o600}
+    assert left_by_a_crash("meeting.0643a25e.tmp"), "it keeps no run from its directory"
     os.utime(kept[0], (0, 0))
     connection.keep_secret(places[:1], "meeting.2.tmp", token)
     assert [path.name for path in places[0].iterdir()] == ["meeting.2.tmp"], (
