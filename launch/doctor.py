@@ -36,7 +36,7 @@ from launch.machine.checks import (
 )
 from launch.machine.memory import Memory, this_machine
 from launch.planning import memory_fit
-from launch.planning.prediction.forecast_text import error
+from launch.planning.prediction.forecast_text import memory_error
 from launch.ranks import interfaces, joining, launch_environment, processes
 from launch.records import shared_directory
 from recipes import catalog
@@ -256,7 +256,7 @@ def fits(plan: Plan, memory: Memory, ranks: int) -> Check:
         for needed, room, place in rooms
         if needed
     ]
-    came = f"takes {', '.join(said)}, as predicted, {error('memory')}"
+    came = f"takes {', '.join(said)}, as predicted, {memory_error(plan.precision)}"
     share = max(needed / room for needed, room, _ in rooms)
     more = "shard or offload more (--ds_config zero3, zero3_offload), or more processes"
     fix = f"{more}; launch/plan.py says how"

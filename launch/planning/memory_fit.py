@@ -10,7 +10,7 @@ from ds_configs.plan import Plan
 from launch.machine.memory import Memory
 from launch.planning.prediction import hardware, rank_memory, workload
 from launch.planning.prediction.constants import fitted_constants
-from launch.planning.prediction.forecast_text import error
+from launch.planning.prediction.forecast_text import memory_error
 from launch.planning.resolved_plans import processes, published_plan
 from recipes.layout import divisors
 from recipes.problems import counted
@@ -45,7 +45,7 @@ def describe(plan: Plan) -> str:
     split = ", ".join(f"{name} {_gb(size)}" for name, size in kinds if size)
     away = ((rank.host, "in host memory"), (rank.nvme, "on NVMe"))
     more = "".join(f"; {_gb(size)} GB {place}" for size, place in away if size)
-    return f"{_gb(rank.total)} GB per process, as predicted ({split}; {error('memory')}){more}"
+    return f"{_gb(rank.total)} GB per process, as predicted ({split}; {memory_error(plan.precision)}){more}"
 
 
 def _gb(size: float) -> str:

@@ -138,7 +138,9 @@ def frame(lines: Sequence[PredictionLine]) -> ReportTable | None:
         return None
     kinds = ("name", "text", *["number"] * (len(HEADINGS) - 2))
     title = "Predicted beside published and measured"
-    explained = f"{EXPLAINED}time {error('time')}; memory {error('memory')}."
+    explained = (
+        f"{EXPLAINED}time {error('time')}; {error('unseen')}; memory {error('memory')}."
+    )
     doubted = [
         f"{line.name} ({line.label}, {line.mfu:.0%})"
         for line in lines

@@ -1,6 +1,7 @@
 """The planner's error: what it is on published rows, and that nothing predicts itself."""
 
 import math
+import re
 import sys
 from dataclasses import replace
 
@@ -8,7 +9,10 @@ import pytest
 from launching import ROOT, run
 
 from launch.planning.prediction import constants, hardware, rank_memory
+from launch.planning.prediction import step_time as step_time_module
 from launch.planning.prediction.constants import fitted, fitted_constants
+from launch.planning.prediction.forecast_text import ROWS_OF
+from launch.planning.prediction.software import SYSTEMS, as_it_runs
 from launch.planning.prediction.step_time import step_time
 from recipes.problems import ProblemsError
 from tools.planner import csv_cases, fitting, validation
@@ -112,15 +116,60 @@ def test_the_constants_file_knows_what_it_was_fitted_on(published, others):
 
 def test_every_prediction_bears_the_error_that_validate_finds(published, others):
     found = validation.validate([*published, *others])
+    text = validation.describe(found)
+    now = {}
     for quantity in ("time", "memory"):
-        ratios = found.ratios[quantity]
-        kept, now = fitted().errors[quantity], fitting.error_of(ratios)
-        assert kept.model_dump() == pytest.approx(now.model_dump(), abs=1e-4), (
+        now |= fitting.by_kind(quantity, found.ratios[quantity], fitted())
+    assert now.keys() == fitted().errors.keys() == ROWS_OF.keys()
+    for kind, error in now.items():
+        assert fitted().errors[kind].model_dump() == pytest.approx(error.model_dump(), abs=1e-4), (
             "rows, terms or constants changed since: python tools/fit_planner.py --refit"
         )
-        assert sum(abs(ratio.error) <= now.percentile_90 for ratio in ratios) >= 0.9 * now.rows
-        assert f"{now.median:.1%}".replace("%", " %") in (ROOT / "README.md").read_text(), "README quotes it"
-        assert now.median < now.percentile_90 < now.worst
+        for page in ("README.md", "docs/planning.md"):
+            quoted = f"{error.median:.1%}".replace("%", " %")
+            assert quoted in (ROOT / page).read_text(), f"{page} quotes {kind}"
+        assert error.median < error.percentile_90 <= error.worst
+        assert re.search(rf"{kind} +{ROWS_OF[kind]} +{error.median:.1%}", text)
+
+
+def test_a_prediction_bears_the_error_of_rows_of_its_kind(published, others):
+    """fp32 was said to be 10 % off where no row was fp32, and came out 1.7 to 2.1 times too slow."""
+    cases = [*published, *others]
+    names = {}
+    for case in cases:
+        if case.printed("time"):
+            names.setdefault(case.work.software.name, set()).add(case.document)
+    several = sorted(name for name, documents in names.items() if len(documents) > 1)
+    assert fitted().software == several and {"fsdp", "llm.c"}.isdisjoint(several)
+    kind = fitted().kind
+    assert kind("time", "fp32", "megatron") == "fp32 time" and kind("memory", "fp32") == "fp32 memory"
+    assert kind("time", "bf16", "megatron") == "time" and kind("time", "bf16", "megarecipes") == "unseen"
+    rows = [case for case in cases if case.printed("time") and case.work.precision == "fp32"]
+    assert len(rows) == fitted().errors["fp32 time"].rows >= 30
+    assert {case.document for case in rows} == {"nvidia-bert", "transformers-one-gpu", "transformers-nvlink"}
+
+
+def test_fp32_is_predicted_by_the_units_that_compute_it(others, monkeypatch):
+    """At the share, tile and depth of tensor cores one V100 came out twice too slow, and out of memory."""
+    page = [case for case in others if case.document == "transformers-one-gpu"]
+    found = validation.validate(page)
+    assert len(found.verdicts) == 5 and all(each.right for each in found.verdicts)
+    fp32 = [ratio for ratio in found.ratios["time"] if ratio.case.work.precision == "fp32"]
+    assert all(0.9 < ratio.predicted / ratio.published < 1.35 for ratio in fp32) and len(fp32) == 3
+    assert all(abs(ratio.error) < 0.2 for ratio in found.ratios["memory"])
+    monkeypatch.setattr(step_time_module, "TILE_FP32", step_time_module.TILE)
+    small = next(ratio for ratio in fp32 if ratio.case.name == "fp32-1x4")
+    (coarse,) = fitting.ratios("time", [small.case], fitted_constants())
+    assert coarse.predicted > 1.25 * small.predicted, "few tiles leave multiprocessors idle"
+
+
+def test_a_bert_of_transformers_has_one_kernel_of_gelu():
+    """GPT-2's tanh GELU, eight kernels that keep six tensors, was counted for it, too."""
+    for name in ("transformers", "transformers-2021", "trainer"):
+        gpt, bert = (as_it_runs(name, masked=masked) for masked in (False, True))
+        assert gpt is SYSTEMS[name] and (gpt.gelu_copies, bert.gelu_copies) == (6, 0)
+        assert bert.passes.cut == 30 and bert.passes.kernels < gpt.passes.kernels
+    assert as_it_runs("megatron-2019", masked=True) is SYSTEMS["megatron-2019"]
 
 
 def test_fitting_finds_the_constants_that_made_the_times(published):
@@ -156,7 +205,8 @@ def test_refitting_writes_the_file_that_the_planner_reads(published, tmp_path, m
 def test_every_row_of_the_other_documents_is_read(others):
     assert len(others) > 450 and all(case.work for case in others), "every row can be predicted"
     doubtful = [case for case in others if case.excluded]
-    assert {case.document for case in doubtful} == {"megascale", "nanogpt", "scalable-transformer"}
+    of_bert = {"nvidia-bert", "deepspeed-fastest-bert", "scalable-transformer"}
+    assert {case.document for case in doubtful} == {"megascale", "nanogpt", "llm.c", *of_bert}
 
 
 def test_steps_that_wait_for_the_host_are_predicted_by_what_it_starts(others):

@@ -25,7 +25,7 @@ from pydantic import (
 from launch.planning.prediction import rank_memory
 from launch.planning.prediction.hardware import GIB, Node, find, names
 from launch.planning.prediction.published_step import TflopsRule, seconds_of
-from launch.planning.prediction.software import SYSTEMS
+from launch.planning.prediction.software import SYSTEMS, as_it_runs
 from launch.planning.prediction.step_time import step_time
 from launch.planning.prediction.workload import Workload, buffers_of
 from modeling.cost import FP32, MIXED, Place
@@ -250,7 +250,8 @@ class CsvRow(BaseModel, frozen=True, allow_inf_nan=False):
     def base(self, node: Node) -> Workload:
         """Make the workload of one micro-batch with one sample."""
         model = self.model()
-        system = SYSTEMS[self.system()]
+        masked = FAMILIES[self.family].masked
+        system = as_it_runs(self.system(), masked=masked)
         tp = self.tp
         pp = self.pp
         if model.heads % tp or model.layers < pp:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import yaml
 from data.durable_files import write_atomically
 from launch.console import terminal
 from launch.planning.prediction import constants
-from launch.planning.prediction.constants import Constants, Error, Fit
+from launch.planning.prediction.constants import Constants, Error, Fit, Quantity
 from launch.planning.prediction.hardware import GIB
 from launch.planning.prediction.rank_memory import fullest_rank
 from launch.planning.prediction.step_time import step_time
@@ -41,12 +42,14 @@ FIRST_STEP = 1.5  # factors by which the search varies a constant
 LAST_STEP = 1.01
 LEAST_GAIN = 1e-6
 ROUND = 0.05  # of ln(predicted / published): smaller errors all count as about this
+ERRED: tuple[Quantity, ...] = ("time", "memory")
 Numbers = TypeVar("Numbers", Constants, Error)
 HEADING = """\
 # The planner's constants. What each is: launch/planning/prediction/constants.py. Fitted by
 #     python tools/fit_planner.py --refit
 # constants: on all documents; left_out: without that one, by which its own rows are predicted; errors: of
-# those predictions; fitted_on: rows with a time, and with a memory, which no constant is fitted to.
+# those predictions; time: in half precision, by software of which several documents print times (software);
+# unseen: by other software; fitted_on: rows with a time, and with a memory, which no constant is fitted to.
 # waiting: of published rows that are not among these, in which the GPU waits for the host; kept by --refit.
 """
 
@@ -65,10 +68,8 @@ class Ratio:
         return self.predicted / self.published - 1
 
 
-def error_of(found: Sequence[Ratio]) -> Error | None:
-    """Summarise the errors; None without rows."""
-    if not found:
-        return None
+def error_of(found: Sequence[Ratio]) -> Error:
+    """Summarise the errors of one row or more."""
     sizes = sorted(abs(ratio.error) for ratio in found)
     return Error(
         rows=len(sizes),
@@ -76,7 +77,18 @@ def error_of(found: Sequence[Ratio]) -> Error | None:
         percentile_90=sizes[math.ceil(0.9 * len(sizes)) - 1],
         worst=sizes[-1],
         bias=statistics.median(ratio.predicted / ratio.published for ratio in found),
+        documents=len({ratio.case.document for ratio in found}),
     )
+
+
+def by_kind(quantity: Quantity, found: Iterable[Ratio], known: Fit) -> dict[str, Error]:
+    """Summarise the errors of ratios of a quantity, by the keys of predictions that bear them."""
+    kinds: dict[str, list[Ratio]] = {}
+    for ratio in found:
+        work, _ = ratio.case.step
+        kind = known.kind(quantity, work.precision, work.software.name)
+        kinds.setdefault(kind, []).append(ratio)
+    return {kind: error_of(own) for kind, own in kinds.items()}
 
 
 def ratios(quantity: str, cases: Iterable[Case], trial: Constants) -> list[Ratio]:
@@ -107,6 +119,14 @@ def initial_constants() -> Constants:
     return Constants(**{name: values[0] for name, values in RANGES.items()}, **ASSUMED)
 
 
+def in_several(cases: Iterable[Case]) -> list[str]:
+    """Return the software of which several documents print times."""
+    timed = (case for case in cases if case.printed("time"))
+    pairs = {(case.step[0].software.name, case.document) for case in timed}
+    number = Counter(name for name, _ in pairs)
+    return sorted(name for name in number if number[name] > 1)
+
+
 def refit(cases: Sequence[Case]) -> None:
     """Fit the constants, on all documents and without each, and write them."""
     documents = by_document(cases)
@@ -118,24 +138,21 @@ def refit(cases: Sequence[Case]) -> None:
         )
     rows = {}
     for name, own in documents.items():
-        rows[name] = [_printed(quantity, own) for quantity in ("time", "memory")]
-    errors = {}
-    for quantity in ("time", "memory"):
-        unseen = [
-            ratio
-            for name in documents
-            for ratio in ratios(quantity, documents[name], fits[name])
-        ]
-        error = error_of(unseen)
-        if error:
-            errors[quantity] = _rounded(error)
+        rows[name] = [_printed(quantity, own) for quantity in ERRED]
     found = Fit(
         constants=fits[""],
-        errors=errors,
+        errors={},
+        software=in_several(cases),
         waiting=constants.fitted().waiting,
         fitted_on={name: counts for name, counts in rows.items() if any(counts)},
         left_out={name: fits[name] for name, counts in rows.items() if any(counts)},
     )
+    for quantity in ERRED:
+        unseen: list[Ratio] = []
+        for name, own in documents.items():
+            unseen += ratios(quantity, own, fits[name])
+        for kind, error in by_kind(quantity, unseen, found).items():
+            found.errors[kind] = _rounded(error)
     text = yaml.safe_dump(
         found.model_dump(), sort_keys=False, width=110, default_flow_style=None
     )

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from launch.console.terminal import wrapped
 from launch.console.text_table import table
-from launch.planning.prediction.constants import Constants, fitted
+from launch.planning.prediction.constants import Constants, Error, fitted
+from launch.planning.prediction.forecast_text import ROWS_OF
 from launch.planning.prediction.hardware import GIB
 from launch.planning.prediction.rank_memory import fullest_rank
 from launch.planning.prediction.step_time import WAITING, step_time
 from tools.planner.cases import QUANTITIES, Case
-from tools.planner.fitting import Ratio, error_of, ratios
+from tools.planner.fitting import ERRED, Ratio, by_kind, error_of, ratios
 
+KINDS = ("a plan's error", "rows", "")
 HEADINGS = ("table", "memory verdicts", "cached memory", "time per iteration")
 ABOUT = (
     "Each document is predicted by constants fitted without it. Errors: median, 90th percentile, worst "
@@ -57,12 +59,7 @@ class PlannerValidation:
         def own(case: Case) -> bool:
             return case.document == document and table in ("", case.table)
 
-        cases = [case for case in self.cases if own(case)]
-        ratios = {}
-        for quantity, found in self.ratios.items():
-            ratios[quantity] = [each for each in found if own(each.case)]
-        verdicts = [each for each in self.verdicts if own(each.case)]
-        return PlannerValidation(cases, ratios, verdicts)
+        return validate([case for case in self.cases if own(case)])
 
     @property
     def tables(self) -> dict[str, list[str]]:
@@ -129,6 +126,7 @@ def describe(
     errors = {name: _errors(each) for name, each in found.ratios.items()}
     lines.append(["all rows", "", errors["memory"], errors["time"]])
     sections = [wrapped(ABOUT, width), table(lines, HEADINGS, width=width)]
+    sections.append(table(_kinds(found), KINDS, width=width))
     if errors["allocated"]:
         sections.append(
             f"allocated memory, of rows that print it too: {errors['allocated']}"
@@ -153,10 +151,26 @@ def describe(
         sections.append(
             wrapped(f"no constant was fitted on: {', '.join(found.unfitted)}", width)
         )
-    for name, (title, unit) in ROWS.items() if verbose else ():
-        if found.ratios[name]:
-            sections.append(f"{title}\n{_rows(found.ratios[name], unit, width)}")
+    if verbose:
+        sections += _verbose(found, width)
     return "\n\n".join(sections)
+
+
+def _kinds(found: PlannerValidation) -> list[tuple[str, str, str]]:
+    """Return the kinds of predictions, each with its rows and their errors."""
+    lines = []
+    for quantity in ERRED:
+        kinds = by_kind(quantity, found.ratios[quantity], fitted())
+        for kind, error in kinds.items():
+            lines.append((kind, ROWS_OF[kind], _spread(error)))
+    return lines
+
+
+def _verbose(found: PlannerValidation, width: int | None) -> Iterator[str]:
+    """Yield tables of every row."""
+    for name, (title, unit) in ROWS.items():
+        if found.ratios[name]:
+            yield f"{title}\n{_rows(found.ratios[name], unit, width)}"
 
 
 def _systems(cases: Sequence[Case]) -> str:
@@ -187,9 +201,10 @@ def _cells(found: PlannerValidation) -> list[str]:
 
 
 def _errors(found: Sequence[Ratio]) -> str:
-    error = error_of(found)
-    if not error:
-        return ""
+    return _spread(error_of(found)) if found else ""
+
+
+def _spread(error: Error) -> str:
     spread = f"{error.median:.1%}, {error.percentile_90:.0%}, {error.worst:.0%}"
     return f"{spread} ({error.rows}) x {error.bias:.2f}"
 

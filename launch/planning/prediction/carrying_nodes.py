@@ -9,7 +9,7 @@ from ds_configs.findings import ConfigError
 from launch.planning.page import Page
 from launch.planning.prediction import workload
 from launch.planning.prediction.forecast import Forecast, forecast
-from launch.planning.prediction.forecast_text import duration, error
+from launch.planning.prediction.forecast_text import duration, errors
 from launch.planning.prediction.hardware import Node
 from launch.planning.resolved_plans import plan_on_nodes
 from recipes.problems import counted
@@ -96,9 +96,9 @@ def page(
     shown.facts(
         ("recipe", name), ("fits", f"{len(fitting)} of {counted(len(found), 'node')}")
     )
-    errors = f"time {error('time')}; memory {error('memory')}"
+    known = [errors(each.forecast) for each in found if each.forecast]
     shown.table(
-        [_row(recipe, each) for each in fitting], HEADINGS, "lrrlrrrl", below=[errors]
+        [_row(recipe, each) for each in fitting], HEADINGS, "lrrlrrrl", below=known[:1]
     )
     over = [(each.node.name, _size(each), each.ds_config) for each in lacking]
     if over:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Literal
 
 import yaml
 from pydantic import Field, NonNegativeFloat, PositiveFloat
@@ -14,6 +15,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from recipes.schema import Strict
 
 FILE = Path(__file__).with_name("constants.yaml")
+Quantity = Literal["time", "memory"]
 
 
 class Constants(Strict):
@@ -51,6 +53,8 @@ class Error(Median):
     worst: float
     bias: float
     """median of predicted / published"""
+    documents: int
+    """that the rows are of"""
 
 
 class Fit(Strict):
@@ -58,24 +62,28 @@ class Fit(Strict):
 
     constants: Constants
     errors: dict[str, Error]
-    """of time and memory, of rows predicted by constants that never saw their document"""
+    """of each `kind` of rows, predicted by constants that never saw their document"""
     waiting: Median
     """of time, of rows outside `fitted_on` in which the GPU is predicted to wait for the host"""
+    software: list[str]
+    """with a time in several documents: its rows are predicted by constants that saw others of it"""
     fitted_on: dict[str, list[int]]
     """rows of each document with a time, and with a memory"""
     left_out: dict[str, Constants]
     """fitted without the document"""
+
+    def kind(self, quantity: Quantity, precision: str, software: str = "") -> str:
+        """Return the key of the error that such a prediction bears."""
+        if precision == "fp32":
+            return f"fp32 {quantity}"
+        known = quantity == "memory" or software in self.software
+        return quantity if known else "unseen"
 
 
 @functools.cache
 def fitted() -> Fit:
     """Read the file."""
     return Fit.model_validate(yaml.safe_load(FILE.read_text()))
-
-
-def time_error(waits: bool) -> Median:
-    """Return the error of a predicted time; `waits`: the GPU waits for the host."""
-    return fitted().waiting if waits else fitted().errors["time"]
 
 
 @functools.cache

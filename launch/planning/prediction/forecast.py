@@ -12,8 +12,8 @@ from launch.planning.prediction import rank_memory
 from launch.planning.prediction.constants import (
     Constants,
     Median,
+    fitted,
     fitted_constants,
-    time_error,
 )
 from launch.planning.prediction.hardware import Node, Price
 from launch.planning.prediction.rank_memory import RankMemory
@@ -170,9 +170,16 @@ class Forecast:
         return bool(self.time and self.time.waits)
 
     @property
+    def time_kind(self) -> str:
+        """Key of the error that the predicted time bears."""
+        if self.waits:
+            return "waiting"
+        return fitted().kind("time", self.work.precision, self.work.software.name)
+
+    @property
     def time_error(self) -> Median:
         """The error that the predicted time bears."""
-        return time_error(self.waits)
+        return fitted().errors.get(self.time_kind, fitted().waiting)
 
     @property
     def speed(self) -> PredictedSpeed | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
 from ds_configs.plan import Plan
 from launch.planning.page import Page
@@ -56,6 +56,14 @@ REMARKS = {
     "implausible": "{share:.1f} % of the peak is outside what published rows reach (3 to 52 %): "
     "something is wrong",
 }
+# Keys of errors: of which published rows.
+ROWS_OF = {
+    "time": "in half precision by software that was fitted",
+    "unseen": "in half precision by software that was not fitted",
+    "fp32 time": "in fp32",
+    "memory": "in half precision",
+    "fp32 memory": "in fp32",
+}
 MOST_COLUMNS = 4  # of pipeline stages that differ
 DURATIONS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
 
@@ -86,21 +94,33 @@ def page(
         _add_time(shown, found, found.time, found.speed)
     if bill:
         shown.facts(("whole run", _bill(found, bill)))
-    of_time = error("time", waits=found.waits)
-    shown.facts(("error", f"time {of_time}; memory {error('memory')}"))
+    shown.facts(("error", errors(found)))
     shown.notes(map(remark_text, found.remarks))
     return shown
 
 
-def error(quantity: Literal["time", "memory"], *, waits: bool = False) -> str:
-    """Describe the planner's error on published rows; `waits`: of a step whose GPU waits for the host."""
-    if waits and quantity == "time":
+def errors(found: Forecast) -> str:
+    """Describe the errors that a prediction bears."""
+    of_memory = memory_error(found.work.precision)
+    return f"time {error(found.time_kind)}; memory {of_memory}"
+
+
+def memory_error(precision: str) -> str:
+    """Describe the error of a predicted memory."""
+    return error(fitted().kind("memory", precision))
+
+
+def error(kind: str) -> str:
+    """Describe the planner's error on such published rows; "waiting": of steps whose GPU waits."""
+    if kind == "waiting":
         told = fitted().waiting
         where = "whose GPU waits for the host, as here, and which nothing was fitted to"
         return f"±{told.median:.0%} in the median of {told.rows} published rows {where}"
-    found = fitted().errors[quantity]
+    found = fitted().errors[kind]
+    documents = counted(found.documents, "document")
+    rows = f"{found.rows} published rows of {documents} {ROWS_OF[kind]}"
     tenths = f"±{found.percentile_90:.0%} in nine of ten"
-    return f"±{found.median:.0%} in the median of {found.rows} published rows, {tenths}"
+    return f"±{found.median:.0%} in the median of {rows}, {tenths}"
 
 
 def remark_text(remark: Remark) -> str:
@@ -274,7 +294,9 @@ def as_json(found: Forecast, bill: Bill | None) -> dict[str, Any]:
         "nvme_bytes_per_node": found.nvme,
         "errors": {
             "time": found.time_error.model_dump(),
-            "memory": fitted().errors["memory"].model_dump(),
+            "memory": fitted()
+            .errors[fitted().kind("memory", found.work.precision)]
+            .model_dump(),
         },
         "verdict": found.verdict,
         "margin_bytes": found.margin,

@@ -49,7 +49,9 @@ class Gpu(Strict):
     tflops: dict[str, PositiveFloat]
     """peak rate of dense matrix products by precision; a precision that the GPU lacks is absent"""
     matrix_share: float = Field(default=0.8, gt=0, le=1)
-    """largest share of that peak that somebody measured on large matrices"""
+    """largest share of that peak that somebody measured on large matrices, in half precision"""
+    matrix_share_fp32: float = Field(default=0.89, gt=0, le=1)
+    """the same in fp32, which tensor cores do not multiply; unless known, the V100's 14 of 15.7 (mli)"""
     multiprocessors: PositiveInt
     pcie: Literal[3, 4, 5] = 4
     """generation of its PCIe, for a machine that is made up"""

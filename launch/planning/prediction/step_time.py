@@ -18,7 +18,9 @@ from modeling.cost import products
 from recipes.families import Window
 
 WAITING = 0.1  # of a step's time, from which on the host counts as what limits it
-TILE = 128  # rows and columns that one multiprocessor computes at a time
+# Rows and columns that one multiprocessor computes at a time: less feeds its slower units of fp32.
+TILE = 128
+TILE_FP32 = 64
 # seconds of a hop of a collective, inside a node and between nodes
 LATENCY = 2.5e-6
 FAR_LATENCY = 10e-6
@@ -351,14 +353,23 @@ class NodeRates:
         sums.
         """
         gpu = self.node.gpu
-        width = 4 if precision == "fp32" else 2
-        rate = gpu.tflops[precision] * 1e12 * gpu.matrix_share * self.constants.matrix
+        width = 2
+        tile = TILE
+        share = gpu.matrix_share
+        if precision == "fp32":
+            width = 4
+            tile = TILE_FP32
+            share = gpu.matrix_share_fp32
+        peak = gpu.tflops[precision]
+        rate = peak * 1e12 * share * self.constants.matrix
         tiles = (
-            math.ceil(product.m / TILE) * math.ceil(product.n / TILE) * product.times
+            math.ceil(product.m / tile) * math.ceil(product.n / tile) * product.times
         )
         waves = tiles / gpu.multiprocessors
         filled = waves / math.ceil(waves)
-        deep = product.k / (product.k + self.constants.depth)
+        # Filling takes as long at any rate of the units: fewer steps of slow ones.
+        depth = self.constants.depth * peak / max(gpu.tflops.values())
+        deep = product.k / (product.k + depth)
         moved = (
             width
             * product.times

@@ -7,7 +7,7 @@ from typing import Any
 
 from ds_configs.plan import Plan, Precision
 from launch.machine.memory import places_of, state_widths
-from launch.planning.prediction.software import OURS, SYSTEMS, Software
+from launch.planning.prediction.software import OURS, SYSTEMS, Software, as_it_runs
 from modeling import cost
 from modeling.cost.activation_bytes import LayerActivations
 from recipes.layout import Layout
@@ -207,11 +207,12 @@ def of_plan(plan: Plan) -> Workload:
         zero = {**zero, "overlap_comm": False}
     optimizer, weights = places_of(plan)
     ours = recipe.model.implementation == "megarecipes"
-    software = OURS if ours else SYSTEMS["transformers"]
+    masked = recipe.model.facts.masked
+    software = OURS if ours else as_it_runs("transformers", masked=masked)
     cut = ours and checkpointing.get("partition_activations")
     away = checkpointing.get("cpu_checkpointing") and recipe.checkpoint_interval
     checkpoints_at: cost.Place = "host" if away else "gpu"
-    predictions = recipe.predictions if recipe.model.facts.masked else None
+    predictions = recipe.predictions if masked else None
     return Workload(
         model=recipe.model,
         dropout=recipe.dropout,

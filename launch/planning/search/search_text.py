@@ -7,7 +7,12 @@ from string import ascii_uppercase
 from typing import get_args
 
 from launch.planning.page import Page
-from launch.planning.prediction.forecast_text import CATEGORIES, error
+from launch.planning.prediction.forecast_text import (
+    CATEGORIES,
+    error,
+    errors,
+    memory_error,
+)
 from launch.planning.search import layout_search
 from launch.planning.search.candidates import Dimension, SearchQuestion
 from launch.planning.search.largest import Largest
@@ -134,7 +139,9 @@ def largest_page(
             refused.append(f"{way.name} cannot be run: {rules}")
         else:
             rows.append([way.name, *(_largest(best) if best else ["none fits"])])
-    shown.table(rows, LARGEST, "llll", below=[f"{LARGEST_LEGEND}{error('memory')}."])
+    shown.table(
+        rows, LARGEST, "llll", below=[f"{LARGEST_LEGEND}{memory_error(precision)}."]
+    )
     printed = _printed_sizes(question)
     if printed:
         shown.text(f"printed of {gpus} of this kind: {'; '.join(printed)}")
@@ -207,10 +214,10 @@ def _add_layouts(shown: Page, answer: SearchAnswer, best: list[Candidate]) -> No
             _states(candidate) + ", SNUG" * (candidate.forecast.verdict == "snug"),
         ]
         rows.append([number, *cells])
-    below = [f"{LEGEND}{error('time')}; memory {error('memory')}."]
+    below = [f"{LEGEND}{errors(best[0].forecast)}."]
     others = [each.best for each in answer.alternatives if each.best]
     if any(candidate.forecast.waits for candidate in (*best, *others)):
-        below.append(f"WAITS: time {error('time', waits=True)}.")
+        below.append(f"WAITS: time {error('waiting')}.")
     shown.table(rows, HEADINGS, "rlllrrrrl", below=below)
 
 

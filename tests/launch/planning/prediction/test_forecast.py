@@ -15,6 +15,7 @@ from launch.planning.prediction.forecast import forecast
 from launch.planning.prediction.hardware import find
 from launch.planning.prediction.published_step import side_by_side
 from launch.planning.prediction.rank_memory import fullest_rank
+from launch.planning.prediction.workload import on_system
 from launch.planning.resolved_plans import plan_on_nodes
 from recipes import catalog
 from recipes.layout import batch_schedule
@@ -89,7 +90,7 @@ def test_the_plan_says_what_is_allocated_and_what_is_reserved():
 def test_a_step_whose_gpu_waits_for_the_host_bears_the_error_of_such_steps():
     """The median over all rows says nothing of it: rows of that kind outside the fit were far off."""
     large, small = (predicted(OWN, "h100-80x8", f"batch.micro={micro}") for micro in (16, 1))
-    usual, waiting = fitted().errors["time"], fitted().waiting
+    usual, waiting = fitted().errors["unseen"], fitted().waiting
     assert waiting.median > 3 * usual.percentile_90 / 2
     for found, waits, error in ((large, False, usual), (small, True, waiting)):
         assert found.waits == waits and (found.time.host >= 0.1 * found.time.total) == waits
@@ -97,6 +98,26 @@ def test_a_step_whose_gpu_waits_for_the_host_bears_the_error_of_such_steps():
         said = str(forecast_text.page(found, "x", None))
         assert f"time ±{error.median:.0%} in the median of {error.rows} published rows" in said
         assert ("waits for the host, as here" in said) == waits
+
+
+def test_the_plan_says_what_its_kind_was_compared_with():
+    """fp32, and software that nothing was fitted to, as ours, bore the error of all others."""
+    found = predicted(OWN, "v100-32x8", "precision=fp32")
+    errors = fitted().errors
+    ours = predicted(OWN, "a100-80x8")
+    theirs = replace(ours, work=on_system(ours.work, "megatron"))
+    kinds = {"fp32 time": found, "unseen": ours, "time": theirs}
+    for of_time, each in kinds.items():
+        of_memory = "fp32 memory" if of_time == "fp32 time" else "memory"
+        said = " ".join(str(forecast_text.page(each, "x", None)).split())
+        for quantity, kind in (("time", of_time), ("memory", of_memory)):
+            told = errors[kind]
+            rows = f"{told.rows} published rows of {told.documents} document"
+            assert f"{quantity} ±{told.median:.0%} in the median of {rows}" in said
+            assert forecast_text.as_json(each, None)["errors"][quantity] == told.model_dump()
+        assert (
+            f"{forecast_text.ROWS_OF[of_time]}, ±{errors[of_time].percentile_90:.0%} in nine of ten" in said
+        )
 
 
 def test_the_plan_says_whose_software_it_predicts():
@@ -224,7 +245,7 @@ def test_the_command_shows_a_row_beside_its_published_numbers():
     done = run([*COMMAND, "--recipe", "dgx2_gpt2_data_parallel/40x1536-b8"], env={"COLUMNS": "100"})
     assert done.returncode == 0
     blocks = (
-        "error  time ±10%",
+        f"error  time ±{fitted().errors['unseen'].median:.0%}",
         "GB per GPU",
         "verdict",
         "seconds per step",

@@ -136,7 +136,7 @@ def test_the_first_fits_with_a_margin_where_that_costs_little():
 def test_layouts_closer_than_the_planners_error_are_one_group():
     found = answer(CASES["13b"])
     shown = found.ranking
-    numbers, error = layout_search.groups(shown), fitted().errors["time"].median
+    numbers, error = layout_search.groups(shown), fitted().errors["unseen"].median
     by_group = {number: [] for number in numbers}
     for each, number in zip(shown, numbers, strict=True):
         by_group[number].append(each.seconds)
@@ -150,7 +150,7 @@ def test_layouts_closer_than_the_planners_error_are_one_group():
 def test_a_layout_whose_gpus_wait_for_the_host_is_marked_and_bears_that_error():
     line = "--model 125m --hardware h100-80x8 --global-batch 64 --set batch.micro=1"
     found, usual = answer(line), answer(CASES["13b"])
-    waiting, error = fitted().waiting, fitted().errors["time"]
+    waiting, error = fitted().waiting, fitted().errors["unseen"]
     assert found.winner.forecast.waits and found.winner.error == waiting.median
     assert usual.winner.error == error.median and not usual.winner.forecast.waits
     said = str(search_text.page(found, "x", 3))
