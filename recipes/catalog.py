@@ -106,7 +106,7 @@ def load(
     if steps is not None and steps < 1:
         rule = "a run has at least one optimizer step"
         fix = "give --steps a whole number from 1"
-        raise RecipeError([Problem("--steps", f"steps={steps}", rule, fix)])
+        raise RecipeError.of("--steps", f"steps={steps}", rule, fix)
     recipe = cut_to(recipe, steps)
     keys = [*map(key_of, overrides)]
     own = any(key.startswith("schedule") for key in keys)

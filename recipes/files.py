@@ -58,7 +58,7 @@ def refuse(
 ) -> NoReturn:
     """Raise a FileError about the file `where`, at `line` from 1."""
     place = str(where) if line is None else f"{where}:{line}"
-    raise FileError([Problem(str(where), came, rule, fix, where=place)])
+    raise FileError.of(str(where), came, rule, fix, where=place)
 
 
 def path_of(text: str | Path, where: str) -> Path:

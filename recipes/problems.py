@@ -119,6 +119,13 @@ class ProblemsError(ValueError):
         self.problems = tuple(by_line.values())
         super().__init__("\n".join(by_line))
 
+    @classmethod
+    def of(
+        cls, key: str, came: Text, rule: Text = "", fix: Text = "", where: str = ""
+    ) -> ProblemsError:
+        """Make the error of one `Problem`."""
+        return cls([Problem(key, came, rule, fix, where)])
+
 
 class RecipeError(ProblemsError):
     """An unknown or unusable recipe."""
@@ -176,12 +183,8 @@ def take_file_handles(least: int) -> None:
         rule = (
             f"{least} are needed, for files, threads and connections to other processes"
         )
-        raise ProblemsError(
-            [
-                Problem(
-                    "ulimit -n", came, rule, f"raise the hard limit: ulimit -Hn {least}"
-                )
-            ]
+        raise ProblemsError.of(
+            "ulimit -n", came, rule, f"raise the hard limit: ulimit -Hn {least}"
         )
 
 
@@ -236,13 +239,16 @@ def system_problem(error: OSError, place: Path, elsewhere: str) -> Problem:
     return Problem(str(path), came, rule, fix, where=str(path))
 
 
+def existing(path: Path) -> Path:
+    """Return the path, or its nearest parent that exists."""
+    whole = path.absolute()
+    return next(each for each in (whole, *whole.parents) if each.exists())
+
+
 def _free(path: Path) -> str:
     """Describe the room for this user on the file system of `path`."""
-    above = next(
-        (each for each in (path, *path.absolute().parents) if each.exists()), Path("/")
-    )
     try:
-        facts = os.statvfs(above)
+        facts = os.statvfs(existing(path))
     except OSError:
         return "how much is free is not known"
     free, total = (

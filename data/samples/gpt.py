@@ -26,7 +26,7 @@ from data.samples.fields import (
 from data.text.encoder import Encoder, end_of_document
 from data.tokens.store import Store
 from recipes.families import PLACES
-from recipes.problems import Key, Problem, ProblemsError, Words, counted
+from recipes.problems import Key, ProblemsError, Words, counted
 from recipes.schema import Origin, Recipe
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class GptSamples(StoredSamples):
             there = counted(stream.documents, "document")
             came = (f"{there} with ", *too_short(len(stream), sequence_length))
             fix = ("give more text, or set ", Key("sequence_length"), " lower")
-            raise ProblemsError([Problem("sequence_length", came, fix=fix)])
+            raise ProblemsError.of("sequence_length", came, fix=fix)
         super().__init__(count)
 
     def take(self, positions: Sequence[int], seed: int) -> Fields:

@@ -14,7 +14,7 @@ import sentencex
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
-from recipes.problems import Key, Problem, ProblemsError, Setting, some
+from recipes.problems import Key, ProblemsError, Setting, some
 
 LANGUAGE = "en"
 Ends = Literal["split", "lines"]  # how to find the ends of sentences
@@ -111,8 +111,8 @@ def end_of_document(tokenizer: PreTrainedTokenizerFast) -> int:
         Key("data.tokenizer.kind"),
     )
     came = "the vocabulary names no end-of-sequence token and no [SEP]"
-    raise ProblemsError(
-        [Problem("data.tokenizer.kind", came, "documents cannot be ended", fix)]
+    raise ProblemsError.of(
+        "data.tokenizer.kind", came, "documents cannot be ended", fix
     )
 
 
@@ -231,8 +231,7 @@ class Encoder:
             rule = "it has neither every byte nor a token for what it does not know"
             kind = Setting("data.tokenizer.kind", "trained_bpe")
             fix = ("give another one, or set ", kind)
-            problem = Problem("data.tokenizer.path", came, rule, fix)
-            raise ProblemsError([problem])
+            raise ProblemsError.of("data.tokenizer.path", came, rule, fix)
 
 
 class SentenceEncoder:

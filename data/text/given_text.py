@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import json
 import re
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -13,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from data.durable_files import SAY_EVERY_S, Say, quiet
+from data.durable_files import Say, now_and_then, quiet
 from data.text.file_types import type_of, way_from
 from data.text.listing import splits_of
 from data.text.records import FoundFile, read_strictly
@@ -86,25 +85,21 @@ def _check_splits(text: str, files: Sequence[FoundFile]) -> None:
     came = f"holds files named {' and '.join(splits)}"
     rule = "a test of what a model was trained on says nothing"
     fix = f"name one split by a glob, as '{every}{word}*{inside}', or all: '{every}'"
-    raise ProblemsError([Problem("--text", came, rule, fix)])
+    raise ProblemsError.of("--text", came, rule, fix)
 
 
 def _source_of(text: str, files: Sequence[FoundFile], say: Say) -> Any:
     """Return the one source that reads all files. Raises ProblemsError."""
     kinds: dict[tuple[str, str | None], list[str]] = {}
-    said = time.monotonic()
+    tell = now_and_then(say)
     for number, file in enumerate(files, 1):
         kinds.setdefault(type_of(file.path), []).append(str(file.path))
-        if time.monotonic() - said >= SAY_EVERY_S:
-            said = time.monotonic()
-            say(f"{text}: looked into {number:,} of {len(files):,} files")
+        tell(f"{text}: looked into {number:,} of {len(files):,} files")
     problems = []
     for (name, source), paths in kinds.items():
         if source == "store":
             fix = f"train from it with --set data.source=store --set data.name={text}"
-            raise ProblemsError(
-                [Problem("--text", "is a token store, and no text", fix=fix)]
-            )
+            raise ProblemsError.of("--text", "is a token store, and no text", fix=fix)
         if source is None:
             came = f"{some(paths, _SHOWN)}: {name}"
             fix = way_from(name).replace("FILE", paths[0])
@@ -151,7 +146,7 @@ def _column_of(file: Path) -> str:
             " if that is the text, or ",
             *fix,
         )
-    raise ProblemsError([Problem("data.text_column", came, rule, fix)])
+    raise ProblemsError.of("data.text_column", came, rule, fix)
 
 
 def _is_text(name: str, values: Sequence[str], others: int) -> bool:

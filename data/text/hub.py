@@ -28,7 +28,7 @@ from data.text.records import (
     field_text,
     skip_or_refuse,
 )
-from recipes.problems import Key, Problem, ProblemsError, Setting, Words
+from recipes.problems import Key, ProblemsError, Setting, Words
 
 # failures in a row after which a reader gives up; each record read resets the count
 ATTEMPTS = 10
@@ -120,9 +120,7 @@ class HubSource:
             if now != count:
                 named = Setting("data.name", self.name)
                 rule = f"the dataset had {count} shards and has {now} now: it was changed while it was read"
-                raise ProblemsError(
-                    [Problem("data.name", named, rule, "start the run again")]
-                )
+                raise ProblemsError.of("data.name", named, rule, "start the run again")
             return stream.shard(num_shards=count, index=shard)
 
         where = f"{self.name}, shard {shard}" if count > 1 else self.name
@@ -210,9 +208,7 @@ class HubSource:
         rule = f"tried {called}{times}: {type(error).__name__}: {error}"
         script = _SCRIPT_HINT if "scripts are no longer supported" in str(error) else ()
         came = Setting("data.name", self.name)
-        return ProblemsError(
-            [Problem("data.name", came, rule, (*script, *_WITHOUT_HUB))]
-        )
+        return ProblemsError.of("data.name", came, rule, (*script, *_WITHOUT_HUB))
 
 
 def is_temporary(error: BaseException) -> bool:

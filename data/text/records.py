@@ -105,7 +105,7 @@ class FoundFile(NamedTuple):
         came = f"{self.path}: was changed, replaced or removed while it was read"
         rule = "documents are numbered and held out by their places in the files"
         fix = "put it back as it was, or begin anew with what is there now"
-        raise ProblemsError([Problem("data.name", came, rule, fix)])
+        raise ProblemsError.of("data.name", came, rule, fix)
 
 
 class RecordFormat:
@@ -250,7 +250,7 @@ def choose_column(names: Sequence[str]) -> Text:
     return "set ", Key("data.text_column"), f" to {which}"
 
 
-def unusable_record(raw: RawRecord, kind: str, detail: Text = "") -> BrokenRecord:
+def unusable_record(raw: RawRecord, kind: str, detail: Text) -> BrokenRecord:
     """Make a `BrokenRecord` for an unusable record."""
     return broken_record(raw.file, raw.number, kind, detail, raw.payload)
 
@@ -357,6 +357,4 @@ def skip_or_refuse(
         leave_out,
         ", or keep them aside by launch/prepare_data.py",
     )
-    raise ProblemsError(
-        [Problem("data.name", f"{where}: {found.kind}", found.detail, fix)]
-    )
+    raise ProblemsError.of("data.name", f"{where}: {found.kind}", found.detail, fix)

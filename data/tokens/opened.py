@@ -307,7 +307,7 @@ def check_ready_made(
             f"the store {origin.name} was made with a vocabulary of {made_with} tokens"
         )
         fix = ("set ", Setting("model.vocab_size", made_with))
-        raise ProblemsError([Problem("model.vocab_size", came, rule, fix)])
+        raise ProblemsError.of("model.vocab_size", came, rule, fix)
     if tokenizer is not None:
         _check_digest(kind, origin, facts, tokenizer)
     beyond = tokens >= vocab_size
@@ -322,7 +322,7 @@ def outside_vocabulary(what: str, vocab_size: int) -> ProblemsError:
     came = (f"{what} is outside the vocabulary of ", size)
     vocabulary = ("set ", Key("data.tokenizer.kind"), " and ", Key("model.vocab_size"))
     fix = (*vocabulary, " to the vocabulary that the store was made with")
-    return ProblemsError([Problem("model.vocab_size", came, fix=fix)])
+    return ProblemsError.of("model.vocab_size", came, fix=fix)
 
 
 def _check_digest(
@@ -420,9 +420,7 @@ def _check_index(origin: Origin, prefix: Path) -> None:
 
 
 def _refused(origin: Origin, rule: Text, fix: Text) -> ProblemsError:
-    return ProblemsError(
-        [Problem("data.name", Setting("data.name", origin.name), rule, fix)]
-    )
+    return ProblemsError.of("data.name", Setting("data.name", origin.name), rule, fix)
 
 
 def _reported(report: Path) -> dict[str, Any]:

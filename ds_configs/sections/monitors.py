@@ -8,6 +8,7 @@ from pathlib import Path
 from ds_configs.findings import Findings
 from ds_configs.plan import Machine
 from recipes.layout import Layout
+from recipes.problems import existing
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}  # of the monitors
 # Keys for DeepSpeed without a test here; false, {} and 1 have no effect.
@@ -80,11 +81,7 @@ def _check_writable(
     """Refuse a folder, or a file, that DeepSpeed could not make and write."""
     reason = None
     try:
-        there = next(
-            each
-            for each in (path.absolute(), *path.absolute().parents)
-            if each.exists()
-        )
+        there = existing(path)
         if file and there == path.absolute():
             reason = "is a directory" if there.is_dir() else None
         elif not there.is_dir():

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from packaging.version import Version
 
-from recipes.problems import Problem, ProblemsError
+from recipes.problems import ProblemsError
 
 # Releases that train and agree, oldest first. The last is the one that requirements.txt pins.
 SEEN = (
@@ -155,4 +155,4 @@ def refuse_others() -> None:
     came = f"DeepSpeed {version} is installed"
     rule = f"{SEEN[0]} to {SEEN[-1]} were seen to agree"
     fix = f"pip install deepspeed=={SEEN[-1]}"
-    raise ProblemsError([Problem("deepspeed", came, rule, fix)])
+    raise ProblemsError.of("deepspeed", came, rule, fix)

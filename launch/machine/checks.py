@@ -18,7 +18,7 @@ from launch.deepspeed_fixes.versions import SEEN
 from launch.machine.description import gpus, installed
 from launch.ranks import processes
 from modeling import cost
-from recipes.problems import Problem, ProblemsError, nearest, pieces, some
+from recipes.problems import Problem, ProblemsError, existing, nearest, pieces, some
 from recipes.schema import Recipe
 
 Verdict = Literal["ok", "warning", "failed", "not checked"]
@@ -328,13 +328,6 @@ def files_needed(world: int, rank: int = 0) -> int:
     """Return the open files that a rank of `world` may need at once; rank 0 hears all others."""
     others = world if rank == 0 else min(world, MOST_NEIGHBOURS)
     return FILES + FILES_PER_RANK * others
-
-
-def existing(path: Path) -> Path:
-    """Return the path, or its nearest parent that exists."""
-    return next(
-        each for each in (path.absolute(), *path.absolute().parents) if each.exists()
-    )
 
 
 def free_bytes(place: Path) -> float:

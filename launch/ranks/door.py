@@ -32,7 +32,7 @@ from launch.ranks.processes import (
     rank,
     world_size,
 )
-from recipes.problems import Problem, ProblemsError, some
+from recipes.problems import ProblemsError, some
 
 PICKLES = (
     "torchrun's rendezvous c10d (its default on one machine) runs code that any account sends to its port: "
@@ -233,8 +233,8 @@ def _unknown_secret(door: Door, places: list[Path]) -> ProblemsError:
         return _no_secret(f"shows {who} the file of rank 0", places)
     came = f"{who} has another {connection.SECRET} than rank 0, or none"
     fix = "pass the same on to all ranks, as launch/cluster/ does"
-    return ProblemsError(
-        [Problem(connection.SECRET, came, "ranks of a launch know one secret", fix)]
+    return ProblemsError.of(
+        connection.SECRET, came, "ranks of a launch know one secret", fix
     )
 
 
@@ -245,11 +245,11 @@ def _no_secret(what: str, places: list[Path]) -> ProblemsError:
         f"set {connection.SECRET} to random text on all ranks (openssl rand -hex 32), or MEGARECIPES_CACHE or "
         "--out to a directory that all machines share, with owners and modes of files"
     )
-    return ProblemsError([Problem(connection.SECRET, came, rule, fix)])
+    return ProblemsError.of(connection.SECRET, came, rule, fix)
 
 
 def _met_nobody(rule: str) -> ProblemsError:
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     came = f"rank {rank()} on {socket.gethostname()} met not all other ranks at {where}"
     fix = "check that every machine was started, and reaches that address"
-    return ProblemsError([Problem("MASTER_ADDR", came, rule, fix)])
+    return ProblemsError.of("MASTER_ADDR", came, rule, fix)

@@ -113,7 +113,7 @@ def check_own_address(environ: Mapping[str, str]) -> None:
             "ranks on other machines would connect to themselves (gloo listens there)"
         )
         fix = f"set {GLOO} to the interface that the machines share, e.g. eth0, or correct /etc/hosts"
-        raise ProblemsError([Problem(GLOO, came, rule, fix)])
+        raise ProblemsError.of(GLOO, came, rule, fix)
 
 
 def is_loopback(host: str) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.problems import Problem, ProblemsError
+from recipes.problems import ProblemsError
 
 Environ = Mapping[str, str]
 
@@ -312,4 +312,4 @@ def _port(launch: int | None) -> int:
 
 
 def _refused(key: str, came: str, rule: str, fix: str) -> ProblemsError:
-    return ProblemsError([Problem(key, came, rule, fix)])
+    return ProblemsError.of(key, came, rule, fix)

@@ -150,7 +150,7 @@ def port_is_taken(
         f"give deepspeed or torchrun another --master_port, e.g. {int(port) + 1}; with srun and mpirun, set "
         "MASTER_PORT for all ranks"
     )
-    return ProblemsError([Problem("MASTER_PORT", f"port {port}", rule, fix)])
+    return ProblemsError.of("MASTER_PORT", f"port {port}", rule, fix)
 
 
 def agent_has_store() -> bool:
@@ -357,7 +357,7 @@ def check_device() -> int:
     came = f"local rank {local} has no {device().name} device of its own"
     rule = f"this machine has {limit}"
     fix = "start as many processes as devices, or set DS_ACCELERATOR=cpu and CUDA_VISIBLE_DEVICES= for CPUs"
-    raise ProblemsError([Problem("LOCAL_RANK", came, rule, fix)])
+    raise ProblemsError.of("LOCAL_RANK", came, rule, fix)
 
 
 def take_device() -> int:

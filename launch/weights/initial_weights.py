@@ -61,7 +61,7 @@ class GivenModel:
                 else f"is a model of type {shown(kind)}"
             )
             fix = f"the types that can be trained here are {', '.join(known)}"
-            raise FileError([Problem(KEY, came, fix=fix)])
+            raise FileError.of(KEY, came, fix=fix)
         sizes = {}
         said = {}
         problems = list[Problem]()
@@ -337,23 +337,14 @@ class InitialWeights:
             where = f"{ARGUMENTS} {text}"
             if key not in known:
                 fix = did_you_mean(key, known)
-                raise FileError(
-                    [
-                        Problem(
-                            ARGUMENTS,
-                            "is no KEY=VALUE of the weights",
-                            fix=fix,
-                            where=where,
-                        )
-                    ]
+                raise FileError.of(
+                    ARGUMENTS, "is no KEY=VALUE of the weights", fix=fix, where=where
                 )
             value = parse(written, where).value
             theirs = config.get(key, UNREAD)
             if theirs not in (UNREAD, value):
                 came = f"the weights say {key}={shown(theirs)}"
-                raise FileError(
-                    [Problem(ARGUMENTS, came, fix="leave it out", where=where)]
-                )
+                raise FileError.of(ARGUMENTS, came, fix="leave it out", where=where)
             config[key] = value
         return config
 
