@@ -248,7 +248,9 @@ class StepBatches:
 
     def _take(self) -> Made:
         """Wait for the batches of the next step, the state after it and the sum of their bits."""
-        return self._ahead.next() if self._ahead else self._produce(self.step)
+        if self._ahead:
+            return self._ahead.next()
+        return self._produce(self.step)
 
     def fetch(self) -> str | None:
         """Fetch the next step ahead of its use, where ranks share it; return why this rank cannot read it."""

@@ -186,9 +186,8 @@ def training_of(args: argparse.Namespace) -> Training:
     adopts = None if source else adoption(args)
     recipe_name = adopts.recipe_name if adopts else recipe_name
     if args.init_from is not None:
-        weights = given_weights(
-            args, recipe_name if source or "recipe" in args.given else None
-        )
+        named = source or "recipe" in args.given
+        weights = given_weights(args, recipe_name if named else None)
         recipe_name = weights.recipe_name
         laid |= weights.settings(args.set)
     follows = follow(args, recipe_name, tiny)
@@ -226,9 +225,8 @@ def training_of(args: argparse.Namespace) -> Training:
         job = replace(job, plan=follows.noted(job.plan, on_paper=on_paper))
     if source:
         tiny = tiny or source.tiny
-        job = replace(
-            job, recipe_of=None if source.path == job.directory else source.path
-        )
+        taken = None if source.path == job.directory else source.path
+        job = replace(job, recipe_of=taken)
 
     def corpus(meeting: Meeting) -> Corpus:
         from data.corpus import build

@@ -24,15 +24,13 @@ if TYPE_CHECKING:
 # Sections of a recipe decided by other flags, and sections without effect on scores.
 BY_FLAGS = {"precision": "--precision", "batch": "--batch"}
 FOR_TRAINING = (
-    *(
-        "dropout",
-        "activation_checkpointing",
-        "optimizer",
-        "schedule",
-        "steps",
-        "init_std",
-        "ds_config",
-    ),
+    "dropout",
+    "activation_checkpointing",
+    "optimizer",
+    "schedule",
+    "steps",
+    "init_std",
+    "ds_config",
 )
 
 LESS_MEMORY = "lower --batch, take --precision bf16, or share the model out (--set parallel.tp=2 on two GPUs)"

@@ -236,7 +236,9 @@ class Stack(nn.Module):
         outputs = outcome if isinstance(outcome, tuple) else (outcome,)
         if len(tensors) > self.inputs:
             return self.loss(*outputs, *tensors[self.inputs :], self.group)
-        return outcome if self.group is not None else first(self._of_tokens, outcome)
+        if self.group is not None:
+            return outcome
+        return first(self._of_tokens, outcome)
 
     def _of_tokens(self, logits: Tensor) -> Tensor:
         return logits[..., : self.shape.vocab]

@@ -135,7 +135,7 @@ def full_name(name: str | Path, flag: str = FLAG) -> str:
 
 def dump(recipe: Recipe) -> str:
     """Write the recipe as YAML with every value; `load_resolved` reads it back."""
-    values = recipe.model_dump(mode="json", by_alias=True)
+    values = recipe.as_data()
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
 
 

@@ -245,10 +245,13 @@ def checked(
         return form.validate_python(value)
     except ValidationError as error:
         wrong = error.errors()
-    keys = [ascii(".".join(map(str, each["loc"])))[1:-1][:100] for each in wrong]
-    missing = [
-        key for key, each in zip(keys, wrong, strict=True) if each["type"] == "missing"
-    ]
+    keys = []
+    missing = []
+    for each in wrong:
+        key = ascii(".".join(map(str, each["loc"])))[1:-1]
+        keys.append(key[:100])
+        if each["type"] == "missing":
+            missing.append(key[:100])
     if missing:
         refuse(where, f"has no {', '.join(missing)}", line=line)
     said = repr(wrong[0]["input"])

@@ -30,9 +30,9 @@ def visible(text: str) -> str:
     """Write characters that a screen would obey as escapes, such as \\x1b; line ends stay."""
     shown = []
     for character in text:
-        hidden = character != "\n" and unicodedata.category(character) in _OBEYED
-        escaped = character.encode("unicode_escape").decode()
-        shown.append(escaped if hidden else character)
+        if character != "\n" and unicodedata.category(character) in _OBEYED:
+            character = character.encode("unicode_escape").decode()
+        shown.append(character)
     return "".join(shown)
 
 
@@ -91,23 +91,27 @@ class Problem:
         )
         sentence = ": ".join(part for part in (self.where, came, rule) if part)
         sentence = "; ".join(part for part in (sentence, fix) if part)
-        return visible(f"{sentence} ({self.place})" if self.place else sentence)
+        if self.place:
+            sentence = f"{sentence} ({self.place})"
+        return visible(sentence)
 
     @property
     def keys(self) -> tuple[str, ...]:
         """The problem's key, and the keys in `came`."""
-        named = [
-            piece for piece in pieces(self.came) if isinstance(piece, (Key, Setting))
-        ]
-        return (
-            self.key,
-            *(piece.key if isinstance(piece, Setting) else piece for piece in named),
-        )
+        found = [self.key]
+        for piece in pieces(self.came):
+            if isinstance(piece, Setting):
+                found.append(piece.key)
+            elif isinstance(piece, Key):
+                found.append(piece)
+        return tuple(found)
 
 
 def pieces(text: Text) -> tuple[Words, ...]:
     """Split a text into its pieces."""
-    return text if isinstance(text, tuple) else (text,)
+    if isinstance(text, tuple):
+        return text
+    return (text,)
 
 
 class ProblemsError(ValueError):

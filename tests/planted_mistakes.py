@@ -316,7 +316,7 @@ MISTAKES = (
             "len(counted) == 1 and counted <= {made, made + optimizer.built}", "len(counted) > 0",
             f"{ADOPTION}::test_faults_are_refused"),
     Mistake("data of an adopted run", "launch/weights/adoption.py",
-            "read if self.data_from == FIRST else 0", "0",
+            "begins = each * state.steps", "begins = 0",
             f"{ADOPTION}::test_what_files_state_is_taken_and_the_rest_is_asked_for_at_once"),
     Mistake("decay that was added to gradients", "launch/weights/their_settings.py",
             'params.get("adam_w_mode") is False', "False",

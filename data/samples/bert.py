@@ -162,7 +162,9 @@ def _cut(rng: Generator, length: int, borders: np.ndarray) -> int:
     """Choose the end of A: a border of sentences, else inside the only sentence, or behind the only token."""
     if len(borders):
         return int(borders[rng.integers(len(borders))])
-    return int(rng.integers(1, length)) if length > 1 else 1
+    if length > 1:
+        return int(rng.integers(1, length))
+    return 1
 
 
 def truncate(

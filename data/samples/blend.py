@@ -19,9 +19,9 @@ from data.samples.fields import Fields, HeldOut, Parts, TrainingSamples, shuffle
 from recipes.problems import Key, ProblemsError
 
 _ADDED_UP = frozenset({
-    *("documents", "train_documents", "held_out_documents", "test_documents"),
-    *("train_tokens", "held_out_tokens", "test_tokens", "unigram_tokens"),
-    *("text_bytes", "documents_read_for_validation", "samples_per_epoch"),
+    "documents", "train_documents", "held_out_documents", "test_documents",
+    "train_tokens", "held_out_tokens", "test_tokens", "unigram_tokens",
+    "text_bytes", "documents_read_for_validation", "samples_per_epoch",
 })  # fmt: skip
 BLOCK = 1000  # positions; a part has at least one of them
 

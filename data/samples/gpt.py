@@ -108,7 +108,9 @@ class TokenStream:
 
     def __len__(self) -> int:
         """Number of tokens."""
-        return int(self._ends[-1]) if len(self._ends) else 0
+        if len(self._ends):
+            return int(self._ends[-1])
+        return 0
 
     def read(self, start: int, end: int) -> np.ndarray:
         """Read the tokens from `start` to `end` of the stream, (end - start,) int64."""

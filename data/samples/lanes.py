@@ -92,7 +92,9 @@ class LaneReader:
 
     @property
     def beginning(self) -> LanePlace:
-        return LanePlace(before=0, taken=0) if self.buffer else LanePlace()
+        if self.buffer:
+            return LanePlace(before=0, taken=0)
+        return LanePlace()
 
     def epoch_from(self, place: LanePlace) -> Iterator[tuple[PlacedDocument, Any]]:
         """Yield (document, its encoded text) from `place` to the end of its epoch."""

@@ -39,18 +39,21 @@ def sentences_of(text: str, how: Ends) -> list[str]:
     else:
         assert how == "split", how
         found = sentencex.segment(LANGUAGE, text)
-        pieces = [
-            line
-            for s in found
-            for line in (s.split("\n") if len(s) > LONG_SENTENCE else [s])
-        ]
-    stripped = (piece.strip() for piece in pieces)
-    # A sentence stands on one line, for files of one sentence per line.
-    return [
-        " ".join(piece.split()) if "\n" in piece else piece
-        for piece in stripped
-        if piece
-    ]
+        pieces = []
+        for sentence in found:
+            if len(sentence) > LONG_SENTENCE:
+                pieces += sentence.split("\n")
+            else:
+                pieces.append(sentence)
+    sentences = []
+    for piece in pieces:
+        stripped = piece.strip()
+        # A sentence stands on one line, for files of one sentence per line.
+        if "\n" in stripped:
+            stripped = " ".join(stripped.split())
+        if stripped:
+            sentences.append(stripped)
+    return sentences
 
 
 if TYPE_CHECKING:

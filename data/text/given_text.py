@@ -125,8 +125,9 @@ def _column_of(file: Path) -> str:
             if isinstance(value, str):
                 texts.setdefault(name, []).append(value)
     for name in COLUMNS:
+        first, *_ = values.get(name, [0])
         # its reader says what is wrong, here and where nothing can be read
-        if not values or isinstance(values.get(name, [0])[0], str | bytes | None):
+        if not values or isinstance(first, str | bytes | None):
             return name
     others = _characters(values) - _characters(texts)
     likely = [name for name, own in texts.items() if _is_text(name, own, others)]

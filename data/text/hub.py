@@ -142,9 +142,10 @@ class HubSource:
         self, open_stream: Callable[[], Any], where: str, start: int
     ) -> Iterator[RawRecord | BrokenRecord]:
         def read(done: int) -> Iterator[dict[str, Any]]:
-            return iter(
-                open_stream().skip(start + done) if start + done else open_stream()
-            )
+            stream = open_stream()
+            if start + done:
+                stream = stream.skip(start + done)
+            return iter(stream)
 
         for number, record in enumerate(self._with_retries(read), start + 1):
             found = field_text(record, self.text_column, RawRecord(where, number, ""))

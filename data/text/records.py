@@ -99,7 +99,9 @@ class FoundFile(NamedTuple):
         now = then[:0]
         with suppress(FileNotFoundError):
             now = VERSION(self.path.stat())
-        same = now[1:2] == then[1:2] or now[4:] == then[4:]
+        one_inode = now[1:2] == then[1:2]
+        one_time = now[4:] == then[4:]
+        same = one_inode or one_time
         if same and now[2:4] == then[2:4]:
             return
         came = f"{self.path}: was changed, replaced or removed while it was read"

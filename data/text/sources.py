@@ -193,7 +193,9 @@ def find_package(package: str) -> Path | None:
     """Return the directory of a package without importing it; None where it is not installed."""
     spec = importlib.util.find_spec(package)
     places = spec.submodule_search_locations if spec else None
-    return Path(next(iter(places))) if places else None
+    if places:
+        return Path(next(iter(places)))
+    return None
 
 
 def package_directory(package: str, needed_for: Words) -> Path:

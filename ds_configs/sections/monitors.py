@@ -13,19 +13,14 @@ from recipes.problems import existing
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}  # of the monitors
 # Keys for DeepSpeed without a test here; false, {} and 1 have no effect.
 UNTRIED = (
-    *("aio.use_gds", "zero_optimization.leaf_module"),
-    *(
-        "zero_optimization.offload_optimizer.super_offload",
-        "zero_optimization.offload_optimizer.pipeline_read",
-    ),
-    *(
-        "zero_optimization.offload_optimizer.pipeline_write",
-        "zero_optimization.offload_optimizer.fast_init",
-    ),
-    *(
-        "zero_optimization.zero_hpz_partition_size",
-        "zero_optimization.zero_quantized_weights",
-    ),
+    "aio.use_gds",
+    "zero_optimization.leaf_module",
+    "zero_optimization.offload_optimizer.super_offload",
+    "zero_optimization.offload_optimizer.pipeline_read",
+    "zero_optimization.offload_optimizer.pipeline_write",
+    "zero_optimization.offload_optimizer.fast_init",
+    "zero_optimization.zero_hpz_partition_size",
+    "zero_optimization.zero_quantized_weights",
     "zero_optimization.zero_quantized_nontrainable_weights",
     "zero_optimization.zero_quantized_gradients",
 )

@@ -106,7 +106,9 @@ def run(functions: Mapping[str, Function]) -> list[Check]:
 def _findings(function: Function) -> Iterable[Check]:
     try:
         found = function()
-        return [found] if isinstance(found, Check) else list(found)
+        if isinstance(found, Check):
+            return [found]
+        return list(found)
     except ProblemsError as error:
         return refused(error.problems)
     except OSError as error:
@@ -299,7 +301,9 @@ def space(directory: Path, checkpoint: float, kept: int | None) -> Check:
     fewer = "keep fewer (--set run.keep_checkpoints=), make room, or take another disk (--out)"
     if kept is None:
         came += f": room for {fit:,}; all that are saved are kept"
-        return ok(came) if fit >= 100 else warning(came, fewer)
+        if fit >= 100:
+            return ok(came)
+        return warning(came, fewer)
     if fit < kept:
         return warning(
             f"{came}: room for {fit} of the {kept} that lie there at once", fewer

@@ -344,7 +344,9 @@ def keep_secret(places: Sequence[Path], name: str, token: bytes) -> list[Path]:
 def stated_secret() -> bytes | None:
     """Return the token of the launcher's environment; None without one."""
     text = os.environ.get(SECRET)
-    return hashlib.sha256(text.encode()).digest() if text else None
+    if text:
+        return hashlib.sha256(text.encode()).digest()
+    return None
 
 
 def find_secret(places: Sequence[Path], name: str) -> bytes | None:

@@ -138,10 +138,11 @@ def _let_others_in(store: Any, places: list[Path]) -> dict[int, Connection]:
     else:
         server = listen()
         port = server.getsockname()[1]
-        stated = connection.stated_secret()
-        door = Door(name, "environment" if stated else "file", port)
-        token = stated or secrets.token_bytes(connection.TOKEN_BYTES)
-    if door.known_by == "file":
+        door = Door(name, "environment", port)
+        token = connection.stated_secret() or b""
+    if not (token or one_machine()):
+        door = Door(name, "file", port)
+        token = secrets.token_bytes(connection.TOKEN_BYTES)
         kept = connection.keep_secret(places, name, token)
         if not kept:
             server.close()

@@ -46,7 +46,9 @@ def gloo_interface(nccl: str, interfaces: Sequence[str]) -> str | None:
     chosen = nccl_interfaces(nccl, interfaces)
     if "^" in nccl[:2]:
         left = [name for name in chosen if name != "lo"]
-        return left[0] if len(left) == 1 else None
+        if len(left) == 1:
+            return left[0]
+        return None
     return next(iter(chosen), None)
 
 

@@ -28,8 +28,15 @@ STEPS = 0xFFFF_0000
 # Beginnings of what every rank needs alike. Not every launcher carries it to other machines (deepspeed 0.19.8
 # takes along what begins with PYTHON, NCCL, UCX, MV2 or MLFLOW). No tokens: ranks talk in the open.
 CARRIED = (
-    *("MEGARECIPES_", "HF_", "GLOO_", "NCCL_", "PYTORCH_", "TORCH_FR_", "TORCH_NCCL_"),
-    *("TORCH_EXTENSIONS_DIR", "CUDA_DEVICE_MAX_CONNECTIONS"),
+    "MEGARECIPES_",
+    "HF_",
+    "GLOO_",
+    "NCCL_",
+    "PYTORCH_",
+    "TORCH_FR_",
+    "TORCH_NCCL_",
+    "TORCH_EXTENSIONS_DIR",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
 )
 NOT_CARRIED = ("TOKEN", "SECRET", "MEGARECIPES_LOCAL_RANK", "NCCL_HOSTID")
 

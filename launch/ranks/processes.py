@@ -84,7 +84,9 @@ def one_machine() -> bool:
 def _variable(name: str, default: int) -> int:
     """Read a launcher's variable; a bad number counts as absent here, and `check_launch` refuses it."""
     written = os.environ.get(name, "")
-    return int(written) if WHOLE.fullmatch(written) else default
+    if WHOLE.fullmatch(written):
+        return int(written)
+    return default
 
 
 def check_launch(start: bool) -> None:
@@ -339,7 +341,9 @@ def device_module() -> Any:
 
 def device_limit() -> int | None:
     """Return the number of ranks for this machine's devices; None on a CPU, where ranks share cores."""
-    return _accelerator().device_count() if device().own_memory else None
+    if device().own_memory:
+        return _accelerator().device_count()
+    return None
 
 
 def check_device() -> int:
@@ -386,7 +390,9 @@ def device_identity() -> tuple[str, str] | None:
         else None
     )
     uuid = getattr(facts, "uuid", None)
-    return None if uuid is None else (socket.gethostname(), str(uuid))
+    if uuid is None:
+        return None
+    return (socket.gethostname(), str(uuid))
 
 
 def check_shared_devices(identities: Sequence[Sequence[str] | None]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -243,7 +243,7 @@ class InitialWeights:
         except FileError as error:
             problems += error.problems
         if problems:
-            raise self.error(problems)
+            raise self.error(*problems)
         remarks = (f"those of {self.directory}", *saved.remarks(recipe))
         return tuple(
             Notice("init_from", f"initial weights: {text}") for text in remarks
@@ -284,7 +284,7 @@ class InitialWeights:
         path = Path(self.directory)
         came, fix = unread_kinds.named(path)
         if came:
-            raise self.error([Problem(KEY, came, fix=fix)])
+            raise self.error(Problem(KEY, came, fix=fix))
         found = None
         other = None
         try:
@@ -296,7 +296,7 @@ class InitialWeights:
         except (OSError, ValueError) as error:  # a name too long, a NUL, no permission
             came = f"cannot be read ({error})"
         if other:
-            raise self.error([Problem(KEY, *other)])
+            raise self.error(Problem(KEY, *other))
         if found:
             return found
         name = str(path)
@@ -310,7 +310,7 @@ class InitialWeights:
             if hub
             else ""
         )
-        raise self.error([Problem(KEY, came, fix=f"{SAVED}{fetch}")])
+        raise self.error(Problem(KEY, came, fix=f"{SAVED}{fetch}"))
 
     def _given(
         self, saved: Saved, vocabulary: int | None
@@ -323,7 +323,7 @@ class InitialWeights:
             problems = [
                 replace(problem, fix=problem.fix or SAVED) for problem in error.problems
             ]
-            raise self.error(problems) from None
+            raise self.error(*problems) from None
 
     def _completed(
         self, config: dict[str, Any], forms: Sequence[ConfigForm]
@@ -348,7 +348,7 @@ class InitialWeights:
             config[key] = value
         return config
 
-    def error(self, problems: Iterable[Problem]) -> ProblemsError:
+    def error(self, *problems: Problem) -> ProblemsError:
         where = f"{self.key} {self.directory[:200]}"
         return ProblemsError(
             replace(problem, where=problem.where or where) for problem in problems
