@@ -248,7 +248,7 @@ MISTAKES = (
             "self.sound = step\n        for", "self.sound = step + 1\n        for",
             f"{TRAINING}number_watch.py::test_the_last_sound_step_is_that_of_the_check_before"),
     Mistake("messages without direction", "launch/ranks/connection.py",
-            'to_rank_0 = _Counted(b"to rank 0")', 'to_rank_0 = _Counted(b"from rank 0")',
+            'to_rank_0 = _counted(b"to rank 0")', 'to_rank_0 = _counted(b"from rank 0")',
             f"{MEETING}::test_a_message_that_comes_back_to_its_sender_is_refused"),
     Mistake("a rank is admitted twice", "launch/ranks/connection.py",
             "if 0 < rank < self._world and rank not in self.admitted:", "if 0 < rank < self._world:",

@@ -18,7 +18,7 @@ from data.text.listing import splits_of
 from data.text.records import FoundFile, read_strictly
 from data.text.sources import files_of, format_of, named_path
 from data.text.text_files import JsonlFormat
-from recipes.files import named_kind
+from recipes.files import named_kind, nested
 from recipes.problems import Key, Problem, ProblemsError, Setting, Words, either, some
 from recipes.schema import Origin
 
@@ -164,16 +164,7 @@ def _is_text(name: str, values: Sequence[str], others: int) -> bool:
 
 def _characters(value: Any) -> int:
     """Count the characters of all texts in a value, but for keys."""
-    found = 0
-    waiting = [value]
-    for each in waiting:  # which grows
-        if isinstance(each, str):
-            found += len(each)
-        elif isinstance(each, dict):
-            waiting += each.values()
-        elif isinstance(each, list):
-            waiting += each
-    return found
+    return sum(len(each) for each in nested(value) if isinstance(each, str))
 
 
 def _first_records(file: Path) -> list[dict[str, Any]]:

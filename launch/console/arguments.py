@@ -72,7 +72,7 @@ RULES: tuple[Rule, ...] = (("--ds_config", "--set ds_config", "the flag decides 
 class Parser(argparse.ArgumentParser):
     """A parser with rules of flags that make no sense together: none is ignored."""
 
-    def __init__(self, rules: tuple[Rule, ...], **how: Any) -> None:
+    def __init__(self, rules: tuple[Rule, ...] = (), **how: Any) -> None:
         super().__init__(formatter_class=HELP, allow_abbrev=False, **how)
         self.rules = rules
         self.register("action", None, _Given)
