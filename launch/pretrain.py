@@ -186,8 +186,8 @@ def training_of(args: argparse.Namespace) -> Training:
     adopts = None if source else adoption(args)
     recipe_name = adopts.recipe_name if adopts else recipe_name
     if args.init_from is not None:
-        named = source or "recipe" in args.given
-        weights = given_weights(args, recipe_name if named else None)
+        named = recipe_name if source or "recipe" in args.given else None
+        weights = given_weights(args, named)
         recipe_name = weights.recipe_name
         laid |= weights.settings(args.set)
     follows = follow(args, recipe_name, tiny)

@@ -97,7 +97,7 @@ def attention_within_samples(
     )
 
 
-def unpadded_attention(qkv: Tensor, row: PackedRow, dropout: float) -> Tensor:
+def unpadded_attention(qkv: Tensor, row: PackedRow, dropout: float = 0.0) -> Tensor:
     """Attend from every token to all of its sample: qkv (T, N, 3, D) -> (T, N, D).
 
     On GPUs without FlashAttention, in fp32 there, and with dropout on a CPU no kernel takes samples of

@@ -39,26 +39,28 @@ _NETWORK_MODULES = {"aiohttp", "httpcore", "httpx", "httpx2", "requests", "urlli
 # Two kinds of timeouts until Python 3.11.
 _NETWORK_ERRORS = (ConnectionError, TimeoutError, asyncio.TimeoutError, HTTPException)
 _SCRIPT_HINT: tuple[Words, ...] = (
-    *("set ", Setting("data.revision", "refs/convert/parquet")),
+    "set ",
+    Setting("data.revision", "refs/convert/parquet"),
     ", the branch that the hub converts datasets to parquet in (it has no configurations: leave ",
-    *(Key("data.config"), " out), or "),
+    Key("data.config"),
+    " out), or ",
 )
 _WITHOUT_HUB: tuple[Words, ...] = (
-    *(
-        "check the name, ",
-        Key("data.config"),
-        ", ",
-        Key("data.revision"),
-        ", ",
-        Key("data.split"),
-    ),
-    *(
-        " and the network, or do without the hub: with a local copy (",
-        Setting("data.source", "parquet"),
-        " ",
-    ),
-    *(Setting("data.name", "DIRECTORY/*.parquet"), ") or with the packaged corpus ("),
-    *(Setting("data.source", "packaged"), ", without ", Key("data.name"), ")"),
+    "check the name, ",
+    Key("data.config"),
+    ", ",
+    Key("data.revision"),
+    ", ",
+    Key("data.split"),
+    " and the network, or do without the hub: with a local copy (",
+    Setting("data.source", "parquet"),
+    " ",
+    Setting("data.name", "DIRECTORY/*.parquet"),
+    ") or with the packaged corpus (",
+    Setting("data.source", "packaged"),
+    ", without ",
+    Key("data.name"),
+    ")",
 )
 
 
