@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
@@ -38,6 +39,19 @@ SAY_EVERY_S = 10.0  # between progress lines of a long job
 
 def quiet(line: str) -> None:
     """Say nothing."""
+
+
+def now_and_then(say: Say) -> Say:
+    """Return a `say` for the progress of a long job, which passes a line on every few seconds."""
+    last = time.monotonic()
+
+    def tell(line: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= SAY_EVERY_S:
+            last = time.monotonic()
+            say(line)
+
+    return tell
 
 
 class DamagedFile(Exception):

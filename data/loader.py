@@ -29,7 +29,7 @@ import torch
 from data.bit_sums import batch_sum
 from data.samples.fields import Fields, HeldOut, TrainingSamples
 from recipes.layout import BatchSchedule, Layout, batch_schedule
-from recipes.problems import Key, Problem, ProblemsError, Setting
+from recipes.problems import Key, ProblemsError, Setting
 
 T = TypeVar("T")
 MicroBatch = dict[str, torch.Tensor]
@@ -214,7 +214,7 @@ class StepBatches:
                 wrong = f"data position {start_state.get('position')} is not that of step {start_step} with "
                 came = (wrong, Setting("batch.global", layout.global_batch))
                 fix = ("resume with the ", Key("batch.global"), " of the checkpoint")
-                raise ProblemsError([Problem("batch.global", came, fix=fix)])
+                raise ProblemsError.of("batch.global", came, fix=fix)
             self._samples.restore(start_state)
         # Taken before any thread reads the samples. At a later position without a start state, a stream would
         # have to be read up to it: `state` does so only when it is called before the first batch.
@@ -248,7 +248,9 @@ class StepBatches:
 
     def _take(self) -> Made:
         """Wait for the batches of the next step, the state after it and the sum of their bits."""
-        return self._ahead.next() if self._ahead else self._produce(self.step)
+        if self._ahead:
+            return self._ahead.next()
+        return self._produce(self.step)
 
     def fetch(self) -> str | None:
         """Fetch the next step ahead of its use, where ranks share it; return why this rank cannot read it."""

@@ -45,7 +45,7 @@ def find(ds_path: str | Path, flag: str = "--ds_config") -> Path:
     )
     kind = "is a directory, not a JSON file" if path.is_dir() else "no such file"
     where = f"{flag} {ds_path}"
-    raise ConfigError([Problem(where, kind, fix=hint, where=where)])
+    raise ConfigError.of(where, kind, fix=hint, where=where)
 
 
 def read(path: Path) -> dict[str, Any]:

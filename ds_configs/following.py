@@ -12,6 +12,7 @@ from typing import Any
 
 from ds_configs.findings import Notice, lookup, plain, stated
 from ds_configs.plan import Plan
+from recipes.key_paths import flatten
 from recipes.layout import share_batch
 from recipes.problems import Problem
 from recipes.schema import Recipe
@@ -283,7 +284,9 @@ def _micro_batch(config: Mapping[str, Any], recipe: Recipe, dp: int) -> int | No
         dp,
         _degree(config, "pipeline", recipe.parallel.pp),
     )
-    return recipe.batch.micro if isinstance(shares, Problem) else shares[0]
+    if isinstance(shares, Problem):
+        return recipe.batch.micro
+    return shares[0]
 
 
 def _data_parallel(
@@ -292,7 +295,9 @@ def _data_parallel(
     """Return the data-parallel ranks of `world` processes; None: any number may be started."""
     tp = _degree(config, "tensor", recipe.parallel.tp)
     pp = _degree(config, "pipeline", recipe.parallel.pp)
-    return None if world is None else max(1, world // (tp * pp))
+    if world is None:
+        return None
+    return max(1, world // (tp * pp))
 
 
 def _degree(config: Mapping[str, Any], theirs: str, own: int | None) -> int:
@@ -318,8 +323,8 @@ def notices(
         written: the JSON as it stands.
     """
     told = {notice.key for notice in plan.notices}
-    old = before.model_dump(mode="json", by_alias=True)
-    new = plan.recipe.model_dump(mode="json", by_alias=True)
+    old = before.as_data()
+    new = plan.recipe.as_data()
     for each in taken:
         was = lookup(old, each.key)
         differs = was != each.value
@@ -334,7 +339,7 @@ def notices(
             yield Notice("follow", f"follow: {each.key}={value} ({source})")
     unchanged = {each.source for each in taken}
     found: dict[str, list[str]] = {}
-    for key, value in leaves(written):
+    for key, value in flatten(written):
         passed = lookup(plan.ds, key)
         if key in told or key.startswith(("parallel.", "bfloat16.")):
             continue
@@ -347,12 +352,3 @@ def notices(
         found.setdefault(what, []).append(word)
     for what, words in found.items():
         yield Notice("follow", f"follow: {what}: {', '.join(words)}")
-
-
-def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted keys and values of the sections of a JSON."""
-    if not isinstance(value, Mapping) or not value:
-        yield key, value
-        return
-    for name, below in value.items():
-        yield from leaves(below, f"{key}.{name}" if key else name)

@@ -23,8 +23,14 @@ _NUMBER = re.compile(r"(a|a whole|an even) number (from|above) (\S+?)(?: to (\S+
 _SECTION = "a section, {...}"
 # Sections of which DeepSpeed ignores unknown keys; in the others it fails at them.
 _LENIENT = (
-    *("", "optimizer", "scheduler", "activation_checkpointing"),
-    *("aio", "data_types", "pipeline", "flops_profiler"),
+    "",
+    "optimizer",
+    "scheduler",
+    "activation_checkpointing",
+    "aio",
+    "data_types",
+    "pipeline",
+    "flops_profiler",
 )
 # the beginning of a key that comments
 _COMMENT = re.compile(r"[_#$]|//|comments?$", re.IGNORECASE)
@@ -109,7 +115,9 @@ def _range(words: re.Match[str]) -> _Fits:
         most = float(words[4].replace(",", ""))
 
     def fits(value: Any) -> bool:
-        number = type(value) is int or (type(value) is float and math.isfinite(value))
+        number = type(value) is int
+        if type(value) is float:
+            number = math.isfinite(value)
         return number and least <= value <= most and not (step and value % step)
 
     return fits
@@ -147,8 +155,11 @@ def _read() -> tuple[
         section, _, key = dotted.rpartition(".")
         keys[section][key] = _only(one, why)
     removed = "was removed from DeepSpeed or is deprecated"
-    refused = {key: (removed, fix) for key, fix in table["removed"].items()}
-    refused |= {key: (rule, fix) for key, (rule, fix) in table["refused"].items()}
+    refused = {}
+    for key, fix in table["removed"].items():
+        refused[key] = (removed, fix)
+    for key, (rule, fix) in table["refused"].items():
+        refused[key] = (rule, fix)
     return keys, refused, table["renamed"], table["idle"]
 
 
@@ -217,7 +228,10 @@ def _unknown(name: str, key: str, value: Any, findings: Findings) -> None:
     """Refuse a key at which DeepSpeed fails, or which looks misspelt; notice one without effect."""
     dotted = _join(name, key)
     known = KEYS[name]
-    homes = [each for each in KEYS if key in KEYS[each] or _join(each, key) in RENAMED]
+    homes = []
+    for each in KEYS:
+        if key in KEYS[each] or _join(each, key) in RENAMED:
+            homes.append(each)
     if dotted in IDLE:
         if value != "auto" and not _is_off(value):
             findings.notice(dotted, f"without effect: {IDLE[dotted]}")

@@ -69,7 +69,10 @@ def resolve(
     assert world is None or world >= 1, world
     path = find(ds_path)
     ours = path.resolve().parent == FOLDER
-    findings = Findings(f"ds_configs/{path.name}" if ours else str(path), read(path))
+    where = str(path)
+    if ours:
+        where = f"ds_configs/{path.name}"
+    findings = Findings(where, read(path))
     known_keys.check(findings)
     stage = zero.stage(findings)
     chosen = precision(recipe, stage, machine, findings)

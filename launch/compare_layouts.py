@@ -125,17 +125,13 @@ def refuse_tasks(environ: Mapping[str, str]) -> None:
     start = launch_environment.started(environ)
     if start and start.size > 1:
         rule = f"this command starts its processes itself, and {start.by} started it {start.size} times"
-        raise ProblemsError(
-            [
-                Problem(
-                    "processes", start.named, rule, "start it once, as with srun -n 1"
-                )
-            ]
+        raise ProblemsError.of(
+            "processes", start.named, rule, "start it once, as with srun -n 1"
         )
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES, RULES)
+    parser = arguments.command(__doc__, EXAMPLES, RULES)
     arguments.add_recipe_arguments(parser)
     add = parser.add_argument
     processes = "largest number of processes (default: 8)"
@@ -205,7 +201,7 @@ def chosen_recipe(args: argparse.Namespace) -> Recipe:
         came = Setting("model.implementation", "transformers"), " with --compile"
         rule = "these rows run transformers' modules uncompiled, as their source did"
         fix = "leave --compile out"
-        raise ProblemsError([Problem("--compile", came, rule, fix)])
+        raise ProblemsError.of("--compile", came, rule, fix)
     return recipe
 
 

@@ -41,7 +41,7 @@ from launch.ranks import interfaces, joining, launch_environment, processes
 from launch.records import shared_directory
 from recipes import catalog
 from recipes.files import path_of
-from recipes.problems import ProblemsError, counted, take_file_handles
+from recipes.problems import ProblemsError, counted, existing, take_file_handles
 from recipes.schema import Recipe
 
 SNUG = 0.08  # of the host's memory: a margin within the error of predictions
@@ -74,7 +74,7 @@ configuration or hostfile."""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = arguments.command(str(__doc__).split("\n\n")[0], EXAMPLES)
+    parser = arguments.command(__doc__, EXAMPLES)
     arguments.add_recipe_arguments(parser)
     add = parser.add_argument_group("how to run it").add_argument
     config = "DeepSpeed JSON, as a path or the bare name of one in ds_configs/ (default: the recipe's own)"
@@ -317,7 +317,7 @@ def data(recipe: Recipe) -> Check:
 
 def gather_checks(own: list[Check], directory: Path) -> list[Check]:
     """Gather the checks of all machines on rank 0. Collective."""
-    place = checks.existing(directory)
+    place = existing(directory)
     meeting = joining.meet(out=str(directory.absolute()))
     seen = shared_directory.seen_here(meeting, place)
 

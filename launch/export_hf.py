@@ -42,7 +42,7 @@ differ, 2 refused."""
 
 
 def build_parser() -> ArgumentParser:
-    parser = arguments.command(str(__doc__).split("\n\n")[0], EXAMPLES)
+    parser = arguments.command(__doc__, EXAMPLES)
     add = parser.add_argument
     add("run", metavar="RUN", help="run directory, as pretrain.py printed it")
     add(

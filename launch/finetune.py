@@ -87,7 +87,7 @@ RULES = (
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = arguments.command((__doc__ or "").split("\n\n")[0], EXAMPLES, RULES)
+    parser = arguments.command(__doc__, EXAMPLES, RULES)
     add = parser.add_argument_group("what to train").add_argument
     positive = arguments.number(0, 10**6)
     names = ", ".join(

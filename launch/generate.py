@@ -69,7 +69,7 @@ RULES = (
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = arguments.command(str(__doc__).split("\n\n")[0], EXAMPLES, RULES)
+    parser = arguments.command(__doc__, EXAMPLES, RULES)
     model = (
         "a run (its newest complete checkpoint), one of its checkpoints, or a GPT-2 or BERT of transformers "
         "or Megatron"

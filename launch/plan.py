@@ -12,7 +12,7 @@ import sys
 from launch.console import arguments, ends
 from launch.planning.prediction import forecast_command
 from launch.planning.search import search_command
-from recipes.problems import Problem, ProblemsError
+from recipes.problems import ProblemsError
 
 EXAMPLES = """\
 examples:
@@ -34,9 +34,7 @@ exit codes: 0 shown; 1 no node carries it (--fits); 2 refused."""
 
 def build_parser() -> argparse.ArgumentParser:
     """The subcommands' flags stand with the subcommands."""
-    parser = arguments.command(
-        __doc__.split("\n\n")[0], EXAMPLES, forecast_command.RULES
-    )
+    parser = arguments.command(__doc__, EXAMPLES, forecast_command.RULES)
     forecast_command.add_arguments(parser)
     commands = parser.add_subparsers(
         title="other questions", metavar="", dest="question"
@@ -54,7 +52,7 @@ def main() -> int:
         came = " ".join(written[: written.index(args.question) + 1])
         rule = "each question has flags of its own"
         fix = f"write them after it: plan.py {args.question} {written[0]} …"
-        raise ProblemsError([Problem(written[0], came, rule, fix)])
+        raise ProblemsError.of(written[0], came, rule, fix)
     return args.run(args)
 
 

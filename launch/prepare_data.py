@@ -94,7 +94,7 @@ class StopSignal(BaseException):
 
 def build_parser() -> argparse.ArgumentParser:
     """Make the flags of `Origin` and `Tokenizer` of `recipes.schema` and of `Settings`."""
-    parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES, RULES)
+    parser = arguments.command(__doc__, EXAMPLES, RULES)
     add = parser.add_argument_group("what is read").add_argument
     kinds = get_type_hints(Origin)
     path = "a file, a directory or a glob, whose kind is found out, in place of --source and --name"

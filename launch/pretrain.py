@@ -140,7 +140,7 @@ def build_parser() -> argparse.ArgumentParser:
         *arguments.TEXT_RULES,
         *RUN_RULES,
     )
-    parser = arguments.command((__doc__ or "").split("\n\n")[0], EXAMPLES, rules)
+    parser = arguments.command(__doc__, EXAMPLES, rules)
     arguments.add_recipe_arguments(parser, text=True)
     parser.add_argument("--list", action="store_true", help="list the recipes and exit")
     follow = (
@@ -186,9 +186,8 @@ def training_of(args: argparse.Namespace) -> Training:
     adopts = None if source else adoption(args)
     recipe_name = adopts.recipe_name if adopts else recipe_name
     if args.init_from is not None:
-        weights = given_weights(
-            args, recipe_name if source or "recipe" in args.given else None
-        )
+        named = recipe_name if source or "recipe" in args.given else None
+        weights = given_weights(args, named)
         recipe_name = weights.recipe_name
         laid |= weights.settings(args.set)
     follows = follow(args, recipe_name, tiny)
@@ -203,8 +202,8 @@ def training_of(args: argparse.Namespace) -> Training:
         recipe = titled(begin(args.set, steps=args.steps, laid=laid), original)
     if recipe.task is not None:
         fix = f"python launch/finetune.py --task {recipe.task.name} --init DIR"
-        raise ProblemsError(
-            [Problem("task", "a recipe with a task", "pretraining has none", fix)]
+        raise ProblemsError.of(
+            "task", "a recipe with a task", "pretraining has none", fix
         )
     name = source.name if source else catalog.full_name(recipe_name)
     name += "-tiny" if tiny else ""
@@ -226,9 +225,8 @@ def training_of(args: argparse.Namespace) -> Training:
         job = replace(job, plan=follows.noted(job.plan, on_paper=on_paper))
     if source:
         tiny = tiny or source.tiny
-        job = replace(
-            job, recipe_of=None if source.path == job.directory else source.path
-        )
+        taken = None if source.path == job.directory else source.path
+        job = replace(job, recipe_of=taken)
 
     def corpus(meeting: Meeting) -> Corpus:
         from data.corpus import build
@@ -394,7 +392,7 @@ def resumed_run(args: argparse.Namespace) -> RecordedRun | None:
             fix = (
                 "leave --branch out to resume it, or name another directory with --out"
             )
-            raise ProblemsError([Problem("--branch", came, "a run began once", fix)])
+            raise ProblemsError.of("--branch", came, "a run began once", fix)
     return run
 
 
@@ -411,9 +409,7 @@ def run_of_recipe(name: str) -> RecordedRun | None:
         came = f"{name} is a branch of {began}"
         rule = "a new run begins at step 0"
         fix = f"begin another one with --branch {began.run}@{began.step}, or take --recipe {began.run}"
-        raise ProblemsError(
-            [Problem("--recipe", came, rule, fix, where=f"--recipe {name}")]
-        )
+        raise ProblemsError.of("--recipe", came, rule, fix, where=f"--recipe {name}")
     return run
 
 

@@ -33,7 +33,7 @@ cannot be run as it is."""
 
 def build_parser() -> argparse.ArgumentParser:
     """The subcommands' flags stand with the subcommands."""
-    parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES)
+    parser = arguments.command(__doc__, EXAMPLES)
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="{list,show}"
     )

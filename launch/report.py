@@ -68,8 +68,7 @@ def main(arguments: Sequence[str] | None = None, folder: Path = FOLDER) -> int:
 def build_parser() -> argparse.ArgumentParser:
     from launch.console.arguments import command
 
-    assert __doc__
-    parser = command(__doc__.split("\n\n")[0], EXAMPLES)
+    parser = command(__doc__, EXAMPLES)
     add = parser.add_argument
     runs = "a run directory, a glob of them, or a folder with runs somewhere below it"
     table = "only this table of recipes/, run or not; a YAML file of your own will do; repeatable"

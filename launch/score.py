@@ -24,15 +24,13 @@ if TYPE_CHECKING:
 # Sections of a recipe decided by other flags, and sections without effect on scores.
 BY_FLAGS = {"precision": "--precision", "batch": "--batch"}
 FOR_TRAINING = (
-    *(
-        "dropout",
-        "activation_checkpointing",
-        "optimizer",
-        "schedule",
-        "steps",
-        "init_std",
-        "ds_config",
-    ),
+    "dropout",
+    "activation_checkpointing",
+    "optimizer",
+    "schedule",
+    "steps",
+    "init_std",
+    "ds_config",
 )
 
 LESS_MEMORY = "lower --batch, take --precision bf16, or share the model out (--set parallel.tp=2 on two GPUs)"
@@ -94,7 +92,7 @@ RULES = (("--tokenizer", TOKENIZER, "both decide it"),)
 
 
 def build_parser() -> ArgumentParser:
-    parser = arguments.command((__doc__ or "").split("\n\n")[0], EXAMPLES, RULES)
+    parser = arguments.command(__doc__, EXAMPLES, RULES)
     model = "a run, its checkpoints/step-NNNNNN, or a GPT-2 of transformers or Megatron"
     parser.add_argument("model", metavar="MODEL", help=model)
     add = parser.add_argument_group("on what").add_argument
@@ -204,7 +202,7 @@ def checked(args: Namespace) -> tuple[ScoringJob, Path | None]:
             came = f"{job.model.run}: {SCORES} {problem[0]}"
             rule = "scores are kept with their run"
             fix = "add --out FILE.json, and only that is written"
-            raise ProblemsError([Problem("--out", came, rule, fix)])
+            raise ProblemsError.of("--out", came, rule, fix)
     return job, out
 
 

@@ -66,7 +66,7 @@ RULES = (
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES, RULES)
+    parser = arguments.command(__doc__, EXAMPLES, RULES)
     arguments.add_recipe_arguments(parser, ends=False, text=True)
     add = parser.add_argument_group("what to show").add_argument
     splits = ("train", "validation", "test")

@@ -130,7 +130,7 @@ def word_layer(
 
 
 def transformer_layers(
-    shape: ModelShape, group: Group, init: Init, apply: Apply = first
+    shape: ModelShape, group: Group, init: Init, apply: Apply
 ) -> list[LayerDefinition]:
     """Return the layers between the embeddings and the final norm or the heads, called "layers.N".
 
@@ -194,8 +194,8 @@ class Stack(nn.Module):
         *,
         group: Group,
         loss: Loss,
-        loss_parts: Parts = (),
-        inputs: int = 1,
+        loss_parts: Parts,
+        inputs: int,
     ):
         super().__init__()
         self.inputs = inputs
@@ -236,7 +236,9 @@ class Stack(nn.Module):
         outputs = outcome if isinstance(outcome, tuple) else (outcome,)
         if len(tensors) > self.inputs:
             return self.loss(*outputs, *tensors[self.inputs :], self.group)
-        return outcome if self.group is not None else first(self._of_tokens, outcome)
+        if self.group is not None:
+            return outcome
+        return first(self._of_tokens, outcome)
 
     def _of_tokens(self, logits: Tensor) -> Tensor:
         return logits[..., : self.shape.vocab]

@@ -106,7 +106,7 @@ def load(
     if steps is not None and steps < 1:
         rule = "a run has at least one optimizer step"
         fix = "give --steps a whole number from 1"
-        raise RecipeError([Problem("--steps", f"steps={steps}", rule, fix)])
+        raise RecipeError.of("--steps", f"steps={steps}", rule, fix)
     recipe = cut_to(recipe, steps)
     keys = [*map(key_of, overrides)]
     own = any(key.startswith("schedule") for key in keys)
@@ -135,7 +135,7 @@ def full_name(name: str | Path, flag: str = FLAG) -> str:
 
 def dump(recipe: Recipe) -> str:
     """Write the recipe as YAML with every value; `load_resolved` reads it back."""
-    values = recipe.model_dump(mode="json", by_alias=True)
+    values = recipe.as_data()
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
 
 

@@ -58,7 +58,7 @@ def refuse(
 ) -> NoReturn:
     """Raise a FileError about the file `where`, at `line` from 1."""
     place = str(where) if line is None else f"{where}:{line}"
-    raise FileError([Problem(str(where), came, rule, fix, where=place)])
+    raise FileError.of(str(where), came, rule, fix, where=place)
 
 
 def path_of(text: str | Path, where: str) -> Path:
@@ -166,19 +166,22 @@ def read_json(path: Path, most: int = MOST_TEXT) -> Any:
 def read_settings(path: Path) -> dict[str, Any]:
     """Read the object in a JSON file that people write. Raises FileError."""
     value = read_json_object(path)
-    waiting: list[Any] = [value]
-    for each in waiting:
-        waiting += each.values() if isinstance(each, dict) else ()
-        waiting += each if isinstance(each, list) else ()
-        if len(waiting) > MOST_VALUES:
-            rule = "no such file has more"
-            refuse(
-                path,
-                f"holds more than {MOST_VALUES} values",
-                rule,
-                "is it the right one?",
-            )
+    for number, _ in enumerate(nested(value)):
+        if number >= MOST_VALUES:
+            came = f"holds more than {MOST_VALUES} values"
+            refuse(path, came, "no such file has more", "is it the right one?")
     return value
+
+
+def nested(value: Any) -> Iterator[Any]:
+    """Yield a value and all that lie in it, but for keys."""
+    waiting = [value]
+    for each in waiting:  # which grows
+        yield each
+        if isinstance(each, dict):
+            waiting += each.values()
+        elif isinstance(each, list):
+            waiting += each
 
 
 def read_json_object(path: Path, most: int = MOST_TEXT) -> dict[str, Any]:
@@ -245,10 +248,13 @@ def checked(
         return form.validate_python(value)
     except ValidationError as error:
         wrong = error.errors()
-    keys = [ascii(".".join(map(str, each["loc"])))[1:-1][:100] for each in wrong]
-    missing = [
-        key for key, each in zip(keys, wrong, strict=True) if each["type"] == "missing"
-    ]
+    keys = []
+    missing = []
+    for each in wrong:
+        key = ascii(".".join(map(str, each["loc"])))[1:-1]
+        keys.append(key[:100])
+        if each["type"] == "missing":
+            missing.append(key[:100])
     if missing:
         refuse(where, f"has no {', '.join(missing)}", line=line)
     said = repr(wrong[0]["input"])

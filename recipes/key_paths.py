@@ -51,9 +51,10 @@ def children(model: type[BaseModel]) -> dict[str, FieldInfo]:
 
 def shown(path: Path) -> str:
     """Write a path as users do: data.blend[1].weight."""
-    return "".join(
-        f"[{part}]" if isinstance(part, int) else f".{part}" for part in path
-    ).removeprefix(".")
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return text.removeprefix(".")
 
 
 def paths(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
@@ -97,7 +98,8 @@ def is_text(path: Path) -> bool:
     """Tell whether the value of a known key is any text, or nothing."""
     level = _model_at(path[:-1])
     assert level
-    return children(level)[str(path[-1])].annotation in (str, str | None)
+    key = str(path[-1])
+    return children(level)[key].annotation in (str, str | None)
 
 
 def suggestion(path: Path) -> str:

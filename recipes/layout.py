@@ -216,7 +216,9 @@ def share_batch(
         options["batch.global"] = _multiples_near(total, number * dp)
         came = Setting(key, number), " with ", ranks, " does not divide ", whole
         return Problem(key, came, rule, _set(options))
-    return (number, other) if accumulation is None else (other, number)
+    if accumulation is None:
+        return (number, other)
+    return (other, number)
 
 
 def _set(options: Mapping[str, Iterable[int]]) -> tuple[Words, ...]:

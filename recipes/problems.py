@@ -30,9 +30,9 @@ def visible(text: str) -> str:
     """Write characters that a screen would obey as escapes, such as \\x1b; line ends stay."""
     shown = []
     for character in text:
-        hidden = character != "\n" and unicodedata.category(character) in _OBEYED
-        escaped = character.encode("unicode_escape").decode()
-        shown.append(escaped if hidden else character)
+        if character != "\n" and unicodedata.category(character) in _OBEYED:
+            character = character.encode("unicode_escape").decode()
+        shown.append(character)
     return "".join(shown)
 
 
@@ -91,23 +91,27 @@ class Problem:
         )
         sentence = ": ".join(part for part in (self.where, came, rule) if part)
         sentence = "; ".join(part for part in (sentence, fix) if part)
-        return visible(f"{sentence} ({self.place})" if self.place else sentence)
+        if self.place:
+            sentence = f"{sentence} ({self.place})"
+        return visible(sentence)
 
     @property
     def keys(self) -> tuple[str, ...]:
         """The problem's key, and the keys in `came`."""
-        named = [
-            piece for piece in pieces(self.came) if isinstance(piece, (Key, Setting))
-        ]
-        return (
-            self.key,
-            *(piece.key if isinstance(piece, Setting) else piece for piece in named),
-        )
+        found = [self.key]
+        for piece in pieces(self.came):
+            if isinstance(piece, Setting):
+                found.append(piece.key)
+            elif isinstance(piece, Key):
+                found.append(piece)
+        return tuple(found)
 
 
 def pieces(text: Text) -> tuple[Words, ...]:
     """Split a text into its pieces."""
-    return text if isinstance(text, tuple) else (text,)
+    if isinstance(text, tuple):
+        return text
+    return (text,)
 
 
 class ProblemsError(ValueError):
@@ -118,6 +122,13 @@ class ProblemsError(ValueError):
         assert by_line, "an error without a problem"
         self.problems = tuple(by_line.values())
         super().__init__("\n".join(by_line))
+
+    @classmethod
+    def of(
+        cls, key: str, came: Text, rule: Text = "", fix: Text = "", where: str = ""
+    ) -> ProblemsError:
+        """Make the error of one `Problem`."""
+        return cls([Problem(key, came, rule, fix, where)])
 
 
 class RecipeError(ProblemsError):
@@ -176,12 +187,8 @@ def take_file_handles(least: int) -> None:
         rule = (
             f"{least} are needed, for files, threads and connections to other processes"
         )
-        raise ProblemsError(
-            [
-                Problem(
-                    "ulimit -n", came, rule, f"raise the hard limit: ulimit -Hn {least}"
-                )
-            ]
+        raise ProblemsError.of(
+            "ulimit -n", came, rule, f"raise the hard limit: ulimit -Hn {least}"
         )
 
 
@@ -236,13 +243,16 @@ def system_problem(error: OSError, place: Path, elsewhere: str) -> Problem:
     return Problem(str(path), came, rule, fix, where=str(path))
 
 
+def existing(path: Path) -> Path:
+    """Return the path, or its nearest parent that exists."""
+    whole = path.absolute()
+    return next(each for each in (whole, *whole.parents) if each.exists())
+
+
 def _free(path: Path) -> str:
     """Describe the room for this user on the file system of `path`."""
-    above = next(
-        (each for each in (path, *path.absolute().parents) if each.exists()), Path("/")
-    )
     try:
-        facts = os.statvfs(above)
+        facts = os.statvfs(existing(path))
     except OSError:
         return "how much is free is not known"
     free, total = (

@@ -533,7 +533,9 @@ class Hardware(Strict):
     @model_validator(mode="before")
     @classmethod
     def _from_text(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
+        if isinstance(value, str):
+            return {"name": value}
+        return value
 
     def __str__(self) -> str:
         return (
@@ -744,12 +746,16 @@ class Recipe(Strict):
         """Rows of the model's table of positions."""
         return self.model.positions_at(self.sequence_length)
 
+    def as_data(self) -> dict[str, Any]:
+        """Return every field as plain data, by the names in a recipe."""
+        return self.model_dump(mode="json", by_alias=True)
+
     def compared(self) -> dict[str, Any]:
         """Return every field as plain data for comparisons.
 
         model.positions is null if it equals sequence_length, stated or not. A run that is no branch has none.
         """
-        values = self.model_dump(mode="json", by_alias=True)
+        values = self.as_data()
         if self.branch is None:
             del values["branch"]
         if self.positions == self.sequence_length:
@@ -760,7 +766,9 @@ class Recipe(Strict):
     def decay_steps(self) -> int | None:
         """Step at which the learning rate reaches min_lr; None: its schedule has no such step."""
         endless = self.schedule.kind in ("constant", "inverse_sqrt", "WarmupLR")
-        return None if endless else self.schedule.decay_steps or self.steps
+        if endless:
+            return None
+        return self.schedule.decay_steps or self.steps
 
     @property
     def checkpoint_interval(self) -> int:

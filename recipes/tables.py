@@ -117,9 +117,10 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_table(path: Path) -> Table:
     """Read a table and check its frame, not yet its rows; RecipeError for malformed YAML or another frame."""
-    document = read(
-        path, f"{path.parent.name}/{path.name}" if path.parent == FOLDER else str(path)
-    )
+    where = str(path)
+    if path.parent == FOLDER:
+        where = f"{path.parent.name}/{path.name}"
+    document = read(path, where)
     frame = checked(TableFrame, document.value, document)
     below = _other_table(path, frame.like, document) if frame.like else None
     return Table(**dict(frame), name=path.stem, document=document, below=below)

@@ -71,7 +71,8 @@ def _override(
 def _value(path: KeyPath, written: str, where: str) -> Any:
     """Read a value as YAML; for a key that takes any text, it is what is typed: 2024, 7e12345, yes, *.txt."""
     plain = written.strip()
-    if is_text(path) and plain not in ("", "~", "null") and plain[0] not in "'\"":
+    empty = plain in ("", "~", "null")
+    if is_text(path) and not empty and plain[0] not in "'\"":
         return plain
     return parse(written, where).value
 

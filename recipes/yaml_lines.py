@@ -23,7 +23,7 @@ KeyPath = tuple[str, ...]
 class YamlError(RecipeError):
     """A text that is no YAML; its problem names file:line:column."""
 
-    def __init__(self, where: str, came: str, rule: str = "", fix: str = "") -> None:
+    def __init__(self, where: str, came: str, rule: str, fix: str = "") -> None:
         super().__init__([Problem(where, came, rule, fix, where=where)])
 
 

@@ -23,7 +23,14 @@ REJECTED = "rejected"
 EXACT = "exact copy of an earlier document"
 NEAR = "near-duplicate of an earlier document"
 # columns of chunks and their types
-_COLUMNS = "files i4 numbers i8 digests u8 marks u4 shingles u4 set_sizes i8"
+_COLUMNS = {
+    "files": "i4",
+    "numbers": "i8",
+    "digests": "u8",
+    "marks": "u4",
+    "shingles": "u4",
+    "set_sizes": "i8",
+}
 
 
 @dataclass(frozen=True)
@@ -56,21 +63,20 @@ def gather(
         count: number of chunks.
     """
     directory.mkdir(exist_ok=True)
-    columns = dict(zip(_COLUMNS.split()[::2], _COLUMNS.split()[1::2], strict=True))
     starts = [0]
     with ExitStack() as stack:
         files = {}
-        for name in columns:
+        for name in _COLUMNS:
             file = open(directory / f"{name}.array", "wb")  # noqa: SIM115 - closed with the others
             files[name] = stack.enter_context(file)
         for number in range(count):
-            found = chunk_file.read_arrays(chunks, number, list(columns))
+            found = chunk_file.read_arrays(chunks, number, [*_COLUMNS])
             starts.append(starts[-1] + len(found["files"]))
             for name, file in files.items():
                 found[name].tofile(file)
     assert starts[-1] == documents, (starts[-1], documents)
     arrays = {}
-    for name, dtype in columns.items():
+    for name, dtype in _COLUMNS.items():
         path = directory / f"{name}.array"
         empty = not path.stat().st_size  # it cannot be mapped
         arrays[name] = np.zeros(0, dtype) if empty else np.memmap(path, dtype, "r")

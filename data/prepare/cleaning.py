@@ -28,7 +28,7 @@ from ftfy.badness import is_bad
 
 from data.text.encoder import UNSPACED
 from data.text.sources import package_directory
-from recipes.problems import Problem, ProblemsError
+from recipes.problems import ProblemsError
 
 # Characters to read; THEN only where the first answer is not certain, since they take time.
 FIRST = 200
@@ -45,7 +45,7 @@ def check_code(code: str) -> None:
     if code not in known:
         rule = f"it is none of the {len(known)} codes that can be told apart"
         fix = "give one such as en, de, fr or zh, or none to keep all languages"
-        raise ProblemsError([Problem("--language", f"--language {code!r}", rule, fix)])
+        raise ProblemsError.of("--language", f"--language {code!r}", rule, fix)
 
 
 def _model() -> Any:

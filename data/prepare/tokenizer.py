@@ -20,7 +20,7 @@ from data.text.trained_vocabulary import train_bpe, train_wordpiece, wrap_tokeni
 from data.text.vocabulary import missing_roles, ready_made
 from data.text.vocabulary_files import read_tokenizer, save_tokenizer
 from recipes.families import TRAINED
-from recipes.problems import Problem, ProblemsError
+from recipes.problems import ProblemsError
 
 
 def obtain(
@@ -84,9 +84,7 @@ def training_texts(settings: Settings, inputs: Inputs) -> Iterator[str]:
             f"--language {settings.language} with --tokenizer {settings.tokenizer.kind}"
         )
         fix = "give the language of the text, or none to keep all"
-        raise ProblemsError(
-            [Problem("--language", came, f"nothing to train on: {found}", fix)]
-        )
+        raise ProblemsError.of("--language", came, f"nothing to train on: {found}", fix)
 
 
 def _make(settings: Settings, inputs: Inputs, say: Say) -> PreTrainedTokenizerFast:

@@ -39,7 +39,7 @@ from data.samples.masking import BertVocabulary, check_whole_words, mask
 from data.text.encoder import SentenceEncoder
 from data.tokens.store import Store
 from recipes.families import BERT
-from recipes.problems import Key, Problem, ProblemsError, Setting, counted
+from recipes.problems import Key, ProblemsError, Setting, counted
 from recipes.schema import Masking, Origin, Recipe
 
 _SENTENCE_LABELS = {
@@ -162,7 +162,9 @@ def _cut(rng: Generator, length: int, borders: np.ndarray) -> int:
     """Choose the end of A: a border of sentences, else inside the only sentence, or behind the only token."""
     if len(borders):
         return int(borders[rng.integers(len(borders))])
-    return int(rng.integers(1, length)) if length > 1 else 1
+    if length > 1:
+        return int(rng.integers(1, length))
+    return 1
 
 
 def truncate(
@@ -326,8 +328,8 @@ class BertSamples(StoredSamples):
         )
         if not filled:
             none = f"no text in {counted(len(documents), 'document')}"
-            raise ProblemsError(
-                [Problem("data.name", none, fix=("give more, or ", *hold_out_more))]
+            raise ProblemsError.of(
+                "data.name", none, fix=("give more, or ", *hold_out_more)
             )
         if filled < 2 and family.sentence_head == "nsp":
             came = (
@@ -337,7 +339,7 @@ class BertSamples(StoredSamples):
             rule = "the second segment must come from another one"
             other = (", or set ", Key("model.sentence_head"), " to sop or none")
             better = ("give more documents, ", *hold_out_more, *other)
-            raise ProblemsError([Problem("model.sentence_head", came, rule, better)])
+            raise ProblemsError.of("model.sentence_head", came, rule, better)
         super().__init__(len(self._chunks))
 
     def take(self, positions: Sequence[int], seed: int) -> Fields:

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from data.samples.fields import Fields, HeldOut, Parts, TrainingSamples, shuffled
-from recipes.problems import Key, Problem, ProblemsError
+from recipes.problems import Key, ProblemsError
 
 _ADDED_UP = frozenset({
-    *("documents", "train_documents", "held_out_documents", "test_documents"),
-    *("train_tokens", "held_out_tokens", "test_tokens", "unigram_tokens"),
-    *("text_bytes", "documents_read_for_validation", "samples_per_epoch"),
+    "documents", "train_documents", "held_out_documents", "test_documents",
+    "train_tokens", "held_out_tokens", "test_tokens", "unigram_tokens",
+    "text_bytes", "documents_read_for_validation", "samples_per_epoch",
 })  # fmt: skip
 BLOCK = 1000  # positions; a part has at least one of them
 
@@ -59,12 +59,8 @@ class BlendedSamples:
             found = f": part {smallest + 1} has weight {weights[smallest]} of {sum(weights)}"
             came = (Key("data.blend"), found)
             rule = f"that is less than one sample in {BLOCK}"
-            raise ProblemsError(
-                [
-                    Problem(
-                        "data.blend", came, rule, "give it more weight or leave it out"
-                    )
-                ]
+            raise ProblemsError.of(
+                "data.blend", came, rule, "give it more weight or leave it out"
             )
 
     def take(self, positions: Sequence[int], seed: int) -> Fields:
@@ -123,9 +119,7 @@ class BlendedSamples:
         if places != before:
             was = f"the checkpoint read a blend of {len(found)} parts, at {str(places)[:100]}, and "
             came = (was, Key("data.blend"), f" has {len(self._parts)}, at {before}")
-            raise ProblemsError(
-                [Problem("data.blend", came, fix="resume with the same blend")]
-            )
+            raise ProblemsError.of("data.blend", came, fix="resume with the same blend")
         for part, saved in zip(self._parts, found, strict=True):
             part.restore(saved)
 

@@ -26,7 +26,7 @@ from data.samples.fields import (
 from data.text.encoder import Encoder, end_of_document
 from data.tokens.store import Store
 from recipes.families import PLACES
-from recipes.problems import Key, Problem, ProblemsError, Words, counted
+from recipes.problems import Key, ProblemsError, Words, counted
 from recipes.schema import Origin, Recipe
 
 if TYPE_CHECKING:
@@ -108,7 +108,9 @@ class TokenStream:
 
     def __len__(self) -> int:
         """Number of tokens."""
-        return int(self._ends[-1]) if len(self._ends) else 0
+        if len(self._ends):
+            return int(self._ends[-1])
+        return 0
 
     def read(self, start: int, end: int) -> np.ndarray:
         """Read the tokens from `start` to `end` of the stream, (end - start,) int64."""
@@ -164,7 +166,7 @@ class GptSamples(StoredSamples):
             there = counted(stream.documents, "document")
             came = (f"{there} with ", *too_short(len(stream), sequence_length))
             fix = ("give more text, or set ", Key("sequence_length"), " lower")
-            raise ProblemsError([Problem("sequence_length", came, fix=fix)])
+            raise ProblemsError.of("sequence_length", came, fix=fix)
         super().__init__(count)
 
     def take(self, positions: Sequence[int], seed: int) -> Fields:

@@ -31,7 +31,7 @@ from data.keyed_random import generator
 from data.samples.fields import Fields
 from data.text.records import Source
 from recipes import files
-from recipes.problems import Problem, ProblemsError, Words
+from recipes.problems import ProblemsError, Words
 
 MOST_LANES = 64  # a single rank may hold a file of each open
 REMEMBERED = 16  # last documents of a BERT's lane, for the random segments of NSP
@@ -92,7 +92,9 @@ class LaneReader:
 
     @property
     def beginning(self) -> LanePlace:
-        return LanePlace(before=0, taken=0) if self.buffer else LanePlace()
+        if self.buffer:
+            return LanePlace(before=0, taken=0)
+        return LanePlace()
 
     def epoch_from(self, place: LanePlace) -> Iterator[tuple[PlacedDocument, Any]]:
         """Yield (document, its encoded text) from `place` to the end of its epoch."""
@@ -195,7 +197,7 @@ class Lane(ABC):
         barren = self._whole and not self._fruitful
         if barren and self._place.wide:
             came = (f"{self.reader.source.name}: the training documents ", *too_little)
-            raise ProblemsError([Problem("data.name", came, fix="give more text")])
+            raise ProblemsError.of("data.name", came, fix="give more text")
         self._open(LanePlace(self._place.epoch + 1, wide=self._place.wide or barren))
 
 
@@ -221,8 +223,8 @@ class StreamedSamples:
         open_lane: Callable[[int], Lane],
         stack: Callable[[Sequence[Any]], Fields],
         global_batch: int,
-        buffer: int = 0,
-        say: Say = print,
+        buffer: int,
+        say: Say,
     ):
         """Begin all lanes at their beginnings.
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data.text.encoder import UNSPACED
 from data.text.vocabulary import vocabulary_size
-from recipes.problems import Key, Problem, ProblemsError, Setting
+from recipes.problems import Key, ProblemsError, Setting
 from recipes.schema import Masking
 
 # shares of the chosen tokens; the rest stays
@@ -65,7 +65,7 @@ def check_whole_words(vocabulary: BertVocabulary, masking: Masking) -> None:
             " to false, or use a WordPiece vocabulary",
         )
         came = Setting("data.masking.whole_words", "true")
-        raise ProblemsError([Problem("data.masking.whole_words", came, rule, fix)])
+        raise ProblemsError.of("data.masking.whole_words", came, rule, fix)
 
 
 def choose(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter
 
-from data.durable_files import SAY_EVERY_S, Say
+from data.durable_files import Say, now_and_then
 from data.samples.fields import HELD_OUT_SEED, Array, Fields, HeldOut, Parts
 from data.samples.lanes import (
     Lane,
@@ -26,7 +25,7 @@ from data.samples.splits import Family
 from data.text.held_out import Part, part_of
 from data.text.records import Source
 from recipes.families import PLACES
-from recipes.problems import Key, Problem, ProblemsError, Setting
+from recipes.problems import Key, ProblemsError, Setting
 from recipes.schema import Origin, Recipe
 
 UNIGRAM_TOKENS = 200_000
@@ -122,10 +121,10 @@ def read_head(
     counts = np.zeros(vocabulary, dtype=np.int64)
     counted = 0
     documents = 0
-    last = time.monotonic()
+    tell = now_and_then(say)
 
     def needed() -> Iterator[PlacedDocument]:
-        nonlocal documents, last
+        nonlocal documents
         for placed in interleave_files(source):
             documents += 1
             name = part(placed.index)
@@ -135,12 +134,10 @@ def read_head(
                 yield placed  # other documents are not tokenized
             elif trained_enough and all(split.full for split in held.values()):
                 return
-            if time.monotonic() - last >= SAY_EVERY_S:
-                last = time.monotonic()
-                found = ", ".join(
-                    f"{h.found:,} of {h.wanted:,} {n} samples" for n, h in held.items()
-                )
-                say(f"{source.name}: {found} after {documents:,} documents")
+            found = ", ".join(
+                f"{h.found:,} of {h.wanted:,} {n} samples" for n, h in held.items()
+            )
+            tell(f"{source.name}: {found} after {documents:,} documents")
 
     for placed, encoded in family.encoder(origin, _HEAD_BATCH_CHARACTERS)(needed()):
         name = part(placed.index)
@@ -172,7 +169,7 @@ def _check_found(
                 *why,
             )
             fix = ("set ", Key(key), " or ", Key("sequence_length"), " lower")
-            raise ProblemsError([Problem(key, came, fix=fix)])
+            raise ProblemsError.of(key, came, fix=fix)
 
 
 def interleave_files(source: Source) -> Iterator[PlacedDocument]:

@@ -10,7 +10,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from data.text.file_types import looks_like
 from recipes import files
-from recipes.problems import Problem, ProblemsError, counted
+from recipes.problems import ProblemsError, counted
 from recipes.tasks import TaskFacts
 
 MOST_LINE = 64 * files.MIB  # bytes
@@ -107,7 +107,7 @@ def check_split(split: str, path: str) -> None:
 
 
 def _refuse(key: str, where: str, rule: str, fix: str) -> NoReturn:
-    raise ProblemsError([Problem(key, where, rule, fix, where=key)])
+    raise ProblemsError.of(key, where, rule, fix, where=key)
 
 
 def _local(path: Path) -> Iterator[LocatedRecord]:

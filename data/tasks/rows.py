@@ -16,7 +16,7 @@ from data.text.records import (
 )
 from data.text.text_files import JsonlFormat, ParquetFormat, numbered_lines
 from recipes import files
-from recipes.problems import Key, Problem, ProblemsError, Words
+from recipes.problems import Key, ProblemsError, Words
 
 FLAG = "--data"
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
@@ -79,12 +79,8 @@ def local_file(text: str) -> Path:
     if not files.is_file(path):
         came = "is a directory" if path.is_dir() else "no such file"
         rule = f"{came} (seen from {Path.cwd()})"
-        raise ProblemsError(
-            [
-                Problem(
-                    FLAG, f"{FLAG} {text}", rule, "give a .jsonl, .parquet or text file"
-                )
-            ]
+        raise ProblemsError.of(
+            FLAG, f"{FLAG} {text}", rule, "give a .jsonl, .parquet or text file"
         )
     return path
 
@@ -97,7 +93,7 @@ def _format(path: Path, column: str) -> RecordFormat | None:
         if kind not in ("jsonl", "parquet"):
             came = f"{FLAG} {path} is {seen[0]}"
             fix = "give JSON lines, parquet or text"
-            raise ProblemsError([Problem(FLAG, came, fix=fix)])
+            raise ProblemsError.of(FLAG, came, fix=fix)
     if kind == "jsonl":
         return JsonlFormat(column, MAX_RECORD_BYTES)
     return ParquetFormat(column, MAX_RECORD_BYTES) if kind == "parquet" else None
@@ -135,11 +131,9 @@ def _from_hub(source: HubSource, column: str) -> Iterator[str | BrokenRecord]:
 def _refused(place: Path | HubSource, broken: Sequence[BrokenRecord]) -> ProblemsError:
     where = place.name if isinstance(place, HubSource) else f"{FLAG} {place}"
     if not broken:
-        return ProblemsError(
-            [Problem(FLAG, where, "holds no text", "give a file with text")]
-        )
-    return ProblemsError(
-        [Problem(FLAG, where, f"no row can be used, the first: {_said(broken[0])}")]
+        return ProblemsError.of(FLAG, where, "holds no text", "give a file with text")
+    return ProblemsError.of(
+        FLAG, where, f"no row can be used, the first: {_said(broken[0])}"
     )
 
 

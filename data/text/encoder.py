@@ -14,7 +14,7 @@ import sentencex
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
-from recipes.problems import Key, Problem, ProblemsError, Setting, some
+from recipes.problems import Key, ProblemsError, Setting, some
 
 LANGUAGE = "en"
 Ends = Literal["split", "lines"]  # how to find the ends of sentences
@@ -39,18 +39,21 @@ def sentences_of(text: str, how: Ends) -> list[str]:
     else:
         assert how == "split", how
         found = sentencex.segment(LANGUAGE, text)
-        pieces = [
-            line
-            for s in found
-            for line in (s.split("\n") if len(s) > LONG_SENTENCE else [s])
-        ]
-    stripped = (piece.strip() for piece in pieces)
-    # A sentence stands on one line, for files of one sentence per line.
-    return [
-        " ".join(piece.split()) if "\n" in piece else piece
-        for piece in stripped
-        if piece
-    ]
+        pieces = []
+        for sentence in found:
+            if len(sentence) > LONG_SENTENCE:
+                pieces += sentence.split("\n")
+            else:
+                pieces.append(sentence)
+    sentences = []
+    for piece in pieces:
+        stripped = piece.strip()
+        # A sentence stands on one line, for files of one sentence per line.
+        if "\n" in stripped:
+            stripped = " ".join(stripped.split())
+        if stripped:
+            sentences.append(stripped)
+    return sentences
 
 
 if TYPE_CHECKING:
@@ -111,8 +114,8 @@ def end_of_document(tokenizer: PreTrainedTokenizerFast) -> int:
         Key("data.tokenizer.kind"),
     )
     came = "the vocabulary names no end-of-sequence token and no [SEP]"
-    raise ProblemsError(
-        [Problem("data.tokenizer.kind", came, "documents cannot be ended", fix)]
+    raise ProblemsError.of(
+        "data.tokenizer.kind", came, "documents cannot be ended", fix
     )
 
 
@@ -231,8 +234,7 @@ class Encoder:
             rule = "it has neither every byte nor a token for what it does not know"
             kind = Setting("data.tokenizer.kind", "trained_bpe")
             fix = ("give another one, or set ", kind)
-            problem = Problem("data.tokenizer.path", came, rule, fix)
-            raise ProblemsError([problem])
+            raise ProblemsError.of("data.tokenizer.path", came, rule, fix)
 
 
 class SentenceEncoder:

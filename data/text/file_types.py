@@ -166,7 +166,9 @@ def _head(path: Path) -> bytes:
 
 def _shown_type(path: Path, head: bytes) -> tuple[str, str | None] | None:
     name = _by_content(head) or _by_suffix(path, head)
-    return (name, _SOURCES.get(name)) if name else None
+    if name:
+        return (name, _SOURCES.get(name))
+    return None
 
 
 def way_from(name: str) -> str:
@@ -195,11 +197,15 @@ def _by_suffix(path: Path, head: bytes) -> str | None:
     name = _without_compression(path)
     if name.suffix == ".bin" and b"\0" in head:
         return RAW
-    return _SUFFIXES.get(name.suffix.lower()) if head else None
+    if head:
+        return _SUFFIXES.get(name.suffix.lower())
+    return None
 
 
 def _without_compression(path: Path) -> Path:
-    return path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path
+    if path.suffix.lower() in _COMPRESSED:
+        return path.with_suffix("")
+    return path
 
 
 @contextmanager

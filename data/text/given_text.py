@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import json
 import re
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -13,13 +12,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from data.durable_files import SAY_EVERY_S, Say, quiet
+from data.durable_files import Say, now_and_then, quiet
 from data.text.file_types import type_of, way_from
 from data.text.listing import splits_of
 from data.text.records import FoundFile, read_strictly
 from data.text.sources import files_of, format_of, named_path
 from data.text.text_files import JsonlFormat
-from recipes.files import named_kind
+from recipes.files import named_kind, nested
 from recipes.problems import Key, Problem, ProblemsError, Setting, Words, either, some
 from recipes.schema import Origin
 
@@ -86,25 +85,21 @@ def _check_splits(text: str, files: Sequence[FoundFile]) -> None:
     came = f"holds files named {' and '.join(splits)}"
     rule = "a test of what a model was trained on says nothing"
     fix = f"name one split by a glob, as '{every}{word}*{inside}', or all: '{every}'"
-    raise ProblemsError([Problem("--text", came, rule, fix)])
+    raise ProblemsError.of("--text", came, rule, fix)
 
 
 def _source_of(text: str, files: Sequence[FoundFile], say: Say) -> Any:
     """Return the one source that reads all files. Raises ProblemsError."""
     kinds: dict[tuple[str, str | None], list[str]] = {}
-    said = time.monotonic()
+    tell = now_and_then(say)
     for number, file in enumerate(files, 1):
         kinds.setdefault(type_of(file.path), []).append(str(file.path))
-        if time.monotonic() - said >= SAY_EVERY_S:
-            said = time.monotonic()
-            say(f"{text}: looked into {number:,} of {len(files):,} files")
+        tell(f"{text}: looked into {number:,} of {len(files):,} files")
     problems = []
     for (name, source), paths in kinds.items():
         if source == "store":
             fix = f"train from it with --set data.source=store --set data.name={text}"
-            raise ProblemsError(
-                [Problem("--text", "is a token store, and no text", fix=fix)]
-            )
+            raise ProblemsError.of("--text", "is a token store, and no text", fix=fix)
         if source is None:
             came = f"{some(paths, _SHOWN)}: {name}"
             fix = way_from(name).replace("FILE", paths[0])
@@ -130,8 +125,9 @@ def _column_of(file: Path) -> str:
             if isinstance(value, str):
                 texts.setdefault(name, []).append(value)
     for name in COLUMNS:
+        first, *_ = values.get(name, [0])
         # its reader says what is wrong, here and where nothing can be read
-        if not values or isinstance(values.get(name, [0])[0], str | bytes | None):
+        if not values or isinstance(first, str | bytes | None):
             return name
     others = _characters(values) - _characters(texts)
     likely = [name for name, own in texts.items() if _is_text(name, own, others)]
@@ -151,7 +147,7 @@ def _column_of(file: Path) -> str:
             " if that is the text, or ",
             *fix,
         )
-    raise ProblemsError([Problem("data.text_column", came, rule, fix)])
+    raise ProblemsError.of("data.text_column", came, rule, fix)
 
 
 def _is_text(name: str, values: Sequence[str], others: int) -> bool:
@@ -168,16 +164,7 @@ def _is_text(name: str, values: Sequence[str], others: int) -> bool:
 
 def _characters(value: Any) -> int:
     """Count the characters of all texts in a value, but for keys."""
-    found = 0
-    waiting = [value]
-    for each in waiting:  # which grows
-        if isinstance(each, str):
-            found += len(each)
-        elif isinstance(each, dict):
-            waiting += each.values()
-        elif isinstance(each, list):
-            waiting += each
-    return found
+    return sum(len(each) for each in nested(value) if isinstance(each, str))
 
 
 def _first_records(file: Path) -> list[dict[str, Any]]:

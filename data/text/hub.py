@@ -28,7 +28,7 @@ from data.text.records import (
     field_text,
     skip_or_refuse,
 )
-from recipes.problems import Key, Problem, ProblemsError, Setting, Words
+from recipes.problems import Key, ProblemsError, Setting, Words
 
 # failures in a row after which a reader gives up; each record read resets the count
 ATTEMPTS = 10
@@ -39,26 +39,28 @@ _NETWORK_MODULES = {"aiohttp", "httpcore", "httpx", "httpx2", "requests", "urlli
 # Two kinds of timeouts until Python 3.11.
 _NETWORK_ERRORS = (ConnectionError, TimeoutError, asyncio.TimeoutError, HTTPException)
 _SCRIPT_HINT: tuple[Words, ...] = (
-    *("set ", Setting("data.revision", "refs/convert/parquet")),
+    "set ",
+    Setting("data.revision", "refs/convert/parquet"),
     ", the branch that the hub converts datasets to parquet in (it has no configurations: leave ",
-    *(Key("data.config"), " out), or "),
+    Key("data.config"),
+    " out), or ",
 )
 _WITHOUT_HUB: tuple[Words, ...] = (
-    *(
-        "check the name, ",
-        Key("data.config"),
-        ", ",
-        Key("data.revision"),
-        ", ",
-        Key("data.split"),
-    ),
-    *(
-        " and the network, or do without the hub: with a local copy (",
-        Setting("data.source", "parquet"),
-        " ",
-    ),
-    *(Setting("data.name", "DIRECTORY/*.parquet"), ") or with the packaged corpus ("),
-    *(Setting("data.source", "packaged"), ", without ", Key("data.name"), ")"),
+    "check the name, ",
+    Key("data.config"),
+    ", ",
+    Key("data.revision"),
+    ", ",
+    Key("data.split"),
+    " and the network, or do without the hub: with a local copy (",
+    Setting("data.source", "parquet"),
+    " ",
+    Setting("data.name", "DIRECTORY/*.parquet"),
+    ") or with the packaged corpus (",
+    Setting("data.source", "packaged"),
+    ", without ",
+    Key("data.name"),
+    ")",
 )
 
 
@@ -120,9 +122,7 @@ class HubSource:
             if now != count:
                 named = Setting("data.name", self.name)
                 rule = f"the dataset had {count} shards and has {now} now: it was changed while it was read"
-                raise ProblemsError(
-                    [Problem("data.name", named, rule, "start the run again")]
-                )
+                raise ProblemsError.of("data.name", named, rule, "start the run again")
             return stream.shard(num_shards=count, index=shard)
 
         where = f"{self.name}, shard {shard}" if count > 1 else self.name
@@ -144,9 +144,10 @@ class HubSource:
         self, open_stream: Callable[[], Any], where: str, start: int
     ) -> Iterator[RawRecord | BrokenRecord]:
         def read(done: int) -> Iterator[dict[str, Any]]:
-            return iter(
-                open_stream().skip(start + done) if start + done else open_stream()
-            )
+            stream = open_stream()
+            if start + done:
+                stream = stream.skip(start + done)
+            return iter(stream)
 
         for number, record in enumerate(self._with_retries(read), start + 1):
             found = field_text(record, self.text_column, RawRecord(where, number, ""))
@@ -210,9 +211,7 @@ class HubSource:
         rule = f"tried {called}{times}: {type(error).__name__}: {error}"
         script = _SCRIPT_HINT if "scripts are no longer supported" in str(error) else ()
         came = Setting("data.name", self.name)
-        return ProblemsError(
-            [Problem("data.name", came, rule, (*script, *_WITHOUT_HUB))]
-        )
+        return ProblemsError.of("data.name", came, rule, (*script, *_WITHOUT_HUB))
 
 
 def is_temporary(error: BaseException) -> bool:

@@ -10,15 +10,14 @@ import glob
 import os
 import re
 import stat
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from data.durable_files import SAY_EVERY_S, Say
+from data.durable_files import Say, now_and_then
 from data.text.records import VERSION, FoundFile
 from recipes import files
-from recipes.problems import Problem, ProblemsError, some
+from recipes.problems import ProblemsError, some
 
 # what a directory holds beside its text: hidden files, and those of Spark's committers
 _NOT_READ = re.compile(
@@ -73,7 +72,7 @@ def _look_up(path: Path, say: Say) -> list[FoundFile]:
     """Return the files of a path under all their names."""
     found = []
     strange = []
-    said = time.monotonic()
+    tell = now_and_then(say)
     pattern = str(path)
     if path.is_dir():
         pattern = f"{glob.escape(pattern)}/**/*"
@@ -87,15 +86,13 @@ def _look_up(path: Path, say: Say) -> list[FoundFile]:
             found.append(FoundFile(Path(name), VERSION(facts)))
         elif not stat.S_ISDIR(mode):
             strange.append(name)
-        if time.monotonic() - said >= SAY_EVERY_S:
-            said = time.monotonic()
-            say(f"{path}: {len(found):,} files so far")
+        tell(f"{path}: {len(found):,} files so far")
     files.check_names("data.name", [file.path for file in found])
     if strange:
         came = f"{some(sorted(strange))}: no ordinary file (a pipe, a device, or a link to nothing)"
         rule = "sources are read several times"
-        raise ProblemsError(
-            [Problem("data.name", came, rule, "save it as a file, or leave it out")]
+        raise ProblemsError.of(
+            "data.name", came, rule, "save it as a file, or leave it out"
         )
     return sorted(found, key=lambda file: str(file.path))
 
@@ -153,4 +150,4 @@ def _refuse(error: OSError) -> None:
     """Refuse a directory that cannot be listed: its text would be missing unsaid."""
     came = f"{error.filename}: cannot be listed"
     fix = "make it readable, or name what is to be read by a glob"
-    raise ProblemsError([Problem("data.name", came, str(error.strerror), fix)])
+    raise ProblemsError.of("data.name", came, str(error.strerror), fix)

@@ -99,13 +99,15 @@ class FoundFile(NamedTuple):
         now = then[:0]
         with suppress(FileNotFoundError):
             now = VERSION(self.path.stat())
-        same = now[1:2] == then[1:2] or now[4:] == then[4:]
+        one_inode = now[1:2] == then[1:2]
+        one_time = now[4:] == then[4:]
+        same = one_inode or one_time
         if same and now[2:4] == then[2:4]:
             return
         came = f"{self.path}: was changed, replaced or removed while it was read"
         rule = "documents are numbered and held out by their places in the files"
         fix = "put it back as it was, or begin anew with what is there now"
-        raise ProblemsError([Problem("data.name", came, rule, fix)])
+        raise ProblemsError.of("data.name", came, rule, fix)
 
 
 class RecordFormat:
@@ -250,7 +252,7 @@ def choose_column(names: Sequence[str]) -> Text:
     return "set ", Key("data.text_column"), f" to {which}"
 
 
-def unusable_record(raw: RawRecord, kind: str, detail: Text = "") -> BrokenRecord:
+def unusable_record(raw: RawRecord, kind: str, detail: Text) -> BrokenRecord:
     """Make a `BrokenRecord` for an unusable record."""
     return broken_record(raw.file, raw.number, kind, detail, raw.payload)
 
@@ -357,6 +359,4 @@ def skip_or_refuse(
         leave_out,
         ", or keep them aside by launch/prepare_data.py",
     )
-    raise ProblemsError(
-        [Problem("data.name", f"{where}: {found.kind}", found.detail, fix)]
-    )
+    raise ProblemsError.of("data.name", f"{where}: {found.kind}", found.detail, fix)

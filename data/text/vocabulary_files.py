@@ -30,7 +30,7 @@ from data.text.trained_vocabulary import (
     wordpiece_backend,
 )
 from recipes import files
-from recipes.problems import Problem, ProblemsError, Setting
+from recipes.problems import ProblemsError, Setting
 
 # of a vocabulary file; the largest published ones have 40
 MOST_VOCABULARY = 256 * files.MIB
@@ -76,9 +76,7 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
     again = "give a vocab.txt, a tokenizer.json, or a directory that transformers saved"
 
     def refused(rule: str, fix: str = "") -> ProblemsError:
-        return ProblemsError(
-            [Problem("data.tokenizer.path", (named, f" {rule}"), fix=fix)]
-        )
+        return ProblemsError.of("data.tokenizer.path", (named, f" {rule}"), fix=fix)
 
     if not (files.is_file(path) or path.exists()):
         raise refused("does not exist", again)

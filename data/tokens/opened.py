@@ -257,7 +257,10 @@ def ready_made_store(
     checksum = checksum_of(store, directory, say)
     recorded = facts["crc32"] if isinstance(facts.get("crc32"), dict) else {}
     now = {half: f"{crc:08x}" for half, crc in checksum._asdict().items()}
-    changed = [half for half, crc in now.items() if recorded.get(half, crc) != crc]
+    changed = []
+    for half, crc in now.items():
+        if recorded.get(half, crc) != crc:
+            changed.append(half)
     if changed:
         came = [
             f"{prefix}.{x} has CRC-32 {now[x]}, and {REPORT} recorded {recorded[x]}"
@@ -307,7 +310,7 @@ def check_ready_made(
             f"the store {origin.name} was made with a vocabulary of {made_with} tokens"
         )
         fix = ("set ", Setting("model.vocab_size", made_with))
-        raise ProblemsError([Problem("model.vocab_size", came, rule, fix)])
+        raise ProblemsError.of("model.vocab_size", came, rule, fix)
     if tokenizer is not None:
         _check_digest(kind, origin, facts, tokenizer)
     beyond = tokens >= vocab_size
@@ -322,7 +325,7 @@ def outside_vocabulary(what: str, vocab_size: int) -> ProblemsError:
     came = (f"{what} is outside the vocabulary of ", size)
     vocabulary = ("set ", Key("data.tokenizer.kind"), " and ", Key("model.vocab_size"))
     fix = (*vocabulary, " to the vocabulary that the store was made with")
-    return ProblemsError([Problem("model.vocab_size", came, fix=fix)])
+    return ProblemsError.of("model.vocab_size", came, fix=fix)
 
 
 def _check_digest(
@@ -420,9 +423,7 @@ def _check_index(origin: Origin, prefix: Path) -> None:
 
 
 def _refused(origin: Origin, rule: Text, fix: Text) -> ProblemsError:
-    return ProblemsError(
-        [Problem("data.name", Setting("data.name", origin.name), rule, fix)]
-    )
+    return ProblemsError.of("data.name", Setting("data.name", origin.name), rule, fix)
 
 
 def _reported(report: Path) -> dict[str, Any]:

@@ -22,7 +22,6 @@ import os
 import shutil
 import struct
 import tempfile
-import time
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -32,7 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data.durable_files import SAY_EVERY_S, DamagedFile, Say, replacing
+from data.durable_files import DamagedFile, Say, now_and_then, quiet, replacing
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
@@ -217,7 +216,7 @@ class Store:
         starts[inside] = self.pointers[sequences[inside]] // self.dtype.itemsize
         return starts
 
-    def checksum(self, say: Say = lambda line: None) -> Checksum:
+    def checksum(self, say: Say = quiet) -> Checksum:
         """Read both files; `say` the progress every few seconds."""
         idx, _ = _read_through(idx_path(self.prefix), say)
         return Checksum(idx, *_read_through(bin_path(self.prefix), say, self.dtype))
@@ -379,12 +378,12 @@ class StoreWriter:
 
 
 def _read_through(
-    path: Path, say: Say = lambda line: None, dtype: np.dtype | None = None
+    path: Path, say: Say = quiet, dtype: np.dtype | None = None
 ) -> tuple[int, int]:
     """Return the CRC-32 of a file and, of tokens of a type, the largest as unsigned; 0 without one."""
     found = largest = 0
     unsigned = dtype and f"<u{dtype.itemsize}"
-    said = time.monotonic()
+    tell = now_and_then(say)
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         while part := file.read(_READ):
@@ -392,7 +391,5 @@ def _read_through(
             if unsigned:
                 tokens = np.frombuffer(part, unsigned)
                 largest = max(largest, int(tokens.max()))
-            if time.monotonic() - said >= SAY_EVERY_S:
-                said = time.monotonic()
-                say(f"{path}: {file.tell() / 1e9:.1f} of {size / 1e9:.1f} GB checked")
+            tell(f"{path}: {file.tell() / 1e9:.1f} of {size / 1e9:.1f} GB checked")
     return found, largest

@@ -8,23 +8,19 @@ from pathlib import Path
 from ds_configs.findings import Findings
 from ds_configs.plan import Machine
 from recipes.layout import Layout
+from recipes.problems import existing
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}  # of the monitors
 # Keys for DeepSpeed without a test here; false, {} and 1 have no effect.
 UNTRIED = (
-    *("aio.use_gds", "zero_optimization.leaf_module"),
-    *(
-        "zero_optimization.offload_optimizer.super_offload",
-        "zero_optimization.offload_optimizer.pipeline_read",
-    ),
-    *(
-        "zero_optimization.offload_optimizer.pipeline_write",
-        "zero_optimization.offload_optimizer.fast_init",
-    ),
-    *(
-        "zero_optimization.zero_hpz_partition_size",
-        "zero_optimization.zero_quantized_weights",
-    ),
+    "aio.use_gds",
+    "zero_optimization.leaf_module",
+    "zero_optimization.offload_optimizer.super_offload",
+    "zero_optimization.offload_optimizer.pipeline_read",
+    "zero_optimization.offload_optimizer.pipeline_write",
+    "zero_optimization.offload_optimizer.fast_init",
+    "zero_optimization.zero_hpz_partition_size",
+    "zero_optimization.zero_quantized_weights",
     "zero_optimization.zero_quantized_nontrainable_weights",
     "zero_optimization.zero_quantized_gradients",
 )
@@ -80,11 +76,7 @@ def _check_writable(
     """Refuse a folder, or a file, that DeepSpeed could not make and write."""
     reason = None
     try:
-        there = next(
-            each
-            for each in (path.absolute(), *path.absolute().parents)
-            if each.exists()
-        )
+        there = existing(path)
         if file and there == path.absolute():
             reason = "is a directory" if there.is_dir() else None
         elif not there.is_dir():

@@ -171,7 +171,7 @@ def check_schedule(kind: Any, recipe: Recipe, findings: Findings) -> None:
 
 def _own(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe as plain data, with the numbers of LAMB or Muon spelt out."""
-    own = recipe.model_dump(mode="json", by_alias=True)
+    own = recipe.as_data()
     if recipe.optimizer.name == "muon":
         own["optimizer"] |= recipe.optimizer.of_muon
     if recipe.optimizer.name == "lamb":

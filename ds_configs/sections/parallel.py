@@ -51,8 +51,10 @@ def layout(
     unit = recipe.batch.unit
     total = recipe.batch.global_
     # a ramp's smallest step decides the micro-batch
-    least = stated == (None, None) and unit % dp == 0
-    shares = share_batch(*stated, unit if least else total, dp, pp.value)
+    shared = total
+    if stated == (None, None) and unit % dp == 0:
+        shared = unit
+    shares = share_batch(*stated, shared, dp, pp.value)
     if isinstance(shares, Problem):
         findings.problems.append(_within_json(shares, total, dp, recipe, findings))
     elif unit % (taken := shares[0] * dp):
@@ -134,9 +136,10 @@ def _check_model(
     if pp.value > 1 and stage in (0, 2, 3):
         came = *pp.words, f" with zero_optimization.stage={stage} ({findings.where})"
         rule = "DeepSpeed's pipeline keeps all micro-batches' gradients, which ZeRO-2 and ZeRO-3 shard away"
-        wrong_norm = "DeepSpeed counts the tied embedding once per stage there, and clips by a wrong norm"
+        if stage == 0:
+            rule = "DeepSpeed counts the tied embedding once per stage there, and clips by a wrong norm"
         fix = "use stage 1 (--ds_config pipeline or 3d), or --set parallel.pp=1"
-        problems.append(Problem(pp.key, came, rule if stage else wrong_norm, fix))
+        problems.append(Problem(pp.key, came, rule, fix))
     if recipe.parallel.torch_ddp and (
         stage != 0 or recipe.model.implementation == "transformers"
     ):

@@ -32,11 +32,9 @@ _OF_GPUS = {
 }
 _OF_STAGE_3 = (
     *_QUANTISED,
-    *(
-        "zero_hpz_partition_size",
-        "pipeline_loading_checkpoint",
-        "offload_optimizer.super_offload",
-    ),
+    "zero_hpz_partition_size",
+    "pipeline_loading_checkpoint",
+    "offload_optimizer.super_offload",
 )
 
 
@@ -200,4 +198,6 @@ def _check_nvme_op(machine: Machine, findings: Findings) -> None:
 def _unusable(path: Path) -> str | None:
     if not path.is_dir():
         return "is not a directory" if path.exists() else "does not exist"
-    return None if os.access(path, os.W_OK | os.X_OK) else "is not writable"
+    if os.access(path, os.W_OK | os.X_OK):
+        return None
+    return "is not writable"

@@ -341,7 +341,9 @@ def step_of(directory: Path) -> int | None:
 
 def kinds_after(adam_steps: int) -> tuple[Kind, ...]:
     """Return the kinds of tensors to store after so many updates by the optimizer."""
-    return (WEIGHT, *MOMENTS) if adam_steps else (WEIGHT,)
+    if adam_steps:
+        return (WEIGHT, *MOMENTS)
+    return (WEIGHT,)
 
 
 FORM = TypeAdapter(Manifest)
@@ -414,4 +416,6 @@ def size_fault(directory: Path, held: Manifest, name: str) -> Fault | None:
         size = -1
         came = f"cannot be read ({error.strerror})"
     sound = size == told and path.is_file()
-    return None if sound else Fault(name, came, tuple(held.held_by(name)))
+    if sound:
+        return None
+    return Fault(name, came, tuple(held.held_by(name)))

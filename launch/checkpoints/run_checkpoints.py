@@ -83,7 +83,9 @@ def read(directory: Path, sizes: bool = True) -> Checkpoint | DamagedCheckpoint:
         for name in found.manifest.files
     )
     fault = next(filter(None, faults), None) if sizes else None
-    return found if fault is None else DamagedCheckpoint(directory, str(fault))
+    if fault is None:
+        return found
+    return DamagedCheckpoint(directory, str(fault))
 
 
 def named(root: Path) -> list[Path]:

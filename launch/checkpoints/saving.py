@@ -174,7 +174,7 @@ class Saver:
             progress,
             data,
             corpus,
-            self.plan.recipe.model_dump(mode="json", by_alias=True),
+            self.plan.recipe.as_data(),
             plan_facts(self.plan),
             {},
             {},

@@ -52,7 +52,9 @@ class TensorPlacement(NamedTuple):
 
     def slice_of(self, full: torch.Tensor) -> torch.Tensor:
         """Cut the slice from a full tensor; padding is zero."""
-        return full if self.cut is None else padded_slice(full, *self.cut)
+        if self.cut is None:
+            return full
+        return padded_slice(full, *self.cut)
 
 
 class StoredTensors(Mapping[str, torch.Tensor]):

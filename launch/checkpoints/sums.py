@@ -38,8 +38,9 @@ def sums_of(numbers: Tensor, parameter: torch.nn.Parameter, first: int) -> Tenso
     of_rows = factors(height, ROWS, device)
     of_columns = factors(width, COLUMNS, device)
     total = torch.zeros(2, dtype=torch.float64, device=device)
-    most = max(width, ON_HOST if device.type == "cpu" else ON_DEVICE)
-    block = torch.empty(min(most, len(numbers)), dtype=torch.float64, device=device)
+    most = ON_HOST if device.type == "cpu" else ON_DEVICE
+    count = min(max(width, most), len(numbers))
+    block = torch.empty(count, dtype=torch.float64, device=device)
     for part in rectangles(place.shape, place.cut, first, len(numbers)):
         columns = of_columns[:, part.left : part.right]
         length = columns.shape[1]

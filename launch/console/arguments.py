@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from recipes import catalog
 from recipes.files import check_names, path_of
-from recipes.problems import Problem, ProblemsError, either, nearest
+from recipes.problems import Problem, ProblemsError, either, existing, nearest
 
 AddArgument = Callable[
     ..., argparse.Action
@@ -140,16 +140,16 @@ class Parser(argparse.ArgumentParser):
 
 
 def command(
-    description: str, examples: str, rules: tuple[Rule, ...] = ()
+    doc: str | None, examples: str, rules: tuple[Rule, ...] = ()
 ) -> argparse.ArgumentParser:
-    """Make a parser with description and examples in its --help.
+    """Make a parser with the first paragraph of `doc`, and examples, in its --help.
 
     Raises ProblemsError for a command line, or a working directory, with bytes that are no UTF-8.
     """
     check_names("argument", sys.argv)
     check_names("working directory", [working_directory()])
     _refuse_another_checkout()
-    about = textwrap.fill(description, HELP_WIDTH)
+    about = textwrap.fill(str(doc).split("\n\n")[0], HELP_WIDTH)
     parser = Parser(rules, description=about, epilog=examples)
     # The deepspeed launcher passes --local_rank=N; the environment says the same.
     parser.add_argument(
@@ -299,9 +299,7 @@ def working_directory() -> str:
     except FileNotFoundError:
         came = "the working directory was removed"
         rule = "paths are seen from there"
-        raise ProblemsError(
-            [Problem("cd", came, rule, "cd to one that is there")]
-        ) from None
+        raise ProblemsError.of("cd", came, rule, "cd to one that is there") from None
 
 
 def directory(flag: str, text: str | Path) -> Path:
@@ -326,7 +324,8 @@ def check_outside(flag: str, text: str | Path, parent: str | Path) -> None:
 def place_problem(path: Path) -> tuple[str, str] | None:
     """Try to make something at the path, as access rights mislead; return (what came, the rule) or None."""
     try:
-        above = next(each for each in (path, *path.absolute().parents) if each.exists())
+        path = path.absolute()
+        above = existing(path)
         if path.is_symlink() and above != path:
             return "is a link to nothing", "it has to be made"
         if above == path and not path.is_dir():
@@ -345,7 +344,7 @@ def place_problem(path: Path) -> tuple[str, str] | None:
 
 
 def refusal(flag: str, text: object, came: str, rule: str, fix: str) -> ProblemsError:
-    return ProblemsError([Problem(flag, f"{flag} {text} {came}", rule, fix)])
+    return ProblemsError.of(flag, f"{flag} {text} {came}", rule, fix)
 
 
 def run_directory(recipe_name: str, ds_name: str) -> Path:

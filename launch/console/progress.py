@@ -15,8 +15,15 @@ LINE_EVERY_SECONDS = 30.0  # in a log, at least one line in this time ...
 LINES_PER_RUN = 20  # ... and about this many in a short run
 # Numbers of a step that a narrow terminal leaves out, in this order.
 DROPPED = (
-    *("tflops", "tokens", "sentence_accuracy", "sentence_loss"),
-    *("scale", "lr", "norm", "samples", "mlm_loss"),
+    "tflops",
+    "tokens",
+    "sentence_accuracy",
+    "sentence_loss",
+    "scale",
+    "lr",
+    "norm",
+    "samples",
+    "mlm_loss",
 )
 Samples = Callable[[int], int]
 

@@ -12,12 +12,20 @@ from typing import NamedTuple
 
 from packaging.version import Version
 
-from recipes.problems import Problem, ProblemsError
+from recipes.problems import ProblemsError
 
 # Releases that train and agree, oldest first. The last is the one that requirements.txt pins.
 SEEN = (
-    *("0.18.9", "0.19.0", "0.19.1", "0.19.2", "0.19.3"),
-    *("0.19.4", "0.19.5", "0.19.6", "0.19.7", "0.19.8"),
+    "0.18.9",
+    "0.19.0",
+    "0.19.1",
+    "0.19.2",
+    "0.19.3",
+    "0.19.4",
+    "0.19.5",
+    "0.19.6",
+    "0.19.7",
+    "0.19.8",
 )
 
 
@@ -59,8 +67,11 @@ INSIDES = {
         "where weights and moments lie; a shorter step",
         ("BF16_Optimizer",),
         (
-            *("clear_hp_grads", "clear_lp_grads", "get_grads_for_reduction"),
-            *("_update_hp_grad", "step"),
+            "clear_hp_grads",
+            "clear_lp_grads",
+            "get_grads_for_reduction",
+            "_update_hp_grad",
+            "step",
         ),
     ),
     "runtime.config": Inside("the judgement of a JSON", ("DeepSpeedConfig",)),
@@ -68,8 +79,13 @@ INSIDES = {
         "the engine; that of stage 0",
         ("DeepSpeedEngine",),
         (
-            *("forward", "backward", "get_data_types", "allreduce_gradients"),
-            *("_take_model_step", "clip_fp32_gradients", "_configure_fp16_optimizer"),
+            "forward",
+            "backward",
+            "get_data_types",
+            "allreduce_gradients",
+            "_take_model_step",
+            "clip_fp32_gradients",
+            "_configure_fp16_optimizer",
         ),
     ),
     "runtime.fp16.loss_scaler": Inside("stage 0's loss scale", ("CreateLossScaler",)),
@@ -87,7 +103,8 @@ INSIDES = {
     "runtime.zero.partition_parameters": Inside(
         "ZeRO-3's copies on one rank; torch's `linear` is put back",
         (
-            *("InsertPostInitMethodToModuleSubClasses", "NoGatherCoalescedHandle"),
+            "InsertPostInitMethodToModuleSubClasses",
+            "NoGatherCoalescedHandle",
             "ZeroParamStatus",
         ),
         ("wait",),
@@ -96,7 +113,9 @@ INSIDES = {
         "where weights and moments lie; a shorter step",
         ("DeepSpeedZeroOptimizer_Stage3",),
         (
-            *("_constant_buffered_norm2", "check_overflow", "get_grad_norm_direct"),
+            "_constant_buffered_norm2",
+            "check_overflow",
+            "get_grad_norm_direct",
             "reduce_independent_p_g_buckets_and_remove_grads",
         ),
         since="0.19.8",
@@ -105,15 +124,19 @@ INSIDES = {
         "where weights and moments lie; shorter steps",
         ("DeepSpeedZeroOptimizer",),
         (
-            *(
-                "_use_compact_grad_partition_buffer",
-                "async_accumulate_grad_in_cpu_via_gpu",
-            ),
-            *("check_overflow", "complete_grad_norm_calculation_for_cpu_offload"),
-            *("copy_grads_in_partition", "independent_gradient_partition_epilogue"),
-            *("reduce_independent_p_g_buckets_and_remove_grads", "reset_cpu_buffers"),
-            *("set_norm_for_param_grad_in_gpu", "setup_buckets", "step"),
-            *("update_lp_params", "update_offload_overflow_tracker"),
+            "_use_compact_grad_partition_buffer",
+            "async_accumulate_grad_in_cpu_via_gpu",
+            "check_overflow",
+            "complete_grad_norm_calculation_for_cpu_offload",
+            "copy_grads_in_partition",
+            "independent_gradient_partition_epilogue",
+            "reduce_independent_p_g_buckets_and_remove_grads",
+            "reset_cpu_buffers",
+            "set_norm_for_param_grad_in_gpu",
+            "setup_buckets",
+            "step",
+            "update_lp_params",
+            "update_offload_overflow_tracker",
         ),
         since="0.19.8",
     ),
@@ -155,4 +178,4 @@ def refuse_others() -> None:
     came = f"DeepSpeed {version} is installed"
     rule = f"{SEEN[0]} to {SEEN[-1]} were seen to agree"
     fix = f"pip install deepspeed=={SEEN[-1]}"
-    raise ProblemsError([Problem("deepspeed", came, rule, fix)])
+    raise ProblemsError.of("deepspeed", came, rule, fix)

@@ -24,7 +24,7 @@ from data.durable_files import write_atomically
 from launch.records.facts import TaskScore
 from launch.records.result import read_result
 from recipes import files
-from recipes.problems import Problem, ProblemsError
+from recipes.problems import ProblemsError
 
 ARGUMENTS = "runs.json"
 SUMMARY = "summary.json"
@@ -75,9 +75,7 @@ def keep_arguments(out: Path, arguments: Sequence[str]) -> None:
     if path.exists() and files.read_json_object(path) != given:
         came = f"{out} holds runs of other arguments"
         rule = "runs that are compared have the same ones"
-        raise ProblemsError(
-            [Problem("--out", came, rule, "name another directory with --out")]
-        )
+        raise ProblemsError.of("--out", came, rule, "name another directory with --out")
     write_atomically(path, json.dumps(given, indent=1) + "\n")
 
 

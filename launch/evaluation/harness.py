@@ -125,9 +125,7 @@ def _loaded(name: str, manager: TaskManager) -> HarnessTask:
     except Exception as error:
         first = (str(error).splitlines() or [""])[0][:200]
         rule = f"its data cannot be read: {type(error).__name__}: {first}"
-        raise ProblemsError(
-            [Problem("--tasks", name, rule, WITHOUT_NETWORK)]
-        ) from error
+        raise ProblemsError.of("--tasks", name, rule, WITHOUT_NETWORK) from error
     text = (
         next(iter(loaded["tasks"].values())).dataset[FACTS] if name in TASKS else None
     )

@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 NAME = "pretrained.json"  # in the directory of a fine-tuning run
 # Sections and keys of a recipe that decide the pretrained weights.
 DECISIVE = (
-    *(
-        "model",
-        "sequence_length",
-        "batch.global",
-        "batch.rampup",
-        "steps",
-        "optimizer",
-        "schedule",
-    ),
-    *("dropout", "init_std", "data"),
+    "model",
+    "sequence_length",
+    "batch.global",
+    "batch.rampup",
+    "steps",
+    "optimizer",
+    "schedule",
+    "dropout",
+    "init_std",
+    "data",
 )
 
 
@@ -72,15 +72,13 @@ def encoder_in(given: InitialWeights) -> tuple[dict[str, Any], Path]:
     if isinstance(saved, MegatronWeights):
         rule = "weights of Megatron say nothing of their vocabulary"
         fix = "pretrain from it with --init_from, and fine-tune that run"
-        raise given.error(
-            [Problem(given.key, "is a checkpoint of Megatron", rule, fix)]
-        )
+        raise given.error(Problem(given.key, "is a checkpoint of Megatron", rule, fix))
     model = given.model()
     if not FAMILIES[model.form.family].masked:
         came = f"is a model of type {shown(model.form.model_type)}"
         fix = "give a run with a checkpoint, or a directory that save_pretrained or export_hf.py wrote"
         raise given.error(
-            [Problem(given.key, came, "heads for tasks stand on a BERT", fix)]
+            Problem(given.key, came, "heads for tasks stand on a BERT", fix)
         )
     if isinstance(saved, RunWeights):
         vocabulary = saved.checkpoint.directory.parent.parent / "tokenizer"
@@ -114,7 +112,7 @@ def changed_from_row(name: str, recipe: Recipe) -> tuple[str, ...] | None:
         row = catalog.load(name)
     except RecipeError:
         return None
-    both = (each.model_dump(mode="json", by_alias=True) for each in (row, recipe))
+    both = (each.as_data() for each in (row, recipe))
     return tuple(key for key, _, _ in differences(*both) if is_part(key, DECISIVE))
 
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from data.tasks.rows import FLAG, is_plain_text, read_rows, read_whole
 from data.text.hub import HubSource
-from recipes.problems import Problem, ProblemsError
+from recipes.problems import ProblemsError
 
 TASKS = ("wikitext103", "lambada")  # their files: tasks/*.yaml
 Variant = Literal["original", "openai"]  # of LAMBADA
@@ -132,15 +132,8 @@ def lambada(
             )
     if not passages:
         rule = f"{len(broken)} broken examples, the first: {broken[0]}"
-        raise ProblemsError(
-            [
-                Problem(
-                    FLAG,
-                    f"{rows.source}: nothing is left to score",
-                    rule,
-                    "give another file",
-                )
-            ]
+        raise ProblemsError.of(
+            FLAG, f"{rows.source}: nothing is left to score", rule, "give another file"
         )
     _check_variant(variant, passages, rows.source)
     return _as_dataset(passages, TaskText(variant, rows.source, None, tuple(broken)))
@@ -155,8 +148,8 @@ def _check_variant(
         other, found = ("original", "no capital") if lower else ("openai", "capitals")
         came = f"--variant {variant} with {source}, which has {found}"
         rule = "the original text is in lower case, and OpenAI's is not"
-        raise ProblemsError(
-            [Problem(FLAG, came, rule, f"give --variant {other}, or the other file")]
+        raise ProblemsError.of(
+            FLAG, came, rule, f"give --variant {other}, or the other file"
         )
 
 

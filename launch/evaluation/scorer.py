@@ -32,7 +32,7 @@ from modeling.layer_list import Stack
 from modeling.parallel.cross_entropy import likeliest_tokens, token_scores
 from modeling.parallel.process_grid import Group, ProcessGrid
 from modeling.unpadding import round_up
-from recipes.problems import Problem, ProblemsError
+from recipes.problems import ProblemsError
 
 LENGTH_MULTIPLE = 32  # padding of windows and of their logits
 # steps between barriers of data-parallel ranks, which reveal a hanging rank
@@ -137,7 +137,7 @@ class Scorer:
             came = f"ranks read {forms} different forms of the text"
             rule = "all of them score the same windows"
             fix = "make the machines' files and libraries equal"
-            raise ProblemsError([Problem("--data", came, rule, fix)])
+            raise ProblemsError.of("--data", came, rule, fix)
 
     @property
     def _device(self) -> torch.device:

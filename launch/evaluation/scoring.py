@@ -40,7 +40,7 @@ from launch.ranks.watchdog import Watchdog
 from modeling import cost
 from modeling.parallel.layers import leave_out
 from modeling.parallel.process_grid import ProcessGrid
-from recipes.problems import Problem, ProblemsError
+from recipes.problems import ProblemsError
 
 if TYPE_CHECKING:
     from launch.evaluation.harness import HarnessTask
@@ -76,7 +76,7 @@ def own_text(job: ScoringJob, say: Callable[[str], None]) -> OwnText:
     if not found.windows:
         came = f"{found.facts.source}: nothing is left to score"
         rule = SkippedRecords.describe(found.facts.broken)
-        raise ProblemsError([Problem("--text", came, rule, "give another text")])
+        raise ProblemsError.of("--text", came, rule, "give another text")
     return found
 
 

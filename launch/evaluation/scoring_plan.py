@@ -104,16 +104,8 @@ def _open_model(wishes: ScoringWishes) -> TrainedModel:
         if recipe.model.facts.masked:
             came = f"is a {recipe.model.family.upper()}"
             rule = "these tasks are about the next token"
-            raise ProblemsError(
-                [
-                    Problem(
-                        trained_model.KEY,
-                        came,
-                        rule,
-                        "give a GPT-2",
-                        where=wishes.model,
-                    )
-                ]
+            raise ProblemsError.of(
+                trained_model.KEY, came, rule, "give a GPT-2", where=wishes.model
             )
 
     return trained_model.open_model(

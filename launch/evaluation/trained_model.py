@@ -121,9 +121,7 @@ def _tokenizer(
         said = vocabulary.foreign_tokens(weights, tokenizer)
         if said:
             rule = "the weights know the tokens of their own vocabulary alone"
-            raise ProblemsError(
-                [Problem(TOKENIZER, said, rule, f"leave {TOKENIZER} out")]
-            )
+            raise ProblemsError.of(TOKENIZER, said, rule, f"leave {TOKENIZER} out")
         return tokenizer, Path(asked)
     if run is not None:
         return vocabulary.load(run), run / vocabulary.FOLDER
@@ -133,8 +131,8 @@ def _tokenizer(
         return gpt2_tokenizer(), None
     came = f"{weights} holds no vocabulary ({', '.join(vocabulary.VOCABULARY_FILES)})"
     rule = "text becomes the model's tokens"
-    raise ProblemsError(
-        [Problem(TOKENIZER, came, rule, f"name its directory with {TOKENIZER} DIR")]
+    raise ProblemsError.of(
+        TOKENIZER, came, rule, f"name its directory with {TOKENIZER} DIR"
     )
 
 

@@ -18,7 +18,7 @@ from launch.deepspeed_fixes.versions import SEEN
 from launch.machine.description import gpus, installed
 from launch.ranks import processes
 from modeling import cost
-from recipes.problems import Problem, ProblemsError, nearest, pieces, some
+from recipes.problems import Problem, ProblemsError, existing, nearest, pieces, some
 from recipes.schema import Recipe
 
 Verdict = Literal["ok", "warning", "failed", "not checked"]
@@ -106,7 +106,9 @@ def run(functions: Mapping[str, Function]) -> list[Check]:
 def _findings(function: Function) -> Iterable[Check]:
     try:
         found = function()
-        return [found] if isinstance(found, Check) else list(found)
+        if isinstance(found, Check):
+            return [found]
+        return list(found)
     except ProblemsError as error:
         return refused(error.problems)
     except OSError as error:
@@ -299,7 +301,9 @@ def space(directory: Path, checkpoint: float, kept: int | None) -> Check:
     fewer = "keep fewer (--set run.keep_checkpoints=), make room, or take another disk (--out)"
     if kept is None:
         came += f": room for {fit:,}; all that are saved are kept"
-        return ok(came) if fit >= 100 else warning(came, fewer)
+        if fit >= 100:
+            return ok(came)
+        return warning(came, fewer)
     if fit < kept:
         return warning(
             f"{came}: room for {fit} of the {kept} that lie there at once", fewer
@@ -328,13 +332,6 @@ def files_needed(world: int, rank: int = 0) -> int:
     """Return the open files that a rank of `world` may need at once; rank 0 hears all others."""
     others = world if rank == 0 else min(world, MOST_NEIGHBOURS)
     return FILES + FILES_PER_RANK * others
-
-
-def existing(path: Path) -> Path:
-    """Return the path, or its nearest parent that exists."""
-    return next(
-        each for each in (path.absolute(), *path.absolute().parents) if each.exists()
-    )
 
 
 def free_bytes(place: Path) -> float:

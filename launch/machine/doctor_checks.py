@@ -17,7 +17,7 @@ from launch.machine.description import cores, gpus, installed
 from launch.ranks import processes
 from launch.ranks.interfaces import resolved
 from recipes import files
-from recipes.problems import Problem, ProblemsError, counted, some
+from recipes.problems import ProblemsError, counted, some
 
 
 def accelerator() -> Check:
@@ -142,8 +142,8 @@ def read_hosts(path: str | Path) -> Mapping[str, int]:
         return runner._parse_hostfile(lines)
     except ValueError as error:
         rule = "each line is a machine and its GPUs"
-        raise ProblemsError(
-            [Problem(str(file), f"{file}: {error}", rule, "write: name slots=8")]
+        raise ProblemsError.of(
+            str(file), f"{file}: {error}", rule, "write: name slots=8"
         ) from error
     finally:
         runner.logger.disabled = False

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import itertools
 import json
 import os
 import secrets
@@ -80,8 +81,8 @@ class Connection:
         connected.settimeout(SEND_S)
         self.socket = connected
         self._key = key
-        from_rank_0 = _Counted(b"from rank 0")
-        to_rank_0 = _Counted(b"to rank 0")
+        from_rank_0 = _counted(b"from rank 0")
+        to_rank_0 = _counted(b"to rank 0")
         self._sent = from_rank_0 if of_rank_0 else to_rank_0
         self._heard = to_rank_0 if of_rank_0 else from_rank_0
         self._unread = bytearray()
@@ -90,7 +91,7 @@ class Connection:
     def send(self, text: bytes) -> None:
         """Send an encoded message, from any thread. Raises OSError."""
         with self._sending:
-            proof = _proof(self._key, self._sent.next(), text)
+            proof = _proof(self._key, next(self._sent), text)
             self.socket.sendall(HEADER.pack(len(text), proof) + text)
 
     def take(self) -> list[Message]:
@@ -118,21 +119,15 @@ class Connection:
             return None
         text = bytes(self._unread[HEADER.size : end])
         del self._unread[:end]
-        if not hmac.compare_digest(proof, _proof(self._key, self._heard.next(), text)):
+        if not hmac.compare_digest(proof, _proof(self._key, next(self._heard), text)):
             raise ConnectionAbortedError("a message lacks the proof of the secret")
         return text
 
 
-class _Counted:
-    """The direction and the number of a message, which its proof covers."""
-
-    def __init__(self, direction: bytes) -> None:
-        self._direction = direction
-        self._count = 0
-
-    def next(self) -> bytes:
-        self._count += 1
-        return self._direction + self._count.to_bytes(8, "big")
+def _counted(direction: bytes) -> Iterator[bytes]:
+    """Yield the direction and the number of each message, which its proof covers."""
+    for number in itertools.count(1):
+        yield direction + number.to_bytes(8, "big")
 
 
 class _Stranger:
@@ -344,7 +339,9 @@ def keep_secret(places: Sequence[Path], name: str, token: bytes) -> list[Path]:
 def stated_secret() -> bytes | None:
     """Return the token of the launcher's environment; None without one."""
     text = os.environ.get(SECRET)
-    return hashlib.sha256(text.encode()).digest() if text else None
+    if text:
+        return hashlib.sha256(text.encode()).digest()
+    return None
 
 
 def find_secret(places: Sequence[Path], name: str) -> bytes | None:

@@ -32,7 +32,7 @@ from launch.ranks.processes import (
     rank,
     world_size,
 )
-from recipes.problems import Problem, ProblemsError, some
+from recipes.problems import ProblemsError, some
 
 PICKLES = (
     "torchrun's rendezvous c10d (its default on one machine) runs code that any account sends to its port: "
@@ -138,10 +138,11 @@ def _let_others_in(store: Any, places: list[Path]) -> dict[int, Connection]:
     else:
         server = listen()
         port = server.getsockname()[1]
-        stated = connection.stated_secret()
-        door = Door(name, "environment" if stated else "file", port)
-        token = stated or secrets.token_bytes(connection.TOKEN_BYTES)
-    if door.known_by == "file":
+        door = Door(name, "environment", port)
+        token = connection.stated_secret() or b""
+    if not (token or one_machine()):
+        door = Door(name, "file", port)
+        token = secrets.token_bytes(connection.TOKEN_BYTES)
         kept = connection.keep_secret(places, name, token)
         if not kept:
             server.close()
@@ -233,8 +234,8 @@ def _unknown_secret(door: Door, places: list[Path]) -> ProblemsError:
         return _no_secret(f"shows {who} the file of rank 0", places)
     came = f"{who} has another {connection.SECRET} than rank 0, or none"
     fix = "pass the same on to all ranks, as launch/cluster/ does"
-    return ProblemsError(
-        [Problem(connection.SECRET, came, "ranks of a launch know one secret", fix)]
+    return ProblemsError.of(
+        connection.SECRET, came, "ranks of a launch know one secret", fix
     )
 
 
@@ -245,11 +246,11 @@ def _no_secret(what: str, places: list[Path]) -> ProblemsError:
         f"set {connection.SECRET} to random text on all ranks (openssl rand -hex 32), or MEGARECIPES_CACHE or "
         "--out to a directory that all machines share, with owners and modes of files"
     )
-    return ProblemsError([Problem(connection.SECRET, came, rule, fix)])
+    return ProblemsError.of(connection.SECRET, came, rule, fix)
 
 
 def _met_nobody(rule: str) -> ProblemsError:
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     came = f"rank {rank()} on {socket.gethostname()} met not all other ranks at {where}"
     fix = "check that every machine was started, and reaches that address"
-    return ProblemsError([Problem("MASTER_ADDR", came, rule, fix)])
+    return ProblemsError.of("MASTER_ADDR", came, rule, fix)

@@ -46,7 +46,9 @@ def gloo_interface(nccl: str, interfaces: Sequence[str]) -> str | None:
     chosen = nccl_interfaces(nccl, interfaces)
     if "^" in nccl[:2]:
         left = [name for name in chosen if name != "lo"]
-        return left[0] if len(left) == 1 else None
+        if len(left) == 1:
+            return left[0]
+        return None
     return next(iter(chosen), None)
 
 
@@ -113,7 +115,7 @@ def check_own_address(environ: Mapping[str, str]) -> None:
             "ranks on other machines would connect to themselves (gloo listens there)"
         )
         fix = f"set {GLOO} to the interface that the machines share, e.g. eth0, or correct /etc/hosts"
-        raise ProblemsError([Problem(GLOO, came, rule, fix)])
+        raise ProblemsError.of(GLOO, came, rule, fix)
 
 
 def is_loopback(host: str) -> bool:

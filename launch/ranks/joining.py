@@ -25,7 +25,7 @@ from data import durable_files
 from launch.console import terminal
 from launch.ranks import ending, interfaces, launch_environment, processes
 from launch.ranks.meeting import Meeting
-from recipes.problems import Problem, ProblemsError, take_file_handles
+from recipes.problems import ProblemsError, take_file_handles
 
 # A command of deepspeed or torchrun: a program or a module of Python's, and no shell that runs it.
 LAUNCHER = re.compile(
@@ -180,7 +180,7 @@ def check_cache_is_own() -> None:
         rule = "a run executes compiled code from there, and every account may write it"
         fix = f"chmod o-w {cache}, or set MEGARECIPES_CACHE to another directory"
         came = f"cache directory {cache}"
-        raise ProblemsError([Problem("MEGARECIPES_CACHE", came, rule, fix)])
+        raise ProblemsError.of("MEGARECIPES_CACHE", came, rule, fix)
 
 
 def keep_compiled_code() -> None:

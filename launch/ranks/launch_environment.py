@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.problems import Problem, ProblemsError
+from recipes.problems import ProblemsError
 
 Environ = Mapping[str, str]
 
@@ -28,8 +28,15 @@ STEPS = 0xFFFF_0000
 # Beginnings of what every rank needs alike. Not every launcher carries it to other machines (deepspeed 0.19.8
 # takes along what begins with PYTHON, NCCL, UCX, MV2 or MLFLOW). No tokens: ranks talk in the open.
 CARRIED = (
-    *("MEGARECIPES_", "HF_", "GLOO_", "NCCL_", "PYTORCH_", "TORCH_FR_", "TORCH_NCCL_"),
-    *("TORCH_EXTENSIONS_DIR", "CUDA_DEVICE_MAX_CONNECTIONS"),
+    "MEGARECIPES_",
+    "HF_",
+    "GLOO_",
+    "NCCL_",
+    "PYTORCH_",
+    "TORCH_FR_",
+    "TORCH_NCCL_",
+    "TORCH_EXTENSIONS_DIR",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
 )
 NOT_CARRIED = ("TOKEN", "SECRET", "MEGARECIPES_LOCAL_RANK", "NCCL_HOSTID")
 
@@ -312,4 +319,4 @@ def _port(launch: int | None) -> int:
 
 
 def _refused(key: str, came: str, rule: str, fix: str) -> ProblemsError:
-    return ProblemsError([Problem(key, came, rule, fix)])
+    return ProblemsError.of(key, came, rule, fix)

@@ -28,7 +28,7 @@ from data import durable_files
 from launch.console import terminal
 from launch.ranks import ending
 from launch.ranks.processes import TIMEOUT, rank, world_size
-from recipes.problems import Problem, ProblemsError
+from recipes.problems import ProblemsError
 
 if TYPE_CHECKING:
     from launch.ranks.connection import Connection, Kind, Message
@@ -226,7 +226,7 @@ class Meeting:
         silent = wanted[0][1]
         came = f"{self.places.get(silent, f'rank {silent}')} has told nothing for {patience}"
         fix = "what it printed last, or its machine, tells why; start again"
-        raise ProblemsError([Problem("RANK", came, "ranks start together", fix)])
+        raise ProblemsError.of("RANK", came, "ranks start together", fix)
 
     def _wait(self, there: Callable[[], bool], seconds: float) -> bool:
         with self._changed:

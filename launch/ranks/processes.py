@@ -84,7 +84,9 @@ def one_machine() -> bool:
 def _variable(name: str, default: int) -> int:
     """Read a launcher's variable; a bad number counts as absent here, and `check_launch` refuses it."""
     written = os.environ.get(name, "")
-    return int(written) if WHOLE.fullmatch(written) else default
+    if WHOLE.fullmatch(written):
+        return int(written)
+    return default
 
 
 def check_launch(start: bool) -> None:
@@ -150,7 +152,7 @@ def port_is_taken(
         f"give deepspeed or torchrun another --master_port, e.g. {int(port) + 1}; with srun and mpirun, set "
         "MASTER_PORT for all ranks"
     )
-    return ProblemsError([Problem("MASTER_PORT", f"port {port}", rule, fix)])
+    return ProblemsError.of("MASTER_PORT", f"port {port}", rule, fix)
 
 
 def agent_has_store() -> bool:
@@ -339,7 +341,9 @@ def device_module() -> Any:
 
 def device_limit() -> int | None:
     """Return the number of ranks for this machine's devices; None on a CPU, where ranks share cores."""
-    return _accelerator().device_count() if device().own_memory else None
+    if device().own_memory:
+        return _accelerator().device_count()
+    return None
 
 
 def check_device() -> int:
@@ -357,7 +361,7 @@ def check_device() -> int:
     came = f"local rank {local} has no {device().name} device of its own"
     rule = f"this machine has {limit}"
     fix = "start as many processes as devices, or set DS_ACCELERATOR=cpu and CUDA_VISIBLE_DEVICES= for CPUs"
-    raise ProblemsError([Problem("LOCAL_RANK", came, rule, fix)])
+    raise ProblemsError.of("LOCAL_RANK", came, rule, fix)
 
 
 def take_device() -> int:
@@ -386,7 +390,9 @@ def device_identity() -> tuple[str, str] | None:
         else None
     )
     uuid = getattr(facts, "uuid", None)
-    return None if uuid is None else (socket.gethostname(), str(uuid))
+    if uuid is None:
+        return None
+    return (socket.gethostname(), str(uuid))
 
 
 def check_shared_devices(identities: Sequence[Sequence[str] | None]) -> None:

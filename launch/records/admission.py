@@ -123,7 +123,9 @@ def _admit_locked(
     if newest is None:
         _refuse_lost(directory, saved.recipe, damaged, records)
         return False, _rename_metrics(directory, records, plan.recipe.begins_after)
-    done = max(newest, steps[-1].step if steps else 0)
+    done = newest
+    if steps:
+        done = max(newest, steps[-1].step)
     if plan.recipe.steps < done:
         raise ValueError(
             f"--steps {plan.recipe.steps}: {directory.path} has {counted(done, 'step')} done, and a run is "

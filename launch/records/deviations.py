@@ -21,18 +21,19 @@ from recipes.tiny import tiny as shrink
 
 # Fields whose change is no deviation: they change no number, or are stated in another way.
 NO_DEVIATION = (
-    *(
-        "title",
-        "note",
-        "published",
-        "hardware",
-        "inferred",
-        "differs",
-        "unknown",
-        "run",
-        "ds_config",
-    ),
-    *("parallel", "batch.micro", "batch.accumulation", "branch"),
+    "title",
+    "note",
+    "published",
+    "hardware",
+    "inferred",
+    "differs",
+    "unknown",
+    "run",
+    "ds_config",
+    "parallel",
+    "batch.micro",
+    "batch.accumulation",
+    "branch",
 )
 # Fields that --tiny makes smaller: the deviation "tiny" covers them. Its other changes are stated.
 SHRUNK = (
@@ -46,14 +47,16 @@ SHRUNK = (
 )
 # Fields whose remarks in a recipe ("differs", "unknown") do not hold for the tiny run.
 REPLACED = (
-    *(
-        "model.layers",
-        "model.hidden",
-        "model.heads",
-        "model.vocab_size",
-        "model.positions",
-    ),
-    *("sequence_length", "batch", "steps", "data", "parallel"),
+    "model.layers",
+    "model.hidden",
+    "model.heads",
+    "model.vocab_size",
+    "model.positions",
+    "sequence_length",
+    "batch",
+    "steps",
+    "data",
+    "parallel",
 )
 # Keys that change the amount of work: a ratio would compare two things.
 SAME_WORK = ("model", "sequence_length", "batch.global", "activation_checkpointing")
@@ -145,10 +148,9 @@ def _changed_fields(
     original: Recipe, recipe: Recipe, tiny: bool
 ) -> Iterator[Deviation]:
     """Yield changed fields; fields that --tiny makes smaller are compared with the shrunk recipe."""
-    own, small, used = (
-        _fields(each)
-        for each in (original, shrink(original) if tiny else original, recipe)
-    )
+    own = _fields(original)
+    small = _fields(shrink(original)) if tiny else own
+    used = _fields(recipe)
     for key in {**own, **small, **used}:
         written, shrunk, value = (
             fields.get(key, "absent") for fields in (own, small, used)
@@ -180,7 +182,7 @@ def _changed_layout(reference: Recipe, plan: Plan, tiny: bool) -> Iterator[Devia
     if sequence != cut:
         yield Deviation("recipe", "parallel.sequence", cut, sequence)
     own = _stated_layout(reference)
-    asked = _stated_layout(shrink(reference) if tiny else reference)
+    asked = _stated_layout(shrink(reference)) if tiny else own
     for key, value in asked.items():
         used = getattr(plan.layout, key.partition(".")[2])
         if value is not None and used != value:

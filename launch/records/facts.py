@@ -172,7 +172,9 @@ class Ending:
 
 def finite(value: float | None) -> float | None:
     """Return the value; None if it is not finite, since JSON has no infinity."""
-    return value if value is not None and math.isfinite(value) else None
+    if value is not None and math.isfinite(value):
+        return value
+    return None
 
 
 class SilentRecorder:

@@ -271,11 +271,13 @@ def to_line(record: Record) -> str:
     values = dataclasses.asdict(record)
     if isinstance(record, BranchRecord):
         values["branch"] = record.branch.model_dump(mode="json")
-    first = {key: values.pop(key) for key in ("kind", "step", "loss") if key in values}
-    return (
-        json.dumps({**first, **values.pop("parts", {}), **values}, allow_nan=False)
-        + "\n"
-    )
+    first = {}
+    for key in ("kind", "step", "loss"):
+        if key in values:
+            first[key] = values.pop(key)
+    parts = values.pop("parts", {})
+    line = json.dumps({**first, **parts, **values}, allow_nan=False)
+    return f"{line}\n"
 
 
 def from_line(line: bytes, where: str | Path, number: int) -> Record:

@@ -314,17 +314,11 @@ def compare_with(
     compared = []
     for quantity, (unit, value) in measured.items():
         printed = getattr(published, quantity)
-        both = (
-            comparable
-            and printed is not None
-            and value is not None
-            and quantity != "oom"
-        )
-        compared.append(
-            ComparedQuantity(
-                quantity, unit, printed, value, value / printed if both else None
-            )
-        )
+        ratio = None
+        known = None not in (printed, value)
+        if comparable and known and quantity != "oom":
+            ratio = value / printed
+        compared.append(ComparedQuantity(quantity, unit, printed, value, ratio))
     return tuple(compared)
 
 
@@ -342,7 +336,9 @@ def _training_loss(steps: Sequence[StepRecord]) -> TrainingLoss:
 def _mean(values: Sequence[float | None]) -> float | None:
     """Return the mean; None if a value is None, since it was not finite: no mean hides that."""
     known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known) if len(known) == len(values) else None
+    if len(known) == len(values):
+        return math.fsum(known) / len(known)
+    return None
 
 
 def _last(records: Sequence[metrics.ValidationRecord]) -> HeldOutLoss | None:

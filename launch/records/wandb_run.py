@@ -11,7 +11,7 @@ from pathlib import Path
 
 from data.durable_files import write_atomically
 from recipes import files
-from recipes.problems import Problem, ProblemsError
+from recipes.problems import ProblemsError
 
 RUN_ID = "wandb-run-id.txt"  # in the directory of a run
 # the longest wait for the server; wandb.init would wait for 90 s in the middle of the start
@@ -47,7 +47,7 @@ def check(directory: Path) -> None:
     if came:
         rule = f"what is logged goes to {server}, and {came}"
         fix = "mend that, or set WANDB_MODE=offline and send it later with wandb sync"
-        raise ProblemsError([Problem("wandb.enabled", "wandb.enabled=true", rule, fix)])
+        raise ProblemsError.of("wandb.enabled", "wandb.enabled=true", rule, fix)
 
 
 def keep_id(directory: Path) -> None:

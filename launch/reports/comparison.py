@@ -28,17 +28,15 @@ ABSENT = "absent"
 
 # Parts of a recipe that are shown elsewhere or change nothing.
 OMITTED = {
-    *(
-        "title",
-        "published",
-        "inferred",
-        "differs",
-        "unknown",
-        "note",
-        "hardware",
-        "parallel",
-        "ds_config",
-    ),
+    "title",
+    "published",
+    "inferred",
+    "differs",
+    "unknown",
+    "note",
+    "hardware",
+    "parallel",
+    "ds_config",
     "branch",
 }
 # Keys that decide the text and the tokens of the loss.

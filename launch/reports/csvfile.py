@@ -22,15 +22,17 @@ from launch.tables.scores import scores
 from recipes.families import MINIMISED, values_of
 
 PUBLISHED = (
-    *(
-        "size_label",
-        "parameters",
-        "time_per_iteration_s",
-        "samples_per_s",
-        "tflops",
-        "cached_gb",
-    ),
-    *("weak_scaling_percent", "peak_percent", "tflops_by", "validation_loss", "oom"),
+    "size_label",
+    "parameters",
+    "time_per_iteration_s",
+    "samples_per_s",
+    "tflops",
+    "cached_gb",
+    "weak_scaling_percent",
+    "peak_percent",
+    "tflops_by",
+    "validation_loss",
+    "oom",
 )
 # by the keys of metrics.jsonl: "loss" is what is minimised
 LOSSES = [f"{split}_{key}" for split in SPLITS.values() for key in (MINIMISED, *PARTS)]
@@ -38,19 +40,35 @@ COMPUTED = ("=", "+", "-", "@", "\t", "\r")  # beginnings of formulas
 # half of the steps lie between them
 SPREAD = ("time_quartile_1_s", "time_quartile_3_s")
 COLUMNS = (
-    *("table", "recipe", "published_columns", "published_row"),
+    "table",
+    "recipe",
+    "published_columns",
+    "published_row",
     *(f"published_{key}" for key in PUBLISHED),
     "published_scores",
-    *("errata", "run", "started", "status", "tiny"),
+    "errata",
+    "run",
+    "started",
+    "status",
+    "tiny",
     *(column.key for column in MEASURED),
     *LOSSES,
     *SPREAD,
     "parameters_summed_over_tp_ranks",
     *(f"ratio_{key}" for key in RATIO_NAMES),
-    *("no_ratio", "hardware", "precision", "ds_config", "deviations"),
+    "no_ratio",
+    "hardware",
+    "precision",
+    "ds_config",
+    "deviations",
     *(f"published_{key}" for key in PREDICTED),  # of the row, and of the run
     *PREDICTED,
-    *("task", "figure", "published_score", "score", "ratio_score", "models"),
+    "task",
+    "figure",
+    "published_score",
+    "score",
+    "ratio_score",
+    "models",
 )
 
 

@@ -100,14 +100,12 @@ TIME = "time_per_iteration_s"
 SPEEDS = (TIME, "samples_per_s", "tokens_per_s", "tflops", "exact_tflops")
 # Shown next to published rows, and in the CSV.
 _MEASURED_KEYS = (
-    *(
-        "steps",
-        "time_per_iteration_s",
-        "samples_per_s",
-        "tflops",
-        "exact_tflops",
-        "cached_gb",
-    ),
+    "steps",
+    "time_per_iteration_s",
+    "samples_per_s",
+    "tflops",
+    "exact_tflops",
+    "cached_gb",
     "parameters",
 )
 MEASURED = tuple(COLUMNS[key] for key in _MEASURED_KEYS)

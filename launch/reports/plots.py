@@ -49,8 +49,14 @@ LOG_FROM = 30  # largest / smallest value; above this the axis is logarithmic
 RUNS_PER_PLOT = len(PALETTE)
 # One dash pattern per run, so that curves show through each other's gaps; validations have marks.
 DASHES: tuple[Any, ...] = (
-    *("-", (0, (6, 3)), (0, (3, 3)), (0, (1, 2))),
-    *((0, (9, 3, 2, 3)), (0, (5, 2, 1, 2)), (0, (2, 4)), (0, (8, 5))),
+    "-",
+    (0, (6, 3)),
+    (0, (3, 3)),
+    (0, (1, 2)),
+    (0, (9, 3, 2, 3)),
+    (0, (5, 2, 1, 2)),
+    (0, (2, 4)),
+    (0, (8, 5)),
 )
 MARKS = "os^DvPX*"
 VALIDATION: dict[str, Any] = {
@@ -62,8 +68,12 @@ VALIDATION: dict[str, Any] = {
 BARS: dict[str, Any] = {"facecolor": PALETTE[0], "alpha": 0.6}
 HATCHED: dict[str, Any] = {**BARS, "hatch": "///", "edgecolor": INK, "linewidth": 0}
 DIAMONDS: dict[str, Any] = {
-    **{"marker": "D", "markersize": 6.5, "color": PALETTE[1], "linestyle": ""},
-    **{"markeredgecolor": INK, "markeredgewidth": 0.8},
+    "marker": "D",
+    "markersize": 6.5,
+    "color": PALETTE[1],
+    "linestyle": "",
+    "markeredgecolor": INK,
+    "markeredgewidth": 0.8,
 }
 MOST_POINTS = 1000  # of one curve
 NOISY_POINTS = 300  # of a curve without smoothing; more would draw a band

@@ -26,21 +26,17 @@ from recipes.schema import Published, Recipe
 
 PUBLISHED = "published"
 HEADINGS = (
-    *(
-        "recipe",
-        "",
-        "time per iteration (s)",
-        "predicted (s)",
-        "predicted / it",
-        "MFU",
-        "MFU predicted",
-    ),
-    *(
-        "memory left",
-        "predicted",
-        "samples/s x parameters, smallest = 1",
-        "TFLOPS per GPU, fewest GPUs = 1",
-    ),
+    "recipe",
+    "",
+    "time per iteration (s)",
+    "predicted (s)",
+    "predicted / it",
+    "MFU",
+    "MFU predicted",
+    "memory left",
+    "predicted",
+    "samples/s x parameters, smallest = 1",
+    "TFLOPS per GPU, fewest GPUs = 1",
 )
 # Fields of a PredictionLine: predictions and derived numbers.
 PREDICTED = (

@@ -31,15 +31,13 @@ NOT_RUN = "not run"
 NOT_SCORED = "not scored"
 HEADINGS = ("task", "figure", "model", "score", "parameters", "how")
 FINETUNED_HEADINGS = (
-    *(
-        "recipe",
-        "task",
-        "figure",
-        "published",
-        "measured",
-        "measured / published",
-        "fine-tuning",
-    ),
+    "recipe",
+    "task",
+    "figure",
+    "published",
+    "measured",
+    "measured / published",
+    "fine-tuning",
 )
 EXPLAINED = (
     "Fine-tuning runs whose weights are of the row's own pretraining. Published scores are medians over five "

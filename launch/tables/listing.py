@@ -161,7 +161,7 @@ def memory_of(node: str) -> Memory:
     return Memory(found.gpus, found.gpu.memory_bytes, found.host.memory_gb * 1e9)
 
 
-def fold(rows: Sequence[ListedRecipe], width: int | None = None) -> str:
+def fold(rows: Sequence[ListedRecipe], width: int | None) -> str:
     """Describe published tables with a line for each."""
     count = Counter(row.source for row in rows)
     titles = {row.source: row.table.title for row in rows}
@@ -175,7 +175,7 @@ def fold(rows: Sequence[ListedRecipe], width: int | None = None) -> str:
     return terminal.wrapped(f"{said}\n{textwrap.indent(lines, '  ')}", width)
 
 
-def catalog_rows(tables: Sequence[str] = ()) -> list[ListedRecipe]:
+def catalog_rows(tables: Sequence[str]) -> list[ListedRecipe]:
     """Load every row of the named tables or YAML files, or of all of recipes/.
 
     Raises RecipeError: tables that are not there, with near matches; broken tables and rows, all of them.

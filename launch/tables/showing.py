@@ -260,7 +260,7 @@ def _published(
 
 def _value(recipe: Recipe, key: str) -> Any:
     """Return the value of a dotted key as plain data."""
-    value: Any = recipe.model_dump(mode="json", by_alias=True)
+    value: Any = recipe.as_data()
     for part in key.split("."):
         value = (value or {}).get(part)
     return value

@@ -297,6 +297,9 @@ def read_outcome(
         if engine.fp16_enabled():
             precision = "fp16"
         raise Diverged(f"the loss is {mean} in {precision}")
+    named = {}
+    for name, value in _name_parts(engine, parts).items():
+        named[name] = finite(value)
     return StepRecord(
         step=engine.global_steps,
         loss=finite(mean),
@@ -304,9 +307,7 @@ def read_outcome(
         lr=lr,
         grad_norm=None if norm is None else finite(float(norm)),
         loss_scale=finite(scale),
-        parts={
-            name: finite(value) for name, value in _name_parts(engine, parts).items()
-        },
+        parts=named,
     )
 
 
@@ -431,7 +432,9 @@ def _pipeline_parts(engine: PipelineEngine, grid: ProcessGrid) -> list[torch.Ten
 
 
 def _name_parts(engine: DeepSpeedEngine, parts: Sequence[float]) -> dict[str, float]:
-    return dict(zip(engine.module.loss_parts if parts else (), parts, strict=True))
+    if not parts:
+        return {}
+    return dict(zip(engine.module.loss_parts, parts, strict=True))
 
 
 def loss_scale(engine: DeepSpeedEngine) -> float:

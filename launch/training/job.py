@@ -196,15 +196,8 @@ def compiles(wish: Wish, plan: Plan, machine: Machine) -> bool:
         rule = (
             "compiled by torch below 2.13, a tensor-parallel layer has wrong gradients"
         )
-        raise ProblemsError(
-            [
-                Problem(
-                    "--compile",
-                    came,
-                    rule,
-                    "leave --compile out, or install torch 2.13",
-                )
-            ]
+        raise ProblemsError.of(
+            "--compile", came, rule, "leave --compile out, or install torch 2.13"
         )
     if wish != "auto":
         return wish == "on"
@@ -283,9 +276,7 @@ def check_by_deepspeed(plan: Plan, where: str) -> None:
         raise ConfigError(list(_refused_values(error, where))) from None
     except Exception as error:  # its other checks raise exceptions of any type
         came = f"DeepSpeed refuses it ({' '.join(str(error).split()) or type(error).__name__})"
-        raise ConfigError(
-            [Problem("--ds_config", came, fix=_FIX, where=where)]
-        ) from None
+        raise ConfigError.of("--ds_config", came, fix=_FIX, where=where) from None
 
 
 def _check_release(plan: Plan, where: str) -> None:
@@ -300,7 +291,7 @@ def _check_release(plan: Plan, where: str) -> None:
     if plan.zero_stage in (1, 2) and not processes.device().own_memory:
         rule = f"DeepSpeed {versions.installed()} then averages no gradient on a CPU"
         fix = "set it to true, or pip install deepspeed==0.19.8"
-        raise ConfigError([Problem(key, f"{key}=false", rule, fix, where=where)])
+        raise ConfigError.of(key, f"{key}=false", rule, fix, where=where)
 
 
 def _refused_values(error: ValidationError, where: str) -> Iterator[Problem]:

@@ -249,8 +249,9 @@ def next_step(
     own = None
     with contextlib.suppress(Exception):  # the step itself will tell
         rows = rank_rows(plan.layout, grid.at.dp, plan.recipe.sizes.size(step))
-        salts = salts_of(plan.recipe.seed, step, torch.from_numpy(rows), 1)[..., 0, 0]
-        own = samples_sum(batches.peek()[0], salts.tolist())
+        places = torch.from_numpy(rows)
+        salts = salts_of(plan.recipe.seed, step, places, 1)
+        own = samples_sum(batches.peek()[0], salts[..., 0, 0].tolist())
     every: list[Any] = gathered(own, grid.control_group)
     if None in every:
         return None

@@ -225,7 +225,9 @@ class NumberWatch:
 
     def _hash(self, axis: str) -> int:
         sums = [watched.running.sum() for watched in self._copies(axis)]
-        return int(torch.stack(sums).sum()) if sums else 0
+        if sums:
+            return int(torch.stack(sums).sum())
+        return 0
 
     def _details(self) -> tuple[list[Named], list[tuple[Named, int]]]:
         changed: list[Named] = [("", "batch", "")] if self._batch else []

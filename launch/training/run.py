@@ -333,7 +333,9 @@ class TrainingRun:
     def _known_loss(self) -> KnownLoss | None:
         loss = finite(self._sample_loss(self._sample))
         batch = {name: values.tolist() for name, values in self._sample.items()}
-        return None if loss is None else KnownLoss(loss, self.job.plan.precision, batch)
+        if loss is None:
+            return None
+        return KnownLoss(loss, self.job.plan.precision, batch)
 
     def _sample_loss(self, sample: MicroBatch) -> float:
         return sample_loss(

@@ -32,7 +32,6 @@ from launch.training.job import (
 )
 from recipes.files import path_of
 from recipes.problems import (
-    Problem,
     ProblemsError,
     system_error,
     system_problem,
@@ -200,8 +199,8 @@ def check_processes(args: argparse.Namespace) -> None:
     world = processes.world_size()
     if args.processes and processes.launched() and args.processes != world:
         came = f"{came} with {world} that a launcher started"
-        raise ProblemsError(
-            [Problem(key, came, "a launcher decides it", "leave --processes out")]
+        raise ProblemsError.of(
+            key, came, "a launcher decides it", "leave --processes out"
         )
 
 

@@ -79,7 +79,7 @@ def write(
             progress,
             {"position": recipe.sizes_in_data.samples(state.steps)},
             corpus,
-            recipe.model_dump(mode="json", by_alias=True),
+            recipe.as_data(),
             plan_facts(plan),
             description.versions(),
             {name: stored},

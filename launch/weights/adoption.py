@@ -135,7 +135,8 @@ class Adoption(StartingModel):
         """
         keys = [key_of(each) for each in texts]
         lacking = dict[str, str]()  # flag -> what it says
-        if not (text or self.named or any(is_part(key, ("data",)) for key in keys)):
+        of_data = [key for key in keys if is_part(key, ("data",))]
+        if not (text or self.named or of_data):
             lacking["--text PATH"] = "what text it read"
         if self.data_from is None:
             lacking[f"{DATA_FROM} {FIRST}"] = (
@@ -148,7 +149,8 @@ class Adoption(StartingModel):
             lacking[f"{ARGUMENTS} {each}"] = what
         whole = replace(self, stated=(*self.stated, *told))
         base = catalog.load(self.recipe_name)
-        found = {**super(Adoption, whole).settings(texts), **self.theirs.settings(base)}
+        found = super(Adoption, whole).settings(texts)
+        found |= self.theirs.settings(base)
         if stated(texts, KIND) == "constant":
             found.setdefault("schedule.min_lr", 0.0)  # which has no effect there
         said = {*found, *keys}
@@ -181,7 +183,7 @@ class Adoption(StartingModel):
         known = {key: value for key, value in found.items() if value is not None}
         came = f"is {state.form} after step {state.steps}, and states {_listed(known)}"
         last = Problem(KEY, came, "the rest has to be said", f"such as: {line}")
-        raise self.error([*problems, last])
+        raise self.error(*problems, last)
 
     def _untold(self) -> dict[str, str]:
         """Return the --weights_args of what the model's description leaves open, and what each says."""
@@ -198,10 +200,13 @@ class Adoption(StartingModel):
             for key, allowed in form.fixed.items():
                 examples[key] = allowed[0]
             for key, value in examples.items():
-                unread = config.get(key, UNREAD if key == heads else None) == UNREAD
-                if unread and key not in said:
+                held = config.get(key)
+                what = f"its {key}"
+                if key == heads:
+                    held = config.get(key, UNREAD)
+                    what = "the number of heads"
+                if held == UNREAD and key not in said:
                     written = json.dumps(value).strip('"')
-                    what = "the number of heads" if key == heads else f"its {key}"
                     found[f"{key}={written}"] = what
         return found
 
@@ -231,19 +236,21 @@ class Adoption(StartingModel):
         )
         state = self.state
         each = self.theirs.batch or recipe.batch.global_
-        read = each * state.steps
+        begins = 0
+        if self.data_from == FIRST:
+            begins = each * state.steps
         branch = Branch(
             run=str(Path(self.directory).absolute()),
             step=state.steps,
             changed=self.theirs.changes(),
             stretches=((0, 0, each),),
-            data_from=read if self.data_from == FIRST else 0,
+            data_from=begins,
             more_updates=state.updates - state.steps + state.skipped,
         )
         recipe = recipe.model_copy(update={"branch": branch})
         problems = [*schedule_problems(recipe, "", cut=steps is not None)]
         if problems:
-            raise self.error(problems)
+            raise self.error(*problems)
         return recipe
 
     @property
@@ -264,16 +271,17 @@ class Adoption(StartingModel):
         path = find(ds_config)
         config = read(path)
         scaled = config.get("fp16") or {}
-        other = {
-            key: each for key, each in self.scaling.items() if scaled.get(key) != each
-        }
+        other = {}
+        for key, each in self.scaling.items():
+            if scaled.get(key) != each:
+                other[key] = each
         if not other:
             return ds_config
         own = [f"fp16.{key}={scaled[key]}" for key in other if key in scaled]
         if own and path.parent != FOLDER:
             came = f"--ds_config {ds_config} has {', '.join(own)}"
             rule = f"the run's loss scaler has {_listed(other)}"
-            raise self.error([Problem("fp16", came, rule, "write these numbers there")])
+            raise self.error(Problem("fp16", came, rule, "write these numbers there"))
         config["fp16"] = {**scaled, **other}
         copy = Path(tempfile.mkdtemp()) / path.name
         copy.write_text(json.dumps(config, indent=2))
@@ -331,7 +339,7 @@ class Adoption(StartingModel):
         if not any(is_part(key, ("schedule", "optimizer", "steps")) for key in keys):
             fix = "say the schedule with --set schedule.kind=... and its other keys"
             rule = "its files state another schedule"
-            raise self.error([Problem("schedule", came, rule, fix)])
+            raise self.error(Problem("schedule", came, rule, fix))
         yield Notice("adopt", f"adopted: {came}")
 
 

@@ -171,7 +171,9 @@ class Saved:
         rule = "a model with NaN or infinity never leaves it"
         came = f"holds numbers that are not finite, in {some(odd)}"
         where = str(self.directory)
-        return [Problem(where, came, rule, "give other weights", where)] if odd else []
+        if odd:
+            return [Problem(where, came, rule, "give other weights", where)]
+        return []
 
 
 def _form_problems(
@@ -256,7 +258,9 @@ class TransformersWeights(Saved):
             0 < more < SMALLEST_PADDING
             and self.rows not in PUBLISHED_VOCABULARIES.values()
         )
-        return {**self._config, "vocab_size": vocabulary} if padded else self._config
+        if padded:
+            return {**self._config, "vocab_size": vocabulary}
+        return self._config
 
     @property
     def rows(self) -> int:

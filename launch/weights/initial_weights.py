@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ class GivenModel:
                 else f"is a model of type {shown(kind)}"
             )
             fix = f"the types that can be trained here are {', '.join(known)}"
-            raise FileError([Problem(KEY, came, fix=fix)])
+            raise FileError.of(KEY, came, fix=fix)
         sizes = {}
         said = {}
         problems = list[Problem]()
@@ -243,7 +243,7 @@ class InitialWeights:
         except FileError as error:
             problems += error.problems
         if problems:
-            raise self.error(problems)
+            raise self.error(*problems)
         remarks = (f"those of {self.directory}", *saved.remarks(recipe))
         return tuple(
             Notice("init_from", f"initial weights: {text}") for text in remarks
@@ -284,7 +284,7 @@ class InitialWeights:
         path = Path(self.directory)
         came, fix = unread_kinds.named(path)
         if came:
-            raise self.error([Problem(KEY, came, fix=fix)])
+            raise self.error(Problem(KEY, came, fix=fix))
         found = None
         other = None
         try:
@@ -296,7 +296,7 @@ class InitialWeights:
         except (OSError, ValueError) as error:  # a name too long, a NUL, no permission
             came = f"cannot be read ({error})"
         if other:
-            raise self.error([Problem(KEY, *other)])
+            raise self.error(Problem(KEY, *other))
         if found:
             return found
         name = str(path)
@@ -310,7 +310,7 @@ class InitialWeights:
             if hub
             else ""
         )
-        raise self.error([Problem(KEY, came, fix=f"{SAVED}{fetch}")])
+        raise self.error(Problem(KEY, came, fix=f"{SAVED}{fetch}"))
 
     def _given(
         self, saved: Saved, vocabulary: int | None
@@ -323,7 +323,7 @@ class InitialWeights:
             problems = [
                 replace(problem, fix=problem.fix or SAVED) for problem in error.problems
             ]
-            raise self.error(problems) from None
+            raise self.error(*problems) from None
 
     def _completed(
         self, config: dict[str, Any], forms: Sequence[ConfigForm]
@@ -337,27 +337,18 @@ class InitialWeights:
             where = f"{ARGUMENTS} {text}"
             if key not in known:
                 fix = did_you_mean(key, known)
-                raise FileError(
-                    [
-                        Problem(
-                            ARGUMENTS,
-                            "is no KEY=VALUE of the weights",
-                            fix=fix,
-                            where=where,
-                        )
-                    ]
+                raise FileError.of(
+                    ARGUMENTS, "is no KEY=VALUE of the weights", fix=fix, where=where
                 )
             value = parse(written, where).value
             theirs = config.get(key, UNREAD)
             if theirs not in (UNREAD, value):
                 came = f"the weights say {key}={shown(theirs)}"
-                raise FileError(
-                    [Problem(ARGUMENTS, came, fix="leave it out", where=where)]
-                )
+                raise FileError.of(ARGUMENTS, came, fix="leave it out", where=where)
             config[key] = value
         return config
 
-    def error(self, problems: Iterable[Problem]) -> ProblemsError:
+    def error(self, *problems: Problem) -> ProblemsError:
         where = f"{self.key} {self.directory[:200]}"
         return ProblemsError(
             replace(problem, where=problem.where or where) for problem in problems

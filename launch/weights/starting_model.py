@@ -55,7 +55,9 @@ class StartingModel(InitialWeights):
         place = Path(self.directory)
         if isinstance(saved, RunWeights):
             place = saved.checkpoint.directory.parent.parent / "tokenizer"
-        return place if any((place / name).is_file() for name in _FILES) else None
+        if any((place / name).is_file() for name in _FILES):
+            return place
+        return None
 
     @property
     def recipe_name(self) -> str | Path:
@@ -80,7 +82,7 @@ class StartingModel(InitialWeights):
             if f"data.tokenizer.kind={kind}" in texts and known != rows:
                 came = f"data.tokenizer.kind={kind} has {known:,} tokens, and they have {rows:,} rows"
                 fix = "leave data.tokenizer out: their tokenizer is taken"
-                raise self.error([Problem("data.tokenizer.kind", came, fix=fix)])
+                raise self.error(Problem("data.tokenizer.kind", came, fix=fix))
         if self.insists or asked:
             return values
         if size is None:
@@ -92,7 +94,7 @@ class StartingModel(InitialWeights):
                 return values
         elif size != rows:
             came = f"its tokenizer has {size:,} tokens, and its embedding {rows:,} rows"
-            raise self.error([Problem(KEY, came, "at most 1,023 rows pad", NAME_IT)])
+            raise self.error(Problem(KEY, came, "at most 1,023 rows pad", NAME_IT))
         values["data.tokenizer"] = {"kind": "file", "path": str(self.tokenizer)}
         return values
 
@@ -124,7 +126,7 @@ class StartingModel(InitialWeights):
         notices = super().check(recipe)
         problems = list(self._vocabulary_problems(recipe))
         if problems:
-            raise self.error(problems)
+            raise self.error(*problems)
         theirs = [] if self.recipe else ["shape", "positions"]
         settings = recipe.data.tokenizer
         said = [f"all else is of {self.recipe_name}"]

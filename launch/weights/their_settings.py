@@ -105,7 +105,9 @@ class TheirSettings:
         """Trainer's arguments; {} without them, or where their file cannot be read."""
         path = self.directory / "training_args.bin"
         try:
-            return vars(load(path)) if is_file(path) else {}
+            if is_file(path):
+                return vars(load(path))
+            return {}
         except (FileError, TypeError):
             return {}
 
@@ -297,12 +299,14 @@ class TheirSettings:
             return ()
         found = []
         for key in ("lr", "betas", "eps", "bias_correction"):
-            values = [
-                *{str(group.get(key)): group.get(key) for group in groups}.values()
-            ]
+            values = {}
+            for group in groups:
+                value = group.get(key)
+                values[str(value)] = value
             if len(values) > 1:
+                was = [*values.values()]
                 now = self.group.get(key)
-                found.append(Change(key=f"optimizer.{key}", was=values, now=now))
+                found.append(Change(key=f"optimizer.{key}", was=was, now=now))
         decay = self.group.get("weight_decay", 0.0)
         odd = {}
         for name, parameter in self.state.parameters.items():
@@ -320,12 +324,16 @@ class TheirSettings:
 
 
 def _plain(value: Any) -> Any:
-    return [*value] if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return [*value]
+    return value
 
 
 def _name(kind: Any) -> Any:
     """Return the value of a member of an enumeration."""
-    return next(iter(kind.arguments), None) if isinstance(kind, StandIn) else kind
+    if isinstance(kind, StandIn):
+        return next(iter(kind.arguments), None)
+    return kind
 
 
 def _of(kind: Any, warmup: int, end: int | None) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def layer_products(model: Model, tokens: int, tp: int = 1) -> tuple[Product, ...
 
 
 def attention_products(
-    model: Model, tokens: int, length: int, tp: int = 1, window: Window = None
+    model: Model, tokens: int, length: int, tp: int, window: Window = None
 ) -> tuple[Product, ...]:
     """Return the products of scores and values in a layer, one for each head and sample: 4 b S^2 h / t.
 
@@ -59,8 +59,8 @@ def head_products(
     samples: int,
     length: int,
     padded_vocab: int,
-    tp: int = 1,
-    predictions: int | None = None,
+    tp: int,
+    predictions: int | None,
 ) -> tuple[Product, ...]:
     """Return the products after the last layer: logits at every position, a BERT's at its P predicted ones.
 

@@ -16,6 +16,7 @@ from ds_configs.plan import ANY_GPU, Plan
 from ds_configs.resolver import followed, resolve
 from launch.training.followed_json import FollowedJson
 from recipes import catalog
+from recipes.key_paths import flatten
 from recipes.schema import Recipe
 
 
@@ -365,7 +366,7 @@ def test_every_value_of_a_json_is_in_a_line(path):
     }
     config["optimizer"]["eps"] = 1e-6
     texts = told(path(config))
-    for key, _ in following.leaves(config):
+    for key, _ in flatten(config):
         assert any(re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.]*\w)", text) for text in texts), key
     (passed,) = [text for text in texts if text.startswith("follow: passed on to DeepSpeed: ")]
     assert (

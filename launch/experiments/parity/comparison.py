@@ -54,8 +54,16 @@ HEADINGS = (
 # Names of parameters, and of modules in a layer or head, in forward order.
 TOP = ("word", "position", "embedding", "layers", "final_norm", "head", "decoder_bias")
 INNER = (
-    *("position", "token_type", "attention_norm", "attention", "mlp_norm", "mlp"),
-    *("pooler", "sentence", "transform", "norm"),
+    "position",
+    "token_type",
+    "attention_norm",
+    "attention",
+    "mlp_norm",
+    "mlp",
+    "pooler",
+    "sentence",
+    "transform",
+    "norm",
 )
 
 

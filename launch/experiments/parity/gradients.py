@@ -50,7 +50,7 @@ def save_first_gradients(run: TrainingRun, record: StepRecord) -> None:
     own = Part(grid.rank, {file_name(grid.rank): written}, tensors, {})
     whole = merged(own, Part.followed_by, grid.control_group, Part)
     if grid.rank == 0:
-        recipe = run.recipe.model_dump(mode="json", by_alias=True)
+        recipe = run.recipe.as_data()
         progress = Progress(step=1, adam_steps=1, schedule=1)
         held = (whole.files, whole.tensors, (KIND,))
         manifest.write(Manifest(progress, {}, "", recipe, {}, {}, *held), directory)

@@ -101,7 +101,8 @@ def _found(where: Path, pattern: re.Pattern[str]) -> dict[int, dict[int, Path]]:
     for path in sorted(where.glob("*_states.pt")):
         match = pattern.fullmatch(path.name)
         if match:
-            found.setdefault(int(match[2]), {})[int(match[1] or 0)] = path
+            of_rank = found.setdefault(int(match[2]), {})
+            of_rank[int(match[1] or 0)] = path
     return found
 
 

@@ -140,7 +140,11 @@ def state_of(
     scaler = optimizer.scaler or {}
     if isinstance(scaler, StandIn):
         scaler = vars(scaler)
+    if "cur_iter" not in scaler:
+        scaler = {}
     module = stated.get("module") or {}
+    if optimizer.slices > 1:
+        module = {}
     return DeepSpeedState(
         where,
         stated,
@@ -148,9 +152,9 @@ def state_of(
         optimizer.parameters,
         optimizer.bases[0]["param_groups"],
         optimizer.numbered,
-        _tensors(module) if optimizer.slices == 1 else {},
+        _tensors(module),
         _updates(where, stated, optimizer),
-        scaler if "cur_iter" in scaler else {},
+        scaler,
         optimizer.slices,
     )
 
@@ -430,7 +434,9 @@ def unpartitioned(
 
 def _elements(held: Mapping[str, Any]) -> int:
     moment = held.get(MOMENTS[0])
-    return moment.numel() if isinstance(moment, Tensor) else 0
+    if isinstance(moment, Tensor):
+        return moment.numel()
+    return 0
 
 
 def _distinct(module: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -158,7 +158,9 @@ class Conversion:
         def convert(entry: NameEntry) -> Tensor:
             parts = [read(found[name]) for name in entry.theirs]
             whole = entry.form.to_ours(parts, model.heads)
-            return whole[: model.vocab_size] if entry.ours in WITH_PADDING else whole
+            if entry.ours in WITH_PADDING:
+                return whole[: model.vocab_size]
+            return whole
 
         def usable(entry: NameEntry) -> bool:
             if any(name not in found for name in entry.theirs):

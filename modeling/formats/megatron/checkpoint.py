@@ -126,7 +126,9 @@ class MegatronCheckpoint:
     def size(self, name: str, dim: int) -> int | None:
         """Return one size of a tensor, or None without such a tensor or dimension."""
         shape = self.tensors[name].shape if name in self.tensors else ()
-        return shape[dim] if dim < len(shape) else None
+        if dim < len(shape):
+            return shape[dim]
+        return None
 
     def config(self, vocabularies: Sequence[int]) -> dict[str, Any]:
         """Return the configuration in the keys of `MEGATRON_FORMS`, without what is nowhere stated.
@@ -184,7 +186,9 @@ class MegatronCheckpoint:
             )
             slices = slices._replace(parts=parts)
         whole = slices.join()
-        return whole[: model.vocab_size] if name in WITH_PADDING else whole
+        if name in WITH_PADDING:
+            return whole[: model.vocab_size]
+        return whole
 
 
 def open_checkpoint(directory: str | Path) -> MegatronCheckpoint:

@@ -66,7 +66,9 @@ def find(directory: Path) -> Files:
     """Find the files of the iteration in `directory`, or of the newest below it. Raises FileError."""
     where = _iteration(directory)
     names = _names(where)
-    layers = [(int(m[1]), int(m[2]), where / m[0]) for m in _matches(LAYER, names)]
+    layers = []
+    for m in _matches(LAYER, names):
+        layers.append((int(m[1]), int(m[2]), where / m[0]))
     if layers:
         stated = where / "mp_rank_00_model_states.pt"
         if not is_file(stated):
@@ -78,13 +80,16 @@ def find(directory: Path) -> Files:
                 fix,
             )
         return Files(where, _stages(where, layers), stated, by_layer=True)
-    found = [(0, int(m[1]), where / m[0]) for m in _matches(PLAIN, names)]
+    found = []
+    for m in _matches(PLAIN, names):
+        found.append((0, int(m[1]), where / m[0]))
     if not found:
         for m in _matches(RANK, names):
             held = _names(where / m[0])
             name = next((name for name in WEIGHTS if name in held), None)
             if name:
-                found.append((int(m[2] or 0), int(m[1]), where / m[0] / name))
+                stage = int(m[2] or 0)
+                found.append((stage, int(m[1]), where / m[0] / name))
             elif OPTIMIZER not in held:
                 came = f"holds {some(held, 4) or 'nothing'}, and neither {WEIGHTS[0]} nor {WEIGHTS[1]}"
                 fix = ANOTHER if held else WHOLE

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data import corpus
-from data.text import given_text, listing
+from data import corpus, durable_files
+from data.text import listing
 from data.text.given_text import text_settings
 from data.text.held_out import cut_end, describe_text
 from data.text.listing import splits_of
@@ -214,8 +214,7 @@ def test_a_plan_says_what_is_trained_and_refuses_a_vocabulary_that_the_text_cann
 
 def test_a_folder_is_walked_once_and_counted_meanwhile(tmp_path, monkeypatch):
     monkeypatch.setenv("MEGARECIPES_CACHE", str(tmp_path / "cache"))
-    for module in (listing, given_text):
-        monkeypatch.setattr(module, "SAY_EVERY_S", -1.0)
+    monkeypatch.setattr(durable_files, "SAY_EVERY_S", -1.0)
     for folder in ("train", "validation"):
         (tmp_path / "text" / folder).mkdir(parents=True)
         for n in range(30):

@@ -36,7 +36,7 @@ from data.prepare.settings import PreparationFailed, Settings, in_flags
 from data.tasks.rows import read_rows
 from data.text import encoder, hub, listing, records
 from data.text.hub import HubSource, is_temporary
-from data.text.records import EXCERPT_BYTES, BrokenRecord, RawRecord, SkippedRecords
+from data.text.records import EXCERPT_BYTES, BrokenRecord, RawRecord, SkippedRecords, read_strictly
 from data.text.sources import FileSource, PackagedSource, files_of, format_of, open_source
 from data.text.text_files import JsonlFormat, ParquetFormat, TextFormat
 from data.text.trained_vocabulary import train_bpe, train_wordpiece
@@ -150,7 +150,8 @@ def test_a_broken_line_says_why_and_costs_only_itself(tmp_path, line, kind, reas
     assert broken.excerpt == (line + b"\n")[:EXCERPT_BYTES]
     assert len(line) <= broken.size <= len(line) + 1
     with pytest.raises(ValueError, match=r"corpus.jsonl:3: .*prepare_data") as refused:
-        list(FileSource(Origin(source="jsonl", name=str(path)), 400_000).documents())
+        origin = Origin(source="jsonl", name=str(path))
+        list(read_strictly(files_of(origin), format_of(origin, 400_000), 0))
     assert broken.reason in str(refused.value)
 
 
