@@ -89,18 +89,9 @@ def opened(directory, *settings, stated=(), data_from="next", **how):
     return found, found.begun(said, {}, None)
 
 
-def adopt(directory, out, *arguments, recipe=catalog.DEFAULT_RECIPE):
-    command = [
-        sys.executable,
-        "launch/checkpoint.py",
-        "adopt",
-        str(directory),
-        "--out",
-        str(out),
-        *SAID,
-        recipe,
-    ]
-    return run([*command, *arguments], timeout=400)
+def adopt(directory, out, *arguments, recipe=catalog.DEFAULT_RECIPE, script=("launch/checkpoint.py",)):
+    command = [*map(str, script), "adopt", str(directory), "--out", str(out), *SAID, recipe]
+    return run([sys.executable, *command, *arguments], timeout=400)
 
 
 def written(directory, root, *settings, **how):
@@ -512,6 +503,37 @@ def test_its_rules_come_along(copied, tmp_path):
     assert adoption.with_scaling(str(own)) == str(own)
 
 
+CONSTANT = ["--set", "steps=8", "--set", "schedule.kind=constant", "--set", "schedule.warmup_steps=0"]
+
+
+def test_an_adoption_that_was_killed_begins_again_by_the_same_command(theirs, tmp_path):
+    """Before recipe.yaml is there, and with a checkpoint half written; --resume alone names the command."""
+    loop = theirs / "loop"
+    for number, name in enumerate(("recipe.yaml", "manifest.json")):
+        out = tmp_path / str(number)
+        killed = adopt(loop, out, *CONSTANT, script=(WORKERS / "killed_adoption.py", name))
+        assert killed.returncode == -9, killed.stdout
+        flags = ["--resume", "--out", str(out)]
+        if name == "manifest.json":
+            assert (out / "checkpoints" / "step-000006.writing").is_dir()
+            again = f"adopt it again: python .*adopt {loop} --out {out} .* {' '.join(CONSTANT)}$"
+            with pytest.raises(ProblemsError, match=again):
+                pretrain.resumed_run(pretrain.build_parser().parse_args(flags))
+        more = pretrain.build_parser().parse_args([*flags, "--adopt", str(loop)])
+        assert pretrain.resumed_run(more) is None, "it begins again, too"
+        done = adopt(loop, out, *CONSTANT)
+        assert done.returncode == 0, done.stdout
+        assert run_checkpoints.newest(out / "checkpoints").step == 6
+        assert pretrain.resumed_run(more).recipe.branch.step == 6
+    again = adopt(loop, out, *CONSTANT)
+    assert again.returncode == 2 and "already holds steps" in again.stdout
+
+
+def test_a_directory_that_is_not_there_is_said_to_be_that(tmp_path):
+    with pytest.raises(ProblemsError, match=f"{tmp_path}/none: no such directory"):
+        pretrain.adoption(SimpleNamespace(adopt=str(tmp_path / "none"), out="o", weights_args=[], given=()))
+
+
 # --- the next losses
 
 
@@ -630,7 +652,7 @@ def test_loops_go_on_with_every_form_of_the_optimizer_and_every_model(tmp_path):
 
 @pytest.mark.long
 def test_the_commands_adopt_and_go_on(theirs, tmp_path):
-    said = ["--set", "steps=8", "--set", "schedule.kind=constant", "--set", "schedule.warmup_steps=0"]
+    said = CONSTANT
     asked = run(
         [sys.executable, "launch/checkpoint.py", "adopt", str(theirs / "loop"), "--out", str(tmp_path / "a")]
     )
