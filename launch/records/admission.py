@@ -98,9 +98,7 @@ def _admit_locked(
         # the recorder names broken lines
         records = read_metrics(directory.metrics_jsonl, problems=[])
     steps = records.steps
-    kept = [
-        each for each in directory.checkpoints.glob("*") if each.suffix != WRITING
-    ]
+    kept = [each for each in directory.checkpoints.glob("*") if each.suffix != WRITING]
     if not (kept or steps or records.broken):
         # A start that failed before its first step left nothing to keep.
         shutil.rmtree(directory.tokenizer, ignore_errors=True)

@@ -15,7 +15,7 @@ from ds_configs import following
 from ds_configs.findings import lookup
 from modeling.formats.deepspeed.files import COPY
 from modeling.formats.deepspeed.states import DeepSpeedState
-from modeling.formats.pickles import StandIn, load
+from modeling.formats.pickles import StandIn, is_sound, load
 from recipes.files import FileError, is_file, read_json_object, refuse
 from recipes.key_paths import flatten
 from recipes.problems import some
@@ -102,10 +102,15 @@ class TheirSettings:
 
     @cached_property
     def arguments(self) -> Mapping[str, Any]:
-        """Trainer's arguments; {} without them, or where their file cannot be read."""
+        """Trainer's arguments; {} without them, or where their file cannot be read.
+
+        Raises FileError: the file is damaged.
+        """
         path = self.directory / "training_args.bin"
+        if not (is_file(path) and is_sound(path)):
+            return {}
         try:
-            return vars(load(path)) if is_file(path) else {}
+            return vars(load(path))
         except (FileError, TypeError):
             return {}
 

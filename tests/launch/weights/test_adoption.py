@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shlex
 import shutil
 import sys
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -455,6 +457,66 @@ def test_the_bound_of_the_moments_holds_for_any_gradients_and_is_reached():
         ratio = first.abs() / second.sqrt()
         assert ratio.max() <= bound * (1 + 1e-9)
         assert ratio[0] == pytest.approx(bound, rel=1e-9)
+
+
+def flipped(file, record, bit):
+    """Change a bit of a record of a file of torch.save."""
+    found = zipfile.ZipFile(file).getinfo(f"{file.stem}/{record}")
+    whole = bytearray(file.read_bytes())
+    lengths = whole[found.header_offset + 26 : found.header_offset + 30]
+    start = (
+        found.header_offset
+        + 30
+        + int.from_bytes(lengths[:2], "little")
+        + int.from_bytes(lengths[2:], "little")
+    )
+    whole[start + bit // 8 % found.file_size] ^= 1 << bit % 8
+    file.write_bytes(whole)
+
+
+def test_every_flipped_bit_of_a_record_is_named(tmp_path):
+    tensors = {"a": torch.arange(999.0), "b": torch.ones(7)}
+    for number in range(60):
+        file = tmp_path / f"weights-{number}.pt"
+        torch.save(tensors, file)
+        record = ("data/0", "data/1", "data.pkl")[number % 3]
+        flipped(file, record, random.Random(number).randrange(99_999))
+        with pytest.raises(
+            ProblemsError, match=f"{file}: is damaged in its record 'weights-{number}/{record}'"
+        ):
+            pickles.load(file)
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(tensors, file)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert torch.equal(pickles.load(file)["a"], tensors["a"]), "it has no sums"
+
+
+def test_damage_is_named_at_every_door(copied, tmp_path):
+    file = copied / "global_step6" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    flipped(file, "data/2", 1234)
+    with pytest.raises(ProblemsError, match=f"{file}: is damaged in its record '.*/data/2'"):
+        open_run(copied)
+    arguments = tmp_path / "training_args.bin"
+    torch.save({"a": 1}, arguments)
+    flipped(arguments, "data.pkl", 9)
+    with pytest.raises(ProblemsError, match=f"{arguments}: is damaged in its record"):
+        _ = TheirSettings(tmp_path, SimpleNamespace(config={}), {}).arguments
+
+
+@pytest.mark.parametrize("bomb", ["deflated", "of a false size"])
+def test_a_record_takes_no_more_memory_than_its_file(bomb, tmp_path):
+    file = tmp_path / "bomb.pt"
+    torch.save({"a": torch.zeros(9)}, tmp_path / "sound.pt")
+    with zipfile.ZipFile(tmp_path / "sound.pt") as sound, zipfile.ZipFile(file, "w") as records:
+        for name in sound.namelist():
+            how = zipfile.ZIP_DEFLATED if bomb == "deflated" else zipfile.ZIP_STORED
+            records.writestr(name, sound.read(name), how)
+        if how == zipfile.ZIP_STORED:
+            records.filelist[0].file_size = 6 * 10**9
+    with pytest.raises(ProblemsError, match="bomb.pt: holds compressed records: torch.save stores them"):
+        pickles.load(file)
 
 
 def test_a_pickle_is_read_without_its_classes(theirs):
