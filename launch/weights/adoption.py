@@ -293,6 +293,11 @@ class Adoption(StartingModel):
             at += f" and {state.samples:,} samples"
         said = [f"{state.form} of {self.directory}, {at}"]
         said += self.saved().remarks(recipe)
+        clip = self.theirs.default_clip
+        if clip == recipe.optimizer.clip:
+            release = state.stated["ds_version"]
+            rule = f"as DeepSpeed {release} does without gradient_clipping"
+            said.append(f"optimizer.clip={clip:g}, {rule}")
         if self.scaling and recipe.precision == "fp16":
             said.append(f"its loss scaler has fp16 of {_listed(self.scaling)}")
         return (Notice("adopt", f"adopted: {'; '.join(said)}"),)

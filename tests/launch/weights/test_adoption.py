@@ -667,8 +667,13 @@ def plain_cases():
 
 @pytest.mark.ci
 def test_runs_without_deepspeed_go_on(tmp_path):
-    """Of two ranks. accelerate states neither batch nor clipping nor precision, nor which optimizer it was."""
-    train(tmp_path, 2, plain_cases())
+    """Of two ranks. accelerate states neither batch nor clipping nor precision, nor which optimizer it was.
+
+    Besides, a loop that DeepSpeed clips by its own default.
+    """
+    settings = ["sequence_length=4"]  # whose gradients' norms are above 1
+    unclipped = {"name": "no clipping stated", "model": "gpt2", "loop": True, "settings": settings}
+    train(tmp_path, 2, [*plain_cases(), {**unclipped, "ds": {"optimizer": ADAM, **zero(2)}}])
     told = ["batch.global=12", "optimizer.clip=0.5", "precision=fp32", {"adamw": True}]
     runs = {}
     for case in plain_cases():
@@ -676,6 +681,7 @@ def test_runs_without_deepspeed_go_on(tmp_path):
         runs[name] = (tmp_path / name, tmp_path / name, *told)
         if "Trainer" in name:
             runs[name] = (tmp_path / name, tmp_path / name / "checkpoint-6")
+    runs[unclipped["name"]] = (tmp_path / unclipped["name"],) * 2 + (*settings,)
     apart = go_on(runs, ["1", "tp2"], tmp_path / "ours")
     print(apart)
     assert not within(apart)
@@ -759,12 +765,12 @@ def test_the_commands_adopt_and_go_on(theirs, tmp_path):
 # --- what files state, without a save
 
 
-def their_settings(config=None, arguments=None, steps=None, groups=({},), skipped=0, **stated):
+def their_settings(config=None, arguments=None, steps=None, groups=({},), skipped=0, ds=None, **stated):
     """Of a run of six steps whose groups, arguments and scheduler are these."""
     groups = [{"lr": 1e-3, "betas": (0.9, 0.95), **each} for each in groups]
     module = {"wte.weight": torch.zeros(1)}
     state = SimpleNamespace(
-        stated=stated, groups=groups, config={}, steps=6, skipped=skipped, samples=72, module=module
+        stated=stated, groups=groups, config=ds or {}, steps=6, skipped=skipped, samples=72, module=module
     )
     found = TheirSettings(Path("nowhere"), state, config or {})
     vars(found).update(arguments=arguments or {}, steps=steps)
@@ -775,6 +781,23 @@ def test_the_decay_is_that_of_the_decayed_parameters_in_whatever_group():
     decayed, others = {"weight_decay": 0.1, "eps": 1e-6}, {"weight_decay": 0.0, "eps": 1e-6}
     for groups in ((decayed, others), (others, decayed)):
         assert their_settings(groups=groups)["optimizer.weight_decay"] == 0.1
+
+
+def test_clipping_that_no_file_states_is_that_of_the_release_that_trained():
+    json = {"train_batch_size": 12}
+    for release, clip in {"0.18.9": 0.0, "0.19.2": 0.0, "0.19.3": 1.0, "0.19.8+cu128": 1.0}.items():
+        assert their_settings(ds=json, ds_version=release)["optimizer.clip"] == clip
+        assert (
+            their_settings(ds={**json, "gradient_clipping": 0.5}, ds_version=release)["optimizer.clip"] == 0.5
+        )
+    for stated in ({}, {"ds_version": None}, {"ds_version": "a build"}):
+        assert "optimizer.clip" not in their_settings(ds=json, **stated), "it is asked for"
+        assert "optimizer.clip" not in their_settings(**stated)
+    without = {"max_grad_norm": 0.0, "optim": "adamw_torch"}
+    for norm in (0.0, None):
+        told = TheirSettings(Path("nowhere"), SimpleNamespace(config={}), {})
+        vars(told).update(arguments={**without, "max_grad_norm": norm})
+        assert told.config["gradient_clipping"] == 0.0, "Trainer does not clip"
 
 
 def test_a_share_of_warm_up_is_rounded_up_as_by_trainer():
