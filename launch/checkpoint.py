@@ -198,7 +198,6 @@ def adopt(args: argparse.Namespace) -> int:
     from launch.weights.adoption import Adoption
     from recipes import catalog
 
-    arguments.check_outside("--out", args.out, args.directory)
     adopts = Adoption.of(args.directory, args)
     column = arguments.stated(args.set, "data.text_column")
     laid = text_settings(args.text, column, terminal.say) if args.text else {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shlex
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from launch.training.job import InitialWeights, Job
     from launch.weights.adoption import Adoption
     from launch.weights.starting_model import StartingModel
-    from recipes.schema import Recipe
+    from recipes.schema import Branch, Recipe
 
 # parameters; rank 0 assembles no larger model for a sample
 LARGEST_SAMPLED = 2_000_000_000
@@ -323,7 +324,6 @@ def adoption(args: argparse.Namespace) -> Adoption | None:
         return None
     from launch.weights.adoption import Adoption
 
-    arguments.check_outside("--out", args.out, args.adopt)
     return Adoption.of(args.adopt, args)
 
 
@@ -370,7 +370,8 @@ def job_with_hint(
 def resumed_run(args: argparse.Namespace) -> RecordedRun | None:
     """Return the run that --resume --out continues with its own recipe; None: none, or --recipe says it.
 
-    Raises ProblemsError: --branch names another checkpoint than the run went on from.
+    Raises ProblemsError: --branch names another checkpoint than the run went on from, or the run was killed
+    while another program's was adopted.
     """
     if (
         not (args.resume and args.out)
@@ -381,11 +382,18 @@ def resumed_run(args: argparse.Namespace) -> RecordedRun | None:
     from launch.records.recorded_run import RecordedRun
 
     run = RecordedRun.read(path_of(args.out, "--out"), "--out")
+    began = run.recipe.branch
+    if began is not None and is_half_adopted(run.path, began):
+        if args.adopt is not None:
+            return None
+        again = ("launch/checkpoint.py", "adopt", began.run, "--out", str(run.path))
+        came = f"{run.path} was to go on with {began.run}, and its first checkpoint was never whole"
+        fix = f"adopt it again: python {shlex.join(run.command or again)}"
+        raise ProblemsError([Problem("--resume", came, "it holds nothing yet", fix)])
     if args.branch is not None:
         from launch.checkpoints import branching
 
         path, step = branching.split(args.branch)
-        began = run.recipe.branch
         if began is None or began.run != str(path) or step not in (None, began.step):
             came = f"--branch {args.branch} with --resume, and {run.path} is "
             came += f"a branch of {began}" if began else "no branch"
@@ -394,6 +402,13 @@ def resumed_run(args: argparse.Namespace) -> RecordedRun | None:
             )
             raise ProblemsError.of("--branch", came, "a run began once", fix)
     return run
+
+
+def is_half_adopted(path: Path, began: Branch) -> bool:
+    """Check whether a run begins from another program's and has no checkpoint of it yet."""
+    from launch.checkpoints.run_checkpoints import named
+
+    return not (catalog.recorded(began.run) or named(path / "checkpoints"))
 
 
 def run_of_recipe(name: str) -> RecordedRun | None:

@@ -22,10 +22,10 @@ from typing import NamedTuple
 from data import durable_files
 from launch.checkpoints import manifest
 from launch.checkpoints.manifest import Manifest, step_of
+from launch.records.directory import WRITING
 from recipes import files
 from recipes.problems import Problem, some
 
-WRITING = ".writing"
 PRUNED = ".pruned"
 GIVEN = "give a run directory, its checkpoints/, or one step-NNNNNN of them"
 

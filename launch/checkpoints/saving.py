@@ -44,13 +44,13 @@ from launch.checkpoints.manifest import (
     joined,
     kinds_after,
 )
-from launch.checkpoints.run_checkpoints import WRITING
 from launch.checkpoints.stored import TensorPlacement
 from launch.checkpoints.sums import sums_of
 from launch.checkpoints.tensor_file import TensorEntry
 from launch.deepspeed_fixes.short_steps import Fragment
 from launch.machine import description, memory
 from launch.ranks.processes import from_rank_0, local_world_size, merged
+from launch.records.directory import WRITING
 from launch.records.facts import SaveOutcome, SilentRecorder
 from modeling.parallel.process_grid import ProcessGrid
 from recipes.problems import system_error, system_problem

@@ -11,7 +11,7 @@ from pathlib import Path
 from data.durable_files import Lock, left_by_a_crash
 from ds_configs.plan import Plan, plan_to_json
 from launch.console import arguments
-from launch.records.directory import Launch, RunDirectory
+from launch.records.directory import WRITING, Launch, RunDirectory
 from launch.records.facts import RECORDS_LOST, RunFacts
 from launch.records.metrics import Records, read_metrics, unused_name
 from launch.records.result import OURS
@@ -98,7 +98,8 @@ def _admit_locked(
         # the recorder names broken lines
         records = read_metrics(directory.metrics_jsonl, problems=[])
     steps = records.steps
-    if not (_has_checkpoints(directory) or steps or records.broken):
+    kept = [each for each in directory.checkpoints.glob("*") if each.suffix != WRITING]
+    if not (kept or steps or records.broken):
         # A start that failed before its first step left nothing to keep.
         shutil.rmtree(directory.tokenizer, ignore_errors=True)
         first = f"a first start: {directory.path} holds nothing to resume yet"
@@ -117,8 +118,8 @@ def _admit_locked(
         )
     if not resume:
         raise ValueError(
-            f"{directory.path} already holds steps of this recipe, and a run is never overwritten: add "
-            "--resume to resume from its newest checkpoint, or start a second run elsewhere with --out"
+            f"{directory.path} already holds steps of this recipe, and a run is never overwritten: train "
+            "on from its newest checkpoint with --resume, or start a second run elsewhere with --out"
         )
     if newest is None:
         _refuse_lost(directory, saved.recipe, damaged, records)
@@ -132,10 +133,6 @@ def _admit_locked(
             f"never cut back: give --steps {done} or more, or start another run with --out"
         )
     return True, _notices_of_changes(saved, plan, changes.allowed)
-
-
-def _has_checkpoints(directory: RunDirectory) -> bool:
-    return any(directory.checkpoints.glob("*"))
 
 
 def _refuse_lost(
@@ -197,10 +194,14 @@ def _refuse_strangers(directory: RunDirectory) -> None:
     """Refuse a directory with files that are no run's."""
     if directory.recipe_yaml.exists():
         return
-    empty = () if _has_checkpoints(directory) else (directory.checkpoints.name,)
+    own = set()
+    if not any(directory.checkpoints.glob("*")):
+        own.add(directory.checkpoints.name)
+    if directory.lock_file.exists():  # a start was killed before it wrote recipe.yaml
+        own |= {directory.original_yaml.name, directory.ds_config_given.name}
     names = sorted(entry.name for entry in directory.path.iterdir())
     strangers = [
-        name for name in names if not left_by_a_crash(name) and name not in empty
+        name for name in names if not left_by_a_crash(name) and name not in own
     ]
     if strangers:
         raise ValueError(

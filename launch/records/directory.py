@@ -41,6 +41,9 @@ from ds_configs.plan import Plan, plan_facts, plan_to_json
 from launch.records.facts import RunFacts
 from recipes import catalog, files
 
+# of the name of a checkpoint while it is written, or of one that a killed run left half written
+WRITING = ".writing"
+
 
 @dataclass(frozen=True)
 class Launch:

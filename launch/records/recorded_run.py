@@ -26,6 +26,7 @@ class RecordedRun:
         name: of the recipe, table/row.
         ds_config: its DeepSpeed JSON, as --ds_config takes it.
         initial_weights: as `RunFacts` has them.
+        command: of its newest launch; (): none is recorded.
     """
 
     path: Path
@@ -35,6 +36,7 @@ class RecordedRun:
     tiny: bool
     ds_config: str
     initial_weights: Mapping[str, Any] | None
+    command: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, path: Path, flag: str) -> RecordedRun:
@@ -61,4 +63,5 @@ class RecordedRun:
             tiny=launch is not None and launch.tiny,
             ds_config=ours.stem if same else str(given),
             initial_weights=weights,
+            command=launch.command if launch else (),
         )

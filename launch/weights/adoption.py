@@ -17,7 +17,7 @@ from typing import Any
 from ds_configs.findings import FOLDER, Notice, find, lookup, read
 from ds_configs.plan import Plan
 from launch.checkpoints import run_checkpoints
-from launch.console.arguments import stated
+from launch.console.arguments import check_outside, stated
 from launch.ranks import processes
 from launch.weights.deepspeed_weights import OfDeepSpeed, open_run
 from launch.weights.initial_weights import ARGUMENTS, TOKENIZERS
@@ -27,6 +27,7 @@ from modeling.formats.deepspeed.states import DeepSpeedState
 from modeling.formats.megatron.checkpoint import UNREAD
 from recipes import catalog
 from recipes.consistency import schedule_problems
+from recipes.files import path_of, refuse
 from recipes.key_paths import is_part, key_of
 from recipes.problems import Problem
 from recipes.schema import Branch, Recipe
@@ -91,6 +92,10 @@ class Adoption(StartingModel):
     @classmethod
     def of(cls, directory: str, args: argparse.Namespace) -> Adoption:
         """Open the run in a directory by the flags of a command. Raises ProblemsError."""
+        path = path_of(directory, KEY)
+        if not path.is_dir():
+            refuse(path, "no such directory", fix="name that of the run")
+        check_outside("--out", args.out, directory)
         named = args.recipe if "recipe" in args.given else None
         return cls(
             directory,
@@ -296,6 +301,11 @@ class Adoption(StartingModel):
             at += f" and {state.samples:,} samples"
         said = [f"{state.form} of {self.directory}, {at}"]
         said += self.saved().remarks(recipe)
+        clip = self.theirs.default_clip
+        if clip == recipe.optimizer.clip:
+            release = state.stated["ds_version"]
+            rule = f"as DeepSpeed {release} does without gradient_clipping"
+            said.append(f"optimizer.clip={clip:g}, {rule}")
         if self.scaling and recipe.precision == "fp16":
             said.append(f"its loss scaler has fp16 of {_listed(self.scaling)}")
         return (Notice("adopt", f"adopted: {'; '.join(said)}"),)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import InvalidVersion, Version
 
 from ds_configs import following
 from ds_configs.findings import lookup
 from modeling.formats.deepspeed.files import COPY
 from modeling.formats.deepspeed.states import DeepSpeedState
-from modeling.formats.pickles import StandIn, load
+from modeling.formats.pickles import StandIn, is_sound, load
 from recipes.files import FileError, is_file, read_json_object, refuse
 from recipes.key_paths import flatten
 from recipes.problems import some
@@ -42,6 +44,8 @@ STATED = {
 # Trainer's arguments by which another loss is trained
 OTHER_LOSSES = ("label_smoothing_factor", "neftune_noise_alpha")
 WEIGHTS_ALONE = "take its weights alone with --init_from; zero_to_fp32.py writes those of a DeepSpeed save"
+# from this release on DeepSpeed clips to 1 without the key (runtime/constants.py); before, not at all
+CLIPS = Version("0.19.3")
 HALVES = ("fp16", "bf16")
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # schedules of transformers and Megatron -> ours
@@ -102,12 +106,15 @@ class TheirSettings:
 
     @cached_property
     def arguments(self) -> Mapping[str, Any]:
-        """Trainer's arguments; {} without them, or where their file cannot be read."""
+        """Trainer's arguments; {} without them, or where their file cannot be read.
+
+        Raises FileError: the file is damaged.
+        """
         path = self.directory / "training_args.bin"
-        try:
-            if is_file(path):
-                return vars(load(path))
+        if not (is_file(path) and is_sound(path)):
             return {}
+        try:
+            return vars(load(path))
         except (FileError, TypeError):
             return {}
 
@@ -128,10 +135,20 @@ class TheirSettings:
         kind = "adamw" if kind in ADAMW else kind
         told: dict[str, Any] = {"optimizer": {"type": kind, "params": params}}
         if not self.state.config:
-            told["gradient_clipping"] = said.get("max_grad_norm")
+            told["gradient_clipping"] = said.get("max_grad_norm") or 0.0
             for half in HALVES:
                 told[half] = {"enabled": said.get(half)}
         return {**told, **self.state.config}
+
+    @property
+    def default_clip(self) -> float | None:
+        """DeepSpeed's own clipping, where its JSON has none; None: it has, or no file says the release."""
+        config = self.state.config
+        if config and lookup(config, "gradient_clipping") is None:
+            with suppress(InvalidVersion, TypeError):
+                release = Version(self.state.stated.get("ds_version", ""))
+                return following.CLIP if release >= CLIPS else 0.0
+        return None
 
     @cached_property
     def stated(self) -> str:
@@ -206,7 +223,9 @@ class TheirSettings:
         }
         if config:
             clip = lookup(config, "gradient_clipping")
-            found["optimizer.clip"] = float(clip or 0.0)
+            clip = self.default_clip if clip is None else clip
+            if clip is not None:
+                found["optimizer.clip"] = float(clip)
         if self.batch is not None:
             found["batch.global"] = self.batch
             for key in ("micro", "accumulation", "rampup"):

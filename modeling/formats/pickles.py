@@ -7,6 +7,8 @@ called. A file that names functions of Python's library is refused.
 from __future__ import annotations
 
 import sys
+import zipfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ STAND_IN_MODULES = (
     "signal",
     "types",
 )
+AGAIN = "copy it again"
+CUT = "it was cut off or changed"
 # by which Python 3.11.0 to 3.11.3 pickles a member of an enumeration
 ENUM_MEMBER = "builtins.getattr"
 
@@ -46,11 +50,44 @@ class StandIn:
                 vars(self).update(part)
 
 
+def is_sound(file: Path) -> bool:
+    """Check the records of a file of torch.save; return False for a file of another form.
+
+    Raises FileError: a record is compressed, or is not what its CRC-32 says.
+    """
+    if read_part(file, 0, 4) != b"PK\x03\x04":
+        return False
+    found = file.stat()
+    _check_records(file, found.st_size, found.st_mtime_ns)
+    return True
+
+
+@cache  # parts of a save are loaded several times
+def _check_records(file: Path, size: int, changed: int) -> None:
+    damaged = None
+    try:
+        with zipfile.ZipFile(file) as records:
+            listed = records.infolist()
+            packed = any(each.compress_type for each in listed)
+            packed = packed or sum(each.file_size for each in listed) > size
+            # 0 in all after torch.serialization.set_crc32_options(False)
+            if not packed and any(each.CRC for each in listed):
+                damaged = records.testzip()
+    except Exception as error:  # of many types, for a list of records that is broken
+        refuse(file, f"cannot be read ({str(error)[:100]})", CUT, AGAIN)
+    if packed:
+        rule = "torch.save stores them as they are"
+        refuse(file, "holds compressed records", rule, "save it again with torch")
+    if damaged is not None:
+        came = f"is damaged in its record {damaged[:100]!r}"
+        refuse(file, came, "its CRC-32 is of other bytes", AGAIN)
+
+
 def load(file: Path) -> Any:
     """Read a file of torch.save; its tensors are mapped into memory. Raises FileError."""
     again = f"torch.save(torch.load(f, map_location='cpu', weights_only=False), f) with f={str(file)!r}"
-    fix = f"copy it again; or, which runs what the file says, save it again with its own program: {again}"
-    if read_part(file, 0, 4) != b"PK\x03\x04":
+    fix = f"{AGAIN}; or, which runs what the file says, save it again with its own program: {again}"
+    if not is_sound(file):
         rule = "it is no file of torch.save, or one of before torch 1.6, which cannot be mapped into memory"
         refuse(file, "cannot be read", rule, fix)
     try:
@@ -68,7 +105,7 @@ def load(file: Path) -> Any:
                 )
     except Exception as error:  # of many types, for a pickle that is broken
         came = f"cannot be read by torch.load ({type(error).__name__})"
-        rule = "it was cut off or changed, or is pickled in another way than torch.save does by itself"
+        rule = f"{CUT}, or is pickled in another way than torch.save does by itself"
         refuse(file, came, rule, fix)
     rule = "a checkpoint names none of it, and loading it might run a program"
     advice = "do not load it; get it from its source again"

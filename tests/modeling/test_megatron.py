@@ -235,7 +235,7 @@ def encoder(content):
 
 TP2, PIPE = Form(tp=2), Form(tp=2, deepspeed="pipeline")
 DAMAGED = {
-    "cut off": (TP2, cut_off, "cannot be read by torch.load"),
+    "cut off": (TP2, cut_off, "cannot be read .*: it was cut off or changed"),
     "an old file": (TP2, old_form, "before torch 1.6, which cannot be mapped"),
     "a slice gone": (Form(tp=4), gone("*/mp_rank_01"), "lacks slice 1 of 4 of pipeline stage 00"),
     "the last slice gone": (TP2, gone("*/mp_rank_01"), "1 tensor-parallel ranks, and .* tell of 2"),

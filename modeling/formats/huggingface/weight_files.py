@@ -9,16 +9,15 @@ import json
 import os
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from modeling.formats.pickles import is_sound, load
 from recipes.files import (
     FileError,
     named_kind,
     read_json_object,
-    read_part,
     read_safetensors_header,
     refuse,
 )
@@ -112,24 +111,10 @@ def _read(file: Path) -> dict[str, Tensor]:
     """Read the tensors of one file, mapped into memory."""
     if file.suffix == ".safetensors":
         return _read_safetensors(file)
-    zipped = read_part(file, 0, 4) == b"PK\x03\x04"
-    try:
-        tensors = (
-            torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-            if zipped
-            else None
-        )
-    # of many types, for a pickle that is broken or no mere tensors
-    except Exception as error:
-        refuse(
-            file,
-            f"cannot be read by torch.load ({type(error).__name__})",
-            "it holds tensors alone",
-            AGAIN,
-        )
-    if tensors is None:
+    if not is_sound(file):
         fix = f"{AGAIN}; if it loads, {CONVERT.format(file.parent)}"
         refuse(file, "is no file of torch.save, or one of before torch 1.6", "", fix)
+    tensors = load(file)
     named = isinstance(tensors, dict) and all(isinstance(name, str) for name in tensors)
     if not named or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         came = "holds something else than tensors by their names"

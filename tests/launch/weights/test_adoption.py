@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shlex
 import shutil
 import sys
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -89,18 +91,9 @@ def opened(directory, *settings, stated=(), data_from="next", **how):
     return found, found.begun(said, {}, None)
 
 
-def adopt(directory, out, *arguments, recipe=catalog.DEFAULT_RECIPE):
-    command = [
-        sys.executable,
-        "launch/checkpoint.py",
-        "adopt",
-        str(directory),
-        "--out",
-        str(out),
-        *SAID,
-        recipe,
-    ]
-    return run([*command, *arguments], timeout=400)
+def adopt(directory, out, *arguments, recipe=catalog.DEFAULT_RECIPE, script=("launch/checkpoint.py",)):
+    command = [*map(str, script), "adopt", str(directory), "--out", str(out), *SAID, recipe]
+    return run([sys.executable, *command, *arguments], timeout=400)
 
 
 def written(directory, root, *settings, **how):
@@ -466,6 +459,66 @@ def test_the_bound_of_the_moments_holds_for_any_gradients_and_is_reached():
         assert ratio[0] == pytest.approx(bound, rel=1e-9)
 
 
+def flipped(file, record, bit):
+    """Change a bit of a record of a file of torch.save."""
+    found = zipfile.ZipFile(file).getinfo(f"{file.stem}/{record}")
+    whole = bytearray(file.read_bytes())
+    lengths = whole[found.header_offset + 26 : found.header_offset + 30]
+    start = (
+        found.header_offset
+        + 30
+        + int.from_bytes(lengths[:2], "little")
+        + int.from_bytes(lengths[2:], "little")
+    )
+    whole[start + bit // 8 % found.file_size] ^= 1 << bit % 8
+    file.write_bytes(whole)
+
+
+def test_every_flipped_bit_of_a_record_is_named(tmp_path):
+    tensors = {"a": torch.arange(999.0), "b": torch.ones(7)}
+    for number in range(60):
+        file = tmp_path / f"weights-{number}.pt"
+        torch.save(tensors, file)
+        record = ("data/0", "data/1", "data.pkl")[number % 3]
+        flipped(file, record, random.Random(number).randrange(99_999))
+        with pytest.raises(
+            ProblemsError, match=f"{file}: is damaged in its record 'weights-{number}/{record}'"
+        ):
+            pickles.load(file)
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(tensors, file)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert torch.equal(pickles.load(file)["a"], tensors["a"]), "it has no sums"
+
+
+def test_damage_is_named_at_every_door(copied, tmp_path):
+    file = copied / "global_step6" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    flipped(file, "data/2", 1234)
+    with pytest.raises(ProblemsError, match=f"{file}: is damaged in its record '.*/data/2'"):
+        open_run(copied)
+    arguments = tmp_path / "training_args.bin"
+    torch.save({"a": 1}, arguments)
+    flipped(arguments, "data.pkl", 9)
+    with pytest.raises(ProblemsError, match=f"{arguments}: is damaged in its record"):
+        _ = TheirSettings(tmp_path, SimpleNamespace(config={}), {}).arguments
+
+
+@pytest.mark.parametrize("bomb", ["deflated", "of a false size"])
+def test_a_record_takes_no_more_memory_than_its_file(bomb, tmp_path):
+    file = tmp_path / "bomb.pt"
+    torch.save({"a": torch.zeros(9)}, tmp_path / "sound.pt")
+    with zipfile.ZipFile(tmp_path / "sound.pt") as sound, zipfile.ZipFile(file, "w") as records:
+        for name in sound.namelist():
+            how = zipfile.ZIP_DEFLATED if bomb == "deflated" else zipfile.ZIP_STORED
+            records.writestr(name, sound.read(name), how)
+        if how == zipfile.ZIP_STORED:
+            records.filelist[0].file_size = 6 * 10**9
+    with pytest.raises(ProblemsError, match="bomb.pt: holds compressed records: torch.save stores them"):
+        pickles.load(file)
+
+
 def test_a_pickle_is_read_without_its_classes(theirs):
     file = theirs / "loop" / "global_step6" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     found = pickles.load(file)["optimizer_state_dict"]
@@ -510,6 +563,37 @@ def test_its_rules_come_along(copied, tmp_path):
         adoption.with_scaling(str(own))
     own.write_text(json.dumps(config))
     assert adoption.with_scaling(str(own)) == str(own)
+
+
+CONSTANT = ["--set", "steps=8", "--set", "schedule.kind=constant", "--set", "schedule.warmup_steps=0"]
+
+
+def test_an_adoption_that_was_killed_begins_again_by_the_same_command(theirs, tmp_path):
+    """Before recipe.yaml is there, and with a checkpoint half written; --resume alone names the command."""
+    loop = theirs / "loop"
+    for number, name in enumerate(("recipe.yaml", "manifest.json")):
+        out = tmp_path / str(number)
+        killed = adopt(loop, out, *CONSTANT, script=(WORKERS / "killed_adoption.py", name))
+        assert killed.returncode == -9, killed.stdout
+        flags = ["--resume", "--out", str(out)]
+        if name == "manifest.json":
+            assert (out / "checkpoints" / "step-000006.writing").is_dir()
+            again = f"adopt it again: python .*adopt {loop} --out {out} .* {' '.join(CONSTANT)}$"
+            with pytest.raises(ProblemsError, match=again):
+                pretrain.resumed_run(pretrain.build_parser().parse_args(flags))
+        more = pretrain.build_parser().parse_args([*flags, "--adopt", str(loop)])
+        assert pretrain.resumed_run(more) is None, "it begins again, too"
+        done = adopt(loop, out, *CONSTANT)
+        assert done.returncode == 0, done.stdout
+        assert run_checkpoints.newest(out / "checkpoints").step == 6
+        assert pretrain.resumed_run(more).recipe.branch.step == 6
+    again = adopt(loop, out, *CONSTANT)
+    assert again.returncode == 2 and "already holds steps" in again.stdout
+
+
+def test_a_directory_that_is_not_there_is_said_to_be_that(tmp_path):
+    with pytest.raises(ProblemsError, match=f"{tmp_path}/none: no such directory"):
+        pretrain.adoption(SimpleNamespace(adopt=str(tmp_path / "none"), out="o", weights_args=[], given=()))
 
 
 # --- the next losses
@@ -583,8 +667,13 @@ def plain_cases():
 
 @pytest.mark.ci
 def test_runs_without_deepspeed_go_on(tmp_path):
-    """Of two ranks. accelerate states neither batch nor clipping nor precision, nor which optimizer it was."""
-    train(tmp_path, 2, plain_cases())
+    """Of two ranks. accelerate states neither batch nor clipping nor precision, nor which optimizer it was.
+
+    Besides, a loop that DeepSpeed clips by its own default.
+    """
+    settings = ["sequence_length=4"]  # whose gradients' norms are above 1
+    unclipped = {"name": "no clipping stated", "model": "gpt2", "loop": True, "settings": settings}
+    train(tmp_path, 2, [*plain_cases(), {**unclipped, "ds": {"optimizer": ADAM, **zero(2)}}])
     told = ["batch.global=12", "optimizer.clip=0.5", "precision=fp32", {"adamw": True}]
     runs = {}
     for case in plain_cases():
@@ -592,6 +681,7 @@ def test_runs_without_deepspeed_go_on(tmp_path):
         runs[name] = (tmp_path / name, tmp_path / name, *told)
         if "Trainer" in name:
             runs[name] = (tmp_path / name, tmp_path / name / "checkpoint-6")
+    runs[unclipped["name"]] = (tmp_path / unclipped["name"],) * 2 + (*settings,)
     apart = go_on(runs, ["1", "tp2"], tmp_path / "ours")
     print(apart)
     assert not within(apart)
@@ -630,7 +720,7 @@ def test_loops_go_on_with_every_form_of_the_optimizer_and_every_model(tmp_path):
 
 @pytest.mark.long
 def test_the_commands_adopt_and_go_on(theirs, tmp_path):
-    said = ["--set", "steps=8", "--set", "schedule.kind=constant", "--set", "schedule.warmup_steps=0"]
+    said = CONSTANT
     asked = run(
         [sys.executable, "launch/checkpoint.py", "adopt", str(theirs / "loop"), "--out", str(tmp_path / "a")]
     )
@@ -675,12 +765,12 @@ def test_the_commands_adopt_and_go_on(theirs, tmp_path):
 # --- what files state, without a save
 
 
-def their_settings(config=None, arguments=None, steps=None, groups=({},), skipped=0, **stated):
+def their_settings(config=None, arguments=None, steps=None, groups=({},), skipped=0, ds=None, **stated):
     """Of a run of six steps whose groups, arguments and scheduler are these."""
     groups = [{"lr": 1e-3, "betas": (0.9, 0.95), **each} for each in groups]
     module = {"wte.weight": torch.zeros(1)}
     state = SimpleNamespace(
-        stated=stated, groups=groups, config={}, steps=6, skipped=skipped, samples=72, module=module
+        stated=stated, groups=groups, config=ds or {}, steps=6, skipped=skipped, samples=72, module=module
     )
     found = TheirSettings(Path("nowhere"), state, config or {})
     vars(found).update(arguments=arguments or {}, steps=steps)
@@ -691,6 +781,23 @@ def test_the_decay_is_that_of_the_decayed_parameters_in_whatever_group():
     decayed, others = {"weight_decay": 0.1, "eps": 1e-6}, {"weight_decay": 0.0, "eps": 1e-6}
     for groups in ((decayed, others), (others, decayed)):
         assert their_settings(groups=groups)["optimizer.weight_decay"] == 0.1
+
+
+def test_clipping_that_no_file_states_is_that_of_the_release_that_trained():
+    json = {"train_batch_size": 12}
+    for release, clip in {"0.18.9": 0.0, "0.19.2": 0.0, "0.19.3": 1.0, "0.19.8+cu128": 1.0}.items():
+        assert their_settings(ds=json, ds_version=release)["optimizer.clip"] == clip
+        assert (
+            their_settings(ds={**json, "gradient_clipping": 0.5}, ds_version=release)["optimizer.clip"] == 0.5
+        )
+    for stated in ({}, {"ds_version": None}, {"ds_version": "a build"}):
+        assert "optimizer.clip" not in their_settings(ds=json, **stated), "it is asked for"
+        assert "optimizer.clip" not in their_settings(**stated)
+    without = {"max_grad_norm": 0.0, "optim": "adamw_torch"}
+    for norm in (0.0, None):
+        told = TheirSettings(Path("nowhere"), SimpleNamespace(config={}), {})
+        vars(told).update(arguments={**without, "max_grad_norm": norm})
+        assert told.config["gradient_clipping"] == 0.0, "Trainer does not clip"
 
 
 def test_a_share_of_warm_up_is_rounded_up_as_by_trainer():

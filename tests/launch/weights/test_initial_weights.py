@@ -116,6 +116,14 @@ def pickled(save: object, **how: bool) -> Callable[[Path], None]:
     return damage
 
 
+def flipped_bit(directory: Path) -> None:
+    pickled(None)(directory)
+    file = directory / "pytorch_model.bin"
+    whole = bytearray(file.read_bytes())
+    whole[len(whole) // 2] ^= 4
+    file.write_bytes(whole)
+
+
 DAMAGED = {
     "cut off": (cut_off, r"model.safetensors: has \d+ bytes, and its header tells of"),
     "a tensor missing": (state(lambda t: t.pop(W)), f"lacks {W}: a GPT2LMHeadModel of this config.json"),
@@ -148,7 +156,8 @@ DAMAGED = {
         pickled(None, _use_new_zipfile_serialization=False),
         r"before torch 1.6; .*from_pretrained\('.*'\).save_pretrained",
     ),
-    "a pickle of a program": (pickled({"a": shutil.rmtree}), r"torch.load \(UnpicklingError\)"),
+    "a pickle of a program": (pickled({"a": shutil.rmtree}), r"names shutil\.rmtree"),
+    "a flipped bit": (flipped_bit, r"pytorch_model\.bin: is damaged in its record 'pytorch_model/data/\d+'"),
     "a pickle of a list": (pickled([1]), "something else than tensors by their names"),
     "no weights": (lambda d: (d / "model.safetensors").rename(d / "old.safetensors"), "but old.safetensors"),
     "no config": (lambda d: (d / "config.json").unlink(), "config.json: no such file; give a directory"),
