@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 
 from launch.console import arguments, ends, terminal
 from launch.ranks import ending
@@ -149,6 +150,8 @@ def build_parser() -> argparse.ArgumentParser:
     adopted.add_argument("--ds_config", metavar="FILE", help=config)
     arguments.add_weights_arguments(adopted.add_argument)
     arguments.add_adoption_arguments(adopted.add_argument, flag=None)
+    # it trains nothing, and any layout may go on
+    adopted.set_defaults(plan=True, processes=None, compile="off", resume=False)
     return parser
 
 
@@ -187,35 +190,22 @@ def export(run_at: str, out: str) -> int:
 def adopt(args: argparse.Namespace) -> int:
     """Write the run directory. Raises ValueError with every problem."""
     from data.corpus import build
-    from data.text.given_text import text_settings
-    from ds_configs.findings import find
     from launch.machine import description
     from launch.records import metrics, vocabulary
-    from launch.training.job import Job, plan_job
     from launch.training.run import checksum
     from launch.training.schedule import learning_rate
-    from launch.training.start import Training, open_run_directory
+    from launch.training.start import Training, job_of, open_run_directory, text_of
     from launch.weights.adoption import Adoption
     from recipes import catalog
 
     adopts = Adoption.of(args.directory, args)
-    column = arguments.stated(args.set, "data.text_column")
-    laid = text_settings(args.text, column, terminal.say) if args.text else {}
-    recipe = adopts.begun(args.set, laid, args.steps)
-    ds_config = adopts.with_scaling(args.ds_config or recipe.ds_config)
+    recipe = adopts.begun(args.set, text_of(args), args.steps)
+    args.ds_config = adopts.with_scaling(args.ds_config or recipe.ds_config)
     machine = description.detect_machine(on_paper=True)
-    plan = plan_job(
-        recipe, ds_config, machine, compiled=False, initial_weights=None, elsewhere=True
-    )  # fmt: skip
-    adopted = adopts.noted(plan, args.set, learning_rate)
     name = catalog.full_name(adopts.recipe_name)
-    job = Job(
-        adopted,
-        name,
-        path_of(args.out, "--out"),
-        adopt=adopts.write,
-        ds_config=find(ds_config),
-    )
+    job = job_of(args, recipe, name, machine, None)
+    adopted = adopts.noted(job.plan, args.set, learning_rate)
+    job = replace(job, plan=adopted)
     original = catalog.load(adopts.recipe_name)
     training = Training(job, original, False, False, lambda meeting: corpus)
     corpus = build(recipe, say=terminal.say)

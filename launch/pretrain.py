@@ -11,7 +11,7 @@ import shlex
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
@@ -32,6 +32,7 @@ from launch.training.start import (
     job_of,
     launch,
     say_on_rank_0,
+    text_of,
 )
 from modeling import cost
 from recipes import catalog
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from launch.training.job import InitialWeights, Job
     from launch.weights.adoption import Adoption
     from launch.weights.starting_model import StartingModel
-    from recipes.schema import Branch, Recipe
+    from recipes.schema import Recipe
 
 # parameters; rank 0 assembles no larger model for a sample
 LARGEST_SAMPLED = 2_000_000_000
@@ -294,16 +295,6 @@ def source_of(
     return (run_of_recipe(args.recipe) if named else None), None
 
 
-def text_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings of a given text; {} without one."""
-    if args.text is None:
-        return {}
-    from data.text.given_text import text_settings
-
-    column = arguments.stated(args.set, "data.text_column")
-    return text_settings(args.text, column, say_on_rank_0)
-
-
 def given_weights(
     args: argparse.Namespace, recipe_name: str | Path | None
 ) -> StartingModel:
@@ -379,12 +370,13 @@ def resumed_run(args: argparse.Namespace) -> RecordedRun | None:
         or not catalog.recorded(args.out)
     ):
         return None
+    from launch.checkpoints.run_checkpoints import named
     from launch.records.recorded_run import RecordedRun
 
     run = RecordedRun.read(path_of(args.out, "--out"), "--out")
     began = run.recipe.branch
-    if began is not None and is_half_adopted(run.path, began):
-        if args.adopt is not None:
+    if began and not (catalog.recorded(began.run) or named(run.path / "checkpoints")):
+        if args.adopt:
             return None
         again = ("launch/checkpoint.py", "adopt", began.run, "--out", str(run.path))
         came = f"{run.path} was to go on with {began.run}, and its first checkpoint was never whole"
@@ -402,13 +394,6 @@ def resumed_run(args: argparse.Namespace) -> RecordedRun | None:
             )
             raise ProblemsError.of("--branch", came, "a run began once", fix)
     return run
-
-
-def is_half_adopted(path: Path, began: Branch) -> bool:
-    """Check whether a run begins from another program's and has no checkpoint of it yet."""
-    from launch.checkpoints.run_checkpoints import named
-
-    return not (catalog.recorded(began.run) or named(path / "checkpoints"))
 
 
 def run_of_recipe(name: str) -> RecordedRun | None:

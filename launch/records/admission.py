@@ -194,11 +194,11 @@ def _refuse_strangers(directory: RunDirectory) -> None:
     """Refuse a directory with files that are no run's."""
     if directory.recipe_yaml.exists():
         return
-    own = set()
+    own = []
     if not any(directory.checkpoints.glob("*")):
-        own.add(directory.checkpoints.name)
+        own = [directory.checkpoints.name]
     if directory.lock_file.exists():  # a start was killed before it wrote recipe.yaml
-        own |= {directory.original_yaml.name, directory.ds_config_given.name}
+        own += [directory.original_yaml.name, directory.ds_config_given.name]
     names = sorted(entry.name for entry in directory.path.iterdir())
     strangers = [
         name for name in names if not left_by_a_crash(name) and name not in own

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ds_configs.findings import find, lookup
 from ds_configs.plan import Machine
@@ -202,6 +202,16 @@ def check_processes(args: argparse.Namespace) -> None:
         raise ProblemsError.of(
             key, came, "a launcher decides it", "leave --processes out"
         )
+
+
+def text_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of a given text; {} without one."""
+    if args.text is None:
+        return {}
+    from data.text.given_text import text_settings
+
+    column = arguments.stated(args.set, "data.text_column")
+    return text_settings(args.text, column, say_on_rank_0)
 
 
 def job_of(

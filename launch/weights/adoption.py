@@ -303,9 +303,8 @@ class Adoption(StartingModel):
         said += self.saved().remarks(recipe)
         clip = self.theirs.default_clip
         if clip == recipe.optimizer.clip:
-            release = state.stated["ds_version"]
-            rule = f"as DeepSpeed {release} does without gradient_clipping"
-            said.append(f"optimizer.clip={clip:g}, {rule}")
+            by = f"DeepSpeed {state.stated['ds_version']} without gradient_clipping"
+            said.append(f"optimizer.clip={clip:g} by {by}")
         if self.scaling and recipe.precision == "fp16":
             said.append(f"its loss scaler has fp16 of {_listed(self.scaling)}")
         return (Notice("adopt", f"adopted: {'; '.join(said)}"),)

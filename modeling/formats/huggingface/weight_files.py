@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from modeling.formats.pickles import is_sound, load
+from modeling.formats.pickles import load_dict
 from recipes.files import (
     FileError,
     named_kind,
@@ -26,10 +26,6 @@ from recipes.problems import Problem, some
 # In the order of `from_pretrained`, each whole or in shards listed by an index.
 NAMES = ("model.safetensors", "pytorch_model.bin")
 AGAIN = "copy or download the directory again"
-CONVERT = (
-    'write it as safetensors, python -c "from transformers import AutoModelForPreTraining as M; '
-    "M.from_pretrained('{0}').save_pretrained('{0}-safetensors')\", and give that directory"
-)
 
 
 def read_state_dict(directory: str | Path) -> dict[str, Tensor]:
@@ -111,11 +107,8 @@ def _read(file: Path) -> dict[str, Tensor]:
     """Read the tensors of one file, mapped into memory."""
     if file.suffix == ".safetensors":
         return _read_safetensors(file)
-    if not is_sound(file):
-        fix = f"{AGAIN}; if it loads, {CONVERT.format(file.parent)}"
-        refuse(file, "is no file of torch.save, or one of before torch 1.6", "", fix)
-    tensors = load(file)
-    named = isinstance(tensors, dict) and all(isinstance(name, str) for name in tensors)
+    tensors = load_dict(file)
+    named = all(isinstance(name, str) for name in tensors)
     if not named or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         came = "holds something else than tensors by their names"
         refuse(
@@ -124,7 +117,7 @@ def _read(file: Path) -> dict[str, Tensor]:
             "it is a model's state dict",
             "give a directory that save_pretrained wrote",
         )
-    return dict(tensors)
+    return tensors
 
 
 def _read_safetensors(file: Path) -> dict[str, Tensor]:
