@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ds_configs.findings import FOLDER, Notice, find, lookup, read
+from ds_configs.findings import FOLDER, Notice, find, lookup
 from ds_configs.plan import Plan
 from launch.checkpoints import run_checkpoints
 from launch.console.arguments import check_outside, stated
@@ -27,7 +27,7 @@ from modeling.formats.deepspeed.states import DeepSpeedState
 from modeling.formats.megatron.checkpoint import UNREAD
 from recipes import catalog
 from recipes.consistency import schedule_problems
-from recipes.files import path_of, refuse
+from recipes.files import path_of, read_settings, refuse
 from recipes.key_paths import is_part, key_of
 from recipes.problems import Problem
 from recipes.schema import Branch, Recipe
@@ -274,7 +274,7 @@ class Adoption(StartingModel):
         Raises ProblemsError: a JSON of one's own has other rules.
         """
         path = find(ds_config)
-        config = read(path)
+        config = read_settings(path)
         scaled = config.get("fp16") or {}
         other = {}
         for key, each in self.scaling.items():

@@ -169,7 +169,7 @@ def test_an_adopted_run_of_no_step_or_of_no_decay_is_refused_with_a_line_that_wo
     ended = ["schedule={kind: linear, decay_steps: 5}"]
     for settings, steps, line in (
         (["schedule={kind: constant}", "steps=6"], None, "--set steps=7"),
-        (["schedule.kind=constant", "steps=99"], 6, "--steps=20"),
+        (["schedule={kind: constant, warmup_steps: 20}", "steps=99"], 6, "--steps=20"),
         ([*ended, "steps=12"], None, "--set schedule.decay_steps=12"),
         (["schedule={kind: constant, warmup_steps: 20}", "steps=12"], None, "--set steps=20"),
     ):
@@ -773,7 +773,7 @@ def their_settings(config=None, arguments=None, steps=None, groups=({},), skippe
         stated=stated, groups=groups, config=ds or {}, steps=6, skipped=skipped, samples=72, module=module
     )
     found = TheirSettings(Path("nowhere"), state, config or {})
-    vars(found).update(arguments=arguments or {}, steps=steps)
+    vars(found).update(arguments=arguments or {}, trainer={"max_steps": steps} if steps else {})
     return found.settings(catalog.load("default/sotu", tiny=True))
 
 
@@ -801,7 +801,7 @@ def test_clipping_that_no_file_states_is_that_of_the_release_that_trained():
 
 
 def test_a_share_of_warm_up_is_rounded_up_as_by_trainer():
-    arguments = {"lr_scheduler_type": "linear", "warmup_ratio": 0.1}
+    arguments = {"lr_scheduler_type": "linear", "warmup_ratio": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95}
     found = their_settings(arguments=arguments, steps=15)
     assert (found["schedule.kind"], found["schedule.warmup_steps"], found["schedule.decay_steps"]) == (
         "linear", 2, 15,
