@@ -210,8 +210,7 @@ def adopt(args: argparse.Namespace) -> int:
     training = Training(job, original, False, False, lambda meeting: corpus)
     corpus = build(recipe, say=terminal.say)
     directory = open_run_directory(training)
-    assert directory is not None
-    assert recipe.branch is not None
+    assert directory and recipe.branch
     vocabulary.keep(directory.path, corpus.tokenizer)
     metrics.begin_branch(directory.metrics_jsonl, recipe.branch)
     adopts.write(adopted, job.checkpoints, checksum(corpus))

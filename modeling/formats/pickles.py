@@ -74,12 +74,12 @@ def _check_records(file: Path, size: int, changed: int) -> None:
             if not packed and any(each.CRC for each in listed):
                 damaged = records.testzip()
     except Exception as error:  # of many types, for a list of records that is broken
-        refuse(file, f"cannot be read ({str(error)[:100]})", CUT, AGAIN)
+        refuse(file, f"cannot be read ({error})", CUT, AGAIN)
     if packed:
         rule = "torch.save stores them as they are"
         refuse(file, "holds compressed records", rule, "save it again with torch")
     if damaged is not None:
-        came = f"is damaged in its record {damaged[:100]!r}"
+        came = f"is damaged in its record {damaged!r}"
         refuse(file, came, "its CRC-32 is of other bytes", AGAIN)
 
 
