@@ -10,6 +10,7 @@ from typing import Any
 from tabulate import tabulate
 
 from launch.console.terminal import wrapped
+from recipes.problems import visible
 
 NOTHING = "–"  # for a missing value
 ALIGNMENTS = {"l": "left", "r": "right"}
@@ -74,7 +75,7 @@ def aligned(
     pairs = list(pairs)
     column = max((len(label) for label, _ in pairs), default=0) + gap
     lines = (f"{' ' * indent}{label:<{column}}{value}" for label, value in pairs)
-    return "\n".join(wrapped(line, width, hang=column) for line in lines)
+    return "\n".join(wrapped(visible(line), width, hang=column) for line in lines)
 
 
 def table(
@@ -88,7 +89,7 @@ def table(
     A table wider than `width` wraps its headings and its last column. If that is not enough, each row becomes
     a paragraph, with its first cell on the first line.
     """
-    cells = [list(map(str, row)) for row in rows]
+    cells = [list(map(visible, map(str, row))) for row in rows]
     whole = _tabulated(cells, headings, align)
     if width is None or max(map(len, whole.splitlines()), default=0) <= width:
         return whole

@@ -176,3 +176,8 @@ def test_who_prints_goes_on_when_nobody_reads(sink):
 def test_control_characters_are_shown_and_not_obeyed():
     text = "one\ntwo\x1b[31m \x07 \u202e \ttab \N{NO-BREAK SPACE}\u00e4\ufffd"
     assert terminal.visible(text) == "one\ntwo\\x1b[31m \\x07 \\u202e \\ttab \N{NO-BREAK SPACE}\u00e4\ufffd"
+
+
+def test_cells_of_a_table_show_what_a_screen_would_obey():
+    shown = table([["a\x1b[2J", 1]], ["x", "y"]) + aligned([("title", "\x07b")])
+    assert r"a\x1b[2J" in shown and r"\x07b" in shown
