@@ -343,12 +343,14 @@ def notices(
         passed = lookup(plan.ds, key)
         if key in told or key.startswith(("parallel.", "bfloat16.")):
             continue
+        what = "without effect"
+        word = key
         if key in unchanged:
-            what, word = "as the recipe has it", f"{key}={plain(value)}"
+            what = "as the recipe has it"
+            word = f"{key}={plain(value)}"
         elif passed is not None and value in (passed, "auto"):
-            what, word = "passed on to DeepSpeed", f"{key}={plain(passed)}"
-        else:
-            what, word = "without effect", key
+            what = "passed on to DeepSpeed"
+            word = f"{key}={plain(passed)}"
         found.setdefault(what, []).append(word)
     for what, words in found.items():
         yield Notice("follow", f"follow: {what}: {', '.join(words)}")
