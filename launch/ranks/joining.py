@@ -45,7 +45,6 @@ def meet(check: Callable[[], None] = lambda: None, out: str | None = None) -> Me
     terminal.quiet_libraries()
     try:
         processes.check_launch(start=True)
-        check_cache_is_own()
         check()
     except ValueError as e:
         ending.refuse(e)
@@ -56,6 +55,8 @@ def meet(check: Callable[[], None] = lambda: None, out: str | None = None) -> Me
         terminal.say(said, sys.stderr)
     meeting = Meeting(_existing(out))
     take_environment(meeting)
+    # each machine has a cache of its own: one that refuses ends the ranks of all
+    meeting.settle(check_cache_is_own)
     keep_compiled_code()
     return meeting
 

@@ -51,6 +51,15 @@ def test_a_run_directory_that_is_not_shared_is_refused_at_the_start(tmp_path):
     assert not [*(tmp_path / "here" / "run").glob("shared.*")], "the token is gone"
 
 
+def test_a_machine_whose_cache_all_may_write_ends_the_ranks_of_all(tmp_path):
+    (tmp_path / "there" / "cache").mkdir(parents=True)
+    (tmp_path / "there" / "cache").chmod(0o777)
+    how = {"cwd": tmp_path, "timeout": 60, "kill_after": 0.1}
+    done = run_ranks(2, WORKERS / "elsewhere.py", tmp_path / "there", *TINY, "--out", "run", **how)
+    assert done.returncode == 2 and "(rank 1):" in done.stdout, done.stdout
+    assert done.stdout.count(f"chmod o-w {tmp_path / 'there' / 'cache'}") == 1
+
+
 DYING = """
 import os, sys, time
 from launch.ranks import meeting, processes
