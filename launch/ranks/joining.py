@@ -79,7 +79,7 @@ def joined(
         out_of_memory_advice: printed instead of a traceback if memory runs out.
     """
     order_kernels(tp)
-    meeting.compare(meeting.settle(own_place), processes.check_shared_devices)
+    check_places(meeting)
     admitted = admit()
     with ending.clean_exit(note_failure):
         processes.start_processes(store=meeting.store)
@@ -122,6 +122,11 @@ def take_environment(meeting: Meeting) -> None:
         terminal.say(
             f"{socket.gethostname()} has from rank 0's machine: {', '.join(sorted(lacking))}"
         )
+
+
+def check_places(meeting: Meeting) -> None:
+    """Check that every rank has a device of its own, and a network to the others. Collective."""
+    meeting.compare(meeting.settle(own_place), processes.check_shared_devices)
 
 
 def own_place() -> tuple[str, str] | None:

@@ -48,6 +48,13 @@ def seen_here(meeting: Meeting, directory: Path) -> bool:
         return meeting.settle(lambda: first or wait_for(directory, name))
 
 
+def check_all(meeting: Meeting, directory: Path) -> None:
+    """Check that every rank sees in the directory what rank 0 writes there. Collective."""
+    seen = seen_here(meeting, directory)
+    # With the token gone: where a rank refuses, its launcher ends this one.
+    meeting.settle(lambda: check(seen, directory))
+
+
 def check(seen: bool, directory: Path) -> None:
     """Check that this rank has seen the file. Raises ValueError."""
     if not seen:

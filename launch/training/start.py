@@ -117,7 +117,10 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> arguments.AddArgument:
     add("--emulate_fp16", action="store_true", help=emulated)
     same = "use kernels that give the same bits in every run on GPUs too; an error where there is none"
     add("--deterministic", action="store_true", help=same)
-    plan = "check everything, show the resolved plan (without a launcher: of all processes it needs) and exit"
+    plan = (
+        "check everything, show the plan (without a launcher: of all processes it needs) and what the machines "
+        "lack, and exit"
+    )
     add("--plan", action="store_true", help=plan)
     planned = "with --plan: of N processes, on machines like this one, or on GPUs where it cannot train the row"
     add("--processes", type=arguments.whole(most=10**6), metavar="N", help=planned)
@@ -137,21 +140,17 @@ def launch(args: argparse.Namespace, check: Callable[[], Training]) -> None:
 
     `check`: makes the checked training on every rank; raises ValueError with every problem.
     """
-    if args.plan:
-        terminal.quiet_libraries()
-        try:
-            processes.check_launch(start=False)
-            check_processes(args)
-            job = check().job
-        except ValueError as e:
-            ending.refuse(e)
-        show_plan(job)
-        return
     terminal.outlast_readers()
     joining.postpone_collections()
     meeting = joining.meet(lambda: check_processes(args), args.out)
     training = meeting.settle(check)
     job = training.job
+    if args.plan:
+        from launch.training import plan_checks
+
+        show_plan(job, plan_checks.of_machines(job, meeting))
+        meeting.end()
+        return
     os.environ.update(launch_environment.flight_recorder(os.environ, job.directory))
     with joining.joined(
         meeting,
@@ -185,10 +184,7 @@ def admit_run(training: Training, meeting: Meeting) -> RunDirectory | None:
     if processes.world_size() > 1:
         from launch.records import shared_directory
 
-        place = training.job.directory
-        seen = shared_directory.seen_here(meeting, place)
-        # With the token gone: where a rank refuses, its launcher ends this one.
-        meeting.settle(lambda: shared_directory.check(seen, place))
+        shared_directory.check_all(meeting, training.job.directory)
     return directory
 
 
@@ -285,7 +281,7 @@ def open_run_directory(training: Training) -> RunDirectory | None:
 
 
 def make_quick_checks(job: Job) -> None:
-    """Make the quick checks of doctor.py; rank 0 prints warnings. Raises ProblemsError."""
+    """Make the checks of every start; rank 0 prints warnings. Raises ProblemsError for what failed."""
     found = checks.run(checks.quick(job.plan.recipe, job.directory))
     checks.refuse(found)
     for check in found:
@@ -307,9 +303,11 @@ def system_refusals(place: Path) -> Iterator[None]:
         raise
 
 
-def show_plan(job: Job) -> None:
+def show_plan(job: Job, found: list[checks.Check]) -> None:
+    """Print on rank 0 the plan of the job, and what was found on the machines."""
     from data.text.held_out import describe_text
     from launch.records.plan_text import Surroundings, describe_plan
+    from launch.training import plan_checks
 
     if processes.rank() == 0:
         described = description.describe()
@@ -331,7 +329,9 @@ def show_plan(job: Job) -> None:
             started=processes.world_size(),
             text=text,
         )
-        print(describe_plan(job.plan, job.name, surroundings, terminal.columns()))
+        columns = terminal.columns()
+        print(describe_plan(job.plan, job.name, surroundings, columns))
+        print(f"\n{plan_checks.text(found, columns)}")
 
 
 def run(training: Training, directory: RunDirectory | None, meeting: Meeting) -> None:

@@ -57,7 +57,6 @@ class Started(BaseException):
 WORK = {
     "pretrain": ["launch.ranks.ending:clean_exit"],
     "finetune": ["launch.ranks.ending:clean_exit", "launch.evaluation.finetuning_seeds:keep_arguments"],
-    "doctor": ["launch.doctor:text", "launch.doctor:asdict"],  # where it has checked, and tells
     "score": ["launch.ranks.ending:clean_exit"],
     "compare_layouts": ["launch.compare_layouts:run_cases"],
     "plan": [  # where the search is done
@@ -302,7 +301,6 @@ APART = {
     "finetune --task sst2 --init x --ranks 2": "--ranks without --seeds or --ensemble",
     "finetune --task sst2 --init x --lr 1 --set optimizer.lr=2": "--lr with --set optimizer.lr",
     "finetune --task rte --init x --train a --set task.train=b": "--train with --set task.train",
-    "doctor --ds_config zero1 --set ds_config=zero2": "--ds_config with --set ds_config",
     "plan --tokens 9 --steps 3": "--tokens with --steps",
     "plan --fits default/sotu --recipe bert/sotu": "--fits with --recipe",
     "plan --fits default/sotu --json": "--fits with --json",

@@ -119,7 +119,7 @@ def test_a_plan_on_paper_says_for_what_machine(monkeypatch, capsys):
     row = ["--recipe", "megatron_paper_table1/8.3b-mp-dp", "--set", "parallel.dp=null", "--plan"]
     for config, said in (("fp16_dynamic", "planned for GPUs that"), ("zero1", "planned for machines like")):
         job = pretrain.training_of(parse([*row, "--processes", "64", "--ds_config", config])).job
-        show_plan(job)
+        show_plan(job, [])
         shown = capsys.readouterr().out
         assert "8 data parallel = 64 processes, planned; not started here" in shown and said in shown
 

@@ -11,7 +11,7 @@ from launching import ROOT, run
 from second_device.running import needed, on_board
 
 from ds_configs.plan import Device
-from launch.machine import doctor_checks
+from launch.machine import drivers
 from launch.ranks import processes
 from launch.training import agreement
 from modeling import fusing
@@ -39,7 +39,7 @@ def test_a_gpu_without_pythons_headers_fuses_nothing(triton, monkeypatch, tmp_pa
     assert fusing.has_gpu_compiler()
 
 
-def test_a_first_kernel_that_does_not_compile_is_told_by_all_ranks_and_the_doctor(triton, monkeypatch):
+def test_a_first_kernel_that_does_not_compile_is_told_by_all_ranks_and_a_plan(triton, monkeypatch):
     def refuse(function):
         raise subprocess.CalledProcessError(1, "gcc", stderr=HEADER)
 
@@ -47,8 +47,8 @@ def test_a_first_kernel_that_does_not_compile_is_told_by_all_ranks_and_the_docto
     monkeypatch.setattr(processes, "device", lambda: Device("cpu", asynchronous=True, own_memory=True))
     monkeypatch.setattr(processes, "gathered", lambda own, group: [None, own])
     assert "CalledProcessError" in agreement.kernel_failure(None)
-    monkeypatch.setattr(doctor_checks, "gpus", lambda: [1])
-    found = doctor_checks.fused_kernels()
+    monkeypatch.setattr(drivers, "gpus", lambda: [1])
+    found = drivers.fused_kernels()
     assert found.verdict == "warning" and "python3-dev" in found.fix
     fusing.give_up()
     assert not fusing.has_gpu_compiler()

@@ -206,7 +206,7 @@ def test_a_plan_says_what_is_trained_and_refuses_a_vocabulary_that_the_text_cann
     assert shrunk == "GPT-2 of 237k parameters on the State of the Union addresses"
     from launch.training.start import show_plan
 
-    show_plan(job)
+    show_plan(job, [])
     said = " ".join(capsys.readouterr().out.split())
     assert f"1 file of plain text, {path.stat().st_size:,} bytes; the end of the text is held out" in said
     assert f"vocabulary trained_wordpiece of {size} tokens, trained on it" in said

@@ -1,7 +1,6 @@
 """Checks of a machine: a good one, and bad ones of which each has one function of the system's replaced."""
 
 import re
-import socket
 import warnings
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from launching import ROOT
 
 from launch.console import terminal
-from launch.machine import checks, description, doctor_checks
+from launch.machine import checks, description, drivers
 from launch.machine.checks import Check, ok
 from launch.machine.description import VisibleGpu
 from recipes import catalog
@@ -26,9 +25,9 @@ def gpus(monkeypatch):
 
     def put(*found: VisibleGpu, built=CUDA_13, cuda="13.0") -> None:
         monkeypatch.setattr(checks, "gpus", lambda with_free=False: list(found))
-        monkeypatch.setattr(doctor_checks, "gpus", lambda with_free=False: list(found))
+        monkeypatch.setattr(drivers, "gpus", lambda with_free=False: list(found))
         monkeypatch.setattr(checks, "built_for", lambda: built)
-        monkeypatch.setattr(doctor_checks, "torch_cuda", lambda: cuda)
+        monkeypatch.setattr(drivers, "torch_cuda", lambda: cuda)
 
     return put
 
@@ -104,22 +103,22 @@ def test_what_torch_itself_says_of_missing_kernels_is_not_hidden(monkeypatch):
 
 def test_gpus_that_differ_or_are_taken_are_warned_of(gpus):
     gpus(H200, H200)
-    assert doctor_checks.accelerator() == ok("2 GPUs: NVIDIA H200 (141 GB)")
+    assert drivers.accelerator() == ok("2 GPUs: NVIDIA H200 (141 GB)")
     gpus(H200, V100)
-    assert doctor_checks.accelerator().verdict == "warning"
+    assert drivers.accelerator().verdict == "warning"
     gpus(H200, VisibleGpu("NVIDIA H200", (9, 0), 141e9, 60e9))
-    assert "of 1 more than a tenth is taken" in doctor_checks.accelerator().found
+    assert "of 1 more than a tenth is taken" in drivers.accelerator().found
 
 
 def test_an_nvcc_of_another_major_version_fails(gpus, monkeypatch):
     gpus(H200)
     verdicts = {}
     for version in ("13.2", "12.6", None):
-        monkeypatch.setattr(doctor_checks, "nvcc_version", lambda version=version: version)
-        verdicts[version] = doctor_checks.cuda_compiler().verdict
+        monkeypatch.setattr(drivers, "nvcc_version", lambda version=version: version)
+        verdicts[version] = drivers.cuda_compiler().verdict
     assert verdicts == {"13.2": "ok", "12.6": "failed", None: "warning"}
     gpus(cuda=None)
-    assert doctor_checks.cuda_compiler().verdict == "not checked"
+    assert drivers.cuda_compiler().verdict == "not checked"
 
 
 def test_docker_gives_too_little_shared_memory_for_nccl(gpus, monkeypatch):
@@ -156,39 +155,11 @@ def test_packages_that_are_missing_or_of_untested_versions(monkeypatch):
 
 
 def test_no_compiler_is_a_warning_that_names_what_is_missing(monkeypatch, tmp_path):
-    assert doctor_checks.compiler().verdict == "ok"
+    assert drivers.compiler().verdict == "ok"
     monkeypatch.setenv("CXX", str(tmp_path / "none"))
-    found = doctor_checks.compiler()
+    found = drivers.compiler()
     assert found.verdict == "warning" and f"no {tmp_path / 'none'}:" in found.found and "g++" in found.fix
     assert description.detect_machine().compiler is False
-
-
-def test_a_hostfile_is_read_by_the_launchers_own_rules(tmp_path):
-    file = tmp_path / "hosts"
-    file.write_text("# ours\n\n  node1 slots=4\nnode2\tslots=2 # old\n")
-    assert doctor_checks.read_hosts(file) == {"node1": 4, "node2": 2}
-    for wrong in ("node3", "node3 slots=x", "node3 slots = 4", "node1 slots=4\nnode1 slots=4", "#only", ""):
-        file.write_text(wrong)
-        with pytest.raises(ProblemsError, match="hosts: Hostfile .*write: name slots=8"):
-            doctor_checks.read_hosts(file)
-    with pytest.raises(ProblemsError, match="no such file"):
-        doctor_checks.read_hosts(tmp_path / "none")
-
-
-def test_the_machines_of_a_hostfile(monkeypatch):
-    monkeypatch.setattr(doctor_checks, "resolved", lambda name: None if name == "gone" else "10.0.0.4")
-    monkeypatch.setattr(doctor_checks.shutil, "which", lambda program: f"/usr/bin/{program}")
-    two = {"node1": 8, "node2": 8}
-    assert doctor_checks.other_machines(two).found.startswith("2 machines, 16 slots")
-    assert doctor_checks.slots_here(two) is None
-    assert doctor_checks.slots_here({**two, socket.gethostname(): 3}) == 3
-    gone = doctor_checks.other_machines({**two, "gone": 8})
-    assert gone.verdict == "failed" and gone.found.startswith("gone cannot be resolved")
-    local = doctor_checks.other_machines({"node1": 8, "127.0.0.1": 8})
-    assert local.verdict == "failed" and "127.0.0.1 for itself" in local.found
-    monkeypatch.setattr(doctor_checks.shutil, "which", lambda program: None)
-    assert "pdsh" in doctor_checks.other_machines(two).fix
-    assert doctor_checks.other_machines({"node1": 8}).verdict == "ok", "started here"
 
 
 def test_every_variable_of_the_project_is_known():

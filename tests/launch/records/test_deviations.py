@@ -99,7 +99,7 @@ def test_a_plan_needs_neither_the_processes_nor_the_machine(monkeypatch, capsys)
     row = ["--recipe", "megatron_paper_table1/8.3b-mp-dp", "--ds_config", "fp16_dynamic"]
     parse = pretrain.build_parser().parse_args
     job = pretrain.training_of(parse([*row, "--plan"])).job
-    show_plan(job)
+    show_plan(job, [])
     shown = capsys.readouterr().out
     assert "= 512 processes, planned; not started here" in shown
     assert "! refused on this machine: ds_configs/fp16_dynamic.json: fp16.enabled=true" in shown

@@ -6,7 +6,7 @@ compilation under ZeRO-3, before Ampere, layer by layer      test_zero_3_without
 partition_activations, precision "auto", what needs a GPU    tests/ds_configs (ANY_GPU)
 pinned batches and the device of the loader's threads        test_batches_are_pinned…
 marks of the forward clock                                   test_the_forward_clock_reads_events
-peaks, GPUs in descriptions and in the doctor                test_memory_and_names…, test_checkup.py
+peaks, GPUs in descriptions and in a plan's checks                test_memory_and_names…, test_checkup.py
 a device for each rank                                       tests/launch/ranks/test_processes.py
 kernels of banded attention                                  test_sparse_attention.py, test_banded_models.py
 nothing of a GPU that is not to be used                      test_a_gpu_that_is_not_to_be_used…
@@ -27,7 +27,7 @@ from data.corpus import build
 from ds_configs.plan import ANY_GPU, GPU, HOST, Device, Machine
 from ds_configs.resolver import resolve
 from launch.checkpoints import run_checkpoints
-from launch.machine import checks, description, doctor_checks, memory
+from launch.machine import checks, description, drivers, memory
 from launch.ranks import processes
 from launch.training import job
 from launch.training import run as training_run
@@ -165,7 +165,7 @@ def test_memory_and_names_are_those_of_the_device_whoever_made_it(monkeypatch):
     assert memory.peak_memory() == memory.PeakMemory(5, "GPU memory allocated")
     assert memory.peak_cached_bytes() == 7 and memory.this_machine().gpu_bytes == 64e9
     monkeypatch.setattr(checks, "built_for", lambda: ["gfx90a"])
-    assert doctor_checks.accelerator().verdict == checks.kernels().verdict == "ok"
+    assert drivers.accelerator().verdict == checks.kernels().verdict == "ok"
     assert processes.device_identity() is None, "no serial number that ranks could share"
 
 

@@ -1,23 +1,18 @@
-"""Checks that no start makes: GPUs and their driver, compilers, and the other machines of a launch."""
+"""Checks that a plan makes and a start does not: GPUs and their driver, and compilers."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
-import socket
 import subprocess
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from launch.machine import description
 from launch.machine.checks import Check, failed, ok, unchecked, warning
 from launch.machine.description import cores, gpus, installed
 from launch.ranks import processes
-from launch.ranks.interfaces import resolved
-from recipes import files
-from recipes.problems import ProblemsError, counted, some
+from recipes.problems import counted
 
 
 def accelerator() -> Check:
@@ -45,8 +40,6 @@ def accelerator() -> Check:
 
 def no_gpu() -> Check:
     """Warn if torch uses no GPU though the system shows one that nobody has hidden."""
-    import torch
-
     came = f"no GPU: {counted(cores(), 'core')} of the CPU"
     hidden = (
         os.environ.get("DS_ACCELERATOR") == "cpu"
@@ -54,6 +47,8 @@ def no_gpu() -> Check:
     )
     if hidden or not list(Path("/dev").glob("nvidia[0-9]*")):
         return ok(came)
+    import torch
+
     why = "cannot use it (driver?)" if torch.version.cuda else "is a build for CPUs"
     fix = "install a CUDA build of torch, or hide them with CUDA_VISIBLE_DEVICES="
     return warning(
@@ -73,12 +68,12 @@ def compiler() -> Check:
 
 def fused_kernels() -> Check:
     """Compile a kernel and run it on the GPU, as dropout and the loss are compiled in every training."""
+    if not gpus():
+        return unchecked("no GPU")
     import torch
 
     from modeling import fusing
 
-    if not gpus():
-        return unchecked("no GPU")
     failure = fusing.failure_of_kernels(torch.device(processes.device().name))
     if failure:
         slower = "nothing is compiled for the GPU, torch's own kernels run, slower"
@@ -90,10 +85,11 @@ def fused_kernels() -> Check:
 
 def cuda_compiler() -> Check:
     """Check that nvcc has the major version of torch's CUDA: torch loads the ops that it compiles."""
+    if not gpus():
+        return unchecked("no GPU")
     wanted = torch_cuda()
-    if wanted is None or not gpus():
-        why = "no GPU" if wanted else f"torch {installed('torch')} has no CUDA"
-        return unchecked(why)
+    if wanted is None:
+        return unchecked(f"torch {installed('torch')} has no CUDA")
     found = nvcc_version()
     if found is None:
         return warning(
@@ -129,55 +125,3 @@ def nvcc_version() -> str | None:
         return None
     found = re.search(r"release (\d+\.\d+)", said)
     return found[1] if found else None
-
-
-def read_hosts(path: str | Path) -> Mapping[str, int]:
-    """Read each machine's slots (a process and a GPU each) by DeepSpeed's rules. Raises ProblemsError."""
-    from deepspeed.launcher import runner
-
-    file = files.path_of(path, "--hostfile")
-    lines = files.read_text(file).splitlines()
-    runner.logger.disabled = True  # it repeats the whole file
-    try:
-        return runner._parse_hostfile(lines)
-    except ValueError as error:
-        rule = "each line is a machine and its GPUs"
-        raise ProblemsError.of(
-            str(file), f"{file}: {error}", rule, "write: name slots=8"
-        ) from error
-    finally:
-        runner.logger.disabled = False
-
-
-def slots_here(hosts: Mapping[str, int]) -> int | None:
-    """Return the slots of this machine; None: it is not named."""
-    name = socket.gethostname()
-    own = {name, name.partition(".")[0], "localhost", "127.0.0.1"}
-    return next((slots for host, slots in hosts.items() if host in own), None)
-
-
-def other_machines(hosts: Mapping[str, int]) -> Check:
-    """Check that the names of a hostfile resolve here, and that deepspeed can start processes there."""
-    said = f"{counted(len(hosts), 'machine')}, {counted(sum(hosts.values()), 'slot')}"
-    local = [host for host in hosts if host.startswith(("localhost", "127."))]
-    if local and len(hosts) > 1:
-        return failed(
-            f"{said}: each takes {local[0]} for itself", "write its name in the network"
-        )
-    with ThreadPoolExecutor(32) as pool:
-        found = dict(zip(hosts, pool.map(resolved, hosts), strict=True))
-    unknown = [host for host, address in found.items() if not address]
-    if unknown:
-        return failed(
-            f"{some(unknown)} cannot be resolved from here",
-            "mend the hostfile, DNS or /etc/hosts",
-        )
-    if len(hosts) > 1 and not shutil.which("pdsh"):
-        others = (
-            "start each machine's own with deepspeed --no_ssh --node_rank N, or srun"
-        )
-        came = f"{said}; there is no pdsh, by which deepspeed starts them"
-        return warning(came, f"apt-get install pdsh; or {others}")
-    return ok(
-        f"{said}; whether ssh lets you in, and what is there, is not seen from here"
-    )
