@@ -124,11 +124,14 @@ def test_a_plan_on_paper_says_for_what_machine(monkeypatch, capsys):
         assert "8 data parallel = 64 processes, planned; not started here" in shown and said in shown
 
 
+OF_FOUR = "RANK=0 LOCAL_RANK=0 WORLD_SIZE=4 MASTER_ADDR=127.0.0.1 MASTER_PORT=29517"
+
+
 @pytest.mark.parametrize(
     ("flags", "env", "said"),
     [
         (["--processes", "2"], "", "--processes without --plan: it plans on paper"),
-        (["--processes", "2", "--plan"], "WORLD_SIZE=4", "--processes 2 with 4 that a launcher started"),
+        (["--processes", "2", "--plan"], OF_FOUR, "--processes 2 with 4 that a launcher started"),
         (["--processes", "0", "--plan"], "", "give a whole number from 1"),
     ],
 )
